@@ -74,26 +74,27 @@ def candidates(stored: Stored, shape: Shape, processors: int, *, dependent: bool
 
 
 def _by_warps(usual: DecodeCut, rows: int) -> Iterator[DecodeCut]:
-    """Cuts of `decode_gemm`: warps and tiles, then stages, x ahead, its order and early starts, one after the other."""
+    """Cuts of `decode_gemm`: warps, tiles and early starts, then stages, x ahead, and its order, one after the other."""
     warps = ((1, 4), (1, 8), (1, 2), (2, 4), (2, 2), (4, 2), (4, 1), (8, 1), (4, 4))
-    for (row_warps, length_warps), tiles in itertools.product(warps, (1, 2)):
-        yield usual._replace(ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, TILES=tiles)
-    for stages in (2, 4, 5, 6):
+    for (row_warps, length_warps), tiles, dependent in itertools.product(warps, (1, 2), (False, True)):
+        yield usual._replace(ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, TILES=tiles, DEPENDENT=dependent)
+    for stages in (2, 4):
         yield usual._replace(STAGES=stages)
-    for ahead, length_warps in itertools.product((1, 2, 4, 8), (4, 8)):
-        yield usual._replace(AHEAD=ahead, LENGTH_WARPS=length_warps)
-    if rows <= 8:
-        yield usual._replace(ORDERED=True)
-    yield usual._replace(DEPENDENT=True)
-    yield usual._replace(DEPENDENT=True, LENGTH_WARPS=8)
-    yield usual._replace(DEPENDENT=True, TILES=2)
+    for ahead, (row_warps, length_warps) in itertools.product((1, 2, 4, 8), ((1, 4), (1, 8), (4, 1), (4, 2), (2, 4))):
+        yield usual._replace(AHEAD=ahead, ROW_WARPS=row_warps, LENGTH_WARPS=length_warps)
+    if rows <= 16:
+        for (row_warps, length_warps), dependent in itertools.product(((1, 4), (2, 4), (4, 2), (4, 1)), (False, True)):
+            yield usual._replace(ORDERED=not usual.ORDERED, ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, DEPENDENT=dependent)
 
 
 def _wide(usual: DecodeCut, shape: Shape, processors: int) -> Iterator[DecodeCut]:
     """Cuts of `decode_wide`, of programs that fill the chip but for a few."""
     m, _, n = shape
-    stages_tried = (3, 4) if m > 8 else (4,)
-    for warps, tiles, stages, splits in itertools.product((4, 8), (1, 2), stages_tried, (1, 2, 3, 4, 6, 8)):
+    if m <= 8:
+        return
+    for warps, tiles, (ahead, stages), splits in itertools.product(
+        (4, 8), (1, 2), ((1, 3), (1, 4), (2, 2), (2, 3), (2, 4)), (1, 2, 3, 4, 6, 8)
+    ):
         waves = -(-n // (16 * warps * tiles)) * splits / processors
         if _LEAST_SHARE <= waves <= _MOST_WAVES:
             cut = usual._replace(
@@ -101,15 +102,14 @@ def _wide(usual: DecodeCut, shape: Shape, processors: int) -> Iterator[DecodeCut
                 LENGTH_WARPS=1,
                 TILES=tiles,
                 STAGES=stages,
-                AHEAD=0,
+                AHEAD=ahead,
                 ORDERED=False,
                 SPLITS=splits,
                 TOKENS=max(usual.TOKENS, 2),  # fewer columns than 16 are not multiplied by warpgroups
             )
             yield cut
-            if stages == 4:
+            if stages == 3:
                 yield cut._replace(DEPENDENT=True)
-                yield cut._replace(AHEAD=1)
 
 
 def _runs(cut: DecodeCut, codes: DecodeCodes, length: int) -> bool:

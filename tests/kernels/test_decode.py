@@ -112,8 +112,8 @@ def test_nan_blocks_give_nan(product, name):
 # M, N, K, x's dtype, cut of `decode_wide`: ragged in every size, parts of K, a bias; float16, whole steps, two tiles;
 # eight warps and more parts than some of them have steps for.
 WIDE = {
-    "ragged": (20, 100, 416, "bfloat16", DecodeCut(4, 1, 1, 4, 3, 0, True, False, False, False, SPLITS=2)),
-    "whole": (11, 70, 512, "float16", DecodeCut(4, 1, 2, 2, 3, 0, True, True, False, False, SPLITS=1)),
+    "ragged": (20, 100, 416, "bfloat16", DecodeCut(4, 1, 1, 4, 3, 2, True, False, False, False, SPLITS=2)),
+    "whole": (11, 70, 512, "float16", DecodeCut(4, 1, 2, 2, 3, 1, True, True, False, False, SPLITS=1)),
     "parts": (33, 200, 640, "bfloat16", DecodeCut(8, 1, 1, 8, 3, 1, False, False, False, False, SPLITS=4)),
 }
 
@@ -197,8 +197,8 @@ def _compile_wide(capability):
     x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(64)
     made = []
     for kind, warps, tiles, splits, ahead in (
-        (DecodeCodes(1, 1, 4, 2, 1, 16, True), 8, 2, 2, 1), (DecodeCodes(1, 1, 4, 1, 1, 32, False), 4, 1, 1, 1),
-        (DecodeCodes(3, 7, 8, 1, 1, 32, False), 8, 1, 2, 0), (DecodeCodes(3, 7, 8, 0, 128, 128, False), 4, 1, 2, 1),
+        (DecodeCodes(1, 1, 4, 2, 1, 16, True), 8, 2, 2, 1), (DecodeCodes(1, 1, 4, 1, 1, 32, False), 4, 1, 1, 2),
+        (DecodeCodes(3, 7, 8, 1, 1, 32, False), 8, 1, 2, 2), (DecodeCodes(3, 7, 8, 0, 128, 128, False), 4, 1, 2, 2),
     ):  # fmt: skip
         cut = DecodeCut(
             warps, 1, tiles, 8, 3, ahead, False, True, kind.SCALE != 0, False, False, capability >= 90, splits

