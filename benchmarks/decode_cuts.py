@@ -63,18 +63,19 @@ class Stored(NamedTuple):
         )
 
 
-def candidates(stored: Stored, shape: Shape, processors: int, *, dependent: bool) -> list[DecodeCut]:
+def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool) -> list[DecodeCut]:
     """The cuts that a row tries: that of a Linear first; `dependent`: the chip has programmatic dependent launch."""
     m, k, _ = shape
-    usual = products.cut_of(stored.codes, shape, stored.strides, False, processors)
-    tried = itertools.chain([usual], _by_warps(usual, m), _wide(usual, shape, processors))
+    about = stored.codes, shape, stored.strides, False
+    usual, plain = products.cut_of(*about, device), products.cut_of(*about, device._replace(warpgroups=False))
+    tried = itertools.chain([usual], _by_warps(plain, m), _wide(plain, shape, device.multiprocessors))
     fitted = [products.fitted(cut, stored.codes, k, stored.strides, False) for cut in tried]
     found = list(dict.fromkeys(cut for cut in fitted if _runs(cut, stored.codes, k)))
     return found if dependent else [cut for cut in found if not cut.DEPENDENT]
 
 
 def _by_warps(usual: DecodeCut, rows: int) -> Iterator[DecodeCut]:
-    """Cuts of `decode_gemm`: warps, tiles and early starts, then stages, x ahead, and its order, one after the other."""
+    """Cuts of `decode_gemm`: warps, tiles and early starts, then stages, x ahead, and its order, one by one."""
     warps = ((1, 4), (1, 8), (1, 2), (2, 4), (2, 2), (4, 2), (4, 1), (8, 1), (4, 4))
     for (row_warps, length_warps), tiles, dependent in itertools.product(warps, (1, 2), (False, True)):
         yield usual._replace(ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, TILES=tiles, DEPENDENT=dependent)
@@ -84,7 +85,8 @@ def _by_warps(usual: DecodeCut, rows: int) -> Iterator[DecodeCut]:
         yield usual._replace(AHEAD=ahead, ROW_WARPS=row_warps, LENGTH_WARPS=length_warps)
     if rows <= 16:
         for (row_warps, length_warps), dependent in itertools.product(((1, 4), (2, 4), (4, 2), (4, 1)), (False, True)):
-            yield usual._replace(ORDERED=not usual.ORDERED, ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, DEPENDENT=dependent)
+            cut = usual._replace(ORDERED=not usual.ORDERED, DEPENDENT=dependent)
+            yield cut._replace(ROW_WARPS=row_warps, LENGTH_WARPS=length_warps)
 
 
 def _wide(usual: DecodeCut, shape: Shape, processors: int) -> Iterator[DecodeCut]:
@@ -234,7 +236,7 @@ def measure(report: Report, weights: Weights, m: int, refused: dict[Compiled, st
     exact = x.double() @ weights.exact.T
     # One rounding of y, and float32 sums of K exact products (docs/numerics.md 8.2).
     bound = 2.0**-8 * exact.abs() + k * 2.0**-23 * (x.double().abs() @ weights.exact.abs().T)
-    cuts = candidates(weights.stored, shape, device.multiprocessors, dependent=capability >= HOPPER)
+    cuts = candidates(weights.stored, shape, device, dependent=capability >= HOPPER)
     cuts = cuts[:1] + [cut for cut in cuts if cut.SPLITS][:1] if options.quick else cuts
     usual, found, failed = cuts[0], [], {}
     for cut in cuts:
@@ -352,11 +354,12 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     capability = torch.cuda.get_device_capability() if options.device == "cuda" else HOPPER
     refused: dict[Compiled, str] = {}
     if not options.quick:
+        chip = Device(0, PROCESSORS, capability >= (8, 9), warpgroups=capability == HOPPER)
         stored = {(name, size): stored_like(name, size) for name in names for size in shapes}
         jobs = [
             Job(stored[name, size], (m, size[1], size[0]), cut, capability)
             for name, size, m in itertools.product(names, shapes, tokens) if report.wants(f"d.cuts.{name}.m{m}")
-            for cut in candidates(stored[name, size], (m, size[1], size[0]), PROCESSORS, dependent=capability >= HOPPER)
+            for cut in candidates(stored[name, size], (m, size[1], size[0]), chip, dependent=capability >= HOPPER)
         ]  # fmt: skip
         refused = compile_all(jobs, options.seconds if options.compile else options.seconds / 2)
         for (codes, cut), reason in refused.items():

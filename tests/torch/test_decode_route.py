@@ -73,9 +73,16 @@ def test_a_linear_of_a_few_rows_reads_the_stored_codes(linear, name):  # feature
 
 @pytest.mark.parametrize("length", [512, 416], ids=["whole", "ragged"])
 def test_more_rows_come_in_the_order_of_the_tensor_cores(linear, length):
-    worst, launches, _ = linear(("nvfp4", 20, length, "bfloat16"))
+    worst, launches, _ = linear(("nvfp4", 12, length, "bfloat16"))
     assert worst <= 1
     assert launches == ["decode_order", "decode_gemm"]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("nvfp4", 20), ("fp8_row", 12), ("mxfp8", 40)])
+def test_a_hopper_multiplies_more_rows_by_warpgroups(linear, name, rows):  # features I2
+    worst, launches, _ = linear((name, rows, 416, "bfloat16"))
+    assert worst <= 1
+    assert launches[:2] == ["order_wide", "decode_wide"]
 
 
 def _with_rounded_weight(length):

@@ -34,7 +34,8 @@ class Device(NamedTuple):
     """Properties of a device that passes depend on.
 
     `conversions`: the hardware forms of `kernels.device.convert` exist. `largest_cluster`: programs in a cluster, 0 for
-    none. `cooperates`: launches may wait for all of their programs. `measures`: the amax of a matrix is a pass;
+    none. `warpgroups`: it is a Hopper, which multiplies by them and begins launches early. `cooperates`: launches may
+    wait for all of their programs. `measures`: the amax of a matrix is a pass;
     elsewhere it is an input. `orders_scales`: block scales lie as their GEMM reads them; elsewhere in rows, and codes
     and values of a matrix come from one pass.
     """
@@ -46,6 +47,7 @@ class Device(NamedTuple):
     cooperates: bool = True
     measures: bool = True
     orders_scales: bool = True
+    warpgroups: bool = False
 
 
 def specialization(value: int) -> int:

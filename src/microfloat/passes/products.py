@@ -66,7 +66,7 @@ def decode_passes(
     passes = Passes(1)
     out = passes.put(0, Part((m, n), (n, 1), dtype))
     if cut is None:
-        about = scale_strides, bias is not None, device.multiprocessors
+        about = scale_strides, bias is not None, device
         cut = cut_of(codes, shape, *about) if experts is None else cut_of_experts(codes, shape, experts.number, *about)
     assert experts is None or not (cut.SPLITS or cut.DEPENDENT), "experts are not multiplied so"
     if cut.SPLITS:
@@ -159,32 +159,86 @@ def _most_tiles(rows: int, groups: int, tile: int) -> int:
     return (rows + min(groups + 1, rows) * (tile - 1)) // tile
 
 
-def cut_of(
-    codes: DecodeCodes, shape: tuple[int, int, int], scale_strides: tuple[int, int], bias: bool, processors: int
-) -> DecodeCut:
-    """The division of a product of M, K, N among programs: chosen among a few dozen on an H200.
+class _Division(NamedTuple):
+    """What a table says of a cut of `decode_gemm`; the words are those of `DecodeCut`."""
 
-    Small programs, so that several of a multiprocessor wait at different times; more warps along K where rows of the
-    weight are few, and more rows of a program where they are many and x is long. No cut with SPLITS (`decode_wide`) and
-    none that is DEPENDENT: those have not run on a GPU yet; `python -m benchmarks decode --cuts` measures them.
-    """
+    ROW_WARPS: int
+    LENGTH_WARPS: int
+    TILES: int
+    AHEAD: int
+    ORDERED: int
+    DEPENDENT: int
+
+
+# Kind of codes: the most rows of x: divisions where the weight has few rows, some, or many (48 and 128 for each
+# multiprocessor). Each is within 5 % of the best of some hundred that `benchmarks decode --cuts` measured on an H100
+# with 4096, 8192 and 28672 rows. Small programs, so that several of a multiprocessor wait at different times; more
+# warps along K where rows of the weight are few, and more rows of a program where they are many and x is long.
+_ANY64 = ((1, 4, 1, 2, 1, 0), (2, 2, 1, 2, 1, 0), (2, 2, 2, 1, 1, 0))
+_DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
+    "FP4": {
+        1: ((1, 8, 1, 8, 0, 1), (2, 4, 1, 8, 0, 1), (1, 4, 1, 8, 0, 1)),
+        4: ((1, 8, 1, 8, 0, 1), (2, 4, 1, 8, 0, 1), (4, 1, 2, 8, 0, 0)),
+        8: ((1, 4, 1, 8, 1, 0), (2, 4, 1, 8, 1, 1), (4, 1, 1, 8, 1, 0)),
+        16: ((1, 4, 1, 8, 1, 0), (1, 4, 1, 4, 1, 1), (4, 1, 2, 4, 1, 0)),
+        32: ((1, 4, 1, 4, 1, 0), (1, 4, 1, 2, 1, 0), (4, 1, 1, 2, 1, 0)),
+        64: _ANY64,
+    },
+    "MX": {
+        4: ((1, 8, 1, 4, 0, 1), (2, 4, 1, 4, 0, 1), (2, 4, 1, 4, 0, 1)),
+        8: ((1, 8, 1, 4, 0, 1), (2, 4, 1, 4, 0, 1), (1, 4, 1, 4, 1, 1)),
+        16: ((1, 4, 1, 4, 1, 0), (1, 4, 1, 4, 1, 1), (1, 2, 2, 4, 1, 0)),
+        32: ((1, 4, 1, 4, 1, 0), (1, 4, 1, 2, 1, 1), (4, 1, 1, 2, 1, 1)),
+        64: _ANY64,
+    },
+    "FP8": {
+        8: ((1, 8, 1, 2, 0, 0), (1, 4, 1, 2, 0, 0), (1, 2, 1, 4, 0, 1)),
+        16: ((1, 4, 1, 4, 1, 0), (1, 2, 1, 4, 1, 0), (4, 1, 1, 4, 1, 1)),
+        32: ((1, 4, 1, 4, 1, 0), (1, 4, 1, 2, 1, 0), (4, 1, 2, 2, 1, 1)),
+        64: _ANY64,
+    },
+}  # fmt: skip
+# Kind of codes: with how many rows of x `decode_wide` begins on a Hopper, and its programs for each multiprocessor,
+# STAGES and AHEAD for up to 32 rows of x and for more.
+_WIDE = {"FP4": (17, (4, 2, 2), (3, 3, 1)), "MX": (33, (4, 2, 2), (4, 2, 2)), "FP8": (9, (2, 4, 2), (2, 4, 2))}
+_MOST_PARTS = 8  # of K: more of them were not tried
+
+
+def cut_of(
+    codes: DecodeCodes, shape: tuple[int, int, int], scale_strides: tuple[int, int], bias: bool, device: Device
+) -> DecodeCut:
+    """The division of a product of M, K, N among programs."""
     m, k, n = shape
+    kind = "FP8" if codes.SCALE not in _SCALES_OF_BYTES else "FP4" if codes.BITS == 4 else "MX"
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
-    many, few = n >= 128 * processors, n < 48 * processors
-    rows, length, tiles, stages, ahead = 1, 4, 1, 3, {1: 8, 2: 4, 4: 2, 8: 2}[tokens]
-    if few and tokens in (2, 4):
-        ahead *= 2
-    elif tokens == 2 and many:
-        length, tiles = 2, 2
-    elif tokens == 8 and not few:
-        rows, length, tiles, ahead = 2, 2, *((2, 1) if many else (1, 2))
-    if n < 16 * processors:
-        length = 8
-    chunks = -(-k * codes.BITS // _CHUNK_BITS)
+    least, *programs = _WIDE[kind]
+    if device.warpgroups and m >= least:
+        cut = _wide_cut(tokens, n, device.multiprocessors, programs[m > 32])
+        return fitted(cut, codes, k, scale_strides, bias)
+    size = (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
+    own = _Division(*next(of_size[size] for most, of_size in _DIVISIONS[kind].items() if m <= most))
+    if n < 16 * device.multiprocessors:
+        own = own._replace(ROW_WARPS=1, LENGTH_WARPS=8, TILES=1)
+    length, chunks = own.LENGTH_WARPS, -(-k * codes.BITS // _CHUNK_BITS)
     while length > 1 and length > chunks:
         length //= 2
-    cut = DecodeCut(rows, length, tiles, tokens, stages, ahead, False, False, False, tokens > 1)
+    early = bool(own.DEPENDENT) and device.warpgroups
+    cut = DecodeCut(
+        own.ROW_WARPS, length, own.TILES, tokens, 3, own.AHEAD, False, False, False, bool(own.ORDERED), DEPENDENT=early
+    )
     return fitted(cut, codes, k, scale_strides, bias)
+
+
+def _wide_cut(tokens: int, n: int, processors: int, programs: tuple[int, int, int]) -> DecodeCut:
+    """The same by `decode_wide`: so many parts of K that every multiprocessor has some programs, larger ones where
+    the rows of the weight are enough without parts.
+    """
+    each, stages, ahead = programs
+    warps, tiles = 4, -(-n // 64)
+    splits = min(max(1, each * processors // tiles), _MOST_PARTS)
+    if splits == 1 and each < 4 and tiles > 2 * processors:
+        warps, stages = 8, 3
+    return DecodeCut(warps, 1, 1, tokens, stages, ahead, False, False, False, False, SPLITS=splits)
 
 
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
@@ -199,7 +253,7 @@ def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple
 @functools.lru_cache(512)
 def cut_of_experts(
     codes: DecodeCodes, shape: tuple[int, int, int], experts: int, scale_strides: tuple[int, int], bias: bool,
-    processors: int,
+    device: Device,
 ) -> DecodeCut:  # fmt: skip
     """The division of products of M rows of x in all with N x K weights of so many experts; not run on a GPU yet.
 
@@ -208,7 +262,8 @@ def cut_of_experts(
     """
     m, k, n = shape
     rows = min(m, 2 * -(-m // experts), MOST_DECODED_ROWS)
-    cut = cut_of(codes, (rows, k, n * min(experts, m)), scale_strides, bias, processors)
+    alike = device._replace(warpgroups=False)  # experts are multiplied by `decode_gemm`, one launch after the other
+    cut = cut_of(codes, (rows, k, n * min(experts, m)), scale_strides, bias, alike)
     return cut._replace(GROUPED=True)
 
 

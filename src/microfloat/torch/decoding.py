@@ -73,7 +73,7 @@ class Decoding:
         from microfloat.torch.program import device_of
 
         assert self._experts is not None
-        about = _strides(scale), bias is not None, device_of(self._index).multiprocessors
+        about = _strides(scale), bias is not None, device_of(self._index)
         cut = products.cut_of_experts(self._codes, self._shape, self._experts.number, *about)
         return products.rows_of_tile(cut)
 

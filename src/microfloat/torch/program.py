@@ -339,7 +339,8 @@ def fast_empty(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], to
 
 def device_of(index: int) -> Device:
     """A CUDA device (-1: the CPU) as passes see it."""
-    return Device(index, multiprocessors(index), compiled_conversions(index), largest_cluster(index))
+    cluster, hopper = largest_cluster(index), INTERPRETED or (index >= 0 and _capability(index) == (9, 0))
+    return Device(index, multiprocessors(index), compiled_conversions(index), cluster, warpgroups=hopper)
 
 
 def matrix_of(x: torch.Tensor) -> Matrix:

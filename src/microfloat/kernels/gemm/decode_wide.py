@@ -86,8 +86,8 @@ def _inside(at, element, length, CUT: tl.constexpr):
 
 
 @triton.jit
-def _stored_scales(at, step, t, CODES: tl.constexpr, CUT: tl.constexpr, stride_k, length):
-    """The scale, or the two, of a lane's quarter of a step, for each row; `at` [rows]: of scale 0."""
+def _stored_scales(at, step, t, PART: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr, stride_k, length):
+    """The scale, or the two, of a lane's quarter of step PART of an iteration, for each row at scale 0 of `at`."""
     WORDS: tl.constexpr = CUT.WIDE
     t = t[None, :]
     at = at[:, None]
@@ -107,7 +107,11 @@ def _stored_scales(at, step, t, CODES: tl.constexpr, CUT: tl.constexpr, stride_k
             return _inside(at + place * stride_k, place * 32, length, CUT).to(tl.int32)
     else:
         place = step * 2 + (t >> 1)
-        if WORDS:
+        if WORDS and CUT.AHEAD == 2:  # a word has those of an iteration, which begins at an even step
+            even = step - PART
+            word = _inside(at + (even // 2 + t * 0), even * 64, length, CUT)
+            return (word >> ((2 * PART + (t >> 1)) * 8)) & 0xFF
+        elif WORDS:
             word = _inside(at + (place >> 2), place * 32, length, CUT)
             return (word >> ((place & 3) * 8)) & 0xFF
         else:
@@ -180,10 +184,10 @@ def _ended(sums, HW: tl.constexpr):
 
 @triton.jit
 def _rows_decoded(
-    step, code_at, scale_at, code_words, length, stride_k, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr,
-    CONVERSIONS: tl.constexpr,
+    step, code_at, scale_at, code_words, length, stride_k, PART: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
+    HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """A of a step, from the addresses of rows g and of rows g + 8."""
+    """A of step PART of an iteration, from the addresses of rows g and of rows g + 8."""
     word = step * 16 + tl.arange(0, 16)[None, :]
     halves = ()
     for half in tl.static_range(2):
@@ -193,15 +197,13 @@ def _rows_decoded(
             words = tl.load(code_at[half] + step * 16, mask=word < code_words, other=0, eviction_policy="evict_first")
         stored = words
         if CODES.SCALE != SCALE_FLOAT:
-            stored = _stored_scales(scale_at[half], step, tl.arange(0, 4), CODES, CUT, stride_k, length)
+            stored = _stored_scales(scale_at[half], step, tl.arange(0, 4), PART, CODES, CUT, stride_k, length)
         halves = halves + (_rows_of_step(words, stored, CODES, CUT, HW, CONVERSIONS),)
     return _left(halves[0], halves[1], CODES.BITS, CUT.ROW_WARPS)
 
 
 @triton.jit
-def _sums_of_steps(
-    step, at, sums, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr
-):
+def _sums_of_steps(step, at, sums, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr):
     """The sums of every tile with the products of AHEAD steps from `step` on."""
     code_at, scale_at, row_scale_at, x_at, code_words, length, stride_k = at
     STEP: tl.constexpr = 512 // CODES.BITS
@@ -217,7 +219,7 @@ def _sums_of_steps(
         for i in tl.static_range(AHEAD):
             a = _rows_decoded(
                 step + i, (code_at[2 * tile], code_at[2 * tile + 1]), (scale_at[2 * tile], scale_at[2 * tile + 1]),
-                code_words, length, stride_k, CODES, CUT, HW, CONVERSIONS,
+                code_words, length, stride_k, i, CODES, CUT, HW, CONVERSIONS,
             )  # fmt: skip
             own = _product(a, x[i], own, HW)
         if BLOCKS:  # of 128 elements: a step, or both of an iteration

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from microfloat.kernels.casts.dequantize import SCALE_E8M0, scale_value
+from microfloat.kernels.casts.dequantize import SCALE_E8M0
 from microfloat.kernels.device.convert import (
     WORDS_BF16,
     WORDS_F16,
@@ -66,9 +66,9 @@ def part_of_x(word, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
 @triton.jit
 def scale_words(stored, CODES: tl.constexpr, CONVERSIONS: tl.constexpr, HW: tl.constexpr):
     """The factors of a lane's codes as words of two equal bfloat16: of their two halves."""
-    if CODES.SCALE == SCALE_E8M0:
-        s = scale_value(stored, SCALE_E8M0)
-        word = bf16_word(s, s, HW)
+    if CODES.SCALE == SCALE_E8M0:  # an exponent; of 2^-127 and of NaN, 0 and 255, the first bit of the fraction as well
+        fraction = tl.where(((stored + 1) & 0xFE) == 0, 0x00400040, 0)
+        word = stored * 0x00800080 | fraction
         return word, word
     else:
         if CONVERSIONS:
