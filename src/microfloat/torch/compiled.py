@@ -105,7 +105,7 @@ MAIN_GRAD = (
 )
 
 # A buffer that the check of a plain layer mutates, so that no compiler drops the check.
-MARKER = torch.zeros(1)
+MARKER = torch.zeros(1, device="cpu")
 
 
 _SHARDED = (

@@ -111,7 +111,7 @@ def groups_of(group_sizes: object, x: torch.Tensor, number: int) -> Groups:
     else:
         raise invalid_type("group_sizes", type(group_sizes), "a tensor of ints [G], or a list of ints")
     _check_sizes(sizes, x.shape[0])
-    ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0, dtype=torch.int32)
     return Groups(ends if x.is_meta else ends.to(x.device), x.shape[0], sizes)
 
 

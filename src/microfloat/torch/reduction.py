@@ -120,13 +120,13 @@ class _List:
         if found is None or found.device != device:
             if len(self.indices) >= 64:
                 self.indices.clear()
-            found = torch.tensor(places, dtype=torch.int64).to(device) + _HEADER
+            found = torch.tensor(places, dtype=torch.int64, device=device) + _HEADER
             self.indices[places] = found
         return found
 
     def remember(self, payload: torch.Tensor, line: str) -> None:
         """Keep the header of an all-reduce on a GPU, to be read at the next one without waiting for the GPU."""
-        announced = torch.empty(_HEADER, dtype=torch.float32, pin_memory=True)
+        announced = torch.empty(_HEADER, dtype=torch.float32, device="cpu", pin_memory=True)
         announced.copy_(payload[:_HEADER], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
@@ -136,7 +136,7 @@ class _List:
 @functools.cache
 def _header(direction: str, announces: bool, line: str, device: torch.device) -> torch.Tensor:
     number, code = float([*_POINTS].index(direction)), float(zlib.crc32(line.encode()) >> 8)  # 24 bits are exact
-    return torch.tensor([float(announces), number, -number, code, -code], dtype=torch.float32).to(device)
+    return torch.tensor([float(announces), number, -number, code, -code], dtype=torch.float32, device=device)
 
 
 def _line_of_user() -> str:

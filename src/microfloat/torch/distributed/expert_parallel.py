@@ -41,7 +41,7 @@ class _Route:
 
     def __init__(self, sizes: list[int], device: torch.device, group: Group) -> None:
         self.group, self.sizes, world = group, sizes, dist.get_world_size(group)
-        sent = torch.tensor(sizes, dtype=torch.int64).to(device)
+        sent = torch.tensor(sizes, dtype=torch.int64, device=device)
         arriving = torch.empty_like(sent)
         with in_collective(_CALL, group):
             dist.all_to_all_single(arriving, sent, group=group)

@@ -391,7 +391,7 @@ _LONGEST_HISTORY = 8192
 def _on_device(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A vector of plain numbers, filled in one by one under capture, which forbids copies from memory not pinned."""
     if not capturing():
-        return torch.tensor(values, dtype=dtype).to(device)
+        return torch.tensor(values, dtype=dtype, device=device)
     made = torch.empty(len(values), dtype=dtype, device=device)
     for index, value in enumerate(values):
         made[index].fill_(value)
