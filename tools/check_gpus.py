@@ -87,6 +87,7 @@ def steps(out: Path) -> dict[str, Step]:
         "tensor parallel": tests("test_tensor_parallel", 240),
         "benchmark of a plan": benchmark("tp", 180, "tp"),
         "experts": tests("test_expert_data_pipeline", 180),
+        "ranks": Step(240, (*_PYTEST, "tests/torch/test_ranks.py")),
         "ways": tests("test_fsdp", 240, "ways"),
         "edges": tests("test_fsdp", 180, "edges"),
         "stored elsewhere": tests("test_fsdp", 240, "stored_elsewhere"),

@@ -44,6 +44,10 @@ def newest(layer, slot: str = "x") -> tuple[float, float]:
     return float(history[-1]), float(layer._buffers[f"scaling_{slot}_scale"])
 
 
+def on_one_gpu(rank: int) -> None:
+    torch.set_default_device("cuda:0")
+
+
 def without_a_region(rank: int):
     layer = mf.Linear(8, 8, recipe=RECIPE)
     for step in range(2):
@@ -65,6 +69,33 @@ def other_layers_on_other_ranks(rank: int):
         y.backward(full(rank + 1))
     mf.update_scaling(model)
     return seen, {name: value.tolist() for name, value in model.named_buffers()}
+
+
+def a_second_model(rank: int):
+    """Layers that both ranks begin to use after they have agreed on others: amaxes of every step, and exchanges."""
+    earlier = mf.Linear(8, 8)
+    with region():
+        y = earlier(full(1))
+    y.sum().backward()
+    mf.update_scaling(earlier)
+    model, seen, exchanges = nn.Sequential(mf.Linear(8, 8), mf.Linear(8, 8)), [], []
+    gather = dist.all_gather_object
+    dist.all_gather_object = lambda told, *rest, **options: (exchanges.append(told), gather(told, *rest, **options))
+    try:
+        for step in range(3):
+            with region():
+                y = model[0](full((rank + 1) * 2**step))
+            y.backward(full(rank + 3))
+            mf.update_scaling(model)
+            seen.append((newest(model[0]), newest(model[0], "dy")))
+        with region():  # on one rank alone, which only an exchange tells the other
+            sum(layer(full(rank + 5)) for layer in model[: 1 + rank])
+        with region():
+            model(full(rank + 7))
+        seen.append(newest(model[1])[0] > 0)
+    finally:
+        dist.all_gather_object = gather
+    return seen, len(exchanges)
 
 
 def recipes_in_another_order(rank: int):
@@ -442,7 +473,8 @@ def master_shards(rank: int):
 
 
 CASES = (
-    without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
+    without_a_region, other_layers_on_other_ranks, a_second_model, recipes_in_another_order,
+    saving_and_evaluating_alone,
     one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe,
     reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise, master_shards, different_points,
     after_a_group_is_gone, waiting_alone, a_region_of_its_own, survived, different_layers_without_a_region,
@@ -477,6 +509,19 @@ def test_ranks_that_call_different_layers_agree(ranks) -> None:
     amaxes = [[None if layer is None else layer[0] for layer in step] for step in steps]
     assert amaxes == [[2, 1, 2, None], [4, 2, 4, None], [8, 2, 4, 4], [16, 2, 4, 4]]
     assert steps[3][1][1] == scale(2)
+
+
+def check_a_second_model(ranks) -> None:
+    for seen, exchanges in of(ranks, a_second_model):
+        x, dy = ([step[i][0] for step in seen[:3]] for i in (0, 1))
+        assert x == [2.0, 4.0, 8.0]
+        assert dy == [4.0, 4.0, 4.0]
+        assert seen[3]
+        assert exchanges == 1  # for the layer that one rank alone had called
+
+
+def test_layers_that_all_ranks_begin_to_use_count_at_once(ranks) -> None:
+    check_a_second_model(ranks)
 
 
 def test_recipes_that_ranks_meet_in_another_order(ranks) -> None:
@@ -604,15 +649,25 @@ def test_ranks_of_one_seed_draw_noise_of_their_own(ranks) -> None:
 
 
 @pytest.mark.gpu
+def test_ranks_agree_on_one_gpu(tmp_path) -> None:
+    """As on two, over gloo: what the host reads one all-reduce later."""
+    made = run_ranks((on_one_gpu, a_second_model, recipes_in_another_order), str(tmp_path / "store"), WORLD)
+    check_a_second_model(made)
+    test_recipes_that_ranks_meet_in_another_order(made)
+
+
+@pytest.mark.gpu
 def test_ranks_agree_on_gpus(tmp_path) -> None:
     """The same through NCCL, where the host reads what was announced one all-reduce later."""
     if torch.cuda.device_count() < WORLD:
         pytest.skip(f"needs {WORLD} GPUs, sees {torch.cuda.device_count()}")
     cases = (
-        on_gpus, without_a_region, other_layers_on_other_ranks, recipes_in_another_order, saving_and_evaluating_alone,
+        on_gpus, without_a_region, other_layers_on_other_ranks, a_second_model, recipes_in_another_order,
+        saving_and_evaluating_alone,
         reentrant_checkpoint, beside_ddp,
     )  # fmt: skip
     made = run_ranks(cases, str(tmp_path / "store"), WORLD, backend="nccl")
+    check_a_second_model(made)
     ends = [end for _, end in of(made, other_layers_on_other_ranks)]
     assert ends[0] == ends[1]
     assert ends[0]["0.scaling_x_amax_history"][-1] == 16.0

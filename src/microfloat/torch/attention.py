@@ -251,9 +251,7 @@ def _packed(
     )
     seen = ids_q[:, None] == ids_k[None, :]
     if causal or window is not None:  # positions counted from the end of each sequence
-        at, of = (
-            cu[ids + 1] - torch.arange(len(ids), device=cu.device) for cu, ids in ((cu_q, ids_q), (cu_k, ids_k))
-        )
+        at, of = (cu[ids + 1] - torch.arange(len(ids), device=cu.device) for cu, ids in ((cu_q, ids_q), (cu_k, ids_k)))
         if causal:
             seen = seen & (of[None, :] >= at[:, None])
         if window is not None:

@@ -46,7 +46,9 @@ class _Pool:
                     torch.cuda.synchronize(device)
                 self._free, self._left = self._left, []
             if not self._free:
-                pages = torch.zeros((256, _WORDS), dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
+                pages = torch.zeros(
+                    (256, _WORDS), dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available()
+                )
                 self._free = list(pages.unbind())
             return self._free.pop().zero_()
 

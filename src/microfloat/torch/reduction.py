@@ -2,12 +2,14 @@
 
 A slot is known to all ranks by the number of its layer, which counts the layers that a process has made, and the
 layer's shape. The ranks of a group agree once, for every direction, on a list of slots; from then on one all-reduce of
-fixed size carries all of them, with -1 for what a rank has not recorded. Slots that are not in the list yet are
-announced in the same all-reduce, and join it at the next one (docs/numerics.md 3.3).
+fixed size carries all of them, with -1 for what a rank has not recorded. Slots that are not in the list yet have places
+of their own in the same all-reduce, which count where all ranks have the same new slots; where they have not, the ranks
+exchange their lists (docs/numerics.md 3.3).
 """
 
 import contextlib
 import functools
+import hashlib
 import os
 import sys
 import warnings
@@ -26,13 +28,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
-    "Group", "Key", "Reduced", "exists", "group_name", "maxima", "reduce_alone", "reduce_together", "reduces", "world",
+    "Group", "Key", "Reduced", "exists", "group_name", "maxima", "not_counted", "reduce_alone", "reduce_together",
+    "reduces", "world",
 ]  # fmt: skip
 
 Group: TypeAlias = "ProcessGroup | None"
-# The first elements of what slots of a list are reduced in: if a rank has slots to announce, and with both signs the
-# number of the direction and that of the line of code, whose maxima agree only if those of all ranks are the same.
-_HEADER = 5
+# The first elements of what slots of a list are reduced in: if a rank has slots to announce, and with both signs what
+# all ranks are to have alike, since their maxima agree only then: the number of the direction, that of the line of
+# code, and two of the slots to announce. Behind them are the places of such slots.
+_HEADER, _PLACES = 9, 1024
 # Code that calls a reduction for its user.
 _BETWEEN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(torch.__file__), contextlib.__file__,
@@ -58,11 +62,13 @@ class Key(NamedTuple):
 
 class Reduced(NamedTuple):
     """`live`: float32, the maxima of the keys that `known` counts; `others`: those that this rank did not record, -1
-    where no rank did."""
+    where no rank did. `are_sure`: False where some of `live` may be -1, because the ranks have other new slots each.
+    """
 
     known: list[int]
     live: torch.Tensor
     others: dict[Key, torch.Tensor]
+    are_sure: bool = True
 
 
 class _List:
@@ -72,18 +78,31 @@ class _List:
         self.positions: dict[Key, int] = {}
         self.new: dict[Key, str] = {}  # recorded here, and not in the list yet; with the layer and recipe in words
         self.agreed = False
-        # The header of the latest all-reduce on a GPU.
-        self.announced: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
+        # The header of the latest all-reduce on a GPU, and the slots that were announced in it.
+        self.announced: tuple[torch.Tensor, torch.cuda.Event, str, list[Key]] | None = None
         self.indices: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def must_grow(self) -> bool:
-        """True if ranks must agree on a longer list first; every rank of the group answers the same."""
-        if not self.agreed or self.announced is None:
-            return not self.agreed
-        announced, event, line = self.announced
+    def settle(self) -> list[Key]:
+        """Read the latest header: the slots that were announced there and did not count, which ranks must exchange."""
+        if self.announced is None:
+            return []
+        announced, event, line, keys = self.announced
         event.synchronize()  # recorded one step ago
         self.announced = None
-        return _read_header(announced, line)
+        self.agreed = self.agreed and self.read(announced, line, keys)
+        return [] if self.agreed else keys
+
+    def read(self, header: torch.Tensor, line: str, keys: list[Key]) -> bool:
+        """True if all ranks have announced the same keys, by which the list grows; every rank reads the same."""
+        announces, is_same = _read_header(header, line)
+        if announces and is_same:
+            self._add(keys)
+        return is_same
+
+    def _add(self, keys: Iterable[Key]) -> None:
+        for key in sorted(set(keys) - self.positions.keys()):
+            self.positions[key] = len(self.positions)
+            self.new.pop(key, None)
 
     def grow(self, group: Group) -> None:
         """Agree with all ranks on a list that holds what each of them has recorded."""
@@ -108,35 +127,42 @@ class _List:
                         f"amax_reduction_group: layer {key.number} is {first} on rank {other_rank} and {text} on rank "
                         f"{rank}, needed the same layers under the same recipe, made in the same order, on every rank."
                     )
-        for key in sorted({key for keys in told for key, _ in keys} - self.positions.keys()):
-            self.positions[key] = len(self.positions)
+        self._add(key for keys in told for key, _ in keys)
         self.new.clear()
         self.agreed = True
 
-    def index(self, places: Iterable[int], device: torch.device) -> torch.Tensor:
-        """The positions behind the header, as a tensor that is made once."""
-        places = tuple(places)
+    def announce(self) -> tuple[list[Key], tuple[int, int]]:
+        """The slots to announce, as many as there are places for, and two numbers that say which they are."""
+        if not self.new:
+            return [], (0, 0)
+        new = sorted(self.new.items())
+        digest = hashlib.sha256(repr(new).encode()).digest()
+        two = int.from_bytes(digest[:3]), int.from_bytes(digest[3:6])  # 24 bits are exact
+        return [key for key, _ in new[:_PLACES]], two
+
+    def index(self, places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """The places of what is reduced, as a tensor that is made once."""
         found = self.indices.get(places)
         if found is None or found.device != device:
             if len(self.indices) >= 64:
                 self.indices.clear()
-            found = torch.tensor(places, dtype=torch.int64, device=device) + _HEADER
-            self.indices[places] = found
+            found = self.indices[places] = torch.tensor(places, dtype=torch.int64, device=device)
         return found
 
-    def remember(self, payload: torch.Tensor, line: str) -> None:
+    def remember(self, payload: torch.Tensor, line: str, keys: list[Key]) -> None:
         """Keep the header of an all-reduce on a GPU, to be read at the next one without waiting for the GPU."""
         announced = torch.empty(_HEADER, dtype=torch.float32, device="cpu", pin_memory=True)
         announced.copy_(payload[:_HEADER], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self.announced = announced, event, line
+        self.announced = announced, event, line, keys
 
 
-@functools.cache
-def _header(direction: str, announces: bool, line: str, device: torch.device) -> torch.Tensor:
-    number, code = float([*_POINTS].index(direction)), float(zlib.crc32(line.encode()) >> 8)  # 24 bits are exact
-    return torch.tensor([float(announces), number, -number, code, -code], dtype=torch.float32, device=device)
+@functools.lru_cache(256)
+def _header(direction: str, announced: tuple[int, int], line: str, device: torch.device) -> torch.Tensor:
+    numbers = [*_POINTS].index(direction), zlib.crc32(line.encode()) >> 8, *announced  # 24 bits are exact
+    signed = [sign * number for number in numbers for sign in (1.0, -1.0)]
+    return torch.tensor([float(any(announced)), *signed], dtype=torch.float32, device=device)
 
 
 def _line_of_user() -> str:
@@ -149,12 +175,13 @@ def _line_of_user() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _read_header(header: torch.Tensor, line: str) -> bool:
-    """True if ranks have slots to announce; raises, on every rank, where they have reduced in different directions.
+def _read_header(header: torch.Tensor, line: str) -> tuple[bool, bool]:
+    """If ranks have slots to announce, and if all have the same; raises, on every rank, where they have reduced in
+    different directions.
 
     Warns where they come from different lines of code than this one, which is `line`.
     """
-    announces, largest, smallest, code, negative_code = header.tolist()
+    announces, largest, smallest, code, negative_code, *of_slots = header.tolist()
     if largest != -smallest:
         points = [*_POINTS.values()]
         raise NotSupportedError(
@@ -169,7 +196,7 @@ def _read_header(header: torch.Tensor, line: str) -> bool:
             "enters an autocast that the others do not, its amaxes go into theirs, and it waits for them in the end: "
             "enter what one rank does alone under torch.no_grad().", UserWarning, stacklevel=2,
         )  # fmt: skip
-    return announces > 0
+    return announces > 0, of_slots[0] == -of_slots[1] and of_slots[2] == -of_slots[3]
 
 
 # By process group and direction.
@@ -202,6 +229,16 @@ def group_name(group: Group) -> str:
     return "" if group is None else str(getattr(group, "group_name", ""))
 
 
+def not_counted(group: Group, direction: str) -> list[Key]:
+    """The slots of this rank whose latest amaxes have not counted, because ranks had different new ones; each once."""
+    slots = _LISTS.get(_default(group), {}).get(direction)
+    return [] if slots is None else slots.settle()
+
+
+def _default(group: Group) -> object:
+    return torch.distributed.group.WORLD if group is None else group
+
+
 def reduce_together(
     group: Group, direction: str, keys: list[Key], live: torch.Tensor, words: Callable[[int], str]
 ) -> Reduced:
@@ -219,37 +256,45 @@ def reduce_together(
 def _reduce_together(
     group: Group, direction: str, keys: list[Key], live: torch.Tensor, words: Callable[[int], str], line: str
 ) -> Reduced:
-    default = torch.distributed.group.WORLD if group is None else group
-    lists = _LISTS.setdefault(default, {})
+    lists = _LISTS.setdefault(_default(group), {})
     slots = lists.setdefault(direction, _List())
     slots.new.update({key: words(index) for index, key in enumerate(keys) if key not in slots.positions})
     capturing = live.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing and (slots.new or not slots.agreed):
         raise NotSupportedError(
             "CUDA graph capture: got layers under delayed scaling whose amaxes were never reduced before, needed a "
-            "step before the capture, in which the ranks agree on their layers. Run one step first."
+            "step before the capture, in which the ranks agree on their layers. Run two steps first."
         )
-    if not capturing and slots.must_grow():
-        slots.grow(group)
+    if not capturing:
+        slots.settle()
+        if not slots.agreed:
+            slots.grow(group)
+    own = set(keys)
     while True:
-        known = [index for index, key in enumerate(keys) if key in slots.positions]
-        places = slots.index((slots.positions[keys[index]] for index in known), live.device)
+        announced, digest = slots.announce()
+        places = {key: _HEADER + _PLACES + place for key, place in slots.positions.items()}
+        others = {key: place for key, place in places.items() if key not in own}
+        places.update((key, _HEADER + place) for place, key in enumerate(announced))
+        known = [index for index, key in enumerate(keys) if key in places]
+        at = slots.index(tuple(places[keys[index]] for index in known), live.device)
         # Of one length in all directions, so that ranks which reduce in different ones get to know it.
-        length = max(len(one.positions) for one in lists.values())
-        payload = live.new_full((_HEADER + length,), _NOT_RECORDED)
-        payload[:_HEADER].copy_(_header(direction, bool(slots.new), line, live.device))
-        payload.index_copy_(0, places, live if len(known) == len(keys) else live[known])
+        length = _HEADER + _PLACES + max(len(one.positions) for one in lists.values())
+        payload = live.new_full((length,), _NOT_RECORDED)
+        payload[:_HEADER].copy_(_header(direction, digest, line, live.device))
+        payload.index_copy_(0, at, live if len(known) == len(keys) else live[known])
         torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
         if live.is_cuda:
+            if announced:
+                is_same = (payload[5] == -payload[6]) & (payload[7] == -payload[8])
+                payload[_HEADER : _HEADER + _PLACES].masked_fill_(~is_same, _NOT_RECORDED)
             if not capturing:
-                slots.remember(payload, line)
+                slots.remember(payload, line, announced)
             break
-        if not _read_header(payload[:_HEADER], line):
+        if slots.read(payload[:_HEADER], line, announced) and not slots.new:
             break
         slots.grow(group)
-    own = set(keys)
-    others = {key: payload[_HEADER + place] for key, place in slots.positions.items() if key not in own}
-    return Reduced(known, payload.index_select(0, places), others)
+    amaxes = {key: payload[place] for key, place in others.items()}
+    return Reduced(known, payload.index_select(0, at), amaxes, not (live.is_cuda and announced))
 
 
 def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:

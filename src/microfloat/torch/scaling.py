@@ -366,6 +366,8 @@ def _update_shared(group: Group, batches: list[Batch], direction: str | None, ex
     `example`: how a layer that has never run here is taken to scale.
     """
     jobs = [job for batch in batches for job in batch.jobs]
+    if direction is not None and not capturing() and (again := _not_counted(group, direction, jobs)):
+        batches, jobs = [*batches, *batches_of(again)], [*jobs, *again]
     lives = [batch.live() for batch in batches]
     devices = [live.device for live in lives] or [as_tensor(layer.weight).device for layer in layers()]
     device = next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))
@@ -380,12 +382,24 @@ def _update_shared(group: Group, batches: list[Batch], direction: str | None, ex
         reduced = reduction.reduce_together(group, direction, keys, live, lambda index: _words(jobs[index]))
     amaxes = [(jobs[index], amax) for index, amax in zip(reduced.known, reduced.live.unbind(), strict=True)]
     for batch, live in _with_amaxes(amaxes):
-        batch.roll(live)
+        batch.roll(live, reduced.are_sure)
     for (_, slot, entry), _ in amaxes:
         slot.rolled = entry
     for batch, live in _with_amaxes(_recorded_elsewhere(reduced.others, example)):
         batch.roll_recorded(live)
     return [job for job, _ in amaxes]
+
+
+def _not_counted(group: Group, direction: str, jobs: list[Job]) -> list[Job]:
+    """What this rank has sent before and did not roll, besides what it rolls now; see `reduction`."""
+    slots = {slot for _, slot, _ in jobs}
+    found = []
+    for key in reduction.not_counted(group, direction):
+        layer = layer_of(key.number)
+        slot = None if layer is None else state_of(layer).slots[key.slot]
+        if slot is not None and slot not in slots and slot.rolled is not None:
+            found.append((layer, slot, slot.rolled))
+    return found
 
 
 def _with_amaxes(amaxes: list[tuple[Job, torch.Tensor]]) -> Iterator[tuple[Batch, torch.Tensor]]:
