@@ -1,4 +1,4 @@
-"""A default device of torch is the user's: nothing that this library makes beside a call's tensors comes to be there."""
+"""A default device of torch is the user's: nothing that this library makes beside a call's tensors is put there."""
 
 import pytest
 
