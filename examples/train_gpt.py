@@ -16,6 +16,7 @@ differs: `Trainer.place_recipe` is all that turns a bf16 training into a low-pre
 Results: a table, runs/NAME/loss_curves.png and runs/NAME/results.json.
 """
 
+import contextlib
 import os
 
 # torch's OpenMP threads wait for each other by spinning. On cores that something else also uses, the default (read when
@@ -33,7 +34,7 @@ import torch
 from gpt import options as gpt_options
 from gpt.data import Corpus
 from gpt.files import Arrays
-from gpt.model import GPT
+from gpt.model import GPT, products
 from gpt.options import Options
 from gpt.report import Result
 from gpt.runs import Training, run_command
@@ -88,6 +89,7 @@ class Trainer(Training):
         with (
             torch.autocast(self.options.device_type, torch.bfloat16),
             mf.autocast(self.recipe is not None, self.recipe),
+            contextlib.nullcontext() if self.options.compile else products(self.options.device_type),
         ):
             return (model or self.model).loss(torch.from_numpy(tokens_BT).to(self.options.device))
 
