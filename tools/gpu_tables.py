@@ -214,6 +214,43 @@ def train_table(path: Path) -> str:
     return finished(["recipe", "mode", "bf16, tokens/s", "tokens/s", "ratio"], cells, rows, 2)
 
 
+def decode_table(path: Path) -> str:
+    """Few rows of x by weights stored as codes: the ratio to bf16 by rows of x, format and shape, experts below."""
+    rows = [row for row in rows_of(path) if "median_ms" in row]
+    formats = list(dict.fromkeys(row["recipe"] for row in rows))
+    parts = []
+    for kind in ("", "experts8", "experts64"):
+        found: dict[int, dict[str, list[str]]] = {}
+        own = [row for row in rows if (row["id"].split(".")[1] == kind if kind else "experts" not in row["id"])]
+        for row in own:
+            words = row["id"].split(".")[-1]
+            m = int(row["shape"][0]) if words == "prefill" else int(words[1:])
+            found.setdefault(m, {}).setdefault(row["recipe"], []).append(figure(row, row["ratio"]))
+        shapes = list(dict.fromkeys((row["shape"][2], row["shape"][1]) for row in own))
+        title = "rows of x" if not kind else f"tokens, {own[0]['extra']['experts']} experts"
+        cells = [[str(m), *(", ".join(cell.get(fmt, [])) for fmt in formats)] for m, cell in sorted(found.items())]
+        sizes = "; ".join(f"{n} x {k}" for n, k in shapes)
+        each = f", {own[0]['extra']['experts_of_a_token']} for each token" if kind else ""
+        parts.append(f"{table([title, *formats], cells, right=())}\n\nWeights of {sizes}{each}.")
+    return "\n\n".join([*parts, LEGEND["missed"], provenance(rows)])
+
+
+def distributed_table(path: Path) -> str:
+    """A step of a stack of layers on two GPUs: milliseconds, bytes gathered and memory, beside bf16's."""
+    rows = [row for row in rows_of(path) if "median_ms" in row]
+    plain = next(row for row in rows if row["id"].endswith(".bf16"))
+    cells = []
+    for row in rows:
+        gathered, peak = (row["extra"][name] / plain["extra"][name] for name in ("gathered_bytes", "peak_bytes"))
+        low, high = number(row["p10_ms"], 1), number(row["p90_ms"], 1)
+        cells.append([
+            f"`{row['id']}`", number(row["median_ms"], 1), f"{low} to {high}", number(row.get("ratio")),
+            number(gathered), number(peak),
+        ])  # fmt: skip
+    header = ["id", "ms", "10 to 90 % of steps", "ratio to bf16", "bytes gathered, of bf16", "peak memory, of bf16"]
+    return finished(header, cells, rows)
+
+
 # The first word of a kernel's name -> its kind.
 KINDS = {"amax": "amaxes", **dict.fromkeys(("cast", "quantize", "fold", "values", "transform"), "casts")}
 
@@ -238,8 +275,9 @@ def profile_table(path: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "quantize": quantize_table, "matmul": matmul_table, "linear": linear_table, "grouped": linear_table,
     "profile": profile_table, "decoder": decoder_table, "block": block_table, "host": host_table,
-    "train": train_table,
+    "train": train_table, "decode": decode_table, "fsdp": distributed_table, "tp": distributed_table,
 }  # fmt: skip
+PAGES = {"decode": "inference.md", "fsdp": "distributed.md", "tp": "distributed.md"}  # others: performance.md
 
 
 def generated(name: str) -> str:

@@ -103,7 +103,10 @@ BLOCKS = [
     (ROOT / "README.md", "measured: demo", demo_table),
     (ROOT / "docs" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
     *(
-        (ROOT / "docs" / "performance.md", f"measured: {name}", functools.partial(gpu_tables.generated, name))
+        (
+            ROOT / "docs" / gpu_tables.PAGES.get(name, "performance.md"), f"measured: {name}",
+            functools.partial(gpu_tables.generated, name),
+        )
         for name in gpu_tables.TABLES
     ),
 ]
