@@ -17,8 +17,6 @@ from microfloat.reference import Quantized, unpack_fp6
 
 __all__ = ["Activation", "Detection", "Finding", "Record", "Source", "Stored"]
 
-SEVERITIES = ("error", "warn", "info")
-
 
 class Finding(NamedTuple):
     """Something that is wrong, or worth knowing, about one tensor: what was seen, and what to do."""

@@ -255,7 +255,7 @@ def cut_of_experts(
     codes: DecodeCodes, shape: tuple[int, int, int], experts: int, scale_strides: tuple[int, int], bias: bool,
     device: Device,
 ) -> DecodeCut:  # fmt: skip
-    """The division of products of M rows of x in all with N x K weights of so many experts; not run on a GPU yet.
+    """The division of products of M rows of x in all with N x K weights of so many experts.
 
     Tiles of x hold twice the mean group (64 rows at most), since groups of a router's choosing differ: few of them need
     a second tile, which decodes the weight again. However the rows fall, there are at most two tiles for each expert.
