@@ -25,7 +25,7 @@ from typing import NamedTuple
 from microfloat.chips import Chip
 from microfloat.formats import E5M2, ELEMENTS, ScaledFormat
 from microfloat.layout import folded_format
-from microfloat.passes import MOST_DECODED_ROWS, WRITES_VALUES, family_of
+from microfloat.passes import WRITES_VALUES, family_of, most_decoded_rows
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
 
 __all__ = [
@@ -105,7 +105,7 @@ class Routes(NamedTuple):
 _KERNELS = {
     "torch": {
         "plain": "dequantize one operand, vendor GEMM in the compute dtype",
-        "stored": f"decoding GEMM up to {MOST_DECODED_ROWS} rows; above, dequantize, vendor GEMM in the compute dtype",
+        "stored": "decoding GEMM up to {} rows; above, dequantize, vendor GEMM in the compute dtype",
         "high precision": "torch matmul",
         "fp8": "vendor FP8 GEMM, {} x {} scales",
         "blocks": "vendor FP8 GEMM, {} x {} scales",
@@ -120,7 +120,7 @@ _KERNELS = {
     },
     "xla": {
         "plain": "dequantize one operand, dot",
-        "stored": f"decoding GEMM up to {MOST_DECODED_ROWS} rows; above, dequantize, dot",
+        "stored": "decoding GEMM up to {} rows; above, dequantize, dot",
         "high precision": "lax.dot_general",
         "fp8": "FP8 dot, scales in the epilogue",
         "block_scaled": "jax.nn.scaled_matmul",
@@ -190,8 +190,10 @@ def route_between(
         return route("plain", reason, accelerated=True, kernel="high precision")
     if lhs is None or rhs is None:
         if rhs is not None and chip is not None and chip.multiplies_stored_codes:
-            reason = "the recipe keeps x in high precision: few rows of it read the weight's codes as they are stored"
-            return route("stored", reason if chip.is_tried and library == "torch" else f"{reason}; {UNTRIED}")
+            most = most_decoded_rows(chip.capability == (9, 0) and library == "torch")
+            reason = f"the recipe keeps x in high precision: up to {most} rows of it read the weight's codes as stored"
+            made = route("stored", reason if chip.is_tried and library == "torch" else f"{reason}; {UNTRIED}")
+            return made._replace(kernel=made.kernel.format(most))
         return route("plain", _ONE_WIDE, kernel="plain" if chip else "no chip, plain")
     if accumulate == "exact":
         if chip is None or library == "xla":

@@ -1,5 +1,7 @@
 """Products of a few rows with stored codes: values of every format in the interpreter, and what compiles for GPUs."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -110,11 +112,15 @@ def test_nan_blocks_give_nan(product, name):
 
 
 # M, N, K, x's dtype, cut of `decode_wide`: ragged in every size, parts of K, a bias; float16, whole steps, two tiles;
-# eight warps and more parts than some of them have steps for.
+# eight warps and more parts than some of them have steps for; more than 64 rows with the next step decoded under way,
+# of float16 in four bands of rows; and as many columns as wgmma has.
 WIDE = {
     "ragged": (20, 100, 416, "bfloat16", DecodeCut(4, 1, 1, 4, 3, 2, True, False, False, False, SPLITS=2)),
     "whole": (11, 70, 512, "float16", DecodeCut(4, 1, 2, 2, 3, 1, True, True, False, False, SPLITS=1)),
     "parts": (33, 200, 640, "bfloat16", DecodeCut(8, 1, 1, 8, 3, 1, False, False, False, False, SPLITS=4)),
+    "band": (70, 100, 416, "bfloat16", DecodeCut(4, 1, 1, 16, 3, 1, True, False, False, False, 0, 0, 2, True)),
+    "bands": (200, 300, 384, "float16", DecodeCut(8, 1, 2, 16, 3, 1, False, False, False, False, 0, 0, 1, True)),
+    "columns": (140, 140, 640, "bfloat16", DecodeCut(8, 1, 1, 32, 3, 1, False, False, False, False, 0, 0, 8, True)),
 }
 
 
@@ -159,7 +165,7 @@ def wide_product():
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
-    "kind", ["ragged", pytest.param("whole", marks=_FURTHER), pytest.param("parts", marks=_FURTHER)]
+    "kind", ["ragged", *(pytest.param(kind, marks=_FURTHER) for kind in ("whole", "parts", "band", "bands", "columns"))]
 )
 def test_values_by_warpgroups(wide_product, name, kind):  # features I2
     y, exact, terms, names = wide_product((name, kind, ""))
@@ -186,8 +192,6 @@ def test_nan_blocks_give_nan_by_warpgroups(wide_product, name):
 
 def _compile_wide(capability):
     """Of every kind of codes: wgmma instructions, the forms of their left operands, spills, early starts."""
-    import re
-
     from triton.runtime import driver
 
     from microfloat.kernels.gemm import decode_wide
@@ -227,11 +231,80 @@ def test_decoded_weights_stay_in_registers(capability):
         assert waits == int(capability >= 90)
 
 
+def _compile_overlapping(case):
+    """The machine code of `decode_wide` for more than 64 rows."""
+    from triton.runtime import driver
+
+    from microfloat.kernels.gemm import decode_wide
+    from microfloat.passes import products
+    from microfloat.passes.matrix import Device
+    from tests.kernels.compiling import NamedTarget, instructions_of
+
+    kind, rows, is_even = case
+    driver.set_active(NamedTarget(90))
+    x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(64)
+    strides = (8192 // (kind.WIDTH or 8192), 1)
+    cut = products.cut_of(kind, (rows, 8192, 8192), strides, False, Device(0, 132, True, warpgroups=True))
+    cut = products.of_kernel(cut)._replace(EVEN=is_even)
+    compiled = decode_wide.decode_wide.run(
+        x, codes, codes if kind.SCALE else one, one, None, one, rows, 8192, 8192, 8192, 64 * kind.BITS, *strides, 0, 2,
+        kind, cut, 1, True, True, num_warps=cut.ROW_WARPS, enable_fp_fusion=False, launch_pdl=False, grid=(1,),
+        warmup=True,
+    )  # fmt: skip
+    return instructions_of(compiled.asm["cubin"]), compiled.metadata.shared, cut.OVERLAPS
+
+
+def _written_too_early(instructions):
+    """Instructions that write registers which a `wgmma` under way reads, or touch its sums."""
+    under_way, wrong = [], []
+    for line in instructions:
+        registers = [int(number) for number in re.findall(r"\bR(\d+)\b", line)]
+        if "HGMMA" in line:
+            sums, left, *_ = registers
+            under_way.append((range(left, left + 4), range(sums, sums + int(re.search(r"x(\d+)x16", line)[1]) // 2)))
+        elif waited := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", line):
+            under_way = under_way[-int(waited[1], 16) :] if int(waited[1], 16) else []
+        elif registers:
+            operation = line.lstrip("@!UPT0123456789 ").split(" ")[0]
+            wide = 4 if ".128" in operation else 2 if ".64" in operation or ".WIDE" in operation else 1
+            stores = operation.startswith(("ST", "LDGSTS", "ISETP", "R2UR", "WARPSYNC"))
+            written = set() if stores else set(range(registers[0], registers[0] + wide))
+            for read, sums in under_way:
+                if written & set(read) or not {*registers, *written}.isdisjoint(sums):
+                    wrong.append(line)
+    return wrong
+
+
+@pytest.mark.slow("machine code of eight kernels")
+@pytest.mark.parametrize("is_even", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(1, 1, 4, 1, 1, 32, False),
+        DecodeCodes(3, 7, 8, 1, 1, 32, False), DecodeCodes(3, 7, 8, 0, 1, 0, False),
+        DecodeCodes(3, 7, 8, 0, 128, 128, False),
+    ],
+    ids=["nvfp4", "mxfp4", "mxfp8", "fp8_row", "fp8_128x128"],
+)  # fmt: skip
+def test_more_rows_overlap_decoding_and_products(kind, is_even):
+    """Nothing is spilled, no register is written that a product under way reads, and the next step is decoded before
+    the products are waited for."""
+    instructions, shared, overlaps = other_process()(_compile_overlapping, (kind, 256, is_even))
+    assert not [line for line in instructions if line.startswith(("STL", "LDL"))]
+    assert shared <= 227 * 1024
+    assert overlaps is (kind.WIDTH != 128)
+    assert not _written_too_early(instructions)
+    if overlaps:
+        last = max(i for i, line in enumerate(instructions) if "HGMMA" in line)
+        behind = instructions[last:]
+        end = next(i for i, line in enumerate(behind) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line)
+        decoding = [line for line in behind[:end] if line.startswith(("LOP3", "HMUL2", "F2FP", "HADD2"))]
+        assert len(decoding) > 64
+
+
 def _compile(capability):
     """The layouts of what the tensor cores multiply, of an NVFP4 and an MXFP8 weight, and of experts; spilled
     registers."""
-    import re
-
     from triton.runtime import driver
 
     from microfloat.kernels.gemm import decode

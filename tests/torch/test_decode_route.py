@@ -68,7 +68,7 @@ def test_a_linear_of_a_few_rows_reads_the_stored_codes(linear, name):  # feature
     worst, launches, text = linear((name, 3, 512, "bfloat16"))
     assert worst <= 1
     assert launches == ["decode_gemm"]
-    assert "few rows of it read the weight's codes as they are stored" in text
+    assert "up to 256 rows of it read the weight's codes as stored" in text
 
 
 @pytest.mark.parametrize("length", [512, 416], ids=["whole", "ragged"])
@@ -90,8 +90,23 @@ def _with_rounded_weight(length):
     return 1 + 2.0**-9 / (length * 2.0**-23)
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "dtype"),
+    [("nvfp4", 200, "bfloat16"), ("mxfp8", 70, "bfloat16"), ("fp8_128x128", 70, "bfloat16"), ("mxfp4", 70, "float16")]
+    + [pytest.param(*case, marks=pytest.mark.slow("the same kernels, other formats")) for case in (
+        ("fp8_row", 200, "float16"), ("fp8_128x128", 256, "float16"), ("mxfp6_e3m2", 129, "bfloat16"),
+        ("nvfp4", 65, "float16"),
+    )],
+)  # fmt: skip
+def test_a_hopper_multiplies_up_to_256_rows_by_warpgroups(linear, name, rows, dtype):  # features I2
+    worst, launches, text = linear((name, rows, 416, dtype))
+    assert worst <= 1
+    assert launches[:2] == ["order_wide", "decode_wide"]
+    assert "up to 256 rows of it" in text
+
+
 def test_many_rows_are_multiplied_by_the_vendor(linear):
-    worst, launches, _ = linear(("mxfp8", 65, 512, "bfloat16"))
+    worst, launches, _ = linear(("mxfp8", 257, 512, "bfloat16"))
     assert launches == []
     assert worst <= _with_rounded_weight(512)
 
@@ -225,7 +240,7 @@ def test_adapters_train_over_experts():
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_division_of_a_product(name, dtype):  # features I2
-    for rows in (1, 3, 8, 9, 16, 20, 32, 50, 64):
+    for rows in (1, 3, 8, 9, 16, 20, 32, 50, 64, 65, 128, 129, 200, 256):
         for shape in ((40, 256), (1000, 1120), (8192, 2048), (4096, 14336)):
             worst, launches, _ = distances(name, rows, shape, getattr(torch, dtype), "cuda")
             assert launches[-1] in ("decode_gemm", "decode_wide", "sum_parts")

@@ -131,7 +131,8 @@ class DecodeCut(NamedTuple):
 
     SPLITS: 0, or `gemm.decode_wide` multiplies, and the contraction is cut into so many parts. A program of it has
     ROW_WARPS warps with TILES tiles of 16 rows each. AHEAD: steps of 64 bytes of a row that an iteration takes, 1 or 2;
-    STAGES counts iterations, and EVEN means whole ones. LENGTH_WARPS and ORDERED say nothing.
+    STAGES counts iterations, and EVEN means whole ones. LENGTH_WARPS and ORDERED say nothing. OVERLAPS: the next step
+    is decoded while the products of one are under way; with an AHEAD of 1, and scales that are no blocks of float32.
     """
 
     ROW_WARPS: int
@@ -147,3 +148,4 @@ class DecodeCut(NamedTuple):
     GROUPED: bool = False
     DEPENDENT: bool = False
     SPLITS: int = 0
+    OVERLAPS: bool = False

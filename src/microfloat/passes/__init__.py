@@ -18,10 +18,12 @@ from microfloat.scale_rules import TwoLevel, unknown_kind
 
 __all__ = [
     "MOST_DECODED_ROWS",
+    "MOST_ROWS_BY_WARPGROUPS",
     "WRITES_VALUES",
     "CastInputs",
     "OperandSpec",
     "family_of",
+    "most_decoded_rows",
     "why_not_in_groups",
 ]
 
@@ -31,9 +33,10 @@ _BLOCKS = (16, 32, 64, 128)
 _LEAST_SCALE = 2.0**-6
 # The families whose kernels also write operands decoded to bfloat16; those of others write codes alone.
 WRITES_VALUES = ("blocks", "nvfp4")
-# Rows of x in high precision up to which a kernel multiplies a weight's stored codes. At 64 it has 0.49 to 0.81 of
-# bfloat16's speed, decoding the weight for the vendor's GEMM 0.49 to 0.56 at 256 (benchmarks/results/decode.json).
-MOST_DECODED_ROWS = 64
+# Rows of x in high precision up to which a kernel multiplies a weight's stored codes: anywhere (of experts, the mean of
+# their rows), and by the warpgroups of a Hopper. Above, the weight is decoded for the vendor's GEMM, which has 0.43 to
+# 0.51 of bfloat16's speed at 256 rows.
+MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS = 64, 256
 
 
 class OperandSpec(NamedTuple):
@@ -61,6 +64,11 @@ class CastInputs(NamedTuple):
     tiles: Any = None
     amax: Any = None
     groups: Any = None
+
+
+def most_decoded_rows(warpgroups: bool) -> int:
+    """The most rows of x by which a kernel multiplies one weight's stored codes; `warpgroups`: on a Hopper."""
+    return MOST_ROWS_BY_WARPGROUPS if warpgroups else MOST_DECODED_ROWS
 
 
 @functools.lru_cache(512)

@@ -105,14 +105,17 @@ def _wide_passes(
     """The same by `kernels.gemm.decode_wide`."""
     (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
     hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
-    rows = 8 * cut.TOKENS
-    columns = rows if x_dtype == "bfloat16" else 2 * rows
+    parts = 1 if x_dtype == "bfloat16" else 2
+    if parts == 2 and cut.TOKENS > 8:  # parts of x are further columns: as many columns, then, of half the rows
+        cut = cut._replace(TOKENS=cut.TOKENS // 2, SPLITS=-(-cut.SPLITS // 2))
+    bands = -(-m // rows_of_tile(cut))
+    rows = bands * rows_of_tile(cut)
     step = cut.AHEAD * _STEP_BITS // codes.BITS
     length = -(-k // step) * step
     splits, cut = cut.SPLITS, of_kernel(cut)
     passes, about = Passes(1), (device.number, dtypes, codes, cut)
     out = passes.put(0, Part((m, n), (n, 1), dtype))
-    ordered = passes.add(Buffer((columns, length), (length, 1), "bfloat16"))
+    ordered = passes.add(Buffer((parts * rows, length), (length, 1), "bfloat16"))
     scalars = (m, k, length)
     passes.launches.append(Pass(
         decode_wide.order_wide, (*about, *map(specialization, scalars)), rows * -(-length // _ORDERED_TOGETHER),
@@ -124,7 +127,7 @@ def _wide_passes(
     scalars = (m, n, k, length, k * codes.BITS // 128, *scale_strides, level_stride, splits)
     tiles = -(-n // (16 * cut.TILES * cut.ROW_WARPS))
     passes.launches.append(Pass(
-        decode_wide.decode_wide, (*about, *map(specialization, scalars[1:-1])), tiles * splits,
+        decode_wide.decode_wide, (*about, *map(specialization, scalars[1:-1])), tiles * splits * bands,
         (ordered, CODES, *finishing, sums), scalars, (codes, cut, kind, hardware, device.conversions),
         Warps(cut.ROW_WARPS), dependent=cut.DEPENDENT,
     ))  # fmt: skip
@@ -204,12 +207,38 @@ _WIDE = {"FP4": (17, (4, 2, 2), (3, 3, 1)), "MX": (33, (4, 2, 2), (4, 2, 2)), "F
 _MOST_PARTS = 8  # of K: more of them were not tried
 
 
+class _WideDivision(NamedTuple):
+    """What the table of more rows says of a cut of `decode_wide`; the words are those of `DecodeCut`."""
+
+    ROW_WARPS: int
+    TILES: int
+    TOKENS: int
+    STAGES: int
+    AHEAD: int
+    OVERLAPS: int
+
+
+# Kind of codes: the most rows of x: a division. Chosen by what limits them and by compiled code (no register spilled);
+# not measured yet. A multiprocessor has one program, 256 rows of the weight by 128 rows of x: its sums take half of all
+# registers, and it reads less of x and of codes from the L2 cache than 128 by 256 would. Sums of 128x128 blocks take as
+# many again before they are scaled: half as many rows of the weight there.
+_MANY = {
+    "FP4": {128: (8, 2, 16, 3, 1, 1), 256: (8, 2, 16, 3, 1, 1)},
+    "MX": {128: (8, 2, 16, 4, 1, 1), 256: (8, 2, 16, 4, 1, 1)},
+    "FP8": {128: (8, 2, 16, 4, 1, 1), 256: (8, 2, 16, 4, 1, 1)},
+    "BLOCKS": {128: (8, 1, 16, 3, 2, 0), 256: (8, 1, 16, 3, 2, 0)},
+}
+
+
 def cut_of(
     codes: DecodeCodes, shape: tuple[int, int, int], scale_strides: tuple[int, int], bias: bool, device: Device
 ) -> DecodeCut:
     """The division of a product of M, K, N among programs."""
     m, k, n = shape
     kind = "FP8" if codes.SCALE not in _SCALES_OF_BYTES else "FP4" if codes.BITS == 4 else "MX"
+    if m > MOST_DECODED_ROWS:
+        assert device.warpgroups, "nothing else multiplies so many rows"
+        return fitted(_cut_of_many(kind, codes, m, n, device.multiprocessors), codes, k, scale_strides, bias)
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
     least, *programs = _WIDE[kind]
     if device.warpgroups and m >= least:
@@ -241,13 +270,33 @@ def _wide_cut(tokens: int, n: int, processors: int, programs: tuple[int, int, in
     return DecodeCut(warps, 1, 1, tokens, stages, ahead, False, False, False, False, SPLITS=splits)
 
 
+def _cut_of_many(kind: str, codes: DecodeCodes, m: int, n: int, processors: int) -> DecodeCut:
+    """The same for more than 64 rows of x: as many parts of K as give each multiprocessor one program."""
+    kind = "BLOCKS" if _has_blocks(codes) else kind
+    own = _WideDivision(*next(division for most, division in _MANY[kind].items() if m <= most))
+    tiles = -(-n // (16 * own.ROW_WARPS * own.TILES)) * -(-m // (8 * own.TOKENS))
+    splits = min(max(1, processors // tiles), _MOST_PARTS)
+    return DecodeCut(
+        own.ROW_WARPS, 1, own.TILES, own.TOKENS, own.STAGES, own.AHEAD, False, False, False, False, SPLITS=splits,
+        OVERLAPS=bool(own.OVERLAPS),
+    )  # fmt: skip
+
+
+def _has_blocks(codes: DecodeCodes) -> bool:
+    """Float32 scales of parts of a row, by which `decode_wide` multiplies sums as it goes."""
+    return codes.SCALE not in _SCALES_OF_BYTES and codes.WIDTH != 0
+
+
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
-    """A cut with all that follows from the operands: BIAS, EVEN and WIDE, and an AHEAD of a chunk at most."""
+    """A cut with all that follows from the operands: BIAS, EVEN and WIDE, an AHEAD of a chunk at most, and OVERLAPS
+    where it can be."""
     part = _STEP_BITS * cut.AHEAD if cut.SPLITS else _CHUNK_BITS * cut.LENGTH_WARPS
     stride_r, stride_k = scale_strides
     wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
     ahead = min(cut.AHEAD, 2 * 16 // codes.BITS)
-    return cut._replace(BIAS=bias, EVEN=length * codes.BITS % part == 0, WIDE=wide, AHEAD=ahead)
+    overlaps = cut.OVERLAPS and cut.AHEAD == 1 and not _has_blocks(codes)
+    even = length * codes.BITS % part == 0
+    return cut._replace(BIAS=bias, EVEN=even, WIDE=wide, AHEAD=ahead, OVERLAPS=overlaps)
 
 
 @functools.lru_cache(512)
@@ -267,8 +316,9 @@ def cut_of_experts(
     return cut._replace(GROUPED=True)
 
 
-def fits(codes: DecodeCodes, shape: tuple[int, int, int], experts: int = 1) -> bool:
-    """True where the kernel serves a product of M, K, N: few rows of x for each expert, and offsets of 32 bits."""
+def fits(
+    codes: DecodeCodes, shape: tuple[int, int, int], most: int = MOST_DECODED_ROWS, experts: int = 1
+) -> bool:  # fmt: skip
+    """True where the kernel serves a product of M, K, N: at most so many rows of x, and offsets of 32 bits."""
     m, k, n = shape
-    most = max(experts * n * k * codes.BITS // 32, 8 * m * k)
-    return m <= experts * MOST_DECODED_ROWS and most <= INT32_MAX
+    return m <= most and max(experts * n * k * codes.BITS // 32, 8 * m * k) <= INT32_MAX

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from microfloat.formats import ELEMENTS
-from microfloat.passes import MOST_DECODED_ROWS
+from microfloat.passes import MOST_DECODED_ROWS, most_decoded_rows
 from microfloat.routes import Encoding, encoding_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Triple
@@ -103,26 +103,31 @@ def decoding_of(
     rhs: Encoding, shape: Shape, out_dtype: torch.dtype, bias: torch.dtype | None, device: torch.device
 ) -> Decoding | str:
     """The product of a few rows with a weight [N, K] of that encoding, or why there is none."""
-    codes = _stored_codes(rhs, shape, device, 1)
+    codes = _stored_codes(rhs, shape, device)
     if isinstance(codes, str):
         return codes
     return Decoding(codes, shape, out_dtype, bias, int(rhs.level == "row"), device)
 
 
-def _stored_codes(rhs: Encoding, shape: Shape, device: torch.device, experts: int) -> "DecodeCodes | str":
-    """The codes as the kernel reads them, or why it does not, for a product of M, K, N."""
+def _stored_codes(rhs: Encoding, shape: Shape, device: torch.device, experts: int = 0) -> "DecodeCodes | str":
+    """The codes as the kernel reads them, or why it does not, for a product of M, K, N; `experts`: 0 for one weight."""
     if rhs.format.element.name not in ELEMENTS or not backends.support("triton", device):
         return f"no kernel decodes {rhs.format.element.name} here"
     from microfloat.passes import products
-    from microfloat.torch.program import INTERPRETED
+    from microfloat.torch.program import INTERPRETED, device_of
 
     if device.type != "cuda" and not INTERPRETED:
         return "no kernel decodes on this device"
     codes = products.stored_codes(rhs.format, rhs.hadamard, rhs.level, shape[1])
     if codes is None:
         return f"no kernel decodes {rhs.format.name} of {shape[1]} in features"
-    if not products.fits(codes, shape, experts):
-        return f"more than {MOST_DECODED_ROWS} rows for each group, or matrices of 2^31 words and more"
+    if experts:
+        most, rows = experts * MOST_DECODED_ROWS, f"{MOST_DECODED_ROWS} rows for each group"
+    else:
+        most = most_decoded_rows(device_of(backends.device_index(device)).warpgroups)
+        rows = f"{most} rows"
+    if not products.fits(codes, shape, most, experts or 1):
+        return f"more than {rows}, or matrices of 2^31 words and more"
     return codes
 
 

@@ -1,4 +1,4 @@
-"""Products of 16 to 64 rows of x with stored codes by warpgroups: ``y.T [N, M] = (dec(W) * scale) [N, K] @ x.T``.
+"""Products of 16 to 256 rows of x with stored codes by warpgroups: ``y.T [N, M] = (dec(W) * scale) [N, K] @ x.T``.
 
 `kernels.gemm.decode` reads all of x for every 16 to 32 rows of the weight. With 64 rows of x that is more than the
 weight itself (64 x 8192 for each of 128 programs: 134 MB from the L2 cache, beside 38 MB of NVFP4). Here a program has
@@ -9,14 +9,20 @@ registers.
 The sum over K has no order, so a lane takes 16 neighbouring bytes of a row as its part of a *step* (64 bytes of a row),
 as there: lane 4 g + t has rows g and g + 8 of 16, and quarter t. The tensor cores number the elements of k16 otherwise
 (lane t has k = 2t, 2t + 1, 2t + 8 and 2t + 9 of A), and a lane's words decode to pairs of elements in a fixed order; so
-`order_wide` writes x in the order in which the elements of W come: [part of x and row, step, k]. A tensor of words
-[8 * ROW_WARPS, 16] for rows g, and one for rows g + 8, then becomes A by joins and a change of axes that move nothing
-from thread to thread (tests/kernels/test_decode.py looks at the machine code). Parts of K are summed by `sum_parts`, in
-their order: the same bytes every time.
+`order_wide` writes x in the order in which the elements of W come: [band, part of x and row, step, k]. A tensor of
+words [8 * ROW_WARPS, 16] for rows g, and one for rows g + 8, then becomes A by joins and a change of axes that move
+nothing from thread to thread (tests/kernels/test_decode.py looks at the machine code). Parts of K are summed by
+`sum_parts`, in their order: the same bytes every time.
 
-An iteration takes AHEAD steps. The products of one are under way while the next one is decoded, and all have ended
-before the iteration does: Triton would leave the last ones under way and have the registers that they read written by
-the next iteration, which PTX leaves undefined.
+An iteration takes AHEAD steps, and all of its products have ended before it does: Triton would leave the last ones
+under way and have the registers that they read written by the next iteration, which PTX leaves undefined. With OVERLAPS
+an iteration begins with the products of words that the one before has decoded, decodes the words of the next while they
+are under way, and waits for them only then (`_behind`): with more than 64 rows of x the tensor cores have more to do
+than the memory, and a program of so many sums has its multiprocessor for itself, so that nobody else multiplies while
+it decodes.
+
+More rows of x than 8 * TOKENS are further *bands*, each with programs of its own, which decode the weight again; the
+programs of one part of the weight follow each other, so that all but the first find its codes in the L2 cache.
 
 x of float16 enters as two bfloat16 parts, which are further rows of x. Scales as in `kernels.gemm.decode`.
 """
@@ -37,6 +43,23 @@ from microfloat.kernels.gemm.elements import (
 )
 
 
+def _behind_products(count: int) -> tuple[tl.constexpr, tl.constexpr]:
+    """PTX that gives back `count` words once all products have ended, and its constraints.
+
+    The assembler may move arithmetic behind a wait, and would decode only then: all words go into the mask of a barrier
+    of the warp, which stays in front of it. The mask is that of all lanes: `wgmma` has them together.
+    """
+    words = range(count, 2 * count)
+    mask = "activemask.b32 m; " + " ".join(f"or.b32 m, m, ${word};" for word in words) + " bar.warp.sync m;"
+    moves = " ".join(f"mov.b32 ${word - count}, ${word};" for word in words)
+    text = f"{{ .reg .b32 m; {mask} wgmma.wait_group.sync.aligned 0; {moves} }}"
+    return tl.constexpr(text), tl.constexpr(",".join(["=r"] * count + ["r"] * count))
+
+
+_BEHIND_16, _OF_16 = _behind_products(16)
+_BEHIND_32, _OF_32 = _behind_products(32)
+
+
 @triton.jit
 def order_wide(
     x_ptr, out_ptr, M, K, x_length, CUT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
@@ -44,6 +67,7 @@ def order_wide(
 ):  # fmt: skip
     """x as `decode_wide` takes it; 0 where there is no row or element. Grid: rows, and blocks of `x_length`."""
     ROWS: tl.constexpr = 8 * CUT.TOKENS
+    PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
     blocks = (x_length + BLOCK - 1) // BLOCK
     token = tl.program_id(0) // blocks
     at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -58,7 +82,8 @@ def order_wide(
         bits += begin_after()
     inside = (token < M) & (element < K) & (at < x_length)
     x = tl.load(bits + token * K + element, mask=inside, other=0)
-    out = out_ptr.to(tl.pointer_type(tl.int16)) + token * x_length + at
+    row = token // ROWS * (ROWS * PARTS) + token % ROWS
+    out = out_ptr.to(tl.pointer_type(tl.int16)) + row * x_length + at
     if KIND == WORDS_BF16:
         tl.store(out, x, mask=at < x_length)
     else:
@@ -128,8 +153,8 @@ def _factors(stored, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, C
 
 
 @triton.jit
-def _rows_of_step(words, stored, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr):
-    """Decoded and scaled elements: [rows, word, parity, second, (k16 of a word)]."""
+def _pairs_of_step(words, stored, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr):
+    """Decoded and scaled elements as words of two bfloat16, [rows, 16] each."""
     if CODES.BITS == 4:
         pairs = placed_fp4(words)
     else:
@@ -143,17 +168,23 @@ def _rows_of_step(words, stored, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.
                 value = times(value, 0x7E807E80 + tl.zeros_like(value), HW)
             scaled = scaled + (times(value, factors, HW),)
         pairs = scaled
-    first = tl.join(_halves(pairs[0]), _halves(pairs[1]))
-    if CODES.BITS == 4:
-        return tl.join(first, tl.join(_halves(pairs[2]), _halves(pairs[3])))
+    return pairs
+
+
+@triton.jit
+def _elements(pairs, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """[rows, word, parity, second, (k16 of a word)]."""
+    first = tl.join(_halves(pairs[FIRST]), _halves(pairs[FIRST + 1]))
+    if BITS == 4:
+        return tl.join(first, tl.join(_halves(pairs[FIRST + 2]), _halves(pairs[FIRST + 3])))
     else:
         return first
 
 
 @triton.jit
-def _left(low, high, BITS: tl.constexpr, ROW_WARPS: tl.constexpr):
+def _left(pairs, BITS: tl.constexpr, ROW_WARPS: tl.constexpr):
     """A [16 * ROW_WARPS, k] from the elements of rows g and of rows g + 8."""
-    both = tl.join(low, high)
+    both = tl.join(_elements(pairs, 0, BITS), _elements(pairs, 16 // BITS, BITS))
     if BITS == 4:
         both = tl.reshape(both, [ROW_WARPS, 8, 4, 4, 2, 2, 2, 2])
         both = tl.permute(both, (0, 7, 1, 3, 6, 5, 2, 4))  # warp, row half, g, word, k16 of a word, second, t, parity
@@ -183,13 +214,31 @@ def _ended(sums, HW: tl.constexpr):
 
 
 @triton.jit
-def _rows_decoded(
+def _behind(a, BITS: tl.constexpr, HW: tl.constexpr):
+    """The same words, once all products under way have ended."""
+    if not HW:
+        return a
+    elif BITS == 4:
+        return tl.inline_asm_elementwise(
+            _BEHIND_32, _OF_32, [a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False,
+            pack=4,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            _BEHIND_16, _OF_16, [a[0], a[1], a[2], a[3]], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _decoded(
     step, code_at, scale_at, code_words, length, stride_k, PART: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
     HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """A of step PART of an iteration, from the addresses of rows g and of rows g + 8."""
+    """The words of A of step PART of an iteration: those of rows g, then of rows g + 8, from their addresses."""
     word = step * 16 + tl.arange(0, 16)[None, :]
-    halves = ()
+    pairs = ()
     for half in tl.static_range(2):
         if CUT.EVEN:
             words = tl.load(code_at[half] + step * 16, eviction_policy="evict_first")
@@ -198,8 +247,8 @@ def _rows_decoded(
         stored = words
         if CODES.SCALE != SCALE_FLOAT:
             stored = _stored_scales(scale_at[half], step, tl.arange(0, 4), PART, CODES, CUT, stride_k, length)
-        halves = halves + (_rows_of_step(words, stored, CODES, CUT, HW, CONVERSIONS),)
-    return _left(halves[0], halves[1], CODES.BITS, CUT.ROW_WARPS)
+        pairs = pairs + _pairs_of_step(words, stored, CODES, CUT, HW, CONVERSIONS)
+    return pairs
 
 
 @triton.jit
@@ -217,11 +266,11 @@ def _sums_of_steps(step, at, sums, CODES: tl.constexpr, CUT: tl.constexpr, HW: t
     for tile in tl.static_range(TILES):
         own = tl.zeros_like(sums[tile]) if BLOCKS else sums[tile]
         for i in tl.static_range(AHEAD):
-            a = _rows_decoded(
+            a = _decoded(
                 step + i, (code_at[2 * tile], code_at[2 * tile + 1]), (scale_at[2 * tile], scale_at[2 * tile + 1]),
                 code_words, length, stride_k, i, CODES, CUT, HW, CONVERSIONS,
             )  # fmt: skip
-            own = _product(a, x[i], own, HW)
+            own = _product(_left(a, CODES.BITS, CUT.ROW_WARPS), x[i], own, HW)
         if BLOCKS:  # of 128 elements: a step, or both of an iteration
             scale = tl.load(row_scale_at[tile] + step // 2 * stride_k, mask=step * STEP < length, other=0.0)
             made = made + (tl.fma(own, tl.broadcast_to(scale[:, None], own.shape), sums[tile]),)
@@ -230,13 +279,35 @@ def _sums_of_steps(step, at, sums, CODES: tl.constexpr, CUT: tl.constexpr, HW: t
     return made
 
 
+@triton.jit
+def _sums_of_step(
+    step, last, at, sums, pairs, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr
+):
+    """The same of one step, the words of whose first tile are `pairs`; and those of the next step."""
+    code_at, scale_at, _, x_at, code_words, length, stride_k = at
+    TILES: tl.constexpr = CUT.TILES
+    x = tl.load(x_at + step * (512 // CODES.BITS))
+    made = ()
+    for tile in tl.static_range(TILES):
+        made = made + (_product(_left(pairs, CODES.BITS, CUT.ROW_WARPS), x, sums[tile], HW),)
+        if tile + 1 == TILES:
+            step = tl.minimum(step + 1, last - 1)
+        pairs = _decoded(
+            step, (code_at[(2 * tile + 2) % (2 * TILES)], code_at[(2 * tile + 3) % (2 * TILES)]),
+            (scale_at[(2 * tile + 2) % (2 * TILES)], scale_at[(2 * tile + 3) % (2 * TILES)]), code_words, length,
+            stride_k, 0, CODES, CUT, HW, CONVERSIONS,
+        )  # fmt: skip
+    return made, _behind(pairs, CODES.BITS, HW)
+
+
 @triton.jit(do_not_specialize=["M", "splits"])
 def decode_wide(
     x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, K, x_length, code_units, scale_stride_r,
     scale_stride_k, level_stride, splits, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
     CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows of the weight, and within those the `splits` parts of K (CUT.SPLITS: 1, or 2 for several).
+    """Grid: tiles of rows of the weight, within those the `splits` parts of K (CUT.SPLITS: 1, or 2 for several), within
+    those the bands of rows of x.
 
     `x_length`: elements of a row of ordered x; `code_units`: 16-byte units of a row of codes. `out`: y, or of several
     parts their float32 sums [splits, M, N].
@@ -247,12 +318,14 @@ def decode_wide(
     COLUMNS: tl.constexpr = 8 * CUT.TOKENS * PARTS
     STEP: tl.constexpr = 512 // CODES.BITS
     STAGES: tl.constexpr = CUT.STAGES
-    part = tl.program_id(0) % splits
+    bands = (M + 8 * CUT.TOKENS - 1) // (8 * CUT.TOKENS)
+    band, place = tl.program_id(0) % bands, tl.program_id(0) // bands
+    part = place % splits
     AHEAD: tl.constexpr = CUT.AHEAD
     steps = (code_units + 4 * AHEAD - 1) // (4 * AHEAD) * AHEAD
     each = (steps // AHEAD + splits - 1) // splits * AHEAD
     first, last = part * each, tl.minimum(part * each + each, steps)
-    row0 = (tl.program_id(0) // splits) * (16 * WARPS * CUT.TILES)
+    row0 = (place // splits) * (16 * WARPS * CUT.TILES)
     i = tl.arange(0, 8 * WARPS)
     in_tile = (i >> 3) * 16 + (i & 7)
     code_at, scale_at, row_scale_at = (), (), ()
@@ -276,7 +349,7 @@ def decode_wide(
     for tile in tl.static_range(TILES):
         row = tl.minimum(row0 + tile * (16 * WARPS) + rows, N - 1)
         row_scale_at = row_scale_at + (scale_ptr + row // CODES.HEIGHT * scale_stride_r,)
-    x_at = x_ptr.to(tl.pointer_type(tl.bfloat16)) + tl.arange(0, COLUMNS)[:, None] * x_length
+    x_at = x_ptr.to(tl.pointer_type(tl.bfloat16)) + (band * COLUMNS + tl.arange(0, COLUMNS)[:, None]) * x_length
     x_at += tl.arange(0, STEP)[None, :]
     if CUT.DEPENDENT and HW:
         x_at += begin_after() * 16
@@ -284,15 +357,28 @@ def decode_wide(
     for _tile in tl.static_range(TILES):
         sums = sums + (tl.zeros([16 * WARPS, COLUMNS], tl.float32),)
     at = (code_at, scale_at, row_scale_at, x_at, code_units * 4, K, scale_stride_k)
-    if HW:
-        for step in tl.range(first, last, AHEAD, num_stages=CUT.STAGES):
+    if CUT.OVERLAPS:
+        pairs = _decoded(
+            tl.minimum(first, steps - 1), (code_at[0], code_at[1]), (scale_at[0], scale_at[1]), code_units * 4, K,
+            scale_stride_k, 0, CODES, CUT, HW, CONVERSIONS,
+        )  # fmt: skip
+        if HW:
+            for step in tl.range(first, last, num_stages=STAGES):
+                sums, pairs = _sums_of_step(step, last, at, sums, pairs, CODES, CUT, HW, CONVERSIONS)
+        else:  # the interpreter has no such loop
+            step = first
+            while step < last:
+                sums, pairs = _sums_of_step(step, last, at, sums, pairs, CODES, CUT, HW, CONVERSIONS)
+                step += 1
+    elif HW:
+        for step in tl.range(first, last, AHEAD, num_stages=STAGES):
             sums = _sums_of_steps(step, at, sums, CODES, CUT, HW, CONVERSIONS)
-    else:  # the interpreter has no such loop
+    else:
         step = first
         while step < last:
             sums = _sums_of_steps(step, at, sums, CODES, CUT, HW, CONVERSIONS)
             step += AHEAD
-    token = tl.arange(0, 8 * CUT.TOKENS)[None, :]
+    token = band * (8 * CUT.TOKENS) + tl.arange(0, 8 * CUT.TOKENS)[None, :]
     for tile in tl.static_range(TILES):
         total = sums[tile]
         if PARTS == 2:
