@@ -24,7 +24,7 @@ from microfloat.torch.measure import in_turn
 
 # N, K: two square and the up and down projections of models of 8 and 70 billion parameters.
 SHAPES, QUICK = ((8192, 8192), (28672, 8192), (4096, 14336)), ((64, 256),)
-TOKENS = (1, 4, 16, 32, 64, 256)
+TOKENS, TOKENS_OF_EXPERTS = (1, 4, 16, 32, 64, 128, 256), (1, 4, 16, 32, 64)
 WEIGHTS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "row": "fp8_row", "block": "fp8_128x128"}
 PREFILL = 4096
 CALLS, _CACHE_BYTES = 16, 240e6  # products in a graph
@@ -116,7 +116,7 @@ def measure_experts(report: Report, name: str, kind: str) -> None:
     mf.quantize_(model, WeightOnly(WEIGHTS[name]))
     stored: Any = layer.weight
     calls = 1 if options.device == "cpu" else CALLS
-    for m in TOKENS[:-1] if not options.quick else (3,):
+    for m in TOKENS_OF_EXPERTS if not options.quick else (3,):
         x = torch.randn(m * chosen, k, device=options.device).bfloat16()
         routed = [torch.rand(m, number, device=options.device).topk(chosen).indices.flatten() for _ in range(CALLS)]
         sizes = [torch.bincount(one, minlength=number).int() for one in routed]

@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures
 import functools
 import itertools
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,17 +25,19 @@ from benchmarks._recipes import sqnr_db
 from benchmarks._report import Report, Row
 from benchmarks.decode import CALLS, QUICK, SHAPES, WEIGHTS, graph_of, layers_of
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
-from microfloat.passes import products
+from microfloat.passes import MOST_DECODED_ROWS, most_decoded_rows, products
 from microfloat.passes.matrix import At, Device, Passes
 from microfloat.routes import encoding_of
 from microfloat.torch.measure import Times
 from microfloat.torch.program import Program, device_of
 from microfloat.torch.tensor import QuantizedTensor
 
-TOKENS = (1, 64, 16, 32, 4, 8)
+TOKENS = (256, 128, 1, 64, 16, 32, 4, 8)
 HOPPER, PROCESSORS = (9, 0), 132  # what is compiled for where there is no GPU
 _ROUNDS, _FINALISTS, _LAST_ROUNDS = 5, 4, 24
 _LEAST_SHARE, _MOST_WAVES = 0.4, 6.0  # of the multiprocessors that the programs of `decode_wide` fill
+_LAST_ROUND = 0.75  # the same of the last programs, where each multiprocessor has one or two at a time
+_SHARED = 220 << 10  # bytes of shared memory, and some for scales
 _REPEATS = 3
 Shape = tuple[int, int, int]
 
@@ -67,8 +70,14 @@ def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool)
     """The cuts that a row tries: that of a Linear first; `dependent`: the chip has programmatic dependent launch."""
     m, k, _ = shape
     about = stored.codes, shape, stored.strides, False
-    usual, plain = products.cut_of(*about, device), products.cut_of(*about, device._replace(warpgroups=False))
-    tried = itertools.chain([usual], _by_warps(plain, m), _wide(plain, shape, device.multiprocessors))
+    if m > most_decoded_rows(device.warpgroups):
+        return []
+    usual = products.cut_of(*about, device)
+    if m > MOST_DECODED_ROWS:
+        tried = itertools.chain([usual], _many(usual, stored.codes, shape, device.multiprocessors))
+    else:
+        plain = products.cut_of(*about, device._replace(warpgroups=False))
+        tried = itertools.chain([usual], _by_warps(plain, m), _wide(plain, shape, device.multiprocessors))
     fitted = [products.fitted(cut, stored.codes, k, stored.strides, False) for cut in tried]
     found = list(dict.fromkeys(cut for cut in fitted if _runs(cut, stored.codes, k)))
     return found if dependent else [cut for cut in found if not cut.DEPENDENT]
@@ -112,6 +121,35 @@ def _wide(usual: DecodeCut, shape: Shape, processors: int) -> Iterator[DecodeCut
             yield cut
             if stages == 3:
                 yield cut._replace(DEPENDENT=True)
+            elif (ahead, stages) == (1, 4):
+                yield cut._replace(OVERLAPS=True)
+
+
+# Of more than 64 rows of x: ROW_WARPS, TILES, TOKENS and OVERLAPS, and by the bits of a code each AHEAD and STAGES that
+# is tried: a step has 128 elements of FP4 and 64 of a byte.
+_MANY = (
+    (8, 2, 16, True, {4: ((1, 3), (1, 4)), 8: ((1, 4), (1, 6))}), (8, 1, 32, True, {4: ((1, 3),), 8: ((1, 3), (1, 5))}),
+    (8, 1, 16, True, {4: ((1, 3), (1, 4)), 8: ((1, 4),)}), (8, 2, 16, False, {4: ((1, 3),), 8: ((1, 4), (2, 3))}),
+    (4, 2, 16, False, {4: ((1, 2),), 8: ((1, 3), (2, 2))}), (8, 1, 16, False, {4: ((1, 3),), 8: ((2, 3),)}),
+    (4, 2, 16, True, {4: (), 8: ((1, 4),)}),
+)  # fmt: skip
+
+
+def _many(usual: DecodeCut, codes: DecodeCodes, shape: Shape, processors: int) -> Iterator[DecodeCut]:
+    """Cuts of `decode_wide` for more than 64 rows: one part of K, or as many as fill the chip a few times."""
+    m, _, n = shape
+    yield usual._replace(DEPENDENT=True)
+    for warps, tiles, tokens, overlaps, stages_of in _MANY:
+        for (ahead, stages), splits in itertools.product(stages_of[codes.BITS], (1, 2, 3, 4, 6, 8)):
+            rows, columns = 16 * warps * tiles, 8 * tokens
+            rounds = -(-n // rows) * -(-m // columns) * splits / processors
+            shared = ahead * (stages * columns * 1024 // codes.BITS + (stages - 1) * rows * 64)
+            fills = rounds >= _LAST_ROUND * math.ceil(rounds) and (rounds <= 2 or splits == 2)
+            if (fills or (splits == 1 and rounds > _LEAST_SHARE)) and shared <= _SHARED:
+                yield usual._replace(
+                    ROW_WARPS=warps, TILES=tiles, TOKENS=tokens, STAGES=stages, AHEAD=ahead, SPLITS=splits,
+                    OVERLAPS=overlaps,
+                )  # fmt: skip
 
 
 def _runs(cut: DecodeCut, codes: DecodeCodes, length: int) -> bool:
@@ -237,6 +275,9 @@ def measure(report: Report, weights: Weights, m: int, refused: dict[Compiled, st
     # One rounding of y, and float32 sums of K exact products (docs/numerics.md 8.2).
     bound = 2.0**-8 * exact.abs() + k * 2.0**-23 * (x.double().abs() @ weights.exact.abs().T)
     cuts = candidates(weights.stored, shape, device, dependent=capability >= HOPPER)
+    if not cuts:
+        report.skip(f"d.cuts.{weights.name}.m{m}", "no kernel of this device multiplies so many rows by stored codes")
+        return None
     cuts = cuts[:1] + [cut for cut in cuts if cut.SPLITS][:1] if options.quick else cuts
     usual, found, failed = cuts[0], [], {}
     for cut in cuts:

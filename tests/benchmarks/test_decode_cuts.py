@@ -24,7 +24,8 @@ def test_candidates_fit_the_product(name):
         cuts = decode_cuts.candidates(stored, (m, k, n), H100, dependent=True)
         assert cuts[0] == products.cut_of(stored.codes, (m, k, n), stored.strides, False, H100)
         assert len(cuts) == len(set(cuts)) > 10
-        assert all(m <= 8 * cut.TOKENS for cut in cuts)
+        assert all(m <= 8 * cut.TOKENS or cut.SPLITS for cut in cuts)
+        assert m <= 64 or len(cuts) <= 45
         assert all(cut == products.fitted(cut, stored.codes, k, stored.strides, False) for cut in cuts)
         assert any(cut.SPLITS for cut in cuts) is (m > 8)
         assert any(cut.DEPENDENT for cut in cuts)
