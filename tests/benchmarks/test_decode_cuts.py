@@ -33,6 +33,21 @@ def test_candidates_fit_the_product(name):
         assert older == [cut for cut in cuts if not cut.DEPENDENT]
 
 
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("m", [65, 128, 129, 256])
+def test_programs_of_many_rows_fill_the_chip(name, m):
+    """About once, in parts of a few steps; a chip without warpgroups multiplies no more than 64 rows."""
+    for n, k in (*SHAPES, (1024, 8192), (4096, 4096), (256, 256)):
+        stored = decode_cuts.stored_like(name, (n, k))
+        about = stored.codes, (m, k, n), stored.strides, False
+        cut = products.cut_of(*about, H100)
+        rows, steps = 16 * cut.ROW_WARPS * cut.TILES, k * stored.codes.BITS // (512 * cut.AHEAD)
+        programs = -(-n // rows) * -(-m // products.rows_of_tile(cut)) * cut.SPLITS
+        assert cut.SPLITS == 1 or (programs <= 132 and steps >= 4 * cut.SPLITS)
+        assert programs > 64 or cut.SPLITS in (8, max(1, steps // 4))
+        assert decode_cuts.candidates(stored, about[1], H100._replace(warpgroups=False), dependent=True) == []
+
+
 def _compile_some():
     """Reasons of candidates that compile and of one that cannot."""
     stored = decode_cuts.stored_like("nvfp4", (256, 1024))

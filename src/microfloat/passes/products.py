@@ -205,6 +205,7 @@ _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
 # STAGES and AHEAD for up to 32 rows of x and for more.
 _WIDE = {"FP4": (17, (4, 2, 2), (3, 3, 1)), "MX": (33, (4, 2, 2), (4, 2, 2)), "FP8": (9, (2, 4, 2), (2, 4, 2))}
 _MOST_PARTS = 8  # of K: more of them were not tried
+_LEAST_STEPS = 4  # iterations of a part, where more than 64 rows of x meet it
 
 
 class _WideDivision(NamedTuple):
@@ -238,7 +239,8 @@ def cut_of(
     kind = "FP8" if codes.SCALE not in _SCALES_OF_BYTES else "FP4" if codes.BITS == 4 else "MX"
     if m > MOST_DECODED_ROWS:
         assert device.warpgroups, "nothing else multiplies so many rows"
-        return fitted(_cut_of_many(kind, codes, m, n, device.multiprocessors), codes, k, scale_strides, bias)
+        kind = "BLOCKS" if _has_blocks(codes) else kind
+        return fitted(_cut_of_many(kind, codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
     least, *programs = _WIDE[kind]
     if device.warpgroups and m >= least:
@@ -270,12 +272,16 @@ def _wide_cut(tokens: int, n: int, processors: int, programs: tuple[int, int, in
     return DecodeCut(warps, 1, 1, tokens, stages, ahead, False, False, False, False, SPLITS=splits)
 
 
-def _cut_of_many(kind: str, codes: DecodeCodes, m: int, n: int, processors: int) -> DecodeCut:
+def _cut_of_many(kind: str, codes: DecodeCodes, shape: tuple[int, int, int], processors: int) -> DecodeCut:
     """The same for more than 64 rows of x: as many parts of K as give each multiprocessor one program."""
-    kind = "BLOCKS" if _has_blocks(codes) else kind
+    m, k, n = shape
     own = _WideDivision(*next(division for most, division in _MANY[kind].items() if m <= most))
-    tiles = -(-n // (16 * own.ROW_WARPS * own.TILES)) * -(-m // (8 * own.TOKENS))
-    splits = min(max(1, processors // tiles), _MOST_PARTS)
+    bands, steps = -(-m // (8 * own.TOKENS)), -(-k * codes.BITS // (_STEP_BITS * own.AHEAD))
+    most = min(_MOST_PARTS, max(1, steps // _LEAST_STEPS))
+    if -(-n // (16 * own.ROW_WARPS * own.TILES)) * bands * most < processors // 2:  # not even all parts fill the chip
+        own = own._replace(TILES=1)
+    tiles = -(-n // (16 * own.ROW_WARPS * own.TILES)) * bands
+    splits = min(max(1, processors // tiles), most)
     return DecodeCut(
         own.ROW_WARPS, 1, own.TILES, own.TOKENS, own.STAGES, own.AHEAD, False, False, False, False, SPLITS=splits,
         OVERLAPS=bool(own.OVERLAPS),
