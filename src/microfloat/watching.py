@@ -24,7 +24,7 @@ from microfloat.support import text_table
 __all__ = [
     "BINADES", "DEFAULT_METRICS", "DRAWS", "METRICS", "OF_CAST", "OF_PRODUCT", "OF_SAMPLE", "OF_SCALES", "OF_TENSOR",
     "SCALES", "Entry", "Record", "RecordLog", "check_names", "check_rows", "largest_byte", "limits_of", "of_binades",
-    "of_cast", "of_noise", "of_product", "of_sample", "of_scales", "of_tensor", "what_if_casts",
+    "of_cast", "of_noise", "of_product", "of_rows", "of_sample", "of_scales", "of_tensor", "what_if_casts",
 ]  # fmt: skip
 
 BINADES = 32  # below the largest magnitude, over which the error is shown
@@ -145,6 +145,27 @@ def of_binades(n: Numbers) -> Metrics:
     """From the sums of x^2, then of (x - q)^2, by binades below the largest magnitude."""
     pairs = zip(n[:BINADES], n[BINADES:], strict=True)
     yield "error_by_magnitude", tuple(math.sqrt(noise / signal) if signal else math.nan for signal, noise in pairs)
+
+
+def of_rows(wanted: frozenset[str], fmt: ScaleFormat | None, n: Numbers) -> Metrics:
+    """Metrics of rows and of their cast, whose scales are of `fmt` (None: they are in high precision).
+
+    From the sums of `of_cast`, the peak, the counts of `of_scales` (those at the limits of float32 alone), the sums of
+    `of_binades`, and three quantiles of the binades of blocks, where these are wanted.
+    """
+    sums, peak, end = n[:7], n[7], 10 + SCALES
+    if wanted.intersection(OF_SAMPLE):
+        yield from of_sample((peak, sums[0], sums[3], *n[-3:]))
+    if fmt is None:
+        return
+    if wanted.intersection(OF_CAST):
+        yield from of_cast(sums)
+    if wanted.intersection(OF_SCALES):
+        counts = n[10:end]
+        at_limits = n[8:10] if fmt.name == "FP32" else [counts[byte] for byte in limits_of(fmt)]
+        yield from of_scales(fmt, (*at_limits, *counts))
+    if "error_by_magnitude" in wanted:
+        yield from of_binades(n[end : end + 2 * BINADES])
 
 
 def of_noise(size: int, n: Numbers) -> Metrics:

@@ -194,6 +194,45 @@ def compile_norms_of_one_column():
     return len(compiled)
 
 
+def compile_measures(capability=HOPPER):
+    """``{kernel: (versions, misread registers, bytes of local memory)}`` of what a watched step measures, compiled."""
+    import torch
+
+    from microfloat.recipes import Cast, Hadamard
+    from microfloat.torch import measured
+    from microfloat.torch.backends import triton
+
+    program = _launchers(capability)
+    compiled = {}
+
+    def compile_only(self, key, programs, tensors, scalars, constants, warps):
+        arguments = [program.as_bytes(tensor) for tensor in tensors]
+        options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
+        made = self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True)
+        wrong = unwritten_reads(instructions_of(made.asm["cubin"]))
+        local = sum(int(size) for size in re.findall(r"\.local \.align \d+ \.b8 \S+\[(\d+)\]", made.asm["ptx"]))
+        versions, others, most = compiled.get(self.function.fn.__name__, (0, [], 0))
+        compiled[self.function.fn.__name__] = versions + 1, others + wrong, max(most, local)
+
+    program.Kernel.compile = compile_only
+    x, words = torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    names = "fp8_row_e5m2", "fp8_128x128", "mxfp8", "mxfp6_e2m3", "nvfp4_row"
+    for cast in (*map(Cast, names), Cast("nvfp4", hadamard=Hadamard())):
+        for rows in (x, torch.zeros(1024, 128, dtype=torch.bfloat16).t()):
+            measured.measure_rows(rows, triton.quantize(rows, cast), cast, cast.format.block[1])
+    measured.measure_rows(x, None, None, 32)
+    measured.count_whole(x, words)
+    measured.count_whole(x[:, :100], words)
+    for bias in (None, x[0, :128]):
+        measured.measure_product(torch.zeros(128, 128, dtype=torch.float64), x[:, :128], bias)
+    return {name: made for name, made in compiled.items() if name in measures_of_watch()}
+
+
+def measures_of_watch():
+    """Names of the kernels that a watched step launches besides casts."""
+    return "count_whole", "measure_tiles", "gather_sums", "measure_product"
+
+
 def _every_launch(x, stream):
     """Named launches: a Cast of every format, rounding and transform, and every producer, decoder and folded form."""
     import functools

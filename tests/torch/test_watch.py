@@ -12,6 +12,7 @@ import microfloat.torch as mf
 from microfloat import metrics, reference
 from microfloat.errors import InvalidValueError
 from microfloat.recipes import from_name
+from tests.interpreter import interpreting
 
 BF16 = torch.bfloat16
 MODULES = {
@@ -115,6 +116,177 @@ def test_numbers_are_those_of_the_numpy_metrics(name):
     exact = x.double() @ layer.weight.detach().double().T
     error = metrics.gemm_error(exact.numpy(), y.detach().numpy())
     assert (found["relative_error"], found["cosine"]) == pytest.approx(error, rel=1e-9)
+
+
+def _records(name, dtype, shape, backend):
+    """Records of two steps, with and without numbers that are none, as plain tuples."""
+    import microfloat.torch as mf
+    from microfloat.torch import backends
+
+    with backends.pretend(chip="h200"):
+        torch.manual_seed(0)
+        kind = {"dtype": dtype, "device": "cpu"}
+        recipe = None if name is None else from_name(name)
+        layer = nn.Linear(shape[1], 48, **kind)
+        if recipe is not None:
+            layer = mf.Linear(shape[1], 48, recipe=recipe, backend=backend, **kind)
+        x = torch.randn(shape, **kind) * torch.exp2(torch.randint(-20, 10, shape, device="cpu")).to(dtype)
+        x[3] = 0
+        what_if = ("nvfp4", "mxfp6_e2m3") if name in (None, "mxfp8") else ()
+        with mf.watch(layer, every=1, what_if=what_if) as w:
+            for step in range(2):
+                if step:
+                    x[5, 7], x[6, 9], x[7, 10] = math.nan, math.inf, -math.inf
+                torch.manual_seed(1)
+                layer(x.clone().requires_grad_()).float().square().sum().backward()
+    return [tuple(one) for one in w.records]
+
+
+def _both_ways(case):
+    """Records by kernels and by torch operations."""
+    if case[0] is None:  # in high precision the device alone says which
+        from microfloat.torch import backends
+
+        by_kernels = _records(*case, "auto")
+        pretend = backends.pretend
+        backends.pretend = lambda chip: pretend(chip=chip, interpreted=False)
+        try:
+            return by_kernels, _records(*case, "auto")
+        finally:
+            backends.pretend = pretend
+    return _records(*case, "triton"), _records(*case, "reference")
+
+
+@pytest.fixture(scope="module")
+def both_ways():
+    pytest.importorskip("triton", reason="triton is not installed")
+    return interpreting(_both_ways)
+
+
+def _close(a, b):
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_close, a, b))
+    return a == b or (a != a and b != b) or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-9))
+
+
+@pytest.mark.slow_cases(
+    "kernels of a watched step, of further recipes", all_but=("mxfp8-bfloat16", "nvfp4-float32", "None-float32"),
+)  # fmt: skip
+@pytest.mark.xdist_group("triton-interpreter")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+        for name in ("mxfp8", "mxfp4", "nvfp4", "delayed", "fp8_current", "fp8_row", "fp8_block", None)
+        for dtype in (BF16, torch.float32)
+    ],
+)
+def test_kernels_measure_what_torch_operations_do(both_ways, name, dtype):
+    shape = (40, 144) if dtype == BF16 else (37, 77)
+    by_kernels, by_torch = both_ways((name, dtype, shape))
+    assert len(by_kernels) == len(by_torch) > 100
+    wrong = [(a, b) for a, b in zip(by_kernels, by_torch, strict=True) if a[:6] != b[:6] or not _close(a[6], b[6])]
+    assert wrong == []
+    assert {"crest", "clip", "scale_histogram", "error_by_magnitude", "nan"} <= {one[5] for one in by_kernels}
+
+
+def _host_work(_case):
+    """Launches of kernels, and torch operations with those inside them, of a watched step beyond a plain one."""
+    import microfloat.torch as mf
+    from microfloat.torch import backends, program
+
+    launches = []
+    program.Prepared.__call__ = lambda self, stream, *tensors: launches.append(self.kernel)
+
+    def count(model, x):
+        launches.clear()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(x).float().sum().backward()
+        return len(launches), sum(event.name.startswith("aten::") for event in profile.events())
+
+    with backends.pretend(chip="h200"):
+        kind = {"dtype": BF16, "device": "cpu", "recipe": from_name("mxfp8"), "backend": "triton"}
+        model = nn.Sequential(*(mf.Linear(128, 128, **kind) for _ in range(2)))
+        x = torch.zeros(128, 128, dtype=BF16, device="cpu", requires_grad=True)
+        counts = [count(model, x) for _ in range(2)]
+        with mf.watch(model, every=1):
+            counts += [count(model, x) for _ in range(2)]
+    return [(watched - plain) / len(model) for plain, watched in zip(counts[1], counts[3], strict=True)]
+
+
+@pytest.mark.xdist_group("triton-interpreter")
+def test_a_watched_step_launches_little():
+    """Of torch operations there were 4,900 for a Linear, and a step on a GPU took 35 times as long as a plain one."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    launches, operations = interpreting(_host_work, _begin_anew)(None)
+    assert launches <= 36
+    assert operations <= 500
+
+
+def _begin_anew():
+    """`begin` of a process that no other test shares: this one launches nothing."""
+    from tests.interpreter import begin
+
+    begin()
+
+
+def test_elements_at_the_edge_of_a_binade_count_below_it():
+    layer = mf.Linear(32, 32, bias=False, recipe="mxfp8")
+    peak = 1.7
+    x = torch.full((1, 32), peak) * torch.exp2(-torch.arange(32.0) % 8)
+    with mf.watch(layer, what_if=()) as w:
+        layer(x)
+    found = next(one.value for one in w.records if one[2:4] == ("fprop", "x") and one.metric == "error_by_magnitude")
+    # All have the mantissa of the peak, so that all are rounded alike.
+    assert found[:8] == pytest.approx([found[0]] * 8, rel=1e-6)
+    assert all(math.isnan(one) for one in found[8:])
+
+
+def test_a_block_without_a_scale_hides_no_other_binade():
+    layer = mf.Linear(64, 32, bias=False, recipe="mxfp8")
+    x = torch.full((2, 64), 1.3)
+    x[0, :32] *= 2.0**-8
+    x[0, 5] = math.inf
+    with mf.watch(layer, what_if=()) as w:
+        layer(x)
+    found = next(one.value for one in w.records if one[2:4] == ("fprop", "x") and one.metric == "error_by_magnitude")
+    assert found[0] == pytest.approx(metrics.relative_error(x[1].numpy(), reference.dequantize(
+        reference.quantize(x[1:].numpy(), "mxfp8"))[0]), rel=1e-6)  # fmt: skip
+
+
+def test_many_spans_do_not_wait_for_the_end_of_a_step():
+    from microfloat.torch.measuring import Reading, Readings
+    from microfloat.watching import Entry
+
+    entry, readings = Entry(0, "a", "fprop", "x", "mxfp8"), Readings()
+    largest = torch.exp2(torch.randint(0, 20, (3, 1024, 1100), dtype=torch.float32, device="cpu"))
+    smallest = torch.ones_like(largest)
+    smallest[1, 0], largest[1, 0] = math.inf, 0  # no number in these
+    for number in range(3):
+        spans = torch.stack([largest[number], smallest[number]])[..., None]
+        numbers = torch.full((1,), float(number), dtype=torch.float64)
+        readings.add(entry, Reading(numbers, lambda n: [("found", tuple(n))], spans))
+    found = [values["found"] for _, values in readings.close().read()]
+    assert [one[0] for one in found] == [0, 1, 2]
+    for number, one in enumerate(found):
+        binades = torch.log2(largest[number].double())[smallest[number] == 1]
+        expected = [torch.quantile(binades, q).item() for q in (0.5, 0.99, 1.0)]
+        assert list(one[1:]) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.gpu
+def test_a_watched_step_waits_for_no_gpu():
+    model = nn.Sequential(*(mf.Linear(256, 256, dtype=BF16, device="cuda", recipe="mxfp8") for _ in range(2)))
+    x = torch.randn(256, 256, dtype=BF16, device="cuda", requires_grad=True)
+    with mf.watch(model, every=1) as w:
+        for step in range(4):
+            if step == 3:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                model(x).float().square().sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    assert {one.step for one in w.records} == {0, 1, 2, 3}
 
 
 def test_the_first_nan_is_located():

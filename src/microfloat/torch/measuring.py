@@ -1,206 +1,373 @@
 """Metrics of `microfloat.metrics` on the device of the tensors: sums there, formulas on the host.
 
-A `Reading` is a float64 vector on the device and the way from its numbers to metrics, so that a watched step waits for
-no GPU: vectors are read when somebody asks for records. Nothing here draws a random number or writes to its inputs,
-and no operation depends on torch's deterministic mode.
+A `Reading` is a vector of sums on the device and the way from them to metrics, so that a watched step waits for no GPU.
+`Readings` are those of a sample: its end reduces many at once and copies them to the host, and whoever asks for records
+waits for the copy. Where a backend has kernels, `microfloat.torch.measured` sums with one or two launches; the torch
+operations here define what. Nothing here draws a random number or writes to its inputs, and no operation depends on
+torch's deterministic mode.
 
 Legend: R = rows of an operand form (of a part of it), C = its contraction length.
 """
 
+import dataclasses
+import functools
+import importlib
 import math
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from microfloat.formats import ScaleFormat
 from microfloat.recipes import Cast
-from microfloat.torch._typing import Options
-from microfloat.torch.backends.base import Backend
+from microfloat.torch._typing import Maybe, Options
+from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.reference._hadamard import transform
-from microfloat.torch.tensor import QuantizedTensor
 from microfloat.watching import (
     BINADES,
     DRAWS,
     OF_CAST,
+    OF_SAMPLE,
     OF_SCALES,
     SCALES,
+    Entry,
     largest_byte,
-    limits_of,
-    of_binades,
-    of_cast,
     of_noise,
     of_product,
-    of_sample,
-    of_scales,
+    of_rows,
     of_tensor,
 )
 
 __all__ = [
-    "Quantized", "Reading", "quantized", "read", "read_cast", "read_noise", "read_product", "read_sample",
-    "read_tensor",
+    "Quantized", "Reading", "Readings", "Sample", "Source", "quantized", "read_noise", "read_product", "read_rows",
 ]  # fmt: skip
+
+_QUANTILES = 0.5, 0.99, 1.0
+_MOST_SPANS = 1 << 24  # bytes of spans that wait for their quantiles
+_WORDS_TOGETHER = 256
 
 
 class Reading(NamedTuple):
-    """Numbers on a device, float64 [n], and the function that makes (metric, value) pairs of them."""
+    """Numbers on a device, and the function that makes (metric, value) pairs of them.
+
+    `spans` [2, R, blocks, pieces]: the largest and the smallest magnitude of each piece of a block, 0 and inf where
+    none counts. Three quantiles of the binades that blocks span follow the numbers.
+    """
 
     numbers: torch.Tensor
     derive: Callable[[Sequence[float]], Iterable[tuple[str, object]]]
+    spans: Maybe = None
 
 
-def read(readings: Sequence[Reading]) -> list[dict[str, object]]:
-    """The metrics of each reading: one copy from each device."""
-    devices: dict[torch.device, list[int]] = {}
-    for index, reading in enumerate(readings):
-        devices.setdefault(reading.numbers.device, []).append(index)
-    found: list[dict[str, object]] = [{}] * len(readings)
-    for indices in devices.values():
-        sizes = [readings[index].numbers.numel() for index in indices]
-        numbers = torch.cat([readings[index].numbers for index in indices]).tolist()
-        for index, size in zip(indices, sizes, strict=True):
-            found[index] = dict(readings[index].derive(numbers[:size]))
-            del numbers[:size]
-    return found
+class Readings:
+    """Readings of a sample, until it ends."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._readings: list[Reading] = []
+        self._waiting: dict[tuple, list[int]] = {}  # readings with spans, by the shape of these
+        self._bytes = 0
+        self._quantiles: list[tuple[list[int], torch.Tensor]] = []
+        self._words: dict[torch.device, list[torch.Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def add(self, entry: Entry, reading: Reading) -> None:
+        """Keep a reading of this subject; spans of many are reduced together, and the largest of them do not wait."""
+        spans = reading.spans
+        if spans is not None:
+            self._waiting.setdefault((spans.shape, spans.dtype, spans.device), []).append(len(self._readings))
+            self._bytes += spans.numel() * spans.element_size()
+        self._entries.append(entry)
+        self._readings.append(reading)
+        if self._bytes > _MOST_SPANS:
+            self._reduce()
+
+    def words(self, device: torch.device) -> torch.Tensor:
+        """int64 [4], zero: where a launch counts."""
+        free = self._words.get(device)
+        if not free:
+            free = list(torch.zeros((_WORDS_TOGETHER, 4), dtype=torch.int64, device=device).unbind())
+            self._words[device] = free
+        return free.pop()
+
+    def _reduce(self) -> None:
+        for indices in self._waiting.values():
+            spans = torch.stack([self._readings[index].spans for index in indices])  # type: ignore[misc]
+            for index in indices:
+                self._readings[index] = self._readings[index]._replace(spans=None)
+            self._quantiles.append((indices, _quantiles_of(spans)))
+        self._waiting.clear()
+        self._bytes = 0
+
+    def close(self) -> "Sample":
+        """The sample of these readings, on its way to the host."""
+        self._reduce()
+        vectors: dict[tuple, tuple[list[list[int]], list[torch.Tensor]]] = {}
+        numbers = [([index], reading.numbers) for index, reading in enumerate(self._readings)]
+        for indices, vector in (*numbers, *self._quantiles):
+            owners, parts = vectors.setdefault((vector.device, vector.dtype), ([], []))
+            owners.append(indices)
+            parts.append(vector.reshape(-1))
+        copies = [
+            _Copy.of(torch.cat(parts), list(zip(owners, map(len, parts), strict=True)))
+            for owners, parts in vectors.values()
+        ]  # fmt: skip
+        return Sample(self._entries, [reading.derive for reading in self._readings], copies)
+
+
+class _Copy(NamedTuple):
+    """Vectors one after another on the host, once `ready` is done: each with the readings among which it is divided."""
+
+    host: torch.Tensor
+    ready: torch.cuda.Event | None
+    vectors: list[tuple[list[int], int]]
+
+    @staticmethod
+    def of(flat: torch.Tensor, vectors: list[tuple[list[int], int]]) -> "_Copy":
+        if not flat.is_cuda:
+            return _Copy(flat, None, vectors)
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(flat.device))
+        return _Copy(host, ready, vectors)
+
+
+class Sample(NamedTuple):
+    """The numbers of a sample on the host, or soon there."""
+
+    entries: list[Entry]
+    derives: list[Callable[[Sequence[float]], Iterable[tuple[str, object]]]]
+    copies: list[_Copy]
+
+    def read(self) -> list[tuple[Entry, dict[str, object]]]:
+        """The metrics of each reading, in the order in which they came; waits for the copies."""
+        numbers: list[list[float]] = [[] for _ in self.entries]
+        for host, ready, vectors in self.copies:
+            if ready is not None:
+                ready.synchronize()
+            values, start = host.tolist(), 0
+            for owners, size in vectors:
+                share = size // len(owners)
+                for owner in owners:
+                    numbers[owner] += values[start : start + share]
+                    start += share
+        derived = zip(self.entries, self.derives, numbers, strict=True)
+        return [(entry, dict(derive(found))) for entry, derive, found in derived]
+
+
+def _quantiles_of(spans: torch.Tensor) -> torch.Tensor:
+    """float64 [readings, 3]: quantiles of the binades that blocks span, NaN where no block has a number."""
+    largest, smallest = spans[:, 0].amax(-1).double(), spans[:, 1].amin(-1).double()
+    binades = (torch.log2(largest) - torch.log2(smallest)).flatten(1)  # of a block without a number: -inf
+    binades.masked_fill_(binades < 0, math.nan)
+    quantiles = torch.full((3,), _QUANTILES[2], dtype=torch.float64, device=spans.device)  # no copy from the host
+    for index in range(2):
+        quantiles[index].fill_(_QUANTILES[index])
+    return torch.nanquantile(binades, quantiles, dim=1).t()
 
 
 def _stacked(*numbers: torch.Tensor) -> torch.Tensor:
     return torch.stack([number.double() for number in numbers])
 
 
+@functools.cache
+def _launches() -> ModuleType:
+    """`microfloat.torch.measured`, which needs Triton."""
+    return importlib.import_module("microfloat.torch.measured")
+
+
+def _has_launch(backend: Backend, dtype: torch.dtype, cast: Cast | None = None) -> bool:
+    return backend.programs is not None and _launches().serves(dtype, cast)
+
+
 # ------------------------------------------------------------------------------------------------------------ tensors
 
 
-def read_tensor(matrix: torch.Tensor, with_amax: bool = True) -> Reading:
-    """amax (NaN of a tensor with NaN) and the counts of NaN and infinity, of all elements."""
-    counts, size = (matrix.isfinite().sum(), matrix.isnan().sum()), matrix.numel()
-    if with_amax:
-        low, high = torch.aminmax(matrix)
-        counts = (*counts, torch.maximum(low.neg(), high))
-    return Reading(_stacked(*counts), partial(of_tensor, size))
+class Source:
+    """A tensor [.., C] that is measured as a whole, and whose operands are: its amax is measured once."""
+
+    def __init__(self, backend: Backend, matrix: torch.Tensor) -> None:
+        self.backend, self.matrix = backend, matrix
+        self._amax: Maybe = None
+
+    def read(self, readings: Readings, with_amax: bool = True) -> Reading:
+        """amax (NaN of a tensor with NaN) and the counts of NaN and infinity, of all elements."""
+        matrix = self.matrix
+        size = matrix.numel()
+        if _has_launch(self.backend, matrix.dtype):
+            words = readings.words(matrix.device)
+            _launches().count_whole(matrix, words)
+            self._amax = words
+            return Reading(words, partial(_of_words, size, with_amax))
+        counts = matrix.isfinite().sum(), matrix.isnan().sum()
+        if with_amax:
+            low, high = torch.aminmax(matrix)
+            counts = (*counts, torch.maximum(low.neg(), high))
+        return Reading(_stacked(*counts), partial(of_tensor, size))
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """float32 (): the largest magnitude, NaN ignored."""
+        if self._amax is None:
+            self._amax = self.backend.amax(self.matrix)
+        elif self._amax.dim():
+            self._amax = self._amax.view(torch.float32)[0]  # the low word of the first
+        return self._amax
 
 
-def read_sample(x_RC: torch.Tensor, block: int) -> Reading:
-    """crest, and the dynamic range of blocks of `block` elements, of rows of an operand form."""
-    x = torch.where(x_RC.isfinite(), x_RC, 0).double().abs()
-    spans = torch.nn.functional.pad(x, (0, -x.shape[1] % block)).reshape(-1, block)
-    smallest = spans.masked_fill(spans == 0, math.inf).amin(1)
-    spans = torch.log2(spans.amax(1)) - torch.log2(smallest)  # of a block without a number: -inf
-    spans = spans.masked_fill(spans < 0, math.nan)
-    quantiles = torch.nanquantile(spans, torch.tensor([0.5, 0.99, 1.0], dtype=torch.float64, device=x.device))
-
-    flat = x.reshape(-1)
-    sums = _stacked(x.amax(), flat.dot(flat), x_RC.isfinite().sum())
-    return Reading(torch.cat([sums, quantiles]), of_sample)
+def _of_words(size: int, with_amax: bool, n: Sequence[float]) -> Iterable[tuple[str, object]]:
+    bits, nans, infinities = (int(number) for number in n[:3])
+    counts = size - nans - infinities, nans
+    amax = math.nan if nans else struct.unpack("<f", struct.pack("<i", bits))[0]
+    return of_tensor(size, (*counts, amax) if with_amax else counts)
 
 
 # -------------------------------------------------------------------------------------------------------------- casts
 
 
 class Quantized(NamedTuple):
-    """Rows of an operand form, and what a cast made of them: codes with their scales, and float32 values [R, C]."""
+    """Rows of an operand form [R, C], and what a cast made of them."""
 
     x: torch.Tensor
-    q: QuantizedTensor
-    values: torch.Tensor
+    operand: Operand
     cast: Cast
 
 
 def quantized(
-    backend: Backend, matrix: torch.Tensor, cast: Cast, transposed: bool, part: slice, *, seed: torch.Tensor | None,
-    stream: int = 0, batch: int = 0, scale_enc: torch.Tensor | None = None,
+    source: Source, cast: Cast, transposed: bool, part: slice, *, seed: Maybe, stream: int = 0, batch: int = 0,
+    scale_enc: Maybe = None,
 ) -> Quantized:  # fmt: skip
     """The rows `part` of the operand that `cast` makes of a matrix, or of its transpose: the bytes of the whole cast.
 
     Only these rows are cast where nothing in their bytes depends on the others but an amax.
     """
+    backend, matrix = source.backend, source.matrix
     takes_amax = cast.takes_amax and cast.tensor_scale != "row"
     is_whole = (
         cast.is_stochastic or (cast.format.is_per_tensor and not (takes_amax or cast.is_delayed))
         or (takes_amax and cast.hadamard is not None)
     )  # fmt: skip
     own = matrix[:, part] if transposed else matrix[part]
-    source = matrix if is_whole else own
     operand = backend.quantize(
-        source, cast, transposed=transposed, seed=seed if cast.is_stochastic else None, stream=stream, batch=batch,
-        amax=backend.amax(matrix) if takes_amax and not is_whole else None,
+        matrix if is_whole else own, cast, transposed=transposed, seed=seed if cast.is_stochastic else None,
+        stream=stream, batch=batch, amax=source.amax if takes_amax and not is_whole else None,
         scale_enc=scale_enc if cast.is_delayed else None,
     )  # fmt: skip
-    shape = source.shape[::-1] if transposed else source.shape
-    q: Any = QuantizedTensor.from_operand(operand, cast, axis=1, shape=shape, dtype=torch.float32)
-    q = q[part] if is_whole else q
-    return Quantized(own.t() if transposed else own, q, backend.dequantize(q.to_operand(), torch.float32), cast)
+    return Quantized(own.t() if transposed else own, _rows_of(operand, part) if is_whole else operand, cast)
 
 
-def read_cast(backend: Backend, made: Quantized, wanted: frozenset[str]) -> list[Reading]:
-    """The metrics of a cast: of its values, of its scales, and of the error in every binade."""
-    finite = made.x.isfinite()
-    x = torch.where(finite, made.x, 0).double()
-    q = torch.where(finite, made.values, 0).double()
-    error = x - q
-    readings = []
-    if wanted.intersection(OF_CAST):
-        a, b, d = (values.reshape(-1) for values in (x, q, error))
-        is_zero = q == 0
-        clipped = _clipped(backend, made) if "clip" in wanted else finite.new_zeros(())
-        sums = a.dot(a), d.dot(d), a.dot(b), finite.sum(), (is_zero & (x != 0)).sum(), (is_zero & finite).sum()
-        readings.append(Reading(_stacked(*sums, clipped), of_cast))
-    if wanted.intersection(OF_SCALES):
-        readings.append(_read_scales(made.q.scale, made.q.format.scale))
-    if "error_by_magnitude" in wanted:
-        readings.append(_read_binades(x, error))
-    return readings
+def _rows_of(operand: Operand, part: slice) -> Operand:
+    """Rows of an operand, of whole tiles of its format."""
+    scale, level, height = operand.scale, operand.tensor_scale, operand.format.block[0]
+    if scale.dim() and height is not None:
+        scale = scale[part.start // height : -(-part.stop // height)]
+    if level is not None and level.dim():
+        level = level[part]
+    return dataclasses.replace(
+        operand, codes=operand.codes[part], scale=scale, tensor_scale=level, rows=part.stop - part.start
+    )  # fmt: skip
+
+
+def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, wanted: frozenset[str]) -> Reading:
+    """The metrics of rows of an operand and of their cast: of values, of scales, of the error in every binade.
+
+    Without a cast those of the rows alone, in blocks of 32.
+    """
+    cast, operand = (None, None) if made is None else (made.cast, made.operand)
+    block = 32 if cast is None else cast.format.block[1]
+    derive = partial(of_rows, wanted, None if cast is None else cast.format.scale)
+    if _has_launch(backend, x_RC.dtype, cast):
+        numbers, spans = _launches().measure_rows(x_RC, operand, cast, block)
+        return Reading(numbers, derive, spans if wanted.intersection(OF_SAMPLE) else None)
+    finite = x_RC.isfinite()
+    x = torch.where(finite, x_RC, 0).double()
+    magnitudes = x.abs()
+    spans = _spans(magnitudes, block) if wanted.intersection(OF_SAMPLE) else None
+    flat, nothing = x.reshape(-1), x.new_zeros(())
+    signal, count, peak = flat.dot(flat), finite.sum(), magnitudes.amax()
+    noise = product = flushed = zero = clipped = nothing
+    scales, binades = x.new_zeros(SCALES + 2), x.new_zeros(2 * BINADES)
+    if made is not None:
+        values = backend.dequantize(made.operand, torch.float32)
+        q = torch.where(finite, values, 0).double()
+        error = x - q
+        if wanted.intersection(OF_CAST):
+            d, is_zero = error.reshape(-1), q == 0
+            noise, product = d.dot(d), flat.dot(q.reshape(-1))
+            flushed, zero = (is_zero & (x != 0)).sum(), (is_zero & finite).sum()
+            clipped = _clipped(backend, made) if "clip" in wanted else nothing
+        if wanted.intersection(OF_SCALES):
+            scales = _count_scales(made.operand.scale, made.operand.format.scale)
+        if "error_by_magnitude" in wanted:
+            binades = _sum_binades(x, error)
+    sums = _stacked(signal, noise, product, count, flushed, zero, clipped, peak)
+    return Reading(torch.cat([sums, scales, binades]), derive, spans)
+
+
+def _spans(magnitudes: torch.Tensor, block: int | None) -> torch.Tensor:
+    """[2, R, blocks, 1]: the largest magnitude of each block of `block` elements (None: a row), and the smallest one
+    above zero.
+    """
+    rows, length = magnitudes.shape
+    block = block or length
+    blocks = torch.nn.functional.pad(magnitudes, (0, -length % block)).view(rows, -1, block)
+    return torch.stack([blocks.amax(2), blocks.masked_fill(blocks == 0, math.inf).amin(2)])[..., None]
 
 
 def _clipped(backend: Backend, made: Quantized) -> torch.Tensor:
     """The number of elements beyond the largest magnitude of their block; under a Hadamard transform those of it."""
-    x, q = made.x, made.q
-    if made.cast.hadamard is not None:
-        x = transform(x, made.cast.hadamard)
+    x, q = made.x, made.operand
+    if q.hadamard is not None:
+        x = transform(x, q.hadamard)
     largest = torch.full_like(q.codes.view(torch.uint8), largest_byte(q.format.element)).view(q.codes.dtype)
-    cast = Cast(q.format, made.cast.scale_rule)
-    limit = QuantizedTensor(largest, q.scale, q.tensor_scale, cast, axis=1, shape=x.shape, dtype=torch.float32)
-    return (x.isfinite() & (x.abs() > backend.dequantize(limit.to_operand(), torch.float32))).sum()
+    limit = dataclasses.replace(q, codes=largest, hadamard=None, length=q.stored_length)
+    return (x.isfinite() & (x.abs() > backend.dequantize(limit, torch.float32))).sum()
 
 
-def _read_scales(scale: torch.Tensor, fmt: ScaleFormat) -> Reading:
-    """Counts of every byte that a scale may be, of float32 of the byte of its exponent, and of those at the limits."""
+def _count_scales(scale: torch.Tensor, fmt: ScaleFormat) -> torch.Tensor:
+    """Counts of those at the limits (of float32; those of bytes are counted anyway), and of every byte that a scale may
+    be, of float32 of the byte of its exponent.
+    """
     flat = scale.reshape(-1)
     if flat.dtype == torch.float32:
         at_limits = _stacked((flat <= 2.0**-126).sum() - (flat == 0).sum(), (flat >= 2.0**126).sum())
         codes = flat.view(torch.int32) >> 23
     else:
-        lowest, highest = limits_of(fmt)
-        codes = flat.to(torch.int32)
-        at_limits = _stacked((codes == lowest).sum(), (codes == highest).sum())
+        at_limits, codes = torch.zeros(2, dtype=torch.float64, device=flat.device), flat.to(torch.int32)
     edges = torch.arange(SCALES + 1, dtype=torch.int32, device=flat.device)
     counts = torch.searchsorted(codes.sort().values, edges).diff()  # deterministic, as counting by additions is not
+    return torch.cat([at_limits, counts.double()])
 
-    return Reading(torch.cat([at_limits, counts.double()]), partial(of_scales, fmt))
 
+def _sum_binades(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """Sums of x^2, then of the squared error, by binades below the largest magnitude; of every k-th element of many.
 
-def _read_binades(x: torch.Tensor, error: torch.Tensor) -> Reading:
-    """The relative error of elements, by binades below the largest magnitude; of every k-th element of many."""
+    Binade k: magnitudes in (peak / 2^(k + 1), peak / 2^k].
+    """
     stride = max(1, x.numel() >> 14)
     a, d = x.reshape(-1)[::stride], error.reshape(-1)[::stride]
-    which = (torch.log2(x.abs().amax()) - torch.log2(a.abs())).floor()
-    binades = torch.arange(BINADES, dtype=torch.float64, device=x.device)
-    in_binade = (which[:, None] == binades).double()
-    sums = torch.stack([a * a, d * d]) @ in_binade
+    (mantissa, exponent), (a_mantissa, a_exponent) = torch.frexp(x.abs().amax()), torch.frexp(a.abs())
+    which = (exponent - a_exponent - (a_mantissa > mantissa).int()).masked_fill(a == 0, -1)
+    binades = torch.arange(BINADES, dtype=which.dtype, device=x.device)
+    squares = torch.stack([a * a, d * d])[:, :, None]
+    return torch.where(which[:, None] == binades, squares, 0).sum(1).view(-1)
 
-    return Reading(sums.view(-1), of_binades)
 
-
-def read_noise(
-    backend: Backend, matrix: torch.Tensor, cast: Cast, transposed: bool, part: slice, options: Options
-) -> Reading:
+def read_noise(source: Source, cast: Cast, transposed: bool, part: slice, options: Options) -> Reading:
     """Noise of stochastic rounding over a few seeds, which no generator gives."""
-    draws = []
+    draws, device = [], source.matrix.device
     for number in range(DRAWS):
-        seed = torch.tensor([number, 0x5A17], dtype=torch.int64, device=matrix.device)
-        made = quantized(backend, matrix, cast, transposed, part, **{**options, "seed": seed})
-        draws.append(torch.where(made.x.isfinite(), made.values - made.x.float(), 0).double())
+        seed = torch.full((2,), 0x5A17, dtype=torch.int64, device=device)
+        seed[0].fill_(number)
+        made = quantized(source, cast, transposed, part, **{**options, "seed": seed})
+        values = source.backend.dequantize(made.operand, torch.float32)
+        draws.append(torch.where(made.x.isfinite(), values - made.x.float(), 0).double())
     errors = torch.stack(draws)
     numbers = _stacked(errors.mean(), errors.var(0).mean())
     return Reading(numbers, partial(of_noise, errors.numel()))
@@ -210,13 +377,19 @@ def read_noise(
 
 
 def read_product(
-    result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, bias: torch.Tensor | None = None
+    backend: Backend, result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, bias: Maybe = None
 ) -> Reading:
     """Relative error and cosine of a part of a product, ``result ~ a @ b.T + bias``, against float64."""
     exact = a_RC.double() @ b_SC.double().t()
+    if _has_launch(backend, result.dtype) and (bias is None or _has_launch(backend, bias.dtype)):
+        return Reading(_launches().measure_product(exact, result, bias), _of_parts)
     if bias is not None:
         exact = exact + bias.double()
     counted = exact.isfinite()
     a, b = (torch.where(counted, values.double(), 0).reshape(-1) for values in (exact, result))
     error = a - b
-    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), of_product)
+    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), _of_parts)
+
+
+def _of_parts(n: Sequence[float]) -> Iterable[tuple[str, object]]:
+    return of_product([sum(n[number::4]) for number in range(4)])

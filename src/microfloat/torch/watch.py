@@ -28,23 +28,24 @@ from microfloat.recipes.explanation import operands_of as formats_of
 from microfloat.torch import backends
 from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Result, Takes
-from microfloat.torch.backends.base import Backend
+from microfloat.torch.backends.base import Backend, capturing
 from microfloat.torch.entries import entries_of
-from microfloat.torch.measuring import (
-    Reading,
-    quantized,
-    read,
-    read_cast,
-    read_noise,
-    read_product,
-    read_sample,
-    read_tensor,
-)
+from microfloat.torch.measuring import Readings, Sample, Source, quantized, read_noise, read_product, read_rows
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.observing import OBSERVERS, Listener
 from microfloat.torch.schedule import Schedule
 from microfloat.torch.tensor import QuantizedTensor
-from microfloat.watching import DEFAULT_METRICS, Entry, Record, RecordLog, check_names, check_rows, what_if_casts
+from microfloat.watching import (
+    DEFAULT_METRICS,
+    OF_PRODUCT,
+    OF_SAMPLE,
+    Entry,
+    Record,
+    RecordLog,
+    check_names,
+    check_rows,
+    what_if_casts,
+)
 
 __all__ = ["Record", "watch"]
 
@@ -90,7 +91,8 @@ class watch(RecordLog):
         self._model = model
         self._count, self._sampled = -1, 0  # the number of this step, and of samples so far
         self._explicit, self._trains = False, False
-        self._pending: list[tuple[Entry, Reading]] = []
+        self._readings = Readings()  # of the sample that is being taken
+        self._samples: list[Sample] = []
         self._names: dict[nn.Module, str] = {}
         self._calls: dict[str, int] = {}
         self._open: dict[str, list[_Call]] = {}
@@ -113,7 +115,6 @@ class watch(RecordLog):
             own.pop("_compiled_call_impl", None)
         else:
             own["_compiled_call_impl"] = self._before
-        self._read()
         if self._count < 0 and kind is None:
             warnings.warn(
                 f"watch: the {type(self._model).__name__} was never called, so that nothing was recorded. Watch the "
@@ -149,7 +150,6 @@ class watch(RecordLog):
         self._count = number
         if number % self.every:
             return
-        self._read()  # of the last sample, which is done by now
         self._calls.clear()
         self._sampled += 1
         OBSERVERS.append(self)
@@ -165,6 +165,8 @@ class watch(RecordLog):
             hook.remove()
         self._hooks.clear()
         self._open.clear()
+        if self._readings and not capturing():  # a graph would do it again at every replay
+            self._close()
 
     # -------------------------------------------------------------------------------------------------------- listening
 
@@ -235,10 +237,6 @@ class watch(RecordLog):
             row += layer.weight.shape[0]
         return found
 
-    def emit(self, entry: Entry, *readings: Reading) -> None:
-        """Keep readings until somebody asks for their numbers."""
-        self._pending += [(entry, reading) for reading in readings]
-
     def slab(self, size: int) -> slice:
         """The part of an axis that is measured in this sample."""
         start = (self._sampled - 1) % -(-size // self.rows) * self.rows
@@ -246,10 +244,25 @@ class watch(RecordLog):
 
     # ---------------------------------------------------------------------------------------------------------- records
 
+    def _close(self) -> None:
+        readings, self._readings = self._readings, Readings()
+        with _plainly():
+            self._samples.append(readings.close())
+
     def _read(self) -> None:
-        pending, self._pending = self._pending, []
-        for (entry, _), found in zip(pending, read([reading for _, reading in pending]), strict=True):
-            self.take(entry, found)
+        if self._readings:
+            self._close()
+        samples, self._samples = self._samples, []
+        for sample in samples:
+            for entry, found in sample.read():
+                self.take(entry, found)
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """No gradients, and no modes of torch's dispatcher."""
+    with torch.no_grad(), _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext():
+        yield
 
 
 def _joint(names: Sequence[str]) -> str:
@@ -257,6 +270,10 @@ def _joint(names: Sequence[str]) -> str:
     prefix = names[0].rpartition(".")[0]
     cut = len(prefix) + 1 if prefix else 0
     return "+".join([names[0], *(name[cut:] for name in names[1:])])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -351,16 +368,19 @@ class _Call:
         operands, casts = OPERANDS_OF[tensor], self._casts(tensor, uses)
         first = operands[0] if uses[0] else operands[1]
         cast = casts[operands.index(first)]
-        entry = self._entry(first, str(matrix.dtype).removeprefix("torch.") if cast is None else cast.format.name)
-        session.emit(entry, read_tensor(matrix))
-        if cast is None and session._wanted & {"crest", "block_dynamic_range"}:
-            session.emit(entry, read_sample(matrix[session.slab(len(matrix))], 32))
+        entry = self._entry(first, _name(matrix.dtype) if cast is None else cast.format.name)
+        backend = self._backend(matrix.device)
+        source = Source(backend, matrix)
+        session._readings.add(entry, source.read(session._readings))
+        if cast is None and session._wanted.intersection(OF_SAMPLE):
+            rows = matrix[session.slab(len(matrix))]
+            session._readings.add(entry, read_rows(backend, rows, None, session._wanted))
         for operand, cast in zip(operands, casts, strict=True):
             if cast is not None:
-                self._cast(operand, cast, matrix, inputs)
+                self._cast(operand, cast, source, inputs)
         for cast in session.what_if:
             if all(one is None or one.format != cast.format for one in casts):
-                self._cast(operands[0], cast, matrix, _NOTHING)
+                self._cast(operands[0], cast, source, _NOTHING)
 
     def _casts(self, tensor: str, uses: tuple[bool, bool]) -> list[Cast | None]:
         schedule = self.schedule
@@ -369,31 +389,28 @@ class _Call:
         entries = entries_of(schedule.recipe, schedule.routes, tensor, *uses)
         return [None if entry is None else entry.cast for entry in entries]
 
-    def _cast(self, operand: Operand, cast: Cast, matrix: torch.Tensor, inputs: CastInputs) -> None:
-        session, backend = self.session, self._backend(matrix.device)
-        turned = operand.transposed
+    def _cast(self, operand: Operand, cast: Cast, source: Source, inputs: CastInputs) -> None:
+        session, matrix, turned = self.session, source.matrix, operand.transposed
         part = session.slab(matrix.shape[1] if turned else matrix.shape[0])
         if cast.is_stochastic and inputs.seed is None:  # of a format that is not in use: any seed will do
             inputs = inputs._replace(seed=torch.zeros(2, dtype=torch.int64, device=matrix.device))
         options = {"stream": operand.stream, "batch": self.group or 0, "scale_enc": inputs.scale_enc}
-        made = quantized(backend, matrix, cast, turned, part, seed=inputs.seed, **options)
+        made = quantized(source, cast, turned, part, seed=inputs.seed, **options)
         entry = self._entry(operand, cast.format.name)
-        if session._wanted & {"crest", "block_dynamic_range"}:
-            session.emit(entry, read_sample(made.x, cast.format.block[1] or made.x.shape[1]))
-        session.emit(entry, *read_cast(backend, made, session._wanted))
+        session._readings.add(entry, read_rows(source.backend, made.x, made, session._wanted))
         if cast.is_stochastic and "sr_noise" in session._wanted:
-            session.emit(entry, read_noise(backend, matrix, cast, turned, part, options))
+            session._readings.add(entry, read_noise(source, cast, turned, part, options))
 
     def _product(
         self, gemm: str, name: str, whole: torch.Tensor, result: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        high = str(whole.dtype).removeprefix("torch.")
-        formats = high if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
-        entry = Entry(self.step, self.name, gemm, name, formats)
-        self.session.emit(entry, read_tensor(whole, with_amax=False))
-        if self.schedule is not None and self.session._wanted & {"relative_error", "cosine"}:
-            self.session.emit(entry, read_product(result, a, b, bias))
+        formats = _name(whole.dtype) if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
+        entry, readings = Entry(self.step, self.name, gemm, name, formats), self.session._readings
+        backend = self._backend(whole.device)
+        readings.add(entry, Source(backend, whole).read(readings, with_amax=False))
+        if self.schedule is not None and self.session._wanted.intersection(OF_PRODUCT):
+            readings.add(entry, read_product(backend, result, a, b, bias))
 
     def _entry(self, operand: Operand, fmt: str) -> Entry:
         return Entry(self.step, self.name, operand.gemm, operand.tensor, fmt)
@@ -441,9 +458,7 @@ class _Call:
     def _quietly(self, tensor: torch.Tensor) -> Iterator[None]:
         """No gradients, no autocast, no modes of torch's dispatcher, and the device of the tensor."""
         with contextlib.ExitStack() as stack:
-            if _dispatch_modes():
-                stack.enter_context(_disable_current_modes())
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(_plainly())
             stack.enter_context(torch.autocast(tensor.device.type, enabled=False))
             if tensor.is_cuda:
                 stack.enter_context(torch.cuda.device(tensor.device))
