@@ -194,13 +194,17 @@ def compile_norms_of_one_column():
     return len(compiled)
 
 
-def compile_measures(capability=HOPPER):
-    """``{kernel: (versions, misread registers, bytes of local memory)}`` of what a watched step measures, compiled."""
+def compile_measures(names, capability=HOPPER):
+    """``{kernel: (versions, misread registers, bytes of local memory)}`` of what a watched step measures, compiled.
+
+    `names`: of formats whose casts are measured, of rows and of columns; "nvfp4 rht" is one under a Hadamard transform.
+    """
     import torch
 
+    from microfloat.layout import layout_of
     from microfloat.recipes import Cast, Hadamard
     from microfloat.torch import measured
-    from microfloat.torch.backends import triton
+    from microfloat.torch.backends.base import Operand
 
     program = _launchers(capability)
     compiled = {}
@@ -216,21 +220,22 @@ def compile_measures(capability=HOPPER):
 
     program.Kernel.compile = compile_only
     x, words = torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
-    names = "fp8_row_e5m2", "fp8_128x128", "mxfp8", "mxfp6_e2m3", "nvfp4_row"
-    for cast in (*map(Cast, names), Cast("nvfp4", hadamard=Hadamard())):
+    for name in names:
+        cast = Cast("nvfp4", hadamard=Hadamard()) if name == "nvfp4 rht" else Cast(name)
         for rows in (x, torch.zeros(1024, 128, dtype=torch.bfloat16).t()):
-            measured.measure_rows(rows, triton.quantize(rows, cast), cast, cast.format.block[1])
+            made = layout_of(cast, *rows.shape)
+            parts = [
+                None if part is None else torch.empty_strided(*part[:2], dtype=getattr(torch, part.dtype))
+                for part in made
+            ]  # fmt: skip
+            operand = Operand(*parts, cast.format, *rows.shape, cast.hadamard)
+            measured.measure_rows(rows, operand, cast, cast.format.block[1])
     measured.measure_rows(x, None, None, 32)
     measured.count_whole(x, words)
     measured.count_whole(x[:, :100], words)
     for bias in (None, x[0, :128]):
         measured.measure_product(torch.zeros(128, 128, dtype=torch.float64), x[:, :128], bias)
-    return {name: made for name, made in compiled.items() if name in measures_of_watch()}
-
-
-def measures_of_watch():
-    """Names of the kernels that a watched step launches besides casts."""
-    return "count_whole", "measure_tiles", "gather_sums", "measure_product"
+    return compiled
 
 
 def _every_launch(x, stream):
