@@ -24,7 +24,7 @@ SAMPLED = 1 << 14  # of more elements than so many, every k-th is sorted into bi
 
 _COUNTED_TOGETHER = 4096
 _TILE = 16, 128
-_GATHERED_TOGETHER = 1024
+_GATHERED_TOGETHER = 2048
 _MULTIPLIED_TOGETHER, _STEPS = 1024, 16
 _EIGHT_WARPS = Warps(8)
 
@@ -43,7 +43,7 @@ class Scales(NamedTuple):
 def whole_measures(matrix: Matrix) -> Passes:
     """The pass that counts a matrix, into int64 words of the table that are zero."""
     passes, count, device = Passes(0), matrix.rows * matrix.columns, matrix.device
-    scalars = count, matrix.columns, matrix.stride_r
+    scalars = count, *matrix.sizes[1:]
     constants = matrix.is_contiguous, _COUNTED_TOGETHER
     programs = min(ceil_div(count, _COUNTED_TOGETHER), 4 * device.multiprocessors)
     key = (matrix.dtype, device.number, constants, *map(specialization, scalars))
@@ -92,7 +92,7 @@ def _measures(matrix: Matrix, codes: MeasuredCodes | None, signs: int, span: int
 
     level = At.NOTHING if scales.level_stride is None else TENSOR_SCALE
     scalars = (*matrix.sizes, *scales.strides, scales.level_stride or 0, every)
-    constants = (codes, signs, span, matrix.index64, tile_rows, tile_columns)
+    constants = (codes, signs, span, matrix.index64 or rows * columns > INT32_MAX, tile_rows, tile_columns)
     key = (matrix.key, constants, *map(_is_wide, scalars[4:]))
     given = (At.NOTHING, At.NOTHING) if codes is None else (CODES, SCALE)
     tensors = (At.SOURCE, *given, level, numbers, partials, sample, found_spans)

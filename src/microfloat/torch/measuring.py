@@ -164,7 +164,7 @@ class Sample(NamedTuple):
 def _quantiles_of(spans: torch.Tensor) -> torch.Tensor:
     """float64 [readings, 3]: quantiles of the binades that blocks span, NaN where no block has a number."""
     largest, smallest = spans[:, 0].amax(-1).double(), spans[:, 1].amin(-1).double()
-    binades = (torch.log2(largest) - torch.log2(smallest)).flatten(1)  # of a block without a number: -inf
+    binades = largest.log2_().sub_(smallest.log2_()).flatten(1)  # of a block without a number: -inf
     binades.masked_fill_(binades < 0, math.nan)
     quantiles = torch.full((3,), _QUANTILES[2], dtype=torch.float64, device=spans.device)  # no copy from the host
     for index in range(2):

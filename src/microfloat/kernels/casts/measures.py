@@ -33,23 +33,23 @@ def total(values):
 
 
 @triton.jit
-def count_whole(x_ptr, out_ptr, N, C, stride_r, FLAT: tl.constexpr, BLOCK: tl.constexpr):
+def count_whole(x_ptr, out_ptr, N, C, stride_r, stride_c, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     """int64 [3], cleared before: bits of the float32 amax, NaN ignored; the counts of NaN and of infinity.
 
-    N elements without gaps (`FLAT`), or in rows of C. Any number of programs, which take blocks in turn.
+    N elements without gaps (`FLAT`), or in rows of C of any strides. Any number of programs, which take blocks in turn.
     """
     lanes = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.int32)
     nans, infinities = largest, largest
     piece = tl.program_id(0)
-    while piece < (N + BLOCK - 1) // BLOCK:
+    while piece <= (N - 1) // BLOCK:  # N may be the largest integer
         first = piece.to(tl.int64) * BLOCK
         if FLAT:
             at = x_ptr + first + lanes
         else:
             index = first + lanes
             row = index // C
-            at = x_ptr + row * stride_r + (index - row * C)
+            at = x_ptr + row * stride_r + (index - row * C) * stride_c
         x = tl.load(at, mask=lanes < N - first, other=0.0).to(tl.float32)
         bits = bits_of(x) & 0x7FFFFFFF
         nans += (bits > 0x7F800000).to(tl.int32)
