@@ -1,5 +1,8 @@
 """Time of a training step with and without `mf.watch`, as JSON: between samples, and in a sampled step.
 
+`records_ms`: what the host takes to make the records of one sample, when somebody asks for them. `watched_host_ms`:
+what it takes to launch a sampled step, which the GPU may be behind.
+
 PYTHONPATH=src python benchmarks/watch.py --layers 12 --hidden 2048 --tokens 8192 > watch.json
 """
 
@@ -27,13 +30,13 @@ def main() -> None:
     mf.convert(model, options.recipe)
     x = torch.randn(options.tokens // 1024, 1024, size, **kind)
 
-    def step() -> float:
+    def step(waits: bool = True) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         started = time.perf_counter()
         model(x).float().square().mean().backward()
         model.zero_grad()
-        if device.type == "cuda":
+        if waits and device.type == "cuda":
             torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - started)
 
@@ -45,14 +48,19 @@ def main() -> None:
     with mf.watch(model, every=2**40):
         step()
         between = median(options.steps)
-    with mf.watch(model, every=1):
+    with mf.watch(model, every=1) as watched:
         step()
         sampled = median(5)
+        started = time.perf_counter()
+        records = len(watched.records)
+        reading = 1e3 * (time.perf_counter() - started) / 6
+        launching = statistics.median(step(waits=False) for _ in range(5))
     again = median(options.steps)
     plain = min(plain, again)
     result = {
         **vars(options), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__, "plain_ms": plain, "between_samples_ms": between, "sampled_ms": sampled,
+        "watched_host_ms": launching, "records_ms": reading, "records_of_a_sample": records // 6,
         "overhead_every_100": (99 * between + sampled) / (100 * plain) - 1,
     }  # fmt: skip
     print(json.dumps(result, indent=1))

@@ -5,6 +5,7 @@ so that a metric has one name and one definition. Sums are float64 of torch or f
 """
 
 import csv
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -128,17 +129,39 @@ def of_cast(n: Numbers) -> Metrics:
 
 def of_scales(fmt: ScaleFormat, n: Numbers) -> Metrics:
     """From the counts of scales at the lowest and highest limit, and of each byte (float32: byte of the exponent)."""
-    lowest, highest, counts = n[0], n[1], np.array(n[2:]).astype(np.int64)
-    total = int(counts.sum()) or 1
+    lowest, highest, counts = n[0], n[1], [int(count) for count in n[2:]]
+    total = sum(counts) or 1
     yield "scale_at_limits", (lowest + highest) / total
     if fmt.name != "FP32":
-        yield "scale_histogram", metrics.scale_histogram(np.repeat(np.arange(SCALES, dtype=np.uint8), counts), fmt)
+        yield "scale_histogram", _histogram_of_bytes(fmt, counts, total)
         return
-    exponents = np.flatnonzero(counts[1:255]) + 1
-    fractions = tuple((counts[exponents] / total).tolist())
-    zero, nan = float(counts[0] / total), float(counts[255] / total)
-    shares = zero, nan, lowest / total, highest / total
-    yield "scale_histogram", ScaleHistogram(tuple((exponents - 127).tolist()), fractions, *shares)
+    exponents = [exponent for exponent in range(1, 255) if counts[exponent]]
+    fractions = tuple(counts[exponent] / total for exponent in exponents)
+    shares = counts[0] / total, counts[255] / total, lowest / total, highest / total
+    yield "scale_histogram", ScaleHistogram(tuple(exponent - 127 for exponent in exponents), fractions, *shares)
+
+
+def _histogram_of_bytes(fmt: ScaleFormat, counts: Sequence[int], total: int) -> ScaleHistogram:
+    """`metrics.scale_histogram` of so many scales of each byte."""
+    found: dict[int, int] = {}
+    zero = nan = lowest = highest = 0.0
+    for one, count in zip(_each_byte(fmt), counts, strict=True):
+        if count:
+            for exponent in one.exponents:
+                found[exponent] = found.get(exponent, 0) + count
+            zero, nan = zero + one.zero * count, nan + one.nan * count
+            lowest, highest = lowest + one.at_lowest * count, highest + one.at_highest * count
+    exponents = tuple(sorted(found))
+    fractions = tuple(found[exponent] / total for exponent in exponents)
+    return ScaleHistogram(
+        exponents, fractions, zero / total, nan / total, lowest / total, highest / total, tuple(counts)
+    )  # fmt: skip
+
+
+@functools.cache
+def _each_byte(fmt: ScaleFormat) -> list[ScaleHistogram]:
+    """The histogram of one scale, for every byte that it may be."""
+    return [metrics.scale_histogram(np.full(1, byte, np.uint8), fmt) for byte in range(SCALES)]
 
 
 def of_binades(n: Numbers) -> Metrics:
