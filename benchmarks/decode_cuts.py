@@ -25,7 +25,7 @@ from benchmarks._recipes import sqnr_db
 from benchmarks._report import Report, Row
 from benchmarks.decode import CALLS, QUICK, SHAPES, WEIGHTS, graph_of, layers_of
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
-from microfloat.passes import MOST_DECODED_ROWS, most_decoded_rows, products
+from microfloat.passes import MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS, products
 from microfloat.passes.matrix import At, Device, Passes
 from microfloat.routes import encoding_of
 from microfloat.torch.measure import Times
@@ -70,7 +70,7 @@ def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool)
     """The cuts that a row tries: that of a Linear first; `dependent`: the chip has programmatic dependent launch."""
     m, k, _ = shape
     about = stored.codes, shape, stored.strides, False
-    if m > most_decoded_rows(device.warpgroups):
+    if m > (MOST_ROWS_BY_WARPGROUPS if device.warpgroups else MOST_DECODED_ROWS):
         return []
     usual = products.cut_of(*about, device)
     if m > MOST_DECODED_ROWS:
