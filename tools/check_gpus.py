@@ -83,7 +83,7 @@ def steps(out: Path) -> dict[str, Step]:
         "collectives": Step(90, (*ranks, str(out / "collectives.py"))),
         "gathers": tests("test_fsdp", 240, "gathers"),
         "benchmark": benchmark("fsdp", 420, "fsdp.current", "fsdp.delayed", "fsdp.mxfp8.folded"),
-        "stored": tests("test_fsdp", 240, "stored"),
+        "stored": tests("test_fsdp", 420, "stored"),
         "tensor parallel": tests("test_tensor_parallel", 240),
         "benchmark of a plan": benchmark("tp", 180, "tp"),
         "experts": tests("test_expert_data_pipeline", 180),
