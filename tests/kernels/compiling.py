@@ -195,7 +195,7 @@ def compile_norms_of_one_column():
 
 
 def compile_measures(names, capability=HOPPER):
-    """``{kernel: (versions, misread registers, bytes of local memory)}`` of what a watched step measures, compiled.
+    """``{kernel: (versions, misread registers, most spills)}`` of what a watched step measures, compiled.
 
     `names`: of formats whose casts are measured, of rows and of columns; "nvfp4 rht" is one under a Hadamard transform.
     """
@@ -213,10 +213,10 @@ def compile_measures(names, capability=HOPPER):
         arguments = [program.as_bytes(tensor) for tensor in tensors]
         options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         made = self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True)
-        wrong = unwritten_reads(instructions_of(made.asm["cubin"]))
-        local = sum(int(size) for size in re.findall(r"\.local \.align \d+ \.b8 \S+\[(\d+)\]", made.asm["ptx"]))
+        instructions = instructions_of(made.asm["cubin"])
+        spilled = sum(bool(re.match(r"^(@!?U?P\d+ )?STL\b", line)) for line in instructions)
         versions, others, most = compiled.get(self.function.fn.__name__, (0, [], 0))
-        compiled[self.function.fn.__name__] = versions + 1, others + wrong, max(most, local)
+        compiled[self.function.fn.__name__] = versions + 1, others + unwritten_reads(instructions), max(most, spilled)
 
     program.Kernel.compile = compile_only
     x, words = torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)

@@ -145,7 +145,7 @@ def test_measures_of_a_watched_step_compile(names, capability):
     pytest.importorskip("triton", reason="triton is not installed")
     made = other_process()(_measures, names, capability)
     assert set(made) == {"count_whole", "measure_tiles", "gather_sums", "measure_product"}
-    assert {name: (wrong, local) for name, (_, wrong, local) in made.items()} == dict.fromkeys(made, ([], 0))
+    assert {name: (wrong, spilled) for name, (_, wrong, spilled) in made.items()} == dict.fromkeys(made, ([], 0))
 
 
 def test_misread_registers_are_seen():

@@ -24,9 +24,9 @@ SAMPLED = 1 << 14  # of more elements than so many, every k-th is sorted into bi
 
 _COUNTED_TOGETHER = 4096
 _TILE = 16, 128
-_GATHERED_TOGETHER = 2048
-_MULTIPLIED_TOGETHER, _STEPS = 1024, 16
-_EIGHT_WARPS = Warps(8)
+_GATHERED_TOGETHER = 4096
+_MULTIPLIED_TOGETHER, _STEPS = 2048, 2
+_EIGHT_WARPS, _SIXTEEN_WARPS = Warps(8), Warps(16)
 
 
 class Scales(NamedTuple):
@@ -106,7 +106,7 @@ def _measures(matrix: Matrix, codes: MeasuredCodes | None, signs: int, span: int
     key = (matrix.device.number, constants, *map(_is_wide, scalars))
     tensors = partials, sample, given[1], numbers
     programs = measures.GATHERERS.value if codes is not None else measures.SUMS.value
-    passes.launches.append(Pass(measures.gather_sums, key, programs, tensors, scalars, constants, _EIGHT_WARPS))
+    passes.launches.append(Pass(measures.gather_sums, key, programs, tensors, scalars, constants, _SIXTEEN_WARPS))
     return passes
 
 
@@ -124,7 +124,9 @@ def product_measures(result: Matrix, bias: str | None) -> Passes:
     programs = ceil_div(result.rows * result.columns, together)
     found = passes.put(0, Part((programs, 4), (4, 1), "float64"))
     scalars = result.rows * result.columns, result.columns, result.stride_r, result.stride_c
-    constants = bias is not None, _STEPS, _MULTIPLIED_TOGETHER
+    # Programs may reach a little beyond the last element.
+    is_wide = result.rows * result.columns + together > INT32_MAX
+    constants = bias is not None, is_wide, _STEPS, _MULTIPLIED_TOGETHER
     key = (result.dtype, bias, result.device.number, constants, *map(specialization, scalars))
     tensors = At.SOURCE, RESULT, At.NOTHING if bias is None else BIAS, found
     passes.launches.append(Pass(measures.measure_product, key, programs, tensors, scalars, constants, _EIGHT_WARPS))

@@ -267,32 +267,35 @@ def gather_sums(
 
 @triton.jit
 def measure_product(
-    exact_ptr, result_ptr, bias_ptr, out_ptr, N, C, stride_r, stride_c, BIASED: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    exact_ptr, result_ptr, bias_ptr, out_ptr, N, C, stride_r, stride_c, BIASED: tl.constexpr, INDEX64: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """float64 [programs, 4] of STEPS blocks each: sums of e^2, (e - y)^2, y^2 and e y, where e is finite.
 
     e = the exact product [.., C] (N elements without gaps) plus a bias; y = the computed one. Whoever reads the result
     adds the programs up.
     """
+    pid, N, C, stride_r, stride_c = program(N, C, stride_r, stride_c, INDEX64)
     lanes = tl.arange(0, BLOCK)
     signal = tl.zeros([BLOCK], tl.float64)
     noise, other, along = signal, signal, signal
     for step in tl.static_range(STEPS):
-        index = (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + lanes
+        index = (pid * STEPS + step) * BLOCK + lanes
+        inside = index < N
         row = index // C
         column = index - row * C
-        exact = tl.load(exact_ptr + index, mask=index < N, other=0.0)
-        y = tl.load(result_ptr + row * stride_r + column * stride_c, mask=index < N, other=0.0).to(tl.float64)
+        exact = tl.load(exact_ptr + index, mask=inside, other=0.0)
+        at = result_ptr + row.to(tl.int64) * stride_r + column.to(tl.int64) * stride_c
+        y = tl.load(at, mask=inside, other=0.0).to(tl.float64)
         if BIASED:
-            exact += tl.load(bias_ptr + column, mask=index < N, other=0.0).to(tl.float64)
+            exact += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float64)
         counted = tl.abs(exact) < float("inf")
         e, y = tl.where(counted, exact, 0.0), tl.where(counted, y, 0.0)
         signal += e * e
         noise += (e - y) * (e - y)
         other += y * y
         along += e * y
-    out = out_ptr + 4 * tl.program_id(0)
+    out = out_ptr + 4 * pid
     tl.store(out, tl.sum(signal, 0))
     tl.store(out + 1, tl.sum(noise, 0))
     tl.store(out + 2, tl.sum(other, 0))
