@@ -229,12 +229,12 @@ def compile_measures(names, capability=HOPPER):
                 for part in made
             ]  # fmt: skip
             operand = Operand(*parts, cast.format, *rows.shape, cast.hadamard)
-            measured.measure_rows(rows, operand, cast, cast.format.block[1])
-    measured.measure_rows(x, None, None, 32)
-    measured.count_whole(x, words)
-    measured.count_whole(x[:, :100], words)
+            measured.measure_rows(program, rows, operand, cast, cast.format.block[1])
+    measured.measure_rows(program, x, None, None, 32)
+    measured.count_whole(program, x, words)
+    measured.count_whole(program, x[:, :100], words)
     for bias in (None, x[0, :128]):
-        measured.measure_product(torch.zeros(128, 128, dtype=torch.float64), x[:, :128], bias)
+        measured.measure_product(program, torch.zeros(128, 128, dtype=torch.float64), x[:, :128], bias)
     return compiled
 
 

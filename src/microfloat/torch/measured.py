@@ -1,7 +1,11 @@
 """Metrics on the device by launches of `kernels.casts.measures`, with the numbers of `microfloat.torch.measuring`.
 
+`programs`: the executor of a backend, which binds passes to launches.
+
 Legend: R = rows of an operand form (of a part of it), C = its contraction length.
 """
+
+from types import ModuleType
 
 import torch
 
@@ -10,7 +14,6 @@ from microfloat.passes.tables import kernel_cast
 from microfloat.recipes import Cast
 from microfloat.torch._typing import Maybe
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.program import matrix_of, run_passes
 
 __all__ = ["count_whole", "measure_product", "measure_rows", "serves"]
 
@@ -26,16 +29,16 @@ def _like(x: torch.Tensor) -> tuple:
     return x.shape, x.stride(), x.dtype, x.data_ptr() & 15
 
 
-def count_whole(matrix: torch.Tensor, words: torch.Tensor) -> None:
+def count_whole(programs: ModuleType, matrix: torch.Tensor, words: torch.Tensor) -> None:
     """Fill int64 words that are zero: bits of the float32 amax, NaN ignored; the counts of NaN and of infinity."""
-    run_passes(
-        ("count whole", *_like(matrix)), lambda: whole_measures(matrix_of(matrix)), matrix.device,
+    programs.run_passes(
+        ("count whole", *_like(matrix)), lambda: whole_measures(programs.matrix_of(matrix)), matrix.device,
         (None, matrix, None, words),
     )  # fmt: skip
 
 
 def measure_rows(
-    x_RC: torch.Tensor, operand: Operand | None, cast: Cast | None, block: int | None
+    programs: ModuleType, x_RC: torch.Tensor, operand: Operand | None, cast: Cast | None, block: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(float64 numbers, float32 spans [2, R, blocks, pieces of a block]) of rows and of what a cast made of them.
 
@@ -43,8 +46,8 @@ def measure_rows(
     """
     if operand is None or cast is None:
         assert block is not None
-        numbers, spans = run_passes(
-            ("rows", block, *_like(x_RC)), lambda: rows_measures(matrix_of(x_RC), block), x_RC.device,
+        numbers, spans = programs.run_passes(
+            ("rows", block, *_like(x_RC)), lambda: rows_measures(programs.matrix_of(x_RC), block), x_RC.device,
             (None, x_RC, None),
         )  # fmt: skip
         return numbers, spans[..., None]
@@ -54,17 +57,20 @@ def measure_rows(
         shape = scale.shape[0], scale.shape[1]
         strides = scale.stride(0), scale.stride(1) if block is not None else 0
     scales = Scales(shape, strides, None if level is None else level.stride(0) if level.dim() else 0)
-    numbers, spans = run_passes(
+    numbers, spans = programs.run_passes(
         ("measured cast", cast.format, cast.hadamard, scales, *_like(x_RC)),
-        lambda: cast_measures(matrix_of(x_RC), cast, scales), x_RC.device, (None, x_RC, None, codes, scale, level),
+        lambda: cast_measures(programs.matrix_of(x_RC), cast, scales), x_RC.device,
+        (None, x_RC, None, codes, scale, level),
     )  # fmt: skip
     return numbers, spans[:, :, None] if block is None else spans[..., None]
 
 
-def measure_product(exact: torch.Tensor, result: torch.Tensor, bias: Maybe) -> torch.Tensor:
+def measure_product(
+    programs: ModuleType, exact: torch.Tensor, result: torch.Tensor, bias: Maybe
+) -> torch.Tensor:  # fmt: skip
     """float64 [programs, 4]: the sums of a product against the exact one, which is float64 without gaps."""
     name = None if bias is None else str(bias.dtype)
-    return run_passes(
-        ("measured product", name, *_like(result)), lambda: product_measures(matrix_of(result), name), exact.device,
-        (None, exact, None, result, bias),
+    return programs.run_passes(
+        ("measured product", name, *_like(result)), lambda: product_measures(programs.matrix_of(result), name),
+        exact.device, (None, exact, None, result, bias),
     )[0]  # fmt: skip

@@ -137,6 +137,12 @@ class _Copy(NamedTuple):
         ready.record(torch.cuda.current_stream(flat.device))
         return _Copy(host, ready, vectors)
 
+    def unpinned(self) -> "_Copy":
+        """The same in ordinary memory, if the copy is done."""
+        if self.ready is None or not self.ready.query():
+            return self
+        return _Copy(self.host.clone(), None, self.vectors)
+
 
 class Sample(NamedTuple):
     """The numbers of a sample on the host, or soon there."""
@@ -144,6 +150,10 @@ class Sample(NamedTuple):
     entries: list[Entry]
     derives: list[Callable[[Sequence[float]], Iterable[tuple[str, object]]]]
     copies: list[_Copy]
+
+    def unpinned(self) -> "Sample":
+        """The same in ordinary memory, which many samples may wait in until somebody asks for their records."""
+        return self._replace(copies=[copy.unpinned() for copy in self.copies])
 
     def read(self) -> list[tuple[Entry, dict[str, object]]]:
         """The metrics of each reading, in the order in which they came; waits for the copies."""
@@ -202,7 +212,7 @@ class Source:
         size = matrix.numel()
         if _has_launch(self.backend, matrix.dtype):
             words = readings.words(matrix.device)
-            _launches().count_whole(matrix, words)
+            _launches().count_whole(self.backend.programs, matrix, words)
             self._amax = words
             return Reading(words, partial(_of_words, size, with_amax))
         counts = matrix.isfinite().sum(), matrix.isnan().sum()
@@ -283,7 +293,7 @@ def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, want
     block = 32 if cast is None else cast.format.block[1]
     derive = partial(of_rows, wanted, None if cast is None else cast.format.scale)
     if _has_launch(backend, x_RC.dtype, cast):
-        numbers, spans = _launches().measure_rows(x_RC, operand, cast, block)
+        numbers, spans = _launches().measure_rows(backend.programs, x_RC, operand, cast, block)
         return Reading(numbers, derive, spans if wanted.intersection(OF_SAMPLE) else None)
     finite = x_RC.isfinite()
     x = torch.where(finite, x_RC, 0).double()
@@ -382,7 +392,7 @@ def read_product(
     """Relative error and cosine of a part of a product, ``result ~ a @ b.T + bias``, against float64."""
     exact = a_RC.double() @ b_SC.double().t()
     if _has_launch(backend, result.dtype) and (bias is None or _has_launch(backend, bias.dtype)):
-        return Reading(_launches().measure_product(exact, result, bias), _of_parts)
+        return Reading(_launches().measure_product(backend.programs, exact, result, bias), _of_parts)
     if bias is not None:
         exact = exact + bias.double()
     counted = exact.isfinite()

@@ -247,6 +247,8 @@ class watch(RecordLog):
     def _close(self) -> None:
         readings, self._readings = self._readings, Readings()
         with _plainly():
+            if self._samples:
+                self._samples[-1] = self._samples[-1].unpinned()
             self._samples.append(readings.close())
 
     def _read(self) -> None:
