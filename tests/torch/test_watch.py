@@ -1,5 +1,6 @@
 """`mf.watch`: the numbers of the NumPy metrics, the bits of unwatched steps (features O1, O2, U9)."""
 
+import contextlib
 import copy
 import csv
 import math
@@ -118,19 +119,19 @@ def test_numbers_are_those_of_the_numpy_metrics(name):
     assert (found["relative_error"], found["cosine"]) == pytest.approx(error, rel=1e-9)
 
 
-def _records(name, dtype, shape, backend):
+def _records(name, dtype, shape, backend, device="cpu"):
     """Records of two steps, with and without numbers that are none, as plain tuples."""
     import microfloat.torch as mf
     from microfloat.torch import backends
 
-    with backends.pretend(chip="h200"):
+    with backends.pretend(chip="h200") if device == "cpu" else contextlib.nullcontext():
         torch.manual_seed(0)
-        kind = {"dtype": dtype, "device": "cpu"}
+        kind = {"dtype": dtype, "device": device}
         recipe = None if name is None else from_name(name)
         layer = nn.Linear(shape[1], 48, **kind)
         if recipe is not None:
             layer = mf.Linear(shape[1], 48, recipe=recipe, backend=backend, **kind)
-        x = torch.randn(shape, **kind) * torch.exp2(torch.randint(-20, 10, shape, device="cpu")).to(dtype)
+        x = torch.randn(shape, **kind) * torch.exp2(torch.randint(-20, 10, shape, device=device)).to(dtype)
         x[3] = 0
         what_if = ("nvfp4", "mxfp6_e2m3") if name in (None, "mxfp8") else ()
         with mf.watch(layer, every=1, what_if=what_if) as w:
@@ -183,8 +184,23 @@ def _close(a, b):
     ],
 )
 def test_kernels_measure_what_torch_operations_do(both_ways, name, dtype):
-    shape = (40, 144) if dtype == BF16 else (37, 77)
-    by_kernels, by_torch = both_ways((name, dtype, shape))
+    _check_equal(*both_ways((name, dtype, (40, 144) if dtype == BF16 else (37, 77))))
+
+
+@pytest.mark.slow("rows so long that a few elements of them are sorted into binades")
+@pytest.mark.xdist_group("triton-interpreter")
+def test_kernels_sort_the_same_elements_into_binades(both_ways):
+    _check_equal(*both_ways(("mxfp8", BF16, (130, 520))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "delayed", "fp8_current", "fp8_row", "fp8_block"])
+def test_kernels_measure_on_a_gpu_what_torch_operations_do(name):
+    case = name, BF16, (520, 1040)
+    _check_equal(_records(*case, "triton", "cuda"), _records(*case, "reference", "cuda"))
+
+
+def _check_equal(by_kernels, by_torch):
     assert len(by_kernels) == len(by_torch) > 100
     wrong = [(a, b) for a, b in zip(by_kernels, by_torch, strict=True) if a[:6] != b[:6] or not _close(a[6], b[6])]
     assert wrong == []
