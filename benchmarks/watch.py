@@ -22,7 +22,12 @@ def main() -> None:
     for name, default in (("layers", 12), ("hidden", 2048), ("tokens", 8192), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--recipe", default="mxfp8")
+    parser.add_argument("--kernels", action="store_true", help="measure by kernels that have not run on a GPU yet")
     options = parser.parse_args()
+    if options.kernels:
+        from microfloat.torch import measured
+
+        measured.SEEN_ON_A_GPU = True
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size, kind = options.hidden, {"device": device, "dtype": torch.bfloat16}
     layers = [mf.TransformerLayer(size, 4 * size, size // 64, **kind) for _ in range(options.layers)]
