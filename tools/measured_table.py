@@ -104,7 +104,8 @@ BLOCKS = [
     (ROOT / "docs" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
     *(
         (
-            ROOT / "docs" / gpu_tables.PAGES.get(name, "performance.md"), f"measured: {name}",
+            ROOT / "docs" / gpu_tables.PAGES.get(name, "performance.md"),
+            f"measured: {name}",
             functools.partial(gpu_tables.generated, name),
         )
         for name in gpu_tables.TABLES
