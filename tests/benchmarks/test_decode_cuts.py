@@ -65,6 +65,7 @@ def test_what_compiles_and_what_does_not():
     assert "Error" in bad
 
 
+@pytest.mark.slow("a benchmark command in Triton's interpreter")
 def test_a_quick_sweep_writes_its_rows(repository, tmp_path):
     document, text = run(repository, tmp_path, "decode", "--cuts", "--only", "d.cuts.nvfp4")
     (row,) = document["rows"]
