@@ -18,7 +18,7 @@ import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as mfd  # noqa: E402
 from microfloat.errors import InvalidValueError, NotSupportedError, RankError  # noqa: E402
 from microfloat.recipes import Cast, DelayedScaling  # noqa: E402
-from microfloat.torch import failures, scaling  # noqa: E402
+from microfloat.torch import failures, reduction, scaling  # noqa: E402
 from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 
@@ -96,6 +96,15 @@ def a_second_model(rank: int):
     finally:
         dist.all_gather_object = gather
     return seen, len(exchanges)
+
+
+def read_later(rank: int):
+    """As on a GPU: the host reads what was announced one all-reduce later."""
+    at_once, reduction._is_read_later = reduction._is_read_later, lambda live: True
+    try:
+        return a_second_model(rank), other_layers_on_other_ranks(rank)
+    finally:
+        reduction._is_read_later = at_once
 
 
 def recipes_in_another_order(rank: int):
@@ -473,7 +482,7 @@ def master_shards(rank: int):
 
 
 CASES = (
-    without_a_region, other_layers_on_other_ranks, a_second_model, recipes_in_another_order,
+    without_a_region, other_layers_on_other_ranks, a_second_model, read_later, recipes_in_another_order,
     saving_and_evaluating_alone,
     one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe,
     reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise, master_shards, different_points,
@@ -511,8 +520,8 @@ def test_ranks_that_call_different_layers_agree(ranks) -> None:
     assert steps[3][1][1] == scale(2)
 
 
-def check_a_second_model(ranks) -> None:
-    for seen, exchanges in of(ranks, a_second_model):
+def check_a_second_model(made) -> None:
+    for seen, exchanges in made:
         x, dy = ([step[i][0] for step in seen[:3]] for i in (0, 1))
         assert x == [2.0, 4.0, 8.0]
         assert dy == [4.0, 4.0, 4.0]
@@ -521,7 +530,16 @@ def check_a_second_model(ranks) -> None:
 
 
 def test_layers_that_all_ranks_begin_to_use_count_at_once(ranks) -> None:
-    check_a_second_model(ranks)
+    check_a_second_model(of(ranks, a_second_model))
+
+
+def test_what_is_announced_may_be_read_one_reduction_later(ranks) -> None:
+    made = of(ranks, read_later)
+    check_a_second_model([second for second, _ in made])
+    ends = [end for _, (_, end) in made]
+    assert ends[0] == ends[1]
+    assert ends[0]["0.scaling_x_amax_history"][-1] == 16.0
+    assert ends[0]["3.scaling_x_amax_history"] == [0.0, 0.0, 0.0, 4.0]  # of the one layer that rank 0 alone has called
 
 
 def test_recipes_that_ranks_meet_in_another_order(ranks) -> None:
@@ -652,7 +670,7 @@ def test_ranks_of_one_seed_draw_noise_of_their_own(ranks) -> None:
 def test_ranks_agree_on_one_gpu(tmp_path) -> None:
     """As on two, over gloo: what the host reads one all-reduce later."""
     made = run_ranks((on_one_gpu, a_second_model, recipes_in_another_order), str(tmp_path / "store"), WORLD)
-    check_a_second_model(made)
+    check_a_second_model(of(made, a_second_model))
     test_recipes_that_ranks_meet_in_another_order(made)
 
 
@@ -667,7 +685,7 @@ def test_ranks_agree_on_gpus(tmp_path) -> None:
         reentrant_checkpoint, beside_ddp,
     )  # fmt: skip
     made = run_ranks(cases, str(tmp_path / "store"), WORLD, backend="nccl")
-    check_a_second_model(made)
+    check_a_second_model(of(made, a_second_model))
     ends = [end for _, end in of(made, other_layers_on_other_ranks)]
     assert ends[0] == ends[1]
     assert ends[0]["0.scaling_x_amax_history"][-1] == 16.0

@@ -3,8 +3,8 @@
 A slot is known to all ranks by the number of its layer, which counts the layers that a process has made, and the
 layer's shape. The ranks of a group agree once, for every direction, on a list of slots; from then on one all-reduce of
 fixed size carries all of them, with -1 for what a rank has not recorded. Slots that are not in the list yet have places
-of their own in the same all-reduce, which count where all ranks have the same new slots; where they have not, the ranks
-exchange their lists (docs/numerics.md 3.3).
+of their own there, which count if all ranks have the same new slots; if not, the ranks exchange their lists, and these
+slots join at once, or on a GPU, which is not waited for, one all-reduce later (docs/numerics.md 3.3).
 """
 
 import contextlib
@@ -75,11 +75,11 @@ class _List:
     """The slots that all ranks of a group send in one direction, in one order."""
 
     def __init__(self) -> None:
-        self.positions: dict[Key, int] = {}
+        self.positions: dict[Key, int] = {}  # in what is reduced
         self.new: dict[Key, str] = {}  # recorded here, and not in the list yet; with the layer and recipe in words
         self.agreed = False
-        # The header of the latest all-reduce on a GPU, and the slots that were announced in it.
-        self.announced: tuple[torch.Tensor, torch.cuda.Event, str, list[Key]] | None = None
+        # The header of the latest all-reduce that was not waited for, and the slots that were announced in it.
+        self.announced: tuple[torch.Tensor, torch.cuda.Event | None, str, list[Key]] | None = None
         self.indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def settle(self) -> list[Key]:
@@ -87,7 +87,8 @@ class _List:
         if self.announced is None:
             return []
         announced, event, line, keys = self.announced
-        event.synchronize()  # recorded one step ago
+        if event is not None:
+            event.synchronize()  # recorded one step ago
         self.announced = None
         self.agreed = self.agreed and self.read(announced, line, keys)
         return [] if self.agreed else keys
@@ -101,7 +102,7 @@ class _List:
 
     def _add(self, keys: Iterable[Key]) -> None:
         for key in sorted(set(keys) - self.positions.keys()):
-            self.positions[key] = len(self.positions)
+            self.positions[key] = _HEADER + _PLACES + len(self.positions)
             self.new.pop(key, None)
 
     def grow(self, group: Group) -> None:
@@ -150,11 +151,13 @@ class _List:
         return found
 
     def remember(self, payload: torch.Tensor, line: str, keys: list[Key]) -> None:
-        """Keep the header of an all-reduce on a GPU, to be read at the next one without waiting for the GPU."""
-        announced = torch.empty(_HEADER, dtype=torch.float32, device="cpu", pin_memory=True)
-        announced.copy_(payload[:_HEADER], non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        """Keep the header of an all-reduce, to be read at the next one without waiting for the GPU."""
+        announced, event = payload[:_HEADER], None
+        if payload.is_cuda:
+            announced = torch.empty(_HEADER, dtype=torch.float32, device="cpu", pin_memory=True)
+            announced.copy_(payload[:_HEADER], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
         self.announced = announced, event, line, keys
 
 
@@ -269,21 +272,22 @@ def _reduce_together(
         slots.settle()
         if not slots.agreed:
             slots.grow(group)
-    own = set(keys)
+    own, late = set(keys), _is_read_later(live)
     while True:
         announced, digest = slots.announce()
-        places = {key: _HEADER + _PLACES + place for key, place in slots.positions.items()}
-        others = {key: place for key, place in places.items() if key not in own}
-        places.update((key, _HEADER + place) for place, key in enumerate(announced))
+        places = slots.positions
+        if announced:
+            places = {**places, **{key: _HEADER + place for place, key in enumerate(announced)}}
+        others = [(key, place) for key, place in slots.positions.items() if key not in own]
         known = [index for index, key in enumerate(keys) if key in places]
-        at = slots.index(tuple(places[keys[index]] for index in known), live.device)
+        at = slots.index(tuple([places[keys[index]] for index in known]), live.device)
         # Of one length in all directions, so that ranks which reduce in different ones get to know it.
         length = _HEADER + _PLACES + max(len(one.positions) for one in lists.values())
         payload = live.new_full((length,), _NOT_RECORDED)
         payload[:_HEADER].copy_(_header(direction, digest, line, live.device))
         payload.index_copy_(0, at, live if len(known) == len(keys) else live[known])
         torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
-        if live.is_cuda:
+        if late:
             if announced:
                 is_same = (payload[5] == -payload[6]) & (payload[7] == -payload[8])
                 payload[_HEADER : _HEADER + _PLACES].masked_fill_(~is_same, _NOT_RECORDED)
@@ -293,8 +297,13 @@ def _reduce_together(
         if slots.read(payload[:_HEADER], line, announced) and not slots.new:
             break
         slots.grow(group)
-    amaxes = {key: payload[place] for key, place in others.items()}
-    return Reduced(known, payload.index_select(0, at), amaxes, not (live.is_cuda and announced))
+    amaxes = {key: payload[place] for key, place in others}
+    return Reduced(known, payload.index_select(0, at), amaxes, not (late and announced))
+
+
+def _is_read_later(live: torch.Tensor) -> bool:
+    """True for a header on a GPU: reading it at once would have the host wait."""
+    return live.is_cuda
 
 
 def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -391,7 +391,7 @@ def _update_shared(group: Group, batches: list[Batch], direction: str | None, ex
 
 
 def _not_counted(group: Group, direction: str, jobs: list[Job]) -> list[Job]:
-    """What this rank has sent before and did not roll, besides what it rolls now; see `reduction`."""
+    """Slots that this rank has sent before and did not roll, besides those that it rolls now; see `reduction`."""
     slots = {slot for _, slot, _ in jobs}
     found = []
     for key in reduction.not_counted(group, direction):

@@ -103,7 +103,7 @@ def _halves(pair):
 
 @triton.jit
 def _inside(at, element, length, CUT: tl.constexpr):
-    """What stands there, or 0 behind the end of the row."""
+    """The value there, or 0 behind the end of the row."""
     if CUT.EVEN:
         return tl.load(at)
     else:
