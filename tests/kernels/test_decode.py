@@ -40,6 +40,15 @@ def _codes_of(operand):
     return DecodeCodes(element.mantissa_bits, element.bias, bits, scale, block[0] or 1, block[1] or 0, level)
 
 
+def _at_the_least_scale(w, x, name):
+    """Weights whose scales are byte 0, 2^-127, and x so large that products are seen beside a bias."""
+    import microfloat.torch as mf
+
+    w, x = w * 2.0 ** (-127 if name == "mxfp4" else -124), x * 2.0**122
+    assert (mf.quantize(w, name).to_operand().scale == 0).float().mean() > 0.5
+    return w, x
+
+
 def _product(case):
     """y of the kernel, the exact product, and the sum of the magnitudes of its terms; all float64."""
     import microfloat.torch as mf
@@ -49,8 +58,8 @@ def _product(case):
     (m, n, k, cut), dtype = CASES[kind], getattr(torch, dtype)
     generator = torch.Generator().manual_seed(len(name) + k)
     w, x = torch.randn(n, k, generator=generator), torch.randn(m, k, generator=generator).to(dtype)
-    if special == "tiny":  # scales at the end of their range
-        w *= 2.0**-100
+    if special == "tiny":
+        w, x = _at_the_least_scale(w, x, name)
     elif special == "nan":
         w[1, 3] = float("nan")
     weight = mf.quantize(w, name)
@@ -137,7 +146,7 @@ def _wide_product(case):
     generator = torch.Generator().manual_seed(len(name) + k)
     w, x = torch.randn(n, k, generator=generator), torch.randn(m, k, generator=generator).to(getattr(torch, dtype))
     if special == "tiny":
-        w *= 2.0**-100
+        w, x = _at_the_least_scale(w, x, name)
     elif special == "nan":
         w[1, 3] = float("nan")
     weight = mf.quantize(w, name)

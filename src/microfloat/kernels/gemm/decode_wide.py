@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FLOAT
-from microfloat.kernels.device.convert import WORDS_BF16, bf16_bits
+from microfloat.kernels.device.convert import WORDS_BF16, bf16_bits, low_half
 from microfloat.kernels.gemm.elements import (
     ask_for,
     begin_after,
@@ -201,7 +201,13 @@ def _product(a, x, sums, HW: tl.constexpr):
     if HW:
         return tl.dot(a, x.T, sums)
     else:
-        return tl.dot(a.to(tl.float32), x.T.to(tl.float32), sums)
+        return tl.dot(_wide(a), _wide(x).T, sums)
+
+
+@triton.jit
+def _wide(x):
+    """bfloat16 as float32 by its bits: the interpreter's own conversion has other values below 2^-126."""
+    return low_half(x.to(tl.int16, bitcast=True).to(tl.int32), WORDS_BF16)
 
 
 @triton.jit
