@@ -275,33 +275,40 @@ def compiled_stored(rank: int) -> dict[str, bool]:
     return made
 
 
+def trains_as_one_process(name: str, make, call) -> bool:
+    """If two steps of the model that `make` gives, and of its shards, end with the same output and the same parts."""
+    results = []
+    for cuts in (False, True):
+        torch.manual_seed(1)
+        with mf.quantized_model_init(recipe=STORED[name]):
+            model = make(dtype=torch.bfloat16, recipe=STORED[name])
+        if cuts:
+            for module in model if isinstance(model, nn.Sequential) else ():
+                fully_shard(module)
+            model = fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(2):
+            with mf.autocast(recipe=STORED[name]):
+                y = call(model)
+            y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((y.detach(), parts_of(model), model))
+    (y, parts, _), (sharded, _, model) = results
+    return torch.equal(y, sharded) and same(parts_of(model), rows_of(parts, model))
+
+
 def fused_and_stored(rank: int) -> dict[str, bool]:
     """Norms and activations fused with Linears whose weights are codes, three of them as one product."""
-    made = {}
-    for name in ("delayed", "current", "mxfp8", "nvfp4"):
-        results = []
-        for cuts in (False, True):
-            torch.manual_seed(1)
-            options = {"dtype": torch.bfloat16, "recipe": STORED[name]}
-            with mf.quantized_model_init(recipe=STORED[name]):
-                model = nn.Sequential(
-                    mf.LayerNormLinear(WIDTH, 256, split={"q": 128, "k": 64, "v": 64}, **options),
-                    mf.LayerNormMLP(256, WIDTH, activation="swiglu", **options),
-                )
-            for module in model if cuts else ():
-                fully_shard(module)
-            model = fully_shard(model) if cuts else model
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            for _ in range(2):
-                with mf.autocast(recipe=STORED[name]):
-                    y = model(example())
-                y.float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append((y.detach(), parts_of(model), model))
-        (y, parts, _), (sharded, _, model) = results
-        made[name] = torch.equal(y, sharded) and same(parts_of(model), rows_of(parts, model))
-    return made
+
+    def make(**options):
+        return nn.Sequential(
+            mf.LayerNormLinear(WIDTH, 256, split={"q": 128, "k": 64, "v": 64}, **options),
+            mf.LayerNormMLP(256, WIDTH, activation="swiglu", **options),
+        )
+
+    names = ("delayed", "current", "mxfp8", "nvfp4")
+    return {name: trains_as_one_process(name, make, lambda model: model(example())) for name in names}
 
 
 class Adapted(nn.Module):
@@ -345,25 +352,13 @@ def frozen_bases(rank: int) -> dict[str, bool]:
 
 def experts(rank: int) -> dict[str, bool]:
     """Experts are cut between experts, each of which has a scale of its own."""
-    made = {}
-    for name in ("current", "mxfp8"):
-        results = []
-        for cuts in (False, True):
-            torch.manual_seed(1)
-            with mf.quantized_model_init(recipe=STORED[name]):
-                model = mf.GroupedLinear(2 * dist.get_world_size(), 64, 96, dtype=torch.bfloat16, recipe=STORED[name])
-            groups = model.num_groups
-            model = fully_shard(model) if cuts else model
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            for _ in range(2):
-                y = model(example()[:, :64].repeat(groups // 2, 1), [16] * groups)
-                y.float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append((y.detach(), parts_of(model), model))
-        (y, parts, _), (sharded, _, model) = results
-        made[name] = torch.equal(y, sharded) and same(parts_of(model), rows_of(parts, model))
-    return made
+    groups = 2 * dist.get_world_size()
+    make = functools.partial(mf.GroupedLinear, groups, 64, 96)
+
+    def call(model):
+        return model(example()[:, :64].repeat(groups // 2, 1), [16] * groups)
+
+    return {name: trains_as_one_process(name, make, call) for name in ("current", "mxfp8")}
 
 
 def from_meta(rank: int) -> dict[str, bool]:
