@@ -76,7 +76,7 @@ class GPT(nn.Module):
 class WideProducts(TorchFunctionMode):
     """`functional.linear` of bfloat16 on a CPU as a product of the same values in float32, rounded once.
 
-    Where a CPU has no bfloat16 instructions torch multiplies element by element, ten times slower than that.
+    Where a CPU has no bfloat16 instructions torch's own product is many times slower.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

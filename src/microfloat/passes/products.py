@@ -174,9 +174,10 @@ class _Division(NamedTuple):
 
 
 # Kind of codes: the most rows of x: divisions where the weight has few rows, some, or many (48 and 128 for each
-# multiprocessor). Each is within 5 % of the best of some hundred that `benchmarks decode --cuts` measured on an H100
-# with 4096, 8192 and 28672 rows. Small programs, so that several of a multiprocessor wait at different times; more
-# warps along K where rows of the weight are few, and more rows of a program where they are many and x is long.
+# multiprocessor). Where a Hopper takes them (`_WIDE` has the others) each is within 5 % of the best of some hundred
+# that `benchmarks decode --cuts` measured on an H100 with 4096, 8192 and 28672 rows; NVFP4 stood for MXFP4. Small
+# programs, so that several of a multiprocessor wait at different times; more warps along K where rows of the weight are
+# few, and more rows of a program where they are many and x is long.
 _ANY64 = ((1, 4, 1, 2, 1, 0), (2, 2, 1, 2, 1, 0), (2, 2, 2, 1, 1, 0))
 _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
     "FP4": {
