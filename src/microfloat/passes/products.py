@@ -225,10 +225,10 @@ class _WideDivision(NamedTuple):
 # registers, and it reads less of x and of codes from the L2 cache than 128 by 256 would. Sums of 128x128 blocks take as
 # many again before they are scaled: half as many rows of the weight there.
 _MANY = {
-    "FP4": {128: (8, 2, 16, 3, 1, 1), 256: (8, 2, 16, 3, 1, 1)},
-    "MX": {128: (8, 2, 16, 4, 1, 1), 256: (8, 2, 16, 4, 1, 1)},
-    "FP8": {128: (8, 2, 16, 4, 1, 1), 256: (8, 2, 16, 4, 1, 1)},
-    "BLOCKS": {128: (8, 1, 16, 3, 2, 0), 256: (8, 1, 16, 3, 2, 0)},
+    "FP4": {128: (8, 1, 16, 4, 1, 1), 256: (8, 1, 32, 3, 1, 1)},
+    "MX": {128: (8, 1, 16, 3, 2, 0), 256: (8, 1, 32, 5, 1, 1)},
+    "FP8": {128: (8, 2, 16, 3, 2, 0), 256: (8, 2, 16, 4, 1, 1)},
+    "BLOCKS": {128: (8, 2, 16, 3, 2, 0), 256: (8, 2, 16, 3, 2, 0)},
 }
 
 

@@ -179,18 +179,21 @@ def values_of(weight: torch.Tensor, read: Callable[[Gathered], torch.Tensor] = V
 # ------------------------------------------------------------------------------------------------------ other forms
 
 
-def in_form(operand: Operand, form: str, layout: Layout | None, backend: "Backend") -> Operand:
-    """The operand in the form that a GEMM reads (`microfloat.layout`), to the bits of a cast in that form."""
+def in_form(operand: Operand, form: str, turned: bool, layout: Layout | None, backend: "Backend") -> Operand:
+    """The operand in the form that a GEMM reads (`microfloat.layout`), to the bits of a cast in that form.
+
+    `turned`: `layout` is that of the transpose, which a GEMM reads; the result lies as `operand` does all the same.
+    """
     if form == "codes":
         return operand
     if form in ("folded", "tiles"):
         assert layout is not None
-        return _folded(operand, form, layout, backend)
+        return _folded(operand, form, turned, layout, backend)
     values = backend.dequantize(dataclasses.replace(operand, tensor_scale=None), torch.bfloat16)
     return dataclasses.replace(operand, codes=values, scale=None)  # type: ignore[arg-type]
 
 
-def _folded(operand: Operand, form: str, layout: Layout, backend: "Backend") -> Operand:
+def _folded(operand: Operand, form: str, turned: bool, layout: Layout, backend: "Backend") -> Operand:
     """An MX operand in the form "folded" or "tiles": ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
 
     The scales have the grid that `layout` gives them; what fills it up is 0. A NaN may have another sign than a cast's.
@@ -215,6 +218,6 @@ def _folded(operand: Operand, form: str, layout: Layout, backend: "Backend") -> 
     shift = shift.view(stored.shape)[:rows, :blocks].to(torch.uint8)
     values = backend.dequantize(dataclasses.replace(operand, scale=shift), torch.bfloat16)
     scale = power_of_two(exponent - 127).masked_fill_(is_nan, float("nan"))
-    filled = layout.scale.shape[::-1] if layout.codes.shape[0] != operand.rows else layout.scale.shape
+    filled = layout.scale.shape[::-1] if turned else layout.scale.shape
     scale = F.pad(scale, (0, filled[1] - grid[1])) if form == "tiles" else scale
     return dataclasses.replace(operand, codes=values.to(codes_dtype(fmt.element)), scale=scale, format=fmt)

@@ -108,7 +108,7 @@ class GatheredCast:
                 values = weight.contents.values().to(self._compute)
                 return self._step(self._backend, values, self.entries, 0)(values, stream, words, inputs)
             made[3 * index : 3 * index + 3] = parts_of(
-                in_form(operand, entry.form, layout, self._backend), entry, layout
+                in_form(operand, entry.form, entry.turned, layout, self._backend), entry, layout
             )
         if inputs.record is not None and self.delayed is not None:
             record_amax_(inputs.record, weight.contents.amax)  # type: ignore[arg-type]
