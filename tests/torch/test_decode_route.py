@@ -4,8 +4,6 @@ So does a `GroupedLinear`, once for all its groups. In Triton's interpreter; tes
 with every division of a product.
 """
 
-import contextlib
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -52,23 +50,11 @@ def distances(name, rows, shape, dtype, device):
     return float(((y - exact).abs() / bound).max()), names, str(mf.explain(model))
 
 
-@contextlib.contextmanager
-def routing_many_rows(routes):
-    """Route up to 256 rows of x to the kernel, before it has run on a GPU."""
-    from microfloat import passes
-
-    before, passes.ROUTES_MANY_ROWS = passes.ROUTES_MANY_ROWS, routes
-    try:
-        yield
-    finally:
-        passes.ROUTES_MANY_ROWS = before
-
-
 def _interpreted(case):
     from microfloat.torch import backends
 
-    name, rows, length, dtype, *many = case
-    with backends.pretend(chip="h200"), routing_many_rows(bool(many)):
+    name, rows, length, dtype, *chip = case
+    with backends.pretend(chip=chip[0] if chip else "h200"):
         return distances(name, rows, (40, length), getattr(torch, dtype), "cpu")
 
 
@@ -82,7 +68,7 @@ def test_a_linear_of_a_few_rows_reads_the_stored_codes(linear, name):  # feature
     worst, launches, text = linear((name, 3, 512, "bfloat16"))
     assert worst <= 1
     assert launches == ["decode_gemm"]
-    assert "up to 64 rows of it read the weight's codes as stored" in text
+    assert "up to 256 rows of it read the weight's codes as stored" in text
 
 
 @pytest.mark.parametrize("length", [512, 416], ids=["whole", "ragged"])
@@ -113,13 +99,17 @@ def _with_rounded_weight(length):
     )],
 )  # fmt: skip
 def test_a_hopper_multiplies_up_to_256_rows_by_warpgroups(linear, name, rows, dtype):  # features I2
-    worst, launches, _ = linear((name, rows, 416, dtype, "many"))
+    worst, launches, _ = linear((name, rows, 416, dtype))
     assert worst <= 1
     assert launches[:2] == ["order_wide", "decode_wide"]
 
 
+def test_fewer_rows_read_the_codes_of_a_chip_without_warpgroups(linear):
+    assert "up to 64 rows of it read the weight's codes as stored" in linear(("mxfp8", 3, 512, "bfloat16", "a100"))[2]
+
+
 def test_many_rows_are_multiplied_by_the_vendor(linear):
-    worst, launches, _ = linear(("mxfp8", 65, 512, "bfloat16"))
+    worst, launches, _ = linear(("mxfp8", 257, 512, "bfloat16"))
     assert launches == []
     assert worst <= _with_rounded_weight(512)
 
@@ -255,8 +245,7 @@ def test_adapters_train_over_experts():
 def test_every_division_of_a_product(name, dtype):  # features I2
     for rows in (1, 3, 8, 9, 16, 20, 32, 50, 64, 65, 128, 129, 200, 256):
         for shape in ((40, 256), (1000, 1120), (8192, 2048), (4096, 14336)):
-            with routing_many_rows(True):
-                worst, launches, _ = distances(name, rows, shape, getattr(torch, dtype), "cuda")
+            worst, launches, _ = distances(name, rows, shape, getattr(torch, dtype), "cuda")
             assert launches[-1] in ("decode_gemm", "decode_wide", "sum_parts")
             assert worst <= 1, (rows, shape)
 

@@ -19,7 +19,6 @@ from microfloat.scale_rules import TwoLevel, unknown_kind
 __all__ = [
     "MOST_DECODED_ROWS",
     "MOST_ROWS_BY_WARPGROUPS",
-    "ROUTES_MANY_ROWS",
     "WRITES_VALUES",
     "CastInputs",
     "OperandSpec",
@@ -35,12 +34,9 @@ _LEAST_SCALE = 2.0**-6
 # The families whose kernels also write operands decoded to bfloat16; those of others write codes alone.
 WRITES_VALUES = ("blocks", "nvfp4")
 # Rows of x in high precision up to which a kernel multiplies a weight's stored codes: anywhere (of experts, the mean of
-# their rows), and by the warpgroups of a Hopper. Above, the weight is decoded for the vendor's GEMM, which has 0.43 to
-# 0.51 of bfloat16's speed at 256 rows.
+# their rows), and by the warpgroups of a Hopper (benchmarks/results/decode.json). Above, the weight is decoded for the
+# vendor's GEMM.
 MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS = 64, 256
-# More than 64 rows wait for a first run on a GPU (`python -m benchmarks decode --cuts --only d.cuts.nvfp4.m256`), after
-# which this becomes True: their kernels compile, and agree in Triton's interpreter.
-ROUTES_MANY_ROWS = False
 
 
 class OperandSpec(NamedTuple):
@@ -72,7 +68,7 @@ class CastInputs(NamedTuple):
 
 def most_decoded_rows(warpgroups: bool) -> int:
     """The most rows of x by which a kernel multiplies one weight's stored codes; `warpgroups`: on a Hopper."""
-    return MOST_ROWS_BY_WARPGROUPS if warpgroups and ROUTES_MANY_ROWS else MOST_DECODED_ROWS
+    return MOST_ROWS_BY_WARPGROUPS if warpgroups else MOST_DECODED_ROWS
 
 
 @functools.lru_cache(512)

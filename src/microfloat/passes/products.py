@@ -220,10 +220,9 @@ class _WideDivision(NamedTuple):
     OVERLAPS: int
 
 
-# Kind of codes: the most rows of x: a division. Chosen by what limits them and by compiled code (no register spilled);
-# not measured yet. A multiprocessor has one program, 256 rows of the weight by 128 rows of x: its sums take half of all
-# registers, and it reads less of x and of codes from the L2 cache than 128 by 256 would. Sums of 128x128 blocks take as
-# many again before they are scaled: half as many rows of the weight there.
+# Kind of codes: the most rows of x: a division, the fastest on average of those in benchmarks/results/decode_cuts.json.
+# A program has 128 or 256 rows of the weight by 128 or 256 of x. The sums of 256 by 128 take half of all registers;
+# sums of 128x128 blocks take as many again before they are scaled.
 _MANY = {
     "FP4": {128: (8, 1, 16, 4, 1, 1), 256: (8, 1, 32, 3, 1, 1)},
     "MX": {128: (8, 1, 16, 3, 2, 0), 256: (8, 1, 32, 5, 1, 1)},
