@@ -60,7 +60,13 @@ def example(width: int = WIDTH) -> torch.Tensor:
 
 
 def train(model: nn.Module, name: str, make: object = torch.optim.AdamW, **options: object) -> list[torch.Tensor]:
-    """Outputs of three steps."""
+    """Outputs of three steps.
+
+    On GPUs torch's optimizers take DTensors together (`foreach`) and other tensors one after the other; the order of
+    writes is that of the draws of noise.
+    """
+    if name == "noisy":
+        options.setdefault("foreach", False)
     optimizer, made = make(model.parameters(), lr=0.01, **options), []
     torch.manual_seed(3)  # for noise
     for _ in range(3):
@@ -155,6 +161,9 @@ def stored_ways(rank: int) -> dict[str, bool]:
         for layer in (recomputed[0], recomputed[2]):
             layer.forward = functools.partial(mf.checkpoint, layer.forward)
         made[f"{name}: recomputed"] = equal(recomputed, alone(name), train(recomputed, name))
+    plain, model = stored("noisy"), shard(stored("noisy"))
+    wanted = train(plain, "noisy", foreach=True), parts_of(plain)
+    made["noisy: foreach"] = equal(model, wanted, train(model, "noisy", foreach=True))
     return made
 
 
