@@ -50,14 +50,12 @@ STAND_IN = SimpleNamespace(
 )  # fmt: skip
 
 
-def pretend(local=True):
+def pretend():
     """One H200, and a jaxlib that starts kernels."""
     cuda.capability = gemms.capability = lambda: (9, 0)
     kernels._library = lambda: STAND_IN
-    kernels.SEEN_ON_SEVERAL_DEVICES = True
-    if local:
-        kernels.is_local = lambda: True
-        cuda._is_alone = lambda: True
+    kernels.is_local = lambda: True
+    cuda._is_alone = lambda: True
 
 
 def step_of(recipe):
@@ -160,21 +158,18 @@ def stored(name):
 
 
 def main(what):
-    if what in ("reason", "another triton"):  # several CPU devices stand for several GPUs
-        pretend(local=what != "reason")
-        kernels.SEEN_ON_SEVERAL_DEVICES = what != "reason"
-        if what == "another triton":
-            compile_ptx = triton.compile
+    pretend()
+    if what == "another triton":
+        compile_ptx = triton.compile
 
-            def compile_otherwise(*arguments, **options):
-                ptx = compile_ptx(*arguments, **options).asm["ptx"].replace(".entry", ".begin")
-                return SimpleNamespace(asm={"ptx": ptx}, metadata=SimpleNamespace(name="", shared=0))
+        def compile_otherwise(*arguments, **options):
+            ptx = compile_ptx(*arguments, **options).asm["ptx"].replace(".entry", ".begin")
+            return SimpleNamespace(asm={"ptx": ptx}, metadata=SimpleNamespace(name="", shared=0))
 
-            triton.compile = compile_otherwise
+        triton.compile = compile_otherwise
         print(json.dumps({"calls": lowered(recipes.MXFP8BlockScaling(), "cuda")["calls"],
                           "explained": str(mj.explain("mxfp8", "cuda"))}))  # fmt: skip
         return
-    pretend()
     if what.startswith("stored "):
         print(json.dumps(stored(what.removeprefix("stored "))))
         return

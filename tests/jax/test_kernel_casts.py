@@ -165,13 +165,6 @@ def test_kernels_inside_shard_map(repository, name):
     assert len(found["inside"]) == len(found["cuda"]["calls"])
 
 
-@pytest.mark.slow("further JAX programs of a checked kind")
-def test_several_devices_are_left_to_xla(repository):
-    found = program(repository, "reason", XLA_FLAGS="--xla_force_host_platform_device_count=2")
-    assert found["calls"] == []
-    assert "cast by XLA's operations, several devices or a mesh" in found["explained"]
-
-
 def test_why_xla_casts(monkeypatch):
     cast = as_cast("mxfp8")
     monkeypatch.setattr(cuda, "capability", lambda: None)
@@ -211,17 +204,14 @@ def test_where_a_matrix_is_whole(monkeypatch):
         jax.make_jaxpr(function)(np.ones(4, np.float32))
         return seen == [True]
 
-    assert not kernels.SEEN_ON_SEVERAL_DEVICES, "no kernel has run there on two GPUs yet"
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not kernels.is_local()
-    for switched_on in (False, True):
-        monkeypatch.setattr(kernels, "SEEN_ON_SEVERAL_DEVICES", switched_on)
-        for shape, whole in (((1, 1), True), ((2, 1), False)):
-            mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(auto, auto), devices=devices[: shape[0]])
-            with jax.set_mesh(mesh):
-                assert kernels.is_local() is whole
-            assert is_local_inside(mesh, {"data"}) is whole
-            assert is_local_inside(mesh, {"data", "model"}) is (whole or switched_on)
+    for shape, whole in (((1, 1), True), ((2, 1), False)):
+        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(auto, auto), devices=devices[: shape[0]])
+        with jax.set_mesh(mesh):
+            assert kernels.is_local() is whole
+        assert is_local_inside(mesh, {"data"}) is whole
+        assert is_local_inside(mesh, {"data", "model"})
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert kernels.is_local()
 
@@ -364,7 +354,6 @@ def test_a_layer_is_the_same_by_either_route(small, recipe, sizes):
 @needs_gpu
 def test_transformations_with_kernels(small):
     """jit, vmap, scan, remat and shard_map of one cast and of one layer."""
-    small.setattr(kernels, "SEEN_ON_SEVERAL_DEVICES", True)
     x = spread_values((128, 256), "bfloat16", 9)
     expected = np.asarray(oracle(x, as_cast("nvfp4"), -1, 0).codes)
     batch = jnp.stack([x, 2 * x])
@@ -398,7 +387,6 @@ def test_transformations_with_kernels(small):
 @pytest.mark.parametrize("name", ["fp8_tensor", "mxfp8", "nvfp4", "nvfp4_2d"])
 def test_shards_that_jit_cuts(small, name):
     """Features D13 on GPUs: the kernels cast shards where they lie, to the bytes of the whole matrix."""
-    small.setattr(kernels, "SEEN_ON_SEVERAL_DEVICES", True)
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
     x = spread_values((512, 1024), "bfloat16", 4)

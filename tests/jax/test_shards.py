@@ -64,7 +64,6 @@ def kernel_calls(monkeypatch):
     monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
     monkeypatch.setattr(cuda, "converts", lambda element: False)
     monkeypatch.setattr(kernels, "why_unavailable", lambda capability: "")
-    monkeypatch.setattr(kernels, "SEEN_ON_SEVERAL_DEVICES", True)
     monkeypatch.setattr(kernels, "SMALLEST", 1)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(casts, "_by_triton", by_kernel)
@@ -199,6 +198,9 @@ def test_what_xla_casts_says_why(kernel_calls, cast, shape, reason):
     assert not kernel_calls
 
 
-def test_several_gpus_wait_for_their_first_run(kernel_calls, monkeypatch):
-    monkeypatch.setattr(kernels, "SEEN_ON_SEVERAL_DEVICES", False)
-    assert kernels.why_no_kernel(Cast("mxfp8"), (256, 512)).startswith("several devices or a mesh")
+def test_explicit_axes_are_left_to_xla(kernel_calls):
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=explicit, devices=jax.devices("cpu")[:2])
+    assert kernels.why_no_kernel(Cast("mxfp8"), (256, 512)) == ""
+    with jax.set_mesh(mesh):
+        assert kernels.why_no_kernel(Cast("mxfp8"), (256, 512)).startswith("a mesh with explicit axes")

@@ -1,8 +1,7 @@
 """The kernels of `microfloat.kernels` in JAX: what may call one, and calling one from inside an XLA program.
 
 Kernels serve matrices that lie on one CUDA device as a whole: with one device, under a mesh of one, inside shard_map;
-and the shards of matrices that jit has cut into whole blocks (`shards`). Over several devices both wait for
-`SEEN_ON_SEVERAL_DEVICES`.
+and the shards of matrices that jit has cut into whole blocks (`shards`).
 
 jaxlib starts a kernel of Triton from inside an XLA program (the foreign function `triton_kernel_call_ffi`, which its
 own Pallas uses). It takes the kernel's PTX, its grid, and one entry per parameter: arrays, inputs before outputs, and
@@ -37,9 +36,6 @@ __all__ = [
 
 # Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
 SMALLEST = 1 << 16
-# Kernels run inside shard_map over several devices. They are lowered there in the tests, and wait for a first run on
-# two GPUs: `test_transformations_with_kernels`.
-SEEN_ON_SEVERAL_DEVICES = False
 
 
 def why_not_local() -> str:
@@ -55,7 +51,7 @@ def why_none_here(shape: Sequence[int] | None = None) -> str:
     if missing := why_unavailable(capability):
         return missing
     if not (is_local() or is_sharded()):
-        return "several devices or a mesh: XLA shards its own operations only"
+        return "a mesh with explicit axes or with some manual ones: XLA shards its own operations only"
     return _why_too_small(shape)
 
 
@@ -90,13 +86,13 @@ def is_local() -> bool:
         return jax.device_count() == 1
     if mesh.size == 1:
         return True
-    return SEEN_ON_SEVERAL_DEVICES and all(kind == AxisType.Manual for kind in mesh.axis_types)
+    return all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def is_sharded() -> bool:
     """True if jit may cut arrays over several devices by itself where this is traced."""
     mesh = jax.sharding.get_abstract_mesh()
-    return SEEN_ON_SEVERAL_DEVICES and not is_local() and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return not is_local() and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
 def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
