@@ -8,7 +8,7 @@ are planned on the device, and the host never reads their sizes.
 Legend: M, T = rows of x, K = contraction length, N = rows of a weight, E = experts.
 """
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +17,7 @@ from microfloat.passes import MOST_DECODED_ROWS, most_decoded_rows
 from microfloat.routes import Encoding, encoding_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Triple
+from microfloat.torch.entries import aligned
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -24,18 +25,11 @@ if TYPE_CHECKING:
     from microfloat.passes.products import DecodedExperts
     from microfloat.torch.program import Program
 
-__all__ = ["DECODED_BESIDE", "Decoding", "aligned", "decoding_of", "decoding_of_experts", "parts_of_experts"]
+__all__ = ["DECODED_BESIDE", "Decoding", "decoding_of", "decoding_of_experts", "parts_of_experts"]
 
 Shape = tuple[int, int, int]
 DECODED_BESIDE = (torch.bfloat16, torch.float16)  # dtypes of x
 _BYTES = 16  # what addresses are multiples of
-
-_Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
-
-
-def aligned(tensor: _Kept) -> _Kept:
-    """A tensor, or a copy of it that begins at a multiple of 16 bytes."""
-    return tensor if tensor is None or tensor.data_ptr() % _BYTES == 0 else tensor.clone()
 
 
 class Decoding:

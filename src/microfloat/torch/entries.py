@@ -5,7 +5,7 @@ its transpose.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from microfloat.torch.backends.base import Operand as StoredOperand
 __all__ = [
     "Entries",
     "Entry",
+    "aligned",
     "delayed_of",
     "entries_of",
     "first_delayed",
@@ -29,6 +30,10 @@ __all__ = [
     "parts_of",
     "saved_parts",
 ]
+
+_BYTES = 16  # what addresses are multiples of
+
+_Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
 
 
 class Entry(NamedTuple):
@@ -112,8 +117,16 @@ def laid(tensor: torch.Tensor | None, part: Part | None) -> torch.Tensor | None:
     return torch.empty_strided(part.shape, part.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+def aligned(tensor: _Kept) -> _Kept:
+    """A tensor, or a copy of it that begins at a multiple of 16 bytes, where bound launches and cuBLAS read tensors."""
+    return tensor if tensor is None or tensor.data_ptr() % _BYTES == 0 else tensor.clone()
+
+
 def parts_of(operand: StoredOperand | None, entry: Entry | None, layout: Layout | None) -> Parts:
-    """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them."""
+    """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them.
+
+    The operand may be one of several experts, whose parts begin anywhere in those of all.
+    """
     if operand is None or entry is None or layout is None:
         return [None, None, None]
     codes, scale, fmt = operand.codes, operand.scale, operand.format
@@ -121,4 +134,5 @@ def parts_of(operand: StoredOperand | None, entry: Entry | None, layout: Layout 
         codes = codes.t()
         if scale is not None and fmt.block != (1, 128):  # those lie column-major either way, and are not turned
             scale = scale.t() if scale.dim() else scale
-    return [laid(codes, layout.codes), laid(scale, layout.scale), operand.tensor_scale]
+    parts = laid(codes, layout.codes), laid(scale, layout.scale), operand.tensor_scale
+    return [aligned(part) for part in parts]

@@ -31,7 +31,8 @@ from microfloat.torch import backends, reference
 from microfloat.torch._typing import Triple
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.block_scaled import block_scaled_arguments
-from microfloat.torch.decoding import DECODED_BESIDE, aligned, decoding_of
+from microfloat.torch.decoding import DECODED_BESIDE, decoding_of
+from microfloat.torch.entries import aligned
 from microfloat.torch.own_gemm import own_block_matmul, own_gemm_serves
 
 __all__ = [

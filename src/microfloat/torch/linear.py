@@ -31,6 +31,7 @@ from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe, Parts
 from microfloat.torch.context import Ambient
+from microfloat.torch.entries import aligned
 from microfloat.torch.folding import FoldCounts
 from microfloat.torch.gathered import Gathered
 from microfloat.torch.microbatches import KeptWeight, MainGrad
@@ -299,7 +300,7 @@ class Run:
         if delayed.records:
             scaling.note_recorded(layer, {"dy": cast}, group=group, region=region)
             history = layer_state.amax_history(layer, "dy")
-        return CastInputs(_aligned(layer_state.encode_scale(layer, "dy")), self.dy.seed, history, *self.dy[3:])
+        return CastInputs(aligned(layer_state.encode_scale(layer, "dy")), self.dy.seed, history, *self.dy[3:])
 
 
 class Scheduled(torch.autograd.Function):
@@ -347,7 +348,7 @@ def begin(
         return run
     run.path = layer._path
     if schedule.is_static:
-        run.x = run.x._replace(amax=_aligned(static_amax(layer)))
+        run.x = run.x._replace(amax=aligned(static_amax(layer)))
     if schedule.wants_dw and layer.fuse_wgrad_accumulation:
         run.into = MainGrad(weight, is_first_microbatch is True)
     if schedule.is_delayed and _dispatch_modes():
@@ -525,7 +526,7 @@ def _begin_delayed(
         scales = {"x": buffers["scaling_x_scale"], "w": buffers["scaling_w_scale"]}
         if records:
             x_history, w_history = buffers["scaling_x_amax_history"], buffers["scaling_w_amax_history"]
-    x_scale, w_scale = _aligned(scales["x"]), scales["w"]
+    x_scale, w_scale = aligned(scales["x"]), scales["w"]
     is_live = True
     if isinstance(weight, Gathered):
         gather = weight.contents
@@ -534,7 +535,7 @@ def _begin_delayed(
         if gather.is_current and gather.scale_enc is not None and (state is None or state.replay is None):
             w_scale = gather.scale_enc
         is_live = w_scale is not gather.scale_enc
-    w_scale = _aligned(w_scale)
+    w_scale = aligned(w_scale)
     if state is not None and state.record_tape is not None:
         # Clones: the live buffers change when the region closes, the recomputation takes those of now.
         state.record_tape.record({"x": x_scale.clone(), "w": w_scale.clone() if is_live else w_scale})
@@ -562,11 +563,6 @@ def end(run: Run, layer: nn.Module) -> None:
     """After a forward that no autocast will update: do what the exit of its region would."""
     if run.delayed is not None and run.delayed.is_alone:
         scaling.roll_alone(layer, *run.delayed.recorded, records=run.delayed.records)
-
-
-def _aligned(scale: torch.Tensor) -> torch.Tensor:
-    """An encode scale where a bound launch may read it."""
-    return scale if scale.data_ptr() & 15 == 0 else scale.clone()
 
 
 # ------------------------------------------------------------------------------------------------------------ shared
