@@ -3,6 +3,7 @@
     python tools/check_gpus.py --out DIR                     # in this order, until the time is used up
     python tools/check_gpus.py --out DIR --minutes 9         # steps that do not fit any more are left for the next call
     python tools/check_gpus.py --out DIR --only benchmark    # some of them; --list names all
+    python tools/check_gpus.py --out DIR --together 4        # four tests at a time, since they compile; then benchmarks
 
 Two GPUs of one host serve. Each step is a process group of its own that is ended when its time is over. Its output
 goes to DIR/NAME.log as it comes, and DIR/check_gpus.json says after every step what has passed, how long it took, and
@@ -12,11 +13,14 @@ are. Exits with 1 if a step has failed or is left.
 """
 
 import argparse
+import concurrent.futures
+import datetime
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -60,10 +64,11 @@ dist.destroy_process_group()
 
 
 class Step(NamedTuple):
-    """A command and the seconds that it may take."""
+    """A command and the seconds that it may take; `times`: it measures, and nothing else may run meanwhile."""
 
     seconds: int
     command: tuple[str, ...]
+    times: bool = False
 
 
 def steps(out: Path) -> dict[str, Step]:
@@ -74,7 +79,8 @@ def steps(out: Path) -> dict[str, Step]:
         return Step(seconds, (*_PYTEST, f"{_TESTS}/{name}.py{chosen}"))
 
     def benchmark(name: str, seconds: int, *rows: str) -> Step:
-        return Step(seconds, (*ranks, "-m", "benchmarks", "fsdp", "--json", str(out / f"{name}.json"), "--only", *rows))
+        command = (*ranks, "-m", "benchmarks", "fsdp", "--json", str(out / f"{name}.json"), "--only", *rows)
+        return Step(seconds, command, times=True)
 
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     example = (*ranks, "examples/train_fsdp.py", "--preset", "tiny", "--steps", "20", "--out", str(out / "example"))
@@ -83,7 +89,8 @@ def steps(out: Path) -> dict[str, Step]:
         "collectives": Step(90, (*ranks, str(out / "collectives.py"))),
         "gathers": tests("test_fsdp", 240, "gathers"),
         "benchmark": benchmark("fsdp", 420, "fsdp.current", "fsdp.delayed", "fsdp.mxfp8.folded"),
-        "stored": tests("test_fsdp", 420, "stored"),
+        "stored": tests("test_fsdp", 240, "stored"),
+        "stored unevenly": tests("test_fsdp", 300, "stored_unevenly"),
         "tensor parallel": tests("test_tensor_parallel", 240),
         "benchmark of a plan": benchmark("tp", 180, "tp"),
         "experts": tests("test_expert_data_pipeline", 180),
@@ -124,6 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpus"), help="folder for logs and JSON")
     parser.add_argument("--minutes", type=float, default=28.0, help="time for all steps of this call")
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="names of steps")
+    parser.add_argument("--together", type=int, default=1, help="steps at a time that measure nothing")
     parser.add_argument("--list", action="store_true", help="name the steps and their times, and end")
     options = parser.parse_args(arguments)
     out = options.out.resolve()
@@ -138,26 +146,35 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     out.mkdir(parents=True, exist_ok=True)
     (out / "collectives.py").write_text(_COLLECTIVES)
-    found = json.loads(file.read_text()) if file.exists() else {}
-    until = time.monotonic() + 60 * options.minutes
-    for name, step in every.items():
-        left = until - time.monotonic()
-        if (options.only and name not in options.only) or found.get(name, {}).get("outcome") == "passed":
-            continue
+    found = json.loads(file.read_text())["steps"] if file.exists() else {}
+    until, writing = time.monotonic() + 60 * options.minutes, threading.Lock()
+
+    def check(name: str) -> None:
+        step, left = every[name], until - time.monotonic()
         if left < min(30, step.seconds):
-            found[name] = {"outcome": "left out: no time"}
-            continue
-        log = out / f"{name.replace(' ', '_')}.log"
-        outcome, seconds = run(step, log, min(step.seconds, left))
-        found[name] = {"outcome": outcome, "seconds": round(seconds, 1), "log": log.name}
-        if outcome != "passed":
-            found[name]["end"] = log.read_text(errors="replace")[-3000:]
-        file.write_text(json.dumps(found, indent=2) + "\n")
-        print(f"{name}: {outcome}, {seconds:.0f} s", flush=True)
-    file.write_text(json.dumps(found, indent=2) + "\n")
-    return int(
-        any(one["outcome"] != "passed" for name, one in found.items() if not options.only or name in options.only)
-    )
+            made = {"outcome": "left out: no time"}
+        else:
+            log = out / f"{name.replace(' ', '_')}.log"
+            outcome, seconds = run(step, log, min(step.seconds, left))
+            made = {"outcome": outcome, "seconds": round(seconds, 1), "log": log.name}
+            made["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+            if outcome != "passed":
+                made["end"] = log.read_text(errors="replace")[-3000:]
+            print(f"{name}: {outcome}, {seconds:.0f} s", flush=True)
+        with writing:
+            found[name] = made
+            machine = (out / "machine.log").read_text().split("\n") if (out / "machine.log").exists() else []
+            file.write_text(json.dumps({"machine": machine, "steps": found}, indent=2) + "\n")
+
+    chosen = [name for name in every if name in (options.only or every)]
+    left = [name for name in chosen if found.get(name, {}).get("outcome") != "passed"]
+    if options.together > 1:
+        with concurrent.futures.ThreadPoolExecutor(options.together) as pool:
+            list(pool.map(check, [name for name in left if not every[name].times]))
+        left = [name for name in left if every[name].times]
+    for name in left:
+        check(name)
+    return int(any(found[name]["outcome"] != "passed" for name in chosen))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_steps_end_in_time_and_are_not_repeated(check_gpus, tmp_path, monkeypatc
     }  # fmt: skip
     monkeypatch.setattr(check_gpus, "steps", lambda out: steps)
     assert check_gpus.main(["--out", str(tmp_path)]) == 1
-    found = json.loads((tmp_path / "check_gpus.json").read_text())
+    found = json.loads((tmp_path / "check_gpus.json").read_text())["steps"]
     assert {name: one["outcome"] for name, one in found.items()} == {
         "quick": "passed", "slow": "ended after 1 seconds", "wrong": "failed with status 1",
     }  # fmt: skip
@@ -55,5 +55,11 @@ def test_steps_end_in_time_and_are_not_repeated(check_gpus, tmp_path, monkeypatc
     assert capsys.readouterr().out.startswith("slow: passed")
     assert check_gpus.main(["--out", str(tmp_path / "new"), "--minutes", "0"]) == 1
     assert "left out" in (tmp_path / "new" / "check_gpus.json").read_text()
+    steps["timed"] = check_gpus.Step(60, ("-c", "print('timed')"), times=True)
+    assert (
+        check_gpus.main(["--out", str(tmp_path / "together"), "--together", "2", "--only", "quick", "slow", "timed"])
+        == 0
+    )
+    assert capsys.readouterr().out.split("\n")[2].startswith("timed: passed")
     with pytest.raises(SystemExit):
         check_gpus.main(["--only", "nothing"])

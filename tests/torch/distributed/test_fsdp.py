@@ -818,8 +818,9 @@ GPU_GROUPS = {
     },
     "stored": {
         quantized_cases.stored_weights: None, stored_bytes: test_weights_that_exist_as_codes_are_gathered_as_codes,
-        quantized_cases.frozen_bases: None, quantized_cases.stored_unevenly: None, quantized_cases.experts: None,
+        quantized_cases.frozen_bases: None, quantized_cases.experts: None,
     },
+    "stored_unevenly": {quantized_cases.stored_unevenly: None},
     "ways": {
         ways_of_training: test_ways_of_training, accumulation: test_gradient_accumulation,
         high_precision_islands: test_other_reads_of_a_gathered_weight_gather_its_values,
