@@ -1,8 +1,9 @@
-"""A few rows of bfloat16 times a weight stored as codes, against F.linear in bfloat16, inside CUDA graphs (d.*).
+"""Rows of bfloat16 times a weight stored as codes, against F.linear in bfloat16, inside CUDA graphs (d.*).
 
 Calls of a graph take turns over as many weights as the L2 cache cannot hold, as the layers of a model do. Each shape is
 first compared with the product of the dequantized weight in float64. Experts (d.experts*) are multiplied by groups of
-rows that a router of even hands has chosen, other ones in each call, against torch's grouped matmul in bfloat16.
+rows that a router of even hands has chosen, other ones in each call, against torch's grouped matmul in bfloat16. A
+prompt of many rows (d.prompt*) is quantized too: its product is compared with that of the quantized values.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from torch import nn
 import microfloat.torch as mf
 from benchmarks._recipes import difference, sqnr_db
 from benchmarks._report import Report, Row
-from microfloat.recipes import WeightOnly
+from microfloat.recipes import WeightActivation, WeightOnly
 from microfloat.torch.measure import in_turn
 
 # N, K: two square and the up and down projections of models of 8 and 70 billion parameters.
@@ -27,9 +28,15 @@ SHAPES, QUICK = ((8192, 8192), (28672, 8192), (4096, 14336)), ((64, 256),)
 TOKENS, TOKENS_OF_EXPERTS = (1, 4, 16, 32, 64, 128, 256), (1, 4, 16, 32, 64)
 WEIGHTS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "row": "fp8_row", "block": "fp8_128x128"}
 PREFILL = 4096
+# A prompt on FP8 tensor cores: the config, what rows are quantized to, and the weight too where it is quantized again.
+PROMPTS = {
+    "row": (WeightActivation("fp8_row"), "fp8_row", None), "mxfp8": (WeightActivation("mxfp8"), "mxfp8", None),
+    "nvfp4": (WeightOnly("nvfp4", prefill="folded"), "fp8_1x128", "fp8_128x128"),
+}  # fmt: skip
 CALLS, _CACHE_BYTES = 16, 240e6  # products in a graph
 # One rounding of y to bfloat16, and a float32 sum of K terms: 2^-9 of the largest magnitude, far above the mean.
 _LARGEST_DIFFERENCE = 2.0**-8
+_LARGEST_RELATIVE = 6e-3  # of the norm, for FP8 on a Hopper with fast sums: docs/numerics.md 8.3
 
 
 class Experts(NamedTuple):
@@ -44,14 +51,16 @@ class Experts(NamedTuple):
 EXPERTS = {"experts8": Experts(8, 14336, 4096, 2), "experts64": Experts(64, 2048, 7168, 8)}
 
 
-def layers_of(fmt: str | None, shape: tuple[int, int], options: argparse.Namespace) -> list[nn.Linear]:
-    """As many layers with weights of their own as the cache cannot hold; `fmt` None: in bfloat16."""
+def layers_of(
+    config: WeightActivation | WeightOnly | None, shape: tuple[int, int], options: argparse.Namespace
+) -> list[nn.Linear]:
+    """As many layers with weights of their own as the cache cannot hold; `config` None: in bfloat16."""
     n, k = shape
     one = nn.Linear(k, n, bias=False, device=options.device, dtype=torch.bfloat16).requires_grad_(False)
     size = 2.0 * n * k
-    if fmt is not None:
+    if config is not None:
         model = nn.Sequential(one)
-        mf.quantize_(model, WeightOnly(fmt))
+        mf.quantize_(model, config)
         one, size = model[0], float(sum(part.numel() * part.element_size() for part in _parts(model[0].weight)))
     count = 2 if options.quick else max(2, int(_CACHE_BYTES / size) + 1)
     return [one, *(copy.deepcopy(one) for _ in range(count - 1))]
@@ -83,7 +92,7 @@ def replaying(calls: Sequence[Callable[[], object]], on_gpu: bool) -> Callable[[
 def measure(report: Report, name: str, shape: tuple[int, int]) -> None:
     """A row for each number of tokens, and one for a prompt."""
     options, (n, k) = report.options, shape
-    plain, stored = layers_of(None, shape, options), layers_of(WEIGHTS[name], shape, options)
+    plain, stored = layers_of(None, shape, options), layers_of(WeightOnly(WEIGHTS[name]), shape, options)
     exact = stored[0].weight.detach().dequantize(torch.float64)
     calls = 1 if options.device == "cpu" else CALLS
     for m in (*TOKENS, PREFILL) if not options.quick else (3,):
@@ -98,6 +107,28 @@ def measure(report: Report, name: str, shape: tuple[int, int]) -> None:
         row.timed(times["ours"].per(calls), times["bf16"].per(calls))
         row.gbs = sum(part.numel() * part.element_size() for part in _parts(stored[0].weight)) / row.median_ms / 1e6
         report.add(row)
+
+
+def measure_prompt(report: Report, name: str, shape: tuple[int, int]) -> None:
+    """A row for a prompt whose rows are quantized as they come."""
+    options, (n, k), (config, of_rows, of_weight) = report.options, shape, PROMPTS[name]
+    plain, stored = layers_of(None, shape, options), layers_of(config, shape, options)
+    calls = 1 if options.device == "cpu" else CALLS
+    m, weight = PREFILL if not options.quick else 128, stored[0].weight.detach()
+    x = torch.randn(m, k, device=options.device).bfloat16()
+    if of_weight is not None:
+        weight = mf.quantize(weight.dequantize(), of_weight)
+    exact = mf.quantize(x, of_rows).dequantize(torch.float64) @ weight.dequantize(torch.float64).T
+    worst = float((stored[0](x).double() - exact).norm() / exact.norm())
+    if worst > _LARGEST_RELATIVE:
+        report.skip(f"d.prompt.{name}", f"differs from the product of the quantized values: {worst:.1e}")
+        return
+    del exact
+    times = in_turn({"bf16": graph_of(plain, x), "ours": graph_of(stored, x)}, options.device, 40, least=8)
+    row = Row(f"d.prompt.{name}", (m, k, n), of_rows, mode="graph", sqnr_db=sqnr_db(worst), ratio_of="bf16")
+    row.timed(times["ours"].per(calls), times["bf16"].per(calls))
+    row.extra = {"weight": WEIGHTS.get(name, name), "read_as": of_weight or of_rows}
+    report.add(row)
 
 
 def grouped_in_bfloat16(x: torch.Tensor, weight: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -157,4 +188,8 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         for kind in EXPERTS:
             if report.wants(f"d.{kind}.{name}"):
                 report.attempt(f"d.{kind}.{name}", functools.partial(measure_experts, report, name, kind))
+    for name in PROMPTS:
+        if report.wants(f"d.prompt.{name}"):
+            for shape in QUICK if options.quick else SHAPES:
+                report.attempt(f"d.prompt.{name}", functools.partial(measure_prompt, report, name, shape))
     return report.finish()

@@ -27,6 +27,7 @@ from benchmarks.decode import CALLS, QUICK, SHAPES, WEIGHTS, graph_of, layers_of
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.passes import MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS, products
 from microfloat.passes.matrix import At, Device, Passes
+from microfloat.recipes import WeightOnly
 from microfloat.routes import encoding_of
 from microfloat.torch.measure import Times
 from microfloat.torch.program import Program, device_of
@@ -258,7 +259,7 @@ class Weights(NamedTuple):
     @staticmethod
     def of(name: str, size: tuple[int, int], options: argparse.Namespace) -> "Weights":
         """Random ones."""
-        layers, plain = layers_of(WEIGHTS[name], size, options), layers_of(None, size, options)
+        layers, plain = layers_of(WeightOnly(WEIGHTS[name]), size, options), layers_of(None, size, options)
         quantized: list[Any] = [layer.weight.detach() for layer in layers]
         operands = [weight.to_operand() for weight in quantized]
         parts = [(one.codes, one.scale, one.tensor_scale) for one in operands]

@@ -216,7 +216,8 @@ def train_table(path: Path) -> str:
 
 def decode_table(path: Path) -> str:
     """Few rows of x by weights stored as codes: the ratio to bf16 by rows of x, format and shape, experts below."""
-    rows = [row for row in rows_of(path) if "median_ms" in row]
+    every = [row for row in rows_of(path) if "median_ms" in row]
+    prompts, rows = ([row for row in every if row["id"].startswith("d.prompt.") is asked] for asked in (True, False))
     formats = list(dict.fromkeys(row["recipe"] for row in rows))
     parts = []
     for kind in ("", "experts8", "experts64"):
@@ -232,7 +233,16 @@ def decode_table(path: Path) -> str:
         sizes = "; ".join(f"{n} x {k}" for n, k in shapes)
         each = f", {own[0]['extra']['experts_of_a_token']} for each token" if kind else ""
         parts.append(f"{table([title, *formats], cells, right=())}\n\nWeights of {sizes}{each}.")
-    return "\n\n".join([*parts, LEGEND["missed"], provenance(rows)])
+    if prompts:
+        found_of: dict[str, list[str]] = {}
+        for row in prompts:
+            read = row["extra"]["read_as"]
+            found_of.setdefault(f"{row['extra']['weight']}, read as {read}", []).append(figure(row, row["ratio"]))
+        sizes = "; ".join(dict.fromkeys(f"{row['shape'][2]} x {row['shape'][1]}" for row in prompts))
+        title = [f"prompt of {prompts[0]['shape'][0]} rows, quantized too", "times as fast"]
+        cells = [[name, ", ".join(figures)] for name, figures in found_of.items()]
+        parts.append(f"{table(title, cells, right=())}\n\nWeights of {sizes}.")
+    return "\n\n".join([*parts, LEGEND["missed"], provenance(every)])
 
 
 def distributed_table(path: Path) -> str:
