@@ -5,6 +5,7 @@ import pytest
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 
 import microfloat.jax as mj  # noqa: E402
 from microfloat.errors import InvalidValueError  # noqa: E402
@@ -80,3 +81,22 @@ def test_few_rows_read_the_stored_codes(repository, name) -> None:  # features I
     assert "2. dequantize one operand, dot" in told
     assert set(found["casts"]) == {"cast_scaled"}
     assert "2. dequantize one operand, dot" in found["native"]
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4", "mxfp6_e3m2", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128"],
+)
+def test_few_rows_read_the_stored_codes_on_a_gpu(name) -> None:  # features I2
+    stored = mj.quantize(jax.random.normal(jax.random.key(1), (640, 1024), jnp.bfloat16), name)
+    exact_w = np.asarray(stored.dequantize(jnp.float32)).astype(np.float64)
+    multiply = jax.jit(lambda x: mj.dot_general(WeightOnly(name))(x, stored, (((1,), (1,)), ((), ()))))
+    for rows in (1, 3, 8, 9, 20, 64):
+        x = jax.random.normal(jax.random.key(rows), (rows, 1024), jnp.bfloat16)
+        assert "triton_kernel_call" in multiply.lower(x).as_text()
+        values = np.asarray(x).astype(np.float64)
+        exact, terms = values @ exact_w.T, np.abs(values) @ np.abs(exact_w).T
+        # One rounding of y, and float32 sums of K exact products (docs/numerics.md 8.2).
+        bound = 2.0**-8 * np.abs(exact) + 1024 * 2.0**-23 * terms
+        assert (np.abs(np.asarray(multiply(x)).astype(np.float64) - exact) <= bound).all(), rows
