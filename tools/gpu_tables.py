@@ -261,6 +261,17 @@ def distributed_table(path: Path) -> str:
     return finished(header, cells, rows)
 
 
+def checks_table(path: Path) -> str:
+    """The steps of tools/check_gpus.py: how each ended."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    cells = [
+        [name, one["outcome"], "" if "seconds" not in one else f"{one['seconds']:.0f}", one.get("date", "")]
+        for name, one in found["steps"].items()
+    ]
+    where = " ".join(line.strip() for line in found["machine"] if line.strip())
+    return f"{table(['step', 'outcome', 'seconds', 'date'], cells, right=(2,))}\n\n`tools/check_gpus.py`: {where}."
+
+
 # The first word of a kernel's name -> its kind.
 KINDS = {"amax": "amaxes", **dict.fromkeys(("cast", "quantize", "fold", "values", "transform"), "casts")}
 
@@ -286,8 +297,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quantize": quantize_table, "matmul": matmul_table, "linear": linear_table, "grouped": linear_table,
     "profile": profile_table, "decoder": decoder_table, "block": block_table, "host": host_table,
     "train": train_table, "decode": decode_table, "fsdp": distributed_table, "tp": distributed_table,
+    "nccl": checks_table,
 }  # fmt: skip
-PAGES = {"decode": "inference.md", "fsdp": "distributed.md", "tp": "distributed.md"}  # others: performance.md
+PAGES = {
+    "decode": "inference.md", "fsdp": "distributed.md", "tp": "distributed.md", "nccl": "distributed.md",
+}  # fmt: skip  # others: performance.md
 
 
 def generated(name: str) -> str:
