@@ -1,72 +1,95 @@
 """Time of a training step with and without `mf.watch`, as JSON: between samples, and in a sampled step.
 
-`records_ms`: what the host takes to make the records of one sample, when somebody asks for them. `watched_host_ms`:
-what it takes to launch a sampled step, which the GPU may be behind.
+Blocks of plain steps, of steps between samples and of sampled ones take turns, so that a GPU that grows slower or
+faster meanwhile does so for all of them; the medians over all blocks are reported, and those of each block beside them.
+A sampled step includes the end of the sample before it, which copies its numbers to the host. The first two steps of a
+block are not timed.
+
+`plain_host_ms`, `sampled_host_ms`: what the host takes to launch a step, which the GPU may be behind. `records_ms`:
+what it takes to make the records of one sample, when somebody asks for them. `allocations`: how often torch asked the
+driver for memory in the timed steps of a kind.
 
 PYTHONPATH=src python benchmarks/watch.py --layers 12 --hidden 2048 --tokens 8192 > watch.json
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
+from collections import defaultdict
 
 import torch
 
 import microfloat.torch as mf
 
+_EVERY = {"plain": None, "between_samples": 2**40, "sampled": 1}
+
 
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description="Time of training steps with and without mf.watch.")
-    for name, default in (("layers", 12), ("hidden", 2048), ("tokens", 8192), ("steps", 20)):
+    for name, default in (("layers", 12), ("hidden", 2048), ("tokens", 8192), ("steps", 10), ("rounds", 6)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--recipe", default="mxfp8")
-    parser.add_argument("--kernels", action="store_true", help="measure by kernels that have not run on a GPU yet")
     options = parser.parse_args()
-    if options.kernels:
-        from microfloat.torch import measured
-
-        measured.SEEN_ON_A_GPU = True
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size, kind = options.hidden, {"device": device, "dtype": torch.bfloat16}
     layers = [mf.TransformerLayer(size, 4 * size, size // 64, **kind) for _ in range(options.layers)]
     model = torch.nn.Sequential(*layers)
     mf.convert(model, options.recipe)
-    x = torch.randn(options.tokens // 1024, 1024, size, **kind)
+    x = torch.randn(-(-options.tokens // 1024), min(options.tokens, 1024), size, **kind)
 
-    def step(waits: bool = True) -> float:
+    def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
+
+    def step() -> tuple[float, float]:
+        """Milliseconds until everything is launched, and until it is done."""
+        wait()
         started = time.perf_counter()
         model(x).float().square().mean().backward()
         model.zero_grad()
-        if waits and device.type == "cuda":
-            torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - started)
+        launched = time.perf_counter()
+        wait()
+        return 1e3 * (launched - started), 1e3 * (time.perf_counter() - started)
 
-    def median(steps: int) -> float:
-        return statistics.median(step() for _ in range(steps))
+    def allocations() -> int:
+        return torch.cuda.memory_stats().get("num_device_alloc", 0) if device.type == "cuda" else 0
 
-    median(5)
-    plain = median(options.steps)
-    with mf.watch(model, every=2**40):
-        step()
-        between = median(options.steps)
-    with mf.watch(model, every=1) as watched:
-        step()
-        sampled = median(5)
-        started = time.perf_counter()
-        records = len(watched.records)
-        reading = 1e3 * (time.perf_counter() - started) / 6
-        launching = statistics.median(step(waits=False) for _ in range(5))
-    again = median(options.steps)
-    plain = min(plain, again)
+    blocks: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
+    allocated: dict[str, int] = defaultdict(int)
+    reading, records = [], 0
+    for number in range(options.rounds + 1):  # the first round warms up
+        for name, every in _EVERY.items():
+            with contextlib.nullcontext() if every is None else mf.watch(model, every=every) as watched:
+                for _ in range(2):
+                    step()
+                before = allocations()
+                times = [step() for _ in range(options.steps)]
+                if number:
+                    blocks[name].append(times)
+                    allocated[name] += allocations() - before
+            if watched is not None and every == 1:
+                started = time.perf_counter()
+                records = len(watched.records) // (options.steps + 2)
+                reading.append(1e3 * (time.perf_counter() - started) / (options.steps + 2))
+
+    def median(name: str, which: int) -> float:
+        return statistics.median(one[which] for block in blocks[name] for one in block)
+
+    plain, between, sampled = (median(name, 1) for name in _EVERY)
     result = {
         **vars(options), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__, "plain_ms": plain, "between_samples_ms": between, "sampled_ms": sampled,
-        "watched_host_ms": launching, "records_ms": reading, "records_of_a_sample": records // 6,
+        "plain_host_ms": median("plain", 0), "sampled_host_ms": median("sampled", 0),
         "overhead_every_100": (99 * between + sampled) / (100 * plain) - 1,
+        "overhead_of_samples_every_100": (sampled / plain - 1) / 100,
+        "records_ms": statistics.median(reading), "records_of_a_sample": records,
+        "allocations": dict(allocated),
+        "blocks_ms": {
+            name: [statistics.median(one[1] for one in block) for block in made] for name, made in blocks.items()
+        },
     }  # fmt: skip
     print(json.dumps(result, indent=1))
 

@@ -20,11 +20,6 @@ __all__ = ["count_whole", "measure_product", "measure_rows", "serves"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# These kernels compile and agree in Triton's interpreter, and wait for a first run on a GPU, after which this becomes
-# True (`benchmarks/watch.py --kernels`); until then torch operations measure there.
-SEEN_ON_A_GPU = False
-
-
 def serves(dtype: torch.dtype, cast: Cast | None = None) -> bool:
     """True if kernels read tensors of this dtype, and codes of this cast."""
     return dtype in _DTYPES and (cast is None or not kernel_cast(cast).refusal)

@@ -193,9 +193,7 @@ def _launches() -> ModuleType:
 
 
 def _has_launch(backend: Backend, dtype: torch.dtype, cast: Cast | None = None) -> bool:
-    if backend.programs is None or not (backend.programs.INTERPRETED or _launches().SEEN_ON_A_GPU):
-        return False
-    return _launches().serves(dtype, cast)
+    return backend.programs is not None and _launches().serves(dtype, cast)
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors
