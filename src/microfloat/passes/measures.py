@@ -11,14 +11,15 @@ from microfloat.passes.tables import NO_SIGNS, Warps, ceil_div
 from microfloat.recipes import Cast
 
 __all__ = [
-    "BIAS", "CODES", "NUMBERS", "RESULT", "SAMPLED", "SCALE", "TENSOR_SCALE", "WHOLE", "Scales", "cast_measures",
-    "product_measures", "rows_measures", "whole_measures",
+    "BIAS", "CODES", "NUMBERS", "RESULT", "SAMPLED", "SCALE", "SECOND", "TENSOR_SCALE", "WHOLE", "Scales",
+    "cast_measures", "numbers_of_product", "product_measures", "rows_measures", "whole_measures", "widen_passes",
 ]  # fmt: skip
 
 # Positions in the table, besides At.SOURCE = the whole tensor, the rows x, or the exact product.
 WHOLE = 3  # counts of a whole tensor, which are added to
 CODES, SCALE, TENSOR_SCALE = 3, 4, 5
 RESULT, BIAS = 3, 4
+SECOND = At.SECOND  # of two matrices
 NUMBERS = measures.NUMBERS.value
 SAMPLED = 1 << 14  # of more elements than so many, every k-th is sorted into binades
 
@@ -26,6 +27,7 @@ _COUNTED_TOGETHER = 4096
 _TILE = 16, 128
 _GATHERED_TOGETHER = 4096
 _MULTIPLIED_TOGETHER, _STEPS = 2048, 2
+_WIDENED_TOGETHER = 2048
 _EIGHT_WARPS, _SIXTEEN_WARPS = Warps(8), Warps(16)
 
 
@@ -115,13 +117,37 @@ def _is_wide(value: int) -> bool:
     return value > INT32_MAX
 
 
+def widen_passes(a: Matrix, b: Matrix) -> Passes:
+    """The pass that writes two matrices in float64, without gaps."""
+    passes, (a_size, b_size) = Passes(2), (a.rows * a.columns, b.rows * b.columns)
+    made = [
+        passes.put(index, Part((size,), (1,), "float64")) for index, size in enumerate((a_size, b_size))
+    ]  # fmt: skip
+    of_a = ceil_div(a_size, _WIDENED_TOGETHER)
+    scalars = *a.sizes, *b.sizes, of_a
+    # Programs may reach a little beyond the last element.
+    is_wide = any(one.index64 or size + _WIDENED_TOGETHER > INT32_MAX for one, size in ((a, a_size), (b, b_size)))
+    constants = is_wide, _WIDENED_TOGETHER
+    key = (a.dtype, b.dtype, a.device.number, constants, *map(specialization, scalars))
+    programs = of_a + ceil_div(b_size, _WIDENED_TOGETHER)
+    passes.launches.append(Pass(
+        measures.widen, key, programs, (At.SOURCE, SECOND, *made), scalars, constants, _EIGHT_WARPS
+    ))  # fmt: skip
+    return passes
+
+
+def numbers_of_product(rows: int, columns: int) -> int:
+    """The number of float64 in which a product is compared."""
+    return 4 * ceil_div(rows * columns, _MULTIPLIED_TOGETHER * _STEPS)
+
+
 def product_measures(result: Matrix, bias: str | None) -> Passes:
     """The pass that compares a product with the exact one: float64 [programs, 4]. `bias`: its dtype, None without one.
 
     The exact product is float64 without gaps.
     """
     passes, together = Passes(1), _MULTIPLIED_TOGETHER * _STEPS
-    programs = ceil_div(result.rows * result.columns, together)
+    programs = numbers_of_product(result.rows, result.columns) // 4
     found = passes.put(0, Part((programs, 4), (4, 1), "float64"))
     scalars = result.rows * result.columns, result.columns, result.stride_r, result.stride_c
     # Programs may reach a little beyond the last element.

@@ -1,23 +1,59 @@
-"""Metrics on the device by launches of `kernels.casts.measures`, with the numbers of `microfloat.torch.measuring`.
+"""Launches of `kernels.casts.measures` that sum what `microfloat.torch.measuring` defines: one plan for each tensor.
 
-`programs`: the executor of a backend, which binds passes to launches.
+A `Plan` holds everything that is decided by sizes: the casts of parts of a tensor, their measures, and where each of
+them finds its memory. A run of it allocates once and starts launches with addresses that are sums of a base, an offset
+and a step for each row before the part. What decides is the host time of a watched step, which has thousands of these
+launches. Plans are kept, and serve every layer with tensors of the same sizes.
 
 Legend: R = rows of an operand form (of a part of it), C = its contraction length.
 """
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from types import ModuleType
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from microfloat.passes.measures import Scales, cast_measures, product_measures, rows_measures, whole_measures
-from microfloat.passes.tables import kernel_cast
+from microfloat.layout import Part
+from microfloat.passes import CastInputs, OperandSpec
+from microfloat.passes.casts import cast_passes
+from microfloat.passes.matrix import ALIGNMENT, At, Buffer, Passes
+from microfloat.passes.measures import (
+    BIAS,
+    CODES,
+    NUMBERS,
+    RESULT,
+    SCALE,
+    SECOND,
+    TENSOR_SCALE,
+    WHOLE,
+    Scales,
+    cast_measures,
+    numbers_of_product,
+    product_measures,
+    rows_measures,
+    whole_measures,
+    widen_passes,
+)
+from microfloat.passes.tables import ceil_div, kernel_cast
 from microfloat.recipes import Cast
 from microfloat.torch._typing import Maybe
-from microfloat.torch.backends.base import Operand
+from microfloat.torch.measuring import Place, Rows, Slab, casts_whole
+from microfloat.torch.program import Prepared
 
-__all__ = ["count_whole", "measure_product", "measure_rows", "serves"]
+__all__ = ["NUMBERS", "measure_operand", "measure_result", "numbers_of_product", "serves"]
 
+
+Start: TypeAlias = Callable[..., None]  # (stream, *addresses), or tensors before a kernel is compiled
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_UNIT = 128  # parts begin at multiples of it
+_ALIGNED: frozenset[int] = frozenset()
+_BLOCK = 32  # of rows that no cast is measured of
+# The bases of addresses: memory that a run allocates, the words and the numbers that it fills, and what it is given.
+_MADE, _SPANS, _WORDS, _NUMBERS, _SOURCE, _SCALE_ENC, _SEED, _ANY_SEED, _SCRATCH = range(9)
+_RESULT, _A, _B, _BIAS = range(_SOURCE, _SOURCE + 4)
 
 
 def serves(dtype: torch.dtype, cast: Cast | None = None) -> bool:
@@ -25,52 +61,371 @@ def serves(dtype: torch.dtype, cast: Cast | None = None) -> bool:
     return dtype in _DTYPES and (cast is None or not kernel_cast(cast).refusal)
 
 
-def _like(x: torch.Tensor) -> tuple:
-    return x.shape, x.stride(), x.dtype, x.data_ptr() & 15
-
-
-def count_whole(programs: ModuleType, matrix: torch.Tensor, words: torch.Tensor) -> None:
-    """Fill int64 words that are zero: bits of the float32 amax, NaN ignored; the counts of NaN and of infinity."""
-    programs.run_passes(
-        ("count whole", *_like(matrix)), lambda: whole_measures(programs.matrix_of(matrix)), matrix.device,
-        (None, matrix, None, words),
-    )  # fmt: skip
-
-
-def measure_rows(
-    programs: ModuleType, x_RC: torch.Tensor, operand: Operand | None, cast: Cast | None, block: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float64 numbers, float32 spans [2, R, blocks, pieces of a block]) of rows and of what a cast made of them.
-
-    `block`: the number of elements whose magnitudes are compared, None for a row; that of the format, with a cast.
+class _Field(NamedTuple):
+    """Where an argument of a launch begins: at a base, `offset` bytes on, and so many more for all 128 rows, and for
+    all 128 columns, before the part that is measured.
     """
-    if operand is None or cast is None:
-        assert block is not None
-        numbers, spans = programs.run_passes(
-            ("rows", block, *_like(x_RC)), lambda: rows_measures(programs.matrix_of(x_RC), block), x_RC.device,
-            (None, x_RC, None),
-        )  # fmt: skip
-        return numbers, spans[..., None]
-    codes, scale, level = operand.codes, operand.scale, operand.tensor_scale
-    shape, strides = (1, 1), (0, 0)
-    if scale.dim() == 2:
-        shape = scale.shape[0], scale.shape[1]
-        strides = scale.stride(0), scale.stride(1) if block is not None else 0
-    scales = Scales(shape, strides, None if level is None else level.stride(0) if level.dim() else 0)
-    numbers, spans = programs.run_passes(
-        ("measured cast", cast.format, cast.hadamard, scales, *_like(x_RC)),
-        lambda: cast_measures(programs.matrix_of(x_RC), cast, scales), x_RC.device,
-        (None, x_RC, None, codes, scale, level),
+
+    base: int
+    offset: int = 0
+    down: int = 0
+    across: int = 0
+    dtype: torch.dtype = torch.uint8
+
+    def tensor(self, base: torch.Tensor, starts: tuple[int, int]) -> torch.Tensor:
+        """A tensor that begins there, for Triton."""
+        offset, size = self.offset + starts[0] * self.down + starts[1] * self.across, self.dtype.itemsize
+        if base.dtype == self.dtype:
+            return base.as_strided((1,), (1,), base.storage_offset() + offset // size)
+        flat = base.view(torch.uint8)[offset:]
+        return flat[: len(flat) // size * size].view(self.dtype)
+
+
+Given: TypeAlias = Mapping[int, _Field | None]  # what stands at positions of a table
+
+
+class _Memory:
+    """One allocation for many buffers, each at a multiple of 16 bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def add(self, buffer: Buffer) -> tuple[int, int]:
+        """The offset of a buffer, and its size."""
+        last = sum((n - 1) * stride for n, stride in zip(buffer.shape, buffer.strides, strict=True))
+        offset, size = self.size, (last + 1) * getattr(torch, buffer.dtype).itemsize
+        self.size += ceil_div(size, ALIGNMENT) * ALIGNMENT
+        return offset, size
+
+
+class _Plan:
+    """Launches over one tensor and its parts, with everything decided but addresses.
+
+    `spans`: shape, strides and offset in float32 of the spans of each of its parts. `product`: shape, strides and
+    offset in float64 of both factors of a product and of the product, which torch multiplies after so many launches.
+    """
+
+    def __init__(
+        self, programs: ModuleType, device: torch.device, misaligned: frozenset[int], starts: tuple[int, int]
+    ) -> None:  # fmt: skip
+        """`misaligned`: bases that are no multiples of 16 bytes; `starts`: as of a run."""
+        self.spans: list[tuple] = []
+        self.product: list[tuple] = []
+        self._programs, self._misaligned, self._starts_at = programs, misaligned, starts
+        self._empty = programs.fast_empty(device)
+        self._fields: list[_Field] = []
+        self._made, self._kept = _Memory(), _Memory()
+        self._cleared: list[slice] = []
+        self._prepared: list[tuple[Prepared, itemgetter]] = []
+        self._before = 0
+        self._starts: list[tuple[Start, itemgetter]] = []
+
+    # ---------------------------------------------------------------------------------------------------- construction
+
+    def add(
+        self, passes: Passes, given: Given, numbers: _Field | None = None, spans: bool = False
+    ) -> list[_Field | None]:
+        """Add launches; returns the fields of their buffers.
+
+        `given`: the fields of positions up to MADE; `numbers`: that of the first buffer, if it is not allocated here;
+        `spans`: the second buffer outlives the run.
+        """
+        buffers: list[_Field | None] = []
+        for index, made in enumerate(passes.buffers):
+            if made is None or (index == 0 and numbers is not None):
+                buffers.append(None if made is None else numbers)
+                continue
+            dtype = getattr(torch, made.dtype)
+            dtype = torch.uint8 if dtype.itemsize == 1 else dtype  # FP8, as `programs.as_bytes`
+            is_kept = index == 1 and spans
+            offset, size = (self._kept if is_kept else self._made).add(made)
+            buffers.append(_Field(_SPANS if is_kept else _MADE, offset, dtype=dtype))
+            if made.cleared:
+                self._cleared.append(slice(offset, offset + size))
+        for launch in passes.launches:
+            taken = [self._taken(passes, at, given, buffers) for at in launch.tensors]
+            for field in taken:
+                if field is not None and field not in self._fields:
+                    self._fields.append(field)
+            indices = [0 if field is None else 1 + self._fields.index(field) for field in taken]
+            aligned = tuple(field is None or self._is_aligned(field) for field in taken)
+            kernel = self._programs.kernel_of(launch.kernel, launch.cooperative, launch.cluster, launch.dependent)
+            arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
+            self._prepared.append((kernel.prepared(*arguments), itemgetter(*indices)))
+        return buffers
+
+    @staticmethod
+    def _taken(passes: Passes, at: int, given: "Given", buffers: "Sequence[_Field | None]") -> _Field | None:
+        """The field of a position in the table of a launch."""
+        if at >= At.MADE:
+            return buffers[at - At.MADE]
+        if at >= 0:
+            return given.get(at)
+        part = passes.slices[~at]
+        whole = buffers[part.buffer]
+        assert whole is not None
+        dtype = whole.dtype if part.dtype is None else getattr(torch, part.dtype)
+        return whole._replace(offset=whole.offset + part.offset * whole.dtype.itemsize, dtype=dtype)
+
+    def _is_aligned(self, field: _Field) -> bool:
+        begins = field.offset + self._starts_at[0] * field.down + self._starts_at[1] * field.across
+        return field.base not in self._misaligned and not begins & (ALIGNMENT - 1)
+
+    def multiply(self, factors: Sequence[tuple], rows: int, columns: int) -> _Field:
+        """Let torch multiply here; returns the field of the product [rows, columns], which is float64 without gaps."""
+        self._before = len(self._prepared)
+        offset, _ = self._made.add(Buffer((rows, columns), (columns, 1), "float64"))
+        self.product = [*factors, ((rows, columns), (columns, 1), offset // 8)]
+        return _Field(_MADE, offset, dtype=torch.float64)
+
+    # --------------------------------------------------------------------------------------------------------- running
+
+    def run(
+        self, words: Place, numbers: Place | None, given: Sequence[Maybe], starts: tuple[int, int]
+    ) -> list[torch.Tensor]:
+        """Start everything on the current stream of the current device, that of the tensors; returns the spans.
+
+        `given`: the tensors of bases from SOURCE on. `starts`: the first row and column that are measured, by 128.
+        """
+        made = self._empty((self._made.size // 8,), (1,), torch.float64)
+        spans = self._empty((self._kept.size // 4,), (1,), torch.float32)
+        for cleared in self._cleared:
+            made.view(torch.uint8)[cleared].zero_()
+        device = made.get_device()
+        stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
+        places = words, numbers or words
+        if self._starts:
+            first = [made.data_ptr(), spans.data_ptr(), *[place.address for place in places]]
+            bases = first + [0 if tensor is None else tensor.data_ptr() for tensor in given]
+            row, column = starts
+            table: list[object] = [None]
+            table += [
+                bases[base] + offset + row * down + column * across for base, offset, down, across, _ in self._fields
+            ]
+            starting: Sequence[tuple[Start, itemgetter]] = self._starts
+        else:
+            tensors = [made, spans, *[place.tensor for place in places], *given]
+            table = [None, *[field.tensor(tensors[field.base], starts) for field in self._fields]]
+            starting = self._prepared
+        if self.product:
+            for start, pick in starting[: self._before]:
+                start(stream, *pick(table))
+            a, b, exact = (made.as_strided(*one) for one in self.product)
+            torch.mm(a, b, out=exact)
+            starting = starting[self._before :]
+        for start, pick in starting:
+            start(stream, *pick(table))
+        if not self._starts and all(prepared.at is not None for prepared, _ in self._prepared):  # all are compiled
+            self._starts = [(prepared.at, pick) for prepared, pick in self._prepared if prepared.at is not None]
+        return [spans.as_strided(*one) for one in self.spans]
+
+
+# ------------------------------------------------------------------------------------------------------------- plans
+
+
+_PLANS: dict[tuple, _Plan] = {}
+_MOST_PLANS = 1024
+
+
+def _plan(key: tuple, make: Callable[[], _Plan]) -> _Plan:
+    """The plan of a key, made where there is none yet."""
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= _MOST_PLANS:  # shapes made anew for every call must not pile up
+            _PLANS.clear()
+        plan = _PLANS[key] = make()
+    return plan
+
+
+def _like(x: torch.Tensor) -> tuple:
+    """All that plans depend on of a tensor."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() & (ALIGNMENT - 1)
+
+
+def _misaligned(given: Sequence[Maybe]) -> frozenset[int]:
+    """The bases, from SOURCE on, of tensors that begin at no multiple of 16 bytes."""
+    low_bits = 0
+    for tensor in given:
+        if tensor is not None:
+            low_bits |= tensor.data_ptr()
+    if not low_bits & (ALIGNMENT - 1):
+        return _ALIGNED
+    low = (0 if tensor is None else tensor.data_ptr() & (ALIGNMENT - 1) for tensor in given)
+    return frozenset(base for base, bits in enumerate(low, _SOURCE) if bits)
+
+
+@functools.cache
+def _any_seed(device: torch.device) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
+@functools.cache
+def _steps_unevenly(measured: tuple[Rows, ...]) -> bool:
+    """True where a part of the scales of a whole operand may begin at any address."""
+    casts = [one.cast for one in measured if one.cast is not None and casts_whole(one.cast)]
+    return any(cast.format.block[0] not in (1, None) for cast in casts)
+
+
+# ---------------------------------------------------------------------------------------------------------- operands
+
+
+def measure_operand(
+    programs: ModuleType, matrix: torch.Tensor, measured: tuple[Rows, ...], parts: tuple[slice, slice], batch: int,
+    inputs: CastInputs, words: Place, numbers: Place | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Count a matrix into the words, measure parts of it into the numbers, NUMBERS of them for each of `measured`.
+
+    `parts`: its rows, and its columns, that are measured. Returns the spans of each part, float32 [2, R, blocks, pieces
+    of a block].
+    """
+    device = matrix.get_device()
+    any_seed = _any_seed(matrix.device)
+    seed = any_seed if inputs.seed is None else inputs.seed
+    given = matrix, inputs.scale_enc, seed, any_seed, programs.scratch(device)
+    misaligned, starts = _misaligned(given), (parts[0].start // _UNIT, parts[1].start // _UNIT)
+    uneven = (starts[0] & 15, starts[1] & 15) if _steps_unevenly(measured) else None
+    sizes = parts[0].stop - parts[0].start, parts[1].stop - parts[1].start
+    plan = _plan(
+        (measured, sizes, batch, device, misaligned, uneven, *_like(matrix)),
+        lambda: _operand_plan(programs, matrix, measured, parts, batch, misaligned),
     )  # fmt: skip
-    return numbers, spans[:, :, None] if block is None else spans[..., None]
+    return plan.run(words, numbers, given, starts)
 
 
-def measure_product(
-    programs: ModuleType, exact: torch.Tensor, result: torch.Tensor, bias: Maybe
-) -> torch.Tensor:  # fmt: skip
-    """float64 [programs, 4]: the sums of a product against the exact one, which is float64 without gaps."""
-    name = None if bias is None else str(bias.dtype)
-    return programs.run_passes(
-        ("measured product", name, *_like(result)), lambda: product_measures(programs.matrix_of(result), name),
-        exact.device, (None, exact, None, result, bias),
-    )[0]  # fmt: skip
+def _operand_plan(
+    programs: ModuleType, matrix: torch.Tensor, measured: Sequence[Rows], parts: tuple[slice, slice], batch: int,
+    misaligned: frozenset[int],
+) -> _Plan:  # fmt: skip
+    plan = _Plan(programs, matrix.device, misaligned, (parts[0].start // _UNIT, parts[1].start // _UNIT))
+    down, across = (_UNIT * stride * matrix.element_size() for stride in matrix.stride())
+    source, words = _Field(_SOURCE, dtype=matrix.dtype), _Field(_WORDS, dtype=torch.int64)
+    slabs = source._replace(down=down), source._replace(across=across)
+    plan.add(whole_measures(programs.matrix_of(matrix)), {At.SOURCE: source, WHOLE: words})
+    given = {
+        At.WORDS: _Field(_SCRATCH, dtype=torch.int64), At.SCALE_ENC: _Field(_SCALE_ENC, dtype=torch.float32),
+        At.AMAX: words._replace(dtype=torch.float32),  # the low word of the first
+    }  # fmt: skip
+    for number, (cast, turned, stream, in_use) in enumerate(measured):
+        numbers = _Field(_NUMBERS, 8 * NUMBERS * number, dtype=torch.float64)
+        own, slab = matrix[:, parts[1]] if turned else matrix[parts[0]], slabs[turned]
+        rows, fields = programs.matrix_of(own.t() if turned else own), {}
+        if cast is None:
+            passes = rows_measures(rows, _BLOCK)
+        else:
+            is_whole, spec = casts_whole(cast), OperandSpec(cast, stream=stream)
+            made = cast_passes(
+                programs.matrix_of(matrix if is_whole else own), *((None, spec) if turned else (spec, None)),
+                given_amax=cast.takes_amax and cast.tensor_scale != "row" and not is_whole, batch=batch,
+            )  # fmt: skip
+            seed = _Field(_SEED if in_use else _ANY_SEED, dtype=torch.int64)
+            buffers = plan.add(made, given | {At.SOURCE: source if is_whole else slab, At.SEED: seed})
+            at = slice(3, 6) if turned else slice(0, 3)
+            fields, scales = _codes_of(cast, made.layouts[at], buffers[at], turned, own.shape[turned], is_whole)
+            passes = cast_measures(rows, cast, scales)
+        _, spans = plan.add(passes, {At.SOURCE: slab, **fields}, numbers, True)[:2]
+        _, part = passes.layouts
+        assert part is not None
+        assert spans is not None
+        in_pieces = cast is not None and cast.format.block[1] is None  # one block to a row
+        shape = (*part.shape[:2], 1, part.shape[2]) if in_pieces else (*part.shape, 1)
+        strides = (*part.strides[:2], 1, part.strides[2]) if in_pieces else (*part.strides, 1)
+        plan.spans.append((shape, strides, spans.offset // 4))
+    return plan
+
+
+def _codes_of(
+    cast: Cast, layouts: Sequence[Part | None], buffers: Sequence[_Field | None], turned: bool, rows: int,
+    is_whole: bool,
+) -> tuple[Given, Scales]:  # fmt: skip
+    """The fields of codes, scale and tensor scale of so many rows of an operand, and how their scales lie.
+
+    `is_whole`: the operand has further rows, before them and behind.
+    """
+    (codes, scale, level), (height, width) = layouts, cast.format.block
+    assert codes is not None
+    assert scale is not None
+    shape, strides = ((1, 1), (0, 0)) if len(scale.shape) < 2 else (scale.shape, scale.strides)
+    level_stride = None if level is None else level.strides[0] if level.strides else 0
+    fields: dict[int, _Field | None] = dict(zip((CODES, SCALE, TENSOR_SCALE), buffers, strict=True))
+    if is_whole:
+        rows_of_scale = 1 if height is None else ceil_div(rows, height)
+        shape = shape if len(scale.shape) < 2 else (rows_of_scale, shape[1])
+        for position, stride, tall in (
+            (CODES, codes.strides[0], 1), (SCALE, strides[0], height or 1), (TENSOR_SCALE, level_stride or 0, 1)
+        ):  # fmt: skip
+            field = fields[position]
+            if field is not None:
+                step = _UNIT // tall * stride * field.dtype.itemsize
+                fields[position] = field._replace(across=step) if turned else field._replace(down=step)
+    if width is None:  # all columns share a scale
+        strides = strides[0], 0
+    return fields, Scales((shape[0], shape[1]), (strides[0], strides[1]), level_stride)
+
+
+# ----------------------------------------------------------------------------------------------------------- results
+
+
+def measure_result(
+    programs: ModuleType, result: torch.Tensor, words: Place, numbers: Place | None = None,
+    factors: tuple[Slab, Slab] | None = None, starts: tuple[int, int] = (0, 0), bias: Maybe = None,
+) -> None:  # fmt: skip
+    """Count a matrix into the words, and compare its part that is ``a @ b.T + bias`` of these factors with float64.
+
+    `numbers`: as many as `numbers_of_product` says. `starts`: the first row and column of that
+    part; `bias` [columns of the result].
+    """
+    device = result.get_device()
+    a, b = (None, None) if factors is None else factors
+    given = result, a and a.matrix, b and b.matrix, bias, None
+    misaligned, key = _misaligned(given), ()
+    starts = starts[0] // _UNIT, starts[1] // _UNIT
+    if a is not None and b is not None:
+        key = tuple(
+            (one.turned, None if one.part is None else one.part.stop - one.part.start, *_like(one.matrix))
+            for one in (a, b)
+        )
+    plan = _plan(
+        ("result", device, misaligned, key, bias is not None and bias.dtype, *_like(result)),
+        lambda: _result_plan(programs, result, factors, starts, bias, misaligned),
+    )  # fmt: skip
+    plan.run(words, numbers, given, starts)
+
+
+def _step(factor: Slab) -> int:
+    """Bytes from a row of a factor to the one 128 further on; 0 where all rows are the part."""
+    stride = factor.matrix.stride(int(factor.turned)) * factor.matrix.element_size()
+    return 0 if factor.part is None else _UNIT * stride
+
+
+def _result_plan(
+    programs: ModuleType, result: torch.Tensor, factors: tuple[Slab, Slab] | None, starts: tuple[int, int], bias: Maybe,
+    misaligned: frozenset[int],
+) -> _Plan:  # fmt: skip
+    plan = _Plan(programs, result.device, misaligned, starts)
+    whole, words = _Field(_RESULT, dtype=result.dtype), _Field(_WORDS, dtype=torch.int64)
+    plan.add(whole_measures(programs.matrix_of(result)), {At.SOURCE: whole, WHOLE: words})
+    if factors is None:
+        return plan
+    a, b = (programs.matrix_of(one.rows) for one in factors)
+    a_at, b_at = _Field(_A, down=_step(factors[0])), _Field(_B, across=_step(factors[1]))
+    a_wide, b_wide = plan.add(
+        widen_passes(*(one.transposed if one.is_column_major else one for one in (a, b))),
+        {At.SOURCE: a_at._replace(dtype=factors[0].matrix.dtype), SECOND: b_at._replace(dtype=factors[1].matrix.dtype)},
+    )
+    assert a_wide is not None
+    assert b_wide is not None
+    widened = [
+        ((one.rows, one.columns), (1, one.rows) if one.is_column_major else (one.columns, 1), wide.offset // 8)
+        for one, wide in ((a, a_wide), (b, b_wide))
+    ]
+    b_shape, b_strides, b_offset = widened[1]
+    exact = plan.multiply([widened[0], (b_shape[::-1], b_strides[::-1], b_offset)], a.rows, b.rows)
+    down, across = (_UNIT * stride * result.element_size() for stride in result.stride())
+    row, column = starts[0] * _UNIT, starts[1] * _UNIT
+    part = programs.matrix_of(result[row : row + a.rows, column : column + b.rows])
+    given = {At.SOURCE: exact, RESULT: whole._replace(down=down, across=across)}
+    if bias is not None:
+        given[BIAS] = _Field(_BIAS, across=_UNIT * bias.element_size(), dtype=bias.dtype)
+    name = None if bias is None else str(bias.dtype).removeprefix("torch.")
+    plan.add(product_measures(part, name), given, _Field(_NUMBERS, dtype=torch.float64))
+    return plan

@@ -2,9 +2,10 @@
 
 A `Reading` is a vector of sums on the device and the way from them to metrics, so that a watched step waits for no GPU.
 `Readings` are those of a sample: its end reduces many at once and copies them to the host, and whoever asks for records
-waits for the copy. Where a backend has kernels, `microfloat.torch.measured` sums with one or two launches; the torch
-operations here define what. Nothing here draws a random number or writes to its inputs, and no operation depends on
-torch's deterministic mode.
+waits for the copy. Where a backend has kernels, `microfloat.torch.measured` sums by plans of launches, one for all
+that is asked of a tensor, whose numbers lie one after another in a few allocations of the sample; the torch operations
+here define what. Nothing here draws a random number or writes to its inputs, and no operation depends on torch's
+deterministic mode.
 
 Legend: R = rows of an operand form (of a part of it), C = its contraction length.
 """
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from microfloat.formats import ScaleFormat
+from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
 from microfloat.torch._typing import Maybe, Options
 from microfloat.torch.backends.base import Backend, Operand
@@ -42,22 +44,62 @@ from microfloat.watching import (
 )
 
 __all__ = [
-    "Quantized", "Reading", "Readings", "Sample", "Source", "quantized", "read_noise", "read_product", "read_rows",
+    "Place", "Quantized", "Reading", "Readings", "Rows", "Sample", "Slab", "Source", "casts_whole", "quantized",
+    "read_noise", "read_operand", "read_product", "read_result", "read_rows", "serves",
 ]  # fmt: skip
 
 _QUANTILES = 0.5, 0.99, 1.0
 _MOST_SPANS = 1 << 24  # bytes of spans that wait for their quantiles
-_WORDS_TOGETHER = 256
+_PLACED_TOGETHER = 1 << 16  # bytes in one allocation
+_WORDS = 4  # int64 in which a whole tensor is counted
+
+
+class Place:
+    """Elements of an allocation of a sample that a launch fills, divided among the readings that own them."""
+
+    __slots__ = ("_chunk", "_offset", "address", "owners", "size")
+
+    def __init__(self, chunk: torch.Tensor, address: int, offset: int, size: int) -> None:
+        self._chunk, self._offset, self.size = chunk, offset, size
+        self.address = address + offset * chunk.element_size()
+        self.owners: list[int] = []
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """These elements."""
+        return self._chunk[self._offset : self._offset + self.size]
+
+
+class _Chunk:
+    """An allocation that places are taken from."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, size: int) -> None:
+        self.tensor = torch.zeros(size, dtype=dtype, device=device)
+        self.places: list[Place] = []
+        self._address, self._used = self.tensor.data_ptr(), 0
+
+    def take(self, size: int) -> Place | None:
+        """So many elements, an even number, or None where they do not fit."""
+        if self._used + size > len(self.tensor):
+            return None
+        place = Place(self.tensor, self._address, self._used, size)
+        self._used += size
+        self.places.append(place)
+        return place
+
+    def copy(self) -> "_Copy":
+        """A copy on its way to the host."""
+        return _Copy.of(self.tensor[: self._used], [(place.owners, place.size) for place in self.places])
 
 
 class Reading(NamedTuple):
-    """Numbers on a device, and the function that makes (metric, value) pairs of them.
+    """Numbers on a device, or their place, and the function that makes (metric, value) pairs of them.
 
     `spans` [2, R, blocks, pieces]: the largest and the smallest magnitude of each piece of a block, 0 and inf where
     none counts. Three quantiles of the binades that blocks span follow the numbers.
     """
 
-    numbers: torch.Tensor
+    numbers: torch.Tensor | Place
     derive: Callable[[Sequence[float]], Iterable[tuple[str, object]]]
     spans: Maybe = None
 
@@ -71,7 +113,7 @@ class Readings:
         self._waiting: dict[tuple, list[int]] = {}  # readings with spans, by the shape of these
         self._bytes = 0
         self._quantiles: list[tuple[list[int], torch.Tensor]] = []
-        self._words: dict[torch.device, list[torch.Tensor]] = {}
+        self._chunks: dict[tuple[torch.device, torch.dtype], list[_Chunk]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -82,18 +124,22 @@ class Readings:
         if spans is not None:
             self._waiting.setdefault((spans.shape, spans.dtype, spans.device), []).append(len(self._readings))
             self._bytes += spans.numel() * spans.element_size()
+        if isinstance(reading.numbers, Place):
+            reading.numbers.owners.append(len(self._entries))
         self._entries.append(entry)
         self._readings.append(reading)
         if self._bytes > _MOST_SPANS:
             self._reduce()
 
-    def words(self, device: torch.device) -> torch.Tensor:
-        """int64 [4], zero: where a launch counts."""
-        free = self._words.get(device)
-        if not free:
-            free = list(torch.zeros((_WORDS_TOGETHER, 4), dtype=torch.int64, device=device).unbind())
-            self._words[device] = free
-        return free.pop()
+    def place(self, device: torch.device, dtype: torch.dtype, size: int) -> Place:
+        """So many elements, an even number: zeros, until a launch fills them."""
+        chunks = self._chunks.setdefault((device, dtype), [])
+        place = chunks[-1].take(size) if chunks else None
+        if place is None:
+            chunks.append(_Chunk(device, dtype, max(size, _PLACED_TOGETHER // dtype.itemsize)))
+            place = chunks[-1].take(size)
+        assert place is not None
+        return place
 
     def _reduce(self) -> None:
         for indices in self._waiting.values():
@@ -108,12 +154,16 @@ class Readings:
         """The sample of these readings, on its way to the host."""
         self._reduce()
         vectors: dict[tuple, tuple[list[list[int]], list[torch.Tensor]]] = {}
-        numbers = [([index], reading.numbers) for index, reading in enumerate(self._readings)]
+        numbers = [
+            ([index], reading.numbers) for index, reading in enumerate(self._readings)
+            if not isinstance(reading.numbers, Place)
+        ]  # fmt: skip
         for indices, vector in (*numbers, *self._quantiles):
             owners, parts = vectors.setdefault((vector.device, vector.dtype), ([], []))
             owners.append(indices)
             parts.append(vector.reshape(-1))
-        copies = [
+        copies = [chunk.copy() for chunks in self._chunks.values() for chunk in chunks]
+        copies += [
             _Copy.of(torch.cat(parts), list(zip(owners, map(len, parts), strict=True)))
             for owners, parts in vectors.values()
         ]  # fmt: skip
@@ -163,10 +213,11 @@ class Sample(NamedTuple):
                 ready.synchronize()
             values, start = host.tolist(), 0
             for owners, size in vectors:
-                share = size // len(owners)
+                share = size // len(owners) if owners else 0
                 for owner in owners:
                     numbers[owner] += values[start : start + share]
                     start += share
+                start += size - share * len(owners)
         derived = zip(self.entries, self.derives, numbers, strict=True)
         return [(entry, dict(derive(found))) for entry, derive, found in derived]
 
@@ -187,13 +238,13 @@ def _stacked(*numbers: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _launches() -> ModuleType:
-    """`microfloat.torch.measured`, which needs Triton."""
+def _module() -> ModuleType:
     return importlib.import_module("microfloat.torch.measured")
 
 
-def _has_launch(backend: Backend, dtype: torch.dtype, cast: Cast | None = None) -> bool:
-    return backend.programs is not None and _launches().serves(dtype, cast)
+def serves(backend: Backend, dtype: torch.dtype, cast: Cast | None = None) -> bool:
+    """True where launches measure tensors of this dtype, and what this cast makes of them."""
+    return backend.programs is not None and _module().serves(dtype, cast)
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors
@@ -206,28 +257,20 @@ class Source:
         self.backend, self.matrix = backend, matrix
         self._amax: Maybe = None
 
-    def read(self, readings: Readings, with_amax: bool = True) -> Reading:
+    def read(self, with_amax: bool = True) -> Reading:
         """amax (NaN of a tensor with NaN) and the counts of NaN and infinity, of all elements."""
         matrix = self.matrix
-        size = matrix.numel()
-        if _has_launch(self.backend, matrix.dtype):
-            words = readings.words(matrix.device)
-            _launches().count_whole(self.backend.programs, matrix, words)
-            self._amax = words
-            return Reading(words, partial(_of_words, size, with_amax))
         counts = matrix.isfinite().sum(), matrix.isnan().sum()
         if with_amax:
             low, high = torch.aminmax(matrix)
             counts = (*counts, torch.maximum(low.neg(), high))
-        return Reading(_stacked(*counts), partial(of_tensor, size))
+        return Reading(_stacked(*counts), partial(of_tensor, matrix.numel()))
 
     @property
     def amax(self) -> torch.Tensor:
         """float32 (): the largest magnitude, NaN ignored."""
         if self._amax is None:
             self._amax = self.backend.amax(self.matrix)
-        elif self._amax.dim():
-            self._amax = self._amax.view(torch.float32)[0]  # the low word of the first
         return self._amax
 
 
@@ -241,12 +284,53 @@ def _of_words(size: int, with_amax: bool, n: Sequence[float]) -> Iterable[tuple[
 # -------------------------------------------------------------------------------------------------------------- casts
 
 
+class Rows(NamedTuple):
+    """Rows of an operand that are measured, and their cast; None: the tensor's rows alone, in blocks of 32.
+
+    `turned`: the operand is the transpose. `stream`: the word of its random counters. `in_use`: the layer casts so, by
+    a seed that is known.
+    """
+
+    cast: Cast | None
+    turned: bool = False
+    stream: int = 0
+    in_use: bool = True
+
+
+class Slab(NamedTuple):
+    """A factor of a product: rows of a matrix, all of them for a part that is None; `turned`: of its transpose."""
+
+    matrix: torch.Tensor
+    part: slice | None = None
+    turned: bool = False
+
+    @property
+    def length(self) -> int:
+        """R."""
+        return self.matrix.shape[int(self.turned)] if self.part is None else self.part.stop - self.part.start
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[R, C]."""
+        matrix = self.matrix.t() if self.turned else self.matrix
+        return matrix if self.part is None else matrix[self.part]
+
+
 class Quantized(NamedTuple):
     """Rows of an operand form [R, C], and what a cast made of them."""
 
     x: torch.Tensor
     operand: Operand
     cast: Cast
+
+
+def casts_whole(cast: Cast) -> bool:
+    """True where rows of an operand cannot be cast alone: their bytes depend on more of the others than an amax."""
+    takes_amax = cast.takes_amax and cast.tensor_scale != "row"
+    return (
+        cast.is_stochastic or (cast.format.is_per_tensor and not (takes_amax or cast.is_delayed))
+        or (takes_amax and cast.hadamard is not None)
+    )  # fmt: skip
 
 
 def quantized(
@@ -258,11 +342,7 @@ def quantized(
     Only these rows are cast where nothing in their bytes depends on the others but an amax.
     """
     backend, matrix = source.backend, source.matrix
-    takes_amax = cast.takes_amax and cast.tensor_scale != "row"
-    is_whole = (
-        cast.is_stochastic or (cast.format.is_per_tensor and not (takes_amax or cast.is_delayed))
-        or (takes_amax and cast.hadamard is not None)
-    )  # fmt: skip
+    takes_amax, is_whole = cast.takes_amax and cast.tensor_scale != "row", casts_whole(cast)
     own = matrix[:, part] if transposed else matrix[part]
     operand = backend.quantize(
         matrix if is_whole else own, cast, transposed=transposed, seed=seed if cast.is_stochastic else None,
@@ -289,12 +369,9 @@ def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, want
 
     Without a cast those of the rows alone, in blocks of 32.
     """
-    cast, operand = (None, None) if made is None else (made.cast, made.operand)
+    cast = None if made is None else made.cast
     block = 32 if cast is None else cast.format.block[1]
     derive = partial(of_rows, wanted, None if cast is None else cast.format.scale)
-    if _has_launch(backend, x_RC.dtype, cast):
-        numbers, spans = _launches().measure_rows(backend.programs, x_RC, operand, cast, block)
-        return Reading(numbers, derive, spans if wanted.intersection(OF_SAMPLE) else None)
     finite = x_RC.isfinite()
     x = torch.where(finite, x_RC, 0).double()
     magnitudes = x.abs()
@@ -386,13 +463,9 @@ def read_noise(source: Source, cast: Cast, transposed: bool, part: slice, option
 # ----------------------------------------------------------------------------------------------------------- products
 
 
-def read_product(
-    backend: Backend, result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, bias: Maybe = None
-) -> Reading:
+def read_product(result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, bias: Maybe = None) -> Reading:
     """Relative error and cosine of a part of a product, ``result ~ a @ b.T + bias``, against float64."""
     exact = a_RC.double() @ b_SC.double().t()
-    if _has_launch(backend, result.dtype) and (bias is None or _has_launch(backend, bias.dtype)):
-        return Reading(_launches().measure_product(backend.programs, exact, result, bias), _of_parts)
     if bias is not None:
         exact = exact + bias.double()
     counted = exact.isfinite()
@@ -403,3 +476,41 @@ def read_product(
 
 def _of_parts(n: Sequence[float]) -> Iterable[tuple[str, object]]:
     return of_product([sum(n[number::4]) for number in range(4)])
+
+
+# ----------------------------------------------------------------------------------------------------------- launches
+
+
+def read_operand(
+    readings: Readings, backend: Backend, matrix: torch.Tensor, measured: tuple[Rows, ...],
+    parts: tuple[slice, slice], batch: int, inputs: CastInputs, wanted: frozenset[str],
+) -> list[Reading]:  # fmt: skip
+    """The readings of a whole matrix and of parts of it, by launches."""
+    module = _module()
+    words = readings.place(matrix.device, torch.int64, _WORDS)
+    numbers = readings.place(matrix.device, torch.float64, module.NUMBERS * len(measured)) if measured else None
+    spans = module.measure_operand(backend.programs, matrix, measured, parts, batch, inputs, words, numbers)
+    with_spans = not wanted.isdisjoint(OF_SAMPLE)
+    found = [Reading(words, partial(_of_words, matrix.numel(), True))]
+    for one, span in zip(measured, spans, strict=True):
+        derive = partial(of_rows, wanted, None if one.cast is None else one.cast.format.scale)
+        assert numbers is not None
+        found.append(Reading(numbers, derive, span if with_spans else None))
+    return found
+
+
+def read_result(
+    readings: Readings, backend: Backend, result: torch.Tensor, factors: tuple[Slab, Slab] | None = None,
+    starts: tuple[int, int] = (0, 0), bias: Maybe = None,
+) -> list[Reading]:  # fmt: skip
+    """The readings of a whole result, and of the part of it that is the product of these factors, by launches."""
+    module = _module()
+    words, numbers = readings.place(result.device, torch.int64, _WORDS), None
+    found = [Reading(words, partial(_of_words, result.numel(), False))]
+    if factors is not None:
+        a, b = factors
+        size = module.numbers_of_product(a.length, b.length)
+        numbers = readings.place(result.device, torch.float64, size)
+        found.append(Reading(numbers, _of_parts))
+    module.measure_result(backend.programs, result, words, numbers, factors, starts, bias)
+    return found

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,10 +27,23 @@ from microfloat.recipes import Cast
 from microfloat.recipes.explanation import operands_of as formats_of
 from microfloat.torch import backends
 from microfloat.torch._checks import check_model
-from microfloat.torch._typing import Result, Takes
+from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.backends.base import Backend, capturing
 from microfloat.torch.entries import entries_of
-from microfloat.torch.measuring import Readings, Sample, Source, quantized, read_noise, read_product, read_rows
+from microfloat.torch.measuring import (
+    Readings,
+    Rows,
+    Sample,
+    Slab,
+    Source,
+    quantized,
+    read_noise,
+    read_operand,
+    read_product,
+    read_result,
+    read_rows,
+    serves,
+)
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.observing import OBSERVERS, Listener
 from microfloat.torch.schedule import Schedule
@@ -97,6 +110,7 @@ class watch(RecordLog):
         self._calls: dict[str, int] = {}
         self._open: dict[str, list[_Call]] = {}
         self._hooks: list[RemovableHandle] = []
+        self._asked: dict[tuple, _Asked] = {}
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -242,6 +256,17 @@ class watch(RecordLog):
         start = (self._sampled - 1) % -(-size // self.rows) * self.rows
         return slice(start, min(start + self.rows, size))
 
+    def _ask(
+        self, schedule: Schedule | None, tensor: str, uses: tuple[bool, bool], backend: Backend, dtype: torch.dtype
+    ) -> "_Asked":
+        """All that is measured of x, w or dy in a call; `uses`: of its row and its column operand."""
+        recipe, routes = (None, None) if schedule is None else (schedule.recipe, schedule.routes)
+        key = recipe, routes, tensor, uses, backend.programs is None, dtype
+        found = self._asked.get(key)
+        if found is None:
+            found = self._asked[key] = _Asked.of(self, schedule, tensor, uses, backend, dtype)
+        return found
+
     # ---------------------------------------------------------------------------------------------------------- records
 
     def _close(self) -> None:
@@ -288,6 +313,58 @@ def _is_compiled(model: nn.Module) -> bool:
 # -------------------------------------------------------------------------------------------------------------- a call
 
 
+class _Measured(NamedTuple):
+    """A cast of a tensor that is measured. `in_use`: the layer casts so. `is_served`: launches measure it."""
+
+    operand: Operand
+    cast: Cast
+    in_use: bool
+    is_served: bool
+
+
+class _Asked(NamedTuple):
+    """All that is measured of a tensor: as the operand `first`, whose format is `name` ("": high precision).
+
+    `measures_rows`: its rows without a cast. `by_launches`: launches measure the tensor, and `rows` is what they
+    measure of its parts.
+    """
+
+    first: Operand
+    name: str
+    measures_rows: bool
+    casts: tuple[_Measured, ...]
+    by_launches: bool
+    rows: tuple[Rows, ...]
+
+    @staticmethod
+    def of(
+        session: watch, schedule: Schedule | None, tensor: str, uses: tuple[bool, bool], backend: Backend,
+        dtype: torch.dtype,
+    ) -> "_Asked":  # fmt: skip
+        """What a session asks of a tensor under a schedule, None for a layer in high precision."""
+        operands, casts = OPERANDS_OF[tensor], [None, None]
+        if schedule is not None:
+            entries = entries_of(schedule.recipe, schedule.routes, tensor, *uses)
+            casts = [None if entry is None else entry.cast for entry in entries]
+        first = operands[0] if uses[0] else operands[1]
+        cast = casts[operands.index(first)]
+        measures_rows = cast is None and not session._wanted.isdisjoint(OF_SAMPLE)
+        measured = [
+            _Measured(operand, one, True, serves(backend, dtype, one))
+            for operand, one in zip(operands, casts, strict=True) if one is not None
+        ] + [
+            _Measured(operands[0], one, False, serves(backend, dtype, one))
+            for one in session.what_if if all(other is None or other.format != one.format for other in casts)
+        ]  # fmt: skip
+        rows = [Rows(None)] if measures_rows else []
+        rows += [
+            Rows(one, operand.transposed, operand.stream, in_use)
+            for operand, one, in_use, is_served in measured if is_served
+        ]  # fmt: skip
+        name = "" if cast is None else cast.format.name
+        return _Asked(first, name, measures_rows, tuple(measured), serves(backend, dtype), tuple(rows))
+
+
 class _Call:
     """The listener of one call: measures each tensor as it comes, and keeps the parts that the products need.
 
@@ -332,8 +409,9 @@ class _Call:
             self._operand("x", x, self.of_x, (True, self._wants("wants_dw")))
             self._operand("w", w, self._of_weight(), (True, self._wants("wants_dx")))
             if bias is not None:
-                bias = (bias if self.group is None else bias[self.group])[self.n]
-            self._product("fprop", "y", y, y[self.rows, self.n], x[self.rows], w[self.n], bias)
+                bias = bias.detach() if self.group is None else bias.detach()[self.group]
+            starts = self.rows.start, self.n.start
+            self._product("fprop", "y", y, Slab(x, self.rows), Slab(w, self.n), starts, bias)
 
     # --------------------------------------------------------------------------------------------------------- backward
 
@@ -355,10 +433,12 @@ class _Call:
         with self._quietly(result):
             if dx is not None:
                 dx = self._rows(self._matrix(dx, dx.dtype), self.of_x)
-                self._product("dgrad", "dx", dx, dx[self.rows, self.k], dy[self.rows], self._weight()[:, self.k].t())
+                starts = self.rows.start, self.k.start
+                self._product("dgrad", "dx", dx, Slab(dy, self.rows), Slab(self._weight(), self.k, True), starts)
             if dw is not None:
                 dw = dw.detach() if self.group is None else dw.detach()[self.group]
-                self._product("wgrad", "dw", dw, dw[self.n, self.k], dy[:, self.n].t(), self.x_columns.t())
+                starts = self.n.start, self.k.start
+                self._product("wgrad", "dw", dw, Slab(dy, self.n, True), Slab(self.x_columns, None, True), starts)
 
     # --------------------------------------------------------------------------------------------------------- measures
 
@@ -367,52 +447,56 @@ class _Call:
         session = self.session
         if tensor not in session.tensors:
             return
-        operands, casts = OPERANDS_OF[tensor], self._casts(tensor, uses)
-        first = operands[0] if uses[0] else operands[1]
-        cast = casts[operands.index(first)]
-        entry = self._entry(first, _name(matrix.dtype) if cast is None else cast.format.name)
         backend = self._backend(matrix.device)
+        asked = session._ask(self.schedule, tensor, uses, backend, matrix.dtype)
+        readings, add, batch = session._readings, session._readings.add, self.group or 0
+        parts = session.slab(matrix.shape[0]), session.slab(matrix.shape[1])
+        entry, found = self._entry(asked.first, asked.name or _name(matrix.dtype)), iter(())
+        if asked.by_launches:
+            found = iter(read_operand(
+                readings, backend, matrix, asked.rows, parts, batch, inputs, session._wanted
+            ))  # fmt: skip
+            add(entry, next(found))
         source = Source(backend, matrix)
-        session._readings.add(entry, source.read(session._readings))
-        if cast is None and session._wanted.intersection(OF_SAMPLE):
-            rows = matrix[session.slab(len(matrix))]
-            session._readings.add(entry, read_rows(backend, rows, None, session._wanted))
-        for operand, cast in zip(operands, casts, strict=True):
-            if cast is not None:
-                self._cast(operand, cast, source, inputs)
-        for cast in session.what_if:
-            if all(one is None or one.format != cast.format for one in casts):
-                self._cast(operands[0], cast, source, _NOTHING)
-
-    def _casts(self, tensor: str, uses: tuple[bool, bool]) -> list[Cast | None]:
-        schedule = self.schedule
-        if schedule is None:
-            return [None, None]
-        entries = entries_of(schedule.recipe, schedule.routes, tensor, *uses)
-        return [None if entry is None else entry.cast for entry in entries]
-
-    def _cast(self, operand: Operand, cast: Cast, source: Source, inputs: CastInputs) -> None:
-        session, matrix, turned = self.session, source.matrix, operand.transposed
-        part = session.slab(matrix.shape[1] if turned else matrix.shape[0])
-        if cast.is_stochastic and inputs.seed is None:  # of a format that is not in use: any seed will do
-            inputs = inputs._replace(seed=torch.zeros(2, dtype=torch.int64, device=matrix.device))
-        options = {"stream": operand.stream, "batch": self.group or 0, "scale_enc": inputs.scale_enc}
-        made = quantized(source, cast, turned, part, seed=inputs.seed, **options)
-        entry = self._entry(operand, cast.format.name)
-        session._readings.add(entry, read_rows(source.backend, made.x, made, session._wanted))
-        if cast.is_stochastic and "sr_noise" in session._wanted:
-            session._readings.add(entry, read_noise(source, cast, turned, part, options))
+        if not asked.by_launches:
+            add(entry, source.read())
+        if asked.measures_rows:
+            add(entry, next(found, None) or read_rows(backend, matrix[parts[0]], None, session._wanted))
+        for operand, cast, in_use, is_served in asked.casts:
+            entry = self._entry(operand, cast.format.name)
+            of_cast = inputs if in_use else _NOTHING
+            if cast.is_stochastic and of_cast.seed is None:  # of a format that is not in use: any seed will do
+                of_cast = of_cast._replace(seed=torch.zeros(2, dtype=torch.int64, device=matrix.device))
+            turned = operand.transposed
+            options: Options = {"stream": operand.stream, "batch": batch, "scale_enc": of_cast.scale_enc}
+            if is_served:
+                add(entry, next(found))
+            else:
+                made = quantized(source, cast, turned, parts[turned], seed=of_cast.seed, **options)
+                add(entry, read_rows(backend, made.x, made, session._wanted))
+            if cast.is_stochastic and "sr_noise" in session._wanted:
+                add(entry, read_noise(source, cast, turned, parts[turned], options))
 
     def _product(
-        self, gemm: str, name: str, whole: torch.Tensor, result: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+        self, gemm: str, name: str, whole: torch.Tensor, a: Slab, b: Slab, starts: tuple[int, int],
         bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
+        """The counts of a result, and the error of its part that is the product of two factors."""
         formats = _name(whole.dtype) if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
         entry, readings = Entry(self.step, self.name, gemm, name, formats), self.session._readings
         backend = self._backend(whole.device)
-        readings.add(entry, Source(backend, whole).read(readings, with_amax=False))
-        if self.schedule is not None and self.session._wanted.intersection(OF_PRODUCT):
-            readings.add(entry, read_product(backend, result, a, b, bias))
+        compares = self.schedule is not None and not self.session._wanted.isdisjoint(OF_PRODUCT)
+        dtypes = (whole.dtype, a.matrix.dtype, b.matrix.dtype, *(() if bias is None else (bias.dtype,)))
+        if all(serves(backend, dtype) for dtype in dtypes):
+            for reading in read_result(readings, backend, whole, (a, b) if compares else None, starts, bias):
+                readings.add(entry, reading)
+            return
+        readings.add(entry, Source(backend, whole).read(with_amax=False))
+        if compares:
+            (row, column), parts = starts, (a.rows, b.rows)
+            result = whole[row : row + len(parts[0]), column : column + len(parts[1])]
+            bias = None if bias is None else bias[column : column + len(parts[1])]
+            readings.add(entry, read_product(result, *parts, bias))
 
     def _entry(self, operand: Operand, fmt: str) -> Entry:
         return Entry(self.step, self.name, operand.gemm, operand.tensor, fmt)

@@ -266,6 +266,31 @@ def gather_sums(
 
 
 @triton.jit
+def widen_block(x_ptr, out_ptr, number, R, C, stride_r, stride_c, BLOCK: tl.constexpr):
+    """One block of a matrix [R, C] in float64, without gaps."""
+    index = number * BLOCK + tl.arange(0, BLOCK)
+    row = index // C
+    column = index - row * C
+    at = x_ptr + row.to(tl.int64) * stride_r + column.to(tl.int64) * stride_c
+    inside = index < R * C
+    tl.store(out_ptr + index, tl.load(at, mask=inside, other=0.0).to(tl.float64), mask=inside)
+
+
+@triton.jit
+def widen(
+    a_ptr, b_ptr, a_out_ptr, b_out_ptr, A_R, A_C, a_stride_r, a_stride_c, B_R, B_C, b_stride_r, b_stride_c, OF_A,
+    INDEX64: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Two matrices in float64, one block to a program: the first OF_A programs write a, the others b."""
+    pid, A_R, A_C, a_stride_r, a_stride_c = program(A_R, A_C, a_stride_r, a_stride_c, INDEX64)
+    _, B_R, B_C, b_stride_r, b_stride_c = program(B_R, B_C, b_stride_r, b_stride_c, INDEX64)
+    if pid < OF_A:
+        widen_block(a_ptr, a_out_ptr, pid, A_R, A_C, a_stride_r, a_stride_c, BLOCK)
+    else:
+        widen_block(b_ptr, b_out_ptr, pid - OF_A, B_R, B_C, b_stride_r, b_stride_c, BLOCK)
+
+
+@triton.jit
 def measure_product(
     exact_ptr, result_ptr, bias_ptr, out_ptr, N, C, stride_r, stride_c, BIASED: tl.constexpr, INDEX64: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
