@@ -123,6 +123,7 @@ class _Plan:
         self._before = 0
         self._starts: list[tuple[Start, itemgetter]] = []
         self._left: list[tuple[itemgetter, Left]] = []
+        self._needs_scratch = False
 
     # ---------------------------------------------------------------------------------------------------- construction
 
@@ -147,6 +148,7 @@ class _Plan:
                 self._cleared.append(slice(offset, offset + size))
         for launch in passes.launches:
             taken = [self._taken(passes, at, given, buffers) for at in launch.tensors]
+            self._needs_scratch |= At.WORDS in launch.tensors
             aligned = tuple(field is None or self._is_aligned(field) for field in taken)
             kernel = self._programs.kernel_of(launch.kernel, launch.cooperative, launch.cluster, launch.dependent)
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
@@ -203,10 +205,12 @@ class _Plan:
         device = made.get_device()
         stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
         places = words, numbers or words
-        table: list[int | None] = [None]
         bases = [made.data_ptr(), kept.data_ptr(), *[place.address for place in places]]
+        if self._needs_scratch:
+            given = *given, self._programs.scratch(device)
         bases += [0 if tensor is None else tensor.data_ptr() for tensor in given]
         row, column = starts
+        table: list[int | None] = [None]
         table += [bases[base] + offset + row * down + column * across for base, offset, down, across, _ in self._fields]
         if self._starts:
             self._start(self._starts, stream, table, made)
@@ -296,7 +300,7 @@ def measure_operand(
     device = matrix.get_device()
     any_seed = _any_seed(matrix.device)
     seed = any_seed if inputs.seed is None else inputs.seed
-    given = matrix, inputs.scale_enc, seed, any_seed, programs.scratch(device)
+    given = matrix, inputs.scale_enc, seed, any_seed
     misaligned, starts = _misaligned(given), (parts[0].start // _UNIT, parts[1].start // _UNIT)
     uneven = (starts[0] & 15, starts[1] & 15) if _steps_unevenly(measured) else None
     sizes = parts[0].stop - parts[0].start, parts[1].stop - parts[1].start
@@ -386,7 +390,7 @@ def measure_result(
     """
     device = result.get_device()
     a, b = (None, None) if factors is None else factors
-    given = result, a and a.matrix, b and b.matrix, bias, None
+    given = result, a and a.matrix, b and b.matrix, bias
     misaligned, key = _misaligned(given), ()
     starts = starts[0] // _UNIT, starts[1] // _UNIT
     if a is not None and b is not None:

@@ -50,7 +50,7 @@ __all__ = [
 
 _QUANTILES = 0.5, 0.99, 1.0
 _MOST_KEPT = 1 << 26  # bytes that wait to be gathered
-_PLACED_TOGETHER = 1 << 16  # bytes in one allocation
+_PLACED_TOGETHER = 1 << 20  # bytes in one allocation
 _WORDS = 4  # int64 in which a whole tensor is counted
 
 

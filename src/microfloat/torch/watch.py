@@ -63,6 +63,7 @@ from microfloat.watching import (
 __all__ = ["Record", "watch"]
 
 _NOTHING = CastInputs()
+_AS_IT_IS = contextlib.nullcontext()
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -540,12 +541,20 @@ class _Call:
     def _backend(self, device: torch.device) -> Backend:
         return backends.choose("auto", device) if self.schedule is None else self.schedule.backend
 
-    @contextlib.contextmanager
-    def _quietly(self, tensor: torch.Tensor) -> Iterator[None]:
-        """No gradients, no autocast, no modes of torch's dispatcher, and the device of the tensor."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_plainly())
-            stack.enter_context(torch.autocast(tensor.device.type, enabled=False))
-            if tensor.is_cuda:
-                stack.enter_context(torch.cuda.device(tensor.device))
-            yield
+    def _quietly(self, tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+        """No gradients, no autocast, no modes of torch's dispatcher, and the device of the tensor.
+
+        In a forward and a backward of the library's Function nothing has to be changed for that, as a rule.
+        """
+        kind, index = tensor.device.type, tensor.get_device()
+        is_elsewhere = index >= 0 and index != torch._C._cuda_getDevice()
+        is_autocast = torch.is_autocast_enabled(kind)
+        if not (is_elsewhere or is_autocast or torch.is_grad_enabled() or _dispatch_modes()):
+            return _AS_IT_IS
+        stack = contextlib.ExitStack()
+        stack.enter_context(_plainly())
+        if is_autocast:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if is_elsewhere:
+            stack.enter_context(torch.cuda.device(index))
+        return stack

@@ -38,35 +38,67 @@ def total(values):
 
 
 @triton.jit
+def magnitudes(
+    x_ptr, piece, N, C, stride_r, stride_c, FLAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Bits of the magnitudes of one block as float32; of one that is not `WHOLE`, zeros beyond the last element."""
+    lanes = tl.arange(0, BLOCK)
+    first = piece.to(tl.int64) * BLOCK
+    if FLAT:
+        at = x_ptr + first + lanes
+    else:
+        index = first + lanes
+        row = index // C
+        at = x_ptr + row * stride_r + (index - row * C) * stride_c
+    if WHOLE:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=lanes < N - first, other=0.0)
+    return bits_of(x.to(tl.float32)) & 0x7FFFFFFF
+
+
+@triton.jit
+def count_block(bits, largest, nans, infinities):
+    """The three counts of `count_whole`, lane by lane, with one block more."""
+    nans += (bits > 0x7F800000).to(tl.int32)
+    infinities += (bits == 0x7F800000).to(tl.int32)
+    return tl.maximum(largest, drop_nan(bits)), nans, infinities
+
+
+@triton.jit
 def count_whole(x_ptr, out_ptr, N, C, stride_r, stride_c, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     """int64 [3], cleared before: bits of the float32 amax, NaN ignored; the counts of NaN and of infinity.
 
     N elements without gaps (`FLAT`), or in rows of C of any strides. Any number of programs, which take blocks in turn.
+    Each looks for its largest magnitude, and counts only if that is no finite number.
     """
-    lanes = tl.arange(0, BLOCK)
+    whole = N // BLOCK
     largest = tl.zeros([BLOCK], tl.int32)
-    nans, infinities = largest, largest
     piece = tl.program_id(0)
-    while piece <= (N - 1) // BLOCK:  # N may be the largest integer
-        first = piece.to(tl.int64) * BLOCK
-        if FLAT:
-            at = x_ptr + first + lanes
-        else:
-            index = first + lanes
-            row = index // C
-            at = x_ptr + row * stride_r + (index - row * C) * stride_c
-        x = tl.load(at, mask=lanes < N - first, other=0.0).to(tl.float32)
-        bits = bits_of(x) & 0x7FFFFFFF
-        nans += (bits > 0x7F800000).to(tl.int32)
-        infinities += (bits == 0x7F800000).to(tl.int32)
-        largest = tl.maximum(largest, drop_nan(bits))
+    while piece < whole:
+        bits = magnitudes(x_ptr, piece, N, C, stride_r, stride_c, FLAT, True, BLOCK)
+        largest = tl.maximum(largest, bits)
         piece += tl.num_programs(0)
-    tl.atomic_max(out_ptr, tl.max(largest, 0).to(tl.int64))
-    nans, infinities = tl.sum(nans, 0), tl.sum(infinities, 0)
-    if nans > 0:
-        tl.atomic_add(out_ptr + 1, nans.to(tl.int64))
-    if infinities > 0:
-        tl.atomic_add(out_ptr + 2, infinities.to(tl.int64))
+    if piece == whole:
+        bits = magnitudes(x_ptr, piece, N, C, stride_r, stride_c, FLAT, False, BLOCK)
+        largest = tl.maximum(largest, bits)
+    top = tl.max(largest, 0)
+    if top < 0x7F800000:
+        tl.atomic_max(out_ptr, top.to(tl.int64))
+    else:
+        largest = tl.zeros([BLOCK], tl.int32)
+        nans, infinities = largest, largest
+        piece = tl.program_id(0)
+        while piece < whole:
+            bits = magnitudes(x_ptr, piece, N, C, stride_r, stride_c, FLAT, True, BLOCK)
+            largest, nans, infinities = count_block(bits, largest, nans, infinities)
+            piece += tl.num_programs(0)
+        if piece == whole:
+            bits = magnitudes(x_ptr, piece, N, C, stride_r, stride_c, FLAT, False, BLOCK)
+            largest, nans, infinities = count_block(bits, largest, nans, infinities)
+        tl.atomic_max(out_ptr, tl.max(largest, 0).to(tl.int64))
+        tl.atomic_add(out_ptr + 1, tl.sum(nans, 0).to(tl.int64))
+        tl.atomic_add(out_ptr + 2, tl.sum(infinities, 0).to(tl.int64))
 
 
 @triton.jit
