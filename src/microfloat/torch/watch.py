@@ -9,6 +9,7 @@ Legend: M = rows of x, K = in features, N = out features.
 """
 
 import contextlib
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.backends.base import Backend, capturing
 from microfloat.torch.entries import entries_of
 from microfloat.torch.measuring import (
+    Reading,
     Readings,
     Rows,
     Sample,
@@ -112,6 +114,10 @@ class watch(RecordLog):
         self._open: dict[str, list[_Call]] = {}
         self._hooks: list[RemovableHandle] = []
         self._asked: dict[tuple, _Asked] = {}
+        self._by_address: dict[int, RecipeLayer] = {}
+        self._places: dict[tuple, int] = {}  # calls of joined weights in this step
+        self._joined: dict[tuple, list[RecipeLayer]] = {}  # and their layers
+        self._mistaken: set[tuple[int, str]] = set()  # steps and names whose layers were others
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -166,6 +172,7 @@ class watch(RecordLog):
         if number % self.every:
             return
         self._calls.clear()
+        self._places.clear()
         self._sampled += 1
         OBSERVERS.append(self)
         if not _is_compiled(self._model):
@@ -192,7 +199,7 @@ class watch(RecordLog):
         if schedule.device >= 0 and torch.cuda.is_current_stream_capturing():
             return None
         if weight is not None:
-            layers = self._owners(weight)
+            layers = self._owners(weight, is_backward)
         if not layers or any(layer not in self._names for layer in layers):
             return None
         name = _joint([self._names[layer] for layer in layers])
@@ -230,16 +237,39 @@ class watch(RecordLog):
         self._calls[name] = count + 1
         return f"{name}#{count}" if count else name
 
-    def _owners(self, weight: torch.Tensor) -> list[RecipeLayer]:
-        """The layers whose weights this tensor is, or which a compiler has joined in it."""
-        layers = [module for module in self._names if isinstance(module, RecipeLayer)]
-        parts = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
-        address = parts[0].data_ptr()
-        for layer in layers:
-            own = layer.weight
-            if (own.part_list()[0] if isinstance(own, QuantizedTensor) else own).data_ptr() == address:
-                return [layer]
-        found, row = [], 0
+    def _owners(self, weight: torch.Tensor, is_backward: bool) -> list[RecipeLayer]:
+        """The layers whose weights this tensor is, or which a compiler has joined in it.
+
+        A joined one has memory of its own: its layers are found by values, for which the host waits, when a call
+        is the first of its place in a step. In later steps they are taken to be the same, which the device checks.
+        """
+        address = (weight.part_list()[0] if isinstance(weight, QuantizedTensor) else weight).data_ptr()
+        layer = self._by_address.get(address)
+        if layer is None or _address_of(layer) != address:  # memory of weights moves under FSDP
+            self._by_address = {}
+            for one in self._recipe_layers():
+                self._by_address.setdefault(_address_of(one), one)
+            layer = self._by_address.get(address)
+        if layer is not None:
+            return [layer]
+        place = is_backward, weight.shape, weight.dtype
+        number = self._places.get(place, 0)
+        self._places[place] = number + 1
+        found = self._joined.get((*place, number))
+        if found is None:
+            found = self._joined_in(weight)
+            if found:
+                self._joined[*place, number] = found
+        else:
+            self._check_joined(found, weight, (*place, number))
+        return found
+
+    def _recipe_layers(self) -> list[RecipeLayer]:
+        return [module for module in self._names if isinstance(module, RecipeLayer)]
+
+    def _joined_in(self, weight: torch.Tensor) -> list[RecipeLayer]:
+        """The layers with the first rows of the parts of this weight, none where one is nobody's."""
+        layers, found, row = self._recipe_layers(), [], 0
         while row < weight.shape[0]:
             part = weight[row : row + 1]
             layer = next((
@@ -251,6 +281,25 @@ class watch(RecordLog):
             found.append(layer)
             row += layer.weight.shape[0]
         return found
+
+    def _check_joined(self, layers: Sequence[RecipeLayer], weight: torch.Tensor, place: tuple) -> None:
+        """Let the device compare first rows; where they differ, this sample has no records of these layers, and the
+        next one looks for others.
+        """
+        name, step = _joint([self._names[layer] for layer in layers]), self._count
+        with _plainly():
+            starts = itertools.accumulate((layer.weight.shape[0] for layer in layers[:-1]), initial=0)
+            firsts = torch.cat([layer.weight[:1].to(weight.dtype) for layer in layers])
+            parts = torch.cat([weight[start : start + 1] for start in starts])
+            same = (firsts == parts).all().double().reshape(1)
+
+        def derive(numbers: Sequence[float]) -> Iterator[tuple[str, object]]:
+            if not numbers[0]:
+                self._joined.pop(place, None)
+                self._mistaken.add((step, name))
+            return iter(())
+
+        self._readings.add(Entry(step, name, "", "", ""), Reading(same, derive))
 
     def slab(self, size: int) -> slice:
         """The part of an axis that is measured in this sample."""
@@ -283,7 +332,8 @@ class watch(RecordLog):
         samples, self._samples = self._samples, []
         for sample in samples:
             for entry, found in sample.read():
-                self.take(entry, found)
+                if (entry.step, entry.module.split("#")[0]) not in self._mistaken:
+                    self.take(entry, found)
 
 
 @contextlib.contextmanager
@@ -291,6 +341,11 @@ def _plainly() -> Iterator[None]:
     """No gradients, and no modes of torch's dispatcher."""
     with torch.no_grad(), _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext():
         yield
+
+
+def _address_of(layer: RecipeLayer) -> int:
+    weight = layer.weight
+    return (weight.part_list()[0] if isinstance(weight, QuantizedTensor) else weight).data_ptr()
 
 
 def _joint(names: Sequence[str]) -> str:
