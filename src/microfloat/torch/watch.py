@@ -564,9 +564,13 @@ class _Call:
 
     def _matrix(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The matrix in the dtype that its cast reads."""
-        x = x.detach().resolve_neg()
+        x = x.detach()
+        if x.is_neg():
+            x = x.resolve_neg()
+        if x.dim() != 2:
+            x = x.reshape(-1, x.shape[-1])
         dtype = dtype or (x.dtype if self.schedule is None else self.schedule.dtype)
-        return x.reshape(-1, x.shape[-1]).to(dtype)
+        return x if x.dtype == dtype else x.to(dtype)
 
     def _rows(self, matrix: torch.Tensor, inputs: CastInputs) -> torch.Tensor:
         """The rows of the group that is measured; of an ordinary call all."""
@@ -591,7 +595,9 @@ class _Call:
         w = self.w if self.w is not None else torch.cat([layer.weight.detach() for layer in self.layers])
         w = w.detach() if self.group is None else w[self.group].detach()
         dtype = w.dtype if self.schedule is None else self.schedule.dtype
-        return w.dequantize(dtype) if isinstance(w, QuantizedTensor) else w.to(dtype)
+        if isinstance(w, QuantizedTensor):
+            return w.dequantize(dtype)
+        return w if w.dtype == dtype else w.to(dtype)
 
     def _backend(self, device: torch.device) -> Backend:
         return backends.choose("auto", device) if self.schedule is None else self.schedule.backend
