@@ -1,13 +1,13 @@
 """Time of a training step with and without `mf.watch`, as JSON: between samples, and in a sampled step.
 
-Blocks of plain steps, of steps between samples and of sampled ones take turns, so that a GPU that grows slower or
-faster meanwhile does so for all of them; the medians over all blocks are reported, and those of each block beside them.
-A sampled step includes the end of the sample before it, which copies its numbers to the host. The first two steps of a
+Blocks of plain steps and of steps between samples take turns, so that a GPU that grows slower or faster meanwhile does
+so for both; sampled ones follow. The medians over all blocks are reported, and those of each block beside them. A
+sampled step includes the end of the sample before it, which copies its numbers to the host. The first two steps of a
 block are not timed.
 
-`plain_host_ms`, `sampled_host_ms`: what the host takes to launch a step, which the GPU may be behind. `records_ms`:
-what it takes to make the records of one sample, when somebody asks for them. `allocations`: how often torch asked the
-driver for memory in the timed steps of a kind.
+`plain_host_ms`, `between_samples_host_ms`, `sampled_host_ms`: what the host takes to launch a step, which the GPU may be
+behind. `records_ms`: what it takes to make the records of one sample, when somebody asks for them. `allocations`: how
+often torch asked the driver for memory in the timed steps of a kind.
 
 PYTHONPATH=src python benchmarks/watch.py --layers 12 --hidden 2048 --tokens 8192 > watch.json
 """
@@ -24,6 +24,7 @@ import torch
 import microfloat.torch as mf
 
 _EVERY = {"plain": None, "between_samples": 2**40, "sampled": 1}
+_UNSAMPLED = ("plain", "between_samples")
 
 
 def main() -> None:
@@ -60,20 +61,26 @@ def main() -> None:
     blocks: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
     allocated: dict[str, int] = defaultdict(int)
     reading, records = [], 0
-    for number in range(options.rounds + 1):  # the first round warms up
-        for name, every in _EVERY.items():
-            with contextlib.nullcontext() if every is None else mf.watch(model, every=every) as watched:
-                for _ in range(2):
-                    step()
-                before = allocations()
-                times = [step() for _ in range(options.steps)]
-                if number:
-                    blocks[name].append(times)
-                    allocated[name] += allocations() - before
-            if watched is not None and every == 1:
-                started = time.perf_counter()
-                records = len(watched.records) // (options.steps + 2)
-                reading.append(1e3 * (time.perf_counter() - started) / (options.steps + 2))
+    # A GPU rests in sampled steps, which wait for the host, and is faster after them: they come last. Of the others the
+    # first one of a round is the second one of the next.
+    turns = [name for number in range(options.rounds + 1) for name in _UNSAMPLED[:: 1 - 2 * (number % 2)]]
+    turns += ["sampled"] * (options.rounds + 1)
+    met: dict[str, int] = defaultdict(int)
+    for name in turns:
+        every = _EVERY[name]
+        with contextlib.nullcontext() if every is None else mf.watch(model, every=every) as watched:
+            for _ in range(2):
+                step()
+            before = allocations()
+            times = [step() for _ in range(options.steps)]
+            if met[name]:  # the first block of a kind warms up
+                blocks[name].append(times)
+                allocated[name] += allocations() - before
+            met[name] += 1
+        if watched is not None and every == 1:
+            started = time.perf_counter()
+            records = len(watched.records) // (options.steps + 2)
+            reading.append(1e3 * (time.perf_counter() - started) / (options.steps + 2))
 
     def median(name: str, which: int) -> float:
         return statistics.median(one[which] for block in blocks[name] for one in block)
@@ -82,7 +89,8 @@ def main() -> None:
     result = {
         **vars(options), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__, "plain_ms": plain, "between_samples_ms": between, "sampled_ms": sampled,
-        "plain_host_ms": median("plain", 0), "sampled_host_ms": median("sampled", 0),
+        "plain_host_ms": median("plain", 0), "between_samples_host_ms": median("between_samples", 0),
+        "sampled_host_ms": median("sampled", 0),
         "overhead_every_100": (99 * between + sampled) / (100 * plain) - 1,
         "overhead_of_samples_every_100": (sampled / plain - 1) / 100,
         "records_ms": statistics.median(reading), "records_of_a_sample": records,
