@@ -5,9 +5,9 @@ so for both; sampled ones follow. The medians over all blocks are reported, and 
 sampled step includes the end of the sample before it, which copies its numbers to the host. The first two steps of a
 block are not timed.
 
-`plain_host_ms`, `between_samples_host_ms`, `sampled_host_ms`: what the host takes to launch a step, which the GPU may be
-behind. `records_ms`: what it takes to make the records of one sample, when somebody asks for them. `allocations`: how
-often torch asked the driver for memory in the timed steps of a kind.
+`plain_host_ms`, `between_samples_host_ms`, `sampled_host_ms`: what the host takes to launch a step, behind which the
+GPU may be. `records_ms`: what it takes to make the records of one sample, when somebody asks for them. `allocations`:
+how often torch asked the driver for memory in the timed steps of a kind.
 
 PYTHONPATH=src python benchmarks/watch.py --layers 12 --hidden 2048 --tokens 8192 > watch.json
 """
