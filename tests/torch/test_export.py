@@ -43,7 +43,7 @@ def test_plain_operations_give_the_bits_of_the_layers(name) -> None:
 
 
 def test_batches_of_any_size() -> None:
-    model = make("mxfp8")
+    model = make("mxfp8")[:1]  # that layers are exported one after the other, the other tests see
     program = mf.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=512)},))
     for rows in (2, 7, 300):
         x = torch.randn(rows, 64, dtype=torch.bfloat16)

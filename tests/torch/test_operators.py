@@ -99,18 +99,40 @@ PRODUCED = {
 }
 
 
-@pytest.mark.parametrize("name", PRODUCED)
-def test_compiled_producers_are_eager_ones(name):
-    def function(x, w):
-        return both(PRODUCED[name](x, w))
+# Cases that are compiled as one graph: what a graph costs besides its operators is most of what one of them costs.
+TOGETHER = 8
 
-    weight = torch.linspace(0.5, 2, 96)
+
+def groups_of(cases):
+    """Parameters of a test that takes several cases at once.
+
+    Dynamo (torch 2.13) fails at the object of a format that it has met under its name: cases with one stay alone.
+    """
+    alone = [name for name in cases if name == "a format" or "made inside" in name]
+    names = [name for name in cases if name not in alone]
+    groups = [[name] for name in alone] + [names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)]
+    return pytest.mark.parametrize("names", groups, ids=lambda names: " to ".join(dict.fromkeys((names[0], names[-1]))))
+
+
+def check_compiled(function, *arguments):
+    """Assert that the parts of a dict that the function returns are in compiled code those of eager mode."""
     torch.manual_seed(0)
-    expected = function(X, weight)
+    expected = function(*arguments)
     torch.manual_seed(0)
-    actual = torch.compile(function, fullgraph=True, backend="aot_eager")(X, weight)
-    assert len(actual) == len(expected)
-    assert all(equal(a, b) for a, b in zip(actual, expected, strict=True))
+    actual = torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments)
+    for name, parts in expected.items():
+        assert len(actual[name]) == len(parts), name
+        assert all(equal(a, b) for a, b in zip(actual[name], parts, strict=True)), name
+
+
+@groups_of(PRODUCED)
+def test_compiled_producers_are_eager_ones(names):
+    producers = {name: PRODUCED[name] for name in names}
+
+    def function(x, w):
+        return {name: both(producer(x, w)) for name, producer in producers.items()}
+
+    check_compiled(function, X, torch.linspace(0.5, 2, 96))
 
 
 @pytest.mark.parametrize(
@@ -146,13 +168,14 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_is_eager(name):
-    function, arguments = CASES[name]
-    torch.manual_seed(0)
-    expected = function(*arguments)
-    torch.manual_seed(0)
-    assert equal(torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments), expected)
+@groups_of(CASES)
+def test_compiled_is_eager(names):
+    functions = {name: CASES[name][0] for name in names}
+
+    def function(arguments):
+        return {name: [function(*arguments[name])] for name, function in functions.items()}
+
+    check_compiled(function, {name: CASES[name][1] for name in names})
 
 
 PAIR = Cast(NVFP4), Cast(NVFP4, rounding="stochastic")

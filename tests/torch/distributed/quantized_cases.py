@@ -31,6 +31,7 @@ STORED = {
 }
 WIDTH, INNER = 128, 256
 Named = dict[str, torch.Tensor]
+Names = tuple[str, ...]
 
 
 def stored(
@@ -127,21 +128,21 @@ def sizes(name: str) -> dict[str, int]:
     return {"width": 128 * dist.get_world_size()} if name == "block" else {}
 
 
-def stored_weights(rank: int) -> dict[str, bool]:
+def stored_weights(rank: int, names: Names = tuple(STORED)) -> dict[str, bool]:
     """Three steps of AdamW on codes, against one process, byte by byte."""
     made = {}
-    for name in STORED:
+    for name in names:
         model = shard(stored(name, **sizes(name)))
         outputs = train(model, name)
         made[name] = equal(model, alone(name, **sizes(name)), outputs)
     return made
 
 
-def stored_ways(rank: int) -> dict[str, bool]:
+def stored_ways(rank: int, names: Names = ("current", "nvfp4")) -> dict[str, bool]:
     """Options of FSDP2 and of optimizers, each against one process."""
     made = {}
     sgd = functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1)
-    for name in ("current", "nvfp4"):
+    for name in names:
         for way, make, options in (
             ("kept after forward", torch.optim.AdamW, {"reshard_after_forward": False}), ("sgd", sgd, {}),
             ("foreach", functools.partial(torch.optim.AdamW, foreach=True), {}),
@@ -171,11 +172,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def stored_unevenly(rank: int) -> dict[tuple, bool]:
+UNEVEN = ("delayed", "current", "row", "mxfp8", "mxfp4", "nvfp4", "noisy")
+
+
+def stored_unevenly(rank: int, names: Names = UNEVEN) -> dict[tuple, bool]:
     """Shards of which the last ones are short or empty."""
     made = {}
     ranks = dist.get_world_size()
-    for name in ("delayed", "current", "row", "mxfp8", "mxfp4", "nvfp4", "noisy"):
+    for name in names:
         for inner in (16 * ranks * 4 - 1, 1) if "nv" in name or name == "noisy" else (257, 1):
             model = shard(stored(name, inner=inner))
             made[name, inner] = equal(model, alone(name, inner=inner), train(model, name))
@@ -219,10 +223,10 @@ def checkpoint_of(name: str) -> str:
 SAVED = ("delayed", "current", "mxfp8", "nvfp4")
 
 
-def stored_and_saved(rank: int) -> dict[str, bool]:
+def stored_and_saved(rank: int, names: Names = SAVED) -> dict[str, bool]:
     """A checkpoint of codes, written by these ranks and read again by them."""
     made = {}
-    for name in SAVED:
+    for name in names:
         model = shard(stored(name))
         train(model, name)
         mf.update_scaling(model)
@@ -307,7 +311,7 @@ def trains_as_one_process(name: str, make, call) -> bool:
     return torch.equal(y, sharded) and same(parts_of(model), rows_of(parts, model))
 
 
-def fused_and_stored(rank: int) -> dict[str, bool]:
+def fused_and_stored(rank: int, names: Names = ("delayed", "current", "mxfp8", "nvfp4")) -> dict[str, bool]:
     """Norms and activations fused with Linears whose weights are codes, three of them as one product."""
 
     def make(**options):
@@ -316,7 +320,6 @@ def fused_and_stored(rank: int) -> dict[str, bool]:
             mf.LayerNormMLP(256, WIDTH, activation="swiglu", **options),
         )
 
-    names = ("delayed", "current", "mxfp8", "nvfp4")
     return {name: trains_as_one_process(name, make, lambda model: model(example())) for name in names}
 
 

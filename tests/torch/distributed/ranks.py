@@ -18,6 +18,16 @@ Case = Callable[[int], Any]
 GRACE = 20  # seconds for the texts of ranks that wait for one which has failed
 
 
+class With:
+    """A case that is given options, under its own name."""
+
+    def __init__(self, case: Case, **options: Any) -> None:
+        self.case, self.options, self.__name__ = case, options, case.__name__
+
+    def __call__(self, rank: int) -> Any:
+        return self.case(rank, **self.options)
+
+
 def on_gpus(rank: int) -> None:
     """All that follows runs on the GPU of the rank."""
     import torch

@@ -629,6 +629,7 @@ def test_meta_device_and_reset():  # features M12
     assert torch.isfinite(layer(torch.randn(1, 4, 32, **BF16))).all()
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4",))
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "nvfp4"])
 def test_compiled_fullgraph(name, fresh_compiler):  # features G1
     torch.manual_seed(0)
