@@ -1,5 +1,7 @@
 """Flax-compatible operators: Flax's own outputs, and what must be better than Flax."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -41,16 +43,40 @@ def array(case, role, side="inputs"):
     return get(case, role, side)[0]
 
 
+# Cases that differ in their values alone share a program.
+@functools.cache
+def quantizing(q_dtype, compute):
+    return (
+        jax.jit(lambda x, s: fp8_ops.quantize(x, q_dtype, s, compute)),
+        jax.jit(lambda x, s: fp8_ops.qdq(x, q_dtype, s, compute)),
+    )
+
+
+@functools.cache
+def pulling(op, q_dtype, compute):
+    @jax.jit
+    def run(x, g, state):
+        y, back = jax.vjp(lambda x, *state: op(compute, q_dtype, x, *state), x, *state)
+        return y, *back(g)
+
+    return run
+
+
+@functools.cache
+def updating(q_dtype):
+    return jax.jit(lambda x, s, h: fp8_ops.update_fp8_meta(x, q_dtype, s, h))
+
+
 @pytest.mark.as_users_compile
 @pytest.mark.parametrize("case", cases("flax_quantize", None), ids=case_id)
 def test_quantize_equals_flax(case):
     x = jnp.asarray(array(case, "x"), DTYPES[case["input_dtype"]])
     q_dtype, compute = ELEMENTS[case["element"]], DTYPES[case["options"]["compute_dtype"]]
     scale = jnp.asarray(array(case, "scale"))
-    codes = np.asarray(jax.jit(lambda x, s: fp8_ops.quantize(x, q_dtype, s, compute))(x, scale))
+    quantize, qdq = quantizing(q_dtype, compute)
+    codes = np.asarray(quantize(x, scale))
     assert golden_cases.mismatch(case, "data", codes.view(np.uint8)) is None
-    faked = jax.jit(lambda x, s: fp8_ops.qdq(x, q_dtype, s, compute))(x, scale)
-    assert golden_cases.mismatch(case, "qdq", np.asarray(faked).astype(np.float32)) is None
+    assert golden_cases.mismatch(case, "qdq", np.asarray(qdq(x, scale)).astype(np.float32)) is None
 
 
 @pytest.mark.parametrize("case", cases("flax_scale", None), ids=case_id)
@@ -69,7 +95,7 @@ def test_scales_equal_flax_where_flax_is_sound(case):
 @pytest.mark.parametrize("case", cases("flax_state", None), ids=case_id)
 def test_state_equals_flax(case):
     scale, history = ONE, jnp.zeros(case["options"]["amax_history_len"], F32)
-    update = jax.jit(lambda x, s, h: fp8_ops.update_fp8_meta(x, ELEMENTS[case["element"]], s, h))
+    update = updating(ELEMENTS[case["element"]])
     scales, histories = [], []
     for x in array(case, "x"):
         scale, history = update(x, scale, history)
@@ -85,12 +111,7 @@ def test_gradients_equal_flax(case):
     op, q_dtype = getattr(fp8_ops, options["op"]), ELEMENTS[case["element"]]
     x, g = (jnp.asarray(array(case, role), dtype) for role in ("x", "g"))
     state = [jnp.asarray(array(case, role)) for role in ("scale", "history")]
-
-    @jax.jit
-    def run(x, g, state):
-        y, back = jax.vjp(lambda x, *state: op(DTYPES[options["compute_dtype"]], q_dtype, x, *state), x, *state)
-        return y, *back(g)
-
+    run = pulling(op, q_dtype, DTYPES[options["compute_dtype"]])
     for role, actual in zip(("y", "dx", "dscale", "dhistory"), run(x, g, state), strict=True):
         assert golden_cases.mismatch(case, role, np.asarray(actual).astype(np.float32)) is None, role
 
