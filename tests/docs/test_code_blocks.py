@@ -27,7 +27,12 @@ WHY_SLOW = "needs a training package that make test does not install"
 # transformers asks its models by a name that it deprecates itself.
 NOISE = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+# The page on checkpoints converts: one process compiles those kernels.
+GROUPS = {"checkpoints.md": pytest.mark.xdist_group("numba")}
+pages = pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=GROUPS.get(page.name, ())) for page in PAGES],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

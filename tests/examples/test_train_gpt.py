@@ -159,6 +159,7 @@ def test_the_last_steps_in_bf16(tmp_path, monkeypatch):
     assert results(tmp_path)["recipes"]["mxfp4"]["underflow"]["x"] > 0
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_the_last_blocks_in_bf16(tmp_path):
     common = "--recipe mxfp4 --layers 2 --steps 2 --last-in blocks --last-fraction-bf16"
     assert train(tmp_path / "none", f"{common} 0") == 0
@@ -179,9 +180,7 @@ def test_lm_head_and_embedding_stay_in_high_precision(tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------- interrupt and resume
 
 
-@pytest.mark.slow_cases(
-    "examples: runs with further settings", all_but=("nvfp4-", "delayed-", "delayed---last-fraction-bf16 0.7")
-)
+@pytest.mark.slow_cases("examples: runs with further settings", all_but=("nvfp4-", "delayed---last-fraction-bf16 0.7"))
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
