@@ -18,8 +18,9 @@ TORCH_BUILD ?= auto
 SECONDS ?= 600
 VENV := .venv
 
-# A virtual environment or a module path of the caller must not leak into ours.
-unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+# A virtual environment or a module path of the caller must not leak into ours. Byte code is written: the tests start
+# dozens of processes that import the library.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 # JOBS=0 runs in one process and does without pytest-xdist, which tries a test that took its process down once more.
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)

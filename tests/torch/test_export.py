@@ -36,18 +36,20 @@ def test_plain_operations_give_the_bits_of_the_layers(name) -> None:
     model = make(name)
     program = mf.export(model, (X,))
     assert all(operator.startswith(("aten.", "<built-in")) for operator in operators(program))
-    assert torch.equal(program.module()(X), model(X))
+    run = program.module()
+    assert torch.equal(run(X), model(X))
     strange = X.clone()
     strange[0, :5] = torch.tensor([0.0, float("inf"), float("nan"), 1e-38, -3e38])
-    torch.testing.assert_close(program.module()(strange), model(strange), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(run(strange), model(strange), rtol=0, atol=0, equal_nan=True)
 
 
 def test_batches_of_any_size() -> None:
     model = make("mxfp8")[:1]  # that layers are exported one after the other, the other tests see
     program = mf.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=512)},))
+    run = program.module()
     for rows in (2, 7, 300):
         x = torch.randn(rows, 64, dtype=torch.bfloat16)
-        assert torch.equal(program.module()(x), model(x))
+        assert torch.equal(run(x), model(x))
 
 
 def test_stored_weights_and_layers_in_high_precision() -> None:
