@@ -175,6 +175,7 @@ SHAPES = (
 EVERY_TURN = tuple(itertools.product(DTYPES, (-1, -2)))
 
 
+@functools.cache
 def turns(cast: Cast) -> tuple[tuple[str, int], ...]:
     """The dtype and axis in which a Cast runs: another for the next one of its format, all of them for the format."""
     casts = [other for other in EVERY_CAST if other.format == cast.format]

@@ -134,7 +134,7 @@ EXACT = Float8CurrentScaling(fp8_format="E4M3", use_power_2_scales=True)
 EXACT_RECIPES = [EXACT, Float8RowScaling(), MXFP8BlockScaling(), Float8BlockScaling()]
 
 
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(problem=dot_problems(), seed=st.integers(0, 1000), recipe=st.sampled_from(EXACT_RECIPES))
 @example(problem=((5, 3, 40), (40, 2, 5), (((0, 2), (2, 0)), ((), ()))), seed=0, recipe=MXFP8BlockScaling())
 @example(problem=((2, 33), (3, 33, 4), (((1,), (1,)), ((), ()))), seed=1, recipe=Float8BlockScaling())
@@ -168,8 +168,8 @@ def test_dimension_numbers_equal_lax(problem, seed, recipe):
 def test_empty_operands(shapes):
     lhs, rhs = (jnp.ones(shape) for shape in shapes)
     numbers = PLAIN if lhs.ndim == 2 else (((2,), (2,)), ((0,), (0,)))
-    op = mj.dot_general(NVFP4BlockScaling())
-    y, dx, dw = gradients(op, lhs, rhs, jnp.ones(lax.dot_general(lhs, rhs, numbers).shape), numbers, seed=1)
+    op = mj.dot_general(Float8CurrentScaling())
+    y, dx, dw = gradients(op, lhs, rhs, jnp.ones(lax.dot_general(lhs, rhs, numbers).shape), numbers)
     assert (y.shape, dx.shape, dw.shape) == (lax.dot_general(lhs, rhs, numbers).shape, lhs.shape, rhs.shape)
     assert not np.asarray(y).any()
 

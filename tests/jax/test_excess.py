@@ -111,7 +111,7 @@ def test_differentiated_fp8_dot():
     unchanged(run, HALF, HALF[::-1])
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("bfloat16-mxfp8", "float16-fp8_tensor"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("float16-fp8_tensor",))
 @pytest.mark.parametrize(
     "name", ["fp8_tensor", pytest.param("fp8_row", marks=FURTHER), "mxfp8", pytest.param("nvfp4", marks=FURTHER)]
 )

@@ -126,7 +126,7 @@ def test_a_gradient_through_quantize_is_refused_by_name(cast):
     np.testing.assert_array_equal(np.asarray(gradient), np.asarray(mj.quantize(X, cast, **seed).dequantize()))
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("cast4",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("cast", CASTS)
 def test_fake_quantize_goes_straight_through(cast):
     """The values of dequantize(quantize(x)), the gradient dy, in every mode and order; also for saturated values."""

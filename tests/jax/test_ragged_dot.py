@@ -20,7 +20,7 @@ from microfloat.jax.numerics.random import seed_words
 from microfloat.jax.ragged_dot import _Groups
 from microfloat.layout import stored_length
 from microfloat.operands import OPERANDS_OF
-from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Gemm, MXFP8BlockScaling, NVFP4BlockScaling
+from microfloat.recipes import RECIPES, Cast, CustomRecipe, DelayedScaling, Gemm, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.jax.compare import gemm_limit
 from tests.jax.test_dot_general import SPECIAL
 
@@ -33,7 +33,12 @@ W = RNG.standard_normal((len(SIZES), K, N)).astype(np.float32)
 # Amaxes that differ by group: nothing may be measured over all of them.
 X *= np.repeat([1, 8, 0.1, 3, 1000], [*SIZES, T - sum(SIZES)])[:, None].astype(np.float32)
 ROW = CustomRecipe(Gemm("nvfp4_row", "nvfp4_row"), Gemm("fp8_row", "fp8_row"), Gemm("nvfp4_row", "nvfp4_row"))
-OWN = {**SPECIAL, "row_scales": ROW} | {
+# Noise along both axes of dy, quick to compile.
+NOISY = CustomRecipe(
+    Gemm("mxfp8", "mxfp8"), Gemm(Cast("mxfp8", rounding="stochastic"), "mxfp8"),
+    Gemm(Cast("mxfp8", rounding="stochastic"), "mxfp8"),
+)  # fmt: skip
+OWN = {**SPECIAL, "row_scales": ROW, "noisy": NOISY} | {
     f"mxfp8_{backward}": MXFP8BlockScaling(backward=backward) for backward in ("high_precision", "dequantized")
 }
 CASES = [*RECIPES, *OWN]
@@ -96,8 +101,8 @@ def test_every_group_is_a_matrix_of_its_own(name):
     assert not np.asarray(dw)[1].any()
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4",))
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "fp8_row", "mxfp8", "nvfp4", "row_scales"])
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("noisy",))
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "fp8_row", "mxfp8", "noisy", "nvfp4", "row_scales"])
 def test_codes_of_a_group_are_those_of_its_matrix(name):
     """Byte for byte, over blocks of rows, for x and dy along both axes: the oracle's, or the group's noise."""
     recipe, words = recipe_of(name), seed_words(SEED)

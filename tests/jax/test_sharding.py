@@ -88,6 +88,7 @@ def test_jit_with_sharded_operands(name):
             assert relative_error(actual, wanted) < 1e-6, (layout, name)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", cases=("data",))
 @pytest.mark.parametrize("layout", ["data", "tensor_K", "tensor_N_data"])
 def test_explicit_meshes(layout):
     mesh = mesh_of(AxisType.Explicit)
