@@ -215,6 +215,19 @@ def test_the_shapes_that_a_compiler_is_told(fmt, shape):
                 assert (other.shape, other.dtype, other.stride()) == (part.shape, part.dtype, part.stride()), name
 
 
+@pytest.mark.parametrize("fmt", ["fp8_tensor", "fp8_128x128", "mxfp8", "nvfp4"])
+def test_the_shapes_of_a_pair_that_a_compiler_is_told(fmt):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    pair = q(torch.ones(40, 70), fmt, axis=(-1, -2))
+    with FakeTensorMode():
+        promised = q(torch.ones(40, 70), fmt, axis=(-1, -2))
+    for real, told in zip(pair, promised, strict=True):
+        assert (told.shape, told.axis) == (real.shape, real.axis)
+        parts = [(part.shape, part.dtype) for part in real.parts().values()]
+        assert parts == [(part.shape, part.dtype) for part in told.parts().values()]
+
+
 def test_the_compiler_sees_operators_only():
     graphs = []
 
