@@ -2,7 +2,7 @@
 
 Nine tenths of what Triton 3.6 does for an operation on a small block serve no result: every integer operation is done
 once more in 64 bits for an assertion that is off, every call of a function looks through all of `triton.language`, and
-every value describes its type anew. Without that the same operations run on the same data, eight times as fast.
+every value describes its type anew. Without that the same operations run on the same data, many times as fast.
 """
 
 import functools
