@@ -1,7 +1,6 @@
 """Settings of every test. torch and jax are imported by the tests that need them, never here."""
 
 import gc
-import logging
 import os
 import shutil
 import sys
@@ -24,28 +23,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Dynamo has Python's collector run after each function that it compiles. Read when torch is first imported.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
-
-
-def _catch_logs_at_the_root():
-    """Handlers of pytest hear the root logger alone, as before pytest 9.1, which attaches them to all that do not
-    propagate: sixty of torch's, three times a test; and torch writes every graph down once a handler listens to it.
-    """
-    from _pytest.logging import catching_logs
-
-    if "attached_loggers" not in getattr(catching_logs, "__slots__", ()):  # another pytest does as it likes
-        return
-
-    def begin(self):
-        root = logging.getLogger()
-        self.attached_loggers.append(root)
-        root.addHandler(self.handler)
-        if self.level is not None:
-            self.handler.setLevel(self.level)
-            self.orig_level = root.level
-            root.setLevel(min(self.orig_level, self.level))
-        return self.handler
-
-    catching_logs.__enter__ = begin
 
 
 def _measure_no_guards():
@@ -79,7 +56,6 @@ def _compile_equal_programs_once(config):
 def pytest_configure(config):
     config.stash[LEFT_OUT] = Counter()
     _compile_equal_programs_once(config)
-    _catch_logs_at_the_root()
     if getattr(config.option, "numprocesses", None):
         from tests.scheduling import Watch
 

@@ -1,5 +1,6 @@
 """Lowering for CUDA: conversions, layouts, the FP8 GEMM with its scales; other platforms see none of them."""
 
+import logging
 import re
 
 import jax
@@ -16,6 +17,7 @@ from microfloat.jax.backends import cuda, gemms
 from microfloat.jax.numerics.bits import encode, multiply
 from microfloat.recipes import Float8CurrentScaling, MXFP8BlockScaling, as_cast
 from tests.jax.compare import relative_error
+from tests.logs import logged
 
 DENSE = (((1,), (0,)), ((), ()))
 LARGE = (16384, 4096, 4096)
@@ -192,12 +194,12 @@ def test_another_jaxlib_keeps_the_epilogue(hopper):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="a CUDA device is there")
-def test_the_probe_sees_rounded_scales(caplog, monkeypatch):
+def test_the_probe_sees_rounded_scales(monkeypatch):
     """A CPU multiplies what is written: scales of bfloat16. So the probe says no, and why."""
     cuda._probed.cache_clear()
-    with caplog.at_level("INFO", logger="microfloat"):
+    with logged(logging.INFO) as messages:
         assert cuda._probed() is False
-    assert "XLA would round them to bfloat16" in caplog.text
+    assert "XLA would round them to bfloat16" in "\n".join(messages)
     cuda._probed.cache_clear()
 
     def exact(codes_a, codes_b, scale_a, scale_b, precision):
@@ -210,15 +212,15 @@ def test_the_probe_sees_rounded_scales(caplog, monkeypatch):
     cuda._probed.cache_clear()
 
 
-def test_a_probe_that_fails_to_compile_is_an_answer(caplog, monkeypatch):
+def test_a_probe_that_fails_to_compile_is_an_answer(monkeypatch):
     def refuses(*_):
         raise RuntimeError("GEMM is not supported")
 
     monkeypatch.setattr(cuda, "_folds_exactly", refuses)
     cuda._probed.cache_clear()
-    with caplog.at_level("INFO", logger="microfloat"):
+    with logged(logging.INFO) as messages:
         assert cuda._probed() is False
-    assert "in the epilogue: GEMM is not supported" in caplog.text
+    assert "in the epilogue: GEMM is not supported" in "\n".join(messages)
     cuda._probed.cache_clear()
 
 

@@ -503,7 +503,7 @@ def test_layers_without_a_recipe_join_the_autocast():
     apply = jax.jit(model.apply)
     plain = apply(variables, X)
     np.testing.assert_array_equal(plain, nn.Dense(16, use_bias=False).apply(variables, X))
-    for recipe in ("mxfp8",):
+    for recipe in ("mxfp8", Float8CurrentScaling()):
         pinned = ml.Dense(16, use_bias=False, recipe=recipe).apply(variables, X)
         with mj.autocast(recipe):
             np.testing.assert_array_equal(apply(variables, X), pinned)

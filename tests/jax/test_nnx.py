@@ -27,6 +27,7 @@ from microfloat.recipes import (
 from microfloat.recipes.placement import DEFAULT_EXCLUDE
 from tests.jax.compare import relative_error
 from tests.jax.gemms import oracle_gemms
+from tests.logs import logged
 
 RNG = np.random.default_rng(15)
 X = RNG.standard_normal((6, 32)).astype(np.float32)
@@ -230,13 +231,13 @@ def test_state_gradients_by_nnx_itself():
     assert gradients["first"]["dot_general"]["input_scale"][...] == 1
 
 
-def test_forgotten_state_is_reported(caplog):
+def test_forgotten_state_is_reported():
     model = Model(nnx.Rngs(0))
     mnnx.convert(model, DELAYED)
     optimizer = mnnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    with caplog.at_level(logging.WARNING, logger="microfloat"), pytest.warns(UserWarning, match="never move"):
+    with logged(logging.WARNING) as messages, pytest.warns(UserWarning, match="never move"):
         optimizer.update(model, nnx.grad(mean_square)(model, X))
-    assert "no delayed-scaling state for first.dot_general, second.dot_general" in caplog.text
+    assert "no delayed-scaling state for first.dot_general, second.dot_general" in "\n".join(messages)
     with pytest.raises(ValueError, match="argnums: got"):
         mnnx.value_and_grad(mean_square, argnums=both_states())
 
