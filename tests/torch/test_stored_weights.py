@@ -14,10 +14,13 @@ from torch.optim import swa_utils  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
+from microfloat.passes import CastInputs  # noqa: E402
 from microfloat.recipes import RECIPES  # noqa: E402
 from microfloat.routes import routes_of  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
-from microfloat.torch.entries import entries_of, layouts_of, parts_of  # noqa: E402
+from microfloat.torch.entries import entries_of  # noqa: E402
+from microfloat.torch.schedule import CastStep  # noqa: E402
+from microfloat.torch.stored_casts import StoredCast  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -295,11 +298,12 @@ def test_parts_of_one_expert_begin_where_gemms_read_them(name) -> None:
     """At multiples of 16 bytes: cuBLAS refuses the scale of the second expert as it lies."""
     weight, recipe = experts(name)[0].weight.detach(), RECIPES[name]()
     entries = entries_of(recipe, routes_of(recipe, None), "w", True, False)
-    (layout, _) = layouts_of(backends.choose("reference", weight.device), entries, *weight.shape[1:])
+    backend = backends.choose("reference", weight.device)
     operand = weight[1].to_operand()
     stored = [operand.codes, operand.scale, operand.tensor_scale]
     assert any(part is not None and part.data_ptr() % 16 for part in stored)
-    for part, own in zip(parts_of(operand, entries[0], layout), stored, strict=True):
+    made = StoredCast(backend, weight[1], entries, torch.float32, CastStep)(weight[1], 0, None, CastInputs())
+    for part, own in zip(made[:3], stored, strict=True):
         assert (part is None) == (own is None)
         if part is not None:
             assert part.data_ptr() % 16 == 0

@@ -123,10 +123,7 @@ def aligned(tensor: _Kept) -> _Kept:
 
 
 def parts_of(operand: StoredOperand | None, entry: Entry | None, layout: Layout | None) -> Parts:
-    """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them.
-
-    The operand may be one of several experts, whose parts begin anywhere in those of all.
-    """
+    """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them."""
     if operand is None or entry is None or layout is None:
         return [None, None, None]
     codes, scale, fmt = operand.codes, operand.scale, operand.format
@@ -134,5 +131,4 @@ def parts_of(operand: StoredOperand | None, entry: Entry | None, layout: Layout 
         codes = codes.t()
         if scale is not None and fmt.block != (1, 128):  # those lie column-major either way, and are not turned
             scale = scale.t() if scale.dim() else scale
-    parts = laid(codes, layout.codes), laid(scale, layout.scale), operand.tensor_scale
-    return [aligned(part) for part in parts]
+    return [laid(codes, layout.codes), laid(scale, layout.scale), operand.tensor_scale]

@@ -65,8 +65,17 @@ class StoredCast:
         for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
             if stored:
                 operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()
-                made[3 * index : 3 * index + 3] = parts_of(operand, entry, self._layouts[index])
+                parts = parts_of(operand, entry, self._layouts[index])
+                made[3 * index : 3 * index + 3] = [_placed(part) for part in parts]
         return made
+
+
+def _placed(part: torch.Tensor | None) -> torch.Tensor | None:
+    """A part where GEMMs read it: at a multiple of 16 bytes, as that of one of several experts need not be.
+
+    Told by its place in its storage, which is known while a program is exported too.
+    """
+    return part if part is None or part.storage_offset() * part.itemsize % 16 == 0 else part.clone()
 
 
 def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
