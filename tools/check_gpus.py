@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     out.mkdir(parents=True, exist_ok=True)
     (out / "collectives.py").write_text(_COLLECTIVES)
-    found = json.loads(file.read_text())["steps"] if file.exists() else {}
+    found = json.loads(file.read_text()).get("steps", {}) if file.exists() else {}
     until, writing = time.monotonic() + 60 * options.minutes, threading.Lock()
 
     def check(name: str) -> None:

@@ -1,7 +1,5 @@
 """A weight that was gathered as codes, in the forms that the GEMMs of a GPU read, against the kernels that cast it."""
 
-from typing import Any, cast
-
 import pytest
 import torch
 
@@ -44,7 +42,7 @@ def _both(case):
     with backends.pretend(chip="h200"):
         backend = backends.choose("native", weight.device)
         entries = entries_of(recipe, backend.routes(recipe, weight.device, None), "w", True, True)
-        gather = Gather((recipe.fprop.rhs, recipe.dgrad.rhs), weight.dtype, cast(Any, Whole(weight)))
+        gather = Gather((recipe.fprop.rhs, recipe.dgrad.rhs), weight.dtype, Whole(weight))
         gathered = Gathered(gather, weight.shape, weight.device)
         words = backend.programs.scratch(-1)
         made = GatheredCast(backend, weight.shape, entries, weight.dtype, CastStep)(gathered, 0, words, CastInputs())

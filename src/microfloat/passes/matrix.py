@@ -5,16 +5,15 @@ from typing import Any, NamedTuple
 
 from microfloat.kernels.constants import How
 from microfloat.kernels.device import convert
-from microfloat.layout import Part
+from microfloat.layout import ALIGNMENT, Part
 from microfloat.passes.tables import Warps
 
 __all__ = [
-    "ALIGNMENT", "GROUP_ROWS", "INT32_MAX", "SCALAR", "At", "Buffer", "Device", "Matrix", "Pass", "Passes", "Slice",
+    "GROUP_ROWS", "INT32_MAX", "SCALAR", "At", "Buffer", "Device", "Matrix", "Pass", "Passes", "Slice",
     "specialization",
 ]  # fmt: skip
 
 GROUP_ROWS = 128  # the padded rows of a group are a multiple of this
-ALIGNMENT = 16  # bytes: what kernels are told that addresses are multiples of, and what allocated buffers begin at
 INT32_MAX = 2**31 - 1
 
 _KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from microfloat.formats import ELEMENTS
+from microfloat.layout import ALIGNMENT
 from microfloat.passes import MOST_DECODED_ROWS, most_decoded_rows
 from microfloat.routes import Encoding, encoding_of
 from microfloat.torch import backends
@@ -29,7 +30,6 @@ __all__ = ["DECODED_BESIDE", "Decoding", "decoding_of", "decoding_of_experts", "
 
 Shape = tuple[int, int, int]
 DECODED_BESIDE = (torch.bfloat16, torch.float16)  # dtypes of x
-_BYTES = 16  # what addresses are multiples of
 
 
 class Decoding:
@@ -53,7 +53,7 @@ class Decoding:
     ) -> torch.Tensor:
         """[M, N]. `plan`: of experts, the table of groups in tiles of `rows_of_tile`."""
         codes, scale, level = (aligned(part) for part in w)
-        x, is_odd = aligned(x.contiguous()), bias is not None and bias.data_ptr() % _BYTES != 0
+        x, is_odd = aligned(x.contiguous()), bias is not None and bias.data_ptr() % ALIGNMENT != 0
         key = x.dtype, scale.stride(), is_odd
         program = self._programs.get(key)
         if program is None:

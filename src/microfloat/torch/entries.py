@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from microfloat.layout import Layout, Part, layout_of
+from microfloat.layout import ALIGNMENT, Layout, Part, layout_of
 from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast, Delayed, Recipe
@@ -31,7 +31,6 @@ __all__ = [
     "saved_parts",
 ]
 
-_BYTES = 16  # what addresses are multiples of
 
 _Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
 
@@ -119,7 +118,7 @@ def laid(tensor: torch.Tensor | None, part: Part | None) -> torch.Tensor | None:
 
 def aligned(tensor: _Kept) -> _Kept:
     """A tensor, or a copy of it that begins at a multiple of 16 bytes, where bound launches and cuBLAS read tensors."""
-    return tensor if tensor is None or tensor.data_ptr() % _BYTES == 0 else tensor.clone()
+    return tensor if tensor is None or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def parts_of(operand: StoredOperand | None, entry: Entry | None, layout: Layout | None) -> Parts:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ELEMENTS
+from microfloat.layout import ALIGNMENT
 from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, is_outer, route_between
 from microfloat.torch import backends, reference
@@ -48,7 +49,6 @@ Level = torch.Tensor | None  # of what an operand may lack, such as a tensor sca
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
 _SIDE = 128
-_BYTES = 16  # what addresses are multiples of
 # Elements of a float32 sum that awaits its scales and its rounding: larger products are made in parts of whole rows.
 LARGEST_SUM, _ROWS = 1 << 28, 256
 
@@ -104,7 +104,7 @@ def product(
     Raises InvalidValueError for a route that is refused.
     """
     lhs, rhs = encoding_of(gemm.lhs, route.lhs), encoding_of(gemm.rhs, route.rhs)
-    looks = None if bias is None else _Bias(bias.dtype, bias.data_ptr() % _BYTES == 0)
+    looks = None if bias is None else _Bias(bias.dtype, bias.data_ptr() % ALIGNMENT == 0)
     return _made(_Task(lhs, rhs, route, gemm.accumulate, shape, looks, out_dtype, device))
 
 
@@ -264,7 +264,7 @@ def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Calla
         return vendor
 
     def own(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        if all(t.is_contiguous() and t.data_ptr() % _BYTES == 0 for t in (a, a_scale.t(), b.t(), b_scale.t())):
+        if all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in (a, a_scale.t(), b.t(), b_scale.t())):
             return own_block_matmul(a, a_scale, b, b_scale, dtype, tiles)
         return vendor(a, a_scale, b, b_scale, dtype)
 
@@ -518,7 +518,7 @@ def scaled_matmul(
     """``round(a @ b.T + bias)`` on `chip`: [M, N] in `out_dtype`, one rounding; the product of both operands' parts."""
     device, shape = a.codes.device, (a.rows, a.length, b.rows)
     encodings = _encoding_of_stored(a, chip), _encoding_of_stored(b, chip)
-    looks = None if bias is None else _Bias(bias.dtype, bias.data_ptr() % _BYTES == 0)
+    looks = None if bias is None else _Bias(bias.dtype, bias.data_ptr() % ALIGNMENT == 0)
     multiply, turned = stored_product(*encodings, chip, accumulate, shape, looks, out_dtype, device)
     parts = _parts(a, False), _parts(b, turned)
     if device.type == "cuda" and device.index != torch.cuda.current_device():

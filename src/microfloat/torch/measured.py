@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from microfloat.layout import Part
+from microfloat.layout import ALIGNMENT, Part
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes
-from microfloat.passes.matrix import ALIGNMENT, At, Buffer, Passes
+from microfloat.passes.matrix import At, Buffer, Passes
 from microfloat.passes.measures import (
     BIAS,
     CODES,

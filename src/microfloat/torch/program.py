@@ -21,10 +21,10 @@ import triton
 
 from microfloat.kernels.casts import groups
 from microfloat.kernels.device import convert, random
-from microfloat.layout import Part
+from microfloat.layout import ALIGNMENT, Part
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes, launches_of, pair_passes
-from microfloat.passes.matrix import ALIGNMENT, GROUP_ROWS, At, Device, Matrix, Passes, specialization
+from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, specialization
 from microfloat.passes.tables import Warps
 from microfloat.torch._typing import Options, Parts
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from microfloat.layout import Layout
+from microfloat.layout import ALIGNMENT, Layout
 from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe, Static
@@ -61,7 +61,6 @@ __all__ = [
 Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
-_ALIGNMENT = 16
 _MOST_SCHEDULES = 1024
 _NO_SECOND = (None, None, None, None)
 # Inputs of the casts of x, w and dy that read nothing besides their tensors.
@@ -399,12 +398,12 @@ class Schedule:
         address = dy.data_ptr()
         if not (
             step is not None and wants_dx is self.wants_dx and wants_dw is self.wants_dw and address != 0
-            and address & (_ALIGNMENT - 1) == 0 and dy.dtype is self.dtype and dy.is_contiguous() and not dy.is_neg()
+            and address & (ALIGNMENT - 1) == 0 and dy.dtype is self.dtype and dy.is_contiguous() and not dy.is_neg()
         ):  # fmt: skip
-            aligned = dy.is_contiguous() and address & (_ALIGNMENT - 1) == 0
+            aligned = dy.is_contiguous() and address & (ALIGNMENT - 1) == 0
             usual = aligned and not dy.is_neg() and dy.dtype is self.dtype
             dy = self._matrix(dy)
-            key = (wants_dx, wants_dw, dy.stride(), dy.data_ptr() & (_ALIGNMENT - 1))
+            key = (wants_dx, wants_dw, dy.stride(), dy.data_ptr() & (ALIGNMENT - 1))
             step = self._dy_steps.get(key)
             if step is None:
                 entries = entries_of(self.recipe, self.routes, "dy", wants_dx, wants_dw)
@@ -449,7 +448,7 @@ class Schedule:
         saved = self.x_saved if tensor == "x" else self.w_saved
         is_stored, is_gathered = isinstance(x, QuantizedTensor), isinstance(x, Gathered)
         x = x if is_gathered or is_stored else self._matrix(x.detach())
-        key = tensor, x.stride(), None if is_stored else x.data_ptr() & (_ALIGNMENT - 1)
+        key = tensor, x.stride(), None if is_stored else x.data_ptr() & (ALIGNMENT - 1)
         step: Any = self._later_steps.get(key)
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from microfloat.layout import ALIGNMENT
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
 from microfloat.torch import reference
@@ -75,7 +76,7 @@ def _placed(part: torch.Tensor | None) -> torch.Tensor | None:
 
     Told by its place in its storage, which is known while a program is exported too.
     """
-    return part if part is None or part.storage_offset() * part.itemsize % 16 == 0 else part.clone()
+    return part if part is None or part.storage_offset() * part.itemsize % ALIGNMENT == 0 else part.clone()
 
 
 def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:

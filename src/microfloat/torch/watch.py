@@ -341,7 +341,7 @@ class _Asked(NamedTuple):
         session: watch, schedule: Schedule | None, tensor: str, uses: tuple[bool, bool], backend: Backend,
         dtype: torch.dtype,
     ) -> "_Asked":  # fmt: skip
-        """What a session asks of a tensor under a schedule, None for a layer in high precision."""
+        """Those of a tensor that a session asks for, under a schedule or, None, in high precision."""
         operands, casts = OPERANDS_OF[tensor], [None, None]
         if schedule is not None:
             entries = entries_of(schedule.recipe, schedule.routes, tensor, *uses)
