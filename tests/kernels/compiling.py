@@ -231,7 +231,8 @@ def compile_measures(names, capability=HOPPER):
         rows = tuple(measuring.Rows(cast, turned) for turned in (False, True)[: 1 + bool(name)])
         numbers = place(torch.float64, measured.NUMBERS * len(rows))
         words = place(torch.int64, 4)
-        measured.measure_operand(program, x, rows, parts, 0, CastInputs(), words, numbers)
+        left, _ = measured.measure_operand(program, x, rows, parts, 0, CastInputs(), words, numbers)
+        measured.gather(program, x.device, left)
     measured.measure_result(program, x[:, :100], words)
     for bias in (None, x[0]):
         factors = measuring.Slab(x, parts[0]), measuring.Slab(x.t().contiguous().t(), parts[0])

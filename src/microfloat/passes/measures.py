@@ -6,13 +6,14 @@ from microfloat.kernels.casts import measures
 from microfloat.kernels.constants import MeasuredCodes
 from microfloat.layout import Part
 from microfloat.passes.conversions import SCALE_KINDS
-from microfloat.passes.matrix import INT32_MAX, At, Buffer, Matrix, Pass, Passes, specialization
+from microfloat.passes.matrix import INT32_MAX, At, Device, Matrix, Pass, Passes, specialization
 from microfloat.passes.tables import NO_SIGNS, Warps, ceil_div
 from microfloat.recipes import Cast
 
 __all__ = [
-    "BIAS", "CODES", "NUMBERS", "RESULT", "SAMPLED", "SCALE", "SECOND", "TENSOR_SCALE", "WHOLE", "Scales",
-    "cast_measures", "numbers_of_product", "product_measures", "rows_measures", "whole_measures", "widen_passes",
+    "BIAS", "CODES", "NUMBERS", "RESULT", "ROW", "SAMPLED", "SCALE", "SECOND", "TENSOR_SCALE", "WHOLE", "Left",
+    "Scales", "cast_measures", "gather_passes", "numbers_of_product", "product_measures", "rows_measures",
+    "whole_measures", "widen_passes",
 ]  # fmt: skip
 
 # Positions in the table, besides At.SOURCE = the whole tensor, the rows x, or the exact product.
@@ -20,7 +21,7 @@ WHOLE = 3  # counts of a whole tensor, which are added to
 CODES, SCALE, TENSOR_SCALE = 3, 4, 5
 RESULT, BIAS = 3, 4
 SECOND = At.SECOND  # of two matrices
-NUMBERS = measures.NUMBERS.value
+NUMBERS, ROW = measures.NUMBERS.value, measures.ROW.value
 SAMPLED = 1 << 14  # of more elements than so many, every k-th is sorted into binades
 
 _COUNTED_TOGETHER = 4096
@@ -56,20 +57,32 @@ def whole_measures(matrix: Matrix) -> Passes:
     return passes
 
 
-def _span_of(block: int | None) -> int:
-    """The number of elements whose largest and smallest magnitudes are one span: a block, or a piece of a row."""
-    return block or _TILE[1]
+class Left(NamedTuple):
+    """What the passes of one cast leave to be gathered, as `gather_sums` is told: so many tiles; sampled elements;
+    scales, how many of them in a row, and their strides; blocks with spans, and pieces of each; the kind of scales.
+    """
+
+    tiles: int
+    sampled: int
+    scales: int
+    across: int
+    stride_r: int
+    stride_k: int
+    blocks: int
+    pieces: int
+    kind: int
 
 
-def rows_measures(matrix: Matrix, block: int) -> Passes:
+def rows_measures(matrix: Matrix, block: int) -> tuple[Passes, Left]:
     """The passes of `cast_measures` without a cast: the sums of x alone are filled in."""
     return _measures(matrix, None, NO_SIGNS, block, Scales((0, 1), (0, 0), None))
 
 
-def cast_measures(matrix: Matrix, cast: Cast, scales: Scales) -> Passes:
-    """The passes that measure rows of an operand [R, C] and what `cast` made of them.
+def cast_measures(matrix: Matrix, cast: Cast, scales: Scales) -> tuple[Passes, Left]:
+    """The passes that measure rows of an operand [R, C] and what `cast` made of them, for `gather_passes`.
 
-    Two results: float64 [NUMBERS], and the largest and the smallest magnitude of each span, float32 [2, R, spans].
+    Three results: float64 sums of tiles, float32 [2, sampled elements] of x and its values, and the largest and the
+    smallest magnitude of each span, float32 [2, R, spans].
     """
     fmt = cast.format
     height, width = fmt.block
@@ -78,37 +91,47 @@ def cast_measures(matrix: Matrix, cast: Cast, scales: Scales) -> Passes:
         width or 1, 1 if scales.level_stride is None else 2,
     )  # fmt: skip
     signs = NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask
-    return _measures(matrix, codes, signs, _span_of(width), scales)
+    return _measures(matrix, codes, signs, width, scales)
 
 
-def _measures(matrix: Matrix, codes: MeasuredCodes | None, signs: int, span: int, scales: Scales) -> Passes:
-    passes, (tile_rows, tile_columns) = Passes(2), _TILE
+def _measures(
+    matrix: Matrix, codes: MeasuredCodes | None, signs: int, block: int | None, scales: Scales
+) -> tuple[Passes, Left]:
+    passes, (tile_rows, tile_columns) = Passes(3), _TILE
     rows, columns = matrix.rows, matrix.columns
+    span = block or tile_columns  # a block, or a piece of a row
     tiles, spans = matrix.tiles(*_TILE), ceil_div(columns, span)
     every = max(1, rows * columns // SAMPLED)
-    sampled = ceil_div(rows * columns, every)
-    numbers = passes.put(0, Part((NUMBERS,), (1,), "float64"))
-    found_spans = passes.put(1, Part((2, rows, spans), (rows * spans, spans, 1), "float32"))
-    partials = passes.add(Buffer((measures.SUMS.value, tiles), (tiles, 1), "float64", cleared=codes is None))
-    sample = passes.add(Buffer((2, sampled), (sampled, 1), "float32", cleared=codes is None))
+    sampled = 0 if codes is None else ceil_div(rows * columns, every)
+    partials = passes.put(0, Part((measures.SUMS.value, tiles), (tiles, 1), "float64"))
+    sample = At.NOTHING if codes is None else passes.put(1, Part((2, sampled), (sampled, 1), "float32"))
+    found_spans = passes.put(2, Part((2, rows, spans), (rows * spans, spans, 1), "float32"))
 
     level = At.NOTHING if scales.level_stride is None else TENSOR_SCALE
     scalars = (*matrix.sizes, *scales.strides, scales.level_stride or 0, every)
     constants = (codes, signs, span, matrix.index64 or rows * columns > INT32_MAX, tile_rows, tile_columns)
     key = (matrix.key, constants, *map(_is_wide, scalars[4:]))
     given = (At.NOTHING, At.NOTHING) if codes is None else (CODES, SCALE)
-    tensors = (At.SOURCE, *given, level, numbers, partials, sample, found_spans)
+    tensors = (At.SOURCE, *given, level, partials, sample, found_spans)
     passes.launches.append(Pass(measures.measure_tiles, key, tiles, tensors, scalars, constants, _EIGHT_WARPS))
 
-    kind = None if codes is None else codes.SCALE
-    is_float = kind == SCALE_KINDS["FP32"]
-    number, across = scales.shape[0] * scales.shape[1], scales.shape[1]
-    scalars = tiles, sampled, number, across, *scales.strides
-    constants = codes is not None, is_float, _GATHERED_TOGETHER
-    key = (matrix.device.number, constants, *map(_is_wide, scalars))
-    tensors = partials, sample, given[1], numbers
-    programs = measures.GATHERERS.value if codes is not None else measures.SUMS.value
-    passes.launches.append(Pass(measures.gather_sums, key, programs, tensors, scalars, constants, _SIXTEEN_WARPS))
+    (scales_down, across), kind = scales.shape, 0
+    if codes is not None:
+        of_scale = codes.SCALE
+        kind = 2 if of_scale == SCALE_KINDS["FP32"] else 1
+    blocks, pieces = (rows, spans) if block is None else (rows * spans, 1)
+    return passes, Left(tiles, sampled, scales_down * across, across, *scales.strides, blocks, pieces, kind)
+
+
+def gather_passes(casts: int, device: Device) -> Passes:
+    """The pass that gathers what the passes of so many casts left: the matrix is a table of `Left`, each
+    behind five addresses: of its numbers, and of its sums, sample, scales and spans.
+    """
+    passes, constants = Passes(0), (_GATHERED_TOGETHER,)
+    passes.launches.append(Pass(
+        measures.gather_sums, (device.number, constants), casts * measures.PROGRAMS.value, (At.SOURCE,), (), constants,
+        _SIXTEEN_WARPS,
+    ))  # fmt: skip
     return passes
 
 

@@ -1,9 +1,10 @@
 """Launches of `kernels.casts.measures` that sum what `microfloat.torch.measuring` defines: one plan for each tensor.
 
-A `Plan` holds everything that is decided by sizes: the casts of parts of a tensor, their measures, and where each of
-them finds its memory. A run of it allocates once and starts launches with addresses that are sums of a base, an offset
-and a step for each row before the part. What decides is the host time of a watched step, which has thousands of these
-launches. Plans are kept, and serve every layer with tensors of the same sizes.
+A plan holds everything that is decided by sizes: the casts of parts of a tensor, their measures, and where each of
+them finds its memory. A run of it allocates twice, for what it needs and for what it leaves, and starts launches with
+addresses that are sums of a base, an offset and steps for the rows and columns before the part. What counts is the host
+time of a watched step, which has thousands of these launches. Plans are kept, and serve every layer with tensors of the
+same sizes. What they leave is gathered together, by one launch for many tensors.
 
 Legend: R = rows of an operand form (of a part of it), C = its contraction length.
 """
@@ -25,12 +26,15 @@ from microfloat.passes.measures import (
     CODES,
     NUMBERS,
     RESULT,
+    ROW,
     SCALE,
     SECOND,
     TENSOR_SCALE,
     WHOLE,
+    Left,
     Scales,
     cast_measures,
+    gather_passes,
     numbers_of_product,
     product_measures,
     rows_measures,
@@ -43,7 +47,7 @@ from microfloat.torch._typing import Maybe
 from microfloat.torch.measuring import Place, Rows, Slab, casts_whole
 from microfloat.torch.program import Prepared
 
-__all__ = ["NUMBERS", "measure_operand", "measure_result", "numbers_of_product", "serves"]
+__all__ = ["NUMBERS", "gather", "measure_operand", "measure_result", "numbers_of_product", "serves"]
 
 
 Start: TypeAlias = Callable[..., None]  # (stream, *addresses), or tensors before a kernel is compiled
@@ -52,7 +56,7 @@ _UNIT = 128  # parts begin at multiples of it
 _ALIGNED: frozenset[int] = frozenset()
 _BLOCK = 32  # of rows that no cast is measured of
 # The bases of addresses: memory that a run allocates, the words and the numbers that it fills, and what it is given.
-_MADE, _SPANS, _WORDS, _NUMBERS, _SOURCE, _SCALE_ENC, _SEED, _ANY_SEED, _SCRATCH = range(9)
+_MADE, _KEPT, _WORDS, _NUMBERS, _SOURCE, _SCALE_ENC, _SEED, _ANY_SEED, _SCRATCH = range(9)
 _RESULT, _A, _B, _BIAS = range(_SOURCE, _SOURCE + 4)
 
 
@@ -101,15 +105,14 @@ class _Memory:
 class _Plan:
     """Launches over one tensor and its parts, with everything decided but addresses.
 
-    `spans`: shape, strides and offset in float32 of the spans of each of its parts. `product`: shape, strides and
-    offset in float64 of both factors of a product and of the product, which torch multiplies after so many launches.
+    `product`: shape, strides and offset in float64 of both factors of a product and of the product itself, which torch
+    multiplies after so many launches.
     """
 
     def __init__(
         self, programs: ModuleType, device: torch.device, misaligned: frozenset[int], starts: tuple[int, int]
     ) -> None:  # fmt: skip
         """`misaligned`: bases that are no multiples of 16 bytes; `starts`: as of a run."""
-        self.spans: list[tuple] = []
         self.product: list[tuple] = []
         self._programs, self._misaligned, self._starts_at = programs, misaligned, starts
         self._empty = programs.fast_empty(device)
@@ -119,16 +122,18 @@ class _Plan:
         self._prepared: list[tuple[Prepared, itemgetter]] = []
         self._before = 0
         self._starts: list[tuple[Start, itemgetter]] = []
+        self._left: list[tuple[itemgetter, Left]] = []
+        self._needs_scratch = False
 
     # ---------------------------------------------------------------------------------------------------- construction
 
     def add(
-        self, passes: Passes, given: Given, numbers: _Field | None = None, spans: bool = False
+        self, passes: Passes, given: Given, numbers: _Field | None = None, kept: Sequence[int] = ()
     ) -> list[_Field | None]:
         """Add launches; returns the fields of their buffers.
 
         `given`: the fields of positions up to MADE; `numbers`: that of the first buffer, if it is not allocated here;
-        `spans`: the second buffer outlives the run.
+        `kept`: numbers of the buffers that outlive the run.
         """
         buffers: list[_Field | None] = []
         for index, made in enumerate(passes.buffers):
@@ -137,22 +142,27 @@ class _Plan:
                 continue
             dtype = getattr(torch, made.dtype)
             dtype = torch.uint8 if dtype.itemsize == 1 else dtype  # FP8, as `programs.as_bytes`
-            is_kept = index == 1 and spans
-            offset, size = (self._kept if is_kept else self._made).add(made)
-            buffers.append(_Field(_SPANS if is_kept else _MADE, offset, dtype=dtype))
+            offset, size = (self._kept if index in kept else self._made).add(made)
+            buffers.append(_Field(_KEPT if index in kept else _MADE, offset, dtype=dtype))
             if made.cleared:
                 self._cleared.append(slice(offset, offset + size))
         for launch in passes.launches:
             taken = [self._taken(passes, at, given, buffers) for at in launch.tensors]
-            for field in taken:
-                if field is not None and field not in self._fields:
-                    self._fields.append(field)
-            indices = [0 if field is None else 1 + self._fields.index(field) for field in taken]
+            self._needs_scratch |= At.WORDS in launch.tensors
             aligned = tuple(field is None or self._is_aligned(field) for field in taken)
             kernel = self._programs.kernel_of(launch.kernel, launch.cooperative, launch.cluster, launch.dependent)
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
-            self._prepared.append((kernel.prepared(*arguments), itemgetter(*indices)))
+            self._prepared.append((kernel.prepared(*arguments), self._pick(taken)))
         return buffers
+
+    def leave(self, fields: Sequence[_Field | None], left: Left) -> None:
+        """Say what is to be gathered of a part: the fields of its numbers, sums, sample, scales and spans."""
+        self._left.append((self._pick(fields), left))
+
+    def _pick(self, fields: Sequence[_Field | None]) -> itemgetter:
+        """What takes these fields from a table of all; the first entry of that is None."""
+        self._fields += [field for field in dict.fromkeys(fields) if field is not None and field not in self._fields]
+        return itemgetter(*(0 if field is None else 1 + self._fields.index(field) for field in fields))
 
     @staticmethod
     def _taken(passes: Passes, at: int, given: "Given", buffers: "Sequence[_Field | None]") -> _Field | None:
@@ -182,31 +192,44 @@ class _Plan:
 
     def run(
         self, words: Place, numbers: Place | None, given: Sequence[Maybe], starts: tuple[int, int]
-    ) -> list[torch.Tensor]:
-        """Start everything on the current stream of the current device, that of the tensors; returns the spans.
+    ) -> tuple[list[int], torch.Tensor]:
+        """Start everything on the current stream of the current device, that of the tensors.
 
-        `given`: the tensors of bases from SOURCE on. `starts`: the first row and column that are measured, by 128.
+        Returns rows of the table of `gather`, and the memory that they point to. `given`: the tensors of bases from
+        SOURCE on. `starts`: the first row and column that are measured, by 128.
         """
         made = self._empty((self._made.size // 8,), (1,), torch.float64)
-        spans = self._empty((self._kept.size // 4,), (1,), torch.float32)
+        kept = self._empty((self._kept.size // 8,), (1,), torch.float64) if self._kept.size else made
         for cleared in self._cleared:
             made.view(torch.uint8)[cleared].zero_()
         device = made.get_device()
         stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
         places = words, numbers or words
+        bases = [made.data_ptr(), kept.data_ptr(), *[place.address for place in places]]
+        if self._needs_scratch:
+            given = *given, self._programs.scratch(device)
+        bases += [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        row, column = starts
+        table: list[int | None] = [None]
+        table += [bases[base] + offset + row * down + column * across for base, offset, down, across, _ in self._fields]
         if self._starts:
-            first = [made.data_ptr(), spans.data_ptr(), *[place.address for place in places]]
-            bases = first + [0 if tensor is None else tensor.data_ptr() for tensor in given]
-            row, column = starts
-            table: list[object] = [None]
-            table += [
-                bases[base] + offset + row * down + column * across for base, offset, down, across, _ in self._fields
-            ]
-            starting: Sequence[tuple[Start, itemgetter]] = self._starts
+            self._start(self._starts, stream, table, made)
         else:
-            tensors = [made, spans, *[place.tensor for place in places], *given]
-            table = [None, *[field.tensor(tensors[field.base], starts) for field in self._fields]]
-            starting = self._prepared
+            tensors = [made, kept, *[place.tensor for place in places], *given]
+            first = [None, *[field.tensor(tensors[field.base], starts) for field in self._fields]]
+            self._start(self._prepared, stream, first, made)
+            if all(prepared.at is not None for prepared, _ in self._prepared):  # all are compiled
+                self._starts = [(prepared.at, pick) for prepared, pick in self._prepared if prepared.at is not None]
+        rows: list[int] = []
+        for pick, left in self._left:
+            rows += [address or 0 for address in pick(table)]
+            rows += left
+        return rows, kept
+
+    def _start(
+        self, starting: Sequence[tuple[Start, itemgetter]], stream: int, table: Sequence[object], made: torch.Tensor
+    ) -> None:  # fmt: skip
+        """Start launches with what they take from a table, and multiply between them."""
         if self.product:
             for start, pick in starting[: self._before]:
                 start(stream, *pick(table))
@@ -215,9 +238,6 @@ class _Plan:
             starting = starting[self._before :]
         for start, pick in starting:
             start(stream, *pick(table))
-        if not self._starts and all(prepared.at is not None for prepared, _ in self._prepared):  # all are compiled
-            self._starts = [(prepared.at, pick) for prepared, pick in self._prepared if prepared.at is not None]
-        return [spans.as_strided(*one) for one in self.spans]
 
 
 # ------------------------------------------------------------------------------------------------------------- plans
@@ -272,16 +292,15 @@ def _steps_unevenly(measured: tuple[Rows, ...]) -> bool:
 def measure_operand(
     programs: ModuleType, matrix: torch.Tensor, measured: tuple[Rows, ...], parts: tuple[slice, slice], batch: int,
     inputs: CastInputs, words: Place, numbers: Place | None,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Count a matrix into the words, measure parts of it into the numbers, NUMBERS of them for each of `measured`.
+) -> tuple[list[int], torch.Tensor]:  # fmt: skip
+    """Count a matrix into the words, and measure parts of it, which `gather` makes NUMBERS of for each of `measured`.
 
-    `parts`: its rows, and its columns, that are measured. Returns the spans of each part, float32 [2, R, blocks, pieces
-    of a block].
+    `parts`: its rows, and its columns, that are measured. Returns what `gather` takes, and the memory that it reads.
     """
     device = matrix.get_device()
     any_seed = _any_seed(matrix.device)
     seed = any_seed if inputs.seed is None else inputs.seed
-    given = matrix, inputs.scale_enc, seed, any_seed, programs.scratch(device)
+    given = matrix, inputs.scale_enc, seed, any_seed
     misaligned, starts = _misaligned(given), (parts[0].start // _UNIT, parts[1].start // _UNIT)
     uneven = (starts[0] & 15, starts[1] & 15) if _steps_unevenly(measured) else None
     sizes = parts[0].stop - parts[0].start, parts[1].stop - parts[1].start
@@ -306,11 +325,10 @@ def _operand_plan(
         At.AMAX: words._replace(dtype=torch.float32),  # the low word of the first
     }  # fmt: skip
     for number, (cast, turned, stream, in_use) in enumerate(measured):
-        numbers = _Field(_NUMBERS, 8 * NUMBERS * number, dtype=torch.float64)
         own, slab = matrix[:, parts[1]] if turned else matrix[parts[0]], slabs[turned]
-        rows, fields = programs.matrix_of(own.t() if turned else own), {}
+        rows, fields, scale = programs.matrix_of(own.t() if turned else own), {}, None
         if cast is None:
-            passes = rows_measures(rows, _BLOCK)
+            passes, left = rows_measures(rows, _BLOCK)
         else:
             is_whole, spec = casts_whole(cast), OperandSpec(cast, stream=stream)
             made = cast_passes(
@@ -318,18 +336,14 @@ def _operand_plan(
                 given_amax=cast.takes_amax and cast.tensor_scale != "row" and not is_whole, batch=batch,
             )  # fmt: skip
             seed = _Field(_SEED if in_use else _ANY_SEED, dtype=torch.int64)
-            buffers = plan.add(made, given | {At.SOURCE: source if is_whole else slab, At.SEED: seed})
             at = slice(3, 6) if turned else slice(0, 3)
+            given_to_cast = {**given, At.SOURCE: source if is_whole else slab, At.SEED: seed}
+            buffers = plan.add(made, given_to_cast, kept=(at.start + 1,))
             fields, scales = _codes_of(cast, made.layouts[at], buffers[at], turned, own.shape[turned], is_whole)
-            passes = cast_measures(rows, cast, scales)
-        _, spans = plan.add(passes, {At.SOURCE: slab, **fields}, numbers, True)[:2]
-        _, part = passes.layouts
-        assert part is not None
-        assert spans is not None
-        in_pieces = cast is not None and cast.format.block[1] is None  # one block to a row
-        shape = (*part.shape[:2], 1, part.shape[2]) if in_pieces else (*part.shape, 1)
-        strides = (*part.strides[:2], 1, part.strides[2]) if in_pieces else (*part.strides, 1)
-        plan.spans.append((shape, strides, spans.offset // 4))
+            scale = fields[SCALE]
+            passes, left = cast_measures(rows, cast, scales)
+        sums, sample, spans = plan.add(passes, {At.SOURCE: slab, **fields}, kept=range(3))
+        plan.leave((_Field(_NUMBERS, 8 * NUMBERS * number), sums, sample, scale, spans), left)
     return plan
 
 
@@ -376,7 +390,7 @@ def measure_result(
     """
     device = result.get_device()
     a, b = (None, None) if factors is None else factors
-    given = result, a and a.matrix, b and b.matrix, bias, None
+    given = result, a and a.matrix, b and b.matrix, bias
     misaligned, key = _misaligned(given), ()
     starts = starts[0] // _UNIT, starts[1] // _UNIT
     if a is not None and b is not None:
@@ -429,3 +443,21 @@ def _result_plan(
     name = None if bias is None else str(bias.dtype).removeprefix("torch.")
     plan.add(product_measures(part, name), given, _Field(_NUMBERS, dtype=torch.float64))
     return plan
+
+
+# ------------------------------------------------------------------------------------------------------------ sample
+
+
+def gather(programs: ModuleType, device: torch.device, rows: list[int]) -> None:
+    """Make the numbers of all parts that `measure_operand` has measured, in one launch."""
+    is_cuda = device.type == "cuda"
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=is_cuda)
+    index, stream = -1, 0
+    if is_cuda:
+        table = table.to(device, non_blocking=True)
+        index = table.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(index)
+    (launch,) = gather_passes(len(rows) // ROW, programs.device_of(index)).launches
+    arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps
+    with torch.cuda.device(index):
+        programs.kernel_of(launch.kernel).prepared(*arguments)(stream, table)

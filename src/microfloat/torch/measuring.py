@@ -49,8 +49,8 @@ __all__ = [
 ]  # fmt: skip
 
 _QUANTILES = 0.5, 0.99, 1.0
-_MOST_SPANS = 1 << 24  # bytes of spans that wait for their quantiles
-_PLACED_TOGETHER = 1 << 16  # bytes in one allocation
+_MOST_KEPT = 1 << 26  # bytes that wait to be gathered
+_PLACED_TOGETHER = 1 << 20  # bytes in one allocation
 _WORDS = 4  # int64 in which a whole tensor is counted
 
 
@@ -104,6 +104,14 @@ class Reading(NamedTuple):
     spans: Maybe = None
 
 
+class _Left(NamedTuple):
+    """What launches have left to be gathered on a device: the table of it, and the memory that it points to."""
+
+    programs: ModuleType
+    rows: list[int]
+    memory: list[torch.Tensor]
+
+
 class Readings:
     """Readings of a sample, until it ends."""
 
@@ -113,6 +121,7 @@ class Readings:
         self._waiting: dict[tuple, list[int]] = {}  # readings with spans, by the shape of these
         self._bytes = 0
         self._quantiles: list[tuple[list[int], torch.Tensor]] = []
+        self._left: dict[torch.device, _Left] = {}
         self._chunks: dict[tuple[torch.device, torch.dtype], list[_Chunk]] = {}
 
     def __bool__(self) -> bool:
@@ -128,7 +137,7 @@ class Readings:
             reading.numbers.owners.append(len(self._entries))
         self._entries.append(entry)
         self._readings.append(reading)
-        if self._bytes > _MOST_SPANS:
+        if self._bytes > _MOST_KEPT:
             self._reduce()
 
     def place(self, device: torch.device, dtype: torch.dtype, size: int) -> Place:
@@ -141,7 +150,19 @@ class Readings:
         assert place is not None
         return place
 
+    def leave(self, programs: ModuleType, rows: list[int], memory: torch.Tensor) -> None:
+        """Keep what `measured.gather` reads until there is much of it."""
+        left = self._left.setdefault(memory.device, _Left(programs, [], []))
+        left.rows.extend(rows)
+        left.memory.append(memory)
+        self._bytes += memory.nbytes
+        if self._bytes > _MOST_KEPT:
+            self._reduce()
+
     def _reduce(self) -> None:
+        for device, left in self._left.items():
+            _module().gather(left.programs, device, left.rows)
+        self._left.clear()
         for indices in self._waiting.values():
             spans = torch.stack([self._readings[index].spans for index in indices])  # type: ignore[misc]
             for index in indices:
@@ -489,14 +510,32 @@ def read_operand(
     module = _module()
     words = readings.place(matrix.device, torch.int64, _WORDS)
     numbers = readings.place(matrix.device, torch.float64, module.NUMBERS * len(measured)) if measured else None
-    spans = module.measure_operand(backend.programs, matrix, measured, parts, batch, inputs, words, numbers)
-    with_spans = not wanted.isdisjoint(OF_SAMPLE)
+    rows, memory = module.measure_operand(backend.programs, matrix, measured, parts, batch, inputs, words, numbers)
+    if rows:
+        readings.leave(backend.programs, rows, memory)
     found = [Reading(words, partial(_of_words, matrix.numel(), True))]
-    for one, span in zip(measured, spans, strict=True):
-        derive = partial(of_rows, wanted, None if one.cast is None else one.cast.format.scale)
+    for one in measured:
+        derive = partial(_of_gathered, wanted, None if one.cast is None else one.cast.format.scale)
         assert numbers is not None
-        found.append(Reading(numbers, derive, span if with_spans else None))
+        found.append(Reading(numbers, derive))
     return found
+
+
+def _of_gathered(
+    wanted: frozenset[str], fmt: ScaleFormat | None, n: Sequence[float]
+) -> Iterable[tuple[str, object]]:  # fmt: skip
+    """`of_rows` of sums, and of the ratios of the largest to the smallest magnitude of blocks: their number, those
+    beside two quantiles, and the largest.
+    """
+    count, *ratios = n[-6:]
+    quantiles = [math.nan] * 3
+    if count:
+        low, high, *others, largest = map(math.log2, ratios)
+        for index, (below, above) in enumerate(((low, high), others)):
+            weight = math.modf(_QUANTILES[index] * (count - 1))[0]
+            quantiles[index] = below + weight * (above - below)
+        quantiles[2] = largest
+    return of_rows(wanted, fmt, [*n[:-6], *quantiles])
 
 
 def read_result(

@@ -140,23 +140,27 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
     casts = _Casts.of(caster, "x", True, schedule.wants_dw)
     shares = _are_alike(readers) and (len(readers) == 1 or not (casts.is_stochastic or schedule.is_static))
     kernels = casts.kernels() if shares and producer.dtype == schedule.dtype else None
+    written: Maybe = None
     if kernels is None:
         ((value, _),), statistics = values_of(producer, schedule.backend.producers)
-        value = value.to(schedule.dtype)
+        written = value = value.to(schedule.dtype)
         made = [
             reader.schedule.x_cast(value, *schedule.resources(), reader.run.x)
             for reader in ((caster,) if shares else readers)
         ]
     elif waits_for_amax(*casts.both):
         ((value, amax),), statistics = kernels.values(producer)
-        made = [casts.quantized(kernels, value, amax, run.x.seed)]
+        made, written = [casts.quantized(kernels, value, amax, run.x.seed)], value
     else:
         (both,), statistics = kernels.codes(producer, *casts.specs, run.x)
         made = [casts.parts(both, producer.shape)]
-    for reader in readers:
-        if reader.schedule.observer is not None:  # kernels of it write no value, so that it is computed once more
-            value = values_of(producer, schedule.backend.producers)[0][0].value.to(schedule.dtype)
-            reader.schedule.observer.see_x(value, reader.run.x)
+    observers = [(reader.schedule.observer, reader.run.x) for reader in readers]
+    if any(observer is not None for observer, _ in observers):
+        if written is None:  # a launch has written codes alone, so that the value is computed once more
+            written = values_of(producer, schedule.backend.producers)[0][0].value.to(schedule.dtype)
+        for observer, inputs in observers:
+            if observer is not None:
+                observer.see_x(written, inputs)
     if shares:
         made *= len(readers)
         for reader in readers:
@@ -203,11 +207,12 @@ class GradientLink:
         inputs = [reader.run.dy_inputs(reader.schedule.wants_dx, reader.schedule.wants_dw) for reader in self.readers]
         operands, _ = kernels.codes(producer, *casts.specs, *inputs)
         self.operands = [casts.parts(both, producer.grad_MF.shape) for both in operands]
-        for index, reader in enumerate(self.readers):
-            if reader.schedule.observer is not None:
-                value = values_of(producer, self.readers[0].schedule.backend.producers)[0][index].value
-                wants = reader.schedule.wants_dx, reader.schedule.wants_dw
-                reader.schedule.observer.see_dy(value, inputs[index], *wants)
+        if any(reader.schedule.observer is not None for reader in self.readers):  # of values that nobody has written
+            made, _ = values_of(producer, self.readers[0].schedule.backend.producers)
+            for reader, valued, of_dy in zip(self.readers, made, inputs, strict=False):
+                if reader.schedule.observer is not None:
+                    wants = reader.schedule.wants_dx, reader.schedule.wants_dw
+                    reader.schedule.observer.see_dy(valued.value, of_dy, *wants)
         nothing = producer.grad_MF.new_zeros(()).expand(producer.grad_MF.shape)
         return [nothing] * len(self.operands)
 

@@ -9,6 +9,7 @@ Legend: M = rows of x, K = in features, N = out features.
 """
 
 import contextlib
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.backends.base import Backend, capturing
 from microfloat.torch.entries import entries_of
 from microfloat.torch.measuring import (
+    Reading,
     Readings,
     Rows,
     Sample,
@@ -63,6 +65,7 @@ from microfloat.watching import (
 __all__ = ["Record", "watch"]
 
 _NOTHING = CastInputs()
+_AS_IT_IS = contextlib.nullcontext()
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -111,6 +114,10 @@ class watch(RecordLog):
         self._open: dict[str, list[_Call]] = {}
         self._hooks: list[RemovableHandle] = []
         self._asked: dict[tuple, _Asked] = {}
+        self._by_address: dict[int, RecipeLayer] = {}
+        self._places: dict[tuple, int] = {}  # calls of joined weights in this step
+        self._joined: dict[tuple, list[RecipeLayer]] = {}  # and their layers
+        self._mistaken: set[tuple[int, str]] = set()  # steps and names whose layers were others
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -165,6 +172,7 @@ class watch(RecordLog):
         if number % self.every:
             return
         self._calls.clear()
+        self._places.clear()
         self._sampled += 1
         OBSERVERS.append(self)
         if not _is_compiled(self._model):
@@ -191,7 +199,7 @@ class watch(RecordLog):
         if schedule.device >= 0 and torch.cuda.is_current_stream_capturing():
             return None
         if weight is not None:
-            layers = self._owners(weight)
+            layers = self._owners(weight, is_backward)
         if not layers or any(layer not in self._names for layer in layers):
             return None
         name = _joint([self._names[layer] for layer in layers])
@@ -229,16 +237,39 @@ class watch(RecordLog):
         self._calls[name] = count + 1
         return f"{name}#{count}" if count else name
 
-    def _owners(self, weight: torch.Tensor) -> list[RecipeLayer]:
-        """The layers whose weights this tensor is, or which a compiler has joined in it."""
-        layers = [module for module in self._names if isinstance(module, RecipeLayer)]
-        parts = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
-        address = parts[0].data_ptr()
-        for layer in layers:
-            own = layer.weight
-            if (own.part_list()[0] if isinstance(own, QuantizedTensor) else own).data_ptr() == address:
-                return [layer]
-        found, row = [], 0
+    def _owners(self, weight: torch.Tensor, is_backward: bool) -> list[RecipeLayer]:
+        """The layers whose weights this tensor is, or which a compiler has joined in it.
+
+        A joined one has memory of its own: its layers are found by values, for which the host waits, when a call
+        is the first of its place in a step. In later steps they are taken to be the same, which the device checks.
+        """
+        address = (weight.part_list()[0] if isinstance(weight, QuantizedTensor) else weight).data_ptr()
+        layer = self._by_address.get(address)
+        if layer is None or _address_of(layer) != address:  # memory of weights moves under FSDP
+            self._by_address = {}
+            for one in self._recipe_layers():
+                self._by_address.setdefault(_address_of(one), one)
+            layer = self._by_address.get(address)
+        if layer is not None:
+            return [layer]
+        place = is_backward, weight.shape, weight.dtype
+        number = self._places.get(place, 0)
+        self._places[place] = number + 1
+        found = self._joined.get((*place, number))
+        if found is None:
+            found = self._joined_in(weight)
+            if found:
+                self._joined[*place, number] = found
+        else:
+            self._check_joined(found, weight, (*place, number))
+        return found
+
+    def _recipe_layers(self) -> list[RecipeLayer]:
+        return [module for module in self._names if isinstance(module, RecipeLayer)]
+
+    def _joined_in(self, weight: torch.Tensor) -> list[RecipeLayer]:
+        """The layers with the first rows of the parts of this weight, none where one is nobody's."""
+        layers, found, row = self._recipe_layers(), [], 0
         while row < weight.shape[0]:
             part = weight[row : row + 1]
             layer = next((
@@ -250,6 +281,25 @@ class watch(RecordLog):
             found.append(layer)
             row += layer.weight.shape[0]
         return found
+
+    def _check_joined(self, layers: Sequence[RecipeLayer], weight: torch.Tensor, place: tuple) -> None:
+        """Let the device compare first rows; where they differ, this sample has no records of these layers, and the
+        next one looks for others.
+        """
+        name, step = _joint([self._names[layer] for layer in layers]), self._count
+        with _plainly():
+            starts = itertools.accumulate((layer.weight.shape[0] for layer in layers[:-1]), initial=0)
+            firsts = torch.cat([layer.weight[:1].to(weight.dtype) for layer in layers])
+            parts = torch.cat([weight[start : start + 1] for start in starts])
+            same = (firsts == parts).all().double().reshape(1)
+
+        def derive(numbers: Sequence[float]) -> Iterator[tuple[str, object]]:
+            if not numbers[0]:
+                self._joined.pop(place, None)
+                self._mistaken.add((step, name))
+            return iter(())
+
+        self._readings.add(Entry(step, name, "", "", ""), Reading(same, derive))
 
     def slab(self, size: int) -> slice:
         """The part of an axis that is measured in this sample."""
@@ -282,7 +332,8 @@ class watch(RecordLog):
         samples, self._samples = self._samples, []
         for sample in samples:
             for entry, found in sample.read():
-                self.take(entry, found)
+                if (entry.step, entry.module.split("#")[0]) not in self._mistaken:
+                    self.take(entry, found)
 
 
 @contextlib.contextmanager
@@ -290,6 +341,11 @@ def _plainly() -> Iterator[None]:
     """No gradients, and no modes of torch's dispatcher."""
     with torch.no_grad(), _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext():
         yield
+
+
+def _address_of(layer: RecipeLayer) -> int:
+    weight = layer.weight
+    return (weight.part_list()[0] if isinstance(weight, QuantizedTensor) else weight).data_ptr()
 
 
 def _joint(names: Sequence[str]) -> str:
@@ -508,9 +564,13 @@ class _Call:
 
     def _matrix(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The matrix in the dtype that its cast reads."""
-        x = x.detach().resolve_neg()
+        x = x.detach()
+        if x.is_neg():
+            x = x.resolve_neg()
+        if x.dim() != 2:
+            x = x.reshape(-1, x.shape[-1])
         dtype = dtype or (x.dtype if self.schedule is None else self.schedule.dtype)
-        return x.reshape(-1, x.shape[-1]).to(dtype)
+        return x if x.dtype == dtype else x.to(dtype)
 
     def _rows(self, matrix: torch.Tensor, inputs: CastInputs) -> torch.Tensor:
         """The rows of the group that is measured; of an ordinary call all."""
@@ -535,17 +595,27 @@ class _Call:
         w = self.w if self.w is not None else torch.cat([layer.weight.detach() for layer in self.layers])
         w = w.detach() if self.group is None else w[self.group].detach()
         dtype = w.dtype if self.schedule is None else self.schedule.dtype
-        return w.dequantize(dtype) if isinstance(w, QuantizedTensor) else w.to(dtype)
+        if isinstance(w, QuantizedTensor):
+            return w.dequantize(dtype)
+        return w if w.dtype == dtype else w.to(dtype)
 
     def _backend(self, device: torch.device) -> Backend:
         return backends.choose("auto", device) if self.schedule is None else self.schedule.backend
 
-    @contextlib.contextmanager
-    def _quietly(self, tensor: torch.Tensor) -> Iterator[None]:
-        """No gradients, no autocast, no modes of torch's dispatcher, and the device of the tensor."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_plainly())
-            stack.enter_context(torch.autocast(tensor.device.type, enabled=False))
-            if tensor.is_cuda:
-                stack.enter_context(torch.cuda.device(tensor.device))
-            yield
+    def _quietly(self, tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+        """No gradients, no autocast, no modes of torch's dispatcher, and the device of the tensor.
+
+        In a forward and a backward of the library's Function nothing has to be changed for that, as a rule.
+        """
+        kind, index = tensor.device.type, tensor.get_device()
+        is_elsewhere = index >= 0 and index != torch._C._cuda_getDevice()
+        is_autocast = torch.is_autocast_enabled(kind)
+        if not (is_elsewhere or is_autocast or torch.is_grad_enabled() or _dispatch_modes()):
+            return _AS_IT_IS
+        stack = contextlib.ExitStack()
+        stack.enter_context(_plainly())
+        if is_autocast:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if is_elsewhere:
+            stack.enter_context(torch.cuda.device(index))
+        return stack

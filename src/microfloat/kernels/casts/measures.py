@@ -1,9 +1,9 @@
 """Sums over whole tensors, over rows of an operand and what a cast made of them, and over a product, for `watch`.
 
-Elements are summed in float64 and in a fixed order; counts are integers, exact in any order. Two launches measure a
-cast: `measure_tiles` reads the elements, a tile to a program, and leaves the sums of each tile, and `gather_sums` adds
-those up and sorts elements and scales by magnitude, for which the largest one has to be known. The sums are defined by
-`microfloat.torch.measuring`, which does the same with torch operations.
+Elements are summed in float64 and in a fixed order; counts are integers, exact in any order. `measure_tiles` reads the
+elements of a cast, a tile to a program, and leaves the sums of each tile. `gather_sums` adds those of many casts up in
+one launch, and sorts elements, scales and spans of blocks by magnitude, for which the largest one has to be known. The
+sums are defined by `microfloat.torch.measuring`, which does the same with torch operations.
 """
 
 import triton
@@ -13,17 +13,22 @@ from microfloat.kernels.casts.dequantize import scale_value
 from microfloat.kernels.device.convert import bits_of, decode, drop_nan, element_bits, round_bf16
 from microfloat.kernels.device.tiles import program, tile_at, tiles_of
 
-# The programs of `gather_sums`, and the sums of a tile: x^2, (x - q)^2, x q; the counts of finite elements, of flushed
-# ones, of zeros and of clipped ones; the peak.
+# The programs of `gather_sums` for each cast, without those of its spans and with them; the words by which it finds a
+# cast; and the sums of a tile: x^2, (x - q)^2, x q; the counts of finite elements, of flushed ones, of zeros and of
+# clipped ones; the peak.
 GATHERERS = tl.constexpr(16)
+PROGRAMS = tl.constexpr(18)
+ROW = tl.constexpr(14)
 SUMS = tl.constexpr(8)
-# Behind the sums in the result: scales at the lowest and the highest limit (of float32), scales of each byte, and x^2
-# and (x - q)^2 by binades below the peak.
+# Behind the sums in the result: scales at the lowest and the highest limit (of float32), scales of each byte, x^2 and
+# (x - q)^2 by binades below the peak; the number of blocks, and of the ratios of their largest to their smallest
+# magnitude those beside the quantiles 0.5 and 0.99, and the largest.
 AT_LIMITS = tl.constexpr(8)
 COUNTS = tl.constexpr(10)
 SCALES = tl.constexpr(256)
 BINADES = tl.constexpr(32)
-NUMBERS = tl.constexpr(10 + 256 + 2 * 32)
+SPANS = tl.constexpr(10 + 256 + 2 * 32)
+NUMBERS = tl.constexpr(10 + 256 + 2 * 32 + 6)
 
 
 @triton.jit
@@ -33,35 +38,67 @@ def total(values):
 
 
 @triton.jit
+def magnitudes(
+    x_ptr, piece, N, C, stride_r, stride_c, FLAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Bits of the magnitudes of one block as float32; of one that is not `WHOLE`, zeros beyond the last element."""
+    lanes = tl.arange(0, BLOCK)
+    first = piece.to(tl.int64) * BLOCK
+    if FLAT:
+        at = x_ptr + first + lanes
+    else:
+        index = first + lanes
+        row = index // C
+        at = x_ptr + row * stride_r + (index - row * C) * stride_c
+    if WHOLE:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=lanes < N - first, other=0.0)
+    return bits_of(x.to(tl.float32)) & 0x7FFFFFFF
+
+
+@triton.jit
+def count_block(bits, largest, nans, infinities):
+    """The three counts of `count_whole`, lane by lane, with one block more."""
+    nans += (bits > 0x7F800000).to(tl.int32)
+    infinities += (bits == 0x7F800000).to(tl.int32)
+    return tl.maximum(largest, drop_nan(bits)), nans, infinities
+
+
+@triton.jit
 def count_whole(x_ptr, out_ptr, N, C, stride_r, stride_c, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     """int64 [3], cleared before: bits of the float32 amax, NaN ignored; the counts of NaN and of infinity.
 
     N elements without gaps (`FLAT`), or in rows of C of any strides. Any number of programs, which take blocks in turn.
+    Each looks for its largest magnitude, and counts only if that is no finite number.
     """
-    lanes = tl.arange(0, BLOCK)
+    whole = N // BLOCK
     largest = tl.zeros([BLOCK], tl.int32)
-    nans, infinities = largest, largest
     piece = tl.program_id(0)
-    while piece <= (N - 1) // BLOCK:  # N may be the largest integer
-        first = piece.to(tl.int64) * BLOCK
-        if FLAT:
-            at = x_ptr + first + lanes
-        else:
-            index = first + lanes
-            row = index // C
-            at = x_ptr + row * stride_r + (index - row * C) * stride_c
-        x = tl.load(at, mask=lanes < N - first, other=0.0).to(tl.float32)
-        bits = bits_of(x) & 0x7FFFFFFF
-        nans += (bits > 0x7F800000).to(tl.int32)
-        infinities += (bits == 0x7F800000).to(tl.int32)
-        largest = tl.maximum(largest, drop_nan(bits))
+    while piece < whole:
+        bits = magnitudes(x_ptr, piece, N, C, stride_r, stride_c, FLAT, True, BLOCK)
+        largest = tl.maximum(largest, bits)
         piece += tl.num_programs(0)
-    tl.atomic_max(out_ptr, tl.max(largest, 0).to(tl.int64))
-    nans, infinities = tl.sum(nans, 0), tl.sum(infinities, 0)
-    if nans > 0:
-        tl.atomic_add(out_ptr + 1, nans.to(tl.int64))
-    if infinities > 0:
-        tl.atomic_add(out_ptr + 2, infinities.to(tl.int64))
+    if piece == whole:
+        bits = magnitudes(x_ptr, piece, N, C, stride_r, stride_c, FLAT, False, BLOCK)
+        largest = tl.maximum(largest, bits)
+    top = tl.max(largest, 0)
+    if top < 0x7F800000:
+        tl.atomic_max(out_ptr, top.to(tl.int64))
+    else:
+        largest = tl.zeros([BLOCK], tl.int32)
+        nans, infinities = largest, largest
+        piece = tl.program_id(0)
+        while piece < whole:
+            bits = magnitudes(x_ptr, piece, N, C, stride_r, stride_c, FLAT, True, BLOCK)
+            largest, nans, infinities = count_block(bits, largest, nans, infinities)
+            piece += tl.num_programs(0)
+        if piece == whole:
+            bits = magnitudes(x_ptr, piece, N, C, stride_r, stride_c, FLAT, False, BLOCK)
+            largest, nans, infinities = count_block(bits, largest, nans, infinities)
+        tl.atomic_max(out_ptr, tl.max(largest, 0).to(tl.int64))
+        tl.atomic_add(out_ptr + 1, tl.sum(nans, 0).to(tl.int64))
+        tl.atomic_add(out_ptr + 2, tl.sum(infinities, 0).to(tl.int64))
 
 
 @triton.jit
@@ -82,12 +119,11 @@ def butterflies(x, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=("scale_stride_r", "scale_stride_k", "tensor_scale_stride", "every"))
 def measure_tiles(
-    x_ptr, codes_ptr, scale_ptr, tensor_scale_ptr, numbers_ptr, partials_ptr, sample_ptr, spans_ptr, R, C, stride_r,
-    stride_c, scale_stride_r, scale_stride_k, tensor_scale_stride, every, CODES: tl.constexpr, SIGNS: tl.constexpr,
+    x_ptr, codes_ptr, scale_ptr, tensor_scale_ptr, partials_ptr, sample_ptr, spans_ptr, R, C, stride_r, stride_c,
+    scale_stride_r, scale_stride_k, tensor_scale_stride, every, CODES: tl.constexpr, SIGNS: tl.constexpr,
     SPAN: tl.constexpr, INDEX64: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one tile of x [R, C] and of its codes; one program per tile. The first clears the numbers, to which
-    `gather_sums` adds.
+    """The sums of one tile of x [R, C] and of its codes; one program per tile.
 
     `partials_ptr`: float64 [SUMS, programs]. `sample_ptr`: float32 [2, elements], x and its value of each `every`-th
     element of the flat operand. `spans_ptr`: float32 [2, R, blocks], the largest and the smallest magnitude of blocks
@@ -95,9 +131,6 @@ def measure_tiles(
     None, without a cast. SIGNS: of the Hadamard transform that the codes are under, -1 without one.
     """
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, INDEX64)
-    if pid == 0:
-        number = tl.arange(0, 2 * SCALES)
-        tl.store(numbers_ptr + number, tl.zeros([2 * SCALES], tl.float64), mask=number < NUMBERS)
     across, tiles = tiles_of(R, C, BM, BN)
     row0, col0, x_tile = tile_at(x_ptr, pid, across, stride_r, stride_c, BM, BN)
     r, c = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
@@ -121,7 +154,11 @@ def measure_tiles(
     tl.store(out, total(a * a))
     tl.store(out + 3 * tiles, total(finite.to(tl.int32)).to(tl.float64))
     tl.store(out + 7 * tiles, tl.max(tl.max(magnitude, 1), 0).to(tl.float64))
-    if CODES is not None:
+    if CODES is None:
+        for index in tl.static_range(SUMS):
+            if index != 0 and index != 3 and index != 7:
+                tl.store(out + index * tiles, tl.full([], 0, tl.float64))
+    else:
         stored = (C + 15) // 16 * 16 if SIGNS >= 0 else C
         coded = (r < R - row0) & (c < stored - col0)
         PER_BYTE: tl.constexpr = 2 if element_bits(CODES.MB, CODES.BIAS) == 4 else 1
@@ -169,12 +206,12 @@ def exponent_and_mantissa(magnitude):
 
 
 @triton.jit
-def gather_binades(sample_ptr, out_ptr, sampled, peak, BLOCK: tl.constexpr):
-    """Sums of x^2, and BINADES later of (x - q)^2, of the sample in two binades: those of this program.
+def gather_binades(sample_ptr, out_ptr, sampled, peak, number, BLOCK: tl.constexpr):
+    """Sums of x^2, and BINADES later of (x - q)^2, of the sample in two binades: those of this number.
 
     Binade k: magnitudes in (peak / 2^(k + 1), peak / 2^k].
     """
-    lanes, mine = tl.arange(0, BLOCK), 2 * tl.program_id(0)
+    lanes, mine = tl.arange(0, BLOCK), 2 * number
     exponent, mantissa = exponent_and_mantissa(peak)
     signal, noise = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
     signal_after, noise_after = signal, noise
@@ -198,13 +235,13 @@ def gather_binades(sample_ptr, out_ptr, sampled, peak, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_scales(
-    scale_ptr, out_ptr, scales, across, stride_r, stride_k, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr
+    scale_ptr, out_ptr, scales, across, stride_r, stride_k, number, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Add the scales of this program: two counts of those at the limits (of float32), then those of each byte (of
+    """Add the scales of this number: two counts of those at the limits (of float32), then those of each byte (of
     float32 the byte of the exponent). All are whole numbers, whose sum is exact whichever program comes first.
     """
     lanes = tl.arange(0, BLOCK)
-    first = tl.program_id(0) * BLOCK
+    first = number * BLOCK
     counts = tl.zeros([SCALES], tl.int32)
     lowest, highest = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     while first < scales:
@@ -230,39 +267,140 @@ def count_scales(
         tl.atomic_add(out_ptr + 1, tl.sum(highest, 0).to(tl.float64))
 
 
-@triton.jit(do_not_specialize=(
-    "tiles", "sampled", "scales", "scales_across", "scale_stride_r", "scale_stride_k"
-))  # fmt: skip
-def gather_sums(
-    partials_ptr, sample_ptr, scale_ptr, out_ptr, tiles, sampled, scales, scales_across, scale_stride_r,
-    scale_stride_k, CAST: tl.constexpr, SCALE_IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """float64 [NUMBERS], cleared by `measure_tiles`, of the sums and the sample that it left; GATHERERS programs.
-    Without a CAST: SUMS of them, and the sums alone.
+@triton.jit
+def ratios(spans_ptr, first, blocks, pieces, BLOCK: tl.constexpr):
+    """int64 [BLOCK]: bits of the float64 ratio of the largest to the smallest magnitude, which order them; -1 for a
+    block without a number and beyond the last.
 
-    Each adds up one of the sums, sorts the sample into two of the binades and counts a part of the scales.
-    `partials_ptr`: [SUMS, tiles]. `sample_ptr`: [2, sampled]. `scales`: their number, in rows of `scales_across`.
+    `spans_ptr`: float32 [2, blocks, pieces], as `measure_tiles` leaves them.
     """
-    pid = tl.program_id(0)
-    lanes = tl.arange(0, BLOCK)
-    peaks = tl.zeros([BLOCK], tl.float64)
-    sums = peaks
-    column = partials_ptr + (pid % SUMS) * tiles
-    first = 0
-    while first < tiles:
-        inside = lanes < tiles - first
-        sums += tl.load(column + first + lanes, mask=inside, other=0.0)
-        peaks = tl.maximum(peaks, tl.load(partials_ptr + (SUMS - 1) * tiles + first + lanes, mask=inside, other=0.0))
-        first += BLOCK
-    peak = tl.max(peaks, 0)
-    if pid < SUMS:
-        tl.store(out_ptr + pid, tl.where(pid == SUMS - 1, peak, tl.sum(sums, 0)))
+    index = first + tl.arange(0, BLOCK)
+    inside = index < blocks
+    largest = tl.zeros([BLOCK], tl.float32)
+    smallest = tl.full([BLOCK], float("inf"), tl.float32)
+    piece = 0
+    while piece < pieces:
+        at = spans_ptr + index * pieces + piece
+        largest = tl.maximum(largest, tl.load(at, mask=inside, other=0.0))
+        smallest = tl.minimum(smallest, tl.load(at + blocks * pieces, mask=inside, other=float("inf")))
+        piece += 1
+    ratio = largest.to(tl.float64) / smallest.to(tl.float64)
+    return tl.where(largest > 0, ratio.to(tl.int64, bitcast=True), -1)
 
-    if CAST:
-        gather_binades(sample_ptr, out_ptr + COUNTS + SCALES, sampled, peak, BLOCK)
-        count_scales(
-            scale_ptr, out_ptr + AT_LIMITS, scales, scales_across, scale_stride_r, scale_stride_k, SCALE_IS_FLOAT, BLOCK
-        )  # fmt: skip
+
+@triton.jit
+def select_ratio(spans_ptr, blocks, pieces, rank, BLOCK: tl.constexpr):
+    """The bits of the ratio of a rank, counted from 0, and of the one after it; the last has itself after it.
+
+    Found byte by byte, from the highest: how many ratios have the bytes so far and each value of the next one.
+    """
+    digits = tl.arange(0, 256)
+    found = rank * 0
+    equal = found
+    shift = 56
+    while shift >= 0:
+        counts = tl.zeros([256], tl.int32)
+        first = 0
+        while first < blocks:
+            bits = ratios(spans_ptr, first, blocks, pieces, BLOCK)
+            alike = (bits >= 0) & ((bits >> shift >> 8) == found)
+            digit = ((bits >> shift) & 255).to(tl.int32)
+            counts += tl.histogram(tl.where(alike, digit, 0), 256)
+            counts -= tl.where(digits == 0, BLOCK - tl.sum(alike.to(tl.int32), 0), 0)
+            first += BLOCK
+        before = tl.cumsum(counts, 0) <= rank
+        digit = tl.sum(before.to(tl.int32), 0)
+        rank -= tl.sum(tl.where(before, counts, 0), 0)
+        equal = tl.sum(tl.where(digits == digit, counts, 0), 0).to(tl.int64)
+        found = (found << 8) | digit
+        shift -= 8
+    after = found
+    if rank + 1 >= equal:
+        smallest = tl.full([BLOCK], 0x7FFFFFFFFFFFFFFF, tl.int64)
+        first = 0
+        while first < blocks:
+            bits = ratios(spans_ptr, first, blocks, pieces, BLOCK)
+            smallest = tl.where(bits > found, tl.minimum(smallest, bits), smallest)
+            first += BLOCK
+        least = tl.min(smallest, 0)
+        after = tl.where(least == 0x7FFFFFFFFFFFFFFF, found, least)
+    return found, after
+
+
+@triton.jit
+def gather_spans(spans_ptr, out_ptr, blocks, pieces, IS_MEDIAN: tl.constexpr, BLOCK: tl.constexpr):
+    """The ratios beside one quantile of those of all blocks that have numbers; with the median their count and the
+    largest.
+    """
+    counted, largest = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], -1, tl.int64)
+    first = 0
+    while first < blocks:
+        bits = ratios(spans_ptr, first, blocks, pieces, BLOCK)
+        counted += (bits >= 0).to(tl.int64)
+        largest = tl.maximum(largest, bits)
+        first += BLOCK
+    count, top = tl.sum(counted, 0), tl.max(largest, 0)
+    if count > 0:
+        quantile = tl.full([], 0.5 if IS_MEDIAN else 0.99, tl.float64)
+        rank = (quantile * (count - 1).to(tl.float64)).to(tl.int64)
+        low, high = select_ratio(spans_ptr, blocks, pieces, rank, BLOCK)
+        at = out_ptr + (1 if IS_MEDIAN else 3)
+        tl.store(at, low.to(tl.float64, bitcast=True))
+        tl.store(at + 1, high.to(tl.float64, bitcast=True))
+        if IS_MEDIAN:
+            tl.store(out_ptr, count.to(tl.float64))
+            tl.store(out_ptr + 5, top.to(tl.float64, bitcast=True))
+
+
+@triton.jit
+def gather_sums(table_ptr, BLOCK: tl.constexpr):
+    """float64 [NUMBERS], zero before, of each cast from what `measure_tiles` left; PROGRAMS for each of them.
+
+    GATHERERS of these add up one of the sums, sort the sample into two of the binades and count a part of the scales;
+    the others look for quantiles of the spans.
+
+    `table_ptr`: int64 [casts, ROW], the addresses of the numbers, of partial sums [SUMS, tiles], of the sample
+    [2, sampled], of scales and of spans; tiles; sampled; scales, how many in a row, and their strides; blocks, and
+    pieces of each; 0 without a cast, 1 for scales of one byte, 2 for float32.
+    """
+    number = tl.program_id(0) % PROGRAMS
+    row = table_ptr + tl.program_id(0) // PROGRAMS * ROW
+    out_ptr = tl.load(row).to(tl.pointer_type(tl.float64))
+    if number < GATHERERS:
+        partials_ptr = tl.load(row + 1).to(tl.pointer_type(tl.float64))
+        tiles, kind = tl.load(row + 5), tl.load(row + 13)
+        lanes = tl.arange(0, BLOCK)
+        peaks = tl.zeros([BLOCK], tl.float64)
+        sums = peaks
+        column = partials_ptr + (number % SUMS) * tiles
+        first = 0
+        while first < tiles:
+            inside = lanes < tiles - first
+            sums += tl.load(column + first + lanes, mask=inside, other=0.0)
+            of_tiles = tl.load(partials_ptr + (SUMS - 1) * tiles + first + lanes, mask=inside, other=0.0)
+            peaks = tl.maximum(peaks, of_tiles)
+            first += BLOCK
+        peak = tl.max(peaks, 0)
+        if number < SUMS:
+            tl.store(out_ptr + number, tl.where(number == SUMS - 1, peak, tl.sum(sums, 0)))
+        if kind > 0:
+            sample_ptr = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+            gather_binades(sample_ptr, out_ptr + COUNTS + SCALES, tl.load(row + 6), peak, number, BLOCK)
+            address, scales, across = tl.load(row + 3), tl.load(row + 7), tl.load(row + 8)
+            stride_r, stride_k = tl.load(row + 9), tl.load(row + 10)
+            if kind == 1:
+                bytes_ptr = address.to(tl.pointer_type(tl.uint8))
+                count_scales(bytes_ptr, out_ptr + AT_LIMITS, scales, across, stride_r, stride_k, number, False, BLOCK)
+            else:
+                floats_ptr = address.to(tl.pointer_type(tl.float32))
+                count_scales(floats_ptr, out_ptr + AT_LIMITS, scales, across, stride_r, stride_k, number, True, BLOCK)
+    else:
+        spans_ptr = tl.load(row + 4).to(tl.pointer_type(tl.float32))
+        blocks, pieces = tl.load(row + 11), tl.load(row + 12)
+        if number == GATHERERS:
+            gather_spans(spans_ptr, out_ptr + SPANS, blocks, pieces, True, BLOCK)
+        else:
+            gather_spans(spans_ptr, out_ptr + SPANS, blocks, pieces, False, BLOCK)
 
 
 @triton.jit
