@@ -50,3 +50,12 @@ def codes(producer, row, column, *, row_stream=0, column_stream=0, second=None, 
     both = specs(row, column, row_stream=row_stream, column_stream=column_stream)
     inputs = [CastInputs(**one) for one in (given, second) if one is not None]
     return triton.codes(producer, *both, *inputs)
+
+
+def folded_codes(operand, cast, *, tile):
+    """An MX operand of codes, folded from these to 1x128 or 128x128 blocks, with what fills up its scales."""
+    from microfloat.layout import layout_of
+    from microfloat.torch.backends import triton
+
+    form = "tiles" if tile else "folded"
+    return triton.fold_codes(operand, form, layout_of(cast, operand.rows, operand.length, form).scale)

@@ -415,6 +415,12 @@ def folded(device, name, tile, options=()):
             want, number = oracle.fold(quantized, (128, 128) if tile else (1, 128))
             check_operand(got, want, f"folded {name} axis {axis}")
             assert count == number, f"folded {name} axis {axis}: {count} lossy elements, oracle {number}"
+            codes = reference.quantize(x, cast, transposed=axis == -2, seed=seed_words("cpu"))
+            moved = replace(codes, codes=codes.codes.to(device), scale=codes.scale.to(device))
+            got = calls.folded_codes(moved, cast, tile=tile)
+            across = want.scale.shape[1]
+            assert not got.scale[:, across:].any()
+            check_operand(replace(got, scale=got.scale[:, :across]), want, f"{name} folded from codes, axis {axis}")
 
 
 def dequantized(device, name):

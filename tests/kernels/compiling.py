@@ -270,6 +270,9 @@ def _every_launch(x, stream):
         yield f"its gradients, {name}", functools.partial(calls.codes, gradients, *both, **known, second=known)
         if name != "delayed":
             yield f"{name} folded", functools.partial(calls.folded, x, *both)
+            operand = triton.quantize(x, both[0])
+            for tile in (False, True):
+                yield f"{name} folded codes, {tile}", functools.partial(calls.folded_codes, operand, both[0], tile=tile)
             yield f"{name} to bfloat16", functools.partial(calls.cast_to, "values", x, *both)
     for name in ("nvfp4 sr", "nvfp4 rht sr"):
         both = casts[name], casts[name]

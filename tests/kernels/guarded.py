@@ -77,6 +77,8 @@ def _forms_for_gemms(x):
     """Folded codes, values in bfloat16, packed codes, swizzled scales: their bytes have cases of their own."""
     with guard_zones():
         calls.folded(x, Cast("mxfp8"), Cast("mxfp8"))
+        for tile in (False, True):
+            calls.folded_codes(triton.quantize(x, Cast("mxfp8")), Cast("mxfp8"), tile=tile)
         for name in ("mxfp8", "nvfp4_2d"):
             calls.cast_to("values", x, Cast(name), Cast(name))
         packed, scale = triton.quantize_packed(x, Cast("mxfp6_e2m3"))

@@ -1,10 +1,12 @@
-"""Codes and scales that stand already, as passes: their values, and scales in the tiles of block-scaled GEMMs."""
+"""Codes and scales that stand already, as passes: values, folded codes, scales in tiles of block-scaled GEMMs."""
+
+import math
 
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.casts import dequantize, fp6
 from microfloat.kernels.gemm import swizzle
-from microfloat.layout import Part
+from microfloat.layout import Part, codes_dtype, folded_format
 from microfloat.passes import tables
 from microfloat.passes.matrix import INT32_MAX, At, Device, Pass, Passes, specialization
 from microfloat.recipes import Hadamard
@@ -15,6 +17,7 @@ __all__ = [
     "TENSOR_SCALE",
     "check_packed",
     "dequantize_passes",
+    "fold_codes_passes",
     "packed_values_passes",
     "swizzle_passes",
 ]
@@ -47,6 +50,29 @@ def dequantize_passes(
     programs = -(-rows // tile_rows) * -(-columns // tile_columns)
     tensors = (At.SOURCE, SCALE, At.NOTHING if level_stride is None else TENSOR_SCALE, out)
     passes.launches.append(Pass(dequantize.dequantize, key, programs, tensors, scalars, constants, warps))
+    return passes
+
+
+def fold_codes_passes(
+    fmt: ScaledFormat, form: str, rows: int, columns: int, scale_strides: tuple[int, int], scale: Part, device: Device
+) -> Passes:
+    """The pass that makes the form "folded" or "tiles" of MX codes [R, C]; `scale`: the part that its scales fill."""
+    folded = folded_format(fmt, form)
+    passes = Passes(2)
+    out = passes.put(0, Part((rows, columns), (columns, 1), codes_dtype(folded.element)))
+    out_scale = passes.put(1, scale)
+    tile_rows, tile_columns, warps = tables.TILES["fold_codes"]
+    headroom = math.floor(math.log2(folded.element.max / fmt.element.max))
+    constants = (
+        fmt.element.mantissa_bits, fmt.element.bias, folded.element.mantissa_bits, folded.element.bias, headroom,
+        form == "tiles", columns % 2 == 0, rows % tile_rows == 0 and columns % tile_columns == 0,
+        max(tile_rows * columns, rows * max(scale.strides)) > INT32_MAX, device.conversions, tile_rows, tile_columns,
+    )  # fmt: skip
+    scalars = (rows, columns, *scale_strides, *scale.strides, scale.shape[1])
+    key = (device.number, constants, *map(specialization, scalars))
+    programs = -(-rows // tile_rows) * -(-columns // tile_columns)
+    tensors = (At.SOURCE, SCALE, out, out_scale)
+    passes.launches.append(Pass(dequantize.fold_codes, key, programs, tensors, scalars, constants, warps))
     return passes
 
 

@@ -8,22 +8,18 @@ Legend: N = out features, K = in features; R, C = rows and contraction length of
 """
 
 import dataclasses
-import math
 import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from microfloat.errors import NotSupportedError
-from microfloat.layout import Layout, folded_format
+from microfloat.layout import Layout
 from microfloat.recipes import Cast, Recipe
 from microfloat.torch import reference
 from microfloat.torch._typing import Arguments, Context, Options
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.reference._elements import codes_dtype
-from microfloat.torch.reference._values import power_of_two
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -188,36 +184,9 @@ def in_form(operand: Operand, form: str, turned: bool, layout: Layout | None, ba
         return operand
     if form in ("folded", "tiles"):
         assert layout is not None
-        return _folded(operand, form, turned, layout, backend)
+        assert layout.scale is not None
+        # Scales of one row of blocks lie alike either way.
+        is_turned = turned and form == "tiles"
+        return backend.fold_codes(operand, form, layout.scale.transposed if is_turned else layout.scale)
     values = backend.dequantize(dataclasses.replace(operand, tensor_scale=None), torch.bfloat16)
     return dataclasses.replace(operand, codes=values, scale=None)  # type: ignore[arg-type]
-
-
-def _folded(operand: Operand, form: str, turned: bool, layout: Layout, backend: "Backend") -> Operand:
-    """An MX operand in the form "folded" or "tiles": ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
-
-    The scales have the grid that `layout` gives them; what fills it up is 0. A NaN may have another sign than a cast's.
-    """
-    fmt, element = folded_format(operand.format, form), operand.format.element
-    tile_rows, tile_columns = fmt.block
-    assert tile_rows is not None
-    assert tile_columns is not None
-    assert layout.scale is not None
-    rows, blocks = operand.scale.shape
-    per_group = tile_columns // (operand.format.block[1] or 1)
-    grid = -(-rows // tile_rows), -(-blocks // per_group)
-    stored = operand.scale.to(torch.int32)
-    if (rows, blocks) != (grid[0] * tile_rows, grid[1] * per_group):
-        stored = F.pad(stored, (0, grid[1] * per_group - blocks, 0, grid[0] * tile_rows - rows))
-    groups = stored.view(grid[0], tile_rows, grid[1], per_group)
-    largest = groups.amax((1, 3))
-    is_nan = largest == 255
-    exponent = (largest - math.floor(math.log2(fmt.element.max / element.max))).clamp_min(1)
-    # Shifted codes have few enough bits for bfloat16: they are the values under the scale bytes of their shift.
-    shift = (groups - exponent[:, None, :, None] + 127).clamp_min(0).masked_fill(is_nan[:, None, :, None], 255)
-    shift = shift.view(stored.shape)[:rows, :blocks].to(torch.uint8)
-    values = backend.dequantize(dataclasses.replace(operand, scale=shift), torch.bfloat16)
-    scale = power_of_two(exponent - 127).masked_fill_(is_nan, float("nan"))
-    filled = layout.scale.shape[::-1] if turned else layout.scale.shape
-    scale = F.pad(scale, (0, filled[1] - grid[1])) if form == "tiles" else scale
-    return dataclasses.replace(operand, codes=values.to(codes_dtype(fmt.element)), scale=scale, format=fmt)

@@ -1,4 +1,5 @@
-"""Codes back to values, for every format: one multiplication in float32, one rounding (docs/numerics.md 8.1).
+"""Codes back to values, for every format: one multiplication in float32, one rounding (docs/numerics.md 8.1); and MX
+codes to FP8 codes with a scale for more elements.
 
 A lane owns eight neighbouring elements of a row and reads their scale once. Where the scale lies is told by the block's
 height and width and two strides, 0 where all blocks share one: one kernel serves tiles, rows and whole tensors.
@@ -7,7 +8,7 @@ height and width and two strides, 0 where all blocks share one: one kernel serve
 import triton
 import triton.language as tl
 
-from microfloat.kernels.device.convert import bf16_word, decode, element_bits, float_of, fp8_text
+from microfloat.kernels.device.convert import bf16_word, decode, element_bits, encode_pair, float_of, fp8_text
 from microfloat.kernels.device.tiles import program
 
 # Kinds of stored scales.
@@ -49,6 +50,30 @@ def decode_pair(codes, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
+def load_codes(
+    codes_ptr, row0, col0, C, r, w, inside, also, MB: tl.constexpr, BIAS: tl.constexpr, PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Pairs of codes of a tile at (row0, col0), as `decode_pair` takes them: the `w`-th pair of row `r` of the tile.
+
+    `inside`, `also`: its first and its second code lie in the matrix.
+    """
+    FP4: tl.constexpr = element_bits(MB, BIAS) == 4
+    if FP4:
+        ld = C // 2 if PAIRS else (C + 1) // 2
+        at = codes_ptr + row0.to(tl.int64) * ld + col0 // 2 + (r * ld + w)
+        codes = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
+    elif PAIRS:
+        at = (codes_ptr + row0.to(tl.int64) * C + col0).to(tl.pointer_type(tl.int16)) + (r * (C // 2) + w)
+        codes = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
+    else:
+        at = codes_ptr + row0.to(tl.int64) * C + col0 + (r * C + 2 * w)
+        codes = tl.load(at, mask=inside, other=0).to(tl.int32) & 0xFF
+        codes = codes | ((tl.load(at + 1, mask=also, other=0).to(tl.int32) & 0xFF) << 8)
+    return codes
+
+
+@triton.jit
 def dequantize(
     codes_ptr, scale_ptr, tensor_scale_ptr, out_ptr, R, C, scale_stride_r, scale_stride_k, tensor_scale_stride,
     MB: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -67,18 +92,7 @@ def dequantize(
     w = lane * 4 + tl.arange(0, 4)[None, None, :]
     inside = (r < rows) & (2 * w < cols)
     also = (r < rows) & (2 * w + 1 < cols)
-    FP4: tl.constexpr = element_bits(MB, BIAS) == 4
-    if FP4:
-        ld = C // 2 if PAIRS else (C + 1) // 2
-        at = codes_ptr + row0.to(tl.int64) * ld + col0 // 2 + (r * ld + w)
-        codes = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
-    elif PAIRS:
-        at = (codes_ptr + row0.to(tl.int64) * C + col0).to(tl.pointer_type(tl.int16)) + (r * (C // 2) + w)
-        codes = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
-    else:
-        at = codes_ptr + row0.to(tl.int64) * C + col0 + (r * C + 2 * w)
-        codes = tl.load(at, mask=inside, other=0).to(tl.int32) & 0xFF
-        codes = codes | ((tl.load(at + 1, mask=also, other=0).to(tl.int32) & 0xFF) << 8)
+    codes = load_codes(codes_ptr, row0, col0, C, r, w, inside, also, MB, BIAS, PAIRS, EVEN)
     rs = tl.arange(0, BM)[None, :]
     first = tl.arange(0, BN // 8)[:, None] * 8
     block = (col0 + first) // WIDTH
@@ -107,3 +121,65 @@ def dequantize(
         values = tl.reshape(tl.join(low, high), [BN // 8, BM, 8])
         c = lane * 8 + tl.arange(0, 8)[None, None, :]
         tl.store(out_tile + (r * C + c), values.to(out_ptr.dtype.element_ty), mask=(r < rows) & (c < cols))
+
+
+@triton.jit
+def fold_codes(
+    codes_ptr, scale_ptr, out_ptr, out_scale_ptr, R, C, scale_stride_r, scale_stride_k, out_stride_r, out_stride_k,
+    FILLED, MB: tl.constexpr, BIAS: tl.constexpr, OUT_MB: tl.constexpr, OUT_BIAS: tl.constexpr,
+    HEADROOM: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
+    HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """MX codes [R, C] as FP8 codes with a scale for BN elements of a row, or (TILE) for BM x BN of them: what
+    `casts.fold` makes of the values themselves, ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
+
+    Grid: one program per BM x BN tile. Eg is the largest byte of a group less HEADROOM, the binades by which the new
+    element's largest value exceeds the old one's. Columns of new scales up to `FILLED` are 0.
+    """
+    pid, R, C, out_stride_r, out_stride_k = program(R, C, out_stride_r, out_stride_k, INDEX64)
+    tiles = (C + BN - 1) // BN
+    row0 = (pid // tiles) * BM
+    col0 = (pid % tiles) * BN
+    rows = R - row0
+    cols = C - col0
+    rs = tl.arange(0, BM)[None, :]
+    first = tl.arange(0, BN // 8)[:, None] * 8
+    at = scale_ptr + (row0 + rs).to(tl.int64) * scale_stride_r + ((col0 + first) // 32).to(tl.int64) * scale_stride_k
+    stored = tl.load(at) if EVEN else tl.load(at, mask=(rs < rows) & (first < cols), other=0)
+    stored = stored.to(tl.int32)
+    group = tl.max(stored, 0)
+    if TILE:
+        group = tl.max(group, 0) + tl.zeros_like(group)
+    exponent = tl.maximum(group - HEADROOM, 1)
+    new = float_of(tl.where(group == 255, 0x7FC00000, exponent << 23))
+    factor = scale_value(
+        tl.where(group[None, :] == 255, 255, tl.maximum(stored - exponent[None, :] + 127, 0)), SCALE_E8M0
+    )[:, :, None]
+    r = tl.arange(0, BM)
+    if TILE:
+        at = out_scale_ptr + (row0 // BM).to(tl.int64) * out_stride_r + (col0 // BN).to(tl.int64) * out_stride_k
+        tl.store(at + 0 * r, new, mask=r == 0)
+        columns = col0 // BN + 1 + r
+        tl.store(at + (1 + r) * out_stride_k, 0.0, mask=(cols <= BN) & (columns < FILLED))
+    else:
+        at = out_scale_ptr + (row0 + r).to(tl.int64) * out_stride_r + (col0 // BN).to(tl.int64) * out_stride_k
+        tl.store(at, new, mask=r < rows)
+    lane = tl.arange(0, BN // 8)[:, None, None]
+    r = tl.arange(0, BM)[None, :, None]
+    w = lane * 4 + tl.arange(0, 4)[None, None, :]
+    inside = (r < rows) & (2 * w < cols)
+    also = (r < rows) & (2 * w + 1 < cols)
+    codes = load_codes(codes_ptr, row0, col0, C, r, w, inside, also, MB, BIAS, PAIRS, EVEN)
+    low, high = decode_pair(codes, MB, BIAS, HW)
+    pair = encode_pair(low * factor, high * factor, 0, OUT_MB, OUT_BIAS, False, HW)
+    out_tile = out_ptr + row0.to(tl.int64) * C + col0
+    if PAIRS:
+        at = out_tile.to(tl.pointer_type(tl.int16)) + (r * (C // 2) + w)
+        if EVEN:
+            tl.store(at, pair)
+        else:
+            tl.store(at, pair, mask=inside)
+    else:
+        at = out_tile.to(tl.pointer_type(tl.int8)) + (r * C + 2 * w)
+        tl.store(at, pair.to(tl.int8), mask=inside)
+        tl.store(at + 1, (pair >> 8).to(tl.int8), mask=also)

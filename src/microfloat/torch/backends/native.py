@@ -19,12 +19,12 @@ from microfloat.torch.backends.base import Operand
 from microfloat.torch.folding import FoldCounts, routes_after
 
 __all__ = [
-    "amax", "dequantize", "name", "producers", "programs", "quantize", "quantize_both", "routes", "scaled_matmul",
-    "why_no_program",
+    "amax", "dequantize", "fold_codes", "name", "producers", "programs", "quantize", "quantize_both", "routes",
+    "scaled_matmul", "why_no_program",
 ]  # fmt: skip
 
 name, programs, producers = "native", program, triton
-amax = triton.amax
+amax, fold_codes = triton.amax, triton.fold_codes
 
 
 def _caster(*casts: Cast | None) -> ModuleType:

@@ -16,6 +16,7 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 """
 
 import functools
+import math
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -303,17 +304,31 @@ all_gather_bytes: Callable[..., object] = (
 )
 
 
+# What runs of bytes are copied as: the widest first.
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
 def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.Tensor:
-    """The parts of all ranks along `dim`, which is `outer` runs of each rank's share, as bytes."""
-    moved = part.movedim(dim, 0)
-    shape = moved.shape
-    sent = moved.contiguous().view(torch.uint8)
-    received = sent.new_empty((axis.size * sent.shape[0], *sent.shape[1:]))
+    """The parts of all ranks along `dim`, which is `outer` runs of each rank's share, in the memory order of `part`.
+
+    The bytes travel as they lie, and are put in place by one copy of whole runs, where they are not in place already.
+    """
+    order = sorted(range(part.dim()), key=lambda at: (-part.stride(at), at))
+    lies = part.permute(order).contiguous()
+    at = order.index(dim)
+    sent = lies.view(-1).view(torch.uint8)
+    received = sent.new_empty(axis.size * sent.numel())
     group = group_named(axis.group)
     with in_collective("the all-gather of codes and scales of a sharded layer", group):
         all_gather_bytes(received, sent, group=group)
-    runs = received.view(part.dtype).view(axis.size, outer, shape[0] // outer, *shape[1:])
-    return runs.movedim(0, 1).reshape(axis.size * shape[0], *shape[1:]).movedim(0, dim)
+    runs = outer * math.prod(lies.shape[:at])
+    if runs > 1:
+        run = sent.numel() // runs
+        words = next(dtype for dtype in _WORDS if run % dtype.itemsize == 0)
+        received = received.view(words).view(axis.size, runs, run // words.itemsize).movedim(0, 1).contiguous()
+    shape = (*lies.shape[:at], axis.size * lies.shape[at], *lies.shape[at + 1 :])
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return received.view(-1).view(torch.uint8).view(part.dtype).view(shape).permute(inverse)
 
 
 def why_not_gathered(

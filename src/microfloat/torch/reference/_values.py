@@ -1,4 +1,5 @@
-"""Values of operands: `dequantize`, in the fixed order of docs/numerics.md 8.1, and `scaled_matmul`, through float32.
+"""Values of operands: `dequantize`, in the fixed order of docs/numerics.md 8.1, `fold_codes`, which gives FP8 codes of
+them another scale, and `scaled_matmul`, through float32.
 
 Legend: R_a, R_b = rows of the operands, C = their stored contraction length.
 
@@ -12,6 +13,7 @@ units where it has them: they multiply exactly, sum in float32 and round once, i
 bfloat16 GEMM takes 3 to 5 times as long as one in float32.
 """
 
+import dataclasses
 import functools
 import math
 import threading
@@ -19,10 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.nn.functional as F
 
 from microfloat.formats import E4M3
+from microfloat.layout import Part, folded_format
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.reference._elements import decode_codes, unpack_fp4
+from microfloat.torch.reference._elements import codes_dtype, decode_codes, unpack_fp4
 from microfloat.torch.reference._grid import Grid, Workspace, is_stored_across, reads_values
 from microfloat.torch.reference._hadamard import inverse
 from microfloat.torch.reference._scales import decode_bytes
@@ -261,3 +265,32 @@ def _raise_precision() -> Callable[[], None]:
         return lambda: None
     torch.set_float32_matmul_precision("highest")
     return lambda: torch.set_float32_matmul_precision(before)
+
+
+def fold_codes(operand: Operand, form: str, part: Part) -> Operand:
+    """An MX operand in the form "folded" or "tiles": ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
+
+    `part`: what the new scales fill, with 0 where no element is. A NaN may have another sign than a cast's.
+    """
+    fmt = folded_format(operand.format, form)
+    tile_rows, tile_columns = fmt.block
+    assert tile_rows is not None
+    assert tile_columns is not None
+    rows, blocks = operand.scale.shape
+    per_group = tile_columns // (operand.format.block[1] or 1)
+    grid = -(-rows // tile_rows), -(-blocks // per_group)
+    stored = operand.scale.to(torch.int32)
+    if (rows, blocks) != (grid[0] * tile_rows, grid[1] * per_group):
+        stored = F.pad(stored, (0, grid[1] * per_group - blocks, 0, grid[0] * tile_rows - rows))
+    groups = stored.view(grid[0], tile_rows, grid[1], per_group)
+    largest = groups.amax((1, 3))
+    is_nan = largest == 255
+    headroom = math.floor(math.log2(fmt.element.max / operand.format.element.max))
+    exponent = (largest - headroom).clamp_min(1)
+    # Shifted codes have few enough bits for bfloat16: they are the values under the scale bytes of their shift.
+    shift = (groups - exponent[:, None, :, None] + 127).clamp_min(0).masked_fill(is_nan[:, None, :, None], 255)
+    shift = shift.view(stored.shape)[:rows, :blocks].to(torch.uint8)
+    values = dequantize(dataclasses.replace(operand, scale=shift), torch.bfloat16)
+    scale = power_of_two(exponent - 127).masked_fill_(is_nan, float("nan"))
+    scale = F.pad(scale, (0, part.shape[1] - grid[1]))
+    return dataclasses.replace(operand, codes=values.to(codes_dtype(fmt.element)), scale=scale, format=fmt)

@@ -23,11 +23,18 @@ from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.casts import scaled as kernels
 from microfloat.kernels.producers import rotary
+from microfloat.layout import Part, folded_format
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
 from microfloat.passes.amaxes import amax_passes
 from microfloat.passes.casts import cast_passes, packed_passes
-from microfloat.passes.conversions import check_packed, dequantize_passes, packed_values_passes, swizzle_passes
+from microfloat.passes.conversions import (
+    check_packed,
+    dequantize_passes,
+    fold_codes_passes,
+    packed_values_passes,
+    swizzle_passes,
+)
 from microfloat.passes.matrix import Matrix, Passes, specialization
 from microfloat.passes.producers import fuses
 from microfloat.passes.tables import kernel_cast
@@ -41,8 +48,9 @@ from microfloat.torch.program import ClusterRefused, device_of, largest_cluster,
 from microfloat.torch.reference._hadamard import inverse
 
 __all__ = [
-    "amax", "cast_parts", "codes", "dequantize", "dequantize_packed", "fuses", "quantize", "quantize_both",
-    "quantize_packed", "refusal", "rotate", "scaled_matmul", "slots_of", "swizzle_scales", "update_delayed", "values",
+    "amax", "cast_parts", "codes", "dequantize", "dequantize_packed", "fold_codes", "fuses", "quantize",
+    "quantize_both", "quantize_packed", "refusal", "rotate", "scaled_matmul", "slots_of", "swizzle_scales",
+    "update_delayed", "values",
 ]  # fmt: skip
 
 # The interface of `backends.base.Backend`.
@@ -167,6 +175,23 @@ def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
         lambda: swizzle_passes(rows, columns, (strides[0], strides[1]), words, device_of(scale.get_device())),
         scale.device, (None, scale, None),
     )[0]  # fmt: skip
+
+
+def fold_codes(operand: Operand, form: str, part: Part) -> Operand:
+    """See `torch.reference.fold_codes`."""
+    rows, columns, fmt = operand.rows, operand.stored_length, operand.format
+    strides = operand.scale.stride(0), operand.scale.stride(1)
+    if rows * columns == 0:
+        return reference.fold_codes(operand, form, part)
+    codes = operand.codes.contiguous()
+    if codes.data_ptr() & 1:  # codes are read two at once
+        codes = codes.clone()
+    folded, scale = run_passes(
+        ("folded codes", form, fmt, rows, columns, strides, part),
+        lambda: fold_codes_passes(fmt, form, rows, columns, strides, part, device_of(codes.get_device())),
+        codes.device, (None, codes, None, operand.scale),
+    )  # fmt: skip
+    return replace(operand, codes=folded, scale=scale, format=folded_format(fmt, form))
 
 
 def _name(dtype: torch.dtype) -> str:
