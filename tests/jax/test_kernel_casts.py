@@ -16,6 +16,7 @@ import microfloat.jax as mj
 from microfloat import recipes, reference
 from microfloat.jax import scaling
 from microfloat.jax.backends import casts, cuda, gemms, kernels
+from microfloat.passes import WRITES_VALUES, family_of
 from microfloat.recipes import Cast, Delayed, Hadamard, as_cast
 from tests import processes
 from tests.contract.cases import cast_id
@@ -264,8 +265,17 @@ def test_any_bits_have_the_bytes_of_the_oracle(small, cast):
 # What a bfloat16 GEMM reads: block scales that are powers of two, or short.
 DECODED = [
     cast for cast in CASES
-    if cast.format.block[1] is not None and (cast.format.scale.name != "FP32" or cast.rule.power_of_two)
+    if family_of(cast)[0] in WRITES_VALUES and (cast.format.scale.name != "FP32" or cast.rule.power_of_two)
 ]  # fmt: skip
+
+
+def test_only_casts_whose_kernels_write_values_are_decoded(monkeypatch):
+    """A weight in tiles of 128x128 is not: its GEMM decodes the codes."""
+    monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
+    monkeypatch.setattr(kernels, "why_no_kernel", lambda *_, **__: "")
+    for recipe in (recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()):
+        for cast in (recipe.fprop.lhs, recipe.fprop.rhs):
+            assert casts.decodes(recipe.fprop, cast, (256, 512), "auto") is (cast.format.block != (128, 128))
 
 
 @needs_gpu

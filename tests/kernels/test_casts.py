@@ -69,3 +69,32 @@ def test_a_shared_operand_has_a_layout_of_its_own() -> None:
     assert column == ((48, 32), (32, 1), "bfloat16")
     assert row_scale is column_scale is None
     assert row_level == column_level == ((), (), "float32")
+
+
+@pytest.mark.parametrize("form", ["codes", "values"])
+def test_a_launch_of_one_operand_writes_every_buffer_that_it_is_given(form: str) -> None:
+    """XLA makes an array of each position of a launch: one that is given twice, and written once, would be read."""
+    from microfloat.jax.backends.program import _device
+    from microfloat.passes import WRITES_VALUES, OperandSpec
+    from microfloat.passes.casts import cast_passes
+    from microfloat.passes.matrix import At, Matrix
+
+    matrix = Matrix(256, 384, 384, 1, "bfloat16", 16, _device((9, 0)))
+    for name in (
+        "fp8_tensor",
+        "fp8_row",
+        "fp8_1x128",
+        "fp8_128x128",
+        "mxfp8",
+        "mxfp4",
+        "nvfp4",
+        "nvfp4_row",
+        "nvfp4_2d",
+    ):
+        spec = OperandSpec(Cast(name), form)
+        if form == "values" and kernel_cast(spec.cast).family not in WRITES_VALUES:
+            continue
+        for row, column in ((spec, None), (None, spec)):
+            for launch in cast_passes(matrix, row, column).launches:
+                buffers = [at for at in launch.tensors if at >= At.MADE]
+                assert len(buffers) == len(set(buffers)), f"{name} {form}: {launch.tensors}"

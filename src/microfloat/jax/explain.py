@@ -18,8 +18,9 @@ from microfloat.jax.dimensions import canonical_dimensions
 from microfloat.jax.ops import check_backend
 from microfloat.jax.ragged_dot import RaggedDot
 from microfloat.operands import GEMMS, OPERANDS
-from microfloat.passes import family_of
+from microfloat.passes import WRITES_VALUES, family_of
 from microfloat.recipes import (
+    Cast,
     Float8BlockScaling,
     Float8CurrentScaling,
     Gemm,
@@ -167,7 +168,7 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
         why = (why_no_kernel(each, size, backend, elsewhere=target.elsewhere) for each in together if each is not None)
         reason = next(filter(None, why), "")
         kernel = "XLA's operations" if reason else f"kernels.{family_of(one)[0]}"
-        if not reason and (gemm, side) in _READ_AT_ONCE and _decodes(getattr(recipe, gemm), target):
+        if not reason and (gemm, side) in _READ_AT_ONCE and _decodes(getattr(recipe, gemm), one, target):
             kernel += " (decoded to bfloat16)"
         found.append(CastRow(gemm, tensor, one.format.name, kernel, reason))
     return tuple(found)
@@ -177,8 +178,10 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
 _READ_AT_ONCE = (("fprop", "lhs"), ("fprop", "rhs"), ("dgrad", "lhs"), ("wgrad", "lhs"))
 
 
-def _decodes(gemm: Gemm, target: _Target) -> bool:
-    return target.chip is not None and route_of(gemm, Chip(target.chip), library="xla").kind == "values"
+def _decodes(gemm: Gemm, one: Cast, target: _Target) -> bool:
+    if target.chip is None or family_of(one)[0] not in WRITES_VALUES:
+        return False
+    return route_of(gemm, Chip(target.chip), library="xla").kind == "values"
 
 
 def _checked_shape(shape: object) -> tuple[int, int, int] | None:

@@ -258,6 +258,12 @@ def shared_scale(passes: Passes, both: Both) -> int:
     return both.one.scale
 
 
+def _each_scale(both: Both, scale: int) -> tuple[int, int]:
+    """Where the launch writes a shared scale: in XLA each position is an array of its own, none may stay unwritten."""
+    row, column = both.operands
+    return At.NOTHING if row is None else scale, At.NOTHING if column is None else scale
+
+
 def scaled_casts(both: Both) -> tuple[ScaledCast | None, ScaledCast | None]:
     """The constants of `kernels.casts.scaled`."""
     row, column = (None if one is None else one.numbers.scaled_cast for one in both.operands)
@@ -373,8 +379,8 @@ class _Casting:
         else:
             mode, amax = _AMAX, passes.add(SCALAR)
             measure(passes, matrix, source, amax)
-        scale = shared_scale(passes, both)
-        self._scaled(source, both, (scale, scale), mode, (amax, At.NOTHING), record)
+        scales = _each_scale(both, shared_scale(passes, both))
+        self._scaled(source, both, scales, mode, (amax, At.NOTHING), record)
 
     def _rows(self, source: int, both: Both) -> None:
         """FP8 per row of each operand."""
@@ -527,7 +533,8 @@ def _together(passes: Passes, matrices: _Matrices, records: bool) -> None:
         if mode == _AXES:
             amaxes = passes.add(Buffer((matrix.rows + matrix.columns,), (1,), "int32"))
         else:
-            scales, amaxes = (shared_scale(passes, both),) * 2, scale_enc if mode == _GIVEN else At.NOTHING
+            scales = _each_scale(both, shared_scale(passes, both))
+            amaxes = scale_enc if mode == _GIVEN else At.NOTHING
         tensors += [source, *both.codes, *scales, amaxes, record if records else At.NOTHING]
         tiles += matrix.tiles(rows, columns)
         scalars += [both.one.numbers.epsilon, *matrix.sizes]

@@ -18,6 +18,7 @@ from microfloat.jax.backends import cuda, gemms, kernels, reference, shards
 from microfloat.jax.backends.reference import Decoded, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
+from microfloat.passes import WRITES_VALUES, family_of
 from microfloat.recipes import Cast, Gemm
 from microfloat.routes import route_of
 
@@ -115,7 +116,9 @@ def _by_kernel(operand: CastOf, inputs: CastInputs, x_RC: Array, backend: str) -
 def decodes(gemm: Gemm, cast: Cast, shape: Sequence[int], backend: str) -> bool:
     """True if a kernel casts an operand straight to the bfloat16 that its GEMM reads."""
     chip = cuda.capability()
-    if chip is None or backend == "reference" or kernels.why_no_kernel(cast, shape, backend):
+    if chip is None or family_of(cast)[0] not in WRITES_VALUES:
+        return False
+    if backend == "reference" or kernels.why_no_kernel(cast, shape, backend):
         return False
     return route_of(gemm, Chip(chip), library="xla").kind == "values"
 
