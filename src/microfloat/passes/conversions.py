@@ -4,7 +4,7 @@ import math
 
 from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
-from microfloat.kernels.casts import dequantize, fp6
+from microfloat.kernels.casts import dequantize, fp6, turn
 from microfloat.kernels.gemm import swizzle
 from microfloat.layout import Part, codes_dtype, folded_format
 from microfloat.passes import tables
@@ -20,6 +20,7 @@ __all__ = [
     "fold_codes_passes",
     "packed_values_passes",
     "swizzle_passes",
+    "turn_codes_passes",
 ]
 
 SCALE, TENSOR_SCALE = 3, 4  # positions in the table, besides At.SOURCE = codes
@@ -73,6 +74,21 @@ def fold_codes_passes(
     programs = -(-rows // tile_rows) * -(-columns // tile_columns)
     tensors = (At.SOURCE, SCALE, out, out_scale)
     passes.launches.append(Pass(dequantize.fold_codes, key, programs, tensors, scalars, constants, warps))
+    return passes
+
+
+def turn_codes_passes(rows: int, columns: int, dtype: str, device: Device) -> Passes:
+    """The pass that transposes codes [R, C] of one byte each, of sizes that are multiples of 4."""
+    passes = Passes(1)
+    out = passes.put(0, Part((columns, rows), (rows, 1), dtype))
+    tile_rows, tile_columns, warps = tables.TILES["turn"]
+    constants = (
+        rows % tile_rows == 0 and columns % tile_columns == 0, tile_rows * max(rows, columns) > INT32_MAX,
+        device.conversions, tile_rows, tile_columns,
+    )  # fmt: skip
+    key = (device.number, constants, specialization(rows), specialization(columns))
+    programs = -(-rows // tile_rows) * -(-columns // tile_columns)
+    passes.launches.append(Pass(turn.turn_codes, key, programs, (At.SOURCE, out), (rows, columns), constants, warps))
     return passes
 
 

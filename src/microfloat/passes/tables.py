@@ -64,6 +64,7 @@ TILES = {
     "nvfp4_together": (32, 128, Warps(4, 168)),
     "dequantize": (64, 128, Warps(4)),
     "fold_codes": (128, 128, Warps(8)),  # those of the formats
+    "turn": (128, 128, Warps(8)),
     "tails": (16, 512, Warps(4)),
     "fused_scaled": (64, 128, Warps(8)),
     "fused_gradients": (64, 64, Warps(4, 128)),  # those of gate and of up

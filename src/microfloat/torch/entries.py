@@ -109,10 +109,13 @@ def delayed_of(recipe: Recipe) -> Delayed:
     return next(one.scaling for one in recipe.casts.values() if one is not None and isinstance(one.scaling, Delayed))
 
 
-def laid(tensor: torch.Tensor | None, part: Part | None) -> torch.Tensor | None:
-    """The tensor in the memory order of its layout: itself where it lies so, else a copy."""
+def laid(tensor: torch.Tensor | None, part: Part | None, backend: Backend | None = None) -> torch.Tensor | None:
+    """The tensor in the memory order of its layout: itself where it lies so, else a copy, by a kernel of `backend`."""
     if tensor is None or part is None or tensor.stride() == part.strides:
         return tensor
+    lies_turned = tensor.dim() == 2 and (tensor.stride(), part.strides) == ((1, part.shape[0]), (part.shape[1], 1))
+    if backend is not None and lies_turned and tensor.itemsize == 1:
+        return backend.turned(tensor.t())
     return torch.empty_strided(part.shape, part.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
@@ -121,8 +124,10 @@ def aligned(tensor: _Kept) -> _Kept:
     return tensor if tensor is None or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
-def parts_of(operand: StoredOperand | None, entry: Entry | None, layout: Layout | None) -> Parts:
-    """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them."""
+def parts_of(
+    operand: StoredOperand | None, entry: Entry | None, layout: Layout | None, backend: Backend | None = None
+) -> Parts:
+    """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them; `backend`: transposes codes."""
     if operand is None or entry is None or layout is None:
         return [None, None, None]
     codes, scale, fmt = operand.codes, operand.scale, operand.format
@@ -130,4 +135,4 @@ def parts_of(operand: StoredOperand | None, entry: Entry | None, layout: Layout 
         codes = codes.t()
         if scale is not None and fmt.block != (1, 128):  # those lie column-major either way, and are not turned
             scale = scale.t() if scale.dim() else scale
-    return [laid(codes, layout.codes), laid(scale, layout.scale), operand.tensor_scale]
+    return [laid(codes, layout.codes, backend), laid(scale, layout.scale), operand.tensor_scale]

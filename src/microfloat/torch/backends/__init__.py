@@ -164,6 +164,9 @@ def _without_kernels(backend: Backend) -> Any:
     """A backend whose casts are made by plain torch operations."""
     reference = importlib.import_module(_REGISTRY["reference"][1])
     same = {key: getattr(backend, key) for key in ("name", "routes", "scaled_matmul")}
-    casts = {key: getattr(reference, key) for key in ("quantize", "quantize_both", "dequantize", "fold_codes", "amax")}
+    casts = {
+        key: getattr(reference, key)
+        for key in ("quantize", "quantize_both", "dequantize", "fold_codes", "turned", "amax")
+    }
     rest = {"programs": None, "producers": None, "why_no_program": lambda row, column: "kernels are left out"}
     return SimpleNamespace(**same, **casts, **rest)

@@ -25,7 +25,7 @@ class Backend(Protocol):
 
     `programs`: the module that binds passes to launches (`microfloat.torch.program`), None where torch operations cast.
     `producers`: the module of kernels that produce a value and cast it at once, or None. Casts, `dequantize`,
-    `fold_codes`, `scaled_matmul` and `amax` do what those of `microfloat.torch.reference` do.
+    `fold_codes`, `turned`, `scaled_matmul` and `amax` do what those of `microfloat.torch.reference` do.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Backend(Protocol):
     quantize_both: Callable[..., tuple[Any, Any]]  # Operand, None for a cast that is None
     dequantize: Callable[..., torch.Tensor]
     fold_codes: Callable[..., "Operand"]
+    turned: Callable[[torch.Tensor], torch.Tensor]
     scaled_matmul: Callable[..., torch.Tensor]
     amax: Callable[[torch.Tensor], torch.Tensor]
 

@@ -20,11 +20,11 @@ from microfloat.torch.folding import FoldCounts, routes_after
 
 __all__ = [
     "amax", "dequantize", "fold_codes", "name", "producers", "programs", "quantize", "quantize_both", "routes",
-    "scaled_matmul", "why_no_program",
+    "scaled_matmul", "turned", "why_no_program",
 ]  # fmt: skip
 
 name, programs, producers = "native", program, triton
-amax, fold_codes = triton.amax, triton.fold_codes
+amax, fold_codes, turned = triton.amax, triton.fold_codes, triton.turned
 
 
 def _caster(*casts: Cast | None) -> ModuleType:

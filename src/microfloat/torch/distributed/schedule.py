@@ -290,7 +290,7 @@ class ShardedCast:
             assert column is not None
             assert layout is not None
             codes = gathered[0] if row.turned == (not column.turned) else gathered[0].t()
-            gathered[3:6] = laid(codes, layout.codes), gathered[1], gathered[2]
+            gathered[3:6] = laid(codes, layout.codes, self._backend), gathered[1], gathered[2]
         return gathered
 
 

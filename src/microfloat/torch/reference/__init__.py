@@ -12,11 +12,11 @@ from microfloat.recipes import Recipe
 from microfloat.routes import Routes, routes_of
 from microfloat.torch.reference._quantize import quantize, quantize_both, transpose_operand
 from microfloat.torch.reference._quantize import tensor_amax as amax
-from microfloat.torch.reference._values import dequantize, fold_codes, scaled_matmul
+from microfloat.torch.reference._values import dequantize, fold_codes, scaled_matmul, turned
 
 __all__ = [
     "amax", "dequantize", "fold_codes", "name", "producers", "programs", "quantize", "quantize_both", "routes",
-    "scaled_matmul", "transpose_operand", "why_no_program",
+    "scaled_matmul", "transpose_operand", "turned", "why_no_program",
 ]  # fmt: skip
 
 # The interface of `backends.base.Backend`.

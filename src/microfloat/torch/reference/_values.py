@@ -294,3 +294,8 @@ def fold_codes(operand: Operand, form: str, part: Part) -> Operand:
     scale = power_of_two(exponent - 127).masked_fill_(is_nan, float("nan"))
     scale = F.pad(scale, (0, part.shape[1] - grid[1]))
     return dataclasses.replace(operand, codes=values.to(codes_dtype(fmt.element)), scale=scale, format=fmt)
+
+
+def turned(codes: torch.Tensor) -> torch.Tensor:
+    """The transpose of codes [R, C], row by row in memory."""
+    return codes.t().contiguous()

@@ -34,6 +34,7 @@ from microfloat.passes.conversions import (
     fold_codes_passes,
     packed_values_passes,
     swizzle_passes,
+    turn_codes_passes,
 )
 from microfloat.passes.matrix import Matrix, Passes, specialization
 from microfloat.passes.producers import fuses
@@ -50,7 +51,7 @@ from microfloat.torch.reference._hadamard import inverse
 __all__ = [
     "amax", "cast_parts", "codes", "dequantize", "dequantize_packed", "fold_codes", "fuses", "quantize",
     "quantize_both", "quantize_packed", "refusal", "rotate", "scaled_matmul", "slots_of", "swizzle_scales",
-    "update_delayed", "values",
+    "turned", "update_delayed", "values",
 ]  # fmt: skip
 
 # The interface of `backends.base.Backend`.
@@ -192,6 +193,18 @@ def fold_codes(operand: Operand, form: str, part: Part) -> Operand:
         codes.device, (None, codes, None, operand.scale),
     )  # fmt: skip
     return replace(operand, codes=folded, scale=scale, format=folded_format(fmt, form))
+
+
+def turned(codes: torch.Tensor) -> torch.Tensor:
+    """See `torch.reference.turned`."""
+    rows, columns = codes.shape
+    if rows % 4 or columns % 4 or not codes.numel() or not codes.is_contiguous() or codes.data_ptr() & 3:
+        return reference.turned(codes)
+    return run_passes(
+        ("turned", rows, columns, codes.dtype),
+        lambda: turn_codes_passes(rows, columns, _name(codes.dtype), device_of(codes.get_device())),
+        codes.device, (None, codes, None),
+    )[0]  # fmt: skip
 
 
 def _name(dtype: torch.dtype) -> str:
