@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import microfloat.torch as mf
-from microfloat.formats import E4M3, FORMATS, MXFP8, NVFP4, SCALE_E8M0, ScaledFormat
+from microfloat.formats import E4M3, FORMATS, MXFP8, MXFP8_E5M2, NVFP4, SCALE_E8M0, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.torch import QuantizedTensor, _operators, fused
 
@@ -104,13 +104,9 @@ TOGETHER = 8
 
 
 def groups_of(cases):
-    """Parameters of a test that takes several cases at once.
-
-    Dynamo (torch 2.13) fails at the object of a format that it has met under its name: cases with one stay alone.
-    """
-    alone = [name for name in cases if name == "a format" or "made inside" in name]
-    names = [name for name in cases if name not in alone]
-    groups = [[name] for name in alone] + [names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)]
+    """Parameters of a test that takes several cases at once."""
+    names = list(cases)
+    groups = [names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)]
     return pytest.mark.parametrize("names", groups, ids=lambda names: " to ".join(dict.fromkeys((names[0], names[-1]))))
 
 
@@ -193,6 +189,22 @@ def test_casts_and_formats_of_the_module_are_constants_of_each_call():
     for rows in (32, 48):  # the second compiles once more, in globals that hold the constants of the first
         x = torch.randn(rows, 64)
         assert all(torch.equal(a, b) for a, b in zip(compiled(x), function(x), strict=True))
+
+
+ONES = torch.full((64, 3), 127, dtype=torch.uint8)  # scales of X as MXFP8
+
+
+def test_formats_are_met_by_name_before_their_objects():
+    """Dynamo knows objects by their identity and guards none that it has met in a constant first."""
+    returned = torch.compile(lambda x: q(x, FLOOR), fullgraph=True, backend="eager")(X).cast
+
+    def function(x, rule):
+        named = q(x, "mxfp8"), QuantizedTensor.from_parts(x.to(torch.float8_e5m2), ONES, None, "mxfp8_e5m2")
+        objects = q(x, MXFP8), q(x, MXFP8_E5M2), q(x, Cast("mxfp8", rule)), q(x, FLOOR), q(x, returned.format)
+        return [one.dequantize() for one in (*named, *objects)]
+
+    actual = torch.compile(function, fullgraph=True, backend="eager")(X, "ceil")
+    assert all(torch.equal(a, b) for a, b in zip(actual, function(X, "ceil"), strict=True))
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)

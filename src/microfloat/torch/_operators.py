@@ -5,6 +5,7 @@ break its graphs (docs/numerics.md 1.5). In eager mode these operators are not u
 operators take no objects; a token is derived from the Cast's contents and means the same in another process.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.layout import Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, Hadamard, as_cast
-from microfloat.recipes._serialize import cast_of, format_from_data
+from microfloat.recipes._serialize import cast_from_data, cast_of, format_from_data
 from microfloat.recipes.core import as_scaled_format
 
 if TYPE_CHECKING:
@@ -130,9 +131,17 @@ def _text_of(cast: Cast | ScaledFormat | str) -> tuple[str, str]:
 
 
 def _cast_of_text(kind: str, text: str) -> Cast:
-    if kind == "cast":
-        return cast_of(text)
-    return as_cast(format_from_data(json.loads(text)) if kind == "format" else text)
+    """The Cast, all of it made anew for each trace.
+
+    Dynamo cannot guard what it has met in a constant first, and knows objects by their identity: a constant that shared
+    its format with `microfloat.formats`, or with a tensor that compiled code has returned, would break code that names
+    a format and passes its object too.
+    """
+    if kind == "format":
+        return Cast(format_from_data(json.loads(text)))
+    cast = cast_from_data(json.loads(text if kind == "cast" else as_cast(text).contents))
+    assert cast is not None
+    return cast
 
 
 def _token_of_text(kind: str, text: str) -> str:
@@ -141,18 +150,20 @@ def _token_of_text(kind: str, text: str) -> str:
 
 def constants_of_parts(fmt: ScaledFormat | str, is_one_level: bool, hadamard: Hadamard | None) -> tuple[Cast, str]:
     """The Cast that parts of a format follow, and its token, by the same ways: two levels need a tensor scale."""
-    name = fmt if isinstance(fmt, str) else None
-    contents = None if isinstance(fmt, str) else fmt.contents
-    signs = None if hadamard is None else hadamard.sign_mask
-    return _cast_of_parts(name, contents, is_one_level, signs), _token_of_parts(name, contents, is_one_level, signs)
+    described = *_text_of(fmt), is_one_level, None if hadamard is None else hadamard.sign_mask
+    token = _token_of_parts(*described)
+    if torch.compiler.is_compiling():
+        return _cast_of_text("cast", token), token
+    return _cast_of_parts(*described), token
 
 
-def _token_of_parts(name: str | None, contents: str | None, is_one_level: bool, signs: int | None) -> str:
-    return _cast_of_parts(name, contents, is_one_level, signs).contents
+def _token_of_parts(kind: str, text: str, is_one_level: bool, signs: int | None) -> str:
+    return _cast_of_parts(kind, text, is_one_level, signs).contents
 
 
-def _cast_of_parts(name: str | None, contents: str | None, is_one_level: bool, signs: int | None) -> Cast:
-    fmt = as_scaled_format(name) if name is not None else format_from_data(json.loads(str(contents)))
+@functools.lru_cache(maxsize=256)
+def _cast_of_parts(kind: str, text: str, is_one_level: bool, signs: int | None) -> Cast:
+    fmt = as_scaled_format(text) if kind == "name" else format_from_data(json.loads(text))
     rule = "one_level_e4m3" if is_one_level and fmt.scale.name == "E4M3" else None
     return Cast(fmt, rule, hadamard=None if signs is None else Hadamard(16, signs))
 
@@ -165,7 +176,7 @@ def storage_of(token: str) -> Storage:
 
 # As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
 for _function in (
-    token_of, storage_of, _cast_of_parts, _token_of_parts, _cast_of_text, _token_of_text,
+    token_of, storage_of, _token_of_parts, _cast_of_text, _token_of_text,
     contents_of_cast, contents_of_format,
 ):  # fmt: skip
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
