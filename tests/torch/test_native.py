@@ -1,6 +1,8 @@
 """The native backend as far as a CPU can hold it: which form each operand takes on which chip, products of decoded
 values, and what folding counts lead to. What Blackwell's GEMM is given: test_blackwell.py."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -221,6 +223,26 @@ def test_every_backend_has_the_whole_interface(name: str) -> None:
         module = backends.choose(name, torch.device("cpu"))
     for function in ("amax", "dequantize", "quantize", "quantize_both", "scaled_matmul"):
         assert callable(getattr(module, function)), function
+
+
+@pytest.mark.parametrize(
+    "name", ["delayed", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "mxfp8_exact", "mxfp6", "mxfp4", "nvfp4"]
+)
+def test_a_pretended_chip_without_an_interpreter_casts_into_every_form(name: str) -> None:
+    from tests.torch.scheduled import setting
+
+    (x, dy), spread, made = setting.inputs("cpu", (32, 208), 144), torch.arange(208) % 40, []
+    x = (x.detach() * torch.exp2(spread)).bfloat16().requires_grad_()
+    with backends.pretend(chip="h200", interpreted=False), setting.block_gemms("cpu", []):
+        for around in (contextlib.nullcontext, setting.by_torch):
+            layer = setting.make(setting.recipe_of(name), "cpu", features=(208, 144))
+            torch.manual_seed(5)
+            with around():
+                made.append((setting.results(layer, [(x, dy)]), layer.folded_elements()))
+    setting.assert_same(made[0][0], made[1][0])
+    assert made[0][1] == made[1][1]
+    assert bool(made[0][1]) is (name in ("mxfp8", "mxfp6", "mxfp4"))
+    assert name != "mxfp8" or made[0][1]["fprop.lhs"] > 0
 
 
 def test_exact_accumulation_is_refused_by_name(monkeypatch) -> None:

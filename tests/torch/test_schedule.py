@@ -24,6 +24,7 @@ CASES = [
     *[("named_operators", (name,)) for name in ("delayed", "mxfp8", "mxfp8_exact dequantized", "nvfp4")],
     *[("same_bits", (name, (80, 144), 272, False, "bfloat16")) for name in ("fp8_current", "fp8_row", "mxfp8")],
     # Histories, parts of buffers, counts of folding, seeds: what is given by address besides operands and scales.
+    *[("one_cast_without_a_kernel", (name,)) for name in ("nvfp4", "mxfp8")],
     *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed", "fp8_row", "mxfp8", "nvfp4")],
     *[("operators", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
     *[("fewer_gradients_than_planned", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],

@@ -175,10 +175,14 @@ def values_of(weight: torch.Tensor, read: Callable[[Gathered], torch.Tensor] = V
 # ------------------------------------------------------------------------------------------------------ other forms
 
 
-def in_form(operand: Operand, form: str, turned: bool, layout: Layout | None, backend: "Backend") -> Operand:
+def in_form(
+    operand: Operand, form: str, turned: bool, layout: Layout | None, backend: "Backend",
+    changed: torch.Tensor | None = None,
+) -> Operand:  # fmt: skip
     """The operand in the form that a GEMM reads (`microfloat.layout`), to the bits of a cast in that form.
 
     `turned`: `layout` is that of the transpose, which a GEMM reads; the result lies as `operand` does all the same.
+    `changed`: int64 (), filled with the number of elements that folding has changed.
     """
     if form == "codes":
         return operand
@@ -186,7 +190,10 @@ def in_form(operand: Operand, form: str, turned: bool, layout: Layout | None, ba
         assert layout is not None
         assert layout.scale is not None
         # Scales of one row of blocks lie alike either way.
-        is_turned = turned and form == "tiles"
-        return backend.fold_codes(operand, form, layout.scale.transposed if is_turned else layout.scale)
-    values = backend.dequantize(dataclasses.replace(operand, tensor_scale=None), torch.bfloat16)
-    return dataclasses.replace(operand, codes=values, scale=None)  # type: ignore[arg-type]
+        part = layout.scale.transposed if turned and form == "tiles" else layout.scale
+        if changed is not None:
+            return reference.fold_codes(operand, form, part, changed)
+        return backend.fold_codes(operand, form, part)
+    # Values that a Hadamard transform has made stay transformed, as its padding stays: the GEMM takes both so.
+    bare = dataclasses.replace(operand, tensor_scale=None, hadamard=None, length=operand.stored_length)
+    return dataclasses.replace(operand, codes=backend.dequantize(bare, torch.bfloat16), scale=None)  # type: ignore[arg-type]

@@ -3,8 +3,6 @@
 Many slots are updated in one launch where a kernel can, else in torch (docs/numerics.md 3.3).
 """
 
-import functools
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -196,12 +194,9 @@ def _prepare(asked: list[tuple], histories: list[torch.Tensor], scales: list[tor
     return parts
 
 
-@functools.cache
 def update_kernel(device: torch.device) -> "ModuleType | None":
-    """The module with the kernel that updates many slots at once; None where it cannot run."""
-    if not backends.support("triton", device):
-        return None
-    return importlib.import_module("microfloat.torch.backends.triton")
+    """The module with the kernel that updates many slots at once; None where kernels do not run."""
+    return backends.choose("auto", device).producers
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ from microfloat.torch.entries import (
     parts_of,
     saved_parts,
 )
-from microfloat.torch.gathered import Gathered
+from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.gemms import Product, product
 from microfloat.torch.seeds import Rank, draw_seed, fold_rank_, has_ranks
 from microfloat.torch.stored_casts import GatheredCast, StoredCast
@@ -86,8 +86,8 @@ class CastStep:
     """
 
     __slots__ = (
-        "_batch", "_column_as_is", "_folds", "_layouts", "_recording", "_row_as_is", "delayed", "entries", "is_bound",
-        "program", "reason"
+        "_backend", "_batch", "_column_as_is", "_folds", "_layouts", "_recording", "_row_as_is", "delayed", "entries",
+        "is_bound", "program", "reason",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +96,7 @@ class CastStep:
     ) -> None:  # fmt: skip
         """`x`: an example; `batch`: a word of the random counters; `in_groups`: rows are those of so many groups;
         `given_amax`: amaxes of the whole tensor come with the inputs of every call."""
-        self.entries, self._batch = entries, batch
+        self.entries, self._backend, self._batch = entries, backend, batch
         row, column = (None if entry is None else entry.spec for entry in entries)
         self._row_as_is, self._column_as_is = (entry is not None and entry.cast is None for entry in entries)
         self._folds = any(entry is not None and entry.form in ("folded", "tiles") for entry in entries)
@@ -160,11 +160,16 @@ class CastStep:
                 record_amax_(inputs.record, options["amax"])
         row, column = OPERANDS_OF[next(entry.operand.tensor for entry in self.entries if entry is not None)]
         options |= {"row_stream": row.stream, "column_stream": column.stream}
-        made = reference.quantize_both(x, *casts, seed=inputs.seed, **options)
-        return [
-            part for operand, entry, layout in zip(made, self.entries, self._layouts, strict=True)
-            for part in parts_of(operand, entry, layout)
-        ]  # fmt: skip
+        operands = reference.quantize_both(x, *casts, seed=inputs.seed, **options)
+        made: Parts = []
+        forms = [None if entry is None else entry.form for entry in self.entries]
+        counts = inputs.folded if "folded" in forms else inputs.tiles  # of both operands, as kernels count
+        for index, (operand, entry, layout) in enumerate(zip(operands, self.entries, self._layouts, strict=True)):
+            if operand is not None and entry is not None:
+                changed = None if counts is None else counts[index]
+                operand = in_form(operand, entry.form, entry.turned, layout, self._backend, changed)
+            made += parts_of(operand, entry, layout)
+        return made
 
 
 class Schedule:

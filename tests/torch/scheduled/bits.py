@@ -9,7 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import microfloat.torch as mf
 from microfloat.errors import MicrofloatError, NotSupportedError
-from microfloat.recipes import RECIPES, CustomRecipe, DelayedScaling, Float8CurrentScaling, Gemm, MXFP8BlockScaling
+from microfloat.formats import E2M1, SCALE_E4M3, ScaledFormat
+from microfloat.recipes import (
+    RECIPES,
+    Cast,
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    Gemm,
+    MXFP8BlockScaling,
+)
 from microfloat.torch import schedule
 from tests.torch.scheduled.setting import (
     K,
@@ -32,6 +41,16 @@ def same_bits(device, name, shape, out, bias, dtype):
     dtype = getattr(torch, dtype)
     steps = [inputs(device, shape, out, dtype=dtype, seed=seed) for seed in range(2)]
     compare(device, recipe_of(name), steps, bias=bias, dtype=dtype, features=(shape[-1], out))
+
+
+def one_cast_without_a_kernel(device, name):
+    """One operand of a tensor has no kernel, the other is read as values or folded: torch operations make both."""
+    foreign = Cast(ScaledFormat("nv32", E2M1, SCALE_E4M3, (1, 32), "tensor"))
+    gradient = Gemm(foreign, foreign)
+    wide, dy = inputs(device, (M, 208), 144)
+    wide = (wide.detach() * torch.exp2(torch.arange(208, device=device) % 40)).bfloat16().requires_grad_()
+    recipe = CustomRecipe(Gemm(name, name), gradient, gradient)
+    compare(device, recipe, [(wide, dy)], features=(208, 144))
 
 
 def same_bits_by_addresses(device, name):

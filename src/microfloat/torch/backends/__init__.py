@@ -74,9 +74,10 @@ def pretend(*, chip: str, interpreted: bool = True) -> Iterator[None]:
     """Answer for another chip than the one at hand: the seam for tests, in this process alone.
 
     `chip`: a name such as "h200" or "sm_100". While this is entered, tensors on the CPU run the native backend of that
-    chip, by its routes; GEMMs are what torch has on a CPU. `interpreted`: its kernels run in Triton's interpreter
-    (which Triton decides when it is imported: TRITON_INTERPRET=1); else plain torch operations cast, to the same bytes.
-    Raises InvalidValueError for unknown names.
+    chip, by its routes; GEMMs are what torch has on a CPU, where torch refuses to multiply scales of blocks by a
+    ValueError of its own. `interpreted`: its kernels run in Triton's interpreter (which Triton decides when it is
+    imported: TRITON_INTERPRET=1); else plain torch operations cast, to the same bytes. Raises InvalidValueError for
+    unknown names.
     """
     named = chip_named(chip)
     if named is None:

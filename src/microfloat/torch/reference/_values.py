@@ -267,10 +267,11 @@ def _raise_precision() -> Callable[[], None]:
     return lambda: torch.set_float32_matmul_precision(before)
 
 
-def fold_codes(operand: Operand, form: str, part: Part) -> Operand:
+def fold_codes(operand: Operand, form: str, part: Part, changed: torch.Tensor | None = None) -> Operand:
     """An MX operand in the form "folded" or "tiles": ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
 
-    `part`: what the new scales fill, with 0 where no element is. A NaN may have another sign than a cast's.
+    `part`: what the new scales fill, with 0 where no element is. `changed`: int64 (), filled with the number of elements
+    whose value changes. A NaN may have another sign than a cast's.
     """
     fmt = folded_format(operand.format, form)
     tile_rows, tile_columns = fmt.block
@@ -293,7 +294,10 @@ def fold_codes(operand: Operand, form: str, part: Part) -> Operand:
     values = dequantize(dataclasses.replace(operand, scale=shift), torch.bfloat16)
     scale = power_of_two(exponent - 127).masked_fill_(is_nan, float("nan"))
     scale = F.pad(scale, (0, part.shape[1] - grid[1]))
-    return dataclasses.replace(operand, codes=values.to(codes_dtype(fmt.element)), scale=scale, format=fmt)
+    codes = values.to(codes_dtype(fmt.element))
+    if changed is not None:
+        changed.copy_(((codes.to(values.dtype) != values) & ~values.isnan()).sum(), non_blocking=True)
+    return dataclasses.replace(operand, codes=codes, scale=scale, format=fmt)
 
 
 def turned(codes: torch.Tensor) -> torch.Tensor:
