@@ -293,10 +293,22 @@ def test_experts_are_quantized_each_alone_and_compute_the_same(name) -> None:
     assert torch.equal(results[0][1], results[1][1])
 
 
+def _at_an_odd_address(part: torch.Tensor) -> torch.Tensor:
+    """The same in memory of another library, whose first byte is at no multiple of 16."""
+    memory = torch.zeros(part.numel() * part.itemsize + 32, dtype=torch.uint8).numpy()
+    start = -memory.ctypes.data % 16 + part.itemsize
+    foreign = torch.from_numpy(memory[start : start + part.numel() * part.itemsize])
+    assert foreign.storage_offset() == 0
+    return foreign.view(part.dtype).view(part.shape).copy_(part)
+
+
+@pytest.mark.parametrize("in_foreign_memory", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "fp8_current", "nvfp4"])
-def test_parts_of_one_expert_begin_where_gemms_read_them(name) -> None:
+def test_parts_of_one_expert_begin_where_gemms_read_them(name, in_foreign_memory) -> None:
     """At multiples of 16 bytes: cuBLAS refuses the scale of the second expert as it lies."""
     weight, recipe = experts(name)[0].weight.detach(), RECIPES[name]()
+    if in_foreign_memory:
+        weight = weight.map_parts(_at_an_odd_address)
     entries = entries_of(recipe, routes_of(recipe, None), "w", True, False)
     backend = backends.choose("reference", weight.device)
     operand = weight[1].to_operand()

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from microfloat.layout import ALIGNMENT
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
 from microfloat.torch import reference
+from microfloat.torch._checks import is_abstract
 from microfloat.torch._typing import Parts
 from microfloat.torch.backends.base import Backend, record_amax_
-from microfloat.torch.entries import Entries, first_delayed, layouts_of, parts_of
+from microfloat.torch.entries import Entries, aligned, first_delayed, layouts_of, parts_of
 from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.reference import transpose_operand
 from microfloat.torch.tensor import QuantizedTensor
@@ -66,17 +66,16 @@ class StoredCast:
         for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
             if stored:
                 operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()
-                parts = parts_of(operand, entry, self._layouts[index])
-                made[3 * index : 3 * index + 3] = [_placed(part) for part in parts]
+                made[3 * index : 3 * index + 3] = _aligned(parts_of(operand, entry, self._layouts[index]))
         return made
 
 
-def _placed(part: torch.Tensor | None) -> torch.Tensor | None:
-    """A part where GEMMs read it: at a multiple of 16 bytes, as that of one of several experts need not be.
+def _aligned(parts: Parts) -> Parts:
+    """Parts where GEMMs read them: those of one of several experts begin anywhere in those of all.
 
-    Told by its place in its storage, which is known while a program is exported too.
+    While a program is exported they have no address, and stay: its own operations of torch read any.
     """
-    return part if part is None or part.storage_offset() * part.itemsize % ALIGNMENT == 0 else part.clone()
+    return parts if parts[0] is None or is_abstract(parts[0]) else [aligned(part) for part in parts]
 
 
 def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
@@ -117,9 +116,8 @@ class GatheredCast:
             if operand is None:
                 values = weight.contents.values().to(self._compute)
                 return self._step(self._backend, values, self.entries, 0)(values, stream, words, inputs)
-            made[3 * index : 3 * index + 3] = parts_of(
-                in_form(operand, entry.form, entry.turned, layout, self._backend), entry, layout
-            )
+            operand = in_form(operand, entry.form, entry.turned, layout, self._backend)
+            made[3 * index : 3 * index + 3] = _aligned(parts_of(operand, entry, layout))
         if inputs.record is not None and self.delayed is not None:
             record_amax_(inputs.record, weight.contents.amax)  # type: ignore[arg-type]
         return made
