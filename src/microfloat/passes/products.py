@@ -202,16 +202,15 @@ _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
         64: _ANY64,
     },
 }  # fmt: skip
-# Kind of codes: with how many rows of x `decode_wide` begins on a Hopper, and its programs for each multiprocessor,
-# STAGES and AHEAD for up to 32 rows of x and for more.
-_WIDE = {"FP4": (17, (4, 2, 2), (3, 3, 1)), "MX": (33, (4, 2, 2), (4, 2, 2)), "FP8": (9, (2, 4, 2), (2, 4, 2))}
-_MOST_PARTS = 8  # of K: more of them were not tried
-_LEAST_STEPS = 4  # iterations of a part, where more than 64 rows of x meet it
 
 
 class _WideDivision(NamedTuple):
-    """What the table of more rows says of a cut of `decode_wide`; the words are those of `DecodeCut`."""
+    """What a table says of a cut of `decode_wide`; the words are those of `DecodeCut`.
 
+    PROGRAMS: so many of each multiprocessor, which parts of K make where the rows of the weight are few.
+    """
+
+    PROGRAMS: int
     ROW_WARPS: int
     TILES: int
     TOKENS: int
@@ -220,15 +219,22 @@ class _WideDivision(NamedTuple):
     OVERLAPS: int
 
 
-# Kind of codes: the most rows of x: a division, the fastest on average of those in benchmarks/results/decode_cuts.json.
-# A program has 128 or 256 rows of the weight by 128 or 256 of x. The sums of 256 by 128 take half of all registers;
-# sums of 128x128 blocks take as many again before they are scaled.
-_MANY = {
-    "FP4": {128: (8, 1, 16, 4, 1, 1), 256: (8, 1, 32, 3, 1, 1)},
-    "MX": {128: (8, 1, 16, 3, 2, 0), 256: (8, 1, 32, 5, 1, 1)},
-    "FP8": {128: (8, 2, 16, 3, 2, 0), 256: (8, 2, 16, 4, 1, 1)},
-    "BLOCKS": {128: (8, 2, 16, 3, 2, 0), 256: (8, 2, 16, 3, 2, 0)},
-}
+_MOST_PARTS = 8  # of K: more of them were not tried
+_LEAST_STEPS = 4  # iterations of a part, where more than 64 rows of x meet it
+# Kind of codes: with how many rows of x `decode_wide` begins on a Hopper. Then the most rows of x: a division, of more
+# than 64 rows the fastest on average of those in benchmarks/results/decode_cuts.json. Such a program has 128 or 256
+# rows of the weight by 128 or 256 of x. The sums of 256 by 128 take half of all registers; sums of 128x128 blocks take
+# as many again before they are scaled.
+_LEAST_WIDE = {"FP4": 17, "MX": 33, "FP8": 9}
+_FEW_FP8 = {16: (2, 4, 1, 2, 4, 2, 0), 32: (2, 4, 1, 4, 4, 2, 0), 64: (2, 4, 1, 8, 4, 2, 0)}
+_WIDE: dict[str, dict[int, tuple[int, ...]]] = {
+    "FP4": {
+        32: (4, 4, 1, 4, 2, 2, 0), 64: (3, 4, 1, 8, 3, 1, 0), 128: (1, 8, 1, 16, 4, 1, 1), 256: (1, 8, 1, 32, 3, 1, 1),
+    },
+    "MX": {64: (4, 4, 1, 8, 2, 2, 0), 128: (1, 8, 1, 16, 3, 2, 0), 256: (1, 8, 1, 32, 5, 1, 1)},
+    "FP8": {**_FEW_FP8, 128: (1, 8, 2, 16, 3, 2, 0), 256: (1, 8, 2, 16, 4, 1, 1)},
+    "BLOCKS": {**_FEW_FP8, 256: (1, 8, 2, 16, 3, 2, 0)},
+}  # fmt: skip
 
 
 def cut_of(
@@ -237,15 +243,11 @@ def cut_of(
     """The division of a product of M, K, N among programs."""
     m, k, n = shape
     kind = "FP8" if codes.SCALE not in _SCALES_OF_BYTES else "FP4" if codes.BITS == 4 else "MX"
-    if m > MOST_DECODED_ROWS:
-        assert device.warpgroups, "nothing else multiplies so many rows"
-        kind = "BLOCKS" if _has_blocks(codes) else kind
-        return fitted(_cut_of_many(kind, codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
+    if device.warpgroups and m >= _LEAST_WIDE[kind]:
+        table = _WIDE["BLOCKS" if _has_blocks(codes) else kind]
+        return fitted(_wide_cut(table, codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
+    assert m <= MOST_DECODED_ROWS, "nothing else multiplies so many rows"
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
-    least, *programs = _WIDE[kind]
-    if device.warpgroups and m >= least:
-        cut = _wide_cut(tokens, n, device.multiprocessors, programs[m > 32])
-        return fitted(cut, codes, k, scale_strides, bias)
     size = (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
     own = _Division(*next(of_size[size] for most, of_size in _DIVISIONS[kind].items() if m <= most))
     if n < 16 * device.multiprocessors:
@@ -260,28 +262,23 @@ def cut_of(
     return fitted(cut, codes, k, scale_strides, bias)
 
 
-def _wide_cut(tokens: int, n: int, processors: int, programs: tuple[int, int, int]) -> DecodeCut:
+def _wide_cut(
+    table: dict[int, tuple[int, ...]], codes: DecodeCodes, shape: tuple[int, int, int], processors: int
+) -> DecodeCut:
     """The same by `decode_wide`: so many parts of K that every multiprocessor has some programs, larger ones where
     the rows of the weight are enough without parts.
     """
-    each, stages, ahead = programs
-    warps, tiles = 4, -(-n // 64)
-    splits = min(max(1, each * processors // tiles), _MOST_PARTS)
-    if splits == 1 and each < 4 and tiles > 2 * processors:
-        warps, stages = 8, 3
-    return DecodeCut(warps, 1, 1, tokens, stages, ahead, False, False, False, False, SPLITS=splits)
-
-
-def _cut_of_many(kind: str, codes: DecodeCodes, shape: tuple[int, int, int], processors: int) -> DecodeCut:
-    """The same for more than 64 rows of x: as many parts of K as give each multiprocessor one program."""
     m, k, n = shape
-    own = _WideDivision(*next(division for most, division in _MANY[kind].items() if m <= most))
-    bands, steps = -(-m // (8 * own.TOKENS)), -(-k * codes.BITS // (_STEP_BITS * own.AHEAD))
-    most = min(_MOST_PARTS, max(1, steps // _LEAST_STEPS))
+    own = _WideDivision(*next(division for most, division in table.items() if m <= most))
+    bands, most = -(-m // (8 * own.TOKENS)), _MOST_PARTS
+    if m > MOST_DECODED_ROWS:
+        most = min(most, max(1, -(-k * codes.BITS // (_STEP_BITS * own.AHEAD)) // _LEAST_STEPS))
     if -(-n // (16 * own.ROW_WARPS * own.TILES)) * bands * most < processors // 2:  # not even all parts fill the chip
         own = own._replace(TILES=1)
     tiles = -(-n // (16 * own.ROW_WARPS * own.TILES)) * bands
-    splits = min(max(1, processors // tiles), most)
+    splits = min(max(1, own.PROGRAMS * processors // tiles), most)
+    if splits == 1 and own.ROW_WARPS == 4 and own.PROGRAMS < 4 and tiles > 2 * processors:
+        own = own._replace(ROW_WARPS=8, STAGES=3)
     return DecodeCut(
         own.ROW_WARPS, 1, own.TILES, own.TOKENS, own.STAGES, own.AHEAD, False, False, False, False, SPLITS=splits,
         OVERLAPS=bool(own.OVERLAPS),
