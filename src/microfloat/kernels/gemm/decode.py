@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FLOAT
+from microfloat.kernels.constants import DecodeCodes
 from microfloat.kernels.device.convert import WORDS_BF16, bf16_bits, high_half, low_half
 from microfloat.kernels.gemm.elements import (
     ask_for,
@@ -232,10 +233,17 @@ def _of_lane(word, lane, HW: tl.constexpr):
         return tl.gather(word, (tl.arange(0, word.shape[0]) & -32) | lane, 0)
 
 
+@triton.constexpr_function
+def _words_of_chunk(codes):
+    """Words of four scale bytes that a chunk (1024 bits of codes) of a row has, where scales are read in words."""
+    codes = DecodeCodes(*codes)
+    return 256 // codes.BITS // codes.WIDTH if codes.WIDTH else 1
+
+
 @triton.jit
 def _scale_addresses(scale_ptr, rows, t, stride_r, CODES: tl.constexpr, CUT: tl.constexpr):
     """Of the scales of chunk 0, for both rows of every tile."""
-    WORDS: tl.constexpr = 256 // CODES.BITS // CODES.WIDTH if CODES.WIDTH else 1  # of a chunk
+    WORDS: tl.constexpr = _words_of_chunk(CODES)
     made = ()
     for i in tl.static_range(2 * CUT.TILES):
         if CUT.WIDE:
@@ -264,7 +272,7 @@ def _load(code_at, chunk, t, units, CUT: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def _load_scales(scale_at, chunk, t, units, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
     """The stored scales of a chunk: for each row a word of several, one float32, or the scales of both halves."""
-    WORDS: tl.constexpr = 256 // CODES.BITS // CODES.WIDTH if CODES.WIDTH else 1
+    WORDS: tl.constexpr = _words_of_chunk(CODES)
     made = ()
     for i in tl.static_range(2 * CUT.TILES):
         if CODES.SCALE == SCALE_FLOAT:
