@@ -397,6 +397,12 @@ def refusals(rank: int):
     attempt("plain x", lambda: layer.forward(seeded(4, K, seed=2)))
     outside = mf.Linear(K, N, recipe="mxfp8", dtype=torch.bfloat16)
     attempt("outside", lambda: outside(DTensor.from_local(seeded(4, K, seed=2), mesh, [Shard(0)])))
+    with mf.quantized_model_init(recipe="mxfp8"):
+        stored = mf.Linear(K, N, bias=False, recipe="mxfp8")
+    attempt("stored", lambda: theirs.parallelize_module(stored, mesh, ours.ColwiseParallel()))
+    attempt("stored, rowwise", lambda: theirs.parallelize_module(stored, mesh, ours.RowwiseParallel()))
+    stored.weight = nn.Parameter(DTensor.from_local(stored.weight.detach(), mesh, [Replicate()], run_check=False))
+    attempt("stored replicas", lambda: stored(DTensor.from_local(seeded(4, K, seed=2).float(), mesh, [Shard(0)])))
     other = layer_on(
         DeviceMesh(torch.get_default_device().type, list(reversed(range(world)))),
         "colwise",
@@ -530,6 +536,9 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("empty", "dimension 0 of size 1 over 2 ranks, needed elements for every rank"),
         ("plain x", "InvalidTypeError: x: got a plain tensor, while the weight is on"),
         ("outside", "while the weight is a plain tensor"),
+        ("stored", "ColwiseParallel: got a layer whose weight is stored as codes (mxfp8), needed values"),
+        ("stored, rowwise", "RowwiseParallel: got a layer whose weight is stored as codes (mxfp8), needed values"),
+        ("stored replicas", "weight: got a DTensor of stored codes (mxfp8), needed a DTensor of values"),
         ("mesh", "needed a DTensor on the mesh of the weight"),
         ("main_grad", "fuse_wgrad_accumulation"),
         ("of its own", "an error of its own"),

@@ -36,6 +36,7 @@ from microfloat.torch.failures import agree, in_collective
 from microfloat.torch.linear import apply, backend_name, begin, casts_late, end
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, autocast_dtype, remember
+from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -177,6 +178,12 @@ def _checked(x: torch.Tensor, weight: torch.Tensor, bias: Maybe) -> tuple[DTenso
         raise invalid_type(name, f"{got}, while the weight is on {weight.device_mesh}", _NEEDED, _REMEDY)
     if weight.device_mesh.get_coordinate() is None:
         raise invalid_value("weight", f"a DTensor on {weight.device_mesh}", "a mesh that this rank is part of")
+    local = weight._local_tensor
+    if isinstance(local, QuantizedTensor):
+        raise invalid_type(
+            "weight", f"a DTensor of stored codes ({local.format})", "a DTensor of values, which the recipe quantizes",
+            "Build the layer without quantized_model_init or quantize_, or shard it by fully_shard alone.",
+        )  # fmt: skip
     assert isinstance(x, DTensor)
     assert bias is None or isinstance(bias, DTensor)
     return x, weight, bias

@@ -8,8 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, parallel
 
+from microfloat.errors import NotSupportedError
 from microfloat.torch._typing import Arguments
 from microfloat.torch.nn.linear import Linear
+from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
@@ -23,6 +25,10 @@ class ColwiseParallel(parallel.ColwiseParallel):
     scales, to the same bytes, where these are fewer bytes and a layer's recipe casts it; ``print(layer.schedule(x))``
     says why not elsewhere. Layers that read one DTensor share what was gathered. Source: docs/distributed.md.
     """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _refuse_stored(module, "ColwiseParallel")
+        return super()._apply(module, device_mesh)
 
     @staticmethod
     def _prepare_input_fn(
@@ -46,6 +52,7 @@ class RowwiseParallel(parallel.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _refuse_stored(module, "RowwiseParallel")
         made = super()._apply(module, device_mesh)
         layout = self.output_layouts[0]
         if isinstance(made, Linear) and isinstance(layout, Shard):
@@ -58,6 +65,17 @@ class SequenceParallel(parallel.SequenceParallel):
 
     Its result is a DTensor, which the `ColwiseParallel` layers behind it gather as codes and scales.
     """
+
+
+def _refuse_stored(module: nn.Module, style: str) -> None:
+    """Raise NotSupportedError on every rank, before torch scatters the weight of the first one to those that wait."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, QuantizedTensor):
+        raise NotSupportedError(
+            f"{style}: got a layer whose weight is stored as codes ({weight.format}), needed values, which every rank "
+            "casts. Build the layer without quantized_model_init or quantize_ and let its recipe quantize it, or shard "
+            "it by fully_shard alone."
+        )
 
 
 def _is_sequence(x: DTensor) -> bool:
