@@ -440,6 +440,16 @@ def dequantized(device, name):
                     check_values(triton.dequantize(moved, dtype), want, f"{name} {shape} {dtype}")
 
 
+def turned_codes(device):
+    """The transpose of codes: whole tiles, edges, and sizes that no kernel takes."""
+    for shape in ((256, 128), (36, 140), (132, 4), (4, 260), (33, 64), (16, 30)):
+        codes = torch.arange(shape[0] * shape[1], dtype=torch.int64).mul(37).remainder(251).to(torch.uint8).view(shape)
+        for dtype in (torch.uint8, torch.float8_e4m3fn):
+            got = triton.turned(codes.view(dtype).to(device))
+            assert got.is_contiguous(), shape
+            assert torch.equal(got.view(torch.uint8).cpu(), codes.t()), f"{shape} {dtype}"
+
+
 def packed_codes(device, name, options=()):
     """Six-bit codes four in three bytes, as the oracle packs its own, and the values that they decode to."""
     cast = make_cast(name, options)

@@ -77,6 +77,8 @@ def _forms_for_gemms(x):
     """Folded codes, values in bfloat16, packed codes, swizzled scales: their bytes have cases of their own."""
     with guard_zones():
         calls.folded(x, Cast("mxfp8"), Cast("mxfp8"))
+        if x.shape[0] % 4 == x.shape[1] % 4 == 0:
+            triton.turned(triton.quantize(x, Cast("fp8_tensor")).codes)
         for tile in (False, True):
             calls.folded_codes(triton.quantize(x, Cast("mxfp8")), Cast("mxfp8"), tile=tile)
         for name in ("mxfp8", "nvfp4_2d"):

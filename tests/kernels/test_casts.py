@@ -74,12 +74,12 @@ def test_a_shared_operand_has_a_layout_of_its_own() -> None:
 @pytest.mark.parametrize("form", ["codes", "values"])
 def test_a_launch_of_one_operand_writes_every_buffer_that_it_is_given(form: str) -> None:
     """XLA makes an array of each position of a launch: one that is given twice, and written once, would be read."""
-    from microfloat.jax.backends.program import _device
     from microfloat.passes import WRITES_VALUES, OperandSpec
     from microfloat.passes.casts import cast_passes
-    from microfloat.passes.matrix import At, Matrix
+    from microfloat.passes.matrix import At, Device, Matrix
 
-    matrix = Matrix(256, 384, 384, 1, "bfloat16", 16, _device((9, 0)))
+    device = Device(0, 132, True, cooperates=False, measures=False, orders_scales=False)
+    matrix = Matrix(256, 384, 384, 1, "bfloat16", 16, device)
     for name in (
         "fp8_tensor",
         "fp8_row",

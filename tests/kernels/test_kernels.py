@@ -102,6 +102,7 @@ CASES = [
     *[case("folded", name, tile) for name in ("mxfp8", "mxfp4") for tile in (False, True)],
     *[case("folded", name, False) for name in ("mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2")],
     case("folded", "mxfp8", False, STOCHASTIC),
+    case("turned_codes"),
     *[case("dequantized", name) for name in ("fp8_tensor", "fp8_row_e5m2", "fp8_1x128", "fp8_128x128")],
     *[case("dequantized", name) for name in ("mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d")],
     *[case("packed_codes", name, options) for name in ("mxfp6_e2m3", "mxfp6_e3m2") for options in ((), STOCHASTIC)],

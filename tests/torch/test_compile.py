@@ -149,6 +149,7 @@ MADE_INSIDE = {
     "a table of casts": lambda x, w: mf.linear(
         x, w, recipe=CustomRecipe(*[Gemm(Cast("mxfp6_e2m3", "ceil"), Cast("mxfp8"))] * 3)
     ),
+    "a table of names": lambda x, w: mf.linear(x, w, recipe=CustomRecipe(*[Gemm("mxfp8", "mxfp4")] * 3)),
     "a name": lambda x, w: mf.linear(x, w, recipe="nvfp4"),
 }
 

@@ -364,8 +364,8 @@ class Gemm(HashOnce):
     def __post_init__(self) -> None:
         for name in ("lhs", "rhs"):
             cast = getattr(self, name)
-            if isinstance(cast, str | ScaledFormat):
-                object.__setattr__(self, name, _default_cast(as_scaled_format(cast, f"Gemm.{name}")))
+            if isinstance(cast, str | ScaledFormat):  # not by `_default_cast`: Dynamo warns of a cache that it traces
+                object.__setattr__(self, name, Cast(as_scaled_format(cast, f"Gemm.{name}")))
             elif cast is not None and not isinstance(cast, Cast):
                 raise invalid_type(f"Gemm.{name}", type(cast), "a Cast, a format name, or None (high precision)")
         check_choice("accumulate", self.accumulate, ("fast", "split", "exact"))

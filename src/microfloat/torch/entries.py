@@ -113,9 +113,12 @@ def laid(tensor: torch.Tensor | None, part: Part | None, backend: Backend | None
     """The tensor in the memory order of its layout: itself where it lies so, else a copy, by a kernel of `backend`."""
     if tensor is None or part is None or tensor.stride() == part.strides:
         return tensor
-    lies_turned = tensor.dim() == 2 and (tensor.stride(), part.strides) == ((1, part.shape[0]), (part.shape[1], 1))
-    if backend is not None and lies_turned and tensor.itemsize == 1:
-        return backend.turned(tensor.t())
+    if backend is not None and tensor.itemsize == 1 and tensor.dim() == 2:
+        by_rows, by_columns = (part.shape[1], 1), (1, part.shape[0])
+        if (tensor.stride(), part.strides) == (by_columns, by_rows):
+            return backend.turned(tensor.t())
+        if (tensor.stride(), part.strides) == (by_rows, by_columns):
+            return backend.turned(tensor).t()
     return torch.empty_strided(part.shape, part.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 

@@ -26,13 +26,13 @@ __all__ = ["GatheredCast", "StoredCast"]
 class StoredCast:
     """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""
 
-    __slots__ = ("_compute", "_layouts", "_step", "_stored", "entries", "program", "reason")
+    __slots__ = ("_backend", "_compute", "_layouts", "_step", "_stored", "entries", "program", "reason")
 
     def __init__(
         self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype, step: "type[CastStep]"
     ) -> None:
         """`step`: makes the step that casts what the stored codes do not serve."""
-        self.entries, self.program, self._compute = entries, None, compute
+        self.entries, self.program, self._backend, self._compute = entries, None, backend, compute
         self.reason = "the weight is stored as codes; what those do not serve is cast from their values"
         self._stored = tuple(
             entry is not None and entry.form == "codes" and _is_stored(weight, entry.cast)
@@ -66,7 +66,8 @@ class StoredCast:
         for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
             if stored:
                 operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()
-                made[3 * index : 3 * index + 3] = _aligned(parts_of(operand, entry, self._layouts[index]))
+                backend = None if is_abstract(operand.codes) else self._backend
+                made[3 * index : 3 * index + 3] = _aligned(parts_of(operand, entry, self._layouts[index], backend))
         return made
 
 
@@ -117,7 +118,7 @@ class GatheredCast:
                 values = weight.contents.values().to(self._compute)
                 return self._step(self._backend, values, self.entries, 0)(values, stream, words, inputs)
             operand = in_form(operand, entry.form, entry.turned, layout, self._backend)
-            made[3 * index : 3 * index + 3] = _aligned(parts_of(operand, entry, layout))
+            made[3 * index : 3 * index + 3] = _aligned(parts_of(operand, entry, layout, self._backend))
         if inputs.record is not None and self.delayed is not None:
             record_amax_(inputs.record, weight.contents.amax)  # type: ignore[arg-type]
         return made

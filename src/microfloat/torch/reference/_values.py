@@ -270,8 +270,8 @@ def _raise_precision() -> Callable[[], None]:
 def fold_codes(operand: Operand, form: str, part: Part, changed: torch.Tensor | None = None) -> Operand:
     """An MX operand in the form "folded" or "tiles": ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
 
-    `part`: what the new scales fill, with 0 where no element is. `changed`: int64 (), filled with the number of elements
-    whose value changes. A NaN may have another sign than a cast's.
+    `part`: what the new scales fill, with 0 where no element is. `changed`: int64 (), filled with the number of
+    elements whose value changes. A NaN may have another sign than a cast's.
     """
     fmt = folded_format(operand.format, form)
     tile_rows, tile_columns = fmt.block
