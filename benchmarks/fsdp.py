@@ -8,7 +8,7 @@ fused with casts (.fused), and tensor with sequence parallelism over all ranks. 
 backward in eager mode, 16384 tokens a rank (all ranks together under tensor parallelism); the models take turns in one
 run, and weights do not change between steps, as in a microbatch. Rows are written as they are measured: those of FSDP2,
 then those of the plan. Beside the time: bytes that a rank sends into all-gathers in a step, and the peak of the memory
-that a model adds. Never run on the GPUs it is for.
+that a model adds.
 """
 
 import argparse

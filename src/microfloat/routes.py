@@ -192,7 +192,7 @@ def route_between(
         if rhs is not None and chip is not None and chip.multiplies_stored_codes:
             most = most_decoded_rows(chip.capability == (9, 0) and library == "torch")
             reason = f"the recipe keeps x in high precision: up to {most} rows of it read the weight's codes as stored"
-            made = route("stored", reason if chip.is_tried and library == "torch" else f"{reason}; {UNTRIED}")
+            made = route("stored", reason if chip.is_tried else f"{reason}; {UNTRIED}")
             return made._replace(kernel=made.kernel.format(most))
         return route("plain", _ONE_WIDE, kernel="plain" if chip else "no chip, plain")
     if accumulate == "exact":

@@ -5,8 +5,7 @@
 * `values`: codes and block scales are decoded to bfloat16, exactly, then one bfloat16 dot; tensor scales follow (any
   GPU).
 * `block_scaled`: codes and scales go into `jax.nn.scaled_matmul` (sm_100 and newer; not yet run on the hardware).
-* `stored`: a few rows in high precision by codes that a kernel decodes in registers (sm_80 and newer; not yet run on
-  the hardware).
+* `stored`: a few rows in high precision by codes that a kernel decodes in registers (sm_80 and newer).
 * everything else, and ``backend="reference"``: the reference GEMM.
 
 Source: docs/numerics.md 8.2, docs/jax.md.
