@@ -77,6 +77,7 @@ def test_a_quick_sweep_writes_its_rows(repository, tmp_path):
     assert "2 cuts ran, 0 did not" in text
 
 
+@pytest.mark.slow("most benchmark commands")
 def test_no_row_begins_when_the_time_is_over(repository, tmp_path):
     document, text = run(repository, tmp_path, "decode", "--cuts", "--only", "d.cuts.nvfp4", "--seconds", "0")
     assert document["rows"] == []

@@ -62,6 +62,7 @@ def test_cited_sections_are_there():
     assert "What casts on a GPU" in found
 
 
+@pytest.mark.slow("draws every picture of the pages")
 def test_every_picture_can_be_drawn_again(tmp_path):
     """Features B7."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
