@@ -546,6 +546,7 @@ def activations(device, activation, dtype):
         "gelu_tanh": lambda t: functional.gelu(t, approximate="tanh"),
         "qgelu": lambda t: (lambda w: (w * torch.sigmoid(1.702 * w)).to(t.dtype))(t.float()),
         "srelu": lambda t: functional.relu(t) ** 2,
+        "sigmoid": lambda t: torch.sigmoid(t.float()).to(t.dtype),  # torch's own gradient reads the rounded value
     }[activation]  # fmt: skip
     generator = torch.Generator().manual_seed(7)
     gate, up, grad = (torch.randn(37, 74, generator=generator).to(dtype).to(device) for _ in range(3))

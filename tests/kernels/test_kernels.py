@@ -120,7 +120,10 @@ CASES = [
     case("programs"),
     case("refusals"),
     # Fused producers.
-    *[case("activations", name, "bfloat16") for name in ("silu", "gelu", "gelu_tanh", "relu", "qgelu", "srelu")],
+    *[
+        case("activations", name, "bfloat16")
+        for name in ("silu", "gelu", "gelu_tanh", "relu", "qgelu", "srelu", "sigmoid")
+    ],
     *[case("rotary", dtype, turned) for dtype, turned in (("bfloat16", False), ("float32", True))],
     case("activations", "silu", "float32"),
     case("traced"),

@@ -39,6 +39,7 @@ WEIGHT, BIAS = 6, 7
 _ACTIVATIONS = {
     "silu": produce.SILU.value, "gelu_tanh": produce.GELU_TANH.value, "gelu": produce.GELU.value,
     "relu": produce.RELU.value, "qgelu": produce.QUICK_GELU.value, "srelu": produce.SQUARED_RELU.value,
+    "sigmoid": produce.SIGMOID.value,
 }  # fmt: skip
 _RMS, _LAYER = produce.RMS_NORM.value, produce.LAYER_NORM.value
 # A program measures so many elements of rows at once; of a row at most so many, and at least those of one warp's words.

@@ -90,7 +90,7 @@ def activation_linear(
     """``y = layer(f(x))``, or with `up` ``layer(f(x) * up)`` (SwiGLU: f = silu), differentiable once.
 
     x and up [..., F] of one shape and dtype; `activation`: silu, gelu, gelu_tanh, relu, qgelu (``x sigmoid(1.702 x)``)
-    or srelu (``relu(x)^2``). Source: docs/numerics.md, section 6.
+    srelu (``relu(x)^2``) or sigmoid (GLU). Source: docs/numerics.md, section 6.
     """
     _check_layer("layer", layer)
     _check_activation(activation)

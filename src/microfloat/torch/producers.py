@@ -46,7 +46,7 @@ __all__ = [
     "activate", "norm_gradients", "produce", "values_of", "waits_for_amax",
 ]  # fmt: skip
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu", "sigmoid")
 Both = tuple[Operand | None, Operand | None]
 CastLike = Cast | ScaledFormat | str
 
@@ -169,6 +169,8 @@ def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
         return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
     if activation == "srelu":
         return F.relu(x).float().square().to(x.dtype)
+    if activation == "sigmoid":
+        return torch.sigmoid(x)
     raise unknown_name("activation", activation, ACTIVATIONS)
 
 
@@ -185,6 +187,9 @@ def _through_activation(grad: torch.Tensor, x: torch.Tensor, activation: str) ->
         return (grad.float() * (s * (1.0 + 1.702 * wide * (1.0 - s)))).to(x.dtype)
     if activation == "srelu":
         return (grad.float() * 2.0 * F.relu(x).float()).to(x.dtype)
+    if activation == "sigmoid":
+        s = torch.sigmoid(x.float())
+        return (grad.float() * (s * (1.0 - s))).to(x.dtype)
     return aten.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

@@ -37,6 +37,7 @@ GELU = tl.constexpr(2)
 RELU = tl.constexpr(3)
 QUICK_GELU = tl.constexpr(4)  # x * sigmoid(1.702 x)
 SQUARED_RELU = tl.constexpr(5)
+SIGMOID = tl.constexpr(6)
 
 
 @triton.jit
@@ -67,6 +68,8 @@ def activate(x, F: tl.constexpr, HW: tl.constexpr):
     elif F == SQUARED_RELU:
         positive = tl.where(x <= 0.0, 0.0, x)
         return positive * positive
+    elif F == SIGMOID:
+        return sigmoid(x, HW)
     else:
         return tl.where(x <= 0.0, 0.0, x)  # NaN stays
 
@@ -87,6 +90,9 @@ def activate_gradient(x, F: tl.constexpr, HW: tl.constexpr):
         return s * (1.0 + 1.702 * x * (1.0 - s))
     elif F == SQUARED_RELU:
         return 2.0 * tl.where(x <= 0.0, 0.0, x)
+    elif F == SIGMOID:
+        s = sigmoid(x, HW)
+        return s * (1.0 - s)
     else:
         return tl.where(x > 0.0, 1.0, 0.0)
 

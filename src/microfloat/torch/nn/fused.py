@@ -37,7 +37,8 @@ ACTIVATIONS = {
     "gelu": _Kind("gelu"), "gelu_tanh": _Kind("gelu_tanh"), "qgelu": _Kind("qgelu"), "relu": _Kind("relu"),
     "srelu": _Kind("srelu"), "silu": _Kind("silu"), "geglu": _Kind("gelu", True),
     "geglu_tanh": _Kind("gelu_tanh", True), "qgeglu": _Kind("qgelu", True), "reglu": _Kind("relu", True),
-    "sreglu": _Kind("srelu", True), "swiglu": _Kind("silu", True), "clamped_swiglu": _Kind("clamped", True),
+    "sreglu": _Kind("srelu", True), "swiglu": _Kind("silu", True), "glu": _Kind("sigmoid", True),
+    "clamped_swiglu": _Kind("clamped", True),
 }  # fmt: skip
 # Of clamped SwiGLU, as OpenAI's gpt-oss has it.
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
@@ -193,9 +194,9 @@ class LayerNormMLP(_Projections):
     """``y = down_proj(f(up_proj(norm(x))))``, or ``down_proj(f(gate_proj(h)) * up_proj(h))`` of h = norm(x).
 
     Children `norm`, `gate_proj` (gated activations), `up_proj`, `down_proj`. `activation`: gelu, gelu_tanh, qgelu,
-    relu, srelu, silu, or gated: geglu, geglu_tanh, qgeglu, reglu, sreglu, swiglu, clamped_swiglu. gelu is the exact
-    one, as in torch; TransformerEngine's is gelu_tanh. `recompute`: keep x only, and run the forward again in backward.
-    `return_norm_output`: returns (y, norm(x)). Source: docs/modules.md.
+    relu, srelu, silu, or gated: geglu, geglu_tanh, qgeglu, reglu, sreglu, swiglu, glu, clamped_swiglu. gelu is the
+    exact one, as in torch; TransformerEngine's is gelu_tanh. `recompute`: keep x only, and run the forward again in
+    backward. `return_norm_output`: returns (y, norm(x)). Source: docs/modules.md.
 
     >>> LayerNormMLP(8, 16, activation="swiglu")(torch.ones(3, 8)).shape
     torch.Size([3, 8])
