@@ -875,6 +875,10 @@ def test_initializers_write_values():
         assert abs(q.dequantize().std().item() - deviation) < 0.1 * deviation + 1e-6
     with pytest.raises(InvalidTypeError, match=r"clamp_.*q\.copy_\(values\)"):
         q.clamp_(0, 1)
+    with pytest.raises(InvalidTypeError, match=r"__lt__.*q\.copy_\(torch\.nn\.init\.trunc_normal_"):
+        nn.init.trunc_normal_(q)
+    q.copy_(nn.init.trunc_normal_(torch.empty_like(q)))
+    assert 0.7 < q.dequantize().std() < 1.1
 
 
 def test_quantized_sources_of_plain_tensors_name_the_wrappers_that_copy_so():

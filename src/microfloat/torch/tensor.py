@@ -39,6 +39,10 @@ _NO_STORAGE = (
     "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model); "
     "microfloat.torch.save_quantized(model, path) writes codes and scales."
 )
+_NO_ORDER = (
+    "Call .dequantize() first; nothing dequantizes in silence. Where torch.nn.init.trunc_normal_ asked, which draws "
+    "again what is out of bounds: q.copy_(torch.nn.init.trunc_normal_(torch.empty_like(q)))."
+)
 _NOTHING = contextlib.nullcontext()
 # What is stored as bytes and has a dtype of its own in torch, by the names of formats.
 _DTYPES_OF_BYTES = {"E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn, "E2M1": torch.float4_e2m1fn_x2}
@@ -109,10 +113,11 @@ class QuantizedTensor(torch.Tensor):
         """Wrap codes and scales that exist already, for instance those of a checkpoint. Nothing is copied.
 
         `codes`, `scale`, `tensor_scale`: as the attributes of that name; `format`: a ScaledFormat or its name. `shape`
-        None is that of the codes (unpacked), which have their contraction axis last. `packed`: the codes are bytes as
-        `packed_codes` gives them; those of FP6 are then unpacked into a copy. Block scales and FP4 codes may also be in
-        torch's dtypes for them (float8_e8m0fnu, float8_e4m3fn, float4_e2m1fn_x2); their bytes are kept. Raises
-        InvalidValueError for shapes that do not fit each other, InvalidTypeError for dtypes.
+        None is that of the codes (unpacked), which have their contraction axis last; a vector has one row of codes,
+        [1, K], and ``shape=(K,)``. `packed`: the codes are bytes as `packed_codes` gives them; those of FP6 are then
+        unpacked into a copy. Block scales and FP4 codes may also be in torch's dtypes for them (float8_e8m0fnu,
+        float8_e4m3fn, float4_e2m1fn_x2); their bytes are kept. Raises InvalidValueError for shapes that do not fit each
+        other, InvalidTypeError for dtypes.
         """
         if not isinstance(format, str | ScaledFormat):
             raise invalid_type("format", type(format), "a ScaledFormat such as formats.MXFP8, or its name")
@@ -490,8 +495,10 @@ def _refuse_methods() -> None:
     for name in ("storage", "_typed_storage", "data_ptr", "const_data_ptr", "__dlpack__", "__dlpack_device__"):
         setattr(QuantizedTensor, name, refusing(name, _NO_STORAGE))
     arithmetic = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
-    for stem in (*arithmetic, *(f"r{stem}" for stem in arithmetic), *["eq", "ne", "lt", "le", "gt", "ge"]):
+    for stem in (*arithmetic, *(f"r{stem}" for stem in arithmetic), "eq", "ne"):
         setattr(QuantizedTensor, f"__{stem}__", refusing(f"__{stem}__"))
+    for stem in ("lt", "le", "gt", "ge"):
+        setattr(QuantizedTensor, f"__{stem}__", refusing(f"__{stem}__", _NO_ORDER))
     QuantizedTensor.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
     QuantizedTensor.__matmul__ = lambda self, other: torch.matmul(self, other)  # type: ignore[method-assign]
     QuantizedTensor.__rmatmul__ = lambda self, other: torch.matmul(other, self)  # type: ignore[method-assign]
