@@ -409,6 +409,25 @@ def test_a_model_without_a_layer_that_matches_is_an_error() -> None:
     assert type(double.q_proj) is nn.Linear
 
 
+def test_codes_that_a_model_has_loaded_stay_as_they_are() -> None:
+    """A state dict that was assigned to a plain model, or the weights of quantized_model_init."""
+    served, loaded = made(WeightOnly("nvfp4")), Block().bfloat16()
+    loaded.load_state_dict(served.state_dict(), assign=True)
+    with pytest.raises(InvalidValueError, match=r"quantized already \(nvfp4\)"):
+        mf.quantize_(loaded, WeightOnly("mxfp8"))
+    with pytest.raises(InvalidValueError, match=r"quantized already \(nvfp4\)"):
+        mf.quantize_(loaded, {"*": None})
+    codes = loaded.q_proj.weight
+    mf.quantize_(loaded, WeightOnly("nvfp4"))
+    assert loaded.q_proj.weight is codes
+    assert torch.equal(loaded(inputs()), served(inputs()))
+    with mf.quantized_model_init(recipe="mxfp8"):
+        trained = mf.Linear(64, 32)
+    mf.quantize_(trained, WeightActivation("mxfp8"))
+    with pytest.raises(InvalidValueError, match="quantized already"):
+        mf.quantize_(trained, WeightActivation("mxfp8"))
+
+
 def test_activations_of_another_dtype() -> None:
     model = made(WeightOnly("nvfp4"))
     assert model.q_proj(inputs().float()).dtype == torch.float32  # the compute dtype is x's

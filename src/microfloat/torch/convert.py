@@ -99,11 +99,11 @@ def report_of(
 def pin_layers(
     model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
     filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
-    refuse: Callable[[nn.Module], str | None] = lambda module: None,
+    refuse: Callable[[nn.Module, Recipe | None], str | None] = lambda module, recipe: None,
 ) -> list[ConversionRow]:  # fmt: skip
     """Turn layers of these kinds into microfloat layers pinned to their recipes, as `convert` does; a row for each.
 
-    `refuse`: why a layer is left as it is, or None.
+    `refuse`: why a layer is left as it is although a recipe is given to it, or None.
     """
     exclude = check_exclude(exclude)
     check_filter(filter)
@@ -122,9 +122,11 @@ def pin_layers(
     rows, wishes = [], []
     for name, module in layers:
         shape = (module.out_features, module.in_features)
-        reason = reserved.get(id(module)) or _refusal(name, module, exclude, filter, gates) or refuse(module)
+        reason = reserved.get(id(module)) or _refusal(name, module, exclude, filter, gates)
         if reason is None and chosen is not None and name not in chosen:
             reason = "no pattern of the placement matches"
+        wanted = None if reason else chosen[name] if chosen is not None else cast(Recipe, recipe)
+        reason = reason or refuse(module, wanted)
         if reason is not None:
             pinned = module.pinned if isinstance(module, RecipeLayer) and id(module) not in reserved else None
             if isinstance(pinned, Recipe):
@@ -132,7 +134,6 @@ def pin_layers(
             else:
                 rows.append(ConversionRow(name, shape, "skipped", None, reason))
             continue
-        wanted = chosen[name] if chosen is not None else cast(Recipe, recipe)
         reason = "the placement says None"
         if wanted is not None and skip_small is not None and getattr(module, "backend", "auto") != "native":
             prediction = predict(wanted, (skip_small, module.in_features, module.out_features))

@@ -55,6 +55,8 @@ def quantize_(
     patterns (default: heads, routers and LoRA adapters). `fuse`: layers whose weights share one tensor scale, because
     serving engines multiply them as one: q, k and v ("qkv"), gate and up ("gate_up"). The experts of a GroupedLinear
     have a scale each. Weights that several layers share stay shared; biases, embeddings and norms stay as they are.
+    Codes of the format in question stay as they are too, in a layer that has no recipe yet: one whose state dict was
+    loaded with ``assign=True``, or that trained under `quantized_model_init`.
 
     A layer keeps its identity and ``isinstance(layer, nn.Linear)``. Its weight requires grad as before, and a backward
     that asks for that gradient raises: freeze the model to train adapters. Raises InvalidTypeError and
@@ -85,11 +87,12 @@ def quantize_(
             groups.setdefault((key, recipe.fprop.rhs, recipe.scale_search), []).append(name)
     for (_, cast, search), members in groups.items():
         weights = [layers[name].weight.detach() for name in members]
+        weights = [weight for weight in weights if not isinstance(weight, QuantizedTensor)]
         amaxes.update(dict.fromkeys(members, _shared_amax(weights, cast, search)))
     stored: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the Parameter that was, which stays alive meanwhile
     for name, recipe in configs.items():
         layer, weight = layers[name], layers[name].weight
-        if id(weight) not in stored:
+        if not isinstance(weight, QuantizedTensor) and id(weight) not in stored:
             try:
                 amax, cast = amaxes.get(name), recipe.fprop.rhs
                 search = None if amax is not None and cast.format.is_per_tensor else recipe.scale_search
@@ -97,7 +100,8 @@ def quantize_(
             except MicrofloatError as error:
                 raise with_path(error, name) from None
             stored[id(weight)] = weight, nn.Parameter(q, requires_grad=weight.requires_grad)
-        layer.weight = stored[id(weight)][1]
+        if id(weight) in stored:
+            layer.weight = stored[id(weight)][1]
         if recipe.is_static:
             layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
     made = [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
@@ -119,10 +123,14 @@ def named_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
 
 
-def _why_not_stored(layer: nn.Module) -> str | None:
-    """Reason why the weight of a layer cannot be replaced by codes, or None."""
+def _why_not_stored(layer: nn.Module, config: Recipe | None) -> str | None:
+    """Reason why the weight of a layer cannot become codes of `config`, or None."""
     weight = layer._parameters.get("weight")
     if isinstance(weight, QuantizedTensor):
+        is_free = not isinstance(getattr(layer, "pinned", None), Recipe)
+        wanted = None if config is None or config.fprop.rhs is None else config.fprop.rhs.format
+        if is_free and (weight.format, weight.hadamard, weight.axis) == (wanted, None, weight.dim() - 1):
+            return None
         return f"its weight is quantized already ({weight.format})"
     if type(weight) is not nn.Parameter:
         return "its weight is no plain Parameter (a parametrization, or a distributed tensor)"
