@@ -327,6 +327,25 @@ def test_types_of_results():
     assert acc.dtype == jnp.bfloat16
 
 
+def test_arguments_without_an_effect_warn_as_in_flax():
+    x, w = jax.ShapeDtypeStruct((4, 8), F32), jax.ShapeDtypeStruct((8, 2), F32)
+    states = dict.fromkeys(("lhs_amax_history", "rhs_amax_history", "grad_amax_history"), HISTORY)
+    states |= dict.fromkeys(("lhs_scale", "rhs_scale", "grad_scale"), ONE)
+
+    def programs(ops, precision, dtype):
+        yield lambda x, w: ops.fp8_scaled_dot_general(x, w, PLAIN, precision, **states)
+        yield lambda x, w: ops.dot_general_with_precision(x, w, PLAIN, precision)
+        yield lambda x, w: ops.Fp8Einsum().init(jax.random.key(0), "mk,kn->mn", x, w, precision)
+        yield lambda x, w: ops.dot_general_with_precision(x, w, PLAIN, None, dtype)
+
+    for ops in (flax_ops, fp8_ops):
+        for silent in programs(ops, None, None):
+            jax.eval_shape(silent, x, w)
+        for warns in programs(ops, lax.Precision.HIGHEST, jnp.bfloat16):
+            with pytest.warns(UserWarning, match="precision|preferred_element_type"):
+                jax.eval_shape(warns, x, w)
+
+
 def test_transposed_dots():
     """The public gradient dots, with batch axes and crossed contraction."""
     rng = np.random.default_rng(13)

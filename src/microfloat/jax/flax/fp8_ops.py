@@ -10,6 +10,7 @@ several times in one step leaves the maximum of the amaxes, and each honours `e4
 `preferred_element_type`.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -434,6 +435,14 @@ def _scaled_dot(
     return y, (tuple(lhs_state), tuple(rhs_state), tuple(grad_state))  # type: ignore[return-value]
 
 
+def _warn_of_no_effect(**arguments: object) -> None:
+    """A UserWarning, as Flax has it, for arguments other than None."""
+    for name, got in arguments.items():
+        if got is not None:
+            text = f"{name}: got {got!r}, which has no effect: the op sets it for its products itself. Leave it None."
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+
 def fp8_scaled_dot_general(
     lhs: ArrayLike, rhs: ArrayLike, dimension_numbers: DimensionNumbers, precision: object = None,
     preferred_element_type: DTypeLike | None = None, *, lhs_scale: Array | None = None, rhs_scale: Array | None = None,
@@ -442,10 +451,10 @@ def fp8_scaled_dot_general(
 ) -> Array:  # fmt: skip
     """lax.dot_general of both operands in FP8 (e4m3 forward, e5m2 output gradient) under delayed scaling.
 
-    `preferred_element_type` None is `quantize_compute_type`. `precision` is ignored. Gradients of scales and
-    histories are their new values.
+    `preferred_element_type` None is `quantize_compute_type`. `precision` has no effect, and a UserWarning says so.
+    Gradients of scales and histories are their new values.
     """
-    del precision
+    _warn_of_no_effect(precision=precision)
     lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
     canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
     out = as_float_dtype(
@@ -464,8 +473,11 @@ def dot_general_with_precision(
     lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: object = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Array:  # fmt: skip
-    """lax.dot_general with default precision forward and highest precision in its tangents; both arguments ignored."""
-    del precision, preferred_element_type
+    """lax.dot_general with default precision forward and highest precision in its tangents.
+
+    `precision` and `preferred_element_type` have no effect, and a UserWarning says so.
+    """
+    _warn_of_no_effect(precision=precision, preferred_element_type=preferred_element_type)
     return lax.dot_general(lhs, rhs, dimension_numbers, precision=lax.Precision.DEFAULT)
 
 
@@ -567,8 +579,11 @@ class Fp8Einsum(Fp8DotGeneralBase):
         self, eqn: str, lhs: ArrayLike, rhs: Array, precision: object = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Array:  # fmt: skip
-        """Computes in rhs's dtype. Raises InvalidValueError for another number of operands or a repeated label."""
-        del precision
+        """Computes in rhs's dtype. Raises InvalidValueError for another number of operands or a repeated label.
+
+        `precision` has no effect, and a UserWarning says so.
+        """
+        _warn_of_no_effect(precision=precision)
         lhs, rhs = _operands(lhs, rhs)
         dot = partial(self.direct_dot, preferred_element_type=preferred_element_type)
         return einsum_by(dot, eqn, lhs, rhs)
