@@ -215,6 +215,20 @@ def test_rows_taken_by_index(fmt, how):
     assert torch.equal(q.dequantize(), values)
 
 
+@one_row_formats
+def test_rows_without_elements(fmt):
+    """A contraction axis of length 0: rows are taken, replaced and counted as ever."""
+    q, index = mf.quantize(torch.empty(4, 3, 0), fmt), torch.tensor([1, 0])
+    assert q[index].shape == (2, 3, 0)
+    assert q[torch.ones(4, dtype=torch.bool)].shape == (4, 3, 0)
+    q[index] = torch.empty(3, 0)
+    q[index] = q[index]
+    assert q.flatten(0, 1).dequantize().shape == (12, 0)
+    columns = mf.quantize(torch.empty(0, 32), fmt, axis=-2).expand(2, 0, 32)
+    with pytest.raises(InvalidValueError, match="contraction axis"):
+        columns.flatten(0, 1)
+
+
 def test_rows_that_cannot_be_taken():
     q, tiled, row = mf.quantize(randn(8, 64), "mxfp8"), mf.quantize(randn(32, 64), "nvfp4_2d"), torch.tensor([1])
     for refused in (

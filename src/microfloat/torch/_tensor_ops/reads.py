@@ -1,5 +1,6 @@
 """Operators that read a QuantizedTensor: copies, rows by index, tensors like it, comparison, products."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -83,7 +84,7 @@ def _index(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     rows = check_rows(q, indices)
 
     def chosen(part: torch.Tensor) -> torch.Tensor:
-        return raw(part).reshape(-1, part.shape[-1])[rows].view(part.dtype)
+        return raw(part).reshape(math.prod(part.shape[:-1]), part.shape[-1])[rows].view(part.dtype)
 
     scale = q.scale.clone() if q.format.is_per_tensor else chosen(q.scale)
     tensor_scale = q.tensor_scale

@@ -63,7 +63,9 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     if q.axis < q.dim() - 1:  # where it stands among others: behind as many entries as before
         fits = [number for number in range(len(shape)) if math.prod(shape[number + 1 :]) == behind]
         axis = next((number for number in fits if shape[number] == length), axis)
-    if (shape[axis] if shape else 1) != length or math.prod(shape[axis + 1 :]) != behind:
+    leading = leading_axes(shape, axis)
+    is_kept = (shape[axis] if shape else 1) == length and math.prod(shape[axis + 1 :]) == behind
+    if not is_kept or math.prod(leading) != math.prod(q.codes.shape[:-1]):  # rows of no element may have scales
         raise invalid_value(
             "shape",
             f"{shape} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}",
@@ -76,7 +78,7 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     scale = q.scale
     if not (q.format.is_per_tensor or q.format.is_tile):
         scale = scale.view(scale_shape(q.format, shape, axis, (0, scale.shape[-1])))
-    codes = q.codes.view(*leading_axes(shape, axis), q.codes.shape[-1])
+    codes = q.codes.view(*leading, q.codes.shape[-1])
     return view_of(q, codes, scale, q.tensor_scale, shape=shape, axis=axis)
 
 

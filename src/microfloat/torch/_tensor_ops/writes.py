@@ -227,12 +227,12 @@ def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTen
         replaced = raw(q.codes)[torch.unravel_index(rows.unique(), leading)]
         amax, kept = _shared_amax(q if q.root is None else q.root, replaced, values), upper_name(q)
     if not isinstance(values, QuantizedTensor):
-        values = _quantized_like(q, values.reshape(-1, q.shape[-1]), amax)
+        values = _quantized_like(q, values.reshape(rows.numel(), q.shape[-1]), amax)
     for name, part in q.parts().items():
         if name != kept:
             fresh = raw(values.parts()[name])
             at = (rows.reshape(-1),) if name == "tensor_scale" else places
-            raw(part)[at] = fresh.reshape(-1, fresh.shape[-1])
+            raw(part)[at] = fresh.reshape(rows.numel(), fresh.shape[-1])
     return q
 
 
