@@ -26,7 +26,7 @@ from tests.examples.small_run import arguments, losses, results, train  # noqa: 
 from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-WHY_SLOW = "examples: training over processes that torchrun starts"
+WHY_SLOW = "examples: training over several processes"
 
 
 def command(out: Path, more: str, ranks: int) -> list[str]:
@@ -141,6 +141,7 @@ def clipped(rank: int) -> list[float]:
     return [float(grad.to_local()[0]) / 2 for grad in grads]
 
 
+@pytest.mark.slow(WHY_SLOW)
 def test_gradients_are_clipped_by_the_norm_of_all(tmp_path):
     """8 values of the cut one, 4 of each other one."""
     for factors in of(run_ranks((clipped,), str(tmp_path / "store")), clipped):

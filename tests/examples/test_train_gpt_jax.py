@@ -51,6 +51,8 @@ def interrupt(monkeypatch):
     return arrange
 
 
+@pytest.mark.slow("a further run of the JAX example")  # the first step is that of test_twins.py
+@pytest.mark.usefixtures("curves")
 def test_it_trains_and_reports(tmp_path):
     assert train(tmp_path, "--recipe mxfp4 --steps 6 --lr 0.02") == 0
     written = results(tmp_path)

@@ -59,6 +59,7 @@ def test_integers_into_a_flax_op_have_no_gradient(transform):
     assert float(state[fp8_ops.OVERWRITE_WITH_GRADIENT]["input_amax_history"][0]) == 6
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_seed_as_int_and_as_words():
     """An int is static, the two words may be traced; gradients carry the same noise."""
     seed = 0x89ABCDEF01234567
@@ -70,6 +71,7 @@ def test_seed_as_int_and_as_words():
     equal(*dx)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("float32", "float16"))
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_subnormal_operands(dtype):
     """Kept in every dtype, by quantize and by the op: y is that of the oracle, not zero."""
@@ -113,7 +115,8 @@ def saved_residuals(function, *arguments, capsys):
     return [line for line in capsys.readouterr().out.splitlines() if "argument" not in line]
 
 
-@pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), Float8CurrentScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("CustomRecipe", "Float8CurrentScaling"))
+@pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), NOISY, Float8CurrentScaling()], ids=lambda r: type(r).__name__)
 def test_what_save_codes_keeps(recipe, capsys):
     """Codes in their bytes, scales, the seed; nothing wide of the size of an operand or a result."""
     op = mj.dot_general(recipe)
@@ -143,6 +146,7 @@ def _amaxes(jaxpr, sizes, inside=False):
     return found
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8",))
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8"])
 def test_saved_codes_are_not_cast_again(name):
     """Features J17: a region that recomputes a product does so from the codes that it saved."""

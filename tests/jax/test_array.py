@@ -21,6 +21,7 @@ def fields(q):
     return (q.format, q.axis, q.axis_size, q.hadamard, q.dtype, q.added_axes, q.shape)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4", "0d", "3d"))
 @pytest.mark.parametrize(
     ("x", "cast", "axis"),
     [
@@ -62,6 +63,7 @@ def test_nbytes_and_repr():
     assert "QuantizedArray" in repr(jax.tree.map(lambda leaf: None, q))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4_row",))
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_128x128", "mxfp4", "nvfp4_row"])
 def test_scaled_matmul(name):
     """A sample of what tests/contract has; here also the exact sum, bit for bit."""
@@ -104,6 +106,7 @@ def as_bytes(leaf):
     return leaf.view(np.uint8) if "float8" in str(leaf.dtype) else leaf
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4--1", "fp8_128x128--2"))
 @pytest.mark.parametrize(("name", "axis"), [("nvfp4", -1), ("fp8_128x128", -2), ("mxfp6_e3m2", -1), ("nvfp4_row", -1)])
 def test_files(name, axis, tmp_path):
     """The leaves in a safetensors file, and the array back from them."""
@@ -122,6 +125,7 @@ def test_files(name, axis, tmp_path):
         np.testing.assert_array_equal(as_bytes(one), as_bytes(other))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("()", "(2, 12, 70)"))
 @pytest.mark.parametrize("shape", [(), (70,), (2, 12, 70)], ids=str)
 def test_parts_of_every_rank(shape):
     x = A_MK.reshape(2, 12, 70)[(0,) * (3 - len(shape))] if shape else A_MK[0, 0]

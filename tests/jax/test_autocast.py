@@ -45,20 +45,22 @@ def test_a_cached_function_runs_the_recipe_of_its_caller():
     assert len(traces) == 3
 
 
-def test_nested_functions_gradients_and_transformations():
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8",))
+@pytest.mark.parametrize("recipe", [FP8, MXFP4], ids=["fp8", "mxfp4"])
+def test_nested_functions_gradients_and_transformations(recipe):
     """An inner jit, scan and grad of a cached function see the recipe; a backward runs the one of its forward."""
     inner = jax.jit(lambda x, w: jnp.sum(dot(x, w, PLAIN) ** 2))
     gradient = jax.jit(jax.grad(lambda w: lax.scan(lambda c, x: (c + inner(x, w), None), 0.0, X[None])[0]))
-    expected = {}
-    for recipe in (MXFP4, FP8):
-        with mj.autocast(recipe):
-            expected[recipe] = gradient(W)
-            y, back = jax.vjp(lambda w: dot(X, w, PLAIN), W)
-        alone = jax.grad(lambda w, recipe=recipe: jnp.sum(mj.dot_general(recipe)(X, w, PLAIN) ** 2))(W)
-        np.testing.assert_allclose(expected[recipe], alone, rtol=1e-5, atol=1e-5)
-        with mj.autocast(enabled=False):
-            np.testing.assert_allclose(back(2 * y)[0], alone, rtol=1e-5, atol=1e-5)
-    assert not np.array_equal(expected[MXFP4], expected[FP8])
+    plain = gradient(W)
+    with mj.autocast(recipe):
+        found = gradient(W)
+        y, back = jax.vjp(jax.jit(lambda w: dot(X, w, PLAIN)), W)
+    alone = jax.jit(jax.grad(lambda w: jnp.sum(mj.dot_general(recipe)(X, w, PLAIN) ** 2)))(W)
+    np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-5)
+    with mj.autocast(enabled=False):
+        np.testing.assert_allclose(back(2 * y)[0], alone, rtol=1e-5, atol=1e-5)
+    assert not np.array_equal(found, plain)
+    np.testing.assert_array_equal(gradient(W), plain)
 
 
 def test_nesting_precedence_and_restoration():
@@ -103,11 +105,11 @@ def test_every_op_joins():
         np.testing.assert_allclose(grouped, pinned(MXFP4), rtol=1e-5, atol=1e-5)
     delayed = mj.dot_general(DelayedScaling(amax_history_len=2))
     with mj.autocast(enabled=False):
-        gradient = jax.grad(lambda state: jnp.sum(delayed(X, W, PLAIN, state=state)))(state)
+        gradient = jax.jit(jax.grad(lambda state: jnp.sum(delayed(X, W, PLAIN, state=state))))(state)
     kept = mj.scaling.apply(state, gradient)
     jax.tree.map(np.testing.assert_array_equal, kept, state)
     with mj.autocast(DelayedScaling(amax_history_len=2)):
-        gradient = jax.grad(lambda state: jnp.sum(dot(X, W, PLAIN, state=state)))(state)
+        gradient = jax.jit(jax.grad(lambda state: jnp.sum(dot(X, W, PLAIN, state=state))))(state)
     assert mj.scaling.apply(state, gradient).x.amax_history[0] == np.abs(X).max()
 
 

@@ -147,6 +147,7 @@ def test_a_constant_factor_is_not_merged_into_its_operand():
     np.testing.assert_array_equal(np.asarray(product), x * np.float32(1.1) * np.float32(3.7))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("55272",))
 @pytest.mark.parametrize("sign_mask", [0xD7E8, 0])
 def test_hadamard_equals_the_oracle(sign_mask):
     """Forward and back, with groups of subnormal numbers, of wide spread, and with sums that leave float32."""

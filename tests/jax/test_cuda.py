@@ -102,6 +102,7 @@ def test_scales_stay_in_the_epilogue(hopper):
     assert all(out.endswith("xf32>") for _, out in dots)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("recipe0",))
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()])
 def test_other_platforms_see_nothing_of_it(hopper, recipe):
     hopper.setattr(cuda, "folds_scales", lambda *_: True)

@@ -94,18 +94,27 @@ def assert_bytes(matrix, expected, context):
             assert not differing, f"{context} {field}: {differing} of {wanted.nbytes} bytes differ"
 
 
-@functools.cache
-def program(repository, what, **variables):
+EVERY_RUN = ("mxfp8", "stored nvfp4")  # one process starts once for both, which tests of one group ask for
+one_process = pytest.mark.xdist_group("lowering")
+
+
+def program(repository, what):
     """Output of tests/jax/lowering.py, from a process in which Triton compiles (other tests need its interpreter)."""
+    return _programs(repository, *(EVERY_RUN if what in EVERY_RUN else (what,)))[what]
+
+
+@functools.cache
+def _programs(repository, *names):
     pytest.importorskip("triton", reason="triton is not installed")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(repository / "src"), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(repository / "tests/jax/lowering.py"), what]
+    command = [sys.executable, str(repository / "tests/jax/lowering.py"), *names]
     done = processes.run(command, env=environment)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
+@one_process
 def test_one_kernel_for_each_tensor(repository):
     """MXFP8 on Hopper: what a GEMM reads now is decoded, in the order of the matrix; what waits is kept as codes."""
     found = program(repository, "mxfp8")

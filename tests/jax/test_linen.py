@@ -62,9 +62,7 @@ def gpu_slack(op, x, w, g, leaves):
     return forward * (x @ w), 2.0**-12 * (g @ w.T), 2.0**-12 * (x.T @ g)
 
 
-@pytest.mark.slow_cases(
-    "further JAX programs of a checked kind", all_but=("qdq_op-float32", "direct_op-bfloat16", "nanoo_op-float32")
-)
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("direct_op-bfloat16", "nanoo_op-float32"))
 @pytest.mark.as_users_compile
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("op", ["qdq_op", "direct_op", "nanoo_op"])
@@ -225,6 +223,7 @@ def test_consumer_rule():
                      fp8_ops.next_state(old, gradient), old)  # fmt: skip
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_an_untaken_branch_keeps_the_state():
     model = one_layer(OPS["qdq"])
     variables = model.init(jax.random.key(0), X)
@@ -324,7 +323,7 @@ def test_optax_transformation():
         tx.update(variables, opt_state)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8", "delayed"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_by_injection(name):
     """Dense with the recipe's op: parameters unchanged, results those of the oracle."""

@@ -90,7 +90,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("outside-recipe", "own*"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("outside-recipe",))
 @pytest.mark.parametrize(("order", "kind"), [*((order, "recipe") for order in ORDERS), ("outside", "flax op")])
 def test_a_step_of_three_microbatches(order, kind):
     model = MODELS[kind]

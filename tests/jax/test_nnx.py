@@ -329,7 +329,7 @@ def test_convert_layers_that_are_stacked(recipe):
     mnnx.convert(model, recipe, rngs=nnx.Rngs(sr_rng=0))
     assert 0 < relative_error(model(X), plain) < 0.4
     optimizer = mnnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
-    optimizer.update(model, mnnx.grad(mean_square)(model, X))
+    optimizer.update(model, nnx.jit(mnnx.grad(mean_square))(model, X))
     if recipe.is_delayed:
         newest = model.layers.dot_general.input_amax_history[:, 0]
         assert newest[0] == np.abs(X).max()
@@ -341,7 +341,9 @@ def test_rngs_of_another_kind():
         mnnx.convert(Model(nnx.Rngs(0)), NVFP4BlockScaling(), rngs=3)
 
 
-def test_experts():
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
+@pytest.mark.parametrize("recipe", [DELAYED, NOISY], ids=["delayed", "noisy"])
+def test_experts(recipe):
     """Features J13: RaggedDot holds a state per expert, which the optimizer advances with the rest."""
 
     class Experts(nnx.Module):
@@ -357,21 +359,20 @@ def test_experts():
     def loss(model):
         return jnp.sum(model(x, sizes) ** 2)
 
-    for recipe in (DELAYED, NOISY):
-        model = Experts(recipe, nnx.Rngs(0, sr_rng=1))
-        optimizer = mnnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
-        kernel = np.asarray(model.kernel[...])
+    model = Experts(recipe, nnx.Rngs(0, sr_rng=1))
+    optimizer = mnnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
+    kernel = np.asarray(model.kernel[...])
 
-        @nnx.jit
-        def step(model, optimizer):
-            optimizer.update(model, mnnx.grad(loss)(model))
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, mnnx.grad(loss)(model))
 
-        step(model, optimizer)
-        changed = (np.asarray(model.kernel[...]) != kernel).any((1, 2))
-        np.testing.assert_array_equal(changed, [True, False, True])
-        if recipe is DELAYED:
-            history = model.dot.input_amax_history[...]
-            np.testing.assert_array_equal(history[:, 0], [jnp.abs(x[:4]).max(), 0, jnp.abs(x[4:]).max()])
+    step(model, optimizer)
+    changed = (np.asarray(model.kernel[...]) != kernel).any((1, 2))
+    np.testing.assert_array_equal(changed, [True, False, True])
+    if recipe is DELAYED:
+        history = model.dot.input_amax_history[...]
+        np.testing.assert_array_equal(history[:, 0], [jnp.abs(x[:4]).max(), 0, jnp.abs(x[4:]).max()])
     with pytest.raises(InvalidValueError, match="num_groups: got 0"):
         mnnx.RaggedDot(DELAYED, num_groups=0)
 

@@ -16,6 +16,7 @@ E3M4_IEEE = ElementFormat("E3M4_IEEE", 3, 4, bias=3, max=15.5, has_inf=True, has
 E2M1_NAN = ElementFormat("E2M1_NAN", 2, 1, bias=1, max=4.0, has_inf=False, has_nan=True)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("E3M4", "E3M4_IEEE"))
 @pytest.mark.parametrize("element", [E3M4, E3M4_IEEE, E2M1_NAN], ids=str)
 def test_bytes_and_values_are_the_oracles(element):
     x = wild_matrix()

@@ -15,7 +15,7 @@ PACKING = [(mj.pack_fp4, mj.unpack_fp4, 4), (mj.pack_fp6, mj.unpack_fp6, 6)]
 
 
 @pytest.mark.slow_cases(
-    "further JAX programs of a checked kind", all_but=("(2, 3, 33)-*", "(0, 4)-pack_fp4-*", "(3, 0)-pack_fp6-*")
+    "further JAX programs of a checked kind", all_but=("(2, 3, 33)-pack_fp6-*", "(0, 4)-pack_fp4-*")
 )
 @pytest.mark.parametrize(("pack", "unpack", "bits"), PACKING)
 @pytest.mark.parametrize("shape", [(7,), (5, 32), (2, 3, 33), (0, 4), (3, 0)], ids=str)
@@ -39,7 +39,7 @@ def test_what_cannot_be_packed(pack, unpack, bits):
         unpack(np.zeros((2, 3), np.uint8), 99)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("None-0", "*3, 2, 6*-1", "*130*"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*3, 2, 6*-1", "*130*"))
 @pytest.mark.parametrize(("sizes", "dim"), [(None, 0), ([130, 0, 70], 0), ([200], 0), ([3, 2, 6], 1), ([], 0)], ids=str)
 def test_tiles_are_the_oracles(sizes, dim):
     scale = RANDOM.integers(0, 256, (0 if sizes == [] else 200, 11), np.uint8)
@@ -66,7 +66,7 @@ def test_what_has_no_tiles():
 
 @pytest.mark.slow_cases(
     "further JAX programs of a checked kind",
-    all_but=("(5, 70)--1-Cast*", "(70, 5)--2-mxfp6_e2m3", "(2, 3, 32)--1-mxfp6_e3m2"),
+    all_but=("(5, 70)--1-Cast*", "(70, 5)--2-mxfp6_e3m2"),
 )
 @pytest.mark.parametrize("cast", ["mxfp6_e2m3", "mxfp6_e3m2", Cast("mxfp6_e2m3", hadamard=Hadamard())], ids=str)
 @pytest.mark.parametrize(("shape", "axis"), [((5, 70), -1), ((70, 5), -2), ((2, 3, 32), -1)], ids=str)

@@ -109,7 +109,7 @@ CASES += [
 
 @pytest.mark.slow_cases(
     "further JAX programs of a checked kind",
-    all_but=("delayed-*-tensor K-True", "mxfp8-*-data x tensor-False"),
+    all_but=("delayed-*-tensor K-True",),
 )
 @pytest.mark.parametrize(("name", "devices", "layout", "check_vma"), CASES)
 def test_parallelism(name, devices, layout, check_vma):
@@ -184,6 +184,7 @@ def test_gathered_operands():
         gathering("varying")(x, w, DY[:, :64])
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_tensor", "mxfp8"))
 @pytest.mark.parametrize("name", ["fp8_tensor", "nvfp4_2d", "mxfp8"])
 def test_quantize_of_shards(name):
     """`quantize` measures what it is given; with the reduced amax the shards are those of the whole tensor's codes."""

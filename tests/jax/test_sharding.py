@@ -88,7 +88,7 @@ def test_jit_with_sharded_operands(name):
             assert relative_error(actual, wanted) < 1e-6, (layout, name)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", cases=("data",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("tensor_K",))
 @pytest.mark.parametrize("layout", ["data", "tensor_K", "tensor_N_data"])
 def test_explicit_meshes(layout):
     mesh = mesh_of(AxisType.Explicit)
@@ -101,6 +101,7 @@ def test_explicit_meshes(layout):
         assert relative_error(actual, wanted) < 1e-6
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("auto",))
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_quantize_sharded(kind):
     mesh = mesh_of(kind)

@@ -45,11 +45,11 @@ LAYOUTS = {
     "fully sharded": (P(("data", "model"), None), P(("data", "model"), None), P(("data", "model"), None)),
 }
 ARRAYS = dict(zip(TENSORS, (X, W, DY), strict=True))
-# Every tensor in every way in which a layout cuts it.
-PLACED = list(dict.fromkeys(
-    (tensor, P(*(*spec, None, None)[:2]))
-    for layout in LAYOUTS.values() for tensor, spec in zip(TENSORS, layout, strict=True)
-))  # fmt: skip
+
+
+def placed_by(layout):
+    """The tensors, and how the layout cuts them."""
+    return [(tensor, P(*(*spec, None, None)[:2])) for tensor, spec in zip(TENSORS, LAYOUTS[layout], strict=True)]
 
 
 @pytest.fixture
@@ -95,35 +95,37 @@ def assert_bytes_of_one_device(made, array, pair):
             assert np.asarray(operand.tensor_scale).tobytes() == expected.tensor_scale.tobytes()
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_current",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("data x tensor-fp8_current",))
 @pytest.mark.parametrize("name", RECIPES)
-def test_jit_casts_shards_where_they_lie(kernel_calls, name):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_jit_casts_shards_where_they_lie(kernel_calls, name, layout):
     """All operands in every layout: bytes of one device, nothing gathered, codes and scales cut as the matrix is."""
-    recipe, mesh = RECIPES[name], mesh_of()
+    recipe, mesh, tensors = RECIPES[name], mesh_of(), placed_by(layout)
 
     def cast_all(placed):
         found = []
-        for (tensor, _), array in zip(PLACED, placed, strict=True):
+        for (tensor, _), array in zip(tensors, placed, strict=True):
             row, column = casts_of(recipe, tensor)
             found.append((mj.quantize(array, row), mj.quantize(array, column, axis=-2)))
         return found
 
-    placed = [jax.device_put(ARRAYS[tensor], NamedSharding(mesh, spec)) for tensor, spec in PLACED]
+    placed = [jax.device_put(ARRAYS[tensor], NamedSharding(mesh, spec)) for tensor, spec in tensors]
     compiled = jax.jit(cast_all).lower(placed).compile()
     assert kernel_calls
     assert "all-gather" not in compiled.as_text()
-    for (tensor, spec), made in zip(PLACED, compiled(placed), strict=True):
+    for (tensor, spec), made in zip(tensors, compiled(placed), strict=True):
         assert_bytes_of_one_device(made, ARRAYS[tensor], casts_of(recipe, tensor))
         for operand, cut in zip(made, (spec, P(spec[1], spec[0])), strict=True):
             assert operand.codes.sharding.is_equivalent_to(NamedSharding(mesh, cut), 2)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_current-True",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("tensor K-fp8_current-True",))
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", RECIPES)
-def test_shard_map_casts_shards(kernel_calls, name, check_vma):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shard_map_casts_shards(kernel_calls, name, check_vma, layout):
     recipe, mesh = RECIPES[name], mesh_of()
-    tensors, specs = zip(*PLACED, strict=True)
+    tensors, specs = zip(*placed_by(layout), strict=True)
     arrays = [ARRAYS[tensor] for tensor in tensors]
 
     def local(*shards):

@@ -11,11 +11,12 @@ import microfloat.jax as mj  # noqa: E402
 from microfloat.errors import InvalidValueError  # noqa: E402
 from microfloat.passes import products  # noqa: E402
 from microfloat.recipes import WeightActivation, WeightOnly, as_cast  # noqa: E402
-from tests.jax.test_kernel_casts import program  # noqa: E402
+from tests.jax.test_kernel_casts import one_process, program  # noqa: E402
 
 LAST = (((2,), (1,)), ((), ()))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4",))
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
 def test_a_stored_weight_is_multiplied(fmt) -> None:
     x = jax.random.normal(jax.random.key(0), (2, 3, 64), jnp.bfloat16)
@@ -50,6 +51,7 @@ FORMATS = ["nvfp4"] + [
 ]
 
 
+@one_process
 @pytest.mark.parametrize("name", FORMATS)
 def test_few_rows_read_the_stored_codes(repository, name) -> None:  # features I2
     """Lowered for an H200, the kernels compiled to machine code: those of torch, told the same of the same weight."""

@@ -74,8 +74,10 @@ def in_remat(state):
     return sum(jax.checkpoint(call)(x, state) for x in STACKED)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*scan*", "*vmap*-jit", "*cond*"))
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*-jit", "in_scan-eager"))
+@pytest.mark.slow_cases(
+    "further JAX programs of a checked kind",
+    all_but=("in_scan-jit", "in_vmap-jit", "in_remat-jit", "in_cond-jit", "in_batch_dimensions-jit"),
+)
 @eager_and_jit
 @pytest.mark.parametrize(
     "loss",
@@ -89,6 +91,7 @@ def test_state_is_the_maximum(loss, transform):
     assert_state(state_gradient(loss, transform), np.abs(5 * X).max())
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
 @eager_and_jit
 def test_stacked_state_in_scan(transform):
     """One state per layer, scanned over: every layer keeps its own."""
@@ -102,6 +105,7 @@ def test_stacked_state_in_scan(transform):
     np.testing.assert_array_equal(np.asarray(gradient.x.scale_enc), 1)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
 @eager_and_jit
 def test_vmap_without_the_accumulating_dtype(transform):
     state = transform(jax.grad(in_vmap))(scaling.init(DELAYED))
