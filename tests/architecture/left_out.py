@@ -5,11 +5,8 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-# The contract of the oracle and torch, and JAX's pinned digests: `make test` runs every case of it.
-CONTRACT = (
-    "tests/contract/",
-    "tests/jax/test_every_cast.py::test_pinned_digests",
-)
+# The contract of the oracle, torch and JAX: `make test` runs every case of it.
+CONTRACT = ("tests/contract/",)
 
 # Tests of packages that `make test` does not install: whole files of them may be slow.
 INTEGRATIONS = "tests/integrations/"

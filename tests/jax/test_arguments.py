@@ -183,7 +183,7 @@ def test_saved_gemm_outputs(capsys):
     assert len(lines) == 2, lines
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @eager_and_jit
 def test_quantized_arrays_as_arguments(transform):
     """In and out of a function, through vmap over equal leading axes, as a scan's carry, donated."""

@@ -1,5 +1,8 @@
 """Integer encoders, decoders and the arithmetic that XLA must not change."""
 
+import functools
+import os
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -17,8 +20,10 @@ from microfloat.reference import _operand as oracle
 pytestmark = pytest.mark.as_users_compile
 
 ELEMENTS = list(formats.ELEMENTS.values())
+SAMPLE = 1_000_000 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 200_000
 
 
+@functools.cache
 def hard_values():
     """Every bfloat16 and every float16 value, half-way points of all elements +- 1 ulp, random bits, extremes."""
     bf16 = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
@@ -29,7 +34,7 @@ def hard_values():
         values = values[np.isfinite(values)]
         middle = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
         middles += [middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf)), values]
-    random = np.random.default_rng(1).integers(0, 2**32, 1_000_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    random = np.random.default_rng(1).integers(0, 2**32, SAMPLE, dtype=np.uint64).astype(np.uint32).view(np.float32)
     extremes = np.array([0, 0x80000000, 1, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001], np.uint32)
     return np.concatenate([bf16, f16, *middles, random, extremes.view(np.float32)])
 
@@ -91,10 +96,10 @@ def test_division_by_integers():
     rng = np.random.default_rng(5)
     extremes = np.array([0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000], np.uint32)
     extremes = np.concatenate([extremes, extremes | np.uint32(1 << 31)])
-    tops = [rng.integers(0, 1 << 32, 1_000_000), rng.integers(0, 1 << 24, 300_000), np.repeat(extremes, 16)]
+    tops = [rng.integers(0, 1 << 32, SAMPLE), rng.integers(0, 1 << 24, SAMPLE), np.repeat(extremes, 16)]
     bottoms = [
-        rng.integers(0, 1 << 32, 1_000_000),
-        rng.integers(0x3F000000, 0x41000000, 300_000),
+        rng.integers(0, 1 << 32, SAMPLE),
+        rng.integers(0x3F000000, 0x41000000, SAMPLE),
         np.tile(extremes, 16),
     ]
     x, divisor = (np.concatenate(parts).astype(np.uint32).view(np.float32) for parts in (tops, bottoms))

@@ -34,7 +34,7 @@ def lowered(recipe, sizes, backend="native", **given):
     return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8", "nvfp4"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8",))
 @pytest.mark.usefixtures("blackwell")
 @pytest.mark.parametrize(
     ("recipe", "element", "scale", "given"),

@@ -1,5 +1,6 @@
 """Lowering for CUDA: conversions, layouts, the FP8 GEMM with its scales; other platforms see none of them."""
 
+import functools
 import logging
 import re
 
@@ -66,9 +67,14 @@ def conversions(text):
     return re.findall(r"stablehlo.convert .*xf32>\) -> tensor<[0-9x]*x(f8\w+)>", text)
 
 
+@functools.cache
+def with_folded_scales():
+    return lowered(Float8CurrentScaling(), (80, 144, 112), "cuda")
+
+
 def test_scales_go_into_the_gemm(hopper):
     hopper.setattr(cuda, "folds_scales", lambda *_: True)
-    text = lowered(Float8CurrentScaling(), (80, 144, 112), "cuda")
+    text = with_folded_scales()
     assert conversions(text) == ["f8E4M3FN", "f8E4M3FN", "f8E5M2"], "x, w and dy are converted once each"
     dots = re.findall(r"dot_general.*: \((.*?)\) -> (\S+)", text)
     assert dots == [
@@ -84,7 +90,7 @@ def test_scales_go_into_the_gemm(hopper):
 def test_scales_are_scalars_when_they_are_converted(hopper):
     """XLA undoes the conversion of a scale only if nothing stands between it and the GEMM."""
     hopper.setattr(cuda, "folds_scales", lambda *_: True)
-    text = lowered(Float8CurrentScaling(), (80, 144, 96), "cuda")
+    text = with_folded_scales()
     names = re.findall(r"(%\w+)(?:#\d)? = stablehlo.convert (%\w+)(?:#\d)? : \(tensor<f32>\) -> tensor<bf16>", text)
     barriers = set(
         re.findall(r"(%\w+):2 = stablehlo.optimization_barrier %\w+(?:#\d)?, %\w+(?:#\d)? : tensor<f32>", text)

@@ -122,6 +122,7 @@ def check(cast):
         assert_oracle(mj.quantize(x, cast, **given), x, cast, context=name, **given)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("C.7 mxfp8*", "C.8 nvfp4_2d 3-D"))
 @pytest.mark.parametrize("pin", OTHER_PINS, ids=lambda pin: pin.id)
 def test_pinned_digests(pin):
     q = mj.quantize(pin.x, pin.cast, **pin.arguments)

@@ -38,6 +38,7 @@ def fp8_dot(a, b):
     return jnp.dot(a.astype(E4M3), b.astype(E4M3), preferred_element_type=F32)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_step_2_raw_fp8_dot():
     a, b = operands()
     y = jax.jit(fp8_dot)(a, b)
@@ -48,6 +49,7 @@ def test_step_2_raw_fp8_dot():
         assert not calls_fp8(fp8_dot, a, b)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_step_3_current_scaling():
     a, b = operands()
 
@@ -67,6 +69,7 @@ def test_step_3_current_scaling():
         np.testing.assert_array_equal(faked, codes.astype(F32) * scale)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_step_4_delayed_scaling():
     a, b = operands()
     scales, histories = [1.0] * 3, [jnp.zeros((1024,))] * 3

@@ -45,10 +45,11 @@ def test_tiles_are_the_oracles(sizes, dim):
     scale = RANDOM.integers(0, 256, (0 if sizes == [] else 200, 11), np.uint8)
     flat = mj.to_blocked(scale, sizes, dim=dim)
     np.testing.assert_array_equal(flat, reference.to_blocked(scale, sizes, dim=dim))
-    np.testing.assert_array_equal(mj.from_blocked(flat, *scale.shape, sizes, dim=dim), scale)
+    back = jax.jit(lambda flat: mj.from_blocked(flat, *scale.shape, sizes, dim=dim))(flat)
+    np.testing.assert_array_equal(back, scale)
     np.testing.assert_array_equal(jax.jit(lambda s: mj.to_blocked(s, sizes, dim=dim))(scale), flat)
     named = jax.lax.bitcast_convert_type(jnp.asarray(scale), jnp.float8_e4m3fn)
-    made = mj.to_blocked(named, sizes, dim=dim)
+    made = jax.jit(lambda named: mj.to_blocked(named, sizes, dim=dim))(named)
     assert made.dtype == jnp.float8_e4m3fn
     np.testing.assert_array_equal(jax.lax.bitcast_convert_type(made, jnp.uint8), flat)
 
@@ -66,7 +67,7 @@ def test_what_has_no_tiles():
 
 @pytest.mark.slow_cases(
     "further JAX programs of a checked kind",
-    all_but=("(5, 70)--1-Cast*", "(70, 5)--2-mxfp6_e3m2"),
+    all_but=("(70, 5)--2-Cast*",),
 )
 @pytest.mark.parametrize("cast", ["mxfp6_e2m3", "mxfp6_e3m2", Cast("mxfp6_e2m3", hadamard=Hadamard())], ids=str)
 @pytest.mark.parametrize(("shape", "axis"), [((5, 70), -1), ((70, 5), -2), ((2, 3, 32), -1)], ids=str)

@@ -50,6 +50,7 @@ def test_shapes(name, shape):
     assert q.dequantize().shape == shape
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("bfloat16",))
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_every_narrow_input_value(dtype):
     """All 65536 values of a 16-bit dtype, in blocks of neighbours."""
@@ -71,6 +72,7 @@ def test_hadamard_axes_and_stochastic(name):
         assert_oracle(mj.quantize(x, cast, **arguments), x, cast, **arguments)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4_row",))
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_row"])
 def test_ties_of_block_scales(name):
     """Exact quotients half-way between two E4M3 scales: one rounding too many decides otherwise."""
@@ -113,6 +115,7 @@ def test_x64(x64):
     assert mj.quantize(x, "fp8_row").dequantize().dtype == jnp.float32
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 @settings(max_examples=3)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 150)),
@@ -161,6 +164,7 @@ def test_amax_and_scale_enc():
     assert_oracle(mj.quantize(x, cast, scale_enc=2.5), x, cast, scale_enc=2.5)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("rceil-*", "two_level-*"))
 @pytest.mark.parametrize(
     ("cast", "expected"), digests.DEQUANTIZED, ids=lambda value: getattr(value, "scale_rule", None)
 )
@@ -189,7 +193,7 @@ def test_dequantize_undoes_hadamard():
 
 
 # features Q3
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_a_pair_of_axes_gives_what_two_calls_give(name):
     x = np.random.default_rng(8).standard_normal((70, 45)).astype(np.float32)

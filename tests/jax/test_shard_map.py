@@ -135,6 +135,7 @@ def test_parallelism(name, devices, layout, check_vma):
     assert_equal_results(results, expected)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("False",))
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_amaxes_of_each_device(check_vma):
     """reduce_amax=False: every device has a state of its own, and records its own amaxes."""
@@ -199,6 +200,7 @@ def test_quantize_of_shards(name):
     assert np.asarray(jax.jit(mapped)(X)).tobytes() == np.asarray(whole).tobytes()
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("vma",))
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_eager_shard_map(check_vma):
     """Outside of jit too."""

@@ -73,7 +73,7 @@ def placed(mesh, layout):
     ]
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("name", RECIPES)
 def test_jit_with_sharded_operands(name):
     """On 4 and 8 devices the result does not depend on the sharding: whole tensors' amaxes, noise of global indices."""

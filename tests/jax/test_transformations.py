@@ -76,7 +76,7 @@ def in_remat(state):
 
 @pytest.mark.slow_cases(
     "further JAX programs of a checked kind",
-    all_but=("in_scan-jit", "in_vmap-jit", "in_remat-jit", "in_cond-jit", "in_batch_dimensions-jit"),
+    all_but=("in_scan-jit", "in_vmap-jit", "in_remat-jit", "in_cond-jit"),
 )
 @eager_and_jit
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_guided_scan_over_steps():
 RECIPES = [MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling()]
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("MXFP8BlockScaling",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_data_gradients_under_transformations(recipe):
     """vmap, scan and remat of a matrix product give what a loop gives, noise included."""

@@ -96,7 +96,7 @@ def test_a_training_step_with_scan_and_remat():
 
 def test_an_unwatched_function_has_no_trace_of_it():
     """The same jitted function, before and after it was watched: watching is a part of what jit caches by."""
-    step = jax.jit(jax.grad(lambda w, x: mj.dot_general("mxfp8")(x, w, PLAIN).sum()))
+    step = jax.jit(jax.grad(lambda w, x: mj.dot_general("fp8_current")(x, w, PLAIN).sum()))
     before = str(jax.make_jaxpr(step)(W, X))
     results, readings = few(step)(W, X)
     assert_same_bits(results, step(W, X))
@@ -107,7 +107,7 @@ def test_an_unwatched_function_has_no_trace_of_it():
 
 
 def test_branches_batches_and_repeated_calls():
-    op = mj.dot_general("mxfp8")
+    op = mj.dot_general("fp8_current")
 
     def function(x):
         def first(x):
@@ -127,7 +127,7 @@ def test_branches_batches_and_repeated_calls():
     assert seen(readings) == of_modules(
         "second", "second#1", "dot_general[0]", "dot_general[1]", "dot_general#1", gemms=("fprop",)
     )
-    amax = {one.module: one.value for one in readings.records() if one[2:6] == ("fprop", "x", "mxfp8", "amax")}
+    amax = {one.module: one.value for one in readings.records() if one[2:6] == ("fprop", "x", "fp8_tensor", "amax")}
     assert amax["dot_general#1"] == 2 * np.abs(X[:32, :32]).max()
 
 
@@ -185,8 +185,8 @@ def test_layers_of_linen_have_their_names():
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x):
-            x = linen.Dense(32, name="up", dot_general_cls=mlinen.dot_general_cls("mxfp8"))(x)
-            return linen.Dense(16, dot_general_cls=mlinen.dot_general_cls("mxfp8"))(jnp.tanh(x))
+            x = linen.Dense(32, name="up", dot_general_cls=mlinen.dot_general_cls("fp8_current"))(x)
+            return linen.Dense(16, dot_general_cls=mlinen.dot_general_cls("fp8_current"))(jnp.tanh(x))
 
     variables = Net().init(jax.random.key(0), X[:, :32])
     y, readings = few(Net().apply)(variables, X[:, :32])
