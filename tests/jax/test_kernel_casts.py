@@ -107,7 +107,7 @@ def program(repository, what):
 def _programs(repository, *names):
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(repository / "src"), "JAX_PLATFORMS": "cpu"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(repository / "src"), str(repository)]), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(repository / "tests/jax/lowering.py"), *names]
     done = processes.run(command, env=environment)
     assert done.returncode == 0, done.stderr
