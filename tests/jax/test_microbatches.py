@@ -94,7 +94,7 @@ ORDERS = {
 @pytest.mark.parametrize(("order", "kind"), [*((order, "recipe") for order in ORDERS), ("outside", "flax op")])
 def test_a_step_of_three_microbatches(order, kind):
     model = MODELS[kind]
-    variables = model.init(jax.random.key(0), batch(1.0))
+    variables = jax.jit(model.init)(jax.random.key(0), batch(1.0))
     run = ORDERS[order](model, variables)
     for size in SIZES[:2]:
         after = run(size)
@@ -112,7 +112,7 @@ def test_a_step_of_three_microbatches(order, kind):
 def test_multi_steps_is_that_of_optax():
     """The same constructor and fields; variables without state, `has_updated`, another schedule, sums, bad input."""
     model = MODELS["recipe"]
-    variables = model.init(jax.random.key(0), batch(1.0))
+    variables = jax.jit(model.init)(jax.random.key(0), batch(1.0))
     tx = linen.MultiSteps(SGD, lambda step: 1 + step, use_grad_mean=False)
     assert isinstance(tx, optax.MultiSteps)
     state, stepped, gradient = tx.init(variables), [], jax.tree.map(jnp.ones_like, variables)

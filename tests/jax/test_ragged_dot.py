@@ -160,6 +160,8 @@ def test_sizes_are_traced():
     for sizes in ((0, 0, 0, 0), (T, 0, 0, 0), (0, 0, 0, T), (1, 1, 1, 1), (200, 200, 200, 200)):
         y, ends = np.asarray(run(jnp.asarray(sizes))), np.minimum(np.cumsum(sizes), T)
         for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if start == end:
+                continue
             wanted = np.asarray(mj.dot_general("fp8_current")(X[start:end], W[group], (((1,), (0,)), ((), ()))))
             np.testing.assert_allclose(y[start:end], wanted, rtol=1e-5, atol=1e-5)
         assert not y[ends[-1] :].any()

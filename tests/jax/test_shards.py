@@ -47,9 +47,14 @@ LAYOUTS = {
 ARRAYS = dict(zip(TENSORS, (X, W, DY), strict=True))
 
 
-def placed_by(layout):
-    """The tensors, and how the layout cuts them."""
-    return [(tensor, P(*(*spec, None, None)[:2])) for tensor, spec in zip(TENSORS, LAYOUTS[layout], strict=True)]
+def placed_by(*layouts):
+    """Every tensor in every way in which these layouts cut it."""
+    placed = [
+        (tensor, P(*(*spec, None, None)[:2]))
+        for name in layouts
+        for tensor, spec in zip(TENSORS, LAYOUTS[name], strict=True)
+    ]
+    return list(dict.fromkeys(placed))
 
 
 @pytest.fixture
@@ -95,12 +100,15 @@ def assert_bytes_of_one_device(made, array, pair):
             assert np.asarray(operand.tensor_scale).tobytes() == expected.tensor_scale.tobytes()
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("data x tensor-fp8_current",))
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_jit_casts_shards_where_they_lie(kernel_calls, name, layout):
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("one-*",))
+@pytest.mark.parametrize(
+    ("layouts", "name"),
+    [pytest.param(("data x tensor",), "fp8_current", id="one-fp8_current")]
+    + [pytest.param(LAYOUTS, name, id=f"all-{name}") for name in RECIPES],
+)
+def test_jit_casts_shards_where_they_lie(kernel_calls, layouts, name):
     """All operands in every layout: bytes of one device, nothing gathered, codes and scales cut as the matrix is."""
-    recipe, mesh, tensors = RECIPES[name], mesh_of(), placed_by(layout)
+    recipe, mesh, tensors = RECIPES[name], mesh_of(), placed_by(*layouts)
 
     def cast_all(placed):
         found = []
@@ -119,13 +127,15 @@ def test_jit_casts_shards_where_they_lie(kernel_calls, name, layout):
             assert operand.codes.sharding.is_equivalent_to(NamedSharding(mesh, cut), 2)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("tensor K-fp8_current-True",))
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_shard_map_casts_shards(kernel_calls, name, check_vma, layout):
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("one-*",))
+@pytest.mark.parametrize(
+    ("layouts", "name", "check_vma"),
+    [pytest.param(("tensor K",), "fp8_current", True, id="one-fp8_current-True")]
+    + [pytest.param(LAYOUTS, name, check, id=f"all-{name}-{check}") for name in RECIPES for check in (True, False)],
+)
+def test_shard_map_casts_shards(kernel_calls, layouts, name, check_vma):
     recipe, mesh = RECIPES[name], mesh_of()
-    tensors, specs = zip(*placed_by(layout), strict=True)
+    tensors, specs = zip(*placed_by(*layouts), strict=True)
     arrays = [ARRAYS[tensor] for tensor in tensors]
 
     def local(*shards):
