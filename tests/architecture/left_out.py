@@ -6,7 +6,11 @@ from fnmatch import fnmatchcase
 import pytest
 
 # The contract of the oracle, torch and JAX: `make test` runs every case of it.
-CONTRACT = ("tests/contract/",)
+CONTRACT = (
+    "tests/contract/",
+    "tests/jax/test_every_cast.py::test_every_cast",
+    "tests/jax/test_every_cast.py::test_pinned_digests",
+)
 
 # Tests of packages that `make test` does not install: whole files of them may be slow.
 INTEGRATIONS = "tests/integrations/"

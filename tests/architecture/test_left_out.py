@@ -25,12 +25,12 @@ def test_reasons_are_counted():
     assert left_out.problems([QUICK, SLOW, SLOW]) == []
 
 
-def test_the_contract_is_never_left_out():
-    file = "tests/contract/test_bytes.py"
-    items = [item(f"{file}::test_one", "too long"), item(f"{file}::test_two", slow=False)]
+@pytest.mark.parametrize("test", ["contract/test_bytes.py::test_one", "jax/test_every_cast.py::test_every_cast[mxfp8]"])
+def test_the_contract_is_never_left_out(test):
+    items = [item(f"tests/{test}", "too long"), item(f"tests/{test.split('::')[0]}::test_two", slow=False)]
     (problem,) = left_out.problems(items)
     assert "every case of the contract" in problem
-    assert problem.startswith(f"{file}::test_one")
+    assert problem.startswith(f"tests/{test}")
 
 
 def test_the_contract_is_where_the_rule_looks_for_it(repository):
