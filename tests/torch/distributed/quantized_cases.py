@@ -336,10 +336,10 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def frozen_bases(rank: int) -> dict[str, bool]:
+def frozen_bases(rank: int, names: Names = ("nvfp4", "mxfp4", "mxfp8", "fp8_tensor")) -> dict[str, bool]:
     """Adapters trained around frozen weights of four bits, whose bytes stay."""
     made = {}
-    for fmt in ("nvfp4", "mxfp4", "mxfp8", "fp8_tensor"):
+    for fmt in names:
         torch.manual_seed(1)
         plain = nn.Sequential(Adapted(WIDTH, INNER), nn.ReLU(), Adapted(INNER, WIDTH)).bfloat16()
         mf.quantize_(plain, WeightOnly(fmt), filter=lambda name, module: name.endswith("base"))

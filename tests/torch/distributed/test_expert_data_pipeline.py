@@ -21,7 +21,7 @@ from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, Cast, CustomRecipe, DelayedScaling, Gemm, NVFP4BlockScaling, from_name  # noqa: E402
 from microfloat.torch.distributed.expert_parallel import _Route  # noqa: E402
 from tests.docs.code_blocks import code_blocks  # noqa: E402
-from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
+from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "distributed.md"
 WORLD, EXPERTS, FEATURES = 2, 4, 160
@@ -105,10 +105,10 @@ MIXTURES["nvfp4"] = NVFP4BlockScaling(disable_stochastic_rounding=True)
 EVERY_SIZE = ("plain", "mxfp8", "nvfp4")
 
 
-def mixtures(rank: int) -> dict:
+def mixtures(rank: int, names: tuple[str, ...] = ("plain", *MIXTURES)) -> dict:
     """y, dx and dw of experts on two ranks beside those of one process that has all tokens and all experts."""
     found = {}
-    for label, recipe in (("plain", None), *MIXTURES.items()):
+    for label, recipe in ((name, MIXTURES.get(name)) for name in names):
         for name, sizes in SIZES.items() if label in EVERY_SIZE else [("ragged", SIZES["ragged"])]:
             total = [sum(column) for column in zip(*sizes, strict=True)]
             whole = experts_of(recipe, 0, EXPERTS)
@@ -339,7 +339,12 @@ def gathers(rank: int) -> dict[str, object]:
     return found
 
 
-CASES = (payloads, gathers, mixtures, bad_dispatches, disagreements, beside_no_sync, with_nan, pipelines, the_page)
+# Every format travels in `payloads` too.
+SOME = ("plain", "mxfp8", "nvfp4", "fp8_block")
+CASES = (
+    payloads, gathers, With(mixtures, names=SOME), bad_dispatches, disagreements, beside_no_sync, with_nan, pipelines,
+    the_page,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -362,8 +367,17 @@ def test_codes_that_arrive_are_those_of_a_cast_after_a_bf16_all_to_all(ranks) ->
 def test_experts_on_two_ranks_give_the_bits_of_one_process(ranks) -> None:
     """y, dx and dw; under a payload dw is that of the values which arrive."""
     for found in of(ranks, mixtures):
-        assert len(found) == 4 + 2 * 8 + 2 * (len(STATELESS) - 2)
+        recipes = {label for label, *_ in found}
+        assert recipes >= set(SOME)
+        assert len(found) == 4 + 2 * 8 + 2 * (len(recipes) - 3)
         assert not {key: same for key, same in found.items() if same != (True, True, True)}
+
+
+@pytest.mark.slow("further recipes across ranks")
+def test_experts_on_two_ranks_give_the_bits_of_one_process_under_every_recipe(tmp_path) -> None:
+    made = run_ranks((mixtures,), str(tmp_path / "store"), WORLD, seconds=30)
+    test_experts_on_two_ranks_give_the_bits_of_one_process(made)
+    assert {label for label, *_ in made[0]["mixtures"]} == {"plain", *MIXTURES}
 
 
 def test_what_cannot_be_dispatched_is_named(ranks) -> None:
