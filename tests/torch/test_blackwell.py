@@ -151,6 +151,10 @@ MIXED = CustomRecipe(Gemm("mxfp8", "mxfp4"), Gemm("mxfp8_e5m2", "mxfp6_e2m3"), G
 SQUARES = Float8BlockScaling(x=(128, 128), w=(1, 128), dy=(128, 128))
 
 
+@pytest.mark.slow_cases(
+    "further dtypes and shapes of a checked kind",
+    all_but=("plain-*-torch.bfloat16-*", "bias-*-torch.float16-(37*", "bias-*-torch.float32-(48*"),
+)
 @pytest.mark.parametrize("shape", [(48, 160, 64), (1, 1, 1), (37, 150, 21)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(

@@ -102,6 +102,20 @@ def test_a_pinned_layer_outside_any_autocast(capture):
     assert rolled(one) == [2.0, 5.0]
 
 
+def refuse():
+    raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+
+def test_without_a_driver_nothing_asks_for_captures(monkeypatch):
+    """Features B3. As below, in this process, which has imported the library before."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
+    one = layer()
+    for _ in range(2):
+        step(one, 2.0)
+    assert float(one.scaling_x_scale) != 1.0
+
+
 WITHOUT_A_DRIVER = """
 import torch
 
@@ -121,6 +135,7 @@ print(float(layer.scaling_x_scale) != 1.0)
 """
 
 
+@pytest.mark.slow("a process that imports torch anew")
 def test_a_cuda_build_of_torch_without_a_driver_is_not_asked_for_captures(fresh_python):
     """Features B3. The default wheel for Linux is a CUDA build, and raises when it is asked."""
     done = fresh_python(WITHOUT_A_DRIVER)

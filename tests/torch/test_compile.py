@@ -50,6 +50,11 @@ def compiled(function, **options):
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
 
 
+def traced(function):
+    """For what Dynamo alone decides: when it traces a function anew, and which recipe it traces."""
+    return torch.compile(function, fullgraph=True, backend="eager")
+
+
 def step(function, layer, x):
     x = x.detach().requires_grad_()
     layer.zero_grad()
@@ -67,6 +72,10 @@ CASES = {
 }
 
 
+@pytest.mark.slow_cases(
+    "further programs of a checked kind",
+    all_but=("fp8_current", "mxfp8 dequantized", "nvfp4", "one_none"),
+)
 @pytest.mark.parametrize("name", CASES)
 def test_pinned_recipe_gives_the_bits_of_eager(name: str) -> None:  # features G1
     layer = mf.Linear(40, 24, dtype=torch.bfloat16, recipe=CASES[name])
@@ -76,6 +85,7 @@ def test_pinned_recipe_gives_the_bits_of_eager(name: str) -> None:  # features G
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("delayed-*", "gw_hp-*"))
 @pytest.mark.parametrize(("name", "kept"), [("mxfp8", False), ("delayed", False), ("gw_hp", True)])
 def test_backward_keeps_the_codes_of_an_input_and_not_the_input(name: str, kept: bool) -> None:
     layer = mf.Linear(40, 24, bias=False, recipe=DelayedScaling() if name == "delayed" else CASES[name])
@@ -94,6 +104,7 @@ def test_backward_keeps_the_codes_of_an_input_and_not_the_input(name: str, kept:
     assert (((8, 40), torch.float32) in saved) == kept
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4", "mixed"))
 @pytest.mark.parametrize("name", ["mxfp8.exact", "nvfp4", "mixed"])
 def test_backward_decodes_again_where_a_gemm_reads_values(name: str) -> None:
     """Decoded operands take two bytes an element, as x and w do, which are there: only these are kept."""
@@ -154,18 +165,19 @@ MADE_INSIDE = {
 }
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("a table of casts", "a name"))
 @pytest.mark.parametrize("name", MADE_INSIDE)
 def test_a_recipe_that_the_compiled_function_makes_is_that_of_eager(name: str) -> None:
     x, w = torch.randn(6, 64), torch.randn(48, 64)
     torch.manual_seed(1)
     expected = MADE_INSIDE[name](x, w)
     torch.manual_seed(1)
-    assert torch.equal(compiled(MADE_INSIDE[name])(x, w), expected)
+    assert torch.equal(traced(MADE_INSIDE[name])(x, w), expected)
 
 
 def test_autocast_recipe_changes_between_two_calls_of_one_compiled_function() -> None:  # features G3
     layer = mf.Linear(32, 16)
-    function = compiled(layer)
+    function = traced(layer)
     x = torch.randn(8, 32)
     for recipe in (MXFP8BlockScaling(), MXFP4BlockScaling(), None, NVFP4BlockScaling(), MXFP8BlockScaling()):
         if recipe is None:
@@ -179,7 +191,7 @@ def test_autocast_recipe_changes_between_two_calls_of_one_compiled_function() ->
 def test_threads_and_tasks_run_what_their_own_autocast_asks_for() -> None:
     """While one thread is inside an autocast, another calls the same compiled functions; tasks take turns."""
     pinned, free = mf.Linear(32, 16, recipe=MXFP8BlockScaling()), mf.Linear(32, 16)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     functions = [(layer, torch.compile(layer, fullgraph=True, backend=counter)) for layer in (pinned, free)]
     x = torch.randn(8, 32)
     autocasts = ({"enabled": False}, {"recipe": NVFP4BlockScaling(), "enabled": False}, {"recipe": MXFP4BlockScaling()})
@@ -258,7 +270,7 @@ def test_the_backend_of_the_autocast_is_that_of_compiled_code(monkeypatch) -> No
     own, free = mf.Linear(32, 16, recipe="mxfp8", backend="reference"), mf.Linear(32, 16)
     x = torch.randn(8, 32)
     for layer in (own, free):
-        function = compiled(layer)
+        function = traced(layer)
         for name in ("auto", "triton", "native", "auto"):
             seen = []
             for run in (layer, function):
@@ -315,7 +327,7 @@ def test_a_backward_outside_the_autocast_recomputes_what_ran_inside() -> None:
 
 def test_island_around_a_compiled_pinned_layer() -> None:
     layer = mf.Linear(32, 16, recipe=MXFP8BlockScaling())
-    function = compiled(layer)
+    function = traced(layer)
     x = torch.randn(8, 32)
     quantized = function(x)
     with mf.autocast(enabled=False):
@@ -325,12 +337,13 @@ def test_island_around_a_compiled_pinned_layer() -> None:
     assert not torch.equal(plain, quantized)
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4", "delayed"))
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "delayed"])
 def test_no_recompilation_per_step_or_for_equal_recipes(name: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     layer = mf.Linear(32, 16, recipe=DelayedScaling(amax_history_len=4) if name == "delayed" else None)
     function = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
-    for index in range(12):
+    for index in range(6):
         recipe = DelayedScaling(amax_history_len=4) if name == "delayed" else RECIPES[name]()
         with mf.autocast(recipe=recipe):
             y = function(torch.randn((8, 12, 20)[index % 3], 32))

@@ -1,6 +1,7 @@
 """`explain` and the availability queries: answers about devices, without running anything."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedE
 from microfloat.formats import E2M1, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat
 from microfloat.recipes import RECIPES, CustomRecipe, Gemm, MXFP8BlockScaling, NVFP4BlockScaling, from_name
 from microfloat.torch import backends
+from tests import processes
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -162,34 +164,36 @@ def words(explanation):
     return " ".join(str(explanation).split())
 
 
-NO_TRITON = """
-import sys
-sys.modules["triton"] = None
-import torch
-import microfloat.torch as mf
-there, here = mf.explain("mxfp8", "h200", shape=(8192, 4096, 4096)), mf.explain("mxfp8", "cuda")
-assert there.accelerated and there.prediction is not None, there
-assert [row.backend for row in there.rows] == ["native"] * 3 and "triton" not in str(there).replace("Triton 3.6", "")
-assert {row.kernel.split()[0] for row in there.casts} == {"kernels.fold"}
-torch.cuda.is_available = lambda: True
-here = mf.explain("mxfp8", "cuda", shape=(8192, 4096, 4096))
-assert not here.accelerated and here.prediction is None, here
-print(here.rows[0].support.reason)
-try:
-    mf.autocast(recipe="mxfp8", backend="native")
-    mf.explain("mxfp8", "cuda", backend="native").rows[0].support
-    from microfloat.torch import backends
-    backends.choose("native", torch.device("cuda"))
-except RuntimeError as error:
-    print(error)
-"""
+def _forget_triton():
+    """First thing in a process that has not imported triton: now it cannot."""
+    assert "triton" not in sys.modules
+    sys.modules["triton"] = None
 
 
-def test_without_triton_this_machine_is_told_what_to_install_and_another_one_is_complete(fresh_python):
+def _without_triton():
+    """The reason that `explain` gives, and the refusal of the native backend."""
+    there, here = mf.explain("mxfp8", "h200", shape=(8192, 4096, 4096)), mf.explain("mxfp8", "cuda")
+    assert there.accelerated, there
+    assert there.prediction is not None, there
+    assert [row.backend for row in there.rows] == ["native"] * 3
+    assert "triton" not in str(there).replace("Triton 3.6", "")
+    assert {row.kernel.split()[0] for row in there.casts} == {"kernels.fold"}
+    torch.cuda.is_available = lambda: True
+    here = mf.explain("mxfp8", "cuda", shape=(8192, 4096, 4096))
+    assert not here.accelerated, here
+    assert here.prediction is None, here
+    try:
+        mf.autocast(recipe="mxfp8", backend="native")
+        assert not mf.explain("mxfp8", "cuda", backend="native").rows[0].support
+        backends.choose("native", torch.device("cuda"))
+    except RuntimeError as error:
+        return here.rows[0].support.reason, str(error)
+    raise AssertionError("the native backend was chosen without triton")
+
+
+def test_without_triton_this_machine_is_told_what_to_install_and_another_one_is_complete():
     """Features B3."""
-    done = fresh_python(NO_TRITON)
-    assert done.returncode == 0, done.stderr
-    reason, refusal = done.stdout.splitlines()
+    reason, refusal = processes.other_process(_forget_triton)(_without_triton)
     for text in (reason, refusal):
         assert 'the package triton, which is not installed (on Linux: pip install "microfloat[triton]")' in text
     assert refusal.startswith("backend='native'")

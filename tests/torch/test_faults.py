@@ -50,7 +50,7 @@ RECIPES_WITH_STATE = {
 
 
 @pytest.mark.slow_cases(
-    "further recipes whose step fails once", all_but=("delayed-*", "fp8_block-*", "mxfp8-*", "nvfp4-", "most recent-*")
+    "further recipes whose step fails once", all_but=("delayed-*", "mxfp8-weight cache", "nvfp4-", "most recent-")
 )
 @pytest.mark.parametrize("first", [None, True], ids=["", "weight cache"])
 @pytest.mark.parametrize("name", RECIPES_WITH_STATE)

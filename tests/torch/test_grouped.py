@@ -257,6 +257,7 @@ def test_main_grad_in_high_precision():
     assert layer.weight.grad is None
 
 
+@pytest.mark.slow_cases("further recipes and modules of a checked kind", all_but=("delayed", "nvfp4"))
 @pytest.mark.parametrize("name", ["delayed", "fp8_block", "mxfp8", "nvfp4"])
 def test_the_first_microbatch_keeps_the_weights(name, monkeypatch):
     """features M13: the codes of all experts serve later microbatches of other sizes, until a weight changes."""
@@ -352,6 +353,7 @@ def compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("delayed", "nvfp4"))
 @pytest.mark.slow_cases("further programs of a checked kind", all_but=("None", "delayed", "nvfp4"))
 @pytest.mark.parametrize("name", [None, "delayed", "fp8_block", "mxfp8", "nvfp4"])
 def test_compiled_fullgraph(compiler, name):

@@ -193,6 +193,7 @@ def test_tied_weights_stay_tied() -> None:
 # ---------------------------------------------------------------------------------------------------- static scales
 
 
+@pytest.mark.slow_cases("further recipes and modules of a checked kind", all_but=("before-fp8_tensor", "after-nvfp4"))
 @pytest.mark.parametrize("fmt", ["fp8_tensor", "nvfp4"])
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
 def test_static_scales_are_those_of_the_largest_amax(fmt, before) -> None:
@@ -308,6 +309,7 @@ def test_settings_decide_as_for_any_layer() -> None:
     assert type(model.q_proj) is nn.Linear
 
 
+@pytest.mark.slow_cases("further recipes and modules of a checked kind", all_but=("nvfp4",))
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8"])
 def test_a_folded_weight_serves_many_rows(fmt) -> None:
     config = WeightOnly(fmt, prefill="folded", prefill_rows=8)
@@ -476,6 +478,7 @@ def test_attention_generates_from_a_quantized_cache() -> None:
     assert (steps - whole).float().norm() < 0.05 * whole.float().norm()
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4",))
 @pytest.mark.parametrize("config", [WeightOnly("nvfp4"), WeightActivation("fp8_tensor", scales="static")],
                          ids=lambda one: one.format)  # fmt: skip
 def test_compiled_experts_give_the_bits_of_eager(config) -> None:

@@ -139,6 +139,10 @@ def run_and_check(recipe: Recipe, dtype, shape: tuple[int, int, int], bias: bool
         assert_close(layer.bias.grad, expected, np.abs(to_float64(dy)).sum(0), m, dtype)
 
 
+@pytest.mark.slow_cases(
+    "further dtypes and shapes of a checked kind",
+    all_but=("*-torch.bfloat16", "delayed-*", "mxfp8-*", "nvfp4-*"),
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", RECIPE_CASES)
 def test_each_gemm_is_the_oracles(name: str, dtype) -> None:  # features M1, M2, R11, R19

@@ -136,6 +136,10 @@ def test_compiled_code_leaves_it_to_eager_mode():
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
 
 
+@pytest.mark.slow_cases(
+    "further recipes and modules of a checked kind",
+    all_but=("False-*-nvfp4", "True-*-fp8_current"),
+)
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_current", "nvfp4"])
 @pytest.mark.parametrize("kind", ["linear", "mlp", "attention", "layer"])
 @pytest.mark.parametrize("flagged", [False, True])

@@ -188,6 +188,7 @@ def test_transforms_are_refused_by_name(name: str) -> None:
         TRANSFORMS[name](mf.Linear(64, 16, recipe="mxfp8"))
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("grad",))
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["grad", "vjp", "vmap"])
 def test_transforms_in_compiled_code_are_refused_too(name: str) -> None:

@@ -649,7 +649,7 @@ def test_pairs_that_are_refused(arguments, error, message):
 
 @pytest.mark.slow_cases(
     "further programs of a checked kind",
-    all_but=("*fp8_tensor", "*fp8_1x128_e5m2", "*mxfp6_e3m2", "*-nvfp4", "*-nvfp4_2d"),
+    all_but=("*fp8_tensor", "*mxfp6_e3m2", "*-nvfp4_2d"),
 )
 @every_format
 @pytest.mark.parametrize("backend", ["aot_eager"])

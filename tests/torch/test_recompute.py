@@ -95,6 +95,10 @@ def same(first, second) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow_cases(
+    "further nestings of checkpoints",
+    all_but=("autocast-*", "alone-ours", "alone-later in reentrant"),
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("region", ["alone", "autocast"])
 def test_delayed_scaling_moves_as_without_checkpoints(form, region) -> None:
@@ -104,6 +108,10 @@ def test_delayed_scaling_moves_as_without_checkpoints(form, region) -> None:
     assert all(float(scale) > 1 for scale in ours[2][::2])
 
 
+@pytest.mark.slow_cases(
+    "further nestings of checkpoints",
+    all_but=("microbatches-later in reentrant", "backward inside-reentrant", "validation between-later"),
+)
 @pytest.mark.parametrize("form", ["reentrant", "later", "later in reentrant"])
 @pytest.mark.parametrize(
     "options",
@@ -241,6 +249,7 @@ def test_checkpoint_inside_compiled_code_under_delayed_scaling() -> None:
         step(whole)
 
 
+@pytest.mark.slow_cases("further recipes and modules of a checked kind", all_but=("*-delayed", "*-nvfp4", "*-mxfp8"))
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("form", ["ours", "torch's"])
 def test_a_policy_keeps_codes_by_name(name, form, monkeypatch) -> None:

@@ -369,6 +369,7 @@ def test_permuting_the_rows_of_tiles_is_refused():
 
 
 # features Q5
+@pytest.mark.slow_cases("further dtypes and shapes of a checked kind", all_but=("-1-*", "-2-mxfp8"))
 @every_format
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_lists_of_tensors_in_place(fmt, axis):

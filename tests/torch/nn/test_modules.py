@@ -192,6 +192,7 @@ def test_a_joint_product_has_the_bits_of_its_parts(name):
     assert _relative(a[1], b[1]) < 0.01  # the sum over N is one product instead of three
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4", "delayed"))
 @pytest.mark.parametrize("name", ["fp8_current", "nvfp4", "delayed"])
 def test_where_weights_lie_changes_no_bit(name):
     """Copies, weights that were moved apart, and compiled code run the one product too."""
@@ -267,6 +268,10 @@ def test_delayed_state_of_a_joint_product_is_the_first_parts():
     assert torch.equal(fresh.state_dict()["a.scaling_w_scale"], state["a.scaling_w_scale"])
 
 
+@pytest.mark.slow_cases(
+    "further recipes and modules of a checked kind",
+    all_but=("mxfp8-*", "delayed-gelu", "delayed-swiglu", "None-relu"),
+)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize("name", [None, "mxfp8", "fp8_block", "delayed"])
 def test_every_activation(activation, name):  # features M5
@@ -332,6 +337,10 @@ def test_recompute_has_the_bits_of_one_pass(name):
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
+@pytest.mark.slow_cases(
+    "further recipes and modules of a checked kind",
+    all_but=("linear-delayed", "mlp-nvfp4", "layer-fp8_current"),
+)
 @pytest.mark.parametrize("name", ["fp8_current", "delayed", "nvfp4"])
 @pytest.mark.parametrize("kind", ["linear", "mlp", "layer"])
 def test_weights_are_cast_once_for_several_microbatches(name, kind, monkeypatch):  # features M13
