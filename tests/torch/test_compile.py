@@ -340,7 +340,7 @@ def test_island_around_a_compiled_pinned_layer() -> None:
 @pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4", "delayed"))
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "delayed"])
 def test_no_recompilation_per_step_or_for_equal_recipes(name: str) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     layer = mf.Linear(32, 16, recipe=DelayedScaling(amax_history_len=4) if name == "delayed" else None)
     function = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
     for index in range(6):

@@ -69,7 +69,8 @@ def test_compiled_code_gives_the_bits_of_eager(recipe) -> None:
 
 def test_compiled_code_in_high_precision_under_an_autocast_and_on_an_island() -> None:
     model = make(pinned=False)
-    call = compiled(model)
+    torch._dynamo.reset()
+    call = torch.compile(model, fullgraph=True, backend="eager")  # Dynamo alone says what runs under an autocast
     for context in (None, mf.autocast(recipe="mxfp8"), mf.autocast(recipe="nvfp4"), mf.autocast(enabled=False)):
         if context is None:
             assert torch.equal(call(batch()), model(batch()))

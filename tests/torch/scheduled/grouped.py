@@ -62,14 +62,15 @@ def _results(layer, x, dy, sizes):
 def all_groups_at_once(device, name, weight_dtype="bfloat16"):
     """features M7, Q15: ragged and empty groups, rows behind the last one, no size read by the host."""
     generator = torch.Generator().manual_seed(0)
-    rows, width = sum(SIZES) + BEHIND, 384 if device == "cuda" else 128
+    every, width = (SIZES, 384) if device == "cuda" else (SIZES[:4], 128)
+    rows = sum(every) + BEHIND
     x, dy = (torch.randn(rows, size, generator=generator).bfloat16().to(device) for size in (256, width))
     x[-BEHIND:] = float("nan")
     dtype = getattr(torch, weight_dtype)
     layer = mf.GroupedLinear(
-        len(SIZES), 256, width, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native"
+        len(every), 256, width, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native"
     )
-    sizes = torch.tensor(SIZES, device=device)
+    sizes = torch.tensor(every, device=device)
     ends = sizes.cumsum(0, dtype=torch.int32)
     with native_on(device), _products(device):
         made = layer.schedule(x)
@@ -87,7 +88,7 @@ def all_groups_at_once(device, name, weight_dtype="bfloat16"):
             assert first is again is None or torch.equal(first.float(), again.float())
         x = x.detach()
         apart, begin = [], 0
-        for group, size in enumerate(SIZES):
+        for group, size in enumerate(every):
             one = mf.Linear(
                 256, width, bias=False, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native"
             )
