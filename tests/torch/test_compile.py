@@ -355,6 +355,7 @@ def test_no_recompilation_per_step_or_for_equal_recipes(name: str) -> None:
     assert counter.frame_count == after_first_round
 
 
+@pytest.mark.slow("one forward for each backward, of which the next test has several")
 def test_delayed_scaling_state_is_that_of_eager() -> None:
     states = []
     for compile_it in (False, True):
@@ -431,6 +432,7 @@ def test_an_input_without_rows_gives_an_empty_result_and_no_gradient() -> None:
     assert not layer.weight.grad.any()
 
 
+@pytest.mark.slow("joint products, which tests of modules compile too")
 def test_joint_products_under_delayed_scaling_are_compiled_as_they_run_in_eager_mode() -> None:
     """Outputs, gradients and state: the first part keeps the state of the product, the entries of others stay fresh."""
 

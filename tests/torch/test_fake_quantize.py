@@ -38,7 +38,7 @@ def test_orders_of_differentiation_and_compiled_code():
     assert torch.equal(of_compiled, dx)
 
 
-@pytest.mark.slow_cases("further programs of a checked kind", all_but=("fp8_tensor", "mxfp6_e3m2", "nvfp4_2d"))
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("fp8_tensor", "nvfp4_2d"))
 @pytest.mark.parametrize("cast", FORMATS)
 def test_a_pair_of_axes_eager_and_compiled(cast):
     def loss(x):

@@ -16,8 +16,8 @@ from microfloat.recipes import Cast, Current, Delayed, Hadamard, MXFP8BlockScali
 from microfloat.torch import backends, seeds
 from microfloat.torch import reference as plain
 from microfloat.torch.reference import _grid, _values
+from tests.torch.format_cases import every_format
 
-every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 STOCHASTIC = Cast("mxfp8", rounding="stochastic")
 X = torch.linspace(-3, 5, 6 * 40).reshape(6, 40)
 
@@ -649,7 +649,7 @@ def test_pairs_that_are_refused(arguments, error, message):
 
 @pytest.mark.slow_cases(
     "further programs of a checked kind",
-    all_but=("*fp8_tensor", "*mxfp6_e3m2", "*-nvfp4_2d"),
+    all_but=("*fp8_tensor", "*-nvfp4_2d"),
 )
 @every_format
 @pytest.mark.parametrize("backend", ["aot_eager"])

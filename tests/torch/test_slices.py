@@ -9,12 +9,10 @@ from torch import nn
 
 import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
-from microfloat.formats import FORMATS
 from microfloat.recipes import Cast, Hadamard
 from microfloat.torch import QuantizedTensor
+from tests.torch.format_cases import every_format, one_row_formats
 
-every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
-one_row_formats = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if not fmt.is_tile], ids=str)
 shared = pytest.mark.parametrize("name", ["fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"])
 
 
@@ -54,6 +52,10 @@ WRITES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases(
+    "further formats of a checked operation",
+    all_but=("*-nvfp4", "slice-*", "columns-*", "through an axis-*"),
+)
 @shared
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("view", VIEWS)

@@ -12,12 +12,11 @@ from torch import nn
 
 import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError
-from microfloat.formats import E2M1, FORMATS, SCALE_E8M0, ElementFormat, ScaledFormat
+from microfloat.formats import E2M1, SCALE_E8M0, ElementFormat, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.torch import QuantizedTensor
+from tests.torch.format_cases import every_format, formats, one_row_formats
 
-every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
-one_row_formats = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if not fmt.is_tile], ids=str)
 ELEMENT = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
@@ -239,7 +238,7 @@ def test_regrouping_leading_axes(fmt):
     assert agrees(mf.quantize(torch.tensor(2.0), fmt).view(1), torch.tensor([2.0]))
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if not fmt.is_per_tensor], ids=str)
+@formats(lambda fmt: not fmt.is_per_tensor)
 @pytest.mark.parametrize("shape", [(2240, 4), (8960,), (4, 70, 32), (4, 32, 70, 1), (4, 32, 7, 10)], ids=str)
 def test_regrouping_the_contraction_axis_is_refused(fmt, shape):
     with pytest.raises(

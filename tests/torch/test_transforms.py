@@ -11,16 +11,15 @@ from torch.autograd import forward_ad
 
 import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
-from microfloat.formats import FORMATS
 from microfloat.recipes import Cast, MXFP8BlockScaling
 from microfloat.torch import QuantizedTensor
+from tests.torch.format_cases import every_format
 
 GENERATOR = torch.Generator().manual_seed(11)
 X = torch.randn(3, 20, 70, generator=GENERATOR)
 W = torch.randn(8, 70, generator=GENERATOR)
 STOCHASTIC = Cast("nvfp4", rounding="stochastic")
 vmap = torch.func.vmap
-every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 
 
 @every_format

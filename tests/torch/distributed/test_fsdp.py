@@ -488,7 +488,11 @@ def compiled(rank: int) -> dict[str, bool]:
 
 
 def compiled_beside_a_plan(
-    rank: int, names: Names = CHECKPOINTS, gathers: tuple[bool, ...] = (False, True), backend: str = "aot_eager"
+    rank: int,
+    names: Names = CHECKPOINTS,
+    gathers: tuple[bool, ...] = (False, True),
+    backend: str = "aot_eager",
+    blocks: int = 2,
 ) -> dict[tuple, bool]:
     """Blocks under tensor parallelism, sequence parallelism and FSDP2 together, compiled, against eager mode."""
     mesh, made = init_device_mesh(kind(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")), {}
@@ -498,7 +502,7 @@ def compiled_beside_a_plan(
     }  # fmt: skip
 
     def cut(recipe: object, gathers_codes: bool) -> nn.Sequential:
-        model = stack(recipe, width=256, inner=512)
+        model = nn.Sequential(*list(stack(recipe, width=256, inner=512))[:blocks])
         for block in model:
             parallelize_module(block, mesh["tp"], plan)
         model = low_precision_all_gather(model) if gathers_codes else model
@@ -600,17 +604,17 @@ def folder(tmp_path_factory) -> Iterator[str]:
 # that shards cut (row, block), scales of blocks alone (mxfp8), two levels (nvfp4) and noise. `the_codes` gathers the
 # codes of every format, and ways of training that are no matter of the recipe take the one with most state.
 SOME = {
-    every_recipe: {"names": ("delayed", "mxfp8", "nvfp4")},
+    every_recipe: {"names": ("delayed", "mxfp8")},
     memory_between: {"names": ("delayed", "mxfp8", "nvfp4")},
-    beside_tensor_parallel: {"names": ("delayed", "nvfp4")},
+    beside_tensor_parallel: {"names": ("nvfp4",)},
     low_precision: {"names": ("delayed", "row", "block", "nvfp4")},
     ways_of_training: {"names": ("delayed",)},
     accumulation: {"names": ("delayed",)},
     no_rows_on_one_rank: {"names": ("delayed",)},
     saved: {"names": ("delayed",)},
-    compiled_beside_a_plan: {"names": ("delayed",), "backend": "eager"},
+    compiled_beside_a_plan: {"names": ("delayed",), "backend": "eager", "blocks": 1},
     quantized_cases.stored_weights: {"names": ("delayed", "row", "block", "noisy")},
-    quantized_cases.stored_ways: {"names": ("nvfp4",)},
+    quantized_cases.stored_ways: {"names": ("current",), "ways": ("kept after forward", "sgd")},
     quantized_cases.stored_unevenly: {"names": ("delayed", "noisy")},
     quantized_cases.stored_and_saved: {"names": ("delayed",)},
     quantized_cases.fused_and_stored: {"names": ("delayed",)},
