@@ -270,5 +270,19 @@ def test_an_exported_program_holds_its_autocasts(strict: bool) -> None:
         with mf.autocast(**caller):
             assert torch.equal(program(X), model(X))
     assert torch.equal(program(X), model(X))
-    if not strict:
-        assert torch.equal(mf.export(model, (X,)).module()(X), model(X))
+
+
+def test_a_program_of_plain_operations_holds_its_autocasts() -> None:  # features G5
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.free, self.row = mf.Linear(32, 32), mf.Linear(32, 32, recipe="fp8_row")
+
+        def forward(self, x):
+            with mf.autocast(recipe=Float8CurrentScaling()):
+                x = self.free(x)
+                with mf.autocast(enabled=False):
+                    return self.row(x)
+
+    model = Model()
+    assert torch.equal(mf.export(model, (X,)).module()(X), model(X))
