@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels.device.convert import bf16_word, decode, element_bits, encode_pair, float_of, fp8_text
-from microfloat.kernels.device.tiles import program
+from microfloat.kernels.device.tiles import program, store_pairs
 
 # Kinds of stored scales.
 SCALE_FLOAT = tl.constexpr(0)
@@ -50,6 +50,15 @@ def decode_pair(codes, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
+def pairs_of_tile(rows, cols, BM: tl.constexpr, BN: tl.constexpr):
+    """Lane, row and pair of every pair of a tile, and whether its first and its second element lie in the matrix."""
+    lane = tl.arange(0, BN // 8)[:, None, None]
+    r = tl.arange(0, BM)[None, :, None]
+    w = lane * 4 + tl.arange(0, 4)[None, None, :]
+    return lane, r, w, (r < rows) & (2 * w < cols), (r < rows) & (2 * w + 1 < cols)
+
+
+@triton.jit
 def load_codes(
     codes_ptr, row0, col0, C, r, w, inside, also, MB: tl.constexpr, BIAS: tl.constexpr, PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -87,11 +96,7 @@ def dequantize(
     col0 = (pid % tiles) * BN
     rows = R - row0
     cols = C - col0
-    lane = tl.arange(0, BN // 8)[:, None, None]
-    r = tl.arange(0, BM)[None, :, None]
-    w = lane * 4 + tl.arange(0, 4)[None, None, :]
-    inside = (r < rows) & (2 * w < cols)
-    also = (r < rows) & (2 * w + 1 < cols)
+    lane, r, w, inside, also = pairs_of_tile(rows, cols, BM, BN)
     codes = load_codes(codes_ptr, row0, col0, C, r, w, inside, also, MB, BIAS, PAIRS, EVEN)
     rs = tl.arange(0, BM)[None, :]
     first = tl.arange(0, BN // 8)[:, None] * 8
@@ -164,22 +169,8 @@ def fold_codes(
     else:
         at = out_scale_ptr + (row0 + r).to(tl.int64) * out_stride_r + (col0 // BN).to(tl.int64) * out_stride_k
         tl.store(at, new, mask=r < rows)
-    lane = tl.arange(0, BN // 8)[:, None, None]
-    r = tl.arange(0, BM)[None, :, None]
-    w = lane * 4 + tl.arange(0, 4)[None, None, :]
-    inside = (r < rows) & (2 * w < cols)
-    also = (r < rows) & (2 * w + 1 < cols)
+    _lane, r, w, inside, also = pairs_of_tile(rows, cols, BM, BN)
     codes = load_codes(codes_ptr, row0, col0, C, r, w, inside, also, MB, BIAS, PAIRS, EVEN)
     low, high = decode_pair(codes, MB, BIAS, HW)
     pair = encode_pair(low * factor, high * factor, 0, OUT_MB, OUT_BIAS, False, HW)
-    out_tile = out_ptr + row0.to(tl.int64) * C + col0
-    if PAIRS:
-        at = out_tile.to(tl.pointer_type(tl.int16)) + (r * (C // 2) + w)
-        if EVEN:
-            tl.store(at, pair)
-        else:
-            tl.store(at, pair, mask=inside)
-    else:
-        at = out_tile.to(tl.pointer_type(tl.int8)) + (r * C + 2 * w)
-        tl.store(at, pair.to(tl.int8), mask=inside)
-        tl.store(at + 1, (pair >> 8).to(tl.int8), mask=also)
+    store_pairs(out_ptr + row0.to(tl.int64) * C + col0, pair, r, w, rows, cols, C, 8, PAIRS, EVEN)
