@@ -8,29 +8,27 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from microfloat.chips import Chip, chip_named
+from microfloat.chips import chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import gemms, reference
+from microfloat.jax.backends.casts import reads_values
 from microfloat.jax.backends.gemms import GemmPlan, route_of_plan
 from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.dimensions import canonical_dimensions
 from microfloat.jax.ops import check_backend
 from microfloat.jax.ragged_dot import RaggedDot
 from microfloat.operands import GEMMS, OPERANDS
-from microfloat.passes import WRITES_VALUES, family_of
+from microfloat.passes import family_of
 from microfloat.recipes import (
-    Cast,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Gemm,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
 )
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
-from microfloat.routes import route_of
 from microfloat.support import Support, text_table
 
 __all__ = [
@@ -168,7 +166,7 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
         why = (why_no_kernel(each, size, backend, elsewhere=target.elsewhere) for each in together if each is not None)
         reason = next(filter(None, why), "")
         kernel = "XLA's operations" if reason else f"kernels.{family_of(one)[0]}"
-        if not reason and (gemm, side) in _READ_AT_ONCE and _decodes(getattr(recipe, gemm), one, target):
+        if not reason and (gemm, side) in _READ_AT_ONCE and reads_values(getattr(recipe, gemm), one, target.chip):
             kernel += " (decoded to bfloat16)"
         found.append(CastRow(gemm, tensor, one.format.name, kernel, reason))
     return tuple(found)
@@ -176,12 +174,6 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
 
 # Operands whose GEMM follows their cast; the others wait for the backward, as codes.
 _READ_AT_ONCE = (("fprop", "lhs"), ("fprop", "rhs"), ("dgrad", "lhs"), ("wgrad", "lhs"))
-
-
-def _decodes(gemm: Gemm, one: Cast, target: _Target) -> bool:
-    if target.chip is None or family_of(one)[0] not in WRITES_VALUES:
-        return False
-    return route_of(gemm, Chip(target.chip), library="xla").kind == "values"
 
 
 def _checked_shape(shape: object) -> tuple[int, int, int] | None:

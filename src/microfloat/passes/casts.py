@@ -259,7 +259,7 @@ def shared_scale(passes: Passes, both: Both) -> int:
 
 
 def _each_scale(both: Both, scale: int) -> tuple[int, int]:
-    """Where the launch writes a shared scale: in XLA each position is an array of its own, none may stay unwritten."""
+    """The position of a shared scale for each operand that writes it: XLA makes an array of each, and reads it."""
     row, column = both.operands
     return At.NOTHING if row is None else scale, At.NOTHING if column is None else scale
 

@@ -191,7 +191,7 @@ def in_form(
         assert layout.scale is not None
         # Scales of one row of blocks lie alike either way.
         part = layout.scale.transposed if turned and form == "tiles" else layout.scale
-        if changed is not None:
+        if changed is not None:  # the kernel counts nothing: casts with kernels have counted already
             return reference.fold_codes(operand, form, part, changed)
         return backend.fold_codes(operand, form, part)
     # Values that a Hadamard transform has made stay transformed, as its padding stays: the GEMM takes both so.

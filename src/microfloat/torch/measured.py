@@ -160,7 +160,7 @@ class _Plan:
         self._left.append((self._pick(fields), left))
 
     def _pick(self, fields: Sequence[_Field | None]) -> itemgetter:
-        """What takes these fields from a table of all; the first entry of that is None."""
+        """A getter of these fields from a table of all, whose first entry is None."""
         self._fields += [field for field in dict.fromkeys(fields) if field is not None and field not in self._fields]
         return itemgetter(*(0 if field is None else 1 + self._fields.index(field) for field in fields))
 

@@ -22,7 +22,7 @@ from microfloat.passes import WRITES_VALUES, family_of
 from microfloat.recipes import Cast, Gemm
 from microfloat.routes import route_of
 
-__all__ = ["CastInputs", "CastOf", "Operands", "cast_both", "decodes"]
+__all__ = ["CastInputs", "CastOf", "Operands", "cast_both", "decodes", "reads_values"]
 
 
 class CastOf(NamedTuple):
@@ -115,10 +115,14 @@ def _by_kernel(operand: CastOf, inputs: CastInputs, x_RC: Array, backend: str) -
 
 def decodes(gemm: Gemm, cast: Cast, shape: Sequence[int], backend: str) -> bool:
     """True if a kernel casts an operand straight to the bfloat16 that its GEMM reads."""
-    chip = cuda.capability()
-    if chip is None or family_of(cast)[0] not in WRITES_VALUES:
+    if backend == "reference" or not reads_values(gemm, cast, cuda.capability()):
         return False
-    if backend == "reference" or kernels.why_no_kernel(cast, shape, backend):
+    return not kernels.why_no_kernel(cast, shape, backend)
+
+
+def reads_values(gemm: Gemm, cast: Cast, chip: tuple[int, int] | None) -> bool:
+    """True if a GEMM multiplies decoded values on `chip`, and the kernel of the cast writes such."""
+    if chip is None or family_of(cast)[0] not in WRITES_VALUES:
         return False
     return route_of(gemm, Chip(chip), library="xla").kind == "values"
 

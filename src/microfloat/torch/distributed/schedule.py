@@ -304,18 +304,14 @@ all_gather_bytes: Callable[..., object] = (
 )
 
 
-# What runs of bytes are copied as: the widest first.
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
 def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.Tensor:
     """The parts of all ranks along `dim`, which is `outer` runs of each rank's share, in the memory order of `part`.
 
     The bytes travel as they lie, and are put in place by one copy of whole runs, where they are not in place already.
     """
-    order = sorted(range(part.dim()), key=lambda at: (-part.stride(at), at))
-    lies = part.permute(order).contiguous()
-    at = order.index(dim)
+    turned = part.stride(0) < part.stride(1)  # a matrix, whose columns lie one after the other
+    lies = (part.t() if turned else part).contiguous()
+    at = 1 - dim if turned else dim
     sent = lies.view(-1).view(torch.uint8)
     received = sent.new_empty(axis.size * sent.numel())
     group = group_named(axis.group)
@@ -323,12 +319,20 @@ def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.T
         all_gather_bytes(received, sent, group=group)
     runs = outer * math.prod(lies.shape[:at])
     if runs > 1:
-        run = sent.numel() // runs
-        words = next(dtype for dtype in _WORDS if run % dtype.itemsize == 0)
-        received = received.view(words).view(axis.size, runs, run // words.itemsize).movedim(0, 1).contiguous()
+        received = side_by_side(received.view(axis.size, runs, -1))
     shape = (*lies.shape[:at], axis.size * lies.shape[at], *lies.shape[at + 1 :])
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return received.view(-1).view(torch.uint8).view(part.dtype).view(shape).permute(inverse)
+    whole = received.view(part.dtype).view(shape)
+    return whole.t() if turned else whole
+
+
+def side_by_side(shards: torch.Tensor) -> torch.Tensor:
+    """uint8 [ranks, R, bytes of a row] -> [R * ranks * bytes], the rows of all ranks beside each other."""
+    width, start = shards.shape[2], shards.storage_offset()
+    for dtype in (torch.int64, torch.int32, torch.int16):  # a copy of whole words is as fast as memory
+        if width % dtype.itemsize == 0 and start % dtype.itemsize == 0:
+            shards = shards.view(dtype)
+            break
+    return shards.transpose(0, 1).reshape(-1).view(torch.uint8)
 
 
 def why_not_gathered(

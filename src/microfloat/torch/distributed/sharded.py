@@ -33,6 +33,7 @@ from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Arguments, Options, StateDict
 from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.context import ambient
+from microfloat.torch.distributed.schedule import side_by_side
 from microfloat.torch.failures import in_collective
 from microfloat.torch.fusing import Fused
 from microfloat.torch.gathered import Gather, Gathered
@@ -458,20 +459,10 @@ def operand_of(outputs: Sequence[torch.Tensor], metadata: Metadata) -> Operand:
     for output, part, dtype in zip(outputs, layout, (metadata.codes_dtype, metadata.scale_dtype), strict=False):
         assert part is not None
         if transposed and ranks > 1:
-            output = _side_by_side(output.view(ranks, part.shape[0], -1))
+            output = side_by_side(output.view(ranks, part.shape[0], -1))
         made.append(output.view(dtype).view(part.shape))
     scale = made[1] if metadata.scale is None else metadata.scale
     return Operand(made[0], scale, metadata.tensor_scale, cast.format, rows, length)
-
-
-def _side_by_side(shards: torch.Tensor) -> torch.Tensor:
-    """uint8 [ranks, R, bytes of a row] -> [R * ranks * bytes], the rows of all ranks beside each other."""
-    width, start = shards.shape[2], shards.storage_offset()
-    for dtype in (torch.int64, torch.int32, torch.int16):  # a copy of whole words is as fast as memory
-        if width % dtype.itemsize == 0 and start % dtype.itemsize == 0:
-            shards = shards.view(dtype)
-            break
-    return shards.transpose(0, 1).reshape(-1).view(torch.uint8)
 
 
 def largest(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
