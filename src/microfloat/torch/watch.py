@@ -9,7 +9,6 @@ Legend: M = rows of x, K = in features, N = out features.
 """
 
 import contextlib
-import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +47,7 @@ from microfloat.torch.measuring import (
 )
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.observing import OBSERVERS, Listener
+from microfloat.torch.owners import Owners, Supposed
 from microfloat.torch.schedule import Schedule
 from microfloat.torch.tensor import QuantizedTensor
 from microfloat.watching import (
@@ -114,9 +114,7 @@ class watch(RecordLog):
         self._open: dict[str, list[_Call]] = {}
         self._hooks: list[RemovableHandle] = []
         self._asked: dict[tuple, _Asked] = {}
-        self._by_address: dict[int, RecipeLayer] = {}
-        self._places: dict[tuple, int] = {}  # calls of joined weights in this step
-        self._joined: dict[tuple, list[RecipeLayer]] = {}  # and their layers
+        self._owners = Owners(())
         self._mistaken: set[tuple[int, str]] = set()  # steps and names whose layers were others
 
     # ------------------------------------------------------------------------------------------------------------ steps
@@ -124,6 +122,7 @@ class watch(RecordLog):
     def __enter__(self) -> "watch":
         root = getattr(self._model, "_orig_mod", self._model)
         self._names = {module: name for name, module in root.named_modules()}
+        self._owners = Owners([module for module in self._names if isinstance(module, RecipeLayer)])
         own = self._model.__dict__
         self._before = own.get("_compiled_call_impl")
         own["_compiled_call_impl"] = self._caller(self._before or self._model._call_impl)
@@ -172,7 +171,7 @@ class watch(RecordLog):
         if number % self.every:
             return
         self._calls.clear()
-        self._places.clear()
+        self._owners.begin()
         self._sampled += 1
         OBSERVERS.append(self)
         if not _is_compiled(self._model):
@@ -198,11 +197,17 @@ class watch(RecordLog):
         """The listener of one call; see `microfloat.torch.observing`."""
         if schedule.device >= 0 and torch.cuda.is_current_stream_capturing():
             return None
+        supposed = None
         if weight is not None:
-            layers = self._owners(weight, is_backward)
+            layers = self._owners.of(weight)
+            if not layers:
+                with _plainly():
+                    layers, supposed = self._owners.joined_in(weight, is_backward)
         if not layers or any(layer not in self._names for layer in layers):
             return None
         name = _joint([self._names[layer] for layer in layers])
+        if supposed is not None:
+            self._check(name, supposed)
         if is_backward:
             opened = self._open.get(name)
             call = opened.pop() if opened else _Call(self, self._numbered(name), layers, schedule)
@@ -237,69 +242,17 @@ class watch(RecordLog):
         self._calls[name] = count + 1
         return f"{name}#{count}" if count else name
 
-    def _owners(self, weight: torch.Tensor, is_backward: bool) -> list[RecipeLayer]:
-        """The layers whose weights this tensor is, or which a compiler has joined in it.
-
-        A joined one has memory of its own: its layers are found by values, for which the host waits, when a call
-        is the first of its place in a step. In later steps they are taken to be the same, which the device checks.
-        """
-        address = (weight.part_list()[0] if isinstance(weight, QuantizedTensor) else weight).data_ptr()
-        layer = self._by_address.get(address)
-        if layer is None or _address_of(layer) != address:  # memory of weights moves under FSDP
-            self._by_address = {}
-            for one in self._recipe_layers():
-                self._by_address.setdefault(_address_of(one), one)
-            layer = self._by_address.get(address)
-        if layer is not None:
-            return [layer]
-        place = is_backward, weight.shape, weight.dtype
-        number = self._places.get(place, 0)
-        self._places[place] = number + 1
-        found = self._joined.get((*place, number))
-        if found is None:
-            found = self._joined_in(weight)
-            if found:
-                self._joined[*place, number] = found
-        else:
-            self._check_joined(found, weight, (*place, number))
-        return found
-
-    def _recipe_layers(self) -> list[RecipeLayer]:
-        return [module for module in self._names if isinstance(module, RecipeLayer)]
-
-    def _joined_in(self, weight: torch.Tensor) -> list[RecipeLayer]:
-        """The layers with the first rows of the parts of this weight, none where one is nobody's."""
-        layers, found, row = self._recipe_layers(), [], 0
-        while row < weight.shape[0]:
-            part = weight[row : row + 1]
-            layer = next((
-                one for one in layers if one not in found and one.weight.dim() == weight.dim() == 2
-                and one.weight.shape[1:] == weight.shape[1:] and torch.equal(one.weight[:1].to(part.dtype), part)
-            ), None)  # fmt: skip
-            if layer is None:
-                return []
-            found.append(layer)
-            row += layer.weight.shape[0]
-        return found
-
-    def _check_joined(self, layers: Sequence[RecipeLayer], weight: torch.Tensor, place: tuple) -> None:
-        """Let the device compare first rows; where they differ, this sample has no records of these layers, and the
-        next one looks for others.
-        """
-        name, step = _joint([self._names[layer] for layer in layers]), self._count
-        with _plainly():
-            starts = itertools.accumulate((layer.weight.shape[0] for layer in layers[:-1]), initial=0)
-            firsts = torch.cat([layer.weight[:1].to(weight.dtype) for layer in layers])
-            parts = torch.cat([weight[start : start + 1] for start in starts])
-            same = (firsts == parts).all().double().reshape(1)
+    def _check(self, name: str, supposed: Supposed) -> None:
+        """Read later whether layers were those of a joined weight; else this sample has no records of them."""
+        step = self._count
 
         def derive(numbers: Sequence[float]) -> Iterator[tuple[str, object]]:
             if not numbers[0]:
-                self._joined.pop(place, None)
+                supposed.forget()
                 self._mistaken.add((step, name))
             return iter(())
 
-        self._readings.add(Entry(step, name, "", "", ""), Reading(same, derive))
+        self._readings.add(Entry(step, name, "", "", ""), Reading(supposed.same, derive))
 
     def slab(self, size: int) -> slice:
         """The part of an axis that is measured in this sample."""
@@ -341,11 +294,6 @@ def _plainly() -> Iterator[None]:
     """No gradients, and no modes of torch's dispatcher."""
     with torch.no_grad(), _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext():
         yield
-
-
-def _address_of(layer: RecipeLayer) -> int:
-    weight = layer.weight
-    return (weight.part_list()[0] if isinstance(weight, QuantizedTensor) else weight).data_ptr()
 
 
 def _joint(names: Sequence[str]) -> str:
