@@ -84,19 +84,20 @@ def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool)
     return found if dependent else [cut for cut in found if not cut.DEPENDENT]
 
 
+# Of `decode_gemm`: ROW_WARPS and LENGTH_WARPS, and AHEAD where x comes in order, for up to 8, 32 and 64 rows of x.
+_FEW_WARPS = ((1, 8), (1, 4), (2, 4), (2, 2), (4, 2))
+_WARPS = ((1, 8), (2, 4), (2, 2), (4, 2), (4, 1), (8, 1))
+
+
 def _by_warps(usual: DecodeCut, rows: int) -> Iterator[DecodeCut]:
-    """Cuts of `decode_gemm`: warps, tiles and early starts, then stages, x ahead, and its order, one by one."""
-    warps = ((1, 4), (1, 8), (1, 2), (2, 4), (2, 2), (4, 2), (4, 1), (8, 1), (4, 4))
-    for (row_warps, length_warps), tiles, dependent in itertools.product(warps, (1, 2), (False, True)):
-        yield usual._replace(ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, TILES=tiles, DEPENDENT=dependent)
-    for stages in (2, 4):
-        yield usual._replace(STAGES=stages)
-    for ahead, (row_warps, length_warps) in itertools.product((1, 2, 4, 8), ((1, 4), (1, 8), (4, 1), (4, 2), (2, 4))):
-        yield usual._replace(AHEAD=ahead, ROW_WARPS=row_warps, LENGTH_WARPS=length_warps)
-    if rows <= 16:
-        for (row_warps, length_warps), dependent in itertools.product(((1, 4), (2, 4), (4, 2), (4, 1)), (False, True)):
-            cut = usual._replace(ORDERED=not usual.ORDERED, DEPENDENT=dependent)
-            yield cut._replace(ROW_WARPS=row_warps, LENGTH_WARPS=length_warps)
+    """Cuts of `decode_gemm`, which begin early."""
+    aheads = (usual.AHEAD,) if rows <= 8 else (2, 4) if rows < 64 else (1, 2)
+    for (row_warps, length_warps), tiles, stages, ahead in itertools.product(
+        _FEW_WARPS if rows <= 8 else _WARPS, (1, 2), (1, 2), aheads
+    ):
+        yield usual._replace(
+            ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, TILES=tiles, STAGES=stages, AHEAD=ahead, DEPENDENT=True
+        )
 
 
 def _wide(usual: DecodeCut, shape: Shape, processors: int) -> Iterator[DecodeCut]:

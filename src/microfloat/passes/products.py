@@ -168,37 +168,43 @@ class _Division(NamedTuple):
     ROW_WARPS: int
     LENGTH_WARPS: int
     TILES: int
+    STAGES: int
     AHEAD: int
     ORDERED: int
     DEPENDENT: int
 
 
 # Kind of codes: the most rows of x: divisions where the weight has few rows, some, or many (48 and 128 for each
-# multiprocessor). Where a Hopper takes them (`_WIDE` has the others) each is within 5 % of the best of some hundred
-# that `benchmarks decode --cuts` measured on an H100 with 4096, 8192 and 28672 rows; NVFP4 stood for MXFP4. Small
-# programs, so that several of a multiprocessor wait at different times; more warps along K where rows of the weight are
-# few, and more rows of a program where they are many and x is long.
-_ANY64 = ((1, 4, 1, 2, 1, 0), (2, 2, 1, 2, 1, 0), (2, 2, 2, 1, 1, 0))
+# multiprocessor): the fastest of 20 to 48 that were measured on an H100 with 4096, 8192 and 28672 rows
+# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for MXFP4. More warps along K where rows of the weight are few,
+# and more rows of a warp where there are many, or many of x: those share what is read of x.
+_ANY64 = ((1, 4, 1, 1, 2, 1, 0), (2, 2, 1, 1, 2, 1, 0), (2, 2, 2, 1, 1, 1, 0))
+_ROWS_OF_FP8: dict[int, tuple[tuple[int, ...], ...]] = {
+    8: ((1, 8, 2, 2, 2, 0, 1), (1, 8, 2, 1, 2, 0, 1), (1, 8, 1, 1, 4, 0, 1)),
+    16: ((1, 8, 1, 2, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 4, 2, 1, 4, 1, 1)),
+    32: ((1, 8, 1, 1, 2, 1, 1), (2, 4, 1, 1, 2, 1, 1), (4, 1, 1, 1, 2, 1, 1)),
+    64: _ANY64,
+}
 _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
     "FP4": {
-        1: ((1, 8, 1, 8, 0, 1), (2, 4, 1, 8, 0, 1), (1, 4, 1, 8, 0, 1)),
-        4: ((1, 8, 1, 8, 0, 1), (2, 4, 1, 8, 0, 1), (4, 1, 2, 8, 0, 0)),
-        8: ((1, 4, 1, 8, 1, 0), (2, 4, 1, 8, 1, 1), (4, 1, 1, 8, 1, 0)),
-        16: ((1, 4, 1, 8, 1, 0), (1, 4, 1, 4, 1, 1), (4, 1, 2, 4, 1, 0)),
-        32: ((1, 4, 1, 4, 1, 0), (1, 4, 1, 2, 1, 0), (4, 1, 1, 2, 1, 0)),
-        64: _ANY64,
+        4: ((1, 8, 1, 2, 8, 0, 1), (1, 4, 1, 2, 8, 0, 1), (1, 4, 2, 1, 8, 0, 1)),
+        8: ((1, 8, 1, 1, 8, 1, 1), (2, 4, 1, 1, 8, 1, 1), (1, 4, 2, 1, 8, 1, 1)),
+        16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 1, 4, 1, 1), (2, 2, 2, 1, 4, 1, 1)),
+        32: ((1, 8, 2, 1, 4, 1, 1), (2, 4, 2, 1, 4, 1, 1), (4, 1, 2, 1, 4, 1, 1)),
+        64: ((1, 8, 2, 1, 1, 1, 1), (2, 4, 2, 1, 1, 1, 1), (4, 1, 2, 1, 1, 1, 1)),
     },
     "MX": {
-        4: ((1, 8, 1, 4, 0, 1), (2, 4, 1, 4, 0, 1), (2, 4, 1, 4, 0, 1)),
-        8: ((1, 8, 1, 4, 0, 1), (2, 4, 1, 4, 0, 1), (1, 4, 1, 4, 1, 1)),
-        16: ((1, 4, 1, 4, 1, 0), (1, 4, 1, 4, 1, 1), (1, 2, 2, 4, 1, 0)),
-        32: ((1, 4, 1, 4, 1, 0), (1, 4, 1, 2, 1, 1), (4, 1, 1, 2, 1, 1)),
-        64: _ANY64,
+        4: ((1, 8, 1, 2, 4, 0, 1), (1, 8, 2, 1, 4, 0, 1), (1, 4, 2, 1, 4, 0, 1)),
+        8: ((1, 8, 1, 2, 4, 0, 1), (1, 8, 2, 1, 4, 0, 1), (1, 4, 1, 1, 4, 1, 1)),
+        16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 1, 4, 1, 1), (2, 2, 2, 1, 2, 1, 1)),
+        32: ((1, 8, 2, 1, 4, 1, 1), (2, 4, 1, 1, 2, 1, 1), (2, 2, 1, 1, 4, 1, 1)),
+        64: ((1, 8, 2, 1, 1, 1, 1), (2, 4, 2, 1, 2, 1, 1), (4, 1, 2, 1, 1, 1, 1)),
     },
-    "FP8": {
-        8: ((1, 8, 1, 2, 0, 0), (1, 4, 1, 2, 0, 0), (1, 2, 1, 4, 0, 1)),
-        16: ((1, 4, 1, 4, 1, 0), (1, 2, 1, 4, 1, 0), (4, 1, 1, 4, 1, 1)),
-        32: ((1, 4, 1, 4, 1, 0), (1, 4, 1, 2, 1, 0), (4, 1, 2, 2, 1, 1)),
+    "FP8": _ROWS_OF_FP8,
+    "BLOCKS": {
+        8: ((1, 8, 1, 2, 2, 0, 1), *_ROWS_OF_FP8[8][1:]),
+        16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 2, 1, 1)),
+        32: ((1, 8, 2, 1, 2, 1, 1), (2, 4, 2, 1, 4, 1, 1), (4, 2, 2, 1, 2, 1, 1)),
         64: _ANY64,
     },
 }  # fmt: skip
@@ -225,16 +231,13 @@ _LEAST_STEPS = 4  # iterations of a part, where more than 64 rows of x meet it
 # than 64 rows the fastest on average of those in benchmarks/results/decode_cuts.json. Such a program has 128 or 256
 # rows of the weight by 128 or 256 of x. The sums of 256 by 128 take half of all registers; sums of 128x128 blocks take
 # as many again before they are scaled.
-_LEAST_WIDE = {"FP4": 17, "MX": 33, "FP8": 9}
-_FEW_FP8 = {16: (2, 4, 1, 2, 4, 2, 0), 32: (2, 4, 1, 4, 4, 2, 0), 64: (2, 4, 1, 8, 4, 2, 0)}
+_LEAST_WIDE = {"FP4": 65, "MX": 65, "FP8": 33, "BLOCKS": 33}
 _WIDE: dict[str, dict[int, tuple[int, ...]]] = {
-    "FP4": {
-        32: (4, 4, 1, 4, 2, 2, 0), 64: (3, 4, 1, 8, 3, 1, 0), 128: (1, 8, 1, 16, 4, 1, 1), 256: (1, 8, 1, 32, 3, 1, 1),
-    },
-    "MX": {64: (4, 4, 1, 8, 2, 2, 0), 128: (1, 8, 1, 16, 3, 2, 0), 256: (1, 8, 1, 32, 5, 1, 1)},
-    "FP8": {**_FEW_FP8, 128: (1, 8, 2, 16, 3, 2, 0), 256: (1, 8, 2, 16, 4, 1, 1)},
-    "BLOCKS": {**_FEW_FP8, 256: (1, 8, 2, 16, 3, 2, 0)},
-}  # fmt: skip
+    "FP4": {128: (1, 8, 1, 16, 4, 1, 1), 256: (1, 8, 1, 32, 3, 1, 1)},
+    "MX": {128: (1, 8, 1, 16, 3, 2, 0), 256: (1, 8, 1, 32, 5, 1, 1)},
+    "FP8": {64: (2, 4, 1, 8, 4, 2, 0), 128: (1, 8, 2, 16, 3, 2, 0), 256: (1, 8, 2, 16, 4, 1, 1)},
+    "BLOCKS": {64: (2, 4, 1, 8, 4, 2, 0), 256: (1, 8, 2, 16, 3, 2, 0)},
+}
 
 
 def cut_of(
@@ -242,10 +245,12 @@ def cut_of(
 ) -> DecodeCut:
     """The division of a product of M, K, N among programs."""
     m, k, n = shape
-    kind = "FP8" if codes.SCALE not in _SCALES_OF_BYTES else "FP4" if codes.BITS == 4 else "MX"
+    if codes.SCALE in _SCALES_OF_BYTES:
+        kind = "FP4" if codes.BITS == 4 else "MX"
+    else:
+        kind = "BLOCKS" if _has_blocks(codes) else "FP8"
     if device.warpgroups and m >= _LEAST_WIDE[kind]:
-        table = _WIDE["BLOCKS" if _has_blocks(codes) else kind]
-        return fitted(_wide_cut(table, codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
+        return fitted(_wide_cut(_WIDE[kind], codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
     assert m <= MOST_DECODED_ROWS, "nothing else multiplies so many rows"
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
     size = (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
@@ -257,8 +262,9 @@ def cut_of(
         length //= 2
     early = bool(own.DEPENDENT) and device.warpgroups
     cut = DecodeCut(
-        own.ROW_WARPS, length, own.TILES, tokens, 3, own.AHEAD, False, False, False, bool(own.ORDERED), DEPENDENT=early
-    )
+        own.ROW_WARPS, length, own.TILES, tokens, own.STAGES, own.AHEAD, False, False, False, bool(own.ORDERED),
+        DEPENDENT=early,
+    )  # fmt: skip
     return fitted(cut, codes, k, scale_strides, bias)
 
 

@@ -12,12 +12,16 @@ the only shape that Triton lays out in one way: lane 4 g + t of a warp has row (
 Elements are multiplied by their block scale as bfloat16, which is exact; FP32 scales and tensor scales multiply float32
 sums. x of float16 enters as two bfloat16 parts, whose sum is x. Sums have a fixed order: the same bytes every time.
 
-Both operands are asked for early: codes and scales by asynchronous copies to shared memory, STAGES chunks at a time
-(Triton's pipelining of a loop), x by loads into registers AHEAD steps before their use. A load of x at its use waits
-for the L2 cache, since every part of x is new to its multiprocessor: on an H200, half of all waiting was for that.
-More than eight tokens come in the order of the tensor cores, which `decode_order` gives them in a pass of its own.
+Both operands are loaded into registers before their use, by instructions that nothing moves elsewhere: codes and scales
+STAGES chunks ahead, x AHEAD steps. A half of a chunk is loaded once the half before it in the same registers has been
+multiplied, so that two of them need no moves. (Codes that came through shared memory made all warps of a program meet
+twice in each chunk, and with scales of one byte they lost most of their time to conflicts of its banks.) A launch may
+begin while the one before it ends: it then asks the L2 cache for its first chunks. Asking is dear: each lane's request
+is one of its own, so that only one lane asks for a line. More than eight tokens come in the order of the tensor cores,
+which `decode_order` gives them in a pass of its own.
 
-Warps of a program share rows or parts of K (`constants.DecodeCut`); their sums meet in shared memory at the end.
+Warps of a program share rows or parts of K (`constants.DecodeCut`); their sums meet in shared memory at the end, four
+at once.
 
 The weights [E, N, K] of experts lie one below the other. Groups of rows of x, one for each expert, are planned on the
 device (`kernels.casts.groups`): a table says for each tile of 8 * TOKENS rows of x, of which no two groups share one,
@@ -54,14 +58,21 @@ def _unstack(words):
 @triton.jit
 def _stack(parts):
     """A tuple of a power of two of tensors, each of one row per lane -> one tensor with their columns side by side."""
+    made = _joined(parts)
+    return tl.reshape(made, [parts[0].shape[0], made.numel // parts[0].shape[0]])
+
+
+@triton.jit
+def _joined(parts):
+    """A tuple of a power of two of tensors -> one, with their elements side by side in new last axes."""
     LENGTH: tl.constexpr = len(parts)
     if LENGTH == 1:
-        return tl.reshape(parts[0], [parts[0].shape[0], parts[0].numel // parts[0].shape[0]])
+        return parts[0]
     else:
         half = ()
         for i in tl.static_range(LENGTH // 2):
             half = half + (tl.join(parts[i], parts[i + LENGTH // 2]),)
-        return _stack(half)
+        return _joined(half)
 
 
 @triton.jit
@@ -119,21 +130,28 @@ def _paired(words, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, H
         return w0, w1, w2, w3
 
 
-@triton.jit
-def _four_words(at, here, ZERO: tl.constexpr, HW: tl.constexpr):
-    """16 bytes for each lane where `here` is not 0; elsewhere anything, or 0.
+def _text_of_load(kept: str, zero: bool) -> tl.constexpr:
+    """PTX that loads 16 bytes into $0 to $3 from $4 where $5 is not 0, and else leaves anything there, or 0."""
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4)) if zero else ""
+    load = f"@p ld.global.L1::{kept}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
+    return tl.constexpr(f"{{ .reg .pred p; setp.ne.s32 p, $5, 0; {zeros} {load} }}")
 
-    Written as an instruction, which Triton's pipelining does not send through shared memory.
+
+_KEPT, _KEPT_OR_ZERO = _text_of_load("evict_last", False), _text_of_load("evict_last", True)
+_ONCE, _ONCE_OR_ZERO = _text_of_load("no_allocate", False), _text_of_load("no_allocate", True)
+
+
+@triton.jit
+def _four_words(at, here, ZERO: tl.constexpr, ONCE: tl.constexpr, HW: tl.constexpr):
+    """16 bytes for each lane where `here` is not 0; elsewhere anything, or 0. ONCE: nobody else reads them soon.
+
+    Written as an instruction, which stays where it is: in registers, a chunk before their use.
     """
     if HW:
-        ANY: tl.constexpr = (
-            "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p ld.global.L1::evict_last.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-        )
-        OR_ZERO: tl.constexpr = (
-            "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-            "@p ld.global.L1::evict_last.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-        )
-        PTX: tl.constexpr = OR_ZERO if ZERO else ANY
+        if ONCE:
+            PTX: tl.constexpr = _ONCE_OR_ZERO if ZERO else _ONCE
+        else:
+            PTX: tl.constexpr = _KEPT_OR_ZERO if ZERO else _KEPT
         return tl.inline_asm_elementwise(
             PTX, "=&r,=&r,=&r,=&r,l,r", [at.to(tl.int64), here],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
@@ -156,15 +174,15 @@ def _x_ahead(
         if CUT.ORDERED:
             at = x_at[n] + (chunk * 2 + P // EACH) * (TOKENS * EACH * PARTS * 128) + (P % EACH) * (PARTS * 128)
             for part in tl.static_range(PARTS):
-                made = made + _four_words(at + part * 128, here[n], False, HW)
+                made = made + _four_words(at + part * 128, here[n], False, False, HW)
         else:
             at = x_at[n] + chunk * (32 * EACH) + (P // EACH) * (16 * EACH) + 4 * (P % EACH)
             if CUT.EVEN:
-                made = made + _four_words(at, here[n], False, HW)
+                made = made + _four_words(at, here[n], False, False, HW)
             else:
                 t = tl.arange(0, here[n].shape[0]) & 3
                 unit = (chunk * 8 + 4 * (P // EACH) + t) * EACH + P % EACH
-                made = made + _four_words(at, tl.where(unit < x_units, here[n], 0), True, HW)
+                made = made + _four_words(at, tl.where(unit < x_units, here[n], 0), True, False, HW)
     return made
 
 
@@ -216,7 +234,7 @@ def decode_order(
     if CUT.DEPENDENT and HW:
         x_ptr += begin_after()
     x_at = x_ptr + ((first + token) * x_units + unit) * 4
-    words = _four_words(x_at, ((token < rows) & (unit < x_units)).to(tl.int32), True, HW)
+    words = _four_words(x_at, ((token < rows) & (unit < x_units)).to(tl.int32), True, False, HW)
     at = out_ptr.to(tl.pointer_type(tl.int32)) + item * (PARTS * 128) + (lane & 31) * 4
     for part in tl.static_range(PARTS):
         made = _stack(_paired(words, BITS, KIND, part, HW))
@@ -224,30 +242,13 @@ def decode_order(
 
 
 @triton.jit
-def _of_lane(word, lane, HW: tl.constexpr):
-    """The value that another lane of the warp holds."""
-    if HW:
-        PTX: tl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-        return tl.inline_asm_elementwise(PTX, "=r,r,r", [word, lane], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        return tl.gather(word, (tl.arange(0, word.shape[0]) & -32) | lane, 0)
-
-
-@triton.constexpr_function
-def _words_of_chunk(codes):
-    """Words of four scale bytes that a chunk (1024 bits of codes) of a row has, where scales are read in words."""
-    codes = DecodeCodes(*codes)
-    return 256 // codes.BITS // codes.WIDTH if codes.WIDTH else 1
-
-
-@triton.jit
-def _scale_addresses(scale_ptr, rows, t, stride_r, CODES: tl.constexpr, CUT: tl.constexpr):
+def _scale_addresses(scale_ptr, rows, stride_r, CODES: tl.constexpr, CUT: tl.constexpr):
     """Of the scales of chunk 0, for both rows of every tile."""
-    WORDS: tl.constexpr = _words_of_chunk(CODES)
+    IN_WORDS: tl.constexpr = CUT.WIDE and CODES.SCALE == SCALE_E8M0 and CODES.BITS == 8  # those of a chunk of a row
     made = ()
     for i in tl.static_range(2 * CUT.TILES):
-        if CUT.WIDE:
-            at = scale_ptr.to(tl.pointer_type(tl.int32)) + (rows[i] // CODES.HEIGHT) * (stride_r // 4) + t % WORDS
+        if IN_WORDS:
+            at = scale_ptr.to(tl.pointer_type(tl.int32)) + (rows[i] // CODES.HEIGHT) * (stride_r // 4)
         else:
             at = scale_ptr + (rows[i] // CODES.HEIGHT) * stride_r
         made = made + (at,)
@@ -255,62 +256,39 @@ def _scale_addresses(scale_ptr, rows, t, stride_r, CODES: tl.constexpr, CUT: tl.
 
 
 @triton.jit
-def _load(code_at, chunk, t, units, CUT: tl.constexpr, HALF: tl.constexpr):
-    """Words of half a chunk of both rows of every tile: 4 tensors for each row; 0 beyond the end."""
-    made = ()
-    j = tl.arange(0, 4)[None, :]
+def _load(at, chunk, has, t, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr):
+    """What half a chunk stores, where it `has` any: of both rows of every tile 4 words, and a scale, or two in a word.
+
+    With scales of a whole chunk, a float32 or a word of four, the second half has them.
+    """
+    IN_WORDS: tl.constexpr = CUT.WIDE and CODES.SCALE == SCALE_E8M0 and CODES.BITS == 8
+    code_at, scale_at, _, _, units, _, stride_k = at
     unit = chunk * 8 + 4 * HALF + t
+    inside = has if CUT.EVEN else has & (unit < units)
+    words, stored = (), ()
     for i in tl.static_range(2 * CUT.TILES):
-        words = (code_at[i] + chunk * 32 + 16 * HALF)[:, None] + j
-        if CUT.EVEN:
-            made = made + _unstack(tl.load(words, eviction_policy="evict_first"))
-        else:
-            made = made + _unstack(tl.load(words, mask=(unit < units)[:, None], other=0, eviction_policy="evict_first"))
-    return made
+        here = inside.to(tl.int32) + t * 0
+        words = words + _four_words(code_at[i] + chunk * 32 + 16 * HALF, here, not CUT.EVEN, True, HW)
+        if CODES.SCALE == SCALE_E4M3:
+            of_unit = scale_at[i].to(tl.pointer_type(tl.uint16)) + unit
+            stored = stored + (tl.load(of_unit, mask=inside, other=0).to(tl.int32),)
+        elif CODES.SCALE == SCALE_E8M0 and not IN_WORDS:
+            of_unit = scale_at[i] + unit * (128 // CODES.BITS) // CODES.WIDTH * stride_k
+            stored = stored + (tl.load(of_unit, mask=inside, other=0).to(tl.int32),)
+        elif HALF == 1 and CODES.WIDTH != 0:
+            of_chunk = scale_at[i] + chunk * (1 if IN_WORDS else stride_k)
+            stored = stored + (tl.load(of_chunk, mask=has & (chunk * 8 < units), other=0),)
+    return words, stored
 
 
 @triton.jit
-def _load_scales(scale_at, chunk, t, units, stride_k, CODES: tl.constexpr, CUT: tl.constexpr):
-    """The stored scales of a chunk: for each row a word of several, one float32, or the scales of both halves."""
-    WORDS: tl.constexpr = _words_of_chunk(CODES)
-    made = ()
-    for i in tl.static_range(2 * CUT.TILES):
-        if CODES.SCALE == SCALE_FLOAT:
-            if CODES.WIDTH == 0:
-                made = made + (0.0, 0.0)
-            else:  # of a whole chunk, whose lanes share their sums
-                stored = tl.load(scale_at[i] + chunk * stride_k, mask=chunk * 8 < units, other=0)
-                made = made + (stored, stored)
-        elif CUT.WIDE:
-            if CUT.EVEN:
-                stored = tl.load(scale_at[i] + chunk * WORDS)
-            else:
-                inside = (chunk * WORDS + t % WORDS) * 4 * CODES.WIDTH < units * (128 // CODES.BITS)
-                stored = tl.load(scale_at[i] + chunk * WORDS, mask=inside, other=0)
-            made = made + (stored, stored)
-        else:
-            for half in tl.static_range(2):
-                unit = chunk * 8 + 4 * half + t
-                if CODES.SCALE == SCALE_E4M3:  # two of them in a word
-                    at = scale_at[i].to(tl.pointer_type(tl.int16)) + unit
-                else:
-                    at = scale_at[i] + unit * (128 // CODES.BITS) // CODES.WIDTH * stride_k
-                made = made + (tl.load(at, mask=unit < units, other=0).to(tl.int32),)
-    return made
-
-
-@triton.jit
-def _stored_scales(words, lane, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr):
-    """The scale, or the two, of a lane's unit of a half, from `_load_scales`."""
-    t = lane & 3
-    if not CUT.WIDE:
-        return words[HALF]
-    elif CODES.SCALE == SCALE_E4M3:
-        return _of_lane(words[0], (lane & 28) | (2 * HALF + (t >> 1)), HW) >> ((t & 1) * 16)
-    elif CODES.BITS == 4:
-        return (_of_lane(words[0], (lane & 28) | HALF, HW) >> (t * 8)) & 0xFF
+def _stored_scale(loaded, lane, ROW: tl.constexpr, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
+    """The scale, or the two, of a lane's unit of a half of a row, from what `_load` gave for both halves."""
+    IN_WORDS: tl.constexpr = CUT.WIDE and CODES.SCALE == SCALE_E8M0 and CODES.BITS == 8
+    if IN_WORDS:
+        return (loaded[1][1][ROW] >> (((lane & 3) >> 1) * 8 + 16 * HALF)) & 0xFF
     else:
-        return (words[0] >> ((t >> 1) * 8 + 16 * HALF)) & 0xFF
+        return loaded[HALF][1][ROW]
 
 
 @triton.jit
@@ -323,15 +301,16 @@ def _from(parts, START: tl.constexpr):
 
 @triton.jit
 def _chunk_sums(
-    at, lane, chunk, following, sums, queue, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr,
+    at, lane, chunk, x_chunk, has, loaded, sums, queue, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr,
     HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """The sums with the products of a chunk, and the words of x that are on their way, into the `following` chunk.
+    """What the chunk STAGES later stores, if it `has` any; the sums with the products of this one, whose halves are
+    `loaded`; and the words of x that are on their way, into its chunk `x_chunk`.
 
     `at`: addresses of codes, scales and x of chunk 0, whether lanes have a token, units of a row of codes and of x, and
     the stride of scales along a row.
     """
-    code_at, scale_at, x_at, here, units, x_units, stride_k = at
+    _, _, x_at, here, _, x_units, _ = at
     TILES: tl.constexpr = CUT.TILES
     TOKENS: tl.constexpr = CUT.TOKENS
     EACH: tl.constexpr = 16 // CODES.BITS
@@ -340,10 +319,8 @@ def _chunk_sums(
     AHEAD: tl.constexpr = min(CUT.AHEAD, STEPS)
     EACH_STEP: tl.constexpr = 4 * TOKENS * (PARTS if CUT.ORDERED else 1)  # words of x
     BLOCKS: tl.constexpr = CODES.SCALE == SCALE_FLOAT and CODES.WIDTH != 0
-    t = lane & 3
-    words = _load(code_at, chunk, t, units, CUT, 0) + _load(code_at, chunk, t, units, CUT, 1)
-    stored = _load_scales(scale_at, chunk, t, units, stride_k, CODES, CUT)
-    total = sums
+    later = chunk + CUT.STAGES * CUT.LENGTH_WARPS
+    following, total = (), sums
     if BLOCKS:
         total = ()
         for i in tl.static_range(4 * TILES * TOKENS):
@@ -352,7 +329,7 @@ def _chunk_sums(
         scales = ()
         if CODES.SCALE != SCALE_FLOAT:
             for i in tl.static_range(2 * TILES):
-                of_row = _stored_scales((stored[2 * i], stored[2 * i + 1]), lane, half, CODES, CUT, HW)
+                of_row = _stored_scale(loaded, lane, i, half, CODES, CUT)
                 scales = scales + scale_words(of_row, CODES, CONVERSIONS, HW)
         for u in tl.static_range(EACH):
             x = _operands_of_x(queue, CODES, CUT, KIND, HW)
@@ -361,23 +338,33 @@ def _chunk_sums(
                 queue = queue + _x_ahead(x_at, chunk, here, x_units, half * EACH + u + AHEAD, CODES, CUT, KIND, HW)
             else:
                 queue = queue + _x_ahead(
-                    x_at, following, here, x_units, half * EACH + u + AHEAD - STEPS, CODES, CUT, KIND, HW
+                    x_at, x_chunk, here, x_units, half * EACH + u + AHEAD - STEPS, CODES, CUT, KIND, HW
                 )
-            total = _step_sums(words, scales, x, total, half, u, CODES, CUT, PARTS, HW, CONVERSIONS)
+            total = _step_sums(loaded[half][0], scales, x, total, u, CODES, CUT, PARTS, HW, CONVERSIONS)
+        following = following + (_load(at, later, has, lane & 3, half, CODES, CUT, HW),)
     if BLOCKS:
-        total = _scaled_sums(total, stored, sums, TILES, TOKENS)
-    return total, queue
+        total = _scaled_sums(total, loaded[1][1], sums, TILES, TOKENS)
+    return following, total, queue
+
+
+@triton.constexpr_function
+def _scales_of_chunk(codes):
+    codes = DecodeCodes(*codes)
+    return 1024 // codes.BITS // codes.WIDTH // (4 if codes.BITS == 8 else 1) if codes.WIDTH else 0
 
 
 @triton.jit
-def _ask_for_codes(code_at, first, code_units, CUT: tl.constexpr):
-    """Ask the L2 cache for the chunks that the loop begins with; those are the same for the lanes of a row."""
-    STRIDE: tl.constexpr = CUT.LENGTH_WARPS
+def _ask_early(code_at, scale_at, first, t, code_units, CODES: tl.constexpr, CUT: tl.constexpr):
+    """Ask the L2 cache for the STAGES chunks that the loop begins with, each lane of a row for every fourth."""
     STAGES: tl.constexpr = CUT.STAGES
+    SCALES: tl.constexpr = _scales_of_chunk(CODES)  # bytes, or words of four
     for i in tl.static_range(2 * CUT.TILES):
-        for step in tl.static_range(STAGES):
-            chunk = first + step * STRIDE
-            ask_for(code_at[i] + chunk * 32, (chunk * 8 < code_units).to(tl.int32))
+        for step in tl.static_range(0, STAGES, 4):
+            chunk = first + (step + t) * CUT.LENGTH_WARPS
+            here = ((step + t < STAGES) & (chunk * 8 < code_units)).to(tl.int32)
+            ask_for(code_at[i] + chunk * 32, here)
+            if CUT.WIDE and CODES.SCALE != SCALE_FLOAT:  # scales without gaps
+                ask_for(scale_at[i] + chunk * SCALES, here)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -402,6 +389,7 @@ def decode_gemm(
     if CUT.GROUPED:
         entry, tile = tile % entries, tile // entries
     token0, tokens, expert = _tile_of_x(plan_ptr, entry, M, CUT.GROUPED)
+    STAGES: tl.constexpr = CUT.STAGES
     steps = ((code_units + 7) // 8 + STRIDE - 1) // STRIDE
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
     row_of_expert = 0
@@ -424,10 +412,19 @@ def decode_gemm(
         rows = rows + (row,)
         row += row_of_expert
         code_at = code_at + (codes_ptr.to(tl.pointer_type(tl.int32)) + (row * code_units + t) * 4,)
-    scale_at = _scale_addresses(scale_ptr, rows, t, scale_stride_r, CODES, CUT)
+    scale_at = _scale_addresses(scale_ptr, rows, scale_stride_r, CODES, CUT)
+    first = warp % STRIDE
     if CUT.DEPENDENT and HW:
-        _ask_for_codes(code_at, warp % STRIDE, code_units, CUT)
-        x_ptr += begin_after()
+        _ask_early(code_at, scale_at, first, t, code_units, CODES, CUT)
+        nothing = begin_after()
+        x_ptr += nothing
+        first += nothing
+    if CUT.GROUPED:
+        if CODES.LEVEL:
+            level_ptr += expert * level_stride_e
+        if CUT.BIAS:
+            bias_ptr += row_of_expert
+        out_ptr += token0.to(tl.int64) * N
     x_at, here = (), ()
     for n in tl.static_range(TOKENS):  # of tokens that are not there any words, and what comes of them is not stored
         if CUT.ORDERED:
@@ -436,7 +433,6 @@ def decode_gemm(
         else:
             x_at = x_at + (x_ptr + ((8 * n + g) * x_units + t * EACH) * 4,)
             here = here + ((8 * n + g < tokens).to(tl.int32),)
-    first = warp % STRIDE
     zero = (first * 0).to(tl.float32)
     sums = ()
     for _i in tl.static_range(4 * TILES * TOKENS):
@@ -445,22 +441,17 @@ def decode_gemm(
     for p in tl.static_range(AHEAD):
         queue = queue + _x_ahead(x_at, first, here, x_units, p, CODES, CUT, KIND, HW)
     at = (code_at, scale_at, x_at, here, code_units, x_units, scale_stride_k)
-    if HW:
-        for step in tl.range(0, steps, num_stages=CUT.STAGES):
-            chunk, following = first + step * STRIDE, first + tl.minimum(step + 1, steps - 1) * STRIDE
-            sums, queue = _chunk_sums(at, lane, chunk, following, sums, queue, CODES, CUT, KIND, HW, CONVERSIONS)
-    else:  # the interpreter has no such loop
-        step = 0
-        while step < steps:
-            chunk, following = first + step * STRIDE, first + tl.minimum(step + 1, steps - 1) * STRIDE
-            sums, queue = _chunk_sums(at, lane, chunk, following, sums, queue, CODES, CUT, KIND, HW, CONVERSIONS)
-            step += 1
-    if CUT.GROUPED:
-        if CODES.LEVEL:
-            level_ptr += expert * level_stride_e
-        if CUT.BIAS:
-            bias_ptr += row_of_expert
-        out_ptr += token0.to(tl.int64) * N
+    step, loaded = 0, ()
+    for stage in tl.static_range(2 * STAGES):
+        loaded = loaded + (_load(at, first + stage // 2 * STRIDE, steps > 0, t, stage % 2, CODES, CUT, HW),)
+    while step < steps:
+        x_chunk = first + tl.minimum(step + 1, steps - 1) * STRIDE
+        made, sums, queue = _chunk_sums(
+            at, lane, first + step * STRIDE, x_chunk, step + STAGES < steps, (loaded[0], loaded[1]), sums, queue, CODES,
+            CUT, KIND, HW, CONVERSIONS,
+        )  # fmt: skip
+        loaded = _from(loaded, 2) + made
+        step += 1
     # Rows of x behind the last group give zeros: those were no steps.
     _store(
         sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, tokens, N, scale_stride_r, level_stride, steps > 0, CODES,
@@ -470,7 +461,7 @@ def decode_gemm(
 
 @triton.jit
 def _step_sums(
-    words, scales, x, sums, HALF: tl.constexpr, U: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
+    words, scales, x, sums, U: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
     PARTS: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
     """The sums with the products of 8 elements of every lane and token."""
@@ -479,8 +470,8 @@ def _step_sums(
     EACH: tl.constexpr = 16 // CODES.BITS
     made = ()
     for tile in tl.static_range(TILES):
-        a = _elements(words, HALF * 8 * TILES + 8 * tile, U, CODES, CONVERSIONS)
-        b = _elements(words, HALF * 8 * TILES + 8 * tile + 4, U, CODES, CONVERSIONS)
+        a = _elements(words, 8 * tile, U, CODES, CONVERSIONS)
+        b = _elements(words, 8 * tile + 4, U, CODES, CONVERSIONS)
         if CODES.SCALE != SCALE_FLOAT:
             a = _scaled(a, scales[4 * tile + U // (EACH // 2)], CODES, HW)
             b = _scaled(b, scales[4 * tile + 2 + U // (EACH // 2)], CODES, HW)
@@ -514,7 +505,7 @@ def _scaled_sums(total, stored, sums, TILES: tl.constexpr, TOKENS: tl.constexpr)
             for i in tl.static_range(4):
                 made = made + (
                     tl.fma(
-                        total[4 * (tile * TOKENS + n) + i], stored[4 * tile + 2 * (i // 2)],
+                        total[4 * (tile * TOKENS + n) + i], stored[2 * tile + i // 2],
                         sums[4 * (tile * TOKENS + n) + i],
                     ),
                 )  # fmt: skip
@@ -538,20 +529,35 @@ def _scaled(pairs, scale, CODES: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
+def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def _over_length(sums, CUT: tl.constexpr):
+    """Four sums of every lane [warps of rows, lanes], with those of the warps along K."""
+    SHAPE: tl.constexpr = [CUT.ROW_WARPS, CUT.LENGTH_WARPS, 32]
+    s0, s1 = tl.reshape(sums[0], SHAPE), tl.reshape(sums[1], SHAPE)
+    s2, s3 = tl.reshape(sums[2], SHAPE), tl.reshape(sums[3], SHAPE)
+    return tl.reduce((s0, s1, s2, s3), 1, _add_four)
+
+
+@triton.jit
 def _store(
     sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, M, N, scale_stride_r, level_stride, is_of_expert,
     CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = CUT.TILES
     TOKENS: tl.constexpr = CUT.TOKENS
-    COUNT: tl.constexpr = 4 * TILES * TOKENS
-    total = tl.sum(tl.reshape(_stack(sums), [CUT.ROW_WARPS, CUT.LENGTH_WARPS, 32, COUNT]), 1)
+    parts = ()
+    for part in tl.static_range(TILES * TOKENS):
+        parts = parts + _over_length(_four(sums, 4 * part), CUT)
+    total = tl.reshape(_joined(parts), [CUT.ROW_WARPS, 32, 4 * TILES * TOKENS])
     warp = tl.arange(0, CUT.ROW_WARPS)[:, None, None]
     lane = tl.arange(0, 32)[None, :, None]
-    g, t = lane >> 2, lane & 3
-    i = tl.arange(0, COUNT)[None, None, :]
-    row = row0 + warp * (16 * TILES) + (i // (4 * TOKENS)) * 16 + ((i >> 1) & 1) * 8 + g
-    token = ((i // 4) % TOKENS) * 8 + 2 * t + (i & 1)
+    i = tl.arange(0, 4 * TILES * TOKENS)[None, None, :]
+    row = row0 + warp * (16 * TILES) + (i // (4 * TOKENS)) * 16 + ((i >> 1) & 1) * 8 + (lane >> 2)
+    token = ((i // 4) % TOKENS) * 8 + 2 * (lane & 3) + (i & 1)
     inside = (row < N) & (token < M)
     if CODES.SCALE == SCALE_E4M3:
         total = total * 128.0

@@ -73,11 +73,11 @@ def scale_words(stored, CODES: tl.constexpr, CONVERSIONS: tl.constexpr, HW: tl.c
     else:
         if CONVERSIONS:
             PTX: tl.constexpr = (
-                "{ .reg .b16 p, q, a, b; .reg .b32 h; mov.b32 {p, q}, $2; cvt.rn.f16x2.e4m3x2 h, p; "
+                "{ .reg .b16 a, b; .reg .b32 h; cvt.rn.f16x2.e4m3x2 h, $2; "
                 "mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
             )
             low, high = tl.inline_asm_elementwise(
-                PTX, "=r,=r,r", [stored], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+                PTX, "=r,=r,h", [stored.to(tl.int16)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
             )
         else:
             low, high = decode(stored & 0xFF, 3, 7), decode((stored >> 8) & 0xFF, 3, 7)
