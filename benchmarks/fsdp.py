@@ -166,7 +166,7 @@ def under_plan(base: nn.Sequential, x: torch.Tensor) -> Iterator[Variant]:
         if name is not None:
             mf.convert(model, RECIPES[name])
         styles = torch_styles if name is None else microfloat_styles
-        plan: dict[str, Any] = {key: torch_styles.SequenceParallel(sequence_dim=0) for key in ("n1", "n2")}
+        plan: dict[str, Any] = {key: styles.SequenceParallel(sequence_dim=0) for key in ("n1", "n2")}
         plan |= {key: styles.ColwiseParallel(input_layouts=Shard(0)) for key in ("qkv", "gate", "up")}
         plan |= {key: styles.RowwiseParallel(output_layouts=Shard(0)) for key in ("o", "down")}
         for block in model:

@@ -8,6 +8,7 @@ import torch
 if TYPE_CHECKING:
     from microfloat.recipes import Cast
     from microfloat.torch.distributed.expert_parallel import _Route
+    from microfloat.torch.distributed.placed import Placed
     from microfloat.torch.linear import Run
     from microfloat.torch.produced_linear import ActivationRun, NormRun
 
@@ -52,6 +53,7 @@ class Context(Protocol):
     interleaved: bool
     route: "_Route"
     cast: "Cast | None"
+    placed: "Placed"
 
     def save_for_backward(self, *tensors: Maybe) -> None:
         """Keep tensors for backward."""

@@ -309,18 +309,19 @@ def _is_read_later(live: torch.Tensor) -> bool:
 def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """The elementwise maxima over the ranks of a group of several float32 tensors, by one all-reduce.
 
-    Every rank passes tensors of the same shapes. The first collective of a sharded layer under current scaling.
+    Every rank passes tensors of the same shapes; a single one takes the maxima itself. The first collective of a
+    sharded layer under current scaling.
     """
-    sizes = [part.numel() for part in parts]
-    begins = [0]
-    for size in sizes:
-        begins.append(begins[-1] + -(-size // _ALIGNED) * _ALIGNED)
-    payload = parts[0].new_zeros(begins[-1])
-    made = [
-        payload[begin : begin + size].view(part.shape) for begin, size, part in zip(begins, sizes, parts, strict=False)
-    ]
-    for target, part in zip(made, parts, strict=True):
-        target.copy_(part)
+    if len(parts) == 1 and parts[0].is_contiguous():
+        payload, made = parts[0], parts
+    else:
+        begins = [0]
+        for part in parts:
+            begins.append(begins[-1] + -(-part.numel() // _ALIGNED) * _ALIGNED)
+        payload = parts[0].new_zeros(begins[-1])
+        made = [payload[at : at + part.numel()].view(part.shape) for at, part in zip(begins, parts, strict=False)]
+        for target, part in zip(made, parts, strict=True):
+            target.copy_(part)
     with in_collective("the all-reduce of the amaxes of a sharded layer", group):
         torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
     return made

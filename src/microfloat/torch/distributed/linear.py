@@ -3,15 +3,20 @@
 The weight's placement decides the case (`microfloat.torch.distributed.schedule`); x is redistributed to what the case
 needs, as torch's own operators do. Nothing quantized is ever a DTensor, and no DTensor is quantized.
 
+DTensors are taken apart and put together inside of the layer's one node of autograd (`_ShardedRun`). A style of ours
+tells a layer how plain inputs lie and that its result is to be plain (`Border`); a call between such borders makes no
+DTensor but the weight's gradient.
+
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
@@ -20,6 +25,7 @@ from microfloat.torch import backends, layer_state
 from microfloat.torch._checks import check_linear
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
+from microfloat.torch.distributed.placed import Placed, from_the_front, of_gradient
 from microfloat.torch.distributed.schedule import (
     CASES,
     Axis,
@@ -33,7 +39,7 @@ from microfloat.torch.distributed.schedule import (
 )
 from microfloat.torch.entries import entries_of
 from microfloat.torch.failures import agree, in_collective
-from microfloat.torch.linear import apply, backend_name, begin, casts_late, end
+from microfloat.torch.linear import Run, apply, backend_name, begin, casts_late, end
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor
@@ -43,7 +49,7 @@ if TYPE_CHECKING:
 
     from microfloat.torch.nn.linear import Linear
 
-__all__ = ["find_sharded", "run_sharded"]
+__all__ = ["Border", "find_sharded", "run_sharded"]
 
 _NEEDED = "a DTensor on the mesh of the weight"
 _REMEDY = (
@@ -53,26 +59,45 @@ _REMEDY = (
 _Placements = tuple[Placement, ...]
 
 
+class Border(NamedTuple):
+    """What a style has told a layer (its `_border`): how a plain x lies, how y is to lie, and if it is to be plain."""
+
+    x: Placement
+    y: Placement
+    is_plain: bool
+
+
+class _Values(NamedTuple):
+    """A gather in high precision along `dim`; `shard`: how the tensor lies before it."""
+
+    dim: int
+    axis: Axis
+    shard: Placed
+
+
 class _Case(NamedTuple):
-    """A call that is decided: its schedule, and the placements of what goes in and comes out."""
+    """A call that is decided: its schedule, and how what goes in and comes out of it lies."""
 
     schedule: ShardedSchedule
-    x: _Placements
-    dx: _Placements
-    dw: _Placements
+    told: _Placements  # how x lies
+    x: _Placements  # how the schedule takes it
     bias: _Placements
-    db: _Placements
-    y: _Placements
+    dx: Placed
+    dw: Placed
+    db: Placed | None
+    y: Placed
+    dy: Placed
+    is_plain: bool  # y is a plain tensor
     x_shape: torch.Size  # of this rank's part of x, gathered where the schedule gathers
-    y_shape: torch.Size  # of the whole y
-    y_strides: tuple[int, ...]
+    values: _Values | None  # the gather of x in high precision, where one runs
+    dy_values: _Values | None  # that of dy, whose y is added up and scattered
 
 
 def run_sharded(
     layer: "Linear",
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: Maybe,
+    bias: torch.Tensor | None,
     recipe: Recipe,
     state: Ambient | None,
     first: bool | None,
@@ -80,57 +105,115 @@ def run_sharded(
     """``x @ weight.T + bias`` of DTensors under `recipe`; None where there are no elements to multiply.
 
     y is a DTensor: sharded by columns for a weight that is sharded by its rows (N), partial sums for one that is
-    sharded by its columns (K), as from torch's own operators.
+    sharded by its columns (K), as from torch's own operators. Of a layer with a `Border` x and y may be plain.
     """
-    x, weight, bias = _checked(x, weight, bias)
     case = _case_of(layer, x, weight, bias, recipe, state)
     if case is None:
         return None
-    if getattr(layer, "fuse_wgrad_accumulation", False) and case.schedule.wants_dw:
+    schedule, read = case.schedule, x
+    if getattr(layer, "fuse_wgrad_accumulation", False) and schedule.wants_dw:
         raise NotSupportedError(
             "fuse_wgrad_accumulation: got True for a layer whose weight is a DTensor, needed a plain weight, since "
             "main_grad is none of its shards. Leave it out of this layer."
         )
-    if tuple(x.placements) != case.x:
-        x = x.redistribute(placements=case.x)
-    schedule = case.schedule
-    if schedule.shards.gathers("x") is not None:
-        x_local = _gathering(x, case)
+    if case.values is not None:
+        read = _gathered_values(x, case.values)
     else:
-        x_local = x.to_local(grad_placements=case.dx)
-    w_local = weight.to_local(grad_placements=case.dw)
-    b_local = None
+        if not isinstance(x, DTensor) and case.x != case.told:
+            x = DTensor.from_local(x, case.dw.mesh, case.told, run_check=False)
+        if isinstance(x, DTensor):
+            read = x if x.placements == case.x else x.redistribute(placements=case.x)
+            read = _gathering(read, case) if schedule.shards.gathers("x") is not None else read
     if bias is not None:
-        bias = bias if tuple(bias.placements) == case.bias else bias.redistribute(placements=case.bias)
-        b_local = bias.to_local(grad_placements=case.db)
+        assert isinstance(bias, DTensor)
+        bias = bias if bias.placements == case.bias else bias.redistribute(placements=case.bias)
     if schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice():
         with torch.cuda.device(schedule.device):
-            y_local = _run(layer, schedule, x_local, w_local, b_local, state, first)
-    else:
-        y_local = _run(layer, schedule, x_local, w_local, b_local, state, first)
-    axis = schedule.shards.gathers("dy")
-    if axis is not None:
-        y_local = _Scattered.apply(y_local, _dim_of(case.y), axis.group)
-    whole = {"shape": case.y_shape, "stride": case.y_strides}
-    return DTensor.from_local(y_local, x.device_mesh, case.y, run_check=False, **whole)
+            return _run(layer, case, read, weight, bias, state, first)
+    return _run(layer, case, read, weight, bias, state, first)
 
 
 def _run(
-    layer: "Linear", schedule: ShardedSchedule, x: torch.Tensor, weight: torch.Tensor, bias: Maybe,
-    state: Ambient | None, first: bool | None,
+    layer: "Linear", case: _Case, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, state: Ambient | None,
+    first: bool | None,
 ) -> torch.Tensor:  # fmt: skip
-    if OBSERVERS:
-        schedule = observed(schedule, (layer,))
-    run = begin(layer, schedule, weight, state, first, apart=True)
-    y = apply(run, x, weight, bias)
+    schedule = observed(case.schedule, (layer,)) if OBSERVERS else case.schedule
+    run = begin(layer, schedule, _plain_of(weight), state, first, apart=True)
+    y = apply(_ShardedRun(run, case), x, weight, bias)
     if run.delayed is not None:
         end(run, layer)
     return y
 
 
+@dataclass(slots=True, eq=False)
+class _ShardedRun:
+    """A `Run` of this rank's parts: takes DTensors apart and puts them together, in one node with the products.
+
+    ``x.to_local()``, the call and ``DTensor.from_local(y)`` were three nodes, which cost more than the call itself.
+    """
+
+    run: Run
+    case: _Case
+    wraps_dx: bool = False
+    scatters_dx: bool = False
+    y_shape: torch.Size | None = None
+
+    @property
+    def path(self) -> str:
+        """The name of the layer in its model."""
+        return self.run.path
+
+    def forward(self, ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Maybe) -> torch.Tensor:
+        """y, plain or a DTensor."""
+        case = self.case
+        if isinstance(x, DTensor):
+            x, self.wraps_dx = x._local_tensor, True
+        elif not hasattr(x, "shard"):
+            x = arrived(x)
+            if case.schedule.shards.gathers("x") is not None:
+                x, self.scatters_dx = _with_shard(x, case.x_shape), True
+        y = self.run.forward(ctx, x, _plain_of(weight), None if bias is None else _plain_of(bias))
+        axis = case.schedule.shards.gathers("dy")
+        if axis is not None:
+            self.y_shape = y.shape
+            y = _scatter(y, _dim_of(case.y.placements), axis)
+        elif case.dy_values is not None:
+            y = _scatter(y, case.dy_values.dim, case.dy_values.axis)
+        return y if case.is_plain else case.y.wrap(y)
+
+    def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
+        """The gradients of x, weight and bias, DTensors where these are."""
+        case = self.case
+        if isinstance(dy, DTensor):
+            dy = case.dy.local_of(dy)
+        if self.y_shape is not None:  # the schedule gets the shard of dy, and gathers its codes
+            dy = _with_shard(dy, self.y_shape)
+        elif case.dy_values is not None:
+            dy = _gather(arrived(dy), case.dy_values.dim, case.dy_values.axis)
+        dx, dw, db = self.run.backward(ctx, dy)
+        if dx is not None and self.scatters_dx:
+            axis = case.schedule.shards.gathers("x")
+            assert axis is not None
+            dx = _scatter(dx, _dim_of(case.x), axis)
+        if dx is not None and self.wraps_dx:
+            dx = case.dx.wrap(dx)
+        assert db is None or case.db is not None
+        return dx, None if dw is None else case.dw.wrap(dw), None if db is None else case.db.wrap(db)  # type: ignore
+
+
+def _plain_of(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, as operators see it: a shard that gathers values is a plain tensor to them."""
+    assert isinstance(parameter, DTensor)
+    local = parameter._local_tensor
+    if type(local) is torch.Tensor:
+        return local
+    with torch.no_grad():
+        return local.view_as(local)
+
+
 def find_sharded(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> ShardedSchedule | None:
     """The schedule that a call of `layer` with the DTensor `x` would run; None where there are no elements."""
-    case = _case_of(layer, *_checked(x, layer.weight, layer.bias), recipe, state)
+    case = _case_of(layer, x, layer.weight, layer.bias, recipe, state)
     return None if case is None else case.schedule
 
 
@@ -138,35 +221,55 @@ def find_sharded(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambien
 
 
 def _case_of(
-    layer: "Linear", x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, state: Ambient | None
+    layer: "Linear", x: torch.Tensor, weight: torch.Tensor, bias: Maybe, recipe: Recipe, state: Ambient | None
 ) -> _Case | None:
     """The plan of a call, decided alike on all ranks: by the shapes and placements of the whole tensors."""
     if isinstance(layer, torch.nn.Module):  # not of a function
         layer_state.unwrap_buffers(layer)
-    x._local_tensor = arrived(x._local_tensor)
+    border: Border | None = getattr(layer, "_border", None)
+    # A style of ours has said how a plain x lies. What other ranks have too needs its gradient reduced, by a DTensor.
+    is_told = not isinstance(x, DTensor) and border is not None and type(border.x) is Shard
+    if (
+        not isinstance(weight, DTensor) or isinstance(weight._local_tensor, QuantizedTensor)
+        or weight.device_mesh.get_coordinate() is None
+        or not (is_told or isinstance(x, DTensor)) or not (bias is None or isinstance(bias, DTensor))
+    ):  # fmt: skip
+        _checked(x, weight, bias, border if is_told else None)
+    assert isinstance(weight, DTensor)
+    assert bias is None or isinstance(bias, DTensor)
+    if isinstance(x, DTensor):
+        local = x._local_tensor = arrived(x._local_tensor)
+        lies: object = x._spec
+    else:
+        local, lies = arrived(x), border
     grad, kind = torch.is_grad_enabled(), x.device.type
     compute = autocast_dtype(kind) or x.dtype
-    name, scatter = backend_name(layer, state), getattr(layer, "_scatters", None)
+    name = backend_name(layer, state)
     needs = grad and x.requires_grad, grad and weight.requires_grad
     late = bool(getattr(layer, "_load_state_dict_post_hooks", None)) and casts_late(layer, weight)
-    local, w_local = x._local_tensor, weight._local_tensor
-    mesh = weight.device_mesh  # equal ones may have groups of their own
-    groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
+    w_local, mesh = weight._local_tensor, weight.device_mesh
+    groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))  # equal ones may have their own
     key = (
-        groups, recipe, name, compute, *needs, x._spec, weight._spec, None if bias is None else bias._spec, scatter,
-        local.shape, local.stride(), local.data_ptr() & 15, w_local.stride(), w_local.data_ptr() & 15, x.device, late,
+        groups, recipe, name, compute, *needs, lies, weight._spec, None if bias is None else bias._spec, border,
+        local.shape, local.stride(), local.data_ptr() & 15, w_local.stride(), w_local.data_ptr() & 15, type(w_local),
+        x.device, x.dtype, late,
     )  # fmt: skip
     found: Any = SCHEDULES.get(key)
     if found is None:
-        if x.numel() == 0 or weight.numel() == 0:
+        whole, path = _checked(x, weight, bias, border if is_told else None), getattr(layer, "_path", "")
+        if whole[0].numel() == 0 or weight.numel() == 0:
             return None
-        path = getattr(layer, "_path", "")
-        found = remember(key, _decided(x, weight, bias, recipe, name, compute, needs, late, scatter, path))  # type: ignore
+        found = remember(key, _decided(*whole, recipe, name, compute, needs, late, border, path))  # type: ignore
     return found
 
 
-def _checked(x: torch.Tensor, weight: torch.Tensor, bias: Maybe) -> tuple[DTensor, DTensor, DTensor | None]:
-    """The tensors; raises where some are DTensors and some are not, or on different meshes."""
+def _checked(
+    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, border: Border | None
+) -> tuple[DTensor, DTensor, DTensor | None]:
+    """The tensors, x as a DTensor if `border` says how it lies; raises where some are DTensors and some are not, or on
+    different meshes."""
+    if border is not None and isinstance(weight, DTensor):
+        x = DTensor.from_local(arrived(x).detach(), weight.device_mesh, (border.x,), run_check=False)
     if not isinstance(weight, DTensor):
         assert isinstance(x, DTensor)
         placed = f"a DTensor on {x.device_mesh}, while the weight is a plain tensor"
@@ -191,7 +294,7 @@ def _checked(x: torch.Tensor, weight: torch.Tensor, bias: Maybe) -> tuple[DTenso
 
 def _decided(
     x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, name: str, compute: torch.dtype,
-    needs: tuple[bool, bool], late: bool, scatter: int | None, path: str,
+    needs: tuple[bool, bool], late: bool, border: Border | None, path: str,
 ) -> _Case:  # fmt: skip
     mesh, last = weight.device_mesh, x.dim() - 1
     facts = {"layer": path, "recipe": repr(recipe), "x": _placed(x), "weight": _placed(weight)}
@@ -200,9 +303,9 @@ def _decided(
     check_linear(x._local_tensor.new_empty(()).expand(x.shape), weight._local_tensor.new_empty(()).expand(weight.shape),
                  None if bias is None else bias._local_tensor.new_empty(()).expand(bias.shape))  # fmt: skip
     cases = [_letter(x.placements[i], weight.placements[i], last) for i in range(mesh.ndim)]
-    note = ""
-    if scatter is not None and cases == ["K"]:
-        scatter %= x.dim()
+    note, scatter = "", None
+    if border is not None and type(border.y) is Shard and cases == ["K"]:
+        scatter = border.y.dim % x.dim()
         cases = ["S"] if scatter < last else cases
     for axis in range(mesh.ndim):  # gathers and scatters are those of one group
         if cases[axis] == "G" and mesh.ndim > 1:
@@ -214,7 +317,22 @@ def _decided(
         made = _make(*call, None, ["N" if c == "G" else "K" for c in cases])
         assert not isinstance(made, str)
     made.schedule.note = note
-    return made
+    return made if mesh.ndim > 1 else _at_the_border(made, x, border)
+
+
+def _at_the_border(case: _Case, x: DTensor, border: Border | None) -> _Case:
+    """The case with the gathers of values that a schedule without gathers of codes needs around it."""
+    (axis, *_), (of_x,), mesh = (*case.schedule.shards.axes, None), x.placements, case.y.mesh
+    if axis is not None and type(of_x) is Shard and case.x == (Replicate(),) and x.shape[of_x.dim] % axis.size == 0:
+        case = case._replace(values=_Values(of_x.dim, axis, Placed(mesh, x.placements, x.shape)))
+    if border is None:
+        return case
+    asked = from_the_front((border.y,), x.dim())
+    if axis is not None and axis.case == "K" and type(asked[0]) is Shard and asked[0].dim < x.dim() - 1:
+        shard, dim = Placed(mesh, asked, case.y.shape), asked[0].dim
+        if case.y.shape[dim] % axis.size == 0:
+            case = case._replace(y=shard, dy=shard, dy_values=_Values(dim, axis, shard))
+    return case._replace(is_plain=border.is_plain and asked == case.y.placements)
 
 
 def _placed(tensor: DTensor) -> str:
@@ -300,14 +418,14 @@ def _make(
         shards, shard.detach(), "", recipe, backend, routes, example.detach(), weight._local_tensor.detach(),
         None if bias is None else bias._local_tensor.detach(), compute, *needs, late,
     )  # fmt: skip
-    strides = torch.empty(y_shape, device="meta").stride()
+    shapes = {"dx": x.shape, "dw": weight.shape, "y": y_shape, "dy": y_shape}
+    lie = {"dy": of_gradient(tuple(placed["y"])), **{key: tuple(one) for key, one in placed.items()}}
+    db = None if bias is None else Placed(mesh, lie["db"], bias.shape)
+    made = {key: Placed(mesh, lie[key], shape) for key, shape in shapes.items()}
     return _Case(
-        schedule,
-        **{key: tuple(made) for key, made in placed.items()},
-        x_shape=x_shape,
-        y_shape=y_shape,
-        y_strides=strides,
-    )
+        schedule, x.placements, lie["x"], lie["bias"], db=db, is_plain=False, x_shape=x_shape, values=None,
+        dy_values=None, **made,
+    )  # fmt: skip
 
 
 def _local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> list[int]:
@@ -356,59 +474,114 @@ def _gathering(x: DTensor, case: _Case) -> torch.Tensor:
 
     Made once for a DTensor, so that several layers that read it share codes in forward and one reduction in backward.
     """
+    state, known = _shared_of(x, "_gathering")
+    if known is None:
+        axis = case.schedule.shards.gathers("x")
+        assert axis is not None
+        known = _Gathered.apply(x, case.x_shape, _dim_of(case.x), axis, case.dx)
+        vars(known).update(shard=x._local_tensor.detach(), gathered={})
+        vars(x)["_gathering"] = state, known
+    return known
+
+
+def _gathered_values(x: torch.Tensor, values: _Values) -> torch.Tensor:
+    """The whole x, gathered in high precision; of a DTensor, once for all layers that read it."""
+    if not isinstance(x, DTensor):
+        return _GatheredValues.apply(x, values)
+    state, known = _shared_of(x, "_gathered_values")
+    if known is None:
+        known = _GatheredValues.apply(x, values)
+        vars(x)["_gathered_values"] = state, known
+    return known
+
+
+def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, torch.Tensor | None]:
+    """The state of a DTensor that counts for what is made of it, and what another layer has made in this state."""
     # Writes to tensors of inference mode are not counted.
     state = None if x.is_inference() else (x._version, x.requires_grad, torch.is_grad_enabled())
-    known = getattr(x, "_gathering", None)
-    if known is not None and known[0] == state and state is not None:
-        return known[1]
-    axis = case.schedule.shards.gathers("x")
-    assert axis is not None
-    local = x.to_local(grad_placements=case.dx)
-    made = _Gathered.apply(local, case.x_shape, _dim_of(case.x), axis.group)
-    vars(made).update(shard=x._local_tensor.detach(), gathered={})
-    vars(x)["_gathering"] = state, made
-    return made
+    known = getattr(x, name, None)
+    return state, known[1] if known is not None and state is not None and known[0] == state else None
 
 
 def _without_memory(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return like.new_zeros(()).expand(shape)
 
 
+def _with_shard(shard: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of the whole shape without memory, of which this rank has a part."""
+    made = _without_memory(shard, shape)
+    vars(made)["shard"] = shard
+    return made
+
+
+def _forget(x: DTensor | None, name: str) -> None:
+    if x is not None:
+        vars(x).pop(name, None)
+
+
 class _Gathered(torch.autograd.Function):
-    """A shard as the whole tensor that casts gather: backward sums the gradients of all ranks and keeps its part."""
+    """A DTensor as the whole tensor that casts gather: backward sums the gradients of all ranks, of which it keeps
+    this rank's part."""
 
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, shape: torch.Size, dim: int, group: str) -> torch.Tensor:
-        ctx.settings = dim, group
-        return _without_memory(x, shape)
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        dim, group = ctx.settings
-        return _scatter(gradients[0], dim, group), None, None, None
-
-
-class _Scattered(torch.autograd.Function):
-    """Partial sums, added up and scattered; in backward the schedule gets the shard of dy, and gathers its codes."""
-
-    @staticmethod
-    def forward(ctx: Context, y: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-        ctx.shape = y.shape
-        return _scatter(y, dim, group)
+    def forward(ctx: Context, x: DTensor, shape: torch.Size, dim: int, axis: Axis, gradient: Placed) -> torch.Tensor:
+        ctx.settings = dim, axis, gradient, weakref.ref(x)
+        return _without_memory(x._local_tensor, shape)
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        dy = _without_memory(gradients[0], ctx.shape)
-        vars(dy)["shard"] = gradients[0]
-        return dy, None, None
+        dim, axis, gradient, x = ctx.settings
+        _forget(x(), "_gathering")  # a leaf and what its own graph holds would keep each other for ever
+        return gradient.wrap(_scatter(gradients[0], dim, axis)), None, None, None, None
 
 
-# The name in newer versions of torch, and in older ones.
-_reduce_scatter: Callable[..., torch.Tensor] = (
-    getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+class _GatheredValues(torch.autograd.Function):
+    """The parts of all ranks; backward sums their gradients, of which it keeps this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Context, x: torch.Tensor, values: _Values) -> torch.Tensor:
+        ctx.settings = values, weakref.ref(x) if isinstance(x, DTensor) else None
+        return _gather(arrived(x._local_tensor if isinstance(x, DTensor) else x), values.dim, values.axis)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
+        values, x = ctx.settings
+        dx = _scatter(gradients[0], values.dim, values.axis)
+        if x is None:
+            return dx, None
+        _forget(x(), "_gathered_values")  # as in `_Gathered`
+        return values.shard.wrap(dx), None
+
+
+# The names in newer versions of torch, and in older ones.
+gather_values: Callable[..., object] = (
+    getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., object] = (
+    getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
 )
 
 
-def _scatter(partial: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    with in_collective("the reduce-scatter of a sharded layer", group_named(group)):
-        return collectives.wait_tensor(_reduce_scatter(partial.contiguous(), "sum", dim, group))
+def _gather(part: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """The parts of all ranks side by side along `dim`."""
+    whole, group = part.new_empty((axis.size * part.shape[0], *part.shape[1:])), group_named(axis.group)
+    with in_collective("the all-gather of a sharded layer", group):
+        gather_values(whole.view(-1), part.contiguous().view(-1), group=group)
+    if math.prod(part.shape[:dim]) == 1:
+        return whole.view(*part.shape[:dim], -1, *part.shape[dim + 1 :])
+    return torch.cat(whole.chunk(axis.size), dim)
+
+
+def _scatter(partial: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """This rank's part along `dim` of the sum over all ranks, by the collective itself.
+
+    torch's functional collectives do the same by an operator that Python dispatches, and a promise that is waited for.
+    """
+    shape = list(partial.shape)
+    shape[dim] //= axis.size
+    is_in_order = math.prod(shape[:dim]) == 1  # the parts of the ranks lie one after the other
+    sent = partial.contiguous() if is_in_order else torch.cat(partial.chunk(axis.size, dim))
+    made, group = sent.new_empty(shape), group_named(axis.group)
+    with in_collective("the reduce-scatter of a sharded layer", group):
+        _reduce_scatter(made.view(-1), sent.view(-1), group=group)
+    return made

@@ -1,16 +1,23 @@
 """Tensor and sequence parallel styles for `torch.distributed.tensor.parallel.parallelize_module`.
 
 torch's own styles serve converted layers too. These gather under sequence parallelism what they can as codes and
-scales: x of a column-parallel layer in forward, dy of a row-parallel one in backward.
+scales: x of a column-parallel layer in forward, dy of a row-parallel one in backward. Between layers they leave tensors
+plain where torch's make DTensors, each of which costs the host about as much as a product.
 """
 
+import types
+
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, parallel
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, parallel
 
 from microfloat.errors import NotSupportedError
 from microfloat.torch._typing import Arguments
+from microfloat.torch.distributed.linear import Border
+from microfloat.torch.distributed.placed import AsPlaced, Placed, ToLocal, from_the_front
 from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.norms import LayerNorm, RMSNorm
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
@@ -28,20 +35,32 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _refuse_stored(module, "ColwiseParallel")
-        return super()._apply(module, device_mesh)
+        return _told(super()._apply(module, device_mesh), self)
 
     @staticmethod
-    def _prepare_input_fn(
+    def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
         input_layouts: Layouts, desired_input_layouts: Layouts, mod: nn.Module, inputs: Arguments,
         device_mesh: DeviceMesh,
-    ) -> DTensor:  # fmt: skip
+    ) -> torch.Tensor | None:  # fmt: skip
         x = inputs[0]
+        if _is_taken(mod, x):
+            return None
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
         if isinstance(mod, Linear) and mod.effective_recipe() is not None and _is_sequence(x):
             return x
         prepare = parallel.ColwiseParallel._prepare_input_fn
         return prepare(x.placements, desired_input_layouts, mod, (x, *inputs[1:]), device_mesh)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: torch.Tensor, device_mesh: DeviceMesh
+    ) -> torch.Tensor:
+        if not isinstance(outputs, DTensor):  # the layer knew that it is to be plain
+            return outputs
+        layouts = from_the_front(output_layouts, outputs.dim())
+        prepare = parallel.ColwiseParallel._prepare_output_fn
+        return prepare(layouts, use_local_output, mod, outputs, device_mesh)
 
 
 class RowwiseParallel(parallel.RowwiseParallel):
@@ -53,18 +72,73 @@ class RowwiseParallel(parallel.RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _refuse_stored(module, "RowwiseParallel")
-        made = super()._apply(module, device_mesh)
-        layout = self.output_layouts[0]
-        if isinstance(made, Linear) and isinstance(layout, Shard):
-            made.__dict__["_scatters"] = layout.dim
-        return made
+        return _told(super()._apply(module, device_mesh), self)
+
+    @staticmethod
+    def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
+        input_layouts: Layouts, desired_input_layouts: Layouts, mod: nn.Module, inputs: Arguments,
+        device_mesh: DeviceMesh,
+    ) -> torch.Tensor | None:  # fmt: skip
+        if _is_taken(mod, inputs[0]):
+            return None
+        prepare = parallel.RowwiseParallel._prepare_input_fn
+        return prepare(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: torch.Tensor, device_mesh: DeviceMesh
+    ) -> torch.Tensor:
+        if not isinstance(outputs, DTensor):
+            return outputs
+        layouts = from_the_front(output_layouts, outputs.dim())
+        prepare = parallel.RowwiseParallel._prepare_output_fn
+        return prepare(layouts, use_local_output, mod, outputs, device_mesh)
 
 
 class SequenceParallel(parallel.SequenceParallel):
     """Run a norm or a dropout on inputs that are sharded by their sequence, as torch's style of the name.
 
-    Its result is a DTensor, which the `ColwiseParallel` layers behind it gather as codes and scales.
+    Its result is a DTensor, which the `ColwiseParallel` layers behind it gather as codes and scales. A norm of rows
+    runs on each rank's rows as a plain tensor, to the bytes and the gradients that DTensors have.
     """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        made = super()._apply(module, device_mesh)
+        (sharding,) = self.sequence_sharding
+        if type(made) in _NORMS and device_mesh.ndim == 1 and isinstance(sharding, Shard):
+            made.__dict__["_rows"] = _Rows(device_mesh, sharding.dim)
+            made.forward = types.MethodType(_norm_of_rows, made)
+        return made
+
+    @staticmethod
+    def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
+        sequence_sharding: Layouts, mod: nn.Module, inputs: Arguments, device_mesh: DeviceMesh
+    ) -> torch.Tensor | None:
+        x = inputs[0]
+        rows: _Rows | None = mod.__dict__.get("_rows")
+        if rows is not None and rows.serves(mod, x):
+            return None
+        return parallel.SequenceParallel._prepare_input_fn(sequence_sharding, mod, inputs, device_mesh)
+
+
+# ------------------------------------------------------------------------------------------------------------ Linears
+
+
+def _told(layer: nn.Module, style: ColwiseParallel | RowwiseParallel) -> nn.Module:
+    """The layer, which knows how its plain inputs lie and its result is to lie."""
+    if isinstance(layer, Linear):
+        (x,), (y,) = style.input_layouts, style.output_layouts
+        layer.__dict__["_border"] = Border(x, y, style.use_local_output)
+    return layer
+
+
+def _is_taken(layer: nn.Module, x: object) -> bool:
+    """True where the layer takes a plain x as it is: eager, under a recipe, of a shard of x."""
+    return (
+        not isinstance(x, DTensor) and isinstance(x, torch.Tensor) and isinstance(layer, Linear)
+        and type(layer.__dict__["_border"].x) is Shard and not torch.compiler.is_compiling()
+        and layer.effective_recipe() is not None
+    )  # fmt: skip
 
 
 def _refuse_stored(module: nn.Module, style: str) -> None:
@@ -82,3 +156,65 @@ def _is_sequence(x: DTensor) -> bool:
     """True for a tensor of rows that are sharded, and nothing else."""
     placement = x.placements[0]
     return len(x.placements) == 1 and type(placement) is Shard and placement.dim < x.dim() - 1
+
+
+# -------------------------------------------------------------------------------------------------------------- norms
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm)
+
+
+class _Rows:
+    """How the tensors of a norm lie whose inputs are sharded along `dim`, before those that it normalizes over."""
+
+    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
+        self.mesh, self.dim = mesh, dim
+        self._whole: dict[tuple, Placed] = {}
+        self._parameters: dict[str, Placed] = {}
+
+    def serves(self, norm: nn.Module, x: object) -> bool:
+        """True where rows are normalized one by one, outside of a compiler's trace."""
+        if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not x.dim():
+            return False
+        dim, over = self.dim % x.dim(), norm.normalized_shape
+        if dim >= x.dim() - len(over):  # pyright: ignore[reportArgumentType]
+            return False
+        return not isinstance(x, DTensor) or x.placements == (Shard(dim),)
+
+    def whole(self, local: torch.Tensor) -> Placed:
+        """How the tensor lies of which every rank has as many rows as this one."""
+        found = self._whole.get(local.shape)
+        if found is None:
+            dim, shape = self.dim % local.dim(), list(local.shape)
+            shape[dim] *= self.mesh.size()
+            found = self._whole[local.shape] = Placed(self.mesh, (Shard(dim),), torch.Size(shape))
+        return found
+
+    def local_parameters(self, norm: nn.Module) -> dict[str, torch.Tensor | None]:
+        """The parameters of this rank, whose gradients are sums over rows, of which it has a part."""
+        made: dict[str, torch.Tensor | None] = {}
+        for name, parameter in norm._parameters.items():
+            if isinstance(parameter, DTensor):
+                placed = self._parameters.get(name)
+                if placed is None or placed.shape != parameter.shape:
+                    placed = self._parameters[name] = Placed(self.mesh, (Partial(),), parameter.shape)
+                made[name] = ToLocal.apply(parameter, placed)
+            else:
+                made[name] = parameter
+        return made
+
+
+def _norm_of_rows(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`norm` of this rank's rows, as a DTensor."""
+    rows: _Rows = norm.__dict__["_rows"]
+    if not rows.serves(norm, x):
+        return type(norm).forward(norm, x)
+    if isinstance(x, DTensor):
+        placed = Placed(x.device_mesh, x.placements, x.shape)
+        local = ToLocal.apply(x, placed)
+    else:
+        placed = rows.whole(x)
+        local = x.view_as(x)  # where the gradients of a norm of several operations are added, before that of others
+    # The same module with other parameters: what others read of it meanwhile stays as it is.
+    twin = object.__new__(type(norm))
+    twin.__dict__ = {**norm.__dict__, "_parameters": rows.local_parameters(norm)}
+    return AsPlaced.apply(type(norm).forward(twin, local), placed, placed)

@@ -304,7 +304,8 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     def _named(self, error: Exception, x: torch.Tensor, recipe: Recipe | None) -> Exception:
         """The error that a call raises for the one it met: one of ours if an operand is the cause, with the name."""
         if not isinstance(error, MicrofloatError):
-            if recipe is None or hasattr(x, "placements"):  # DTensors are checked by the call itself
+            sharded = any(hasattr(one, "placements") for one in (x, self._parameters.get("weight")))
+            if recipe is None or sharded:  # DTensors are checked by the call itself
                 return error
             try:
                 self._check_input(x)
