@@ -1,6 +1,7 @@
 """Plain tensors between the layers of a plan: the bytes that DTensors would have given, and no DTensor made for it."""
 
 import contextlib
+import copy
 import gc
 import weakref
 
@@ -117,9 +118,12 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-def block_on(mesh, recipe: str, styles, dtype=torch.float32) -> Block:
+def block_on(mesh, recipe: str, styles, dtype=torch.float32, by_sequence: bool = True) -> Block:
     torch.manual_seed(1)
     block = Block(recipe).to(dtype)
+    if not by_sequence:
+        plan = {"gate": styles.ColwiseParallel(), "up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
+        return theirs.parallelize_module(block, mesh, plan)
     plan = {"norm": styles.SequenceParallel(sequence_dim=0), "down": styles.RowwiseParallel(output_layouts=Shard(0))}
     plan |= {name: styles.ColwiseParallel(input_layouts=Shard(0)) for name in ("gate", "up")}
     return theirs.parallelize_module(block, mesh, plan)
@@ -170,12 +174,18 @@ def whole_plan(rank: int):
             goal = stepped(block_on(mesh, recipe, theirs, dtype), x, dy)
             ways = [stepped(block, x, dy, lambda x, block=block: checkpoint(block, x, use_reentrant=False))]
             ways.append(stepped(block, x, dy, torch.compile(block, backend="eager")))
+            ways.append(stepped(copy.deepcopy(block), x, dy))
             with torch.no_grad():
                 silent = facts(block(x))
             found[recipe] = first, goal, ways, silent
         with counted() as calls:
             stepped(block, x, dy)
         found["calls", recipe] = calls
+    block, goal = (block_on(mesh, "fp8_current", styles, by_sequence=False) for styles in (ours, theirs))
+    found["whole"] = stepped(block, x[:, :SIZE], dy), stepped(goal, x, dy)
+    with counted() as calls:
+        stepped(block, x, dy)
+    found["calls", "whole"] = calls
     return found
 
 
@@ -277,6 +287,7 @@ def test_plain_tensors_between_layers_give_the_bytes_of_dtensors(ranks) -> None:
                 assert relative(mine[-1], other[-1]) < (2.0**-20 if recipe == "fp8_current" else 2.0**-7)
             for way in ways:
                 assert way == first
+        assert found["whole"][0] == found["whole"][1]
 
 
 def test_a_step_makes_no_dtensor_between_layers(ranks) -> None:
@@ -284,6 +295,7 @@ def test_a_step_makes_no_dtensor_between_layers(ranks) -> None:
     for found in of(ranks, whole_plan):
         for recipe in ("fp8_current", "delayed"):
             assert found["calls", recipe] == {"_reduce_scatter": 2}, recipe
+        assert not found["calls", "whole"]  # without a sequence that is sharded
         # Both layers share one gather of x; dy has one of its own.
         assert found["calls", "mxfp8"] == {"_reduce_scatter": 2, "gather_values": 2}
 

@@ -25,7 +25,7 @@ from microfloat.torch import backends, layer_state
 from microfloat.torch._checks import check_linear
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
-from microfloat.torch.distributed.placed import Placed, from_the_front, of_gradient
+from microfloat.torch.distributed.placed import Placed, from_the_front, of_gradient, sum_over
 from microfloat.torch.distributed.schedule import (
     CASES,
     Axis,
@@ -91,6 +91,7 @@ class _Case(NamedTuple):
     x_shape: torch.Size  # of this rank's part of x, gathered where the schedule gathers
     values: _Values | None  # the gather of x in high precision, where one runs
     dy_values: _Values | None  # that of dy, whose y is added up and scattered
+    sums_over: str | None  # the name of the group over which y is added up, where every rank is to have all of it
 
 
 def run_sharded(
@@ -179,6 +180,8 @@ class _ShardedRun:
             y = _scatter(y, _dim_of(case.y.placements), axis)
         elif case.dy_values is not None:
             y = _scatter(y, case.dy_values.dim, case.dy_values.axis)
+        elif case.sums_over is not None:
+            y = sum_over(y, group_named(case.sums_over), is_fresh=True)
         return y if case.is_plain else case.y.wrap(y)
 
     def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
@@ -332,6 +335,8 @@ def _at_the_border(case: _Case, x: DTensor, border: Border | None) -> _Case:
         shard, dim = Placed(mesh, asked, case.y.shape), asked[0].dim
         if case.y.shape[dim] % axis.size == 0:
             case = case._replace(y=shard, dy=shard, dy_values=_Values(dim, axis, shard))
+    if axis is not None and axis.case == "K" and asked == (Replicate(),):
+        case = case._replace(y=case.dy, sums_over=axis.group)
     return case._replace(is_plain=border.is_plain and asked == case.y.placements)
 
 
@@ -424,7 +429,7 @@ def _make(
     made = {key: Placed(mesh, lie[key], shape) for key, shape in shapes.items()}
     return _Case(
         schedule, x.placements, lie["x"], lie["bias"], db=db, is_plain=False, x_shape=x_shape, values=None,
-        dy_values=None, **made,
+        dy_values=None, sums_over=None, **made,
     )  # fmt: skip
 
 

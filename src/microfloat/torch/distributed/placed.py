@@ -13,9 +13,10 @@ import copy
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from microfloat.torch._typing import Context, Maybe
+from microfloat.torch.failures import in_collective
 
 try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -25,7 +26,7 @@ except ImportError:  # a version of torch that has moved them
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AsPlaced", "Placed", "ToLocal", "from_the_front", "of_gradient"]
+__all__ = ["AsPlaced", "Placed", "ToLocal", "from_the_front", "of_gradient", "sum_over"]
 
 
 class Placed:
@@ -38,8 +39,12 @@ class Placed:
         self.strides = torch.empty(shape, device="meta").stride()
         self._specs: dict[torch.dtype, DTensorSpec] = {}  # pyright: ignore[reportInvalidTypeForm]
 
+    def __deepcopy__(self, memo: object) -> "Placed":
+        return self  # that of a copied layer too, whose mesh is the same
+
     def wrap(self, local: torch.Tensor) -> DTensor:
         """The DTensor of which `local`, a fresh tensor without a history, is this rank's part."""
+        local = local.contiguous()  # as the spec says
         spec = self._specs.get(local.dtype)
         if spec is None:
             if DTensorSpec is None or TensorMeta is None:
@@ -55,10 +60,20 @@ class Placed:
 
     def local_of(self, tensor: DTensor) -> torch.Tensor:
         """This rank's part of a DTensor that may lie otherwise, without a history; a promise where torch makes one."""
-        if tensor.placements != self.placements:
-            with torch.no_grad():
-                tensor = tensor.redistribute(placements=self.placements)
-        return tensor._local_tensor
+        if tensor.placements == self.placements:
+            return tensor._local_tensor
+        if self.placements == (Replicate(),) and tensor.placements == (Partial(),):
+            return sum_over(tensor._local_tensor, self.mesh.get_group(), is_fresh=False)
+        with torch.no_grad():
+            return tensor.redistribute(placements=self.placements)._local_tensor
+
+
+def sum_over(part: torch.Tensor, group: torch.distributed.ProcessGroup, is_fresh: bool) -> torch.Tensor:
+    """The sum of all ranks' parts, by the collective itself; `is_fresh`: in the memory of `part`."""
+    whole = part if is_fresh and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format)
+    with in_collective("the all-reduce of a sharded layer", group):
+        torch.distributed.all_reduce(whole, group=group)
+    return whole
 
 
 def from_the_front(placements: tuple[Placement, ...], dims: int) -> tuple[Placement, ...]:

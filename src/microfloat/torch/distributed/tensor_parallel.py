@@ -46,7 +46,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
         if _is_taken(mod, x):
             return None
         if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
+            x = _whole_of(mod, x, input_layouts, device_mesh)
         if isinstance(mod, Linear) and mod.effective_recipe() is not None and _is_sequence(x):
             return x
         prepare = parallel.ColwiseParallel._prepare_input_fn
@@ -141,6 +141,19 @@ def _is_taken(layer: nn.Module, x: object) -> bool:
     )  # fmt: skip
 
 
+def _whole_of(layer: nn.Module, x: torch.Tensor, layouts: Layouts, mesh: DeviceMesh) -> DTensor:
+    """The DTensor of a plain input."""
+    is_replica = layouts[0].is_replicate() and mesh.ndim == 1 and not torch.compiler.is_compiling()
+    if not is_replica or not isinstance(x, torch.Tensor) or not x.is_contiguous() or x.device.type != mesh.device_type:
+        return DTensor.from_local(x, mesh, layouts, run_check=False)
+    known: dict[torch.Size, Placed] = layer.__dict__.setdefault("_wholes", {})
+    placed = known.get(x.shape)
+    if placed is None:
+        known.clear()  # shapes made anew for every call must not pile up
+        placed = known[x.shape] = Placed(mesh, layouts, x.shape)
+    return AsPlaced.apply(x, placed, placed)
+
+
 def _refuse_stored(module: nn.Module, style: str) -> None:
     """Raise NotSupportedError on every rank, before torch scatters the weight of the first one to those that wait."""
     weight = getattr(module, "weight", None)
@@ -170,6 +183,9 @@ class _Rows:
         self.mesh, self.dim = mesh, dim
         self._whole: dict[tuple, Placed] = {}
         self._parameters: dict[str, Placed] = {}
+
+    def __deepcopy__(self, memo: object) -> "_Rows":
+        return self  # a copied norm is on the same mesh
 
     def serves(self, norm: nn.Module, x: object) -> bool:
         """True where rows are normalized one by one, outside of a compiler's trace."""
