@@ -40,7 +40,7 @@ from benchmarks import _recipes
 from benchmarks._report import Report, Row, wanted
 from microfloat.recipes import Recipe, from_name
 from microfloat.torch import fused
-from microfloat.torch.distributed import low_precision_all_gather, precompute_scales, schedule, sharded
+from microfloat.torch.distributed import linear, low_precision_all_gather, precompute_scales, schedule, sharded
 
 RECIPES: dict[str, str | Recipe] = {
     "current": "fp8_current", "delayed": "delayed", "mxfp8": "mxfp8", "mxfp8.folded": _recipes.RECIPES["mxfp8.folded"],
@@ -56,12 +56,12 @@ class Block(nn.Module):
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
 
-        def linear(inputs: int, outputs: int) -> nn.Linear:
+        def layer(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False)
 
         self.hidden = hidden
-        self.qkv, self.o = linear(hidden, hidden + hidden // 2), linear(hidden, hidden)
-        self.gate, self.up, self.down = linear(hidden, inner), linear(hidden, inner), linear(inner, hidden)
+        self.qkv, self.o = layer(hidden, hidden + hidden // 2), layer(hidden, hidden)
+        self.gate, self.up, self.down = layer(hidden, inner), layer(hidden, inner), layer(inner, hidden)
         self.n1, self.n2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class FusedBlock(Block):
 # Where FSDP2, this library and DTensors look up an all-gather, and the names that they have in some version of torch.
 GATHERS = (
     (dist, "all_gather_single"), (dist, "all_gather_into_tensor"), (schedule, "all_gather_bytes"),
-    (sharded, "_all_gather"),
+    (sharded, "_all_gather"), (linear, "gather_values"),
     (functional, "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"),
 )  # fmt: skip
 
