@@ -176,7 +176,9 @@ def whole_plan(rank: int):
             ways.append(stepped(block, x, dy, torch.compile(block, backend="eager")))
             ways.append(stepped(copy.deepcopy(block), x, dy))
             with torch.no_grad():
-                silent = facts(block(x))
+                silent = [facts(block(x))]
+            with torch.inference_mode():
+                silent.append(facts(block(x)))
             found[recipe] = first, goal, ways, silent
         with counted() as calls:
             stepped(block, x, dy)
@@ -219,6 +221,32 @@ def at_other_borders(rank: int):
     return found, plain, goal
 
 
+class NoGradient(torch.autograd.Function):
+    """A reader of a tensor that has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.to_local().sum() if isinstance(x, DTensor) else x.sum()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def without_gradients(rank: int):
+    """The names of gradients, and the largest of them, before a reader that has none."""
+    mesh, (x, _), found = mesh_of_all(), inputs_of(rank), []
+    for way in ("norm", "gate", "down"):
+        block, x = block_on(mesh, "fp8_current", ours), x.detach().clone().requires_grad_()
+        h = block.norm(x)
+        NoGradient.apply(h if way == "norm" else block.gate(h) if way == "gate" else block.down(block.up(h))).backward()
+        given = {"x": x, **dict(block.named_parameters())}
+        grads = {name: one.grad for name, one in given.items() if one.grad is not None}
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in grads.values()]
+        found.append((list(grads), max((float(one.abs().max()) for one in whole), default=0.0)))
+    return found
+
+
 def refusals(rank: int):
     """The message of a double backward; and a plain x that is not as the style has said."""
     mesh, (x, _) = mesh_of_all(), inputs_of(rank)
@@ -249,7 +277,7 @@ def ends(rank: int):
     return found
 
 
-CASES = (as_public_calls, uneven, whole_plan, at_other_borders, refusals, ends)
+CASES = (as_public_calls, uneven, whole_plan, at_other_borders, without_gradients, refusals, ends)
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +307,7 @@ def test_plain_tensors_between_layers_give_the_bytes_of_dtensors(ranks) -> None:
             bias = "Partial(sum)" if recipe == "fp8_current" else "Replicate()"  # dy is scattered, or gathered first
             placements = ["Partial(sum)", "Shard(dim=0)", "Shard(dim=0)", "Shard(dim=1)", bias]
             assert [one[0] for one in first[2:]] == [f"({one},)" for one in placements]
-            assert silent == first[0]
+            assert silent == [first[0]] * 2
             assert first[0] == goal[0]
             # Of two layers that read one x gradients are added before ranks are: another rounding of the sum.
             for mine, other in zip(first[1:6], goal[1:6], strict=True):
@@ -305,6 +333,13 @@ def test_neighbours_of_other_styles(ranks) -> None:
     for found, plain, goal in of(ranks, at_other_borders):
         assert found["ours"] == found["theirs"]
         assert plain == goal
+
+
+def test_readers_without_gradients(ranks) -> None:
+    """A layer has zeros then, as in one process, and a norm nothing."""
+    for found in of(ranks, without_gradients):
+        layers = [["x", "norm.weight", "gate.weight"], ["x", "norm.weight", "up.weight", "down.weight", "down.bias"]]
+        assert found == [([], 0.0), (layers[0], 0.0), (layers[1], 0.0)]
 
 
 def test_double_backward_and_bad_inputs_are_refused_as_before(ranks) -> None:

@@ -157,7 +157,8 @@ class _ShardedRun:
     case: _Case
     wraps_dx: bool = False
     scatters_dx: bool = False
-    y_shape: torch.Size | None = None
+    y_shape: torch.Size | None = None  # of the partial sums, where they are scattered
+    result: torch.Tensor | None = None  # of the shape and dtype of this rank's part of y, without memory
 
     @property
     def path(self) -> str:
@@ -182,12 +183,17 @@ class _ShardedRun:
             y = _scatter(y, case.dy_values.dim, case.dy_values.axis)
         elif case.sums_over is not None:
             y = sum_over(y, group_named(case.sums_over), is_fresh=True)
+        ctx.set_materialize_grads(False)  # torch would make a plain one of the whole shape
+        self.result = _without_memory(y, y.shape)
         return y if case.is_plain else case.y.wrap(y)
 
-    def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
+    def backward(self, ctx: Context, dy: Maybe) -> tuple[Maybe, ...]:
         """The gradients of x, weight and bias, DTensors where these are."""
         case = self.case
-        if isinstance(dy, DTensor):
+        if dy is None:  # of a result whose reader has no gradient
+            assert self.result is not None
+            dy = self.result.contiguous()
+        elif isinstance(dy, DTensor):
             dy = case.dy.local_of(dy)
         if self.y_shape is not None:  # the schedule gets the shard of dy, and gathers its codes
             dy = _with_shard(dy, self.y_shape)

@@ -92,11 +92,12 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: DTensor, gradient: Placed) -> torch.Tensor:
         ctx.placed = gradient
+        ctx.set_materialize_grads(False)
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        return ctx.placed.wrap(gradients[0]), None
+        return None if gradients[0] is None else ctx.placed.wrap(gradients[0]), None
 
 
 class AsPlaced(torch.autograd.Function):
@@ -105,8 +106,9 @@ class AsPlaced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, local: torch.Tensor, placed: Placed, gradient: Placed) -> torch.Tensor:
         ctx.placed = gradient
+        ctx.set_materialize_grads(False)
         return placed.wrap(local.detach())
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        return ctx.placed.local_of(cast(DTensor, gradients[0])), None, None
+        return None if gradients[0] is None else ctx.placed.local_of(cast(DTensor, gradients[0])), None, None
