@@ -176,8 +176,8 @@ class _Division(NamedTuple):
 
 # Kind of codes: the most rows of x: divisions where the weight has few rows, some, or many (48 and 128 for each
 # multiprocessor): the fastest of 20 to 48 that were measured on an H100 with 4096, 8192 and 28672 rows
-# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for MXFP4. More warps along K where rows of the weight are few,
-# and more rows of a warp where there are many, or many of x: those share what is read of x.
+# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4. More warps along K where rows of the weight are
+# few, and more rows of a warp where there are many, or many of x: those share what is read of x.
 _ANY64 = ((1, 4, 1, 1, 2, 1, 0), (2, 2, 1, 1, 2, 1, 0), (2, 2, 2, 1, 1, 1, 0))
 _ROWS_OF_FP8: dict[int, tuple[tuple[int, ...], ...]] = {
     8: ((1, 8, 2, 2, 2, 0, 1), (1, 8, 2, 1, 2, 0, 1), (1, 8, 1, 1, 4, 0, 1)),
@@ -185,14 +185,16 @@ _ROWS_OF_FP8: dict[int, tuple[tuple[int, ...], ...]] = {
     32: ((1, 8, 1, 1, 2, 1, 1), (2, 4, 1, 1, 2, 1, 1), (4, 1, 1, 1, 2, 1, 1)),
     64: _ANY64,
 }
+_ROWS_OF_FP4: dict[int, tuple[tuple[int, ...], ...]] = {
+    4: ((1, 8, 1, 2, 8, 0, 1), (1, 4, 1, 2, 8, 0, 1), (1, 4, 2, 1, 8, 0, 1)),
+    8: ((1, 8, 1, 1, 8, 1, 1), (2, 4, 1, 1, 8, 1, 1), (1, 4, 2, 1, 8, 1, 1)),
+    16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 1, 4, 1, 1), (2, 2, 2, 1, 4, 1, 1)),
+    32: ((1, 8, 2, 1, 4, 1, 1), (2, 4, 2, 1, 4, 1, 1), (4, 1, 2, 1, 4, 1, 1)),
+    64: ((1, 8, 2, 1, 1, 1, 1), (2, 4, 2, 1, 1, 1, 1), (4, 1, 2, 1, 1, 1, 1)),
+}
 _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
-    "FP4": {
-        4: ((1, 8, 1, 2, 8, 0, 1), (1, 4, 1, 2, 8, 0, 1), (1, 4, 2, 1, 8, 0, 1)),
-        8: ((1, 8, 1, 1, 8, 1, 1), (2, 4, 1, 1, 8, 1, 1), (1, 4, 2, 1, 8, 1, 1)),
-        16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 1, 4, 1, 1), (2, 2, 2, 1, 4, 1, 1)),
-        32: ((1, 8, 2, 1, 4, 1, 1), (2, 4, 2, 1, 4, 1, 1), (4, 1, 2, 1, 4, 1, 1)),
-        64: ((1, 8, 2, 1, 1, 1, 1), (2, 4, 2, 1, 1, 1, 1), (4, 1, 2, 1, 1, 1, 1)),
-    },
+    "FP4": _ROWS_OF_FP4,
+    "MXFP4": _ROWS_OF_FP4,
     "MX": {
         4: ((1, 8, 1, 2, 4, 0, 1), (1, 8, 2, 1, 4, 0, 1), (1, 4, 2, 1, 4, 0, 1)),
         8: ((1, 8, 1, 2, 4, 0, 1), (1, 8, 2, 1, 4, 0, 1), (1, 4, 1, 1, 4, 1, 1)),
@@ -227,17 +229,28 @@ class _WideDivision(NamedTuple):
 
 _MOST_PARTS = 8  # of K: more of them were not tried
 _LEAST_STEPS = 4  # iterations of a part, where more than 64 rows of x meet it
-# Kind of codes: with how many rows of x `decode_wide` begins on a Hopper. Then the most rows of x: a division, of more
-# than 64 rows the fastest on average of those in benchmarks/results/decode_cuts.json. Such a program has 128 or 256
-# rows of the weight by 128 or 256 of x. The sums of 256 by 128 take half of all registers; sums of 128x128 blocks take
-# as many again before they are scaled.
-_LEAST_WIDE = {"FP4": 65, "MX": 65, "FP8": 33, "BLOCKS": 33}
+# Kind of codes: with how many rows of x `decode_wide` begins on a Hopper, where the weight has few rows, some, or many.
+# Then the most rows of x: a division, of more than 64 rows the fastest on average of those in
+# benchmarks/results/decode_cuts.json. Such a program has 128 or 256 rows of the weight by 128 or 256 of x. The sums of
+# 256 by 128 take half of all registers; sums of 128x128 blocks take as many again before they are scaled.
+_LEAST_WIDE = {"FP4": (65,) * 3, "MXFP4": (33, 33, 17), "MX": (65,) * 3, "FP8": (33,) * 3, "BLOCKS": (33,) * 3}
+_FP4_OF_MANY = {128: (1, 8, 1, 16, 4, 1, 1), 256: (1, 8, 1, 32, 3, 1, 1)}
 _WIDE: dict[str, dict[int, tuple[int, ...]]] = {
-    "FP4": {128: (1, 8, 1, 16, 4, 1, 1), 256: (1, 8, 1, 32, 3, 1, 1)},
+    "FP4": _FP4_OF_MANY,
+    "MXFP4": {32: (4, 4, 1, 4, 2, 2, 0), 64: (3, 4, 1, 8, 3, 1, 0), **_FP4_OF_MANY},
     "MX": {128: (1, 8, 1, 16, 3, 2, 0), 256: (1, 8, 1, 32, 5, 1, 1)},
     "FP8": {64: (2, 4, 1, 8, 4, 2, 0), 128: (1, 8, 2, 16, 3, 2, 0), 256: (1, 8, 2, 16, 4, 1, 1)},
     "BLOCKS": {64: (2, 4, 1, 8, 4, 2, 0), 256: (1, 8, 2, 16, 3, 2, 0)},
 }
+
+
+def _kind_of(codes: DecodeCodes) -> str:
+    """The name under which tables have divisions for these codes."""
+    if codes.SCALE not in _SCALES_OF_BYTES:
+        return "BLOCKS" if _has_blocks(codes) else "FP8"
+    if codes.BITS == 8:
+        return "MX"
+    return "MXFP4" if SCALE_KINDS["E8M0"] == codes.SCALE else "FP4"
 
 
 def cut_of(
@@ -245,15 +258,11 @@ def cut_of(
 ) -> DecodeCut:
     """The division of a product of M, K, N among programs."""
     m, k, n = shape
-    if codes.SCALE in _SCALES_OF_BYTES:
-        kind = "FP4" if codes.BITS == 4 else "MX"
-    else:
-        kind = "BLOCKS" if _has_blocks(codes) else "FP8"
-    if device.warpgroups and m >= _LEAST_WIDE[kind]:
+    kind, size = _kind_of(codes), (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
+    if device.warpgroups and m >= _LEAST_WIDE[kind][size]:
         return fitted(_wide_cut(_WIDE[kind], codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
     assert m <= MOST_DECODED_ROWS, "nothing else multiplies so many rows"
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
-    size = (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
     own = _Division(*next(of_size[size] for most, of_size in _DIVISIONS[kind].items() if m <= most))
     if n < 16 * device.multiprocessors:
         own = own._replace(ROW_WARPS=1, LENGTH_WARPS=8, TILES=1)
