@@ -87,6 +87,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel, repository):
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow("the wheel in an environment of its own, which pip fills")
 def test_the_wheel_runs_with_its_core_dependencies_alone(wheel_python, tmp_path):
     list_names = "import importlib.metadata as m; print(*(one.name for one in m.distributions()))"
     listed = _run([wheel_python, "-c", list_names], tmp_path).stdout.lower().replace("-", "_")

@@ -1,37 +1,52 @@
 """`python -m benchmarks COMMAND --quick` runs without a GPU, compares with the reference, and writes its rows."""
 
+import contextlib
 import importlib
+import io
 import json
 import os
+import runpy
 import sys
+from unittest import mock
 
 import pytest
 
 from tests import processes
+from tests.interpreter import begin, interpreting
 
 pytest.importorskip("torch", reason="torch is not installed")
 
 RESULT = {"id", "mode", "backend", "dtype", "device", "driver", "versions", "date", "command"}
 
 
-# `python -m benchmarks`, with Triton's interpreter as the tests of kernels have it.
-INTERPRETED = """
-import runpy
-from tests.interpreter import begin
-
-begin()
-runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
-"""
+def begin_without_gpus():
+    """First thing in the process of quick commands: Triton's interpreter as the tests of kernels have it, no GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    begin()
 
 
-def run(repository, tmp_path, command, *arguments, python=()):
-    """The rows that a command wrote, and what it printed."""
+def _command(arguments):
+    """``python -m benchmarks ARGUMENTS`` in this process: exit status, and what it printed."""
+    printed, status = io.StringIO(), 0
+    with contextlib.redirect_stdout(printed), mock.patch.object(sys, "argv", ["benchmarks", *arguments]):
+        try:
+            runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+        except SystemExit as left:
+            status = left.code or 0
+    return status, printed.getvalue()
+
+
+def run(repository, tmp_path, command, *arguments):
+    """The rows that a command wrote, and what it printed; casts are interpreted in a process that has torch already."""
     path = tmp_path / "rows.json"
+    words = [command, "--quick", "--json", str(path), *arguments]
+    if command == "quantize":
+        status, text = interpreting(_command, begin_without_gpus)(words)
+        assert status == 0, text[-2000:]
+        return json.loads(path.read_text()), text
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=str(repository / "src"))
-    start = ["-c", INTERPRETED] if command == "quantize" else ["-m", "benchmarks"]
-    line = [sys.executable, *python, *start, command, "--quick", "--json", str(path), *arguments]
-    done = processes.run(line, cwd=repository, env=environment)
+    done = processes.run([sys.executable, "-m", "benchmarks", *words], cwd=repository, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(path.read_text()), done.stdout
 
@@ -115,9 +130,8 @@ def test_every_cast_and_producer_runs(repository, tmp_path):
     assert not [row for row in document["rows"] if "skipped" in row]
 
 
-def test_without_a_gpu_only_a_quick_run_is_offered(repository):
-    line = [sys.executable, "-m", "benchmarks", "matmul"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = processes.run(line, cwd=repository, env=environment)
-    assert done.returncode == 2
-    assert "--quick" in done.stdout
+def test_without_a_gpu_only_a_quick_run_is_offered():
+    pytest.importorskip("triton", reason="triton is not installed")
+    status, text = interpreting(_command, begin_without_gpus)(["matmul"])
+    assert status == 2
+    assert "--quick" in text

@@ -35,18 +35,33 @@ def assert_same(ours, theirs):
             assert got.tobytes() == wanted.tobytes(), name
 
 
-@pytest.mark.parametrize("cast", COMPILED, ids=cast_id)
-def test_the_bytes_are_those_of_the_oracle(cast):
-    assert cpu.support(cast).accelerated
+def casts_of_dtypes():
+    """Each cast in one dtype, the default of a format in all of them.
+
+    To compile the kernel of blocks takes longer than all other tests here, so that it is for float32 and bfloat16 in
+    every run. How float16 is read is seen in the kernel of rows.
+    """
+    slow = pytest.mark.slow("casts of blocks of float16, a kernel that is compiled for them alone")
     dtypes = list(DTYPES)
-    default = cast == Cast(cast.format)
-    for dtype in dtypes if default else [dtypes[COMPILED.index(cast) % 3]]:
-        for name, x, axis in edge_cases(cast, dtype):
-            ours, theirs = cpu.quantize(x, cast, axis=axis), reference.quantize(x, cast, axis=axis)
-            try:
-                assert_same(ours, theirs)
-            except AssertionError as error:
-                raise AssertionError(f"{name}, {dtype}, axis {axis}: {error}") from None
+    for number, cast in enumerate(COMPILED):
+        by_blocks = cast.format.block not in ((None, None), (1, None))
+        taken = dtypes if cast == Cast(cast.format) else [dtypes[number % 3]]
+        if by_blocks and taken == ["float16"]:
+            taken = ["float32", "float16"]
+        for dtype in taken:
+            marks = [slow] if by_blocks and dtype == "float16" else []
+            yield pytest.param(cast, dtype, id=f"{cast_id(cast)}-{dtype}", marks=marks)
+
+
+@pytest.mark.parametrize(("cast", "dtype"), list(casts_of_dtypes()))
+def test_the_bytes_are_those_of_the_oracle(cast, dtype):
+    assert cpu.support(cast).accelerated
+    for name, x, axis in edge_cases(cast, dtype):
+        ours, theirs = cpu.quantize(x, cast, axis=axis), reference.quantize(x, cast, axis=axis)
+        try:
+            assert_same(ours, theirs)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {dtype}, axis {axis}: {error}") from None
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

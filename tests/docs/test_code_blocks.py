@@ -24,15 +24,25 @@ HAVE_JAX = importlib.util.find_spec("jax") is not None
 OPTIONAL = {"torch", "jax", "flax", "triton", "matplotlib", "rich", "safetensors"}
 OPTIONAL |= {"accelerate", "peft", "transformers"}
 WHY_SLOW = "needs a training package that make test does not install"
+# Pages whose blocks compile one program after another. What they show has tests of its own, and their first blocks run.
+COMPILING = {name: "pages of which every block compiles programs" for name in ("jax.md", "training.md", "watching.md")}
 # transformers asks its models by a name that it deprecates itself.
 NOISE = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 
 # The page on checkpoints converts: one process compiles those kernels.
 GROUPS = {"checkpoints.md": pytest.mark.xdist_group("numba")}
-pages = pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=GROUPS.get(page.name, ())) for page in PAGES],
-    ids=lambda path: path.relative_to(ROOT).as_posix(),
-)  # fmt: skip
+
+
+def pages(slow=None):
+    """A test of every page, by the path from the root; `slow`: reasons by name of the page."""
+
+    slow = {name: pytest.mark.slow(why) for name, why in (slow or {}).items()}
+
+    def marks(name):
+        return [kind[name] for kind in (GROUPS, slow) if name in kind]
+
+    ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
+    return pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page.name)) for page in PAGES], ids=ids)
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +97,10 @@ def missing_in(block, root):
 
 
 @pytest.mark.filterwarnings(NOISE)
-@pytest.mark.slow_cases(WHY_SLOW, cases=("docs/integrations.md",))
 # torch's own, of what it compiles and exports.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
-@pages
+@pages(slow={"integrations.md": WHY_SLOW, **COMPILING})
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     try:
@@ -124,7 +133,7 @@ def test_blocks_run_by_themselves(block, tmp_path, monkeypatch):
         pytest.skip(f"it needs {error.name}, which is not installed")
 
 
-@pages
+@pages()
 def test_bash_blocks_name_what_exists(page):
     missing = [
         f"{page.name}:{block.line}: {name}" for block in code_blocks(page, "bash") for name in missing_in(block, ROOT)

@@ -117,7 +117,7 @@ class Constants(NamedTuple):
 
 
 # Without numba's runtime: counting references to the lines takes longer than the arithmetic. The kernels keep them.
-_INNER = {"forceinline": True, "_nrt": False}
+_INNER = {"forceinline": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def _inner(function: Callable) -> Callable:
