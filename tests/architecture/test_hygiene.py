@@ -89,7 +89,7 @@ def talking(source):
     """Yield (line number, what) of each print, and of each logger of another name or with a handler."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             is_ours = name == "getLogger" and [ast.unparse(one) for one in node.args] == ["'microfloat'"]
             if name in ("print", "getLogger", "addHandler", "basicConfig") and not is_ours:
                 yield node.lineno, name

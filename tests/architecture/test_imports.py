@@ -179,7 +179,8 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unse
 
 
 def _environment_reads(source):
-    for node in ast.walk(ast.parse(source)):
+    named = any(name in source for name in ENVIRONMENT_NAMES)  # most files need not be parsed
+    for node in ast.walk(ast.parse(source)) if named else ():
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
         imported = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
         if name in ENVIRONMENT_NAMES or imported & ENVIRONMENT_NAMES:

@@ -18,8 +18,8 @@ def _is_private(name):
 
 def internals_of(source):
     """The private names of the library that a test names, in order."""
-    tree, imported, found = ast.parse(source), set(), []
-    for node in ast.walk(tree):
+    nodes, imported, found = list(ast.walk(ast.parse(source))), set(), []
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "microfloat":
             imported |= {alias.asname or alias.name for alias in node.names}
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -34,7 +34,7 @@ def internals_of(source):
             node = node.value
         return isinstance(node, ast.Name) and node.id in imported
 
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and is_of_library(node.value):
             found.append(node.attr)
         elif isinstance(node, ast.Call) and len(node.args) > 1 and is_of_library(node.args[0]):
