@@ -30,7 +30,7 @@ def equal(one, other):
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @eager_and_jit
 def test_a_key_has_no_gradient(transform):
     """The cotangent of a key is float0; users see it only if they differentiate with respect to the key."""

@@ -45,7 +45,7 @@ def test_a_cached_function_runs_the_recipe_of_its_caller():
     assert len(traces) == 3
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("recipe", [FP8, MXFP4], ids=["fp8", "mxfp4"])
 def test_nested_functions_gradients_and_transformations(recipe):
     """An inner jit, scan and grad of a cached function see the recipe; a backward runs the one of its forward."""

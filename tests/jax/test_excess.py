@@ -71,7 +71,7 @@ def test_codes_that_were_just_made():
     unchanged(lambda x: fp8_ops.dequantize(x.astype(jnp.float8_e4m3fn), jnp.float32, SCALE), X)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("float16",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_delayed_state(dtype):
     def state(x):

@@ -264,7 +264,7 @@ def test_second_derivatives(name):
             assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(expected)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("Fp8DotGeneralOp",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("name", ["Fp8DirectDotGeneralOp", "Fp8DotGeneralOp"])
 def test_a_gradient_penalty_leaves_the_state_of_the_other_terms(name):
     """The state is a constant to a derivative of a gradient; in Flax it becomes NaN there."""

@@ -99,7 +99,7 @@ def test_second_derivatives_are_refused_by_name():
     assert np.asarray(inner).any()
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("noisy",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("recipe", [_NOISY, NVFP4BlockScaling()], ids=["noisy", "nvfp4"])
 def test_a_key_is_needed_by_gradients_only(recipe):
     """Recipes that round only dy stochastically: forward runs without a key, in every form of the call."""

@@ -472,7 +472,7 @@ def grouped_apply(module, variables, **options):
     return y, *gradients
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "nvfp4", "delayed"])
 def test_grouped_class_for_experts(name):
     """Features J13: a class per recipe, called as lax.ragged_dot; state per expert, noise from the stream."""

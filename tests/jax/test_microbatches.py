@@ -109,6 +109,7 @@ def test_a_step_of_three_microbatches(order, kind):
     assert scale in (pytest.approx(448 / 5, rel=1e-5), pytest.approx(5 / 448, rel=1e-5))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_multi_steps_is_that_of_optax():
     """The same constructor and fields; variables without state, `has_updated`, another schedule, sums, bad input."""
     model = MODELS["recipe"]

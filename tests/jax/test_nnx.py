@@ -219,6 +219,7 @@ def test_training_moves_the_state(jitted):
     assert "ScaleState" not in str(jax.tree_util.tree_structure(optimizer.opt_state))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_state_gradients_by_nnx_itself():
     """nnx.grad with a DiffState works too; a layer used twice still leaves the maximum."""
     model = Model(nnx.Rngs(0))
@@ -321,7 +322,7 @@ class Scanned(nnx.Module):
         return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("DelayedScaling",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("recipe", [DELAYED, NVFP4BlockScaling()], ids=lambda recipe: type(recipe).__name__)
 def test_convert_layers_that_are_stacked(recipe):
     """Layers made by nnx.vmap get a state, and a random stream, each."""

@@ -62,7 +62,7 @@ def test_every_narrow_input_value(dtype):
         assert q.dequantize().dtype == x.dtype
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_hadamard_axes_and_stochastic(name):
     x = digests.input_set("A")[:40, :100]

@@ -112,7 +112,7 @@ def test_every_group_is_a_matrix_of_its_own(name):
     assert not np.asarray(dw)[1].any()
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("noisy",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "fp8_row", "mxfp8", "noisy", "nvfp4", "row_scales"])
 def test_codes_of_a_group_are_those_of_its_matrix(name):
     """Byte for byte, over blocks of rows, for x and dy along both axes: the oracle's, or the group's noise."""
@@ -342,6 +342,7 @@ def test_exact_sums():
         np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(wanted))))
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_options_of_the_op():
     """Residuals in high precision give the same bits; native units are asked for."""
     recipe = MXFP8BlockScaling()

@@ -113,6 +113,7 @@ def pulled(recipe, x):
     return y, *back(jnp.ones_like(y))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", cases=("NVFP4*",))
 @pytest.mark.parametrize("value", [0.0, -0.0, np.inf, np.nan])
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling(disable_stochastic_rounding=True)], ids=repr)
 def test_operands_of_one_value(recipe, value):

@@ -135,7 +135,7 @@ def test_parallelism(name, devices, layout, check_vma):
     assert_equal_results(results, expected)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("False",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_amaxes_of_each_device(check_vma):
     """reduce_amax=False: every device has a state of its own, and records its own amaxes."""

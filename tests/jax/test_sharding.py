@@ -101,7 +101,7 @@ def test_explicit_meshes(layout):
         assert relative_error(actual, wanted) < 1e-6
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("auto",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_quantize_sharded(kind):
     mesh = mesh_of(kind)

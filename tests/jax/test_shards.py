@@ -127,7 +127,7 @@ def test_jit_casts_shards_where_they_lie(kernel_calls, layouts, name):
             assert operand.codes.sharding.is_equivalent_to(NamedSharding(mesh, cut), 2)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("one-*",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize(
     ("layouts", "name", "check_vma"),
     [pytest.param(("tensor K",), "fp8_current", True, id="one-fp8_current-True")]

@@ -120,6 +120,7 @@ def test_batched_state_stays_per_entry():
     np.testing.assert_array_equal(np.asarray(gradient.x.amax_history)[:, 0], np.abs(STACKED).max((1, 2)))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
 @eager_and_jit
 def test_untaken_branch(transform):
     """Features J8: an unused branch keeps the old state."""

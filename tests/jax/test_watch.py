@@ -106,6 +106,7 @@ def test_an_unwatched_function_has_no_trace_of_it():
     assert again.records() == readings.records()
 
 
+@pytest.mark.slow("further programs that mj.watch_outputs watches")
 def test_branches_batches_and_repeated_calls():
     op = mj.dot_general("fp8_current")
 
@@ -131,7 +132,7 @@ def test_branches_batches_and_repeated_calls():
     assert amax["dot_general#1"] == 2 * np.abs(X[:32, :32]).max()
 
 
-@pytest.mark.slow_cases("another JAX program of a checked kind", all_but=("True",))
+@pytest.mark.slow("further programs that mj.watch_outputs watches")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_of_a_mesh_are_one_tensor(check_vma):
     """Inside shard_map the sums of all devices: amax of the whole, and each NaN once where JAX knows what varies."""
@@ -150,6 +151,7 @@ def test_devices_of_a_mesh_are_one_tensor(check_vma):
     assert found["w", "fp8_tensor", "amax"] == np.abs(W[:32]).max()
 
 
+@pytest.mark.slow("further programs that mj.watch_outputs watches")
 def test_the_log_has_the_records_of_steps(tmp_path):
     """An infinity is located; the log's files are those of mf.watch."""
     op, log, x = mj.dot_general("mxfp8"), mj.RecordLog(), jnp.asarray(X[:32, :32])
