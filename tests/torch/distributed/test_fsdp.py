@@ -612,22 +612,30 @@ SOME = {
     accumulation: {"names": ("delayed",)},
     no_rows_on_one_rank: {"names": ("delayed",)},
     saved: {"names": ("delayed",)},
-    compiled_beside_a_plan: {"names": ("delayed",), "backend": "eager", "blocks": 1},
     quantized_cases.stored_weights: {"names": ("delayed", "row", "block", "noisy")},
-    quantized_cases.stored_ways: {"names": ("current",), "ways": ("kept after forward", "sgd")},
-    quantized_cases.stored_unevenly: {"names": ("delayed", "noisy")},
     quantized_cases.stored_and_saved: {"names": ("delayed",)},
-    quantized_cases.fused_and_stored: {"names": ("delayed",)},
-    quantized_cases.frozen_bases: {"names": ("nvfp4", "fp8_tensor")},
+    quantized_cases.frozen_bases: {"names": ("nvfp4",)},
 }
+# What `make test` leaves out: combinations of what the other cases check one by one.
+LEFT = (
+    compiled_beside_a_plan, quantized_cases.stored_ways, quantized_cases.stored_unevenly,
+    quantized_cases.fused_and_stored,
+)  # fmt: skip
 
 
 WAYS = [False, pytest.param(True, marks=pytest.mark.slow("further recipes across ranks"))]
 
 
+# Tests of the cases that are left out.
+def of_every_recipe(test):
+    alone = pytest.mark.parametrize("ranks", [True], ids=["every recipe"], indirect=True)
+    return pytest.mark.slow("further combinations across ranks")(alone(test))
+
+
 @pytest.fixture(scope="module", params=WAYS, ids=["some recipes", "every recipe"])
 def ranks(request, folder) -> list[dict]:
-    cases = CASES if request.param else [With(case, **SOME.get(case, {})) for case in CASES]
+    some = [With(case, **SOME.get(case, {})) for case in CASES if case not in LEFT]
+    cases = CASES if request.param else some
     return run_ranks(cases, f"{folder}/store of {len(RECIPES) if request.param else 'some'}")
 
 
@@ -695,6 +703,7 @@ def test_weights_that_a_plan_has_cut_are_gathered_in_either_precision(ranks) -> 
     check_beside_tensor_parallel(ranks, 1)
 
 
+@of_every_recipe
 def test_compiled_blocks_of_a_plan_and_shards(ranks) -> None:
     """features D4, D5 and D6"""
     for made in of(ranks, compiled_beside_a_plan):
@@ -779,15 +788,21 @@ def test_an_assigned_state_dict_is_gathered_in_low_precision_too(ranks) -> None:
     assert of(ranks, assigned) == [True, True]
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in quantized_cases.CASES if case is not quantized_cases.stored_and_refused],
-    ids=lambda case: case.__name__,
-)  # fmt: skip
+OF_CODES = [case for case in quantized_cases.CASES if case is not quantized_cases.stored_and_refused]
+
+
+@pytest.mark.parametrize("case", [case for case in OF_CODES if case not in LEFT], ids=lambda case: case.__name__)
 def test_weights_that_exist_as_codes_train_load_and_save_as_in_one_process(ranks, case) -> None:
     """features D6"""
     for made in of(ranks, case):
         assert made
         assert set(made.values()) == {True}, made
+
+
+@of_every_recipe
+@pytest.mark.parametrize("case", [case for case in OF_CODES if case in LEFT], ids=lambda case: case.__name__)
+def test_further_ways_of_weights_that_exist_as_codes(ranks, case) -> None:
+    test_weights_that_exist_as_codes_train_load_and_save_as_in_one_process(ranks, case)
 
 
 def test_weights_that_exist_as_codes_are_gathered_as_codes(ranks) -> None:
