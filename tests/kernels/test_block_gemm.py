@@ -60,15 +60,12 @@ def _compile(tiles, dtype):
     return instructions_of(compiled[0].asm["cubin"]), knobs.nvidia.ptxas.version
 
 
-@pytest.fixture(
-    scope="module",
-    params=[False, pytest.param(True, marks=pytest.mark.slow("machine code of further kernels for Hopper"))],
-    ids=["1x128", "128x128"],
-)
+@pytest.fixture(scope="module", params=[False, True], ids=["1x128", "128x128"])
 def program(request):
     return request.param, other_process()(_compile, request.param, torch.bfloat16)
 
 
+@pytest.mark.slow("machine code of further kernels for Hopper")
 @needs_kernel
 @pytest.mark.xdist_group("triton-interpreter")
 def test_products_are_the_tensor_cores_and_sums_stay_in_registers(program):
@@ -92,6 +89,7 @@ def test_a_product_imports_nothing():
     assert not [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
+@pytest.mark.slow("machine code of further kernels for Hopper")
 def test_the_assembler_is_swapped_for_this_kernel_alone(program):
     from triton import knobs
 

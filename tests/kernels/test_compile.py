@@ -61,11 +61,8 @@ def compiled(capability, workloads=tuple(BUDGETS)):
     return other_process()(_compile, list(workloads), capability)
 
 
-# One kernel of each family, compiled in every run.
-QUICK = (
-    "fp8 delayed, both", "fp8 128x128, both", "mxfp8, rows", "mxfp4, rows", "nvfp4 stochastic, rows",
-    "swiglu to mxfp8, rows", "norm to fp8, both", "fp8 delayed, two matrices",
-)  # fmt: skip
+# Casts by tensors, by blocks and by two levels, and a producer: compiled in every run.
+QUICK = ("fp8 delayed, both", "mxfp8, rows", "nvfp4 stochastic, rows", "norm to fp8, both")
 WORKLOADS = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow("machine code of further kernels for Hopper"))
     for name in BUDGETS
@@ -131,7 +128,7 @@ def _measures(names, capability):
     return compile_measures(names, capability)
 
 
-@pytest.mark.slow_cases("what a watched step measures, compiled for further formats", all_but=("quick",))
+@pytest.mark.slow("what a watched step measures, compiled")
 @pytest.mark.xdist_group("triton-interpreter")
 @pytest.mark.parametrize(
     ("names", "capability"),

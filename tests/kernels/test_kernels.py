@@ -169,7 +169,8 @@ LONG = (
     "gradients-nvfp4_2d-()-*", "gradients-nvfp4-((rht,*", "operands-nvfp4-(80,144)-float32-*", "folded-mxfp8_e5m2-*",
     "folded-mxfp6_e3m2-*", "folded-mxfp4-True", "operands-nvfp4-*mse_448*", "operands-nvfp4_2d-(33,47)-*",
     "operands-nvfp4-(40,72)-*one_level*rht*", "operands-nvfp4-(40,72)-*17_16*rht*", "packed_codes-mxfp6_e3m2-()",
-    "packed_codes-mxfp6_e2m3-((*",
+    "packed_codes-mxfp6_e2m3-((*", "traced", "fused_linears-triton-delayed",
+    "fused_casts-*stochastic", "folded-mxfp6_e2m3-*",
 )  # fmt: skip
 
 
