@@ -263,6 +263,7 @@ def test_code_without_its_guards_raises_where_another_recipe_is_due() -> None:
         assert ran == [*plain, same_as_island, True, False, not same_as_island, False, True]
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_the_backend_of_the_autocast_is_that_of_compiled_code(monkeypatch) -> None:
     chosen = []
     choose = backends.choose
@@ -454,6 +455,7 @@ def test_joint_products_under_delayed_scaling_are_compiled_as_they_run_in_eager_
     assert all(torch.equal(a, b) for a, b in zip(steps(compiled), eager, strict=True))
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_errors_of_compiled_code_name_the_layer() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
     mf.convert(model, DelayedScaling(amax_history_len=3))

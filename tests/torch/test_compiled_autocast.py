@@ -272,6 +272,7 @@ def test_an_exported_program_holds_its_autocasts(strict: bool) -> None:
     assert torch.equal(program(X), model(X))
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_a_program_of_plain_operations_holds_its_autocasts() -> None:  # features G5
     class Model(torch.nn.Module):
         def __init__(self) -> None:

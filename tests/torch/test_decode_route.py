@@ -103,10 +103,10 @@ def _with_rounded_weight(length):
 
 @pytest.mark.parametrize(
     ("name", "rows", "dtype"),
-    [("nvfp4", 200, "bfloat16"), ("fp8_128x128", 70, "bfloat16"), ("mxfp4", 70, "float16")]
+    [("nvfp4", 200, "bfloat16"), ("fp8_128x128", 70, "bfloat16")]
     + [pytest.param(*case, marks=pytest.mark.slow("the same kernels, other formats")) for case in (
-        ("mxfp8", 70, "bfloat16"), ("fp8_row", 200, "float16"), ("fp8_128x128", 256, "float16"),
-        ("mxfp6_e3m2", 129, "bfloat16"), ("nvfp4", 65, "float16"),
+        ("mxfp4", 70, "float16"), ("mxfp8", 70, "bfloat16"), ("fp8_row", 200, "float16"),
+        ("fp8_128x128", 256, "float16"), ("mxfp6_e3m2", 129, "bfloat16"), ("nvfp4", 65, "float16"),
     )],
 )  # fmt: skip
 def test_a_hopper_multiplies_up_to_256_rows_by_warpgroups(linear, name, rows, dtype):  # features I2
@@ -191,7 +191,7 @@ def grouped():
 RAGGED = (3, 0, 1, 0)
 
 
-@pytest.mark.slow_cases("the same kernels, other formats", all_but=("nvfp4", "fp8_tensor", "fp8_128x128"))
+@pytest.mark.slow_cases("the same kernels, other formats", all_but=("nvfp4",))
 @pytest.mark.parametrize("name", [*FORMATS, "nvfp4_row", "nvfp4_2d", "fp8_1x128"])
 def test_experts_of_a_few_rows_read_their_stored_codes_in_one_launch(grouped, name):  # features I2, M7
     n = 128 if name == "fp8_128x128" else 48  # whole blocks of each expert
@@ -202,7 +202,7 @@ def test_experts_of_a_few_rows_read_their_stored_codes_in_one_launch(grouped, na
     assert "up to 64 rows for each group on average, all groups in one launch" in text
 
 
-@pytest.mark.slow_cases("the same kernels, other groups", all_but=("8 of them*", "12, most*", "one expert", "none*"))
+@pytest.mark.slow_cases("the same kernels, other groups", all_but=("12, most*", "one expert", "none*"))
 @pytest.mark.parametrize(
     ("name", "sizes", "dtype", "behind", "launches"),
     [

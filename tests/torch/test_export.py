@@ -55,6 +55,7 @@ def test_batches_of_any_size(name) -> None:
         assert torch.equal(run(x), model(x))
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_stored_weights_and_layers_in_high_precision() -> None:
     torch.manual_seed(0)
     with mf.quantized_model_init(recipe="mxfp8"):

@@ -195,7 +195,7 @@ def test_a_double_backward_is_refused():
 
 
 # What Dynamo itself does under torch 2.13.
-@pytest.mark.slow_cases("further programs of a checked kind", all_but=("delayed",))
+@pytest.mark.slow("further programs of a checked kind")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["mxfp8", "delayed"])

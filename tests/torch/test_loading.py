@@ -213,6 +213,7 @@ def test_parts_of_scales_in_tiles_are_those_of_the_parts(fmt) -> None:
         assert torch.equal(mf.to_blocked(q[rows].scale), blocked[start : start + step])
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_exported_programs_are_plain_operations() -> None:
     static = WeightActivation("fp8_tensor", scales="static")
     model = made({"up_proj": static, "down_proj": WeightOnly("nvfp4")}).requires_grad_(False)

@@ -19,7 +19,7 @@ import microfloat.torch.distributed as mfd  # noqa: E402
 from microfloat.errors import InvalidValueError, NotSupportedError, RankError  # noqa: E402
 from microfloat.recipes import Cast, DelayedScaling  # noqa: E402
 from microfloat.torch import failures, reduction, scaling  # noqa: E402
-from tests.torch.distributed.ranks import of, on_gpus, run_ranks  # noqa: E402
+from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -423,13 +423,12 @@ def beside_ddp(rank: int):
     return made
 
 
-def noise(rank: int):
+def noise(rank: int, compiles: bool = True):
     """The seeds and gradients that ranks of one `manual_seed` draw."""
     layer, x = mf.Linear(64, 64, recipe="nvfp4"), torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
     dy = torch.randn(32, 64, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         layer.weight.copy_(torch.randn(64, 64, generator=torch.Generator().manual_seed(5)))
-    compiled = torch.compile(layer, backend="eager")
 
     def gradient(run):
         torch.manual_seed(7)
@@ -438,11 +437,13 @@ def noise(rank: int):
         return layer.weight.grad.tolist()
 
     forms = {
-        "eager": layer, "compiled": compiled,
+        "eager": layer,
         "reentrant": lambda x: checkpoint(layer, x, use_reentrant=True),
         "later": lambda x: checkpoint(layer, x, use_reentrant=False),
         "ours": lambda x: mf.checkpoint(layer, x),
     }  # fmt: skip
+    if compiles:
+        forms["compiled"] = torch.compile(layer, backend="eager")
     made = {name: gradient(run) for name, run in forms.items()}
     mf.set_seed_rank(0)
     made["as one"] = gradient(layer)
@@ -492,7 +493,7 @@ CASES = (
     without_a_region, other_layers_on_other_ranks, a_second_model, read_later, recipes_in_another_order,
     saving_and_evaluating_alone,
     one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe,
-    reentrant_checkpoint, a_group_of_its_own, beside_ddp, noise, master_shards, different_points,
+    reentrant_checkpoint, a_group_of_its_own, beside_ddp, With(noise, compiles=False), master_shards, different_points,
     after_a_group_is_gone, waiting_alone, a_region_of_its_own, survived, different_layers_without_a_region,
     shapes_that_differ,
 )  # fmt: skip
@@ -661,16 +662,24 @@ def test_ddp_leaves_live_amaxes_alone(ranks, name) -> None:
 
 def test_ranks_of_one_seed_draw_noise_of_their_own(ranks) -> None:
     first, second = of(ranks, noise)
-    for name in ("eager", "compiled", "reentrant", "later", "ours", "quantize"):
+    forms = {"compiled", "reentrant", "later", "ours"} & first.keys()
+    for name in ("eager", *forms, "quantize"):
         assert first[name] != second[name], name
-    for name in ("compiled", "reentrant", "later", "ours", "as one"):
+    for name in (*forms, "as one"):
         assert first[name] == first["eager"], name  # rank 0 draws what a single process does
-    for name in ("compiled", "reentrant", "later", "ours"):
+    for name in forms:
         assert second[name] == second["eager"], name
     assert second["as one"] == first["eager"]
     assert first["swapped"] == second["eager"]
     assert second["swapped"] == first["eager"]
     assert first["stored"] == second["stored"]
+
+
+@pytest.mark.slow("further ways of training across ranks")
+def test_compiled_ranks_of_one_seed_draw_noise_of_their_own(tmp_path) -> None:
+    made = run_ranks((noise,), str(tmp_path / "store"), WORLD)
+    assert all("compiled" in found for found in of(made, noise))
+    test_ranks_of_one_seed_draw_noise_of_their_own(made)
 
 
 @pytest.mark.gpu

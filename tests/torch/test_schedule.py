@@ -72,13 +72,14 @@ def _name(case: tuple) -> str:
     "further cases of planned calls, interpreted",
     cases=("microbatches-nvfp4", "saved_tensors_may_travel", "overflow-nvfp4", "overflow-mx*4", "overflow-mxfp6",
     "overflow-fp8_*", "overflow-mxfp8*", "overflow-delayed",
-    "microbatches-fp8_current", "operators-fp8_row", "operators-fp8_block", "every_group_is_cast_alone-mxfp8",
+    "microbatches-fp8_current", "every_group_is_cast_alone-mxfp8",
     "same_bits-*(80,144)*", "kept_weights_*", "same_bits_by_addresses-nvfp4",
     "fewer_gradients_than_planned-[fn]*", "same_bits-*-float16", "same_bits-fp8_block*-(48,400)*",
     "same_bits-mxfp6dequantized*", "same_bits-mxfp4dequantized*", "same_bits-fp8_rowdequantized*",
-    "reads_what_fprop_read-[fm]*", "named_operators-delayed", "named_operators-nvfp4", "operators-nvfp4",
-    "all_groups_at_once-mxfp8*", "all_groups_at_once-*float32*", "operators-mxfp8", "named_operators-mxfp8",
-    "same_bits-*-64-True-float32", "same_bits_by_addresses-fp8_row", "same_bits_by_addresses-mxfp8"),
+    "reads_what_fprop_read-[fm]*", "named_operators-delayed", "named_operators-nvfp4",
+    "named_operators-mxfp8",
+    "same_bits-*-64-True-float32", "same_bits_by_addresses-fp8_row", "same_bits_by_addresses-mxfp8",
+    "all_groups_at_once-*", "operators-*", "negated_views", "same_bits-fp8_row-*", "same_bits-mxfp6-*"),
 )  # fmt: skip
 @pytest.mark.xdist_group("schedules-interpreted")
 @pytest.mark.parametrize("case", CASES, ids=_name)

@@ -67,6 +67,7 @@ def test_compiled_code_gives_the_bits_of_eager(recipe) -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_compiled_code_in_high_precision_under_an_autocast_and_on_an_island() -> None:
     model = make(pinned=False)
     torch._dynamo.reset()

@@ -181,7 +181,7 @@ def _close(a, b):
 
 
 @pytest.mark.slow_cases(
-    "kernels of a watched step, of further recipes", all_but=("nvfp4-bfloat16", "None-float32"),
+    "kernels of a watched step, of further recipes", all_but=("nvfp4-bfloat16",),
 )  # fmt: skip
 @pytest.mark.xdist_group("triton-interpreter")
 @pytest.mark.parametrize(
@@ -303,6 +303,7 @@ def _host_work(_case):
     return [(watched - plain) / len(model) for plain, watched in zip(counts[1], counts[3], strict=True)]
 
 
+@pytest.mark.slow("launches of a watched step, interpreted and counted")
 @pytest.mark.xdist_group("triton-interpreter")
 def test_a_watched_step_launches_little():
     """Of torch operations there were 4,900 for a Linear, and a step on a GPU took 35 times as long as a plain one."""
@@ -457,6 +458,14 @@ def test_sinks_and_pictures(tmp_path):
     assert [step for step, _ in run] == [0, 1]
     assert (path := w.plot(tmp_path / "sheet.png")) == [tmp_path / "sheet.png"]
     assert path[0].stat().st_size > 10_000
+
+
+@pytest.mark.slow("draws every picture of a watch")
+def test_a_picture_of_each_kind(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = mf.Linear(64, 32, recipe="nvfp4")
+    with mf.watch(model, every=1) as w:
+        model(torch.randn(64, 64, requires_grad=True)).sum().backward()
     assert len(w.plot(tmp_path / "all")) == 6
 
 

@@ -100,6 +100,7 @@ def test_queries_of_the_autocast():
             assert not mf.is_autocast_enabled()
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_linear_and_queries_in_compiled_code(fresh_compiler):
     w = torch.randn(8, 16)
 
@@ -192,7 +193,7 @@ def test_a_joint_product_has_the_bits_of_its_parts(name):
     assert _relative(a[1], b[1]) < 0.01  # the sum over N is one product instead of three
 
 
-@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4", "delayed"))
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("delayed",))
 @pytest.mark.parametrize("name", ["fp8_current", "nvfp4", "delayed"])
 def test_where_weights_lie_changes_no_bit(name):
     """Copies, weights that were moved apart, and compiled code run the one product too."""
@@ -640,7 +641,7 @@ def test_meta_device_and_reset():  # features M12
     assert torch.isfinite(layer(torch.randn(1, 4, 32, **BF16))).all()
 
 
-@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4",))
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("fp8_current",))
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "nvfp4"])
 def test_compiled_fullgraph(name, fresh_compiler):  # features G1
     torch.manual_seed(0)
