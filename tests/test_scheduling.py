@@ -47,7 +47,7 @@ def run(folder, repository):
     return processes.run(command, seconds=60, env=environment, cwd=folder)
 
 
-@pytest.mark.slow_cases("a further place of a crash", all_but=("late",))
+@pytest.mark.slow("places of a crash, one run of pytest for each")
 @pytest.mark.parametrize("crash", [(6, 2), (8, 0)], ids=["late", "the last"])
 def test_the_run_ends_after_a_process_was_replaced(tmp_path, repository, crash) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -165,6 +165,7 @@ def test_a_wrong_question_exits_2(microfloat, model, tmp_path, words, named):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow("a further command without any framework")
 def test_it_needs_no_framework(repository, tmp_path):
     import numpy as np
 

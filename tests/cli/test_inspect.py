@@ -99,6 +99,7 @@ def test_weights_that_are_not_finite_are_counted_and_nothing_hides_their_nan(mic
     assert line.split()[:2] == ["layers.*.up.weight", "20"]
 
 
+@pytest.mark.slow("draws a picture of each kind of checkpoint")
 def test_a_picture_of_each_kind_of_checkpoint(microfloat, model, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / "model.png"

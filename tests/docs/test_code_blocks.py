@@ -25,7 +25,8 @@ OPTIONAL = {"torch", "jax", "flax", "triton", "matplotlib", "rich", "safetensors
 OPTIONAL |= {"accelerate", "peft", "transformers"}
 WHY_SLOW = "needs a training package that make test does not install"
 # Pages whose blocks compile one program after another. What they show has tests of its own, and their first blocks run.
-COMPILING = {name: "pages of which every block compiles programs" for name in ("jax.md", "training.md", "watching.md")}
+WHY_COMPILING = "pages of which every block compiles programs"
+COMPILING = dict.fromkeys(("jax.md", "training.md", "watching.md", "migration.md"), WHY_COMPILING)
 # transformers asks its models by a name that it deprecates itself.
 NOISE = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 

@@ -15,7 +15,7 @@ def example(repository):
     return runpy.run_path(str(repository / "examples" / "torchtitan_converter.py"))
 
 
-@pytest.mark.slow_cases("examples: runs with further settings", all_but=("delayed", "mxfp8"))
+@pytest.mark.slow_cases("examples: runs with further settings", all_but=("delayed",))
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_every_recipe_trains(example, recipe):  # features B8
     job = example["JobConfig"](example["Settings"](recipe, high_precision=("layers.1.*", "layers.7.*")))

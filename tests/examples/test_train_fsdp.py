@@ -65,6 +65,7 @@ def test_a_world_of_one_trains_without_torchrun(tmp_path):
         assert torch.allclose(weight, first.state_dict()[name], atol=0.02), name
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_an_abort_while_shards_are_written_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     """A second Ctrl-C falls into the save of step 4; the run goes on from step 2 and ends with the same losses."""
     flags = "--recipe delayed --steps 6 --checkpoint-every 2"

@@ -112,6 +112,7 @@ def test_the_baseline_again_shows_chance(tmp_path):
     assert 0 < abs(entries["bf16_again"]["gap_to_bf16"]) < 0.02
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_measuring_underflow_changes_nothing(tmp_path, monkeypatch):
     assert train(tmp_path / "measured", "--recipe nvfp4 --steps 3") == 0
     monkeypatch.setattr(report, "underflow", lambda layers, recipe: {})
@@ -130,6 +131,7 @@ def test_a_loss_that_is_no_number_is_null(tmp_path):
 # ------------------------------------------------------------------------------------- recipe variants
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_ablations_are_extra_runs(tmp_path):
     assert train(tmp_path, "--recipe nvfp4 --ablate rht,sr,2d --steps 3") == 0
     entries = results(tmp_path)["recipes"]

@@ -29,7 +29,8 @@ from tests.jax.effort import cheaper_passes, effort_of  # noqa: E402
 pytestmark = pytest.mark.xdist_group("twins")
 
 # One with stochastic rounding, a Hadamard transform and two-dimensional blocks; one that XLA compiles sooner.
-RUNS = [pytest.param("nvfp4", marks=pytest.mark.slow("examples: runs with further settings")), "mxfp8"]
+FURTHER = pytest.mark.slow("examples: runs with further settings")
+RUNS = [*(pytest.param(name, marks=FURTHER) for name in ("nvfp4", "mxfp8")), "fp8_current"]
 # The six casts: operand of a GEMM -> (recorded tensor, transposed, stream of the random bits)
 CASTS = {
     ("fprop", "lhs"): ("x", False, 0), ("fprop", "rhs"): ("w", False, 1), ("dgrad", "lhs"): ("dy", False, 2),
@@ -119,7 +120,7 @@ def assert_same_bytes(operand, cast, **options):
     return q, p
 
 
-@pytest.mark.slow_cases("examples: runs with further settings", all_but=("mxfp8-nvfp4",))
+@pytest.mark.slow_cases("examples: runs with further settings", all_but=("fp8_current-nvfp4",))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_weight_quantizes_to_the_same_bytes(twins, name):
     """Features J24."""
@@ -135,7 +136,7 @@ def test_every_weight_quantizes_to_the_same_bytes(twins, name):
                 assert_same_bytes(operand, recipe.cast(*use))
 
 
-@pytest.mark.slow_cases("examples: runs with further settings", all_but=("mxfp8-nvfp4-*-out",))
+@pytest.mark.slow("examples: runs with further settings")
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("source", SCRIPTS)
 @pytest.mark.parametrize("name", RECIPES)

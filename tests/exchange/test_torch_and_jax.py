@@ -44,6 +44,10 @@ def quantized(case):
     return mf.quantize(torch.from_numpy(X), cast, **given), mj.quantize(X, cast, **given)
 
 
+@pytest.mark.slow_cases(
+    "further formats of a checked exchange",
+    all_but=("fp8_tensor", "fp8_128x128", "mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4_row", "transposed", "hadamard*"),
+)
 @pytest.mark.parametrize("case", CASES)
 def test_exchange(case):
     """Parts of one make the other; both stand for the same numbers."""
