@@ -321,6 +321,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow("conversions in processes that are killed")
 def test_a_killed_conversion_is_resumed_to_the_same_bytes(source, tmp_path):  # features K9
     _, calls = run(source, tmp_path / "whole", 0)
     files = contents(tmp_path / "whole")

@@ -160,13 +160,10 @@ def test_streams_seeds_and_windows(adapter, cast):  # features R13
 def test_given_amax(adapter):
     x = np.random.default_rng(5).standard_normal((41, 51)).astype(np.float32)
     for name in ("fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"):
-        casts = [cast for cast in EVERY_CAST if cast.format.name == name and not cast.hadamard]
-        rules = dict.fromkeys(cast.scale_rule for cast in casts if cast.scale_rule != "one_level_e4m3")
-        if adapter.compiles_every_shape:  # a program for each: the rule of the format itself, and the most intricate
-            rules = [rule for rule in rules if rule in (Cast(name).scale_rule, "four_over_six")]
         for amax in (0.0, 0.5, 1.0, 1e-40, 1e30, np.inf):
-            for rule in rules:
-                check_quantize(adapter, x, Cast(name, rule), "given amax", amax=np.float32(amax))
+            for rule in [cast.scale_rule for cast in EVERY_CAST if cast.format.name == name and not cast.hadamard]:
+                if rule != "one_level_e4m3":
+                    check_quantize(adapter, x, Cast(name, rule), "given amax", amax=np.float32(amax))
     rows = np.geomspace(1e-38, 1e30, 41, dtype=np.float32)[:, None]
     rows[3], rows[4] = 0, np.inf
     check_quantize(adapter, x, Cast("nvfp4_row"), "given amaxes", amax=rows)

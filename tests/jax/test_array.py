@@ -63,7 +63,7 @@ def test_nbytes_and_repr():
     assert "QuantizedArray" in repr(jax.tree.map(lambda leaf: None, q))
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4_row",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_128x128", "mxfp4", "nvfp4_row"])
 def test_scaled_matmul(name):
     """A sample of what tests/contract has; here also the exact sum, bit for bit."""

@@ -140,7 +140,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("crossed", "vectors"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("crossed",))
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_dimension_numbers_equal_lax(name):
     """Features J1."""

@@ -149,7 +149,7 @@ def one_layer(op, **options):
     return nn.Dense(32, dot_general_cls=op, **options)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("op", OPS)
 def test_scan_remat_and_vmap_of_layers(op):
     """Broadcast state gives the maximum over the steps; stacked state one entry per layer."""

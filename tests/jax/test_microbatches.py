@@ -131,7 +131,7 @@ def test_multi_steps_is_that_of_optax():
         linen.overwrite_with_gradient(3)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 def test_nnx_optimizer(jitted):
     model = nnx.Linear(32, 4, use_bias=False, rngs=nnx.Rngs(0))

@@ -50,7 +50,7 @@ def test_shapes(name, shape):
     assert q.dequantize().shape == shape
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("bfloat16",))
+@pytest.mark.slow("JAX programs of what tests/contract checks too")
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_every_narrow_input_value(dtype):
     """All 65536 values of a 16-bit dtype, in blocks of neighbours."""
@@ -149,6 +149,7 @@ def test_seed_forms_and_key():
     assert_oracle(mj.quantize(x, cast, key=jax.random.PRNGKey(0)), x, cast, seed=[int(word) for word in drawn])
 
 
+@pytest.mark.slow("JAX programs of what tests/contract checks too")
 def test_amax_and_scale_enc():
     x = digests.input_set("A")[:32, :64]
     row_amax = np.abs(x).max(1, keepdims=True) * 2
@@ -164,7 +165,7 @@ def test_amax_and_scale_enc():
     assert_oracle(mj.quantize(x, cast, scale_enc=2.5), x, cast, scale_enc=2.5)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("rceil-*", "two_level-*"))
+@pytest.mark.slow("JAX programs of what tests/contract checks too")
 @pytest.mark.parametrize(
     ("cast", "expected"), digests.DEQUANTIZED, ids=lambda value: getattr(value, "scale_rule", None)
 )
@@ -183,6 +184,7 @@ def test_dequantize_of_extremes(name):
         np.testing.assert_array_equal(actual.view(np.uint32)[~nan], wanted.view(np.uint32)[~nan], err_msg=which)
 
 
+@pytest.mark.slow("JAX programs of what tests/contract checks too")
 def test_dequantize_undoes_hadamard():
     x = np.random.default_rng(8).standard_normal((10, 50)).astype(np.float32)
     for axis in (-1, -2):

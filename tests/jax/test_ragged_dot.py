@@ -168,6 +168,7 @@ def test_sizes_are_traced():
     assert len(traces) == 1
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_delayed_state_per_group():
     """The gradient of a stacked state is the new state of every group, as a dot per group gives it."""
     recipe, groups = DelayedScaling(amax_history_len=3), len(SIZES)

@@ -105,7 +105,7 @@ def test_stacked_state_in_scan(transform):
     np.testing.assert_array_equal(np.asarray(gradient.x.scale_enc), 1)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("jit",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @eager_and_jit
 def test_vmap_without_the_accumulating_dtype(transform):
     state = transform(jax.grad(in_vmap))(scaling.init(DELAYED))

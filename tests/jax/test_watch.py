@@ -180,6 +180,7 @@ def test_what_is_refused():
         jax.grad(lambda w: few(op)(X, w, PLAIN)[0].sum())(W)
 
 
+@pytest.mark.slow("further programs that mj.watch_outputs watches")
 def test_layers_of_linen_have_their_names():
     linen = pytest.importorskip("flax.linen")
     import microfloat.jax.linen as mlinen

@@ -43,6 +43,7 @@ def test_plain_operations_give_the_bits_of_the_layers(name) -> None:
     torch.testing.assert_close(run(strange), model(strange), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow("further programs of a checked kind")
 @pytest.mark.parametrize(
     "name", ["fp8_current", pytest.param("mxfp8", marks=pytest.mark.slow("further programs of a checked kind"))]
 )

@@ -343,7 +343,6 @@ def gathers(rank: int) -> dict[str, object]:
 SOME = ("plain", "mxfp8", "nvfp4", "fp8_block")
 CASES = (
     payloads, gathers, With(mixtures, names=SOME), bad_dispatches, disagreements, beside_no_sync, with_nan, pipelines,
-    the_page,
 )  # fmt: skip
 
 
@@ -425,8 +424,9 @@ def test_stages_of_a_pipeline_share_no_recipe(ranks) -> None:
         assert second[kind] == (True, True, 12)
 
 
-def test_the_page_runs_on_two_ranks(ranks) -> None:
-    of(ranks, the_page)
+@pytest.mark.slow("pages on two ranks")
+def test_the_page_runs_on_two_ranks(tmp_path) -> None:
+    of(run_ranks((the_page,), str(tmp_path / "store"), WORLD), the_page)
 
 
 @pytest.mark.gpu

@@ -604,10 +604,9 @@ def folder(tmp_path_factory) -> Iterator[str]:
 # that shards cut (row, block), scales of blocks alone (mxfp8), two levels (nvfp4) and noise. `the_codes` gathers the
 # codes of every format, and ways of training that are no matter of the recipe take the one with most state.
 SOME = {
-    every_recipe: {"names": ("delayed", "mxfp8")},
+    every_recipe: {"names": ("delayed",)},
     memory_between: {"names": ("delayed", "mxfp8", "nvfp4")},
-    beside_tensor_parallel: {"names": ("nvfp4",)},
-    low_precision: {"names": ("delayed", "row", "block", "nvfp4")},
+    low_precision: {"names": ("row", "block", "nvfp4")},
     ways_of_training: {"names": ("delayed",)},
     accumulation: {"names": ("delayed",)},
     no_rows_on_one_rank: {"names": ("delayed",)},
@@ -618,8 +617,8 @@ SOME = {
 }
 # What `make test` leaves out: combinations of what the other cases check one by one.
 LEFT = (
-    compiled_beside_a_plan, quantized_cases.stored_ways, quantized_cases.stored_unevenly,
-    quantized_cases.fused_and_stored,
+    compiled_beside_a_plan, beside_tensor_parallel, quantized_cases.stored_ways, quantized_cases.stored_unevenly,
+    quantized_cases.fused_and_stored, quantized_cases.experts,
 )  # fmt: skip
 
 
@@ -698,6 +697,7 @@ def check_beside_tensor_parallel(ranks: list[dict], parts: int) -> None:
             assert share < 0.55
 
 
+@of_every_recipe
 def test_weights_that_a_plan_has_cut_are_gathered_in_either_precision(ranks) -> None:
     """features D4 and D6: a plan over groups of one rank, and FSDP2 over two."""
     check_beside_tensor_parallel(ranks, 1)
