@@ -1,7 +1,9 @@
 """Runs over several processes of pytest-xdist end, whatever happens to one of the processes."""
 
 import faulthandler
+import math
 import os
+import time
 
 from xdist.scheduler import LoadGroupScheduling
 
@@ -26,9 +28,14 @@ class Watch:
 
     def __init__(self) -> None:
         self._errors = os.dup(2)  # while pytest does not capture it
+        self._begun = -math.inf
 
     def _begin_again(self) -> None:
-        faulthandler.dump_traceback_later(SILENCE, exit=True, file=self._errors)
+        """Once in a part of the bound: each time a thread ends and another begins, which costs more than a report."""
+        now = time.monotonic()
+        if now - self._begun > SILENCE / 100:
+            self._begun = now
+            faulthandler.dump_traceback_later(SILENCE, exit=True, file=self._errors)
 
     def pytest_sessionstart(self) -> None:
         self._begin_again()

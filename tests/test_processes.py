@@ -25,6 +25,7 @@ def lives(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow("a process that starts others and is killed")
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to look for a process in")
 def test_a_process_ends_with_one_that_is_killed(repository) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (repository / "src", repository)))}

@@ -17,7 +17,7 @@ def pytest_xdist_make_scheduler(config, log):
 """
 WATCHED = """
 def pytest_configure(config):
-    scheduling.SILENCE = 3
+    scheduling.SILENCE = 1
     if config.option.numprocesses:
         config.pluginmanager.register(scheduling.Watch())
 """

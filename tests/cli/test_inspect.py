@@ -187,6 +187,7 @@ def test_the_hub_is_asked_only_with_hub(microfloat, model, monkeypatch):
     assert "offline mode is on" in done.err
 
 
+@pytest.mark.slow("a further command without any framework")
 def test_it_needs_no_framework(repository, model):
     from tests.cli.test_manners import fresh
 

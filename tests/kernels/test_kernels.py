@@ -170,7 +170,9 @@ LONG = (
     "folded-mxfp6_e3m2-*", "folded-mxfp4-True", "operands-nvfp4-*mse_448*", "operands-nvfp4_2d-(33,47)-*",
     "operands-nvfp4-(40,72)-*one_level*rht*", "operands-nvfp4-(40,72)-*17_16*rht*", "packed_codes-mxfp6_e3m2-()",
     "packed_codes-mxfp6_e2m3-((*", "traced", "fused_linears-triton-delayed",
-    "fused_casts-*stochastic", "folded-mxfp6_e2m3-*",
+    "fused_casts-*stochastic", "folded-mxfp6_e2m3-*", "operands-nvfp4-(40,72)-*one_level*",
+    "operands-nvfp4-(40,72)-*17_16*", "operands-nvfp4_2d-(64,64)-*", "operands-nvfp4-(80,144)-*",
+    "operands-nvfp4-(64,128)-*", "operands-mxfp8-(128,128)-*", "operands-nvfp4_2d-(128,128)-*",
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ FUNCTIONS = [
 
 @pytest.mark.slow_cases(
     "further programs of a checked kind",
-    all_but=("default_of_a_part", "made_inside", "nested", "left_by_an_exception", "around_a_checkpoint", "asks"),
+    all_but=("nested", "left_by_an_exception", "around_a_checkpoint", "asks"),
 )
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_one_graph_gives_the_bits_of_eager(function) -> None:  # features G3
@@ -141,12 +141,14 @@ def test_one_graph_gives_the_bits_of_eager(function) -> None:  # features G3
     assert same(function, backend, fullgraph=True) == 1
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_a_decorated_layer_and_the_old_name_are_one_graph() -> None:
     assert same(mf.autocast(recipe="mxfp8")(FREE), fullgraph=True) == 1
     with pytest.warns(DeprecationWarning, match="fp8_autocast"):
         assert same(by_the_old_name, fullgraph=True) == 1
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_grouped_layers_follow_it() -> None:
     experts = mf.GroupedLinear(2, 32, 16)
 

@@ -65,7 +65,7 @@ def linear():
 
 @pytest.mark.slow_cases(
     "the same kernels, other formats",
-    all_but=("nvfp4", "mxfp6_e3m2", "mxfp8", "fp8_tensor", "fp8_128x128"),
+    all_but=("nvfp4", "mxfp6_e3m2", "fp8_tensor"),
 )
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_linear_of_a_few_rows_reads_the_stored_codes(linear, name):  # features I2
@@ -75,6 +75,7 @@ def test_a_linear_of_a_few_rows_reads_the_stored_codes(linear, name):  # feature
     assert "up to 256 rows of it read the weight's codes as stored" in text
 
 
+@pytest.mark.slow_cases("the same kernels, other shapes", all_but=("ragged",))
 @pytest.mark.parametrize("length", [512, 416], ids=["whole", "ragged"])
 def test_more_rows_come_in_the_order_of_the_tensor_cores(linear, length):
     worst, launches, _ = linear(("nvfp4", 12, length, "bfloat16"))

@@ -53,6 +53,7 @@ def _both(case):
 both = interpreting(_both)
 
 
+@pytest.mark.slow_cases("further shapes of gathered codes", all_but=("*-oblong",))
 @pytest.mark.xdist_group("triton-interpreter")
 @pytest.mark.parametrize("shape", [(256, 256), (128, 384)], ids=["square", "oblong"])
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ def compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow_cases("further programs of a checked kind", all_but=("delayed", "nvfp4"))
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("delayed",))
 @pytest.mark.parametrize("name", [None, "delayed", "fp8_block", "mxfp8", "nvfp4"])
 def test_compiled_fullgraph(compiler, name):
     """One graph, the bits of eager mode, and other sizes without another compilation."""

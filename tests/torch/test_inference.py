@@ -479,7 +479,7 @@ def test_attention_generates_from_a_quantized_cache() -> None:
     assert (steps - whole).float().norm() < 0.05 * whole.float().norm()
 
 
-@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4",))
+@pytest.mark.slow("further programs of a checked kind")
 @pytest.mark.parametrize("config", [WeightOnly("nvfp4"), WeightActivation("fp8_tensor", scales="static")],
                          ids=lambda one: one.format)  # fmt: skip
 def test_compiled_experts_give_the_bits_of_eager(config) -> None:

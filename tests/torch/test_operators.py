@@ -207,6 +207,7 @@ def test_formats_are_met_by_name_before_their_objects():
     assert all(torch.equal(a, b) for a, b in zip(actual, function(X, "ceil"), strict=True))
 
 
+@pytest.mark.slow_cases("further shapes that a compiler is told", cases=("(33,)-*", "(5, 33)-*"))
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (33,), (5, 33), (2, 3, 40), (130, 17)], ids=str)
 def test_the_shapes_that_a_compiler_is_told(fmt, shape):

@@ -74,7 +74,7 @@ def test_gradscaler_lowers_its_scale(name):
     assert torch.equal(layer.weight, before)
 
 
-@pytest.mark.slow_cases("further programs of a checked kind", all_but=("delayed", "nvfp4"))
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("delayed",))
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
 @pytest.mark.parametrize("name", [*WHOLE, "fp8_block"])
 def test_compiled(name):

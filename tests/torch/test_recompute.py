@@ -200,6 +200,7 @@ def test_checkpoint_takes_the_argument_that_everybody_writes() -> None:
         mf.checkpoint(layer, x, use_reentrant=True)
 
 
+@pytest.mark.slow("further programs of a checked kind")
 @in_dynamo[0]
 @in_dynamo[1]
 def test_checkpoint_inside_compiled_code() -> None:

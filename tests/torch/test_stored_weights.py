@@ -381,6 +381,7 @@ def test_stored_experts_have_a_gradient_outside_an_autocast() -> None:
     assert torch.equal(stored.weight.grad, plain.weight.grad)
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_compiled_code_reads_stored_experts() -> None:
     torch.manual_seed(0)
     layer = experts("nvfp4")[0].pin("nvfp4")

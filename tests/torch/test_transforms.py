@@ -82,6 +82,7 @@ def test_the_gradient_goes_straight_through(fmt):  # features S12
     assert torch.equal(batched, dy.expand(3, -1, -1))
 
 
+@pytest.mark.slow("further programs of a checked kind")
 def test_compiled_transforms():
     batched = vmap(lambda x: mf.fake_quantize(x, "mxfp8"))
     torch._dynamo.reset()

@@ -57,14 +57,7 @@ class Unwatched:
 
 @pytest.mark.slow_cases(
     "further modules and recipes, watched",
-    all_but=(
-        "linear-delayed",
-        "linear-nvfp4",
-        "fused-mxfp8",
-        "joined-delayed",
-        "transformer-nvfp4",
-        "grouped-fp8_block",
-    ),
+    all_but=("linear-nvfp4", "fused-mxfp8", "joined-delayed", "grouped-fp8_block"),
 )
 @pytest.mark.parametrize("name", ["delayed", "fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", MODULES)
@@ -349,6 +342,7 @@ def test_a_block_without_a_scale_hides_no_other_binade():
         reference.quantize(x[1:].numpy(), "mxfp8"))[0]), rel=1e-6)  # fmt: skip
 
 
+@pytest.mark.slow("many spans of watched steps")
 def test_many_spans_do_not_wait_for_the_end_of_a_step():
     from microfloat.torch.measuring import Reading, Readings
     from microfloat.watching import Entry
