@@ -114,6 +114,7 @@ def _programs(repository, *names):
     return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.slow("Triton kernels of a JAX program, compiled")
 @one_process
 def test_one_kernel_for_each_tensor(repository):
     """MXFP8 on Hopper: what a GEMM reads now is decoded, in the order of the matrix; what waits is kept as codes."""

@@ -44,13 +44,12 @@ def test_blocks_along_another_axis_are_refused() -> None:
         mj.dot_general(static)(jnp.ones((2, 64)), stored, (((1,), (1,)), ((), ())))
 
 
-_FURTHER = pytest.mark.slow("Triton kernels of a JAX program, compiled")
-FORMATS = ["nvfp4"] + [
-    pytest.param(name, marks=_FURTHER)
-    for name in ("nvfp4_row", "nvfp4_2d", "mxfp4", "mxfp6_e3m2", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128")
-]
+FORMATS = (
+    "nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4", "mxfp6_e3m2", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128",
+)  # fmt: skip
 
 
+@pytest.mark.slow("Triton kernels of a JAX program, compiled")
 @one_process
 @pytest.mark.parametrize("name", FORMATS)
 def test_few_rows_read_the_stored_codes(repository, name) -> None:  # features I2
