@@ -222,7 +222,6 @@ def dots(lhs, rhs, route, dtype=F32):
     return fp8_ops.out_dq(dtype, lhs_scale, rhs_scale, acc)
 
 
-@pytest.mark.slow("further JAX programs of a checked kind")
 def test_gradients_by_every_route():
     """Features J9: In Flax the hand-written route returns exactly zero; here it is equal, or it is refused."""
     rng = np.random.default_rng(12)
