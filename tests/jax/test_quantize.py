@@ -136,6 +136,7 @@ def test_random_bits(shape, exponents, name, words):
 
 
 def test_seed_forms_and_key():
+    """Features J18: a key is the call seed, its two words; the bytes are those of the oracle at equal seeds."""
     x = digests.input_set("A")[:8, :64]
     cast = Cast("mxfp8", rounding="stochastic")
     expected = reference.quantize(x, cast, seed=SEED)
