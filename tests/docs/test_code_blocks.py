@@ -122,7 +122,7 @@ def pasted_blocks():
 
 
 @pytest.mark.filterwarnings(NOISE)
-@pytest.mark.slow_cases(WHY_SLOW, cases=("integrations.md:*",))
+@pytest.mark.slow_cases(WHY_SLOW, cases=("integrations.md:*", "jax.md:*"))
 @pytest.mark.parametrize("block", list(pasted_blocks()))
 def test_blocks_run_by_themselves(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -173,6 +173,9 @@ LONG = (
     "fused_casts-*stochastic", "folded-mxfp6_e2m3-*", "operands-nvfp4-(40,72)-*one_level*",
     "operands-nvfp4-(40,72)-*17_16*", "operands-nvfp4_2d-(64,64)-*", "operands-nvfp4-(80,144)-*",
     "operands-nvfp4-(64,128)-*", "operands-mxfp8-(128,128)-*", "operands-nvfp4_2d-(128,128)-*",
+    "folded-mxfp8-False-*", "folded-mxfp4-False", "fused_linears-native-*", "fused_gradients-delayed",
+    "hidden_by_nan-nvfp4_row", "fused_linears-triton-noisy", "packed_codes-mxfp6_e3m2-((*", "gradients-nvfp4",
+    "gradients-nvfp4_row", "gradients-nvfp4-*", "fused_casts-delayed",
 )  # fmt: skip
 
 

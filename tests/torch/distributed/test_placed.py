@@ -21,7 +21,7 @@ import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
 from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import placed  # noqa: E402
-from tests.torch.distributed.ranks import of, run_ranks  # noqa: E402
+from tests.torch.distributed.ranks import With, of, run_ranks  # noqa: E402
 
 SIZE, TOKENS = 64, 32
 
@@ -161,7 +161,7 @@ def counted():
         yield calls
 
 
-def whole_plan(rank: int):
+def whole_plan(rank: int, compiles: bool = True):
     """Results and gradients of a block by our styles and by torch's, in every way to run it; and what was called."""
     mesh, found = mesh_of_all(), {}
     for recipe in ("fp8_current", "mxfp8", "delayed"):
@@ -173,7 +173,8 @@ def whole_plan(rank: int):
         if recipe != "delayed":  # whose scales change by step
             goal = stepped(block_on(mesh, recipe, theirs, dtype), x, dy)
             ways = [stepped(block, x, dy, lambda x, block=block: checkpoint(block, x, use_reentrant=False))]
-            ways.append(stepped(block, x, dy, torch.compile(block, backend="eager")))
+            if compiles:
+                ways.append(stepped(block, x, dy, torch.compile(block, backend="eager")))
             ways.append(stepped(copy.deepcopy(block), x, dy))
             with torch.no_grad():
                 silent = [facts(block(x))]
@@ -277,7 +278,9 @@ def ends(rank: int):
     return found
 
 
-CASES = (as_public_calls, uneven, whole_plan, at_other_borders, without_gradients, refusals, ends)
+CASES = (
+    as_public_calls, uneven, With(whole_plan, compiles=False), at_other_borders, without_gradients, refusals, ends,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +319,14 @@ def test_plain_tensors_between_layers_give_the_bytes_of_dtensors(ranks) -> None:
             for way in ways:
                 assert way == first
         assert found["whole"][0] == found["whole"][1]
+
+
+@pytest.mark.slow("the same layers under torch.compile")
+def test_compiled_blocks_give_the_bytes_of_eager_ones(tmp_path) -> None:
+    made = run_ranks((whole_plan,), str(tmp_path / "store"))
+    test_plain_tensors_between_layers_give_the_bytes_of_dtensors(made)
+    for found in of(made, whole_plan):
+        assert all(len(found[recipe][2]) == 3 for recipe in ("fp8_current", "mxfp8"))
 
 
 def test_a_step_makes_no_dtensor_between_layers(ranks) -> None:
