@@ -278,8 +278,23 @@ def ends(rank: int):
     return found
 
 
+def after_a_write(rank: int):
+    """By recipe: if a leaf that is written after a layer has read it is gathered anew for the next one."""
+    mesh, found = mesh_of_all(), {}
+    for recipe in ("fp8_current", "mxfp8"):
+        block = block_on(mesh, recipe, ours, torch.bfloat16)
+        x = DTensor.from_local(torch.randn(TOKENS, SIZE, dtype=torch.bfloat16), mesh, [Shard(0)])
+        with torch.no_grad():
+            before = block.gate(x)
+            x.mul_(-2)
+            after, goal = block.gate(x), block.gate(x.clone())
+        found[recipe] = torch.equal(after, goal), not torch.equal(before, after)
+    return found
+
+
 CASES = (
     as_public_calls, uneven, With(whole_plan, compiles=False), at_other_borders, without_gradients, refusals, ends,
+    after_a_write,
 )  # fmt: skip
 
 
@@ -365,3 +380,8 @@ def test_a_leaf_that_layers_share_is_freed(ranks) -> None:
     """It and the gather of it kept each other: the graph of the gather holds the leaf, which held the gather."""
     for found in of(ranks, ends):
         assert found == {"fp8_current": (True, []), "mxfp8": (True, [])}
+
+
+def test_a_leaf_that_was_written_is_gathered_again(ranks) -> None:
+    for found in of(ranks, after_a_write):
+        assert found == {"fp8_current": (True, True), "mxfp8": (True, True)}
