@@ -10,6 +10,8 @@ from tests.contract.cases import SEED
 from tests.digests import APPENDIX_A, APPENDIX_C, DEQUANTIZED, TENSOR_SCALES, digest, input_set
 from tests.golden_cases import case_id, cases, contraction_axis, input_array, mismatch
 
+pytestmark = pytest.mark.as_users_compile
+
 assert digest(input_set("A")) == "71160c66205a"
 assert SEED == 0x89ABCDEF01234567
 PINS = {pin.id: pin for pin in APPENDIX_A + APPENDIX_C}
