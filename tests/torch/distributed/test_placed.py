@@ -292,9 +292,37 @@ def after_a_write(rank: int):
     return found
 
 
+def converted_late(rank: int):
+    """By recipe: results and gradients of a block that is converted before and after its plan."""
+    mesh, found = mesh_of_all(), {}
+    x, dy = inputs_of(rank)
+    for recipe in ("fp8_current", "mxfp8"):
+        ways = []
+        for is_late in (False, True):
+            torch.manual_seed(1)
+            model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE))
+            plan = {
+                "0": ours.ColwiseParallel(input_layouts=Shard(0)),
+                "1": ours.RowwiseParallel(output_layouts=Shard(0)),
+            }
+            if not is_late:
+                mf.convert(model, recipe)
+            theirs.parallelize_module(model, mesh, plan)
+            if is_late:
+                mf.convert(model, recipe)
+            read = x.clone().requires_grad_()
+            y = model(read)
+            y.backward(dy[:, :SIZE])
+            ways.append([y, read.grad, *(one.grad.full_tensor() for one in model.parameters())])
+        # The gradient of a bias is a sum over rows, of each rank or of all at once.
+        found[recipe] = [torch.equal(a, b) for a, b in zip(*(way[:-1] for way in ways), strict=True)]
+        found[recipe].append(relative(ways[0][-1].tolist(), ways[1][-1].tolist()) < 2.0**-20)
+    return found
+
+
 CASES = (
     as_public_calls, uneven, With(whole_plan, compiles=False), at_other_borders, without_gradients, refusals, ends,
-    after_a_write,
+    after_a_write, converted_late,
 )  # fmt: skip
 
 
@@ -385,3 +413,9 @@ def test_a_leaf_that_layers_share_is_freed(ranks) -> None:
 def test_a_leaf_that_was_written_is_gathered_again(ranks) -> None:
     for found in of(ranks, after_a_write):
         assert found == {"fp8_current": (True, True), "mxfp8": (True, True)}
+
+
+def test_layers_are_converted_before_or_after_their_plan(ranks) -> None:
+    """features D4"""
+    for found in of(ranks, converted_late):
+        assert found == {name: [True] * 6 for name in ("fp8_current", "mxfp8")}

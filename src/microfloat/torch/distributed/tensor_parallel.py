@@ -133,11 +133,14 @@ def _told(layer: nn.Module, style: ColwiseParallel | RowwiseParallel) -> nn.Modu
 
 
 def _is_taken(layer: nn.Module, x: object) -> bool:
-    """True where the layer takes a plain x as it is: eager, under a recipe, of a shard of x."""
+    """True where the layer takes a plain x as it is: eager, under a recipe, of a shard of x.
+
+    A layer that was converted after the style was applied knows of no border, and takes DTensors.
+    """
+    border: Border | None = layer.__dict__.get("_border")
     return (
-        not isinstance(x, DTensor) and isinstance(x, torch.Tensor) and isinstance(layer, Linear)
-        and type(layer.__dict__["_border"].x) is Shard and not torch.compiler.is_compiling()
-        and layer.effective_recipe() is not None
+        border is not None and type(border.x) is Shard and isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+        and isinstance(layer, Linear) and not torch.compiler.is_compiling() and layer.effective_recipe() is not None
     )  # fmt: skip
 
 
@@ -197,7 +200,7 @@ class _Rows:
         return not isinstance(x, DTensor) or x.placements == (Shard(dim),)
 
     def whole(self, local: torch.Tensor) -> Placed:
-        """How the tensor lies of which every rank has as many rows as this one."""
+        """The placement of the tensor of which every rank has as many rows as this one."""
         found = self._whole.get(local.shape)
         if found is None:
             dim, shape = self.dim % local.dim(), list(local.shape)
