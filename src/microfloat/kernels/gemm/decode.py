@@ -18,7 +18,7 @@ a chunk is loaded once the half before it in the same registers has been multipl
 they lost most of their time to conflicts of its banks.) The loads are written as instructions, which Triton leaves
 where they are; the assembler still puts some of them off until the end of the loop, for want of registers. A launch may
 begin while the one before it ends: it then asks the L2 cache for its first chunks. Each lane's request is one of its
-own: with 32 lanes that asked for the same line a product took 22.7 us instead of 16.6, so only one does. More than
+own: with 32 lanes that asked for the same line a product took 22.7 us instead of 16.5, so only one does. More than
 eight tokens come in the order of the tensor cores, which `decode_order` gives them in a pass of its own.
 
 Warps of a program share rows or parts of K (`constants.DecodeCut`); their sums meet in shared memory at the end, four
@@ -265,7 +265,7 @@ def _scale_addresses(scale_ptr, rows, stride_r, CODES: tl.constexpr, CUT: tl.con
 
 @triton.jit
 def _load(at, chunk, has, t, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr):
-    """What half a chunk stores, where it `has` any: of both rows of every tile 4 words, and a scale, or two in a word.
+    """Half a chunk from memory, where it `has` any: of both rows of every tile 4 words, and a scale, or two in a word.
 
     With scales of a whole chunk, a float32 or a word of four, the second half has them.
     """
@@ -273,9 +273,9 @@ def _load(at, chunk, has, t, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.co
     code_at, scale_at, _, _, units, _, stride_k = at
     unit = chunk * 8 + 4 * HALF + t
     inside = has if CUT.EVEN else has & (unit < units)
+    here = inside.to(tl.int32) + t * 0
     words, stored = (), ()
     for i in tl.static_range(2 * CUT.TILES):
-        here = inside.to(tl.int32) + t * 0
         words = words + _four_words(code_at[i] + chunk * 32 + 16 * HALF, here, not CUT.EVEN, True, HW)
         if CODES.SCALE == SCALE_E4M3:
             of_unit = scale_at[i].to(tl.pointer_type(tl.uint16)) + unit
@@ -312,7 +312,7 @@ def _chunk_sums(
     at, lane, chunk, x_chunk, has, loaded, sums, queue, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr,
     HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """What the chunk STAGES later stores, if it `has` any; the sums with the products of this one, whose halves are
+    """The halves of the chunk STAGES later, if it `has` any; the sums with the products of this one, whose halves are
     `loaded`; and the words of x that are on their way, into its chunk `x_chunk`.
 
     `at`: addresses of codes, scales and x of chunk 0, whether lanes have a token, units of a row of codes and of x, and
@@ -357,23 +357,21 @@ def _chunk_sums(
 
 @triton.constexpr_function
 def _scales_of_chunk(codes):
-    """How far the scales of a chunk of a row are from those of the next, in bytes, or in words of four."""
+    """The distance of the scales of a chunk of a row from those of the next, in bytes, or in words of four."""
     codes = DecodeCodes(*codes)
     return 1024 // codes.BITS // codes.WIDTH // (4 if codes.BITS == 8 else 1) if codes.WIDTH else 0
 
 
 @triton.jit
 def _ask_early(code_at, scale_at, first, t, code_units, CODES: tl.constexpr, CUT: tl.constexpr):
-    """Ask the L2 cache for the STAGES chunks that the loop begins with, each lane of a row for every fourth."""
-    STAGES: tl.constexpr = CUT.STAGES
+    """Ask the L2 cache for the STAGES chunks, at most four, that the loop begins with: each lane of a row for one."""
     SCALES: tl.constexpr = _scales_of_chunk(CODES)
+    chunk = first + t * CUT.LENGTH_WARPS
+    here = ((t < CUT.STAGES) & (chunk * 8 < code_units)).to(tl.int32)
     for i in tl.static_range(2 * CUT.TILES):
-        for step in tl.static_range(0, STAGES, 4):
-            chunk = first + (step + t) * CUT.LENGTH_WARPS
-            here = ((step + t < STAGES) & (chunk * 8 < code_units)).to(tl.int32)
-            ask_for(code_at[i] + chunk * 32, here)
-            if CUT.WIDE and CODES.SCALE != SCALE_FLOAT:  # scales without gaps
-                ask_for(scale_at[i] + chunk * SCALES, here)
+        ask_for(code_at[i] + chunk * 32, here)
+        if CUT.WIDE and CODES.SCALE != SCALE_FLOAT:  # scales without gaps
+            ask_for(scale_at[i] + chunk * SCALES, here)
 
 
 @triton.jit(do_not_specialize=["M"])

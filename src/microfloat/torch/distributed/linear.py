@@ -60,7 +60,7 @@ _Placements = tuple[Placement, ...]
 
 
 class Border(NamedTuple):
-    """What a style has told a layer (its `_border`): how a plain x lies, how y is to lie, and if it is to be plain."""
+    """The word of a style to a layer (its `_border`): how a plain x lies, how y is to lie, and if it is to be plain."""
 
     x: Placement
     y: Placement
