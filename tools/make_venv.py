@@ -5,13 +5,16 @@
 What is installed is pinned by constraints.txt. A stamp inside the environment holds a digest of pyproject.toml,
 constraints.txt, this file and the interpreter, so a second call returns at once and a change reinstalls.
 
+uv installs, which takes a third of pip's time; pip brings it, and what pip is configured with is told to it. Where uv
+is not to be had, fails, or pip has a setting that it does not know, pip installs.
+
 torch comes in builds of very different size. `--torch-build auto` asks for the CPU build first on Linux without an
-NVIDIA GPU; if pip is configured with no source of it, the default build is installed and that is said. `cpu` refuses
-instead, `default` takes whatever pip finds. The CPU build is unpacked beside everything that does not need torch: it is
-half of the bytes, and pip works on one core.
+NVIDIA GPU; if there is no source of it, the default build is installed and that is said. `cpu` refuses instead,
+`default` takes whatever is found.
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -20,14 +23,25 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 
 MINIMUM = (3, 11)
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 INPUTS = ("pyproject.toml", "constraints.txt", os.path.join("tools", "make_venv.py"))
 BACKEND = ("hatchling", "editables")
-# Extras whose packages ask for torch themselves: they wait until it is there.
-NEED_TORCH = ("torch", "integrations")
+# pip's settings: as arguments and as variables of uv; what changes nothing here; all others are left to pip itself.
+ARGUMENTS_OF_UV = {
+    "index-url": "--index-url", "extra-index-url": "--extra-index-url", "find-links": "--find-links",
+    "constraint": "--constraint", "trusted-host": "--allow-insecure-host",
+}  # fmt: skip
+VARIABLES_OF_UV = {
+    "cert": "SSL_CERT_FILE", "client-cert": "SSL_CLIENT_CERT", "proxy": "ALL_PROXY", "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+}  # fmt: skip
+WITHOUT_EFFECT = {
+    "break-system-packages", "cache-dir", "compile", "disable-pip-version-check", "log", "no-cache-dir", "no-color",
+    "no-compile", "no-input", "no-python-version-warning", "no-warn-conflicts", "no-warn-script-location", "prefix",
+    "progress-bar", "quiet", "require-virtualenv", "retries", "root", "root-user-action", "target", "user", "verbose",
+}  # fmt: skip
 NO_INDEX = "Is a package index reachable? In an environment that has everything, `make test-installed` needs no set-up."
 # Settings of the caller that would send packages elsewhere or import someone else's.
 FOREIGN = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")
@@ -54,13 +68,13 @@ def clean_environment():
     return {name: value for name, value in os.environ.items() if name not in FOREIGN}
 
 
-def run(command):
-    """Run with visible output; the exit status."""
-    return subprocess.call(command, cwd=ROOT, env=clean_environment())
+def run(command, variables=()):
+    """Run with visible output; the exit status. `variables`: more of the environment."""
+    return subprocess.call(command, cwd=ROOT, env={**clean_environment(), **dict(variables)})
 
 
-def require(command, remedy):
-    if run(command) != 0:
+def require(command, remedy, variables=()):
+    if run(command, variables) != 0:
         raise SetupError("this command failed: {}\n{}".format(" ".join(command), remedy))
 
 
@@ -99,23 +113,52 @@ def pinned(constraints, package):
     return found.group(1)
 
 
-def install_cpu_torch(pip, version, venv):
-    """True if pip found and unpacked the CPU build, alone: what torch needs comes with everything else."""
-    say(f"installing the CPU build of torch {version}, beside the rest")
-    if run([*pip, "install", "--quiet", "--no-compile", "--no-deps", f"torch=={version}+cpu"]) != 0:
-        return False
-    compile_packages(
-        pip[0], os.path.join(venv, "lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages", "torch")
-    )
-    return True
+def settings_of(listed):
+    """pip's settings by name, from the lines of `pip config list`: those of the environment stand above all others."""
+    found = {}
+    for section in ("global.", "install.", ":env:."):
+        for line in listed.splitlines():
+            name, equals, value = line.partition("=")
+            if equals and name.startswith(section):
+                found[name[len(section) :].replace("_", "-")] = str(ast.literal_eval(value))
+    return found
+
+
+def told_to_uv(settings):
+    """Arguments, variables, and the names of what uv cannot be told."""
+    arguments, variables, unknown = ["--index-strategy", "unsafe-best-match"], {}, []  # as pip chooses among indexes
+    for name, value in settings.items():
+        if name in ARGUMENTS_OF_UV:
+            arguments += [word for each in value.split() for word in (ARGUMENTS_OF_UV[name], each)]
+        elif name in VARIABLES_OF_UV:
+            variables[VARIABLES_OF_UV[name]] = value
+        elif name == "no-index" and value.lower() in ("1", "true", "yes", "on"):
+            arguments.append("--no-index")
+        elif name not in (*WITHOUT_EFFECT, "no-index"):
+            unknown.append(name)
+    return arguments, variables, unknown
+
+
+def uv_of(pip, python, constraints_path):
+    """The beginning of uv's commands that install, and their variables; None where pip has to."""
+    done = subprocess.run([*pip, "config", "list"], stdout=subprocess.PIPE, env=clean_environment())
+    arguments, variables, unknown = told_to_uv(settings_of(done.stdout.decode()))
+    if done.returncode or unknown:
+        say("pip installs, because uv does not know its settings: {}".format(", ".join(unknown) or "unreadable"))
+        return None
+    if run([*pip, "install", "--quiet", "-c", constraints_path, "uv"]) != 0:
+        say("pip installs, because it cannot bring uv")
+        return None
+    uv = os.path.join(os.path.dirname(python), "uv")
+    return [uv, "pip", "install", "--python", python, *arguments], variables
 
 
 def without_cpu_torch(version, *, insist):
-    """Raise, or say what happens instead, where pip has not found the CPU build."""
+    """Raise, or say what happens instead, where the CPU build has not been found."""
     remedy = "Name a source of torch's CPU wheels in pip's configuration (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL)."
     if insist:
-        raise SetupError(f"pip could not install the CPU build of torch {version}. {remedy}")
-    say(f"pip could not install the CPU build of torch {version}; going on with the default build, which may carry")
+        raise SetupError(f"the CPU build of torch {version} could not be installed. {remedy}")
+    say(f"the CPU build of torch {version} could not be installed; going on with the default build, which may carry")
     say("several gigabytes of CUDA. To avoid that, interrupt. " + remedy)
 
 
@@ -136,49 +179,39 @@ def without_triton(constraints, venv):
     return path
 
 
-def requirements(extras):
-    """The packages of the library and of these extras, as pyproject.toml names them."""
-    import tomllib  # of Python 3.11, which is checked first
-
-    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
-        project = tomllib.load(file)["project"]
-    listed = [project["optional-dependencies"].get(extra, []) for extra in extras]
-    return [*project["dependencies"], *(requirement for extra in listed for requirement in extra)]
-
-
-def install_beside_torch(pip, constraints_path, packages, version, venv):
-    """True if the CPU build of torch could be installed, while pip installed these packages in another process."""
-    found = []
-    torch = threading.Thread(target=lambda: found.append(install_cpu_torch(pip, version, venv)))
-    torch.start()
-    try:
-        # What torch needs comes later: pip would call that a conflict.
-        require([*pip, "install", "--no-compile", "--no-warn-conflicts", "-c", constraints_path, *packages], NO_INDEX)
-    finally:
-        torch.join()
-    return found == [True]
-
-
-def install(venv, python, extras, torch_build):
+def install_by(installer, venv, extras, torch_build):
     """Install the library in editable form with its extras, everything pinned; torch's build is chosen first."""
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    command, variables = installer
     constraints_path = os.path.join(ROOT, "constraints.txt")
     with open(constraints_path) as file:
         constraints = file.read()
-    on_linux = "torch" in extras and sys.platform == "linux"
-    if on_linux and (torch_build == "cpu" or (torch_build == "auto" and not has_nvidia_gpu())):
-        version = pinned(constraints, "torch")
-        packages = [*BACKEND, *requirements(extra for extra in extras if extra not in NEED_TORCH)]
-        if not install_beside_torch(pip, constraints_path, packages, version, venv):
-            without_cpu_torch(version, insist=torch_build == "cpu")
+    require([*command, "-c", constraints_path, *BACKEND], NO_INDEX, variables)
+    if "torch" in extras and sys.platform == "linux":
+        version, found = pinned(constraints, "torch"), False
+        if torch_build == "cpu" or (torch_build == "auto" and not has_nvidia_gpu()):
+            say(f"installing the CPU build of torch {version}")
+            found = run([*command, "--no-deps", f"torch=={version}+cpu"], variables) == 0
+            if not found:
+                without_cpu_torch(version, insist=torch_build == "cpu")
+        if not found:
             constraints_path = without_triton(constraints, venv)
-    else:
-        if on_linux:
-            constraints_path = without_triton(constraints, venv)
-        require([*pip, "install", "--no-compile", "-c", constraints_path, *BACKEND], NO_INDEX)
     say("installing microfloat[{}] in editable form".format(",".join(extras)))
     target = "{}[{}]".format(ROOT, ",".join(extras))
-    require([*pip, "install", "--no-compile", "-c", constraints_path, "--no-build-isolation", "-e", target], NO_INDEX)
+    require([*command, "-c", constraints_path, "--no-build-isolation", "-e", target], NO_INDEX, variables)
+
+
+def install(venv, python, extras, torch_build):
+    """Install by uv, or else by pip."""
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    uv = uv_of(pip, python, os.path.join(ROOT, "constraints.txt"))
+    by_pip = [*pip, "install", "--no-compile"], {}
+    try:
+        install_by(uv or by_pip, venv, extras, torch_build)
+    except SetupError as error:
+        if uv is None:
+            raise
+        say(f"uv could not install everything ({str(error).splitlines()[0]}); once more by pip")
+        install_by(by_pip, venv, extras, torch_build)
     compile_packages(python, os.path.join(venv, "lib"))
 
 

@@ -101,46 +101,95 @@ def test_settings_of_the_caller_stay_outside(make_venv, monkeypatch):
 
 @pytest.fixture
 def commands(repository, tmp_path, monkeypatch):
-    """``commands(extras, build, status)``: what an installation runs; pip ends with `status` for torch alone."""
+    """``commands(extras, build, fails=word, settings=lines)``: the installer and the arguments of what an installation
+    runs, where pip is configured with these lines; commands with that word fail."""
     module = _module(repository)
     monkeypatch.setattr(module, "has_nvidia_gpu", lambda: False)
     monkeypatch.setattr(module.sys, "platform", "linux")
 
-    def call(extras, build, status):
+    def call(extras, build, fails=None, settings=""):
         seen = []
 
-        def run(command):
-            seen.append(command[1:])
-            return status if "--no-deps" in command else 0
+        def run(command, variables=()):
+            seen.append((os.path.basename(command[0]), command[1:], dict(variables)))
+            return int(fails in command)
 
+        listed = subprocess.CompletedProcess([], 0, stdout=settings.encode())
         monkeypatch.setattr(module, "run", run)
+        monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: listed)
         (tmp_path / "venv").mkdir(exist_ok=True)
-        module.install(str(tmp_path / "venv"), "python", extras, build)
+        try:
+            module.install(str(tmp_path / "venv"), "bin/python", extras, build)
+        finally:
+            call.seen = seen
         return seen
 
     call.error = module.SetupError
     return call
 
 
-def test_torch_is_unpacked_beside_what_does_not_need_it(commands):
-    seen = commands(["cli", "integrations", "torch"], "auto", 0)
-    (torch,) = [command for command in seen if "--no-deps" in command]
-    (rest,) = [command for command in seen if "--no-warn-conflicts" in command]
+def _editable(seen):
+    return next((by, arguments) for by, arguments, _ in seen if "-e" in arguments)
+
+
+def test_uv_installs_what_is_pinned_and_torch_first(commands):
+    seen = commands(["cli", "torch"], "auto")
+    by = [installer for installer, _, _ in seen]
+    assert by == ["python", "uv", "uv", "uv", "python"]  # pip brings it, and Python compiles
+    (_, bring, _), (_, build, _), (_, torch, _), (_, rest, _), _ = seen
+    assert bring[-1] == "uv"
+    assert build[-2:] == ["hatchling", "editables"]
     assert re.fullmatch(r"torch==[\d.]+\+cpu", torch[-1])
-    names = {_canonical(word) for word in rest[rest.index("-c") + 2 :]}
-    assert names == {"hatchling", "editables", "numpy", "ml-dtypes", "typer", "rich"}
-    editable = next(number for number, command in enumerate(seen) if "-e" in command)
-    assert editable > max(seen.index(torch), seen.index(rest))
-    assert seen[editable][-1].endswith("[cli,integrations,torch]")
-    assert seen[editable][seen[editable].index("-c") + 1].endswith("constraints.txt")
+    assert rest[-1].endswith("[cli,torch]")
+    for arguments in (bring, build, rest):
+        assert arguments[arguments.index("-c") + 1].endswith("constraints.txt")
+
+
+def test_uv_is_told_how_pip_is_configured(commands):
+    """An environment variable of pip's stands above its files, as pip has it."""
+    lines = """:env:.find-links='/wheels'
+:env:.disable-pip-version-check='1'
+global.find-links='/others'
+global.extra-index-url='\\nfile:///a\\nfile:///b'
+install.no-index='true'
+global.cert='/ca.pem'
+"""
+    seen = commands(["torch"], "auto", settings=lines)
+    ours = [(arguments, variables) for by, arguments, variables in seen if by == "uv"]
+    assert len(ours) == 3
+    for arguments, variables in ours:
+        told = arguments[arguments.index("unsafe-best-match") + 1 :][:7]
+        assert told == [
+            "--find-links", "/wheels", "--extra-index-url", "file:///a", "--extra-index-url", "file:///b", "--no-index"
+        ]  # fmt: skip
+        assert variables == {"SSL_CERT_FILE": "/ca.pem"}
+
+
+@pytest.mark.parametrize(
+    ("fails", "settings", "said"),
+    [
+        ("uv", "", "cannot bring uv"),
+        (None, "global.only-binary=':all:'\n", "only-binary"),
+        ("unsafe-best-match", "", "once more by pip"),
+    ],
+)
+def test_pip_installs_where_uv_cannot(commands, capfd, fails, settings, said):
+    by, arguments = _editable([each for each in commands(["torch"], "auto", fails, settings) if each[0] == "python"])
+    assert (by, arguments[-1][-7:]) == ("python", "[torch]")
+    assert said in capfd.readouterr().out
+
+
+def test_what_no_installer_can_do_is_raised(commands):
+    with pytest.raises(commands.error, match="make test-installed"):
+        commands(["torch"], "auto", fails="-e")
 
 
 def test_without_torchs_cpu_build_the_default_one_is_installed_or_refused(commands):
-    with pytest.raises(commands.error, match="could not install the CPU build"):
-        commands(["torch"], "cpu", 1)
-    *_, editable, _ = commands(["torch"], "auto", 1)
+    with pytest.raises(commands.error, match="CPU build of torch"):
+        commands(["torch"], "cpu", fails="--no-deps")
+    _, editable = _editable(commands(["torch"], "auto", fails="--no-deps"))
     assert editable[editable.index("-c") + 1].endswith("constraints-cuda.txt")
-    assert not any("--no-deps" in command for command in commands(["torch"], "default", 0))
+    assert not any("--no-deps" in arguments for _, arguments, _ in commands(["torch"], "default"))
 
 
 def test_tests_of_packages_get_no_byte_code(repository, tmp_path, monkeypatch):
