@@ -12,7 +12,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.core.typing.templates import AbstractTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 GROUP = 16
 INFINITY = 0x7F800000
@@ -70,15 +71,27 @@ def _lane_by_lane(builds: dict[Lanes, Callable], result: Lanes | None = None) ->
 
 
 def _operator(function: Callable, result: Lanes | None = None, **builds: Callable) -> None:
-    """Let an operator work on lanes."""
-    apply = _lane_by_lane({{"ints": INTS, "floats": FLOATS}[kind]: build for kind, build in builds.items()}, result)
+    """Let an operator work on lanes, and on lanes and numbers.
 
-    def implementation(a, b):  # no annotations: numba compares the parameters with those of the lambda
-        if isinstance(a, Lanes) or isinstance(b, Lanes):
-            return lambda a, b: apply(a, b)
-        return None
+    It is written for numba's lowering: a function that numba compiles would be compiled for every pair of types.
+    """
+    of_kind = {{"ints": INTS, "floats": FLOATS}[kind]: build for kind, build in builds.items()}
 
-    overload(function, jit_options={"forceinline": True})(implementation)
+    @infer_global(function)
+    class _Typing(AbstractTemplate):
+        def generic(self, args: Any, kws: Any) -> Any:
+            kind = next((given for given in args if given in of_kind), None)
+            return None if kind is None else (result or kind)(*args)
+
+    for kind, build in of_kind.items():
+        def generate(
+            context: Any, builder: Any, sig: Any, args: Any, kind: Lanes = kind, build: Callable = build
+        ) -> Any:  # fmt: skip
+            pair = (_as_lanes(context, builder, kind, *given) for given in zip(sig.args, args, strict=True))
+            return build(builder, *pair)
+
+        for pair in ((kind, kind), (kind, types.Number), (types.Number, kind)):
+            lower_builtin(function, *pair)(generate)
 
 
 _Builder = ir.IRBuilder
