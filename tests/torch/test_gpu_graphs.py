@@ -179,3 +179,31 @@ def test_a_captured_step_adds_to_main_grad() -> None:
     for _ in range(4):
         graph.replay()
     torch.testing.assert_close(layer.weight.main_grad, once * 4, rtol=1e-6, atol=0)
+
+
+FORMATS = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_dequantized_weight_gives_the_bits_of_calls_that_dequantize(fmt) -> None:  # features I2
+    """Of more rows than any kernel takes codes with, eagerly and captured before and after the weight is kept."""
+    torch.manual_seed(0)
+    usual = nn.Sequential(nn.Linear(480, 384), nn.Linear(384, 72)).to("cuda", torch.bfloat16).requires_grad_(False)
+    kept, x = copy.deepcopy(usual), torch.randn(300, 480, device="cuda", dtype=torch.bfloat16)
+    mf.quantize_(usual, mf.WeightOnly(fmt), exclude=())
+    mf.quantize_(kept, mf.WeightOnly(fmt, prefill="dequantized"), exclude=())
+    expected, results = usual(x), []
+    for layer in kept:
+        assert "decode" not in str(layer.schedule(torch.empty(65, layer.in_features, device="cuda").bfloat16()))
+    for _ in range(2):
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            usual(x)  # compiles what both launch
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            captured = kept(x)
+        results.append(kept(x))  # before the graph has run
+        graph.replay()
+        results.append(captured)
+    assert all(torch.equal(y, expected) for y in results)

@@ -4,6 +4,7 @@ with one.
 
 import copy
 import io
+import json
 
 import pytest
 
@@ -176,11 +177,17 @@ def test_layers_follow_a_placement() -> None:
 
 
 def test_configs_are_values() -> None:
-    for config in (WeightOnly("mxfp4", prefill="folded"), WeightActivation("fp8_tensor", scales="static")):
-        assert Recipe.from_dict(config.to_dict()) == config
+    for config in (
+        WeightOnly("mxfp4", prefill="folded"), WeightOnly("mxfp4", prefill="dequantized"),
+        WeightOnly("fp8_row", prefill="dequantized", prefill_rows=100), WeightActivation("fp8_tensor", scales="static"),
+    ):  # fmt: skip
+        assert Recipe.from_dict(json.loads(json.dumps(config.to_dict()))) == config
         assert hash(config) == hash(copy.deepcopy(config))
         assert "refused" in str(config)
         assert mf.explain(config, device="h200").rows
+    assert [WeightOnly(prefill=how).prefill_rows for how in (None, "folded", "dequantized")] == [128, 128, 65]
+    assert WeightOnly(prefill="dequantized").label == "WeightOnly(nvfp4, prefill=dequantized)"
+    assert WeightOnly(prefill="folded", prefill_rows=65).label == "WeightOnly(nvfp4, prefill=folded, prefill_rows=65)"
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -330,6 +337,119 @@ def test_a_folded_weight_serves_many_rows(fmt) -> None:
     assert not layer(x).any()
     if fmt != "mxfp4":  # which is folded as mxfp8 is
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+@pytest.fixture
+def dequantized(monkeypatch) -> list:
+    """What every dequantization of a weight from here on has made."""
+    made, decoded = [], mf.QuantizedTensor.decoded
+    monkeypatch.setattr(mf.QuantizedTensor, "decoded", lambda q, dtype: made.append(decoded(q, dtype)) or made[-1])
+    return made
+
+
+DEQUANTIZED = {fmt: WeightOnly(fmt, prefill="dequantized", prefill_rows=8) for fmt in FORMATS}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_dequantized_weight_changes_no_bits(fmt, dtype) -> None:
+    usual, kept = (made(config, dtype).requires_grad_(False) for config in (WeightOnly(fmt), DEQUANTIZED[fmt]))
+    x, dy = inputs(dtype).reshape(-1, 72), torch.ones(15, 72, dtype=dtype)
+    for rows in (7, 8, 15):
+        assert torch.equal(kept(x[:rows]), usual(x[:rows]))
+    assert torch.equal(kept(inputs(dtype)), usual(inputs(dtype)))
+    gradients = []
+    for model in (usual, kept):
+        leaf = x.clone().requires_grad_()
+        model.q_proj(leaf).backward(dy)
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(kept(x), usual(x))
+
+
+def test_a_weight_is_dequantized_once(dequantized) -> None:
+    model, x = made(DEQUANTIZED["nvfp4"]), inputs().reshape(-1, 72)
+    layer = model.up_proj
+    layer.requires_grad_(False)
+    layer(x[:7])
+    assert not layer.__dict__.get("_weight_cache")
+    dequantized.clear()
+    for rows in (8, 15, 9):
+        layer(x[:rows])
+        assert len(dequantized) == 1
+    assert dequantized[0].nbytes == 2 * 96 * 72  # beside the codes
+    assert "takes 13824 bytes, and is kept" in str(layer.schedule(x))
+    with torch.autocast("cpu", dtype=torch.float16):
+        layer(x)
+    assert dequantized[1].dtype == torch.float16
+    words = "8 rows of x or more: by the weight dequantized to the dtype of the call, made once (prefill='dequantized')"
+    for told in (mf.explain(model), mf.explain(DEQUANTIZED["nvfp4"], "h200")):
+        assert words in " ".join(str(told).split())
+
+
+def test_a_dequantized_weight_follows_writes_and_is_never_saved(dequantized) -> None:
+    model, usual, x = made(DEQUANTIZED["nvfp4"]), made(WeightOnly("nvfp4")), inputs()
+    size = len(saved(model))
+    model(x)
+    assert len(saved(model)) == size
+    assert set(model.state_dict()) == set(usual.state_dict())
+    half = mf.quantize(torch.ones(48, 72), "nvfp4")
+    for one in (model, usual):
+        one.up_proj.weight.detach().narrow(0, 48, 48).copy_(half)
+    assert torch.equal(model(x), usual(x))
+    for one in (model, usual):
+        one.load_state_dict(made(WeightOnly("nvfp4")).state_dict())
+        one.half()
+    assert torch.equal(model(x.half()), usual(x.half()))
+    dequantized.clear()
+    model(x.half())
+    assert not dequantized
+    twin = copy.deepcopy(model)
+    twin.up_proj.weight.detach().copy_(torch.zeros(96, 72))
+    assert torch.equal(model(x.half()), usual(x.half()))
+    assert not twin.up_proj(x.half()).any()
+
+
+def saved(model) -> bytes:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
+def test_programs_dequantize_at_every_call() -> None:
+    layer, usual = (
+        made(config).up_proj.requires_grad_(False) for config in (DEQUANTIZED["nvfp4"], WeightOnly("nvfp4"))
+    )
+    compiled, x = torch.compile(layer, fullgraph=True, backend="aot_eager"), inputs().reshape(-1, 72)
+    for rows in (15, 7):
+        assert torch.equal(compiled(x[:rows]), usual(x[:rows]))
+    leaf = x.clone().requires_grad_()
+    gradients = [torch.autograd.grad(call(leaf).float().square().sum(), [leaf])[0] for call in (usual, compiled)]
+    assert torch.equal(*gradients)
+    program = mf.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)},)).module()
+    for rows in (15, 7):
+        assert torch.equal(program(x[:rows]), usual(x[:rows]))
+
+
+@pytest.mark.parametrize("prefill", ["dequantized", "folded"])
+def test_a_function_keeps_nothing(prefill) -> None:
+    weight, x = made(WeightOnly("nvfp4")).up_proj.weight, inputs().reshape(-1, 72)
+    config = WeightOnly("nvfp4", prefill=prefill, prefill_rows=8)
+    assert torch.equal(mf.linear(x, weight, recipe=config), made(config).up_proj(x))
+
+
+def test_experts_run_as_without_a_dequantized_weight(dequantized) -> None:
+    layers = []
+    for config in (WeightOnly("nvfp4"), DEQUANTIZED["nvfp4"]):
+        torch.manual_seed(3)
+        layers.append(mf.GroupedLinear(2, 64, 48, dtype=torch.bfloat16).requires_grad_(False))
+        mf.quantize_(layers[-1], config)
+    usual, kept = layers
+    x = torch.randn(40, 64).bfloat16()
+    assert torch.equal(kept(x, [30, 10]), usual(x, [30, 10]))
+    assert str(kept.schedule(x)) == str(usual.schedule(x))
 
 
 # ----------------------------------------------------------------------------------------------------------- experts

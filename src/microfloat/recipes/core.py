@@ -471,6 +471,12 @@ class Recipe(HashOnce):
         """
         return self
 
+    _of_many_rows = ""  # what calls of many rows do otherwise, in words
+
+    def _keeping_nothing(self) -> "Recipe":
+        """The recipe where no call keeps what it makes of stored codes: of experts, and in exported programs."""
+        return self
+
     def to_dict(self) -> dict:
         """A JSON-ready dictionary; `Recipe.from_dict` gives an equal recipe back."""
         from microfloat.recipes._serialize import recipe_to_dict

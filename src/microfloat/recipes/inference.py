@@ -8,6 +8,7 @@ layers, `explain` and ``print`` show them. dx is ``dy @ dequantize(w)``, so that
 gradient of the weight is refused (`Gemm.path`).
 """
 
+import functools
 from dataclasses import dataclass, fields, replace
 
 from microfloat.arguments import check_choice, check_int
@@ -30,6 +31,10 @@ _PAIRS = {
     "nvfp4": ("nvfp4", "fast"),
     "nvfp4_row": ("nvfp4", "fast"),
 }
+# What `prefill` does with calls of many rows -> the number of rows from which on it does so by default. 65 is the first
+# number at which a weight is dequantized for every call on most chips, and at which the kernel that decodes is slower
+# than bfloat16 on an H200 (docs/inference.md).
+_PREFILL_ROWS = {None: 128, "folded": 128, "dequantized": 65}
 
 
 def _name_of(fmt: str | ScaledFormat, argument: str) -> str:
@@ -53,13 +58,24 @@ def _table(fprop: Gemm) -> tuple[Gemm, Gemm, Gemm]:
     return fprop, Gemm(None, fprop.rhs, from_fprop=True), Gemm(None, None, path="refused")
 
 
+@functools.cache
+def _dequantized(wgrad: Gemm) -> Recipe:
+    """Products of a weight that is dequantized first; one object, since layers compare it at every call."""
+    return CustomRecipe(Gemm(None, None), Gemm(None, None), wgrad)
+
+
 class _Inference(NamedRecipe):
     """Base of both: a weight that is stored in the format, by whatever rule, is read as it is."""
 
     @property
+    def _usual(self) -> dict[str, object]:
+        """The default values of the fields."""
+        return {entry.name: entry.default for entry in fields(self)}
+
+    @property
     def label(self) -> str:
         """The class with its format, and with the other fields that have no default value."""
-        usual = {entry.name: entry.default for entry in fields(self)}
+        usual = self._usual
         told = {name: value for name, value in self.arguments().items() if name == "format" or value != usual[name]}
         words = (str(value) if name == "format" else f"{name}={value}" for name, value in told.items())
         return f"{type(self).__name__}({', '.join(words)})"
@@ -78,33 +94,60 @@ class WeightOnly(_Inference):
 
     `format`: that of the weights. `scale_search`: "four_over_six" (NVFP4: each block maps its maximum to 6 or to 4,
     whichever errs less) or "mse" (any format: each block takes the candidate scale of the smallest squared error);
-    None takes the format's own rule. `prefill` "folded": calls of `prefill_rows` rows (tokens) or more multiply on FP8
-    tensor cores instead. An MX weight is then folded as ``path="folded"`` does (at most 2^-17.8 of a group's amax is
-    lost, docs/numerics.md 9), any other is quantized once more, to FP8 with 128x128 scales (an error of at most 2^-4 of
-    an element, or 2^-17.8 of the largest of its 128x128 block where that is more, besides its own), and activations are
-    quantized too: MXFP8, or FP8 with 1x128 scales. The codes are kept; the folded weight, a byte for each element, is
-    made at the first such call. Source: docs/inference.md.
+    None takes the format's own rule. `prefill`: what calls of `prefill_rows` rows (tokens) or more do instead.
+
+    * "dequantized": they multiply by the weight dequantized to the dtype of the call, with the bits of a call that
+      dequantizes. That weight, 2 bytes for each element in bfloat16, is made at the first such call.
+    * "folded": they multiply on FP8 tensor cores. An MX weight is then folded as ``path="folded"`` does (at most
+      2^-17.8 of a group's amax is lost, docs/numerics.md 9), any other is quantized once more, to FP8 with 128x128
+      scales (an error of at most 2^-4 of an element, or 2^-17.8 of the largest of its 128x128 block where that is more,
+      besides its own), and activations are quantized too: MXFP8, or FP8 with 1x128 scales. The folded weight, a byte
+      for each element, is made at the first such call.
+
+    The codes are kept in both cases, and what was made of them is made again after they were written. `prefill_rows`
+    None: 65 for "dequantized", 128 for "folded". Source: docs/inference.md.
     """
 
     format: str = "nvfp4"
     scale_search: str | None = None
     prefill: str | None = None
-    prefill_rows: int = 128
+    prefill_rows: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", _name_of(self.format, "format"))
         if self.prefill is not None:
-            check_choice("prefill", self.prefill, ("folded",))
+            check_choice("prefill", self.prefill, ("dequantized", "folded"))
+        if self.prefill_rows is None:
+            object.__setattr__(self, "prefill_rows", _PREFILL_ROWS[self.prefill])
         check_int("prefill_rows", self.prefill_rows, 1, 2**31 - 1)
         super().__post_init__()
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
         return _table(Gemm(None, _weight_cast(self.format, self.scale_search)))
 
+    @property
+    def _usual(self) -> dict[str, object]:
+        return {**super()._usual, "prefill_rows": _PREFILL_ROWS[self.prefill]}
+
+    @property
+    def _of_many_rows(self) -> str:
+        if self.prefill is None:
+            return ""
+        made = "dequantized to the dtype of the call" if self.prefill == "dequantized" else "in FP8, and x too"
+        return f"{self.prefill_rows} rows of x or more: by the weight {made}, made once (prefill={self.prefill!r})"
+
+    def _keeping_nothing(self) -> Recipe:
+        return replace(self, prefill=None) if self.prefill == "dequantized" else self
+
     def for_call(self, rows: int, stored: Cast) -> Recipe:
-        """The recipe of the stored weight, or from `prefill_rows` rows on that of the folded one."""
+        """The recipe of the stored weight, or from `prefill_rows` rows on that of what `prefill` makes of it."""
+        assert self.prefill_rows is not None
         if self.prefill is None or rows < self.prefill_rows:
             return super().for_call(rows, stored)
+        if self.prefill == "dequantized":
+            chosen = super().for_call(rows, stored)
+            # A weight that is stored in another format is quantized to that of the recipe first.
+            return _dequantized(chosen.wgrad) if chosen.fprop.rhs == stored else chosen
         if stored.format.scale.name == "E8M0":
             element = as_scaled_format("mxfp8")
             return CustomRecipe(*_table(Gemm(Cast(element), stored, "fast", "folded")))

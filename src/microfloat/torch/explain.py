@@ -198,7 +198,7 @@ class Explanation(Answer):
 
     def __str__(self) -> str:
         prediction = [] if self.prediction is None else wrapped(str(self.prediction))
-        return "\n".join([super().__str__(), *prediction])
+        return "\n".join([super().__str__(), *wrapped(self.recipe._of_many_rows), *prediction])
 
 
 @dataclass(frozen=True)
@@ -373,6 +373,8 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
             routes = there.routes(recipe, layer.weight.device, None)
             why = why_not_all_at_once(recipe, routes, there.name, layer.weight, layer.bias)
             reasons |= {why: None} if why else {}
+        elif isinstance(layer.weight, QuantizedTensor) and recipe._of_many_rows:
+            reasons |= {recipe._of_many_rows: None}
         reasons |= dict.fromkeys(_across_ranks(layer))
         yield LayerRow(name, shape, answer, "; ".join(reasons))
 

@@ -50,7 +50,7 @@ def in_torch_operations(
     x: torch.Tensor, weight: torch.Tensor, bias: Maybe, token: str, scales: tuple[Maybe, Maybe]
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` in such a program; `scales`: encode scales of x and w, or the static amax of x."""
-    recipe, module = context.recipe_of(token), backends.choose("reference", x.device)
+    recipe, module = context.recipe_of(token)._keeping_nothing(), backends.choose("reference", x.device)
     if any(cast is not None and cast.is_stochastic for cast in recipe.fprop.casts):
         raise NotSupportedError(
             "export: got a recipe whose fprop rounds stochastically, needed nearest rounding in an exported program."

@@ -175,6 +175,7 @@ def find_grouped(
     wants_dw: bool, compute: torch.dtype | None = None,
 ) -> "GroupedSchedule":  # fmt: skip
     """The schedule of a call, made where there is none yet; the sizes of its groups are no part of it."""
+    recipe = recipe._keeping_nothing()
     compute = compute or autocast_dtype(x.device.type) or x.dtype
     key = (
         "grouped", recipe, name, compute, wants_dx, wants_dw, x.shape, x.dtype, x.get_device(), weight.shape,

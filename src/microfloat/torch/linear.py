@@ -467,7 +467,9 @@ def _keep_weight(
         return False
     with torch.no_grad(), schedule.scope():
         run.kept = schedule.quantize_weight(weight, run.w)[:6]
-    kept.keep(weights, key, run.kept)
+    # What a CUDA graph makes has no values before its first replay.
+    if not (schedule.keeps_weight and schedule.device >= 0 and torch.cuda.is_current_stream_capturing()):
+        kept.keep(weights, key, run.kept)
     return True
 
 

@@ -534,7 +534,11 @@ class Schedule:
                     cells.append(
                         (name, _FORMULAS[name], "", route.kind, route.kernel, "", notes.number(multiply.reason))
                     )
-        return "\n".join([f"{title}; backend {self.backend.name} on {where}", *text_table(cells), *notes.lines()])
+        lines = [f"{title}; backend {self.backend.name} on {where}", *text_table(cells), *notes.lines()]
+        if self.keeps_weight and not self.late:
+            lines += [f"The operand of w takes {self.w_cast.made_bytes} bytes, and is kept between calls; compiled code"
+                      " and FSDP2 make it at every call."]  # fmt: skip
+        return "\n".join(lines)
 
 
 _FORMULAS = {"fprop": "y = x @ w.T", "dgrad": "dx = dy @ w", "wgrad": "dw = dy.T @ x"}

@@ -1,6 +1,7 @@
 """Steps that cast a weight of which codes exist already: stored as such, or gathered by FSDP2."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,7 @@ import torch
 
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
-from microfloat.torch import reference
+from microfloat.torch import backends, reference
 from microfloat.torch._checks import is_abstract
 from microfloat.torch._typing import Parts
 from microfloat.torch.backends.base import Backend, record_amax_
@@ -26,7 +27,7 @@ __all__ = ["GatheredCast", "StoredCast"]
 class StoredCast:
     """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""
 
-    __slots__ = ("_backend", "_compute", "_layouts", "_step", "_stored", "entries", "program", "reason")
+    __slots__ = ("_backend", "_compute", "_layouts", "_shape", "_step", "_stored", "entries", "program", "reason")
 
     def __init__(
         self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype, step: "type[CastStep]"
@@ -39,11 +40,13 @@ class StoredCast:
             and (not entry.operand.transposed or entry.cast.transposes)  # type: ignore[union-attr]
             for entry in entries
         )  # fmt: skip
-        self._layouts = layouts_of(backend, entries, *weight.shape)
+        self._shape, self._layouts = weight.shape, layouts_of(backend, entries, *weight.shape)
         remaining = tuple(None if stored else entry for stored, entry in zip(self._stored, entries, strict=True))
         self._step = None
         if any(entry is not None for entry in remaining):
-            self._step = step(backend, weight.decoded(compute), remaining)  # type: ignore[arg-type]
+            is_read = any(entry is not None and entry.cast is not None for entry in remaining)  # not in high precision
+            example = weight.decoded(compute) if is_read else weight.codes.new_empty(0, dtype=compute)
+            self._step = step(backend, example, remaining)  # type: ignore[arg-type]
 
     is_bound, names = False, "stored codes"
 
@@ -53,6 +56,17 @@ class StoredCast:
         return self._step is not None
 
     @property
+    def made_bytes(self) -> int:
+        """The bytes of the row operand where it is cast anew, else 0; a column in high precision is a view of it."""
+        row, layout = self.entries[0], self._layouts[0]
+        if row is None or self._stored[0]:
+            return 0
+        if layout is None:
+            return math.prod(self._shape) * self._compute.itemsize
+        parts = [part for part in layout if part is not None]
+        return sum(math.prod(part.shape) * getattr(torch, part.dtype).itemsize for part in parts)
+
+    @property
     def delayed(self) -> Cast | None:
         """The first delayed cast, by whose scaling the amax is recorded; stored codes of the row were scaled before."""
         return first_delayed(entry and entry.cast for entry in self.entries[self._stored[0] :])
@@ -60,7 +74,7 @@ class StoredCast:
     def __call__(self, weight: QuantizedTensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
         made: Parts = [None] * 6
         if self._step is not None:
-            made = self._step(weight.decoded(self._compute), stream, words, inputs)[:6]
+            made = self._step(_values_of(weight, self._compute), stream, words, inputs)[:6]
         if inputs.record is not None and (self._step is None or self._step.delayed is None):
             record_amax_(inputs.record, reference.amax(weight.decoded(self._compute)))
         for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
@@ -69,6 +83,17 @@ class StoredCast:
                 backend = None if is_abstract(operand.codes) else self._backend
                 made[3 * index : 3 * index + 3] = _aligned(parts_of(operand, entry, self._layouts[index], backend))
         return made
+
+
+def _values_of(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """`QuantizedTensor.decoded`, by a kernel where there is one, which writes rows one behind the other."""
+    codes = weight.codes
+    if weight.axis != 1 or not (codes.is_cuda and codes.is_contiguous()) or is_abstract(codes):
+        return weight.decoded(dtype)
+    whole = weight.to_operand()
+    parts = (aligned(part) for part in (whole.codes, whole.scale, whole.tensor_scale))
+    operand = dataclasses.replace(whole, **dict(zip(("codes", "scale", "tensor_scale"), parts, strict=True)))
+    return backends.choose("auto", codes.device).dequantize(operand, dtype)
 
 
 def _aligned(parts: Parts) -> Parts:

@@ -341,13 +341,17 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def frozen_bases(rank: int, names: Names = ("nvfp4", "mxfp4", "mxfp8", "fp8_tensor")) -> dict[str, bool]:
-    """Adapters trained around frozen weights of four bits, whose bytes stay."""
+def frozen_bases(
+    rank: int, names: Names = ("nvfp4", "nvfp4 dequantized", "mxfp4", "mxfp8", "fp8_tensor")
+) -> dict[str, bool]:
+    """Adapters trained around frozen weights of four bits, whose bytes stay; also under `prefill`."""
     made = {}
     for fmt in names:
         torch.manual_seed(1)
         plain = nn.Sequential(Adapted(WIDTH, INNER), nn.ReLU(), Adapted(INNER, WIDTH)).bfloat16()
-        mf.quantize_(plain, WeightOnly(fmt), filter=lambda name, module: name.endswith("base"))
+        name, prefill, *_ = *fmt.split(), None
+        config = WeightOnly(name, prefill=prefill, prefill_rows=8)
+        mf.quantize_(plain, config, filter=lambda name, module: name.endswith("base"))
         model, results = copy.deepcopy(plain), []
         for block in (model[0], model[2]):
             fully_shard(block)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -371,7 +371,7 @@ class _Call:
     """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
 
     _followed, _path, _number, fuse_wgrad_accumulation = False, "", -1, False
-    _load_state_dict_post_hooks = ()
+    _load_state_dict_post_hooks: ClassVar[dict] = {}
 
     def __init__(
         self,
