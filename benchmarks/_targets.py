@@ -73,6 +73,7 @@ TARGETS: dict[str, Target] = {
         for m in (1, 4, 16, 32, 64)
     },
     **{f"d.{name}.m{m}": _bf16(1.7, 1.8, 1.94) for name in ("mxfp8", "row", "block") for m in (1, 4, 16)},
+    **{f"d.kept.{name}.m{m}": Target("bf16", 0.95) for name in ("nvfp4", "row") for m in (65, 128, 256, 4096)},
     **{f"d.prompt.{name}": Target("bf16", least) for name, least in (("row", 1.6), ("mxfp8", 1.5), ("nvfp4", 1.4))},
     "d.layer.delayed": Target("", 23.2, at_most=True, in_ms=True, peer="TransformerEngine 24.4"),
     "d.layer.current": Target("", 23.6, at_most=True, in_ms=True, peer="TransformerEngine 24.7"),

@@ -3,7 +3,9 @@
 Calls of a graph take turns over as many weights as the L2 cache cannot hold, as the layers of a model do. Each shape is
 first compared with the product of the dequantized weight in float64. Experts (d.experts*) are multiplied by groups of
 rows that a router of even hands has chosen, other ones in each call, against torch's grouped matmul in bfloat16. A
-prompt of many rows (d.prompt*) is quantized too: its product is compared with that of the quantized values.
+prompt of many rows (d.prompt*) is quantized too: its product is compared with that of the quantized values. Many rows
+by a weight that is dequantized once (d.kept*) are multiplied by layers that have made it before, beside layers that
+read codes.
 """
 
 import argparse
@@ -28,6 +30,7 @@ SHAPES, QUICK = ((8192, 8192), (28672, 8192), (4096, 14336)), ((64, 256),)
 TOKENS, TOKENS_OF_EXPERTS = (1, 4, 16, 32, 64, 128, 256), (1, 4, 16, 32, 64)
 WEIGHTS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "row": "fp8_row", "block": "fp8_128x128"}
 PREFILL = 4096
+KEPT, ROWS_OF_KEPT = ("nvfp4", "row"), (65, 128, 256, PREFILL)
 # A prompt on FP8 tensor cores: the config, what rows are quantized to, and the weight too where it is quantized again.
 PROMPTS = {
     "row": (WeightActivation("fp8_row"), "fp8_row", None), "mxfp8": (WeightActivation("mxfp8"), "mxfp8", None),
@@ -89,23 +92,31 @@ def replaying(calls: Sequence[Callable[[], object]], on_gpu: bool) -> Callable[[
     return lambda i: graph.replay()
 
 
-def measure(report: Report, name: str, shape: tuple[int, int]) -> None:
-    """A row for each number of tokens, and one for a prompt."""
+def measure(report: Report, name: str, shape: tuple[int, int], is_kept: bool = False) -> None:
+    """A row for each number of tokens, and one for a prompt; `is_kept`: of weights that are dequantized once."""
     options, (n, k) = report.options, shape
-    plain, stored = layers_of(None, shape, options), layers_of(WeightOnly(WEIGHTS[name]), shape, options)
+    config = WeightOnly(WEIGHTS[name], prefill="dequantized" if is_kept else None)
+    plain, stored = layers_of(None, shape, options), layers_of(config, shape, options)
     exact = stored[0].weight.detach().dequantize(torch.float64)
     calls = 1 if options.device == "cpu" else CALLS
-    for m in (*TOKENS, PREFILL) if not options.quick else (3,):
+    tokens = ROWS_OF_KEPT if is_kept else (*TOKENS, PREFILL)
+    for m in tokens if not options.quick else (80 if is_kept else 3,):
         x = torch.randn(m, k, device=options.device).bfloat16()
         worst = difference(stored[0](x), x.double() @ exact.T)
         row_id = f"d.{name}.prefill" if m == PREFILL else f"d.{name}.m{m}"
+        row_id = f"d.kept.{name}.m{m}" if is_kept else row_id
         if worst > _LARGEST_DIFFERENCE:
             report.skip(row_id, f"differs from the dequantized product: {worst:.1e}")
             continue
-        times = in_turn({"bf16": graph_of(plain, x), "ours": graph_of(stored, x)}, options.device, 40, least=8)
+        contenders = {"bf16": graph_of(plain, x), "ours": graph_of(stored, x)}
+        if is_kept:
+            contenders["codes"] = graph_of(layers_of(WeightOnly(WEIGHTS[name]), shape, options), x)
+        times = in_turn(contenders, options.device, 40, least=8)
         row = Row(row_id, (m, k, n), WEIGHTS[name], mode="graph", sqnr_db=sqnr_db(worst), ratio_of="bf16")
         row.timed(times["ours"].per(calls), times["bf16"].per(calls))
-        row.gbs = sum(part.numel() * part.element_size() for part in _parts(stored[0].weight)) / row.median_ms / 1e6
+        row.extra = {"ratio_by_codes": times["bf16"].median / times["codes"].median} if is_kept else {}
+        read = [stored[0].weight] if is_kept else _parts(stored[0].weight)  # whose dtype is that of the kept one
+        row.gbs = sum(part.numel() * part.element_size() for part in read) / row.median_ms / 1e6
         report.add(row)
 
 
@@ -188,6 +199,10 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         for kind in EXPERTS:
             if report.wants(f"d.{kind}.{name}"):
                 report.attempt(f"d.{kind}.{name}", functools.partial(measure_experts, report, name, kind))
+    for name in KEPT:
+        if report.wants(f"d.kept.{name}"):
+            for shape in QUICK if options.quick else SHAPES:
+                report.attempt(f"d.kept.{name}", functools.partial(measure, report, name, shape, is_kept=True))
     for name in PROMPTS:
         if report.wants(f"d.prompt.{name}"):
             for shape in QUICK if options.quick else SHAPES:

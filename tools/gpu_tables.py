@@ -214,10 +214,16 @@ def train_table(path: Path) -> str:
     return finished(["recipe", "mode", "bf16, tokens/s", "tokens/s", "ratio"], cells, rows, 2)
 
 
+def _sizes(rows: Rows) -> str:
+    """N x K of the weights."""
+    return "; ".join(dict.fromkeys(f"{row['shape'][2]} x {row['shape'][1]}" for row in rows))
+
+
 def decode_table(path: Path) -> str:
     """Few rows of x by weights stored as codes: the ratio to bf16 by rows of x, format and shape, experts below."""
     every = [row for row in rows_of(path) if "median_ms" in row]
-    prompts, rows = ([row for row in every if row["id"].startswith("d.prompt.") is asked] for asked in (True, False))
+    prompts, kept = ([row for row in every if row["id"].startswith(f"d.{kind}.")] for kind in ("prompt", "kept"))
+    rows = [row for row in every if row not in prompts and row not in kept]
     formats = list(dict.fromkeys(row["recipe"] for row in rows))
     parts = []
     for kind in ("", "experts8", "experts64"):
@@ -227,18 +233,27 @@ def decode_table(path: Path) -> str:
             words = row["id"].split(".")[-1]
             m = int(row["shape"][0]) if words == "prefill" else int(words[1:])
             found.setdefault(m, {}).setdefault(row["recipe"], []).append(figure(row, row["ratio"]))
-        shapes = list(dict.fromkeys((row["shape"][2], row["shape"][1]) for row in own))
+        if not own:
+            continue
         title = "rows of x" if not kind else f"tokens, {own[0]['extra']['experts']} experts"
         cells = [[str(m), *(", ".join(cell.get(fmt, [])) for fmt in formats)] for m, cell in sorted(found.items())]
-        sizes = "; ".join(f"{n} x {k}" for n, k in shapes)
         each = f", {own[0]['extra']['experts_of_a_token']} for each token" if kind else ""
-        parts.append(f"{table([title, *formats], cells, right=())}\n\nWeights of {sizes}{each}.")
+        parts.append(f"{table([title, *formats], cells, right=())}\n\nWeights of {_sizes(own)}{each}.")
+    if kept:
+        by_rows: dict[int, dict[str, list[str]]] = {}
+        for row in kept:
+            told = f"{figure(row, row['ratio'])} ({number(row['extra']['ratio_by_codes'])})"
+            by_rows.setdefault(row["shape"][0], {}).setdefault(row["recipe"], []).append(told)
+        names, sizes = list(dict.fromkeys(row["recipe"] for row in kept)), _sizes(kept)
+        cells = [[str(m), *(", ".join(cell.get(name, [])) for name in names)] for m, cell in sorted(by_rows.items())]
+        title = ["rows of x, weight dequantized once (by codes)", *names]
+        parts.append(f"{table(title, cells, right=())}\n\nWeights of {sizes}.")
     if prompts:
         found_of: dict[str, list[str]] = {}
         for row in prompts:
             read = row["extra"]["read_as"]
             found_of.setdefault(f"{row['extra']['weight']}, read as {read}", []).append(figure(row, row["ratio"]))
-        sizes = "; ".join(dict.fromkeys(f"{row['shape'][2]} x {row['shape'][1]}" for row in prompts))
+        sizes = _sizes(prompts)
         title = [f"prompt of {prompts[0]['shape'][0]} rows, quantized too", "times as fast"]
         cells = [[name, ", ".join(figures)] for name, figures in found_of.items()]
         parts.append(f"{table(title, cells, right=())}\n\nWeights of {sizes}.")

@@ -80,8 +80,8 @@ def test_every_command_can_be_imported():
         ("fsdp", ["fsdp.mxfp8", "fsdp.current.fused", "tp.delayed"],
          {"fsdp.bf16", "tp.bf16", "tp.delayed", "fsdp.current.fused", "fsdp.current.fused.low",
           *(f"fsdp.mxfp8{path}{way}" for path in ("", ".folded") for way in ("", ".low", ".fused", ".fused.low"))}),
-        ("decode", ["d.nvfp4", "d.experts8.mxfp8", "d.prompt.row", "d.prompt.nvfp4"],
-         {"d.nvfp4.m3", "d.experts8.mxfp8.m3", "d.prompt.row", "d.prompt.nvfp4"}),
+        ("decode", ["d.nvfp4", "d.experts8.mxfp8", "d.kept.nvfp4", "d.prompt.row", "d.prompt.nvfp4"],
+         {"d.nvfp4.m3", "d.experts8.mxfp8.m3", "d.kept.nvfp4.m80", "d.prompt.row", "d.prompt.nvfp4"}),
         ("profile", ["current"], set()),
     ],
 )  # fmt: skip

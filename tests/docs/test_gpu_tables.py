@@ -111,3 +111,15 @@ def test_tokens_per_second(tables, written):
 def test_what_was_not_measured_says_how(tables, monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "RESULTS", ROOT / "benchmarks" / "nothing")
     assert tables.generated("train").startswith("Not measured yet: `python -m benchmarks train --json")
+
+
+def test_weights_that_are_dequantized_once_stand_beside_codes(tables, written):
+    rows = [
+        timed(f"d.kept.{name}.m{m}", ratio, shape=[m, 64, 32], recipe=recipe, passed=ratio >= 0.95,
+              extra={"ratio_by_codes": 0.66})
+        for name, recipe in (("nvfp4", "nvfp4"), ("row", "fp8_row")) for m, ratio in ((256, 1.0), (128, 0.9))
+    ]  # fmt: skip
+    text = tables.decode_table(written(rows))
+    assert "| 128 | **0.90** (0.66) | **0.90** (0.66) |\n| 256 | 1.00 (0.66) | 1.00 (0.66) |" in text
+    assert "Weights of 32 x 64." in text
+    assert "rows of x |" not in text
