@@ -405,6 +405,10 @@ def test_a_dequantized_weight_follows_writes_and_is_never_saved(dequantized) -> 
     dequantized.clear()
     model(x.half())
     assert not dequantized
+    plain = copy.deepcopy(model)
+    plain(x.half())
+    parameter = plain.up_proj.weight
+    assert mf.revert(plain).up_proj.weight is parameter  # nothing kept refers to it
     twin = copy.deepcopy(model)
     twin.up_proj.weight.detach().copy_(torch.zeros(96, 72))
     assert torch.equal(model(x.half()), usual(x.half()))

@@ -265,6 +265,8 @@ def revert(model: nn.Module) -> nn.Module:
     check_model(model)
     unfuse(model)
     left, replaced = [], []
+    for module in model.modules():  # what is kept of a weight refers to it
+        module.__dict__.pop("_weight_cache", None)
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             scaling.drop_buffers(module)
