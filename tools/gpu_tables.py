@@ -269,7 +269,7 @@ def distributed_table(path: Path) -> str:
         gathered, peak = (row["extra"][name] / plain["extra"][name] for name in ("gathered_bytes", "peak_bytes"))
         low, high = number(row["p10_ms"], 1), number(row["p90_ms"], 1)
         cells.append([
-            f"`{row['id']}`", number(row["median_ms"], 1), f"{low} to {high}", number(row.get("ratio")),
+            f"`{row['id']}`", number(row["median_ms"], 1), f"{low} to {high}", figure(row, row.get("ratio")),
             number(gathered), number(peak),
         ])  # fmt: skip
     header = ["id", "ms", "10 to 90 % of steps", "ratio to bf16", "bytes gathered, of bf16", "peak memory, of bf16"]
@@ -312,11 +312,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quantize": quantize_table, "matmul": matmul_table, "linear": linear_table, "grouped": linear_table,
     "profile": profile_table, "decoder": decoder_table, "block": block_table, "host": host_table,
     "train": train_table, "decode": decode_table, "decode_h200": decode_table, "fsdp": distributed_table,
-    "tp": distributed_table, "nccl": checks_table,
+    "fsdp_h100": distributed_table, "tp": distributed_table, "nccl": checks_table,
 }  # fmt: skip
 PAGES = {
-    "decode": "inference.md", "decode_h200": "inference.md", "fsdp": "distributed.md", "tp": "distributed.md",
-    "nccl": "distributed.md",
+    "decode": "inference.md", "decode_h200": "inference.md", "fsdp": "distributed.md",
+    "fsdp_h100": "distributed.md", "tp": "distributed.md", "nccl": "distributed.md",
 }  # fmt: skip  # others: performance.md
 
 
