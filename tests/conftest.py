@@ -65,11 +65,16 @@ def pytest_configure(config):
     except ModuleNotFoundError:  # an environment that is already there (make test-installed) may run a part without it
         return
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=15, suppress_health_check=quiet)
+    for name, examples in (("quick", 8), ("all", 30)):
+        settings.register_profile(
+            name, deadline=None, derandomize=True, max_examples=examples, suppress_health_check=quiet
+        )
     settings.register_profile(
         "thorough", deadline=None, max_examples=1000, suppress_health_check=quiet, print_blob=True
     )
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    settings.load_profile(
+        os.environ.get("HYPOTHESIS_PROFILE", "quick" if config.option.markexpr == "not slow" else "all")
+    )
 
 
 def _why_no_gpu():
@@ -87,13 +92,19 @@ def _sort_by_effort(items):
     items.sort(key=lambda item: (files[item.path], item.get_closest_marker("as_users_compile") is not None))
 
 
+def _group_of(path):
+    """One process runs a file: others would make its fixtures and compile its programs once more. What calls the
+    compiled casts is one group, since they take 17 s to compile in a fresh checkout."""
+    return "compiled casts" if path.parts[1] in ("checkpoint", "cli", "cpu") else path.as_posix()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     left_out.mark(items)
     _sort_by_effort(items)
-    for item in items:  # one process runs a file: others would make its fixtures and compile its programs once more
+    for item in items:
         if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(config.rootpath).as_posix()))
+            item.add_marker(pytest.mark.xdist_group(_group_of(item.path.relative_to(config.rootpath))))
     # A path with "::" collects a part of a file, of which nothing can be said.
     config.stash[left_out.PROBLEMS] = left_out.problems(items, not any("::" in argument for argument in config.args))
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -160,14 +171,13 @@ def pytest_testnodedown(node):
 
 def pytest_terminal_summary(terminalreporter):
     """Report what `make test` leaves out, and what outgrew the house's size caps: remarks, not failures."""
-    from tests.architecture.size_caps import overgrown
-
     counts = terminalreporter.config.stash[LEFT_OUT]
     if counts:
         terminalreporter.section(f"left to make test-all: {sum(counts.values())} tests")
         for reason, count in sorted(counts.items(), key=lambda row: -row[1]):
             terminalreporter.line(f"{count:5d}  {reason}")
-    rows = overgrown(Path(__file__).parents[1] / "src")
+    properties = [one for report in terminalreporter.stats.get("passed", []) for one in report.user_properties]
+    rows = [row for name, row in properties if name == "size cap"]
     if rows:
         terminalreporter.section("size caps (a remark, not a failure)")
         for row in rows:

@@ -249,5 +249,5 @@ ADAPTERS: list[Adapter] = [
     JaxAdapter(),
 ]
 RUNNING = [adapter for adapter in ADAPTERS if adapter.unavailable() is None]
-# The oracle is its own expectation: it takes part in the pinned cases only.
+# The oracle is its own expectation: it takes part in digests and products only.
 COMPARED = [adapter for adapter in RUNNING if adapter.name != "numpy"]
