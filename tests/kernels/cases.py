@@ -19,6 +19,7 @@ from microfloat.kernels.device import tiles
 from microfloat.passes import matrix as passes_matrix
 from microfloat.passes import tables as casts
 from microfloat.recipes import Cast, Delayed, Hadamard, from_name
+from microfloat.routes import routes_of
 from microfloat.torch import attention, backends, fused, program, reference, schedule
 from microfloat.torch.backends import triton
 from microfloat.torch.entries import entries_of
@@ -828,7 +829,7 @@ def forms_of_gathered_weights(device, names):
         for name in names:
             recipe = from_name(name)
             gather = Gather((recipe.fprop.rhs, recipe.dgrad.rhs), w.dtype, Source())
-            routes = backend.routes(recipe, w.device, None)
+            routes = routes_of(recipe, backend.chip_of(w.device))
             for row in (True, False):
                 entries = entries_of(recipe, routes, "w", row, not row)
                 wanted = schedule.CastStep(backend, w, entries)(w, 0, program.scratch(-1), program.CastInputs())

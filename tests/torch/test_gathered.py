@@ -28,6 +28,7 @@ def _both(case):
     """Forms, and operands of fprop and dgrad: from gathered codes, and as kernels cast them."""
     from microfloat import recipes
     from microfloat.passes import CastInputs
+    from microfloat.routes import routes_of
     from microfloat.torch import backends
     from microfloat.torch.entries import entries_of
     from microfloat.torch.gathered import Gather, Gathered
@@ -41,7 +42,7 @@ def _both(case):
     recipe = getattr(recipes, name)(**options)
     with backends.pretend(chip="h200"):
         backend = backends.choose("native", weight.device)
-        entries = entries_of(recipe, backend.routes(recipe, weight.device, None), "w", True, True)
+        entries = entries_of(recipe, routes_of(recipe, backend.chip_of(weight.device)), "w", True, True)
         gather = Gather((recipe.fprop.rhs, recipe.dgrad.rhs), weight.dtype, Whole(weight))
         gathered = Gathered(gather, weight.shape, weight.device)
         words = backend.programs.scratch(-1)

@@ -21,7 +21,7 @@ from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes._serialize import cast_of
-from microfloat.routes import Routes
+from microfloat.routes import Routes, routes_of
 from microfloat.torch import backends, context, exported, layer_state, scaling
 from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe
@@ -338,7 +338,7 @@ def _keeps_x(token: str, backend: str, device: str, index: int | None) -> bool:
     """True where backward reads x itself: in high precision, or to cast it once more."""
     on = torch.device(device if index is None else f"{device}:{index}")
     recipe, module = context.recipe_of(token), backends.choose(backend, on)
-    return context.keeps_x(token) or _makes_again(module.routes(recipe, on, None), recipe, "wgrad")
+    return context.keeps_x(token) or _makes_again(routes_of(recipe, module.chip_of(on)), recipe, "wgrad")
 
 
 # As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
@@ -429,7 +429,7 @@ def _saving(call: Settings, device: torch.device) -> Settings:
     A stored weight has its codes already; its scales alone would do for delayed scaling.
     """
     recipe = call.recipe
-    routes = backends.choose(call.backend, device).routes(recipe, device, None)
+    routes = routes_of(recipe, backends.choose(call.backend, device).chip_of(device))
     wants_dx = call.wants_dx and not (call.stored and not recipe.is_delayed)
     return call._replace(
         wants_dx=wants_dx and recipe.dgrad.rhs is not None and not _makes_again(routes, recipe, "dgrad"),
@@ -552,7 +552,7 @@ def _fake_forward(
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=call.compute)]
     outputs += [x.new_empty(8, dtype=torch.float32)] if call.records else []
     module = backends.choose(call.backend, x.device)
-    routes, saving = module.routes(recipe, x.device, None), _saving(call, x.device)
+    routes, saving = routes_of(recipe, module.chip_of(x.device)), _saving(call, x.device)
     saves_w, saves_x = saving.wants_dx, saving.wants_dw
     rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
     for tensor, saves, sizes in (("x", saves_x, (rows, in_features)), ("w", saves_w, (out_features, in_features))):

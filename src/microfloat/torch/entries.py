@@ -9,9 +9,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from microfloat.errors import NotSupportedError
 from microfloat.layout import ALIGNMENT, Layout, Part, layout_of
 from microfloat.operands import OPERANDS_OF, Operand
-from microfloat.passes import OperandSpec
+from microfloat.passes import OperandSpec, family_of
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import Routes
 from microfloat.torch._typing import Parts
@@ -29,6 +30,7 @@ __all__ = [
     "layouts_of",
     "parts_of",
     "saved_parts",
+    "why_by_torch",
 ]
 
 
@@ -97,6 +99,19 @@ def layouts_of(backend: Backend, entries: Entries, rows: int, length: int) -> tu
             )
         )  # fmt: skip
     return made[0], made[1]
+
+
+def why_by_torch(backend: Backend, *specs: OperandSpec | None) -> str:
+    """Reason for casts of these operands by torch operations, "" if launches make them.
+
+    Raises NotSupportedError where a backend that was asked for by name has no kernel.
+    """
+    if backend.no_programs:
+        return backend.no_programs
+    refusal = next((why for spec in specs if spec is not None and (why := family_of(spec.cast)[1])), "")
+    if refusal and backend.is_strict:
+        raise NotSupportedError(f"the {backend.name} backend has no kernel for {refusal}. Use backend='reference'.")
+    return refusal and f"no kernel for {refusal}"
 
 
 def first_delayed(casts: Iterable[Cast | None]) -> Cast | None:

@@ -22,7 +22,7 @@ from microfloat.recipes import (
 )
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
-from microfloat.routes import UNTRIED, Route, own_gemm_is_faster, route_of
+from microfloat.routes import UNTRIED, Route, own_gemm_is_faster, route_of, routes_of
 from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch import backends
 from microfloat.torch.backends import check_name, chip_of, resolve, support
@@ -370,7 +370,7 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
         reasons = dict.fromkeys(row.support.reason for row in answer.rows if not row.support.accelerated)
         if isinstance(layer, GroupedLinear) and device is None:
             there = backends.choose(own, layer.weight.device)
-            routes = there.routes(recipe, layer.weight.device, None)
+            routes = routes_of(recipe, there.chip_of(layer.weight.device))
             why = why_not_all_at_once(recipe, routes, there.name, layer.weight, layer.bias)
             reasons |= {why: None} if why else {}
         elif isinstance(layer.weight, QuantizedTensor) and recipe._of_many_rows:

@@ -4,6 +4,7 @@ import torch
 
 from microfloat.errors import NotSupportedError
 from microfloat.passes import CastInputs
+from microfloat.routes import routes_of
 from microfloat.torch import backends, context
 from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Maybe, Options
@@ -55,7 +56,7 @@ def in_torch_operations(
         raise NotSupportedError(
             "export: got a recipe whose fprop rounds stochastically, needed nearest rounding in an exported program."
         )
-    routes = module.routes(recipe, x.device, None)
+    routes = routes_of(recipe, module.chip_of(x.device))
     compute = autocast_dtype(x.device.type) or x.dtype
     schedule = Schedule(recipe, module, routes, x, weight, None, compute, False, False)
     inputs = CastInputs(amax=scales[0]) if schedule.is_static else CastInputs(scales[0])

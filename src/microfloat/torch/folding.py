@@ -138,7 +138,7 @@ class FoldCounts:
         }
 
 
-def routes_after(recipe: Recipe, chip: Chip, counts: FoldCounts) -> Routes:
+def routes_after(recipe: Recipe, chip: Chip | None, counts: FoldCounts) -> Routes:
     """The routes of one call of a layer by the counts of its earlier ones: its forward decides, its backward keeps
     them."""
     static = routes_of(recipe, chip)
@@ -150,7 +150,7 @@ def routes_after(recipe: Recipe, chip: Chip, counts: FoldCounts) -> Routes:
     return Routes(*made).reading_fprop(recipe)
 
 
-def _listened(name: str, gemm: Gemm, chip: Chip, route: Route, counts: FoldCounts) -> Route:
+def _listened(name: str, gemm: Gemm, chip: Chip | None, route: Route, counts: FoldCounts) -> Route:
     """The route of one GEMM after a look at what folding changed in the step before."""
     if route.lhs != "folded":
         return route

@@ -27,7 +27,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.operands import GEMMS
 from microfloat.passes import MOST_DECODED_ROWS, CastInputs, why_not_in_groups
 from microfloat.recipes import Recipe
-from microfloat.routes import OWN_GEMMS, Routes
+from microfloat.routes import OWN_GEMMS, Routes, routes_of
 from microfloat.torch import backends, own_gemm, reference
 from microfloat.torch._checks import check_beside, is_abstract
 from microfloat.torch._operators import refuse_transforms
@@ -185,7 +185,7 @@ def find_grouped(
     schedule: Any = SCHEDULES.get(key)
     if schedule is None:
         backend = backends.choose(name, x.device)
-        routes = backend.routes(recipe, x.device, None)
+        routes = routes_of(recipe, backend.chip_of(x.device))
         options = recipe, backend, routes, x, weight
         decoding = _decoding(recipe, routes, weight, x.shape[0], compute, bias)
         if isinstance(decoding, Decoding):
@@ -194,8 +194,7 @@ def find_grouped(
         else:
             is_bfloat16 = x.shape[0] > 0 and compute == x.dtype == torch.bfloat16
             reason = decoding or why_one_by_one(recipe, routes, backend.name, weight, bias is not None, is_bfloat16)
-            if not reason and backend.programs is None:
-                reason = "kernels are left out"
+            reason = reason or backend.no_programs
             one = GroupedSchedule if reason else _AllAtOnce
             made = one(*options, reason, compute, wants_dx, wants_dw)
         schedule = remember(key, made)

@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from microfloat.errors import MicrofloatError, NotSupportedError, invalid_value
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
-from microfloat.routes import Routes
+from microfloat.routes import Routes, routes_of
 from microfloat.torch import backends, layer_state, scaling
 from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe, Parts
 from microfloat.torch.context import Ambient
 from microfloat.torch.entries import aligned
-from microfloat.torch.folding import FoldCounts
+from microfloat.torch.folding import FoldCounts, routes_after
 from microfloat.torch.gathered import Gathered
 from microfloat.torch.microbatches import KeptWeight, MainGrad
 from microfloat.torch.observing import OBSERVERS, observed
@@ -154,7 +154,7 @@ def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedu
     """The schedule that fold counts of earlier steps ask for; `call`: the arguments of `find` that found this one."""
     if counts.is_quiet:
         return schedule
-    routes = schedule.backend.routes(schedule.recipe, call[2].device, counts)
+    routes = routes_after(schedule.recipe, schedule.backend.chip_of(call[2].device), counts)
     return schedule if routes is schedule.asked else find(*call, routes=routes)  # type: ignore[misc]
 
 
@@ -183,7 +183,7 @@ def find(
         return None
     backend = backends.choose(name, x.device)
     if routes is None:
-        routes = backend.routes(recipe, x.device, None)
+        routes = routes_of(recipe, backend.chip_of(x.device))
     options = compute, wants_dx, wants_dw, 0, late
     made = Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, *options)
     return remember(key, made)

@@ -28,7 +28,7 @@ from microfloat.layout import ALIGNMENT, Layout
 from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe, Static
-from microfloat.routes import Routes
+from microfloat.routes import Routes, routes_of
 from microfloat.support import Notes, text_table
 from microfloat.torch import reference
 from microfloat.torch._typing import Options, Parts, Sink
@@ -42,6 +42,7 @@ from microfloat.torch.entries import (
     layouts_of,
     parts_of,
     saved_parts,
+    why_by_torch,
 )
 from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.gemms import Product, product
@@ -109,7 +110,7 @@ class CastStep:
         self.is_bound = False  # True where bound launches make every operand
         if row is None and column is None:
             return
-        self.reason = backend.why_no_program(row, column)
+        self.reason = why_by_torch(backend, row, column)
         if self.reason:
             self._layouts = layouts_of(backend, entries, *x.shape)
             return
@@ -131,7 +132,7 @@ class CastStep:
         row, column = (None if entry is None else entry.spec for entry in entries)
         if row is None and column is None:
             return "", ""
-        reason = backend.why_no_program(row, column)
+        reason = why_by_torch(backend, row, column)
         return "torch operations" if reason else "kernels", reason
 
     def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
@@ -195,7 +196,7 @@ class Schedule:
         stored = weight.cast if isinstance(weight, QuantizedTensor) else None
         chosen = recipe if stored is None else recipe.for_call(self.rows, stored)
         is_other, recipe = chosen is not recipe, chosen
-        routes = backend.routes(recipe, x.device, None) if is_other else routes
+        routes = routes_of(recipe, backend.chip_of(x.device)) if is_other else routes
         routes = routes.of_stored(recipe) if stored is not None and stored == recipe.fprop.rhs else routes
         self.recipe, self.backend, self.routes, self._batch = recipe, backend, routes, batch
         self.wants_dx, self.wants_dw, self.late = wants_dx, wants_dw, late and wants_dx

@@ -8,6 +8,7 @@ import torch
 import microfloat.torch as mf
 from microfloat.passes import CastInputs
 from microfloat.recipes import RECIPES
+from microfloat.routes import routes_of
 from microfloat.torch import backends, grouped, own_gemm, program, schedule
 from microfloat.torch.entries import entries_of
 from microfloat.torch.nn import grouped_linear
@@ -115,7 +116,7 @@ def every_group_is_cast_alone(device, name):
     recipe = RECIPES[name]()
     with native_on(device):
         backend = backends.choose("native", x.device)
-        entries = entries_of(recipe, backend.routes(recipe, x.device, None), "x", True, True)
+        entries = entries_of(recipe, routes_of(recipe, backend.chip_of(x.device)), "x", True, True)
         plan = program.plan_groups(ends, len(x), 192)
         stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
 

@@ -164,10 +164,10 @@ def choose(backend: str, device: torch.device) -> Backend:
 def _without_kernels(backend: Backend) -> Any:
     """A backend whose casts are made by plain torch operations."""
     reference = importlib.import_module(_REGISTRY["reference"][1])
-    same = {key: getattr(backend, key) for key in ("name", "routes", "scaled_matmul")}
+    same = {key: getattr(backend, key) for key in ("name", "chip_of", "scaled_matmul")}
     casts = {
         key: getattr(reference, key)
         for key in ("quantize", "quantize_both", "dequantize", "fold_codes", "turned", "amax")
     }
-    rest = {"programs": None, "producers": None, "why_no_program": lambda row, column: "kernels are left out"}
+    rest = {"programs": None, "no_programs": "kernels are left out", "is_strict": False, "producers": None}
     return SimpleNamespace(**same, **casts, **rest)

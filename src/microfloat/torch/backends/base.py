@@ -5,17 +5,13 @@ Legend: R = rows of the operand form, C = its contraction length, M x K = x, N x
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from microfloat.chips import Chip
 from microfloat.formats import ScaledFormat
-from microfloat.passes import OperandSpec
-from microfloat.recipes import Hadamard, Recipe
-from microfloat.routes import Routes
-
-if TYPE_CHECKING:
-    from microfloat.torch.folding import FoldCounts
+from microfloat.recipes import Hadamard
 
 __all__ = ["Backend", "Operand", "capturing", "record_amax_"]
 
@@ -23,14 +19,20 @@ __all__ = ["Backend", "Operand", "capturing", "record_amax_"]
 class Backend(Protocol):
     """A module that runs casts and products: an executor of passes, or plain torch operations.
 
-    `programs`: the module that binds passes to launches (`microfloat.torch.program`), None where torch operations cast.
-    `producers`: the module of kernels that produce a value and cast it at once, or None. Casts, `dequantize`,
-    `fold_codes`, `turned`, `scaled_matmul` and `amax` do what those of `microfloat.torch.reference` do.
+    `programs`: the module that binds passes to launches (`microfloat.torch.program`), None where torch operations cast,
+    for the reason `no_programs`. `is_strict`: a cast without a kernel is refused; else torch operations make it.
+    `producers`: the module of kernels that produce a value and cast it at once, or None. `chip_of`: the chip whose
+    GEMMs multiply on a device, by which `microfloat.routes` decides in which form operands enter them; None where
+    torch operations decode and multiply them. Casts, `dequantize`, `fold_codes`, `turned`, `scaled_matmul` and `amax`
+    do what those of `microfloat.torch.reference` do.
     """
 
     name: str
     programs: Any
+    no_programs: str
+    is_strict: bool
     producers: Any
+    chip_of: Callable[[torch.device], Chip | None]
     quantize: Callable[..., "Operand"]
     quantize_both: Callable[..., tuple[Any, Any]]  # Operand, None for a cast that is None
     dequantize: Callable[..., torch.Tensor]
@@ -38,14 +40,6 @@ class Backend(Protocol):
     turned: Callable[[torch.Tensor], torch.Tensor]
     scaled_matmul: Callable[..., torch.Tensor]
     amax: Callable[[torch.Tensor], torch.Tensor]
-
-    def routes(self, recipe: Recipe, device: torch.device, counts: "FoldCounts | None") -> Routes:
-        """The forms in which operands enter each GEMM on `device`; `counts`: of folding in earlier steps, or None."""
-        ...
-
-    def why_no_program(self, row: OperandSpec | None, column: OperandSpec | None) -> str:
-        """Reason for casts of these operands by torch operations, "" if launches do. NotSupportedError refuses."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -9,22 +9,19 @@ from types import ModuleType
 import torch
 
 from microfloat.formats import ELEMENTS
-from microfloat.passes import OperandSpec
 from microfloat.passes.tables import kernel_cast
-from microfloat.recipes import Cast, Recipe
-from microfloat.routes import Routes, routes_of
+from microfloat.recipes import Cast
 from microfloat.torch import backends, gemms, program, reference
 from microfloat.torch.backends import triton
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.folding import FoldCounts, routes_after
 
 __all__ = [
-    "amax", "dequantize", "fold_codes", "name", "producers", "programs", "quantize", "quantize_both", "routes",
-    "scaled_matmul", "turned", "why_no_program",
+    "amax", "chip_of", "dequantize", "fold_codes", "is_strict", "name", "no_programs", "producers", "programs",
+    "quantize", "quantize_both", "scaled_matmul", "turned",
 ]  # fmt: skip
 
-name, programs, producers = "native", program, triton
-amax, fold_codes, turned = triton.amax, triton.fold_codes, triton.turned
+name, programs, no_programs, is_strict, producers = "native", program, "", False, triton
+amax, fold_codes, turned, chip_of = triton.amax, triton.fold_codes, triton.turned, backends.chip_of
 
 
 def _caster(*casts: Cast | None) -> ModuleType:
@@ -57,15 +54,3 @@ def scaled_matmul(
     """``round(a @ b.T + bias)``: [M, N] in `out_dtype`, one rounding; on the format's tensor cores where they exist."""
     chip = backends.chip_of(a.codes.device)
     return gemms.scaled_matmul(a, b, chip, bias=bias, out_dtype=out_dtype, accumulate=accumulate)
-
-
-def routes(recipe: Recipe, device: torch.device, counts: FoldCounts | None = None) -> Routes:
-    """See `backends.base.Backend`."""
-    chip = backends.chip_of(device)
-    return routes_of(recipe, chip) if counts is None else routes_after(recipe, chip, counts)
-
-
-def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:
-    """See `backends.base.Backend`: the first cast that no kernel serves."""
-    refusals = (kernel_cast(spec.cast).refusal for spec in (row, column) if spec is not None)
-    return next((f"no kernel for {refusal}" for refusal in refusals if refusal), "")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe
+from microfloat.routes import routes_of
 from microfloat.torch import backends, layer_state
 from microfloat.torch._checks import check_linear
 from microfloat.torch._typing import Context, Maybe
@@ -406,7 +407,7 @@ def _make(
     sums = [i for i, case in enumerate(cases) if case in ("K", "S")]
     shards = Shards(axes, rows, all(coordinate[i] == 0 for i in sums), _seed_ranks(mesh, coordinate, cases))
     backend = backends.choose(name, x.device)
-    routes = backend.routes(recipe, x.device, None)
+    routes = routes_of(recipe, backend.chip_of(x.device))
     entries = {
         "x": entries_of(recipe, routes, "x", True, needs[1]), "w": entries_of(recipe, routes, "w", True, needs[0]),
         "dy": entries_of(recipe, routes, "dy", *needs),

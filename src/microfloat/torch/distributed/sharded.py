@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from microfloat.errors import NotSupportedError
 from microfloat.layout import Part, layout_of
 from microfloat.recipes import Cast, Delayed, Recipe
+from microfloat.routes import routes_of
 from microfloat.torch import backends, layer_state
 from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Arguments, Options, StateDict
@@ -433,7 +434,7 @@ def _reads_transposed(recipe: Recipe, casts: Sequence[Cast], backend: Backend, d
     if recipe.dgrad.from_fprop or recipe.dgrad.path == "refused":
         return False
     is_one = casts[0] == casts[1] and casts[0].transposes
-    return not is_one or backend.routes(recipe, device, None).dgrad.rhs == "codes"
+    return not is_one or routes_of(recipe, backend.chip_of(device)).dgrad.rhs == "codes"
 
 
 def _cast_shard(values: torch.Tensor, gather: Gather, transposed: bool) -> tuple[tuple[torch.Tensor, ...], Metadata]:

@@ -7,27 +7,19 @@ Blocks run along the contraction axis, the last of the operand form [R, C]. One 
 
 import torch
 
-from microfloat.passes import OperandSpec
-from microfloat.recipes import Recipe
-from microfloat.routes import Routes, routes_of
 from microfloat.torch.reference._quantize import quantize, quantize_both, transpose_operand
 from microfloat.torch.reference._quantize import tensor_amax as amax
 from microfloat.torch.reference._values import dequantize, fold_codes, scaled_matmul, turned
 
 __all__ = [
-    "amax", "dequantize", "fold_codes", "name", "producers", "programs", "quantize", "quantize_both", "routes",
-    "scaled_matmul", "transpose_operand", "turned", "why_no_program",
+    "amax", "chip_of", "dequantize", "fold_codes", "is_strict", "name", "no_programs", "producers", "programs",
+    "quantize", "quantize_both", "scaled_matmul", "transpose_operand", "turned",
 ]  # fmt: skip
 
 # The interface of `backends.base.Backend`.
-name, programs, producers = "reference", None, None
+name, programs, is_strict, producers = "reference", None, False, None
+no_programs = "the reference backend casts by plain torch operations"
 
 
-def routes(recipe: Recipe, device: torch.device, counts: object = None) -> Routes:
-    """See `backends.base.Backend`: operands are codes, decoded and multiplied by torch operations."""
-    return routes_of(recipe, None)
-
-
-def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:
-    """See `backends.base.Backend`."""
-    return "the reference backend casts by plain torch operations"
+def chip_of(device: torch.device) -> None:
+    """No chip: operands are codes, decoded and multiplied by torch operations."""

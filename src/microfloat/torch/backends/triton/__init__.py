@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 
-from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.casts import scaled as kernels
 from microfloat.kernels.producers import rotary
@@ -39,8 +38,7 @@ from microfloat.passes.conversions import (
 from microfloat.passes.matrix import Matrix, Passes, specialization
 from microfloat.passes.producers import fuses
 from microfloat.passes.tables import kernel_cast
-from microfloat.recipes import Cast, Delayed, Recipe
-from microfloat.routes import Routes, routes_of
+from microfloat.recipes import Cast, Delayed
 from microfloat.torch import program, reference
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, capturing
@@ -55,22 +53,9 @@ __all__ = [
 ]  # fmt: skip
 
 # The interface of `backends.base.Backend`.
-name, programs, producers = "triton", program, sys.modules[__name__]
+name, programs, no_programs, is_strict, producers = "triton", program, "", True, sys.modules[__name__]
 # The GEMMs of this backend are torch's, in float32; `backends.native` has the vendor's.
-scaled_matmul = reference.scaled_matmul
-
-
-def routes(recipe: Recipe, device: torch.device, counts: object = None) -> Routes:
-    """See `backends.base.Backend`: operands are codes, decoded and multiplied in float32."""
-    return routes_of(recipe, None)
-
-
-def why_no_program(row: OperandSpec | None, column: OperandSpec | None) -> str:
-    """See `backends.base.Backend`; a cast without a kernel is refused."""
-    for spec in (row, column):
-        if spec is not None and (why := refusal(spec.cast)):
-            raise NotSupportedError(f"the triton backend has no kernel for {why}. Use backend='reference'.")
-    return ""
+chip_of, scaled_matmul = reference.chip_of, reference.scaled_matmul
 
 
 def refusal(cast: Cast) -> str:
