@@ -102,12 +102,8 @@ def layout_of(
     stored = stored_length(length, cast.hadamard)
     tensor_scale = _tensor_scale(cast.tensor_scale, rows)
     if form == "values":
-        codes = (
-            _row_major((stored, rows), "bfloat16").transposed
-            if of_transpose
-            else _row_major((rows, stored), "bfloat16")
-        )
-        return Layout(codes.transposed if turned else codes, None, tensor_scale)
+        in_memory = _row_major((stored, rows) if of_transpose else (rows, stored), "bfloat16")
+        return Layout(in_memory if turned == of_transpose else in_memory.transposed, None, tensor_scale)
     fmt = cast.format if form == "codes" else folded_format(cast.format, form)
     element = fmt.element
     codes = _row_major((rows, -(-stored // element.codes_per_byte)), codes_dtype(element))

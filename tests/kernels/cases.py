@@ -41,7 +41,7 @@ CUSTOM = {
 def form(device):
     """The form of the conversions that a device runs."""
     index = -1 if device == "cpu" else torch.device(device).index or 0
-    hardware = program.compiled_conversions(index)
+    hardware = program.device_of(index).conversions
     how = "interpreted" if program.INTERPRETED else "compiled"
     return f"{how}, {'hardware' if hardware else 'integer'} conversions"
 
@@ -677,7 +677,7 @@ def fused_casts(device, name):
 def scale_orders(device):
     """Squares write scales in rows, in columns and in Blackwell's tiles."""
     cast, x = Cast("mxfp8"), matrix((256, 128), "bfloat16", special=True).to(device)
-    numbers, source = casts.kernel_cast(cast), program.matrix_of(x)
+    numbers, source = passes_matrix.kernel_cast(cast), program.matrix_of(x)
     wanted = reference.quantize_both(x.cpu(), cast, cast)
     rows, columns, warps = casts.TILES["squares"]
     for order in (tiles.SCALE_ROW_MAJOR, tiles.SCALE_COLUMN_MAJOR, tiles.SCALE_SWIZZLED):

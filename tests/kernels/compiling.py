@@ -79,11 +79,10 @@ def _launchers(capability):
     from triton.runtime import driver
 
     driver.set_active(NamedTarget(capability))
-    return answer(
-        compiled_conversions=lambda device: capability >= 89,
-        largest_cluster=lambda device: 16 if capability >= 90 else 0,
-        scratch=lambda device: torch.zeros(8, dtype=torch.int64),
-    )
+    program = answer(scratch=lambda device: torch.zeros(8, dtype=torch.int64))
+    numbers = {"conversions": capability >= 89, "largest_cluster": 16 if capability >= 90 else 0}
+    program.DEVICES[-1] = program.device_of(-1)._replace(**numbers)
+    return program
 
 
 def compile_all(workloads, capability=HOPPER):

@@ -1,5 +1,6 @@
 """Norms of rows longer than are measured at once, of whole tiles, and by clusters: statistics and what follows."""
 
+import contextlib
 from unittest import mock
 
 import torch
@@ -8,7 +9,6 @@ from microfloat.kernels.device import produce
 from microfloat.passes import producers
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch import program, reference
-from microfloat.torch.backends import triton
 from microfloat.torch.producers import Norm
 from microfloat.torch.program import ClusterKernel, ClusterRefused
 from tests.kernels import calls
@@ -28,8 +28,15 @@ def values_of(x, weight, normed):
     return ((x.float() - shift) * normed.inverse[:, None] * weight.float() + bias).to(x.dtype)
 
 
+def clusters_of(index, largest):
+    """A context in which a device has clusters of so many programs, or 0; None: of as many as it has."""
+    if largest is None:
+        return contextlib.nullcontext()
+    return mock.patch.dict(program.DEVICES, {index: program.device_of(index)._replace(largest_cluster=largest)})
+
+
 def one(x, weight, name, kind, at_once, cluster):
-    """A norm of rows of which `at_once` columns are measured at once, by clusters of so many programs, or 0."""
+    """A norm of rows of which `at_once` columns are measured at once, by clusters as in `clusters_of`."""
     delayed = name == "fp8_tensor"
     cast = Cast(name, scaling=Delayed()) if delayed else Cast(name)
     known, live = {}, torch.zeros(2, device=x.device)
@@ -40,14 +47,10 @@ def one(x, weight, name, kind, at_once, cluster):
     if program.INTERPRETED:
         by_clusters = by_clusters | {("scaled", produce.LAYER_NORM.value): ("norm_scaled_long",)}  # until it has run
 
-    def largest(device):
-        return 0 if device in program.WITHOUT_CLUSTERS else cluster
-
     program.forget_programs()
     with (
         mock.patch.multiple(producers, _MOST_COLUMNS=at_once, TILES_BY_CLUSTERS=by_clusters),
-        mock.patch.object(program, "largest_cluster", largest),
-        mock.patch.object(triton, "largest_cluster", largest),
+        clusters_of(x.get_device(), cluster),
     ):
         (both,), normed = calls.codes(Norm(x, weight, weight, 1e-5, kind), cast, cast, **known, **recorded)
     values = values_of(x, weight, normed)
@@ -76,16 +79,18 @@ COMPILED = ((64, 1024), (64, 1280), (64, 14336))
 def refused(device):
     """Two launches give the bytes on a GPU that starts no clusters, and nobody asks again."""
     x = matrix_of(64, 128, device)
-    asked = mock.Mock(side_effect=ClusterRefused)
-    with mock.patch.object(ClusterKernel, "prepared", asked), mock.patch.object(program, "WITHOUT_CLUSTERS", set()):
-        for _ in range(2):
-            one(x, torch.linspace(0.5, 2, 128).to(x), "mxfp8", "rms", 8192, 1)
-        assert asked.call_count == len(program.WITHOUT_CLUSTERS) == 1
+    asked, index = mock.Mock(side_effect=ClusterRefused), x.get_device()
+    with mock.patch.object(ClusterKernel, "prepared", asked), clusters_of(index, 1):
+        for largest in (1, 0):
+            assert program.device_of(index).largest_cluster == largest
+            one(x, torch.linspace(0.5, 2, 128).to(x), "mxfp8", "rms", 8192, None)
+        assert asked.call_count == 1
 
 
 def check(device, kind, name):
     """Statistics are those of float64 but for the last bits; codes are those of the values that these give."""
-    clusters = program.largest_cluster(torch.zeros(1, device=device).get_device())
+    index = torch.zeros(1, device=device).get_device()
+    clusters = program.device_of(index).largest_cluster
     shapes = COMPILED if clusters > 1 else (INTERPRETED[kind, name],)
     cases = [(rows, columns, 8192, clusters) for rows, columns in shapes]
     if name == "mxfp8":  # rows that no cluster holds, and squares of values that were measured before
@@ -95,4 +100,4 @@ def check(device, kind, name):
         one(x, torch.linspace(0.5, 2, columns).to(x), name, kind, at_once, cluster)
     if (kind, name) == ("rms", "mxfp8"):
         refused(device)
-    assert not program.WITHOUT_CLUSTERS
+    assert program.device_of(index).largest_cluster == clusters  # nobody has refused one

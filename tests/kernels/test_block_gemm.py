@@ -14,6 +14,7 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 
 from microfloat import formats  # noqa: E402
 from microfloat.chips import Chip  # noqa: E402
+from microfloat.passes.matrix import Device  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
 from microfloat.routes import OWN_GEMMS, own_gemm_is_faster, route_of  # noqa: E402
 from microfloat.torch import backends, gemms, own_gemm, reference  # noqa: E402
@@ -53,7 +54,7 @@ def _compile(tiles, dtype):
     scale, tile_scale = torch.zeros(8, 1024).t(), torch.zeros(8, 8).t()
     start = own_gemm.start
     with pytest.MonkeyPatch.context() as patch:  # the process serves other tests afterwards
-        patch.setattr(programs, "multiprocessors", lambda device: 132)
+        patch.setitem(programs.DEVICES, -1, programs.device_of(-1)._replace(multiprocessors=132))
         patch.setattr(torch.cuda, "device", Anywhere)
         patch.setattr(own_gemm, "start", lambda function, *rest: start(Compiler(), *rest))
         own_gemm.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
@@ -119,7 +120,7 @@ class TestChoice:
     def test_only_where_the_kernel_can_be_built_and_gives_bfloat16(self, monkeypatch):
         large, device = (16384, 8192, 14336), torch.device("cuda:0")
         monkeypatch.setattr(backends, "chip_of", lambda device: HOPPER)
-        monkeypatch.setattr(programs, "multiprocessors", lambda device: 132)
+        monkeypatch.setitem(programs.DEVICES, 0, Device(0, 132, conversions=True))
         for is_there in (False, True):
             monkeypatch.setattr(own_gemm, "own_gemm_is_there", lambda is_there=is_there: is_there)
             assert own_gemm.own_gemm_serves(device, large, False, torch.bfloat16) is is_there
@@ -143,7 +144,7 @@ class TestChoice:
         monkeypatch.setattr(own_gemm, "own_gemm_is_there", lambda: True)
         monkeypatch.setattr(gemms, "own_block_matmul", _as_documented)
         monkeypatch.setattr(backends, "chip_of", lambda device: HOPPER)
-        monkeypatch.setattr(programs, "multiprocessors", lambda device: 132 + device)
+        monkeypatch.setitem(programs.DEVICES, 0, Device(0, 132, conversions=True))
         monkeypatch.setattr(
             own_gemm, "own_gemm_is_faster", lambda *question: asked.append(question) or own_gemm_is_faster(*question)
         )

@@ -4,7 +4,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from microfloat.passes.tables import kernel_cast, pieces_of_norm, same_values
+from microfloat.passes.matrix import kernel_cast, same_values
+from microfloat.passes.tables import pieces_of_norm
 from microfloat.recipes import Cast, Hadamard
 
 

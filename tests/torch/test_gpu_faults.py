@@ -380,7 +380,7 @@ def _as_ampere():
     from microfloat.torch import backends, program
 
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
-        program.compiled_conversions(0)
+        program.device_of(0)
         for device in ("cuda", "cuda:0"):
             backends.chip_of(torch.device(device))
 
@@ -389,7 +389,7 @@ def _without_fp8():
     from microfloat.torch import program
     from tests.contract.cases import EVERY_CAST
 
-    assert not program.compiled_conversions(0)
+    assert not program.device_of(0).conversions
     for cast in EVERY_CAST[::9]:
         x = (torch.randn(37, 75) * 3).bfloat16()
         seed = {"seed": 9, "stream": 4} if cast.is_stochastic else {}

@@ -9,7 +9,7 @@ import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
 from microfloat.formats import FORMATS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32  # noqa: E402
-from microfloat.passes.tables import kernel_cast  # noqa: E402
+from microfloat.passes.matrix import kernel_cast  # noqa: E402
 from microfloat.recipes import Cast, CustomRecipe, Gemm  # noqa: E402
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, TwoLevel  # noqa: E402
 

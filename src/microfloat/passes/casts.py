@@ -20,20 +20,25 @@ from microfloat.passes import WRITES_VALUES, OperandSpec, tables
 from microfloat.passes.amaxes import measure, measure_axes
 from microfloat.passes.matrix import (
     GROUP_ROWS,
+    NO_SIGNS,
     SCALAR,
     At,
     Buffer,
+    KernelCast,
     Matrix,
     Pass,
     Passes,
+    is_one_pass,
+    kernel_cast,
+    same_values,
     specialization,
 )
-from microfloat.passes.tables import NO_SIGNS, KernelCast, ceil_div, kernel_cast, share_a_launch
+from microfloat.passes.tables import ceil_div
 from microfloat.recipes import Cast
 
 __all__ = [
-    "Both", "block_casts", "cast_passes", "launches_of", "operands_of", "packed_passes", "pair_passes",
-    "scaled_casts", "shared_scale",
+    "Both", "block_casts", "cast_passes", "operands_of", "packed_passes", "pair_passes", "scaled_casts",
+    "shared_scale",
 ]  # fmt: skip
 
 _GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
@@ -114,7 +119,8 @@ def cast_passes(
     _refuse(matrix, row, column)
     passes = Passes(6)
     tails = _copy_tails(passes, matrix) if matrix.groups else At.NOTHING
-    for number, specs in enumerate(launches_of(row, column, matrix.device.orders_scales)):
+    alone = row is None or column is None or is_one_pass(row, column, matrix.device.orders_scales)
+    for number, specs in enumerate([(row, column)] if alone else [(row, None), (None, column)]):
         _Casting(passes, matrix, batch, given_amax, tails).cast(At.SOURCE, specs, records and number == 0)
     return passes
 
@@ -147,7 +153,7 @@ def pair_passes(
         there = [spec for spec in specs if spec is not None]
         if any(kernel_cast(spec.cast).refusal or spec.cast.is_stochastic for spec in there) or not there:
             return None
-        if len(launches_of(*specs, matrix.device.orders_scales)) != 1 or matrix.is_column_major:
+        if (len(there) == 2 and not is_one_pass(*specs, matrix.device.orders_scales)) or matrix.is_column_major:
             return None
     matrices = [
         (first, operands_of(passes, first, first_specs)),
@@ -208,18 +214,6 @@ def _refuse(matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None)
 
 
 _Specs = tuple[OperandSpec | None, OperandSpec | None]
-
-
-def launches_of(row: OperandSpec | None, column: OperandSpec | None, orders_scales: bool = True) -> list[_Specs]:
-    """Both operands in one pass where their forms and casts allow it, else in two; `orders_scales`: as of a Device."""
-    if row is None or column is None:
-        return [(row, column)]
-    forms = {row.form, column.form}
-    together = [{"folded", "tiles"}] + ([] if orders_scales else [{"codes", "values"}])
-    alike = len(forms) == 1 or forms in together
-    if alike and share_a_launch(kernel_cast(row.cast), kernel_cast(column.cast)):
-        return [(row, column)]
-    return [(row, None), (None, column)]
 
 
 def operands_of(passes: Passes, matrix: Matrix, specs: _Specs, results: tuple[int, int] = (0, 3)) -> Both:
@@ -495,7 +489,7 @@ def _nvfp4_constant(matrix: Matrix, one: _Operand | None, is_column: bool) -> Nv
 def _without_copies(passes: Passes, both: Both) -> Both:
     """The operands to write: where both have the same values, those of the column are a view of the row's."""
     row, column = both.operands
-    if row is None or column is None or not tables.same_values(row.numbers, column.numbers):
+    if row is None or column is None or not same_values(row.numbers, column.numbers):
         return both
     passes.share(column.at, row.at, column.layout.codes)
     if column.layout.tensor_scale is not None:

@@ -1,20 +1,32 @@
-"""Parts of passes: a device and a matrix as numbers, launches as data, and the buffers that launches fill."""
+"""Parts of passes: a device, a matrix and a cast as numbers, launches as data, and the buffers that launches fill."""
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from microfloat.kernels.constants import How
-from microfloat.kernels.device import convert
+from microfloat.kernels.constants import BlockCast, How, Nvfp4Cast, ScaledCast
+from microfloat.kernels.device import convert, nvfp4_2d
+from microfloat.kernels.device.scales import (
+    FOUR_OVER_SIX_MAE,
+    FOUR_OVER_SIX_MSE,
+    ONE_LEVEL,
+    TWO_LEVEL,
+    TWO_LEVEL_DIVIDED,
+)
 from microfloat.layout import ALIGNMENT, Part
+from microfloat.passes import OperandSpec, family_of
 from microfloat.passes.tables import Warps
+from microfloat.recipes import Cast, Current
+from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [
-    "GROUP_ROWS", "INT32_MAX", "SCALAR", "At", "Buffer", "Device", "Matrix", "Pass", "Passes", "Slice",
-    "specialization",
+    "GROUP_ROWS", "INT32_MAX", "NO_SIGNS", "SCALAR", "At", "Buffer", "Device", "KernelCast", "Matrix", "Pass", "Passes",
+    "Slice", "is_one_pass", "kernel_cast", "same_values", "specialization",
 ]  # fmt: skip
 
 GROUP_ROWS = 128  # the padded rows of a group are a multiple of this
 INT32_MAX = 2**31 - 1
+NO_SIGNS = -1  # of a Hadamard transform that is not there
 
 _KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}
 _ITEM_BYTES = {"float32": 4, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2}
@@ -126,6 +138,93 @@ class Matrix:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelCast:
+    """A Cast as kernels take it.
+
+    `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `scaled_cast`: the
+    constant that `casts.scaled` and `casts.fold` take. `nvfp4_cast`: that of `casts.nvfp4` for codes, None in other
+    families. `bare`: the cast without its Hadamard transform, where that is a pass of its own. `block`: that of the
+    format. `float_scale`: scales are float32, not bytes. `epsilon`: the smallest amax of current scaling. `signs`: the
+    sign mask of an NVFP4 cast's Hadamard transform, or NO_SIGNS. `is_scaled_per_row`: an NVFP4 cast has a first level
+    for every row.
+    """
+
+    cast: Cast
+    family: str
+    refusal: str
+    scaled_cast: ScaledCast
+    nvfp4_cast: Nvfp4Cast | None
+    bare: Cast | None
+    block: tuple[int | None, int | None]
+    float_scale: bool
+    epsilon: float
+    signs: int
+    is_scaled_per_row: bool
+
+    def block_cast(self, output: int, scale_layout: int) -> BlockCast:
+        """The constant that `casts.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
+        bits, bias, rule, stochastic, gradient = self.scaled_cast
+        return BlockCast(
+            bits, bias, int(self.float_scale), rule, self.block[1] or 0, stochastic, output, scale_layout,
+            TILE=self.block[0] != 1, GRADIENT=gradient,
+        )  # fmt: skip
+
+
+@functools.lru_cache(512)
+def kernel_cast(cast: Cast) -> KernelCast:
+    """The numbers of a Cast; made once."""
+    fmt, element = cast.format, cast.format.element
+    family, refusal = family_of(cast)
+    is_e8m0 = fmt.scale.name == "E8M0"
+    numbers_of_rule = e8m0_threshold(cast.rule, element) if is_e8m0 and family else int(cast.rule.power_of_two)
+    scaled = ScaledCast(element.mantissa_bits, element.bias, numbers_of_rule, cast.is_stochastic, cast.is_gradient)
+    nvfp4, level = None, cast.rule.two_level
+    if family == "nvfp4" and level is not None:
+        rule = TWO_LEVEL if level.inverse_six is not None else TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
+        if level.four_over_six is not None:
+            rule = FOUR_OVER_SIX_MSE if level.four_over_six == "mse" else FOUR_OVER_SIX_MAE
+        nvfp4 = Nvfp4Cast(
+            rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic,
+            NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask, fmt.block[0] != 1,
+            cast.tensor_scale == "row", OUTPUT=0, ALIGNED=False, GRADIENT=cast.is_gradient,
+        )  # fmt: skip
+    # Kernels of other families do not transform: they run the cast without it on the transformed matrix.
+    bare = None if cast.hadamard is None or fmt.scale.name == "E4M3" else replace(cast, hadamard=None)
+    epsilon = cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0
+    signs, per_row = (NO_SIGNS, False) if nvfp4 is None else (nvfp4.SIGNS, bool(nvfp4.PER_ROW))
+    numbers = fmt.block, fmt.scale.name == "FP32", epsilon, signs, per_row
+    return KernelCast(cast, family, refusal, scaled, nvfp4, bare, *numbers)
+
+
+def is_one_pass(row: OperandSpec | None, column: OperandSpec | None, orders_scales: bool = True) -> bool:
+    """True where one pass makes both operands of a matrix, by their forms and casts; `orders_scales`: as of a Device.
+
+    The casts of a family share a pass, but for Hadamard transforms that are one of their own; those with scales of a
+    tensor, a row or a tile only where both measure and round alike.
+    """
+    if row is None or column is None:
+        return False
+    forms = {row.form, column.form}
+    if len(forms) > 1 and forms != {"folded", "tiles"} and (orders_scales or forms != {"codes", "values"}):
+        return False
+    one, other = kernel_cast(row.cast), kernel_cast(column.cast)
+    if one.family != other.family or one.bare is not None or other.bare is not None:
+        return False
+    if one.family != "scaled":
+        return True
+    first, second = one.scaled_cast, other.scaled_cast
+    same = one.block == other.block and one.epsilon == other.epsilon
+    return same and (first.RULE, first.MB) == (second.RULE, second.MB)
+
+
+def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
+    """True where the operands of a matrix stand for the same values of it."""
+    if row is None or column is None or row.nvfp4_cast is None or column.nvfp4_cast is None:
+        return False
+    return bool(nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))
+
+
 class Buffer(NamedTuple):
     """A buffer to allocate; cleared where a launch adds to it. `spans_mesh`: holds amaxes of one device's part of
     a matrix, of which later passes read the maximum over all devices that hold parts.
@@ -180,27 +279,18 @@ class Passes:
         self.buffers: list[Buffer | None] = [None] * results
         self.slices: list[Slice] = []
         self.launches: list[Pass] = []
-        self.shared: list[tuple[int, int, Part]] = []  # a result that is another one, or its transpose; its layout
-
-    @property
-    def layouts(self) -> tuple[Part | None, ...]:
-        """The layout of each result."""
-        layouts: list[Part | None] = [
-            None if made is None else Part(*made[:3]) for made in self.buffers[: self.results]
-        ]
-        for index, _, part in self.shared:
-            layouts[index] = part
-        return tuple(layouts)
+        self.layouts: list[Part | None] = [None] * results
+        self.shared: list[tuple[int, int]] = []  # a result that is another one, or its transpose
 
     def put(self, index: int, part: Part) -> int:
         """Make a part the result number `index`."""
-        self.buffers[index] = Buffer(*part)
+        self.buffers[index], self.layouts[index] = Buffer(*part), part
         return At.MADE + index
 
     def share(self, index: int, original: int, part: Part) -> None:
         """Let the result number `index` be the number `original`, seen as `part`: the same, or transposed."""
-        self.buffers[index] = None
-        self.shared.append((index, original, part))
+        self.buffers[index], self.layouts[index] = None, part
+        self.shared.append((index, original))
 
     def add(self, buffer: Buffer) -> int:
         """Allocate a buffer besides the results."""

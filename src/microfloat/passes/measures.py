@@ -6,8 +6,8 @@ from microfloat.kernels.casts import measures
 from microfloat.kernels.constants import MeasuredCodes
 from microfloat.layout import Part
 from microfloat.passes.conversions import SCALE_KINDS
-from microfloat.passes.matrix import INT32_MAX, At, Device, Matrix, Pass, Passes, specialization
-from microfloat.passes.tables import NO_SIGNS, Warps, ceil_div
+from microfloat.passes.matrix import INT32_MAX, NO_SIGNS, At, Device, Matrix, Pass, Passes, specialization
+from microfloat.passes.tables import Warps, ceil_div
 from microfloat.recipes import Cast
 
 __all__ = [

@@ -26,8 +26,8 @@ from microfloat.passes.casts import (
     scaled_casts,
     shared_scale,
 )
-from microfloat.passes.matrix import SCALAR, At, Buffer, Matrix, Pass, Passes
-from microfloat.passes.tables import KernelCast, Pieces, kernel_cast
+from microfloat.passes.matrix import SCALAR, At, Buffer, KernelCast, Matrix, Pass, Passes, kernel_cast
+from microfloat.passes.tables import Pieces
 from microfloat.recipes import Cast
 
 __all__ = ["BIAS", "GRADIENT", "SECOND_AMAX", "UP", "WEIGHT", "Producer", "cast_passes", "fuses", "values_passes"]

@@ -1,33 +1,17 @@
-"""Numbers that stand for a Cast in the kernels, and the tiles they run on; the same for every framework."""
+"""The tiles on which kernels run, chosen by measurement; the same for every framework."""
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from microfloat.kernels.casts.scaled import TILE, converts_once
 from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.device import nvfp4_2d
-from microfloat.kernels.device.scales import (
-    FOUR_OVER_SIX_MAE,
-    FOUR_OVER_SIX_MSE,
-    ONE_LEVEL,
-    TWO_LEVEL,
-    TWO_LEVEL_DIVIDED,
-)
 from microfloat.kernels.device.squares import takes
-from microfloat.passes import family_of
-from microfloat.recipes import Cast, Current
-from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [
-    "AMAX_PIECES", "ENOUGH_PROGRAMS", "MOST_CASTS", "NO_SIGNS", "TILES", "KernelCast", "Warps", "ceil_div",
-    "kernel_cast", "pieces_of_norm", "same_values", "share_a_launch", "tile_of_blocks", "tile_of_nvfp4",
-    "tile_of_produced_blocks", "tile_of_scaled",
+    "AMAX_PIECES", "ENOUGH_PROGRAMS", "TILES", "Pieces", "Warps", "ceil_div", "pieces_of_norm", "tile_of_blocks",
+    "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
 ]  # fmt: skip
-
-MOST_CASTS = 512
-NO_SIGNS = -1  # of a Hadamard transform that is not there
 
 
 class Warps(NamedTuple):
@@ -91,39 +75,6 @@ NORM_PIECES = {"norm_scaled": 4, "norm_scaled_long": 8, "norm_squares": 4, "norm
 def ceil_div(a: int, b: int) -> int:
     """ceil(a / b) of non-negative integers."""
     return -(-a // b)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KernelCast:
-    """A Cast as kernels take it.
-
-    `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `scaled_cast`: the
-    constant that `casts.scaled` and `casts.fold` take. `nvfp4_cast`: that of `casts.nvfp4` for codes, None in other
-    families. `bare`: the cast without its Hadamard transform, where that is a pass of its own. `block`: that of the
-    format. `float_scale`: scales are float32, not bytes. `epsilon`: the smallest amax of current scaling. `signs`: the
-    sign mask of an NVFP4 cast's Hadamard transform, or NO_SIGNS. `is_scaled_per_row`: an NVFP4 cast has a first level
-    for every row.
-    """
-
-    cast: Cast
-    family: str
-    refusal: str
-    scaled_cast: ScaledCast
-    nvfp4_cast: Nvfp4Cast | None
-    bare: Cast | None
-    block: tuple[int | None, int | None]
-    float_scale: bool
-    epsilon: float
-    signs: int
-    is_scaled_per_row: bool
-
-    def block_cast(self, output: int, scale_layout: int) -> BlockCast:
-        """The constant that `casts.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
-        bits, bias, rule, stochastic, gradient = self.scaled_cast
-        return BlockCast(
-            bits, bias, int(self.float_scale), rule, self.block[1] or 0, stochastic, output, scale_layout,
-            TILE=self.block[0] != 1, GRADIENT=gradient,
-        )  # fmt: skip
 
 
 def tile_of_scaled(
@@ -211,47 +162,3 @@ def tile_of_nvfp4(
     (rows, columns, warps), steps = TILES[name], NVFP4_STEPS[name]
     enough = ceil_div(shape[0], rows * steps) * ceil_div(shape[1], columns) >= ENOUGH_PROGRAMS
     return rows, columns, warps, steps if enough else 1
-
-
-@functools.lru_cache(MOST_CASTS)
-def kernel_cast(cast: Cast) -> KernelCast:
-    """The numbers of a Cast; made once."""
-    fmt, element = cast.format, cast.format.element
-    family, refusal = family_of(cast)
-    is_e8m0 = fmt.scale.name == "E8M0"
-    numbers_of_rule = e8m0_threshold(cast.rule, element) if is_e8m0 and family else int(cast.rule.power_of_two)
-    scaled = ScaledCast(element.mantissa_bits, element.bias, numbers_of_rule, cast.is_stochastic, cast.is_gradient)
-    nvfp4, level = None, cast.rule.two_level
-    if family == "nvfp4" and level is not None:
-        rule = TWO_LEVEL if level.inverse_six is not None else TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
-        if level.four_over_six is not None:
-            rule = FOUR_OVER_SIX_MSE if level.four_over_six == "mse" else FOUR_OVER_SIX_MAE
-        nvfp4 = Nvfp4Cast(
-            rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic,
-            NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask, fmt.block[0] != 1,
-            cast.tensor_scale == "row", OUTPUT=0, ALIGNED=False, GRADIENT=cast.is_gradient,
-        )  # fmt: skip
-    # Kernels of other families do not transform: they run the cast without it on the transformed matrix.
-    bare = None if cast.hadamard is None or fmt.scale.name == "E4M3" else replace(cast, hadamard=None)
-    epsilon = cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0
-    signs, per_row = (NO_SIGNS, False) if nvfp4 is None else (nvfp4.SIGNS, bool(nvfp4.PER_ROW))
-    numbers = fmt.block, fmt.scale.name == "FP32", epsilon, signs, per_row
-    return KernelCast(cast, family, refusal, scaled, nvfp4, bare, *numbers)
-
-
-def share_a_launch(row: KernelCast, column: KernelCast) -> bool:
-    """True where one launch serves both casts of a matrix."""
-    if row.family != column.family or row.bare is not None or column.bare is not None:
-        return False
-    if row.family == "scaled":
-        first, second = row.scaled_cast, column.scaled_cast
-        same = row.block == column.block and row.epsilon == column.epsilon
-        return same and (first.RULE, first.MB) == (second.RULE, second.MB)
-    return True
-
-
-def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
-    """True where the operands of a matrix stand for the same values of it."""
-    if row is None or column is None or row.nvfp4_cast is None or column.nvfp4_cast is None:
-        return False
-    return bool(nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))

@@ -20,7 +20,7 @@ import torch
 from microfloat.layout import ALIGNMENT, Part
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes
-from microfloat.passes.matrix import At, Buffer, Passes
+from microfloat.passes.matrix import At, Buffer, Passes, kernel_cast
 from microfloat.passes.measures import (
     BIAS,
     CODES,
@@ -41,7 +41,7 @@ from microfloat.passes.measures import (
     whole_measures,
     widen_passes,
 )
-from microfloat.passes.tables import ceil_div, kernel_cast
+from microfloat.passes.tables import ceil_div
 from microfloat.recipes import Cast
 from microfloat.torch._typing import Maybe
 from microfloat.torch.measuring import Place, Rows, Slab, casts_whole

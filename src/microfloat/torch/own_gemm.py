@@ -33,7 +33,7 @@ def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torc
         return False
     from microfloat.torch import program
 
-    chip, processors = backends.chip_of(device), program.multiprocessors(index)
+    chip, processors = backends.chip_of(device), program.device_of(index).multiprocessors
     return own_gemm_is_faster(shape, tiles, chip, processors) and own_gemm_is_there()
 
 
@@ -116,7 +116,7 @@ def own_block_matmul(
         programs += work.number * -(-shape[1] // columns)
     with torch.cuda.device(device):
         kind = (tiles, a.dtype, b.dtype, dtype, device, *(() if work is None else work[:2]))
-        start(kernels.block_gemm, min(programs, program.multiprocessors(device)), arguments, kind)
+        start(kernels.block_gemm, min(programs, program.device_of(device).multiprocessors), arguments, kind)
     return c
 
 

@@ -23,16 +23,15 @@ from microfloat.kernels.casts import groups
 from microfloat.kernels.device import convert, random
 from microfloat.layout import ALIGNMENT, Part
 from microfloat.passes import CastInputs, OperandSpec
-from microfloat.passes.casts import cast_passes, launches_of, pair_passes
-from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, specialization
+from microfloat.passes.casts import cast_passes, pair_passes
+from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, is_one_pass, specialization
 from microfloat.passes.tables import Warps
 from microfloat.torch._typing import Options, Parts
 
 __all__ = [
-    "INTERPRETED", "WITHOUT_CLUSTERS", "Bind", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared",
-    "Program", "cast_program", "compiled_conversions", "device_of", "fast_empty", "forget_programs", "is_known",
-    "is_one_pass", "kernel_of", "largest_cluster", "matrix_of", "pair_program", "plan_groups", "refuse_clusters",
-    "run_passes", "scratch", "split_words",
+    "DEVICES", "INTERPRETED", "Bind", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared", "Program",
+    "cast_program", "device_of", "fast_empty", "forget_programs", "is_known", "is_one_pass", "kernel_of", "matrix_of",
+    "pair_program", "plan_groups", "refuse_clusters", "run_passes", "scratch", "split_words",
 ]  # fmt: skip
 
 # True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
@@ -290,43 +289,6 @@ def _more_scratch(device: int) -> torch.Tensor:
     return words
 
 
-def compiled_conversions(device: int) -> bool:
-    """True where a device (-1: the CPU) has the hardware forms of `kernels.device.convert`: compute capability 8.9 and
-    newer.
-    """
-    return not INTERPRETED and device >= 0 and _capability(device) >= (8, 9)
-
-
-WITHOUT_CLUSTERS: set[int] = set()  # devices that refused one
-
-
-def largest_cluster(device: int) -> int:
-    """The most programs of a cluster on a device: one in the interpreter; none before Hopper, nor after it until it has
-    run there.
-    """
-    if device in WITHOUT_CLUSTERS:
-        return 0
-    if INTERPRETED or device < 0:
-        return int(INTERPRETED)
-    return 16 if _capability(device) == (9, 0) else 0
-
-
-def refuse_clusters(device: int) -> None:
-    """Ask this device for no cluster again: it, or this Triton, has refused one."""
-    WITHOUT_CLUSTERS.add(device)
-
-
-@functools.cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """The number of multiprocessors of a CUDA device; 1 for the CPU (-1), where programs run one after another."""
-    return 1 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def fast_empty(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], torch.Tensor]:
     """``empty(size, stride, dtype)`` on the current device of a type, with the least host time there is."""
     # The function that Inductor's generated code calls: a third of the host time of torch.empty_strided.
@@ -337,10 +299,29 @@ def fast_empty(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], to
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
+DEVICES: dict[int, Device] = {}  # by number, those that were asked for
+
+
 def device_of(index: int) -> Device:
-    """A CUDA device (-1: the CPU) as passes see it."""
-    cluster, hopper = largest_cluster(index), INTERPRETED or (index >= 0 and _capability(index) == (9, 0))
-    return Device(index, multiprocessors(index), compiled_conversions(index), cluster, warpgroups=hopper)
+    """A CUDA device (-1: the CPU) as passes see it.
+
+    The hardware forms of `kernels.device.convert` exist from compute capability 8.9 on. Clusters have one program in
+    the interpreter; there are none before Hopper, nor after it until they have run there.
+    """
+    device = DEVICES.get(index)
+    if device is None:
+        major, minor = (0, 0) if index < 0 else torch.cuda.get_device_capability(index)
+        processors = 1 if index < 0 else torch.cuda.get_device_properties(index).multi_processor_count
+        is_hopper = INTERPRETED or (major, minor) == (9, 0)
+        cluster = 1 if INTERPRETED else 16 if is_hopper else 0
+        conversions = not INTERPRETED and (major, minor) >= (8, 9)
+        device = DEVICES[index] = Device(index, processors, conversions, cluster, warpgroups=is_hopper)
+    return device
+
+
+def refuse_clusters(index: int) -> None:
+    """Ask this device for no cluster again: it, or this Triton, has refused one."""
+    DEVICES[index] = device_of(index)._replace(largest_cluster=0)
 
 
 def matrix_of(x: torch.Tensor) -> Matrix:
@@ -394,7 +375,7 @@ class Program:
 
     def __init__(self, passes: Passes, device: torch.device, misaligned: frozenset[int] = frozenset()) -> None:
         """`misaligned`: positions up to MADE whose tensors do not begin at multiples of 16 bytes."""
-        self.layouts = passes.layouts
+        self.layouts = tuple(passes.layouts)
         self.names = " + ".join(one.kernel.__name__ for one in passes.launches)
         self._empty = fast_empty(device)
         self._results = passes.results
@@ -404,7 +385,7 @@ class Program:
         )
         self._cleared = tuple(at for at, made in enumerate(passes.buffers) if made is not None and made.cleared)
         self._shared = tuple(
-            (index, original, part != passes.layouts[original]) for index, original, part in passes.shared
+            (index, original, self.layouts[index] != self.layouts[original]) for index, original in passes.shared
         )
         self._slices = tuple(
             (one.buffer, one.offset, _bytes_of(passes, one.buffer) * one.offset, one.dtype) for one in passes.slices
@@ -497,11 +478,6 @@ def plan_groups(ends: torch.Tensor, rows: int, tile_rows: int) -> GroupPlan:
     stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
     kernel_of(groups.plan_groups).prepared(key, programs, scalars, constants)(stream, ends, plan)
     return GroupPlan(plan, plan[begins:], plan[begins + number + 1 :])
-
-
-def is_one_pass(row: OperandSpec | None, column: OperandSpec | None) -> bool:
-    """True where one launch writes both operands of a matrix."""
-    return row is not None and column is not None and len(launches_of(row, column)) == 1
 
 
 def pair_program(

@@ -211,15 +211,11 @@ class Schedule:
         folded = ("folded", "tiles")
         self.folds = not is_other and any(form in folded for route in routes for form in (route.lhs, route.rhs))
         m, k, n = self.rows, self.in_features, self.out_features
-        self.products: dict[str, Product] = {
-            "fprop": product(recipe.fprop, routes.fprop, (m, k, n), bias, compute, x.device)
-        }
-        for name, is_wanted, sizes, dtype in (
-            ("dgrad", wants_dx, (m, n, k), x.dtype), ("wgrad", wants_dw, (n, m, k), weight.dtype)
-        ):  # fmt: skip
-            if is_wanted:
-                gemm, route = getattr(recipe, name), getattr(routes, name)
-                self.products[name] = product(gemm, route, sizes, None, dtype, x.device)
+        self.products = {"fprop": product(recipe.fprop, routes.fprop, (m, k, n), bias, compute, x.device)}
+        if wants_dx:
+            self.products["dgrad"] = product(recipe.dgrad, routes.dgrad, (m, n, k), None, x.dtype, x.device)
+        if wants_dw:
+            self.products["wgrad"] = product(recipe.wgrad, routes.wgrad, (n, m, k), None, weight.dtype, x.device)
         # What the weight's operands depend on besides the weight: schedules that agree in it keep them for each other.
         self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs)
         self._programs = backend.programs
@@ -267,12 +263,10 @@ class Schedule:
     ) -> tuple["Program | None", "Program | None"]:
         """One launch that casts x and w, without and with records of their amaxes; None where none serves both."""
         specs = tuple(tuple(None if e is None else e.spec for e in entries) for entries in (x_entries, w_entries))
-        made = [
-            backend.programs.pair_program(x, specs[0], weight, specs[1], records=records, draws_seed=self.is_stochastic)
-            if records is False or self.is_delayed else None
-            for records in (False, True)
-        ]  # fmt: skip
-        return made[0], made[1]
+        pair = functools.partial(
+            backend.programs.pair_program, x, specs[0], weight, specs[1], draws_seed=self.is_stochastic
+        )
+        return pair(), pair(records=True) if self.is_delayed else None
 
     def _noted(self, weights: int, inputs: int) -> dict[tuple[str, str], tuple[str, str, str, int]]:
         """The operands that fold: GEMM and side -> tensor, orientation, form, elements."""

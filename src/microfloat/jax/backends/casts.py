@@ -18,7 +18,7 @@ from microfloat.jax.backends import cuda, gemms, kernels, reference, shards
 from microfloat.jax.backends.reference import Decoded, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
-from microfloat.passes import WRITES_VALUES, family_of
+from microfloat.passes import WRITES_VALUES, OperandSpec, family_of
 from microfloat.recipes import Cast, Gemm
 from microfloat.routes import route_of
 
@@ -103,9 +103,9 @@ def _together(row: Cast, column: Cast, *, by_kernel: bool) -> bool:
     """Both casts read the same inputs and, on a GPU, one launch serves both."""
     if row.is_delayed != column.is_delayed or not by_kernel:
         return row.is_delayed == column.is_delayed
-    from microfloat.passes.tables import kernel_cast, share_a_launch
+    from microfloat.passes.matrix import is_one_pass
 
-    return share_a_launch(kernel_cast(row), kernel_cast(column))
+    return is_one_pass(OperandSpec(row), OperandSpec(column))
 
 
 def _by_kernel(operand: CastOf, inputs: CastInputs, x_RC: Array, backend: str) -> bool:

@@ -119,12 +119,13 @@ class _Run:
     def results(self) -> list[Array | None]:
         """The results of the passes, each seen as its layout says."""
         found: list[Any] = []
-        for at, part in enumerate(self._passes.layouts):
+        layouts = self._passes.layouts
+        for at, part in enumerate(layouts):
             made = self._made.get((at, 0))
             found.append(made if made is None or part is None or _in_rows(part) else made.T)
-        for at, original, part in self._passes.shared:
+        for at, original in self._passes.shared:
             made = found[original]
-            found[at] = made if part == self._passes.layouts[original] else made.T
+            found[at] = made if layouts[at] == layouts[original] else made.T
         return found
 
     def _start(self, launch: Pass) -> None:

@@ -129,14 +129,15 @@ def check_name(backend: str, argument: str = "backend") -> str:
 
 def support(backend: str, device: torch.device) -> Support:
     """The answer of `backend` for `device`: does it run, is it accelerated, and why; "auto" answers for its choice."""
-    return _REGISTRY[resolve(backend, device)][0](device)
+    return resolve(backend, device)[1]
 
 
-def resolve(backend: str, device: torch.device) -> str:
-    """The name that "auto" stands for on `device`; any other name is returned as it is."""
-    if backend == "auto":
-        return next(name for name, (supports, _) in _REGISTRY.items() if supports(device).available)
-    return check_name(backend)
+def resolve(backend: str, device: torch.device) -> tuple[str, Support]:
+    """The name that "auto" stands for on `device`, any other name as it is, and the answer of that backend."""
+    if backend != "auto":
+        return check_name(backend), _REGISTRY[backend][0](device)
+    answers = ((name, supports(device)) for name, (supports, _) in _REGISTRY.items())
+    return next((name, answer) for name, answer in answers if answer.available)
 
 
 # Answers of `choose`: it is asked on every call of a layer, and looking for packages takes longer than a launch.
@@ -148,12 +149,10 @@ def choose(backend: str, device: torch.device) -> Backend:
     found = CHOSEN.get((backend, device))
     if found is not None:
         return found
-    name = resolve(backend, device)
-    supports, module = _REGISTRY[name]
-    verdict = supports(device)
+    name, verdict = resolve(backend, device)
     if not verdict.available:
         raise NotSupportedError(f"backend={name!r}: {verdict.reason}. Use backend='auto' or 'reference'.")
-    chosen: Any = importlib.import_module(module)
+    chosen: Any = importlib.import_module(_REGISTRY[name][1])
     interpreted = not _PRETENDED or _PRETENDED[-1][1]
     if not interpreted and name != "reference":
         chosen = _without_kernels(chosen)

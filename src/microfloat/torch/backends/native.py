@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 
 from microfloat.formats import ELEMENTS
-from microfloat.passes.tables import kernel_cast
+from microfloat.passes import family_of
 from microfloat.recipes import Cast
 from microfloat.torch import backends, gemms, program, reference
 from microfloat.torch.backends import triton
@@ -26,7 +26,7 @@ amax, fold_codes, turned, chip_of = triton.amax, triton.fold_codes, triton.turne
 
 def _caster(*casts: Cast | None) -> ModuleType:
     """The backend with kernels for these casts: triton, or the reference where one of them has none."""
-    return reference if any(cast is not None and kernel_cast(cast).refusal for cast in casts) else triton
+    return reference if any(cast is not None and family_of(cast)[1] for cast in casts) else triton
 
 
 def quantize(x: torch.Tensor, cast: Cast, **options: object) -> Operand:

@@ -23,7 +23,7 @@ from microfloat.formats import ScaledFormat
 from microfloat.kernels.casts import scaled as kernels
 from microfloat.kernels.producers import rotary
 from microfloat.layout import Part, folded_format
-from microfloat.passes import CastInputs, OperandSpec
+from microfloat.passes import CastInputs, OperandSpec, family_of
 from microfloat.passes import producers as producer_passes
 from microfloat.passes.amaxes import amax_passes
 from microfloat.passes.casts import cast_passes, packed_passes
@@ -37,13 +37,12 @@ from microfloat.passes.conversions import (
 )
 from microfloat.passes.matrix import Matrix, Passes, specialization
 from microfloat.passes.producers import fuses
-from microfloat.passes.tables import kernel_cast
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch import program, reference
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, capturing
 from microfloat.torch.producers import Activation, Both, Norm, Producer, Statistics, Valued
-from microfloat.torch.program import ClusterRefused, device_of, largest_cluster, matrix_of, refuse_clusters, run_passes
+from microfloat.torch.program import ClusterRefused, device_of, matrix_of, refuse_clusters, run_passes
 from microfloat.torch.reference._hadamard import inverse
 
 __all__ = [
@@ -60,7 +59,7 @@ chip_of, scaled_matmul = reference.chip_of, reference.scaled_matmul
 
 def refusal(cast: Cast) -> str:
     """Reason why `cast` has no kernel here, or "" where it has one."""
-    return kernel_cast(cast).refusal
+    return family_of(cast)[1]
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -349,8 +348,8 @@ def codes(
     records = given[0].record is not None, len(given) > 1 and given[1].record is not None
 
     def run() -> list:
-        key = work, row, column, records, known, inputs.is_norm and largest_cluster(inputs.x.get_device())
         matrix, options = inputs.matrix, {"records": records, "given": known}
+        key = work, row, column, records, known, inputs.is_norm and matrix.device.largest_cluster
         return inputs.run(key, lambda: producer_passes.cast_passes(matrix, work, row, column, **options), given)
 
     try:
