@@ -182,8 +182,8 @@ def route_between(
     """The route of a GEMM of two operands that exist as codes; None = an operand in high precision."""
     kernels = _KERNELS[library]
 
-    def route(kind: str, reason: str, *, accelerated: bool = False, kernel: str = "") -> Route:
-        return Route(kind, "codes", "codes", kernels[kernel or kind], accelerated, reason)
+    def route(kind: str, reason: str, *sizes: object, accelerated: bool = False, kernel: str = "") -> Route:
+        return Route(kind, "codes", "codes", kernels[kernel or kind].format(*sizes), accelerated, reason)
 
     if lhs is None and rhs is None:
         reason = "the recipe keeps this GEMM in high precision; it runs in the compute dtype"
@@ -192,8 +192,7 @@ def route_between(
         if rhs is not None and chip is not None and chip.multiplies_stored_codes:
             most = most_decoded_rows(chip.capability == (9, 0) and library == "torch")
             reason = f"the recipe keeps x in high precision: up to {most} rows of it read the weight's codes as stored"
-            made = route("stored", reason if chip.is_tried else f"{reason}; {UNTRIED}")
-            return made._replace(kernel=made.kernel.format(most))
+            return route("stored", reason if chip.is_tried else f"{reason}; {UNTRIED}", most)
         return route("plain", _ONE_WIDE, kernel="plain" if chip else "no chip, plain")
     if accumulate == "exact":
         if chip is None or library == "xla":
@@ -210,22 +209,19 @@ def route_between(
     if a.element == b.element == E5M2:  # recipes cannot ask for it, stored operands can
         kind = "values" if a.scale.name == b.scale.name == "E8M0" else "float32"
         return route(kind, "no hardware multiplies E5M2 by E5M2")
-    are_fp8 = a.element.bits == b.element.bits == 8
+    are_fp8, multiplies = a.element.bits == b.element.bits == 8, f"{chip.name} multiplies FP8 on tensor cores"
     here = chip.name if library == "torch" else f"XLA on {chip.name}"
     lacks = f"{here} has no" if chip.is_known else f"{here} is none that microfloat knows, so it gets no"
     if is_outer(a) and is_outer(b):
         if are_fp8 and chip.has_fp8:
-            made = route("fp8", f"{chip.name} multiplies FP8 on tensor cores", accelerated=True)
-            return made._replace(kernel=made.kernel.format(a.block_text, b.block_text))
+            return route("fp8", multiplies, a.block_text, b.block_text, accelerated=True)
         missing = f"{lacks} FP8 tensor cores" if are_fp8 else "no GEMM multiplies these codes"
         return route("values", f"{missing}; {_NO_FASTER}", kernel="scaled values")
     if library == "torch" and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b):
-        made = route("blocks", f"{chip.name} multiplies FP8 on tensor cores", accelerated=True)
-        return made._replace(kernel=made.kernel.format(a.block_text, b.block_text))
+        return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True)
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"
-        made = route("block_scaled", f"{chip.name} multiplies it{as_mx}; {UNTRIED}", accelerated=True)
-        return made._replace(kernel=made.kernel.format(a.name, b.name))
+        return route("block_scaled", f"{chip.name} multiplies it{as_mx}; {UNTRIED}", a.name, b.name, accelerated=True)
     if all(one.format.scale.name != "FP32" or one.power_of_two for one in (lhs, rhs)):
         reason = f"{lacks} block-scaled GEMM for {a.name} x {b.name}; {_NO_FASTER}"
         if path == "folded" and library == "xla":

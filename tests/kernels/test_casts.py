@@ -79,7 +79,7 @@ def test_a_launch_of_one_operand_writes_every_buffer_that_it_is_given(form: str)
     from microfloat.passes.casts import cast_passes
     from microfloat.passes.matrix import At, Device, Matrix
 
-    device = Device(0, 132, True, cooperates=False, measures=False, orders_scales=False)
+    device = Device(0, 132, True, measures=False, orders_scales=False)
     matrix = Matrix(256, 384, 384, 1, "bfloat16", 16, device)
     for name in (
         "fp8_tensor",

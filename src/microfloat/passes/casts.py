@@ -44,9 +44,6 @@ __all__ = [
 _GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
 _CODES, _VALUES = blocks.CODES.value, blocks.VALUES.value
 _TILES_TOGETHER = 4  # what a row of folded tile scales is filled up to a multiple of (`microfloat.layout`)
-# Three programs of a cooperative launch fit on a multiprocessor; two leave space beside kernels that wait for other
-# GPUs, which a launch that needs the whole GPU would have to wait for in turn.
-_COOPERATING = 2
 # Larger matrices do not stay in the L2 cache between the two readings, and their launches cost nothing beside them.
 _MOST_TOGETHER = 1 << 24
 # Programs of `amax_transformed` on a multiprocessor, as many as run at once: each reads tiles until none is left, and
@@ -500,17 +497,11 @@ def _without_copies(passes: Passes, both: Both) -> Both:
 _Matrices = list[tuple[Matrix, Both]]
 
 
-def _most_programs(matrix: Matrix) -> int:
-    """The number of programs that surely run at once. One in the interpreter, where they run one after another."""
-    device = matrix.device
-    return 1 if device.number < 0 else device.multiprocessors * _COOPERATING
-
-
 def _fit_together(matrices: list[Matrix]) -> bool:
     """True if one launch is to measure and cast these matrices."""
     elements = sum(matrix.rows * matrix.columns for matrix in matrices)
     fit = elements <= _MOST_TOGETHER and not any(matrix.index64 for matrix in matrices)
-    return fit and all(matrix.device.cooperates for matrix in matrices)
+    return fit and all(matrix.device.at_once for matrix in matrices)
 
 
 def _together(passes: Passes, matrices: _Matrices, records: bool) -> None:
@@ -538,7 +529,7 @@ def _together(passes: Passes, matrices: _Matrices, records: bool) -> None:
         tensors, scalars, of_each = tensors + [At.NOTHING] * 7, [*scalars, 0.0, 0, 0, 0, 0], [*of_each, None]
     constants = (mode, records, *of_each)
     passes.launches.append(Pass(
-        pair.cast_pair, (*keys, constants, warps), min(tiles, _most_programs(matrices[0][0])),
+        pair.cast_pair, (*keys, constants, warps), min(tiles, matrices[0][0].device.at_once),
         (*tensors, At.WORDS if records or mode != _GIVEN else At.NOTHING), tuple(scalars), constants, warps,
         cooperative=mode != _GIVEN,
     ))  # fmt: skip
@@ -551,7 +542,7 @@ def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = Fal
     an amax is one of rows.
     """
     for number, (matrix, both) in enumerate(matrices):
-        if matrix.index64 or not matrix.device.cooperates:
+        if matrix.index64 or not matrix.device.at_once:
             return False
         for one, transforms in zip(both.operands, (False, number == 0), strict=True):
             numbers = None if one is None else one.numbers
@@ -588,7 +579,7 @@ def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = Fal
     seeds = (At.SEED, At.SECOND_SEED) if draws_seed else (matrices[0][1].seed, At.NOTHING)
     constants = (draws_seed, *of_each)
     passes.launches.append(Pass(
-        pair.values_pair, (*keys, *streams, constants, warps), min(tiles, _most_programs(matrices[0][0])),
+        pair.values_pair, (*keys, *streams, constants, warps), min(tiles, matrices[0][0].device.at_once),
         (*tensors, *seeds, At.WORDS), tuple(scalars), constants, warps, cooperative=True,
     ))  # fmt: skip
     return True

@@ -45,17 +45,17 @@ class Device(NamedTuple):
     """Properties of a device that passes depend on.
 
     `conversions`: the hardware forms of `kernels.device.convert` exist. `largest_cluster`: programs in a cluster, 0 for
-    none. `warpgroups`: it is a Hopper, which multiplies by them and begins launches early. `cooperates`: launches may
-    wait for all of their programs. `measures`: the amax of a matrix is a pass;
-    elsewhere it is an input. `orders_scales`: block scales lie as their GEMM reads them; elsewhere in rows, and codes
-    and values of a matrix come from one pass.
+    none. `warpgroups`: it is a Hopper, which multiplies by them and begins launches early. `at_once`: programs of one
+    launch that surely run at once, so that they may wait for each other; 0 where none may. `measures`: the amax of a
+    matrix is a pass; elsewhere it is an input. `orders_scales`: block scales lie as their GEMM reads them; elsewhere in
+    rows, and codes and values of a matrix come from one pass.
     """
 
     number: int
     multiprocessors: int
     conversions: bool
     largest_cluster: int = 0
-    cooperates: bool = True
+    at_once: int = 0
     measures: bool = True
     orders_scales: bool = True
     warpgroups: bool = False

@@ -315,7 +315,10 @@ def device_of(index: int) -> Device:
         is_hopper = INTERPRETED or (major, minor) == (9, 0)
         cluster = 1 if INTERPRETED else 16 if is_hopper else 0
         conversions = not INTERPRETED and (major, minor) >= (8, 9)
-        device = DEVICES[index] = Device(index, processors, conversions, cluster, warpgroups=is_hopper)
+        # Three programs of a cooperative launch fit on a multiprocessor; two leave space beside kernels that wait for
+        # other GPUs, which a launch that needs the whole GPU would have to wait for in turn.
+        at_once = 1 if index < 0 else 2 * processors
+        device = DEVICES[index] = Device(index, processors, conversions, cluster, at_once, warpgroups=is_hopper)
     return device
 
 

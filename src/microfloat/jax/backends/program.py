@@ -31,9 +31,7 @@ _MOST = 1 << 30  # multiprocessors, of a GPU that XLA alone knows: no pass is cu
 
 
 def _device(capability: tuple[int, int], multiprocessors: int = _MOST) -> Device:
-    return Device(
-        0, multiprocessors, capability >= (8, 9), cooperates=False, measures=False, orders_scales=False
-    )  # fmt: skip
+    return Device(0, multiprocessors, capability >= (8, 9), measures=False, orders_scales=False)
 
 
 def cast_by_kernel(
