@@ -14,6 +14,7 @@ from microfloat.kernels.casts import amax as amax_kernels
 from microfloat.kernels.casts import blocks, fold, fp6, groups, nvfp4, pair, scaled
 from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.constants import Pass as MatrixConstants
+from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.layout import Layout, Part, layout_of
 from microfloat.passes import WRITES_VALUES, OperandSpec, tables
@@ -30,7 +31,6 @@ from microfloat.passes.matrix import (
     Passes,
     is_one_pass,
     kernel_cast,
-    same_values,
     specialization,
 )
 from microfloat.passes.tables import ceil_div
@@ -486,7 +486,10 @@ def _nvfp4_constant(matrix: Matrix, one: _Operand | None, is_column: bool) -> Nv
 def _without_copies(passes: Passes, both: Both) -> Both:
     """The operands to write: where both have the same values, those of the column are a view of the row's."""
     row, column = both.operands
-    if row is None or column is None or not same_values(row.numbers, column.numbers):
+    if row is None or column is None:
+        return both
+    first, second = row.numbers.nvfp4_cast, column.numbers.nvfp4_cast
+    if first is None or second is None or not nvfp4_2d.codes_are_shared(first, second):
         return both
     passes.share(column.at, row.at, column.layout.codes)
     if column.layout.tensor_scale is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from microfloat.kernels.constants import BlockCast, How, Nvfp4Cast, ScaledCast
-from microfloat.kernels.device import convert, nvfp4_2d
+from microfloat.kernels.device import convert
 from microfloat.kernels.device.scales import (
     FOUR_OVER_SIX_MAE,
     FOUR_OVER_SIX_MSE,
@@ -21,7 +21,7 @@ from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [
     "GROUP_ROWS", "INT32_MAX", "NO_SIGNS", "SCALAR", "At", "Buffer", "Device", "KernelCast", "Matrix", "Pass", "Passes",
-    "Slice", "is_one_pass", "kernel_cast", "same_values", "specialization",
+    "Slice", "is_one_pass", "kernel_cast", "specialization",
 ]  # fmt: skip
 
 GROUP_ROWS = 128  # the padded rows of a group are a multiple of this
@@ -216,13 +216,6 @@ def is_one_pass(row: OperandSpec | None, column: OperandSpec | None, orders_scal
     first, second = one.scaled_cast, other.scaled_cast
     same = one.block == other.block and one.epsilon == other.epsilon
     return same and (first.RULE, first.MB) == (second.RULE, second.MB)
-
-
-def same_values(row: KernelCast | None, column: KernelCast | None) -> bool:
-    """True where the operands of a matrix stand for the same values of it."""
-    if row is None or column is None or row.nvfp4_cast is None or column.nvfp4_cast is None:
-        return False
-    return bool(nvfp4_2d.codes_are_shared(row.nvfp4_cast, column.nvfp4_cast))
 
 
 class Buffer(NamedTuple):

@@ -20,7 +20,7 @@ it lies, "column" that of its transpose.
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -60,6 +60,7 @@ __all__ = [
 ]  # fmt: skip
 
 Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
+Step: TypeAlias = Any  # a `CastStep`, or what takes its place for tensors that are stored, gathered or sharded
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _MOST_SCHEDULES = 1024
@@ -179,7 +180,7 @@ class Schedule:
     late = False
     number = 0  # of the groups of a grouped one
     observer: "Listener | None" = None  # of a watched call (`microfloat.torch.observing`)
-    cast_step: Callable[..., Any] = CastStep  # makes the step that casts x, w or dy
+    cast_step: Callable[..., Step] = CastStep  # makes the step that casts values of x, w or dy
 
     def __init__(
         self, recipe: Recipe, backend: Backend, routes: Routes, x: torch.Tensor, weight: torch.Tensor,
@@ -193,11 +194,12 @@ class Schedule:
         self.asked = routes  # for the recipe that was asked for; it may name another one for this call
         self.in_features, self.out_features = x.shape[-1], weight.shape[0]
         self.rows = x.numel() // self.in_features
-        stored = weight.cast if isinstance(weight, QuantizedTensor) else None
-        chosen = recipe if stored is None else recipe.for_call(self.rows, stored)
-        is_other, recipe = chosen is not recipe, chosen
-        routes = routes_of(recipe, backend.chip_of(x.device)) if is_other else routes
-        routes = routes.of_stored(recipe) if stored is not None and stored == recipe.fprop.rhs else routes
+        is_other = False
+        if isinstance(weight, QuantizedTensor):
+            chosen = recipe.for_call(self.rows, weight.cast)
+            is_other, recipe = chosen is not recipe, chosen
+            routes = routes_of(recipe, backend.chip_of(x.device)) if is_other else routes
+            routes = routes.of_stored(recipe) if weight.cast == recipe.fprop.rhs else routes
         self.recipe, self.backend, self.routes, self._batch = recipe, backend, routes, batch
         self.wants_dx, self.wants_dw, self.late = wants_dx, wants_dw, late and wants_dx
         self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype
@@ -231,32 +233,34 @@ class Schedule:
             None if layout is None else (layout.codes.strides, None if layout.scale is None else layout.scale.strides)
             for layout in self._layouts
         )
-        self.x_cast = self.cast_step(backend, self._matrix(x), x_entries, batch)
-        if isinstance(weight, QuantizedTensor):
-            self.w_cast: Any = StoredCast(backend, weight, w_entries, compute, CastStep)
-        elif isinstance(weight, Gathered):
-            self.w_cast = GatheredCast(backend, weight.shape, w_entries, compute, self.cast_step)
-        else:
-            w = weight if weight.dtype == compute else weight.to(compute)
-            self.w_cast = self.cast_step(backend, w, w_entries, batch)
+        self.x_cast, self.w_cast = self._step_of(x, x_entries), self._step_of(weight, w_entries)
+        is_stored, is_gathered = isinstance(weight, QuantizedTensor), isinstance(weight, Gathered)
         # What a frozen weight's codes do not serve, such as a folded operand, is made once.
-        self.keeps_weight = stored is not None and recipe.wgrad.path == "refused" and self.w_cast.makes
+        self.keeps_weight = is_stored and recipe.wgrad.path == "refused" and self.w_cast.makes
         self.delayed = self.x_cast.delayed, self.w_cast.delayed
         lies_well = x.dim() == 2 or (x.is_contiguous() and self.x_cast.is_bound)
         self._converts_x = x.dtype != compute or x.is_neg() or not lies_well
-        self._converts_w = stored is None and weight.dtype != compute and not isinstance(weight, Gathered)
+        self._converts_w = weight.dtype != compute and not (is_stored or is_gathered)
         self._pair: tuple[Program | None, Program | None] = (None, None)
         if self.x_cast.is_bound and self.w_cast.is_bound and not (self._converts_x or self._converts_w):
             self._pair = self.pair_programs(backend, x, weight, x_entries, w_entries)
-        self._dy: CastStep | None = None  # of the gradient that backward usually brings
-        self._dy_steps: dict[tuple, CastStep] = {}
-        self._later_steps: dict[tuple, CastStep | GatheredCast | StoredCast] = {}
+        self._dy: Step | None = None  # of the gradient that backward usually brings
+        self._dy_steps: dict[tuple, Step] = {}
+        self._later_steps: dict[tuple, Step] = {}
         direct = all(product.direct for product in self.products.values())
         # torch.autocast may not touch products that torch itself takes part in: their dtypes are decided here.
         self.shields = not (direct and self.x_cast.is_bound and self.w_cast.is_bound)
         self.noted = self._noted(weight.numel(), x.numel()) if self.folds else {}
 
     # ------------------------------------------------------------------------------------------------ construction
+
+    def _step_of(self, tensor: torch.Tensor, entries: Entries) -> Step:
+        """The step that makes operands of x, w or dy: from values, or from the codes that a weight is stored as."""
+        if isinstance(tensor, QuantizedTensor):
+            return StoredCast(self.backend, tensor, entries, self.dtype, CastStep)
+        if isinstance(tensor, Gathered):
+            return GatheredCast(self.backend, tensor.shape, entries, self.dtype, self.cast_step)
+        return self.cast_step(self.backend, self._matrix(tensor), entries, self._batch)
 
     def pair_programs(
         self, backend: Backend, x: torch.Tensor, weight: torch.Tensor, x_entries: Entries, w_entries: Entries
@@ -407,8 +411,7 @@ class Schedule:
             step = self._dy_steps.get(key)
             if step is None:
                 entries = entries_of(self.recipe, self.routes, "dy", wants_dx, wants_dw)
-                step = self.cast_step(self.backend, dy, entries, self._batch)
-                self._dy_steps[key] = step
+                step = self._dy_steps[key] = self._step_of(dy, entries)
                 if usual and step.is_bound and wants_dx is self.wants_dx and wants_dw is self.wants_dw:
                     self._dy = step
         return step(dy, *self.resources(), inputs)
@@ -449,15 +452,10 @@ class Schedule:
         is_stored, is_gathered = isinstance(x, QuantizedTensor), isinstance(x, Gathered)
         x = x if is_gathered or is_stored else self._matrix(x.detach())
         key = tensor, x.stride(), None if is_stored else x.data_ptr() & (ALIGNMENT - 1)
-        step: Any = self._later_steps.get(key)
+        step = self._later_steps.get(key)
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
-            step = (
-                GatheredCast(self.backend, x.shape, entries, self.dtype, self.cast_step) if is_gathered
-                else StoredCast(self.backend, x, entries, self.dtype, CastStep) if isinstance(x, QuantizedTensor)
-                else self.cast_step(self.backend, x, entries, self._batch)
-            )  # fmt: skip
-            self._later_steps[key] = step
+            step = self._later_steps[key] = self._step_of(x, entries)
         return step(x, *self.resources(), inputs)[saved]
 
     def read_later(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Sequence[torch.Tensor | None]:
