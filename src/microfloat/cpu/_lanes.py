@@ -84,6 +84,7 @@ def _operator(function: Callable, result: Lanes | None = None, **builds: Callabl
             return None if kind is None else (result or kind)(*args)
 
     for kind, build in of_kind.items():
+
         def generate(
             context: Any, builder: Any, sig: Any, args: Any, kind: Lanes = kind, build: Callable = build
         ) -> Any:  # fmt: skip
