@@ -11,7 +11,18 @@ import pytest
 from microfloat import Cast, Current, Delayed, Hadamard, cpu, reference
 from microfloat.cpu import _casts
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
-from microfloat.formats import E2M1, ELEMENTS, FORMATS, SCALE_E8M0, ElementFormat, ScaledFormat, decode
+from microfloat.formats import (
+    E2M1,
+    E4M3,
+    ELEMENTS,
+    FORMATS,
+    SCALE_E4M3,
+    SCALE_E8M0,
+    SCALE_FP32,
+    ElementFormat,
+    ScaledFormat,
+    decode,
+)  # fmt: skip
 from microfloat.scale_rules import SCALE_RULES
 from tests.contract.cases import DTYPES, EVERY_CAST, cast_id, edge_cases
 
@@ -164,6 +175,9 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
         (Cast("nvfp4", rounding="stochastic"), "stochastic"),
         (Cast("nvfp4", hadamard=Hadamard()), "Hadamard"),
         (Cast(ScaledFormat("narrow", E2M1, SCALE_E8M0, (1, 8))), "16 columns, not of 8"),
+        (Cast(ScaledFormat("one_byte", E2M1, SCALE_E8M0, (None, None))), "one float32 scale"),
+        (Cast(ScaledFormat("byte_a_row", E2M1, SCALE_E4M3, (1, None), "row")), "one float32 scale"),
+        (Cast(ScaledFormat("four_rows", E4M3, SCALE_FP32, (4, None))), "one float32 scale"),
     ],
 )
 def test_other_casts_go_to_the_oracle_and_say_why(cast, reason):

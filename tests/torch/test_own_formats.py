@@ -7,7 +7,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
-from microfloat.formats import E2M1, E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat  # noqa: E402
+from microfloat.formats import (  # noqa: E402
+    E2M1,
+    E4M3,
+    SCALE_E4M3,
+    SCALE_E8M0,
+    SCALE_FP32,
+    ElementFormat,
+    ScaledFormat,
+)  # fmt: skip
 from microfloat.recipes import Cast, CustomRecipe, Gemm  # noqa: E402
 from tests.formats.elements import every_element, wild_matrix  # noqa: E402
 
@@ -31,6 +39,21 @@ def test_bytes_and_values_are_the_oracles(scale, block, rule, rounding):
         assert ours.codes.view(torch.uint8).numpy().tobytes() == oracle.codes.tobytes(), element
         assert ours.scale.numpy().tobytes() == oracle.scale.tobytes(), element
         np.testing.assert_array_equal(ours.dequantize().numpy(), reference.dequantize(oracle))
+
+
+@pytest.mark.parametrize("block", [(None, None), (3, None), (1, None), (5, 48)])
+@pytest.mark.parametrize("rule", ["four_over_six_mae_448", "four_over_six_mse_256"])
+def test_the_better_of_two_scales_is_chosen_in_blocks_of_any_size(block, rule):
+    """A block that is the whole tensor is searched too. Values of few bits: many blocks in which 4 beats 6."""
+    cast = Cast(ScaledFormat("mine", E2M1, SCALE_E4M3, block, "tensor"), rule)
+    for seed in range(8):
+        x = np.random.default_rng(seed).integers(-24, 25, (11, 40)).astype(np.float32) * np.float32(0.25)
+        for matrix in (x, x[:, ::2], x.T, x[:, :0]):
+            ours, oracle = mf.quantize(torch.from_numpy(matrix), cast), reference.quantize(matrix, cast)
+            assert (*ours.scale.shape,) == oracle.scale.shape
+            assert ours.codes.numpy().tobytes() == oracle.codes.tobytes()
+            assert ours.scale.numpy().tobytes() == oracle.scale.tobytes()
+            np.testing.assert_array_equal(ours.dequantize().numpy(), reference.dequantize(oracle))
 
 
 @pytest.mark.parametrize("element", [ELEMENTS[3], ELEMENTS[-1], E2M1, E4M3], ids=str)

@@ -13,7 +13,7 @@ import numpy as np
 
 from microfloat import reference
 from microfloat.arguments import check_int
-from microfloat.formats import E4M3, SCALE_E8M0, ElementFormat, ScaledFormat, decode
+from microfloat.formats import E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, decode
 from microfloat.recipes import Cast, Current, as_cast
 from microfloat.recipes.core import CastLike, Usage, usages_of
 from microfloat.reference import Quantized, unpack_fp4, unpack_fp6
@@ -91,8 +91,11 @@ def _refusal(cast: Cast) -> str | None:
         return "there is no kernel for stochastic rounding"
     if cast.hadamard is not None:
         return "there is no kernel for the Hadamard transform"
-    if (cast.format.block[1] or 0) % 16:
-        return f"the kernels have blocks of multiples of 16 columns, not of {cast.format.block[1]}"
+    rows, columns = cast.format.block
+    if (columns or 0) % 16:
+        return f"the kernels have blocks of multiples of 16 columns, not of {columns}"
+    if columns is None and (rows not in (1, None) or cast.format.scale is not SCALE_FP32):
+        return "the kernels give a whole row or tensor one float32 scale, and several rows or bytes none"
     kernels = _kernels()
     return kernels if isinstance(kernels, str) else None
 

@@ -102,10 +102,13 @@ class Grid:
     contraction: int = 1
 
     @staticmethod
-    def of(fmt: ScaledFormat, x: torch.Tensor, contraction: int) -> "Grid":
-        """The grid of a format over `x`; a per-tensor format has blocks of whole rows here, all with one scale."""
+    def of(fmt: ScaledFormat, x: torch.Tensor, contraction: int, in_one_tile: bool = False) -> "Grid":
+        """The grid of a format over `x`; a per-tensor format has blocks of whole rows here, all with one scale.
+
+        With `in_one_tile` its block is the matrix, for rules that look at all elements of a block at once.
+        """
         rows, columns = x.shape
-        if fmt.is_per_tensor:
+        if fmt.is_per_tensor and not in_one_tile:
             return Grid(rows, columns, (1, max(columns, 1)), True, contraction)
         block = fmt.block if contraction else fmt.block[::-1]
         return Grid(rows, columns, (block[0] or max(rows, 1), block[1] or max(columns, 1)), False, contraction)

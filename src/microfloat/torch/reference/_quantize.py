@@ -85,11 +85,12 @@ def quantize_operand(
     across = x_RC.numel() > 0 and is_stored_across(x_RC)
     x = x_RC.t() if across else x_RC
     fmt, device = cast.format, x.device
-    grid = Grid.of(fmt, x, contraction=0 if across else 1)
+    searches = cast.rule.two_level is not None and cast.rule.two_level.four_over_six is not None
+    grid = Grid.of(fmt, x, contraction=0 if across else 1, in_one_tile=searches and x.numel() > 0)
     codes = x.new_empty(grid.packed(fmt.element.codes_per_byte), dtype=codes_dtype(fmt.element))
     level, whole = _whole_tensor_scales(x, cast, grid, amax, scale_enc)
     if whole is not None:
-        stored = whole.stored.reshape(())
+        stored = whole.stored
     elif x.numel() == 0 and fmt.block[1] is None:  # a row without elements still has its scale, that of amax 0
         stored = _empty_row_scales(grid.blocks[0], cast, device, level)
     else:
@@ -106,6 +107,7 @@ def quantize_operand(
             stored[chunk.block_rows, chunk.block_columns] = scales.stored.view(blocks.shape[0], blocks.shape[2])
         blocks.mul_(scales.encode)
         _encode_chunk(values, codes, chunk, grid, cast, scales, noise, workspace)
+    stored = stored.reshape(()) if fmt.is_per_tensor else stored
     tensor_scale = level.handed if level is not None and cast.tensor_scale is not None else None
     if across:
         codes, stored = codes.t(), stored.t() if stored.dim() == 2 else stored
