@@ -214,12 +214,13 @@ def _scale_values(stored: np.ndarray, scale_format: ScaleFormat) -> tuple[np.nda
 def max_ulp(x: np.ndarray, q: np.ndarray, dtype: np.dtype | str | None = None) -> float:
     """Largest distance in units of the last place: ``max |q - x| / ulp(x)``, the spacing that `dtype` has at x.
 
-    `dtype`: float32, float16, bfloat16 or another float of NumPy or ml_dtypes; None is q's. NaN where a q of a finite x
-    is NaN; 0 for equal and for empty arrays.
+    `dtype`: float32, float16, bfloat16 or another float of NumPy or ml_dtypes; None is q's. The spacing at zero is the
+    smallest subnormal. NaN where a q of a finite x is NaN; 0 for equal and for empty arrays.
     """
     info = _finfo(np.asarray(q).dtype if dtype is None else dtype)
     a, b = _pair(x, q)
-    exponents = np.maximum(np.frexp(a)[1] - 1, int(info.minexp))  # subnormals have the spacing of the first binade
+    lowest = int(info.minexp)  # subnormals have the spacing of the first binade, and so has zero, where frexp gives 0
+    exponents = np.where(a == 0, lowest, np.maximum(np.frexp(a)[1] - 1, lowest))
     with np.errstate(invalid="ignore"):
         return float((np.abs(b - a) / np.ldexp(1.0, exponents - int(info.nmant))).max(initial=0.0))
 

@@ -108,6 +108,8 @@ def test_units_of_the_last_place():
     assert metrics.max_ulp([1.0, 3.0], np.float32([1 + 2**-22, 3])) == 2
     assert metrics.max_ulp([1.0, 2.5], [1.0, 2.0], "bfloat16") == 0.5 / 2.0**-6
     assert metrics.max_ulp([2.0**-20], [0.0], "float16") == 2.0**-20 / 2.0**-24  # among subnormals
+    assert metrics.max_ulp([0.0], [2.0**-20], "float16") == 2.0**-20 / 2.0**-24
+    assert metrics.max_ulp([0.0, 1.0], np.float32([2.0**-149, 1.0])) == 1
     assert metrics.max_ulp(np.float32([8]), np.array([9], BF16)) == 1 / 2.0**-4
     with pytest.raises(InvalidTypeError, match="dtype: got int8, needed a floating-point dtype"):
         metrics.max_ulp([1], [1], np.dtype("int8"))
