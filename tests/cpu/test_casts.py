@@ -247,6 +247,9 @@ def test_wrong_arguments_are_named():
         cpu.quantize(NORMAL, Cast("fp8_tensor", scaling=Delayed()))
     with pytest.raises(InvalidTypeError, match="q: got"):
         cpu.dequantize(NORMAL)
+    for dtype in (np.int32, "no_dtype", ml_dtypes.float8_e4m3fn):
+        with pytest.raises(InvalidTypeError, match=r"dtype: got .*, needed float32, bfloat16"):
+            cpu.dequantize(reference.quantize(NORMAL, "mxfp8"), dtype)
 
 
 def test_energies_are_sums_over_the_finite_elements(monkeypatch):

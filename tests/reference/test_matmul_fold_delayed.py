@@ -272,6 +272,7 @@ def test_a_callable_that_gives_no_amax_keeps_the_scale(amax):
         (lambda: update_delayed(np.zeros(2, np.float32), 1.0, "E9M9"), InvalidValueError, "element: got 'E9M9'"),
         (lambda: update_delayed(np.zeros(2, np.float32), 1.0, E4M3, margin=1.5), InvalidTypeError, "margin: got float"),
         (lambda: update_delayed(np.zeros(2, np.float32), 1.0, E4M3, margin=True), InvalidTypeError, "margin: got bool"),
+        (lambda: update_delayed(np.ones(2, np.float32), 1.0, E4M3, margin=200), InvalidValueError, "margin: got 200"),
         (lambda: update_delayed(np.zeros(2, np.float32), 1.0, E4M3, amax_compute_algo="mean"), InvalidValueError,
          "amax_compute_algo: got 'mean', needed one of 'max', 'most_recent'"),
         (lambda: update_delayed(np.zeros(2, np.float32), "1", E4M3), InvalidTypeError, "scale_enc: got str"),

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from microfloat import formats
+from microfloat import formats, reference
 from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError
 from microfloat.formats import E4M3, FORMATS, NVFP4, NVFP4_ROW, SCALE_E8M0, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard, MXFP8BlockScaling
@@ -459,3 +459,22 @@ def test_a_pair_of_axes_gives_what_two_calls_give(fmt):
     second, first = quantize(X, (noisy, fmt), axis=(-2, -1), seed=4, stream=(5, 0))
     assert same(first, row)
     assert same(second, quantize(X, noisy, axis=-2, seed=4, stream=5))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: reference.philox((1, 2, 3), (0, 0)), r"counter: got \(1, 2, 3\), needed 4 words"),
+        (lambda: reference.philox((1, 2, 3, 4), (0,)), r"key: got \(0,\), needed 2 words"),
+        (lambda: reference.philox((1, 2, 3, 4.5), (0, 0)), "counter: got .*, each an integer or an array"),
+        (lambda: reference.random_bytes(-1, 16, 0), "rows: got -1"),
+        (lambda: reference.random_bytes(1, 16.0, 0), "cols: got float"),
+        (lambda: reference.hadamard_transform(np.ones((2, 16), np.float32), 16), "hadamard: got int"),
+        (lambda: reference.hadamard_transform(np.ones(16, np.float32), Hadamard()), r"x_RC: got shape \(16,\)"),
+        (lambda: reference.hadamard_transform(np.ones((2, 16), np.int32), Hadamard()), "x: got int32"),
+        (lambda: reference.hadamard_inverse(np.ones((2, 17), np.float32), Hadamard()), "x_RC: got 17 columns"),
+    ],
+)
+def test_wrong_arguments_of_the_stream_and_the_transform_are_named(call, message):
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
+        call()

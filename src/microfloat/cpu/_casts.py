@@ -13,6 +13,7 @@ import numpy as np
 
 from microfloat import reference
 from microfloat.arguments import check_int
+from microfloat.errors import invalid_type
 from microfloat.formats import E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, decode
 from microfloat.recipes import Cast, Current, as_cast
 from microfloat.recipes.core import CastLike, Usage, usages_of
@@ -59,13 +60,25 @@ def quantize(
 def dequantize(q: Quantized, dtype: Any = np.float32, *, threads: int | None = None) -> np.ndarray:
     """The array that `q` stands for: the values of `microfloat.reference.dequantize`, rounded once to `dtype`."""
     check_quantized("q", q)
+    target = _float_dtype(dtype)
     if q.hadamard is not None:
-        return reference.dequantize(q).astype(dtype, copy=False)
-    out = np.empty((q.rows, q.length), dtype)
+        return reference.dequantize(q).astype(target, copy=False)
+    out = np.empty((q.rows, q.length), target)
     codes = q.codes.reshape(q.rows, q.codes.shape[-1])
     decode_into(Matrix(codes, q.length, q.format, scale_grid(q), q.tensor_scale), out, threads)
     transposed = len(q.shape) == 2 and q.axis == 0
     return np.ascontiguousarray(out.T) if transposed else out.reshape(q.shape)
+
+
+def _float_dtype(dtype: Any) -> np.dtype:
+    """A dtype of values; integers, whose values would be cut off, and codes of 8 bits are refused."""
+    try:
+        named = np.dtype(dtype)
+    except TypeError:
+        named = None
+    if named is None or named not in (*_WORDS, np.dtype(np.float64)):
+        raise invalid_type("dtype", dtype, "float32, bfloat16 (ml_dtypes), float16 or float64")
+    return named
 
 
 # ---- what is compiled --------------------------------------------------------------------------------------------

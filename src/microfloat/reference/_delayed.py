@@ -6,6 +6,7 @@ import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ElementFormat, get_element
+from microfloat.recipes import Delayed
 
 
 def record_amax(history: np.ndarray, amax: float | np.ndarray) -> np.ndarray:
@@ -39,14 +40,13 @@ def update_delayed(
     """
     history = _check_history(history)
     largest = np.float32(get_element(element).max)
-    if isinstance(margin, bool) or not isinstance(margin, int | np.integer):
-        raise invalid_type("margin", type(margin), "an int (a power of two of headroom)")
+    margin = Delayed(margin=int(margin) if isinstance(margin, np.integer) else margin).margin  # its range, its errors
     scale = _number("scale_enc", scale_enc)
     amax = _chosen_amax(history, amax_compute_algo)
     with np.errstate(all="ignore"):
         if amax > 0 and np.isfinite(amax):
             ratio = largest / np.maximum(amax, np.ldexp(largest, -126))
-            scale = np.minimum(np.ldexp(ratio, -int(margin)), np.float32(2.0**126))
+            scale = np.minimum(np.ldexp(ratio, -margin), np.float32(2.0**126))
     rolled = np.roll(history, -1)
     rolled[0] = 0
     return rolled, np.float32(scale)

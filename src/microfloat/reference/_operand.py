@@ -6,7 +6,7 @@ Source: docs/numerics.md, "Operand form of an array" and 5.2; the order of the a
 import ml_dtypes
 import numpy as np
 
-from microfloat.errors import invalid_type
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.layout import stored_length
 from microfloat.recipes import Hadamard
 
@@ -77,6 +77,7 @@ def hadamard_transform(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
 
     ``H[i, j] = (-1)^popcount(i & j)``; sums run in float32, butterflies of distance 1, 2, 4, 8.
     """
+    x_RC = _matrix(x_RC, hadamard)
     length = x_RC.shape[1]
     x_RC = np.pad(x_RC, ((0, 0), (0, stored_length(length, hadamard) - length)))
     groups = _groups(_bf16(x_RC), hadamard) * _signs(hadamard)
@@ -85,8 +86,21 @@ def hadamard_transform(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
 
 def hadamard_inverse(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
     """``x = (x' H / 4) diag(sgn)`` in float32; the transform is orthogonal, so this undoes it up to rounding."""
+    x_RC = _matrix(x_RC, hadamard)
+    if x_RC.shape[1] % hadamard.size:
+        raise invalid_value("x_RC", f"{x_RC.shape[1]} columns", f"a multiple of {hadamard.size}")
     groups = _butterflies(_groups(x_RC, hadamard))
     return (groups * np.float32(0.25) * _signs(hadamard)).reshape(x_RC.shape)
+
+
+def _matrix(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
+    """The float32 matrix that is transformed."""
+    if not isinstance(hadamard, Hadamard):
+        raise invalid_type("hadamard", type(hadamard), "a Hadamard, such as Hadamard()")
+    matrix = as_float32(x_RC)
+    if matrix.ndim != 2:
+        raise invalid_value("x_RC", f"shape {matrix.shape}", "two axes, the contraction axis last")
+    return matrix
 
 
 def _groups(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:

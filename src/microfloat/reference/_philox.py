@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from microfloat.arguments import check_int
 from microfloat.errors import InvalidValueError, invalid_value
 
 _ROUNDS = 10
@@ -23,6 +24,9 @@ def philox(counter: Sequence[int | np.ndarray], key: Sequence[int]) -> np.ndarra
 
     Each counter word is an integer or an integer array; they broadcast. Returns uint32 [4, ...].
     """
+    for name, given, count in (("counter", counter, 4), ("key", key, 2)):
+        if len(given) != count or any(np.asarray(word).dtype.kind not in "iu" for word in given):
+            raise invalid_value(name, given, f"{count} words, each an integer" + " or an array of them" * (count == 4))
     words = np.broadcast_arrays(*(np.asarray(word).astype(np.uint64) & _LOW for word in counter))
     c0, c1, c2, c3 = words
     key0, key1 = (int(word) & 0xFFFFFFFF for word in key)
@@ -44,6 +48,7 @@ def random_bytes(
     matrix that is larger, or cut otherwise, has the same bytes at the same (row, col).
     """
     key = seed_words(seed)
+    rows, cols = check_int("rows", rows, 0, 1 << 32), check_int("cols", cols, 0, 1 << 36)
     groups = -(-cols // 16)
     counter = (np.arange(groups)[None, :], np.arange(rows)[:, None], _word("stream", stream), _word("batch", batch))
     words = np.moveaxis(philox(counter, key), 0, -1)  # [rows, groups, 4]
