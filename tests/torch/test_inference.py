@@ -591,6 +591,44 @@ def test_a_cache_takes_the_scales_of_a_checkpoint() -> None:
             mf.KVCache(1, 4, 1, 4, **options)
 
 
+def test_the_scale_of_a_checkpoint_is_kept_as_it_is() -> None:
+    """Where a scale is not the reciprocal of a float32 number, values are multiples of the scale all the same."""
+    codes = torch.tensor([1.0, -3.0, 448.0, 0.5]).view(1, 1, 1, 4)
+    for numerator in range(1, 60):
+        scale = torch.tensor(numerator / 61)
+        cache = mf.KVCache(1, 4, 1, 4, dtype=torch.float32, format="fp8", k_scale=scale.item(), v_scale=scale)
+        keys, values = cache.update(codes * scale, codes * scale)
+        assert torch.equal(keys, codes * scale)
+        assert torch.equal(values, codes * scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_scale": 0.0}, "k_scale: got 0.0, needed one number in"),
+        ({"v_scale": float("inf")}, "v_scale: got inf"),
+        ({"k_scale": torch.ones(3)}, r"k_scale: got shape \(3,\)"),
+        ({"k_scale": "1"}, "k_scale: got str"),
+        ({"length": -4}, "length: got -4"),
+        ({"dtype": torch.int8}, "dtype: got torch.int8"),
+    ],
+)
+def test_wrong_arguments_of_a_cache_are_named(change, message) -> None:
+    arguments = {
+        "batch": 1,
+        "length": 4,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "format": "fp8",
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+    }
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
+        mf.KVCache(**{**arguments, **change})
+    with pytest.raises(InvalidTypeError, match="k: got NoneType"):
+        mf.KVCache(**arguments).update(None, None)  # type: ignore[arg-type]
+
+
 def test_attention_generates_from_a_quantized_cache() -> None:
     torch.manual_seed(5)
     layer = mf.MultiheadAttention(64, 4, 2, dtype=torch.bfloat16)

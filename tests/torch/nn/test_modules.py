@@ -579,11 +579,18 @@ def test_cross_attention_and_parallel_layers():
         (lambda: mf.LayerNormLinear(8, 8, split={"a": 3, "b": 3}), "add up to out_features = 8"),
         (lambda: mf.LayerNormLinear(8, 8, split={"norm": 8}), "split"),
         (lambda: mf.TransformerLayer(32, 48, 4)(torch.randn(1, 3, 32), torch.ones(2, 9)), "attention_mask"),
+        (lambda: mf.TransformerLayer(32, 48, 4)(torch.randn(1, 2, 3, 32)), r"hidden_states: got shape \(1, 2, 3, 32\)"),
+        (lambda: mf.MultiheadAttention(32, 4)(torch.randn(32)), r"hidden_states: got shape \(32,\)"),
+        (lambda: mf.MultiheadAttention(32, 4, dropout=1.5), "dropout: got 1.5"),
+        (lambda: mf.MultiheadAttention(32, 4, window="3"), "window: got str"),  # type: ignore[arg-type]
+        (lambda: mf.RotaryEmbedding(8, theta=-1.0), "theta: got -1"),
+        (lambda: mf.RotaryEmbedding(8)(2.5), "positions: got float"),  # type: ignore[arg-type]
+        (lambda: mf.RotaryEmbedding(8)(-2), "positions: got -2"),
         (lambda: mf.TransformerLayer(32, 48, 4)(torch.ones(1, 3, 32), context=torch.ones(1, 3, 32)), "cross_attention"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(make, match):
-    with pytest.raises(InvalidValueError, match=match):
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=match):
         make()
 
 

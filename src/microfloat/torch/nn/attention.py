@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from microfloat.arguments import check_choice
+from microfloat.arguments import check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.recipes import Recipe, as_cast
+from microfloat.formats import FP8_TENSOR
+from microfloat.recipes import Cast, Delayed, Recipe, as_cast
 from microfloat.torch._typing import Options
 from microfloat.torch.attention import attend, rotate_heads, split_heads
 from microfloat.torch.fused import norm_of, project
@@ -49,7 +50,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if isinstance(size, bool) or not isinstance(size, int) or size < 2 or size % 2:
             raise invalid_value("size", repr(size), "an even number of elements of a head")
-        self.size, self.theta, self.dtype = size, float(theta), dtype
+        self.size, self.dtype = size, dtype
+        self.theta = check_number("theta", theta, "a positive finite number", 2.0**-126, 3.4e38)
         self.register_buffer("frequencies", self._made(device), persistent=False)
 
     def _made(self, device: Device) -> torch.Tensor:
@@ -64,6 +66,11 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of positions."""
         if not isinstance(positions, torch.Tensor):
+            needed = "a tensor of positions, or a number of tokens"
+            if not hasattr(positions, "__index__"):  # as integers of NumPy and those of a traced shape have it
+                raise invalid_type("positions", type(positions), needed)
+            if isinstance(positions, int) and positions < 0:
+                raise invalid_value("positions", positions, needed)
             positions = torch.arange(positions, device=self.frequencies.device)
         angles = positions[..., None].float() * self.frequencies
         angles = torch.cat([angles, angles], -1)
@@ -76,7 +83,7 @@ class KVCache:
 
     `update(k, v)` appends tokens [B, S, G, D] and returns all of them so far, in `dtype` (None: torch's default).
     `format` None keeps them as they are; "fp8" as E4M3 with a float32 scale for each token and head, or, where
-    `k_scale` and `v_scale` are given (such as those of a checkpoint), with that one scale, at which larger values
+    `k_scale` and `v_scale` are given (such as those of a checkpoint), with that one scale: values beyond 448 of it
     saturate; "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2" and "mxfp4" with a scale for each 32 elements of a head. Raises
     InvalidTypeError for another dtype and InvalidValueError for shapes that do not fit or more tokens than there is
     space for.
@@ -96,10 +103,14 @@ class KVCache:
         if (k_scale is None) != (v_scale is None) or (k_scale is not None and format != "fp8"):
             raise invalid_value("k_scale", f"{k_scale!r} beside v_scale {v_scale!r}", 'both, of format="fp8", or none')
         self.format, self.dtype = format, torch.get_default_dtype() if dtype is None else dtype
-        shape = (batch, length, num_kv_heads, head_dim)
-        self._k, self._v = (
-            _Kept(shape, device, self.dtype, format, scale) for scale in (k_scale, v_scale)
-        )  # fmt: skip
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise invalid_type("dtype", dtype, "a floating-point torch.dtype, that of the model's activations")
+        sizes = {"batch": batch, "length": length, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        shape = tuple(check_int(name, size, 0, 1 << 31) for name, size in sizes.items())
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                _check_scale(name, scale)
+        self._k, self._v = (_Kept(shape, device, self.dtype, format, scale) for scale in (k_scale, v_scale))
         self.count = 0
 
     def reset(self) -> None:
@@ -124,6 +135,8 @@ class KVCache:
     def update(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, with those of new tokens at the end."""
         for name, new, kept in (("k", k, self._k), ("v", v, self._v)):
+            if not isinstance(new, torch.Tensor):
+                raise invalid_type(name, type(new), "a tensor [B, S, G, D]")
             if new.dtype != self.dtype:
                 raise invalid_type(
                     "cache", f"one of {self.dtype} for a {name} of {new.dtype}", f"one of {new.dtype}",
@@ -144,6 +157,16 @@ class KVCache:
         return self._k.read(end), self._v.read(end)
 
 
+def _check_scale(name: str, scale: float | torch.Tensor) -> None:
+    """Refuse what is not one scale whose reciprocal is normal too."""
+    needed = "one number in [2^-126, 2^126]"
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() != 1:
+            raise invalid_value(name, f"shape {tuple(scale.shape)}", needed)
+        scale = scale.item()
+    check_number(name, scale, needed, 2.0**-126, 2.0**126)
+
+
 # The formats of a cache and the casts of its tokens.
 _CACHED = {"fp8": "fp8_row", **{name: name for name in ("mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")}}
 
@@ -152,27 +175,31 @@ class _Kept:
     """Keys or values [B, length, G, D]: as they are, or the parts of a QuantizedTensor."""
 
     def __init__(
-        self, shape: tuple[int, int, int, int], device: Device, dtype: torch.dtype, format: str | None,
+        self, shape: tuple[int, ...], device: Device, dtype: torch.dtype, format: str | None,
         scale: float | torch.Tensor | None,
     ) -> None:  # fmt: skip
-        self.shape, self.dtype, self.amax = shape, dtype, None
+        self.shape, self.dtype, self.scale_enc = shape, dtype, None
         made = torch.zeros(shape, device=device, dtype=dtype)
         self.device, self.parts = made.device, [made]
         if format is None:
             self.cast = None
             return
-        self.cast = as_cast(_CACHED[format] if scale is None else "fp8_tensor")
-        if scale is not None:
-            self.amax = torch.as_tensor(scale, dtype=torch.float32, device=self.device).reshape(()) * 448.0
-        q = quantize(made, self.cast, amax=self.amax)
-        self.parts = [q.codes, q.scale]
+        self.cast = as_cast(_CACHED[format])
+        if scale is None:
+            q = quantize(made, self.cast)
+            self.parts = [q.codes, q.scale]
+            return
+        given = torch.as_tensor(scale, dtype=torch.float32, device=self.device).reshape(())
+        self.cast, self.scale_enc = Cast(FP8_TENSOR, scaling=Delayed()), 1.0 / given
+        # Kept as it was given: the reciprocal of the reciprocal may be another number.
+        self.parts = [quantize(made, self.cast, scale_enc=self.scale_enc).codes, given]
 
     def write(self, start: int, new: torch.Tensor) -> None:
         """Store tokens [B, S, G, D] from `start` on."""
         parts = [new]
         if self.cast is not None:
-            q = quantize(new, self.cast, amax=self.amax)
-            parts = [q.codes] if self.amax is not None else [q.codes, q.scale]
+            q = quantize(new, self.cast, scale_enc=self.scale_enc)
+            parts = [q.codes] if self.scale_enc is not None else [q.codes, q.scale]
         for kept, part in zip(self.parts, parts, strict=False):  # a scale that was given stays
             kept[:, start : start + new.shape[1]] = part
 
@@ -181,7 +208,7 @@ class _Kept:
         codes = self.parts[0][:, :end]
         if self.cast is None:
             return codes
-        scale = self.parts[1] if self.amax is not None else self.parts[1][:, :end]
+        scale = self.parts[1] if self.scale_enc is not None else self.parts[1][:, :end]
         shape = (self.shape[0], end, *self.shape[2:])
         return QuantizedTensor(codes, scale, None, self.cast, axis=3, shape=shape, dtype=self.dtype).dequantize()
 
@@ -209,8 +236,9 @@ class MultiheadAttention(nn.Module):
         if head_dim is None and hidden_size % num_heads:
             needed = f"a divisor of hidden_size = {hidden_size}"
             raise invalid_value("num_heads", str(num_heads), needed, "Or give head_dim.")
-        if window is not None and window < 1:
-            raise invalid_value("window", str(window), "a number of tokens >= 1, or None")
+        if window is not None:
+            check_int("window", window, 1, 1 << 31)
+        check_number("dropout", dropout, "a probability in [0, 1]", 0.0, 1.0)
         size = hidden_size // num_heads if head_dim is None else head_dim
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, size
         self.window, self.causal, self.dropout, self.interleaved = window, causal, dropout, interleaved
@@ -256,6 +284,8 @@ class MultiheadAttention(nn.Module):
         after another. `cache`: a `KVCache`, or anything with its `update`. `norm`: applied to hidden_states first, and
         cast as it is computed. `is_first_microbatch`: as in `Linear`, of all of them.
         """
+        if hidden_states.dim() not in (2, 3):
+            raise invalid_value("hidden_states", f"shape {tuple(hidden_states.shape)}", "[B, S, hidden] or [T, hidden]")
         qkv = self.projected(hidden_states, context, norm, is_first_microbatch)
         q, k, v = self.rotated(qkv, position_embeddings)
         count = cache.count if isinstance(cache, KVCache) else 0
