@@ -21,6 +21,7 @@ __all__ = [
     "check_packed",
     "check_number",
     "check_sizes",
+    "check_unpacked",
     "for_each",
     "normalize_axis",
 ]
@@ -156,6 +157,18 @@ def check_packable(smallest: int, largest: int, bits: int) -> None:
         raise invalid_value(
             "codes", f"values from {smallest} to {largest}", f"{bits}-bit codes, one per byte",
             "Bytes that are packed already must not be packed again.",
+        )  # fmt: skip
+
+
+def check_unpacked(largest: int, bits: int, format_name: str, unpack: str) -> None:
+    """Refuse stored codes with bits above the element's width: packed FP6, or bytes of another format.
+
+    `unpack`: the function that unpacks them.
+    """
+    if largest >> bits:
+        raise invalid_value(
+            "codes", f"a byte of {largest:#x}", f"unpacked {bits}-bit codes for {format_name}, one per byte",
+            f"Unpack packed codes first: packed=True, or {unpack}.",
         )  # fmt: skip
 
 

@@ -189,6 +189,8 @@ def scale_histogram(scale: np.ndarray, scale_format: ScaleFormat | None = None) 
             raise invalid_value("scale_format", scale_format, "SCALE_E8M0 or SCALE_E4M3 for scale bytes")
         values, lowest, highest = _scale_values(stored, scale_format)
         numbers = tuple(np.bincount(stored.reshape(-1), minlength=256).tolist())
+    elif stored.dtype.kind in "iub":
+        raise invalid_type("scale", stored.dtype, "uint8 bytes, or scales of a floating-point dtype")
     else:
         values, lowest, highest = _array("scale", stored), 2.0**-126, 2.0**126
     values = values.reshape(-1)

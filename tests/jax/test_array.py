@@ -166,6 +166,16 @@ def test_orbax(tmp_path):
         ({"tensor_scale": np.ones((24, 1), np.float32)}, ValueError, r"tensor_scale: got shape \(24, 1\)"),
         ({"format": "mxfp4", "scale": np.zeros((24, 3), np.uint8)}, ValueError, "tensor_scale: got an array"),
         ({"format": 4}, TypeError, "format: got int"),
+        (
+            {
+                "format": "mxfp6_e3m2",
+                "codes": np.full((24, 70), 64, np.uint8),
+                "scale": np.zeros((24, 3), np.uint8),
+                "tensor_scale": None,
+            },
+            ValueError,
+            "codes: got a byte of 0x40, needed unpacked 6-bit codes",
+        ),
         ({"dtype": np.float64}, TypeError, "dtype: got float64"),
         ({"axis": 1, "shape": (2, 3, 70)}, ValueError, "axis: got 1"),
     ],

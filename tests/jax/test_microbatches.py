@@ -193,6 +193,8 @@ def test_gradients_over_microbatches_are_those_of_one_batch():
     for count, error in ((5, "batch: got an array of shape"), (0, "count: got 0")):
         with pytest.raises(InvalidValueError, match=error):
             mj.scaling.microbatched(gradient, count)((w, state), x)
+    with pytest.raises(InvalidValueError, match="batch: got no arrays"):
+        mj.scaling.microbatched(gradient, 4)((w, state))
 
 
 def test_averages_of_amaxes_are_refused():

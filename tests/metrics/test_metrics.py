@@ -200,6 +200,8 @@ def test_bytes_need_their_scale_format():
     for scale_format in (None, formats.SCALE_FP32):
         with pytest.raises(InvalidValueError, match=r"scale_format: got .*needed SCALE_E8M0 or SCALE_E4M3"):
             metrics.scale_histogram(np.uint8([1]), scale_format)
+    with pytest.raises(InvalidTypeError, match="scale: got int32, needed uint8 bytes"):
+        metrics.scale_histogram(np.int32([127]), formats.SCALE_E8M0)
 
 
 # --- the first difference

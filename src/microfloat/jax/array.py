@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.arguments import as_float, normalize_axis
+from microfloat.arguments import as_float, check_unpacked, normalize_axis
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.jax.numerics.bits import FLOAT8, as_code_dtype, code_bytes, widened
@@ -193,6 +194,8 @@ def _stored_codes(codes: ArrayLike, fmt: ScaledFormat) -> Array:
         array = jnp.asarray(codes)
     else:
         array = _part("codes", codes, jnp.uint8)
+        if fmt.element.bits not in (4, 8) and array.size and not isinstance(array, Tracer):
+            check_unpacked(int(array.max()), fmt.element.bits, fmt.name, "microfloat.jax.unpack_fp6")
         array = array if own is None else as_code_dtype(array, fmt.element)
     if array.ndim < 2:
         raise invalid_value("codes", f"shape {array.shape}", "at least two axes, the contraction axis last")

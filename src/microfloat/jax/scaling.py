@@ -266,6 +266,10 @@ def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
         return jax.tree_util.tree_map_with_path(leaf, *trees, is_leaf=lambda node: isinstance(node, DelayedState))
 
     def run(params: Any, *batch: Any) -> Any:
+        if not jax.tree.leaves(batch):
+            raise invalid_value(
+                "batch", "no arrays", "the arguments behind the first, which are cut along their first axes"
+            )
         split = jax.tree.map(parts, batch)
         shapes = jax.eval_shape(gradient, params, *jax.tree.map(lambda leaf: leaf[0], split))
         start = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.promote_types(one.dtype, jnp.float32)), shapes)

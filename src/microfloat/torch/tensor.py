@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from microfloat.arguments import check_sizes, normalize_axis
+from microfloat.arguments import check_sizes, check_unpacked, normalize_axis
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.layout import Storage, array_layout, leading_axes, scale_shape
@@ -581,12 +581,7 @@ def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
     is_hidden = _operators.is_tracing(codes) or (codes.is_cuda and torch.cuda.is_current_stream_capturing())
     if is_hidden or codes.dtype != torch.uint8 or fmt.element.bits in (4, 8) or not codes.numel():
         return
-    largest = int(codes.max())
-    if largest >> fmt.element.bits:
-        raise invalid_value(
-            "codes", f"a byte of {largest:#x}", f"unpacked {fmt.element.bits}-bit codes for {fmt.name}, one per byte",
-            "Unpack packed codes first: packed=True, or microfloat.torch.unpack_fp6.",
-        )  # fmt: skip
+    check_unpacked(int(codes.max()), fmt.element.bits, fmt.name, "microfloat.torch.unpack_fp6")
 
 
 def _strides(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: ScaledFormat) -> tuple[int, ...]:
