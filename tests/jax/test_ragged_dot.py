@@ -232,8 +232,9 @@ def test_signature_dtypes_and_errors():
         ((1, 2), InvalidValueError, r"group_sizes: got shape \(2,\)"),
         ((1.0, 2.0, 0.0, 0.0), InvalidTypeError, "group_sizes: got float"),
     ):
-        with pytest.raises(error, match=text):
-            op(X, W, sizes)
+        for given in (sizes, jnp.asarray(sizes)):
+            with pytest.raises(error, match=text):
+                op(X, W, given)
     with pytest.raises(InvalidValueError, match="rhs: got shape"):
         op(X, W[0], SIZES)
     with pytest.raises(NotSupportedError, match="group_offset"):

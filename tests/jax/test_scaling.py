@@ -82,6 +82,20 @@ def test_the_gradient_is_the_new_state():
     np.testing.assert_allclose(np.asarray(state.dy.amax_history), replay.dy.amax_history, rtol=1e-6)
 
 
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit], ids=["eager", "jit"])
+def test_a_subnormal_amax_travels_as_the_least_normal_number(wrap):
+    """Gradients are added and compared without subnormals on a CPU: 0 would have kept the scale."""
+    recipe = DelayedScaling(amax_history_len=3)
+    op, state = mj.dot_general(recipe), scaling.init(DelayedScaling(amax_history_len=3))
+    x = np.full_like(X, np.float32(5e-40))
+    new = wrap(jax.grad(lambda state: jnp.sum(op(x, W, PLAIN, state=state))))(state)
+    new = scaling.apply(state, new)
+    assert float(new.x.amax_history[0]) == 2.0**-126
+    assert float(new.w.amax_history[0]) == np.abs(W).max()
+    expected = reference.update_delayed(np.float32([5e-40, 0, 0]), np.float32(1), formats.E4M3)[1]
+    assert float(scaling.encode_scales(new)["x"]) == expected == 2.0**126
+
+
 def test_two_uses_in_one_step():
     """`max_accumulate` gives the maximum; without it `apply` still gets scale and ring right."""
     recipe = DelayedScaling(amax_history_len=3)

@@ -535,7 +535,7 @@ def state_cotangent(
     for tensor, slot, rule in scaling.slots_of(state):
         if tensor == "dy":
             amaxes = {**amaxes, "dy": call.live_amax(dy_MN, "dy") if amax is None else amax}
-        recorded = scaling.record(scaling.advance(slot, rule), amaxes[tensor])
+        recorded = scaling.record(scaling.advance(slot, rule), scaling.normal_amax(amaxes[tensor]))
         # `later` has the structure of `state`. A state of each device is not summed.
         incoming = typing.cast(Slot, later.slot(tensor))
         axes = told if rule.delayed.reduce_amax else frozenset()

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
@@ -130,6 +131,13 @@ class RaggedDot(Op):
         return place(y, out_sharding), state
 
 
+def _on_host(array: Any) -> np.ndarray | None:
+    """The numbers of an array that lies in the host's memory; None of one on a GPU, and of one that is traced."""
+    if isinstance(array, Array) and not isinstance(array, Tracer) and array.is_fully_addressable:
+        return np.asarray(array) if {one.platform for one in array.devices()} == {"cpu"} else None
+    return array if isinstance(array, np.ndarray) else None
+
+
 def _checked_sizes(lhs: Array, rhs: Array, group_sizes: ArrayLike) -> Array:
     """`group_sizes` as int32; InvalidValueError for shapes that do not fit, and for numbers on the host that do not."""
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
@@ -140,10 +148,9 @@ def _checked_sizes(lhs: Array, rhs: Array, group_sizes: ArrayLike) -> Array:
         raise invalid_type("group_sizes", cast(Array, group_sizes).dtype, "integers")
     if np.shape(group_sizes) != rhs.shape[:1]:
         raise invalid_value("group_sizes", f"shape {np.shape(group_sizes)}", f"[{rhs.shape[0]}], one per matrix of rhs")
-    if isinstance(group_sizes, np.ndarray) and ((group_sizes < 0).any() or group_sizes.sum() > lhs.shape[0]):
-        raise invalid_value(
-            "group_sizes", group_sizes.tolist(), f"sizes >= 0 of no more than the {lhs.shape[0]} rows of lhs"
-        )
+    host = _on_host(group_sizes)
+    if host is not None and ((host < 0).any() or host.sum() > lhs.shape[0]):
+        raise invalid_value("group_sizes", host.tolist(), f"sizes >= 0 of no more than the {lhs.shape[0]} rows of lhs")
     return jnp.asarray(group_sizes).astype(jnp.int32)
 
 

@@ -147,6 +147,15 @@ def _amax_bits(amax: Array) -> Array:
     return where(bits < INFINITY_BITS, bits, np.uint32(0))
 
 
+def normal_amax(amax: Array) -> Array:
+    """An amax that survives the way of a gradient: a subnormal one becomes 2^-126, which gives the same scale.
+
+    JAX adds and compares gradients, which a CPU does without subnormals: an amax of 0 would keep the scale.
+    """
+    bits, smallest = bits_of(amax), np.uint32(1 << 23)
+    return as_float(where((bits > 0) & (bits < smallest), smallest, bits))
+
+
 def encode_scales(state: DelayedState) -> dict[str, Array]:
     """The encode scale that the next step will use, per tensor: ``code = round(x * scale_enc)``."""
     _check_state("state", state)
