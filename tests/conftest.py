@@ -14,6 +14,7 @@ from tests.architecture import left_out
 
 # How many tests were left out, by reason.
 LEFT_OUT = pytest.StashKey[Counter]()
+NO_GPU = pytest.StashKey[Counter]()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes share the cores: one thread each. Read by torch, NumPy and XLA when they are first imported.
@@ -54,12 +55,18 @@ def _compile_equal_programs_once(config):
 
 
 def pytest_configure(config):
-    config.stash[LEFT_OUT] = Counter()
+    config.stash[LEFT_OUT], config.stash[NO_GPU] = Counter(), Counter()
     _compile_equal_programs_once(config)
     if getattr(config.option, "numprocesses", None):
         from tests.scheduling import Watch
 
         config.pluginmanager.register(Watch())
+    # Files of results and tables of durations are made of all reports, and -v says when a test begins.
+    wants_all = config.option.xmlpath or config.option.durations is not None or config.option.verbose > 0
+    if hasattr(config, "workerinput") and not wants_all:
+        from tests.scheduling import Brief
+
+        config.pluginmanager.register(Brief())
     try:
         from hypothesis import HealthCheck, settings
     except ModuleNotFoundError:  # an environment that is already there (make test-installed) may run a part without it
@@ -98,6 +105,16 @@ def _group_of(path):
     return "compiled casts" if path.parts[1] in ("checkpoint", "cli", "cpu") else path.as_posix()
 
 
+def _leave_out_without_gpu(config, items):
+    """Tests that need a GPU are counted where there is none: they are a thousand, and each takes a while to skip."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if marked else None
+    if reason:
+        folders = Counter(item.path.parent.relative_to(config.rootpath).as_posix() for item in marked)
+        config.stash[NO_GPU].update({f"{folder}: needs a CUDA device, {reason}": n for folder, n in folders.items()})
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     left_out.mark(items)
@@ -107,11 +124,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xdist_group(_group_of(item.path.relative_to(config.rootpath))))
     # A path with "::" collects a part of a file, of which nothing can be said.
     config.stash[left_out.PROBLEMS] = left_out.problems(items, not any("::" in argument for argument in config.args))
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    reason = _why_no_gpu() if marked else None
-    if reason:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
+    _leave_out_without_gpu(config, items)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -150,7 +163,7 @@ def pytest_deselected(items):
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left out"] = dict(session.config.stash[LEFT_OUT])
+        session.config.workeroutput["left out"] = [dict(session.config.stash[key]) for key in (LEFT_OUT, NO_GPU)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -163,19 +176,18 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Take the counts of a pytest-xdist process; all of them collect, and leave out, the same tests."""
-    counts = getattr(node, "workeroutput", {}).get("left out", {})
-    node.config.stash[LEFT_OUT].update(
-        {reason: count for reason, count in counts.items() if reason not in node.config.stash[LEFT_OUT]}
-    )
+    for key, counts in zip((LEFT_OUT, NO_GPU), getattr(node, "workeroutput", {}).get("left out", ()), strict=False):
+        node.config.stash[key] |= Counter(counts)
 
 
 def pytest_terminal_summary(terminalreporter):
     """Report what `make test` leaves out, and what outgrew the house's size caps: remarks, not failures."""
-    counts = terminalreporter.config.stash[LEFT_OUT]
-    if counts:
-        terminalreporter.section(f"left to make test-all: {sum(counts.values())} tests")
-        for reason, count in sorted(counts.items(), key=lambda row: -row[1]):
-            terminalreporter.line(f"{count:5d}  {reason}")
+    for key, title in ((LEFT_OUT, "left to make test-all"), (NO_GPU, "left out here")):
+        counts = terminalreporter.config.stash[key]
+        if counts:
+            terminalreporter.section(f"{title}: {sum(counts.values())} tests")
+            for reason, count in sorted(counts.items(), key=lambda row: -row[1]):
+                terminalreporter.line(f"{count:5d}  {reason}")
     properties = [one for report in terminalreporter.stats.get("passed", []) for one in report.user_properties]
     rows = [row for name, row in properties if name == "size cap"]
     if rows:

@@ -21,6 +21,33 @@ def pytest_configure(config):
     if config.option.numprocesses:
         config.pluginmanager.register(scheduling.Watch())
 """
+BRIEF = """
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(scheduling.Brief())
+"""
+OUTCOMES = """
+import pytest
+
+@pytest.fixture
+def broken():
+    assert 1 == 2, "set-up"
+
+@pytest.fixture
+def left():
+    yield
+    assert 1 == 2, "tear-down"
+
+def test_passes(): pass
+def test_fails(): assert 1 == 2, "call"
+def test_without_set_up(broken): pass
+def test_without_tear_down(left): pass
+def test_is_skipped(): pytest.skip("no reason")
+@pytest.mark.skip("none either")
+def test_is_skipped_before(): pass
+@pytest.mark.xfail
+def test_is_known_to_fail(): assert 1 == 2
+"""
 GROUP = """
 import os, pathlib, time
 import pytest
@@ -45,6 +72,17 @@ def run(folder, repository):
     quick = "-p no:cacheprovider -p no:hypothesispytest --rootdir ."
     command = [sys.executable, "-m", "pytest", *options.split(), *quick.split(), "-c", os.devnull, "."]
     return processes.run(command, seconds=60, env=environment, cwd=folder)
+
+
+def test_what_went_wrong_anywhere_is_told_briefly(tmp_path, repository) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST + BRIEF)
+    (tmp_path / "test_outcomes.py").write_text(OUTCOMES)
+    ended = run(tmp_path, repository)
+    assert ended.returncode == 1
+    assert "1 failed, 2 passed, 2 skipped, 1 xfailed, 2 errors" in ended.stdout
+    for said in ("AssertionError: call", "AssertionError: set-up", "AssertionError: tear-down"):
+        assert said in ended.stdout
+    assert "[100%]" in ended.stdout
 
 
 @pytest.mark.slow("places of a crash, one run of pytest for each")

@@ -103,6 +103,10 @@ def product():
     return interpreting(_product)
 
 
+@pytest.mark.slow_cases(
+    "many chunks of codes that are read as those of another format are",
+    cases=("long-*-nvfp4_*", "long-*-mxfp6_*", "long-*-mxfp8_e5m2", "long-*-fp8_tensor", "long-*-fp8_1x128"),
+)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
