@@ -14,7 +14,6 @@ from tests.architecture import left_out
 
 # How many tests were left out, by reason.
 LEFT_OUT = pytest.StashKey[Counter]()
-NO_GPU = pytest.StashKey[Counter]()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes share the cores: one thread each. Read by torch, NumPy and XLA when they are first imported.
@@ -55,7 +54,7 @@ def _compile_equal_programs_once(config):
 
 
 def pytest_configure(config):
-    config.stash[LEFT_OUT], config.stash[NO_GPU] = Counter(), Counter()
+    config.stash[LEFT_OUT], config.stash[left_out.HERE] = Counter(), Counter()
     _compile_equal_programs_once(config)
     if getattr(config.option, "numprocesses", None):
         from tests.scheduling import Watch
@@ -111,7 +110,9 @@ def _leave_out_without_gpu(config, items):
     reason = _why_no_gpu() if marked else None
     if reason:
         folders = Counter(item.path.parent.relative_to(config.rootpath).as_posix() for item in marked)
-        config.stash[NO_GPU].update({f"{folder}: needs a CUDA device, {reason}": n for folder, n in folders.items()})
+        config.stash[left_out.HERE].update(
+            {f"{folder}: needs a CUDA device, {reason}": n for folder, n in folders.items()}
+        )
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
@@ -163,7 +164,7 @@ def pytest_deselected(items):
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left out"] = [dict(session.config.stash[key]) for key in (LEFT_OUT, NO_GPU)]
+        session.config.workeroutput["left out"] = [dict(session.config.stash[key]) for key in (LEFT_OUT, left_out.HERE)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -176,13 +177,15 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Take the counts of a pytest-xdist process; all of them collect, and leave out, the same tests."""
-    for key, counts in zip((LEFT_OUT, NO_GPU), getattr(node, "workeroutput", {}).get("left out", ()), strict=False):
+    for key, counts in zip(
+        (LEFT_OUT, left_out.HERE), getattr(node, "workeroutput", {}).get("left out", ()), strict=False
+    ):
         node.config.stash[key] |= Counter(counts)
 
 
 def pytest_terminal_summary(terminalreporter):
     """Report what `make test` leaves out, and what outgrew the house's size caps: remarks, not failures."""
-    for key, title in ((LEFT_OUT, "left to make test-all"), (NO_GPU, "left out here")):
+    for key, title in ((LEFT_OUT, "left to make test-all"), (left_out.HERE, "left out here")):
         counts = terminalreporter.config.stash[key]
         if counts:
             terminalreporter.section(f"{title}: {sum(counts.values())} tests")

@@ -15,6 +15,9 @@ CONTRACT = (
 # Tests of packages that `make test` does not install: whole files of them may be slow.
 INTEGRATIONS = "tests/integrations/"
 
+# How many tests cannot run here, by reason: they are counted, since each of thousands takes a while to be skipped.
+HERE = pytest.StashKey[Counter]()
+
 # Of all collected items, the slow ones among them; test_left_out.py fails where there are any.
 PROBLEMS = pytest.StashKey[list[str]]()
 

@@ -1,10 +1,38 @@
 """Says at the end which front ends and backends the contract ran over, and why others were left out."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
+from tests import golden_cases
+from tests.architecture import left_out
 from tests.jax.effort import effort_of
+
+
+def _why_not(item):
+    """Why the adapter of a test does not take its Cast, or None."""
+    given = getattr(item, "callspec", None) and item.callspec.params
+    if not given or "adapter" not in given or not {"cast", "pin", "case"} & given.keys():
+        return None
+    adapter, cast = given["adapter"], given.get("cast")
+    if cast is None:
+        cast = given["pin"].cast if "pin" in given else golden_cases.cast_of(given["case"])
+    takes_it = adapter.supports(cast, given.get("dtype", "any"))
+    return None if takes_it else f"tests/contract: {adapter.name} {adapter.left_out}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out what an adapter does not take, and count it."""
+    folder, kept = Path(__file__).parent, []
+    for item in items:
+        reason = _why_not(item) if item.path.parent == folder else None
+        if reason is None:
+            kept.append(item)
+        else:
+            config.stash[left_out.HERE][reason] += 1
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True)
