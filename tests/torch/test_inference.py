@@ -444,6 +444,13 @@ def test_a_function_keeps_nothing(prefill) -> None:
     assert torch.equal(mf.linear(x, weight, recipe=config), made(config).up_proj(x))
 
 
+def test_a_weight_of_another_format_is_quantized_to_that_of_the_recipe_first() -> None:
+    x, weight = inputs().reshape(-1, 72), mf.quantize(torch.randn(40, 72).bfloat16(), "mxfp8")
+    usual = mf.linear(x, weight, recipe=WeightOnly("nvfp4"))
+    assert torch.equal(mf.linear(x, weight, recipe=DEQUANTIZED["nvfp4"]), usual)
+    assert not torch.equal(usual, mf.linear(x, weight, recipe=WeightOnly("mxfp8")))
+
+
 def test_experts_run_as_without_a_dequantized_weight(dequantized) -> None:
     layers = []
     for config in (WeightOnly("nvfp4"), DEQUANTIZED["nvfp4"]):
