@@ -37,12 +37,28 @@ def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
     if implementation is None:
         raise refusal(func, args, kwargs)
     try:
-        return implementation(func, args, kwargs)
+        result = implementation(func, args, kwargs)
     except NotImplementedError as error:  # torch's, of parts that vmap has wrapped
         flat = tree_leaves((args, kwargs))
         if any(isinstance(q, QuantizedTensor) and _operators.is_followed(q.codes) for q in flat):
             raise _refusal_in_vmap(func) from error
         raise
+    if func._schema.is_mutable:
+        _count_writes(args[0])
+    return result
+
+
+def _count_writes(written: object) -> None:
+    """Add to the versions of the parts of what an operator wrote into, which torch does not count down here.
+
+    The version of the tensor itself is one of its own behind ``weight.data``, through which loaders write; its parts
+    share theirs with those of the weight, and what is kept of a weight asks for both.
+    """
+    for q in written if isinstance(written, list | tuple) else (written,):
+        if isinstance(q, QuantizedTensor) and not _operators.is_tracing(q.codes):
+            for part in q.part_list():
+                if not (part.is_inference() or _operators.is_followed(part)):
+                    torch.autograd.graph.increment_version(part)
 
 
 def _refusal_in_vmap(func: Operator) -> NotSupportedError:
