@@ -60,13 +60,14 @@ def check_bool(argument: str, value: object) -> None:
         raise invalid_type(argument, type(value), "True or False")
 
 
-def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
-    """Refuse a value outside `choices`, naming the nearest."""
+def check_choice(argument: str, value: object, choices: Iterable[str], *, or_none: bool = False) -> None:
+    """Refuse a value outside `choices`, naming the nearest. `or_none`: the message offers None too."""
     choices = list(choices)
     if not isinstance(value, str):
-        raise invalid_type(argument, type(value), "one of " + ", ".join(map(repr, choices)))
+        needed = ("None or " if or_none else "") + "one of " + ", ".join(map(repr, choices))
+        raise invalid_type(argument, type(value), needed)
     if value not in choices:
-        raise unknown_name(argument, value, choices)
+        raise unknown_name(argument, value, choices, or_none=or_none)
 
 
 def check_name(argument: str, value: object) -> None:

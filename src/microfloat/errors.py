@@ -109,10 +109,16 @@ def missing_package(package: str, part: str, extra: str) -> MissingPackageError:
     )
 
 
-def unknown_name(argument: str, got: object, known: Iterable[str], remedy: str = "") -> InvalidValueError:
-    """Build the error for an unknown name: the whole list, then `remedy`, or the nearest known name."""
+def unknown_name(
+    argument: str, got: object, known: Iterable[str], remedy: str = "", *, or_none: bool = False
+) -> InvalidValueError:
+    """Build the error for an unknown name: the whole list, then `remedy`, or the nearest known name.
+
+    `or_none`: None is accepted too.
+    """
     names = list(known)
     near = difflib.get_close_matches(str(got).lower(), [name.lower() for name in names], n=1, cutoff=0.5)
     originals = {name.lower(): name for name in names}
     hint = remedy or (f"Did you mean {originals[near[0]]!r}?" if near else "")
-    return invalid_value(argument, repr(got), "one of " + ", ".join(repr(name) for name in names), hint)
+    needed = ("None or " if or_none else "") + "one of " + ", ".join(repr(name) for name in names)
+    return invalid_value(argument, repr(got), needed, hint)

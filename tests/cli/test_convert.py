@@ -155,7 +155,9 @@ def test_a_damaged_source_exits_1(microfloat, model, tmp_path):
         (["nowhere", "OUT", "--to", "bf16"], "SRC: got nowhere"),
         (["MODEL", "MODEL", "--to", "bf16"], "exists"),
         (["MODEL", "OUT", "--to", "ct:nvfp4", "--fuse", "kqv"], "Did you mean 'qkv'"),
-        (["MODEL", "OUT", "--to", "ct:nvfp4", "--max-shard-size", "big"], "max_shard_size"),
+        (["MODEL", "OUT", "--to", "ct:nvfp4", "--max-shard-size", "big"], "--max-shard-size: got 'big'"),
+        (["MODEL", "OUT", "--to", "nvfp4"], "--to: got 'nvfp4'"),
+        (["MODEL", "OUT", "--to", "ct:nvfp4", "--scale-rule", "foo"], "--scale-rule: got 'foo'"),
         (["MODEL", "OUT"], "--to"),
     ],
 )

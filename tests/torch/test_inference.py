@@ -15,7 +15,14 @@ from torch import nn  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError, PlacementError  # noqa: E402
-from microfloat.recipes import NVFP4BlockScaling, Placement, Recipe, WeightActivation, WeightOnly  # noqa: E402
+from microfloat.recipes import (  # noqa: E402
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Placement,
+    Recipe,
+    WeightActivation,
+    WeightOnly,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -415,6 +422,30 @@ def test_a_dequantized_weight_follows_writes_and_is_never_saved(dequantized) -> 
     assert not twin.up_proj(x.half()).any()
 
 
+@pytest.mark.parametrize("write", ["copy_", "slices", "foreach", "load_plain"])
+@pytest.mark.parametrize("prefill", ["dequantized", "folded"])
+def test_what_is_kept_follows_writes_through_data(prefill, write) -> None:
+    """Weight loaders write ``weight.data``, whose version is not that of the weight."""
+    model = made(WeightOnly("nvfp4", prefill=prefill, prefill_rows=8))
+    layer, x = model.up_proj.requires_grad_(False), inputs().reshape(-1, 72)
+    new = mf.quantize(torch.randn(96, 72, generator=torch.Generator().manual_seed(5)).bfloat16(), "nvfp4")
+    before, data = layer(x), layer.weight.data
+    if write == "copy_":
+        data.copy_(new)
+    elif write == "slices":
+        data.copy_(torch.zeros(96, 72))
+        assert not layer(x).any()
+        data.narrow(0, 0, 48).copy_(new[:48])
+        data[48:].copy_(new[48:])
+    elif write == "foreach":
+        torch._foreach_copy_([data], [new])
+    else:
+        data.copy_(new.dequantize())
+    fresh = copy.deepcopy(layer)
+    assert torch.equal(layer(x), fresh(x))
+    assert not torch.equal(layer(x), before)
+
+
 def saved(model) -> bytes:
     file = io.BytesIO()
     torch.save(model, file)
@@ -512,6 +543,8 @@ def test_bad_configs_are_named() -> None:
         (NVFP4BlockScaling(), InvalidTypeError, "convert"),
         ({"*": NVFP4BlockScaling()}, InvalidTypeError, "convert"),
         (None, InvalidTypeError, "config"),
+        (WeightOnly, InvalidTypeError, r"got the class WeightOnly, .*Call the class: WeightOnly\('nvfp4'\)"),
+        ({"q_proj": "nvfp4"}, InvalidTypeError, r"got 'nvfp4', .*Write WeightOnly\('nvfp4'\)"),
         ({"nothing.*": WeightOnly("nvfp4")}, PlacementError, "match no layer"),
         (Placement([("*:wgrad", WeightOnly("nvfp4"))]), InvalidValueError, "whole layers"),
     ):
@@ -519,8 +552,19 @@ def test_bad_configs_are_named() -> None:
             mf.quantize_(made(), config)
     with pytest.raises(InvalidValueError, match="Did you mean 'nvfp4'"):
         WeightOnly("nvfp")
-    with pytest.raises(InvalidValueError, match="one of 'fp8_tensor'"):
-        WeightActivation("fp8_128x128")
+    for fmt in ("fp8_128x128", "nvfp5"):
+        with pytest.raises(InvalidValueError, match=r"one of 'fp8_tensor', 'fp8_row', 'fp8_1x128', 'mxfp8'"):
+            WeightActivation(fmt)
+    with pytest.raises(InvalidValueError, match=r"^scales: got 'static' with mxfp8, .*fp8_tensor or nvfp4"):
+        WeightActivation("mxfp8", scales="static")
+    with pytest.raises(InvalidTypeError, match=r"prefill: got bool, needed None or one of 'dequantized', 'folded'"):
+        WeightOnly("nvfp4", prefill=False)
+    with pytest.raises(InvalidValueError, match=r"prefill: got 'none', needed None or one of"):
+        WeightOnly("nvfp4", prefill="none")
+    with pytest.raises(InvalidTypeError, match=r"got the class MXFP8BlockScaling, .*recipe.fprop.rhs.format"):
+        WeightOnly(MXFP8BlockScaling)
+    with pytest.raises(InvalidTypeError, match=r"cast: got the class MXFP8BlockScaling, .*six Casts"):
+        mf.quantize(inputs(), MXFP8BlockScaling)
     for options in ({"scale_search": "best"}, {"prefill": "yes"}, {"prefill_rows": 0}):
         with pytest.raises(InvalidValueError):
             WeightOnly("nvfp4", **options)
@@ -535,7 +579,7 @@ def test_a_model_without_a_layer_that_matches_is_an_error() -> None:
         with pytest.raises(InvalidValueError, match="without a layer to quantize"):
             mf.quantize_(model, WeightOnly("nvfp4"), **options)
     model = made(WeightOnly("nvfp4"))
-    with pytest.raises(InvalidValueError, match="quantized already"):
+    with pytest.raises(InvalidValueError, match=r"quantized already.*revert\(model\).*convert\(model, config\)"):
         mf.quantize_(model, WeightOnly("mxfp8"))
     double = Block().double()
     with pytest.raises(InvalidValueError, match="float64"):
@@ -560,6 +604,15 @@ def test_codes_that_a_model_has_loaded_stay_as_they_are() -> None:
     mf.quantize_(trained, WeightActivation("mxfp8"))
     with pytest.raises(InvalidValueError, match="quantized already"):
         mf.quantize_(trained, WeightActivation("mxfp8"))
+
+
+def test_convert_runs_stored_codes_under_another_config() -> None:
+    model, kept, x = made(WeightOnly("nvfp4")), made(DEQUANTIZED["nvfp4"]), inputs()
+    codes = model.q_proj.weight
+    mf.convert(model, DEQUANTIZED["nvfp4"])
+    assert model.q_proj.weight is codes
+    assert model.q_proj.pinned == kept.q_proj.pinned
+    assert torch.equal(model(x), kept(x))
 
 
 def test_activations_of_another_dtype() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from microfloat.cli.hub import Hub, local
 from microfloat.cli.output import MOST_LINES, Column, Output, decibel, size, together
-from microfloat.errors import CheckpointError, NotSupportedError
+from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, NotSupportedError
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Progress, Report
@@ -85,8 +85,17 @@ def convert(
             if error.findings or (seen is not None and seen.shard and seen.done == seen.total):
                 raise  # the source is damaged, or the result is not what was written
             raise NotSupportedError(str(error)) from None  # no space, or a destination that exists
+        except (InvalidTypeError, InvalidValueError) as error:
+            raise type(error)(_as_option(str(error))) from None
     _show(output, report)
     return 0
+
+
+def _as_option(message: str) -> str:
+    """A message about an argument of `checkpoint.convert`, about the option that it came from."""
+    argument, colon, rest = message.partition(":")
+    is_option = argument in ("to", "scale_rule", "ignore", "fuse", "four_over_six", "max_shard_size")
+    return f"--{argument.replace('_', '-')}{colon}{rest}" if is_option else message
 
 
 def _stopped(dst: Path, seen: "Progress | None") -> str:

@@ -313,12 +313,25 @@ class GradientCast(Cast):
     is_gradient: ClassVar[bool] = True
 
 
+def _kind_of(value: object) -> object:
+    """What a value is, for a message: its class, or that it is one."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value)
+
+
+def _is_recipe(value: object) -> bool:
+    return isinstance(value, Recipe) or (isinstance(value, type) and issubclass(value, Recipe))
+
+
 def as_scaled_format(fmt: ScaledFormat | str, argument: str = "format") -> ScaledFormat:
     """A ScaledFormat from itself or its lower-case name; errors call it `argument`."""
     if isinstance(fmt, ScaledFormat):
         return fmt
     if not isinstance(fmt, str):
-        raise invalid_type(argument, type(fmt), "a ScaledFormat such as formats.MXFP8, or its name")
+        raise invalid_type(
+            argument, _kind_of(fmt), "a ScaledFormat such as formats.MXFP8, or its name",
+            "A Recipe has six Casts; take the format of one, for example recipe.fprop.rhs.format." if _is_recipe(fmt)
+            else "",
+        )  # fmt: skip
     if fmt not in FORMATS:
         from microfloat.recipes import names
 
@@ -338,8 +351,8 @@ def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
     if isinstance(cast, ScaledFormat | str):
         return _default_cast(as_scaled_format(cast, "cast"))
     raise invalid_type(
-        "cast", type(cast), "a Cast, a ScaledFormat or a lower-case name such as 'mxfp8'",
-        "A Recipe has six Casts; take one, for example recipe.fprop.lhs." if isinstance(cast, Recipe)
+        "cast", _kind_of(cast), "a Cast, a ScaledFormat or a lower-case name such as 'mxfp8'",
+        "A Recipe has six Casts; take one, for example recipe.fprop.lhs." if _is_recipe(cast)
         else "A pair of casts takes a pair of axes: axis=(-1, -2)." if isinstance(cast, tuple) else "",
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from microfloat.arguments import check_choice, check_int
 from microfloat.errors import invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
 from microfloat.recipes.core import Cast, CustomRecipe, Gemm, NamedRecipe, Recipe, Static, as_scaled_format
+from microfloat.recipes.names import hint_of_recipe
 
 __all__ = ["WeightActivation", "WeightOnly"]
 
@@ -45,7 +46,7 @@ def _name_of(fmt: str | ScaledFormat, argument: str) -> str:
 def _weight_cast(fmt: str, scale_search: str | None) -> Cast:
     """The cast whose codes a searched weight holds: that of its rule, or the format's own where scales are searched."""
     if scale_search is not None:
-        check_choice("scale_search", scale_search, _SEARCHES)
+        check_choice("scale_search", scale_search, _SEARCHES, or_none=True)
     if scale_search != "four_over_six":
         return Cast(as_scaled_format(fmt))
     if not fmt.startswith("nvfp4"):
@@ -116,7 +117,7 @@ class WeightOnly(_Inference):
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", _name_of(self.format, "format"))
         if self.prefill is not None:
-            check_choice("prefill", self.prefill, ("dequantized", "folded"))
+            check_choice("prefill", self.prefill, ("dequantized", "folded"), or_none=True)
         if self.prefill_rows is None:
             object.__setattr__(self, "prefill_rows", _PREFILL_ROWS[self.prefill])
         check_int("prefill_rows", self.prefill_rows, 1, 2**31 - 1)
@@ -172,6 +173,8 @@ class WeightActivation(_Inference):
     path: str = "auto"
 
     def __post_init__(self) -> None:
+        if isinstance(self.format, str) and self.format not in _PAIRS:
+            raise unknown_name("format", self.format, _PAIRS, hint_of_recipe(self.format))
         object.__setattr__(self, "format", _name_of(self.format, "format"))
         if self.format not in _PAIRS:
             raise unknown_name("format", self.format, _PAIRS)
@@ -184,6 +187,12 @@ class WeightActivation(_Inference):
         weight, accumulate = _PAIRS[self.format]
         x = Cast(as_scaled_format(self.format))
         if self.scales == "static":
+            if not x.takes_amax or x.tensor_scale == "row":
+                raise invalid_value(
+                    "scales", f"'static' with {self.format}",
+                    "'dynamic', or a format with one scale for the whole tensor",
+                    "Choose fp8_tensor or nvfp4 for static scales.",
+                )  # fmt: skip
             x = replace(x, scaling=Static())
         w = _weight_cast(self.weight or weight, self.scale_search)
         return _table(Gemm(x, w, accumulate, self.path))

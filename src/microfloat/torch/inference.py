@@ -66,7 +66,11 @@ def quantize_(
     from microfloat.checkpoint._modules import check_fuse, fused_group
 
     check_model(model)
-    config = Placement(list(config.items())) if isinstance(config, Mapping) else config
+    if isinstance(config, Mapping):
+        for pattern, one in config.items():
+            if isinstance(one, str):  # which a Placement would take for the name of a recipe for training
+                _check_config(pattern, one, True)
+        config = Placement(list(config.items()))
     for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
         _check_config(pattern, one, isinstance(config, Placement))
     fused, layers = check_fuse(fuse), named_layers(model)
@@ -75,9 +79,15 @@ def quantize_(
     configs: dict[str, Any] = {name: one for name, one in configs.items() if one is not None}
     if not configs:
         reasons = {row.reason for row in rows} or {"it has no nn.Linear or GroupedLinear"}
+        remedy = "exclude=() excludes nothing."
+        if any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values()):
+            remedy = (
+                "To quantize it anew, call microfloat.torch.revert(model) first, which gives the values of its codes; "
+                "to run its codes under another config, call microfloat.torch.convert(model, config)."
+            )
         raise invalid_value(
             "model", f"a {type(model).__name__} without a layer to quantize ({'; '.join(sorted(reasons)[:4])})",
-            "an nn.Linear or a GroupedLinear that filter and exclude leave in", "exclude=() excludes nothing.",
+            "an nn.Linear or a GroupedLinear that filter and exclude leave in", remedy,
         )  # fmt: skip
     amaxes: dict[str, torch.Tensor | None] = {}  # of each group, before any of its members is written
     groups: dict[tuple[str, Cast, str | None], list[str]] = {}
@@ -113,10 +123,16 @@ def _check_config(pattern: str, config: object, in_placement: bool) -> None:
         raise invalid_value("config", f"the pattern {pattern!r}", "patterns of whole layers: a weight is stored once")
     if isinstance(config, Config) or (in_placement and config is None):
         return
-    remedy = f"Write WeightOnly({config!r})." if isinstance(config, str) else ""
-    if isinstance(config, Recipe):
-        config, remedy = type(config).__name__, "A recipe for training goes to microfloat.torch.convert."
-    raise invalid_type("config", config, "WeightOnly(...), WeightActivation(...), or a Placement of them", remedy)
+    got, remedy = type(config), ""
+    if isinstance(config, str):
+        got, remedy = repr(config), f"Write WeightOnly({config!r})."
+    elif isinstance(config, type):
+        got, remedy = f"the class {config.__name__}", ""
+        if issubclass(config, Config):
+            remedy = f"Call the class: {config.__name__}('nvfp4')."
+    elif isinstance(config, Recipe):
+        remedy = "A recipe for training goes to microfloat.torch.convert."
+    raise invalid_type("config", got, "WeightOnly(...), WeightActivation(...), or a Placement of them", remedy)
 
 
 def named_layers(model: nn.Module) -> dict[str, Any]:
