@@ -63,6 +63,7 @@ class CheckpointError(MicrofloatError, ValueError):
 
 _MOST_SHOWN = 200
 _MOST_LISTED = 20
+_MOST_NEAR = 4
 
 
 def _shown(got: object) -> str:
@@ -112,13 +113,17 @@ def missing_package(package: str, part: str, extra: str) -> MissingPackageError:
 def unknown_name(
     argument: str, got: object, known: Iterable[str], remedy: str = "", *, or_none: bool = False
 ) -> InvalidValueError:
-    """Build the error for an unknown name: the whole list, then `remedy`, or the nearest known name.
+    """Build the error for an unknown name: the whole list, then `remedy`, or the nearest known names.
 
     `or_none`: None is accepted too.
     """
     names = list(known)
-    near = difflib.get_close_matches(str(got).lower(), [name.lower() for name in names], n=1, cutoff=0.5)
-    originals = {name.lower(): name for name in names}
-    hint = remedy or (f"Did you mean {originals[near[0]]!r}?" if near else "")
+    originals, lower = {name.lower(): name for name in names}, str(got).lower()
+    # "fp8" begins three names, each nearer in meaning than "mxfp8", which is nearer in letters.
+    near = [name for name in originals if len(lower) > 2 and name.startswith(lower)][:_MOST_NEAR]
+    near = near or difflib.get_close_matches(lower, originals, n=1, cutoff=0.5)
+    *first, last = (repr(originals[name]) for name in near) if near else ("",)
+    meant = f"{', '.join(first)} or {last}" if first else last
+    hint = remedy or (f"Did you mean {meant}?" if near else "")
     needed = ("None or " if or_none else "") + "one of " + ", ".join(repr(name) for name in names)
     return invalid_value(argument, repr(got), needed, hint)

@@ -514,6 +514,13 @@ def test_every_recipe_runs_a_layer(name):  # features M8
     assert _relative(dx, dwant) < bound
 
 
+def test_a_cache_is_an_object_that_takes_keys_and_values():
+    layer = mf.MultiheadAttention(64, num_heads=4)
+    for cache, got in (("fp8", "str"), ((torch.zeros(1), torch.zeros(1)), "tuple"), (mf.KVCache, "the class KVCache")):
+        with pytest.raises(InvalidTypeError, match=f"cache: got {got}, needed a KVCache"):
+            layer(torch.randn(1, 2, 64), cache=cache)
+
+
 def test_a_cache_gives_the_outputs_of_the_whole():
     torch.manual_seed(0)
     layer = mf.TransformerLayer(32, 48, 4, 2, recipe="fp8_row")

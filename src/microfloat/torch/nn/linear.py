@@ -267,8 +267,8 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         codes if the weight is unchanged; None (default): keep nothing.
 
         A step of any torch.optim optimizer counts as a change, and so does every write that torch counts. Writes
-        through ``weight.data``, by collectives, by kernels of your own and by replays of CUDA graphs cannot be seen:
-        pass True after them.
+        through ``weight.data`` (of a weight that is not stored quantized), by collectives, by kernels of your own and
+        by replays of CUDA graphs cannot be seen: pass True after them.
         """
         x = input
         if torch.compiler.is_compiling():
