@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from microfloat import reference
-from microfloat.checkpoint import convert, load, save
-from microfloat.errors import CheckpointError
+from microfloat.checkpoint import convert, detect, load, save
+from microfloat.errors import CheckpointError, InvalidTypeError
 from microfloat.formats import E4M3, decode
 from tests.checkpoint.files import nvfp4, write
 
@@ -26,6 +26,13 @@ def layer(name, dialect="modelopt", **more):
 
 def fp8(*shape, seed=1):
     return np.random.default_rng(seed).integers(0, 0x70, shape, np.uint8).view(ml_dtypes.float8_e4m3fn)
+
+
+def test_what_is_no_path_is_named():
+    for call in (load, detect):
+        for path in (None, 3, {"weight": np.ones((4, 32))}):
+            with pytest.raises(InvalidTypeError, match=r"path: got .*, needed a str or a pathlib.Path"):
+                call(path)
 
 
 def test_mixed_precision_of_modelopt(tmp_path):

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.errors import CheckpointError, InvalidValueError  # noqa: E402
-from microfloat.recipes import WeightActivation, WeightOnly  # noqa: E402
+from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError  # noqa: E402
+from microfloat.recipes import MXFP8BlockScaling, WeightActivation, WeightOnly  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -93,6 +93,13 @@ def test_a_config_may_replace_that_of_the_checkpoint(tmp_path) -> None:
     unchanged = made()
     with pytest.raises(InvalidValueError, match="stored"):
         mf.load_quantized(tmp_path / "model", unchanged, config=WeightOnly("nvfp4"))
+    for config, text in (
+        ("mxfp8", r"config: got 'mxfp8', .*Write WeightOnly\('mxfp8'\)"),
+        (WeightOnly, "config: got the class WeightOnly, .*Call the class"),
+        (MXFP8BlockScaling(), "config: got MXFP8BlockScaling, .*WeightOnly"),
+    ):
+        with pytest.raises(InvalidTypeError, match=text):
+            mf.load_quantized(tmp_path / "model", unchanged, config=config)
     assert all(torch.equal(a, b) for a, b in zip(unchanged.parameters(), made().parameters(), strict=True))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from microfloat.checkpoint.container import Container, read_json_file
 from microfloat.checkpoint.records import Finding
-from microfloat.errors import checkpoint_error
+from microfloat.errors import checkpoint_error, invalid_type
 
 __all__ = ["Folder", "locate"]
 
@@ -31,6 +31,8 @@ class Folder(NamedTuple):
 
 def locate(path: str | os.PathLike[str]) -> Folder:
     """The files behind `path`: a safetensors file, an index, or a directory. Raises CheckpointError where none are."""
+    if not isinstance(path, str | os.PathLike):
+        raise invalid_type("path", type(path), "a str or a pathlib.Path, that of a checkpoint")
     path = Path(path)
     found: list[Finding] = []
     root = path if path.is_dir() else path.parent

@@ -33,7 +33,7 @@ from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.ops import quantize
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["LAYERS", "Config", "calibrate", "quantize_", "searched"]
+__all__ = ["LAYERS", "Config", "calibrate", "check_config", "quantize_", "searched"]
 
 Config = WeightOnly | WeightActivation
 LAYERS = (nn.Linear, GroupedLinear)
@@ -69,10 +69,10 @@ def quantize_(
     if isinstance(config, Mapping):
         for pattern, one in config.items():
             if isinstance(one, str):  # which a Placement would take for the name of a recipe for training
-                _check_config(pattern, one, True)
+                check_config(pattern, one, True)
         config = Placement(list(config.items()))
     for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
-        _check_config(pattern, one, isinstance(config, Placement))
+        check_config(pattern, one, isinstance(config, Placement))
     fused, layers = check_fuse(fuse), named_layers(model)
     rows = pin_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored)
     configs: dict[str, Any] = {row.name: row.recipe for row in rows if row.action in ("converted", "repinned")}
@@ -118,7 +118,8 @@ def quantize_(
     return report_of(model, made)
 
 
-def _check_config(pattern: str, config: object, in_placement: bool) -> None:
+def check_config(pattern: str, config: object, in_placement: bool) -> None:
+    """Refuse what is no config of inference; `in_placement`: None, high precision, is one there."""
     if pattern.endswith(tuple(f":{gemm}" for gemm in GEMMS)):
         raise invalid_value("config", f"the pattern {pattern!r}", "patterns of whole layers: a weight is stored once")
     if isinstance(config, Config) or (in_placement and config is None):

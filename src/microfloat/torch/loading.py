@@ -21,7 +21,7 @@ from microfloat.recipes.inference import WeightActivation, WeightOnly
 from microfloat.recipes.placement import ConversionReport, ConversionRow
 from microfloat.torch._checks import check_model
 from microfloat.torch.convert import pin_layers, report_of
-from microfloat.torch.inference import LAYERS, Config
+from microfloat.torch.inference import LAYERS, Config, check_config
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -64,11 +64,13 @@ def load_quantized(
     that is ambiguous. `strict` False loads the names that both have.
 
     Warns of layers that engines join and whose scales differ. Raises CheckpointError for damaged files, and for names
-    and shapes that do not fit, all of them listed, InvalidValueError for a config of other weights; then nothing has
-    changed.
+    and shapes that do not fit, all of them listed, InvalidValueError for a config of other weights, InvalidTypeError
+    for what is no config; then nothing has changed.
     """
     from microfloat import checkpoint
 
+    if config is not None:
+        check_config("", config, False)
     loaded = checkpoint.load(path, format=format)
     for finding in loaded.scale_findings:
         if finding.id == "fused-mismatch":
