@@ -446,6 +446,14 @@ def test_what_is_kept_follows_writes_through_data(prefill, write) -> None:
     assert not torch.equal(layer(x), before)
 
 
+def test_a_backward_refuses_codes_that_were_written_after_its_forward() -> None:
+    layer = made(WeightOnly("mxfp8")).up_proj.requires_grad_(False)
+    y = layer(inputs().requires_grad_())
+    layer.weight.data.copy_(torch.zeros(96, 72))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def saved(model) -> bytes:
     file = io.BytesIO()
     torch.save(model, file)
