@@ -176,8 +176,8 @@ class _Division(NamedTuple):
 
 # Kind of codes: the most rows of x: divisions where the weight has few rows, some, or many (48 and 128 for each
 # multiprocessor): the fastest of 20 to 48 that were measured on an H100 with 4096, 8192 and 28672 rows
-# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4 but MXFP4 under 16 rows. More warps along K where rows of the weight are
-# few, and more rows of a warp where there are many, or many of x: those share what is read of x.
+# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4 but MXFP4 under 16 rows. More warps along K where
+# rows of the weight are few, and more rows of a warp where there are many, or many of x: those share what is read of x.
 _ANY64 = ((1, 4, 1, 1, 2, 1, 0), (2, 2, 1, 1, 2, 1, 0), (2, 2, 2, 1, 1, 1, 0))
 _ROWS_OF_FP8: dict[int, tuple[tuple[int, ...], ...]] = {
     8: ((1, 8, 2, 2, 2, 0, 1), (1, 8, 2, 1, 2, 0, 1), (1, 8, 1, 1, 4, 0, 1)),
