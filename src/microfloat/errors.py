@@ -20,6 +20,7 @@ __all__ = [
     "checkpoint_error",
     "invalid_type",
     "invalid_value",
+    "kind_of",
     "missing_package",
     "unknown_name",
 ]
@@ -99,6 +100,11 @@ def checkpoint_error(path: object, findings: Iterable[Any]) -> CheckpointError:
         lines.append(f"... and {len(findings) - _MOST_LISTED} more; all stand in the error's `findings`")
     count = "1 problem" if len(findings) == 1 else f"{len(findings)} problems"
     return CheckpointError("\n  ".join([f"{_shown(path)}: {count} found.", *lines]), findings)
+
+
+def kind_of(value: object) -> object:
+    """The class of a value, for a message; of a class itself, words that say so."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value)
 
 
 def missing_package(package: str, part: str, extra: str) -> MissingPackageError:

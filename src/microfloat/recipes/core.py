@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from microfloat.arguments import axes_of, check_bool, check_choice, check_int, check_number, for_each
 from microfloat.contents import contents_of_cast
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of, unknown_name
 from microfloat.formats import E5M2, FORMATS, ScaledFormat
 from microfloat.operands import GEMMS, OPERANDS
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
@@ -313,11 +313,6 @@ class GradientCast(Cast):
     is_gradient: ClassVar[bool] = True
 
 
-def _kind_of(value: object) -> object:
-    """What a value is, for a message: its class, or that it is one."""
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value)
-
-
 def _is_recipe(value: object) -> bool:
     return isinstance(value, Recipe) or (isinstance(value, type) and issubclass(value, Recipe))
 
@@ -328,7 +323,7 @@ def as_scaled_format(fmt: ScaledFormat | str, argument: str = "format") -> Scale
         return fmt
     if not isinstance(fmt, str):
         raise invalid_type(
-            argument, _kind_of(fmt), "a ScaledFormat such as formats.MXFP8, or its name",
+            argument, kind_of(fmt), "a ScaledFormat such as formats.MXFP8, or its name",
             "A Recipe has six Casts; take the format of one, for example recipe.fprop.rhs.format." if _is_recipe(fmt)
             else "",
         )  # fmt: skip
@@ -351,7 +346,7 @@ def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
     if isinstance(cast, ScaledFormat | str):
         return _default_cast(as_scaled_format(cast, "cast"))
     raise invalid_type(
-        "cast", _kind_of(cast), "a Cast, a ScaledFormat or a lower-case name such as 'mxfp8'",
+        "cast", kind_of(cast), "a Cast, a ScaledFormat or a lower-case name such as 'mxfp8'",
         "A Recipe has six Casts; take one, for example recipe.fprop.lhs." if _is_recipe(cast)
         else "A pair of casts takes a pair of axes: axis=(-1, -2)." if isinstance(cast, tuple) else "",
     )  # fmt: skip

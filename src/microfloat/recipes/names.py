@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from microfloat.errors import invalid_type, unknown_name
+from microfloat.errors import invalid_type, kind_of, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes.core import Recipe
 from microfloat.recipes.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowScaling
@@ -59,15 +59,14 @@ def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
         return _named(recipe, argument)
     from microfloat.recipes.placement import Placement
 
-    got, hint = type(recipe), ""
+    hint = ""
     if isinstance(recipe, type):
-        got = f"the class {recipe.__name__}"
         hint = f"Call the class: {recipe.__name__}()." if issubclass(recipe, Recipe) else ""
     elif isinstance(recipe, Placement):
         hint = "A Placement goes to convert."
     elif isinstance(recipe, ScaledFormat):
         hint = hint_of_format(recipe.name)
-    raise invalid_type(argument, got, "a Recipe, such as recipes.MXFP8BlockScaling(), or its name", hint)
+    raise invalid_type(argument, kind_of(recipe), "a Recipe, such as recipes.MXFP8BlockScaling(), or its name", hint)
 
 
 def get_default_recipe() -> Recipe:

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from microfloat.arguments import as_float, check_number
-from microfloat.errors import MicrofloatError, NotSupportedError, invalid_type, invalid_value
+from microfloat.errors import MicrofloatError, NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.recipes import core
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -209,7 +209,7 @@ def check_model(model: object) -> None:
     """Raise InvalidTypeError for anything but a module of layers that can be looked at and changed."""
     if isinstance(model, type):
         remedy = f"Make an instance first: {model.__name__}(...)."
-        raise invalid_type("model", f"the class {model.__name__}", "a torch.nn.Module", remedy)
+        raise invalid_type("model", kind_of(model), "a torch.nn.Module", remedy)
     if not isinstance(model, nn.Module):
         raise invalid_type("model", type(model), "a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):

@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.recipes import Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, layer_state, scaling
@@ -98,8 +98,8 @@ class autocast:
         if isinstance(function, (staticmethod, classmethod)):
             raise invalid_type("autocast", type(function), "a function to decorate", "Write @autocast() below it.")
         if isinstance(function, type) or not callable(function):
-            got = f"the class {function.__name__}" if isinstance(function, type) else type(function)
-            raise invalid_type("autocast", got, "a function to decorate", "Decorate a method, such as forward.")
+            remedy = "Decorate a method, such as forward."
+            raise invalid_type("autocast", kind_of(function), "a function to decorate", remedy)
         return _decorated(function, self._recreate_cm)
 
     def __enter__(self) -> "autocast":

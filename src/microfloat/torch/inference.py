@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from microfloat.errors import MicrofloatError, invalid_type, invalid_value
+from microfloat.errors import MicrofloatError, invalid_type, invalid_value, kind_of
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Placement, Recipe, WeightActivation, WeightOnly
 from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport
@@ -124,13 +124,11 @@ def check_config(pattern: str, config: object, in_placement: bool) -> None:
         raise invalid_value("config", f"the pattern {pattern!r}", "patterns of whole layers: a weight is stored once")
     if isinstance(config, Config) or (in_placement and config is None):
         return
-    got, remedy = type(config), ""
+    got, remedy = kind_of(config), ""
     if isinstance(config, str):
         got, remedy = repr(config), f"Write WeightOnly({config!r})."
-    elif isinstance(config, type):
-        got, remedy = f"the class {config.__name__}", ""
-        if issubclass(config, Config):
-            remedy = f"Call the class: {config.__name__}('nvfp4')."
+    elif isinstance(config, type) and issubclass(config, Config):
+        remedy = f"Call the class: {config.__name__}('nvfp4')."
     elif isinstance(config, Recipe):
         remedy = "A recipe for training goes to microfloat.torch.convert."
     raise invalid_type("config", got, "WeightOnly(...), WeightActivation(...), or a Placement of them", remedy)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.types import Device
 
 from microfloat.arguments import check_choice, check_int, check_number
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.formats import FP8_TENSOR
 from microfloat.recipes import Cast, Delayed, Recipe, as_cast
 from microfloat.torch._typing import Options
@@ -287,8 +287,7 @@ class MultiheadAttention(nn.Module):
         if hidden_states.dim() not in (2, 3):
             raise invalid_value("hidden_states", f"shape {tuple(hidden_states.shape)}", "[B, S, hidden] or [T, hidden]")
         if isinstance(cache, type) or not (cache is None or callable(getattr(cache, "update", None))):
-            got = f"the class {cache.__name__}" if isinstance(cache, type) else type(cache)
-            raise invalid_type("cache", got, "a KVCache, or anything with its update(k, v)")
+            raise invalid_type("cache", kind_of(cache), "a KVCache, or anything with its update(k, v)")
         qkv = self.projected(hidden_states, context, norm, is_first_microbatch)
         q, k, v = self.rotated(qkv, position_embeddings)
         count = cache.count if isinstance(cache, KVCache) else 0
