@@ -176,7 +176,7 @@ class _Division(NamedTuple):
 
 # Kind of codes: the most rows of x: divisions where the weight has few rows, some, or many (48 and 128 for each
 # multiprocessor): the fastest of 20 to 48 that were measured on an H100 with 4096, 8192 and 28672 rows
-# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4 but MXFP4 under 16 rows. More warps along K where
+# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4 but MXFP4 of 5 to 16 rows. More warps along K where
 # rows of the weight are few, and more rows of a warp where there are many, or many of x: those share what is read of x.
 _ANY64 = ((1, 4, 1, 1, 2, 1, 0), (2, 2, 1, 1, 2, 1, 0), (2, 2, 2, 1, 1, 1, 0))
 _ROWS_OF_FP8: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -187,14 +187,18 @@ _ROWS_OF_FP8: dict[int, tuple[tuple[int, ...], ...]] = {
 }
 _ROWS_OF_FP4: dict[int, tuple[tuple[int, ...], ...]] = {
     4: ((1, 8, 1, 2, 8, 0, 1), (1, 4, 1, 2, 8, 0, 1), (1, 4, 2, 1, 8, 0, 1)),
-    8: ((1, 8, 1, 1, 8, 1, 1), (2, 4, 1, 1, 8, 1, 1), (1, 4, 2, 1, 8, 1, 1)),
+    8: ((1, 8, 1, 1, 8, 1, 1), (2, 4, 1, 1, 8, 1, 1), (2, 2, 1, 1, 4, 1, 1)),
     16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 1, 4, 1, 1), (2, 2, 2, 1, 4, 1, 1)),
     32: ((1, 8, 2, 1, 4, 1, 1), (2, 4, 2, 1, 4, 1, 1), (4, 1, 2, 1, 4, 1, 1)),
     64: ((1, 8, 2, 1, 1, 1, 1), (2, 4, 2, 1, 1, 1, 1), (4, 1, 2, 1, 1, 1, 1)),
 }
 _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
     "FP4": _ROWS_OF_FP4,
-    "MXFP4": {**_ROWS_OF_FP4, 16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 2, 1, 1))},
+    "MXFP4": {
+        **_ROWS_OF_FP4,
+        8: ((1, 8, 1, 2, 4, 1, 1), (1, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 4, 1, 1)),
+        16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 2, 1, 1)),
+    },
     "MX": {
         4: ((1, 8, 1, 2, 4, 0, 1), (1, 8, 2, 1, 4, 0, 1), (1, 4, 2, 1, 4, 0, 1)),
         8: ((1, 8, 1, 2, 4, 0, 1), (1, 8, 2, 1, 4, 0, 1), (1, 4, 1, 1, 4, 1, 1)),
