@@ -45,6 +45,7 @@ def test_whose_name_it_is():
     assert "the formats that it uses: 'mxfp6_e3m2'." in str(_error(lambda: Cast("mxfp6")))
     assert "the formats that it uses: 'fp8_row'." in str(_error(lambda: Cast("rowwise")))
     assert str(_error(lambda: as_recipe("mxfp9"))).endswith("Did you mean 'mxfp8'?")
+    assert str(_error(lambda: as_recipe("MXFP8BlockScaling"))).endswith("MXFP8BlockScaling is the class of 'mxfp8'.")
     assert str(_error(lambda: Cast("mxfp9"))).endswith("Did you mean 'mxfp8'?")
     # What begins a name is nearer than a name of other letters ("mxfp8").
     assert str(_error(lambda: as_recipe("fp8"))).endswith("Did you mean 'fp8_current', 'fp8_row' or 'fp8_block'?")

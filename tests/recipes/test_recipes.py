@@ -182,6 +182,18 @@ def test_recipes_are_values(recipe):
         recipe.fprop = Gemm(None, None)
 
 
+@every_variant
+def test_a_changed_recipe_is_made_by_replace(recipe):
+    """Recipes are frozen; docs/migration.md names this way to change one."""
+    assert dataclasses.replace(recipe) == recipe
+    if isinstance(recipe, CustomRecipe):
+        assert dataclasses.replace(recipe, wgrad=Gemm(None, None)).wgrad == Gemm(None, None)
+    else:
+        changed = dataclasses.replace(recipe, backward="high_precision")
+        assert changed.arguments() == recipe.arguments() | {"backward": "high_precision"}
+        assert changed.wgrad == Gemm(None, None)
+
+
 def test_different_recipes_differ():
     everything = list(variants())
     names = {repr(recipe) for recipe in everything}

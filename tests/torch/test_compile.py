@@ -165,6 +165,28 @@ MADE_INSIDE = {
 }
 
 
+def test_layers_of_one_input_draw_seeds_of_their_own() -> None:
+    """AOTAutograd merges calls of equal arguments in graphs with gradients, as of q, k and v, or of gate and up."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32, bias=False) for name in "ab"})
+    mf.convert(model, NVFP4BlockScaling())
+    cast, x = Cast("nvfp4", rounding="stochastic"), torch.randn(16, 32)
+
+    def function(value):
+        noisy = mf.fake_quantize(value, cast) - mf.fake_quantize(value, cast)
+        return model["a"](value) * model["b"](value) + model["a"](value) + noisy
+
+    outcomes = []
+    for run in (function, compiled(function)):
+        model.zero_grad()
+        value = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        y = run(value)
+        y.square().sum().backward()
+        outcomes.append([y.detach(), value.grad, *[parameter.grad for parameter in model.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
 @pytest.mark.slow_cases("further programs of a checked kind", all_but=("a name",))
 @pytest.mark.parametrize("name", MADE_INSIDE)
 def test_a_recipe_that_the_compiled_function_makes_is_that_of_eager(name: str) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
-from microfloat.recipes import Cast, Delayed, from_name
+from microfloat.recipes import Cast, CustomRecipe, Delayed, Gemm, from_name
 from microfloat.torch import fused
 from tests.torch import fused_cases
 from tests.torch.fused_cases import RECIPES, Mlp, check
@@ -97,6 +97,20 @@ def test_in_high_precision_the_modules_run():
     with mf.autocast(enabled=False):
         pinned = mf.Linear(16, 8, recipe="mxfp8")
         assert torch.equal(fused.norm_linear(x, norm, pinned), F.linear(norm(x), pinned.weight, pinned.bias))
+
+
+def test_a_recipe_that_quantizes_nothing_gives_the_bits_of_high_precision():
+    """The gradients of norms too, which the fused modules round otherwise than torch does."""
+    recipe = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None))
+    torch.manual_seed(0)
+    layer, x, found = mf.TransformerLayer(32, 64, 2, normalization="LayerNorm", bias=True), torch.randn(2, 16, 32), []
+    for enabled in (False, True):
+        layer.zero_grad()
+        with mf.autocast(enabled=enabled, recipe=recipe):
+            y = layer(x)
+        y.square().sum().backward()
+        found.append([y, *[parameter.grad for parameter in layer.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_under_torch_autocast_the_value_is_cast_once():

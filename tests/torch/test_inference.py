@@ -3,6 +3,7 @@ with one.
 """
 
 import copy
+import dataclasses
 import io
 import json
 
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat import reference  # noqa: E402
+from microfloat import formats, reference  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError, PlacementError  # noqa: E402
 from microfloat.recipes import (  # noqa: E402
     MXFP8BlockScaling,
@@ -578,6 +579,17 @@ def test_bad_configs_are_named() -> None:
             WeightOnly("nvfp4", **options)
     with pytest.raises(InvalidValueError, match="four_over_six"):
         WeightOnly("mxfp4", scale_search="four_over_six")
+
+
+@pytest.mark.parametrize("config", [WeightOnly, WeightActivation])
+@pytest.mark.parametrize("name", ["mxfp8", "mine"])
+def test_a_format_of_ones_own_is_not_taken_for_the_stock_one_of_its_name(config, name) -> None:
+    own = dataclasses.replace(formats.MXFP8, name=name, block=(1, 16))
+    with pytest.raises(InvalidValueError, match=f"^format: got a ScaledFormat of your own, '{name}', .*torch.linear"):
+        config(own)
+    x, weight = inputs().float(), torch.randn(8, 72)
+    q = mf.quantize(weight, own)
+    assert torch.allclose(mf.linear(x, q), x @ q.dequantize().T, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_without_a_layer_that_matches_is_an_error() -> None:

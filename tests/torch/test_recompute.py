@@ -282,6 +282,27 @@ def test_a_policy_keeps_codes_by_name(name, form, monkeypatch) -> None:
     assert counts[1] == counts[0] < counts[2]
 
 
+@pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("keeps", [torch.ops.aten.mm.default, torch.ops.microfloat.quantize_operands.default], ids=str)
+def test_fused_modules_under_a_policy(name, keeps) -> None:
+    """Policies by the names of operators see no step of a fused module, which runs its kernels as it does elsewhere."""
+    torch.manual_seed(0)
+    layer = mf.TransformerLayer(32, 64, 2, recipe=RECIPES[name]())
+    options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, [keeps])}
+    x, outcomes = torch.randn(2, 8, 32, requires_grad=True), []
+    ours = functools.partial(mf.checkpoint, layer, **options)
+    for run in (layer, ours, functools.partial(checkpoint, layer, use_reentrant=False, **options)):
+        layer.zero_grad()
+        mf.reset_scaling(layer)
+        torch.manual_seed(3)
+        x.grad = None
+        y = run(x)
+        y.square().sum().backward()
+        outcomes.append([y.detach(), x.grad, *[parameter.grad.clone() for parameter in layer.parameters()]])
+    for outcome in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], outcome, strict=True))
+
+
 @in_dynamo[0]
 def test_checkpoint_around_compiled_code_under_delayed_scaling_is_refused() -> None:
     model = block()

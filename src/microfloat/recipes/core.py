@@ -463,6 +463,11 @@ class Recipe(HashOnce):
         return self.fprop.lhs is not None and self.fprop.lhs.is_static
 
     @functools.cached_property
+    def _is_high_precision(self) -> bool:
+        """True where no GEMM quantizes."""
+        return all(getattr(self, name).is_high_precision for name in GEMMS)
+
+    @functools.cached_property
     def _key(self) -> object:
         """One object for all equal recipes of this process, for tables that every call looks into: it hashes in C."""
         return _KEYS.setdefault(self, object())

@@ -104,6 +104,7 @@ class Float8RowScaling(NamedRecipe):
     """FP8 E4M3 with one scale per row of every operand, along that operand's own contraction axis.
 
     `wgrad="high_precision"` runs wgrad on the originals (torchao's rowwise_with_gw_hp; dgrad's w is then per tensor).
+    `wgrad_precision` is the same by the name of the field, which `dataclasses.replace` passes.
     Source: docs/numerics.md, section 6.
     """
 
@@ -114,8 +115,9 @@ class Float8RowScaling(NamedRecipe):
 
     def __init__(
         self, fp8_format: Format = Format.E4M3, use_power_2_scales: bool = True, wgrad: str = "fp8", *,
-        backward: str | None = None,
+        backward: str | None = None, wgrad_precision: str | None = None,
     ) -> None:  # fmt: skip
+        wgrad = wgrad if wgrad_precision is None else wgrad_precision
         object.__setattr__(self, "fp8_format", as_format(fp8_format, (Format.E4M3,)))
         check_bool("use_power_2_scales", use_power_2_scales)
         object.__setattr__(self, "use_power_2_scales", use_power_2_scales)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from microfloat.arguments import check_choice, check_int
 from microfloat.errors import invalid_value, unknown_name
-from microfloat.formats import ScaledFormat
+from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes.core import Cast, CustomRecipe, Gemm, NamedRecipe, Recipe, Static, as_scaled_format
 from microfloat.recipes.names import hint_of_recipe
 
@@ -40,7 +40,13 @@ _PREFILL_ROWS = {None: 128, "folded": 128, "dequantized": 65}
 
 def _name_of(fmt: str | ScaledFormat, argument: str) -> str:
     """The name of a stock format, given by itself or by its name."""
-    return as_scaled_format(fmt, argument).name
+    made = as_scaled_format(fmt, argument)
+    if FORMATS.get(made.name) != made:
+        raise invalid_value(
+            argument, f"a ScaledFormat of your own, {made.name!r}", f"one of {', '.join(FORMATS)}",
+            "Quantize such a weight with microfloat.torch.quantize, and multiply by it with microfloat.torch.linear.",
+        )  # fmt: skip
+    return made.name
 
 
 def _weight_cast(fmt: str, scale_search: str | None) -> Cast:

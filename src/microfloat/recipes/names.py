@@ -47,8 +47,13 @@ def _named(name: str, argument: str) -> Recipe:
         raise invalid_type(argument, type(name), "a recipe name such as 'mxfp8'")
     maker = RECIPES.get(name) or ALIASES.get(name)
     if maker is None:
-        raise unknown_name(argument, name, [*RECIPES, *ALIASES], hint_of_format(name))
+        raise unknown_name(argument, name, [*RECIPES, *ALIASES], hint_of_format(name) or _hint_of_class(name))
     return maker()
+
+
+def _hint_of_class(name: str) -> str:
+    known = (f"{name} is the class of {short!r}." for short, maker in RECIPES.items() if maker.__name__ == name)
+    return next(known, "")
 
 
 def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:

@@ -106,7 +106,7 @@ def drawn_seed(x: torch.Tensor) -> torch.Tensor:
             "seed", "None with a stochastic cast inside a transform of torch.func", "a seed, or one for each example",
             "Draw it outside: vmap(lambda x, seed: quantize(x, cast, seed=seed))(xs, seeds), seeds int64 [B, 2].",
         )  # fmt: skip
-    return torch.ops.microfloat.draw_seed(device=x.device)
+    return torch.ops.microfloat.draw_seed(device=x.device, apart=torch.empty(0, device=x.device))
 
 
 def token_of(cast: Cast) -> str:

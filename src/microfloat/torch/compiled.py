@@ -91,8 +91,8 @@ _library.define(
 _library.define("record_forward_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor live, str token, int layer) -> ()")
 _library.define("record_backward_(Tensor(a!) history, Tensor live, str token, int layer) -> ()")
 # The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
-# draws of two layers, which would give each the other's noise.
-_library.define("draw_seed_for(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+# draws of two layers, which would give each the other's noise. `apart`: as of `draw_seed`, for layers of one input.
+_library.define("draw_seed_for(Tensor x, Tensor apart) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
 _library.define("check_autocast_(Tensor(a!) marker, str origin) -> ()")
 _library.define(
     "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()"
@@ -185,7 +185,7 @@ def state_of(layer: Any, x: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...]
     """Call seed, encode scales of x and w as they are now, scale and history of dy, which backward reads; and the
     number of the layer. Each None, or -1, where the recipe has no use for it; `layer` None: a function.
     """
-    seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
+    seed = _seed_for(x) if context.is_stochastic(token) else None
     if context.is_delayed(token):
         if layer is None:
             raise NotSupportedError("recipe: got delayed scaling for a function. Use microfloat.torch.GroupedLinear.")
@@ -194,6 +194,10 @@ def state_of(layer: Any, x: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...]
         # The number is a constant of compiled code, which only state makes one layer's own.
         return (seed, *scales, layer.scaling_dy_amax_history), layer._number
     return (seed, static_amax(layer) if context.is_static(token) else None, None, None, None), -1
+
+
+def _seed_for(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.microfloat.draw_seed_for(x, torch.empty(0, device=x.device))
 
 
 def settings_of(
@@ -226,7 +230,7 @@ def abstract_linear(
 ) -> torch.Tensor:
     """A call on tensors without values: y and what backward keeps as they would be; no state is read or recorded."""
     token = context.token_of(recipe)
-    seed = torch.ops.microfloat.draw_seed_for(x) if context.is_stochastic(token) else None
+    seed = _seed_for(x) if context.is_stochastic(token) else None
     scale = x.new_empty((), dtype=torch.float32) if context.is_delayed(token) else None
     state = seed, scale, scale, scale, None
     settings = settings_of(x, weight, token, "layer", backend, state)._replace(backend=backend, compute=compute)
@@ -582,7 +586,7 @@ def _no_result(*_: object) -> None:
 for _operator, _run, _fake in (
     ("linear_forward", named(_linear_forward), _fake_forward),
     ("linear_backward", named(_linear_backward), _fake_backward),
-    ("draw_seed_for", lambda x: draw_seed(x.device), lambda x: x.new_empty(2, dtype=torch.int64)),
+    ("draw_seed_for", lambda x, _: draw_seed(x.device), lambda x, _: x.new_empty(2, dtype=torch.int64)),
     ("record_forward_", lambda x, w, *call: _record({"x": x, "w": w}, *call), _no_result),
     ("record_backward_", lambda dy, *call: _record({"dy": dy}, *call), _no_result),
     ("check_autocast_", lambda marker, origin: check_caller(context.PLAIN, origin), _no_result),

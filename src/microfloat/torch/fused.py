@@ -185,7 +185,8 @@ def _begin(
     sources = [tensor for feed in feeds for source in feed for tensor in _parameters(source)]
     parameters = [*sources, *(tensor for tensor in _tensors(units) if tensor is not None)]
     plain = (
-        any(unit.recipe is None for unit in units) or (state is not None and state.calibrating)
+        any(unit.recipe is None or unit.recipe._is_high_precision for unit in units)
+        or (state is not None and state.calibrating)
         or any(isinstance(parameter, QuantizedTensor) or parameter.numel() == 0 for parameter in parameters)
     )  # fmt: skip
     if plain:

@@ -11,6 +11,7 @@ GEMM will run are cast (docs/numerics.md, 6).
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable
@@ -50,13 +51,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
-    "find_for", "refuse_double_backward", "run_linear",
+    "find_for", "outside_of_modes", "refuse_double_backward", "run_linear",
 ]  # fmt: skip
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _WEIGHT_TYPES = (nn.Parameter, QuantizedTensor, Gathered)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_NOTHING = contextlib.nullcontext()
 _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned
+
+
+def outside_of_modes() -> contextlib.AbstractContextManager:
+    """No modes of torch's dispatcher, such as a policy of selective checkpointing, which go by names of operators."""
+    return _disable_current_modes() if _dispatch_modes() else _NOTHING
 
 
 def run_linear(

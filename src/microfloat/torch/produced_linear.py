@@ -22,7 +22,7 @@ from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast
 from microfloat.torch._typing import Context, Maybe, Parts
 from microfloat.torch.entries import Entries, entries_of, layouts_of, parts_of
-from microfloat.torch.linear import Run, bias_gradient
+from microfloat.torch.linear import Run, bias_gradient, outside_of_modes
 from microfloat.torch.producers import (
     Activation,
     ActivationGradient,
@@ -256,7 +256,7 @@ class NormRun:
         weights, biases = parameters[::2], parameters[1::2]
         self.readers = [Reader(run, b) for run, b in zip(self.runs, biases, strict=True)]
         saved: list[Maybe] = []
-        with self.runs[0].schedule.scope():
+        with outside_of_modes(), self.runs[0].schedule.scope():
             operands, statistics = _cast_value(self.readers, Norm(_matrix(x), weight, bias, self.eps, self.kind))
             outputs = [
                 _like(reader.forward(made, w, b, saved), x)
@@ -306,7 +306,7 @@ class ActivationRun:
         """y; x, up and the operands of backward go to autograd."""
         self.reader = Reader(self.run, bias)
         saved: list[Maybe] = []
-        with self.run.schedule.scope():
+        with outside_of_modes(), self.run.schedule.scope():
             producer = Activation(_matrix(x), None if up is None else _matrix(up), self.activation)
             (made,), _ = _cast_value([self.reader], producer)
             y = _like(self.reader.forward(made, weight, bias, saved), x)

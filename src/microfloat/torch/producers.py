@@ -280,7 +280,7 @@ def produce(
     if row.rounding != "stochastic" and column.rounding != "stochastic":
         seed = None
     else:
-        seed = torch.ops.microfloat.draw_seed(device=x.device) if seed is None else seed_words(seed, x.device)
+        seed = _operators.drawn_seed(x) if seed is None else seed_words(seed, x.device)
     scale_enc = None if scale_enc is None else real_tensor("scale_enc", scale_enc, x.device)
     second, bias = (None if tensor is None else tensor.detach() for tensor in (second, bias))
     parts = torch.ops.microfloat.produce(x.detach(), second, bias, kind, eps, *tokens, seed, scale_enc, backend)

@@ -25,13 +25,17 @@ _NEEDED = "an int in [0, 2^64), or its two 32-bit words, low first"
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 # Opaque to compilers, since Inductor would replace the random call by a generator of its own; the tag says that it may
-# be neither merged nor recomputed.
+# not be recomputed. AOTAutograd merges calls of equal arguments, whatever their tag, but for torch.empty: `apart`, what
+# that gives, tells two draws from each other.
 _library.define(
-    "draw_seed(*, Device device, bool folds=True, int? rank=None) -> Tensor", tags=[torch.Tag.nondeterministic_seeded]
+    "draw_seed(*, Device device, bool folds=True, int? rank=None, Tensor? apart=None) -> Tensor",
+    tags=[torch.Tag.nondeterministic_seeded],
 )
 
 
-def _draw_seed(*, device: torch.device, folds: bool = True, rank: int | None = None) -> torch.Tensor:
+def _draw_seed(
+    *, device: torch.device, folds: bool = True, rank: int | None = None, apart: torch.Tensor | None = None
+) -> torch.Tensor:
     draw = torch.empty(1, dtype=torch.int64, device=device)
     draw.random_(-(2**63), None)  # all 2^64 patterns; randint(-2**63, 2**63 - 1) would miss one
     if folds:
@@ -43,7 +47,9 @@ _library.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("microfloat::draw_seed", lib=_library)
-def _(*, device: torch.device, folds: bool = True, rank: int | None = None) -> torch.Tensor:
+def _(
+    *, device: torch.device, folds: bool = True, rank: int | None = None, apart: torch.Tensor | None = None
+) -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64, device=device)
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from microfloat.arguments import check_int
@@ -30,6 +29,7 @@ from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.backends.base import Backend, capturing
 from microfloat.torch.entries import entries_of
+from microfloat.torch.linear import outside_of_modes
 from microfloat.torch.measuring import (
     Reading,
     Readings,
@@ -292,7 +292,7 @@ class watch(RecordLog):
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
     """No gradients, and no modes of torch's dispatcher."""
-    with torch.no_grad(), _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext():
+    with torch.no_grad(), outside_of_modes():
         yield
 
 

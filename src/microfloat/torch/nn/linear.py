@@ -26,7 +26,7 @@ from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import Decoded, QuantizedTensor, attached_to
 
-__all__ = ["UNPINNED", "Linear", "RecipeLayer", "check_first_microbatch", "linear", "pinned_to"]
+__all__ = ["UNPINNED", "Linear", "RecipeLayer", "check_first_microbatch", "drop_extra_state", "linear", "pinned_to"]
 
 
 class _Unpinned:
@@ -450,8 +450,7 @@ pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str]) -> None:
     """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
-    if state_dict.pop(prefix + "_extra_state", None) is not None:
-        _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
+    drop_extra_state(state_dict, prefix, load)
     names = [name for slot in layer_state.SLOTS for name in layer_state.buffer_names(slot)]
     present = [name for name in names if prefix + name in state_dict]
     pinned = layer.pinned
@@ -485,6 +484,12 @@ def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, 
         _warn_once_per_load(
             load, "The checkpoint holds no delayed-scaling state; it starts fresh (scales 1, histories 0)."
         )
+
+
+def drop_extra_state(state_dict: StateDict, prefix: str, load: list[str]) -> None:
+    """Leave out the entry that TransformerEngine's modules of the same names save beside their parameters."""
+    if state_dict.pop(prefix + "_extra_state", None) is not None:
+        _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
 
 
 def _check_scaling_entry(key: str, value: object) -> None:

@@ -6,12 +6,14 @@ from torch import nn
 from torch.types import Device
 
 from microfloat.errors import unknown_name
+from microfloat.torch._typing import StateDict
+from microfloat.torch.nn.linear import drop_extra_state
 
 __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 
 
 class _ZeroCentred(nn.Module):
-    """The keyword `zero_centered_gamma` of both norms: weights start at 0 instead of 1."""
+    """What both norms add: the keyword `zero_centered_gamma`, under which weights start at 0 instead of 1."""
 
     weight: nn.Parameter
     zero_centered_gamma: bool
@@ -22,11 +24,15 @@ class _ZeroCentred(nn.Module):
         if self.__dict__.get("zero_centered_gamma") and self.weight is not None:
             nn.init.zeros_(self.weight)
 
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
+        drop_extra_state(state_dict, prefix, arguments[-1])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def extra_repr(self) -> str:
         return super().extra_repr() + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
 
 
-class LayerNorm(_ZeroCentred, nn.LayerNorm):
+class LayerNorm(_ZeroCentred, nn.LayerNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimensions, as nn.LayerNorm.
 
     `zero_centered_gamma`: ``weight + 1`` takes the weight's place, in float32. Parameters `weight` and `bias`.
@@ -54,7 +60,7 @@ class LayerNorm(_ZeroCentred, nn.LayerNorm):
         return F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
 
 
-class RMSNorm(_ZeroCentred, nn.RMSNorm):
+class RMSNorm(_ZeroCentred, nn.RMSNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``y = x / sqrt(mean(x^2) + eps) * weight`` over the last dimensions, as nn.RMSNorm.
 
     `zero_centered_gamma`: ``weight + 1`` takes the weight's place, in float32. Parameter `weight`.
