@@ -39,7 +39,7 @@ def _measure_no_guards():
 def _look_for_no_constants():
     """Hypothesis parses all of the library for constants, one of which it draws in place of one value in twenty.
 
-    That is 2 s in each process, for eight examples of a test. Where it looks for none, nothing changes.
+    That is 2 s in each process, for five examples of a test. Where it looks for none, nothing changes.
     """
     from hypothesis.internal.conjecture import providers
 
@@ -84,7 +84,7 @@ def pytest_configure(config):
     except ModuleNotFoundError:  # an environment that is already there (make test-installed) may run a part without it
         return
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    for name, examples in (("quick", 8), ("all", 30)):
+    for name, examples in (("quick", 5), ("all", 30)):
         settings.register_profile(
             name, deadline=None, derandomize=True, max_examples=examples, suppress_health_check=quiet
         )
