@@ -1,5 +1,6 @@
 """Settings of every test. torch and jax are imported by the tests that need them, never here."""
 
+import functools
 import gc
 import os
 import shutil
@@ -33,6 +34,18 @@ def _measure_no_guards():
     guards = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda root, scope, iterations: 0.0
+
+
+def _look_for_no_constants():
+    """Hypothesis parses all of the library for constants, one of which it draws in place of one value in twenty.
+
+    That is 2 s in each process, for five examples of a test. Where it looks for none, nothing changes.
+    """
+    from hypothesis.internal.conjecture import providers
+
+    found = getattr(providers, "_local_constants", None)
+    if found is not None:
+        providers._get_local_constants = lambda: found
 
 
 def _compile_equal_programs_once(config):
@@ -71,16 +84,17 @@ def pytest_configure(config):
     except ModuleNotFoundError:  # an environment that is already there (make test-installed) may run a part without it
         return
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    for name, examples in (("quick", 8), ("all", 30)):
+    for name, examples in (("quick", 5), ("all", 30)):
         settings.register_profile(
             name, deadline=None, derandomize=True, max_examples=examples, suppress_health_check=quiet
         )
     settings.register_profile(
         "thorough", deadline=None, max_examples=1000, suppress_health_check=quiet, print_blob=True
     )
-    settings.load_profile(
-        os.environ.get("HYPOTHESIS_PROFILE", "quick" if config.option.markexpr == "not slow" else "all")
-    )
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "quick" if config.option.markexpr == "not slow" else "all")
+    settings.load_profile(profile)
+    if profile == "quick":
+        _look_for_no_constants()
 
 
 def _why_no_gpu():
@@ -98,9 +112,11 @@ def _sort_by_effort(items):
     items.sort(key=lambda item: (files[item.path], item.get_closest_marker("as_users_compile") is not None))
 
 
-def _group_of(path):
+@functools.cache
+def _group_of(path, root):
     """One process runs a file: others would make its fixtures and compile its programs once more. What calls the
     compiled casts is one group, since they take 17 s to compile in a fresh checkout."""
+    path = path.relative_to(root)
     return "compiled casts" if set(path.parts[1:2]) & {"checkpoint", "cli", "cpu"} else path.as_posix()
 
 
@@ -122,7 +138,7 @@ def pytest_collection_modifyitems(config, items):
     _sort_by_effort(items)
     for item in items:
         if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(_group_of(item.path.relative_to(config.rootpath))))
+            item.add_marker(pytest.mark.xdist_group(_group_of(item.path, config.rootpath)))
     # A path with "::" collects a part of a file, of which nothing can be said.
     config.stash[left_out.PROBLEMS] = left_out.problems(items, not any("::" in argument for argument in config.args))
     _leave_out_without_gpu(config, items)

@@ -1,6 +1,7 @@
 """Core-seconds of each test file, a plugin for `make test TESTS="-p tests.cpu_times"`.
 
-Processor time of the test's process and of the processes it has started, so that others on the machine do not count.
+Processor time of the test's process and of the processes it has started, so that others on the machine do not count; a
+test counts with its set-up, and with what was left to be torn down of the one before.
 Under pytest-xdist each process collects all files; their sum is the time that `make test` shares among the cores.
 ``--cpu-times=FILE`` also writes the seconds of every test as JSON.
 """
@@ -18,12 +19,17 @@ TIMES = pytest.StashKey["Times"]()
 
 
 def _processor_seconds():
-    return sum(os.times()[:4]) + sum(map(_seconds_of, _children("self")))
+    """Of this process and of all below it.
+
+    Of its own threads only the first is asked for the processes that it has started: JAX has dozens of threads, to ask
+    all of them takes longer than most tests, and what others start is counted when it has ended.
+    """
+    return sum(os.times()[:4]) + sum(map(_seconds_of, _children("self", os.getpid())))
 
 
-def _children(process):
+def _children(process, thread="*"):
     """The processes that run as children of one; none where there is no /proc, until they have ended."""
-    for path in glob.glob(f"/proc/{process}/task/*/children"):
+    for path in glob.glob(f"/proc/{process}/task/{thread}/children"):
         with contextlib.suppress(OSError):
             yield from Path(path).read_text().split()
 
@@ -73,7 +79,9 @@ def pytest_collection_finish(session):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     report = yield
-    report.core_seconds = item.config.stash[TIMES].since_mark()
+    # Of a set-up that passed, which may have made a module's fixtures, nothing else is told where tests are many.
+    if report.when == "call" or not report.passed:
+        report.core_seconds = item.config.stash[TIMES].since_mark()
     return report
 
 

@@ -55,17 +55,18 @@ def reasons(items):
 
 def problems(items, whole_files=True):
     """Sentences about items whose marker breaks a rule; `whole_files` says that no file was collected in part."""
-    slow = [item for item in items if item.get_closest_marker("slow")]
+    marks = [item.get_closest_marker("slow") for item in items]
     found = []
-    for item in slow:
-        mark = item.get_closest_marker("slow")
+    for item, mark in zip(items, marks, strict=True):
+        if mark is None:
+            continue
         if len(mark.args) != 1 or not isinstance(mark.args[0], str) or mark.kwargs:
             found.append(f"{item.nodeid}: write pytest.mark.slow(why), with one sentence that says what is left out")
         if item.nodeid.startswith(CONTRACT):
             found.append(f"{item.nodeid}: make test runs every case of the contract, this one is marked slow")
     if whole_files:
         files = {item.nodeid.split("::")[0] for item in items}
-        quick = {item.nodeid.split("::")[0] for item in items if item not in slow}
+        quick = {item.nodeid.split("::")[0] for item, mark in zip(items, marks, strict=True) if mark is None}
         found += [
             f"{file}: make test runs nothing of it; leave one test of it unmarked"
             for file in files - quick

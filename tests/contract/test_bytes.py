@@ -187,13 +187,14 @@ def test_delayed_scales_and_epsilon(adapter):
 
 
 @st.composite
-def arrays(draw, one_kind):
+def arrays(draw, one_kind, few_shapes):
     """Any bits, or values of a common magnitude with a few specials among them; 1 to 3 axes.
 
-    `one_kind`: two axes of odd sizes, which share kernels with COMMON_SHAPE.
+    `one_kind`: two axes of odd sizes, which share kernels with COMMON_SHAPE; `few_shapes`: one of each number of axes,
+    which share programs.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    rows, columns = draw(st.integers(1, 40)), draw(st.integers(1, 140))
+    rows, columns = COMMON_SHAPE if few_shapes else (draw(st.integers(1, 40)), draw(st.integers(1, 140)))
     shape = draw(st.sampled_from([(rows, columns), (columns,), (2, rows, columns)]))
     if one_kind:
         shape = (4 * (rows // 4) + 5, 2 * (columns // 2) + 3)
@@ -215,13 +216,16 @@ def arrays(draw, one_kind):
 @settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_random_inputs(adapter, fmt, data):
-    """Any shape, dtype and axis; where kernels are compiled, sizes of one kind, dtype and axis of the Cast's turn."""
+    """Any shape, dtype and axis; where kernels are compiled, sizes of one kind, dtype and axis of the Cast's turn.
+
+    Where every shape is compiled, one shape of each number of axes.
+    """
     in_turns = adapter.compiles_kinds_of_shapes
     cast = data.draw(st.sampled_from([cast for cast in EVERY_CAST if cast.format == fmt]))
-    dtype, axis = data.draw(st.sampled_from(turns(cast) if in_turns else EVERY_TURN))
-    x = in_dtype(data.draw(arrays(in_turns)), dtype)
     if not adapter.supports(cast):
         return
+    dtype, axis = data.draw(st.sampled_from(turns(cast) if in_turns else EVERY_TURN))
+    x = in_dtype(data.draw(arrays(in_turns, adapter.compiles_every_shape)), dtype)
     axis = axis if x.ndim == 2 else -1
     words = {"seed": data.draw(st.integers(0, 2**64 - 1)), "stream": data.draw(st.integers(0, 2**32 - 1))}
     context = f"{dtype} {x.shape}"

@@ -97,6 +97,7 @@ def test_the_trained_weights_are_a_sharded_checkpoint(tmp_path, monkeypatch):
         np.testing.assert_array_equal(record.codes, weights[name].astype(record.codes.dtype))
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_runs_share_seed_and_batches_and_differ_by_the_recipe_alone(tmp_path):
     assert train(tmp_path, "--recipe mxfp8,nvfp4 --steps 2") == 0
     first = [entry["train_loss"][0] for entry in results(tmp_path)["recipes"].values()]

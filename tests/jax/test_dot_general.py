@@ -53,7 +53,7 @@ def gradients(op, x, w, dy, dimension_numbers=PLAIN, **arguments):
     return run(x, w, dy)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_current", "mxfp8", "nvfp4"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8", "nvfp4"))
 @pytest.mark.parametrize("name", [*RECIPES, *SPECIAL])
 def test_three_gemms_equal_the_oracle(name):
     """Features J2 and J3."""
@@ -214,6 +214,7 @@ def test_batched_matrices_are_quantized_alone():
     assert relative_error(dx[0], oracle_gemms(NVFP4BlockScaling(), x[0], w[0], dy[0], seed=SEED)[1]) < 1e-5
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_einsum_keeps_operands_by_position():
     recipe = DelayedScaling()
     state = mj.scaling.init(recipe)

@@ -147,7 +147,7 @@ def test_quantize_shapes_and_special_values():
     assert {name: float(fp8_ops.get_fp8_max(jnp.dtype(name), F32)) for name in expected} == expected
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("float8_e4m3fnuz",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.as_users_compile
 @pytest.mark.parametrize("q_dtype", [E4M3, E5M2, jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz])
 def test_quantize_divides(q_dtype):
@@ -222,6 +222,7 @@ def dots(lhs, rhs, route, dtype=F32):
     return fp8_ops.out_dq(dtype, lhs_scale, rhs_scale, acc)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_gradients_by_every_route():
     """Features J9: In Flax the hand-written route returns exactly zero; here it is equal, or it is refused."""
     rng = np.random.default_rng(12)

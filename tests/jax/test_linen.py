@@ -252,7 +252,7 @@ class WithNorm(nn.Module):
         return nn.Dense(32, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("True",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("frozen", [False, True])
 def test_train_state_keeps_other_collections(frozen):
     """Features J10: In Flax 0.12 batch_stats vanish after one step."""
@@ -497,7 +497,7 @@ def test_grouped_class_for_experts(name):
     np.testing.assert_array_equal(after["kernel_amax_history"][:, 0], np.abs(EXPERTS).max((1, 2)) * [1, 1, 1])
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8_current",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("recipe", ["mxfp8", Float8CurrentScaling()], ids=["mxfp8", "fp8_current"])
 def test_layers_without_a_recipe_join_the_autocast(recipe):
     """Features J14: Dense and an op class take the recipe of the caller, also when a jitted apply is cached."""

@@ -342,7 +342,7 @@ def test_rngs_of_another_kind():
         mnnx.convert(Model(nnx.Rngs(0)), NVFP4BlockScaling(), rngs=3)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("recipe", [DELAYED, NOISY], ids=["delayed", "noisy"])
 def test_experts(recipe):
     """Features J13: RaggedDot holds a state per expert, which the optimizer advances with the rest."""

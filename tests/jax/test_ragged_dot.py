@@ -148,6 +148,7 @@ def test_codes_of_a_group_are_those_of_its_matrix(name):
                 np.testing.assert_array_equal(together[: expected.shape[0], : expected.shape[1]], expected)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_sizes_are_traced():
     """One trace serves all sizes: empty and single groups, all rows in one, none in any, and more than there are."""
     op, traces = mj.ragged_dot("fp8_current"), []

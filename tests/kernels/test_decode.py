@@ -104,8 +104,18 @@ def product():
 
 
 @pytest.mark.slow_cases(
-    "many chunks of codes that are read as those of another format are",
-    cases=("long-*-nvfp4_*", "long-*-mxfp6_*", "long-*-mxfp8_e5m2", "long-*-fp8_tensor", "long-*-fp8_1x128"),
+    "codes that are read as those of another format are",
+    cases=(
+        "long-*-nvfp4_*",
+        "long-*-mxfp6_*",
+        "long-*-mxfp8*",
+        "long-*-fp8_tensor",
+        "long-*-fp8_row",
+        "long-*-fp8_1x128",
+        "ragged-*-nvfp4_2d",
+        "ragged-*-mxfp6_e3m2",
+        "ragged-*-mxfp8_e5m2",
+    ),
 )
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
@@ -120,6 +130,7 @@ def test_values_of_every_format(product, name, kind, dtype):  # features I2
     assert (np.abs(y - exact) <= bound).all()
 
 
+@pytest.mark.slow_cases("codes that are read as those of another format are", cases=("mxfp8",))
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
 def test_small_scales_lose_nothing(product, name):
     y, exact, terms = product((name, "ragged", "bfloat16", "tiny"))
@@ -127,6 +138,7 @@ def test_small_scales_lose_nothing(product, name):
     assert (np.abs(y - exact) <= 2.0**-8 * np.abs(exact) + CASES["ragged"][2] * 2.0**-23 * terms).all()
 
 
+@pytest.mark.slow_cases("codes that are read as those of another format are", cases=("mxfp8",))
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
 def test_nan_blocks_give_nan(product, name):
     y, exact, _ = product((name, "ragged", "bfloat16", "nan"))
@@ -198,6 +210,7 @@ def test_values_by_warpgroups(wide_product, name, kind):  # features I2
     assert names == ["order_wide", "decode_wide", "sum_parts"][: 3 if cut.SPLITS > 1 else 2]
 
 
+@pytest.mark.slow_cases("codes that are read as those of another format are", cases=("mxfp4",))
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
 def test_small_scales_lose_nothing_by_warpgroups(wide_product, name):
     y, exact, terms, _ = wide_product((name, "ragged", "tiny"))

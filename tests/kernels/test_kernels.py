@@ -175,7 +175,8 @@ LONG = (
     "operands-nvfp4-(64,128)-*", "operands-mxfp8-(128,128)-*", "operands-nvfp4_2d-(128,128)-*",
     "folded-mxfp8-False-*", "folded-mxfp4-False", "fused_linears-native-*", "fused_gradients-delayed",
     "hidden_by_nan-nvfp4_row", "fused_linears-triton-noisy", "packed_codes-mxfp6_e3m2-((*", "gradients-nvfp4",
-    "gradients-nvfp4_row", "gradients-nvfp4-*", "fused_casts-delayed",
+    "gradients-nvfp4_row", "gradients-nvfp4-*", "fused_casts-delayed", "fused_casts-fp8_tensor", "fused_casts-mxfp4",
+    "gradients-fp8_tensor_e5m2-*",
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ FUNCTIONS = [
 
 @pytest.mark.slow_cases(
     "further programs of a checked kind",
-    all_but=("nested", "left_by_an_exception", "around_a_checkpoint", "asks"),
+    all_but=("nested", "left_by_an_exception", "asks"),
 )
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_one_graph_gives_the_bits_of_eager(function) -> None:  # features G3

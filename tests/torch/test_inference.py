@@ -461,6 +461,7 @@ def saved(model) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow("further programs of a checked kind")
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 def test_programs_dequantize_at_every_call() -> None:
     layer, usual = (

@@ -41,6 +41,7 @@ def test_bytes_and_values_are_the_oracles(scale, block, rule, rounding):
         np.testing.assert_array_equal(ours.dequantize().numpy(), reference.dequantize(oracle))
 
 
+@pytest.mark.slow_cases("further blocks of each rule", cases=("*mae_448-block[13]", "*mse_256-block[02]"))
 @pytest.mark.parametrize("block", [(None, None), (3, None), (1, None), (5, 48)])
 @pytest.mark.parametrize("rule", ["four_over_six_mae_448", "four_over_six_mse_256"])
 def test_the_better_of_two_scales_is_chosen_in_blocks_of_any_size(block, rule):

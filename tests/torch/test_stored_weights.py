@@ -58,7 +58,7 @@ def compiled(model, **options):
     return torch.compile(model, fullgraph=True, backend="aot_eager", **options)
 
 
-@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4",))
+@pytest.mark.slow("further programs of a checked kind")
 @every_recipe
 def test_compiled_code_gives_the_bits_of_eager(recipe) -> None:
     model = make(recipe)

@@ -507,6 +507,7 @@ def test_products_that_torch_writes_wrongly():
 # ---- gradients
 
 
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("eager",))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_loss_of_the_values_reaches_the_parameter(compiled):
     """A weight decay in the loss, for instance; without the gradient it would do nothing, in silence."""

@@ -50,9 +50,17 @@ def block_max(values_RC: np.ndarray, block: tuple[int | None, int | None]) -> np
     (rows, cols), (block_rows, block_cols) = values_RC.shape, _sizes(values_RC.shape, block)
     grid_rows = 1 if block[0] is None else -(-rows // block_rows)
     grid_cols = 1 if block[1] is None else -(-cols // block_cols)
-    padding = ((0, grid_rows * block_rows - rows), (0, grid_cols * block_cols - cols))
-    tiles = np.pad(values_RC, padding).reshape(grid_rows, block_rows, grid_cols, block_cols)
-    return tiles.max(axis=(1, 3))
+    tiles = padded(values_RC, grid_rows * block_rows, grid_cols * block_cols)
+    return tiles.reshape(grid_rows, block_rows, grid_cols, block_cols).max(axis=(1, 3))
+
+
+def padded(values_RC: np.ndarray, rows: int, cols: int) -> np.ndarray:
+    """The matrix with zeros below and to the right, [rows, cols]; `np.pad` takes many times as long for small ones."""
+    if values_RC.shape == (rows, cols):
+        return values_RC
+    whole = np.zeros((rows, cols), values_RC.dtype)
+    whole[: values_RC.shape[0], : values_RC.shape[1]] = values_RC
+    return whole
 
 
 def spread(values: np.ndarray, block: tuple[int | None, int | None], shape_RC: tuple[int, int]) -> np.ndarray:
@@ -78,8 +86,8 @@ def hadamard_transform(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
     ``H[i, j] = (-1)^popcount(i & j)``; sums run in float32, butterflies of distance 1, 2, 4, 8.
     """
     x_RC = _matrix(x_RC, hadamard)
-    length = x_RC.shape[1]
-    x_RC = np.pad(x_RC, ((0, 0), (0, stored_length(length, hadamard) - length)))
+    rows, length = x_RC.shape
+    x_RC = padded(x_RC, rows, stored_length(length, hadamard))
     groups = _groups(_bf16(x_RC), hadamard) * _signs(hadamard)
     return _bf16(_butterflies(groups) * np.float32(0.25)).reshape(x_RC.shape)
 

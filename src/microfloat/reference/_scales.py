@@ -10,7 +10,7 @@ import numpy as np
 
 from microfloat.formats import E4M3, decode, encode
 from microfloat.recipes import Cast, Current
-from microfloat.reference._operand import block_max, spread
+from microfloat.reference._operand import block_max, padded, spread
 from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
 
 _F32 = np.float32
@@ -155,11 +155,10 @@ def _block_error(
     scaled = values * spread(decode(byte, E4M3), block, x_RC.shape)
     difference = scaled * tensor.amax / _F32(constants.capacity) - x_RC
     errors = np.abs(difference) if constants.four_over_six == "mae" else difference * difference
-    rows, cols = x_RC.shape
     block_rows, block_cols = (extent if size is None else size for size, extent in zip(block, x_RC.shape, strict=True))
     grid_rows, grid_cols = byte.shape
-    padding = ((0, grid_rows * block_rows - rows), (0, grid_cols * block_cols - cols))  # zeros change no sum
-    tiles = np.pad(errors, padding).reshape(grid_rows, block_rows, grid_cols, block_cols)
+    tiles = padded(errors, grid_rows * block_rows, grid_cols * block_cols)  # zeros change no sum
+    tiles = tiles.reshape(grid_rows, block_rows, grid_cols, block_cols)
     sums = np.zeros((grid_rows, block_rows, grid_cols), np.float32)
     for column in range(block_cols):
         sums = sums + tiles[..., column]
