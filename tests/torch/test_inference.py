@@ -563,6 +563,13 @@ def test_bad_configs_are_named() -> None:
     for fmt in ("fp8_128x128", "nvfp5"):
         with pytest.raises(InvalidValueError, match=r"one of 'fp8_tensor', 'fp8_row', 'fp8_1x128', 'mxfp8'"):
             WeightActivation(fmt)
+    for fmt, weight, needed in (
+        ("mxfp8", "fp8_row", "None or one of 'mxfp8', 'mxfp8_e5m2', 'mxfp6_e2m3', 'mxfp6_e3m2', 'mxfp4'. .* E8M0 too"),
+        ("nvfp4", "mxfp4", "None or one of 'nvfp4', 'nvfp4_row', 'nvfp4_2d'. A GEMM multiplies nvfp4 by .* E4M3 too"),
+        ("fp8_row", "mxfp8", "None or one of 'fp8_tensor', .*, 'fp8_128x128_e5m2'. A GEMM .* FP32 too"),
+    ):
+        with pytest.raises(InvalidValueError, match=f"^weight: got '{weight}', needed {needed}"):
+            WeightActivation(fmt, weight=weight)
     with pytest.raises(InvalidValueError, match=r"^scales: got 'static' with mxfp8, .*fp8_tensor or nvfp4"):
         WeightActivation("mxfp8", scales="static")
     with pytest.raises(InvalidTypeError, match=r"prefill: got bool, needed None or one of 'dequantized', 'folded'"):
