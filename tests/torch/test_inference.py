@@ -446,6 +446,22 @@ def test_what_is_kept_follows_writes_through_data(prefill, write) -> None:
     assert not torch.equal(layer(x), before)
 
 
+@pytest.mark.parametrize("prefill", ["dequantized", "folded"])
+def test_what_is_kept_follows_a_weight_that_is_swapped(prefill, monkeypatch) -> None:
+    """`torch.utils.swap_tensors`, by itself and where torch loads a state dict by it."""
+    first, second = (made(WeightOnly("nvfp4", prefill=prefill, prefill_rows=8)).up_proj for _ in range(2))
+    second.weight.detach().copy_(torch.randn(96, 72, generator=torch.Generator().manual_seed(5)))
+    x = inputs().reshape(-1, 72)
+    with torch.no_grad():
+        before = [first(x), second(x)]
+        torch.utils.swap_tensors(first.weight, second.weight)
+        assert torch.equal(first(x), before[1])
+        assert torch.equal(second(x), before[0])
+        monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+        first.load_state_dict(second.state_dict())
+        assert torch.equal(first(x), before[0])
+
+
 def test_a_backward_refuses_codes_that_were_written_after_its_forward() -> None:
     layer = made(WeightOnly("mxfp8")).up_proj.requires_grad_(False)
     y = layer(inputs().requires_grad_())
