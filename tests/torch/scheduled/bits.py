@@ -180,7 +180,7 @@ def values_in_the_order_of_x(device, name):
     recipe = recipe_of(name)
     layer, (_, dy) = make(recipe, device), inputs(device)
     x = torch.randn(K, M, dtype=torch.bfloat16).to(device).t().detach().requires_grad_()
-    with native_on(device), mock.patch.object(schedule, "laid", side_effect=AssertionError("a saved operand is copied")):
+    with native_on(device), mock.patch.object(schedule, "laid", side_effect=AssertionError("it is copied")):
         layer(x).backward(dy)
     assert x.grad is not None
 
