@@ -547,6 +547,14 @@ def test_every_expert_has_a_scale_of_its_own(fmt) -> None:
     assert torch.equal(weight[1], weight[0])
 
 
+def test_tiles_that_two_experts_would_share_are_refused_in_words() -> None:
+    """Rows of a group are free; those of an expert's weight are not, where tiles cover several."""
+    experts = nn.ModuleList([mf.GroupedLinear(3, 256, 192, dtype=torch.bfloat16)])
+    needed = "multiples of 128 rows, so that no tile holds rows of two experts. Take a format without tiles"
+    with pytest.raises(InvalidValueError, match=f"got experts of 192 rows under fp8_128x128, needed {needed}"):
+        mf.quantize_(experts, WeightOnly("fp8_128x128"))
+
+
 def test_gates_of_experts_share_scales_with_their_ups() -> None:
     torch.manual_seed(3)
     model = nn.ModuleDict({name: mf.GroupedLinear(2, 32, 48) for name in ("gate_proj", "up_proj")})
