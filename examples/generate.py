@@ -81,11 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         size = sum(value.nbytes for value in model.state_dict().values())
         before = bits_per_byte(model, settings, options.windows)
         print(mf.quantize_(model, mf.WeightOnly(options.format, scale_search=options.search)))
-        state = model.state_dict().values()
-        small = sum(
-            sum(part.nbytes for part in one.parts().values()) if isinstance(one, mf.QuantizedTensor) else one.nbytes
-            for one in state
-        )
+        small = sum(value.nbytes for value in model.state_dict().values())
         after = bits_per_byte(model, settings, options.windows)
         print(f"bits per byte: {before:.4f} in bfloat16, {after:.4f} in {options.format} ({after - before:+.4f})")
         print(f"bytes: {size:,} in bfloat16, {small:,} in {options.format}")

@@ -10,7 +10,7 @@ from tests.architecture import left_out
 from tests.jax.effort import effort_of
 
 
-def _why_not(item):
+def why_not(item):
     """Why the adapter of a test does not take its Cast, or None."""
     given = getattr(item, "callspec", None) and item.callspec.params
     if not given or "adapter" not in given or not {"cast", "pin", "case"} & given.keys():
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what an adapter does not take, and count it."""
     folder, kept = Path(__file__).parent, []
     for item in items:
-        reason = _why_not(item) if item.path.parent == folder else None
+        reason = why_not(item) if item.path.parent == folder else None
         if reason is None:
             kept.append(item)
         else:

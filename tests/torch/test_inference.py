@@ -447,6 +447,22 @@ def test_what_is_kept_follows_writes_through_data(prefill, write) -> None:
     assert not torch.equal(layer(x), before)
 
 
+@pytest.mark.parametrize("prefill", ["dequantized", "folded"])
+def test_what_is_kept_follows_a_weight_that_is_swapped(prefill, monkeypatch) -> None:
+    """`torch.utils.swap_tensors`, by itself and where torch loads a state dict by it."""
+    first, second = (made(WeightOnly("nvfp4", prefill=prefill, prefill_rows=8)).up_proj for _ in range(2))
+    second.weight.detach().copy_(torch.randn(96, 72, generator=torch.Generator().manual_seed(5)))
+    x = inputs().reshape(-1, 72)
+    with torch.no_grad():
+        before = [first(x), second(x)]
+        torch.utils.swap_tensors(first.weight, second.weight)
+        assert torch.equal(first(x), before[1])
+        assert torch.equal(second(x), before[0])
+        monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+        first.load_state_dict(second.state_dict())
+        assert torch.equal(first(x), before[0])
+
+
 def test_a_backward_refuses_codes_that_were_written_after_its_forward() -> None:
     layer = made(WeightOnly("mxfp8")).up_proj.requires_grad_(False)
     y = layer(inputs().requires_grad_())
@@ -533,6 +549,14 @@ def test_every_expert_has_a_scale_of_its_own(fmt) -> None:
     assert torch.equal(weight[1], weight[0])
 
 
+def test_tiles_that_two_experts_would_share_are_refused_in_words() -> None:
+    """Rows of a group are free; those of an expert's weight are not, where tiles cover several."""
+    experts = nn.ModuleList([mf.GroupedLinear(3, 256, 192, dtype=torch.bfloat16)])
+    needed = "multiples of 128 rows, so that no tile holds rows of two experts. Take a format without tiles"
+    with pytest.raises(InvalidValueError, match=f"got experts of 192 rows under fp8_128x128, needed {needed}"):
+        mf.quantize_(experts, WeightOnly("fp8_128x128"))
+
+
 def test_gates_of_experts_share_scales_with_their_ups() -> None:
     torch.manual_seed(3)
     model = nn.ModuleDict({name: mf.GroupedLinear(2, 32, 48) for name in ("gate_proj", "up_proj")})
@@ -565,6 +589,13 @@ def test_bad_configs_are_named() -> None:
     for fmt in ("fp8_128x128", "nvfp5"):
         with pytest.raises(InvalidValueError, match=r"one of 'fp8_tensor', 'fp8_row', 'fp8_1x128', 'mxfp8'"):
             WeightActivation(fmt)
+    for fmt, weight, needed in (
+        ("mxfp8", "fp8_row", "None or one of 'mxfp8', 'mxfp8_e5m2', 'mxfp6_e2m3', 'mxfp6_e3m2', 'mxfp4'. .* E8M0 too"),
+        ("nvfp4", "mxfp4", "None or one of 'nvfp4', 'nvfp4_row', 'nvfp4_2d'. A GEMM multiplies nvfp4 by .* E4M3 too"),
+        ("fp8_row", "mxfp8", "None or one of 'fp8_tensor', .*, 'fp8_128x128_e5m2'. A GEMM .* FP32 too"),
+    ):
+        with pytest.raises(InvalidValueError, match=f"^weight: got '{weight}', needed {needed}"):
+            WeightActivation(fmt, weight=weight)
     with pytest.raises(InvalidValueError, match=r"^scales: got 'static' with mxfp8, .*fp8_tensor or nvfp4"):
         WeightActivation("mxfp8", scales="static")
     with pytest.raises(InvalidTypeError, match=r"prefill: got bool, needed None or one of 'dequantized', 'folded'"):

@@ -31,6 +31,7 @@ CASES = [
     *[("overflow", (name,)) for name in NAMES],
     ("counts_change_the_schedule", ()),
     *[("any_input_is_served", (what,)) for what in OTHER_INPUTS],
+    *[("values_in_the_order_of_x", (name,)) for name in ("mxfp8_exact", "nvfp4")],
     ("negated_views", ()),
     ("only_what_is_wanted", ()),
     ("a_changed_setting_finds_another_schedule", ()),

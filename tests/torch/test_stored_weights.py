@@ -98,6 +98,8 @@ OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
     "fused adam": lambda p: torch.optim.Adam(p, lr=0.05, fused=True, amsgrad=True),
     "fused adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.5),
+    "foreach adafactor": lambda p: torch.optim.Adafactor(p, lr=0.5, weight_decay=0.01, foreach=True),
 }
 
 
@@ -114,6 +116,29 @@ def test_any_form_of_an_optimizer_trains_them(name) -> None:
     assert isinstance(model[0].weight, mf.QuantizedTensor)
     again = OPTIMIZERS[name](model.parameters())
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adafactor_steps_by_the_norm_of_the_values(dtype) -> None:
+    q = mf.quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(dtype), "mxfp8")
+    parameters = [nn.Parameter(q.clone()), nn.Parameter(q.dequantize())]
+    for parameter in parameters:
+        parameter.grad = torch.ones(32, 64, dtype=dtype)
+        torch.optim.Adafactor([parameter], lr=0.5).step()
+    assert torch.equal(q.norm(), q.dequantize().norm())
+    if dtype == torch.float32:  # a step on plain bfloat16 rounds to it
+        assert torch.equal(parameters[0], mf.quantize(parameters[1].detach(), "mxfp8"))
+    for other in (lambda: parameters[0].norm(), lambda: q.norm(dim=1), lambda: q.norm(p=2, dim=(0, 1))):
+        with pytest.raises(InvalidTypeError, match=r"norm.*Call .dequantize\(\) first"):
+            other()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_asgd_is_refused_by_name(foreach) -> None:
+    model = make()
+    gradients(model)
+    with pytest.raises(InvalidTypeError, match=r"Where the optimizer ASGD did: step with another one, and average by"):
+        torch.optim.ASGD(model.parameters(), foreach=foreach).step()
 
 
 def test_a_fused_step_that_found_infinities_changes_no_byte() -> None:

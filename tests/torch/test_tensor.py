@@ -742,9 +742,15 @@ def test_what_asks_for_memory_is_refused_or_gets_the_parts():
         __import__("safetensors.torch").torch.save({"w": q, "other": q.clone()})
 
 
-def test_its_storage_has_a_size_and_no_memory():
-    storage = mf.quantize(randn(32, 64), "nvfp4").untyped_storage()
-    assert (storage.device.type, storage.nbytes(), storage.data_ptr()) == ("meta", 32 * 64 * 4, 0)
+def test_its_bytes_are_those_of_codes_and_scales():
+    q = mf.quantize(randn(32, 64), "nvfp4")
+    size = 32 * 64 // 2 + 32 * 64 // 16 + 4
+    assert (q.nbytes, nn.Parameter(q).nbytes, q[:16].nbytes) == (size, size, size // 2 + 2)
+    assert q.numel() * q.element_size() == 32 * 64 * 4
+    assert q.t().nbytes == q.bfloat16().nbytes == size
+    assert torch.compile(lambda q: q.codes[:1] + q.nbytes, fullgraph=True, backend="eager")(q).shape == (1, 32)
+    storage = q.untyped_storage()
+    assert (storage.device.type, storage.nbytes(), storage.data_ptr()) == ("meta", size, 0)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -166,7 +166,8 @@ class WeightActivation(_Inference):
     """Quantized weights and activations: the product of both on the format's tensor cores, where there are any.
 
     `format`: that of the activations: fp8_tensor, fp8_row, fp8_1x128, mxfp8, mxfp6_e2m3, mxfp6_e3m2, mxfp4, nvfp4,
-    nvfp4_row. `weight`: that of the weights; None is the same one (128x128 beside 1x128, NVFP4 beside nvfp4_row).
+    nvfp4_row. `weight`: that of the weights, any whose scales are of the same kind (FP8 beside FP8, MX beside MX, NVFP4
+    beside NVFP4); None is the same one (128x128 beside 1x128, NVFP4 beside nvfp4_row).
     `scales` "dynamic": of each input as it comes; "static": the scale of a whole input (fp8_tensor, and the tensor
     scale of nvfp4) is that of the largest amax met under `microfloat.torch.calibrate`. `scale_search`: as in
     `WeightOnly`. `path`: that of an MX product on chips without MX GEMMs. Source: docs/inference.md.
@@ -186,6 +187,11 @@ class WeightActivation(_Inference):
             raise unknown_name("format", self.format, _PAIRS)
         if self.weight is not None:
             object.__setattr__(self, "weight", _name_of(self.weight, "weight"))
+            scales = FORMATS[self.format].scale
+            beside = [name for name, fmt in FORMATS.items() if fmt.scale == scales]
+            if self.weight not in beside:
+                remedy = f"A GEMM multiplies {self.format} by formats whose scales are {scales} too."
+                raise unknown_name("weight", self.weight, beside, remedy, or_none=True)
         check_choice("scales", self.scales, ("dynamic", "static"))
         super().__post_init__()
 

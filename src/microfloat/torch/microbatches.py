@@ -98,22 +98,32 @@ class KeptWeight:
     def find(self, weights: Sequence[torch.Tensor], key: tuple) -> Parts | None:
         """The operands if these are the tensors that they were made from, unchanged, and `key` is equal; else None."""
         entry = self._entry
-        if entry is None or len(entry[0]) != len(weights):
+        if entry is None:
             return None
         made_from, stamp, operands = entry
-        same = all(one() is weight for one, weight in zip(made_from, weights, strict=True))
-        return operands if same and stamp == _stamp(weights, key) else None
+        tensors = _tensors_in(weights)
+        same = len(made_from) == len(tensors) and all(one() is its for one, its in zip(made_from, tensors, strict=True))
+        return operands if same and stamp == _stamp(weights, tensors, key) else None
 
     def keep(self, weights: Sequence[torch.Tensor], key: tuple, operands: Parts) -> None:
         """Keep `operands`, made from `weights` and from what `key` says."""
         if not any(weight.is_inference() for weight in weights):  # their writes are not counted
-            self._entry = tuple(weakref.ref(weight) for weight in weights), _stamp(weights, key), operands
+            tensors = _tensors_in(weights)
+            self._entry = tuple(weakref.ref(one) for one in tensors), _stamp(weights, tensors, key), operands
 
 
-def _stamp(weights: Sequence[torch.Tensor], key: tuple) -> tuple:
+def _tensors_in(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Plain weights, and the parts of quantized ones: `torch.utils.swap_tensors` gives a weight the parts of another.
+
+    It refuses tensors that have weak references, so a plain weight of which something is kept cannot be swapped.
+    """
+    parts = [weight.part_list() if isinstance(weight, QuantizedTensor) else [weight] for weight in weights]
+    return [part for its in parts for part in its]
+
+
+def _stamp(weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], key: tuple) -> tuple:
+    # torch counts the writes to a QuantizedTensor, and those of a user to its parts.
+    state = [weight._version for weight in weights]
+    state += [number for one in tensors for number in (one.data_ptr(), one._version)]
     # Operands that were made in inference mode cannot be saved for a backward.
-    state = []
-    for weight in weights:  # torch counts the writes to a QuantizedTensor, and those of a user to its parts
-        parts = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
-        state += [weight._version, *(number for part in parts for number in (part.data_ptr(), part._version))]
     return *state, _latest_step, torch.is_inference_mode_enabled(), *key

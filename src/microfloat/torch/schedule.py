@@ -478,6 +478,8 @@ class Schedule:
         codes, scale, level = parts
         if codes.stride() == strides[0] and (scale is None or scale.stride() == strides[1]):
             return parts
+        if scale is None and codes.t().is_contiguous():  # values lie as x does, and GEMMs read them in either order
+            return parts
         return laid(codes, layout.codes), laid(scale, layout.scale), level
 
     @property

@@ -389,8 +389,13 @@ class QuantizedTensor(torch.Tensor):
         """All parts are in shared memory."""
         return all(part.is_shared() for part in self.parts().values())
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of codes and scales; ``numel() * element_size()`` are those of the values."""
+        return sum(part.nbytes for part in self.part_list())
+
     def untyped_storage(self) -> torch.UntypedStorage:
-        """A storage without memory, of the presented size; torch's checkpoints compare sizes and save the parts."""
+        """A storage without memory, of `nbytes` bytes; torch's checkpoints compare sizes and save the parts."""
         if _operators.is_tracing(self.codes):
             return super().untyped_storage()
         return torch.UntypedStorage(self.nbytes, device="meta")

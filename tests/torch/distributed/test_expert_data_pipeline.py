@@ -382,7 +382,7 @@ def test_experts_on_two_ranks_give_the_bits_of_one_process_under_every_recipe(tm
 def test_what_cannot_be_dispatched_is_named(ranks) -> None:
     for said in of(ranks, bad_dispatches):
         words = (
-            "multiple",
+            f"group_sizes: got 3 sizes, needed a multiple of {WORLD}: one for each expert",
             "add up to 6",
             "shape (1, 5, 32)",
             "layer's state",

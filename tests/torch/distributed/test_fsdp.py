@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import recipes  # noqa: E402
-from microfloat.errors import NotSupportedError  # noqa: E402
+from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
 from microfloat.torch.distributed import (  # noqa: E402
     ColwiseParallel,
@@ -369,14 +369,19 @@ def no_rows_on_one_rank(rank: int, names: Names = ("delayed", "current", "mxfp8"
 
 
 def refusals(rank: int) -> list[str]:
-    """A recipe that changes after the call, and a model that is not sharded after it."""
+    """A recipe that changes after the call, a model that is not sharded after it, and one that was before it."""
     model, made = shard(low_precision_all_gather(stack(RECIPES["mxfp8"]))), []
+    assert reasons(low_precision_all_gather(model)) == {""}  # a second call changes nothing
     model[0].up.pin(RECIPES["nvfp4"])
     for one in (model, low_precision_all_gather(stack(RECIPES["mxfp8"]))):
         try:
             one(example())
         except NotSupportedError as error:
             made.append(str(error))
+    try:
+        low_precision_all_gather(shard(stack(RECIPES["mxfp8"])))
+    except InvalidValueError as error:
+        made.append(str(error))
     return made
 
 
@@ -762,9 +767,25 @@ def test_uneven_shards_are_gathered_in_high_precision(ranks) -> None:
 
 
 def test_refusals(ranks) -> None:
-    for changed, not_sharded in of(ranks, refusals):
+    for changed, not_sharded, sharded_before in of(ranks, refusals):
         assert "low_precision_all_gather: got another recipe for 0.up (NVFP4BlockScaling)" in changed
         assert "weight: got one that low_precision_all_gather has prepared" in not_sharded
+        assert "(fully_shard came before low_precision_all_gather)" in sharded_before
+
+
+def test_a_model_without_a_weight_to_gather_as_codes_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+    order = r"Call convert, low_precision_all_gather, fully_shard, in this order\."
+    for one, why in (
+        (model, "it has no Linear of microfloat"), (nn.ReLU(), "it has no Linear of microfloat"),
+        (mf.Linear(32, 32), r"no recipe is pinned to it \(convert pins one\)"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidValueError, match=rf"^model: got a {type(one).__name__} without .*{why}.*{order}"):
+            low_precision_all_gather(one)
+    mf.convert(model, RECIPES["mxfp8"])
+    low_precision_all_gather(model)
+    with mf.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        low_precision_all_gather(mf.Linear(32, 32))  # codes, which need no preparation
 
 
 def test_checkpoints_hold_plain_tensors_and_resume_bit_for_bit(ranks) -> None:

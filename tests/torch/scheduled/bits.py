@@ -1,6 +1,7 @@
 """One call: the same bits by launches and by torch operations, whatever it is given or wanted of it."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -172,6 +173,16 @@ def any_input_is_served(device, what):
     elif what == "strided x":
         x = torch.randn(M, 2 * K, dtype=torch.bfloat16).to(device)[:, :K].detach().requires_grad_()
     compare(device, recipe, [(x, dy)], run=run, **options)
+
+
+def values_in_the_order_of_x(device, name):
+    """Values of a column-major x are saved as they lie, and backward copies none of them."""
+    recipe = recipe_of(name)
+    layer, (_, dy) = make(recipe, device), inputs(device)
+    x = torch.randn(K, M, dtype=torch.bfloat16).to(device).t().detach().requires_grad_()
+    with native_on(device), mock.patch.object(schedule, "laid", side_effect=AssertionError("it is copied")):
+        layer(x).backward(dy)
+    assert x.grad is not None
 
 
 def _expanded(layer):

@@ -69,6 +69,16 @@ def _decay(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor | l
     return func(gradients, values_of_weights(weights), **kwargs)
 
 
+@register(aten.linalg_vector_norm.default)
+def _norm(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
+    """The norm of all values, one number, by which optimizers (Adafactor) scale steps. Norms of rows are refused."""
+    q, *rest = args
+    dim = rest[1] if len(rest) > 1 else kwargs.get("dim")
+    if dim is not None or (q.requires_grad and torch.is_grad_enabled()):  # its gradient is one of q.dequantize().norm()
+        raise refusal(func, args, kwargs)
+    return func(q.dequantize(), *rest, **kwargs)
+
+
 @register(aten.index.Tensor, aten.index_select.default)
 def _index(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """Whole rows, chosen by indices or masks of the leading axes, as a tensor of its own."""

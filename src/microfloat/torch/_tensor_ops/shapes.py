@@ -387,6 +387,13 @@ def _stack(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
         raise refusal(func, args, kwargs)
     joined = func([valueless(q) for q in tensors], dim)
     first = tensors[0]
+    rows, tile = first.codes.shape[0], first.format.block[0] or 1
+    if not dim and first.dim() == 2 and first.format.is_tile and rows % tile and len(tensors) > 1:
+        raise invalid_value(
+            "stack", f"experts of {rows} rows under {first.format}",
+            f"multiples of {tile} rows, so that no tile holds rows of two experts",
+            "Take a format without tiles, or keep the values: leave the layer out of what is quantized.",
+        )  # fmt: skip
     if not dim and first.dim() == 2 and first.upper.dim() == 0:
         # Experts, which keep their scales.
         for q in tensors[1:]:

@@ -74,8 +74,10 @@ def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
     name, remedy = str(func).removeprefix("aten."), "Call .dequantize() first; nothing dequantizes in silence."
     flat = tree_leaves((args, kwargs))
     formats = sorted({str(value.format) for value in flat if isinstance(value, QuantizedTensor)})
+    asgd = " Where the optimizer ASGD did: step with another one, and average by torch.optim.swa_utils.AveragedModel."
     if name.startswith(("_foreach_", "_fused_")):
         remedy = "Compute on q.dequantize(). Clip gradients, which are plain, as usual."
+        remedy += asgd if name.startswith("_foreach_sub") else ""
     elif name.startswith("dequantize"):  # of a tensor that a transform of torch.func wraps, so not our method
         remedy = "A transform of torch.func hides that it is quantized: call .dequantize() outside of the transform."
     elif (
@@ -87,7 +89,7 @@ def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
             " Where load_state_dict asked for it: load microfloat.torch.plain_state_dict(model), or take the quantized "
             "weights over with assign=True. Where DistributedDataParallel or distribute_tensor did: use fully_shard, "
             "or build the layers without quantized_model_init and let a recipe quantize them. Where full_tensor or a "
-            "full state dict did: save shards with torch.distributed.checkpoint, or plain_state_dict(model)."
+            "full state dict did: save shards with torch.distributed.checkpoint, or plain_state_dict(model)." + asgd
         )
     elif name.startswith(("isclose", "allclose")):  # where torch.testing.assert_close arrives
         remedy += " torch.equal(a, b) compares codes and scales."

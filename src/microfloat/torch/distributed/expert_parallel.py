@@ -184,7 +184,10 @@ def dispatch(
     world = dist.get_world_size(group)
     number = len(group_sizes) if isinstance(group_sizes, torch.Tensor | Sequence) else 0
     if not number or number % world:
-        raise invalid_value("group_sizes", f"{number} sizes", f"one for each expert of {world} ranks: a multiple of it")
+        raise invalid_value(
+            "group_sizes", f"{number} sizes",
+            f"a multiple of {world}: one for each expert, of which every rank owns as many as the others",
+        )  # fmt: skip
     sizes = [rows.stop - rows.start for rows in groups_of(group_sizes, x, number).slices]
     if sum(sizes) != len(x):
         raise invalid_value(

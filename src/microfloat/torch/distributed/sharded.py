@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from microfloat.errors import NotSupportedError
+from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.layout import Part, layout_of
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import routes_of
@@ -63,7 +63,8 @@ def low_precision_all_gather(model: nn.Module) -> nn.Module:
     The bytes of a step stay those of a gather in high precision. Layers whose weight cannot be gathered so keep that
     one: ``explain(model)`` names the reason. Weights that exist as codes only need no such call. Optimizers are made
     after `fully_shard`, as always, and see the values; state dicts hold plain tensors. Returns the model. Raises
-    InvalidTypeError for anything but a module.
+    InvalidTypeError for anything but a module, InvalidValueError where the call comes too early or too late for all of
+    its layers: before `convert`, or after `fully_shard`.
 
     >>> import microfloat.torch as mf
     >>> from microfloat.torch.distributed import low_precision_all_gather
@@ -73,12 +74,18 @@ def low_precision_all_gather(model: nn.Module) -> nn.Module:
     torch.Size([256, 256])
     """
     check_model(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    unready = {_unready(layer) for layer in layers} or {"it has no Linear of microfloat"}
+    if "" not in unready:
+        raise invalid_value(
+            "model", f"a {type(model).__name__} without a weight to gather as codes ({'; '.join(sorted(unready))})",
+            "layers that a recipe is pinned to", "Call convert, low_precision_all_gather, fully_shard, in this order.",
+        )  # fmt: skip
     joint = set(_joint_layers(model))
     held = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
-    for layer in model.modules():
+    for layer in layers:
         weight = layer._parameters.get("weight")
-        # FSDP2 gathers as they are what exists as codes only.
-        if not isinstance(layer, Linear) or isinstance(weight, ShardedWeight | QuantizedTensor):
+        if _is_ready(weight):
             continue
         state = layer.__dict__["_shards"] = Shards()
         state.reason = (
@@ -322,15 +329,30 @@ def _casts_of(recipe: Recipe) -> tuple[Cast, ...]:
     return () if first is None or second is None else (first, second)
 
 
+def _is_ready(weight: object) -> bool:
+    """True for a weight that needs no preparation: FSDP2 gathers as they are what exists as codes only."""
+    return isinstance(getattr(weight, "_local_tensor", weight), ShardedWeight | QuantizedTensor)
+
+
+def _unready(layer: Linear) -> str:
+    """Reason why the time to prepare a layer is not now, or ""."""
+    weight = layer._parameters.get("weight")
+    if _is_ready(weight):
+        return ""
+    if not isinstance(layer._pinned, Recipe):
+        return "no recipe is pinned to it (convert pins one)"
+    if isinstance(weight, DTensor) and fsdp_parameters(layer):
+        return "fully_shard came before low_precision_all_gather"
+    return ""
+
+
 def _refusal(layer: Linear) -> str:
     """Reason for gathering a layer's weight in high precision whatever its shards are, or ""."""
     weight, recipe = layer._parameters.get("weight"), layer._pinned
-    if not isinstance(recipe, Recipe):
-        return "no recipe is pinned to it (convert pins one)"
+    if unready := _unready(layer):
+        return unready
     if not isinstance(weight, nn.Parameter) or type(getattr(weight, "_local_tensor", weight)) not in _PLAIN:
         return f"its weight is a {type(weight).__name__}"
-    if isinstance(weight, DTensor) and fsdp_parameters(layer):
-        return "fully_shard came before low_precision_all_gather"
     casts = _casts_of(recipe)
     if not casts:
         return "a GEMM reads it in high precision"

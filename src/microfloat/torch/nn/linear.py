@@ -220,8 +220,8 @@ class RecipeLayer(nn.Module):
         _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
         if self._buffers.get("input_amax", self) is None and prefix + "input_amax" in state_dict:
             self._buffers["input_amax"] = torch.empty((), dtype=torch.float32, device=self.weight.device)
+        self._drop_weight_cache()  # first: torch swaps no parameter to which something refers weakly
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._drop_weight_cache()
 
     def extra_repr(self) -> str:
         pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
