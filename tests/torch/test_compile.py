@@ -187,6 +187,24 @@ def test_layers_of_one_input_draw_seeds_of_their_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
+def test_writes_of_one_value_draw_seeds_of_their_own() -> None:
+    """The same of writes into stored weights, whose seeds are drawn where the graph is made."""
+    cast, x, outcomes = Cast("nvfp4", rounding="stochastic"), torch.randn(16, 32), []
+
+    def function(value, *stored):
+        for q in stored:
+            q.copy_(value.detach())
+        return value.square().sum()
+
+    for run in (function, compiled(function)):
+        stored = [mf.quantize(torch.zeros(16, 32), cast, seed=0) for _ in range(2)]
+        torch.manual_seed(1)
+        run(x.clone().requires_grad_(), *stored).backward()
+        outcomes.append(stored)
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert not torch.equal(*outcomes[1])
+
+
 @pytest.mark.slow_cases("further programs of a checked kind", all_but=("a name",))
 @pytest.mark.parametrize("name", MADE_INSIDE)
 def test_a_recipe_that_the_compiled_function_makes_is_that_of_eager(name: str) -> None:

@@ -58,7 +58,10 @@ def draw_seed(device: torch.device | str, *, folds: bool = True, rank: int | Non
 
     `folds`: fold the rank in (`rank`, if it is given); False for what replicas must round alike.
     """
-    return torch.ops.microfloat.draw_seed(device=torch.device(device), folds=folds, rank=rank)
+    device = torch.device(device)
+    # Under a mode of torch's dispatcher the call may become a node of a graph.
+    apart = torch.empty(0, device=device) if torch._C._len_torch_dispatch_stack() else None
+    return torch.ops.microfloat.draw_seed(device=device, folds=folds, rank=rank, apart=apart)
 
 
 # True where there is a default process group, whose rank is folded in; builds of torch without groups have none.
