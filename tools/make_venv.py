@@ -5,9 +5,9 @@
 What is installed is pinned by constraints.txt. A stamp inside the environment holds a digest of pyproject.toml,
 constraints.txt, this file and the interpreter, so a second call returns at once and a change reinstalls.
 
-uv installs, which takes about half of the time (benchmarks/results/setup.json); pip brings it, and what pip is
-configured with is told to it. Where uv
-is not to be had, fails, or pip has a setting that it does not know, pip installs.
+uv installs, which takes about half of the time (benchmarks/results/setup.json); pip brings it, and what
+pip is configured with is told to it. Where uv is not to be had, fails, or pip has a setting that it does not know, pip
+installs.
 
 torch comes in builds of very different size. `--torch-build auto` asks for the CPU build first on Linux without an
 NVIDIA GPU; if there is no source of it, the default build is installed and that is said. `cpu` refuses instead,

@@ -1,6 +1,7 @@
 """The sweep over divisions of products of a few rows: its candidates, what it compiles, what it writes."""
 
 import itertools
+import json
 
 import pytest
 
@@ -31,6 +32,18 @@ def test_candidates_fit_the_product(name):
         assert any(cut.DEPENDENT for cut in cuts)
         older = decode_cuts.candidates(stored, (m, k, n), H100, dependent=False)
         assert older == [cut for cut in cuts if not cut.DEPENDENT]
+
+
+def test_divisions_are_the_fastest_that_were_measured(repository):
+    """To 1 %, which a measurement differs from the next."""
+    rows = json.loads((repository / "benchmarks" / "results" / "decode_few_cuts.json").read_text())["rows"]
+    assert len(rows) > 60
+    for row in rows:
+        (m, k, n), name = row["shape"], row["id"].split(".")[2]
+        stored = decode_cuts.stored_like(name, (n, k))
+        cut = products.cut_of(stored.codes, (m, k, n), stored.strides, False, H100)
+        measured = {tuple(one): milliseconds for one, milliseconds in row["extra"]["first_ms"]}
+        assert measured.get(tuple(cut), float("inf")) <= 1.01 * min(measured.values()), (row["id"], m, n)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -18,8 +18,9 @@ a chunk is loaded once the half before it in the same registers has been multipl
 they lost most of their time to conflicts of its banks.) The loads are written as instructions, which Triton leaves
 where they are; the assembler still puts some of them off until the end of the loop, for want of registers. A launch may
 begin while the one before it ends: it then asks the L2 cache for its first chunks. Each lane's request is one of its
-own: with 32 lanes that asked for the same line a product took 22.7 us instead of 16.5, so only one does. More than
-eight tokens come in the order of the tensor cores, which `decode_order` gives them in a pass of its own.
+own: with 32 lanes that asked for the same line a product took 22.7 us instead of 16.5, so only one does. Where a
+division says so, as of more than eight tokens, x comes in the order of the tensor cores, which `decode_order` gives it
+in a pass of its own.
 
 Warps of a program share rows or parts of K (`constants.DecodeCut`); their sums meet in shared memory at the end, four
 at once.
