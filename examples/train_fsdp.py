@@ -113,7 +113,7 @@ class Trainer(train_gpt.Trainer):
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
             for block in self.model.blocks:
                 parallelize_module(block, self.mesh["tp"], {name: make() for name, make in TENSOR_PARALLEL.items()})
-        if options.low_precision_gather and options.dp > 1:
+        if options.low_precision_gather and self.recipe is not None:
             low_precision_all_gather(self.model)
         for block in self.model.blocks:
             matrices = [getattr(block, name) for name in TENSOR_PARALLEL]
