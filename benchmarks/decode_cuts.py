@@ -25,10 +25,10 @@ from benchmarks._recipes import sqnr_db
 from benchmarks._report import Report, Row
 from benchmarks.decode import CALLS, QUICK, SHAPES, WEIGHTS, graph_of, layers_of
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
-from microfloat.passes import MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS, products
+from microfloat.passes import products
 from microfloat.passes.matrix import At, Device, Passes
 from microfloat.recipes import WeightOnly
-from microfloat.routes import encoding_of
+from microfloat.routes import MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS, encoding_of
 from microfloat.torch.measure import Times
 from microfloat.torch.program import Program, device_of
 from microfloat.torch.tensor import QuantizedTensor

@@ -1,8 +1,9 @@
 """The route of a GEMM on a chip: the form in which each operand enters it, what multiplies them, and every refusal.
 
 The decision is a function of the two Casts, the GEMM's path and the chip. Both front ends act on it and both `explain`s
-print it, so what is said is what runs (docs/numerics.md, section 10). Nothing here imports a framework or Triton: the
-answer about a chip is the same on every machine.
+print it, so what is said is what runs (docs/numerics.md, section 10). It depends on the kernels that serve a Cast
+(`family_of`), and says in turn how the operands of a tensor are cast (`entries_of`). Nothing here imports a framework
+or Triton: the answer about a chip is the same on every machine.
 
 | kind | what multiplies | the right operand |
 |---|---|---|
@@ -20,17 +21,21 @@ answer about a chip is the same on every machine.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from microfloat.chips import Chip
-from microfloat.formats import E5M2, ELEMENTS, ScaledFormat
+from microfloat.formats import E5M2, ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ScaledFormat
 from microfloat.layout import folded_format
-from microfloat.passes import WRITES_VALUES, family_of, most_decoded_rows
+from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
+from microfloat.scale_rules import TwoLevel, unknown_kind
 
 __all__ = [
-    "NO_GRADIENT", "OWN_GEMMS", "UNTRIED", "Encoding", "OwnGemm", "Route", "Routes", "encoding_of", "is_outer",
-    "own_gemm_is_faster", "route_between", "route_of", "routes_of",
+    "MOST_DECODED_ROWS", "MOST_ROWS_BY_WARPGROUPS", "NO_GRADIENT", "UNTRIED", "WRITES_VALUES", "Encoding",
+    "Entries", "Entry", "OperandSpec", "Route", "Routes", "encoding_of", "entries_of", "family_of",
+    "first_delayed", "is_outer", "most_decoded_rows", "route_between", "route_of", "routes_of",
+    "saved_parts", "why_not_in_groups",
 ]  # fmt: skip
 
 UNTRIED = "not yet run on the hardware"
@@ -39,6 +44,16 @@ NO_GRADIENT = (
     "Freeze it (model.requires_grad_(False)) and train adapters or inputs, or microfloat.torch.revert the model and "
     "train it under a recipe."
 )
+# The kinds of scale rules that kernels compute, by the scale format.
+_RULE_KINDS = {SCALE_FP32: "ratio", SCALE_E8M0: "threshold", SCALE_E4M3: "two_level"}
+_BLOCKS = (16, 32, 64, 128)
+_LEAST_SCALE = 2.0**-6
+# The families whose kernels also write operands decoded to bfloat16; those of others write codes alone.
+WRITES_VALUES = ("blocks", "nvfp4")
+# Rows of x in high precision up to which a kernel multiplies a weight's stored codes: anywhere (of experts, the mean of
+# their rows), and by the warpgroups of a Hopper (benchmarks/results/decode.json). Above, the weight is decoded for the
+# vendor's GEMM.
+MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS = 64, 256
 _SIDE = 128
 _NO_FASTER = "products are exact, no faster than bfloat16"
 _ONE_WIDE = "the recipe keeps one operand in high precision: the other is dequantized to the compute dtype"
@@ -268,41 +283,122 @@ def _are_block_scaled(lhs: Encoding, rhs: Encoding, library: str) -> bool:
     )
 
 
-class OwnGemm(NamedTuple):
-    """The cut of a program of microfloat's FP8 GEMM with 1x128 scales: warpgroups that multiply, parts of 64 rows of
-    each, stages of its ring, rows of tiles to go down before the next column, registers of a multiplying thread."""
-
-    warpgroups: int
-    parts: int
-    stages: int
-    group: int
-    registers: int
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of C that one program makes at a time."""
-        return 64 * self.warpgroups * self.parts, 128
+# ---- the kernels that serve a cast -------------------------------------------------------------------------------
 
 
-# By whether the second operand has 128x128 scales ("tiles"); chosen by measurement.
-OWN_GEMMS = {False: OwnGemm(2, 2, 4, 8, 240), True: OwnGemm(3, 1, 4, 8, 160)}
-# Where it was measured to win: E4M3 to bfloat16 (the kernel's other forms have not run on a GPU yet), long sums, many
-# products, and tiles that keep all multiprocessors busy to the end.
-_LEAST_LENGTH, _LEAST_PRODUCTS, _LEAST_FILL = 4096, 2**38, 0.95
+def most_decoded_rows(warpgroups: bool) -> int:
+    """The most rows of x by which a kernel multiplies one weight's stored codes; `warpgroups`: on a Hopper."""
+    return MOST_ROWS_BY_WARPGROUPS if warpgroups else MOST_DECODED_ROWS
 
 
-def own_gemm_is_faster(shape: tuple[int, int, int], tiles: bool, chip: Chip, processors: int = 132) -> bool:
-    """True if microfloat's FP8 GEMM serves a product of M, K, N with a bfloat16 result and beats the vendor's.
+@functools.lru_cache(512)
+def family_of(cast: Cast) -> tuple[str, str]:
+    """(family, "") of the kernel that serves a Cast, or ("", the reason) where none does.
 
-    On compute capability 9.0, M a multiple of 4, K and N of 16; from 2^38 products and K of 4096 on, where tiles of C
-    come in nearly whole rounds of `processors`. `tiles`: the second operand has 128x128 scales.
+    The family is the module of `microfloat.kernels.casts`: "scaled" (a scale per tensor, row or 128x128 tile), "blocks"
+    (per block of 16, 32, 64 or 128) or "nvfp4" (per 16 under a tensor scale).
     """
-    m, k, n = shape
-    if chip.capability != (9, 0) or m * k * n < _LEAST_PRODUCTS or k < _LEAST_LENGTH:
-        return False
-    if m % 4 or (k | n) % 16 or m * k >= 2**37 or n * k >= 2**37:
-        return False
-    rows, columns = OWN_GEMMS[tiles].tile
-    rounds = -(-(-(-m // rows) * -(-n // columns)) // processors)
-    # The part of all multiprocessors' time that goes into elements of C, if every tile takes equally long.
-    return m * n / (rounds * processors * rows * columns) >= _LEAST_FILL
+    fmt, element = cast.format, cast.format.element
+    if element.name not in ELEMENTS:
+        return "", f"element {element.name}, which is not one of the stock elements"
+    if _RULE_KINDS.get(fmt.scale) != cast.rule.kind:
+        return "", unknown_kind(cast.rule)
+    level = cast.rule.two_level
+    # The rules that kernels compute with this capacity and sixth; the rest of a rule are constants of theirs.
+    computed = () if level is None else (
+        TwoLevel(level.capacity, level.inverse_six or 1.0), TwoLevel(level.capacity, None, _LEAST_SCALE),
+        TwoLevel(level.capacity, None, _LEAST_SCALE, tensor_scale=False),
+        TwoLevel(level.capacity, smallest_amax=level.capacity * 2.0**-117, four_over_six="mae"),
+        TwoLevel(level.capacity, smallest_amax=level.capacity * 2.0**-117, four_over_six="mse"),
+    )  # fmt: skip
+    if level is not None and level not in computed:
+        return "", f"the constants of the scale rule {cast.rule.name!r}"
+    if fmt.scale.name == "E4M3" and fmt.block in ((1, 16), (16, 16)) and element.name == "E2M1":
+        return "nvfp4", ""
+    if fmt.block in ((None, None), (1, None), (128, 128)) and fmt.scale.name == "FP32" and element.bits == 8:
+        return "scaled", ""
+    if (
+        fmt.block[0] in (1, fmt.block[1])
+        and fmt.block[1] in _BLOCKS
+        and (element.bits == 8 or fmt.scale.name == "E8M0")
+    ):
+        return "blocks", ""
+    return "", f"block {fmt.block_text} of {fmt.name}"
+
+
+@functools.lru_cache(512)
+def why_not_in_groups(cast: Cast) -> str:
+    """Reason against one launch for many groups of rows, "" if there is none: tiles of 128 rows are enough."""
+    family, refusal = family_of(cast)
+    if refusal:
+        return f"no kernel for {refusal}"
+    if cast.is_stochastic:
+        return "stochastic rounding counts the rows of each group"
+    if cast.hadamard is not None or family == "nvfp4":
+        return f"{cast.format.name} has a scale of the whole group"
+    if None in cast.format.block and not cast.is_delayed:
+        return f"{cast.format.name} measures the amax of whole groups, or of rows as long as one"
+    return ""
+
+
+# ---- the operands of one tensor, by its routes -------------------------------------------------------------------
+
+
+class OperandSpec(NamedTuple):
+    """One operand of a matrix: its cast, its form (`microfloat.layout`), whether a GEMM takes it turned, and the word
+    of its random counters (docs/numerics.md 5.3).
+    """
+
+    cast: Cast
+    form: str = "codes"
+    turned: bool = False
+    stream: int = 0
+
+
+class Entry(NamedTuple):
+    """One of the six operands in a schedule; `spec`: as casts are asked for it.
+
+    `cast` and `spec` None: the GEMM reads it in high precision.
+    """
+
+    operand: Operand
+    cast: Cast | None
+    form: str
+    turned: bool
+    spec: OperandSpec | None
+
+
+Entries = tuple[Entry | None, Entry | None]  # row and column of one tensor; None: no GEMM will read it
+
+
+def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: bool) -> Entries:
+    """The row and the column operand of "x", "w" or "dy", each if a GEMM will read it."""
+    made: list[Entry | None] = []
+    for is_read, operand in zip((row, column), OPERANDS_OF[tensor], strict=True):
+        gemm = getattr(recipe, operand.gemm)
+        if not is_read or gemm.path == "refused" or (operand.side == "rhs" and gemm.from_fprop):
+            made.append(None)
+            continue
+        cast, route = getattr(gemm, operand.side), getattr(routes, operand.gemm)
+        if cast is not None and tensor == "dy":
+            cast = cast.of_gradient  # it tells its products of overflow
+        is_rhs = operand.side == "rhs"
+        form, turned = (route.rhs, route.turned) if is_rhs else (route.lhs, False)
+        spec = None if cast is None else OperandSpec(cast, form, turned, operand.stream)
+        made.append(Entry(operand, cast, form, turned, spec))
+    return made[0], made[1]
+
+
+def saved_parts(recipe: Recipe, wants_dx: bool, wants_dw: bool) -> tuple[slice, slice]:
+    """The parts of the casts of x and w that backward reads: of the row operands where its GEMMs take what fprop read.
+
+    Else of the column operands, which do not exist where no gradient is wanted.
+    """
+    rows = wants_dw and recipe.wgrad.from_fprop, wants_dx and recipe.dgrad.from_fprop
+    x, w = (slice(0, 3) if row else slice(3, 6) for row in rows)
+    return x, w
+
+
+def first_delayed(casts: Iterable[Cast | None]) -> Cast | None:
+    """The first of some casts whose scaling is delayed."""
+    return next((cast for cast in casts if cast is not None and cast.is_delayed), None)

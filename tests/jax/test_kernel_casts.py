@@ -16,8 +16,8 @@ import microfloat.jax as mj
 from microfloat import recipes, reference
 from microfloat.jax import scaling
 from microfloat.jax.backends import casts, cuda, gemms, kernels
-from microfloat.passes import WRITES_VALUES, family_of
 from microfloat.recipes import Cast, Delayed, Hadamard, as_cast
+from microfloat.routes import WRITES_VALUES, family_of
 from tests import processes
 from tests.contract.cases import cast_id
 from tests.jax.compare import relative_error, to_numpy

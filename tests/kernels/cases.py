@@ -19,10 +19,9 @@ from microfloat.kernels.device import tiles
 from microfloat.passes import matrix as passes_matrix
 from microfloat.passes import tables as casts
 from microfloat.recipes import Cast, Delayed, Hadamard, from_name
-from microfloat.routes import routes_of
+from microfloat.routes import entries_of, routes_of
 from microfloat.torch import attention, backends, fused, program, reference, schedule
 from microfloat.torch.backends import triton
-from microfloat.torch.entries import entries_of
 from microfloat.torch.gathered import Gather, Gathered
 from microfloat.torch.producers import Activation, ActivationGradient, Norm
 from microfloat.torch.stored_casts import GatheredCast

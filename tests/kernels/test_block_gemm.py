@@ -16,9 +16,10 @@ from microfloat import formats  # noqa: E402
 from microfloat.chips import Chip  # noqa: E402
 from microfloat.passes.matrix import Device  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
-from microfloat.routes import OWN_GEMMS, own_gemm_is_faster, route_of  # noqa: E402
+from microfloat.routes import route_of  # noqa: E402
 from microfloat.torch import backends, gemms, own_gemm, reference  # noqa: E402
 from microfloat.torch import program as programs  # noqa: E402
+from microfloat.torch.own_gemm import OWN_GEMMS, own_gemm_is_faster  # noqa: E402
 from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402
 from tests.contract.comparison import SUBNORMAL_OUT, UNIT_OUT  # noqa: E402
 from tests.processes import other_process  # noqa: E402

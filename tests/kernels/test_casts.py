@@ -82,9 +82,10 @@ def test_a_shared_operand_has_a_layout_of_its_own() -> None:
 @pytest.mark.parametrize("form", ["codes", "values"])
 def test_a_launch_of_one_operand_writes_every_buffer_that_it_is_given(form: str) -> None:
     """XLA makes an array of each position of a launch: one that is given twice, and written once, would be read."""
-    from microfloat.passes import WRITES_VALUES, OperandSpec
+    from microfloat.passes import OperandSpec
     from microfloat.passes.casts import cast_passes
     from microfloat.passes.matrix import At, Device, Matrix
+    from microfloat.routes import WRITES_VALUES
 
     device = Device(0, 132, True, measures=False, orders_scales=False)
     matrix = Matrix(256, 384, 384, 1, "bfloat16", 16, device)

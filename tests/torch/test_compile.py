@@ -28,7 +28,7 @@ from microfloat.recipes import (  # noqa: E402
     NVFP4BlockScaling,
 )
 from microfloat.torch import backends, context, schedule  # noqa: E402
-from microfloat.torch.entries import laid  # noqa: E402
+from microfloat.torch.backends.base import laid  # noqa: E402
 from tests import processes  # noqa: E402
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.

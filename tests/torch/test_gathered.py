@@ -28,9 +28,8 @@ def _both(case):
     """Forms, and operands of fprop and dgrad: from gathered codes, and as kernels cast them."""
     from microfloat import recipes
     from microfloat.passes import CastInputs
-    from microfloat.routes import routes_of
+    from microfloat.routes import entries_of, routes_of
     from microfloat.torch import backends
-    from microfloat.torch.entries import entries_of
     from microfloat.torch.gathered import Gather, Gathered
     from microfloat.torch.schedule import CastStep
     from microfloat.torch.stored_casts import GatheredCast

@@ -16,9 +16,8 @@ import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
 from microfloat.passes import CastInputs  # noqa: E402
 from microfloat.recipes import RECIPES  # noqa: E402
-from microfloat.routes import routes_of  # noqa: E402
+from microfloat.routes import entries_of, routes_of  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
-from microfloat.torch.entries import entries_of  # noqa: E402
 from microfloat.torch.schedule import CastStep  # noqa: E402
 from microfloat.torch.stored_casts import StoredCast  # noqa: E402
 

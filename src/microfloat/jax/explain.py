@@ -19,7 +19,6 @@ from microfloat.jax.dimensions import canonical_dimensions
 from microfloat.jax.ops import check_backend
 from microfloat.jax.ragged_dot import RaggedDot
 from microfloat.operands import GEMMS, OPERANDS
-from microfloat.passes import family_of
 from microfloat.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -29,6 +28,7 @@ from microfloat.recipes import (
 )
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
+from microfloat.routes import family_of
 from microfloat.support import Support, text_table
 
 __all__ = [

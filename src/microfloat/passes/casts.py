@@ -17,7 +17,7 @@ from microfloat.kernels.constants import Pass as MatrixConstants
 from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.layout import Layout, Part, layout_of
-from microfloat.passes import WRITES_VALUES, OperandSpec, tables
+from microfloat.passes import OperandSpec, tables
 from microfloat.passes.amaxes import measure, measure_axes
 from microfloat.passes.matrix import (
     GROUP_ROWS,
@@ -35,6 +35,7 @@ from microfloat.passes.matrix import (
 )
 from microfloat.passes.tables import ceil_div
 from microfloat.recipes import Cast
+from microfloat.routes import WRITES_VALUES
 
 __all__ = [
     "Both", "block_casts", "cast_passes", "operands_of", "packed_passes", "pair_passes", "scaled_casts",

@@ -14,9 +14,10 @@ from microfloat.kernels.device.scales import (
     TWO_LEVEL_DIVIDED,
 )
 from microfloat.layout import ALIGNMENT, Part
-from microfloat.passes import OperandSpec, family_of
+from microfloat.passes import OperandSpec
 from microfloat.passes.tables import Warps
 from microfloat.recipes import Cast, Current
+from microfloat.routes import family_of
 from microfloat.scale_rules import e8m0_threshold
 
 __all__ = [

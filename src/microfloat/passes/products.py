@@ -8,11 +8,11 @@ from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device import convert
 from microfloat.kernels.gemm import decode, decode_wide
 from microfloat.layout import Part
-from microfloat.passes import MOST_DECODED_ROWS
 from microfloat.passes.conversions import SCALE_KINDS
 from microfloat.passes.matrix import INT32_MAX, At, Buffer, Device, Pass, Passes, specialization
 from microfloat.passes.tables import Warps
 from microfloat.recipes import Hadamard
+from microfloat.routes import MOST_DECODED_ROWS
 
 __all__ = [
     "BIAS", "CODES", "LEVEL", "PLAN", "SCALE", "DecodedExperts", "cut_of", "cut_of_experts", "decode_passes", "fits",

@@ -588,6 +588,11 @@ class CustomRecipe(Recipe):
     """
 
 
+def delayed_of(recipe: Recipe) -> Delayed:
+    """The settings of a recipe with delayed scaling."""
+    return next(one.scaling for one in recipe.casts.values() if one is not None and isinstance(one.scaling, Delayed))
+
+
 def constants_of(recipe: Recipe) -> tuple:
     """All that decides a recipe: its class, then strings, numbers and None, which a compiler can guard."""
     if isinstance(recipe, NamedRecipe):

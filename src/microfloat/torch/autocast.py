@@ -19,11 +19,11 @@ from torch import nn
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.recipes import Recipe, get_default_recipe
+from microfloat.recipes.core import delayed_of
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, layer_state, scaling
 from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.context import Ambient, Tape, ambient, canonical, entered, reset_ambient, set_ambient
-from microfloat.torch.entries import delayed_of
 from microfloat.torch.reduction import Group, exists
 
 __all__ = ["autocast", "checkpoint", "fp8_autocast", "get_autocast_recipe", "is_autocast_enabled"]

@@ -21,11 +21,12 @@ from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes._serialize import cast_of
-from microfloat.routes import Routes, routes_of
+from microfloat.routes import Routes, entries_of, routes_of, saved_parts
 from microfloat.torch import backends, context, exported, layer_state, scaling
 from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe
-from microfloat.torch.entries import entries_of, laid, layouts_of, saved_parts
+from microfloat.torch.backends import layouts_of
+from microfloat.torch.backends.base import laid
 from microfloat.torch.linear import bias_gradient, find, refuse_double_backward, static_amax
 from microfloat.torch.observing import OBSERVERS, observed_by_weight
 from microfloat.torch.schedule import Schedule, autocast_dtype

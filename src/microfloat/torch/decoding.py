@@ -14,11 +14,10 @@ import torch
 
 from microfloat.formats import ELEMENTS
 from microfloat.layout import ALIGNMENT
-from microfloat.passes import MOST_DECODED_ROWS, most_decoded_rows
-from microfloat.routes import Encoding, encoding_of
+from microfloat.routes import MOST_DECODED_ROWS, Encoding, encoding_of, most_decoded_rows
 from microfloat.torch import backends
 from microfloat.torch._typing import Triple
-from microfloat.torch.entries import aligned
+from microfloat.torch.backends.base import aligned
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:

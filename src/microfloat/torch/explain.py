@@ -10,7 +10,6 @@ from torch import nn
 from microfloat.chips import Chip, chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.operands import GEMMS, OPERANDS
-from microfloat.passes import family_of
 from microfloat.recipes import (
     Cast,
     Float8BlockScaling,
@@ -22,7 +21,7 @@ from microfloat.recipes import (
 )
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
-from microfloat.routes import UNTRIED, Route, own_gemm_is_faster, route_of, routes_of
+from microfloat.routes import UNTRIED, Route, family_of, route_of, routes_of
 from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch import backends
 from microfloat.torch.backends import check_name, chip_of, resolve
@@ -32,7 +31,7 @@ from microfloat.torch.linear import backend_name, fsdp_parameters
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.observing import OBSERVERS
-from microfloat.torch.own_gemm import own_gemm_serves
+from microfloat.torch.own_gemm import own_gemm_is_faster, own_gemm_serves
 from microfloat.torch.small import Prediction, check_shape, predict
 from microfloat.torch.tensor import QuantizedTensor
 

@@ -30,10 +30,9 @@ from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, is_outer, route_between
 from microfloat.torch import backends, reference
 from microfloat.torch._typing import Triple
-from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.base import Operand, aligned
 from microfloat.torch.block_scaled import block_scaled_arguments
 from microfloat.torch.decoding import DECODED_BESIDE, decoding_of
-from microfloat.torch.entries import aligned
 from microfloat.torch.own_gemm import own_block_matmul, own_gemm_serves
 
 __all__ = [

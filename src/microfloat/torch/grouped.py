@@ -25,9 +25,19 @@ import torch.nn.functional as F
 
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.operands import GEMMS
-from microfloat.passes import MOST_DECODED_ROWS, CastInputs, why_not_in_groups
+from microfloat.passes import CastInputs
 from microfloat.recipes import Recipe
-from microfloat.routes import OWN_GEMMS, Routes, routes_of
+from microfloat.recipes.core import delayed_of
+from microfloat.routes import (
+    MOST_DECODED_ROWS,
+    Entries,
+    Routes,
+    entries_of,
+    first_delayed,
+    routes_of,
+    saved_parts,
+    why_not_in_groups,
+)
 from microfloat.torch import backends, own_gemm, reference
 from microfloat.torch._checks import check_beside, is_abstract
 from microfloat.torch._operators import refuse_transforms
@@ -35,7 +45,6 @@ from microfloat.torch._typing import Parts, Sink
 from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient
 from microfloat.torch.decoding import DECODED_BESIDE, Decoding, decoding_of_experts, parts_of_experts
-from microfloat.torch.entries import Entries, delayed_of, entries_of, first_delayed, saved_parts
 from microfloat.torch.linear import apply, begin, end
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, CastStep, Inputs, Schedule, autocast_dtype, remember
@@ -532,7 +541,7 @@ class _AllAtOnce(GroupedSchedule):
         return route.rhs == "tiles" or (route.rhs == "codes" and cast.format.block == (_SIDE, _SIDE))
 
     def _rows_of_tile(self, name: str) -> int:
-        return OWN_GEMMS[self._has_tiles(name)].tile[0]
+        return own_gemm.OWN_GEMMS[self._has_tiles(name)].tile[0]
 
     def _multiply(self, name: str, a: Sequence, b: Sequence, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
         """The GEMM `name` of all groups in one launch."""

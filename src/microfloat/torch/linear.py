@@ -31,8 +31,8 @@ from microfloat.torch import backends, layer_state, scaling
 from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe, Parts
+from microfloat.torch.backends.base import aligned
 from microfloat.torch.context import Ambient
-from microfloat.torch.entries import aligned
 from microfloat.torch.folding import FoldCounts, routes_after
 from microfloat.torch.gathered import Gathered
 from microfloat.torch.microbatches import KeptWeight, MainGrad

@@ -13,17 +13,60 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from microfloat.routes import OWN_GEMMS, own_gemm_is_faster
+from microfloat.chips import Chip
 from microfloat.torch import backends
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime import JITFunction
 
-__all__ = ["GroupedWork", "own_block_matmul", "own_gemm_is_there", "own_gemm_serves", "start"]
+__all__ = [
+    "OWN_GEMMS", "GroupedWork", "OwnGemm", "own_block_matmul", "own_gemm_is_faster", "own_gemm_is_there",
+    "own_gemm_serves", "start",
+]  # fmt: skip
 
 Shape = tuple[int, int, int]
 _SIDE = 128
+
+
+class OwnGemm(NamedTuple):
+    """The cut of a program of microfloat's FP8 GEMM with 1x128 scales: warpgroups that multiply, parts of 64 rows of
+    each, stages of its ring, rows of tiles to go down before the next column, registers of a multiplying thread."""
+
+    warpgroups: int
+    parts: int
+    stages: int
+    group: int
+    registers: int
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of C that one program makes at a time."""
+        return 64 * self.warpgroups * self.parts, 128
+
+
+# By whether the second operand has 128x128 scales ("tiles"); chosen by measurement.
+OWN_GEMMS = {False: OwnGemm(2, 2, 4, 8, 240), True: OwnGemm(3, 1, 4, 8, 160)}
+# Where it was measured to win: E4M3 to bfloat16 (the kernel's other forms have not run on a GPU yet), long sums, many
+# products, and tiles that keep all multiprocessors busy to the end.
+_LEAST_LENGTH, _LEAST_PRODUCTS, _LEAST_FILL = 4096, 2**38, 0.95
+
+
+def own_gemm_is_faster(shape: tuple[int, int, int], tiles: bool, chip: Chip, processors: int = 132) -> bool:
+    """True if microfloat's FP8 GEMM serves a product of M, K, N with a bfloat16 result and beats the vendor's.
+
+    On compute capability 9.0, M a multiple of 4, K and N of 16; from 2^38 products and K of 4096 on, where tiles of C
+    come in nearly whole rounds of `processors`. `tiles`: the second operand has 128x128 scales.
+    """
+    m, k, n = shape
+    if chip.capability != (9, 0) or m * k * n < _LEAST_PRODUCTS or k < _LEAST_LENGTH:
+        return False
+    if m % 4 or (k | n) % 16 or m * k >= 2**37 or n * k >= 2**37:
+        return False
+    rows, columns = OWN_GEMMS[tiles].tile
+    rounds = -(-(-(-m // rows) * -(-n // columns)) // processors)
+    # The part of all multiprocessors' time that goes into elements of C, if every tile takes equally long.
+    return m * n / (rounds * processors * rows * columns) >= _LEAST_FILL
 
 
 def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torch.dtype) -> bool:

@@ -20,8 +20,10 @@ import torch
 
 from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast
+from microfloat.routes import Entries, entries_of
 from microfloat.torch._typing import Context, Maybe, Parts
-from microfloat.torch.entries import Entries, entries_of, layouts_of, parts_of
+from microfloat.torch.backends import layouts_of
+from microfloat.torch.backends.base import parts_of
 from microfloat.torch.linear import Run, bias_gradient, outside_of_modes
 from microfloat.torch.producers import (
     Activation,

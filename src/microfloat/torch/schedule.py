@@ -28,22 +28,13 @@ from microfloat.layout import ALIGNMENT, Layout
 from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe, Static
-from microfloat.routes import Routes, routes_of
+from microfloat.recipes.core import delayed_of
+from microfloat.routes import Entries, Routes, entries_of, first_delayed, routes_of, saved_parts
 from microfloat.support import Notes, text_table
 from microfloat.torch import reference
 from microfloat.torch._typing import Options, Parts, Sink
-from microfloat.torch.backends.base import Backend, record_amax_
-from microfloat.torch.entries import (
-    Entries,
-    delayed_of,
-    entries_of,
-    first_delayed,
-    laid,
-    layouts_of,
-    parts_of,
-    saved_parts,
-    why_by_torch,
-)
+from microfloat.torch.backends import layouts_of, why_by_torch
+from microfloat.torch.backends.base import Backend, laid, parts_of, record_amax_
 from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.gemms import Product, product
 from microfloat.torch.seeds import Rank, draw_seed, fold_rank_, has_ranks

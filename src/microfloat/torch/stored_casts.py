@@ -9,11 +9,12 @@ import torch
 
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
+from microfloat.routes import Entries, first_delayed
 from microfloat.torch import backends, reference
 from microfloat.torch._checks import is_abstract
 from microfloat.torch._typing import Parts
-from microfloat.torch.backends.base import Backend, record_amax_
-from microfloat.torch.entries import Entries, aligned, first_delayed, layouts_of, parts_of
+from microfloat.torch.backends import layouts_of
+from microfloat.torch.backends.base import Backend, aligned, parts_of, record_amax_
 from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.reference import transpose_operand
 from microfloat.torch.tensor import QuantizedTensor

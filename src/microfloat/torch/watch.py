@@ -24,11 +24,11 @@ from microfloat.operands import OPERANDS_OF, TENSORS, Operand
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
 from microfloat.recipes.explanation import operands_of as formats_of
+from microfloat.routes import entries_of
 from microfloat.torch import backends
 from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.backends.base import Backend, capturing
-from microfloat.torch.entries import entries_of
 from microfloat.torch.linear import outside_of_modes
 from microfloat.torch.measuring import (
     Reading,

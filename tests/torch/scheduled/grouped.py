@@ -8,9 +8,8 @@ import torch
 import microfloat.torch as mf
 from microfloat.passes import CastInputs
 from microfloat.recipes import RECIPES
-from microfloat.routes import routes_of
+from microfloat.routes import entries_of, routes_of
 from microfloat.torch import backends, grouped, own_gemm, program, schedule
-from microfloat.torch.entries import entries_of
 from microfloat.torch.nn import grouped_linear
 from tests.torch.scheduled.setting import block_gemms, native_on
 

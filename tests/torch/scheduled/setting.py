@@ -14,8 +14,8 @@ from microfloat import reference
 from microfloat.recipes import RECIPES, MXFP8BlockScaling
 from microfloat.torch import backends, gemms, program, schedule
 from microfloat.torch import reference as torch_reference
+from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import record_amax_
-from microfloat.torch.entries import layouts_of
 
 M, K, N = 32, 48, 64
 

@@ -18,9 +18,9 @@ from microfloat.jax.backends import cuda, gemms, kernels, reference, shards
 from microfloat.jax.backends.reference import Decoded, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
-from microfloat.passes import WRITES_VALUES, OperandSpec, family_of
+from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast, Gemm
-from microfloat.routes import route_of
+from microfloat.routes import WRITES_VALUES, family_of, route_of
 
 __all__ = ["CastInputs", "CastOf", "Operands", "cast_both", "decodes", "reads_values"]
 

@@ -26,8 +26,8 @@ from jax.typing import DTypeLike
 from microfloat.jax.backends import cuda
 from microfloat.jax.backends.shards import why_not_whole
 from microfloat.jax.transformations import batched_by, in_common_variance, like_in_variance
-from microfloat.passes import family_of
 from microfloat.recipes import Cast
+from microfloat.routes import family_of
 
 __all__ = [
     "Output", "call", "is_local", "is_sharded", "on_either", "why_no_kernel", "why_none_here", "why_not_local",

@@ -17,10 +17,15 @@ import torch
 
 from microfloat.chips import Chip, chip_named
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
+from microfloat.layout import Layout, layout_of
+from microfloat.routes import Entries, OperandSpec, family_of
 from microfloat.support import Support
 from microfloat.torch.backends.base import Backend
 
-__all__ = ["NAMES", "check_name", "chip_of", "choose", "device_index", "pretend", "resolve", "support"]
+__all__ = [
+    "NAMES", "check_name", "chip_of", "choose", "device_index", "layouts_of", "pretend", "resolve", "support",
+    "why_by_torch",
+]  # fmt: skip
 
 
 def _reference_support(device: torch.device) -> Support:
@@ -170,3 +175,36 @@ def _without_kernels(backend: Backend) -> Any:
     }
     rest = {"programs": None, "no_programs": "kernels are left out", "is_strict": False, "producers": None}
     return SimpleNamespace(**same, **casts, **rest)
+
+
+def layouts_of(backend: Backend, entries: Entries, rows: int, length: int) -> tuple[Layout | None, Layout | None]:
+    """Layouts of the operands of a matrix [rows, length]; None in high precision, and where there is no operand.
+
+    Sizes may be symbols of a compiler.
+    """
+    row, column = entries
+    programs = backend.programs
+    paired = programs is not None and programs.is_one_pass(row and row.spec, column and column.spec)
+    made = []
+    for entry, sizes in ((row, (rows, length)), (column, (length, rows))):
+        made.append(
+            None if entry is None or entry.cast is None
+            else layout_of(
+                entry.cast, *sizes, entry.form, of_transpose=entry.operand.transposed, paired=paired,
+                turned=entry.turned,
+            )
+        )  # fmt: skip
+    return made[0], made[1]
+
+
+def why_by_torch(backend: Backend, *specs: OperandSpec | None) -> str:
+    """Reason for casts of these operands by torch operations, "" if launches make them.
+
+    Raises NotSupportedError where a backend that was asked for by name has no kernel.
+    """
+    if backend.no_programs:
+        return backend.no_programs
+    refusal = next((why for spec in specs if spec is not None and (why := family_of(spec.cast)[1])), "")
+    if refusal and backend.is_strict:
+        raise NotSupportedError(f"the {backend.name} backend has no kernel for {refusal}. Use backend='reference'.")
+    return refusal and f"no kernel for {refusal}"

@@ -5,15 +5,20 @@ Legend: R = rows of the operand form, C = its contraction length, M x K = x, N x
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from microfloat.chips import Chip
 from microfloat.formats import ScaledFormat
+from microfloat.layout import ALIGNMENT, Layout, Part
 from microfloat.recipes import Hadamard
+from microfloat.routes import Entry
+from microfloat.torch._typing import Parts
 
-__all__ = ["Backend", "Operand", "capturing", "record_amax_"]
+__all__ = ["Backend", "Operand", "aligned", "capturing", "laid", "parts_of", "record_amax_"]
+
+_Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
 
 
 class Backend(Protocol):
@@ -92,3 +97,35 @@ def capturing() -> bool:
     Nobody records before CUDA is initialized, and a CUDA build of torch raises when it is asked without a driver.
     """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def laid(tensor: torch.Tensor | None, part: Part | None, backend: Backend | None = None) -> torch.Tensor | None:
+    """The tensor in the memory order of its layout: itself where it lies so, else a copy, by a kernel of `backend`."""
+    if tensor is None or part is None or tensor.stride() == part.strides:
+        return tensor
+    if backend is not None and tensor.itemsize == 1 and tensor.dim() == 2:
+        by_rows, by_columns = (part.shape[1], 1), (1, part.shape[0])
+        if (tensor.stride(), part.strides) == (by_columns, by_rows):
+            return backend.turned(tensor.t())
+        if (tensor.stride(), part.strides) == (by_rows, by_columns):
+            return backend.turned(tensor).t()
+    return torch.empty_strided(part.shape, part.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def aligned(tensor: _Kept) -> _Kept:
+    """A tensor, or a copy of it that begins at a multiple of 16 bytes, where bound launches and cuBLAS read tensors."""
+    return tensor if tensor is None or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def parts_of(
+    operand: Operand | None, entry: Entry | None, layout: Layout | None, backend: Backend | None = None
+) -> Parts:
+    """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them; `backend`: transposes codes."""
+    if operand is None or entry is None or layout is None:
+        return [None, None, None]
+    codes, scale, fmt = operand.codes, operand.scale, operand.format
+    if entry.turned:
+        codes = codes.t()
+        if scale is not None and fmt.block != (1, 128):  # those lie column-major either way, and are not turned
+            scale = scale.t() if scale.dim() else scale
+    return [laid(codes, layout.codes, backend), laid(scale, layout.scale), operand.tensor_scale]

@@ -9,8 +9,8 @@ from types import ModuleType
 import torch
 
 from microfloat.formats import ELEMENTS
-from microfloat.passes import family_of
 from microfloat.recipes import Cast
+from microfloat.routes import family_of
 from microfloat.torch import backends, gemms, program, reference
 from microfloat.torch.backends import triton
 from microfloat.torch.backends.base import Operand

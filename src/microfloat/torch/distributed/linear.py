@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe
-from microfloat.routes import routes_of
+from microfloat.routes import entries_of, routes_of
 from microfloat.torch import backends, layer_state
 from microfloat.torch._checks import check_linear
 from microfloat.torch._typing import Context, Maybe
@@ -38,7 +38,6 @@ from microfloat.torch.distributed.schedule import (
     group_named,
     why_not_gathered,
 )
-from microfloat.torch.entries import entries_of
 from microfloat.torch.failures import agree, in_collective
 from microfloat.torch.linear import Run, apply, backend_name, begin, casts_late, end
 from microfloat.torch.observing import OBSERVERS, observed

@@ -30,11 +30,11 @@ from microfloat.layout import Part
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
-from microfloat.routes import Routes
+from microfloat.routes import Entries, Routes, entries_of
 from microfloat.torch import reduction, reference
 from microfloat.torch._typing import Parts
-from microfloat.torch.backends.base import Backend
-from microfloat.torch.entries import Entries, entries_of, laid, layouts_of
+from microfloat.torch.backends import layouts_of
+from microfloat.torch.backends.base import Backend, laid
 from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule

@@ -12,13 +12,13 @@ from torch.types import Device
 from microfloat.arguments import check_bool
 from microfloat.errors import CheckpointError, MicrofloatError, NotSupportedError, invalid_type
 from microfloat.recipes import Recipe
+from microfloat.recipes.core import delayed_of
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, layer_state, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
 from microfloat.torch._typing import StateDict
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
-from microfloat.torch.entries import delayed_of
 from microfloat.torch.gathered import NoValues, values_of
 from microfloat.torch.linear import find_for, larger_amax, run_linear
 from microfloat.torch.model_init import quantize_parameter

@@ -23,7 +23,7 @@ from microfloat.formats import ScaledFormat
 from microfloat.kernels.casts import scaled as kernels
 from microfloat.kernels.producers import rotary
 from microfloat.layout import Part, folded_format
-from microfloat.passes import CastInputs, OperandSpec, family_of
+from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
 from microfloat.passes.amaxes import amax_passes
 from microfloat.passes.casts import cast_passes, packed_passes
@@ -38,6 +38,7 @@ from microfloat.passes.conversions import (
 from microfloat.passes.matrix import Matrix, Passes, specialization
 from microfloat.passes.producers import fuses
 from microfloat.recipes import Cast, Delayed
+from microfloat.routes import family_of
 from microfloat.torch import program, reference
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, capturing

@@ -7,7 +7,7 @@ import torch
 
 from microfloat.layout import Part
 from microfloat.torch import reference
-from microfloat.torch.entries import laid
+from microfloat.torch.backends.base import laid
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float32])
