@@ -244,7 +244,12 @@ def test_what_follows_from_a_cast_is_not_pickled_with_it():
     assert cast.is_stochastic
     assert cast.rule.two_level
     assert {"rule", "is_stochastic"} <= set(vars(cast))  # worked out once
-    copied = vars(pickle.loads(pickle.dumps(cast)))
-    assert set(copied) == {"format", "scale_rule", "rounding", "hadamard", "scaling", "_contents"}
+    assert cast.of_gradient.is_stochastic
+    for one in (cast, cast.of_gradient):
+        state = one.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[2]
+        assert set(state) == {"format", "scale_rule", "rounding", "hadamard", "scaling"}
+        again = pickle.loads(pickle.dumps(one))
+        assert (type(again), again) == (type(one), one)
+        assert (again.is_stochastic, again.tensor_scale, again.contents) == (True, "tensor", one.contents)
     assert cast.of_gradient.is_gradient
     assert not cast.is_gradient

@@ -119,6 +119,12 @@ class Cast(HashOnce):
 
     The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8".
     Raises InvalidValueError for a combination that has no definition (docs/numerics.md, section 10).
+
+    What follows from these: `rule`, the row of numbers behind `scale_rule`. `is_delayed`: the scale comes from earlier
+    steps. `is_static`: the amax was measured beforehand and comes with the call. `is_stochastic`: it draws random
+    bytes. `chooses_by_error`: a block's scale depends on the errors of its elements, and not on its amax alone.
+    `tensor_scale`: the second scale that it stores, None, "tensor" or "row". `contents`: all that decides the bytes, as
+    JSON: how compiled code takes in a Cast, since it can guard a string.
     """
 
     format: ScaledFormat
@@ -126,6 +132,13 @@ class Cast(HashOnce):
     rounding: str = "nearest"
     hadamard: Hadamard | None = None
     scaling: Current | Delayed = None  # type: ignore[assignment]  # as the format, resolved below
+    rule: ScaleRule = field(init=False, repr=False, compare=False)
+    is_delayed: bool = field(init=False, repr=False, compare=False)
+    is_static: bool = field(init=False, repr=False, compare=False)
+    is_stochastic: bool = field(init=False, repr=False, compare=False)
+    chooses_by_error: bool = field(init=False, repr=False, compare=False)
+    tensor_scale: str | None = field(init=False, repr=False, compare=False)
+    contents: str = field(init=False, repr=False, compare=False)
     is_gradient: ClassVar[bool] = False  # True for a `GradientCast` only
 
     def __post_init__(self) -> None:
@@ -139,10 +152,17 @@ class Cast(HashOnce):
             object.__setattr__(self, "scaling", Current())
         if not isinstance(self.scaling, Current | Delayed):
             raise invalid_type("scaling", type(self.scaling), "Current(...) or Delayed(...)")
-        # Dynamo, which follows this where compiled code builds a Cast, knows no cached properties (Python 3.11).
-        object.__setattr__(self, "rule", SCALE_RULES[str(self.scale_rule)])
-        self._check_combination()
         scaling, hadamard = self.scaling, self.hadamard
+        rule = SCALE_RULES[str(self.scale_rule)]
+        object.__setattr__(self, "rule", rule)
+        object.__setattr__(self, "is_delayed", isinstance(scaling, Delayed))
+        object.__setattr__(self, "is_static", isinstance(scaling, Static))
+        object.__setattr__(self, "is_stochastic", self.rounding == "stochastic")
+        level = rule.two_level
+        object.__setattr__(self, "chooses_by_error", level is not None and level.four_over_six is not None)
+        stores_two = level is not None and level.tensor_scale
+        object.__setattr__(self, "tensor_scale", self.format.tensor_scale if stores_two else None)
+        self._check_combination()
         if isinstance(scaling, Delayed) and callable(scaling.amax_compute_algo):
             scaling = Delayed()  # how a history is read plays no part in a cast
         numbers = tuple([(name, getattr(scaling, name)) for name in type(scaling).__dataclass_fields__])
@@ -150,16 +170,16 @@ class Cast(HashOnce):
             self.format.contents, self.scale_rule, self.rounding,
             None if hadamard is None else (hadamard.size, hadamard.sign_mask), type(scaling).__name__, numbers,
         )  # fmt: skip
-        object.__setattr__(self, "_contents", contents)
+        object.__setattr__(self, "contents", contents)
 
-    @property
-    def contents(self) -> str:
-        """All that decides the bytes, as JSON: how compiled code takes in a Cast, since it can guard a string."""
-        return self._contents  # type: ignore[attr-defined]
+    def __getstate__(self) -> dict:
+        return {name: getattr(self, name) for name in Cast.__match_args__}  # what follows from these is made anew
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self.__post_init__()
 
     def _check_combination(self) -> None:
-        two_level = self.rule.two_level
-        chooses_by_error = two_level is not None and two_level.four_over_six is not None
         if self.hadamard is not None and self.format.is_per_tensor:
             raise invalid_value(
                 "hadamard", f"{self.hadamard} on {self.format.name}", "None on a per-tensor format",
@@ -170,7 +190,7 @@ class Cast(HashOnce):
                 "hadamard", f"{self.hadamard} on {self.format.name}", "None on a format with a tensor scale per row",
                 "Such scales are for activations as they are; use NVFP4.",
             )  # fmt: skip
-        if chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
+        if self.chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
             raise invalid_value(
                 "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding",
                 "nearest rounding, no Hadamard",
@@ -191,21 +211,6 @@ class Cast(HashOnce):
             raise invalid_value("amax_epsilon", self.scaling.amax_epsilon, f"0 for {self.format.name} (no FP32 scale)")
 
     @functools.cached_property
-    def rule(self) -> ScaleRule:
-        """The row of numbers behind `scale_rule`."""
-        return SCALE_RULES[str(self.scale_rule)]
-
-    @functools.cached_property
-    def is_delayed(self) -> bool:
-        """True where the scale comes from earlier steps."""
-        return isinstance(self.scaling, Delayed)
-
-    @functools.cached_property
-    def is_static(self) -> bool:
-        """True where the amax was measured beforehand and comes with the call."""
-        return isinstance(self.scaling, Static)
-
-    @functools.cached_property
     def of_gradient(self) -> "Cast":
         """The same cast of an output gradient, as the products of a layer run it."""
         if self.format.scale.name == "E8M0":
@@ -214,17 +219,6 @@ class Cast(HashOnce):
         vars(made).update(vars(self))  # which were checked when this cast was made
         vars(made).pop("_hash", None)  # it is another one for another class
         return made
-
-    @functools.cached_property
-    def is_stochastic(self) -> bool:
-        """True where the cast draws random bytes."""
-        return self.rounding == "stochastic"
-
-    @functools.cached_property
-    def tensor_scale(self) -> str | None:
-        """The second scale that the cast stores: None, "tensor" or "row"."""
-        two_level = self.rule.two_level
-        return self.format.tensor_scale if two_level is not None and two_level.tensor_scale else None
 
     @property
     def takes_amax(self) -> bool:
@@ -240,11 +234,6 @@ class Cast(HashOnce):
         """
         deterministic = self.hadamard is None and not self.is_stochastic and not self.chooses_by_error
         return self.format.transposes and deterministic
-
-    @functools.cached_property
-    def chooses_by_error(self) -> bool:
-        """True where a block's scale depends on the errors of its elements, and not on its amax alone."""
-        return self.rule.two_level is not None and self.rule.two_level.four_over_six is not None
 
 
 def check_takes_amax(cast: Cast) -> None:

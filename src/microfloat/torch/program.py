@@ -12,7 +12,7 @@ so every form is checked before it is used, and the ordinary path remains where 
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -123,6 +123,7 @@ def is_known(launcher: object) -> bool:
     )
 
 
+@dataclass(eq=False)
 class Kernel:
     """A Triton kernel whose pointers come first, then scalars, then constants; compiled versions are kept by key.
 
@@ -130,11 +131,10 @@ class Kernel:
     while the launch before them ends, and wait for it themselves.
     """
 
-    def __init__(self, function: Callable, *, cooperative: bool = False, dependent: bool = False) -> None:
-        self.function: Any = function
-        self._options = {"enable_fp_fusion": False} | ({"launch_cooperative_grid": True} if cooperative else {})
-        self._options |= {"launch_pdl": True} if dependent else {}
-        self.compiled: dict[tuple, Bind] = {}
+    function: Any
+    cooperative: bool = False
+    dependent: bool = False
+    compiled: dict[tuple, Bind] = field(default_factory=dict)
 
     def compile(
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
@@ -157,7 +157,9 @@ class Kernel:
 
     def _options_of(self, warps: Warps) -> Options:
         # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
-        return {"num_warps": warps.number, "maxnreg": warps.registers, **self._options}
+        options: Options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
+        options |= {"launch_cooperative_grid": True} if self.cooperative else {}
+        return options | ({"launch_pdl": True} if self.dependent else {})
 
     def prepared(
         self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR_WARPS,
@@ -172,15 +174,14 @@ class ClusterRefused(Exception):
     """This Triton, or this GPU, does not start such clusters; nothing has run."""
 
 
+@dataclass(eq=False)
 class ClusterKernel(Kernel):
     """A kernel whose programs run in clusters of `size`: at once, and in reach of each other's shared memory.
 
     A call counts clusters, and raises `ClusterRefused` where there are none.
     """
 
-    def __init__(self, function: Callable, size: int) -> None:
-        super().__init__(function)
-        self._size = size
+    size: int = 1
 
     def compile(
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
@@ -188,7 +189,7 @@ class ClusterKernel(Kernel):
     ) -> Bind:  # fmt: skip
         """Compile the kernel without starting it, which Triton would do one program at a time, and start it."""
         compiled = self.warm_up(programs, tensors, scalars, constants, warps)
-        bind = starter(compiled, self._size)
+        bind = starter(compiled, self.size)
         if bind is None:
             raise ClusterRefused
         addresses = [None if t is None else t.data_ptr() for t in tensors]
@@ -343,8 +344,8 @@ def kernel_of(
 ) -> Kernel:  # fmt: skip
     """The launcher of a kernel, which keeps its compiled versions."""
     if cluster:
-        return ClusterKernel(function, cluster)
-    return Kernel(function, cooperative=cooperative, dependent=dependent)
+        return ClusterKernel(function, size=cluster)
+    return Kernel(function, cooperative, dependent)
 
 
 class _Allocation(NamedTuple):
