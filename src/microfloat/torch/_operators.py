@@ -5,6 +5,7 @@ break its graphs (docs/numerics.md 1.5). In eager mode these operators are not u
 operators take no objects; a token is derived from the Cast's contents and means the same in another process.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from microfloat.arguments import axes_of
 from microfloat.contents import contents_of_cast, contents_of_format
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from microfloat.torch.tensor import QuantizedTensor
 
+_NOTHING = contextlib.nullcontext()
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
     "quantize(Tensor x, str[] casts, int[] axes, Tensor? seed, int[] streams, Tensor?[] amax, Tensor?[] scale_enc, "
@@ -41,6 +44,11 @@ _library.define(
     "scaled_matmul(Tensor[] a, str a_cast, int a_axis, SymInt[] a_shape, Tensor[] b, str b_cast, int b_axis, "
     "SymInt[] b_shape, Tensor? bias, ScalarType dtype, str accumulate, str backend) -> Tensor"
 )
+
+
+def outside_of_modes() -> contextlib.AbstractContextManager:
+    """No modes of torch's dispatcher, such as a policy of selective checkpointing, which go by names of operators."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
 
 
 def is_tracing(tensor: object) -> bool:

@@ -27,7 +27,7 @@ from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import laid
-from microfloat.torch.linear import bias_gradient, find, refuse_double_backward, static_amax
+from microfloat.torch.linear import bias_gradient, find, refuse_double_backward
 from microfloat.torch.observing import OBSERVERS, observed_by_weight
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.seeds import draw_seed
@@ -175,7 +175,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if exported.PLAINLY:
         scales = (layer.scaling_x_scale, layer.scaling_w_scale) if context.is_delayed(token) else (None, None)
         if context.is_static(token):
-            scales = static_amax(layer), None
+            scales = layer_state.static_amax(layer), None
         return exported.in_torch_operations(x, weight, layer.bias, token, scales)
     state, number = state_of(layer, x, token)
     settings = settings_of(x, weight, token, origin, layer.backend, state)
@@ -194,7 +194,7 @@ def state_of(layer: Any, x: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...]
         scales = layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale
         # The number is a constant of compiled code, which only state makes one layer's own.
         return (seed, *scales, layer.scaling_dy_amax_history), layer._number
-    return (seed, static_amax(layer) if context.is_static(token) else None, None, None, None), -1
+    return (seed, layer_state.static_amax(layer) if context.is_static(token) else None, None, None, None), -1
 
 
 def _seed_for(x: torch.Tensor) -> torch.Tensor:

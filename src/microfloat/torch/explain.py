@@ -27,7 +27,8 @@ from microfloat.torch import backends
 from microfloat.torch.backends import check_name, chip_of, resolve
 from microfloat.torch.context import ambient
 from microfloat.torch.grouped import why_not_all_at_once
-from microfloat.torch.linear import backend_name, fsdp_parameters
+from microfloat.torch.linear import backend_name
+from microfloat.torch.microbatches import fsdp_parameters
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.observing import OBSERVERS

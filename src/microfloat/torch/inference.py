@@ -27,7 +27,7 @@ from microfloat.torch import backends
 from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch._typing import Options
 from microfloat.torch.convert import pin_layers, report_of
-from microfloat.torch.linear import larger_amax
+from microfloat.torch.layer_state import larger_amax
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.ops import quantize

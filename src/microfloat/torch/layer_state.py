@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from microfloat.errors import NotSupportedError
+from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.recipes import Delayed
+from microfloat.torch import backends
 from microfloat.torch.reduction import Group
 from microfloat.torch.rolling import NAMES, Slot
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from microfloat.torch.scaling import Region
 
 __all__ = [
-    "SLOTS", "LayerState", "amax_history", "as_tensor", "buffer_names", "check_kept", "encode_scale", "ensure_buffers",
-    "has_buffers", "layer_of", "layers", "number_layer", "numbered", "stamp_of", "state_of", "unwrap_buffers",
+    "SLOTS", "LayerState", "amax_history", "as_tensor", "buffer_names", "check_kept", "encode_scale",
+    "ensure_buffers", "has_buffers", "larger_amax", "layer_of", "layers", "number_layer", "numbered", "stamp_of",
+    "state_of", "static_amax", "unwrap_buffers",
 ]  # fmt: skip
 
 SLOTS = tuple(NAMES)
@@ -140,6 +142,24 @@ def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
 def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
     """The amax-history buffer of a slot, float32 [L]; entry 0 is live."""
     return as_tensor(layer._buffers[buffer_names(slot)[1]])
+
+
+def static_amax(layer: nn.Module) -> torch.Tensor:
+    """The amax of a layer's inputs, float32 (), that `microfloat.torch.calibrate` has measured; raises without one."""
+    amax = getattr(layer, "input_amax", None)
+    if amax is None:
+        raise invalid_value(
+            "input_amax", "none: the layer was never calibrated", "the amax of its inputs, for scales='static'",
+            "Run data through the model: with microfloat.torch.calibrate(model): model(batch).",
+        )  # fmt: skip
+    return amax
+
+
+def larger_amax(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """The larger of the amax of x and `before`, float32 (); an amax that is not finite is not taken."""
+    amax = backends.choose("auto", x.device).amax(x.detach().reshape(-1, x.shape[-1])).reshape(())
+    before = torch.zeros_like(amax) if before is None else before.to(amax.device)
+    return torch.where(torch.isfinite(amax), torch.maximum(before, amax), before)
 
 
 def unwrap_buffers(layer: nn.Module) -> None:

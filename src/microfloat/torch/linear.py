@@ -11,7 +11,6 @@ GEMM will run are cast (docs/numerics.md, 6).
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from microfloat.errors import MicrofloatError, NotSupportedError, invalid_value
+from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes, routes_of
@@ -35,15 +34,13 @@ from microfloat.torch.backends.base import aligned
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts, routes_after
 from microfloat.torch.gathered import Gathered
-from microfloat.torch.microbatches import KeptWeight, MainGrad
+from microfloat.torch.microbatches import MainGrad, casts_late, fsdp_parameters, keep_weight, weights_of
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.reduction import Group
-from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember, weights_of
+from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
     from microfloat.torch.grouped import Groups
     from microfloat.torch.joined import Unit
     from microfloat.torch.nn.linear import Linear, RecipeLayer
@@ -51,19 +48,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
-    "find_for", "outside_of_modes", "refuse_double_backward", "run_linear",
+    "find_for", "refuse_double_backward", "run_linear",
 ]  # fmt: skip
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _WEIGHT_TYPES = (nn.Parameter, QuantizedTensor, Gathered)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_NOTHING = contextlib.nullcontext()
 _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned
-
-
-def outside_of_modes() -> contextlib.AbstractContextManager:
-    """No modes of torch's dispatcher, such as a policy of selective checkpointing, which go by names of operators."""
-    return _disable_current_modes() if _dispatch_modes() else _NOTHING
 
 
 def run_linear(
@@ -194,25 +185,6 @@ def find(
     options = compute, wants_dx, wants_dw, 0, late
     made = Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, *options)
     return remember(key, made)
-
-
-def casts_late(layer: nn.Module, weight: torch.Tensor) -> bool:
-    """True for a weight whose memory FSDP2 frees after each forward and fills again before its backward."""
-    (weight, *_) = weights_of(weight)
-    found = weight.__dict__.get("_casts_late")
-    if found is None:
-        found = any(
-            getattr(owner, "_unsharded_param", None) is weight and owner.post_forward_mesh_info is not None
-            for owner in fsdp_parameters(layer)
-        )
-        vars(weight)["_casts_late"] = found
-    return found
-
-
-def fsdp_parameters(layer: nn.Module) -> list["FSDPParam"]:
-    """The objects that FSDP2 has for the parameters of a layer, which it tells of them by a hook on loading alone."""
-    cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
-    return [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "post_forward_mesh_info")]
 
 
 def counts_of(layer: nn.Module) -> FoldCounts:
@@ -355,7 +327,7 @@ def begin(
         return run
     run.path = layer._path
     if schedule.is_static:
-        run.x = run.x._replace(amax=aligned(static_amax(layer)))
+        run.x = run.x._replace(amax=aligned(layer_state.static_amax(layer)))
     if schedule.wants_dw and layer.fuse_wgrad_accumulation:
         run.into = MainGrad(weight, is_first_microbatch is True)
     if schedule.is_delayed and _dispatch_modes():
@@ -364,26 +336,8 @@ def begin(
     elif schedule.is_delayed:
         _begin_delayed(run, layer, weight, state, is_first_microbatch)
     elif is_first_microbatch is not None or (schedule.keeps_weight and not fsdp_parameters(layer)):
-        _keep_weight(run, layer, weight, is_first_microbatch is True, None)
+        keep_weight(run, layer, weight, is_first_microbatch is True, None)
     return run
-
-
-def static_amax(layer: nn.Module) -> torch.Tensor:
-    """The amax of a layer's inputs, float32 (), that `microfloat.torch.calibrate` has measured; raises without one."""
-    amax = getattr(layer, "input_amax", None)
-    if amax is None:
-        raise invalid_value(
-            "input_amax", "none: the layer was never calibrated", "the amax of its inputs, for scales='static'",
-            "Run data through the model: with microfloat.torch.calibrate(model): model(batch).",
-        )  # fmt: skip
-    return amax
-
-
-def larger_amax(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    """The larger of the amax of x and `before`, float32 (); an amax that is not finite is not taken."""
-    amax = backends.choose("auto", x.device).amax(x.detach().reshape(-1, x.shape[-1])).reshape(())
-    before = torch.zeros_like(amax) if before is None else before.to(amax.device)
-    return torch.where(torch.isfinite(amax), torch.maximum(before, amax), before)
 
 
 def begin_apart(
@@ -447,37 +401,6 @@ def _multiply_operands(x: Parts, w: Parts, bias: torch.Tensor | None, call: int)
 _library.impl("quantize_operands", _quantize_operands, "CompositeExplicitAutograd")
 _library.impl("multiply_operands", _multiply_operands, "CompositeExplicitAutograd")
 refuse_batches(_library, "quantize_operands", "multiply_operands")
-
-
-# ------------------------------------------------------------------------------------ weights kept between microbatches
-
-
-def _keep_weight(
-    run: Run, layer: nn.Module, weight: torch.Tensor, is_first_microbatch: bool, version: int | None
-) -> bool:
-    """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
-    weights: tuple[torch.Tensor, ...] = getattr(weight, "joined_of", (weight,))
-    # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
-    schedule = run.schedule
-    if not all(isinstance(one, nn.Parameter) for one in weights) or (
-        isinstance(weight, QuantizedTensor | Gathered) and not schedule.keeps_weight
-    ):
-        return True
-    kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
-    if is_first_microbatch:
-        kept.clear()
-    key = (*schedule.weight_key, version, weight.dtype)
-    operands = kept.find(weights, key)
-    reads_column = schedule.wants_dx and not schedule.late
-    if operands is not None and not (reads_column and operands[schedule.w_saved.start] is None):
-        run.kept = operands
-        return False
-    with torch.no_grad(), schedule.scope():
-        run.kept = schedule.quantize_weight(weight, run.w)[:6]
-    # What a CUDA graph makes has no values before its first replay.
-    if not (schedule.keeps_weight and schedule.device >= 0 and torch.cuda.is_current_stream_capturing()):
-        kept.keep(weights, key, run.kept)
-    return True
 
 
 # --------------------------------------------------------------------------------------------------- delayed scaling
@@ -554,7 +477,7 @@ def _begin_delayed(
         run.w = CastInputs(w_scale, run.w.seed, w_history, *run.w[3:])
     if run.schedule.late:  # the live buffer may change before backward
         run.later = run.later._replace(scale_enc=w_scale.clone() if is_live else w_scale)
-    if is_first_microbatch is not None and not _keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
+    if is_first_microbatch is not None and not keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
         w_cast = None  # codes of an earlier call were recorded then
     if late is not None:
         if x_cast is not None and x_history is not None:

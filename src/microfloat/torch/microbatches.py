@@ -1,16 +1,50 @@
-"""State of a weight over several microbatches: the gradient that they add up, and the operands that they share."""
+"""A weight between calls: the gradient that microbatches add up, the operands that they share, and its FSDP2."""
 
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import invalid_value
 from microfloat.torch._typing import Parts
+from microfloat.torch.gathered import Gathered
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["KeptWeight", "MainGrad", "latest_step"]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    from microfloat.torch.linear import Run
+
+__all__ = [
+    "KeptWeight", "MainGrad", "casts_late", "fsdp_parameters", "keep_weight", "latest_step", "weights_of",
+]  # fmt: skip
+
+
+def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The weights that a joint one is made of, else itself."""
+    return getattr(weight, "joined_of", (weight,))
+
+
+def casts_late(layer: nn.Module, weight: torch.Tensor) -> bool:
+    """True for a weight whose memory FSDP2 frees after each forward and fills again before its backward."""
+    (weight, *_) = weights_of(weight)
+    found = weight.__dict__.get("_casts_late")
+    if found is None:
+        found = any(
+            getattr(owner, "_unsharded_param", None) is weight and owner.post_forward_mesh_info is not None
+            for owner in fsdp_parameters(layer)
+        )
+        vars(weight)["_casts_late"] = found
+    return found
+
+
+def fsdp_parameters(layer: nn.Module) -> list["FSDPParam"]:
+    """The objects that FSDP2 has for the parameters of a layer, which it tells of them by a hook on loading alone."""
+    cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
+    return [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "post_forward_mesh_info")]
 
 
 class MainGrad:
@@ -29,9 +63,9 @@ class MainGrad:
 
     def add(self, dw: torch.Tensor) -> torch.Tensor | None:
         """Add a float32 gradient; returns what autograd is to pass on."""
-        weights: tuple[torch.Tensor, ...] = getattr(self.weight, "joined_of", ())
-        if not weights:
-            return self._add(self.weight, dw)
+        weights = weights_of(self.weight)
+        if len(weights) == 1:
+            return self._add(weights[0], dw)
         parts = dw.split([weight.shape[0] for weight in weights])
         passed = [self._add(weight, part) for weight, part in zip(weights, parts, strict=True)]
         zeros = next((part for part in passed if part is not None), None)
@@ -127,3 +161,31 @@ def _stamp(weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], key
     state += [number for one in tensors for number in (one.data_ptr(), one._version)]
     # Operands that were made in inference mode cannot be saved for a backward.
     return *state, _latest_step, torch.is_inference_mode_enabled(), *key
+
+
+def keep_weight(
+    run: "Run", layer: nn.Module, weight: torch.Tensor, is_first_microbatch: bool, version: int | None
+) -> bool:
+    """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
+    weights = weights_of(weight)
+    # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
+    schedule = run.schedule
+    if not all(isinstance(one, nn.Parameter) for one in weights) or (
+        isinstance(weight, QuantizedTensor | Gathered) and not schedule.keeps_weight
+    ):
+        return True
+    kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
+    if is_first_microbatch:
+        kept.clear()
+    key = (*schedule.weight_key, version, weight.dtype)
+    operands = kept.find(weights, key)
+    reads_column = schedule.wants_dx and not schedule.late
+    if operands is not None and not (reads_column and operands[schedule.w_saved.start] is None):
+        run.kept = operands
+        return False
+    with torch.no_grad(), schedule.scope():
+        run.kept = schedule.quantize_weight(weight, run.w)[:6]
+    # What a CUDA graph makes has no values before its first replay.
+    if not (schedule.keeps_weight and schedule.device >= 0 and torch.cuda.is_current_stream_capturing()):
+        kept.keep(weights, key, run.kept)
+    return True

@@ -21,10 +21,12 @@ import torch
 from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast
 from microfloat.routes import Entries, entries_of
+from microfloat.torch._operators import outside_of_modes
 from microfloat.torch._typing import Context, Maybe, Parts
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import parts_of
-from microfloat.torch.linear import Run, bias_gradient, outside_of_modes
+from microfloat.torch.linear import Run, bias_gradient
+from microfloat.torch.microbatches import weights_of
 from microfloat.torch.producers import (
     Activation,
     ActivationGradient,
@@ -35,7 +37,6 @@ from microfloat.torch.producers import (
     values_of,
     waits_for_amax,
 )
-from microfloat.torch.schedule import weights_of
 
 __all__ = ["ActivationRun", "GradientLink", "NormRun"]
 

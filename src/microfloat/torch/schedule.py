@@ -37,6 +37,7 @@ from microfloat.torch.backends import layouts_of, why_by_torch
 from microfloat.torch.backends.base import Backend, laid, parts_of, record_amax_
 from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.gemms import Product, product
+from microfloat.torch.microbatches import weights_of
 from microfloat.torch.seeds import Rank, draw_seed, fold_rank_, has_ranks
 from microfloat.torch.stored_casts import GatheredCast, StoredCast
 from microfloat.torch.tensor import QuantizedTensor
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_INPUTS", "SCHEDULES", "CastStep", "Schedule", "autocast_dtype", "forget", "remember",
-    "weights_of",
 ]  # fmt: skip
 
 Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
@@ -65,11 +65,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
-
-
-def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The weights that a joint one is made of, else itself."""
-    return getattr(weight, "joined_of", (weight,))
 
 
 class CastStep:

@@ -27,9 +27,9 @@ from microfloat.recipes.explanation import operands_of as formats_of
 from microfloat.routes import entries_of
 from microfloat.torch import backends
 from microfloat.torch._checks import check_model
+from microfloat.torch._operators import outside_of_modes
 from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.backends.base import Backend, capturing
-from microfloat.torch.linear import outside_of_modes
 from microfloat.torch.measuring import (
     Reading,
     Readings,

@@ -39,7 +39,8 @@ from microfloat.torch.distributed.schedule import (
     why_not_gathered,
 )
 from microfloat.torch.failures import agree, in_collective
-from microfloat.torch.linear import Run, apply, backend_name, begin, casts_late, end
+from microfloat.torch.linear import Run, apply, backend_name, begin, end
+from microfloat.torch.microbatches import casts_late
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor

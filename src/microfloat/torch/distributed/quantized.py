@@ -22,7 +22,7 @@ from microfloat.layout import array_layout
 from microfloat.torch import _operators, backends
 from microfloat.torch._tensor_ops import quantize_stored, take
 from microfloat.torch.distributed.sharded import largest, refuse_fewer_ranks
-from microfloat.torch.linear import fsdp_parameters
+from microfloat.torch.microbatches import fsdp_parameters
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:

@@ -39,8 +39,7 @@ from microfloat.torch.failures import in_collective
 from microfloat.torch.fusing import Fused
 from microfloat.torch.gathered import Gather, Gathered
 from microfloat.torch.joined import can_join
-from microfloat.torch.linear import fsdp_parameters
-from microfloat.torch.microbatches import latest_step
+from microfloat.torch.microbatches import fsdp_parameters, latest_step
 from microfloat.torch.nn.attention import MultiheadAttention
 from microfloat.torch.nn.fused import LayerNormLinear
 from microfloat.torch.nn.linear import Linear

@@ -20,7 +20,7 @@ from microfloat.torch._typing import StateDict
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.gathered import NoValues, values_of
-from microfloat.torch.linear import find_for, larger_amax, run_linear
+from microfloat.torch.linear import find_for, run_linear
 from microfloat.torch.model_init import quantize_parameter
 from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.schedule import Schedule, autocast_dtype
@@ -153,7 +153,7 @@ class RecipeLayer(nn.Module):
         if x.numel() == 0 or is_abstract(x):
             return
         if recipe.is_static:
-            self.register_buffer("input_amax", larger_amax(x, getattr(self, "input_amax", None)))
+            self.register_buffer("input_amax", layer_state.larger_amax(x, getattr(self, "input_amax", None)))
             return
         layer_state.ensure_buffers(self, delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
