@@ -4,7 +4,6 @@ Annotations are left out: Python versions print them differently, and pyright lo
 """
 
 import argparse
-import dataclasses
 import enum
 import importlib
 import inspect
@@ -95,9 +94,9 @@ def _member_rows(name: str, cls: type) -> list[str]:
                 rows[member] = f"{name}.{member}{_signature(target)}"
             else:
                 rows[member] = f"{name}.{member}"
-    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
-        if not field.name.startswith("_"):
-            rows.setdefault(field.name, f"{name}.{field.name}")
+        for member in inspect.get_annotations(base):  # fields, and attributes that a constructor sets
+            if not member.startswith("_"):
+                rows.setdefault(member, f"{name}.{member}")
     return [f"    {rows[member]}" for member in sorted(rows)]
 
 

@@ -16,7 +16,7 @@ from microfloat.arguments import check_int
 from microfloat.errors import invalid_type
 from microfloat.formats import E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, decode
 from microfloat.recipes import Cast, Current, as_cast
-from microfloat.recipes.core import CastLike, Usage, usages_of
+from microfloat.recipes.usages import CastLike, Usage, usages_of
 from microfloat.reference import Quantized, unpack_fp4, unpack_fp6
 from microfloat.reference._operand import as_float_array, operand_form
 from microfloat.reference._quantize import Seed, check_quantized, checked_scales, in_shape

@@ -37,7 +37,7 @@ from microfloat.jax.transformations import (
 )
 from microfloat.layout import Part, Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, as_cast
-from microfloat.recipes.core import CastLike, Usage, check_scale_enc, check_takes_amax, usages_of
+from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_enc, usages_of
 
 __all__ = ["check_backend", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
@@ -102,7 +102,11 @@ def _made(x: Array, usages: tuple[Usage, ...], words: Array | np.ndarray | None,
     given: dict[str, Array | None] = {"amax": None, "scale_enc": None}
     static, traced = [], []
     for cast, normal, stream, amax, scale_enc in usages:
-        checked = _check_amax(amax, cast, math.prod(leading_axes(x.shape, normal))), _check_scale_enc(scale_enc, cast)
+        rows = math.prod(leading_axes(x.shape, normal))
+        checked = (
+            given_amax(amax, cast, rows, real_array, _read),
+            given_scale_enc(scale_enc, cast.is_delayed, real_array, _read),
+        )
         given = {name: given[name] if one is None else one for name, one in zip(given, checked, strict=True)}
         word = _check_word("stream", stream)
         # A stream that is a number is part of the program: kernels read it as one.
@@ -332,34 +336,6 @@ def _check_word(argument: str, value: object) -> Array | np.uint32:
     return np.uint32(number)
 
 
-def _check_amax(amax: ArrayLike | None, cast: Cast, rows: int) -> Array | None:
-    """The amax that replaces the measured one, float32 of shape () or [R, 1]; see `quantize`."""
-    if amax is None:
-        return None
-    check_takes_amax(cast)
-    array = real_array("amax", amax)
-    needed = (rows, 1) if cast.format.tensor_scale == "row" else ()
-    if not needed and array.shape == (1,):  # as buffers of amaxes often are
-        array = array.reshape(())
-    if array.shape != needed:
-        raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {cast.format}")
-    if not isinstance(array, Tracer) and not bool((np.asarray(array) >= 0).all()):
-        raise invalid_value(
-            "amax", np.asarray(array).tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes."
-        )
-    return array
-
-
-def _check_scale_enc(scale_enc: ArrayLike | None, cast: Cast) -> Array | None:
-    """The encode scale of delayed scaling: given if and only if the cast is delayed, positive and finite."""
-    check_scale_enc(scale_enc, cast.is_delayed)
-    if scale_enc is None:
-        return None
-    array = real_array("scale_enc", scale_enc)
-    if array.size != 1:
-        raise invalid_value("scale_enc", f"shape {array.shape}", "one float32")
-    if not isinstance(array, Tracer):
-        value = float(array.reshape(()))
-        if not (np.isfinite(value) and value > 0):
-            raise invalid_value("scale_enc", value, "one positive finite float32")
-    return array.reshape(())
+def _read(array: Array) -> np.ndarray | None:
+    """Values that can be looked at, which those of a trace cannot."""
+    return None if isinstance(array, Tracer) else np.asarray(array)

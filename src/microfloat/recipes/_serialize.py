@@ -38,7 +38,7 @@ def format_from_data(data: str | dict) -> ScaledFormat:
 
 
 def _names(cls: type) -> list[str]:
-    return [entry.name for entry in fields(cls) if entry.init]
+    return [entry.name for entry in fields(cls)]
 
 
 def _not_serializable(argument: str, value: object) -> InvalidValueError:

@@ -8,9 +8,9 @@ asks a recipe what it is.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar
 
-from microfloat.arguments import axes_of, check_bool, check_choice, check_int, check_number, for_each
+from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.contents import contents_of_cast
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of, unknown_name
 from microfloat.formats import E5M2, FORMATS, ScaledFormat
@@ -113,18 +113,31 @@ class Hadamard:
         return f"Hadamard({self.size}, {self.sign_mask:#06x})"
 
 
+class CastFacts(HashOnce):
+    """What follows from the fields of a Cast, worked out when it is made. No fields, which Dynamo gives a constructor.
+
+    `rule`: the row of numbers behind `scale_rule`. `is_delayed`: the scale comes from earlier steps. `is_static`: the
+    amax was measured beforehand and comes with the call. `is_stochastic`: it draws random bytes. `chooses_by_error`: a
+    block's scale depends on the errors of its elements, and not on its amax alone. `tensor_scale`: the second scale
+    that it stores, None, "tensor" or "row". `contents`: all that decides the bytes, as JSON: how compiled code takes in
+    a Cast, since it can guard a string.
+    """
+
+    rule: ScaleRule
+    is_delayed: bool
+    is_static: bool
+    is_stochastic: bool
+    chooses_by_error: bool
+    tensor_scale: str | None
+    contents: str
+
+
 @dataclass(frozen=True)
-class Cast(HashOnce):
+class Cast(CastFacts):
     """The way in which one operand becomes low precision: format, scale rule, rounding, Hadamard transform, scaling.
 
     The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8".
     Raises InvalidValueError for a combination that has no definition (docs/numerics.md, section 10).
-
-    What follows from these: `rule`, the row of numbers behind `scale_rule`. `is_delayed`: the scale comes from earlier
-    steps. `is_static`: the amax was measured beforehand and comes with the call. `is_stochastic`: it draws random
-    bytes. `chooses_by_error`: a block's scale depends on the errors of its elements, and not on its amax alone.
-    `tensor_scale`: the second scale that it stores, None, "tensor" or "row". `contents`: all that decides the bytes, as
-    JSON: how compiled code takes in a Cast, since it can guard a string.
     """
 
     format: ScaledFormat
@@ -132,13 +145,6 @@ class Cast(HashOnce):
     rounding: str = "nearest"
     hadamard: Hadamard | None = None
     scaling: Current | Delayed = None  # type: ignore[assignment]  # as the format, resolved below
-    rule: ScaleRule = field(init=False, repr=False, compare=False)
-    is_delayed: bool = field(init=False, repr=False, compare=False)
-    is_static: bool = field(init=False, repr=False, compare=False)
-    is_stochastic: bool = field(init=False, repr=False, compare=False)
-    chooses_by_error: bool = field(init=False, repr=False, compare=False)
-    tensor_scale: str | None = field(init=False, repr=False, compare=False)
-    contents: str = field(init=False, repr=False, compare=False)
     is_gradient: ClassVar[bool] = False  # True for a `GradientCast` only
 
     def __post_init__(self) -> None:
@@ -234,60 +240,6 @@ class Cast(HashOnce):
         """
         deterministic = self.hadamard is None and not self.is_stochastic and not self.chooses_by_error
         return self.format.transposes and deterministic
-
-
-def check_takes_amax(cast: Cast) -> None:
-    """Raise InvalidValueError for a cast that measures no amax which a given one could replace."""
-    if not cast.takes_amax:
-        raise invalid_value(
-            "amax", f"a value with {cast.format}, rule {cast.scale_rule!r}, {type(cast.scaling).__name__} scaling",
-            "None: only a tensor amax can be replaced (fp8_tensor with Current scaling, nvfp4, nvfp4_row, nvfp4_2d)",
-            "Delayed scaling takes scale_enc= instead." if cast.is_delayed else "",
-        )  # fmt: skip
-
-
-def check_scale_enc(scale_enc: object, is_delayed: bool) -> None:
-    """Raise InvalidValueError unless an encode scale is given exactly where scaling is delayed."""
-    if (scale_enc is not None) != is_delayed:
-        raise invalid_value(
-            "scale_enc", "None" if is_delayed else "a value",
-            "a float32 for a cast with Delayed scaling, None otherwise",
-            "The first step uses 1.0." if is_delayed else "Leave it out here.",
-        )  # fmt: skip
-
-
-CastLike: TypeAlias = Cast | ScaledFormat | str
-
-
-class Usage(NamedTuple):
-    """One cast of a matrix, with what `quantize` takes for it."""
-
-    cast: Cast
-    axis: int
-    stream: Any
-    amax: Any
-    scale_enc: Any
-
-
-def usages_of(cast: Any, axis: Any, ndim: int, stream: Any, amax: Any, scale_enc: Any) -> tuple[Usage, ...]:
-    """The casts that one call of `quantize` makes: one, or two for a pair of axes.
-
-    A pair of arguments holds one for each axis. Any other argument serves both; an amax or an encode scale serves those
-    of two casts that take it. Raises InvalidValueError and InvalidTypeError.
-    """
-    axes = axes_of(axis, ndim)
-    casts = [as_cast(one) for one in for_each("cast", cast, len(axes))]
-
-    def of_each(argument: str, value: Any, takes: list[bool]) -> tuple[Any, ...]:
-        values = for_each(argument, value, len(axes))
-        if isinstance(value, tuple | list) or not any(takes):
-            return values
-        return tuple(one if taken else None for one, taken in zip(values, takes, strict=True))
-
-    amaxes = of_each("amax", amax, [one.takes_amax for one in casts] if len(axes) == 2 else [])
-    scales = of_each("scale_enc", scale_enc, [one.is_delayed for one in casts] if len(axes) == 2 else [])
-    streams = for_each("stream", stream, len(axes))
-    return tuple(Usage(*one) for one in zip(casts, axes, streams, amaxes, scales, strict=True))
 
 
 @dataclass(frozen=True)

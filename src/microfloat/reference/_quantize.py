@@ -13,7 +13,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat, encode_bits
 from microfloat.layout import Storage, array_layout, leading_axes, scale_shape, stored_length
 from microfloat.recipes import Cast, Hadamard
-from microfloat.recipes.core import CastLike, Usage, check_scale_enc, check_takes_amax, usages_of
+from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_enc, usages_of
 from microfloat.reference._operand import as_float32, hadamard_transform, operand_form, spread
 from microfloat.reference._packing import pack_fp4, unpack_fp4
 from microfloat.reference._philox import random_bytes
@@ -162,9 +162,9 @@ def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
 
 def checked_scales(usage: Usage, rows: int) -> tuple[np.ndarray | None, np.float32 | None]:
     """The amax and the encode scale of delayed scaling that a usage brings along, if they fit its cast."""
-    amax = None if usage.amax is None else _check_amax(usage.amax, usage.cast, rows)
-    check_scale_enc(usage.scale_enc, usage.cast.is_delayed)
-    return amax, None if usage.scale_enc is None else _checked_scale_enc(usage.scale_enc)
+    amax = given_amax(usage.amax, usage.cast, rows, _real_array, np.asarray)
+    scale_enc = given_scale_enc(usage.scale_enc, usage.cast.is_delayed, _real_array, np.asarray)
+    return amax, None if scale_enc is None else np.float32(scale_enc)
 
 
 def in_shape(
@@ -190,28 +190,6 @@ def _encode(
     noise = random_bytes(rows, length, seed, stream) if cast.is_stochastic and seed is not None else None
     codes = encode_bits(scaled, element, noise)
     return np.where(spread(is_nan, block, x_RC.shape), np.uint8(element.nan_code), codes)
-
-
-def _check_amax(amax: float | np.ndarray, cast: Cast, rows: int) -> np.ndarray:
-    """The amax that replaces the measured one, float32 of shape () or [R, 1]; see `quantize`."""
-    check_takes_amax(cast)
-    array = _real_array("amax", amax)
-    needed = (rows, 1) if cast.format.tensor_scale == "row" else ()
-    if not needed and array.shape == (1,):  # as buffers of amaxes often are
-        array = array.reshape(())
-    if array.shape != needed:
-        raise invalid_value("amax", f"shape {array.shape}", f"shape {needed} for {cast.format}")
-    if np.isnan(array).any() or (array < 0).any():
-        raise invalid_value("amax", array.tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes.")
-    return array
-
-
-def _checked_scale_enc(scale_enc: float | np.ndarray) -> np.float32:
-    """The encode scale of delayed scaling, one positive finite number."""
-    array = _real_array("scale_enc", scale_enc)
-    if array.size != 1 or not (np.isfinite(array).all() and (array > 0).all()):
-        raise invalid_value("scale_enc", array.tolist(), "one positive finite float32")
-    return np.float32(array.reshape(()))
 
 
 def _real_array(argument: str, value: float | np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Checks of arguments that several public functions take: errors that name the argument and what to do."""
 
+import functools
 import numbers
 import sys
 from collections.abc import Sequence
@@ -10,13 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from microfloat.arguments import as_float, check_number
 from microfloat.errors import MicrofloatError, NotSupportedError, invalid_type, invalid_value, kind_of
-from microfloat.recipes import core
+from microfloat.recipes import Cast
+from microfloat.recipes.usages import given_amax, given_scale_enc
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "INPUT_DTYPES", "check_beside", "check_eps", "check_features", "check_grouped", "check_like", "check_linear",
-    "check_linear_parameters", "check_model", "check_parameter", "check_rows", "check_scale_enc", "check_tensor",
-    "is_abstract", "readable", "real_tensor", "row_count", "with_path",
+    "INPUT_DTYPES", "check_amax", "check_beside", "check_eps", "check_features", "check_grouped", "check_like",
+    "check_linear", "check_linear_parameters", "check_model", "check_parameter", "check_rows", "check_scale_enc",
+    "check_tensor", "is_abstract", "readable", "real_tensor", "row_count", "with_path",
 ]  # fmt: skip
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -224,18 +226,18 @@ def check_features(argument: str, layers: Sequence[nn.Linear], features: int, so
             raise invalid_value(argument, f"in_features {layer.in_features}", f"{features}, the features of {source}")
 
 
+def check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device: torch.device) -> torch.Tensor | None:
+    """The amax that replaces the measured one: float32 () or [R, 1] on `device`."""
+    return given_amax(amax, cast, rows, functools.partial(real_tensor, device=device), _read)
+
+
 def check_scale_enc(scale_enc: float | torch.Tensor | None, delayed: bool, device: torch.device) -> torch.Tensor | None:
     """The encode scale of delayed scaling, float32 () on `device`: given if and only if the cast is `delayed`."""
-    core.check_scale_enc(scale_enc, delayed)
-    if scale_enc is None:
-        return None
-    tensor = real_tensor("scale_enc", scale_enc, device)
-    if tensor.numel() != 1:
-        raise invalid_value("scale_enc", f"shape {tuple(tensor.shape)}", "one positive finite float32")
-    tensor = tensor.reshape(())
-    if readable(tensor) and not 0 < float(tensor) < float("inf"):
-        raise invalid_value("scale_enc", float(tensor), "one positive finite float32")
-    return tensor
+    return given_scale_enc(scale_enc, delayed, functools.partial(real_tensor, device=device), _read)
+
+
+def _read(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor if readable(tensor) else None
 
 
 def real_tensor(argument: str, value: float | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""State of layers under delayed scaling: their numbers, their six buffers, and what is recorded besides.
+"""State of layers: their numbers, the six buffers of delayed scaling and what is recorded besides, amaxes of inputs.
 
 State per slot (x, w, dy) of a layer is two float32 buffers, ``scaling_<slot>_scale`` (the encode scale) and
 ``scaling_<slot>_amax_history`` (slot 0 is live). `microfloat.torch.scaling` decides when a history moves on.

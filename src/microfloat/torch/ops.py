@@ -12,10 +12,17 @@ import torch
 from microfloat.arguments import check_number, for_each
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.layout import leading_axes
-from microfloat.recipes import Cast, as_cast
-from microfloat.recipes.core import CastLike, Usage, check_takes_amax, usages_of
+from microfloat.recipes import as_cast
+from microfloat.recipes.usages import CastLike, Usage, usages_of
 from microfloat.torch import _operators, backends
-from microfloat.torch._checks import INPUT_DTYPES, check_scale_enc, check_tensor, readable, real_tensor, row_count
+from microfloat.torch._checks import (
+    INPUT_DTYPES,
+    check_amax,
+    check_scale_enc,
+    check_tensor,
+    real_tensor,
+    row_count,
+)
 from microfloat.torch._typing import Seed
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor, tensors_of
@@ -119,7 +126,7 @@ def _checked(usage: Usage, matrix: torch.Tensor, is_turned: bool) -> Usage:
     _check_stream(usage.stream)
     rows = matrix.shape[1 if is_turned else 0]
     return usage._replace(
-        amax=_check_amax(usage.amax, usage.cast, rows, matrix.device),
+        amax=check_amax(usage.amax, usage.cast, rows, matrix.device),
         scale_enc=check_scale_enc(usage.scale_enc, usage.cast.is_delayed, matrix.device),
     )
 
@@ -247,22 +254,6 @@ def _check_stream(stream: int) -> None:
         raise error from None
     if not 0 <= number < 1 << 32:
         raise error
-
-
-def _check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device: torch.device) -> torch.Tensor | None:
-    """The amax that replaces the measured one: float32 () or [R, 1] on `device`."""
-    if amax is None:
-        return None
-    check_takes_amax(cast)
-    tensor = real_tensor("amax", amax, device)
-    needed = (rows, 1) if cast.format.tensor_scale == "row" else ()
-    if not needed and tuple(tensor.shape) == (1,):  # as buffers of amaxes often are
-        tensor = tensor.reshape(())
-    if tuple(tensor.shape) != needed:
-        raise invalid_value("amax", f"shape {tuple(tensor.shape)}", f"shape {needed} for {cast.format}")
-    if readable(tensor) and not bool((tensor >= 0).all()):
-        raise invalid_value("amax", tensor.tolist(), "values >= 0, not NaN", "An amax is a maximum of magnitudes.")
-    return tensor
 
 
 def _check_pair(a: QuantizedTensor, b: QuantizedTensor) -> None:

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from microfloat.errors import unknown_name
-from microfloat.formats import ScaledFormat
 from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.recipes import Cast, as_cast
+from microfloat.recipes.usages import CastLike
 from microfloat.torch import _operators, backends
 from microfloat.torch._checks import (
     check_eps,
@@ -48,7 +48,6 @@ __all__ = [
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu", "sigmoid")
 Both = tuple[Operand | None, Operand | None]
-CastLike = Cast | ScaledFormat | str
 
 
 class Valued(NamedTuple):
