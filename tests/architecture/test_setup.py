@@ -54,6 +54,20 @@ def test_a_second_call_does_nothing(make_venv):
     assert make_venv.call("--extras", "torch") == []
 
 
+@pytest.mark.parametrize(("has_pip", "venvs"), [(True, ["--without-pip"]), (False, ["--without-pip", "--clear"])])
+def test_pip_comes_from_the_interpreters_own_or_from_ensurepip(repository, monkeypatch, has_pip, venvs):
+    module, asked = _module(repository), []
+
+    def run(command, variables=(), quiet=False):
+        asked.append(command)
+        return int(command[1:3] == ["-m", "pip"] and not has_pip)
+
+    monkeypatch.setattr(module, "run", run)
+    module.create("environment", "python")
+    assert [command[-2] for command in asked if command[2] == "venv"] == venvs
+    assert [command[-1] for command in asked if command[2] == "pip"] == ["pip"]
+
+
 def test_missing_extras_are_added_and_remembered(make_venv):
     assert make_venv.call("--extras", "torch") == ["create", "torch"]
     assert make_venv.call("--extras", "dev") == ["dev"]
