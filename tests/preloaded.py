@@ -3,8 +3,8 @@
 import importlib
 import sys
 
-# fully_shard imports torch's compiler in every rank, which takes a second, and that asks for triton. Triton itself has to
-# come later: some processes say first that its kernels are interpreted.
+# fully_shard imports torch's compiler in every rank, which takes a second, and that asks for triton. Triton itself has
+# to come later: some processes say first that its kernels are interpreted.
 if "triton" not in sys.modules:
     sys.modules["triton"] = None  # type: ignore[assignment]  # its import fails
     importlib.import_module("torch._dynamo")

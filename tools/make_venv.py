@@ -82,6 +82,11 @@ def run(command, variables=(), quiet=False):
     )
 
 
+def begin(command):
+    """Run with visible output while this goes on."""
+    return subprocess.Popen(command, cwd=ROOT, env=clean_environment())
+
+
 def require(command, remedy, variables=()):
     if run(command, variables) != 0:
         raise SetupError("this command failed: {}\n{}".format(" ".join(command), remedy))
@@ -183,8 +188,7 @@ def compile_packages(python, folder):
     import, are left to whoever imports them.
     """
     left = rf"^{re.escape(folder)}.*[\\/](tests?|{'|'.join(RARELY_IMPORTED)})[\\/]"
-    command = [python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", "-x", left, folder]
-    return subprocess.Popen(command, cwd=ROOT, env=clean_environment())
+    return begin([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", "-x", left, folder])
 
 
 def without_triton(constraints, venv):
