@@ -337,10 +337,11 @@ def _chunk_sums(
             total = total + (tl.zeros_like(sums[i]),)
     for half in tl.static_range(2):
         if CUT.STAGES == 0 and HW:
-            place = wait_for_half(shared[1])
+            _, place, _, _, place_of_scales = shared
+            place = wait_for_half(place)
             words = read_codes(place, half, CUT)
             if half == 0:
-                all_scales = (read_scales(shared[4], 0, CODES, CUT), read_scales(shared[4], 1, CODES, CUT))
+                all_scales = (read_scales(place_of_scales, 0, CODES, CUT), read_scales(place_of_scales, 1, CODES, CUT))
                 all_have_read(place)
             copy_half(shared, later, has, half, CODES, CUT)
         else:
