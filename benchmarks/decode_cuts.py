@@ -93,7 +93,7 @@ def _by_warps(usual: DecodeCut, rows: int) -> Iterator[DecodeCut]:
     """Cuts of `decode_gemm`, which begin early."""
     aheads = (usual.AHEAD,) if rows <= 8 else (2, 4) if rows < 64 else (1, 2)
     for (row_warps, length_warps), tiles, stages, ahead in itertools.product(
-        _FEW_WARPS if rows <= 8 else _WARPS, (1, 2), (1, 2), aheads
+        _FEW_WARPS if rows <= 8 else _WARPS, (1, 2), (0, 1, 2) if rows <= 16 else (1, 2), aheads
     ):
         yield usual._replace(
             ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, TILES=tiles, STAGES=stages, AHEAD=ahead, DEPENDENT=True

@@ -41,7 +41,8 @@ def _context():
     """
     context = multiprocessing.get_context("forkserver")
     collectives = ("tensor", "fsdp", "checkpoint")
-    context.set_forkserver_preload(["microfloat.torch", *(f"torch.distributed.{name}" for name in collectives)])
+    distributed = [f"torch.distributed.{name}" for name in collectives]
+    context.set_forkserver_preload(["microfloat.torch", *distributed, "tests.preloaded"])
     # What it imports comes from where this process has it, a checkout beside an installed one included: before Python
     # 3.14 the one that is copied knows nothing of this process's path (python/cpython#126631).
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -30,7 +30,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 INPUTS = ("pyproject.toml", "constraints.txt", os.path.join("tools", "make_venv.py"))
 BACKEND = ("hatchling", "editables")
 # A quarter of all code that is installed.
-RARELY_IMPORTED = ("fontTools", "pip", "pydantic", "pygments", "scipy", "setuptools", "testing", "torchgen")
+RARELY_IMPORTED = (
+    "_vendor", "distutils", "fontTools", "physics", "pip", "pydantic", "pygments", "scipy", "setuptools", "testing",
+    "torchgen",
+)  # fmt: skip
 # pip's settings: as arguments and as variables of uv; what changes nothing here; all others are left to pip itself.
 ARGUMENTS_OF_UV = {
     "index-url": "--index-url", "extra-index-url": "--extra-index-url", "find-links": "--find-links",
@@ -71,9 +74,17 @@ def clean_environment():
     return {name: value for name, value in os.environ.items() if name not in FOREIGN}
 
 
-def run(command, variables=()):
-    """Run with visible output; the exit status. `variables`: more of the environment."""
-    return subprocess.call(command, cwd=ROOT, env={**clean_environment(), **dict(variables)})
+def run(command, variables=(), quiet=False):
+    """Run with visible output, unless it is one of two ways; the exit status. `variables`: more of the environment."""
+    output = subprocess.DEVNULL if quiet else None
+    return subprocess.call(
+        command, cwd=ROOT, env={**clean_environment(), **dict(variables)}, stdout=output, stderr=output
+    )
+
+
+def begin(command):
+    """Run with visible output while this goes on."""
+    return subprocess.Popen(command, cwd=ROOT, env=clean_environment())
 
 
 def require(command, remedy, variables=()):
@@ -82,16 +93,21 @@ def require(command, remedy, variables=()):
 
 
 def create(venv, python):
-    """A fresh environment with pip, also where the interpreter came without ensurepip (some Linux distributions)."""
+    """A fresh environment with pip: brought by the pip of the interpreter, in a third of ensurepip's time, or by that.
+
+    Some have the one and not the other: Linux distributions leave out ensurepip, others pip, or it is older than 22.3.
+    """
     say(f"creating {os.path.relpath(venv, ROOT)} with Python {platform.python_version()}")
+    remedy = "Install Python's venv module."
+    require([sys.executable, "-m", "venv", "--clear", "--without-pip", venv], remedy)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--python", python]
+    if run([*pip, "install", "--quiet", "--no-compile", "pip"], quiet=True) == 0:
+        return
     try:
         import ensurepip  # noqa: F401
     except ImportError:
-        require([sys.executable, "-m", "venv", "--clear", "--without-pip", venv], "Install Python's venv module.")
-        remedy = "Install Python's ensurepip (python3-venv on Debian and Ubuntu), or pip 22.3 or newer."
-        require([sys.executable, "-m", "pip", "--python", python, "install", "pip"], remedy)
-        return
-    require([sys.executable, "-m", "venv", "--clear", venv], "Install Python's venv module.")
+        raise SetupError("Install ensurepip (python3-venv on Debian and Ubuntu), or pip 22.3 or newer.") from None
+    require([sys.executable, "-m", "venv", "--clear", venv], remedy)
 
 
 def usable(python):
@@ -166,13 +182,13 @@ def without_cpu_torch(version, *, insist):
 
 
 def compile_packages(python, folder):
-    """Byte code of what has none there; what some Python cannot read stays as it is, as it does with pip.
+    """Begin to write byte code of what has none there; what some Python cannot read stays as it is, as with pip.
 
     pip and uv compile on one core or everything, this on all. The packages' own tests, and what tests of ours hardly
     import, are left to whoever imports them.
     """
     left = rf"^{re.escape(folder)}.*[\\/](tests?|{'|'.join(RARELY_IMPORTED)})[\\/]"
-    run([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", "-x", left, folder])
+    return begin([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", "-x", left, folder])
 
 
 def without_triton(constraints, venv):
@@ -183,8 +199,9 @@ def without_triton(constraints, venv):
     return path
 
 
-def install_by(installer, venv, extras, torch_build):
-    """Install the library in editable form with its extras, everything pinned; torch's build is chosen first."""
+def install_by(installer, venv, python, extras, torch_build):
+    """Install the library in editable form with its extras, everything pinned; torch's build is chosen first, and
+    compiled while the others come."""
     command, variables = installer
     constraints_path = os.path.join(ROOT, "constraints.txt")
     with open(constraints_path) as file:
@@ -201,7 +218,13 @@ def install_by(installer, venv, extras, torch_build):
             constraints_path = without_triton(constraints, venv)
     say("installing microfloat[{}] in editable form".format(",".join(extras)))
     target = "{}[{}]".format(ROOT, ",".join(extras))
-    require([*command, "-c", constraints_path, "--no-build-isolation", "-e", target], NO_INDEX, variables)
+    packages = os.path.join(venv, "lib")
+    compiling = compile_packages(python, packages)
+    try:
+        require([*command, "-c", constraints_path, "--no-build-isolation", "-e", target], NO_INDEX, variables)
+    finally:
+        compiling.wait()
+    compile_packages(python, packages).wait()
 
 
 def install(venv, python, extras, torch_build):
@@ -210,13 +233,12 @@ def install(venv, python, extras, torch_build):
     uv = uv_of(pip, python, os.path.join(ROOT, "constraints.txt"))
     by_pip = [*pip, "install", "--no-compile"], {}
     try:
-        install_by(uv or by_pip, venv, extras, torch_build)
+        install_by(uv or by_pip, venv, python, extras, torch_build)
     except SetupError as error:
         if uv is None:
             raise
         say(f"uv could not install everything ({str(error).splitlines()[0]}); once more by pip")
-        install_by(by_pip, venv, extras, torch_build)
-    compile_packages(python, os.path.join(venv, "lib"))
+        install_by(by_pip, venv, python, extras, torch_build)
 
 
 def read_stamp(path):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from unittest import mock
 
 import pytest
 
@@ -52,6 +53,20 @@ def test_a_second_call_does_nothing(make_venv):
     assert make_venv.call("--extras", "torch,dev") == ["create", "dev,torch"]
     assert make_venv.call("--extras", "torch,dev") == []
     assert make_venv.call("--extras", "torch") == []
+
+
+@pytest.mark.parametrize(("has_pip", "venvs"), [(True, ["--without-pip"]), (False, ["--without-pip", "--clear"])])
+def test_pip_comes_from_the_interpreters_own_or_from_ensurepip(repository, monkeypatch, has_pip, venvs):
+    module, asked = _module(repository), []
+
+    def run(command, variables=(), quiet=False):
+        asked.append(command)
+        return int(command[1:3] == ["-m", "pip"] and not has_pip)
+
+    monkeypatch.setattr(module, "run", run)
+    module.create("environment", "python")
+    assert [command[-2] for command in asked if command[2] == "venv"] == venvs
+    assert [command[-1] for command in asked if command[2] == "pip"] == ["pip"]
 
 
 def test_missing_extras_are_added_and_remembered(make_venv):
@@ -116,6 +131,7 @@ def commands(repository, tmp_path, monkeypatch):
 
         listed = subprocess.CompletedProcess([], 0, stdout=settings.encode())
         monkeypatch.setattr(module, "run", run)
+        monkeypatch.setattr(module, "begin", lambda command: [run(command), mock.Mock()][1])
         monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: listed)
         (tmp_path / "venv").mkdir(exist_ok=True)
         try:
@@ -135,8 +151,8 @@ def _editable(seen):
 def test_uv_installs_what_is_pinned_and_torch_first(commands):
     seen = commands(["cli", "torch"], "auto")
     by = [installer for installer, _, _ in seen]
-    assert by == ["python", "uv", "uv", "uv", "python"]  # pip brings it, and Python compiles
-    (_, bring, _), (_, build, _), (_, torch, _), (_, rest, _), _ = seen
+    assert by == ["python", "uv", "uv", "python", "uv", "python"]  # pip brings it, and Python compiles, torch meanwhile
+    (_, bring, _), (_, build, _), (_, torch, _), _, (_, rest, _), _ = seen
     assert bring[-1] == "uv"
     assert build[-2:] == ["hatchling", "editables"]
     assert re.fullmatch(r"torch==[\d.]+\+cpu", torch[-1])
@@ -198,7 +214,7 @@ def test_tests_of_packages_get_no_byte_code(repository, tmp_path, monkeypatch):
         folder = tmp_path / "tests" / "lib" / name  # above the folder the word means nothing
         folder.mkdir(parents=True)
         (folder / "code.py").write_text("")
-    module.compile_packages(sys.executable, str(tmp_path / "tests" / "lib"))
+    assert module.compile_packages(sys.executable, str(tmp_path / "tests" / "lib")).wait() == 0
     compiled = {path.parents[1].name for path in tmp_path.rglob("*.pyc")}
     assert compiled == {"a", "contest"}
 

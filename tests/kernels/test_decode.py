@@ -381,3 +381,47 @@ def test_lanes_hold_what_the_tensor_cores_read(capability):
     one_per_lane = "{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]}>"
     assert layouts == {one_per_lane}
     assert not spilled
+
+
+def _compile_shared(kind, tokens):
+    """The loop's reads and copies of codes in shared memory, in their order, by their distance from a lane's place;
+    what else it loads of codes; and spilled registers."""
+    from triton.runtime import driver
+
+    from microfloat.kernels.gemm import decode
+    from tests.kernels.compiling import NamedTarget, instructions_of
+
+    driver.set_active(NamedTarget(90))
+    x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(16)
+    cut = DecodeCut(2, 4, 1, tokens, 0, 8, False, True, True, tokens > 1, False, True)
+    compiled = decode.decode_gemm.run(
+        x, codes, codes, one, None, None, x, 8, 8192, 1024, 256, 8192 // kind.WIDTH, 1, 0, 0, 0, 1, kind, cut, 1, True,
+        True, num_warps=8, enable_fp_fusion=False, grid=(1,), launch_pdl=True, warmup=True,
+    )  # fmt: skip
+    lines = [line.split("*/", 1)[-1].strip() for line in instructions_of(compiled.asm["cubin"])]
+    lines = [re.sub(r"^@!?U?P\d+ ", "", line) for line in lines]
+    first = next(i for i, line in enumerate(lines) if line.startswith("LDS"))  # what is before copies the first chunk
+    spilled = [line for line in lines if line.startswith(("STL", "LDL"))]
+    seen = []
+    for line in lines[first:]:
+        if line.startswith(("LDS.128", "LDGSTS.E.BYPASS.128")):
+            place = re.search(r"\[R\d+(?:\+(0x[0-9a-f]+))?\]", line)
+            seen.append((line.split(".")[0], int(place[1] or "0", 16)))
+    return seen, [line for line in lines[first:] if line.startswith("LDG.E.NA.128")], spilled
+
+
+@pytest.mark.slow("machine code of two kernels and two numbers of rows")
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(
+    "kind", [DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(1, 1, 4, 1, 1, 32, False)], ids=["nvfp4", "mxfp4"]
+)
+def test_shared_memory_is_read_before_it_is_copied_to(kind, tokens):
+    """Of each lane's four places: two rows, two halves. The copy of the next chunk would take the place of this one."""
+    seen, others, spilled = other_process()(_compile_shared, kind, tokens)
+    reads, copies = ([at for what, at in seen if what == name] for name in ("LDS", "LDGSTS"))
+    assert sorted(reads) == sorted(copies)
+    assert len(set(copies)) == 4
+    for at in copies:
+        assert seen.index(("LDS", at)) < seen.index(("LDGSTS", at))
+    assert not others
+    assert not spilled

@@ -137,10 +137,10 @@ class DecodeCut(NamedTuple):
     """Division of a product among programs of `gemm.decode`.
 
     A program has ROW_WARPS times LENGTH_WARPS warps, each with TILES tiles of 16 rows of the weight and 8 * TOKENS rows
-    of x. STAGES: chunks (128 bytes of a row) that codes are loaded before their use. AHEAD: steps (8 elements of a
-    lane) that x is. EVEN: the contraction is a whole number of chunks for every warp. WIDE: the scales of a row are
-    whole words without gaps. ORDERED: x comes as `decode_order` writes it. GROUPED: a plan says which rows of x meet
-    which expert's weight.
+    of x. STAGES: chunks (128 bytes of a row) that codes are loaded before their use; 0: they are copied through shared
+    memory, a chunk before. AHEAD: steps (8 elements of a lane) that x is. EVEN: the contraction is a whole number of
+    chunks for every warp. WIDE: the scales of a row are whole words without gaps. ORDERED: x comes as `decode_order`
+    writes it. GROUPED: a plan says which rows of x meet which expert's weight.
 
     DEPENDENT: its launches begin while the one before them ends, ask the L2 cache for codes, and then wait for it
     (programmatic dependent launch, Hopper and newer).

@@ -1,6 +1,7 @@
 """A few rows of x times a weight stored as codes, as passes (`microfloat.kernels.gemm.decode` and `decode_wide`)."""
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from microfloat.formats import ScaledFormat
@@ -216,6 +217,22 @@ _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
 }  # fmt: skip
 
 
+# Those of a Hopper whose codes come through shared memory (STAGES of 0), where that is faster than the division above:
+# on an H200 by 5 to 14 % (benchmarks/results/decode_shared_cuts.json). None: it is not.
+_SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
+    "FP4": {
+        4: ((1, 8, 1, 0, 8, 0, 1), (2, 4, 1, 0, 8, 0, 1), None),
+        8: ((1, 8, 1, 0, 8, 1, 1), (2, 4, 1, 0, 8, 1, 1), None),
+        16: ((1, 8, 1, 0, 4, 1, 1), (1, 4, 1, 0, 4, 1, 1), None),
+    },
+    "MXFP4": {
+        4: ((1, 8, 1, 0, 8, 0, 1), (2, 4, 1, 0, 8, 0, 1), (1, 4, 2, 0, 8, 0, 1)),
+        8: ((1, 8, 1, 0, 8, 1, 1), (2, 4, 1, 0, 8, 1, 1), (1, 4, 2, 0, 8, 1, 1)),
+        16: (None, None, (1, 4, 2, 0, 4, 1, 1)),
+    },
+}
+
+
 class _WideDivision(NamedTuple):
     """What a table says of a cut of `decode_wide`; the words are those of `DecodeCut`.
 
@@ -267,18 +284,30 @@ def cut_of(
         return fitted(_wide_cut(_WIDE[kind], codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
     assert m <= MOST_DECODED_ROWS, "nothing else multiplies so many rows"
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
-    own = _Division(*next(of_size[size] for most, of_size in _DIVISIONS[kind].items() if m <= most))
+    if device.warpgroups and (row := _of_most(_SHARED.get(kind, {}), m, size)):
+        cut = fitted(_cut_by(_Division(*row), tokens, early=True), codes, k, scale_strides, bias)
+        if cut.STAGES == 0:
+            return cut
+    own = _Division(*_of_most(_DIVISIONS[kind], m, size) or ())
     if n < 16 * device.multiprocessors:
         own = own._replace(ROW_WARPS=1, LENGTH_WARPS=8, TILES=1)
     length, chunks = own.LENGTH_WARPS, -(-k * codes.BITS // _CHUNK_BITS)
     while length > 1 and length > chunks:
         length //= 2
-    early = bool(own.DEPENDENT) and device.warpgroups
-    cut = DecodeCut(
-        own.ROW_WARPS, length, own.TILES, tokens, own.STAGES, own.AHEAD, False, False, False, bool(own.ORDERED),
-        DEPENDENT=early,
-    )  # fmt: skip
+    cut = _cut_by(own._replace(LENGTH_WARPS=length), tokens, bool(own.DEPENDENT) and device.warpgroups)
     return fitted(cut, codes, k, scale_strides, bias)
+
+
+def _of_most(table: Mapping[int, Sequence[tuple[int, ...] | None]], rows: int, size: int) -> tuple[int, ...] | None:
+    """The row of a table for the least number of rows of x that are so many, and a weight of that size."""
+    return next((of_size[size] for most, of_size in table.items() if rows <= most), None)
+
+
+def _cut_by(own: _Division, tokens: int, early: bool) -> DecodeCut:
+    return DecodeCut(
+        own.ROW_WARPS, own.LENGTH_WARPS, own.TILES, tokens, own.STAGES, own.AHEAD, False, False, False,
+        bool(own.ORDERED), DEPENDENT=early,
+    )  # fmt: skip
 
 
 def _wide_cut(
@@ -310,15 +339,19 @@ def _has_blocks(codes: DecodeCodes) -> bool:
 
 
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
-    """A cut with all that follows from the operands: BIAS, EVEN and WIDE, an AHEAD of a chunk at most, and OVERLAPS
-    where it can be."""
+    """A cut with all that follows from the operands: BIAS, EVEN and WIDE, an AHEAD of a chunk at most, OVERLAPS where
+    it can be, and codes through shared memory where that takes them: whole chunks of four bits a code, whose scales are
+    words without gaps."""
     part = _STEP_BITS * cut.AHEAD if cut.SPLITS else _CHUNK_BITS * cut.LENGTH_WARPS
     stride_r, stride_k = scale_strides
     wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
     ahead = min(cut.AHEAD, 2 * 16 // codes.BITS)
     overlaps = cut.OVERLAPS and cut.AHEAD == 1 and not _has_blocks(codes)
     even = length * codes.BITS % part == 0
-    return cut._replace(BIAS=bias, EVEN=even, WIDE=wide, AHEAD=ahead, OVERLAPS=overlaps)
+    width = 16 if SCALE_KINDS["E4M3"] == codes.SCALE else 32
+    shared = even and wide and codes.BITS == 4 and width == codes.WIDTH
+    stages = cut.STAGES if shared else max(cut.STAGES, 1)
+    return cut._replace(BIAS=bias, EVEN=even, WIDE=wide, STAGES=stages, AHEAD=ahead, OVERLAPS=overlaps)
 
 
 @functools.lru_cache(512)

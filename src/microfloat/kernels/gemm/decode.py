@@ -12,15 +12,14 @@ the only shape that Triton lays out in one way: lane 4 g + t of a warp has row (
 Elements are multiplied by their block scale as bfloat16, which is exact; FP32 scales and tensor scales multiply float32
 sums. x of float16 enters as two bfloat16 parts, whose sum is x. Sums have a fixed order: the same bytes every time.
 
-Both operands are loaded into registers before their use: codes and scales STAGES chunks ahead, x AHEAD steps. A half of
-a chunk is loaded once the half before it in the same registers has been multiplied, so that two of them need no moves.
-(Codes that came through shared memory made all warps of a program meet twice in each chunk, and with scales of one byte
-they lost most of their time to conflicts of its banks.) The loads are written as instructions, which Triton leaves
-where they are; the assembler still puts some of them off until the end of the loop, for want of registers. A launch may
-begin while the one before it ends: it then asks the L2 cache for its first chunks. Each lane's request is one of its
-own: with 32 lanes that asked for the same line a product took 22.7 us instead of 16.5, so only one does. Where a
-division says so, as of more than eight tokens, x comes in the order of the tensor cores, which `decode_order` gives it
-in a pass of its own.
+Both operands are loaded into registers before their use: codes and scales STAGES chunks ahead, x AHEAD steps. A half
+of a chunk is loaded once the half before it in the same registers has been multiplied, so that two of them need no
+moves. The loads are written as instructions, which Triton leaves where they are; the assembler still puts some of
+them off until the end of the loop, for want of registers. With STAGES of 0 codes and scales come through shared
+memory instead, by copies that need none (`kernels.gemm.shared`). A launch may begin while the one before it ends: it
+then asks the L2 cache for its first chunks. Each lane's request is one of its own: with 32 lanes that asked for the
+same line a product took 22.7 us instead of 16.5, so only one does. Where a division says so, as of more than eight
+tokens, x comes in the order of the tensor cores, which `decode_order` gives it in a pass of its own.
 
 Warps of a program share rows or parts of K (`constants.DecodeCut`); their sums meet in shared memory at the end, four
 at once.
@@ -46,6 +45,7 @@ from microfloat.kernels.gemm.elements import (
     scale_words,
     times,
 )
+from microfloat.kernels.gemm.shared import all_have_read, copy_half, places, read_codes, read_scales, wait_for_half
 
 
 @triton.jit
@@ -310,14 +310,14 @@ def _from(parts, START: tl.constexpr):
 
 @triton.jit
 def _chunk_sums(
-    at, lane, chunk, x_chunk, has, loaded, sums, queue, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr,
-    HW: tl.constexpr, CONVERSIONS: tl.constexpr,
+    at, lane, chunk, x_chunk, has, loaded, sums, queue, shared, CODES: tl.constexpr, CUT: tl.constexpr,
+    KIND: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
     """The halves of the chunk STAGES later, if it `has` any; the sums with the products of this one, whose halves are
     `loaded`; and the words of x that are on their way, into its chunk `x_chunk`.
 
     `at`: addresses of codes, scales and x of chunk 0, whether lanes have a token, units of a row of codes and of x, and
-    the stride of scales along a row.
+    the stride of scales along a row. `shared`: the same of a chunk in shared memory, which takes the next one then.
     """
     _, _, x_at, here, _, x_units, _ = at
     TILES: tl.constexpr = CUT.TILES
@@ -328,17 +328,31 @@ def _chunk_sums(
     AHEAD: tl.constexpr = min(CUT.AHEAD, STEPS)
     EACH_STEP: tl.constexpr = 4 * TOKENS * (PARTS if CUT.ORDERED else 1)  # words of x
     BLOCKS: tl.constexpr = CODES.SCALE == SCALE_FLOAT and CODES.WIDTH != 0
-    later = chunk + CUT.STAGES * CUT.LENGTH_WARPS
+    later = chunk + max(CUT.STAGES, 1) * CUT.LENGTH_WARPS
     following, total = (), sums
+    all_scales = ()
     if BLOCKS:
         total = ()
         for i in tl.static_range(4 * TILES * TOKENS):
             total = total + (tl.zeros_like(sums[i]),)
     for half in tl.static_range(2):
+        if CUT.STAGES == 0 and HW:
+            _, place, _, _, place_of_scales = shared
+            place = wait_for_half(place)
+            words = read_codes(place, half, CUT)
+            if half == 0:
+                all_scales = (read_scales(place_of_scales, 0, CODES, CUT), read_scales(place_of_scales, 1, CODES, CUT))
+                all_have_read(place)
+            copy_half(shared, later, has, half, CODES, CUT)
+        else:
+            words = loaded[half][0]
         scales = ()
         if CODES.SCALE != SCALE_FLOAT:
             for i in tl.static_range(2 * TILES):
-                of_row = _stored_scale(loaded, lane, i, half, CODES, CUT)
+                if CUT.STAGES == 0 and HW:
+                    of_row = all_scales[half][i]
+                else:
+                    of_row = _stored_scale(loaded, lane, i, half, CODES, CUT)
                 scales = scales + scale_words(of_row, CODES, CONVERSIONS, HW)
         for u in tl.static_range(EACH):
             x = _operands_of_x(queue, CODES, CUT, KIND, HW)
@@ -349,8 +363,9 @@ def _chunk_sums(
                 queue = queue + _x_ahead(
                     x_at, x_chunk, here, x_units, half * EACH + u + AHEAD - STEPS, CODES, CUT, KIND, HW
                 )
-            total = _step_sums(loaded[half][0], scales, x, total, u, CODES, CUT, PARTS, HW, CONVERSIONS)
-        following = following + (_load(at, later, has, lane & 3, half, CODES, CUT, HW),)
+            total = _step_sums(words, scales, x, total, u, CODES, CUT, PARTS, HW, CONVERSIONS)
+        if not (CUT.STAGES == 0 and HW):
+            following = following + (_load(at, later, has, lane & 3, half, CODES, CUT, HW),)
     if BLOCKS:
         total = _scaled_sums(total, loaded[1][1], sums, TILES, TOKENS)
     return following, total, queue
@@ -368,7 +383,7 @@ def _ask_early(code_at, scale_at, first, t, code_units, CODES: tl.constexpr, CUT
     """Ask the L2 cache for the STAGES chunks, at most four, that the loop begins with: each lane of a row for one."""
     SCALES: tl.constexpr = _scales_of_chunk(CODES)
     chunk = first + t * CUT.LENGTH_WARPS
-    here = ((t < CUT.STAGES) & (chunk * 8 < code_units)).to(tl.int32)
+    here = ((t < max(CUT.STAGES, 1)) & (chunk * 8 < code_units)).to(tl.int32)
     for i in tl.static_range(2 * CUT.TILES):
         ask_for(code_at[i] + chunk * 32, here)
         if CUT.WIDE and CODES.SCALE != SCALE_FLOAT:  # scales without gaps
@@ -397,7 +412,8 @@ def decode_gemm(
     if CUT.GROUPED:
         entry, tile = tile % entries, tile // entries
     token0, tokens, expert = _tile_of_x(plan_ptr, entry, M, CUT.GROUPED)
-    STAGES: tl.constexpr = CUT.STAGES
+    STAGES: tl.constexpr = max(CUT.STAGES, 1)
+    SHARED: tl.constexpr = CUT.STAGES == 0 and HW
     steps = ((code_units + 7) // 8 + STRIDE - 1) // STRIDE
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
     row_of_expert = 0
@@ -449,16 +465,23 @@ def decode_gemm(
     for p in tl.static_range(AHEAD):
         queue = queue + _x_ahead(x_at, first, here, x_units, p, CODES, CUT, KIND, HW)
     at = (code_at, scale_at, x_at, here, code_units, x_units, scale_stride_k)
-    step, loaded = 0, ()
-    for stage in tl.static_range(2 * STAGES):
-        loaded = loaded + (_load(at, first + stage // 2 * STRIDE, steps > 0, t, stage % 2, CODES, CUT, HW),)
+    step, loaded, shared = 0, (), ()
+    if SHARED:
+        shared = places(thread, lane, code_at, scale_at, CODES, CUT)
+        copy_half(shared, first, steps > 0, 0, CODES, CUT)
+        copy_half(shared, first, steps > 0, 1, CODES, CUT)
+        loaded = (0, 0)
+    else:
+        for stage in tl.static_range(2 * STAGES):
+            loaded = loaded + (_load(at, first + stage // 2 * STRIDE, steps > 0, t, stage % 2, CODES, CUT, HW),)
     while step < steps:
         x_chunk = first + tl.minimum(step + 1, steps - 1) * STRIDE
         made, sums, queue = _chunk_sums(
-            at, lane, first + step * STRIDE, x_chunk, step + STAGES < steps, (loaded[0], loaded[1]), sums, queue, CODES,
-            CUT, KIND, HW, CONVERSIONS,
+            at, lane, first + step * STRIDE, x_chunk, step + STAGES < steps, (loaded[0], loaded[1]), sums, queue,
+            shared, CODES, CUT, KIND, HW, CONVERSIONS,
         )  # fmt: skip
-        loaded = _from(loaded, 2) + made
+        if not SHARED:
+            loaded = _from(loaded, 2) + made
         step += 1
     # Rows of x behind the last group give zeros: those were no steps.
     _store(

@@ -1,0 +1,147 @@
+"""A chunk of codes with its scales in shared memory, from which `gemm.decode` takes them half by half.
+
+Codes that wait in registers for their turn need a register for every word, so a lane has few of them under way, and the
+assembler puts loads off until registers are free. Here each lane copies its own codes to a place of its own, and reads
+them back from there: nobody but the warp waits (`cp.async` and its groups, of sm_80 and newer). A half is copied again,
+for the next chunk, as soon as it has been read and before it is multiplied, so a warp waits for what it has asked for
+half a chunk of work before, and has half a chunk of work left when the last codes have come. Scales, which the four
+lanes of a row share, are copied in words of four bytes with the first half; all of a chunk are read with it.
+
+On an H200 a product of one row with 8192x8192 NVFP4 codes takes 13.2 us instead of 14.6
+(benchmarks/results/decode_loads_attempt.json).
+"""
+
+import triton
+import triton.language as tl
+
+from microfloat.kernels.constants import DecodeCodes, DecodeCut
+
+
+@triton.constexpr_function
+def bytes_of_scales(codes):
+    """Bytes of the scales of a chunk of a row."""
+    codes = DecodeCodes(*codes)
+    return 1024 // codes.BITS // codes.WIDTH
+
+
+@triton.constexpr_function
+def _lanes(cut):
+    cut = DecodeCut(*cut)
+    return 32 * cut.ROW_WARPS * cut.LENGTH_WARPS
+
+
+@triton.constexpr_function
+def _bytes_of_codes(cut):
+    """Bytes of the codes of a chunk for all lanes of a program: two rows of each tile, two halves, 16 bytes."""
+    return 64 * DecodeCut(*cut).TILES * _lanes(cut)
+
+
+@triton.constexpr_function
+def _text_of_memory(codes, cut):
+    rows = DecodeCut(*cut).TILES * _lanes(cut) // 2  # 16 of each tile and warp
+    size = _bytes_of_codes(cut) + rows * bytes_of_scales(codes)
+    return f"{{ .shared .align 16 .b8 microfloat_chunk[{size}]; mov.u32 $0, microfloat_chunk; }}"
+
+
+@triton.constexpr_function
+def _text_of_copy(size, to, source):
+    """PTX that copies so many bytes, 4 or 16, to shared memory at $1 + to from $2 + source where $3 is not 0."""
+    cached = "cg" if size == 16 else "ca"  # 16 bytes pass the L1 cache by
+    copy = f"cp.async.{cached}.shared.global [$1+{to}], [$2+{source}], {size};"
+    return f"{{ .reg .pred p; setp.ne.s32 p, $3, 0; @p {copy} mov.b32 $0, 0; }}"
+
+
+@triton.jit
+def _copy(at, place, here, SIZE: tl.constexpr, TO: tl.constexpr, SOURCE: tl.constexpr):
+    PTX: tl.constexpr = _text_of_copy(SIZE, TO, SOURCE)
+    tl.inline_asm_elementwise(PTX, "=r,r,l,r", [place, at.to(tl.int64), here], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT: tl.constexpr):
+    """Where a lane has its codes; where it copies scales to, and from; and where those of its rows are."""
+    BYTES: tl.constexpr = bytes_of_scales(CODES)
+    WORDS: tl.constexpr = BYTES // 4
+    PTX: tl.constexpr = _text_of_memory(CODES, CUT)
+    memory = tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    of_warp = memory + _bytes_of_codes(CUT) + (thread >> 5) * (16 * CUT.TILES * BYTES)
+    g, t = lane >> 2, lane & 3
+    to, source = (), ()
+    for i in tl.static_range(2 * CUT.TILES * WORDS // 4):  # lane t copies word 4 i + t of all rows of its g
+        row = (4 * i + t) // WORDS
+        mine = scales_of_rows[0]
+        for other in tl.static_range(2 * CUT.TILES - 1):
+            mine = tl.where(row == other + 1, scales_of_rows[other + 1], mine)
+        word = (4 * i + t) % WORDS
+        to = to + (of_warp + (row * 8 + g) * BYTES + word * 4,)
+        source = source + (mine + word * 4,)
+    return codes_of_rows, memory + thread * 16, to, source, of_warp + g * BYTES + t * (BYTES // 8)
+
+
+@triton.jit
+def copy_half(at, chunk, here, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
+    """Copy half a chunk of codes of both rows of every tile, and with the first one all scales, where `here`."""
+    code_at, place, to, source, _ = at
+    BYTES: tl.constexpr = bytes_of_scales(CODES)
+    here = here.to(tl.int32) + place * 0
+    for i in tl.static_range(2 * CUT.TILES):
+        _copy(code_at[i] + chunk * 32, place, here, 16, (2 * i + HALF) * 16 * _lanes(CUT), 64 * HALF)
+    if HALF == 0:
+        for i in tl.static_range(len(to)):
+            _copy(source[i] + chunk * BYTES, to[i], here, 4, 0, 0)
+    PTX: tl.constexpr = "cp.async.commit_group; mov.b32 $0, $1;"
+    tl.inline_asm_elementwise(PTX, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait_for_half(place):
+    """Wait for the older of the two halves under way, as copied by all lanes of the warp."""
+    PTX: tl.constexpr = "cp.async.wait_group 1; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
+    return tl.inline_asm_elementwise(PTX, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def all_have_read(place):
+    """Behind it lanes of the warp may write to what others of it have read before."""
+    PTX: tl.constexpr = "bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
+    tl.inline_asm_elementwise(PTX, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
+def _text_of_read(bits, at):
+    if bits == 128:
+        return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{at}];"
+    return f"{{ .reg .b16 v; ld.shared.u{bits} v, [$1+{at}]; cvt.u32.u16 $0, v; }}"
+
+
+@triton.jit
+def _words_at(place, AT: tl.constexpr):
+    PTX: tl.constexpr = _text_of_read(128, AT)
+    return tl.inline_asm_elementwise(
+        PTX, "=r,=r,=r,=r,r", [place], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _number_at(place, BITS: tl.constexpr, AT: tl.constexpr):
+    PTX: tl.constexpr = _text_of_read(BITS, AT)
+    return tl.inline_asm_elementwise(PTX, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def read_codes(place, HALF: tl.constexpr, CUT: tl.constexpr):
+    """Four words of half a chunk for both rows of every tile."""
+    words = ()
+    for i in tl.static_range(2 * CUT.TILES):
+        words = words + _words_at(place, (2 * i + HALF) * 16 * _lanes(CUT))
+    return words
+
+
+@triton.jit
+def read_scales(place, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
+    """The scale of a lane's 32 elements of half a chunk, or its two in one word, for both rows of every tile."""
+    BYTES: tl.constexpr = bytes_of_scales(CODES)
+    stored = ()
+    for i in tl.static_range(2 * CUT.TILES):
+        stored = stored + (_number_at(place, BYTES, i * 8 * BYTES + HALF * (BYTES // 2)),)
+    return stored
