@@ -326,8 +326,8 @@ def gpus_that_it_sees(rank):
 
 
 CASES = (
-    gpus_that_it_sees, as_public_calls, uneven, With(whole_plan, compiles=False), at_other_borders, without_gradients, refusals, ends,
-    after_a_write, converted_late,
+    gpus_that_it_sees, as_public_calls, uneven, With(whole_plan, compiles=False), at_other_borders, without_gradients,
+    refusals, ends, after_a_write, converted_late,
 )  # fmt: skip
 
 
