@@ -41,6 +41,7 @@ _library.define(
     "scaled_matmul(Tensor[] a, str a_cast, int a_axis, SymInt[] a_shape, Tensor[] b, str b_cast, int b_axis, "
     "SymInt[] b_shape, Tensor? bias, ScalarType dtype, str accumulate, str backend) -> Tensor"
 )
+_library.define("common_scale(Tensor[] scales, str what) -> Tensor")
 
 
 def is_tracing(tensor: object) -> bool:
@@ -258,6 +259,17 @@ def _fake_scaled_matmul(
     return a[0].new_empty(rows, dtype=dtype)
 
 
+def common_scale(scales: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+    """A copy of the scale that all of these equal, to the bit; `what`: tensors that have them, for the error."""
+    first, *others = (scale.view(torch.int32 if scale.dtype == torch.float32 else torch.uint8) for scale in scales)
+    if not all(torch.equal(first, other) for other in others):
+        raise invalid_value(
+            "tensors", f"{what} is one for all blocks, and differs between them", "equal ones",
+            "Join the values and quantize them: microfloat.torch.quantize(torch.cat([q.dequantize(), ...]), cast).",
+        )  # fmt: skip
+    return scales[0].clone()
+
+
 # ---- batches of torch.func.vmap ----------------------------------------------------------------------------------
 
 
@@ -314,6 +326,7 @@ for _name, _run, _fake in (
     ("quantize", _quantize, _fake_quantize),
     ("dequantize", _dequantize, _fake_dequantize),
     ("scaled_matmul", _scaled_matmul, _fake_scaled_matmul),
+    ("common_scale", common_scale, lambda scales, what: torch.empty_like(scales[0])),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"microfloat::{_name}", _fake, lib=_library)
