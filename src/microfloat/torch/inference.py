@@ -125,7 +125,7 @@ def _quantized_weights(
     for name, recipe in configs.items():
         weight = layers[name].weight
         if isinstance(weight, QuantizedTensor):
-            stored[id(weight)] = weight
+            stored[id(weight)] = layers[name]._parameters["weight"]
         if id(weight) not in stored:
             try:
                 amax, cast = amaxes.get(name), recipe.fprop.rhs
