@@ -303,6 +303,21 @@ def test_fused_modules_under_a_policy(name, keeps) -> None:
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0], outcome, strict=True))
 
 
+@pytest.mark.parametrize("kind", [mf.Linear, mf.LayerNormLinear, mf.LayerNormMLP, mf.GroupedLinear])
+def test_a_policy_outside_of_the_autocast_names_what_serves(kind) -> None:
+    """Before torch misses an operator of the recomputation: a norm comes before the first Linear."""
+    layer, sizes = (mf.GroupedLinear(1, 32, 32), ([8],)) if kind is mf.GroupedLinear else (kind(32, 32), ())
+    context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.microfloat.quantize_operands.default])
+    x = torch.randn(8, 32, requires_grad=True)
+    with mf.autocast(recipe="mxfp8"):
+        y = checkpoint(layer, x, *sizes, use_reentrant=False, context_fn=context)
+    with pytest.raises(NotSupportedError, match=r"outside the microfloat.*Use microfloat.torch.checkpoint"):
+        y.sum().backward()
+    with mf.autocast(recipe="mxfp8"):
+        y = mf.checkpoint(layer, x, *sizes, context_fn=context)
+    y.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_experts_under_a_policy(name, monkeypatch) -> None:
     """Their forward is one operator: a policy that keeps it keeps y and the codes, and no group is cast again."""
