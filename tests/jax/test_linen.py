@@ -520,10 +520,37 @@ def test_layers_without_a_recipe_join_the_autocast(recipe):
             model.apply(variables, X)
         stateful = model.init(jax.random.key(0), X)
         gradient = jax.jit(jax.grad(lambda variables: jnp.sum(model.apply(variables, X))))(stateful)
-    assert gradient[OWG]["AutocastOp_0"]["input_amax_history"][0] == np.abs(X).max()
+    assert gradient[OWG]["DelayedScalingOp_0"]["input_amax_history"][0] == np.abs(X).max()
     own = ml.Dense(16, use_bias=False, dot_general=lambda *args, **kwargs: 2 * jax.lax.dot_general(*args, **kwargs))
     with mj.autocast("mxfp8"):
         np.testing.assert_allclose(own.apply(variables, X), 2 * plain, rtol=1e-6)
+
+
+def test_state_has_one_name_under_an_autocast_and_of_a_pinned_recipe():
+    """Also state that was saved under the name that an autocast's had before, which keeps that name."""
+    recipe = DelayedScaling(amax_history_len=2)
+    pinned, free = ml.Dense(16, use_bias=False, recipe=recipe), ml.Dense(16, use_bias=False)
+    with mj.autocast(recipe):
+        variables = free.init(jax.random.key(0), X)
+    made = pinned.init(jax.random.key(0), X)
+    assert jax.tree.structure(made) == jax.tree.structure(variables)
+    state = {key: value + 1 for key, value in variables[OWG]["DelayedScalingOp_0"].items()}
+    current = {**variables, OWG: {"DelayedScalingOp_0": state}}
+    earlier = {**variables, OWG: {"AutocastOp_0": state}}
+
+    def step(model, variables):
+        return jax.value_and_grad(lambda variables: jnp.sum(model.apply(variables, X)))(variables)
+
+    y, gradient = step(pinned, current)
+    with mj.autocast(recipe):
+        outcomes = [step(pinned, earlier), step(free, current), step(free, earlier)]
+    for other, other_gradient in outcomes:
+        assert other == y
+        (name,) = other_gradient[OWG]
+        same = jax.tree.map(np.array_equal, other_gradient[OWG][name], gradient[OWG]["DelayedScalingOp_0"])
+        assert all(same.values())
+    # A scale of 2 where 1 is the first one: it is read.
+    assert all(float(value[0]) != 1 for key, value in state.items() if key.endswith("_scale"))
 
 
 def test_flax_finds_the_method_of_an_op_class():

@@ -24,6 +24,7 @@ from microfloat.recipes import (  # noqa: E402
     WeightActivation,
     WeightOnly,
 )
+from microfloat.torch import inference  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -622,6 +623,28 @@ def test_a_format_of_ones_own_is_not_taken_for_the_stock_one_of_its_name(config,
     x, weight = inputs().float(), torch.randn(8, 72)
     q = mf.quantize(weight, own)
     assert torch.allclose(mf.linear(x, q), x @ q.dequantize().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [WeightOnly("nvfp4"), {"q_proj": WeightOnly("nvfp4"), "*": WeightOnly("mxfp8")}])
+def test_after_an_error_in_a_later_layer_nothing_has_changed(config, monkeypatch) -> None:
+    model, search, calls = Block(), inference.searched, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return search(*arguments)
+
+    before = {name: (type(one), dict(vars(one)), dict(one.named_parameters())) for name, one in model.named_modules()}
+    monkeypatch.setattr(inference, "searched", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        mf.quantize_(model, config, exclude=())
+    for name, one in model.named_modules():
+        kind, attributes, parameters = before[name]
+        assert type(one) is kind
+        assert vars(one).keys() == attributes.keys()
+        assert all(one.get_parameter(key) is parameter for key, parameter in parameters.items())
+    assert len(mf.quantize_(model, config, exclude=()).rows) >= 3
 
 
 def test_a_model_without_a_layer_that_matches_is_an_error() -> None:

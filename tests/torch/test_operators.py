@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import microfloat.torch as mf
+from microfloat.errors import InvalidValueError
 from microfloat.formats import E4M3, FORMATS, MXFP8, MXFP8_E5M2, NVFP4, SCALE_E8M0, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.torch import QuantizedTensor, _operators, fused
@@ -337,3 +338,17 @@ def test_tokens_are_casts():
     callable_algo = Cast("fp8_tensor", scaling=Delayed(amax_compute_algo=lambda history: history[0]))
     assert isinstance(_operators.cast_of(_operators.constant_token(callable_algo)).scaling, Delayed)
     assert isinstance(q(X), QuantizedTensor)
+
+
+def test_tensors_under_one_scale_are_joined():
+    """As in eager mode: their scales are compared when the code runs."""
+    q, other = mf.quantize(torch.randn(32, 32), "nvfp4"), mf.quantize(torch.randn(16, 32), "nvfp4")
+
+    def join(a, b):
+        return torch.cat([a, b]), torch.stack([a, b], 1)
+
+    joined = torch.compile(join, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(joined(q[:16], q[16:]), join(q[:16], q[16:]), strict=True):
+        assert torch.equal(got, expected)
+    with pytest.raises(InvalidValueError, match=r"tensor_scale is one for all blocks, and differs.*quantize\("):
+        joined(q[:16], other)

@@ -685,7 +685,8 @@ def test_compiled_ranks_of_one_seed_draw_noise_of_their_own(tmp_path) -> None:
 @pytest.mark.gpu
 def test_ranks_agree_on_one_gpu(tmp_path) -> None:
     """As on two, over gloo: what the host reads one all-reduce later."""
-    made = run_ranks((on_one_gpu, a_second_model, recipes_in_another_order), str(tmp_path / "store"), WORLD)
+    cases = on_one_gpu, a_second_model, recipes_in_another_order
+    made = run_ranks(cases, str(tmp_path / "store"), WORLD, takes_gpus=True)
     check_a_second_model(of(made, a_second_model))
     test_recipes_that_ranks_meet_in_another_order(made)
 

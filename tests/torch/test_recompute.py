@@ -283,9 +283,9 @@ def test_a_policy_keeps_codes_by_name(name, form, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("keeps", [torch.ops.aten.mm.default, torch.ops.microfloat.quantize_operands.default], ids=str)
+@pytest.mark.parametrize("keeps", [torch.ops.aten.mm.default, torch.ops.microfloat.multiply_operands.default], ids=str)
 def test_fused_modules_under_a_policy(name, keeps) -> None:
-    """Policies by the names of operators see no step of a fused module, which runs its kernels as it does elsewhere."""
+    """Policies by the names of operators see the products of a fused module, whose casts run as they do elsewhere."""
     torch.manual_seed(0)
     layer = mf.TransformerLayer(32, 64, 2, recipe=RECIPES[name]())
     options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, [keeps])}
@@ -301,6 +301,41 @@ def test_fused_modules_under_a_policy(name, keeps) -> None:
         outcomes.append([y.detach(), x.grad, *[parameter.grad.clone() for parameter in layer.parameters()]])
     for outcome in outcomes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0], outcome, strict=True))
+
+
+@pytest.mark.parametrize("kind", [mf.Linear, mf.LayerNormLinear, mf.LayerNormMLP, mf.GroupedLinear])
+def test_a_policy_outside_of_the_autocast_names_what_serves(kind) -> None:
+    """Before torch misses an operator of the recomputation: a norm comes before the first Linear."""
+    layer, sizes = (mf.GroupedLinear(1, 32, 32), ([8],)) if kind is mf.GroupedLinear else (kind(32, 32), ())
+    context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.microfloat.quantize_operands.default])
+    x = torch.randn(8, 32, requires_grad=True)
+    with mf.autocast(recipe="mxfp8"):
+        y = checkpoint(layer, x, *sizes, use_reentrant=False, context_fn=context)
+    with pytest.raises(NotSupportedError, match=r"outside the microfloat.*Use microfloat.torch.checkpoint"):
+        y.sum().backward()
+    with mf.autocast(recipe="mxfp8"):
+        y = mf.checkpoint(layer, x, *sizes, context_fn=context)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+def test_experts_under_a_policy(name, monkeypatch) -> None:
+    """Their forward is one operator: a policy that keeps it keeps y and the codes, and no group is cast again."""
+    layer = mf.GroupedLinear(3, 32, 16, recipe=RECIPES[name]())
+    keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.microfloat.multiply_groups.default])
+    x, casts, outcomes = torch.randn(20, 32, requires_grad=True), [], []
+    cast = schedule.CastStep.__call__
+    monkeypatch.setattr(schedule.CastStep, "__call__", lambda *args: (casts.append(1), cast(*args))[1])
+    for options in ({}, {"context_fn": keep}):
+        layer.zero_grad()
+        mf.reset_scaling(layer)
+        torch.manual_seed(3)
+        x.grad, before = None, len(casts)
+        mf.checkpoint(layer, x, [9, 0, 11], **options).square().sum().backward()
+        outcomes.append((len(casts) - before, x.grad, layer.weight.grad.clone()))
+    (again, *expected), (kept, *got) = outcomes
+    assert kept < again
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @in_dynamo[0]

@@ -679,6 +679,25 @@ def test_flattening_for_compilers(fmt):
     assert (again.dtype, again.axis, again.cast) == (q.dtype, q.axis, q.cast)
 
 
+@every_format
+def test_flattening_for_callers_that_keep_no_size(fmt):
+    """torch and others pass None for size and strides, which then follow from the parts."""
+    cast = Cast(fmt, hadamard=Hadamard()) if fmt.name == "nvfp4" else fmt
+    tensors = [
+        mf.quantize(randn(6, 40), fmt, axis=-2),
+        mf.quantize(randn(5, 21), cast),
+        mf.quantize(randn(256, 32), fmt)[:128],
+        mf.quantize(randn(33, 1), fmt, axis=0),
+    ]
+    if not fmt.is_tile:
+        tensors += [mf.quantize(randn(2, 3, 35), fmt), mf.quantize(randn(33), fmt)]
+    for q in tensors:
+        names, context = q.__tensor_flatten__()
+        again = QuantizedTensor.__tensor_unflatten__({name: getattr(q, name) for name in names}, context, None, None)
+        assert torch.equal(again, q)
+        assert (again.shape, again.stride()) == (q.shape, q.stride())
+
+
 # ---- what torch refuses
 
 

@@ -151,7 +151,9 @@ def test_quantized_tensors_and_batches():
 
 
 # Those of one running call, which is behind a number, under a dispatch mode; custom_op keeps its fake elsewhere.
-NAMED = {"microfloat::quantize_operands", "microfloat::multiply_operands", "microfloat::straight_through"}
+NAMED = {f"microfloat::{name}" for name in (
+    "quantize_operands", "multiply_operands", "multiply_groups", "straight_through"
+)}  # fmt: skip
 
 
 def test_every_operator_has_a_fake_and_a_rule_for_batches():

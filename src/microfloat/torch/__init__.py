@@ -38,6 +38,7 @@ from microfloat.torch.explain import (
     is_nvfp4_available,
 )
 from microfloat.torch.exported import export
+from microfloat.torch.flops import register_formulas
 from microfloat.torch.inference import calibrate, quantize_
 from microfloat.torch.loading import load_quantized, save_quantized
 from microfloat.torch.model_init import fp8_model_init, quantized_model_init, update_quantized
@@ -66,6 +67,8 @@ __all__ = [
     "reset_scaling", "revert", "save_quantized", "scaled_matmul", "set_seed_rank", "to_blocked", "unpack_fp4",
     "unpack_fp6", "update_quantized", "update_scaling", "watch",
 ]  # fmt: skip
+
+register_formulas()
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -5,7 +5,6 @@ break its graphs (docs/numerics.md 1.5). In eager mode these operators are not u
 operators take no objects; a token is derived from the Cast's contents and means the same in another process.
 """
 
-import contextlib
 import functools
 import json
 import math
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from microfloat.arguments import axes_of
 from microfloat.contents import contents_of_cast, contents_of_format
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
     from microfloat.torch.tensor import QuantizedTensor
 
-_NOTHING = contextlib.nullcontext()
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
     "quantize(Tensor x, str[] casts, int[] axes, Tensor? seed, int[] streams, Tensor?[] amax, Tensor?[] scale_enc, "
@@ -44,11 +41,7 @@ _library.define(
     "scaled_matmul(Tensor[] a, str a_cast, int a_axis, SymInt[] a_shape, Tensor[] b, str b_cast, int b_axis, "
     "SymInt[] b_shape, Tensor? bias, ScalarType dtype, str accumulate, str backend) -> Tensor"
 )
-
-
-def outside_of_modes() -> contextlib.AbstractContextManager:
-    """No modes of torch's dispatcher, such as a policy of selective checkpointing, which go by names of operators."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
+_library.define("common_scale(Tensor[] scales, str what) -> Tensor")
 
 
 def is_tracing(tensor: object) -> bool:
@@ -266,6 +259,17 @@ def _fake_scaled_matmul(
     return a[0].new_empty(rows, dtype=dtype)
 
 
+def common_scale(scales: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+    """A copy of the scale that all of these equal, to the bit; `what`: tensors that have them, for the error."""
+    first, *others = (scale.view(torch.int32 if scale.dtype == torch.float32 else torch.uint8) for scale in scales)
+    if not all(torch.equal(first, other) for other in others):
+        raise invalid_value(
+            "tensors", f"{what} is one for all blocks, and differs between them", "equal ones",
+            "Join the values and quantize them: microfloat.torch.quantize(torch.cat([q.dequantize(), ...]), cast).",
+        )  # fmt: skip
+    return scales[0].clone()
+
+
 # ---- batches of torch.func.vmap ----------------------------------------------------------------------------------
 
 
@@ -322,6 +326,7 @@ for _name, _run, _fake in (
     ("quantize", _quantize, _fake_quantize),
     ("dequantize", _dequantize, _fake_dequantize),
     ("scaled_matmul", _scaled_matmul, _fake_scaled_matmul),
+    ("common_scale", common_scale, lambda scales, what: torch.empty_like(scales[0])),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"microfloat::{_name}", _fake, lib=_library)

@@ -100,10 +100,12 @@ def pin_layers(
     model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
     filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
     refuse: Callable[[nn.Module, Recipe | None], str | None] = lambda module, recipe: None,
+    prepare: Callable[[list[ConversionRow]], object] = lambda rows: None,
 ) -> list[ConversionRow]:  # fmt: skip
     """Turn layers of these kinds into microfloat layers pinned to their recipes, as `convert` does; a row for each.
 
-    `refuse`: why a layer is left as it is although a recipe is given to it, or None.
+    `refuse`: why a layer is left as it is although a recipe is given to it, or None. `prepare`: called with the rows
+    before the first layer changes; where it raises, none does.
     """
     exclude = check_exclude(exclude)
     check_filter(filter)
@@ -144,6 +146,7 @@ def pin_layers(
             reason = recipe.of_gemms(name) if isinstance(recipe, Placement) else ""
         rows.append(ConversionRow(name, shape, action, wanted, reason))
         wishes.append((name, module, wanted))
+    prepare(rows)
     for name, module, wanted in wishes:
         if wanted is not None and not isinstance(module, RecipeLayer):
             _change_class(module, nn.Linear, Linear)

@@ -182,6 +182,10 @@ def _begin(
     `feeds`: for each unit what its input is made from.
     """
     state = ambient()
+    for unit in units:
+        if unit.recipe is None:  # before the modules run, of which a recomputation would miss the first operator
+            for layer in unit.layers:
+                layer._note_plain(state)
     sources = [tensor for feed in feeds for source in feed for tensor in _parameters(source)]
     parameters = [*sources, *(tensor for tensor in _tensors(units) if tensor is not None)]
     plain = (

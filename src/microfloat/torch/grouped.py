@@ -46,6 +46,7 @@ from microfloat.torch.backends.base import Backend, record_amax_
 from microfloat.torch.context import Ambient
 from microfloat.torch.decoding import DECODED_BESIDE, Decoding, decoding_of_experts, parts_of_experts
 from microfloat.torch.linear import apply, begin, end
+from microfloat.torch.named import are_named, multiply
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, CastStep, Inputs, Schedule, autocast_dtype, remember
 from microfloat.torch.tensor import Decoded, QuantizedTensor
@@ -171,6 +172,8 @@ def run_grouped(
     run = begin(layer, schedule, weight, state, is_first_microbatch, inputs=(inputs, inputs, inputs))
     if schedule.wants_dx or schedule.wants_dw or (bias is not None and bias.requires_grad and grad):
         y = apply(run, x, weight, bias)
+    elif are_named():
+        y = run.forward_by_name(x, weight, bias)[0]
     else:
         with schedule.scope():
             y = schedule.forward(x, weight, bias, run.x, run.w, run.kept)[0]
@@ -550,4 +553,11 @@ class _AllAtOnce(GroupedSchedule):
         plan = groups.plan(self._rows_of_tile("fprop" if name == "wgrad" else name), self._programs)
         part = plan.padded_begins if name == "wgrad" else plan.table
         work = own_gemm.GroupedWork(1 + GEMMS.index(name), self.number, part, shape)
-        return own_gemm.own_block_matmul(a[0], a[1], b[0], b[1], dtype, self._has_tiles(name), work)
+        tiles = self._has_tiles(name)
+
+        def product(a: Sequence, b: Sequence, _: None) -> torch.Tensor:
+            return own_gemm.own_block_matmul(a[0], a[1], b[0], b[1], dtype, tiles, work)
+
+        if not are_named():
+            return product(a, b, None)
+        return multiply(product, a, b, None, self.flops)

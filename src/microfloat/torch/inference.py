@@ -22,7 +22,7 @@ from torch import nn
 from microfloat.errors import MicrofloatError, invalid_type, invalid_value, kind_of
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Placement, Recipe, WeightActivation, WeightOnly
-from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport
+from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport, ConversionRow
 from microfloat.torch import backends
 from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch._typing import Options
@@ -61,9 +61,9 @@ def quantize_(
     A layer keeps its identity and ``isinstance(layer, nn.Linear)``. Its weight requires grad as before, and a backward
     that asks for that gradient raises: freeze the model to train adapters. Raises InvalidTypeError and
     InvalidValueError for other arguments and where no layer is left to quantize, PlacementError for patterns that
-    match no layer; then nothing changes.
+    match no layer. Whatever is raised, nothing has changed then: plain and quantized weights lie in memory together.
     """
-    from microfloat.checkpoint._modules import check_fuse, fused_group
+    from microfloat.checkpoint._modules import check_fuse
 
     check_model(model)
     if isinstance(config, Mapping):
@@ -74,9 +74,31 @@ def quantize_(
     for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
         check_config(pattern, one, isinstance(config, Placement))
     fused, layers = check_fuse(fuse), named_layers(model)
-    rows = pin_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored)
+    weights: dict[str, nn.Parameter] = {}
+
+    def prepare(rows: Sequence[ConversionRow]) -> None:
+        weights.update(_quantized_weights(model, layers, rows, fused))
+
+    rows = pin_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored, prepare=prepare)
+    made = []
+    for row in rows:
+        if row.name in weights:
+            layer: Any = layers[row.name]
+            layer.weight = weights[row.name]
+            if layer.pinned.is_static:
+                layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
+            row = dataclasses.replace(row, action="quantized")
+        made.append(row)
+    return report_of(model, made)
+
+
+def _quantized_weights(
+    model: nn.Module, layers: Mapping[str, Any], rows: Sequence[ConversionRow], fused: Sequence[Any]
+) -> dict[str, nn.Parameter]:
+    """The stored weight of each layer that its row gives a config; nothing changes in the layers."""
+    from microfloat.checkpoint._modules import fused_group
+
     configs: dict[str, Any] = {row.name: row.recipe for row in rows if row.action in ("converted", "repinned")}
-    configs: dict[str, Any] = {name: one for name, one in configs.items() if one is not None}
     if not configs:
         reasons = {row.reason for row in rows} or {"it has no nn.Linear or GroupedLinear"}
         remedy = "exclude=() excludes nothing."
@@ -89,7 +111,7 @@ def quantize_(
             "model", f"a {type(model).__name__} without a layer to quantize ({'; '.join(sorted(reasons)[:4])})",
             "an nn.Linear or a GroupedLinear that filter and exclude leave in", remedy,
         )  # fmt: skip
-    amaxes: dict[str, torch.Tensor | None] = {}  # of each group, before any of its members is written
+    amaxes: dict[str, torch.Tensor | None] = {}
     groups: dict[tuple[str, Cast, str | None], list[str]] = {}
     for name, recipe in configs.items():
         key = fused_group(name, fused)
@@ -99,23 +121,20 @@ def quantize_(
         weights = [layers[name].weight.detach() for name in members]
         weights = [weight for weight in weights if not isinstance(weight, QuantizedTensor)]
         amaxes.update(dict.fromkeys(members, _shared_amax(weights, cast, search)))
-    stored: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the Parameter that was, which stays alive meanwhile
+    stored: dict[int, nn.Parameter] = {}  # by the Parameter that was, which the layers still hold
     for name, recipe in configs.items():
-        layer, weight = layers[name], layers[name].weight
-        if not isinstance(weight, QuantizedTensor) and id(weight) not in stored:
+        weight = layers[name].weight
+        if isinstance(weight, QuantizedTensor):
+            stored[id(weight)] = layers[name]._parameters["weight"]
+        if id(weight) not in stored:
             try:
                 amax, cast = amaxes.get(name), recipe.fprop.rhs
                 search = None if amax is not None and cast.format.is_per_tensor else recipe.scale_search
                 q = searched(weight.detach(), cast, amax, search)
             except MicrofloatError as error:
                 raise with_path(error, name) from None
-            stored[id(weight)] = weight, nn.Parameter(q, requires_grad=weight.requires_grad)
-        if id(weight) in stored:
-            layer.weight = stored[id(weight)][1]
-        if recipe.is_static:
-            layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
-    made = [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
-    return report_of(model, made)
+            stored[id(weight)] = nn.Parameter(q, requires_grad=weight.requires_grad)
+    return {name: stored[id(layers[name].weight)] for name in configs}
 
 
 def check_config(pattern: str, config: object, in_placement: bool) -> None:

@@ -11,16 +11,14 @@ GEMM will run are cast (docs/numerics.md, 6).
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
 
-import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.passes import CastInputs
@@ -28,13 +26,14 @@ from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes, routes_of
 from microfloat.torch import backends, layer_state, scaling
 from microfloat.torch._checks import check_linear, is_abstract, with_path
-from microfloat.torch._operators import refusal_of_transforms, refuse_batches, refuse_transforms
+from microfloat.torch._operators import refusal_of_transforms, refuse_transforms
 from microfloat.torch._typing import Context, Maybe, Parts
 from microfloat.torch.backends.base import aligned
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts, routes_after
 from microfloat.torch.gathered import Gathered
 from microfloat.torch.microbatches import MainGrad, casts_late, fsdp_parameters, keep_weight, weights_of
+from microfloat.torch.named import are_named, multiply_groups, outside_of_modes, quantize_operands
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.reduction import Group
 from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember
@@ -53,7 +52,6 @@ __all__ = [
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _WEIGHT_TYPES = (nn.Parameter, QuantizedTensor, Gathered)
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned
 
 
@@ -97,6 +95,8 @@ def run_linear(
     run = begin(layer, schedule, weight, state, is_first_microbatch)
     if schedule.wants_dx or schedule.wants_dw or (bias is not None and bias.requires_grad and torch.is_grad_enabled()):
         y = apply(run, x, weight, bias)
+    elif are_named():
+        y = run.forward_by_name(x, weight, bias)[0]
     elif schedule.shields:
         with schedule.scope():
             y = schedule.forward(x, weight, bias, run.x, run.w, run.kept)[0]
@@ -221,12 +221,8 @@ class Run:
     def forward(self, ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """y; the operands of backward go to autograd."""
         schedule = self.schedule
-        if _dispatch_modes() and schedule.number and not is_abstract(x):  # groups make no fixed number of tensors
-            with _disable_current_modes(), schedule.scope():
-                y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
-        elif _dispatch_modes() and not schedule.number:
-            with schedule.scope():
-                y, saved = _named_forward(self, x, weight, bias)
+        if are_named():
+            y, saved = self.forward_by_name(x, weight, bias)
         elif schedule.shields:
             with schedule.scope():
                 y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
@@ -236,6 +232,35 @@ class Run:
         self.kept = None
         self.bias_dtype = None if bias is None else bias.dtype
         return y
+
+    def forward_by_name(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+        """`Schedule.forward` by operators that have names, for modes of torch's dispatcher."""
+        schedule = self.schedule
+        with schedule.scope():
+            if schedule.number and is_abstract(x):
+                return schedule.forward(x, weight, bias, self.x, self.w, self.kept)
+            parts = (
+                weight.part_list() if isinstance(weight, QuantizedTensor)
+                else weight.contents.tensors() if isinstance(weight, Gathered) else [weight]
+            )  # fmt: skip
+            if schedule.number:
+
+                def forward() -> Sequence[torch.Tensor | None]:
+                    y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
+                    return y, *saved
+
+                y, *saved = multiply_groups(forward, x, parts, bias, schedule.flops)
+                return y, saved
+            made = quantize_operands(
+                lambda: schedule.cast_operands(x, weight, self.x, self.w, self.kept), x, parts
+            )  # fmt: skip
+            operands = schedule.filled(made, x, weight, self.kept)
+            y = schedule.fprop(operands[0:3], operands[6:9], bias)
+        w_saved = weights_of(weight) if schedule.late else operands[6:][schedule.w_saved]
+        saved = (*operands[:6][schedule.x_saved], *w_saved)
+        return y if schedule.y_shape is None else y.view(schedule.y_shape), saved
 
     def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
         """The gradients of x, weight and bias."""
@@ -319,7 +344,7 @@ def begin(
     else:
         w_later = NO_INPUTS[1]
     if schedule.is_stochastic:
-        inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None or _dispatch_modes() > 0)
+        inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None or are_named() > 0)
     run = Run(schedule, *inputs)
     if schedule.late:  # words of the seed are dy's: a launch that casts x and w together is given bits for w
         run.later = w_later._replace(seed=run.dy.seed)
@@ -330,8 +355,8 @@ def begin(
         run.x = run.x._replace(amax=aligned(layer_state.static_amax(layer)))
     if schedule.wants_dw and layer.fuse_wgrad_accumulation:
         run.into = MainGrad(weight, is_first_microbatch is True)
-    if schedule.is_delayed and _dispatch_modes():
-        with _disable_current_modes():  # which expect the same operators of a recomputation, and it records elsewhere
+    if schedule.is_delayed and are_named():
+        with outside_of_modes():  # which expect the same operators of a recomputation, and it records elsewhere
             _begin_delayed(run, layer, weight, state, is_first_microbatch)
     elif schedule.is_delayed:
         _begin_delayed(run, layer, weight, state, is_first_microbatch)
@@ -355,52 +380,6 @@ def begin_apart(
     if OBSERVERS and schedule is not None:
         schedule = observed(schedule, unit.layers)
     return None if schedule is None else begin(layer, schedule, weight, state, is_first_microbatch, apart=True)
-
-
-# Under a dispatch mode, such as a policy of selective checkpointing, the casts of a forward are one operator and its
-# product is another: their names are what a policy goes by. Elsewhere launches go past torch's dispatcher.
-
-_CALLS: dict[int, tuple[Run, torch.Tensor, torch.Tensor]] = {}
-_NUMBERS = itertools.count()
-_library = torch.library.Library("microfloat", "FRAGMENT")
-_library.define("quantize_operands(Tensor x, Tensor[] weight, int call) -> Tensor[]")
-_library.define("multiply_operands(Tensor?[] x, Tensor?[] w, Tensor? bias, int call) -> Tensor")
-
-
-def _named_forward(
-    run: Run, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """`Schedule.forward` by operators that have names; x is cast apart from w."""
-    schedule, number = run.schedule, next(_NUMBERS)
-    _CALLS[number] = run, x, weight
-    try:
-        parts = (
-            weight.part_list() if isinstance(weight, QuantizedTensor)
-            else weight.contents.tensors() if isinstance(weight, Gathered) else [weight]
-        )  # fmt: skip
-        made = [part if part.numel() else None for part in torch.ops.microfloat.quantize_operands(x, parts, number)]
-        operands = schedule.filled(made, x, weight, run.kept)
-        y = torch.ops.microfloat.multiply_operands(operands[0:3], operands[6:9], bias, number)
-    finally:
-        del _CALLS[number]
-    w_saved = weights_of(weight) if schedule.late else operands[6:][schedule.w_saved]
-    saved = (*operands[:6][schedule.x_saved], *w_saved)
-    return y if schedule.y_shape is None else y.view(schedule.y_shape), saved
-
-
-def _quantize_operands(x: torch.Tensor, parts: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    run, x, weight = _CALLS[call]
-    made = run.schedule.cast_operands(x, weight, run.x, run.w, run.kept)
-    return [x.new_empty(0) if part is None else part for part in made]  # an operator returns tensors alone
-
-
-def _multiply_operands(x: Parts, w: Parts, bias: torch.Tensor | None, call: int) -> torch.Tensor:
-    return _CALLS[call][0].schedule.fprop(x, w, bias)
-
-
-_library.impl("quantize_operands", _quantize_operands, "CompositeExplicitAutograd")
-_library.impl("multiply_operands", _multiply_operands, "CompositeExplicitAutograd")
-refuse_batches(_library, "quantize_operands", "multiply_operands")
 
 
 # --------------------------------------------------------------------------------------------------- delayed scaling

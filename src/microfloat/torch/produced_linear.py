@@ -21,12 +21,12 @@ import torch
 from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast
 from microfloat.routes import Entries, entries_of
-from microfloat.torch._operators import outside_of_modes
 from microfloat.torch._typing import Context, Maybe, Parts
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import parts_of
 from microfloat.torch.linear import Run, bias_gradient
 from microfloat.torch.microbatches import weights_of
+from microfloat.torch.named import outside_of_modes
 from microfloat.torch.producers import (
     Activation,
     ActivationGradient,
@@ -59,7 +59,8 @@ class Reader:
         """fprop of the value's operands; what backward reads is added to `saved`."""
         schedule = self.schedule
         kept = self.run.kept
-        w = schedule.quantize_weight(weight, self.run.w) if kept is None else kept
+        with outside_of_modes():
+            w = schedule.quantize_weight(weight, self.run.w) if kept is None else kept
         start, w_saved = len(saved), weights_of(weight) if schedule.late else w[schedule.w_saved]
         saved += [*(x[schedule.x_saved] if schedule.wants_dw else (None,) * 3), *w_saved]
         self.saved = slice(start, len(saved))
@@ -259,8 +260,9 @@ class NormRun:
         weights, biases = parameters[::2], parameters[1::2]
         self.readers = [Reader(run, b) for run, b in zip(self.runs, biases, strict=True)]
         saved: list[Maybe] = []
-        with outside_of_modes(), self.runs[0].schedule.scope():
-            operands, statistics = _cast_value(self.readers, Norm(_matrix(x), weight, bias, self.eps, self.kind))
+        with self.runs[0].schedule.scope():
+            with outside_of_modes():
+                operands, statistics = _cast_value(self.readers, Norm(_matrix(x), weight, bias, self.eps, self.kind))
             outputs = [
                 _like(reader.forward(made, w, b, saved), x)
                 for reader, made, w, b in zip(self.readers, operands, weights, biases, strict=True)
@@ -309,9 +311,10 @@ class ActivationRun:
         """y; x, up and the operands of backward go to autograd."""
         self.reader = Reader(self.run, bias)
         saved: list[Maybe] = []
-        with outside_of_modes(), self.run.schedule.scope():
-            producer = Activation(_matrix(x), None if up is None else _matrix(up), self.activation)
-            (made,), _ = _cast_value([self.reader], producer)
+        with self.run.schedule.scope():
+            with outside_of_modes():
+                producer = Activation(_matrix(x), None if up is None else _matrix(up), self.activation)
+                (made,), _ = _cast_value([self.reader], producer)
             y = _like(self.reader.forward(made, weight, bias, saved), x)
         kept = (x, up) if self.run.schedule.wants_dx else (None, None)
         ctx.save_for_backward(*kept, *saved)

@@ -38,6 +38,7 @@ from microfloat.torch.backends.base import Backend, laid, parts_of, record_amax_
 from microfloat.torch.gathered import Gathered, in_form
 from microfloat.torch.gemms import Product, product
 from microfloat.torch.microbatches import weights_of
+from microfloat.torch.named import are_named, multiply
 from microfloat.torch.seeds import Rank, draw_seed, fold_rank_, has_ranks
 from microfloat.torch.stored_casts import GatheredCast, StoredCast
 from microfloat.torch.tensor import QuantizedTensor
@@ -412,13 +413,18 @@ class Schedule:
         """
         dx = dw = None
         if wants_dx:
-            dx = self.products["dgrad"](dy[0:3], self._laid(1, saved[3:6]), None)
+            parts = dy[0:3], self._laid(1, saved[3:6]), None
+            multiplied = self.products["dgrad"]
+            dx = multiply(multiplied, *parts, self.flops) if are_named() else multiplied(*parts)
+            del parts
             dy[0:3] = None, None, None
             if self.x_shape is not None:
                 dx = dx.view(self.x_shape)
         if wants_dw:
             parts = dy[3:6], self._laid(0, saved[0:3]), None
-            dw = self.products["wgrad"](*parts) if into is None else into.add(self.wgrad_sum(*parts))
+            multiplied = self.products["wgrad"] if into is None else self.wgrad_sum
+            dw = multiply(multiplied, *parts, self.flops) if are_named() else multiplied(*parts)
+            dw = dw if into is None else into.add(dw)
         return dx, dw
 
     @functools.cached_property
@@ -430,7 +436,13 @@ class Schedule:
 
     def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
         """y [M, N], from the row operands of x and w."""
-        return self.products["fprop"](x, w, bias)
+        multiplied = self.products["fprop"]
+        return multiply(multiplied, x, w, bias, self.flops) if are_named() else multiplied(x, w, bias)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one of its products, a multiplication and an addition for each element pair."""
+        return 2 * self.rows * self.in_features * self.out_features
 
     def saved_again(self, tensor: str, x: torch.Tensor, inputs: CastInputs) -> Parts:
         """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import typing
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -47,6 +47,10 @@ _NOTHING = contextlib.nullcontext()
 # What is stored as bytes and has a dtype of its own in torch, by the names of formats.
 _DTYPES_OF_BYTES = {"E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn, "E2M1": torch.float4_e2m1fn_x2}
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
+
+
+# Cast, axis, dtype, True for a slice, and (dimensions, contraction length) where the parts tell others.
+Flattened: TypeAlias = tuple[Cast, int, torch.dtype, bool, tuple[int, int] | None]
 
 
 class QuantizedTensor(torch.Tensor):
@@ -314,8 +318,13 @@ class QuantizedTensor(torch.Tensor):
 
         return dispatch(func, args, kwargs or {})
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Cast, int, torch.dtype, bool]]:
-        return list(self.parts()), (self.cast, self.axis, self.dtype, self.root is not None)
+    def __tensor_flatten__(self) -> tuple[list[str], Flattened]:
+        """Names of the parts, and all else but the shape; of that what the parts do not tell, where it is known."""
+        more = None
+        if type(self.shape[self.axis]) is int and type(self.codes.shape[-1]) is int:
+            told = _told_shape(self.codes, self.cast, self.axis)
+            more = None if len(told) == self.dim() and told == self.shape else (self.dim(), self.shape[self.axis])
+        return list(self.parts()), (self.cast, self.axis, self.dtype, self.root is not None, more)
 
     def _stable_hash_for_caching(self) -> str:
         parts = [(name, part.dtype, tuple(part.shape)) for name, part in self.parts().items()]
@@ -323,10 +332,14 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        parts: dict[str, torch.Tensor], context: tuple[Cast, int, torch.dtype, bool], outer_size: Sequence[int],
-        outer_stride: Sequence[int],
+        parts: dict[str, torch.Tensor], context: Flattened,
+        outer_size: Sequence[int] | None = None, outer_stride: Sequence[int] | None = None,
     ) -> "QuantizedTensor":  # fmt: skip
-        cast, axis, dtype, is_slice = context
+        cast, axis, dtype, is_slice, more = context
+        if outer_size is None:  # of a caller that leaves it to the parts
+            outer_size = _told_shape(parts["codes"], cast, axis)
+            if more is not None:
+                outer_size = (more[1],) if more[0] == 1 else (*outer_size[:axis], more[1], *outer_size[axis + 1 :])
         return QuantizedTensor(
             parts["codes"], parts["scale"], parts.get("tensor_scale"), cast, axis=axis, shape=outer_size, dtype=dtype,
             root=UNKNOWN if is_slice else None,
@@ -587,6 +600,12 @@ def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
     if is_hidden or codes.dtype != torch.uint8 or fmt.element.bits in (4, 8) or not codes.numel():
         return
     check_unpacked(int(codes.max()), fmt.element.bits, fmt.name, "microfloat.torch.unpack_fp6")
+
+
+def _told_shape(codes: torch.Tensor, cast: Cast, axis: int) -> tuple[int, ...]:
+    """The shape of a tensor of two dimensions or more with such codes, whose contraction length is not filled up."""
+    *leading, width = codes.shape
+    return (*leading[:axis], width * cast.format.element.codes_per_byte, *leading[axis:])
 
 
 def _strides(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: ScaledFormat) -> tuple[int, ...]:

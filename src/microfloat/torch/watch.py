@@ -27,7 +27,6 @@ from microfloat.recipes.explanation import operands_of as formats_of
 from microfloat.routes import entries_of
 from microfloat.torch import backends
 from microfloat.torch._checks import check_model
-from microfloat.torch._operators import outside_of_modes
 from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.backends.base import Backend, capturing
 from microfloat.torch.measuring import (
@@ -45,6 +44,7 @@ from microfloat.torch.measuring import (
     read_rows,
     serves,
 )
+from microfloat.torch.named import are_named, outside_of_modes
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.observing import OBSERVERS, Listener
 from microfloat.torch.owners import Owners, Supposed
@@ -66,7 +66,6 @@ __all__ = ["Record", "watch"]
 
 _NOTHING = CastInputs()
 _AS_IT_IS = contextlib.nullcontext()
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class watch(RecordLog):
@@ -558,7 +557,7 @@ class _Call:
         kind, index = tensor.device.type, tensor.get_device()
         is_elsewhere = index >= 0 and index != torch._C._cuda_getDevice()
         is_autocast = torch.is_autocast_enabled(kind)
-        if not (is_elsewhere or is_autocast or torch.is_grad_enabled() or _dispatch_modes()):
+        if not (is_elsewhere or is_autocast or torch.is_grad_enabled() or are_named()):
             return _AS_IT_IS
         stack = contextlib.ExitStack()
         stack.enter_context(_plainly())

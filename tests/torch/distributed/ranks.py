@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import io
+import os
 import queue
 import time
 import traceback
@@ -36,7 +37,11 @@ def on_gpus(rank: int) -> None:
     torch.set_default_device(f"cuda:{rank}")
 
 
-def _worker(rank: int, world: int, backend: str, cases: Sequence[Case], path: str, seconds: int, results: Any) -> None:
+def _worker(
+    rank: int, world: int, backend: str, takes_gpus: bool, cases: Sequence[Case], path: str, seconds: int, results: Any
+) -> None:  # fmt: skip
+    if not takes_gpus:  # of which there may be fewer than ranks
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA is initialised, not when torch is imported
     import torch
     import torch.distributed as dist
 
@@ -66,16 +71,22 @@ def _worker(rank: int, world: int, backend: str, cases: Sequence[Case], path: st
     end_group()
 
 
-def run_ranks(cases: Sequence[Case], path: str, world: int = 2, backend: str = "gloo", seconds: int = 60) -> list[dict]:
+def run_ranks(
+    cases: Sequence[Case], path: str, world: int = 2, backend: str = "gloo", seconds: int = 60,
+    takes_gpus: bool | None = None,
+) -> list[dict]:  # fmt: skip
     """Result of every case on each of `world` ranks, or the text of its exception.
 
-    `path`: of a file that does not exist; `seconds`: the longest wait for another rank.
+    `path`: of a file that does not exist; `seconds`: the longest wait for another rank; `takes_gpus`: whether ranks see
+    the GPUs of the machine, None: those of NCCL alone.
     """
+    takes_gpus = backend == "nccl" if takes_gpus is None else takes_gpus
 
     if backend == "nccl":  # kernels are compiled meanwhile
         seconds *= 4
     results = processes.process_queue()
-    workers = [processes.process(_worker, rank, world, backend, cases, path, seconds, results) for rank in range(world)]
+    settings = world, backend, takes_gpus, cases, path, seconds, results
+    workers = [processes.process(_worker, rank, *settings) for rank in range(world)]
     for worker in workers:
         worker.start()
     made: dict[int, bytes] = {}

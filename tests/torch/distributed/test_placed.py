@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import os
 import weakref
 
 import pytest
@@ -320,15 +321,24 @@ def converted_late(rank: int):
     return found
 
 
+def gpus_that_it_sees(rank):
+    return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count()
+
+
 CASES = (
-    as_public_calls, uneven, With(whole_plan, compiles=False), at_other_borders, without_gradients, refusals, ends,
-    after_a_write, converted_late,
+    gpus_that_it_sees, as_public_calls, uneven, With(whole_plan, compiles=False), at_other_borders, without_gradients,
+    refusals, ends, after_a_write, converted_late,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     return run_ranks(CASES, str(tmp_path_factory.mktemp("ranks") / "store"))
+
+
+def test_ranks_on_the_cpu_take_no_gpu(ranks) -> None:
+    """Of which a machine may have fewer than ranks: FSDP2 and others would divide the first among them."""
+    assert of(ranks, gpus_that_it_sees) == [("", 0)] * 2
 
 
 def test_functions_do_what_the_public_calls_do(ranks) -> None:

@@ -33,6 +33,7 @@ from microfloat.jax.flax.state import (
     check_transformation,
     collected,
     collecting,
+    has_state,
     max_accumulate,
     next_state,
     step_counts,
@@ -56,7 +57,8 @@ def dot_general_cls(recipe: Recipe | str | None = None, **options: Any) -> type[
 
     None is the recipe of the `microfloat.jax.autocast` that the module is called under. `options` are those of
     `microfloat.jax.dot_general`. Equal recipes and options give the same class, named after the recipe, for example
-    ``MXFP8BlockScalingOp``. Raises InvalidTypeError for anything but a Recipe or its name.
+    ``MXFP8BlockScalingOp``, or ``DelayedScalingOp`` where it can hold state, so that state that was made under an
+    autocast serves a pinned recipe too. Raises InvalidTypeError for anything but a Recipe or its name.
     """
     return _op_class(dot_general(recipe, **options), "Op")
 
@@ -98,7 +100,9 @@ def _op_class(op: DotGeneral | RaggedDot, kind: str) -> type[nn.Module]:
 
         return einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs))
 
-    name = f"{'Autocast' if op.recipe is None else type(op.recipe).__name__}{kind}"
+    # The state of delayed scaling lies under this name: one for a pinned recipe and for that of an autocast.
+    holds_state = op.recipe is None or op.recipe.is_delayed
+    name = f"{'DelayedScaling' if holds_state else type(op.recipe).__name__}{kind}"
     function = einsum_call if kind == "Einsum" else call
     function.__name__ = "__call__"  # Flax looks methods up by this name: interceptors, tabulate, intermediates
     members = {
@@ -122,7 +126,7 @@ def _run(
     words, state, variables = words_of(recipe, key), None, None
     if recipe is not None and recipe.is_delayed:
         rules = slot_rules(recipe)
-        if not (module.is_initializing() or module.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale")):
+        if not (module.is_initializing() or has_state(module)):
             raise NotSupportedError(
                 f"recipe: got an apply under {recipe!r} of variables without its state, needed variables that "
                 "model.init made under the same recipe. Pin the recipe to the layer, or initialise under the autocast."

@@ -51,6 +51,25 @@ def trace_state() -> object:
     return get_opaque_trace_state(convention="flax")
 
 
+class _Held(NamedTuple):
+    """A value in the place of a variable that is only read."""
+
+    value: Array
+
+
+def has_state(module: nn.Module) -> bool:
+    """True if the variables of this apply hold the module's state, under its name or the one that it had before."""
+    return module.has_variable(OVERWRITE_WITH_GRADIENT, f"{STATE_NAMES[0]}{_SCALE}") or bool(_of_earlier_name(module))
+
+
+def _of_earlier_name(module: nn.Module) -> Mapping[str, Array] | None:
+    """The state under the name that an op under an autocast had before it shared that of a pinned recipe, or None."""
+    scope = cast(Any, module.scope)
+    if scope.parent is None or scope.has_variable(OVERWRITE_WITH_GRADIENT, f"{STATE_NAMES[0]}{_SCALE}"):
+        return None
+    return scope.parent.get_variable(OVERWRITE_WITH_GRADIENT, scope.name.replace("DelayedScaling", "Autocast"))
+
+
 class StateVariables:
     """The variables ``{input,kernel,output_grad}_{scale,amax_history}`` of a linen module, float32.
 
@@ -64,9 +83,16 @@ class StateVariables:
         def variable(name: str, value: float, size: int) -> nn.Variable:
             return module.variable(OVERWRITE_WITH_GRADIENT, name, lambda: jnp.full((*lead, size), value, jnp.float32))
 
-        self.pairs = {
-            name: (variable(f"{name}{_SCALE}", 1, 1), variable(f"{name}{_HISTORY}", 0, length)) for name in STATE_NAMES
-        }
+        earlier = _of_earlier_name(module)
+        if earlier is None:
+            self.pairs = {
+                name: (variable(f"{name}{_SCALE}", 1, 1), variable(f"{name}{_HISTORY}", 0, length))
+                for name in STATE_NAMES
+            }
+        else:
+            self.pairs = {
+                name: (_Held(earlier[f"{name}{_SCALE}"]), _Held(earlier[f"{name}{_HISTORY}"])) for name in STATE_NAMES
+            }
         scope = cast(Any, module.scope)  # None only outside of init and apply
         if not hasattr(scope.root, "_microfloat_threaded"):
             scope.root._microfloat_threaded = {}

@@ -370,14 +370,10 @@ def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> N
 
 
 def _common(tensors: Sequence[QuantizedTensor], name: str) -> torch.Tensor:
-    """The scale that all tensors have."""
-    parts = [getattr(q, name) for q in tensors]
-    if _operators.is_tracing(parts[0]) or not all(torch.equal(raw(part), raw(parts[0])) for part in parts):
-        raise invalid_value(
-            "tensors", f"{tensors[0].format} tensors, whose {name} is one for all blocks", "equal ones, in eager mode",
-            "Join the values and quantize them: microfloat.torch.quantize(torch.cat([q.dequantize(), ...]), cast).",
-        )  # fmt: skip
-    return parts[0].clone()
+    """The scale that all tensors have; compiled code compares them when it runs."""
+    parts, what = [getattr(q, name) for q in tensors], f"{tensors[0].format} tensors, whose {name}"
+    common = torch.ops.microfloat.common_scale if _operators.is_tracing(parts[0]) else _operators.common_scale
+    return common(parts, what)
 
 
 @register(aten.stack.default)
