@@ -106,7 +106,7 @@ def texts_of(module):
                 yield node.lineno, form, constraints
 
 
-_OF_WARPS = ("mma.sync", "shfl.sync", "wgmma.wait_group")
+_OF_WARPS = ("bar.warp.sync", "cp.async", "mma.sync", "shfl.sync", "wgmma.wait_group")
 
 
 def test_all_assembly_of_the_kernels_is_known_but_that_of_clusters_and_warps(repository):

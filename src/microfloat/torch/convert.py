@@ -99,13 +99,32 @@ def report_of(
 def pin_layers(
     model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
     filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
-    refuse: Callable[[nn.Module, Recipe | None], str | None] = lambda module, recipe: None,
-    prepare: Callable[[list[ConversionRow]], object] = lambda rows: None,
 ) -> list[ConversionRow]:  # fmt: skip
-    """Turn layers of these kinds into microfloat layers pinned to their recipes, as `convert` does; a row for each.
+    """Turn layers of these kinds into microfloat layers pinned to their recipes, as `convert` does; a row for each."""
+    rows, wishes = planned_layers(model, recipe, kinds, filter, exclude, skip_small)
+    for wish in wishes:
+        pin_layer(*wish)
+    keep_slow_paths(model)
+    return rows
 
-    `refuse`: why a layer is left as it is although a recipe is given to it, or None. `prepare`: called with the rows
-    before the first layer changes; where it raises, none does.
+
+def pin_layer(name: str, module: Any, wanted: Recipe | None) -> None:
+    """Turn one layer into a microfloat layer that is pinned to a recipe; of None one that is none stays as it is."""
+    if wanted is not None and not isinstance(module, RecipeLayer):
+        _change_class(module, nn.Linear, Linear)
+    if isinstance(module, RecipeLayer):
+        module.pin(wanted)
+        module._path = name
+
+
+def planned_layers(
+    model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
+    filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
+    refuse: Callable[[nn.Module, Recipe | None], str | None] = lambda module, recipe: None,
+) -> tuple[list[ConversionRow], list[tuple[str, Any, Recipe | None]]]:  # fmt: skip
+    """A row for each layer of these kinds, and name, layer and recipe of those that `pin_layer` is to change.
+
+    `refuse`: why a layer is left as it is although a recipe is given to it, or None.
     """
     exclude = check_exclude(exclude)
     check_filter(filter)
@@ -146,15 +165,7 @@ def pin_layers(
             reason = recipe.of_gemms(name) if isinstance(recipe, Placement) else ""
         rows.append(ConversionRow(name, shape, action, wanted, reason))
         wishes.append((name, module, wanted))
-    prepare(rows)
-    for name, module, wanted in wishes:
-        if wanted is not None and not isinstance(module, RecipeLayer):
-            _change_class(module, nn.Linear, Linear)
-        if isinstance(module, RecipeLayer):
-            module.pin(wanted)
-            module._path = name
-    _keep_slow_paths(model)
-    return rows
+    return rows, wishes
 
 
 def _refusal(
@@ -323,7 +334,7 @@ def _no_op_hook(module: nn.Module, arguments: object) -> None:
     """Present only because torch's fused encoder path is not taken by a module that has hooks."""
 
 
-def _keep_slow_paths(model: nn.Module) -> None:
+def keep_slow_paths(model: nn.Module) -> None:
     """Switch off torch's inference paths of encoders, which read weights past our forward or pass nested tensors on."""
     for module in model.modules():
         nests = isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False)

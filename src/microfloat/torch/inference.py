@@ -13,6 +13,7 @@ Legend: N = out features, K = in features, E = experts.
 import contextlib
 import dataclasses
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport, Conv
 from microfloat.torch import backends
 from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch._typing import Options
-from microfloat.torch.convert import pin_layers, report_of
+from microfloat.torch.convert import keep_slow_paths, pin_layer, planned_layers, report_of
 from microfloat.torch.layer_state import larger_amax
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
@@ -61,7 +62,9 @@ def quantize_(
     A layer keeps its identity and ``isinstance(layer, nn.Linear)``. Its weight requires grad as before, and a backward
     that asks for that gradient raises: freeze the model to train adapters. Raises InvalidTypeError and
     InvalidValueError for other arguments and where no layer is left to quantize, PlacementError for patterns that
-    match no layer. Whatever is raised, nothing has changed then: plain and quantized weights lie in memory together.
+    match no layer; then nothing changes. Weights are quantized one after the other, or a group of `fuse` together, and
+    each plain one is let go: after an error in between (memory, Ctrl-C) a layer is quantized or as it was, and a second
+    call goes on.
     """
     from microfloat.checkpoint._modules import check_fuse
 
@@ -74,67 +77,84 @@ def quantize_(
     for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
         check_config(pattern, one, isinstance(config, Placement))
     fused, layers = check_fuse(fuse), named_layers(model)
-    weights: dict[str, nn.Parameter] = {}
-
-    def prepare(rows: Sequence[ConversionRow]) -> None:
-        weights.update(_quantized_weights(model, layers, rows, fused))
-
-    rows = pin_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored, prepare=prepare)
-    made = []
-    for row in rows:
-        if row.name in weights:
-            layer: Any = layers[row.name]
-            layer.weight = weights[row.name]
-            if layer.pinned.is_static:
-                layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
-            row = dataclasses.replace(row, action="quantized")
-        made.append(row)
-    return report_of(model, made)
-
-
-def _quantized_weights(
-    model: nn.Module, layers: Mapping[str, Any], rows: Sequence[ConversionRow], fused: Sequence[Any]
-) -> dict[str, nn.Parameter]:
-    """The stored weight of each layer that its row gives a config; nothing changes in the layers."""
-    from microfloat.checkpoint._modules import fused_group
-
+    rows, wishes = planned_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored)
     configs: dict[str, Any] = {row.name: row.recipe for row in rows if row.action in ("converted", "repinned")}
     if not configs:
-        reasons = {row.reason for row in rows} or {"it has no nn.Linear or GroupedLinear"}
-        remedy = "exclude=() excludes nothing."
-        if any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values()):
-            remedy = (
-                "To quantize it anew, call microfloat.torch.revert(model) first, which gives the values of its codes; "
-                "to run its codes under another config, call microfloat.torch.convert(model, config)."
-            )
-        raise invalid_value(
-            "model", f"a {type(model).__name__} without a layer to quantize ({'; '.join(sorted(reasons)[:4])})",
-            "an nn.Linear or a GroupedLinear that filter and exclude leave in", remedy,
-        )  # fmt: skip
-    amaxes: dict[str, torch.Tensor | None] = {}
-    groups: dict[tuple[str, Cast, str | None], list[str]] = {}
+        raise _nothing_to_quantize(model, layers, rows)
+    several = Counter(id(layers[name]._parameters["weight"]) for name in configs)
+    shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the Parameter that was, of several layers
+    try:
+        for name, layer, wanted in wishes:
+            if name not in configs:
+                pin_layer(name, layer, wanted)
+        for members in _groups(configs, fused):
+            weights = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared)
+            for name, weight in weights.items():
+                layer = layers[name]
+                if several[id(layer._parameters["weight"])] > 1:
+                    shared[id(layer._parameters["weight"])] = layer._parameters["weight"], weight
+                pin_layer(name, layer, configs[name])
+                layer.weight = weight
+                if configs[name].is_static:
+                    layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
+    finally:
+        keep_slow_paths(model)
+    return report_of(
+        model, [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
+    )
+
+
+def _nothing_to_quantize(
+    model: nn.Module, layers: Mapping[str, Any], rows: Sequence[ConversionRow]
+) -> MicrofloatError:  # fmt: skip
+    reasons = {row.reason for row in rows} or {"it has no nn.Linear or GroupedLinear"}
+    remedy = "exclude=() excludes nothing."
+    if any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values()):
+        remedy = (
+            "To quantize it anew, call microfloat.torch.revert(model) first, which gives the values of its codes; "
+            "to run its codes under another config, call microfloat.torch.convert(model, config)."
+        )
+    return invalid_value(
+        "model", f"a {type(model).__name__} without a layer to quantize ({'; '.join(sorted(reasons)[:4])})",
+        "an nn.Linear or a GroupedLinear that filter and exclude leave in", remedy,
+    )  # fmt: skip
+
+
+def _groups(configs: Mapping[str, Any], fused: Sequence[Any]) -> list[list[str]]:
+    """The names of layers whose weights share a scale, and each other one for itself."""
+    from microfloat.checkpoint._modules import fused_group
+
+    groups: dict[object, list[str]] = {}
     for name, recipe in configs.items():
         key = fused_group(name, fused)
-        if key is not None:
-            groups.setdefault((key, recipe.fprop.rhs, recipe.scale_search), []).append(name)
-    for (_, cast, search), members in groups.items():
-        weights = [layers[name].weight.detach() for name in members]
-        weights = [weight for weight in weights if not isinstance(weight, QuantizedTensor)]
-        amaxes.update(dict.fromkeys(members, _shared_amax(weights, cast, search)))
-    stored: dict[int, nn.Parameter] = {}  # by the Parameter that was, which the layers still hold
-    for name, recipe in configs.items():
-        weight = layers[name].weight
+        groups.setdefault(name if key is None else (key, recipe.fprop.rhs, recipe.scale_search), []).append(name)
+    return list(groups.values())
+
+
+def _stored_weights(
+    members: Mapping[str, tuple[Any, Any]], shared: Mapping[int, tuple[nn.Parameter, nn.Parameter]]
+) -> dict[str, nn.Parameter]:
+    """The stored weights of layers that share a scale, by name, each of a layer and its config; no layer changes."""
+    plain = [layer.weight.detach() for layer, _ in members.values()]
+    plain = [weight for weight in plain if not isinstance(weight, QuantizedTensor)]
+    _, recipe = next(iter(members.values()))
+    cast, search = recipe.fprop.rhs, recipe.scale_search
+    amax = _shared_amax(plain, cast, search)
+    search = None if amax is not None and cast.format.is_per_tensor else search
+    made: dict[int, nn.Parameter] = {}
+    for name, (layer, _) in members.items():
+        weight = layer._parameters["weight"]
         if isinstance(weight, QuantizedTensor):
-            stored[id(weight)] = layers[name]._parameters["weight"]
-        if id(weight) not in stored:
+            made[id(weight)] = weight
+        elif id(weight) in shared:
+            made[id(weight)] = shared[id(weight)][1]
+        elif id(weight) not in made:
             try:
-                amax, cast = amaxes.get(name), recipe.fprop.rhs
-                search = None if amax is not None and cast.format.is_per_tensor else recipe.scale_search
                 q = searched(weight.detach(), cast, amax, search)
             except MicrofloatError as error:
                 raise with_path(error, name) from None
-            stored[id(weight)] = nn.Parameter(q, requires_grad=weight.requires_grad)
-    return {name: stored[id(layers[name].weight)] for name in configs}
+            made[id(weight)] = nn.Parameter(q, requires_grad=weight.requires_grad)
+    return {name: made[id(layer._parameters["weight"])] for name, (layer, _) in members.items()}
 
 
 def check_config(pattern: str, config: object, in_placement: bool) -> None:
