@@ -108,7 +108,7 @@ def pin_layers(
     return rows
 
 
-def pin_layer(name: str, module: Any, wanted: Recipe | None) -> None:
+def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:
     """Turn one layer into a microfloat layer that is pinned to a recipe; of None one that is none stays as it is."""
     if wanted is not None and not isinstance(module, RecipeLayer):
         _change_class(module, nn.Linear, Linear)
@@ -121,7 +121,7 @@ def planned_layers(
     model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
     filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
     refuse: Callable[[nn.Module, Recipe | None], str | None] = lambda module, recipe: None,
-) -> tuple[list[ConversionRow], list[tuple[str, Any, Recipe | None]]]:  # fmt: skip
+) -> tuple[list[ConversionRow], list[tuple[str, nn.Module, Recipe | None]]]:  # fmt: skip
     """A row for each layer of these kinds, and name, layer and recipe of those that `pin_layer` is to change.
 
     `refuse`: why a layer is left as it is although a recipe is given to it, or None.

@@ -15,7 +15,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -78,21 +78,24 @@ def quantize_(
         check_config(pattern, one, isinstance(config, Placement))
     fused, layers = check_fuse(fuse), named_layers(model)
     rows, wishes = planned_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored)
-    configs: dict[str, Any] = {row.name: row.recipe for row in rows if row.action in ("converted", "repinned")}
+    configs = {row.name: cast(Config, row.recipe) for row in rows if row.action in ("converted", "repinned")}
     if not configs:
         raise _nothing_to_quantize(model, layers, rows)
     several = Counter(id(layers[name]._parameters["weight"]) for name in configs)
-    shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the Parameter that was, of several layers
+    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
     try:
         for name, layer, wanted in wishes:
             if name not in configs:
                 pin_layer(name, layer, wanted)
         for members in _groups(configs, fused):
-            weights = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared)
-            for name, weight in weights.items():
+            weights = {name: layers[name]._parameters["weight"] for name in members}
+            stored = _stored_weights({name: (weight, configs[name]) for name, weight in weights.items()}, shared)
+            shared |= {
+                id(plain): (plain, stored[name]) for name, plain in weights.items() if several[id(plain)] > 1
+            }  # fmt: skip
+            del weights
+            for name, weight in stored.items():
                 layer = layers[name]
-                if several[id(layer._parameters["weight"])] > 1:
-                    shared[id(layer._parameters["weight"])] = layer._parameters["weight"], weight
                 pin_layer(name, layer, configs[name])
                 layer.weight = weight
                 if configs[name].is_static:
@@ -105,7 +108,7 @@ def quantize_(
 
 
 def _nothing_to_quantize(
-    model: nn.Module, layers: Mapping[str, Any], rows: Sequence[ConversionRow]
+    model: nn.Module, layers: Mapping[str, nn.Module], rows: Sequence[ConversionRow]
 ) -> MicrofloatError:  # fmt: skip
     reasons = {row.reason for row in rows} or {"it has no nn.Linear or GroupedLinear"}
     remedy = "exclude=() excludes nothing."
@@ -120,7 +123,7 @@ def _nothing_to_quantize(
     )  # fmt: skip
 
 
-def _groups(configs: Mapping[str, Any], fused: Sequence[Any]) -> list[list[str]]:
+def _groups(configs: Mapping[str, Config], fused: Sequence[str]) -> list[list[str]]:
     """The names of layers whose weights share a scale, and each other one for itself."""
     from microfloat.checkpoint._modules import fused_group
 
@@ -132,29 +135,28 @@ def _groups(configs: Mapping[str, Any], fused: Sequence[Any]) -> list[list[str]]
 
 
 def _stored_weights(
-    members: Mapping[str, tuple[Any, Any]], shared: Mapping[int, tuple[nn.Parameter, nn.Parameter]]
-) -> dict[str, nn.Parameter]:
-    """The stored weights of layers that share a scale, by name, each of a layer and its config; no layer changes."""
-    plain = [layer.weight.detach() for layer, _ in members.values()]
-    plain = [weight for weight in plain if not isinstance(weight, QuantizedTensor)]
+    members: Mapping[str, tuple[torch.Tensor, Config]], shared: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The stored weights of layers that share a scale, by name, each of a plain one and its config."""
+    plain = [weight.detach() for weight, _ in members.values() if not isinstance(weight, QuantizedTensor)]
     _, recipe = next(iter(members.values()))
-    cast, search = recipe.fprop.rhs, recipe.scale_search
-    amax = _shared_amax(plain, cast, search)
-    search = None if amax is not None and cast.format.is_per_tensor else search
-    made: dict[int, nn.Parameter] = {}
-    for name, (layer, _) in members.items():
-        weight = layer._parameters["weight"]
+    rhs, search = recipe.fprop.rhs, recipe.scale_search
+    assert rhs is not None, "a config quantizes weights"
+    amax = _shared_amax(plain, rhs, search)
+    search = None if amax is not None and rhs.format.is_per_tensor else search
+    made: dict[int, torch.Tensor] = {}
+    for name, (weight, _) in members.items():
         if isinstance(weight, QuantizedTensor):
             made[id(weight)] = weight
         elif id(weight) in shared:
             made[id(weight)] = shared[id(weight)][1]
         elif id(weight) not in made:
             try:
-                q = searched(weight.detach(), cast, amax, search)
+                q = searched(weight.detach(), rhs, amax, search)
             except MicrofloatError as error:
                 raise with_path(error, name) from None
             made[id(weight)] = nn.Parameter(q, requires_grad=weight.requires_grad)
-    return {name: made[id(layer._parameters["weight"])] for name, (layer, _) in members.items()}
+    return {name: made[id(weight)] for name, (weight, _) in members.items()}
 
 
 def check_config(pattern: str, config: object, in_placement: bool) -> None:
