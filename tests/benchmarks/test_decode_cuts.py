@@ -55,6 +55,23 @@ def test_divisions_are_the_fastest_that_were_measured(repository):
     assert {key for key, (is_shared, _) in first.items() if is_shared and key[1] in (1, 8, 16)} <= second.keys()
 
 
+def test_codes_come_through_shared_memory_where_it_takes_them():
+    """Whole chunks of every warp along K, scales of whole words without gaps, four bits, and a Hopper."""
+    stored = decode_cuts.stored_like("nvfp4", (8192, 8192))
+    codes, strides = stored.codes, stored.strides
+
+    def is_shared(codes=codes, k=8192, strides=strides, device=H100):
+        return products.cut_of(codes, (1, k, 8192), strides, False, device).STAGES == 0
+
+    assert is_shared()
+    assert not is_shared(k=8192 + 256)
+    assert not is_shared(strides=(strides[0], 2))
+    assert not is_shared(strides=(strides[0] + 1, 1))
+    assert not is_shared(device=H100._replace(warpgroups=False))
+    assert not is_shared(codes._replace(BITS=8))
+    assert not is_shared(codes._replace(WIDTH=32))
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("m", [65, 128, 129, 256])
 def test_programs_of_many_rows_fill_the_chip(name, m):
