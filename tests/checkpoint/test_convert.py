@@ -22,8 +22,6 @@ from microfloat.recipes import Cast
 from tests import processes
 from tests.checkpoint import files
 
-pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
-
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {
     "model.embed_tokens": (48, 64),

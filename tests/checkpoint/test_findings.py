@@ -10,8 +10,6 @@ from microfloat.checkpoint.config import announced
 from microfloat.errors import CheckpointError
 from tests.checkpoint.files import nvfp4, write
 
-pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
-
 
 def layer(name, **changes):
     parts = {**nvfp4(), **changes}

@@ -7,8 +7,6 @@ from microfloat import reference
 from microfloat.checkpoint import load
 from tests.checkpoint.files import GOLDEN
 
-pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
-
 NAMES = (
     "ct_nvfp4_16x128_bfloat16", "ct_mxfp6a16_16x128_bfloat16", "modelopt_mxfp8_16x128_bfloat16",
     "deepseek_fp8_block_200x144", "gptoss_mxfp4_down_proj", "ct_fp8_dynamic_16x128_float32",

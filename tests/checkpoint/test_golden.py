@@ -9,8 +9,6 @@ from microfloat.cpu import _casts
 from microfloat.formats import E4M3, decode
 from tests.checkpoint.files import GOLDEN, NAMES, QUANTIZED, as_checkpoint, family_of
 
-pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
-
 TORCHAO = "torchao_safetensors_flat"
 
 

@@ -11,8 +11,6 @@ from microfloat.checkpoint import load
 from microfloat.errors import CheckpointError
 from tests.checkpoint.files import container, header_of, nvfp4, write
 
-pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
-
 
 def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}

@@ -13,8 +13,6 @@ import pytest
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.errors import CheckpointError
 
-pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
-
 
 class Killed(BaseException):
     """The end of the process, which nothing handles."""

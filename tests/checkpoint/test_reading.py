@@ -10,8 +10,6 @@ from microfloat.errors import CheckpointError, InvalidTypeError
 from microfloat.formats import E4M3, decode
 from tests.checkpoint.files import nvfp4, write
 
-pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
-
 NAMES = {
     "modelopt": {"codes": "weight", "scale": "weight_scale", "global": "weight_scale_2"},
     "ct": {"codes": "weight_packed", "scale": "weight_scale", "global": "weight_global_scale"},

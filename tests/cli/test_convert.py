@@ -9,7 +9,6 @@ import pytest
 from tests.cli.checkpoints import llama, write
 
 pytest.importorskip("typer", reason="typer is not installed")
-pytestmark = pytest.mark.xdist_group("numba")  # whose kernels one process compiles
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ from tests.contract.cases import DTYPES, EVERY_CAST, cast_id, edge_cases
 
 pytest.importorskip("numba", reason="numba is not installed")
 # One process of pytest-xdist compiles the kernels, which takes some seconds where numba's cache is empty.
-pytestmark = pytest.mark.xdist_group("numba")
 
 COMPILED = [cast for cast in EVERY_CAST if cast.rounding == "nearest" and cast.hadamard is None]
 NORMAL = np.random.default_rng(5).standard_normal((40, 200), dtype=np.float32)

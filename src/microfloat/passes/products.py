@@ -218,7 +218,7 @@ _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
 
 
 # Those of a Hopper whose codes come through shared memory (STAGES of 0), where that is faster than the division above:
-# on an H200 by 5 to 14 % (benchmarks/results/decode_shared_cuts.json). None: it is not.
+# on an H200 by 2 to 14 % (benchmarks/results/decode_shared_cuts.json). None: it is not.
 _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
     "FP4": {
         4: ((1, 8, 1, 0, 8, 0, 1), (2, 4, 1, 0, 8, 0, 1), None),
@@ -288,7 +288,9 @@ def cut_of(
         cut = fitted(_cut_by(_Division(*row), tokens, early=True), codes, k, scale_strides, bias)
         if cut.STAGES == 0:
             return cut
-    own = _Division(*_of_most(_DIVISIONS[kind], m, size) or ())
+    row = _of_most(_DIVISIONS[kind], m, size)
+    assert row is not None, "every size of weight has a division"
+    own = _Division(*row)
     if n < 16 * device.multiprocessors:
         own = own._replace(ROW_WARPS=1, LENGTH_WARPS=8, TILES=1)
     length, chunks = own.LENGTH_WARPS, -(-k * codes.BITS // _CHUNK_BITS)

@@ -7,8 +7,8 @@ for the next chunk, as soon as it has been read and before it is multiplied, so 
 half a chunk of work before, and has half a chunk of work left when the last codes have come. Scales, which the four
 lanes of a row share, are copied in words of four bytes with the first half; all of a chunk are read with it.
 
-On an H200 a product of one row with 8192x8192 NVFP4 codes takes 13.2 us instead of 14.6
-(benchmarks/results/decode_loads_attempt.json).
+On an H200 a product of one row with 8192x8192 NVFP4 codes takes 13.1 us instead of 14.6
+(benchmarks/results/decode_shared_cuts.json).
 """
 
 import triton
@@ -59,7 +59,7 @@ def _copy(at, place, here, SIZE: tl.constexpr, TO: tl.constexpr, SOURCE: tl.cons
 
 @triton.jit
 def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT: tl.constexpr):
-    """Where a lane has its codes; where it copies scales to, and from; and where those of its rows are."""
+    """A lane's addresses: of codes in memory and here, of scales that it copies, here and there, and of its own."""
     BYTES: tl.constexpr = bytes_of_scales(CODES)
     WORDS: tl.constexpr = BYTES // 4
     PTX: tl.constexpr = _text_of_memory(CODES, CUT)
