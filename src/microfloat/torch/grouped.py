@@ -172,11 +172,8 @@ def run_grouped(
     run = begin(layer, schedule, weight, state, is_first_microbatch, inputs=(inputs, inputs, inputs))
     if schedule.wants_dx or schedule.wants_dw or (bias is not None and bias.requires_grad and grad):
         y = apply(run, x, weight, bias)
-    elif are_named():
-        y = run.forward_by_name(x, weight, bias)[0]
     else:
-        with schedule.scope():
-            y = schedule.forward(x, weight, bias, run.x, run.w, run.kept)[0]
+        y = run.forward(None, x, weight, bias)
     if run.delayed is not None:
         end(run, layer)
     return y

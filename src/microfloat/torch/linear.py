@@ -95,13 +95,8 @@ def run_linear(
     run = begin(layer, schedule, weight, state, is_first_microbatch)
     if schedule.wants_dx or schedule.wants_dw or (bias is not None and bias.requires_grad and torch.is_grad_enabled()):
         y = apply(run, x, weight, bias)
-    elif are_named():
-        y = run.forward_by_name(x, weight, bias)[0]
-    elif schedule.shields:
-        with schedule.scope():
-            y = schedule.forward(x, weight, bias, run.x, run.w, run.kept)[0]
     else:
-        y = schedule.forward(x, weight, bias, run.x, run.w, run.kept)[0]
+        y = run.forward(None, x, weight, bias)
     if run.delayed is not None:
         end(run, layer)
     return y
@@ -218,8 +213,10 @@ class Run:
     path: str = ""
     bias_dtype: torch.dtype | None = None
 
-    def forward(self, ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """y; the operands of backward go to autograd."""
+    def forward(
+        self, ctx: Context | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y; the operands of backward go to autograd, None where there will be no backward."""
         schedule = self.schedule
         if are_named():
             y, saved = self.forward_by_name(x, weight, bias)
@@ -228,9 +225,10 @@ class Run:
                 y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
         else:
             y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
-        ctx.save_for_backward(*saved)
         self.kept = None
-        self.bias_dtype = None if bias is None else bias.dtype
+        if ctx is not None:
+            ctx.save_for_backward(*saved)
+            self.bias_dtype = None if bias is None else bias.dtype
         return y
 
     def forward_by_name(
