@@ -28,7 +28,7 @@ from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import laid
 from microfloat.torch.linear import bias_gradient, find, refuse_double_backward
-from microfloat.torch.observing import OBSERVERS, observed_by_weight
+from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.seeds import draw_seed
 from microfloat.torch.tensor import QuantizedTensor
@@ -407,7 +407,7 @@ def _linear_forward(
     weight = rebuilt(parts, call.stored)
     schedule = _schedule(_saving(call, x.device), x.shape, x, weight, bias)
     if OBSERVERS:
-        schedule = observed_by_weight(schedule, weight, False)
+        schedule = observed(schedule, (), weight)
     live = live_amaxes(call.records, x.device)
     x_inputs = cast_inputs(x_scale, seed, live, "x", schedule.is_static)
     w_inputs = cast_inputs(w_scale, seed, live, "w")
@@ -453,7 +453,7 @@ def _linear_backward(
     weight = rebuilt(parts, call.stored)
     schedule = _schedule(call, (*dy.shape[:-1], weight.shape[1]), x, weight, None)
     if OBSERVERS:
-        schedule = observed_by_weight(schedule, weight, True)
+        schedule = observed(schedule, (), weight, True)
     live = live_amaxes(call.records, dy.device)
     inputs, plain, rest = cast_inputs(dy_scale, seed, live, "dy"), CastInputs(seed=seed), list(saved)
     saving = _saving(call, dy.device)

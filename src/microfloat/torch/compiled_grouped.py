@@ -33,7 +33,7 @@ from microfloat.torch.compiled import (
 )
 from microfloat.torch.grouped import GroupedSchedule, Groups, find_grouped, groups_of
 from microfloat.torch.linear import refuse_double_backward
-from microfloat.torch.observing import OBSERVERS, observed_by_weight
+from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["compiled_grouped"]
@@ -109,7 +109,7 @@ def _begin(
     wants = (call.wants_dx, call.wants_dw) if is_backward else (False, False)
     schedule = find_grouped(x, weight, bias, call.recipe, call.backend, *wants, compute=call.compute)
     if OBSERVERS:
-        schedule = observed_by_weight(schedule, weight, is_backward)
+        schedule = observed(schedule, (), weight, is_backward)
     return schedule, Groups(ends, x.shape[0])
 
 

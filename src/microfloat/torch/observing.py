@@ -19,7 +19,7 @@ from microfloat.torch.schedule import Schedule
 if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
 
-__all__ = ["OBSERVERS", "Listener", "Observed", "Observer", "observed", "observed_by_weight"]
+__all__ = ["OBSERVERS", "Listener", "Observed", "Observer", "observed"]
 
 
 class Listener(Protocol):
@@ -67,20 +67,16 @@ OBSERVERS: list[Observer] = []
 Kind = TypeVar("Kind", bound=Schedule)
 
 
-def observed(schedule: Kind, layers: Sequence["RecipeLayer"]) -> Kind:
-    """The schedule of a call of `layers`, as those see it who watch them."""
+def observed(
+    schedule: Kind, layers: Sequence["RecipeLayer"], weight: torch.Tensor | None = None, is_backward: bool = False
+) -> Kind:
+    """The schedule of a call of `layers`, as those see it who watch them.
+
+    An operator of compiled code, which knows no layer, gives the weight, and says if it is the backward.
+    """
     made: Any = schedule
     for observer in OBSERVERS:
-        listener = observer.listener(made, layers, None, False)
-        made = made if listener is None else Observed(made, listener)
-    return made
-
-
-def observed_by_weight(schedule: Kind, weight: torch.Tensor, is_backward: bool) -> Kind:
-    """The same for an operator of compiled code, which knows no layer."""
-    made: Any = schedule
-    for observer in OBSERVERS:
-        listener = observer.listener(made, (), weight, is_backward)
+        listener = observer.listener(made, layers, weight, is_backward)
         made = made if listener is None else Observed(made, listener)
     return made
 
