@@ -151,7 +151,7 @@ def counted():
     calls: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((DTensor, "from_local"), (DTensor, "to_local"), (DTensor, "redistribute"),
-                            (sharded_linear, "gather_values"), (sharded_linear, "_reduce_scatter")):  # fmt: skip
+                            (sharded_linear, "all_gather"), (sharded_linear, "_reduce_scatter")):  # fmt: skip
             call = getattr(owner, name)
 
             def counting(*arguments, _call=call, _name=name, **options):
@@ -389,7 +389,7 @@ def test_a_step_makes_no_dtensor_between_layers(ranks) -> None:
             assert found["calls", recipe] == {"_reduce_scatter": 2}, recipe
         assert not found["calls", "whole"]  # without a sequence that is sharded
         # Both layers share one gather of x; dy has one of its own.
-        assert found["calls", "mxfp8"] == {"_reduce_scatter": 2, "gather_values": 2}
+        assert found["calls", "mxfp8"] == {"_reduce_scatter": 2, "all_gather": 2}
 
 
 def test_neighbours_of_other_styles(ranks) -> None:

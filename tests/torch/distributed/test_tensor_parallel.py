@@ -306,7 +306,7 @@ def wire(rank: int):
         x = on_sequence(seeded(1, M * world, K, seed=1), mesh).requires_grad_()
         sent: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharded, "all_gather_bytes", functools.partial(counted, sent, sharded.all_gather_bytes))
+            patch.setattr(sharded, "all_gather", functools.partial(counted, sent, sharded.all_gather))
             made = [layer(x) for layer in layers]
             forward = sum(sent)
             row(made[0] + made[1] + made[2]).sum().backward()
@@ -322,7 +322,7 @@ def wire(rank: int):
                 layer.weight.requires_grad_(way != "frozen")
             x, sent = on_sequence(seeded(1, 128 * world, K, seed=1), mesh).requires_grad_(), []
             with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(way != "no_grad"):
-                patch.setattr(sharded, "all_gather_bytes", functools.partial(counted, sent, sharded.all_gather_bytes))
+                patch.setattr(sharded, "all_gather", functools.partial(counted, sent, sharded.all_gather))
                 y = row(column(x))
                 forward = sum(sent)
                 if way != "no_grad":

@@ -26,7 +26,7 @@ from microfloat.torch import backends, layer_state
 from microfloat.torch._checks import check_linear
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
-from microfloat.torch.distributed.placed import Placed, from_the_front, of_gradient, sum_over
+from microfloat.torch.distributed.placed import Placed, all_gather, from_the_front, of_gradient, sum_over
 from microfloat.torch.distributed.schedule import (
     CASES,
     Axis,
@@ -565,10 +565,7 @@ class _GatheredValues(torch.autograd.Function):
         return values.shard.wrap(dx), None
 
 
-# The names in newer versions of torch, and in older ones.
-gather_values: Callable[..., object] = (
-    getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
-)
+# The name in newer versions of torch, and in older ones.
 _reduce_scatter: Callable[..., object] = (
     getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
 )
@@ -578,7 +575,7 @@ def _gather(part: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """The parts of all ranks side by side along `dim`."""
     whole, group = part.new_empty((axis.size * part.shape[0], *part.shape[1:])), group_named(axis.group)
     with in_collective("the all-gather of a sharded layer", group):
-        gather_values(whole.view(-1), part.contiguous().view(-1), group=group)
+        all_gather(whole.view(-1), part.contiguous().view(-1), group=group)
     if math.prod(part.shape[:dim]) == 1:
         return whole.view(*part.shape[:dim], -1, *part.shape[dim + 1 :])
     return torch.cat(whole.chunk(axis.size), dim)

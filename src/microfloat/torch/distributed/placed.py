@@ -10,6 +10,7 @@ calls take its place.
 """
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -26,7 +27,12 @@ except ImportError:  # a version of torch that has moved them
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AsPlaced", "Placed", "ToLocal", "from_the_front", "of_gradient", "sum_over"]
+__all__ = ["AsPlaced", "Placed", "ToLocal", "all_gather", "from_the_front", "of_gradient", "sum_over"]
+
+# The name in newer versions of torch, and in older ones.
+all_gather: Callable[..., object] = (
+    getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+)
 
 
 class Placed:

@@ -35,6 +35,7 @@ from microfloat.torch import reduction, reference
 from microfloat.torch._typing import Parts
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import Backend, laid
+from microfloat.torch.distributed.placed import all_gather
 from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule
@@ -298,12 +299,6 @@ def _differing(part: Part, goal: Part) -> int:
     return next(at for at, (one, other) in enumerate(zip(part.shape, goal.shape, strict=True)) if one != other)
 
 
-# The name in newer versions of torch, and in older ones.
-all_gather_bytes: Callable[..., object] = (
-    getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
-)
-
-
 def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.Tensor:
     """The parts of all ranks along `dim`, which is `outer` runs of each rank's share, in the memory order of `part`.
 
@@ -316,7 +311,7 @@ def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.T
     received = sent.new_empty(axis.size * sent.numel())
     group = group_named(axis.group)
     with in_collective("the all-gather of codes and scales of a sharded layer", group):
-        all_gather_bytes(received, sent, group=group)
+        all_gather(received, sent, group=group)
     runs = outer * math.prod(lies.shape[:at])
     if runs > 1:
         received = side_by_side(received.view(axis.size, runs, -1))

@@ -16,7 +16,7 @@ Legend: N = out features, K = in features; n = N / ranks, the rows of a shard.
 
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Arguments, Options, StateDict
 from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.context import ambient
+from microfloat.torch.distributed.placed import all_gather
 from microfloat.torch.distributed.schedule import side_by_side
 from microfloat.torch.failures import in_collective
 from microfloat.torch.fusing import Fused
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
 __all__ = ["ShardedWeight", "largest", "low_precision_all_gather", "precompute_scales", "refuse_fewer_ranks"]
 
 aten = torch.ops.aten
-# The name since torch 2.13, which warns of the former one.
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def low_precision_all_gather(model: nn.Module) -> nn.Module:
@@ -446,7 +445,7 @@ class Source(NamedTuple):
         whole = part.new_empty(part.numel() * self.mesh.size())
         group = self.mesh.get_group()
         with in_collective("the all-gather of a sharded weight", group):
-            _all_gather(whole, part.contiguous(), group=group)
+            all_gather(whole, part.contiguous(), group=group)
         return whole
 
 
