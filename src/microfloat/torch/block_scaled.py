@@ -8,12 +8,9 @@ from microfloat.formats import E4M3, decode, encode
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.packing import to_blocked
+from microfloat.torch.reference._grid import ceil_to
 
 __all__ = ["block_scaled_arguments"]
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> Options:
@@ -26,7 +23,7 @@ def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> Op
     packed = packed and (out_dtype == torch.bfloat16 or a.format.scale.name == "E4M3")
     level = a.tensor_scale is not None or b.tensor_scale is not None
     a_codes, a_scales, a_kinds, a_orders = _block_scaled_side(a, a.rows, packed, level)
-    b_codes, b_scales, b_kinds, b_orders = _block_scaled_side(b, _up(b.rows, 16), packed, level)
+    b_codes, b_scales, b_kinds, b_orders = _block_scaled_side(b, ceil_to(b.rows, 16), packed, level)
     return {
         "mat_a": a_codes, "mat_b": b_codes.t(), "scale_a": a_scales, "scale_recipe_a": a_kinds, "scale_b": b_scales,
         "scale_recipe_b": b_kinds, "swizzle_a": a_orders, "swizzle_b": b_orders, "output_dtype": out_dtype,
@@ -53,7 +50,7 @@ def _block_scaled_side(
     columns = 16 if fmt.scale.name == "E4M3" else 32
     scale = scale.repeat_interleave(block_rows, 0)[: operand.rows].repeat_interleave(block_columns // columns, 1)
     per_byte = 2 if packed else 1
-    width = _up(operand.stored_length, 32)
+    width = ceil_to(operand.stored_length, 32)
     more = (0, width // per_byte - codes.shape[1], 0, rows - operand.rows)
     codes = F.pad(codes.view(torch.uint8), more).view(torch.float4_e2m1fn_x2 if packed else codes.dtype)
     scale = scale[:, : width // columns]

@@ -17,7 +17,7 @@ from microfloat.layout import ALIGNMENT
 from microfloat.routes import MOST_DECODED_ROWS, Encoding, encoding_of, most_decoded_rows
 from microfloat.torch import backends
 from microfloat.torch._typing import Triple
-from microfloat.torch.backends.base import aligned
+from microfloat.torch.backends.base import aligned, dtype_name
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Decoding:
         from microfloat.passes.products import PLAN
 
         self._codes, self._shape, self._level_stride, self._experts = codes, shape, level_stride, experts
-        self._dtypes = _name_of(out_dtype), bias and _name_of(bias)
+        self._dtypes = dtype_name(out_dtype), bias and dtype_name(bias)
         self._device, self._index = device, backends.device_index(device)
         self._programs: dict[tuple, Program] = {}
         self._rest = (None,) * (At.MADE - PLAN - 1)
@@ -75,7 +75,7 @@ class Decoding:
         from microfloat.torch.program import Program, device_of
 
         passes = products.decode_passes(
-            self._codes, self._shape, (_name_of(dtype), *self._dtypes), _strides(scale), self._level_stride,
+            self._codes, self._shape, (dtype_name(dtype), *self._dtypes), _strides(scale), self._level_stride,
             device_of(self._index), self._experts,
         )  # fmt: skip
         misaligned = {products.BIAS} if is_odd else set()
@@ -86,10 +86,6 @@ class Decoding:
 
 def _strides(scale: torch.Tensor) -> tuple[int, int]:
     return (scale.stride(0), scale.stride(1)) if scale.dim() == 2 else (0, 0)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def decoding_of(

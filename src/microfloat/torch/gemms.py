@@ -34,6 +34,7 @@ from microfloat.torch.backends.base import Operand, aligned
 from microfloat.torch.block_scaled import block_scaled_arguments
 from microfloat.torch.decoding import DECODED_BESIDE, decoding_of
 from microfloat.torch.own_gemm import own_block_matmul, own_gemm_serves
+from microfloat.torch.reference._grid import ceil_to
 
 __all__ = [
     "Product", "float32_product_on_cpu", "high_precision_product", "product", "scaled_matmul", "scaled_mm",
@@ -146,7 +147,7 @@ def _fp8(task: _Task) -> Product:
     rows_of_a, rows_of_b = (one.format.block == (1, None) for one in (task.lhs, task.rhs))
     if rows_of_a != rows_of_b:
         return _with_repeated_scale(task, task.rhs if rows_of_b else task.lhs)
-    sizes = (m, _up(k, 16), _up(n, 16))
+    sizes = (m, ceil_to(k, 16), ceil_to(n, 16))
     if sizes[1] != task.length or sizes[2] != n:
         return _filled_up(_fp8, task, sizes, axis=1 if rows_of_b else None)
     if task.adds_bias:
@@ -156,10 +157,6 @@ def _fp8(task: _Task) -> Product:
     return _as_product(
         lambda a, b, bias: finish(scaled_mm(a[0], b[0], a[1], b[1], None, None, *sums), None, None, bias)
     )
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _with_repeated_scale(task: _Task, by_row: Encoding) -> Product:
@@ -216,7 +213,7 @@ def _fill(codes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def _blocks(task: _Task) -> Product:
     (m, k, n), dtype = task.shape, task.out_dtype
     tiles = task.rhs.format.block == (_SIDE, _SIDE)
-    sizes = (_up(m, 8), _up(k, 16), _up(n, 16))
+    sizes = (ceil_to(m, 8), ceil_to(k, 16), ceil_to(n, 16))
     if sizes != (m, task.length, n):
         return _filled_up(_blocks, task, sizes, axis=None if tiles else 0)
     multiply = _block_multiplication(task, tiles, dtype if task.bias is None else torch.float32)

@@ -20,6 +20,7 @@ from microfloat.recipes import Cast
 from microfloat.recipes.inference import WeightActivation, WeightOnly
 from microfloat.recipes.placement import ConversionReport, ConversionRow
 from microfloat.torch._checks import check_model
+from microfloat.torch.backends.base import dtype_name
 from microfloat.torch.convert import pin_layers, report_of
 from microfloat.torch.inference import LAYERS, Config, check_config
 from microfloat.torch.nn.linear import RecipeLayer
@@ -281,7 +282,7 @@ def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
 
     if not isinstance(value, QuantizedTensor):
         value = value.detach().cpu().contiguous()
-        known = str(value.dtype).removeprefix("torch.")
+        known = dtype_name(value.dtype)
         if known in _UNKNOWN_TO_NUMPY:
             import ml_dtypes
 

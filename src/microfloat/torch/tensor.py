@@ -22,7 +22,7 @@ from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import _operators, backends
 from microfloat.torch._typing import Arguments, Options
-from microfloat.torch.backends.base import Operand
+from microfloat.torch.backends.base import Operand, dtype_name
 from microfloat.torch.packing import pack_fp6, unpack_fp6
 from microfloat.torch.reference._elements import codes_dtype
 
@@ -347,7 +347,7 @@ class QuantizedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         def described(part: torch.Tensor) -> str:
-            return f"{str(part.dtype).removeprefix('torch.')}{list(part.shape)}"
+            return f"{dtype_name(part.dtype)}{list(part.shape)}"
 
         parts = ", ".join(f"{name}={described(part)}" for name, part in self.parts().items())
         transform = f", {self.hadamard}" if self.hadamard else ""

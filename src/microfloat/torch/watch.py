@@ -28,7 +28,7 @@ from microfloat.routes import entries_of
 from microfloat.torch import backends
 from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Options, Result, Takes
-from microfloat.torch.backends.base import Backend, capturing
+from microfloat.torch.backends.base import Backend, capturing, dtype_name
 from microfloat.torch.measuring import (
     Reading,
     Readings,
@@ -302,10 +302,6 @@ def _joint(names: Sequence[str]) -> str:
     return "+".join([names[0], *(name[cut:] for name in names[1:])])
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _is_compiled(model: nn.Module) -> bool:
     return any(
         getattr(module, "_compiled_call_impl", None) is not None and not isinstance(module, nn.Linear)
@@ -454,7 +450,7 @@ class _Call:
         asked = session._ask(self.schedule, tensor, uses, backend, matrix.dtype)
         readings, add, batch = session._readings, session._readings.add, self.group or 0
         parts = session.slab(matrix.shape[0]), session.slab(matrix.shape[1])
-        entry, found = self._entry(asked.first, asked.name or _name(matrix.dtype)), iter(())
+        entry, found = self._entry(asked.first, asked.name or dtype_name(matrix.dtype)), iter(())
         if asked.by_launches:
             found = iter(read_operand(
                 readings, backend, matrix, asked.rows, parts, batch, inputs, session._wanted
@@ -485,7 +481,7 @@ class _Call:
         bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """The counts of a result, and the error of its part that is the product of two factors."""
-        formats = _name(whole.dtype) if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
+        formats = dtype_name(whole.dtype) if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
         entry, readings = Entry(self.step, self.name, gemm, name, formats), self.session._readings
         backend = self._backend(whole.device)
         compares = self.schedule is not None and not self.session._wanted.isdisjoint(OF_PRODUCT)

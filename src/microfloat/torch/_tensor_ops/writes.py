@@ -101,7 +101,7 @@ def _store(q: QuantizedTensor, values: torch.Tensor) -> QuantizedTensor:
         return store_all([q], [values])[0]
     if not _shares_a_scale(q):
         return _overwrite(q, values)
-    is_of_rows = getattr(q, upper_name(q)).dim() == 2
+    is_of_rows = q.upper.dim() == 2
     if is_of_rows and not _operators.is_tracing(q.codes) and _takes_bytes(q, _quantized_like(q, values, None)):
         return q
     _check_shared(q)
@@ -143,14 +143,14 @@ def quantize_stored(
 
 def _shares_a_scale(q: QuantizedTensor) -> bool:
     """A slice of a tensor whose scale, tensor scale or row scales serve elements outside of the slice too."""
-    root, upper = q.root, getattr(q, upper_name(q))
+    root, upper = q.root, q.upper
     if root is None or upper.dim() < 2:
         return root is not None
     if q.format.block[1] is not None and q.tensor_scale is None:
         return False  # blocks are never torn
     if root is UNKNOWN or q.shape[q.axis] != root.shape[root.axis]:
         return True
-    own = getattr(root, upper_name(root))
+    own = root.upper
     return upper.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()  # row scales in another order
 
 
@@ -158,7 +158,7 @@ def _check_shared(q: QuantizedTensor) -> None:
     """Refuse writes into part of a tensor where nothing says how to quantize under its scale."""
     is_known = q.format.scale.name == "FP32" or q.cast.rule.two_level is not None
     is_alone = q.root is None or (q.root is not UNKNOWN and not q.root._is_shard)
-    is_whole = getattr(q, upper_name(q)).dim() == 0 and is_alone
+    is_whole = q.upper.dim() == 0 and is_alone
     if not (is_known and is_whole) or q.hadamard or _operators.is_tracing(q.codes):
         raise NotSupportedError(
             f"write into a slice: got {tuple(q.shape)} of a QuantizedTensor ({q.format}) that shares scales with the "
@@ -175,7 +175,7 @@ def _shared_amax(root: QuantizedTensor, codes: torch.Tensor, values: torch.Tenso
     `values`.
     """
     two_level = root.cast.rule.two_level
-    upper = float(getattr(root, upper_name(root)))
+    upper = float(root.upper)
     held = upper * (root.format.element.max if two_level is None else two_level.capacity)
     finite = values.masked_fill(~values.isfinite(), 0.0)
     needed = float(finite.abs().amax()) if values.numel() else 0.0
@@ -210,7 +210,7 @@ def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTen
     if not isinstance(q, QuantizedTensor) or any(accumulate) or kwargs.get("accumulate"):
         raise refusal(func, args, kwargs)
     leading, rows = q.shape[:-1], check_rows(q, indices)
-    is_shared = _shares_a_scale(q) or getattr(q, upper_name(q)).dim() == 0
+    is_shared = _shares_a_scale(q) or q.upper.dim() == 0
     if isinstance(values, QuantizedTensor):
         replaced_shape = (*rows.shape, q.shape[-1])
         if values.numel() == math.prod(replaced_shape):  # torch leaves leading axes of one entry away

@@ -16,7 +16,7 @@ from microfloat.recipes import Hadamard
 from microfloat.routes import Entry
 from microfloat.torch._typing import Parts
 
-__all__ = ["Backend", "Operand", "aligned", "capturing", "laid", "parts_of", "record_amax_"]
+__all__ = ["Backend", "Operand", "aligned", "capturing", "dtype_name", "laid", "parts_of", "record_amax_"]
 
 _Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
 
@@ -97,6 +97,11 @@ def capturing() -> bool:
     Nobody records before CUDA is initialized, and a CUDA build of torch raises when it is asked without a driver.
     """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as layouts and passes have it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def laid(tensor: torch.Tensor | None, part: Part | None, backend: Backend | None = None) -> torch.Tensor | None:

@@ -33,7 +33,8 @@ def is_stored_across(x_RC: torch.Tensor) -> bool:
     return x_RC.stride(0) < x_RC.stride(1) and x_RC.shape[0] > 1
 
 
-def _ceil_to(value: int, multiple: int) -> int:
+def ceil_to(value: int, multiple: int) -> int:
+    """The next multiple, the value itself where it is one."""
     return -(-value // multiple) * multiple
 
 
@@ -145,7 +146,7 @@ class Grid:
         units = [1 if self.is_per_tensor else block_rows, 1 if self.is_per_tensor else block_columns]
         units[self.contraction] = math.lcm(units[self.contraction], 16)
         row_unit, column_unit = units
-        column_step = _ceil_to(self.columns, column_unit)
+        column_step = ceil_to(self.columns, column_unit)
         if row_unit * column_step > budget:
             column_step = max(column_unit, budget // row_unit // column_unit * column_unit)
         row_step = max(row_unit, budget // column_step // row_unit * row_unit)
@@ -165,7 +166,7 @@ class Grid:
         rows, columns = chunk.shape
         if self.is_per_tensor:
             return rows, columns
-        return _ceil_to(rows, self.block[0]), _ceil_to(columns, self.block[1])
+        return ceil_to(rows, self.block[0]), ceil_to(columns, self.block[1])
 
     def as_blocks(self, values: torch.Tensor) -> torch.Tensor:
         """Padded [r, c] -> [blocks, rows of a block, blocks, columns of a block]; a view."""

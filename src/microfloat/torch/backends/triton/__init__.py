@@ -41,7 +41,7 @@ from microfloat.recipes import Cast, Delayed
 from microfloat.routes import family_of
 from microfloat.torch import program, reference
 from microfloat.torch._typing import Options
-from microfloat.torch.backends.base import Operand, capturing
+from microfloat.torch.backends.base import Operand, capturing, dtype_name
 from microfloat.torch.producers import Activation, Both, Norm, Producer, Statistics, Valued
 from microfloat.torch.program import ClusterRefused, device_of, matrix_of, refuse_clusters, run_passes
 from microfloat.torch.reference._hadamard import inverse
@@ -145,8 +145,8 @@ def dequantize_packed(
         return torch.empty((rows, length), dtype=dtype, device=packed.device)
     return run_passes(
         ("packed values", fmt, rows, length, dtype),
-        lambda: packed_values_passes(fmt, rows, length, _name(dtype), device_of(packed.get_device())), packed.device,
-        (None, packed.contiguous(), None, scale.contiguous()),
+        lambda: packed_values_passes(fmt, rows, length, dtype_name(dtype), device_of(packed.get_device())),
+        packed.device, (None, packed.contiguous(), None, scale.contiguous()),
     )[0]  # fmt: skip
 
 
@@ -187,13 +187,9 @@ def turned(codes: torch.Tensor) -> torch.Tensor:
         return reference.turned(codes)
     return run_passes(
         ("turned", rows, columns, codes.dtype),
-        lambda: turn_codes_passes(rows, columns, _name(codes.dtype), device_of(codes.get_device())),
+        lambda: turn_codes_passes(rows, columns, dtype_name(codes.dtype), device_of(codes.get_device())),
         codes.device, (None, codes, None),
     )[0]  # fmt: skip
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _like(x: torch.Tensor) -> tuple:
@@ -226,7 +222,7 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     return run_passes(
         ("values", fmt, rows, columns, strides, level_stride, dtype),
         lambda: dequantize_passes(
-            fmt, rows, columns, strides, level_stride, _name(dtype), device_of(codes.get_device())
+            fmt, rows, columns, strides, level_stride, dtype_name(dtype), device_of(codes.get_device())
         ),
         codes.device, (None, codes, None, scale, level),
     )[0]  # fmt: skip
@@ -310,7 +306,7 @@ def _work_of(producer: Producer) -> tuple[producer_passes.Producer, _Inputs]:
     if isinstance(producer, Norm):
         x, weight, bias = producer.x_MK, producer.weight_K, producer.bias_K
         weight = torch.ones_like(x[0]) if weight is None else weight
-        made = work.of_norm(producer.kind, producer.eps, _name(weight.dtype))
+        made = work.of_norm(producer.kind, producer.eps, dtype_name(weight.dtype))
         if not made.is_layer_norm:
             bias = None
         elif bias is None:
