@@ -6,8 +6,8 @@ weights in any memory give the same bits. `join_` moves weights next to each oth
 that it was; the joint matrix then costs no copy.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from microfloat.torch.context import Ambient
 from microfloat.torch.nn.linear import Linear
 
 __all__ = [
-    "Unit", "are_neighbours", "call_layer", "can_join", "is_bare", "join_", "joined", "units_of",
+    "Composite", "Unit", "are_neighbours", "call_layer", "can_join", "is_bare", "join_", "joined", "units_of",
 ]  # fmt: skip
 
 
@@ -130,3 +130,20 @@ def join_(layers: Sequence[Linear]) -> bool:
     for weight, part in zip(weights, whole.split([w.shape[0] for w in weights]), strict=True):
         weight.data = part
     return True
+
+
+class Composite(nn.Module):
+    """A module of layers: their parameters are drawn together, and weights of one product stay next to each other."""
+
+    def _join(self) -> None:
+        """Join what one product reads; a module that has no such layers joins nothing."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._join()
+        return self
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]

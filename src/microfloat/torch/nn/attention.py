@@ -21,7 +21,7 @@ from microfloat.recipes import Cast, Delayed, Recipe, as_cast
 from microfloat.torch._typing import Options
 from microfloat.torch.attention import attend, rotate_heads, split_heads
 from microfloat.torch.fused import norm_of, project
-from microfloat.torch.joined import call_layer, join_
+from microfloat.torch.joined import Composite, call_layer, join_
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import RMSNorm
 from microfloat.torch.ops import quantize
@@ -213,7 +213,7 @@ class _Kept:
         return QuantizedTensor(codes, scale, None, self.cast, axis=3, shape=shape, dtype=self.dtype).dequantize()
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Composite):
     """Attention with `num_heads` heads, which share `num_kv_heads` heads of keys and values (None: as many).
 
     Children `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` `q_norm` and `k_norm` (RMSNorm over a head,
@@ -259,16 +259,6 @@ class MultiheadAttention(nn.Module):
     def _join(self) -> None:
         if self.q_proj.in_features == self.k_proj.in_features:
             join_((self.q_proj, self.k_proj, self.v_proj))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MultiheadAttention":
-        super()._apply(fn, recurse)
-        self._join()
-        return self
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters."""
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
 
     def forward(
         self, hidden_states: torch.Tensor, *, context: torch.Tensor | None = None,

@@ -7,7 +7,7 @@
 Where nothing can be fused (high precision, compiled code, which fuses by itself) the modules run one by one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from microfloat.recipes import Recipe
 from microfloat.torch._typing import Options
 from microfloat.torch.autocast import checkpoint
 from microfloat.torch.fused import activated, mlp, norm_of, project
-from microfloat.torch.joined import call_layer, join_
+from microfloat.torch.joined import Composite, call_layer, join_
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import make_norm
 
@@ -44,15 +44,13 @@ ACTIVATIONS = {
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
 
 
-def clamped_swiglu(
-    gate: torch.Tensor, up: torch.Tensor, limit: float = CLAMP_LIMIT, alpha: float = CLAMP_ALPHA
-) -> torch.Tensor:
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``g sigmoid(alpha g) (u + 1)``, g = min(gate, limit), u = up clamped to [-limit, limit]; float32 inside."""
-    g, u = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
-    return (g * torch.sigmoid(alpha * g) * (u + 1.0)).to(gate.dtype)
+    g, u = gate.float().clamp(max=CLAMP_LIMIT), up.float().clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    return (g * torch.sigmoid(CLAMP_ALPHA * g) * (u + 1.0)).to(gate.dtype)
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(Composite):
     """``y = norm(x) @ weight.T + bias``; the norm's value is cast as it is computed, and only its codes are kept.
 
     Children `norm` and `linear`: the state dict is that of the two modules. `normalization`: "LayerNorm" or "RMSNorm".
@@ -98,16 +96,6 @@ class LayerNormLinear(nn.Module):
         if len(self._parts) > 1:
             join_(self.layers)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LayerNormLinear":
-        super()._apply(fn, recurse)
-        self._join()
-        return self
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters."""
-        for module in (self.norm, *self.layers):
-            module.reset_parameters()  # type: ignore[operator]
-
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y [..., N], of several parts one after another; with `return_norm_output` (y, norm(x) [..., K])."""
         value = None
@@ -125,7 +113,7 @@ def _check_bias(bias: object) -> None:
         raise invalid_type("bias", type(bias), "True or False", "Give eps by keyword: eps=1e-5.")
 
 
-class _Projections(nn.Module):
+class _Projections(Composite):
     """The Linears of an MLP: `up_proj`, `down_proj`, and `gate_proj` for activations with a gate."""
 
     activation: str
@@ -161,11 +149,6 @@ class _Projections(nn.Module):
         else:
             value = activated(made[0], made[1] if kind.gated else None, kind.function)
         return call_layer(self.down_proj, value, first)
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters."""
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
 
 
 class MLP(_Projections):

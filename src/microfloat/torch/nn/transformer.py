@@ -8,12 +8,12 @@ Every norm is cast as it is computed.
 """
 
 import torch
-from torch import nn
 from torch.types import Device
 
 from microfloat.errors import invalid_value
 from microfloat.recipes import Recipe
 from microfloat.torch._typing import Options
+from microfloat.torch.joined import Composite
 from microfloat.torch.nn.attention import KVCache, MultiheadAttention
 from microfloat.torch.nn.fused import MLP
 from microfloat.torch.nn.norms import make_norm
@@ -21,7 +21,7 @@ from microfloat.torch.nn.norms import make_norm
 __all__ = ["TransformerLayer"]
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Composite):
     """A layer of a transformer with the keys of transformers' Llama decoder layer.
 
     ``input_layernorm, self_attn.{q,k,v,o}_proj, post_attention_layernorm, mlp.{gate,up,down}_proj``: state dicts of
@@ -62,11 +62,6 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(
             hidden_size, ffn_hidden_size, bias if mlp_bias is None else mlp_bias, activation=activation, **options
         )
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters."""
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
