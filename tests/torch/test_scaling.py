@@ -37,7 +37,7 @@ class OracleSlot:
         )  # fmt: skip
 
     def matches(self, layer, slot: str) -> bool:
-        scale, history = (layer._buffers[name] for name in layer_state.buffer_names(slot))
+        scale, history = (layer._buffers[name] for name in layer_state.NAMES[slot])
         return scale.numpy() == self.scale and np.array_equal(history.numpy(), self.history)
 
 

@@ -282,11 +282,12 @@ def revert(model: nn.Module) -> nn.Module:
     for module in model.modules():  # what is kept of a weight refers to it
         module.__dict__.pop("_weight_cache", None)
     for name, module in model.named_modules():
+        is_stored = isinstance(module, RecipeLayer) and isinstance(module._parameters.get("weight"), QuantizedTensor)
+        if is_stored and not _dequantize_weight(module):
+            replaced.append(name or "(root)")
         if isinstance(module, Linear):
             scaling.drop_buffers(module)
             module._buffers.pop("input_amax", None)
-            if isinstance(module._parameters.get("weight"), QuantizedTensor) and not _dequantize_weight(module):
-                replaced.append(name or "(root)")
             if _change_class(module, Linear, nn.Linear):
                 for attribute in OWN_ATTRIBUTES:
                     module.__dict__.pop(attribute, None)
@@ -294,8 +295,6 @@ def revert(model: nn.Module) -> nn.Module:
                 module.pin(None)
                 left.append(f"{name or '(root)'} ({type(module).__name__})")
         elif isinstance(module, GroupedLinear):
-            if isinstance(module._parameters.get("weight"), QuantizedTensor) and not _dequantize_weight(module):
-                replaced.append(name or "(root)")
             module.unpin()
         if isinstance(module, nn.TransformerEncoderLayer):
             handle = module.__dict__.pop("_microfloat_slow_path", None)
@@ -357,7 +356,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     dropped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for name in ("input_amax", *(name for slot in layer_state.SLOTS for name in layer_state.buffer_names(slot)))
+        for name in ("input_amax", *layer_state.BUFFER_NAMES)
         if isinstance(module, Linear)
     }
     return {name: _plain(value) for name, value in model.state_dict().items() if name not in dropped}

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from microfloat.torch.scaling import Region
 
 __all__ = [
-    "SLOTS", "LayerState", "amax_history", "as_tensor", "buffer_names", "check_kept", "encode_scale",
+    "BUFFER_NAMES", "NAMES", "SLOTS", "LayerState", "amax_history", "as_tensor", "check_kept", "encode_scale",
     "ensure_buffers", "has_buffers", "larger_amax", "layer_of", "layers", "number_layer", "numbered", "stamp_of",
     "state_of", "static_amax", "unwrap_buffers",
 ]  # fmt: skip
 
 SLOTS = tuple(NAMES)
+BUFFER_NAMES = tuple(name for names in NAMES.values() for name in names)
 
 
 class LayerState:
@@ -69,14 +70,9 @@ def state_of(layer: nn.Module) -> LayerState:
     return state if state is not None and state.layer() is layer else _new_state(layer)
 
 
-def buffer_names(slot: str) -> tuple[str, str]:
-    """(scale, amax history) buffer names of a slot."""
-    return NAMES[slot]
-
-
 def has_buffers(layer: nn.Module) -> bool:
     """True if the layer carries delayed-scaling state."""
-    return buffer_names("x")[0] in layer._buffers
+    return NAMES["x"][0] in layer._buffers
 
 
 def check_kept(layer: nn.Module) -> None:
@@ -97,7 +93,7 @@ def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
     """
     length = delayed.amax_history_len
     for slot in SLOTS:
-        scale_name, history_name = buffer_names(slot)
+        scale_name, history_name = NAMES[slot]
         history = layer._buffers.get(history_name)
         if history is None or history.is_meta:
             device = as_tensor(layer.weight).device
@@ -136,12 +132,12 @@ def _new_state(layer: nn.Module) -> LayerState:
 
 def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
     """The live encode-scale buffer of a slot, float32 ()."""
-    return as_tensor(layer._buffers[buffer_names(slot)[0]])
+    return as_tensor(layer._buffers[NAMES[slot][0]])
 
 
 def amax_history(layer: nn.Module, slot: str) -> torch.Tensor:
     """The amax-history buffer of a slot, float32 [L]; entry 0 is live."""
-    return as_tensor(layer._buffers[buffer_names(slot)[1]])
+    return as_tensor(layer._buffers[NAMES[slot][1]])
 
 
 def static_amax(layer: nn.Module) -> torch.Tensor:

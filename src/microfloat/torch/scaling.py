@@ -20,6 +20,7 @@ from microfloat.torch import backends, reduction
 from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import capturing, record_amax_
 from microfloat.torch.layer_state import (
+    BUFFER_NAMES,
     SLOTS,
     LayerState,
     amax_history,
@@ -34,7 +35,7 @@ from microfloat.torch.layer_state import (
     state_of,
 )
 from microfloat.torch.reduction import Group, Key, reduces
-from microfloat.torch.rolling import NAMES, Batch, Job, Pending, Slot, batches_of
+from microfloat.torch.rolling import Batch, Job, Pending, Slot, batches_of
 
 if TYPE_CHECKING:
     from microfloat.torch.context import Ambient
@@ -45,8 +46,6 @@ __all__ = [
     "record_amax_", "record_compiled", "record_late", "reset_scaling", "roll_alone", "scaled_layers", "take_shared",
     "update_scaling",
 ]  # fmt: skip
-
-_ALL_NAMES = [name for names in NAMES.values() for name in names]
 
 # Layers whose dy may be pending, per thread: the next outermost autocast of the same thread rolls them together.
 _LOCAL = threading.local()
@@ -110,7 +109,7 @@ def forget(layer: nn.Module) -> None:
 def drop_buffers(layer: nn.Module) -> None:
     """Forget the delayed-scaling state of a layer, pending updates too."""
     forget(layer)
-    for name in _ALL_NAMES:
+    for name in BUFFER_NAMES:
         layer._buffers.pop(name, None)
 
 
@@ -218,7 +217,7 @@ def _shield_from(wrapper: nn.parallel.DistributedDataParallel) -> None:
     for prefix, module in wrapper.module.named_modules():
         if has_buffers(module):
             start = f"{prefix}." if prefix else ""
-            wrapper.parameters_to_ignore.update(start + name for name in _ALL_NAMES)
+            wrapper.parameters_to_ignore.update(start + name for name in BUFFER_NAMES)
             state_of(module).wrapper = reference
     # DDP asks whether this list is empty before it makes it anew, and cannot broadcast nothing.
     wrapper._assign_modules_buffers()

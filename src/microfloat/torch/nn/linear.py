@@ -397,9 +397,8 @@ class JointCall(_Call):
         super().__init__(weight, bias, layer._pinned, layer._pin_token, layer.backend)
         self._buffers, self._number = layer._buffers, layer._number
         if layer_state.has_buffers(layer):
-            for slot in layer_state.SLOTS:
-                for name in layer_state.buffer_names(slot):
-                    setattr(self, name, getattr(layer, name))
+            for name in layer_state.BUFFER_NAMES:
+                setattr(self, name, getattr(layer, name))
 
 
 def linear(
@@ -451,7 +450,7 @@ pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str]) -> None:
     """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
     drop_extra_state(state_dict, prefix, load)
-    names = [name for slot in layer_state.SLOTS for name in layer_state.buffer_names(slot)]
+    names = layer_state.BUFFER_NAMES
     present = [name for name in names if prefix + name in state_dict]
     pinned = layer.pinned
     if present and pinned is not UNPINNED and (pinned is None or not pinned.is_delayed):
