@@ -44,8 +44,9 @@ from microfloat.passes.measures import (
 from microfloat.passes.tables import ceil_div
 from microfloat.recipes import Cast
 from microfloat.torch._typing import Maybe
+from microfloat.torch.backends.base import dtype_name
 from microfloat.torch.measuring import Place, Rows, Slab, casts_whole
-from microfloat.torch.program import Prepared
+from microfloat.torch.program import Prepared, misaligned_of
 
 __all__ = ["NUMBERS", "gather", "measure_operand", "measure_result", "numbers_of_product", "serves"]
 
@@ -53,7 +54,6 @@ __all__ = ["NUMBERS", "gather", "measure_operand", "measure_result", "numbers_of
 Start: TypeAlias = Callable[..., None]  # (stream, *addresses), or tensors before a kernel is compiled
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNIT = 128  # parts begin at multiples of it
-_ALIGNED: frozenset[int] = frozenset()
 _BLOCK = 32  # of rows that no cast is measured of
 # The bases of addresses: memory that a run allocates, the words and the numbers that it fills, and what it is given.
 _MADE, _KEPT, _WORDS, _NUMBERS, _SOURCE, _SCALE_ENC, _SEED, _ANY_SEED, _SCRATCH = range(9)
@@ -262,18 +262,6 @@ def _like(x: torch.Tensor) -> tuple:
     return x.shape, x.stride(), x.dtype, x.data_ptr() & (ALIGNMENT - 1)
 
 
-def _misaligned(given: Sequence[Maybe]) -> frozenset[int]:
-    """The bases, from SOURCE on, of tensors that begin at no multiple of 16 bytes."""
-    low_bits = 0
-    for tensor in given:
-        if tensor is not None:
-            low_bits |= tensor.data_ptr()
-    if not low_bits & (ALIGNMENT - 1):
-        return _ALIGNED
-    low = (0 if tensor is None else tensor.data_ptr() & (ALIGNMENT - 1) for tensor in given)
-    return frozenset(base for base, bits in enumerate(low, _SOURCE) if bits)
-
-
 @functools.cache
 def _any_seed(device: torch.device) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int64, device=device)
@@ -301,7 +289,7 @@ def measure_operand(
     any_seed = _any_seed(matrix.device)
     seed = any_seed if inputs.seed is None else inputs.seed
     given = matrix, inputs.scale_enc, seed, any_seed
-    misaligned, starts = _misaligned(given), (parts[0].start // _UNIT, parts[1].start // _UNIT)
+    misaligned, starts = misaligned_of(given, _SOURCE), (parts[0].start // _UNIT, parts[1].start // _UNIT)
     uneven = (starts[0] & 15, starts[1] & 15) if _steps_unevenly(measured) else None
     sizes = parts[0].stop - parts[0].start, parts[1].stop - parts[1].start
     plan = _plan(
@@ -391,7 +379,7 @@ def measure_result(
     device = result.get_device()
     a, b = (None, None) if factors is None else factors
     given = result, a and a.matrix, b and b.matrix, bias
-    misaligned, key = _misaligned(given), ()
+    misaligned, key = misaligned_of(given, _SOURCE), ()
     starts = starts[0] // _UNIT, starts[1] // _UNIT
     if a is not None and b is not None:
         key = tuple(
@@ -440,7 +428,7 @@ def _result_plan(
     given = {At.SOURCE: exact, RESULT: whole._replace(down=down, across=across)}
     if bias is not None:
         given[BIAS] = _Field(_BIAS, across=_UNIT * bias.element_size(), dtype=bias.dtype)
-    name = None if bias is None else str(bias.dtype).removeprefix("torch.")
+    name = None if bias is None else dtype_name(bias.dtype)
     plan.add(product_measures(part, name), given, _Field(_NUMBERS, dtype=torch.float64))
     return plan
 

@@ -33,6 +33,7 @@ from microfloat.torch.producers import (
     Both,
     Norm,
     Statistics,
+    input_of,
     norm_gradients,
     values_of,
     waits_for_amax,
@@ -143,7 +144,7 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
     schedule, run = caster.schedule, caster.run
     casts = _Casts.of(caster, "x", True, schedule.wants_dw)
     shares = _are_alike(readers) and (len(readers) == 1 or not (casts.is_stochastic or schedule.is_static))
-    kernels = casts.kernels() if shares and producer.dtype == schedule.dtype else None
+    kernels = casts.kernels() if shares and input_of(producer).dtype == schedule.dtype else None
     written: Maybe = None
     if kernels is None:
         ((value, _),), statistics = values_of(producer, schedule.backend.producers)
@@ -157,7 +158,7 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
         made, written = [casts.quantized(kernels, value, amax, run.x.seed)], value
     else:
         (both,), statistics = kernels.codes(producer, *casts.specs, run.x)
-        made = [casts.parts(both, producer.shape)]
+        made = [casts.parts(both, input_of(producer).shape)]
     observers = [(reader.schedule.observer, reader.run.x) for reader in readers]
     if any(observer is not None for observer, _ in observers):
         if written is None:  # a launch has written codes alone, so that the value is computed once more

@@ -43,7 +43,7 @@ from microfloat.torch.tensor import QuantizedTensor, tensors_of
 
 __all__ = [
     "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Produced", "Producer", "Statistics", "Valued",
-    "activate", "norm_gradients", "produce", "values_of", "waits_for_amax",
+    "activate", "input_of", "norm_gradients", "produce", "values_of", "waits_for_amax",
 ]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu", "sigmoid")
@@ -80,16 +80,6 @@ class Norm:
     bias_K: torch.Tensor | None
     eps: float
     kind: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the value."""
-        return self.x_MK.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the value."""
-        return self.x_MK.shape
 
     def by_torch(self) -> tuple[list[torch.Tensor], Statistics]:
         """The value [M, K] in x's dtype, and its statistics."""
@@ -200,16 +190,6 @@ class Activation:
     up_MF: torch.Tensor | None
     activation: str
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the value."""
-        return self.x_MF.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the value."""
-        return self.x_MF.shape
-
     def by_torch(self) -> tuple[list[torch.Tensor], None]:
         """The value [M, F]."""
         value = activate(self.x_MF, self.activation)
@@ -233,6 +213,11 @@ class ActivationGradient:
 
 
 Producer: TypeAlias = Norm | Activation | ActivationGradient
+
+
+def input_of(producer: Norm | Activation) -> torch.Tensor:
+    """x, whose shape and dtype are those of the value."""
+    return producer.x_MK if isinstance(producer, Norm) else producer.x_MF
 
 
 def values_of(producer: Producer, kernels: ModuleType | None) -> tuple[list[Valued], Statistics | None]:
@@ -295,7 +280,7 @@ def _produce_values(
 ) -> Produced:  # fmt: skip
     """`produce` where values are at hand: checks every argument."""
     producer = _producer(kind, x, second, bias, eps)
-    x = producer.x_MK if isinstance(producer, Norm) else producer.x_MF
+    x = input_of(producer)
     module = backends.choose(backend, x.device)
     specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), OPERANDS_OF["x"], strict=True)]
     words = None

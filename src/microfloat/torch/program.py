@@ -31,7 +31,7 @@ from microfloat.torch._typing import Options, Parts
 __all__ = [
     "DEVICES", "INTERPRETED", "Bind", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared", "Program",
     "cast_program", "device_of", "fast_empty", "forget_programs", "is_known", "is_one_pass", "kernel_of", "matrix_of",
-    "pair_program", "plan_groups", "refuse_clusters", "run_passes", "scratch", "split_words",
+    "misaligned_of",    "pair_program", "plan_groups", "refuse_clusters", "run_passes", "scratch", "split_words",
 ]  # fmt: skip
 
 # True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
@@ -501,6 +501,19 @@ def pair_program(
     return Program(passes, x.device, frozenset(at for at, matrix in matrices if matrix.alignment < ALIGNMENT))
 
 
+def misaligned_of(tensors: Sequence[torch.Tensor | None], first: int = 0) -> frozenset[int]:
+    """The positions, counted from `first`, of tensors that begin at no multiple of 16 bytes."""
+    low_bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            low_bits |= tensor.data_ptr()
+    if not low_bits & (ALIGNMENT - 1):
+        return _ALL_ALIGNED
+    low = (0 if tensor is None else tensor.data_ptr() & (ALIGNMENT - 1) for tensor in tensors)
+    return frozenset(at for at, bits in enumerate(low, first) if bits)
+
+
+_ALL_ALIGNED: frozenset[int] = frozenset()
 _PROGRAMS: dict[tuple, Program] = {}
 _MOST_PROGRAMS = 4096
 
@@ -521,13 +534,7 @@ def run_passes(
     if index >= 0 and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
             return run_passes(key, make, device, tensors)
-    low_bits = 0
-    for tensor in tensors:
-        if tensor is not None:
-            low_bits |= tensor.data_ptr()
-    misaligned: frozenset[int] = frozenset()
-    if low_bits & (ALIGNMENT - 1):
-        misaligned = frozenset(at for at, tensor in enumerate(tensors) if tensor is not None and tensor.data_ptr() & 15)
+    misaligned = misaligned_of(tensors)
     key = (*key, index, misaligned)
     program = _PROGRAMS.get(key)
     if program is None:
