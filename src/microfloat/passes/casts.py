@@ -16,7 +16,7 @@ from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.constants import Pass as MatrixConstants
 from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
-from microfloat.layout import Layout, Part, layout_of
+from microfloat.layout import Layout, Part, layout_of, stored_length
 from microfloat.passes import OperandSpec, tables
 from microfloat.passes.amaxes import measure, measure_axes
 from microfloat.passes.matrix import (
@@ -57,7 +57,8 @@ class _Operand:
     """An `OperandSpec` with what it means for one matrix.
 
     `at`: number of its first result. `codes`, `scale`, `tensor_scale`: positions of its parts, NOTHING for one that it
-    has not. `ordered`: scales lie column-major.
+    has not (a launch of NVFP4 writes a tensor scale that is not stored, too). `ordered`: scales lie column-major.
+    `nvfp4_cast`: the constant of `kernels.casts.nvfp4`, None in other families.
     """
 
     spec: OperandSpec
@@ -68,6 +69,7 @@ class _Operand:
     scale: int
     tensor_scale: int
     ordered: bool
+    nvfp4_cast: Nvfp4Cast | None
 
     @property
     def block_cast(self) -> BlockCast:
@@ -237,7 +239,17 @@ def _operand(
     codes, scale, tensor_scale = (
         At.NOTHING if part is None else passes.put(at + number, part) for number, part in enumerate(layout)
     )
-    return _Operand(spec, numbers, layout, at, codes, scale, tensor_scale, ordered)
+    cast = numbers.nvfp4_cast
+    if cast is not None:
+        tensor_scale = passes.add(SCALAR) if tensor_scale == At.NOTHING else tensor_scale
+        # Stored units are aligned where they are whole in every row; values lie in the memory of the matrix.
+        stored = stored_length(length, spec.cast.hadamard)
+        if spec.form == "values":
+            aligned = (matrix.columns if of_transpose else stored) % 2 == 0
+            cast = cast._replace(OUTPUT=_VALUES, ALIGNED=aligned)
+        else:
+            cast = cast._replace(OUTPUT=_CODES, ALIGNED=stored % 8 == 0)
+    return _Operand(spec, numbers, layout, at, codes, scale, tensor_scale, ordered, cast)
 
 
 def shared_scale(passes: Passes, both: Both) -> int:
@@ -421,15 +433,11 @@ class _Casting:
             if source == At.SOURCE and measured and not self.batch and _values_together(passes, [(matrix, both)]):
                 return
         amaxes = (At.AMAX, At.AMAX) if self.given_amax else self._nvfp4_amaxes(source, both)
-        row, column = both.operands
-        casts = _nvfp4_constant(matrix, row, False), _nvfp4_constant(matrix, column, True)
+        row, column = (None if one is None else one.nvfp4_cast for one in both.operands)
+        casts, levels = (row, column), both.tensor_scales
         rows, columns, warps, steps = tables.tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
         constants, streams = (*casts, steps, matrix.how(rows, columns)), both.streams
-        row_scale, column_scale = (
-            passes.add(SCALAR) if one is not None and at == At.NOTHING else at  # nobody reads one that is not stored
-            for one, at in zip(both.operands, both.tensor_scales, strict=True)
-        )
-        outputs = both.codes[0], both.scales[0], row_scale, both.codes[1], both.scales[1], column_scale
+        outputs = both.codes[0], both.scales[0], levels[0], both.codes[1], both.scales[1], levels[1]
         passes.launches.append(Pass(
             nvfp4.quantize_nvfp4, (matrix.key, constants, warps, *streams, self.batch),
             matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, both.seed),
@@ -468,20 +476,6 @@ class _Casting:
                 measure(passes, matrix, source, plain)
         row, column = (plain or At.NOTHING if amax is None else amax for amax in found)
         return row, column
-
-
-def _nvfp4_constant(matrix: Matrix, one: _Operand | None, is_column: bool) -> Nvfp4Cast | None:
-    """The constant of `kernels.casts.nvfp4`: stored units are aligned where they are whole in every row."""
-    if one is None:
-        return None
-    length = matrix.rows if is_column else matrix.columns
-    stored = ceil_div(length, 16) * 16 if one.numbers.signs != NO_SIGNS else length
-    if one.spec.form != "values":
-        output, aligned = _CODES, stored % 8 == 0
-    else:
-        output, aligned = _VALUES, (matrix.columns if is_column else stored) % 2 == 0
-    assert one.numbers.nvfp4_cast is not None
-    return one.numbers.nvfp4_cast._replace(OUTPUT=output, ALIGNED=aligned)
 
 
 def _without_copies(passes: Passes, both: Both) -> Both:
@@ -562,19 +556,10 @@ def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = Fal
     scalars: list[int] = []
     tiles, of_each, keys, streams = 0, [], [], []
     for source, (matrix, both) in zip((At.SOURCE, At.SECOND), matrices, strict=False):
-        row_scale, column_scale = (
-            passes.add(SCALAR) if one is not None and at == At.NOTHING else at  # nobody reads one that is not stored
-            for one, at in zip(both.operands, both.tensor_scales, strict=True)
-        )
-        tensors += [source, both.codes[0], row_scale, both.codes[1], column_scale]
+        tensors += [source, both.codes[0], both.tensor_scales[0], both.codes[1], both.tensor_scales[1]]
         tiles += matrix.tiles(rows, columns)
         scalars += [*both.streams, *matrix.sizes]
-        aligned = matrix.columns % 2 == 0
-        row, column = (
-            None if one is None or one.numbers.nvfp4_cast is None
-            else one.numbers.nvfp4_cast._replace(OUTPUT=_VALUES, ALIGNED=aligned)
-            for one in both.operands
-        )  # fmt: skip
+        row, column = (None if one is None else one.nvfp4_cast for one in both.operands)
         of_each.append(MatrixConstants(row, column, matrix.how(rows, columns)))
         keys.append(matrix.key)
         streams.append(both.streams)
