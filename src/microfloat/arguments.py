@@ -7,10 +7,11 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from microfloat.errors import invalid_type, invalid_value, unknown_name
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value, unknown_name
 
 __all__ = [
     "as_float",
+    "as_int",
     "axes_of",
     "check_bool",
     "check_choice",
@@ -20,8 +21,10 @@ __all__ = [
     "check_packable",
     "check_packed",
     "check_number",
+    "check_shape",
     "check_sizes",
     "check_unpacked",
+    "check_word",
     "for_each",
     "normalize_axis",
 ]
@@ -34,6 +37,25 @@ def check_int(argument: str, value: object, least: int, most: int) -> int:
     if not least <= value <= most:
         raise invalid_value(argument, value, f"an int in [{least}, {most}]")
     return value
+
+
+def as_int(value: Any, error: InvalidValueError) -> int:
+    """An integer of any library as an int; raises `error` for what is none, True and False included."""
+    if isinstance(value, bool):
+        raise error
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise error from None
+
+
+def check_word(argument: str, value: object) -> int:
+    """A word of 32 bits as an int; InvalidValueError for anything but an integer in [0, 2^32)."""
+    error = invalid_value(argument, repr(value), "an int in [0, 2^32)")
+    number = as_int(value, error)
+    if not 0 <= number < 1 << 32:
+        raise error
+    return number
 
 
 def as_float(argument: str, value: numbers.Real, needed: str = "a number in float32's range") -> float:
@@ -104,6 +126,13 @@ def check_sizes(
     ):
         return tuple(sizes)
     raise invalid_value(argument, repr(sizes), needed, remedy)
+
+
+def check_shape(shape: object) -> tuple[int, int, int]:
+    """(M, K, N) of a Linear, or InvalidValueError."""
+    needed = "(M, K, N), three sizes of a Linear: rows, in features, out features"
+    rows, inputs, outputs = check_sizes("shape", shape, needed, count=3)
+    return rows, inputs, outputs
 
 
 def normalize_axis(axis: int, ndim: int) -> int:

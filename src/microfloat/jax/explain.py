@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
+from microfloat.arguments import check_shape
 from microfloat.chips import chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax.autocast import recipe_here
@@ -127,7 +128,7 @@ def explain(
         device = arguments[0] if device is None else device
         shape = arguments[1] if len(arguments) > 1 and shape is None else shape
     target = _target(device)
-    sizes = _checked_shape(shape)
+    sizes = None if shape is None else check_shape(shape)
     rows = tuple(_row(recipe, gemm, target, sizes, backend) for gemm in GEMMS)
     cast_rows = () if target.chip is None else _casts(recipe, target, sizes, backend)
     if grouped:
@@ -174,14 +175,6 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
 
 # Operands whose GEMM follows their cast; the others wait for the backward, as codes.
 _READ_AT_ONCE = (("fprop", "lhs"), ("fprop", "rhs"), ("dgrad", "lhs"), ("wgrad", "lhs"))
-
-
-def _checked_shape(shape: object) -> tuple[int, int, int] | None:
-    if shape is None:
-        return None
-    if isinstance(shape, tuple | list) and len(shape) == 3 and all(isinstance(n, int) and n >= 0 for n in shape):
-        return tuple(shape)  # type: ignore[return-value]
-    raise invalid_value("shape", shape, "(M, K, N), three sizes of a Linear: rows, in features, out features")
 
 
 def _target(device: object) -> _Target:

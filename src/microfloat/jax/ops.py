@@ -1,7 +1,6 @@
 """`quantize`, `dequantize` and `scaled_matmul`: the names and laws of `microfloat.reference` and `microfloat.torch`."""
 
 import math
-import operator
 import typing
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.arguments import check_choice
+from microfloat.arguments import check_choice, check_word
 from microfloat.errors import invalid_value
 from microfloat.jax.array import (
     QuantizedArray,
@@ -108,7 +107,7 @@ def _made(x: Array, usages: tuple[Usage, ...], words: Array | np.ndarray | None,
             given_scale_enc(scale_enc, cast.is_delayed, real_array, _read),
         )
         given = {name: given[name] if one is None else one for name, one in zip(given, checked, strict=True)}
-        word = _check_word("stream", stream)
+        word = _traced_word("stream", stream)
         # A stream that is a number is part of the program: kernels read it as one.
         number = None if isinstance(word, jax.Array) else int(word)
         traced.append(word if number is None else None)
@@ -320,20 +319,14 @@ def check_backend(backend: object) -> str:
     return str(backend)
 
 
-def _check_word(argument: str, value: object) -> Array | np.uint32:
+def _traced_word(argument: str, value: object) -> Array | np.uint32:
     if isinstance(value, jax.Array):
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
             raise invalid_value(
                 argument, f"{value.dtype}{list(value.shape)}", "an int in [0, 2^32), or a 0-d integer array"
             )
         return value.astype(jnp.uint32)
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if not 0 <= number < 1 << 32:
-        raise invalid_value(argument, repr(value), "an int in [0, 2^32)")
-    return np.uint32(number)
+    return np.uint32(check_word(argument, value))
 
 
 def _read(array: Array) -> np.ndarray | None:

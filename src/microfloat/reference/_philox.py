@@ -3,13 +3,12 @@
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; docs/numerics.md 5.3.
 """
 
-import operator
 from collections.abc import Sequence
 
 import numpy as np
 
-from microfloat.arguments import check_int
-from microfloat.errors import InvalidValueError, invalid_value
+from microfloat.arguments import as_int, check_int, check_word
+from microfloat.errors import invalid_value
 
 _ROUNDS = 10
 _MULTIPLIER_0, _MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -50,7 +49,8 @@ def random_bytes(
     key = seed_words(seed)
     rows, cols = check_int("rows", rows, 0, 1 << 32), check_int("cols", cols, 0, 1 << 36)
     groups = -(-cols // 16)
-    counter = (np.arange(groups)[None, :], np.arange(rows)[:, None], _word("stream", stream), _word("batch", batch))
+    upper = check_word("stream", stream), check_word("batch", batch)
+    counter = (np.arange(groups)[None, :], np.arange(rows)[:, None], *upper)
     words = np.moveaxis(philox(counter, key), 0, -1)  # [rows, groups, 4]
     shifts = np.arange(0, 32, 8, dtype=np.uint32)
     return (words[..., None] >> shifts & 255).astype(np.uint8).reshape(rows, 16 * groups)[:, :cols]
@@ -62,7 +62,7 @@ def derive(seed64: int | Sequence[int] | np.ndarray, step: int, site: int, shard
     ``(w0, w1) = first words of Philox(counter=(step, site, shard, 0x5EED0001), key=seed64)``; `site` is the layer's
     index, `shard` the data-parallel rank.
     """
-    counter = (_word("step", step), _word("site", site), _word("shard", shard), _DERIVE_DOMAIN)
+    counter = (check_word("step", step), check_word("site", site), check_word("shard", shard), _DERIVE_DOMAIN)
     words = philox(counter, seed_words(seed64))
     return int(words[0]), int(words[1])
 
@@ -74,27 +74,10 @@ def seed_words(seed: int | Sequence[int] | np.ndarray) -> tuple[int, int]:
         "Draw one, for example int(numpy.random.default_rng().integers(2**64, dtype='uint64')).",
     )  # fmt: skip
     try:
-        words = [_as_int(word, error) for word in seed]  # type: ignore[union-attr]
+        words = [as_int(word, error) for word in seed]  # type: ignore[union-attr]
     except TypeError:  # not iterable: a number
-        value = _as_int(seed, error)
+        value = as_int(seed, error)
         words = [value & 0xFFFFFFFF, value >> 32]  # the sign of a negative value stays in the high word
     if len(words) != 2 or not all(0 <= word < 1 << 32 for word in words):
         raise error
     return words[0], words[1]
-
-
-def _as_int(value: object, error: InvalidValueError) -> int:
-    if isinstance(value, bool | np.bool_):
-        raise error
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise error from None
-
-
-def _word(argument: str, value: int) -> int:
-    error = invalid_value(argument, repr(value), "an int in [0, 2^32)")
-    number = _as_int(value, error)
-    if not 0 <= number < 1 << 32:
-        raise error
-    return number

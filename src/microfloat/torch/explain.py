@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
+from microfloat.arguments import check_shape
 from microfloat.chips import Chip, chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.operands import GEMMS, OPERANDS
@@ -33,7 +34,7 @@ from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.own_gemm import own_gemm_is_faster, own_gemm_serves
-from microfloat.torch.small import Prediction, check_shape, predict
+from microfloat.torch.small import Prediction, predict
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:

@@ -4,12 +4,11 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 """
 
 import math
-import operator
 from typing import TypeAlias, overload
 
 import torch
 
-from microfloat.arguments import check_number, for_each
+from microfloat.arguments import check_number, check_word, for_each
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.layout import leading_axes
 from microfloat.recipes import as_cast
@@ -123,7 +122,7 @@ def quantize_values(
 
 def _checked(usage: Usage, matrix: torch.Tensor, is_turned: bool) -> Usage:
     """A usage with its numbers as tensors beside the matrix, or beside its transpose."""
-    _check_stream(usage.stream)
+    check_word("stream", usage.stream)
     rows = matrix.shape[1 if is_turned else 0]
     return usage._replace(
         amax=check_amax(usage.amax, usage.cast, rows, matrix.device),
@@ -244,16 +243,6 @@ def _check_quantized(argument: str, value: object, remedy: str) -> None:
         if isinstance(value, torch.Tensor) and _operators.is_followed(value):
             remedy = "If vmap is over a quantized one, map over q.parts() and call QuantizedTensor.from_parts inside."
         raise invalid_type(argument, got, "a QuantizedTensor", remedy)
-
-
-def _check_stream(stream: int) -> None:
-    error = invalid_value("stream", repr(stream), "an int in [0, 2^32)")
-    try:
-        number = -1 if isinstance(stream, bool) else operator.index(stream)
-    except TypeError:
-        raise error from None
-    if not 0 <= number < 1 << 32:
-        raise error
 
 
 def _check_pair(a: QuantizedTensor, b: QuantizedTensor) -> None:

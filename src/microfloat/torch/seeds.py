@@ -5,15 +5,14 @@ governs it, every step gets a new one, and activation checkpointing replays it. 
 that ranks which share a seed draw different bits (docs/numerics.md 5.3).
 """
 
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from microfloat.arguments import check_int
-from microfloat.errors import InvalidValueError, invalid_value
+from microfloat.arguments import as_int, check_int, check_word
+from microfloat.errors import invalid_value
 from microfloat.torch.reference._elements import philox
 
 __all__ = ["Rank", "derive", "draw_seed", "fold_rank_", "has_ranks", "seed_words", "set_seed_rank"]
@@ -121,11 +120,11 @@ def seed_words(seed: int | Sequence[int] | torch.Tensor, device: torch.device | 
         return _checked_words(seed, torch.device(device))
     error = invalid_value("seed", repr(seed), _NEEDED, "Leave it out to draw one from torch's default generator.")
     if isinstance(seed, Sequence) and not isinstance(seed, str | bytes):
-        words = [_as_int(word, error) for word in seed]
+        words = [as_int(word, error) for word in seed]
         if len(words) != 2 or not all(0 <= word <= _LOW for word in words):
             raise error
     else:
-        value = _as_int(seed, error)
+        value = as_int(seed, error)
         if not 0 <= value < 1 << 64:
             raise error
         words = [value & _LOW, value >> 32]
@@ -138,14 +137,8 @@ def derive(seed64: int | Sequence[int] | torch.Tensor, step: int, site: int, sha
     ``(w0, w1) of Philox((step, site, shard, 0x5EED0001), seed64)``; `site` is the layer's index, `shard` the
     data-parallel rank, each in [0, 2^32).
     """
-    counter = []
-    for name, value in (("step", step), ("site", site), ("shard", shard)):
-        error = invalid_value(name, repr(value), "an int in [0, 2^32)")
-        word = _as_int(value, error)
-        if not 0 <= word <= _LOW:
-            raise error
-        counter.append(torch.tensor(word, dtype=torch.int64, device="cpu"))
-    counter.append(torch.tensor(_DERIVE_DOMAIN, dtype=torch.int64, device="cpu"))
+    words = *(check_word(*one) for one in (("step", step), ("site", site), ("shard", shard))), _DERIVE_DOMAIN
+    counter = [torch.tensor(word, dtype=torch.int64, device="cpu") for word in words]
     return torch.stack(philox(tuple(counter), seed_words(seed64, "cpu"))[:2])
 
 
@@ -158,12 +151,3 @@ def _checked_words(seed: torch.Tensor, device: torch.device) -> torch.Tensor:
     if seed.device.type == "cpu" and not hidden and bool(((seed < 0) | (seed > _LOW)).any()):
         raise invalid_value("seed", seed.tolist(), "two words in [0, 2^32), low first")
     return seed.to(device)
-
-
-def _as_int(value: object, error: InvalidValueError) -> int:
-    if isinstance(value, bool):
-        raise error
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise error from None

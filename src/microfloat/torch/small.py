@@ -9,11 +9,11 @@ of them leaves in high precision on a laptop is what it leaves there on a GPU.
 
 from dataclasses import dataclass
 
-from microfloat.arguments import check_sizes
+from microfloat.arguments import check_shape
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Recipe
 
-__all__ = ["Prediction", "check_shape", "predict"]
+__all__ = ["Prediction", "predict"]
 
 # FLOP per microsecond of the GEMMs, by how their operands are scaled; the sum of a step's three (docs/performance.md).
 _BF16_RATE = 700e6
@@ -54,13 +54,6 @@ class Prediction:
             f"{rows} x {in_features} -> {out_features}: {verdict} (predicted from an H200's figures: "
             f"{self.eager:.2f} x bfloat16's speed, {self.graph:.2f} x in a CUDA graph)"
         )
-
-
-def check_shape(shape: object, argument: str = "shape") -> tuple[int, int, int]:
-    """(M, K, N) of a Linear, or InvalidValueError."""
-    needed = "(M, K, N), three sizes of a Linear: rows, in features, out features"
-    rows, inputs, outputs = check_sizes(argument, shape, needed, count=3)
-    return rows, inputs, outputs
 
 
 def predict(recipe: Recipe, shape: tuple[int, int, int]) -> Prediction:

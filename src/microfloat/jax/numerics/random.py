@@ -4,7 +4,6 @@ Source: Salmon et al. 2011; docs/numerics.md 5.3. JAX without x64 has no 64-bit 
 32 bit product is put together from 16-bit limbs.
 """
 
-import operator
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from microfloat.errors import InvalidValueError, invalid_type, invalid_value
+from microfloat.arguments import as_int
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax.transformations import in_common_variance
 
 __all__ = ["call_seed", "philox", "random_bytes", "seed_words"]
@@ -130,13 +130,13 @@ def seed_words(seed: object) -> Array | np.ndarray:
             raise error
         return seed
     if np.ndim(seed) == 0:  # type: ignore[arg-type]
-        value = _as_int(seed, error)
+        value = as_int(seed, error)
         if not 0 <= value < 1 << 64:
             raise error
         return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32)
     if np.shape(seed) != (2,):  # type: ignore[arg-type]
         raise error
-    words = [_as_int(word, error) for word in seed]  # type: ignore[attr-defined]
+    words = [as_int(word, error) for word in seed]  # type: ignore[attr-defined]
     if not all(0 <= word < 1 << 32 for word in words):
         raise error
     return np.array(words, np.uint32)
@@ -146,12 +146,3 @@ def _shown(seed: object) -> str:
     if isinstance(seed, jax.Array | np.ndarray):
         return f"{seed.dtype}{list(seed.shape)}"
     return repr(seed)
-
-
-def _as_int(value: object, error: InvalidValueError) -> int:
-    if isinstance(value, bool | np.bool_):
-        raise error
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise error from None
