@@ -246,7 +246,7 @@ def route_between(
 
 
 def is_outer(fmt: ScaledFormat) -> bool:
-    """One FP32 scale per tensor or row, which multiplies the finished sum."""
+    """True for one FP32 scale per tensor or row: it commutes with the contraction, and multiplies the finished sum."""
     return fmt.scale.name == "FP32" and fmt.block in ((None, None), (1, None))
 
 

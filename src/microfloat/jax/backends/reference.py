@@ -35,11 +35,11 @@ from microfloat.jax.numerics.scales import block_scales, from_tiles, spread, ten
 from microfloat.jax.transformations import max_over
 from microfloat.layout import stored_length
 from microfloat.recipes import Cast, Hadamard
-from microfloat.routes import Encoding
+from microfloat.routes import Encoding, is_outer
 
 __all__ = [
     "Decoded", "Kind", "Matrix", "Noise", "Operand", "apply_outer", "cast_matrix", "dequantize_matrix", "exact_gemm",
-    "factored_values", "gemm", "kind_of", "matmul", "rows_of", "scale_is_outer", "transposed",
+    "factored_values", "gemm", "kind_of", "matmul", "rows_of", "transposed",
 ]  # fmt: skip
 
 
@@ -174,16 +174,11 @@ def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Arr
         tiles = _power_of_two(tiles, grid)
     elif fmt.scale.name == "E4M3":
         tiles = tiles * spread(decode(grid, E4M3))
-    elif scale_is_outer(fmt):
+    elif is_outer(fmt):
         outer = grid
     else:
         tiles = tiles * spread(grid)
     return from_tiles(tiles, (matrix.codes.shape[0], length)), outer
-
-
-def scale_is_outer(fmt: ScaledFormat) -> bool:
-    """One float32 scale per tensor or per row, so that it commutes with the contraction."""
-    return fmt.scale.name == "FP32" and fmt.block in ((None, None), (1, None))
 
 
 def matmul(a_MK: Array, b_NK: Array, outer_a: Array | None, outer_b: Array | None) -> Array:
