@@ -495,7 +495,7 @@ def convert(
     """
     started = time.perf_counter()
     target = target_of(to, scale_rule, four_over_six)
-    patterns, kinds, limit = check_ignore(ignore), check_fuse(fuse), byte_count("max_shard_size", max_shard_size)
+    patterns, kinds, limit = check_ignore(ignore), check_fuse(fuse), byte_count(max_shard_size)
     checkpoint = load(src)
     report = Report(str(src), str(dst), to)
     steps = decide(checkpoint, target, patterns, kinds, report.notes)

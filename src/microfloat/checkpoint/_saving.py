@@ -356,7 +356,7 @@ def save(
     Raises ValueError for a record that the family cannot hold, which names the families that can, and CheckpointError
     for a destination that exists or a full disk.
     """
-    limit = byte_count("max_shard_size", max_shard_size)
+    limit = byte_count(max_shard_size)
     if format not in (*SAVED, "plain"):
         raise unknown_name("format", format, [*SAVED, "plain"])
     every = list(records.values() if isinstance(records, Mapping) else records)

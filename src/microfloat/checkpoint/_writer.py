@@ -56,18 +56,19 @@ class Shard:
     size: int
 
 
-def byte_count(argument: str, text: int | str) -> int:
+def byte_count(max_shard_size: int | str) -> int:
     """A number of bytes given as an int or as text such as "5GB" (decimal) or "2GiB" (binary)."""
-    number, unit = str(text).strip(), ""
-    if isinstance(text, str):
+    number, unit = str(max_shard_size).strip(), ""
+    if isinstance(max_shard_size, str):
         digits = number.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
         number, unit = digits.strip(), number[len(digits) :].upper()
     try:
         count = int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
         count = 0
-    if count < 1 or isinstance(text, bool):
-        raise invalid_value(argument, repr(text), "a positive number of bytes, such as 5000000000, '5GB' or '2GiB'")
+    if count < 1 or isinstance(max_shard_size, bool):
+        needed = "a positive number of bytes, such as 5000000000, '5GB' or '2GiB'"
+        raise invalid_value("max_shard_size", repr(max_shard_size), needed)
     return count
 
 

@@ -56,7 +56,7 @@ def detect(path: str | os.PathLike[str]) -> Detection:
     """
     folder = locate(path)
     tensors = folder.open()
-    return detection_of(folder, tensors, contents_of(folder, tensors))
+    return detection_of(tensors, contents_of(folder, tensors))
 
 
 def contents_of(folder: Folder, tensors: Container, format: str = "auto") -> Contents:
@@ -190,7 +190,7 @@ def _style(family: str, scale: Stored) -> bool:
     return styles.get(family, False)
 
 
-def detection_of(folder: Folder, tensors: Container, contents: Contents) -> Detection:
+def detection_of(tensors: Container, contents: Contents) -> Detection:
     """The Detection that contents and announcements amount to."""
     counts = contents.families
     evidence = [announcement.text for announcement in contents.announcements]

@@ -37,7 +37,7 @@ class Checkpoint(Mapping[str, Record]):
         self.configs: dict[str, Any] = folder.configs
         self.config: dict[str, Any] = folder.configs.get("config.json") or {}
         self.metadata = tensors.metadata
-        self.detection: Detection = detection_of(folder, tensors, contents)
+        self.detection: Detection = detection_of(tensors, contents)
         self.tensors = tensors
         self.contents = contents
         matches = _matcher(pattern)

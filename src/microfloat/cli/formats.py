@@ -143,14 +143,14 @@ def _print_values(output: Output, elements: list[ElementFormat]) -> None:
         output.table(None, rows, [Column("exponent"), *columns], title)
 
 
-def _element(name: str, argument: str = "--as") -> ElementFormat:
+def _element(name: str) -> ElementFormat:
     """The element of that name, or the one of a scaled format."""
     if not name:
-        raise invalid_value(argument, "nothing", "an element such as e4m3 or e2m1", f"Add {argument} e4m3.")
+        raise invalid_value("--as", "nothing", "an element such as e4m3 or e2m1", "Add --as e4m3.")
     if name.lower() in FORMATS:
         return FORMATS[name.lower()].element
     if name.upper() not in ELEMENTS:
-        raise unknown_name(argument, name, [*ELEMENTS, E8M0])
+        raise unknown_name("--as", name, [*ELEMENTS, E8M0])
     return ELEMENTS[name.upper()]
 
 

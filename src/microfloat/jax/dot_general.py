@@ -118,7 +118,7 @@ def check_state(recipe: Recipe, state: DelayedState | None, lead: tuple[int, ...
     if state is not None:
         if state.rules != scaling.slot_rules(recipe):
             raise invalid_value("state", "a state made for another recipe", f"scaling.init({recipe!r})")
-        scaling.check_slots("state", state, lead)
+        scaling.check_slots(state, lead)
     return state
 
 

@@ -307,7 +307,7 @@ def _check_state(argument: str, state: object) -> None:
         raise invalid_type(argument, type(state), "a DelayedState", "The first one comes from scaling.init(recipe).")
 
 
-def check_slots(argument: str, state: DelayedState, lead: tuple[int, ...] = ()) -> None:
+def check_slots(state: DelayedState, lead: tuple[int, ...] = ()) -> None:
     """One encode scale and a history [L] per slot, float32 or the dtype of `max_accumulate`; else InvalidValueError.
 
     `lead`: the leading axis of a stack of them.
@@ -321,7 +321,7 @@ def check_slots(argument: str, state: DelayedState, lead: tuple[int, ...] = ()) 
         ):
             shapes = [leaf.shape for leaf in slot]
             raise invalid_value(
-                f"{argument}.{tensor}", f"scale_enc and amax_history of {kinds}, shapes {shapes}",
+                f"state.{tensor}", f"scale_enc and amax_history of {kinds}, shapes {shapes}",
                 f"float32 of shapes {lead} and {(*lead, 'L')}",
                 "Stacked states are for vmap and scan." if not lead else "Write scaling.init(recipe, num_groups=G).",
             )  # fmt: skip

@@ -411,7 +411,7 @@ def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, want
             flushed, zero = (is_zero & (x != 0)).sum(), (is_zero & finite).sum()
             clipped = _clipped(backend, made) if "clip" in wanted else nothing
         if wanted.intersection(OF_SCALES):
-            scales = _count_scales(made.operand.scale, made.operand.format.scale)
+            scales = _count_scales(made.operand.scale)
         if "error_by_magnitude" in wanted:
             binades = _sum_binades(x, error)
     sums = _stacked(signal, noise, product, count, flushed, zero, clipped, peak)
@@ -438,7 +438,7 @@ def _clipped(backend: Backend, made: Quantized) -> torch.Tensor:
     return (x.isfinite() & (x.abs() > backend.dequantize(limit, torch.float32))).sum()
 
 
-def _count_scales(scale: torch.Tensor, fmt: ScaleFormat) -> torch.Tensor:
+def _count_scales(scale: torch.Tensor) -> torch.Tensor:
     """Counts of those at the limits (of float32; those of bytes are counted anyway), and of every byte that a scale may
     be, of float32 of the byte of its exponent.
     """
