@@ -25,7 +25,7 @@ from microfloat.recipes.names import as_recipe
 from microfloat.routes import UNTRIED, Route, family_of, route_of, routes_of
 from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch import backends
-from microfloat.torch.backends import check_name, chip_of, resolve
+from microfloat.torch.backends import BY_KERNELS, check_name, chip_of, resolve
 from microfloat.torch.context import ambient
 from microfloat.torch.grouped import why_not_all_at_once
 from microfloat.torch.linear import backend_name
@@ -133,9 +133,8 @@ def _backend(backend: str, device: torch.device, chip: Chip | None) -> tuple[str
     """The name behind "auto", and whether it runs: on this machine, or on a complete one with `chip`."""
     if chip is None or backend == "reference":
         return resolve(backend, device)
-    if backend == "triton":
-        return backend, Support(True, False, "fused cast kernels; GEMMs by torch ops in float32")
-    return "native", Support(True, True, "")
+    name = "triton" if backend == "triton" else "native"
+    return name, BY_KERNELS[name]
 
 
 def _kernel_of(cast: Cast, form: str) -> str:

@@ -23,8 +23,8 @@ from microfloat.support import Support
 from microfloat.torch.backends.base import Backend
 
 __all__ = [
-    "NAMES", "check_name", "chip_of", "choose", "device_index", "layouts_of", "pretend", "resolve", "support",
-    "why_by_torch",
+    "BY_KERNELS", "NAMES", "check_name", "chip_of", "choose", "device_index", "layouts_of", "pretend", "resolve",
+    "support", "why_by_torch",
 ]  # fmt: skip
 
 
@@ -47,24 +47,22 @@ def _why_no_kernels(device: torch.device) -> str:
     return ""
 
 
-def _triton_support(device: torch.device) -> Support:
-    missing = _why_no_kernels(device)
-    if missing:
-        return Support(False, False, f"the triton backend needs {missing}")
-    return Support(True, False, "fused cast kernels; GEMMs by torch ops in float32")
+# The answers of backends of kernels, where these run.
+BY_KERNELS = {
+    "native": Support(True, True, "fused cast kernels and the vendor's GEMMs; explain(recipe) says which"),
+    "triton": Support(True, False, "fused cast kernels; GEMMs by torch ops in float32"),
+}
 
 
-def _native_support(device: torch.device) -> Support:
+def _kernel_support(name: str, device: torch.device) -> Support:
     missing = _why_no_kernels(device)
-    if missing:
-        return Support(False, False, f"the native backend needs {missing}")
-    return Support(True, True, "fused cast kernels and the vendor's GEMMs; explain(recipe) says which")
+    return Support(False, False, f"the {name} backend needs {missing}") if missing else BY_KERNELS[name]
 
 
 # name -> (what can be said without importing it, its module), in the order in which "auto" prefers them.
 _REGISTRY: dict[str, tuple[Callable[[torch.device], Support], str]] = {
-    "native": (_native_support, "microfloat.torch.backends.native"),
-    "triton": (_triton_support, "microfloat.torch.backends.triton"),
+    "native": (functools.partial(_kernel_support, "native"), "microfloat.torch.backends.native"),
+    "triton": (functools.partial(_kernel_support, "triton"), "microfloat.torch.backends.triton"),
     "reference": (_reference_support, "microfloat.torch.reference"),
 }
 NAMES = ("auto", *reversed(_REGISTRY))
