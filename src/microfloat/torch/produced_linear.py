@@ -38,6 +38,7 @@ from microfloat.torch.producers import (
     values_of,
     waits_for_amax,
 )
+from microfloat.torch.schedule import matrix_of
 
 __all__ = ["ActivationRun", "GradientLink", "NormRun"]
 
@@ -230,11 +231,6 @@ class GradientLink:
         return casts.quantized(kernels, dy_MN, amax, reader.run.dy.seed)
 
 
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    x = x.resolve_neg()
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
 def _like(y_MN: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     # Not a view for autograd: what follows may work in place.
     return y_MN if x.dim() == 2 else _unsafe_view(y_MN, (*x.shape[:-1], y_MN.shape[-1]))
@@ -263,7 +259,7 @@ class NormRun:
         saved: list[Maybe] = []
         with self.runs[0].schedule.scope():
             with outside_of_modes():
-                operands, statistics = _cast_value(self.readers, Norm(_matrix(x), weight, bias, self.eps, self.kind))
+                operands, statistics = _cast_value(self.readers, Norm(matrix_of(x), weight, bias, self.eps, self.kind))
             outputs = [
                 _like(reader.forward(made, w, b, saved), x)
                 for reader, made, w, b in zip(self.readers, operands, weights, biases, strict=True)
@@ -285,16 +281,16 @@ class NormRun:
                 if operands is not None:
                     made, operands[index] = operands[index], []
                 elif link is not None and amaxes is not None and amaxes[index] is not None:
-                    made = link.cast_with_amax(reader, _matrix(dy), amaxes[index])  # type: ignore[arg-type]
+                    made = link.cast_with_amax(reader, matrix_of(dy), amaxes[index])  # type: ignore[arg-type]
                 else:
-                    made = reader.cast_dy(_matrix(dy))
+                    made = reader.cast_dy(matrix_of(dy))
                 dx, dw = reader.backward(made, tensors)
                 del made
                 total = dx if total is None else total if dx is None else total + dx
                 outer += [dw, bias_gradient(dy, reader.bias_dtype) if ctx.needs_input_grad[5 + 2 * index] else None]
             grads: tuple[Maybe, ...] = (None, None, None)
             if total is not None:
-                norm = Norm(_matrix(x), weight, bias, self.eps, self.kind)
+                norm = Norm(matrix_of(x), weight, bias, self.eps, self.kind)
                 dx, dweight, dbias = norm_gradients(norm, Statistics(mean, inverse), total, self.needs)
                 grads = None if dx is None else dx.reshape(x.shape), dweight, dbias
         return *grads, *outer
@@ -314,7 +310,7 @@ class ActivationRun:
         saved: list[Maybe] = []
         with self.run.schedule.scope():
             with outside_of_modes():
-                producer = Activation(_matrix(x), None if up is None else _matrix(up), self.activation)
+                producer = Activation(matrix_of(x), None if up is None else matrix_of(up), self.activation)
                 (made,), _ = _cast_value([self.reader], producer)
             y = _like(self.reader.forward(made, weight, bias, saved), x)
         kept = (x, up) if self.run.schedule.wants_dx else (None, None)
@@ -327,9 +323,10 @@ class ActivationRun:
         reader = self.reader
         grads: list[torch.Tensor | None] = [None, None]
         with self.run.schedule.scope():
-            dvalue, dw = reader.backward(reader.cast_dy(_matrix(dy)), tuple(saved))
+            dvalue, dw = reader.backward(reader.cast_dy(matrix_of(dy)), tuple(saved))
             if dvalue is not None:
-                producer = ActivationGradient(dvalue, _matrix(x), None if up is None else _matrix(up), self.activation)
+                second = None if up is None else matrix_of(up)
+                producer = ActivationGradient(dvalue, matrix_of(x), second, self.activation)
                 del dvalue
                 if self.link is None:
                     values = [one.value for one in values_of(producer, self.run.schedule.backend.producers)[0]]

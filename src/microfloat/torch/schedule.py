@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from microfloat.torch.program import Program
 
 __all__ = [
-    "NO_INPUTS", "SCHEDULES", "CastStep", "Schedule", "autocast_dtype", "forget", "remember",
+    "NO_INPUTS", "SCHEDULES", "CastStep", "Schedule", "autocast_dtype", "forget", "matrix_of", "remember",
 ]  # fmt: skip
 
 Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
@@ -66,6 +66,14 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def matrix_of(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [..., C] as a matrix, in a dtype or in its own; kernels read memory, not the negation that a view may mean."""
+    x = x.resolve_neg()
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    return x if dtype is None or x.dtype == dtype else x.to(dtype)
 
 
 class CastStep:
@@ -247,7 +255,7 @@ class Schedule:
             return StoredCast(self.backend, tensor, entries, self.dtype, CastStep)
         if isinstance(tensor, Gathered):
             return GatheredCast(self.backend, tensor.shape, entries, self.dtype, self.cast_step)
-        return self.cast_step(self.backend, self._matrix(tensor), entries, self._batch)
+        return self.cast_step(self.backend, matrix_of(tensor, self.dtype), entries, self._batch)
 
     def pair_programs(
         self, backend: Backend, x: torch.Tensor, weight: torch.Tensor, x_entries: Entries, w_entries: Entries
@@ -317,13 +325,6 @@ class Schedule:
         stream = 0 if self.device < 0 else torch._C._cuda_getCurrentRawStream(self.device)
         return stream, self._programs.scratch(self.device)
 
-    def _matrix(self, x: torch.Tensor) -> torch.Tensor:
-        """x as a matrix in the compute dtype; a kernel reads memory, not the negation that a view may stand for."""
-        x = x.resolve_neg()
-        if x.dim() != 2:
-            x = x.reshape(-1, x.shape[-1])
-        return x if x.dtype == self.dtype else x.to(self.dtype)
-
     # --------------------------------------------------------------------------------------------------- running
 
     def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
@@ -338,7 +339,7 @@ class Schedule:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads. `kept`: the weight's operands from an earlier call."""
         if self._converts_x:
-            x = self._matrix(x)
+            x = matrix_of(x, self.dtype)
         pair = self._pair[x_inputs.record is not None] if kept is None else None
         if pair is not None:
             stream, words = self.resources()
@@ -358,7 +359,7 @@ class Schedule:
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
     ) -> Parts:
         """The twelve parts of the operands of x and w that are made of them, None in place of the others."""
-        x_made = self.x_cast(self._matrix(x), *self.resources(), x_inputs)[:6]
+        x_made = self.x_cast(matrix_of(x, self.dtype), *self.resources(), x_inputs)[:6]
         w_made = self.quantize_weight(weight, w_inputs)[:6] if kept is None else [None] * 6
         for made, step in ((x_made, self.x_cast), (w_made, self.w_cast)):
             for index, entry in enumerate(step.entries):
@@ -372,7 +373,8 @@ class Schedule:
             if offset and kept is not None:
                 parts[6:] = kept[:6]
             elif any(entry is not None and entry.cast is None for entry in entries):
-                matrix = tensor.dequantize(self.dtype) if isinstance(tensor, QuantizedTensor) else self._matrix(tensor)
+                is_stored = isinstance(tensor, QuantizedTensor)
+                matrix = tensor.dequantize(self.dtype) if is_stored else matrix_of(tensor, self.dtype)
                 row, column = (entry is not None and entry.cast is None for entry in entries)
                 parts[offset] = matrix if row else parts[offset]
                 parts[offset + 3] = matrix.t() if column else parts[offset + 3]
@@ -393,7 +395,7 @@ class Schedule:
         ):  # fmt: skip
             aligned = dy.is_contiguous() and address & (ALIGNMENT - 1) == 0
             usual = aligned and not dy.is_neg() and dy.dtype is self.dtype
-            dy = self._matrix(dy)
+            dy = matrix_of(dy, self.dtype)
             key = (wants_dx, wants_dw, dy.stride(), dy.data_ptr() & (ALIGNMENT - 1))
             step = self._dy_steps.get(key)
             if step is None:
@@ -448,7 +450,7 @@ class Schedule:
         """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""
         saved = self.x_saved if tensor == "x" else self.w_saved
         is_stored, is_gathered = isinstance(x, QuantizedTensor), isinstance(x, Gathered)
-        x = x if is_gathered or is_stored else self._matrix(x.detach())
+        x = x if is_gathered or is_stored else matrix_of(x.detach(), self.dtype)
         key = tensor, x.stride(), None if is_stored else x.data_ptr() & (ALIGNMENT - 1)
         step = self._later_steps.get(key)
         if step is None:

@@ -48,7 +48,7 @@ from microfloat.torch.named import are_named, outside_of_modes
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.observing import OBSERVERS, Listener
 from microfloat.torch.owners import Owners, Supposed
-from microfloat.torch.schedule import Schedule
+from microfloat.torch.schedule import Schedule, matrix_of
 from microfloat.torch.tensor import QuantizedTensor
 from microfloat.watching import (
     DEFAULT_METRICS,
@@ -397,8 +397,8 @@ class _Call:
         """The result of fprop: x and w are measured now."""
         assert self.x is not None
         with self._quietly(y):
-            x, self.x = self._rows(self._matrix(self.x), self.of_x), None
-            w, y = self._weight(), self._rows(self._matrix(y, y.dtype), self.of_x)
+            x, self.x = self._rows(self.x, self.of_x, self._dtype), None
+            w, y = self._weight(), self._rows(y, self.of_x)
             if x.numel() == 0 or w.numel() == 0:
                 return
             self.rows, self.k, self.n = (self.session.slab(size) for size in (len(x), x.shape[1], w.shape[0]))
@@ -417,7 +417,7 @@ class _Call:
     def see_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> None:
         """The gradient before its cast."""
         with self._quietly(dy):
-            dy = self._rows(self._matrix(dy), inputs)
+            dy = self._rows(dy, inputs, self._dtype)
             if self.x_columns is None or dy.numel() == 0:
                 return
             self._operand("dy", dy, inputs, (wants_dx, wants_dw))
@@ -431,7 +431,7 @@ class _Call:
             return
         with self._quietly(result):
             if dx is not None:
-                dx = self._rows(self._matrix(dx, dx.dtype), self.of_x)
+                dx = self._rows(dx, self.of_x)
                 starts = self.rows.start, self.k.start
                 self._product("dgrad", "dx", dx, Slab(dy, self.rows), Slab(self._weight(), self.k, True), starts)
             if dw is not None:
@@ -505,18 +505,14 @@ class _Call:
     def _wants(self, name: str) -> bool:
         return self.schedule is not None and getattr(self.schedule, name)
 
-    def _matrix(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The matrix in the dtype that its cast reads."""
-        x = x.detach()
-        if x.is_neg():
-            x = x.resolve_neg()
-        if x.dim() != 2:
-            x = x.reshape(-1, x.shape[-1])
-        dtype = dtype or (x.dtype if self.schedule is None else self.schedule.dtype)
-        return x if x.dtype == dtype else x.to(dtype)
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """The dtype that casts read; None in high precision, where each tensor has its own."""
+        return None if self.schedule is None else self.schedule.dtype
 
-    def _rows(self, matrix: torch.Tensor, inputs: CastInputs) -> torch.Tensor:
-        """The rows of the group that is measured; of an ordinary call all."""
+    def _rows(self, x: torch.Tensor, inputs: CastInputs, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x as a matrix, in a dtype or in its own: the rows of the group that is measured, of an ordinary call all."""
+        matrix = matrix_of(x.detach(), dtype)
         if inputs.groups is None:
             return matrix
         slices = inputs.groups.slices
@@ -537,7 +533,7 @@ class _Call:
         """The weight [N, K], of the group that is measured, in the dtype that its cast reads."""
         w = self.w if self.w is not None else torch.cat([layer.weight.detach() for layer in self.layers])
         w = w.detach() if self.group is None else w[self.group].detach()
-        dtype = w.dtype if self.schedule is None else self.schedule.dtype
+        dtype = self._dtype or w.dtype
         if isinstance(w, QuantizedTensor):
             return w.dequantize(dtype)
         return w if w.dtype == dtype else w.to(dtype)
