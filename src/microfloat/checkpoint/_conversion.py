@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -420,26 +420,23 @@ def _fill(step: Step, amaxes: Mapping[str, np.ndarray], meter: "_Peak") -> Calla
             meter.look()
         assert written == sizes, (written, sizes)
 
-    def put_plain(put: Put) -> None:
+    def decoded() -> Iterator[np.ndarray]:
+        if step.turned:
+            for expert in range(experts_of(step.record)):
+                yield np.ascontiguousarray(matrix_of(step.record, expert).dequantize(step.dtype).T)
+        else:
+            for _, _, slab in slabs(step.record):
+                yield values(slab).astype(step.dtype)
+
+    @np.errstate(all="ignore")
+    def put_decoded(put: Put) -> None:
         start = 0
-        for _, _, slab in slabs(step.record):
-            with np.errstate(all="ignore"):
-                array = values(slab).astype(step.dtype)
+        for array in decoded():
             put(step.record.name, array, start)
             start += array.nbytes
             meter.look()
 
-    def put_turned(put: Put) -> None:
-        start = 0
-        for expert in range(experts_of(step.record)):
-            with np.errstate(all="ignore"):
-                array = matrix_of(step.record, expert).dequantize(step.dtype)
-            put(step.record.name, np.ascontiguousarray(array.T), start)
-            start += array.nbytes
-            meter.look()
-
-    plain = put_turned if step.turned else put_plain
-    return {"cast": put_cast, "dequantized": plain}.get(step.action, put_whole)
+    return {"cast": put_cast, "dequantized": put_decoded}.get(step.action, put_whole)
 
 
 def _entries(step: Step) -> tuple[Entry, ...]:
