@@ -91,16 +91,22 @@ def _ribbons(axes: Any, records: Sequence[Any], labels: dict[str, str]) -> None:
     _legend(axes)
 
 
-def scale_histogram(axes: Any, records: Sequence[Any]) -> None:
-    """Block scales at the last step by powers of two: a line for each operand and format, the mean over layers."""
-    found = _of(records, "scale_histogram")
+def _of_last_step(records: Sequence[Any], metric: str) -> tuple[int, dict[tuple[str, str], list[Any]]]:
+    """The last step that has a metric, and its values there: of all layers, by operand and format."""
+    found = _of(records, metric)
     last = max((one.step for one in found), default=0)
-    sums: dict[tuple[str, str], list[dict[int, float]]] = {}
+    values: dict[tuple[str, str], list[Any]] = {}
     for one in found:
         if one.step == last:
-            shares = dict(zip(one.value.exponents, one.value.fractions, strict=True))
-            sums.setdefault((one.operand, one.format), []).append(shares)
-    for color, (name, layers) in zip(CYCLE, sums.items(), strict=False):
+            values.setdefault((one.operand, one.format), []).append(one.value)
+    return last, values
+
+
+def scale_histogram(axes: Any, records: Sequence[Any]) -> None:
+    """Block scales at the last step by powers of two: a line for each operand and format, the mean over layers."""
+    last, found = _of_last_step(records, "scale_histogram")
+    for color, (name, histograms) in zip(CYCLE, found.items(), strict=False):
+        layers = [dict(zip(one.exponents, one.fractions, strict=True)) for one in histograms]
         seen = {exponent for shares in layers for exponent in shares}
         exponents = range(min(seen) - 1, max(seen) + 2) if seen else ()
         heights = [100 * sum(shares.get(exponent, 0.0) for shares in layers) / len(layers) for exponent in exponents]
@@ -111,13 +117,8 @@ def scale_histogram(axes: Any, records: Sequence[Any]) -> None:
 
 def error_by_magnitude(axes: Any, records: Sequence[Any]) -> None:
     """Relative error of elements by binades below the largest one, at the last step: the median over layers."""
-    found = _of(records, "error_by_magnitude")
-    last = max((one.step for one in found), default=0)
-    values: dict[tuple[str, str], list[tuple[float, ...]]] = {}
-    for one in found:
-        if one.step == last:
-            values.setdefault((one.operand, one.format), []).append(one.value)
-    for color, (name, rows) in zip(CYCLE, values.items(), strict=False):
+    last, found = _of_last_step(records, "error_by_magnitude")
+    for color, (name, rows) in zip(CYCLE, found.items(), strict=False):
         table = np.array(rows)[:, :SHOWN_BINADES]
         columns = np.flatnonzero(np.isfinite(table).any(0))
         axes.plot(-columns, 100 * np.nanmedian(table[:, columns], 0), color=color, marker=".", label=" ".join(name))
