@@ -46,6 +46,13 @@ def as_format(value: object, allowed: tuple[Format, ...]) -> Format:
     return value
 
 
+def _per_tensor(fp8_format: Format, rule: str, scaling: Current | Delayed) -> tuple[Gemm, Gemm, Gemm]:
+    """The GEMMs of a recipe with one scale per tensor."""
+    forward = Cast(FP8_TENSOR, rule, scaling=scaling)
+    gradient = Cast(FP8_TENSOR_E5M2 if fp8_format.backward == E5M2 else FP8_TENSOR, rule, scaling=scaling)
+    return Gemm(forward, forward, "fast"), Gemm(gradient, forward), Gemm(gradient, forward)
+
+
 @dataclass(frozen=True)
 class DelayedScaling(NamedRecipe):
     """FP8 with one scale per tensor from a history of amaxes: ``scale_enc = max / A(history) * 2^-margin``.
@@ -67,10 +74,7 @@ class DelayedScaling(NamedRecipe):
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
         scaling = Delayed(self.margin, self.amax_history_len, self.amax_compute_algo, self.reduce_amax)
-        forward = Cast(FP8_TENSOR, "amax", scaling=scaling)
-        hybrid = self.fp8_format.backward == E5M2
-        gradient = Cast(FP8_TENSOR_E5M2 if hybrid else FP8_TENSOR, "amax", scaling=scaling)
-        return Gemm(forward, forward, "fast"), Gemm(gradient, forward), Gemm(gradient, forward)
+        return _per_tensor(self.fp8_format, "amax", scaling)
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,7 @@ class Float8CurrentScaling(NamedRecipe):
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
         rule = "amax_pow2" if self.use_power_2_scales else "amax"
-        scaling = Current(self.amax_epsilon)
-        forward = Cast(FP8_TENSOR, rule, scaling=scaling)
-        hybrid = self.fp8_format.backward == E5M2
-        gradient = Cast(FP8_TENSOR_E5M2 if hybrid else FP8_TENSOR, rule, scaling=scaling)
-        return Gemm(forward, forward, "fast"), Gemm(gradient, forward), Gemm(gradient, forward)
+        return _per_tensor(self.fp8_format, rule, Current(self.amax_epsilon))
 
 
 @dataclass(frozen=True, init=False)
