@@ -11,7 +11,7 @@ from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, layer_state, scaling
-from microfloat.torch._checks import check_grouped
+from microfloat.torch._checks import check_grouped, with_path
 from microfloat.torch.compiled_grouped import compiled_grouped
 from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
 from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
@@ -109,10 +109,7 @@ class GroupedLinear(RecipeLayer):
         check_grouped(x, self.weight, self.bias)
 
     def _with_path(self, error: MicrofloatError) -> MicrofloatError:
-        layer = f"(In the layer {self._path or f'GroupedLinear({self.extra_repr()})'!r}.)"
-        if layer not in str(error):
-            error.args = (f"{error} {layer}",)
-        return error
+        return with_path(error, self._path or f"GroupedLinear({self.extra_repr()})")
 
     def extra_repr(self) -> str:
         """The sizes, and the pinned recipe."""
