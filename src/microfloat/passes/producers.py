@@ -195,11 +195,8 @@ def values_passes(matrix: Matrix, work: Producer) -> Passes:
     outputs = [passes.put(at, Part(*SCALAR[:3]) if at % 2 else value) for at in range(results)]
     outputs += [At.NOTHING] * (4 - results)
     rows, columns, warps = tables.TILES["fused_values"]
-    constants = (
-        work.number,
-        work.function,
-        _how(matrix, rows, columns)._replace(QUADS=False),
-    )  # no columns are written
+    how = _how(matrix, rows, columns)._replace(QUADS=False)  # no columns are written
+    constants = (work.number, work.function, how)
     passes.launches.append(Pass(
         fused.produce_values, (matrix.key, constants, warps, work.parameter_dtype), matrix.tiles(rows, columns),
         (At.SOURCE, work.y, work.z, *statistics, *outputs, At.WORDS), matrix.sizes, constants, warps,
