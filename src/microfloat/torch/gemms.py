@@ -117,9 +117,10 @@ def _made(task: _Task) -> Product:
         raise invalid_value("accumulate", "'exact'", needed, "Use backend='reference' for exact sums.")
     if not m * k * n:
         return _as_product(functools.partial(_empty, task), "nothing is multiplied")
-    ways = {"fp8": _fp8, "blocks": _blocks, "values": _values, "block_scaled": _block_scaled, "plain": _plain}
-    ways["stored"] = _stored
-    ways |= {"fprop": _of_fprop, "fprop turned": _of_fprop}
+    ways = {
+        "fp8": _fp8, "blocks": _blocks, "values": _values, "block_scaled": _block_scaled, "plain": _plain,
+        "stored": _stored, "fprop": _of_fprop, "fprop turned": _of_fprop,
+    }  # fmt: skip
     return ways.get(kind, _decoded)(task)
 
 

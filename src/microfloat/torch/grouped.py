@@ -48,7 +48,7 @@ from microfloat.torch.decoding import DECODED_BESIDE, Decoding, decoding_of_expe
 from microfloat.torch.linear import apply, begin, end
 from microfloat.torch.named import are_named, multiply
 from microfloat.torch.observing import OBSERVERS, observed
-from microfloat.torch.schedule import SCHEDULES, CastStep, Inputs, Schedule, autocast_dtype, matrix_of, remember
+from microfloat.torch.schedule import SCHEDULES, CastStep, Inputs, Schedule, as_matrix, autocast_dtype, remember
 from microfloat.torch.tensor import Decoded, QuantizedTensor
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ class GroupedSchedule(Schedule):
         w_inputs: CastInputs, kept: Parts | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads, of one group after the other."""
-        x, groups = matrix_of(x, self.dtype), x_inputs.groups
+        x, groups = as_matrix(x, self.dtype), x_inputs.groups
         y, saved = torch.empty((self.rows, self.out_features), dtype=self.dtype, device=x.device), []
         x_inputs, w_inputs = x_inputs._replace(groups=None), w_inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
@@ -382,7 +382,7 @@ class GroupedSchedule(Schedule):
 
     def saved_anew(self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs) -> Parts:
         """The operands that `forward` would save, cast again."""
-        x, groups = matrix_of(x, self.dtype), x_inputs.groups
+        x, groups = as_matrix(x, self.dtype), x_inputs.groups
         saved: Parts = []
         x_inputs, w_inputs = x_inputs._replace(groups=None), w_inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
@@ -397,7 +397,7 @@ class GroupedSchedule(Schedule):
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
         """The groups, and both operands of a gradient, of one group after the other."""
-        dy, groups = matrix_of(dy, self.dtype), inputs.groups
+        dy, groups = as_matrix(dy, self.dtype), inputs.groups
         made, inputs = [groups], inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
             schedule = self._of_backward(g, rows)
@@ -462,7 +462,7 @@ class _Decoded(GroupedSchedule):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y of all groups, and the operands of x and w that backward reads, of one group after the other."""
         assert isinstance(weight, QuantizedTensor)
-        matrix, parts, groups = matrix_of(x, self.dtype), parts_of_experts(weight), x_inputs.groups
+        matrix, parts, groups = as_matrix(x, self.dtype), parts_of_experts(weight), x_inputs.groups
         plan = groups.plan(self.decode.rows_of_tile(matrix, parts[1], bias), self._programs).table
         y = self.decode(matrix, parts, bias, plan)
         if not (self.wants_dx or self.wants_dw):
@@ -485,7 +485,7 @@ class _AllAtOnce(GroupedSchedule):
         w_inputs: CastInputs, kept: Parts | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads, of all groups."""
-        x_made = self._cast("x", matrix_of(x, self.dtype), x_inputs)
+        x_made = self._cast("x", as_matrix(x, self.dtype), x_inputs)
         w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
         y = self._multiply("fprop", x_made[:3], w_made[:3], x_inputs.groups, self.dtype)
         return y, (*x_made[3:], *w_made[3:])
@@ -496,13 +496,13 @@ class _AllAtOnce(GroupedSchedule):
 
     def saved_anew(self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs) -> Parts:
         """The operands that `forward` would save, cast again."""
-        x_made = self._cast("x", matrix_of(x, self.dtype), x_inputs, False, True)[3:] if self.wants_dw else [None] * 3
+        x_made = self._cast("x", as_matrix(x, self.dtype), x_inputs, False, True)[3:] if self.wants_dw else [None] * 3
         w_made = self._cast("w", self._experts(weight), w_inputs, False, True)[3:] if self.wants_dx else [None] * 3
         return [*x_made, *w_made]
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
         """The groups, and both operands of a gradient, of all groups."""
-        return [inputs.groups, *self._cast("dy", matrix_of(dy, self.dtype), inputs, wants_dx, wants_dw)]
+        return [inputs.groups, *self._cast("dy", as_matrix(dy, self.dtype), inputs, wants_dx, wants_dw)]
 
     def gradients(
         self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,

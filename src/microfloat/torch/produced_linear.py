@@ -38,7 +38,7 @@ from microfloat.torch.producers import (
     values_of,
     waits_for_amax,
 )
-from microfloat.torch.schedule import matrix_of
+from microfloat.torch.schedule import as_matrix
 
 __all__ = ["ActivationRun", "GradientLink", "NormRun"]
 
@@ -259,7 +259,7 @@ class NormRun:
         saved: list[Maybe] = []
         with self.runs[0].schedule.scope():
             with outside_of_modes():
-                operands, statistics = _cast_value(self.readers, Norm(matrix_of(x), weight, bias, self.eps, self.kind))
+                operands, statistics = _cast_value(self.readers, Norm(as_matrix(x), weight, bias, self.eps, self.kind))
             outputs = [
                 _like(reader.forward(made, w, b, saved), x)
                 for reader, made, w, b in zip(self.readers, operands, weights, biases, strict=True)
@@ -281,16 +281,16 @@ class NormRun:
                 if operands is not None:
                     made, operands[index] = operands[index], []
                 elif link is not None and amaxes is not None and amaxes[index] is not None:
-                    made = link.cast_with_amax(reader, matrix_of(dy), amaxes[index])  # type: ignore[arg-type]
+                    made = link.cast_with_amax(reader, as_matrix(dy), amaxes[index])  # type: ignore[arg-type]
                 else:
-                    made = reader.cast_dy(matrix_of(dy))
+                    made = reader.cast_dy(as_matrix(dy))
                 dx, dw = reader.backward(made, tensors)
                 del made
                 total = dx if total is None else total if dx is None else total + dx
                 outer += [dw, bias_gradient(dy, reader.bias_dtype) if ctx.needs_input_grad[5 + 2 * index] else None]
             grads: tuple[Maybe, ...] = (None, None, None)
             if total is not None:
-                norm = Norm(matrix_of(x), weight, bias, self.eps, self.kind)
+                norm = Norm(as_matrix(x), weight, bias, self.eps, self.kind)
                 dx, dweight, dbias = norm_gradients(norm, Statistics(mean, inverse), total, self.needs)
                 grads = None if dx is None else dx.reshape(x.shape), dweight, dbias
         return *grads, *outer
@@ -310,7 +310,7 @@ class ActivationRun:
         saved: list[Maybe] = []
         with self.run.schedule.scope():
             with outside_of_modes():
-                producer = Activation(matrix_of(x), None if up is None else matrix_of(up), self.activation)
+                producer = Activation(as_matrix(x), None if up is None else as_matrix(up), self.activation)
                 (made,), _ = _cast_value([self.reader], producer)
             y = _like(self.reader.forward(made, weight, bias, saved), x)
         kept = (x, up) if self.run.schedule.wants_dx else (None, None)
@@ -323,10 +323,10 @@ class ActivationRun:
         reader = self.reader
         grads: list[torch.Tensor | None] = [None, None]
         with self.run.schedule.scope():
-            dvalue, dw = reader.backward(reader.cast_dy(matrix_of(dy)), tuple(saved))
+            dvalue, dw = reader.backward(reader.cast_dy(as_matrix(dy)), tuple(saved))
             if dvalue is not None:
-                second = None if up is None else matrix_of(up)
-                producer = ActivationGradient(dvalue, matrix_of(x), second, self.activation)
+                second = None if up is None else as_matrix(up)
+                producer = ActivationGradient(dvalue, as_matrix(x), second, self.activation)
                 del dvalue
                 if self.link is None:
                     values = [one.value for one in values_of(producer, self.run.schedule.backend.producers)[0]]

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from microfloat.torch.program import Program
 
 __all__ = [
-    "NO_INPUTS", "SCHEDULES", "CastStep", "Schedule", "autocast_dtype", "forget", "matrix_of", "remember",
+    "NO_INPUTS", "SCHEDULES", "CastStep", "Schedule", "as_matrix", "autocast_dtype", "forget", "remember",
 ]  # fmt: skip
 
 Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
@@ -68,7 +68,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def matrix_of(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def as_matrix(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """x [..., C] as a matrix, in a dtype or in its own; kernels read memory, not the negation that a view may mean."""
     x = x.resolve_neg()
     if x.dim() != 2:
@@ -255,7 +255,7 @@ class Schedule:
             return StoredCast(self.backend, tensor, entries, self.dtype, CastStep)
         if isinstance(tensor, Gathered):
             return GatheredCast(self.backend, tensor.shape, entries, self.dtype, self.cast_step)
-        return self.cast_step(self.backend, matrix_of(tensor, self.dtype), entries, self._batch)
+        return self.cast_step(self.backend, as_matrix(tensor, self.dtype), entries, self._batch)
 
     def pair_programs(
         self, backend: Backend, x: torch.Tensor, weight: torch.Tensor, x_entries: Entries, w_entries: Entries
@@ -339,7 +339,7 @@ class Schedule:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads. `kept`: the weight's operands from an earlier call."""
         if self._converts_x:
-            x = matrix_of(x, self.dtype)
+            x = as_matrix(x, self.dtype)
         pair = self._pair[x_inputs.record is not None] if kept is None else None
         if pair is not None:
             stream, words = self.resources()
@@ -359,7 +359,7 @@ class Schedule:
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
     ) -> Parts:
         """The twelve parts of the operands of x and w that are made of them, None in place of the others."""
-        x_made = self.x_cast(matrix_of(x, self.dtype), *self.resources(), x_inputs)[:6]
+        x_made = self.x_cast(as_matrix(x, self.dtype), *self.resources(), x_inputs)[:6]
         w_made = self.quantize_weight(weight, w_inputs)[:6] if kept is None else [None] * 6
         for made, step in ((x_made, self.x_cast), (w_made, self.w_cast)):
             for index, entry in enumerate(step.entries):
@@ -374,7 +374,7 @@ class Schedule:
                 parts[6:] = kept[:6]
             elif any(entry is not None and entry.cast is None for entry in entries):
                 is_stored = isinstance(tensor, QuantizedTensor)
-                matrix = tensor.dequantize(self.dtype) if is_stored else matrix_of(tensor, self.dtype)
+                matrix = tensor.dequantize(self.dtype) if is_stored else as_matrix(tensor, self.dtype)
                 row, column = (entry is not None and entry.cast is None for entry in entries)
                 parts[offset] = matrix if row else parts[offset]
                 parts[offset + 3] = matrix.t() if column else parts[offset + 3]
@@ -395,7 +395,7 @@ class Schedule:
         ):  # fmt: skip
             aligned = dy.is_contiguous() and address & (ALIGNMENT - 1) == 0
             usual = aligned and not dy.is_neg() and dy.dtype is self.dtype
-            dy = matrix_of(dy, self.dtype)
+            dy = as_matrix(dy, self.dtype)
             key = (wants_dx, wants_dw, dy.stride(), dy.data_ptr() & (ALIGNMENT - 1))
             step = self._dy_steps.get(key)
             if step is None:
@@ -450,7 +450,7 @@ class Schedule:
         """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""
         saved = self.x_saved if tensor == "x" else self.w_saved
         is_stored, is_gathered = isinstance(x, QuantizedTensor), isinstance(x, Gathered)
-        x = x if is_gathered or is_stored else matrix_of(x.detach(), self.dtype)
+        x = x if is_gathered or is_stored else as_matrix(x.detach(), self.dtype)
         key = tensor, x.stride(), None if is_stored else x.data_ptr() & (ALIGNMENT - 1)
         step = self._later_steps.get(key)
         if step is None:

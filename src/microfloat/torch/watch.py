@@ -48,7 +48,7 @@ from microfloat.torch.named import are_named, outside_of_modes
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.observing import OBSERVERS, Listener
 from microfloat.torch.owners import Owners, Supposed
-from microfloat.torch.schedule import Schedule, matrix_of
+from microfloat.torch.schedule import Schedule, as_matrix
 from microfloat.torch.tensor import QuantizedTensor
 from microfloat.watching import (
     DEFAULT_METRICS,
@@ -512,7 +512,7 @@ class _Call:
 
     def _rows(self, x: torch.Tensor, inputs: CastInputs, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x as a matrix, in a dtype or in its own: the rows of the group that is measured, of an ordinary call all."""
-        matrix = matrix_of(x.detach(), dtype)
+        matrix = as_matrix(x.detach(), dtype)
         if inputs.groups is None:
             return matrix
         slices = inputs.groups.slices

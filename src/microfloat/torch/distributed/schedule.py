@@ -38,7 +38,7 @@ from microfloat.torch.backends.base import Backend, laid
 from microfloat.torch.distributed.placed import all_gather
 from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
-from microfloat.torch.schedule import CastStep, Inputs, Schedule, matrix_of
+from microfloat.torch.schedule import CastStep, Inputs, Schedule, as_matrix
 
 __all__ = ["CASES", "Axis", "Shards", "ShardedSchedule", "arrived", "check_blocks", "group_named", "why_not_gathered"]
 
@@ -434,7 +434,7 @@ class ShardedSchedule(Schedule):
         `late`: FSDP2 has gathered this rank's part of the weight, and frees it between forward and backward.
         """
         self.shards, self.note, self.dtype = shards, note, compute
-        self.cast_step = functools.partial(ShardedCast, shards, matrix_of(x_shard, self.dtype))
+        self.cast_step = functools.partial(ShardedCast, shards, as_matrix(x_shard, self.dtype))
         super().__init__(
             recipe, backend, routes, x, weight, bias if shards.adds_bias else None, compute, wants_dx, wants_dw,
             late=late,
@@ -462,7 +462,7 @@ class ShardedSchedule(Schedule):
         """y, and the operands of x and w that backward reads; the amaxes of both in one collective."""
         shared: dict | None = getattr(x, "gathered", None) if self._shares_x else None
         x_made: Any = None if shared is None else shared.get(self._x_key)
-        x, given = matrix_of(arrived(x), self.dtype), weight
+        x, given = as_matrix(arrived(x), self.dtype), weight
         weight = weight.to(self.dtype) if self._converts_w else weight
         steps: list[tuple[Any, torch.Tensor]] = [(self.x_cast, x)] if x_made is None else []
         steps += [(self.w_cast, weight)] if kept is None else []
