@@ -39,11 +39,13 @@ class TransformerLayer(nn.Module):
         cross_attention: bool = False, parallel: bool = False, dropout: float = 0.0, interleaved: bool = False,
         device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
         backend: str = "auto", fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         where = {"device": device, "dtype": dtype}
         options: Options = {
             **where, "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
         }  # fmt: skip
         attention: Options = {
             "head_dim": head_dim, "bias": bias, "out_bias": out_bias, "dropout": dropout, "eps": eps, **options,
