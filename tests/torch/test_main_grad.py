@@ -96,6 +96,21 @@ def test_stored_weights_accumulate_too():
     assert layer.weight.grad is None
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", None])
+def test_a_call_without_rows_adds_zeros(recipe):
+    """And overwrites with them: an expert without tokens in the first microbatch keeps nothing of the step before."""
+    layer = make(recipe)
+    layer.weight.grad_added_to_main_grad, before = False, layer.weight.main_grad.clone()
+    layer(torch.ones(0, K, dtype=torch.bfloat16)).sum().backward()
+    assert torch.equal(layer.weight.main_grad, before)
+    assert layer.weight.grad_added_to_main_grad
+    del layer.weight.grad_added_to_main_grad
+    layer.weight.grad = None
+    layer(torch.ones(0, K, dtype=torch.bfloat16), is_first_microbatch=True).sum().backward()
+    assert not layer.weight.main_grad.any()
+    assert layer.weight.grad is None
+
+
 def test_a_frozen_weight_needs_none():
     layer, (x, dy) = make("mxfp8"), batch()
     layer.weight.requires_grad_(False)
@@ -134,6 +149,19 @@ def test_compiled_code_leaves_it_to_eager_mode():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a compiled backward cannot see"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # read by Dynamo
+def test_joint_layers_keep_to_it_in_compiled_code():
+    module = mf.LayerNormLinear(K, N, split={"q": 32, "k": 8}, recipe="mxfp8", fuse_wgrad_accumulation=True)
+    for layer in module.layers:
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    torch._dynamo.reset()
+    torch.compile(module, backend="aot_eager")(torch.randn(9, K)).sum().backward()
+    for layer in module.layers:
+        assert layer.weight.main_grad.any()
+        assert layer.weight.grad is None
 
 
 @pytest.mark.slow_cases(

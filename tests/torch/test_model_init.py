@@ -144,3 +144,20 @@ def test_attributes_of_a_parameter_stay_when_the_layer_moves(recipe, move) -> No
     assert layer.weight.main_grad is main_grad
     layer.weight.clear_high_precision_init_val()
     assert layer.weight.get_high_precision_init_val() is None
+
+
+def test_the_copy_of_initial_values_is_that_of_the_latest_draw() -> None:
+    """Also of a layer from the meta device, whose first values are drawn by `reset_parameters`."""
+    with mf.quantized_model_init(recipe="nvfp4", preserve_high_precision_init_val=True):
+        layer = mf.Linear(32, 48)
+        with torch.device("meta"):
+            empty = mf.Linear(32, 48)
+    assert empty.weight.get_high_precision_init_val() is None
+    empty.to_empty(device="cpu")
+    for one in (layer, empty):
+        one.reset_parameters()
+        drawn = one.weight.get_high_precision_init_val()
+        assert torch.equal(mf.quantize(drawn, one.weight.cast), one.weight.detach())
+        one.weight.clear_high_precision_init_val()
+        one.reset_parameters()
+        assert one.weight.get_high_precision_init_val() is None

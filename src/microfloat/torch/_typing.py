@@ -45,6 +45,7 @@ class Context(Protocol):
     run: "Run | NormRun | ActivationRun"
     dy_state: tuple  # encode scale and history of delayed scaling
     settings: tuple
+    into: Sink
     stored: str
     bias_dtype: torch.dtype | None
     shape: torch.Size

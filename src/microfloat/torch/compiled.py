@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
 
 __all__ = [
-    "MAIN_GRAD", "MARKER", "SETTINGS", "Settings", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
+    "MARKER", "OWN_WGRAD", "SETTINGS", "Settings", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
     "describe", "live_amaxes", "named", "rebuilt", "recorded", "settings_in", "settings_of", "state_of",
     "token_of_high_precision",
 ]  # fmt: skip
@@ -99,10 +99,10 @@ _library.define(
     "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()"
 )
 
-MAIN_GRAD = (
-    "fuse_wgrad_accumulation: got True in compiled code, needed eager mode, since a compiled backward cannot see "
-    "weight.main_grad. Leave fullgraph=True out, so that such layers run in eager mode between the graphs, or set it "
-    "to False there."
+OWN_WGRAD = (
+    "fuse_wgrad_accumulation, delay_wgrad_compute: got True in compiled code, needed eager mode, since "
+    "a compiled backward cannot see weight.main_grad, or what waits for backward_dw. Leave fullgraph=True out, so that "
+    "such layers run in eager mode between the graphs, or set it to False there."
 )
 
 # A buffer that the check of a plain layer mutates, so that no compiler drops the check.
@@ -127,7 +127,7 @@ def _make_eager_forward() -> bool:
     """Set them, at the time when Dynamo traces: importing Dynamo takes seconds."""
     global _EAGER_FORWARD, _EAGER_GATHERED, _EAGER_SHARDED
     if _EAGER_FORWARD is None:
-        _EAGER_FORWARD = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=MAIN_GRAD)
+        _EAGER_FORWARD = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=OWN_WGRAD)
         _EAGER_GATHERED = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=_GATHERED)
         _EAGER_SHARDED = torch.compiler.disable(lambda layer, x: layer.forward(x), reason=_SHARDED)
     return True
@@ -138,12 +138,12 @@ _make_eager_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """`Linear.forward` as Dynamo traces it: the same bits as in eager mode (docs/recipes.md)."""
-    fuses = getattr(layer, "fuse_wgrad_accumulation", False) and torch.is_grad_enabled()
+    own_wgrad = (layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute) and torch.is_grad_enabled()
     shards = getattr(layer, "_shards", None)
     is_gathered = shards is not None and not shards.reason  # by FSDP2 as codes, which no graph takes
-    if (fuses or is_gathered) and not torch.compiler.is_exporting():
+    if (own_wgrad or is_gathered) and not torch.compiler.is_exporting():
         _make_eager_forward()
-        return (_EAGER_FORWARD if fuses else _EAGER_GATHERED)(layer, x)
+        return (_EAGER_FORWARD if own_wgrad else _EAGER_GATHERED)(layer, x)
     token, origin = context.recipe_here(layer._pin_token)
     weight = layer.weight
     is_stored = isinstance(weight, QuantizedTensor)

@@ -16,8 +16,8 @@ from microfloat.torch._checks import check_grouped
 from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.compiled import (
-    MAIN_GRAD,
     MARKER,
+    OWN_WGRAD,
     SETTINGS,
     Settings,
     cast_inputs,
@@ -54,8 +54,9 @@ def compiled_grouped(
     backend: str,
 ) -> torch.Tensor:  # fmt: skip
     """A grouped call as Dynamo traces it; `layer`: the holder of delayed-scaling state, or None."""
-    if getattr(layer, "fuse_wgrad_accumulation", False) and torch.is_grad_enabled():
-        raise NotSupportedError(MAIN_GRAD)
+    asked = layer is not None and (layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute)
+    if asked and torch.is_grad_enabled():
+        raise NotSupportedError(OWN_WGRAD)
     token, origin = context.recipe_here(pin_token)
     refuse_transforms("forward", x)
     check_grouped(x, weight, bias)

@@ -74,13 +74,18 @@ def project(
     runs = None if units is None else _begin(x, units, [(x, norm)] * len(units), is_first_microbatch)
     if units is None or runs is None:
         value = norm.module(x)
-        if join and torch.compiler.is_compiling() and can_join(layers):
+        if join and torch.compiler.is_compiling() and _joins_in_graph(layers):
             call = JointCall(layers[0], *joined(layers))
             return (call.forward(value),)
         return tuple(call_layer(layer, value, is_first_microbatch) for layer in layers)
     outputs = apply(NormRun(runs, norm.kind, norm.eps, None), x, norm.weight, norm.bias, *_tensors(units))
     _end(runs, units)
     return outputs
+
+
+def _joins_in_graph(layers: Sequence[Linear]) -> bool:
+    """Layers whose dw is not for autograd run apart, in eager mode."""
+    return can_join(layers) and not (layers[0].fuse_wgrad_accumulation or layers[0].delay_wgrad_compute)
 
 
 def activation_linear(

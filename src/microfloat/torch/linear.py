@@ -35,6 +35,7 @@ from microfloat.torch.gathered import Gathered
 from microfloat.torch.microbatches import MainGrad, casts_late, fsdp_parameters, keep_weight, weights_of
 from microfloat.torch.named import are_named, multiply_groups, outside_of_modes, quantize_operands
 from microfloat.torch.observing import OBSERVERS, observed
+from microfloat.torch.postponed import Postponed, stand_in
 from microfloat.torch.reduction import Group
 from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor
@@ -67,6 +68,8 @@ def run_linear(
     weight, bias = parameters.get("weight"), parameters.get("bias", _COMPUTED)
     if weight is None or bias is _COMPUTED:  # a parametrization, or a hook, computes them: read them once
         weight, bias = layer.weight, layer.bias
+    if layer.delay_wgrad_compute:
+        weight = stand_in(weight)
     if (
         type(x) not in _PLAIN_TYPES or type(weight) not in _WEIGHT_TYPES or x.is_meta
         or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -353,6 +356,8 @@ def begin(
         run.x = run.x._replace(amax=aligned(layer_state.static_amax(layer)))
     if schedule.wants_dw and layer.fuse_wgrad_accumulation:
         run.into = MainGrad(weight, is_first_microbatch is True)
+    if schedule.wants_dw and layer.delay_wgrad_compute:
+        run.schedule = Postponed(schedule, layer, weight)  # type: ignore[assignment]
     if schedule.is_delayed and are_named():
         with outside_of_modes():  # which expect the same operators of a recomputation, and it records elsewhere
             _begin_delayed(run, layer, weight, state, is_first_microbatch)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import invalid_value
-from microfloat.torch._typing import Parts
+from microfloat.torch._typing import Context, Maybe, Parts
 from microfloat.torch.gathered import Gathered
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from microfloat.torch.linear import Run
 
 __all__ = [
-    "KeptWeight", "MainGrad", "casts_late", "fsdp_parameters", "keep_weight", "latest_step", "weights_of",
+    "WGRAD_OPTIONS", "KeptWeight", "MainGrad", "NoRows", "casts_late", "fsdp_parameters", "keep_weight", "latest_step",
+    "weights_of",
 ]  # fmt: skip
+
+# Attributes of a layer that say what becomes of its dw.
+WGRAD_OPTIONS = "fuse_wgrad_accumulation", "delay_wgrad_compute"
 
 
 def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -90,6 +94,20 @@ class MainGrad:
             return None
         vars(weight)["grad_added_to_main_grad"] = True
         return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+class NoRows(torch.autograd.Function):
+    """Zeros in place of a weight, for a call without rows, whose gradient of zeros goes to the weight's `MainGrad`."""
+
+    @staticmethod
+    def forward(ctx: Context, weight: torch.Tensor, into: MainGrad) -> torch.Tensor:
+        ctx.into = into
+        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
+        (dw,) = gradients
+        return ctx.into.add(torch.zeros((), device=dw.device).expand(dw.shape)), None
 
 
 # ------------------------------------------------------------------------------------------------------ kept operands

@@ -13,7 +13,7 @@ from microfloat.arguments import check_int
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch._tensor_ops import quantize_stored, store_all, store_shard
+from microfloat.torch._tensor_ops import keep_init_val, quantize_stored, store_all, store_shard
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class quantized_model_init(contextlib.ContextDecorator):
 
     `recipe` None: the default recipe. `preserve_high_precision_init_val`: keep a CPU copy of each initial weight, read
     by ``layer.weight.get_high_precision_init_val()`` (to seed an optimizer's master weights) until
-    ``clear_high_precision_init_val()``. The other orientation is made on demand, never stored. Optimizer steps
-    dequantize, apply and requantize. On the meta device codes and scales have no memory; ``to_empty`` gives them some.
-    Experts of a `GroupedLinear` are quantized each alone. Raises InvalidTypeError for a wrong recipe; layers raise
-    InvalidValueError where a tile would hold rows of two experts.
+    ``clear_high_precision_init_val()``; `reset_parameters` replaces it, in float32. The other orientation is made on
+    demand, never stored. Optimizer steps dequantize, apply and requantize. On the meta device codes and scales have no
+    memory; ``to_empty`` gives them some. Experts of a `GroupedLinear` are quantized each alone. Raises InvalidTypeError
+    for a wrong recipe; layers raise InvalidValueError where a tile would hold rows of two experts.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ def quantize_parameter(layer: "RecipeLayer") -> None:
     parameter = nn.Parameter(
         quantize_stored(original, cast, of_experts=are_experts), requires_grad=weight.requires_grad
     )
-    if request.preserve_high_precision_init_val and not original.is_meta:
-        parameter._high_precision_init_val = original.to("cpu", copy=True)  # type: ignore[attr-defined]
+    if request.preserve_high_precision_init_val:
+        keep_init_val(parameter, original)  # type: ignore[arg-type]
     layer.weight = parameter
 
 

@@ -56,7 +56,7 @@ class Key(NamedTuple):
 
     number: int  # of the layer
     slot: str
-    shape: tuple[int, int]  # of its weight
+    shape: tuple[int, ...]  # of its weight
     maximum: float  # of the element
 
 

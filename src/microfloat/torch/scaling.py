@@ -312,8 +312,10 @@ def _largest(layer: nn.Module) -> dict[str, float]:
     }
 
 
-def _shape(layer: nn.Module) -> tuple[int, int]:
-    return tuple(as_tensor(layer.weight).shape)  # type: ignore[return-value]
+def _shape(layer: nn.Module) -> tuple[int, ...]:
+    """The shape of the layer's whole weight: between calls FSDP1 leaves a flat part of it in its place."""
+    names = ("num_groups", "out_features", "in_features")
+    return tuple(getattr(layer, name) for name in names if hasattr(layer, name)) or tuple(as_tensor(layer.weight).shape)
 
 
 def _roll(

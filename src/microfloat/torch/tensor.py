@@ -29,10 +29,11 @@ from microfloat.torch.reference._elements import codes_dtype
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
 
-__all__ = ["UNKNOWN", "Decoded", "QuantizedTensor", "attached_to", "tensors_of"]
+__all__ = ["INIT_VAL", "UNKNOWN", "Decoded", "QuantizedTensor", "attached_to", "tensors_of"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIXED = ("cast", "axis")
+INIT_VAL = "_high_precision_init_val"  # the attribute of a parameter that `quantized_model_init` has asked to keep it
 _OWN = frozenset({"codes", "scale", "tensor_scale", "cast", "axis", "root", "whole", "_is_filled", "_is_param"})
 _NO_STORAGE = (
     "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
@@ -298,13 +299,16 @@ class QuantizedTensor(torch.Tensor):
         vars(view := self.map_parts(lambda part: part))["_is_filled"] = True
         return view
 
+    def _about_parameter(self) -> dict:
+        return vars(self)
+
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The CPU copy of a parameter's initial value that `quantized_model_init` was asked to keep, or None."""
-        return self.__dict__.get("_high_precision_init_val")
+        return self._about_parameter().get(INIT_VAL)
 
     def clear_high_precision_init_val(self) -> None:
         """Free that copy."""
-        vars(self).pop("_high_precision_init_val", None)
+        self._about_parameter().pop(INIT_VAL, None)
 
     # ---- what torch asks of a tensor subclass ----------------------------------------------------------------------
 

@@ -425,7 +425,9 @@ class _Call:
 
     def see_gradients(self, dx: torch.Tensor | None, dw: torch.Tensor | None) -> None:
         """The results of dgrad and of wgrad."""
-        dy, self.dy_seen = self.dy_seen, None
+        dy = self.dy_seen
+        if dw is not None:  # which comes alone where it was delayed
+            self.dy_seen = None
         result = dx if dx is not None else dw
         if dy is None or result is None or self.x_columns is None:
             return

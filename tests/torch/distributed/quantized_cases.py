@@ -396,7 +396,24 @@ def from_meta(rank: int) -> dict[str, bool]:
         made[name] = same(parts_of(model), rows_of(parts_of(one), model)) and torch.equal(
             model(example()), one(example())
         )
+    made["drawn"] = keeps_what_shards_draw()
     return made
+
+
+def keeps_what_shards_draw() -> bool:
+    """Master weights can begin at the values of a shard before they were quantized."""
+    with mf.quantized_model_init(recipe="mxfp8", preserve_high_precision_init_val=True), torch.device("meta"):
+        model = shard(nn.Sequential(mf.Linear(WIDTH, INNER, bias=False)))
+    model.to_empty(device=torch.get_default_device().type)
+    model[0].reset_parameters()
+    own = model[0].weight.to_local()
+    drawn = own.get_high_precision_init_val()
+    values = own.detach().dequantize()
+    model(example())
+    kept = model[0].weight.to_local().get_high_precision_init_val() is drawn
+    model[0].weight.to_local().clear_high_precision_init_val()
+    is_free = own.get_high_precision_init_val() is None
+    return kept and is_free and torch.equal(values, mf.quantize(drawn, own.cast).dequantize())
 
 
 def stored_on(device: str, name: str) -> nn.Sequential:

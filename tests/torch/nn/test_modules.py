@@ -575,10 +575,27 @@ def test_cross_attention_and_parallel_layers():
     assert torch.allclose(beside(x), want, atol=1e-5)
 
 
+def test_hidden_dropout_is_of_what_is_added_to_the_residual_stream():
+    torch.manual_seed(0)
+    layer = mf.TransformerLayer(32, 48, 4, cross_attention=True, hidden_dropout=0.5, recipe="mxfp8")
+    x, context = torch.randn(2, 5, 32), torch.randn(2, 3, 32)
+    torch.manual_seed(1)
+    y = layer(x, context=context)
+    torch.manual_seed(1)
+    want = x + F.dropout(layer.self_attn(x, norm=layer.input_layernorm), 0.5)
+    want = want + F.dropout(layer.cross_attn(want, context=context, norm=layer.cross_attention_layernorm), 0.5)
+    want = want + F.dropout(layer.mlp(want, layer.post_attention_layernorm), 0.5)
+    assert torch.equal(y, want)
+    plain = mf.TransformerLayer(32, 48, 4, cross_attention=True, recipe="mxfp8")
+    plain.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.eval()(x, context=context), plain(x, context=context))
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda: mf.MultiheadAttention(32, 4, 3), "num_kv_heads: got 3"),
+        (lambda: mf.TransformerLayer(32, 48, 4, hidden_dropout=-0.1), "hidden_dropout: got -0.1"),
         (lambda: mf.MultiheadAttention(30, 4), "num_heads: got 4"),
         (lambda: mf.MultiheadAttention(32, 4, window=0), "window"),
         (lambda: mf.LayerNormMLP(8, 8, activation="swigelu"), "activation.*swiglu"),

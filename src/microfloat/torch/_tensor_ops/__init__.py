@@ -2,6 +2,6 @@
 
 from microfloat.torch._tensor_ops import reads, shapes  # noqa: F401  # they fill the table
 from microfloat.torch._tensor_ops.table import dispatch
-from microfloat.torch._tensor_ops.writes import quantize_stored, store_all, store_shard, take
+from microfloat.torch._tensor_ops.writes import keep_init_val, quantize_stored, store_all, store_shard, take
 
-__all__ = ["dispatch", "quantize_stored", "store_all", "store_shard", "take"]
+__all__ = ["dispatch", "keep_init_val", "quantize_stored", "store_all", "store_shard", "take"]

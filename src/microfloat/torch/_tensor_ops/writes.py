@@ -24,13 +24,14 @@ from microfloat.torch._tensor_ops.table import (
     upper_name,
     values_of_weights,
 )
-from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
+from microfloat.torch.tensor import INIT_VAL, UNKNOWN, QuantizedTensor
 
-__all__ = ["quantize_stored", "store_all", "store_shard", "take"]
+__all__ = ["keep_init_val", "quantize_stored", "store_all", "store_shard", "take"]
 
 aten = torch.ops.aten
 _AVERAGES = (aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar, aten._foreach_lerp_.ScalarList,
              aten._foreach_lerp_.List)  # fmt: skip
+_DRAWS = (aten.normal_.default, aten.uniform_.default)
 _ROUNDING = 1 + 2.0**-20  # an amax that went through a scale and back may come out a little smaller
 
 
@@ -258,7 +259,15 @@ def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> to
     if not isinstance(q, QuantizedTensor) or any(isinstance(other, QuantizedTensor) for other in others):
         raise refusal(func, args, kwargs)
     widened = [other.to(torch.float32) if _is_floating(other) else other for other in others]
-    return _store(q, func(q.dequantize(torch.float32), *widened, **kwargs))
+    values = func(q.dequantize(torch.float32), *widened, **kwargs)
+    if func in _DRAWS and INIT_VAL in q._about_parameter():
+        keep_init_val(q, values)
+    return _store(q, values)
+
+
+def keep_init_val(q: QuantizedTensor, values: torch.Tensor) -> None:
+    """Keep a CPU copy of initial values, or on the meta device the wish for one, until values are drawn."""
+    q._about_parameter()[INIT_VAL] = None if values.is_meta else values.to("cpu", copy=True)
 
 
 @register_family(r"aten::_foreach_\w+_")  # in place

@@ -40,7 +40,7 @@ from microfloat.torch.distributed.schedule import (
 )
 from microfloat.torch.failures import agree, in_collective
 from microfloat.torch.linear import Run, apply, backend_name, begin, end
-from microfloat.torch.microbatches import casts_late
+from microfloat.torch.microbatches import WGRAD_OPTIONS, casts_late
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor
@@ -113,10 +113,11 @@ def run_sharded(
     if case is None:
         return None
     schedule, read = case.schedule, x
-    if getattr(layer, "fuse_wgrad_accumulation", False) and schedule.wants_dw:
+    asked = [name for name in WGRAD_OPTIONS if getattr(layer, name, False)]
+    if asked and schedule.wants_dw:
         raise NotSupportedError(
-            "fuse_wgrad_accumulation: got True for a layer whose weight is a DTensor, needed a plain weight, since "
-            "main_grad is none of its shards. Leave it out of this layer."
+            f"{asked[0]}: got True for a layer whose weight is a DTensor, needed a plain weight, to whose gradient one "
+            "process adds. Leave it out of this layer."
         )
     if case.values is not None:
         read = _gathered_values(x, case.values)

@@ -23,7 +23,7 @@ from microfloat.torch import _operators, backends
 from microfloat.torch._tensor_ops import quantize_stored, take
 from microfloat.torch.distributed.sharded import largest, refuse_fewer_ranks
 from microfloat.torch.microbatches import fsdp_parameters
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch.tensor import INIT_VAL, QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +91,9 @@ class QuantizedShard(QuantizedTensor):
         if isinstance(made, QuantizedShard):
             made.whole = self.whole
         return made
+
+    def _about_parameter(self) -> dict:
+        return vars(self.whole)
 
     def ends_at(self, row: int) -> bool:
         """True if what lies behind this row only fills the shard up, as far as is known."""
@@ -218,6 +221,8 @@ def shard_of_zeros(q: QuantizedTensor, rows: int) -> QuantizedShard:
     )
     assert isinstance(made, QuantizedShard)
     made.whole = q.whole if isinstance(q, QuantizedShard) else Whole(q.shape, rows)
+    if INIT_VAL in q._about_parameter():
+        made.whole.__dict__.setdefault(INIT_VAL, None)  # of the rows, which are to be drawn
     return made
 
 

@@ -228,6 +228,7 @@ class MultiheadAttention(Composite):
         causal: bool = True, dropout: float = 0.0, eps: float = 1e-6, kv_hidden_size: int | None = None,
         interleaved: bool = False, device: Device = None, dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -245,7 +246,7 @@ class MultiheadAttention(Composite):
         source = hidden_size if kv_hidden_size is None else kv_hidden_size
         options: Options = {
             "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
         }  # fmt: skip
         self.q_proj = Linear(hidden_size, num_heads * size, bias, **options)
         self.k_proj = Linear(source, num_kv_heads * size, bias, **options)

@@ -68,6 +68,7 @@ class LayerNormLinear(Composite):
         eps: float = 1e-5, zero_centered_gamma: bool = False, return_norm_output: bool = False,
         split: Mapping[str, int] | None = None, device: Device = None, dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         _check_bias(bias)
@@ -82,7 +83,7 @@ class LayerNormLinear(Composite):
         for name, size in parts.items():
             layer = Linear(
                 in_features, size, bias, device, dtype, recipe=recipe, backend=backend,
-                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
             )  # fmt: skip
             self.add_module(name, layer)
         self._join()
@@ -161,9 +162,13 @@ class MLP(_Projections):
         self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
         device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
         backend: str = "auto", fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        options = {"recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        options = {
+            "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
+        }  # fmt: skip
         self._build(hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
 
     def forward(
@@ -191,10 +196,14 @@ class LayerNormMLP(_Projections):
         return_norm_output: bool = False, recompute: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
-        options = {"recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        options = {
+            "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
+        }  # fmt: skip
         self._build(hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
         self.return_norm_output, self.recompute = return_norm_output, recompute
 

@@ -18,6 +18,7 @@ from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plai
 from microfloat.torch.linear import backend_name
 from microfloat.torch.model_init import quantize_parameter
 from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, check_first_microbatch, pinned_to
+from microfloat.torch.postponed import stand_in
 
 __all__ = ["GroupedLinear", "grouped_matmul"]
 
@@ -41,10 +42,10 @@ class GroupedLinear(RecipeLayer):
         self, num_groups: int, in_features: int, out_features: int, bias: bool = False, *, device: Device = None,
         dtype: torch.dtype | None = None, recipe: Recipe | str | None = None, backend: str = "auto",
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
         check_bool("bias", bias)
         self.num_groups = check_int("num_groups", num_groups, 1, 2**31 - 1)
         self.in_features = check_int("in_features", in_features, 0, 2**31 - 1)
@@ -85,13 +86,14 @@ class GroupedLinear(RecipeLayer):
                 self._note_plain(state)
                 if state is not None and state.calibrating:
                     self._calibrate(x, state)
-                if not self.fuse_wgrad_accumulation:
+                if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
                     return grouped_plain(x, self.weight, self.bias, groups)
                 recipe, state = HIGH_PRECISION, None
             elif self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             name = backend_name(self, state)
-            arguments = x, self.weight, self.bias, groups, recipe, name, state, is_first_microbatch
+            weight = stand_in(self.weight) if self.delay_wgrad_compute else self.weight
+            arguments = x, weight, self.bias, groups, recipe, name, state, is_first_microbatch
             return run_grouped(self, *arguments)
         except MicrofloatError as error:
             raise self._with_path(error) from None

@@ -21,6 +21,7 @@ from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.gathered import NoValues, values_of
 from microfloat.torch.linear import find_for, run_linear
+from microfloat.torch.microbatches import WGRAD_OPTIONS, MainGrad, NoRows
 from microfloat.torch.model_init import quantize_parameter
 from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.schedule import Schedule, autocast_dtype
@@ -49,7 +50,7 @@ UNPINNED = _Unpinned()
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
-                  "_followed", "fuse_wgrad_accumulation", "_shards")  # fmt: skip
+                  "_followed", "fuse_wgrad_accumulation", "delay_wgrad_compute", "_waiting", "_shards")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
@@ -64,6 +65,8 @@ class RecipeLayer(nn.Module):
     _path: str = ""  # the layer's name in the model that was converted, for messages
     # True: dw is added to `weight.main_grad` in float32, and autograd gets none (docs/training.md).
     fuse_wgrad_accumulation: bool = False
+    # True: backward leaves wgrad to `backward_dw` (docs/training.md).
+    delay_wgrad_compute: bool = False
     _number: int = -1
     _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
     weight: torch.Tensor
@@ -113,6 +116,13 @@ class RecipeLayer(nn.Module):
         if self._pinned is not UNPINNED:
             return self._pinned
         return state.recipe if state is not None else None
+
+    def _set_wgrad_options(self, *values: bool) -> None:
+        """Set what was asked for of WGRAD_OPTIONS, in this order; the rest stays the attribute of the class."""
+        for name, value in zip(WGRAD_OPTIONS, values, strict=True):
+            check_bool(name, value)
+            if value:
+                setattr(self, name, True)
 
     def _with_path(self, error: MicrofloatError) -> MicrofloatError:
         return with_path(error, self._path)
@@ -178,7 +188,7 @@ class RecipeLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(super().__getstate__())
-        for name in ("_weight_cache", "_fold_counts", "_pin_token", "_path", "_followed"):
+        for name in ("_weight_cache", "_fold_counts", "_pin_token", "_path", "_followed", "_waiting"):
             state.pop(name, None)
         return state
 
@@ -225,7 +235,8 @@ class RecipeLayer(nn.Module):
 
     def extra_repr(self) -> str:
         pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
-        return super().extra_repr() + pinned + ", fuse_wgrad_accumulation=True" * self.fuse_wgrad_accumulation
+        options = [name for name in WGRAD_OPTIONS if getattr(self, name)]
+        return super().extra_repr() + pinned + "".join(f", {name}=True" for name in options)
 
 
 class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -243,12 +254,10 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, recipe: Recipe | str | None = None, backend: str = "auto",
-        fuse_wgrad_accumulation: bool = False,
+        fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
-        check_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
-        if fuse_wgrad_accumulation:
-            self.fuse_wgrad_accumulation = True
+        self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
         layer_state.number_layer(self)
         backends.check_name(backend)
         self.backend = backend
@@ -326,10 +335,12 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         else:
             options = recipe, autocast_dtype(x.device.type) or x.dtype, x.requires_grad
             weight = values_of(self.weight, lambda gathered: NoValues.apply(gathered, *options))
-        if isinstance(weight, QuantizedTensor) or getattr(self, "fuse_wgrad_accumulation", False):
+        if isinstance(weight, QuantizedTensor) or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             y = run_linear(self, x, HIGH_PRECISION, None, is_first_microbatch)
             if y is not None:
                 return y
+            if self.fuse_wgrad_accumulation and not hasattr(weight, "placements"):
+                weight = NoRows.apply(weight, MainGrad(self.weight, is_first_microbatch is True))
         if isinstance(weight, QuantizedTensor):
             weight, bias = Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
         if (
@@ -370,7 +381,7 @@ def check_first_microbatch(value: object) -> None:
 class _Call:
     """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
 
-    _followed, _path, _number, fuse_wgrad_accumulation = False, "", -1, False
+    _followed, _path, _number, fuse_wgrad_accumulation, delay_wgrad_compute = False, "", -1, False, False
     _load_state_dict_post_hooks: ClassVar[dict] = {}
 
     def __init__(

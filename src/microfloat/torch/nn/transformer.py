@@ -8,8 +8,10 @@ Every norm is cast as it is computed.
 """
 
 import torch
+import torch.nn.functional as F
 from torch.types import Device
 
+from microfloat.arguments import check_number
 from microfloat.errors import invalid_value
 from microfloat.recipes import Recipe
 from microfloat.torch._typing import Options
@@ -27,8 +29,9 @@ class TransformerLayer(Composite):
     ``input_layernorm, self_attn.{q,k,v,o}_proj, post_attention_layernorm, mlp.{gate,up,down}_proj``: state dicts of
     Llama, Mistral, Qwen2 (`bias`) and Qwen3 (`qk_norm`) layers load strictly, both ways. Both norms are cast as they
     are computed. `parallel`: the MLP reads x beside the attention, ``y = x + self_attn(input_layernorm(x)) +
-    mlp(post_attention_layernorm(x))``. `cross_attention`: a second attention reads `context`. The other arguments are
-    those of `MultiheadAttention` and `LayerNormMLP`. Source: docs/modules.md.
+    mlp(post_attention_layernorm(x))``. `cross_attention`: a second attention reads `context`. `hidden_dropout`: of what
+    attention and MLP add to the residual stream, in training. The other arguments are those of `MultiheadAttention` and
+    `LayerNormMLP`. Source: docs/modules.md.
     """
 
     def __init__(
@@ -36,14 +39,19 @@ class TransformerLayer(Composite):
         head_dim: int | None = None, bias: bool = False, mlp_bias: bool | None = None, out_bias: bool | None = None,
         normalization: str = "RMSNorm", activation: str = "swiglu", eps: float = 1e-6,
         zero_centered_gamma: bool = False, qk_norm: bool = False, window: int | None = None, causal: bool = True,
-        cross_attention: bool = False, parallel: bool = False, dropout: float = 0.0, interleaved: bool = False,
+        cross_attention: bool = False, parallel: bool = False, dropout: float = 0.0, hidden_dropout: float = 0.0,
+        interleaved: bool = False,
         device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
         backend: str = "auto", fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_number("hidden_dropout", hidden_dropout, "a probability in [0, 1]", 0.0, 1.0)
+        self.hidden_dropout = hidden_dropout
         where = {"device": device, "dtype": dtype}
         options: Options = {
             **where, "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
         }  # fmt: skip
         attention: Options = {
             "head_dim": head_dim, "bias": bias, "out_bias": out_bias, "dropout": dropout, "eps": eps, **options,
@@ -74,13 +82,17 @@ class TransformerLayer(Composite):
         if context is not None and not hasattr(self, "cross_attn"):
             remedy = "Make the layer with cross_attention=True."
             raise invalid_value("context", "a tensor", "None for a layer without cross attention", remedy)
-        h = x + self.self_attn(
+        h = x + self._dropped(self.self_attn(
             x, attention_mask=attention_mask, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens,
             cache=cache, norm=self.input_layernorm, is_first_microbatch=is_first_microbatch,
-        )  # fmt: skip
+        ))  # fmt: skip
         if context is not None:
-            h = h + self.cross_attn(
+            h = h + self._dropped(self.cross_attn(
                 h, context=context, attention_mask=context_mask, norm=self.cross_attention_layernorm,
                 is_first_microbatch=is_first_microbatch,
-            )  # fmt: skip
-        return h + self.mlp(x if self.parallel else h, self.post_attention_layernorm, is_first_microbatch)
+            ))  # fmt: skip
+        read = x if self.parallel else h
+        return h + self._dropped(self.mlp(read, self.post_attention_layernorm, is_first_microbatch))
+
+    def _dropped(self, added: torch.Tensor) -> torch.Tensor:
+        return F.dropout(added, self.hidden_dropout) if self.training and self.hidden_dropout else added

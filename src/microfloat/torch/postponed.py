@@ -1,0 +1,91 @@
+"""Weight gradients that wait: backward casts dy and multiplies dgrad, and `backward_dw` multiplies wgrad later.
+
+A schedule of a pipeline hands dx on before it spends time on dw ("zero bubble"). A `Postponed` stands in the place of a
+layer's schedule: it leaves the operands of wgrad in the layer, the oldest first, until `backward_dw` asks for them. The
+casts, and with them the random bits and the amaxes of delayed scaling, are those of backward, so dw has the same bits.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from microfloat.errors import NotSupportedError
+from microfloat.torch._checks import check_model
+from microfloat.torch._typing import Parts, Sink
+from microfloat.torch.microbatches import fsdp_parameters, weights_of
+from microfloat.torch.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from microfloat.torch.nn.linear import RecipeLayer
+    from microfloat.torch.schedule import Schedule
+
+__all__ = ["Postponed", "backward_dw", "stand_in"]
+
+
+def stand_in(weight: torch.Tensor) -> torch.Tensor:
+    """A leaf with the memory of a weight whose gradient waits: autograd then tells nobody who listens to the weight
+    itself, such as DistributedDataParallel or a hook, that its gradient is done."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return weight
+    alias = weight.detach().requires_grad_() if isinstance(weight, QuantizedTensor) else nn.Parameter(weight.detach())
+    alias.joined_of = weights_of(weight)  # type: ignore[union-attr]
+    return alias
+
+
+class Postponed:
+    """A schedule whose wgrad waits in its layer; all else is the schedule's own.
+
+    Raises NotSupportedError for a weight that takes no gradient after its backward: a computed one, or one that
+    `fully_shard` gathers.
+    """
+
+    def __init__(self, schedule: "Schedule", layer: "RecipeLayer", weight: torch.Tensor) -> None:
+        self._schedule, self._weights = schedule, weights_of(weight)
+        if fsdp_parameters(layer) or not all(one.is_leaf for one in self._weights):
+            kind = "that FSDP shards" if fsdp_parameters(layer) else "that is computed, by a parametrization or FSDP1"
+            raise NotSupportedError(
+                f"delay_wgrad_compute: got True for a layer with a weight {kind}, needed a plain parameter, whose "
+                "gradient may come after backward. Leave it out of this layer."
+            )
+        self._waiting: deque[Callable[[], None]] = vars(layer).setdefault("_waiting", deque())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    def gradients(
+        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
+        into: "Sink | None" = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """dx; the operands of dw stay in the layer."""
+        schedule, weights = self._schedule, self._weights
+        dx, _ = schedule.gradients(dy, saved, wants_dx, False)
+        if wants_dw:
+            kept = saved if schedule.number else saved[:3]  # without the operand of the weight
+
+            def multiply() -> None:
+                with schedule.scope():
+                    _, dw = schedule.gradients(dy, kept, False, True, into)
+                if dw is not None:
+                    parts = dw.split([one.shape[0] for one in weights])
+                    torch.autograd.backward(weights, parts)  # as backward adds it, with the hooks of the weight
+
+            self._waiting.append(multiply)
+        return dx, None
+
+
+def backward_dw(model: nn.Module) -> None:
+    """Multiply the weight gradients that backward has left waiting in the layers of `model`, and add them up.
+
+    For layers with `delay_wgrad_compute`, after each backward or some backwards later: one call takes the oldest of
+    every layer. dw goes to ``weight.grad``, or to ``weight.main_grad`` under `fuse_wgrad_accumulation`; its bits are
+    those without the delay. Layers in which nothing waits are left alone. On a GPU call it on the stream of the
+    backward. Raises InvalidTypeError for anything but a module.
+    """
+    check_model(model)
+    for layer in model.modules():
+        waiting = vars(layer).get("_waiting")
+        if waiting:
+            waiting.popleft()()

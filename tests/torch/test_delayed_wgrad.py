@@ -1,0 +1,119 @@
+"""`delay_wgrad_compute`, by which wgrad waits in the layer until `backward_dw`."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import InvalidTypeError, NotSupportedError  # noqa: E402
+
+MAKES = {
+    "linear": lambda **o: mf.Linear(32, 48, **o),
+    "joint": lambda **o: mf.LayerNormLinear(32, 48, split={"q": 32, "k": 16}, **o),
+    "mlp": lambda **o: mf.LayerNormMLP(32, 48, activation="swiglu", recompute=True, **o),
+    "layer": lambda **o: mf.TransformerLayer(32, 48, 4, 2, **o),
+    "experts": lambda **o: mf.GroupedLinear(3, 32, 48, bias=True, **o),
+}
+
+
+def call(module, x, **options):
+    return module(x.flatten(0, 1), [4, 0, 6], **options) if isinstance(module, mf.GroupedLinear) else module(x)
+
+
+def gradients(kind, recipe, delays, adds=False):
+    """dx of two microbatches, then every parameter's gradient or main_grad."""
+    torch.manual_seed(0)
+    module = MAKES[kind](recipe=recipe, delay_wgrad_compute=delays, fuse_wgrad_accumulation=adds)
+    layers = [one for one in module.modules() if hasattr(one, "delay_wgrad_compute")]
+    for layer in layers if adds else ():
+        layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
+    inputs = torch.randn(2, 2, 5, 32).requires_grad_()
+    for x in inputs:
+        call(module, x).square().sum().backward()
+    if delays:
+        assert all(layer.weight.grad is None for layer in layers)
+        assert all((layer.weight.main_grad == 1).all() for layer in layers if adds)
+        for _ in inputs:
+            mf.backward_dw(module)
+    return [inputs.grad, *(getattr(one, "main_grad", one.grad) for one in module.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "adds"),
+    [
+        ("linear", "nvfp4", False), ("linear", "delayed", True), ("linear", None, False), ("joint", "mxfp8", False),
+        ("joint", "fp8_current", True), ("mlp", "mxfp8", False), ("layer", "delayed", False), ("layer", "nvfp4", False),
+        ("experts", "mxfp8", False), ("experts", "nvfp4", True), ("experts", None, False),
+    ],
+)  # fmt: skip
+def test_the_gradients_are_those_of_backward(kind, recipe, adds):
+    for at_once, later in zip(gradients(kind, recipe, False, adds), gradients(kind, recipe, True, adds), strict=True):
+        assert torch.equal(at_once, later)
+
+
+def test_each_call_takes_the_oldest_of_every_layer():
+    """As a pipeline asks for it; and the codes of the weight are kept over microbatches all the same."""
+    layer = mf.Linear(32, 48, recipe="nvfp4", delay_wgrad_compute=True)
+    for index in range(2):
+        layer(torch.full((16, 32), 1.0 + index), is_first_microbatch=index == 0).sum().backward()
+    kept = layer._weight_cache._entry
+    assert kept is not None
+    assert kept[0][0]() is layer.weight
+    means = []
+    for _ in range(3):  # the third finds nothing
+        mf.backward_dw(layer)
+        means.append(layer.weight.grad.mean().item())
+    assert means == pytest.approx([16, 48, 48], rel=0.05)
+
+
+def test_hooks_see_the_gradient_when_it_is_there():
+    with mf.quantized_model_init(recipe="mxfp8"):
+        stored = mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True)
+    for layer in (mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True), stored):
+        seen = []
+        layer.weight.register_post_accumulate_grad_hook(lambda weight, seen=seen: seen.append(weight.grad.shape))
+        layer(torch.randn(8, 32)).sum().backward()
+        assert seen == []
+        assert layer.bias.grad is not None
+        mf.backward_dw(layer)
+        assert seen == [(48, 32)]
+
+
+def test_what_waits_stays_out_of_copies_and_of_what_revert_leaves():
+    model = torch.nn.Sequential(mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True))
+    model(torch.randn(8, 32)).sum().backward()
+    other = copy.deepcopy(model)
+    mf.backward_dw(other)
+    assert other[0].delay_wgrad_compute
+    assert other[0].weight.grad is None
+    assert "delay_wgrad_compute=True" in repr(model)
+    mf.revert(model)
+    assert not {"_waiting", "delay_wgrad_compute"} & set(vars(model[0]))
+
+
+def test_what_cannot_wait_is_named():
+    layer = mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True)
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(NotSupportedError, match=r"delay_wgrad_compute: .*parametrization"):
+        layer(torch.randn(8, 32))
+    with pytest.raises(InvalidTypeError, match="delay_wgrad_compute: got int"):
+        mf.GroupedLinear(2, 32, 48, delay_wgrad_compute=1)
+    with pytest.raises(InvalidTypeError, match="model: got"):
+        mf.backward_dw(layer.weight)
+
+
+def test_a_call_without_rows_leaves_nothing_waiting():
+    layer = mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True)
+    layer(torch.randn(0, 32)).sum().backward()
+    mf.backward_dw(layer)
+    assert not layer.weight.grad.any()
+
+
+def test_a_watch_sees_the_result_of_a_delayed_wgrad():
+    model = torch.nn.Sequential(mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True))
+    with mf.watch(model, every=1) as watched:
+        model(torch.randn(8, 32, requires_grad=True)).sum().backward()
+        mf.backward_dw(model)
+    assert {record.gemm for record in watched.records if record.operand == "dw"} == {"wgrad"}
