@@ -78,7 +78,9 @@ def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool)
         tried = itertools.chain([usual], _many(usual, stored.codes, shape, device.multiprocessors))
     else:
         plain = products.cut_of(*about, device._replace(warpgroups=False))
-        tried = itertools.chain([usual], _by_warps(plain, m), _wide(plain, shape, device.multiprocessors))
+        groups = [products.by_warpgroups(warps, plain.TOKENS) for warps in (4, 8)] if device.warpgroups else []
+        wide = _wide(plain, shape, device.multiprocessors)
+        tried = itertools.chain([usual], _by_warps(plain, m), groups if m > 8 else (), wide)
     fitted = [products.fitted(cut, stored.codes, k, stored.strides, False) for cut in tried]
     found = list(dict.fromkeys(cut for cut in fitted if _runs(cut, stored.codes, k)))
     return found if dependent else [cut for cut in found if not cut.DEPENDENT]

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks import decode_cuts
 from benchmarks.decode import SHAPES, WEIGHTS
+from microfloat.kernels.constants import DecodeCut
 from microfloat.passes import products
 from microfloat.passes.matrix import Device
 from tests import processes
@@ -44,8 +45,8 @@ def test_divisions_are_the_fastest_that_were_measured(repository):
             (m, k, n), name = row["shape"], row["id"].split(".")[2]
             stored = decode_cuts.stored_like(name, (n, k))
             cut = products.cut_of(stored.codes, (m, k, n), stored.strides, False, H100)
-            measured = {tuple(one): milliseconds for one, milliseconds in row["extra"]["first_ms"]}
-            ratio = measured.get(tuple(cut), float("inf")) / min(measured.values())
+            measured = {DecodeCut(*one): milliseconds for one, milliseconds in row["extra"]["first_ms"]}
+            ratio = measured.get(cut, float("inf")) / min(measured.values())
             chosen[name, m, n] = cut.STAGES == 0, ratio
     first, second = found.values()
     assert len(first) > 60
@@ -53,6 +54,40 @@ def test_divisions_are_the_fastest_that_were_measured(repository):
     assert all(ratio <= 1.01 for is_shared, ratio in first.values() if not is_shared), first
     assert sum(is_shared for is_shared, _ in second.values()) == 13
     assert {key for key, (is_shared, _) in first.items() if is_shared and key[1] in (1, 8, 16)} <= second.keys()
+
+
+def test_warpgroups_multiply_where_one_program_of_them_was_the_fastest(repository):
+    """Among divisions without clusters, by more than the tenth by which an H100 may want it otherwise."""
+    document = json.loads((repository / "benchmarks" / "results" / "decode_warpgroup_cuts.json").read_text())
+    for row in document["rows"]:
+        (m, k, n), name = row["shape"], row["recipe"]
+        stored = decode_cuts.stored_like(name, (n, k))
+        cut = products.cut_of(stored.codes, (m, k, n), stored.strides, False, H100)
+        single = [one for one in row["first"] if one["CLUSTER"] == 1]
+        best = min(single, key=lambda one: one["ms"])
+        before = min(one["ms"] for one in single if one["kernel"] != "decode_warpgroups")
+        wins = best["kernel"] == "decode_warpgroups" and best["ms"] < 0.9 * before
+        assert cut.WARPGROUPS is (m > 32 and wins), (m, k, n)
+        assert not cut.WARPGROUPS or (best["ROW_WARPS"], best["STAGES"]) == (cut.ROW_WARPS, cut.STAGES)
+
+
+def test_warpgroups_take_bfloat16_and_whole_chunks():
+    stored = decode_cuts.stored_like("nvfp4", (28672, 8192))
+    codes, strides = stored.codes, stored.strides
+
+    def is_taken(codes=codes, m=64, k=8192, n=28672, strides=strides, device=H100, **halves):
+        return products.cut_of(codes, (m, k, n), strides, False, device, **halves).WARPGROUPS
+
+    assert is_taken()
+    assert is_taken(k=8192 + 256)
+    assert not is_taken(k=8192 + 128)
+    assert not is_taken(halves=True)
+    assert not is_taken(m=32)
+    assert not is_taken(m=65)
+    assert not is_taken(n=8192)
+    assert not is_taken(strides=(strides[0], 2))
+    assert not is_taken(codes=decode_cuts.stored_like("mxfp4", (28672, 8192)).codes)
+    assert not is_taken(device=H100._replace(warpgroups=False))
 
 
 def test_codes_come_through_shared_memory_where_it_takes_them():

@@ -146,6 +146,12 @@ def test_nan_blocks_give_nan(product, name):
     assert (np.isnan(y) == np.isnan(exact)).all()
 
 
+# M, N, K, x's dtype, cut of `decode_warpgroups`: rows of the weight and of x that are no whole tiles, with a bias; and
+# float16 by two warpgroups.
+GROUPS = {
+    "groups": (40, 100, 512, "bfloat16", DecodeCut(4, 1, 1, 8, 0, 1, True, True, True, True, WARPGROUPS=True)),
+    "halves": (20, 130, 768, "float16", DecodeCut(8, 1, 1, 4, 0, 1, False, True, True, True, WARPGROUPS=True)),
+}
 # M, N, K, x's dtype, cut of `decode_wide`: ragged in every size, parts of K, a bias; float16, whole steps, two tiles;
 # eight warps and more parts than some of them have steps for; more than 64 rows with the next step decoded under way,
 # of float16 in four bands of rows; and as many columns as wgmma has.
@@ -168,7 +174,7 @@ def _wide_product(case):
     from microfloat.torch.program import Program, device_of
 
     name, kind, special = case
-    m, n, k, dtype, cut = WIDE[kind]
+    m, n, k, dtype, cut = {**WIDE, **GROUPS}[kind]
     generator = torch.Generator().manual_seed(len(name) + k)
     w, x = torch.randn(n, k, generator=generator), torch.randn(m, k, generator=generator).to(getattr(torch, dtype))
     if special == "tiny":
@@ -210,12 +216,29 @@ def test_values_by_warpgroups(wide_product, name, kind):  # features I2
     assert names == ["order_wide", "decode_wide", "sum_parts"][: 3 if cut.SPLITS > 1 else 2]
 
 
-@pytest.mark.slow_cases("codes that are read as those of another format are", cases=("mxfp4",))
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
-def test_small_scales_lose_nothing_by_warpgroups(wide_product, name):
-    y, exact, terms, _ = wide_product((name, "ragged", "tiny"))
+@pytest.mark.slow_cases(
+    "further forms of the same kernel",
+    cases=("groups-*-nvfp4_*", "groups-*-mxfp4", "halves-*-nvfp4*", "halves-*-nvfp4_*"),
+)
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4"])
+@pytest.mark.parametrize(("kind", "special"), [("groups", ""), ("groups", "nan"), ("halves", "")])
+def test_values_with_x_in_shared_memory(wide_product, name, kind, special):  # features I2
+    y, exact, terms, names = wide_product((name, kind, special))
+    _, _, k, dtype, _ = GROUPS[kind]
+    bound = 2.0 ** (-8 if dtype == "bfloat16" else -11) * np.abs(exact) + k * 2.0**-23 * terms
+    finite = np.isfinite(exact)
+    assert (np.isnan(y) == ~finite).all()
+    assert finite.all() is np.bool_(special != "nan")
+    assert (np.abs(y - exact) <= bound)[finite].all()
+    assert names == ["decode_order", "decode_warpgroups"]
+
+
+@pytest.mark.slow_cases("codes that are read as those of another format are", cases=("mxfp4-ragged",))
+@pytest.mark.parametrize(("name", "kind"), [("mxfp4", "ragged"), ("mxfp8", "ragged"), ("mxfp4", "groups")])
+def test_small_scales_lose_nothing_by_warpgroups(wide_product, name, kind):
+    y, exact, terms, _ = wide_product((name, kind, "tiny"))
     assert (np.abs(exact) > 0).all()
-    bias = np.abs(exact) * 0 + 416 * 2.0**-23 * terms
+    bias = np.abs(exact) * 0 + 512 * 2.0**-23 * terms
     assert (np.abs(y - exact) <= 2.0**-8 * np.abs(exact) + bias).all()
 
 
@@ -343,6 +366,46 @@ def test_more_rows_overlap_decoding_and_products(kind, is_even):
         end = next(i for i, line in enumerate(behind) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line)
         decoding = [line for line in behind[:end] if line.startswith(("LOP3", "HMUL2", "F2FP", "HADD2"))]
         assert len(decoding) > 64
+
+
+def _compile_groups(kind, warps, tokens):
+    """The machine code of `decode_warpgroups`."""
+    from triton.runtime import driver
+
+    from microfloat.kernels.gemm import warpgroups
+    from microfloat.passes import products
+    from tests.kernels.compiling import NamedTarget, instructions_of
+
+    driver.set_active(NamedTarget(90))
+    x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(16)
+    stride = 8192 // kind.WIDTH
+    cut = products.fitted(products.by_warpgroups(warps, tokens), kind, 8192, (stride, 1), False)
+    compiled = warpgroups.decode_warpgroups.run(
+        x.int(), codes, codes, one if kind.LEVEL else None, None, x, 64, 8192, 256, stride, 0, kind, cut, 1, True, True,
+        num_warps=warps, enable_fp_fusion=False, grid=(1,), launch_pdl=True, warmup=True,
+    )  # fmt: skip
+    return instructions_of(compiled.asm["cubin"])
+
+
+@pytest.mark.slow("machine code of four kernels")
+@pytest.mark.parametrize(("warps", "tokens"), [(4, 8), (8, 4)])
+@pytest.mark.parametrize(
+    "kind", [DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(1, 1, 4, 1, 1, 32, False)], ids=["nvfp4", "mxfp4"]
+)
+def test_products_of_half_a_chunk_end_before_its_memory_is_used_again(kind, warps, tokens):
+    """Products of each half end before their warp says that it has multiplied; codes are read from shared memory before
+    the next are copied there; and nothing is spilled."""
+    lines = [line.split("*/", 1)[-1].strip() for line in other_process()(_compile_groups, kind, warps, tokens)]
+    assert not [line for line in lines if re.search(r"\b(STL|LDL)\b", line)]
+    assert not _written_too_early(lines)
+    named = {"HGMMA": "multiply", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "wait", "SYNCS.ARRIVE.TRANS64.A1T0": "arrive"}
+    events = [name for line in lines for text, name in named.items() if text in line]
+    assert events == [*["multiply"] * 8, "wait", "arrive"] * 2
+    assert {re.search(r"HGMMA\.64x(\d+)x16", line)[1] for line in lines if "HGMMA" in line} == {str(8 * tokens)}
+    first = next(i for i, line in enumerate(lines) if line.startswith("LDS.128"))  # what is before copies a first chunk
+    named = {"LDS.128": "read", "LDGSTS.E.BYPASS.128": "copy"}
+    events = [name for line in lines[first:] for text, name in named.items() if text in line]
+    assert events == ["read", "read", "copy", "copy"] * 2
 
 
 def _compile(capability):

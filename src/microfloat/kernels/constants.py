@@ -149,6 +149,9 @@ class DecodeCut(NamedTuple):
     ROW_WARPS warps with TILES tiles of 16 rows each. AHEAD: steps of 64 bytes of a row that an iteration takes, 1 or 2;
     STAGES counts iterations, and EVEN means whole ones. LENGTH_WARPS and ORDERED say nothing. OVERLAPS: the next step
     is decoded while the products of one are under way; with an AHEAD of 1, and scales that are no blocks of float32.
+
+    WARPGROUPS: `gemm.warpgroups` multiplies, with codes of four bits through shared memory (STAGES of 0). A program of
+    it has ROW_WARPS warps with 16 rows each, and x comes ORDERED for it; AHEAD says nothing.
     """
 
     ROW_WARPS: int
@@ -165,3 +168,4 @@ class DecodeCut(NamedTuple):
     DEPENDENT: bool = False
     SPLITS: int = 0
     OVERLAPS: bool = False
+    WARPGROUPS: bool = False

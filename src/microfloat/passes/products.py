@@ -7,7 +7,7 @@ from typing import NamedTuple
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device import convert
-from microfloat.kernels.gemm import decode, decode_wide
+from microfloat.kernels.gemm import decode, decode_wide, warpgroups
 from microfloat.layout import Part
 from microfloat.passes.conversions import SCALE_KINDS
 from microfloat.passes.matrix import INT32_MAX, At, Buffer, Device, Pass, Passes, specialization
@@ -16,8 +16,8 @@ from microfloat.recipes import Hadamard
 from microfloat.routes import MOST_DECODED_ROWS
 
 __all__ = [
-    "BIAS", "CODES", "LEVEL", "PLAN", "SCALE", "DecodedExperts", "cut_of", "cut_of_experts", "decode_passes", "fits",
-    "fitted", "of_kernel", "rows_of_tile", "stored_codes",
+    "BIAS", "CODES", "LEVEL", "PLAN", "SCALE", "DecodedExperts", "by_warpgroups", "cut_of", "cut_of_experts",
+    "decode_passes", "fits", "fitted", "of_kernel", "rows_of_tile", "stored_codes",
 ]  # fmt: skip
 
 # Positions in the table, besides At.SOURCE = x. PLAN: the table of a plan of groups, of tiles of `rows_of_tile`.
@@ -68,7 +68,10 @@ def decode_passes(
     out = passes.put(0, Part((m, n), (n, 1), dtype))
     if cut is None:
         about = scale_strides, bias is not None, device
-        cut = cut_of(codes, shape, *about) if experts is None else cut_of_experts(codes, shape, experts.number, *about)
+        if experts is None:
+            cut = cut_of(codes, shape, *about, halves=x_dtype != "bfloat16")
+        else:
+            cut = cut_of_experts(codes, shape, experts.number, *about)
     assert experts is None or not (cut.SPLITS or cut.DEPENDENT), "experts are not multiplied so"
     if cut.SPLITS:
         return _wide_passes(codes, shape, dtypes, scale_strides, level_stride, device, cut)
@@ -87,13 +90,21 @@ def decode_passes(
             (At.SOURCE, plan, x), scalars, (cut, codes.BITS, kind, hardware, _WARPS_THAT_ORDER),
             Warps(_WARPS_THAT_ORDER), dependent=cut.DEPENDENT,
         ))  # fmt: skip
-    inputs = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS, plan
+    inputs = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS
+    if cut.WARPGROUPS:
+        scalars = (m, n, k * codes.BITS // 128, scale_strides[0], level_stride)
+        passes.launches.append(Pass(
+            warpgroups.decode_warpgroups, (*about, *map(specialization, scalars[1:])), -(-n // (16 * cut.ROW_WARPS)),
+            (x, CODES, *inputs, out), scalars, (codes, cut, kind, hardware, device.conversions), Warps(cut.ROW_WARPS),
+            dependent=cut.DEPENDENT,
+        ))  # fmt: skip
+        return passes
     strides = *scale_strides, level_stride, *((0, 0) if experts is None else experts[1:])
     scalars = (m, n, k // 8, k * codes.BITS // 128, *strides, entries)
     tiles = -(-n // (16 * cut.TILES * cut.ROW_WARPS))
     passes.launches.append(Pass(
         decode.decode_gemm, (*about, *map(specialization, scalars[1:])), tiles * entries,
-        (x, CODES, *inputs, out), scalars, (codes, cut, kind, hardware, device.conversions),
+        (x, CODES, *inputs, plan, out), scalars, (codes, cut, kind, hardware, device.conversions),
         Warps(cut.ROW_WARPS * cut.LENGTH_WARPS), dependent=cut.DEPENDENT,
     ))  # fmt: skip
     return passes
@@ -233,6 +244,13 @@ _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
 }
 
 
+# With how many warps `gemm.warpgroups` multiplies on a Hopper, by the most rows of x: measured with 28672 rows of the
+# weight (benchmarks/results/decode_warpgroup_cuts.json). Fewer of them do not fill the chip.
+_BY_WARPGROUPS: dict[str, dict[int, tuple[tuple[int] | None, ...]]] = {
+    "FP4": {32: (None, None, None), 64: (None, None, (4,))},
+}
+
+
 class _WideDivision(NamedTuple):
     """What a table says of a cut of `decode_wide`; the words are those of `DecodeCut`.
 
@@ -275,9 +293,10 @@ def _kind_of(codes: DecodeCodes) -> str:
 
 
 def cut_of(
-    codes: DecodeCodes, shape: tuple[int, int, int], scale_strides: tuple[int, int], bias: bool, device: Device
-) -> DecodeCut:
-    """The division of a product of M, K, N among programs."""
+    codes: DecodeCodes, shape: tuple[int, int, int], scale_strides: tuple[int, int], bias: bool, device: Device,
+    *, halves: bool = False,
+) -> DecodeCut:  # fmt: skip
+    """The division of a product of M, K, N among programs; `halves`: of x in float16, which enters as two parts."""
     m, k, n = shape
     kind, size = _kind_of(codes), (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
     if device.warpgroups and m >= _LEAST_WIDE[kind][size]:
@@ -287,6 +306,10 @@ def cut_of(
     if device.warpgroups and (row := _of_most(_SHARED.get(kind, {}), m, size)):
         cut = fitted(_cut_by(_Division(*row), tokens, early=True), codes, k, scale_strides, bias)
         if cut.STAGES == 0:
+            return cut
+    if device.warpgroups and not halves and (row := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
+        cut = fitted(by_warpgroups(row[0], tokens), codes, k, scale_strides, bias)
+        if cut.WARPGROUPS:
             return cut
     row = _of_most(_DIVISIONS[kind], m, size)
     assert row is not None, "every size of weight has a division"
@@ -310,6 +333,11 @@ def _cut_by(own: _Division, tokens: int, early: bool) -> DecodeCut:
         own.ROW_WARPS, own.LENGTH_WARPS, own.TILES, tokens, own.STAGES, own.AHEAD, False, False, False,
         bool(own.ORDERED), DEPENDENT=early,
     )  # fmt: skip
+
+
+def by_warpgroups(warps: int, tokens: int) -> DecodeCut:
+    """A cut of `gemm.warpgroups`."""
+    return DecodeCut(warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, WARPGROUPS=True)
 
 
 def _wide_cut(
@@ -342,8 +370,8 @@ def _has_blocks(codes: DecodeCodes) -> bool:
 
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
     """A cut with all that follows from the operands: BIAS, EVEN and WIDE, an AHEAD of a chunk at most, OVERLAPS where
-    it can be, and codes through shared memory where that takes them: whole chunks of four bits a code, whose scales are
-    words without gaps."""
+    it can be, and codes through shared memory, as WARPGROUPS need, where that takes them: whole chunks of four bits a
+    code, whose scales are words without gaps."""
     part = _STEP_BITS * cut.AHEAD if cut.SPLITS else _CHUNK_BITS * cut.LENGTH_WARPS
     stride_r, stride_k = scale_strides
     wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
@@ -353,7 +381,10 @@ def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple
     width = 16 if SCALE_KINDS["E4M3"] == codes.SCALE else 32
     shared = even and wide and codes.BITS == 4 and width == codes.WIDTH
     stages = cut.STAGES if shared else max(cut.STAGES, 1)
-    return cut._replace(BIAS=bias, EVEN=even, WIDE=wide, STAGES=stages, AHEAD=ahead, OVERLAPS=overlaps)
+    return cut._replace(
+        BIAS=bias, EVEN=even, WIDE=wide, STAGES=stages, AHEAD=ahead, OVERLAPS=overlaps,
+        WARPGROUPS=cut.WARPGROUPS and shared,
+    )  # fmt: skip
 
 
 @functools.lru_cache(512)

@@ -31,7 +31,7 @@ from microfloat.torch._typing import Options, Parts
 __all__ = [
     "DEVICES", "INTERPRETED", "Bind", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared", "Program",
     "cast_program", "device_of", "fast_empty", "forget_programs", "is_known", "is_one_pass", "kernel_of", "matrix_of",
-    "misaligned_of",    "pair_program", "plan_groups", "refuse_clusters", "run_passes", "scratch", "split_words",
+    "misaligned_of", "pair_program", "plan_groups", "refuse_clusters", "run_passes", "scratch", "split_words",
 ]  # fmt: skip
 
 # True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.

@@ -35,26 +35,21 @@ import triton.language as tl
 
 from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FLOAT
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
-from microfloat.kernels.device.convert import WORDS_BF16, bf16_bits, high_half, low_half
+from microfloat.kernels.device.convert import WORDS_BF16
 from microfloat.kernels.gemm.elements import (
     ask_for,
     begin_after,
+    finished,
+    four_words,
     fp8_pairs,
+    multiply,
     part_of_x,
     placed_fp4,
+    put,
     scale_words,
-    times,
+    scaled,
 )
 from microfloat.kernels.gemm.shared import all_have_read, copy_half, places, read_codes, read_scales, wait_for_half
-
-
-@triton.jit
-def _unstack(words):
-    """[L, 4] -> 4 tensors of one entry per lane."""
-    even, odd = tl.split(tl.reshape(words, [words.shape[0], 2, 2]))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -75,38 +70,6 @@ def _joined(parts):
         for i in tl.static_range(LENGTH // 2):
             half = half + (tl.join(parts[i], parts[i + LENGTH // 2]),)
         return _joined(half)
-
-
-@triton.jit
-def _multiply(a0, a1, a2, a3, b0, b1, c, HW: tl.constexpr):
-    """c + A @ B, all in registers of one warp; c is a tuple of (row g: tokens 2t, 2t + 1; row g + 8: the same)."""
-    if HW:
-        return tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
-            "{$10, $11, $12, $13};",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        first = _sums(a0, a2, b0, b1)
-        second = _sums(a1, a3, b0, b1)
-        return c[0] + first[0], c[1] + first[1], c[2] + second[0], c[3] + second[1]
-
-
-@triton.jit
-def _sums(a0, a1, b0, b1):
-    """The sums that a product of the tensor cores adds to one row, by plain operations."""
-    total = _dots(low_half(a0, WORDS_BF16), low_half(b0, WORDS_BF16))
-    total += _dots(high_half(a0, WORDS_BF16), high_half(b0, WORDS_BF16))
-    total += _dots(low_half(a1, WORDS_BF16), low_half(b1, WORDS_BF16))
-    total += _dots(high_half(a1, WORDS_BF16), high_half(b1, WORDS_BF16))
-    return tl.split(tl.reshape(total, [a0.shape[0], 2]))
-
-
-@triton.jit
-def _dots(a, b):
-    W: tl.constexpr = a.shape[0] // 32
-    return tl.sum(tl.reshape(a, [W, 8, 1, 4]) * tl.reshape(b, [W, 1, 8, 4]), 3)
 
 
 @triton.jit
@@ -132,36 +95,6 @@ def _paired(words, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, H
         return w0, w1, w2, w3
 
 
-def _text_of_load(kept: str, zero: bool) -> tl.constexpr:
-    """PTX that loads 16 bytes into $0 to $3 from $4 where $5 is not 0, and else leaves anything there, or 0."""
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4)) if zero else ""
-    load = f"@p ld.global.L1::{kept}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
-    return tl.constexpr(f"{{ .reg .pred p; setp.ne.s32 p, $5, 0; {zeros} {load} }}")
-
-
-_KEPT, _KEPT_OR_ZERO = _text_of_load("evict_last", False), _text_of_load("evict_last", True)
-_ONCE, _ONCE_OR_ZERO = _text_of_load("no_allocate", False), _text_of_load("no_allocate", True)
-
-
-@triton.jit
-def _four_words(at, here, ZERO: tl.constexpr, ONCE: tl.constexpr, HW: tl.constexpr):
-    """16 bytes for each lane where `here` is not 0; elsewhere anything, or 0. ONCE: nobody else reads them soon.
-
-    Written as an instruction, which Triton's pipelining of loops does not see.
-    """
-    if HW:
-        if ONCE:
-            PTX: tl.constexpr = _ONCE_OR_ZERO if ZERO else _ONCE
-        else:
-            PTX: tl.constexpr = _KEPT_OR_ZERO if ZERO else _KEPT
-        return tl.inline_asm_elementwise(
-            PTX, "=&r,=&r,=&r,=&r,l,r", [at.to(tl.int64), here],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return _unstack(tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=(here != 0)[:, None], other=0))
-
-
 @triton.jit
 def _x_ahead(
     x_at, chunk, here, x_units, P: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr,
@@ -176,15 +109,15 @@ def _x_ahead(
         if CUT.ORDERED:
             at = x_at[n] + (chunk * 2 + P // EACH) * (TOKENS * EACH * PARTS * 128) + (P % EACH) * (PARTS * 128)
             for part in tl.static_range(PARTS):
-                made = made + _four_words(at + part * 128, here[n], False, False, HW)
+                made = made + four_words(at + part * 128, here[n], False, False, HW)
         else:
             at = x_at[n] + chunk * (32 * EACH) + (P // EACH) * (16 * EACH) + 4 * (P % EACH)
             if CUT.EVEN:
-                made = made + _four_words(at, here[n], False, False, HW)
+                made = made + four_words(at, here[n], False, False, HW)
             else:
                 t = tl.arange(0, here[n].shape[0]) & 3
                 unit = (chunk * 8 + 4 * (P // EACH) + t) * EACH + P % EACH
-                made = made + _four_words(at, tl.where(unit < x_units, here[n], 0), True, False, HW)
+                made = made + four_words(at, tl.where(unit < x_units, here[n], 0), True, False, HW)
     return made
 
 
@@ -218,7 +151,8 @@ def decode_order(
     x_ptr, plan_ptr, out_ptr, M, x_units, programs, CUT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
     HW: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """x in the order in which `decode_gemm` takes it: [tile, chunk and half, 8 tokens, step, part of x, lane, 4 words].
+    """x in the order in which `decode_gemm` takes it: [tile, chunk and half, 8 tokens, step, part of x, lane, 4 words];
+    or with WARPGROUPS `gemm.warpgroups`: [chunk and half, part of x, step, 4 words, 8 tokens, lane].
 
     A warp orders 8 elements of 4 places in each of 8 tokens; 0 where there is no token or element. Grid: `programs` for
     each tile of x.
@@ -236,11 +170,20 @@ def decode_order(
     if CUT.DEPENDENT and HW:
         x_ptr += begin_after()
     x_at = x_ptr + ((first + token) * x_units + unit) * 4
-    words = _four_words(x_at, ((token < rows) & (unit < x_units)).to(tl.int32), True, False, HW)
-    at = out_ptr.to(tl.pointer_type(tl.int32)) + item * (PARTS * 128) + (lane & 31) * 4
-    for part in tl.static_range(PARTS):
-        made = _stack(_paired(words, BITS, KIND, part, HW))
-        tl.store((at + part * 128)[:, None] + tl.arange(0, 4)[None, :], made)
+    words = four_words(x_at, ((token < rows) & (unit < x_units)).to(tl.int32), True, False, HW)
+    if CUT.WARPGROUPS:
+        TOKENS: tl.constexpr = CUT.TOKENS
+        at = out_ptr.to(tl.pointer_type(tl.int32)) + half * (PARTS * TOKENS * EACH * 128) + step * (TOKENS * 128)
+        at += ((place // EACH) % TOKENS) * 32 + (lane & 31)
+        for part in tl.static_range(PARTS):
+            made = _paired(words, BITS, KIND, part, HW)
+            for word in tl.static_range(4):
+                tl.store(at + (part * EACH * 4 + word) * (TOKENS * 32), made[word])
+    else:
+        at = out_ptr.to(tl.pointer_type(tl.int32)) + item * (PARTS * 128) + (lane & 31) * 4
+        for part in tl.static_range(PARTS):
+            made = _stack(_paired(words, BITS, KIND, part, HW))
+            tl.store((at + part * 128)[:, None] + tl.arange(0, 4)[None, :], made)
 
 
 @triton.constexpr_function
@@ -277,7 +220,7 @@ def _load(at, chunk, has, t, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.co
     here = inside.to(tl.int32) + t * 0
     words, stored = (), ()
     for i in tl.static_range(2 * CUT.TILES):
-        words = words + _four_words(code_at[i] + chunk * 32 + 16 * HALF, here, not CUT.EVEN, True, HW)
+        words = words + four_words(code_at[i] + chunk * 32 + 16 * HALF, here, not CUT.EVEN, True, HW)
         if CODES.SCALE == SCALE_E4M3:
             of_unit = scale_at[i].to(tl.pointer_type(tl.uint16)) + unit
             stored = stored + (tl.load(of_unit, mask=inside, other=0).to(tl.int32),)
@@ -504,14 +447,14 @@ def _step_sums(
         a = _elements(words, 8 * tile, U, CODES, CONVERSIONS)
         b = _elements(words, 8 * tile + 4, U, CODES, CONVERSIONS)
         if CODES.SCALE != SCALE_FLOAT:
-            a = _scaled(a, scales[4 * tile + U // (EACH // 2)], CODES, HW)
-            b = _scaled(b, scales[4 * tile + 2 + U // (EACH // 2)], CODES, HW)
+            a = scaled(a, scales[4 * tile + U // (EACH // 2)], CODES, HW)
+            b = scaled(b, scales[4 * tile + 2 + U // (EACH // 2)], CODES, HW)
         for n in tl.static_range(TOKENS):
             c = _four(sums, 4 * (tile * TOKENS + n))
             for part in tl.static_range(PARTS):
                 of_x = _four(x, 4 * (n * PARTS + part))
-                c = _multiply(a[0], b[0], a[1], b[1], of_x[0], of_x[1], c, HW)
-                c = _multiply(a[2], b[2], a[3], b[3], of_x[2], of_x[3], c, HW)
+                c = multiply(a[0], b[0], a[1], b[1], of_x[0], of_x[1], c, HW)
+                c = multiply(a[2], b[2], a[3], b[3], of_x[2], of_x[3], c, HW)
             made = made + c
     return made
 
@@ -549,17 +492,6 @@ def _four(parts, AT: tl.constexpr):
 
 
 @triton.jit
-def _scaled(pairs, scale, CODES: tl.constexpr, HW: tl.constexpr):
-    made = ()
-    for i in tl.static_range(4):
-        value = pairs[i]
-        if CODES.SCALE == SCALE_E8M0 and CODES.BITS == 4:
-            value = times(value, 0x7E807E80 + tl.zeros_like(value), HW)
-        made = made + (times(value, scale, HW),)
-    return made
-
-
-@triton.jit
 def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
@@ -590,18 +522,7 @@ def _store(
     row = row0 + warp * (16 * TILES) + (i // (4 * TOKENS)) * 16 + ((i >> 1) & 1) * 8 + (lane >> 2)
     token = ((i // 4) % TOKENS) * 8 + 2 * (lane & 3) + (i & 1)
     inside = (row < N) & (token < M)
-    if CODES.SCALE == SCALE_E4M3:
-        total = total * 128.0
-    if CODES.SCALE == SCALE_FLOAT and CODES.WIDTH == 0:
-        total = total * tl.load(scale_ptr + row * scale_stride_r, mask=inside, other=0.0)
-    if CODES.LEVEL:
-        total = total * tl.load(level_ptr + row * level_stride, mask=inside, other=0.0)
-    if CUT.BIAS:
-        total = total + tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    total = finished(total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT)
     if CUT.GROUPED:
         total = tl.where(is_of_expert, total, 0.0)
-    at = out_ptr + token.to(tl.int64) * N + row
-    if out_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(at.to(tl.pointer_type(tl.int16)), bf16_bits(total, HW).to(tl.int16), mask=inside)
-    else:
-        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)

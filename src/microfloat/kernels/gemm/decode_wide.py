@@ -31,13 +31,15 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FLOAT
-from microfloat.kernels.device.convert import WORDS_BF16, bf16_bits, low_half
+from microfloat.kernels.device.convert import WORDS_BF16, low_half
 from microfloat.kernels.gemm.elements import (
     ask_for,
     begin_after,
+    finished,
     fp8_pairs,
     part_of_x,
     placed_fp4,
+    put,
     scale_words,
     times,
 )
@@ -394,35 +396,10 @@ def decode_wide(
         if CUT.SPLITS > 1:
             tl.store(out_ptr + (part * M + token).to(tl.int64) * N + row, total, mask=inside)
         else:
-            total = _finished(
+            total = finished(
                 total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT
             )
-            _put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
-
-
-@triton.jit
-def _finished(
-    total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES: tl.constexpr,
-    CUT: tl.constexpr,
-):  # fmt: skip
-    """Sums times what multiplies all of them, plus the bias; as `kernels.gemm.decode` does it."""
-    if CODES.SCALE == SCALE_E4M3:
-        total = total * 128.0
-    if CODES.SCALE == SCALE_FLOAT and CODES.WIDTH == 0:
-        total = total * tl.load(scale_ptr + row * scale_stride_r, mask=inside, other=0.0)
-    if CODES.LEVEL:
-        total = total * tl.load(level_ptr + row * level_stride, mask=inside, other=0.0)
-    if CUT.BIAS:
-        total = total + tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def _put(at, total, inside, HW: tl.constexpr):
-    if at.dtype.element_ty == tl.bfloat16:
-        tl.store(at.to(tl.pointer_type(tl.int16)), bf16_bits(total, HW).to(tl.int16), mask=inside)
-    else:
-        tl.store(at, total.to(at.dtype.element_ty), mask=inside)
+            put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
 
 
 @triton.jit(do_not_specialize=["M", "splits"])
@@ -441,5 +418,5 @@ def sum_parts(
     while part < splits:
         total += tl.load(parts_ptr + (part * M + token) * N + row, mask=inside, other=0.0)
         part += 1
-    total = _finished(total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT)
-    _put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
+    total = finished(total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT)
+    put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)

@@ -1,12 +1,14 @@
-"""Pieces of the products with stored codes: elements as words of two bfloat16 in registers, and early starts."""
+"""Pieces of the products with stored codes: elements as words of two bfloat16 in registers, loads and products of one
+warp, early starts, and what finishes a sum."""
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels.casts.dequantize import SCALE_E8M0
+from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FLOAT
 from microfloat.kernels.device.convert import (
     WORDS_BF16,
     WORDS_F16,
+    bf16_bits,
     bf16_word,
     decode,
     fp8_text,
@@ -109,3 +111,112 @@ def begin_after():
     """
     PTX: tl.constexpr = "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;"
     return tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def scaled(pairs, scale, CODES: tl.constexpr, HW: tl.constexpr):
+    """Four words of pairs times the words of their factors."""
+    made = ()
+    for i in tl.static_range(4):
+        value = pairs[i]
+        if CODES.SCALE == SCALE_E8M0 and CODES.BITS == 4:
+            value = times(value, 0x7E807E80 + tl.zeros_like(value), HW)
+        made = made + (times(value, scale, HW),)
+    return made
+
+
+@triton.jit
+def multiply(a0, a1, a2, a3, b0, b1, c, HW: tl.constexpr):
+    """c + A @ B, all in registers of one warp; c is a tuple of (row g: tokens 2t, 2t + 1; row g + 8: the same)."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+            "{$10, $11, $12, $13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        first = _sums(a0, a2, b0, b1)
+        second = _sums(a1, a3, b0, b1)
+        return c[0] + first[0], c[1] + first[1], c[2] + second[0], c[3] + second[1]
+
+
+@triton.jit
+def _sums(a0, a1, b0, b1):
+    """The sums that a product of the tensor cores adds to one row, by plain operations."""
+    total = _dots(low_half(a0, WORDS_BF16), low_half(b0, WORDS_BF16))
+    total += _dots(high_half(a0, WORDS_BF16), high_half(b0, WORDS_BF16))
+    total += _dots(low_half(a1, WORDS_BF16), low_half(b1, WORDS_BF16))
+    total += _dots(high_half(a1, WORDS_BF16), high_half(b1, WORDS_BF16))
+    return tl.split(tl.reshape(total, [a0.shape[0], 2]))
+
+
+@triton.jit
+def _dots(a, b):
+    W: tl.constexpr = a.shape[0] // 32
+    return tl.sum(tl.reshape(a, [W, 8, 1, 4]) * tl.reshape(b, [W, 1, 8, 4]), 3)
+
+
+@triton.jit
+def _unstack(words):
+    """[L, 4] -> 4 tensors of one entry per lane."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], 2, 2]))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+def _text_of_load(kept: str, zero: bool) -> tl.constexpr:
+    """PTX that loads 16 bytes into $0 to $3 from $4 where $5 is not 0, and else leaves anything there, or 0."""
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4)) if zero else ""
+    load = f"@p ld.global.L1::{kept}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
+    return tl.constexpr(f"{{ .reg .pred p; setp.ne.s32 p, $5, 0; {zeros} {load} }}")
+
+
+_KEPT, _KEPT_OR_ZERO = _text_of_load("evict_last", False), _text_of_load("evict_last", True)
+_ONCE, _ONCE_OR_ZERO = _text_of_load("no_allocate", False), _text_of_load("no_allocate", True)
+
+
+@triton.jit
+def four_words(at, here, ZERO: tl.constexpr, ONCE: tl.constexpr, HW: tl.constexpr):
+    """16 bytes for each lane where `here` is not 0; elsewhere anything, or 0. ONCE: nobody else reads them soon.
+
+    Written as an instruction, which Triton's pipelining of loops does not see.
+    """
+    if HW:
+        if ONCE:
+            PTX: tl.constexpr = _ONCE_OR_ZERO if ZERO else _ONCE
+        else:
+            PTX: tl.constexpr = _KEPT_OR_ZERO if ZERO else _KEPT
+        return tl.inline_asm_elementwise(
+            PTX, "=&r,=&r,=&r,=&r,l,r", [at.to(tl.int64), here],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return _unstack(tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=(here != 0)[:, None], other=0))
+
+
+@triton.jit
+def finished(
+    total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES: tl.constexpr,
+    CUT: tl.constexpr,
+):  # fmt: skip
+    """Sums times what multiplies all of them, plus the bias."""
+    if CODES.SCALE == SCALE_E4M3:
+        total = total * 128.0
+    if CODES.SCALE == SCALE_FLOAT and CODES.WIDTH == 0:
+        total = total * tl.load(scale_ptr + row * scale_stride_r, mask=inside, other=0.0)
+    if CODES.LEVEL:
+        total = total * tl.load(level_ptr + row * level_stride, mask=inside, other=0.0)
+    if CUT.BIAS:
+        total = total + tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def put(at, total, inside, HW: tl.constexpr):
+    """Store y."""
+    if at.dtype.element_ty == tl.bfloat16:
+        tl.store(at.to(tl.pointer_type(tl.int16)), bf16_bits(total, HW).to(tl.int16), mask=inside)
+    else:
+        tl.store(at, total.to(at.dtype.element_ty), mask=inside)
