@@ -287,7 +287,8 @@ def _check_shards(q: QuantizedTensor, rows: int, dim: int) -> None:
     if dim == q.axis:
         raise invalid_value(
             "split", f"axis {dim} of a quantized parameter ({q.format}) of shape {tuple(q.shape)}",
-            "another axis than the contraction axis, along which its blocks run", remedy
+            "another axis than the contraction axis, along which its blocks run",
+            f"To cut it by hand: weight.detach(), of which every part is whole blocks. {remedy}",
         )  # fmt: skip
     inner, tile = math.prod(q.codes.shape[1:-1]), (q.format.block[0] or 1) if q.format.is_tile else 1
     if not dim and rows * inner % tile:
