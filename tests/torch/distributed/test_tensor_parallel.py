@@ -454,6 +454,9 @@ def refusals(rank: int):
     tiles = nn.Sequential(mf.Linear(K, 64 * world))
     mf.quantize_(tiles, mf.WeightOnly("fp8_128x128"))
     attempt("tiles", lambda: theirs.parallelize_module(tiles, mesh, {"0": ours.ColwiseParallel()}))
+    experts = mf.GroupedLinear(2, K, 64 * world)
+    mf.quantize_(experts, mf.WeightOnly("mxfp8"))
+    attempt("experts", lambda: theirs.parallelize_module(experts, mesh, ours.ColwiseParallel()))
     two = init_device_mesh(torch.get_default_device().type, (1, world))
     attempt("two axes", lambda: theirs.parallelize_module(tiles, two, {"0": ours.ColwiseParallel()}))
     attempt("stored replicas", lambda: stored(DTensor.from_local(seeded(4, K, seed=2).float(), mesh, [Shard(0)])))
@@ -604,6 +607,7 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("stored, rowwise", "RowwiseParallel: got a layer whose weight is stored as codes (mxfp8) and trains, needed"),
         ("tiles", "weight, sharded along N (out_features) of 0: got 128 over 2 ranks, needed parts of one size that "
                   "are multiples of 128, whole blocks of fp8_128x128. Make out_features a multiple of 256"),
+        ("experts", "got a GroupedLinear whose weight is stored as codes (mxfp8), needed a Linear of microfloat"),
         ("two axes", "a mesh of 2 dimensions"),
         ("stored replicas", "weight: got a DTensor of stored codes (mxfp8), needed a DTensor of values"),
         ("mesh", "needed a DTensor on the mesh of the weight"),
@@ -636,9 +640,19 @@ def test_ranks_on_gpus(tmp_path) -> None:
     """The same through NCCL: results, state, gathered bytes and noise."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, sees {torch.cuda.device_count()}")
-    cases = (on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise)
+    cases = (
+        on_gpus,
+        recipes_differ,
+        groups_of_one,
+        bytes_of_one_process,
+        modules_take_part,
+        delayed_state,
+        noise,
+        served,
+    )
     made = run_ranks(cases, str(tmp_path / "store"), backend="nccl")
     for found in of(made, bytes_of_one_process):
         assert max(max(errors) for _, errors in found.values()) < 3 * 2.0**-9
     test_delayed_scaling_has_the_state_of_one_process(made)
     test_recipes_that_differ_are_named(made)
+    test_quantized_layers_are_served_by_parts(made)

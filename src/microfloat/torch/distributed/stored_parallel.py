@@ -39,7 +39,13 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
     if not isinstance(weight, QuantizedTensor):
         return False
     name, by_rows = type(style).__name__, isinstance(style, parallel.ColwiseParallel)
-    if not isinstance(layer, Linear) or not isinstance(layer.pinned, WeightOnly | WeightActivation):
+    if not isinstance(layer, Linear):
+        raise NotSupportedError(
+            f"{name}: got a {type(layer).__name__} whose weight is stored as codes ({weight.format}), needed a Linear "
+            "of microfloat. Of a plain nn.Linear microfloat.torch.quantize_ makes one; experts go to ranks one by one: "
+            "microfloat.torch.distributed.dispatch."
+        )
+    if not isinstance(layer.pinned, WeightOnly | WeightActivation):
         raise NotSupportedError(
             f"{name}: got a layer whose weight is stored as codes ({weight.format}) and trains, needed values, which "
             "every rank casts, or a layer of microfloat.torch.quantize_. Build the layer without quantized_model_init "
