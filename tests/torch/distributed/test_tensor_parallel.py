@@ -426,6 +426,17 @@ def served(rank: int) -> dict[str, bool]:
     return found
 
 
+def served_and_compiled(rank: int) -> bool:
+    """True if one graph of both styles, with the reduction between ranks in it, gives the bytes of eager mode."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
+    mf.quantize_(model, mf.WeightActivation("mxfp8"))
+    theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
+    x = drawn(4, 64, seed=1)
+    return torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
 def refusals(rank: int):
     """The messages that bad input meets, on every rank."""
     world = dist.get_world_size()
@@ -573,7 +584,9 @@ def test_replicas_round_alike_and_shards_do_not(ranks) -> None:
 @pytest.mark.slow("further programs across ranks")
 def test_compiled_layers(tmp_path) -> None:
     """features D10: compiled code runs sharded layers between its graphs."""
-    test_modules_functional_and_explained(run_ranks((other_ways,), str(tmp_path / "store")))
+    made = run_ranks((other_ways, served_and_compiled), str(tmp_path / "store"))
+    test_modules_functional_and_explained(made)
+    assert of(made, served_and_compiled) == [True, True]
 
 
 def test_modules_functional_and_explained(ranks) -> None:
