@@ -145,13 +145,14 @@ def normalize_axis(axis: int, ndim: int) -> int:
         raise invalid_type("axis", type(axis), "an int: -1, or -2 for a matrix") from None
     if ndim == 0 and number in (-1, 0):
         return 0
+    remedy = "Flatten the other axes first, for example x.reshape(-1, x.shape[-1])."
     if -ndim <= number < ndim:
         normal = number % ndim
         if normal == ndim - 1 or ndim == 2:
             return normal
+        remedy = f"Make it the last axis first, x.swapaxes({number}, -1), and leave out axis=."
     raise invalid_value(
-        "axis", f"{number} for an array of {ndim} axes", "-1, or -2 for an array of exactly two axes",
-        "Flatten the other axes first, for example x.reshape(-1, x.shape[-1]).",
+        "axis", f"{number} for an array of {ndim} axes", "-1, or -2 for an array of exactly two axes", remedy
     )  # fmt: skip
 
 

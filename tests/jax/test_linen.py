@@ -358,7 +358,7 @@ def test_stochastic_recipes_need_the_stream_only_for_gradients():
     model = ml.Dense(16, recipe=NVFP4BlockScaling())
     variables = model.init(jax.random.key(0), X)
     model.apply(variables, X)
-    with pytest.raises(ValueError, match=r"key: got None.*rngs=\{'sr_rng': key\}.*disable_stochastic_rounding"):
+    with pytest.raises(ValueError, match=r"key: got None.*split_rngs=\{'sr_rng': True\}.*disable_stochastic_rounding"):
         jax.grad(lambda v: jnp.sum(model.apply(v, X)))(variables)
     assert ml.dot_general_cls("mxfp8") is ml.dot_general_cls(MXFP8BlockScaling())
     assert ml.einsum_cls("mxfp8") is ml.einsum_cls(MXFP8BlockScaling())

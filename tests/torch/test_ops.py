@@ -168,6 +168,13 @@ def test_axes_that_are_refused(shape, axis):
         mf.quantize(torch.ones(shape), "mxfp8", axis=axis)
 
 
+def test_the_remedy_for_an_axis_in_the_middle_quantizes_it():
+    x = torch.randn(2, 32, 3)
+    with pytest.raises(InvalidValueError, match=r"Make it the last axis first, x\.swapaxes\(-2, -1\)"):
+        mf.quantize(x, "mxfp8", axis=-2)
+    assert mf.quantize(x.swapaxes(-2, -1), "mxfp8").scale.shape == (2, 3, 1)
+
+
 @pytest.mark.parametrize("axis", [True, 1.0, "last", None])
 def test_axes_of_a_wrong_type(axis):
     with pytest.raises(InvalidTypeError, match="axis: got"):

@@ -554,6 +554,37 @@ def test_every_other_operation_names_dequantize(name):
         REFUSED[name](q, x)
 
 
+def test_refusals_say_what_does_the_same():
+    weight, rows = mf.quantize(randn(64, 64).bfloat16(), "mxfp8"), torch.tensor([3, 1])
+    with pytest.raises(InvalidTypeError, match=r"weight\[indices\].dequantize\(\) reads the rows"):
+        F.embedding(rows, weight)
+    assert torch.equal(weight[rows].dequantize(), F.embedding(rows, weight.dequantize()))
+    experts, offsets = torch.stack([weight, weight]), torch.tensor([1, 4], dtype=torch.int32)
+    with pytest.raises(InvalidTypeError, match=r"grouped_matmul\(x, weight, group_sizes\).*offs.diff"):
+        torch._grouped_mm(randn(4, 64).bfloat16(), experts.mT, offs=offsets)
+    parameter = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(InvalidValueError, match=r"To cut it by hand: weight.detach\(\)"):
+        parameter.chunk(2, 1)
+    assert torch.equal(torch.cat(parameter.detach().chunk(2, 1), 1), weight)
+
+
+def test_a_quantized_input_of_a_quantized_layer_names_the_product_of_both():
+    model, x = nn.Sequential(nn.Linear(64, 32)).requires_grad_(False), mf.quantize(randn(4, 64), "mxfp8")
+    mf.quantize_(model, mf.WeightActivation("mxfp8"))
+    with pytest.raises(
+        InvalidTypeError, match=r"multiply both as they are: torch.nn.functional.linear\(x, weight, bias"
+    ):
+        model(x)
+    assert F.linear(x, model[0].weight, model[0].bias).shape == (4, 32)
+
+
+def test_a_view_that_compiled_code_returns_is_named():
+    weight = mf.quantize(randn(64, 64), "mxfp8")
+    with pytest.raises(InvalidTypeError, match=r"Where torch.compile asked.*return view.clone\(\)"):
+        torch.compile(lambda q: q.t(), backend="aot_eager", fullgraph=True)(weight)
+    assert torch.equal(torch.compile(lambda q: q.t().clone(), backend="aot_eager", fullgraph=True)(weight), weight.t())
+
+
 def test_factories_give_plain_tensors():
     q = mf.quantize(randn(32, 64).bfloat16(), "mxfp8")
     for made in (

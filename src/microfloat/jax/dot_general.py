@@ -408,7 +408,8 @@ class Call:
             recipe = f"{self.config.recipe!r}, which rounds stochastically"
             raise invalid_value(
                 "key", "None, and no seed", f"key= (a jax.random key) or seed= for {recipe}",
-                "linen takes rngs={'sr_rng': key}, nnx.convert and nnx.Linear rngs=nnx.Rngs(sr_rng=0). "
+                "linen takes rngs={'sr_rng': key}, which nn.scan and nn.vmap pass on with split_rngs={'sr_rng': True}; "
+                "nnx.convert and nnx.Linear take rngs=nnx.Rngs(sr_rng=0). "
                 "To switch it off: disable_stochastic_rounding=True, or rounding='nearest'.",
             )  # fmt: skip
 

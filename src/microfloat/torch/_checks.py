@@ -104,7 +104,10 @@ def check_parameter(argument: str, parameter: object, x: torch.Tensor) -> None:
 def check_linear(x: object, weight: object, bias: object) -> None:
     """Raise where ``x @ weight.T + bias`` cannot run under a recipe: x [..., K], weight [N, K], bias [N] or None."""
     if isinstance(x, QuantizedTensor):
-        raise invalid_type("x", f"a QuantizedTensor ({x.format})", "a plain tensor", "Call x.dequantize() first.")
+        remedy = "Call x.dequantize() first."
+        if isinstance(weight, QuantizedTensor):
+            remedy += " To multiply both as they are: torch.nn.functional.linear(x, weight, bias)."
+        raise invalid_type("x", f"a QuantizedTensor ({x.format})", "a plain tensor", remedy)
     _check_linear_tensor("x", x)
     assert isinstance(x, torch.Tensor)
     check_linear_parameters(weight, bias, x)

@@ -1,5 +1,6 @@
 """Tensor and sequence parallel layers on gloo ranks: the bytes of one process, and what crosses the wire."""
 
+import copy
 import dataclasses
 import functools
 from pathlib import Path
@@ -376,6 +377,66 @@ def other_ways(rank: int, compiles: bool = True):
     )
 
 
+def served(rank: int) -> dict[str, bool]:
+    """Layers of `quantize_` under both styles: their parts, y and dx.
+
+    Scales of these integers, whose amax is 7, are powers of two but for NVFP4's, and sums are exact in any order.
+    """
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    configs = {
+        "mxfp4": mf.WeightOnly("mxfp4"), "nvfp4": mf.WeightOnly("nvfp4"), "tiles": mf.WeightOnly("fp8_128x128"),
+        "mxfp8": mf.WeightActivation("mxfp8"), "static": mf.WeightActivation("fp8_tensor", scales="static"),
+    }  # fmt: skip
+    for name, config in configs.items():
+        for style in (ours.ColwiseParallel, ours.RowwiseParallel):
+            torch.manual_seed(0)
+            one, x = (
+                nn.Sequential(nn.Linear(128 * world, 128 * world)).requires_grad_(False),
+                torch.empty(4, 128 * world),
+            )
+            for tensor in (x, *one.parameters()):
+                tensor.random_(-7, 8)
+            mf.quantize_(one, config)
+            if config.is_static:
+                with mf.calibrate(one):
+                    one(x)
+            mine, whole = copy.deepcopy(one), one[0].weight
+            if rank:  # the first one has what is to be served
+                mine[0].weight.fill_(1), mine[0].bias.fill_(1)
+            layouts = {"input_layouts": Replicate(), "output_layouts": Replicate()}
+            theirs.parallelize_module(mine, mesh, {"0": style(**layouts)})
+            key, part, dim = f"{name} {style.__name__}", mine[0].weight, int(style is ours.RowwiseParallel)
+            found[key] = torch.equal(part.dequantize(), whole.dequantize().chunk(world, dim)[rank])
+            found[key + ", bytes"] = part.codes.untyped_storage().nbytes() * world == whole.codes.nbytes
+            # FP8 tensor cores cut what they add up, so that the order of their sums shows.
+            if name != "nvfp4" and (whole.device.type == "cpu" or isinstance(config, mf.WeightOnly)):
+                x.requires_grad_()
+                y, wanted = mine(x), one(x)
+                found[key + ", y"] = torch.equal(y, wanted)
+                (dx,), (wanted,) = (torch.autograd.grad(result.sum(), x) for result in (y, wanted))
+                found[key + ", dx"] = torch.equal(dx, wanted)
+    local = nn.Sequential(nn.Linear(64, 64 * world)).requires_grad_(False)
+    local[0].weight.fill_(float(rank))
+    mf.quantize_(local, mf.WeightOnly("mxfp8"))
+    theirs.parallelize_module(local, mesh, {"0": ours.ColwiseParallel(use_local_output=False)}, src_data_rank=None)
+    y = local(torch.ones(2, 64))
+    found["its own"] = bool((local[0].weight.dequantize() == rank).all())
+    found["a DTensor"] = isinstance(y, DTensor) and tuple(y.shape) == (2, 64 * world)
+    return found
+
+
+def served_and_compiled(rank: int) -> bool:
+    """True if one graph of both styles, with the reduction between ranks in it, gives the bytes of eager mode."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
+    mf.quantize_(model, mf.WeightActivation("mxfp8"))
+    theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
+    x = drawn(4, 64, seed=1)
+    return torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
 def refusals(rank: int):
     """The messages that bad input meets, on every rank."""
     world = dist.get_world_size()
@@ -402,6 +463,14 @@ def refusals(rank: int):
     attempt("stored", lambda: theirs.parallelize_module(stored, mesh, ours.ColwiseParallel()))
     attempt("stored, rowwise", lambda: theirs.parallelize_module(stored, mesh, ours.RowwiseParallel()))
     stored.weight = nn.Parameter(DTensor.from_local(stored.weight.detach(), mesh, [Replicate()], run_check=False))
+    tiles = nn.Sequential(mf.Linear(K, 64 * world))
+    mf.quantize_(tiles, mf.WeightOnly("fp8_128x128"))
+    attempt("tiles", lambda: theirs.parallelize_module(tiles, mesh, {"0": ours.ColwiseParallel()}))
+    experts = mf.GroupedLinear(2, K, 64 * world)
+    mf.quantize_(experts, mf.WeightOnly("mxfp8"))
+    attempt("experts", lambda: theirs.parallelize_module(experts, mesh, ours.ColwiseParallel()))
+    two = init_device_mesh(torch.get_default_device().type, (1, world))
+    attempt("two axes", lambda: theirs.parallelize_module(tiles, two, {"0": ours.ColwiseParallel()}))
     attempt("stored replicas", lambda: stored(DTensor.from_local(seeded(4, K, seed=2).float(), mesh, [Shard(0)])))
     other = layer_on(
         DeviceMesh(torch.get_default_device().type, list(reversed(range(world)))),
@@ -446,7 +515,7 @@ def recipes_differ(rank: int):
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), modules_take_part, delayed_state, wire,
-    noise, With(other_ways, compiles=False), refusals,
+    noise, With(other_ways, compiles=False), served, refusals,
 )  # fmt: skip
 
 
@@ -515,7 +584,9 @@ def test_replicas_round_alike_and_shards_do_not(ranks) -> None:
 @pytest.mark.slow("further programs across ranks")
 def test_compiled_layers(tmp_path) -> None:
     """features D10: compiled code runs sharded layers between its graphs."""
-    test_modules_functional_and_explained(run_ranks((other_ways,), str(tmp_path / "store")))
+    made = run_ranks((other_ways, served_and_compiled), str(tmp_path / "store"))
+    test_modules_functional_and_explained(made)
+    assert of(made, served_and_compiled) == [True, True]
 
 
 def test_modules_functional_and_explained(ranks) -> None:
@@ -546,8 +617,12 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("empty", "dimension 0 of size 1 over 2 ranks, needed elements for every rank"),
         ("plain x", "InvalidTypeError: x: got a plain tensor, while the weight is on"),
         ("outside", "while the weight is a plain tensor"),
-        ("stored", "ColwiseParallel: got a layer whose weight is stored as codes (mxfp8), needed values"),
-        ("stored, rowwise", "RowwiseParallel: got a layer whose weight is stored as codes (mxfp8), needed values"),
+        ("stored", "ColwiseParallel: got a layer whose weight is stored as codes (mxfp8) and trains, needed values"),
+        ("stored, rowwise", "RowwiseParallel: got a layer whose weight is stored as codes (mxfp8) and trains, needed"),
+        ("tiles", "weight, sharded along N (out_features) of 0: got 128 over 2 ranks, needed parts of one size that "
+                  "are multiples of 128, whole blocks of fp8_128x128. Make out_features a multiple of 256"),
+        ("experts", "got a GroupedLinear whose weight is stored as codes (mxfp8), needed a Linear of microfloat"),
+        ("two axes", "a mesh of 2 dimensions"),
         ("stored replicas", "weight: got a DTensor of stored codes (mxfp8), needed a DTensor of values"),
         ("mesh", "needed a DTensor on the mesh of the weight"),
         ("main_grad", "fuse_wgrad_accumulation"),
@@ -561,6 +636,13 @@ def test_bad_input_is_named_on_every_rank(ranks, name, words) -> None:
         assert said["high precision"] == [4, N]
 
 
+def test_quantized_layers_are_served_by_parts(ranks) -> None:
+    """features D4: serving a model of `quantize_` on several ranks"""
+    for found in of(ranks, served):
+        assert len(found) > 20
+        assert not [key for key, is_right in found.items() if not is_right]
+
+
 def test_recipes_that_differ_are_named(ranks) -> None:
     for message in of(ranks, recipes_differ):
         assert "the first sharded layer: recipe is Float8CurrentScaling" in message
@@ -572,9 +654,12 @@ def test_ranks_on_gpus(tmp_path) -> None:
     """The same through NCCL: results, state, gathered bytes and noise."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, sees {torch.cuda.device_count()}")
-    cases = (on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise)
+    cases = (
+        on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise, served
+    )  # fmt: skip
     made = run_ranks(cases, str(tmp_path / "store"), backend="nccl")
     for found in of(made, bytes_of_one_process):
         assert max(max(errors) for _, errors in found.values()) < 3 * 2.0**-9
     test_delayed_scaling_has_the_state_of_one_process(made)
     test_recipes_that_differ_are_named(made)
+    test_quantized_layers_are_served_by_parts(made)

@@ -28,7 +28,7 @@ from microfloat.torch._tensor_ops.table import (
 )
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["permute"]
+__all__ = ["contraction_unit", "permute"]
 
 aten = torch.ops.aten
 
@@ -181,7 +181,7 @@ def _slice(
     return _slice_contraction(q, first, last, step) if dim == q.axis else _slice_rows(q, dim, first, last, step)
 
 
-def _contraction_unit(q: QuantizedTensor) -> int:
+def contraction_unit(q: QuantizedTensor) -> int:
     """Elements along C that belong together: a block, a byte, a group of the Hadamard transform."""
     block = q.format.block[1] or 1
     return math.lcm(block, q.format.element.codes_per_byte, q.hadamard.size if q.hadamard else 1)
@@ -190,7 +190,7 @@ def _contraction_unit(q: QuantizedTensor) -> int:
 def _slice_contraction(q: QuantizedTensor, first: int, last: int, step: int) -> QuantizedTensor:
     """Cut C at block boundaries (and at whole bytes, and whole groups of the Hadamard transform)."""
     length = q.shape[q.axis]
-    block, unit = q.format.block[1] or 1, _contraction_unit(q)
+    block, unit = q.format.block[1] or 1, contraction_unit(q)
     if step != 1 or first % unit or (last % unit and last != length):
         raise _torn(q, q.axis, f"[{first}:{last}:{step}]", unit)
     per_byte = q.format.element.codes_per_byte
@@ -287,7 +287,8 @@ def _check_shards(q: QuantizedTensor, rows: int, dim: int) -> None:
     if dim == q.axis:
         raise invalid_value(
             "split", f"axis {dim} of a quantized parameter ({q.format}) of shape {tuple(q.shape)}",
-            "another axis than the contraction axis, along which its blocks run", remedy
+            "another axis than the contraction axis, along which its blocks run",
+            f"To cut it by hand: weight.detach(), of which every part is whole blocks. {remedy}",
         )  # fmt: skip
     inner, tile = math.prod(q.codes.shape[1:-1]), (q.format.block[0] or 1) if q.format.is_tile else 1
     if not dim and rows * inner % tile:
@@ -357,7 +358,7 @@ def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> N
     first = tensors[0]
     unit, inner = 1, 1
     if along == -1:
-        unit = _contraction_unit(first)
+        unit = contraction_unit(first)
     elif first.format.is_tile:
         unit, inner = first.format.block[0] or 1, math.prod(first.codes.shape[1:-1])
     if (along > 0 and first.format.is_tile) or any(q.shape[dim] * inner % unit for q in tensors[:-1]):

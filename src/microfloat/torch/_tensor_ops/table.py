@@ -98,6 +98,18 @@ def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
             " Or quantize the other operand too. A plain nn.Linear whose weight is quantized: call "
             "microfloat.torch.convert(model, recipe), or microfloat.torch.linear(x, weight, bias)."
         )
+    elif name.startswith("_grouped_mm"):
+        remedy += (
+            " microfloat.torch.grouped_matmul(x, weight, group_sizes) multiplies experts [E, N, K], with group_sizes = "
+            "offs.diff(prepend=offs.new_zeros(1))."
+        )
+    elif name.startswith("embedding"):
+        remedy += " weight[indices].dequantize() reads the rows of these indices alone."
+    elif name.startswith("as_strided"):
+        remedy += (
+            " Where torch.compile asked, for a view of a quantized argument that compiled code returns: return "
+            "view.clone(), or take the view outside of it."
+        )
     elif name.startswith(("bmm", "baddbmm")):
         remedy += " Quantized matrices are multiplied one by one, or by microfloat.torch.grouped_matmul."
     elif name.split(".")[0].endswith("_") and isinstance(args[0], QuantizedTensor):

@@ -12,13 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, parallel
 
-from microfloat.errors import NotSupportedError
 from microfloat.torch._typing import Arguments
 from microfloat.torch.distributed.linear import Border
 from microfloat.torch.distributed.placed import AsPlaced, Placed, ToLocal, from_the_front
+from microfloat.torch.distributed.stored_parallel import shard_stored
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import LayerNorm, RMSNorm
-from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
@@ -34,7 +33,8 @@ class ColwiseParallel(parallel.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _refuse_stored(module, "ColwiseParallel")
+        if shard_stored(module, device_mesh, self):
+            return module
         return _told(super()._apply(module, device_mesh), self)
 
     @staticmethod
@@ -71,7 +71,8 @@ class RowwiseParallel(parallel.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _refuse_stored(module, "RowwiseParallel")
+        if shard_stored(module, device_mesh, self):
+            return module
         return _told(super()._apply(module, device_mesh), self)
 
     @staticmethod
@@ -155,17 +156,6 @@ def _whole_of(layer: nn.Module, x: torch.Tensor, layouts: Layouts, mesh: DeviceM
         known.clear()  # shapes made anew for every call must not pile up
         placed = known[x.shape] = Placed(mesh, layouts, x.shape)
     return AsPlaced.apply(x, placed, placed)
-
-
-def _refuse_stored(module: nn.Module, style: str) -> None:
-    """Raise NotSupportedError on every rank, before torch scatters the weight of the first one to those that wait."""
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, QuantizedTensor):
-        raise NotSupportedError(
-            f"{style}: got a layer whose weight is stored as codes ({weight.format}), needed values, which every rank "
-            "casts. Build the layer without quantized_model_init or quantize_ and let its recipe quantize it, or shard "
-            "it by fully_shard alone."
-        )
 
 
 def _is_sequence(x: DTensor) -> bool:

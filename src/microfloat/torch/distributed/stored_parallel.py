@@ -1,0 +1,136 @@
+"""Tensor parallelism for layers whose weights `quantize_` has stored: each rank keeps codes and scales of its part.
+
+A rank's part is a plain layer of smaller size, whose calls run as in one process; hooks around them lay x and y out as
+the style says. Codes are never a DTensor: x and y become DTensors where they are redistributed, and nowhere else.
+
+Legend: N = out features, K = in features, R = ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, parallel
+
+from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.recipes import WeightActivation, WeightOnly
+from microfloat.torch._tensor_ops import contraction_unit
+from microfloat.torch.nn.linear import Linear
+from microfloat.torch.tensor import QuantizedTensor
+
+__all__ = ["shard_stored"]
+
+_Style = parallel.ColwiseParallel | parallel.RowwiseParallel
+
+
+def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
+    """Leave to `layer` this rank's part of its stored weight, and lay its calls out by `style`; False if it has none.
+
+    By rows (N / R each) under a column-parallel style, by columns (K / R each) under a row-parallel one, whose results
+    are added up; its bias stays with the first rank alone, so that it is added once. The style's `src_data_rank` sends
+    its weight, None has every rank cut its own. Raises NotSupportedError for weights of `quantized_model_init`, which
+    train, and for meshes of more axes, InvalidValueError where a block would be cut, on every rank and before anything
+    changes. Source: docs/distributed.md.
+    """
+    weight = layer._parameters.get("weight")
+    if not isinstance(weight, QuantizedTensor):
+        return False
+    name, by_rows = type(style).__name__, isinstance(style, parallel.ColwiseParallel)
+    if not isinstance(layer, Linear):
+        raise NotSupportedError(
+            f"{name}: got a {type(layer).__name__} whose weight is stored as codes ({weight.format}), needed a Linear "
+            "of microfloat. Of a plain nn.Linear microfloat.torch.quantize_ makes one; experts go to ranks one by one: "
+            "microfloat.torch.distributed.dispatch."
+        )
+    if not isinstance(layer.pinned, WeightOnly | WeightActivation):
+        raise NotSupportedError(
+            f"{name}: got a layer whose weight is stored as codes ({weight.format}) and trains, needed values, which "
+            "every rank casts, or a layer of microfloat.torch.quantize_. Build the layer without quantized_model_init "
+            "and let its recipe quantize it, or shard it by fully_shard alone."
+        )
+    if mesh.ndim != 1:
+        raise NotSupportedError(
+            f"{name}: got a mesh of {mesh.ndim} dimensions for a weight stored as codes, needed one. Name the "
+            'dimension of tensor parallelism: mesh["tp"].'
+        )
+    _check_parts(layer, weight, mesh.size(), by_rows)
+    rank, dim = mesh.get_local_rank(), 0 if by_rows else 1
+    count = weight.shape[dim] // mesh.size()
+    whole = {"weight": weight.detach(), "bias": layer.bias, "input_amax": layer._buffers.get("input_amax")}
+    source = getattr(style, "src_data_rank", 0)
+    if source is not None and not weight.is_meta:
+        whole = {key: None if one is None else _sent(one.detach(), mesh, source) for key, one in whole.items()}
+    part = whole["weight"].narrow(dim, rank * count, count).clone()  # a view would keep all of it in memory
+    layer.weight = nn.Parameter(part, requires_grad=weight.requires_grad)
+    if layer.bias is not None:
+        own = whole["bias"].detach()
+        bias = own.narrow(0, rank * count, count).clone() if by_rows else own if rank == 0 else None
+        layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=layer.bias.requires_grad)
+    if whole["input_amax"] is not None:
+        layer._buffers["input_amax"] = whole["input_amax"]
+    inside: tuple[Placement, Placement] = (Replicate(), Shard(-1)) if by_rows else (Shard(-1), Partial())
+    layer.register_forward_pre_hook(_entering(mesh, style, inside[0]))
+    layer.register_forward_hook(_leaving(mesh, style, inside[1]))
+    return True
+
+
+def _check_parts(layer: Linear, weight: QuantizedTensor, ranks: int, by_rows: bool) -> None:
+    """Raise InvalidValueError unless every rank gets whole blocks, and as many as the others."""
+    fmt = weight.format
+    block = ((fmt.block[0] or 1) if fmt.is_tile else 1) if by_rows else contraction_unit(weight)
+    size, letter, side = (weight.shape[0], "N", "out_features") if by_rows else (weight.shape[1], "K", "in_features")
+    if size % ranks or size // ranks % block:
+        path = layer.__dict__.get("_path")
+        raise invalid_value(
+            f"weight, sharded along {letter} ({side})" + (f" of {path}" if path else ""),
+            f"{size} over {ranks} ranks",
+            f"parts of one size that are multiples of {block}" + (f", whole blocks of {fmt.name}" * (block > 1)),
+            f"Make {side} a multiple of {ranks * block}, or leave the layer out of the plan.",
+        )  # fmt: skip
+
+
+def _sent(tensor: torch.Tensor, mesh: DeviceMesh, source: int) -> Any:
+    """The tensor of rank `source` of the mesh, on every rank."""
+
+    def sent(part: torch.Tensor) -> torch.Tensor:
+        copied = part.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(copied.reshape(-1).view(torch.uint8), group=mesh.get_group(), group_src=source)
+        return copied
+
+    return tensor.map_parts(sent) if isinstance(tensor, QuantizedTensor) else sent(tensor)
+
+
+def _placed(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (placement,), run_check=False)
+
+
+def _entering(mesh: DeviceMesh, style: _Style, wanted: Placement) -> Callable[[nn.Module, tuple], tuple | None]:
+    """The hook that gives a layer its part of x; of a replica every rank makes a part of the gradient."""
+    (told,) = style.input_layouts
+    replicas = (Partial(),) if isinstance(wanted, Replicate) else None
+
+    def enter(layer: nn.Module, arguments: tuple) -> tuple | None:
+        x, *others = arguments
+        has_gradient = torch.is_grad_enabled() and x.requires_grad
+        if not isinstance(x, DTensor) and told == wanted and not (replicas and has_gradient):
+            return None
+        placed = _placed(x, mesh, told).redistribute(placements=(wanted,))
+        return placed.to_local(grad_placements=replicas), *others
+
+    return enter
+
+
+def _leaving(mesh: DeviceMesh, style: _Style, made: Placement) -> Callable[[nn.Module, tuple, torch.Tensor], Any]:
+    """The hook that lays out y, of which a rank has columns or one of the sums."""
+    (wanted,) = style.output_layouts
+
+    def leave(layer: nn.Module, arguments: tuple, y: torch.Tensor) -> torch.Tensor:
+        if made == wanted and style.use_local_output:
+            return y
+        placed = _placed(y, mesh, made).redistribute(placements=(wanted,))
+        return placed.to_local() if style.use_local_output else placed
+
+    return leave
