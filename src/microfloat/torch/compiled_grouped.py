@@ -54,7 +54,7 @@ def compiled_grouped(
     backend: str,
 ) -> torch.Tensor:  # fmt: skip
     """A grouped call as Dynamo traces it; `layer`: the holder of delayed-scaling state, or None."""
-    asked = layer is not None and (layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute)
+    asked = getattr(layer, "fuse_wgrad_accumulation", False) or getattr(layer, "delay_wgrad_compute", False)
     if asked and torch.is_grad_enabled():
         raise NotSupportedError(OWN_WGRAD)
     token, origin = context.recipe_here(pin_token)

@@ -282,8 +282,8 @@ def revert(model: nn.Module) -> nn.Module:
     for module in model.modules():  # what is kept of a weight refers to it
         module.__dict__.pop("_weight_cache", None)
     for name, module in model.named_modules():
-        is_stored = isinstance(module, RecipeLayer) and isinstance(module._parameters.get("weight"), QuantizedTensor)
-        if is_stored and not _dequantize_weight(module):
+        stored = isinstance(module._parameters.get("weight"), QuantizedTensor)
+        if stored and isinstance(module, RecipeLayer) and not _dequantize_weight(module):
             replaced.append(name or "(root)")
         if isinstance(module, Linear):
             scaling.drop_buffers(module)

@@ -59,17 +59,19 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
     _check_parts(layer, weight, mesh.size(), by_rows)
     rank, dim = mesh.get_local_rank(), 0 if by_rows else 1
     count = weight.shape[dim] // mesh.size()
-    whole = {"weight": weight.detach(), "bias": layer.bias, "input_amax": layer._buffers.get("input_amax")}
+    whole = {"weight": weight.detach()}
+    others = {"bias": layer.bias, "input_amax": layer._buffers.get("input_amax")}
+    whole |= {key: one.detach() for key, one in others.items() if one is not None}
     source = getattr(style, "src_data_rank", 0)
     if source is not None and not weight.is_meta:
-        whole = {key: None if one is None else _sent(one.detach(), mesh, source) for key, one in whole.items()}
+        whole = {key: _sent(one, mesh, source) for key, one in whole.items()}
     part = whole["weight"].narrow(dim, rank * count, count).clone()  # a view would keep all of it in memory
     layer.weight = nn.Parameter(part, requires_grad=weight.requires_grad)
     if layer.bias is not None:
-        own = whole["bias"].detach()
+        own = whole["bias"]
         bias = own.narrow(0, rank * count, count).clone() if by_rows else own if rank == 0 else None
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=layer.bias.requires_grad)
-    if whole["input_amax"] is not None:
+    if "input_amax" in whole:
         layer._buffers["input_amax"] = whole["input_amax"]
     inside: tuple[Placement, Placement] = (Replicate(), Shard(-1)) if by_rows else (Shard(-1), Partial())
     layer.register_forward_pre_hook(_entering(mesh, style, inside[0]))
