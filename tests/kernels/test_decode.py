@@ -1,5 +1,6 @@
 """Products of a few rows with stored codes: values of every format in the interpreter, and what compiles for GPUs."""
 
+import itertools
 import re
 
 import numpy as np
@@ -368,6 +369,44 @@ def test_more_rows_overlap_decoding_and_products(kind, is_even):
         assert len(decoding) > 64
 
 
+def _ordered_for_warpgroups(tokens, length):
+    """Places of x in memory as `decode_order` writes them, each by its number in x [8 * tokens, length]."""
+    from microfloat.kernels.gemm import decode
+
+    cut = DecodeCut(4, 1, 1, tokens, 0, 1, False, True, True, True, WARPGROUPS=True)
+    x = torch.arange(8 * tokens * length, dtype=torch.int16).view(torch.bfloat16).reshape(8 * tokens, length)
+    items = 2 * (length // 256) * tokens * 4
+    words = torch.zeros(items * 128, dtype=torch.int32)
+    decode.decode_order[(items,)](x, None, words, 8 * tokens, length // 8, items, cut, 4, 1, False, 1)
+    return words.view(torch.int16).numpy()
+
+
+def test_the_matrix_descriptor_finds_x_where_it_is_written():
+    """By the PTX ISA: core matrices of 8 tokens and 16 bytes without a swizzle, the next along K and along the tokens
+    at two distances of the descriptor, in units of 16 bytes; and A's registers have k = 2t, 2t + 1, 2t + 8, 2t + 9.
+    """
+    from microfloat.kernels.gemm import warpgroups
+
+    tokens, length = 4, 512
+    memory = interpreting(_ordered_for_warpgroups)(tokens, length)
+    text = warpgroups._text_of_products.fn(tokens, 8, 0)
+    along, across = (
+        int(re.search(pattern, text)[1]) for pattern in (r"or\.b32 lo, lo, (\d+);", r"mov\.b32 hi, (\d+);")
+    )
+    assert (
+        "and.b32 lo, lo, 0x3FFFF; shr.u32 lo, lo, 4;" in text
+    )  # 14 bits, without the number of a program of a cluster
+    (of_k16,) = {int(units) for units in re.findall(r"add\.u32 lo, lo, (\d+);", text)}
+    assert f"m64n{8 * tokens}k16" in text
+    for half, k16, token in itertools.product(range(length // 128), range(8), range(8 * tokens)):
+        for k in range(16):
+            units = half * 2048 * tokens // 16 + k16 * of_k16 + k // 8 * (along >> 16) + token // 8 * across
+            found = int(memory[units * 8 + token % 8 * 8 + k % 8])
+            t, code = k % 8 // 2, k % 2 * 4 + k // 8 + 2 * (k16 % 2)  # pairs of an element and the fourth behind it
+            element = half * 128 + t * 32 + k16 // 2 * 8 + code
+            assert found == token * length + element
+
+
 def _compile_groups(kind, warps, tokens):
     """The machine code of `decode_warpgroups`."""
     from triton.runtime import driver
@@ -393,14 +432,25 @@ def _compile_groups(kind, warps, tokens):
     "kind", [DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(1, 1, 4, 1, 1, 32, False)], ids=["nvfp4", "mxfp4"]
 )
 def test_products_of_half_a_chunk_end_before_its_memory_is_used_again(kind, warps, tokens):
-    """Products of each half end before their warp says that it has multiplied; codes are read from shared memory before
-    the next are copied there; and nothing is spilled."""
+    """The next copy of x waits for all warps, products wait for their own copy, and end before the warp says so; codes
+    are read from shared memory before the next are copied there; and nothing is spilled."""
     lines = [line.split("*/", 1)[-1].strip() for line in other_process()(_compile_groups, kind, warps, tokens)]
     assert not [line for line in lines if re.search(r"\b(STL|LDL)\b", line)]
     assert not _written_too_early(lines)
-    named = {"HGMMA": "multiply", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "wait", "SYNCS.ARRIVE.TRANS64.A1T0": "arrive"}
-    events = [name for line in lines for text, name in named.items() if text in line]
-    assert events == [*["multiply"] * 8, "wait", "arrive"] * 2
+    named = {
+        "HGMMA": "multiply", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "end", "SYNCS.ARRIVE.TRANS64.A1T0": "say",
+        "SYNCS.PHASECHK": "wait", "UBLKCP": "copy",
+    }  # fmt: skip
+    events = []
+    for line in lines[next(i for i, line in enumerate(lines) if line.startswith("LDS.128")) :]:
+        if name := next((name for text, name in named.items() if text in line), None):
+            barrier = re.search(r"\[UR\d+(?:\+(0x[0-9a-f]+))?\]", line) if name in ("say", "wait") else None
+            events.append((name, int(barrier[1] or "0", 16)) if barrier else name)
+    half = [
+        [("wait", 24 - 8 * i), "copy", ("wait", 8 * i), *["multiply"] * 8, "end", ("say", 16 + 8 * i)] for i in (0, 1)
+    ]
+    assert events[: 2 * len(half[0])] == half[0] + half[1]
+    assert {name for name, _ in events[2 * len(half[0]) :]} == {"wait"}  # where one was in vain
     assert {re.search(r"HGMMA\.64x(\d+)x16", line)[1] for line in lines if "HGMMA" in line} == {str(8 * tokens)}
     first = next(i for i, line in enumerate(lines) if line.startswith("LDS.128"))  # what is before copies a first chunk
     named = {"LDS.128": "read", "LDGSTS.E.BYPASS.128": "copy"}
