@@ -389,7 +389,7 @@ def test_the_matrix_descriptor_finds_x_where_it_is_written():
 
     tokens, length = 4, 512
     memory = interpreting(_ordered_for_warpgroups)(tokens, length)
-    text = warpgroups._text_of_products.fn(tokens, 8, 0)
+    text = warpgroups.text_of_products.fn(tokens, 8, 0)
     along, across = (
         int(re.search(pattern, text)[1]) for pattern in (r"or\.b32 lo, lo, (\d+);", r"mov\.b32 hi, (\d+);")
     )

@@ -131,7 +131,7 @@ def _has_multiplied(bars, thread, STAGE: tl.constexpr):
 
 
 @triton.constexpr_function
-def _text_of_products(tokens, count, offset):
+def text_of_products(tokens, count, offset):
     """PTX that adds to $0 and all sums behind it the products of `count` times k16 of A with x at `offset`."""
     sums, columns = 4 * tokens, 8 * tokens
     first, memory = 2 * sums, 2 * sums + 4 * count
@@ -170,7 +170,7 @@ def _floats(count):
 def _products_of_half(a, sums, memory, STAGE: tl.constexpr, CUT: tl.constexpr):
     """sums + A @ x.T of a stage; `a`: the four words of each k16."""
     COUNT: tl.constexpr = len(a) // 4
-    PTX: tl.constexpr = _text_of_products(CUT.TOKENS, COUNT, STAGE * _bytes_of_stage(CUT))
+    PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT, STAGE * _bytes_of_stage(CUT))
     OPERANDS: tl.constexpr = _operands_of_products(CUT.TOKENS, COUNT)
     DTYPES: tl.constexpr = _floats(len(sums))
     return tl.inline_asm_elementwise(PTX, OPERANDS, sums + a + (memory,), dtype=DTYPES, is_pure=False, pack=1)
