@@ -49,7 +49,7 @@ from microfloat.kernels.gemm.elements import (
     scale_words,
     scaled,
 )
-from microfloat.kernels.gemm.shared import all_have_read, copy_half, places, read_codes, read_scales, wait_for_half
+from microfloat.kernels.gemm.shared import copy_half, places, take_half
 
 
 @triton.jit
@@ -280,13 +280,7 @@ def _chunk_sums(
             total = total + (tl.zeros_like(sums[i]),)
     for half in tl.static_range(2):
         if CUT.STAGES == 0 and HW:
-            _, place, _, _, place_of_scales = shared
-            place = wait_for_half(place)
-            words = read_codes(place, half, CUT)
-            if half == 0:
-                all_scales = (read_scales(place_of_scales, 0, CODES, CUT), read_scales(place_of_scales, 1, CODES, CUT))
-                all_have_read(place)
-            copy_half(shared, later, has, half, CODES, CUT)
+            words, all_scales = take_half(shared, all_scales, later, has, half, CODES, CUT)
         else:
             words = loaded[half][0]
         scales = ()

@@ -100,14 +100,14 @@ def copy_half(at, chunk, here, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.
 
 
 @triton.jit
-def wait_for_half(place):
+def _wait_for_half(place):
     """Wait for the older of the two halves under way, as copied by all lanes of the warp."""
     PTX: tl.constexpr = "cp.async.wait_group 1; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
     return tl.inline_asm_elementwise(PTX, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def all_have_read(place):
+def _all_have_read(place):
     """Behind it lanes of the warp may write to what others of it have read before."""
     PTX: tl.constexpr = "bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
     tl.inline_asm_elementwise(PTX, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
@@ -135,7 +135,7 @@ def _number_at(place, BITS: tl.constexpr, AT: tl.constexpr):
 
 
 @triton.jit
-def read_codes(place, HALF: tl.constexpr, CUT: tl.constexpr):
+def _read_codes(place, HALF: tl.constexpr, CUT: tl.constexpr):
     """Four words of half a chunk for both rows of every tile."""
     words = ()
     for i in tl.static_range(2 * CUT.TILES):
@@ -144,10 +144,24 @@ def read_codes(place, HALF: tl.constexpr, CUT: tl.constexpr):
 
 
 @triton.jit
-def read_scales(place, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
+def _read_scales(place, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
     """The scale of a lane's 32 elements of half a chunk, or its two in one word, for both rows of every tile."""
     BYTES: tl.constexpr = bytes_of_scales(CODES)
     stored = ()
     for i in tl.static_range(2 * CUT.TILES):
         stored = stored + (_number_at(place, BYTES, i * 8 * BYTES + HALF * (BYTES // 2)),)
     return stored
+
+
+@triton.jit
+def take_half(shared, scales, chunk, has, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
+    """Four words of half a chunk for both rows of every tile, and the scales of both halves, which come with the first;
+    then copy that half of `chunk` to their place, if it `has` any."""
+    _, place, _, _, place_of_scales = shared
+    place = _wait_for_half(place)
+    words = _read_codes(place, HALF, CUT)
+    if HALF == 0:
+        scales = (_read_scales(place_of_scales, 0, CODES, CUT), _read_scales(place_of_scales, 1, CODES, CUT))
+        _all_have_read(place)
+    copy_half(shared, chunk, has, HALF, CODES, CUT)
+    return words, scales

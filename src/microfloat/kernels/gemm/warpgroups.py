@@ -30,15 +30,7 @@ from microfloat.kernels.gemm.elements import (
     scale_words,
     scaled,
 )
-from microfloat.kernels.gemm.shared import (
-    all_have_read,
-    bytes_of_scales,
-    copy_half,
-    places,
-    read_codes,
-    read_scales,
-    wait_for_half,
-)
+from microfloat.kernels.gemm.shared import bytes_of_scales, copy_half, places, take_half
 
 _STAGES = 2
 _STEPS = tl.constexpr(4)  # of half a chunk: eight elements of each lane, twice k16
@@ -228,13 +220,7 @@ def _sums_of_half(
     their barriers, and threads.
     """
     if HW:
-        _, place, _, _, place_of_scales = shared
-        place = wait_for_half(place)
-        words = read_codes(place, HALF, CUT)
-        if HALF == 0:
-            scales = (read_scales(place_of_scales, 0, CODES, CUT), read_scales(place_of_scales, 1, CODES, CUT))
-            all_have_read(place)
-        copy_half(shared, step + 1, step + 1 < steps, HALF, CODES, CUT)
+        words, scales = take_half(shared, scales, step + 1, step + 1 < steps, HALF, CODES, CUT)
         stored = scales[HALF]
     else:
         words, stored = _loaded_half(codes_at, step, at[3] & 31, HALF, CODES, HW)
