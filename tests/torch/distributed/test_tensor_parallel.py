@@ -387,6 +387,7 @@ def served(rank: int) -> dict[str, bool]:
     configs = {
         "mxfp4": mf.WeightOnly("mxfp4"), "nvfp4": mf.WeightOnly("nvfp4"), "tiles": mf.WeightOnly("fp8_128x128"),
         "mxfp8": mf.WeightActivation("mxfp8"), "static": mf.WeightActivation("fp8_tensor", scales="static"),
+        "dynamic": mf.WeightActivation("fp8_tensor"), "two scales": mf.WeightActivation("nvfp4"),
     }  # fmt: skip
     for name, config in configs.items():
         for style in (ours.ColwiseParallel, ours.RowwiseParallel):
@@ -397,6 +398,7 @@ def served(rank: int) -> dict[str, bool]:
             )
             for tensor in (x, *one.parameters()):
                 tensor.random_(-7, 8)
+            x[:, :128].clamp_(-3, 3), x[:, -1].fill_(7)  # the last rank has the largest
             mf.quantize_(one, config)
             if config.is_static:
                 with mf.calibrate(one):
@@ -410,7 +412,10 @@ def served(rank: int) -> dict[str, bool]:
             found[key] = torch.equal(part.dequantize(), whole.dequantize().chunk(world, dim)[rank])
             found[key + ", bytes"] = part.codes.untyped_storage().nbytes() * world == whole.codes.nbytes
             # FP8 tensor cores cut what they add up, so that the order of their sums shows.
-            if name != "nvfp4" and (whole.device.type == "cpu" or isinstance(config, mf.WeightOnly)):
+            if name == "two scales":
+                mine(x)
+                found[key + ", amax"] = style is ours.ColwiseParallel or mine[0].input_amax.item() == 7
+            elif name != "nvfp4" and (whole.device.type == "cpu" or isinstance(config, mf.WeightOnly)):
                 x.requires_grad_()
                 y, wanted = mine(x), one(x)
                 found[key + ", y"] = torch.equal(y, wanted)
@@ -427,14 +432,16 @@ def served(rank: int) -> dict[str, bool]:
 
 
 def served_and_compiled(rank: int) -> bool:
-    """True if one graph of both styles, with the reduction between ranks in it, gives the bytes of eager mode."""
-    world = dist.get_world_size()
+    """True if one graph of both styles, with the reductions between ranks in it, gives the bytes of eager mode."""
+    world, is_right = dist.get_world_size(), []
     mesh = init_device_mesh(torch.get_default_device().type, (world,))
-    model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
-    mf.quantize_(model, mf.WeightActivation("mxfp8"))
-    theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
-    x = drawn(4, 64, seed=1)
-    return torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    for format in ("mxfp8", "fp8_tensor"):
+        model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
+        mf.quantize_(model, mf.WeightActivation(format))
+        theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
+        x, wanted = drawn(4, 64, seed=1), model(drawn(4, 64, seed=1))
+        is_right.append(torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), wanted))
+    return all(is_right)
 
 
 def refusals(rank: int):

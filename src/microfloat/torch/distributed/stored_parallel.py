@@ -7,6 +7,8 @@ Legend: N = out features, K = in features, R = ranks.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.recipes import WeightActivation, WeightOnly
 from microfloat.torch._tensor_ops import contraction_unit
+from microfloat.torch.failures import in_collective
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -30,10 +33,11 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
     """Leave to `layer` this rank's part of its stored weight, and lay its calls out by `style`; False if it has none.
 
     By rows (N / R each) under a column-parallel style, by columns (K / R each) under a row-parallel one, whose results
-    are added up; its bias stays with the first rank alone, so that it is added once. The style's `src_data_rank` sends
-    its weight, None has every rank cut its own. Raises NotSupportedError for weights of `quantized_model_init`, which
-    train, and for meshes of more axes, InvalidValueError where a block would be cut, on every rank and before anything
-    changes. Source: docs/distributed.md.
+    are added up. There the bias stays with the first rank alone, so that it is added once; and the scale of a whole
+    input is that of its columns on all ranks, whose amaxes take one all-reduce a call: the cast reads the largest as it
+    would a static one. The style's `src_data_rank` sends its weight, None has every rank cut its own. Raises
+    NotSupportedError for weights of `quantized_model_init`, which train, and for meshes of more axes, InvalidValueError
+    where a block would be cut, on every rank and before anything changes. Source: docs/distributed.md.
     """
     weight = layer._parameters.get("weight")
     if not isinstance(weight, QuantizedTensor):
@@ -75,6 +79,10 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
         layer._buffers["input_amax"] = whole["input_amax"]
     inside: tuple[Placement, Placement] = (Replicate(), Shard(-1)) if by_rows else (Shard(-1), Partial())
     layer.register_forward_pre_hook(_entering(mesh, style, inside[0]))
+    if not by_rows and _casts_whole_inputs(layer.pinned):
+        layer.pin(replace(layer.pinned, scales="static"))
+        layer.register_buffer("input_amax", torch.zeros((), device=part.device), persistent=False)
+        layer.register_forward_pre_hook(_measuring(mesh))
     layer.register_forward_hook(_leaving(mesh, style, inside[1]))
     return True
 
@@ -123,6 +131,31 @@ def _entering(mesh: DeviceMesh, style: _Style, wanted: Placement) -> Callable[[n
         return placed.to_local(grad_placements=replicas), *others
 
     return enter
+
+
+def _casts_whole_inputs(config: object) -> bool:
+    """True where an activation has one scale, or one tensor scale, which its own amax decides."""
+    if not isinstance(config, WeightActivation) or config.scales == "static":
+        return False
+    cast = config.fprop.lhs
+    return cast is not None and cast.takes_amax and cast.tensor_scale != "row"
+
+
+def _measuring(mesh: DeviceMesh) -> Callable[[nn.Module, tuple], None]:
+    """The hook that gives a layer the amax of x on all ranks, of which each has some columns."""
+    group = mesh.get_group()
+
+    def measure(layer: nn.Module, arguments: tuple) -> None:
+        x = arguments[0].detach()
+        if x.numel():  # as many rows on all ranks
+            bits = (
+                x.abs().amax().float().view(torch.int32)
+            )  # never negative, so that they order as integers; NaN is above
+            with nullcontext() if torch.compiler.is_compiling() else in_collective("the amax of x on all ranks", group):
+                dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+            layer.get_buffer("input_amax").copy_(bits.view(torch.float32))
+
+    return measure
 
 
 def _leaving(mesh: DeviceMesh, style: _Style, made: Placement) -> Callable[[nn.Module, tuple, torch.Tensor], Any]:
