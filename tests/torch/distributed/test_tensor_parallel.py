@@ -409,6 +409,7 @@ def served(rank: int) -> dict[str, bool]:
             layouts = {"input_layouts": Replicate(), "output_layouts": Replicate()}
             theirs.parallelize_module(mine, mesh, {"0": style(**layouts)})
             key, part, dim = f"{name} {style.__name__}", mine[0].weight, int(style is ours.RowwiseParallel)
+            found[key + ", sizes"] = (mine[0].out_features, mine[0].in_features) == part.shape
             found[key] = torch.equal(part.dequantize(), whole.dequantize().chunk(world, dim)[rank])
             found[key + ", bytes"] = part.codes.untyped_storage().nbytes() * world == whole.codes.nbytes
             # FP8 tensor cores cut what they add up, so that the order of their sums shows.
@@ -476,6 +477,11 @@ def refusals(rank: int):
     experts = mf.GroupedLinear(2, K, 64 * world)
     mf.quantize_(experts, mf.WeightOnly("mxfp8"))
     attempt("experts", lambda: theirs.parallelize_module(experts, mesh, ours.ColwiseParallel()))
+    cut = nn.Sequential(mf.Linear(K, 64 * world))
+    mf.quantize_(cut, mf.WeightOnly("mxfp8"))
+    theirs.parallelize_module(cut, mesh, {"0": ours.ColwiseParallel()})
+    attempt("cut twice", lambda: theirs.parallelize_module(cut, mesh, {"0": ours.RowwiseParallel()}))
+    attempt("by keyword", lambda: cut[0](input=torch.ones(2, K)))
     two = init_device_mesh(torch.get_default_device().type, (1, world))
     attempt("two axes", lambda: theirs.parallelize_module(tiles, two, {"0": ours.ColwiseParallel()}))
     attempt("stored replicas", lambda: stored(DTensor.from_local(seeded(4, K, seed=2).float(), mesh, [Shard(0)])))
@@ -630,6 +636,8 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
                   "are multiples of 128, whole blocks of fp8_128x128. Make out_features a multiple of 256"),
         ("experts", "got a GroupedLinear whose weight is stored as codes (mxfp8), needed a Linear of microfloat"),
         ("two axes", "a mesh of 2 dimensions"),
+        ("cut twice", "of which this rank already has a part, of (64, 256), needed a whole one, of (128, 256)"),
+        ("by keyword", "InvalidTypeError: x: got none by position"),
         ("stored replicas", "weight: got a DTensor of stored codes (mxfp8), needed a DTensor of values"),
         ("mesh", "needed a DTensor on the mesh of the weight"),
         ("main_grad", "fuse_wgrad_accumulation"),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, parallel
 
-from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import WeightActivation, WeightOnly
 from microfloat.torch._tensor_ops import contraction_unit
 from microfloat.torch.failures import in_collective
@@ -36,8 +36,9 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
     are added up. There the bias stays with the first rank alone, so that it is added once; and the scale of a whole
     input is that of its columns on all ranks, whose amaxes take one all-reduce a call: the cast reads the largest as it
     would a static one. The style's `src_data_rank` sends its weight, None has every rank cut its own. Raises
-    NotSupportedError for weights of `quantized_model_init`, which train, and for meshes of more axes, InvalidValueError
-    where a block would be cut, on every rank and before anything changes. Source: docs/distributed.md.
+    NotSupportedError for weights of `quantized_model_init`, which train, for layers that have been cut and for meshes
+    of more axes, InvalidValueError where a block would be cut, on every rank and before anything changes. Source:
+    docs/distributed.md.
     """
     weight = layer._parameters.get("weight")
     if not isinstance(weight, QuantizedTensor):
@@ -54,6 +55,11 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
             f"{name}: got a layer whose weight is stored as codes ({weight.format}) and trains, needed values, which "
             "every rank casts, or a layer of microfloat.torch.quantize_. Build the layer without quantized_model_init "
             "and let its recipe quantize it, or shard it by fully_shard alone."
+        )
+    if "_whole_shape" in vars(layer):
+        raise NotSupportedError(
+            f"{name}: got a layer of which this rank already has a part, of {tuple(weight.shape)}, needed a whole one, "
+            f"of {layer._whole_shape}. Name each layer once in the plans of parallelize_module."
         )
     if mesh.ndim != 1:
         raise NotSupportedError(
@@ -75,6 +81,8 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
         own = whole["bias"]
         bias = own.narrow(0, rank * count, count).clone() if by_rows else own if rank == 0 else None
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=layer.bias.requires_grad)
+    layer._whole_shape = tuple(weight.shape)
+    layer.out_features, layer.in_features = part.shape
     if "input_amax" in whole:
         layer._buffers["input_amax"] = whole["input_amax"]
     inside: tuple[Placement, Placement] = (Replicate(), Shard(-1)) if by_rows else (Shard(-1), Partial())
@@ -123,6 +131,8 @@ def _entering(mesh: DeviceMesh, style: _Style, wanted: Placement) -> Callable[[n
     replicas = (Partial(),) if isinstance(wanted, Replicate) else None
 
     def enter(layer: nn.Module, arguments: tuple) -> tuple | None:
+        if not arguments:
+            raise invalid_type("x", "none by position", "x [..., K] as the first argument", "Call layer(x).")
         x, *others = arguments
         has_gradient = torch.is_grad_enabled() and x.requires_grad
         if not isinstance(x, DTensor) and told == wanted and not (replicas and has_gradient):
@@ -148,9 +158,8 @@ def _measuring(mesh: DeviceMesh) -> Callable[[nn.Module, tuple], None]:
     def measure(layer: nn.Module, arguments: tuple) -> None:
         x = arguments[0].detach()
         if x.numel():  # as many rows on all ranks
-            bits = (
-                x.abs().amax().float().view(torch.int32)
-            )  # never negative, so that they order as integers; NaN is above
+            # Never negative, so that they order as integers, with NaN above all numbers.
+            bits = x.abs().amax().float().view(torch.int32)
             with nullcontext() if torch.compiler.is_compiling() else in_collective("the amax of x on all ranks", group):
                 dist.all_reduce(bits, dist.ReduceOp.MAX, group)
             layer.get_buffer("input_amax").copy_(bits.view(torch.float32))

@@ -50,7 +50,8 @@ UNPINNED = _Unpinned()
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
-                  "_followed", "fuse_wgrad_accumulation", "delay_wgrad_compute", "_waiting", "_shards")  # fmt: skip
+                  "_followed", "fuse_wgrad_accumulation", "delay_wgrad_compute", "_waiting", "_shards",
+                  "_whole_shape")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
