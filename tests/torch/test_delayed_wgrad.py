@@ -68,6 +68,44 @@ def test_each_call_takes_the_oldest_of_every_layer():
     assert means == pytest.approx([16, 48, 48], rel=0.05)
 
 
+@pytest.mark.parametrize("changed", ["x", "dy"])
+def test_a_change_in_place_of_what_wgrad_reads_is_named(changed):
+    """Autograd sees it until backward; in high precision x and dy are read later than that."""
+    layer = mf.Linear(32, 48, delay_wgrad_compute=True)
+    tensors = {"x": torch.ones(8, 32), "dy": torch.ones(8, 48)}
+    layer(tensors["x"]).backward(tensors["dy"])
+    with torch.no_grad():
+        layer.weight.mul_(2)  # dw does not read it
+    tensors[changed].zero_()
+    with pytest.raises(NotSupportedError, match="backward_dw: got an x or dy that was written to in place"):
+        mf.backward_dw(layer)
+    quantized = mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True)  # has codes of its own
+    quantized(tensors["x"].fill_(1)).backward(tensors["dy"].fill_(1))
+    tensors[changed].zero_()
+    mf.backward_dw(quantized)
+    assert (quantized.weight.grad == 8).all()
+
+
+def test_experts_keep_only_what_wgrad_reads():
+    experts = mf.GroupedLinear(2, 32, 48, delay_wgrad_compute=True)
+    experts(torch.ones(8, 32), [3, 5]).sum().backward()
+    with torch.no_grad():
+        experts.weight.mul_(2)  # an operand of dgrad alone
+    mf.backward_dw(experts)
+    assert [part.unique().item() for part in experts.weight.grad] == [3, 5]
+
+
+def test_one_call_takes_all_calls_of_a_layer_in_a_backward():
+    gradients = []
+    for delays in (False, True):
+        torch.manual_seed(0)
+        layer, x = mf.Linear(32, 32, recipe="mxfp8", delay_wgrad_compute=delays), torch.randn(8, 32)
+        layer(layer(x)).sum().backward()
+        mf.backward_dw(layer)
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients)
+
+
 def test_hooks_see_the_gradient_when_it_is_there():
     with mf.quantized_model_init(recipe="mxfp8"):
         stored = mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True)

@@ -50,7 +50,7 @@ class Postponed:
                 f"delay_wgrad_compute: got True for a layer with a weight {kind}, needed a plain parameter, whose "
                 "gradient may come after backward. Leave it out of this layer."
             )
-        self._waiting: deque[Callable[[], None]] = vars(layer).setdefault("_waiting", deque())
+        self._waiting: deque[tuple[int, Callable[[], None]]] = vars(layer).setdefault("_waiting", deque())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._schedule, name)
@@ -63,29 +63,44 @@ class Postponed:
         schedule, weights = self._schedule, self._weights
         dx, _ = schedule.gradients(dy, saved, wants_dx, False)
         if wants_dw:
-            kept = saved if schedule.number else saved[:3]  # without the operand of the weight
+            first = bool(schedule.number)  # a grouped dy begins with the groups
+            # Six parts of each group, or of the one matrix: those of dgrad go.
+            dy[first:] = [part if index % 6 > 2 else None for index, part in enumerate(dy[first:])]
+            kept = [part if index % 6 < 3 else None for index, part in enumerate(saved)]
+            # In high precision these are x and dy themselves, or views of them.
+            read = [part for part in (*dy[first::3], *kept[::3]) if part is not None and not part.is_inference()]
+            versions = [part._version for part in read]
 
             def multiply() -> None:
+                if [part._version for part in read] != versions:
+                    raise NotSupportedError(
+                        "backward_dw: got an x or dy that was written to in place since backward, needed the one of "
+                        "backward, which a wgrad in high precision reads itself. Write to another tensor, or call "
+                        "backward_dw before."
+                    )
                 with schedule.scope():
                     _, dw = schedule.gradients(dy, kept, False, True, into)
                 if dw is not None:
                     parts = dw.split([one.shape[0] for one in weights])
                     torch.autograd.backward(weights, parts)  # as backward adds it, with the hooks of the weight
 
-            self._waiting.append(multiply)
+            self._waiting.append((torch._C._current_graph_task_id(), multiply))
         return dx, None
 
 
 def backward_dw(model: nn.Module) -> None:
     """Multiply the weight gradients that backward has left waiting in the layers of `model`, and add them up.
 
-    For layers with `delay_wgrad_compute`, after each backward or some backwards later: one call takes the oldest of
-    every layer. dw goes to ``weight.grad``, or to ``weight.main_grad`` under `fuse_wgrad_accumulation`; its bits are
-    those without the delay. Layers in which nothing waits are left alone. On a GPU call it on the stream of the
-    backward. Raises InvalidTypeError for anything but a module.
+    For layers with `delay_wgrad_compute`, after each backward or some backwards later: one call takes what the oldest
+    backward has left in each layer, however often that layer was called. dw goes to ``weight.grad``, or to
+    ``weight.main_grad`` under `fuse_wgrad_accumulation`; its bits are those without the delay. Layers in which nothing
+    waits are left alone. On a GPU call it on the stream of the backward. Raises InvalidTypeError for anything but a
+    module, NotSupportedError for an x or dy that wgrad reads in high precision and that was written to in place since.
     """
     check_model(model)
     for layer in model.modules():
         waiting = vars(layer).get("_waiting")
         if waiting:
-            waiting.popleft()()
+            backward = waiting[0][0]
+            while waiting and waiting[0][0] == backward:
+                waiting.popleft()[1]()
