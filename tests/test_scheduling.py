@@ -21,6 +21,16 @@ def pytest_configure(config):
     if config.option.numprocesses:
         config.pluginmanager.register(scheduling.Watch())
 """
+# Ends with the process that runs it all: pytest-xdist would wait another five seconds for the test.
+BLOCKED = """
+import os, time
+
+def test_blocked():
+    runs_it_all = os.getppid()
+    while os.getppid() == runs_it_all:
+        time.sleep(0.05)
+    os._exit(1)
+"""
 BRIEF = """
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
@@ -129,7 +139,7 @@ def test_the_run_ends_after_a_process_was_replaced(tmp_path, repository, crash) 
 
 def test_a_run_of_which_nothing_is_heard_ends(tmp_path, repository) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST + WATCHED)
-    (tmp_path / "test_blocked.py").write_text("import time\n\ndef test_blocked():\n    time.sleep(50)\n")
+    (tmp_path / "test_blocked.py").write_text(BLOCKED)
     ended = run(tmp_path, repository)
     assert ended.returncode == 1
     assert "Timeout" in ended.stderr
