@@ -73,6 +73,10 @@ def pytest_configure(config):
         from tests.scheduling import Watch
 
         config.pluginmanager.register(Watch())
+    from tests.scheduling import FromTheEnd, imports_from_the_end
+
+    if imports_from_the_end(config):
+        config.pluginmanager.register(FromTheEnd())
     # Files of results and tables of durations are made of all reports, and -v says when a test begins.
     wants_all = config.option.xmlpath or config.option.durations is not None or config.option.verbose > 0
     if hasattr(config, "workerinput") and not wants_all:

@@ -21,6 +21,16 @@ def pytest_configure(config):
     if config.option.numprocesses:
         config.pluginmanager.register(scheduling.Watch())
 """
+# Ends with the process that runs it all: pytest-xdist would wait another five seconds for the test.
+BLOCKED = """
+import os, time
+
+def test_blocked():
+    runs_it_all = os.getppid()
+    while os.getppid() == runs_it_all:
+        time.sleep(0.05)
+    os._exit(1)
+"""
 BRIEF = """
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
@@ -64,6 +74,22 @@ def test_of_group(case):
 """
 
 
+FROM_THE_END = """
+def pytest_configure(config):
+    if hasattr(config, "workerinput") and scheduling.imports_from_the_end(config):
+        config.pluginmanager.register(scheduling.FromTheEnd())
+"""
+RECORDED = """
+import os, pathlib
+
+with open(pathlib.Path(__file__).parents[1] / os.environ["PYTEST_XDIST_WORKER"], "a") as imported:
+    imported.write(pathlib.Path(__file__).stem[-1])
+
+def test_first(): pass
+def test_second(): pass
+"""
+
+
 def run(folder, repository):
     """pytest over two processes on the tests in a folder."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -85,6 +111,18 @@ def test_what_went_wrong_anywhere_is_told_briefly(tmp_path, repository) -> None:
     assert "[100%]" in ended.stdout
 
 
+def test_the_second_process_imports_from_the_end_and_reports_the_same_order(tmp_path, repository) -> None:
+    """Otherwise pytest-xdist refuses to run anything."""
+    (tmp_path / "conftest.py").write_text(CONFTEST + FROM_THE_END)
+    for path in ("one/test_a", "one/test_b", "two/test_c", "two/test_d"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{path}.py").write_text(RECORDED)
+    ended = run(tmp_path, repository)
+    assert (ended.returncode, "8 passed" in ended.stdout) == (0, True), ended.stdout
+    assert (tmp_path / "gw0").read_text() == "abcd"
+    assert (tmp_path / "gw1").read_text() == "dcba"
+
+
 @pytest.mark.slow("places of a crash, one run of pytest for each")
 @pytest.mark.parametrize("crash", [(6, 2), (8, 0)], ids=["late", "the last"])
 def test_the_run_ends_after_a_process_was_replaced(tmp_path, repository, crash) -> None:
@@ -101,7 +139,7 @@ def test_the_run_ends_after_a_process_was_replaced(tmp_path, repository, crash) 
 
 def test_a_run_of_which_nothing_is_heard_ends(tmp_path, repository) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST + WATCHED)
-    (tmp_path / "test_blocked.py").write_text("import time\n\ndef test_blocked():\n    time.sleep(50)\n")
+    (tmp_path / "test_blocked.py").write_text(BLOCKED)
     ended = run(tmp_path, repository)
     assert ended.returncode == 1
     assert "Timeout" in ended.stderr
