@@ -81,7 +81,7 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
         own = whole["bias"]
         bias = own.narrow(0, rank * count, count).clone() if by_rows else own if rank == 0 else None
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=layer.bias.requires_grad)
-    layer._whole_shape = tuple(weight.shape)
+    vars(layer)["_whole_shape"] = tuple(weight.shape)
     layer.out_features, layer.in_features = part.shape
     if "input_amax" in whole:
         layer._buffers["input_amax"] = whole["input_amax"]
