@@ -88,7 +88,12 @@ def test_a_change_in_place_of_what_wgrad_reads_is_named(changed):
 
 def test_experts_keep_only_what_wgrad_reads():
     experts = mf.GroupedLinear(2, 32, 48, delay_wgrad_compute=True)
-    experts(torch.ones(8, 32), [3, 5]).sum().backward()
+    experts(torch.ones(8, 32, requires_grad=True), [3, 5]).sum().backward()
+    _, multiply = experts._waiting[0]
+    read = dict(zip(multiply.__code__.co_freevars, multiply.__closure__, strict=True))
+    for name, first in (("dy", 1), ("kept", 0)):  # six parts of each expert: row and column operand, or x and w
+        parts = read[name].cell_contents[first:]
+        assert sum(part is not None for part in parts) == experts.num_groups
     with torch.no_grad():
         experts.weight.mul_(2)  # an operand of dgrad alone
     mf.backward_dw(experts)
@@ -104,6 +109,29 @@ def test_one_call_takes_all_calls_of_a_layer_in_a_backward():
         mf.backward_dw(layer)
         gradients.append(layer.weight.grad)
     assert torch.equal(*gradients)
+
+
+def test_parts_of_a_joint_layer_may_differ():
+    module = mf.LayerNormLinear(32, 48, split={"q": 32, "k": 16}, recipe="mxfp8")
+    module.q.delay_wgrad_compute = True
+    module(torch.randn(2, 32)).sum().backward()
+    assert module.q.weight.grad is None
+    assert module.k.weight.grad is not None
+    mf.backward_dw(module)
+    assert module.q.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # read by Dynamo
+@pytest.mark.parametrize("joint", [False, True])
+def test_compiled_code_leaves_it_to_eager_mode(joint):
+    options = {"recipe": "mxfp8", "delay_wgrad_compute": True}
+    layer = mf.LayerNormLinear(32, 48, split={"q": 32, "k": 16}, **options) if joint else mf.Linear(32, 48, **options)
+    weight, x = (layer.q if joint else layer).weight, torch.randn(8, 32)
+    torch._dynamo.reset()
+    torch.compile(layer, backend="aot_eager")(x).sum().backward()
+    assert weight.grad is None
+    mf.backward_dw(layer)
+    assert weight.grad.any()
 
 
 def test_hooks_see_the_gradient_when_it_is_there():
@@ -126,6 +154,7 @@ def test_what_waits_stays_out_of_copies_and_of_what_revert_leaves():
     mf.backward_dw(other)
     assert other[0].delay_wgrad_compute
     assert other[0].weight.grad is None
+    assert model[0].weight.grad is None
     assert "delay_wgrad_compute=True" in repr(model)
     mf.revert(model)
     assert not {"_waiting", "delay_wgrad_compute"} & set(vars(model[0]))

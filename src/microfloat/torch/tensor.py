@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from microfloat.arguments import check_sizes, check_unpacked, normalize_axis
+from microfloat.arguments import check_sizes, normalize_axis
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.layout import Storage, array_layout, leading_axes, scale_shape
+from microfloat.layout import array_layout, leading_axes, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import _operators, backends
+from microfloat.torch._codes import as_bytes, check_width, strides_of, told_shape, unpacked, width_of
 from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.backends.base import Operand, dtype_name
-from microfloat.torch.packing import pack_fp6, unpack_fp6
+from microfloat.torch.packing import pack_fp6
 from microfloat.torch.reference._elements import codes_dtype
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ _NO_ORDER = (
     "again what is out of bounds: q.copy_(torch.nn.init.trunc_normal_(torch.empty_like(q)))."
 )
 _NOTHING = contextlib.nullcontext()
-# What is stored as bytes and has a dtype of its own in torch, by the names of formats.
-_DTYPES_OF_BYTES = {"E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn, "E2M1": torch.float4_e2m1fn_x2}
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
 
 
@@ -89,7 +88,7 @@ class QuantizedTensor(torch.Tensor):
         cls: type, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
         axis: int, shape: Sequence[int], dtype: torch.dtype, root: "QuantizedTensor | None" = None,
     ) -> "QuantizedTensor":  # fmt: skip
-        strides = _strides(codes, axis, shape, cast.format)
+        strides = strides_of(codes, axis, shape, cast.format)
         # A view that inference mode makes of an ordinary tensor is ordinary too, as its codes are.
         with torch.inference_mode(codes.is_inference()) if torch.is_inference_mode_enabled() else _NOTHING:
             wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -133,10 +132,10 @@ class QuantizedTensor(torch.Tensor):
         if not isinstance(codes, torch.Tensor):
             raise invalid_type("codes", type(codes), f"a torch.Tensor of torch.{storage.codes_dtype}")
         if storage.codes_dtype == "uint8":
-            codes = _as_bytes(codes, storage.format.element.name)
-        scale = _as_bytes(scale, storage.format.scale.name)
+            codes = as_bytes(codes, storage.format.element.name)
+        scale = as_bytes(scale, storage.format.scale.name)
         if packed:
-            codes = _unpacked(codes, storage, shape, axis)
+            codes = unpacked(codes, storage, shape, axis)
         if shape is None:
             last = codes.shape[-1] * storage.codes_per_byte if codes.dim() else 1
             shape = (*codes.shape[:-1], last)
@@ -261,7 +260,7 @@ class QuantizedTensor(torch.Tensor):
     def packed_codes(self) -> torch.Tensor:
         """The codes as uint8 bytes without gaps, operand form: FP6 four in three bytes, others as they are stored."""
         codes = self.codes.view(torch.uint8)
-        return pack_fp6(codes) if _width(self.format) == 6 else codes
+        return pack_fp6(codes) if width_of(self.format) == 6 else codes
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The plain tensors inside, by attribute name."""
@@ -326,7 +325,7 @@ class QuantizedTensor(torch.Tensor):
         """Names of the parts, and all else but the shape; of that what the parts do not tell, where it is known."""
         more = None
         if type(self.shape[self.axis]) is int and type(self.codes.shape[-1]) is int:
-            told = _told_shape(self.codes, self.cast, self.axis)
+            told = told_shape(self.codes, self.cast, self.axis)
             more = None if len(told) == self.dim() and told == self.shape else (self.dim(), self.shape[self.axis])
         return list(self.parts()), (self.cast, self.axis, self.dtype, self.root is not None, more)
 
@@ -341,7 +340,7 @@ class QuantizedTensor(torch.Tensor):
     ) -> "QuantizedTensor":  # fmt: skip
         cast, axis, dtype, is_slice, more = context
         if outer_size is None:  # of a caller that leaves it to the parts
-            outer_size = _told_shape(parts["codes"], cast, axis)
+            outer_size = told_shape(parts["codes"], cast, axis)
             if more is not None:
                 outer_size = (more[1],) if more[0] == 1 else (*outer_size[:axis], more[1], *outer_size[axis + 1 :])
         return QuantizedTensor(
@@ -573,58 +572,4 @@ def _check_parts(
                 name, f"an expanded tensor of strides {part.stride()}", "memory of its own for every entry",
                 "Call .contiguous() first.",
             )  # fmt: skip
-    _check_width(codes, fmt)
-
-
-def _as_bytes(part: torch.Tensor, name: str) -> torch.Tensor:
-    """Scales, or codes of FP4, as the bytes that they are; everything else as it is."""
-    is_bytes = isinstance(part, torch.Tensor) and part.dtype == _DTYPES_OF_BYTES.get(name)
-    return part.view(torch.uint8) if is_bytes else part
-
-
-def _width(fmt: ScaledFormat) -> int:
-    return 1 + fmt.element.exponent_bits + fmt.element.mantissa_bits  # fields, which Dynamo reads
-
-
-def _unpacked(codes: torch.Tensor, storage: Storage, shape: Sequence[int] | None, axis: int) -> torch.Tensor:
-    """Packed bytes as the codes that a tensor of this shape stores; its contraction length may be left open."""
-    if codes.dtype != torch.uint8 or not codes.dim():
-        raise invalid_type("codes", f"{codes.dtype} of {codes.dim()} axes", "uint8 bytes, the contraction axis last")
-    if _width(storage.format) != 6:
-        return codes.view(getattr(torch, storage.codes_dtype))
-    length = codes.shape[-1] // 3 * 4
-    if shape is not None and len(shape):
-        length = -(-shape[axis] // storage.group) * storage.group
-    return unpack_fp6(codes, length)
-
-
-def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
-    """Refuse codes with bits above the element's width: packed FP6, or bytes of another format."""
-    is_hidden = _operators.is_tracing(codes) or (codes.is_cuda and torch.cuda.is_current_stream_capturing())
-    if is_hidden or codes.dtype != torch.uint8 or fmt.element.bits in (4, 8) or not codes.numel():
-        return
-    check_unpacked(int(codes.max()), fmt.element.bits, fmt.name, "microfloat.torch.unpack_fp6")
-
-
-def _told_shape(codes: torch.Tensor, cast: Cast, axis: int) -> tuple[int, ...]:
-    """The shape of a tensor of two dimensions or more with such codes, whose contraction length is not filled up."""
-    *leading, width = codes.shape
-    return (*leading[:axis], width * cast.format.element.codes_per_byte, *leading[axis:])
-
-
-def _strides(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: ScaledFormat) -> tuple[int, ...]:
-    """Strides in elements: those of the codes, whose rows may be padded; the contraction axis is innermost.
-
-    The leading axes of the codes are those of `shape` without `axis`.
-    """
-    *leading, last = codes.stride()
-    if codes.is_contiguous():  # padding of a row shows where rows are strided only
-        leading, last = [max(shape[axis], 1)] if shape else [], 1
-        for size in reversed(codes.shape[1:-1]):
-            leading.insert(0, leading[0] * max(size, 1))
-    else:
-        per_byte = 2 if _width(fmt) == 4 else 1
-        leading = [stride * per_byte for stride in leading]
-    if len(shape) < 2:
-        return (last,) * len(shape)
-    return (*leading[:axis], last, *leading[axis:])
+    check_width(codes, fmt)

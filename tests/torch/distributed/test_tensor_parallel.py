@@ -413,6 +413,9 @@ def served(rank: int) -> dict[str, bool]:
             found[key] = torch.equal(part.dequantize(), whole.dequantize().chunk(world, dim)[rank])
             found[key + ", bytes"] = part.codes.untyped_storage().nbytes() * world == whole.codes.nbytes
             # FP8 tensor cores cut what they add up, so that the order of their sums shows.
+            found[key + ", no rows"] = mine(x[:0]).shape == one(x[:0]).shape
+            kept = one.state_dict().keys() - ({"0.bias"} if mine[0].bias is None else set())
+            found[key + ", keys"] = mine.state_dict().keys() == kept
             if name == "two scales":
                 mine(x)
                 found[key + ", amax"] = style is ours.ColwiseParallel or mine[0].input_amax.item() == 7
@@ -422,6 +425,10 @@ def served(rank: int) -> dict[str, bool]:
                 found[key + ", y"] = torch.equal(y, wanted)
                 (dx,), (wanted,) = (torch.autograd.grad(result.sum(), x) for result in (y, wanted))
                 found[key + ", dx"] = torch.equal(dx, wanted)
+    rows = nn.Sequential(nn.Linear(128 * world, 64)).requires_grad_(False)
+    mf.quantize_(rows, mf.WeightActivation("nvfp4_row"))
+    theirs.parallelize_module(rows, mesh, {"0": ours.RowwiseParallel()})
+    found["scales of rows are its own"] = rows[0].pinned == mf.WeightActivation("nvfp4_row")
     local = nn.Sequential(nn.Linear(64, 64 * world)).requires_grad_(False)
     local[0].weight.fill_(float(rank))
     mf.quantize_(local, mf.WeightOnly("mxfp8"))
