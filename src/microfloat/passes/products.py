@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
@@ -27,6 +27,7 @@ _CHUNK_BITS = 1024  # of a row's codes, which four lanes take in two halves
 _WARPS_THAT_ORDER = 4
 # Of `decode_wide`: bits of a row's codes in a step, and elements that a program orders or sums.
 _STEP_BITS, _ORDERED_TOGETHER, _SUMMED_TOGETHER = 512, 1024, 1024
+Division = TypeVar("Division")  # what a table says of one
 _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
 
@@ -246,9 +247,7 @@ _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
 
 # With how many warps `gemm.warpgroups` multiplies on a Hopper, by the most rows of x: measured with 28672 rows of the
 # weight (benchmarks/results/decode_warpgroup_cuts.json). Fewer of them do not fill the chip.
-_BY_WARPGROUPS: dict[str, dict[int, tuple[tuple[int] | None, ...]]] = {
-    "FP4": {32: (None, None, None), 64: (None, None, (4,))},
-}
+_BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {"FP4": {32: (None, None, None), 64: (None, None, 4)}}
 
 
 class _WideDivision(NamedTuple):
@@ -307,8 +306,8 @@ def cut_of(
         cut = fitted(_cut_by(_Division(*row), tokens, early=True), codes, k, scale_strides, bias)
         if cut.STAGES == 0:
             return cut
-    if device.warpgroups and not halves and (row := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
-        cut = fitted(by_warpgroups(row[0], tokens), codes, k, scale_strides, bias)
+    if device.warpgroups and not halves and (warps := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
+        cut = fitted(by_warpgroups(warps, tokens), codes, k, scale_strides, bias)
         if cut.WARPGROUPS:
             return cut
     row = _of_most(_DIVISIONS[kind], m, size)
@@ -323,8 +322,8 @@ def cut_of(
     return fitted(cut, codes, k, scale_strides, bias)
 
 
-def _of_most(table: Mapping[int, Sequence[tuple[int, ...] | None]], rows: int, size: int) -> tuple[int, ...] | None:
-    """The row of a table for the least number of rows of x that are so many, and a weight of that size."""
+def _of_most(table: Mapping[int, Sequence[Division | None]], rows: int, size: int) -> Division | None:
+    """What a table has for the least number of rows of x that are so many, and a weight of that size."""
     return next((of_size[size] for most, of_size in table.items() if rows <= most), None)
 
 

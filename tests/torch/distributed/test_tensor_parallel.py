@@ -416,10 +416,12 @@ def served(rank: int) -> dict[str, bool]:
             found[key + ", no rows"] = mine(x[:0]).shape == one(x[:0]).shape
             kept = one.state_dict().keys() - ({"0.bias"} if mine[0].bias is None else set())
             found[key + ", keys"] = mine.state_dict().keys() == kept
-            if name == "two scales":
+            if name in ("dynamic", "two scales") and style is ours.RowwiseParallel:
                 mine(x)
-                found[key + ", amax"] = style is ours.ColwiseParallel or mine[0].input_amax.item() == 7
-            elif name != "nvfp4" and (whole.device.type == "cpu" or isinstance(config, mf.WeightOnly)):
+                found[key + ", amax"] = mine[0].input_amax.item() == 7
+            if name not in ("nvfp4", "two scales") and (
+                whole.device.type == "cpu" or isinstance(config, mf.WeightOnly)
+            ):
                 x.requires_grad_()
                 y, wanted = mine(x), one(x)
                 found[key + ", y"] = torch.equal(y, wanted)

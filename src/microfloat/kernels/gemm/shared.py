@@ -37,15 +37,9 @@ def _bytes_of_codes(cut):
 
 
 @triton.constexpr_function
-def bytes_of_chunk(codes, cut):
-    """Bytes of the codes and the scales of a chunk for all lanes of a program."""
-    rows = DecodeCut(*cut).TILES * _lanes(cut) // 2  # 16 of each tile and warp
-    return _bytes_of_codes(cut) + rows * bytes_of_scales(codes)
-
-
-@triton.constexpr_function
 def _text_of_memory(codes, cut):
-    size = bytes_of_chunk(codes, cut)
+    rows = DecodeCut(*cut).TILES * _lanes(cut) // 2  # 16 of each tile and warp
+    size = _bytes_of_codes(cut) + rows * bytes_of_scales(codes)
     return f"{{ .shared .align 16 .b8 microfloat_chunk[{size}]; mov.u32 $0, microfloat_chunk; }}"
 
 

@@ -7,7 +7,6 @@ Legend: N = out features, K = in features, R = ranks.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import WeightActivation, WeightOnly
 from microfloat.torch._tensor_ops import contraction_unit
-from microfloat.torch.failures import in_collective
+from microfloat.torch.distributed.sharded import largest
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -153,16 +152,13 @@ def _casts_whole_inputs(config: object) -> bool:
 
 def _measuring(mesh: DeviceMesh) -> Callable[[nn.Module, tuple], None]:
     """The hook that gives a layer the amax of x on all ranks, of which each has some columns."""
-    group = mesh.get_group()
+    groups = (mesh.get_group(),)
 
     def measure(layer: nn.Module, arguments: tuple) -> None:
         x = arguments[0].detach()
         if x.numel():  # as many rows on all ranks
-            # Never negative, so that they order as integers, with NaN above all numbers.
-            bits = x.abs().amax().float().view(torch.int32)
-            with nullcontext() if torch.compiler.is_compiling() else in_collective("the amax of x on all ranks", group):
-                dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-            layer.get_buffer("input_amax").copy_(bits.view(torch.float32))
+            amax = largest(x.abs().amax().float(), groups, "the inputs of row-parallel layers")
+            layer.get_buffer("input_amax").copy_(amax)
 
     return measure
 
