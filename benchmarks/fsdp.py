@@ -81,11 +81,15 @@ class FusedBlock(Block):
         return x + fused.norm_mlp(x, self.n2, self.gate, self.down, up=self.up)  # type: ignore[arg-type]
 
 
-# Where FSDP2, this library and DTensors look up an all-gather, and the names that they have in some version of torch.
-GATHERS = (
-    (dist, "all_gather_single"), (dist, "all_gather_into_tensor"), (schedule, "all_gather_bytes"),
-    (sharded, "_all_gather"), (linear, "gather_values"),
+# Where FSDP2 and DTensors look up an all-gather, by the names that it has in some version of torch, and this library's.
+OF_TORCH = (
+    (dist, "all_gather_single"),
+    (dist, "all_gather_into_tensor"),
     (functional, "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"),
+)
+GATHERS = (
+    *(one for one in OF_TORCH if hasattr(*one)), (linear, "all_gather"), (schedule, "all_gather"),
+    (sharded, "all_gather"),
 )  # fmt: skip
 
 
@@ -105,9 +109,8 @@ def counted_gathers() -> Iterator[list[int]]:
 
     with contextlib.ExitStack() as stack:
         for module, name in GATHERS:
-            if hasattr(module, name):
-                counted = counting(getattr(module, name), 0 if module is functional else 1)
-                stack.enter_context(mock.patch.object(module, name, counted))
+            counted = counting(getattr(module, name), 0 if module is functional else 1)
+            stack.enter_context(mock.patch.object(module, name, counted))
         yield found
 
 

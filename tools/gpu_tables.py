@@ -312,11 +312,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quantize": quantize_table, "matmul": matmul_table, "linear": linear_table, "grouped": linear_table,
     "profile": profile_table, "decoder": decoder_table, "block": block_table, "host": host_table,
     "train": train_table, "decode": decode_table, "decode_h200": decode_table, "fsdp": distributed_table,
-    "fsdp_h100": distributed_table, "tp": distributed_table, "nccl": checks_table,
+    "fsdp_h100": distributed_table, "tp": distributed_table, "tp_h100": distributed_table, "nccl": checks_table,
 }  # fmt: skip
 PAGES = {
     "decode": "inference.md", "decode_h200": "inference.md", "fsdp": "distributed.md",
-    "fsdp_h100": "distributed.md", "tp": "distributed.md", "nccl": "distributed.md",
+    "fsdp_h100": "distributed.md", "tp": "distributed.md", "tp_h100": "distributed.md", "nccl": "distributed.md",
 }  # fmt: skip  # others: performance.md
 
 
