@@ -62,7 +62,7 @@ def test_damaged_headers(name, tmp_path):
         (b"PK\x03\x04" + bytes(60), "torch.save"),
         (b"GGUF\3\0\0\0" + bytes(60), "GGUF"),
         (b'{"model_type": "llama"}', "name the folder"),
-        (b"\xff" * 60, "damaged"),
+        (b"import torch\n" + bytes(60), "not a safetensors file, or it is damaged"),
     ],
 )
 def test_files_of_other_kinds_are_named(data, named, tmp_path):

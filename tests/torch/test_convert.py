@@ -466,6 +466,12 @@ def test_the_report_names_what_convert_cannot_see_and_the_share_it_converted() -
     assert "call the model once" in mf.convert(nn.Sequential(nn.LazyLinear(4)), "mxfp8").skipped["0"]
 
 
+def test_the_report_says_that_there_is_nothing_to_convert() -> None:
+    assert str(mf.convert(nn.Sequential(nn.ReLU()), "mxfp8")) == (
+        "No linear layers found: nothing runs in low precision."
+    )
+
+
 def test_a_tied_weight_counts_once() -> None:
     embedding, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
     head.weight = embedding.weight

@@ -39,6 +39,7 @@ _LARGEST_HEADER = 100_000_000  # that of the safetensors package
 _LARGEST_RANK = 32
 _LARGEST_COUNT = 1 << 62
 _DAMAGED = "The file is damaged or was not finished; download or write it again."
+_NO_HEADER = "Either it is not a safetensors file, or it is damaged or was not finished."
 # First bytes of files that are often taken for safetensors ones.
 _OTHERS = {
     b"version ": "It is a pointer of Git LFS in place of the file: run `git lfs pull` where it was cloned.",
@@ -166,7 +167,7 @@ class Container(Mapping[str, np.ndarray]):
             length = struct.unpack("<Q", start)[0] if size >= 8 else -1
             if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
                 what = f"its header would have {length} bytes" if size >= 8 else "it is too short for a header"
-                remedy = next((text for first, text in _OTHERS.items() if start.startswith(first)), _DAMAGED)
+                remedy = next((text for first, text in _OTHERS.items() if start.startswith(first)), _NO_HEADER)
                 self._fail("header", file, f"the file has {size} bytes, {what}.", remedy)
                 return
             # Private memory that may be written, as torch wraps no other without a copy; no write reaches the file.

@@ -202,6 +202,8 @@ class ConversionReport:
         return len(self.rows)
 
     def __str__(self) -> str:
+        if not (self.rows or self.unseen or self.blocks):
+            return "No linear layers found: nothing runs in low precision."
         cells: list[tuple[str, ...]] = [("layer", "in -> out", "action", "recipe", "reason")]
         for row in (*self.rows, *self.unseen, *self.blocks):
             shape = f"{row.shape[1]} -> {row.shape[0]}" if row.shape else "-"
