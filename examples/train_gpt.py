@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py                                     # bf16, fp8_current, mxfp8, nvfp4: two minutes
     python examples/train_gpt.py --recipe nvfp4,mxfp4 --steps 500
-    python examples/train_gpt.py --ablate rht,sr,2d                  # NVFP4 without one of its aids each
+    python examples/train_gpt.py --ablate rht,sr,2d                  # NVFP4 with each of its techniques missing in turn
     python examples/train_gpt.py --recipe nvfp4 --last-fraction-bf16 0.15
     python examples/train_gpt.py --recipe bf16_again,mxfp8           # is a gap more than chance?
     python examples/train_gpt.py --preset 124m --device cuda --compile

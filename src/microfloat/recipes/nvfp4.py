@@ -1,4 +1,4 @@
-"""NVFP4: four-bit elements, E4M3 scales per 16 under a tensor scale, with the training recipe's three aids."""
+"""NVFP4: four-bit elements, E4M3 scales per 16 under a tensor scale, and the training recipe's three techniques."""
 
 from dataclasses import dataclass
 
