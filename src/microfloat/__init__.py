@@ -1,7 +1,7 @@
 """microfloat: FP8, MXFP8/6/4 and NVFP4 with the same bits everywhere.
 
-The framework-free core: formats, recipes and the NumPy oracle. `microfloat.torch` and `microfloat.jax` are imported
-on their own, so that neither framework is needed for the other.
+This package is the framework-free core: formats, recipes and the NumPy oracle. Import `microfloat.torch` or
+`microfloat.jax` separately, so that neither framework is needed for the other.
 """
 
 import importlib

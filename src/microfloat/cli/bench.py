@@ -62,28 +62,29 @@ _COLUMNS = (
 def bench(
     output: Output,
     shapes: Annotated[
-        str, typer.Option("--shapes", metavar="LIST", help=f"{', '.join(SHAPES)}, or MxNxK,MxNxK; llama8b on a GPU.")
+        str, typer.Option("--shapes", metavar="LIST", help=f"{', '.join(SHAPES)}, or MxNxK,MxNxK (on a GPU: llama8b).")
     ] = "",
     formats: Annotated[str, typer.Option("--formats", metavar="NAMES", help="Recipes or formats.")] = DEFAULT_FORMATS,
     csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the table.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline.")] = None,
     baseline: Annotated[
-        Path | None, typer.Option("--baseline", metavar="FILE", help="The --json of an earlier run: exit 1 if slower.")
+        Path | None, typer.Option("--baseline", metavar="FILE", help="The --json of an earlier run; exit 1 if slower.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0, metavar="PERCENT", help="How much slower is still no regression.")
+        float, typer.Option("--tolerance", min=0, metavar="PERCENT", help="A slowdown up to this is no regression.")
     ] = 10.0,
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="cuda or cpu; cuda where there is one.")] = "",
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="cuda or cpu; cuda if there is one.")] = "",
     milliseconds: Annotated[
         float, typer.Option("--milliseconds", min=0, help="Time for each measurement on a CPU.")
     ] = 150.0,
 ) -> int:  # fmt: skip
-    """Time quantize and GEMM under each format, on random data, after comparing the results with the reference.
+    """Time quantize and GEMM in each format on random data, after checking the results against the reference.
 
     \b
     microfloat bench
     microfloat bench --shapes 4096x4096x4096 --formats fp8_row,mxfp8
-    microfloat bench --json > now.json; bench --baseline now.json
+    microfloat bench --json > before.json
+    microfloat bench --baseline before.json
     """
     gemms = _gemms(formats)
     if plot is not None:

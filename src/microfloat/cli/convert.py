@@ -32,22 +32,22 @@ def convert(
     dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder, or a .safetensors file, that does not exist.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="ct:nvfp4, modelopt:fp8, deepseek:fp8, bf16, ...")],
     scale_rule: Annotated[
-        str | None, typer.Option("--scale-rule", metavar="RULE", help="In place of the format's own: rceil, even, ...")
+        str | None, typer.Option("--scale-rule", metavar="RULE", help="Instead of the format's own: rceil, even, ...")
     ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option("--ignore", metavar="PATTERN", help="Keep these modules as they are; may be given several times: "
-                     "a part of a name, a wildcard, or an expression after re:"),
+                     "a part of a name, a wildcard, or a regular expression after re:"),
     ] = None,
     fuse: Annotated[
-        str, typer.Option("--fuse", metavar="KINDS", help="Groups with one global scale: qkv, gate_up, experts; none.")
+        str, typer.Option("--fuse", metavar="KINDS", help="Groups with one global scale: qkv, gate_up, experts, none.")
     ] = "qkv,gate_up",
     four_over_six: Annotated[
         bool, typer.Option("--four-over-six", help="NVFP4: choose 4 or 6 as the largest value of each block.")
     ] = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read the result back and compare it.")] = True,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on where the same conversion was interrupted.")
+        bool, typer.Option("--resume/--no-resume", help="Continue the same conversion where it stopped.")
     ] = True,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, such as 5GB or 500MB.")

@@ -44,12 +44,12 @@ _BYTE_COLUMNS = (
 def diff(
     output: Output,
     a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint: the reference.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one of the same model, in any format.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="A checkpoint of the same model, in any format.")],
     layers: Annotated[
         str, typer.Option("--layers", metavar="REGEX", help="Only tensors with this in their name.")
     ] = "",
     threshold_db: Annotated[
-        float | None, typer.Option("--threshold-db", metavar="X", help="Exit 1 if a tensor has less SQNR than this.")
+        float | None, typer.Option("--threshold-db", metavar="X", help="Exit 1 if the SQNR of a tensor is below this.")
     ] = None,
     compare_bytes: Annotated[
         bool, typer.Option("--bytes", help="Compare stored bytes; name the first that differs in each tensor.")

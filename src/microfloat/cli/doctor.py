@@ -42,10 +42,10 @@ def doctor(
     output: Output,
     check: Annotated[bool, typer.Option("--check", help="Cast and multiply 64x64 matrices on every backend.")] = False,
     device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="cpu, cuda, or a GPU you may not have: h200, b200, sm_100.")
+        str, typer.Option("--device", metavar="NAME", help="cpu, cuda, or a GPU you need not have: h200, b200, sm_100.")
     ] = "",
 ) -> int:
-    """Tell what is installed, what runs on which hardware, and why.
+    """Show what is installed, and what runs on which hardware and why.
 
     \b
     microfloat doctor

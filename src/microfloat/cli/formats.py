@@ -42,7 +42,7 @@ def formats(
     ] = None,
     values: Annotated[bool, typer.Option("--values", help="List every value of the element.")] = False,
     as_: Annotated[
-        str, typer.Option("--as", metavar="ELEMENT", help="Element of decode and encode: e2m1, e4m3, e8m0, ...")
+        str, typer.Option("--as", metavar="ELEMENT", help="Element to decode or encode: e2m1, e4m3, e8m0, ...")
     ] = "",
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the number lines.")] = None,
 ) -> None:  # fmt: skip

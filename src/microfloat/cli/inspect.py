@@ -55,7 +55,7 @@ def inspect(
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 for warnings too.")] = False,
     hub: Hub = False,
 ) -> int:
-    """Tell the format of a checkpoint, its sizes, what is wrong with it, and the error under other formats.
+    """Show the format of a checkpoint, its sizes, what is wrong with it, and its error in other formats.
 
     \b
     microfloat inspect model/

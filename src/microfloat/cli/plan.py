@@ -33,7 +33,7 @@ _COLUMNS = (
 def plan(
     output: Output,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint in high precision.")],
-    bits: Annotated[float, typer.Option("--bits", metavar="B", help="Bits per weight, over the layers that are cast.")],
+    bits: Annotated[float, typer.Option("--bits", metavar="B", help="Bits per weight, averaged over the cast layers.")],
     format: Annotated[
         str, typer.Option("--format", metavar="NAMES", help="Formats to choose from; bf16 keeps a layer.")
     ] = DEFAULT_FORMATS,

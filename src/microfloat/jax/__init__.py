@@ -1,4 +1,4 @@
-"""microfloat for JAX: the same recipes, the same bits; needs jax alone (Flax only for `linen`, `nnx` and `fp8_ops`)."""
+"""microfloat for JAX: the same recipes and bits; it needs only jax (and Flax for `linen`, `nnx` and `fp8_ops`)."""
 
 import importlib
 from importlib.util import find_spec

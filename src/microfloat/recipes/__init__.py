@@ -1,7 +1,7 @@
-"""Recipes: frozen values that say which operand of which GEMM gets which Cast.
+"""Recipes: immutable values that say which operand of which GEMM gets which Cast.
 
-One file per family; an entry in `names.RECIPES` makes a recipe reachable by name, and with that tested, documented and
-measured (docs/adding_a_recipe.md).
+There is one file per family. An entry in `names.RECIPES` gives a recipe a name, by which it is also tested, documented
+and measured (docs/adding_a_recipe.md).
 """
 
 from microfloat.recipes.core import Cast, Current, CustomRecipe, Delayed, Gemm, Hadamard, Recipe, Static, as_cast

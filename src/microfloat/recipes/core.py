@@ -1,8 +1,8 @@
-"""Recipe -> Gemm -> Cast: frozen data that fills the table of three GEMMs and six operands.
+"""Recipe -> Gemm -> Cast: immutable data that fills the table of three GEMMs and six operands.
 
 fprop ``y = x @ w.T`` contracts K (operands x, w); dgrad ``dx = dy @ w`` contracts N (dy, w); wgrad ``dw = dy.T @ x``
-contracts M (dy, x). Validity is checked when an object is built (docs/numerics.md, section 10), so nothing downstream
-asks a recipe what it is.
+contracts M (dy, x). Validity is checked when an object is built (docs/numerics.md, section 10), so later code need not
+ask which recipe it runs.
 """
 
 import functools
@@ -24,9 +24,9 @@ __all__ = [
 
 
 class HashOnce:
-    """Base of frozen dataclasses whose hash is worked out once per object, so that caches find them by value cheaply.
+    """Base of frozen dataclasses whose hash is computed once per object, so that caches find them by value cheaply.
 
-    The hash never leaves the process: those of strings differ in the next one.
+    The hash never leaves the process, because hashes of strings differ between processes.
     """
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -55,7 +55,7 @@ _KEYS: "dict[Recipe, object]" = {}  # see `Recipe._key`
 
 @dataclass(frozen=True)
 class Current:
-    """Scale from the amax of this very tensor, at least `amax_epsilon` (same unit as the tensor)."""
+    """Scale from the amax of the tensor itself, at least `amax_epsilon` (same unit as the tensor)."""
 
     amax_epsilon: float = 0.0
 
@@ -69,9 +69,9 @@ class Current:
 class Delayed:
     """Scale from the amaxes of earlier steps (docs/numerics.md 3.3).
 
-    ``scale_enc = max / amax_compute_algo(history) * 2^-margin``; `amax_history_len` steps count; with `reduce_amax`
-    live amaxes are MAX-reduced over the autocast's group. `amax_compute_algo` is "max", "most_recent" or a callable
-    that maps the history to one amax.
+    ``scale_enc = max / amax_compute_algo(history) * 2^-margin``; the history holds `amax_history_len` steps; with
+    `reduce_amax` live amaxes are MAX-reduced over the autocast's group. `amax_compute_algo` is "max", "most_recent" or
+    a callable that maps the history to one amax.
     """
 
     margin: int = 0
@@ -91,14 +91,14 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Static(Current):
-    """Scale from an amax that was measured beforehand, by `microfloat.torch.calibrate`, and comes with every call."""
+    """Scale from an amax that `microfloat.torch.calibrate` measured beforehand and that is passed with every call."""
 
 
 @dataclass(frozen=True)
 class Hadamard:
     """The 16-point Hadamard transform ``diag(sgn) H / 4`` along the contraction axis (docs/numerics.md 5.2).
 
-    Bit i of `sign_mask` set means sgn_i = -1. Only size 16 exists.
+    If bit i of `sign_mask` is set, sgn_i = -1. Only size 16 exists.
     """
 
     size: int = 16
@@ -114,13 +114,13 @@ class Hadamard:
 
 
 class CastFacts(HashOnce):
-    """What follows from the fields of a Cast, worked out when it is made. No fields, which Dynamo gives a constructor.
+    """What follows from the fields of a Cast, computed when it is made.
 
-    `rule`: the row of numbers behind `scale_rule`. `is_delayed`: the scale comes from earlier steps. `is_static`: the
-    amax was measured beforehand and comes with the call. `is_stochastic`: it draws random bytes. `chooses_by_error`: a
-    block's scale depends on the errors of its elements, and not on its amax alone. `tensor_scale`: the second scale
-    that it stores, None, "tensor" or "row". `contents`: all that decides the bytes, as JSON: how compiled code takes in
-    a Cast, since it can guard a string.
+    These are not fields, because Dynamo passes fields to constructors. `rule`: the row of numbers behind `scale_rule`.
+    `is_delayed`: the scale comes from earlier steps. `is_static`: the amax was measured beforehand and comes with the
+    call. `is_stochastic`: it draws random bytes. `chooses_by_error`: a block's scale depends on the errors of its
+    elements, and not on its amax alone. `tensor_scale`: the second scale that it stores, None, "tensor" or "row".
+    `contents`: all that decides the bytes, as JSON: how compiled code takes in a Cast, since it can guard a string.
     """
 
     rule: ScaleRule
@@ -134,10 +134,10 @@ class CastFacts(HashOnce):
 
 @dataclass(frozen=True)
 class Cast(CastFacts):
-    """The way in which one operand becomes low precision: format, scale rule, rounding, Hadamard transform, scaling.
+    """How one operand is cast to low precision: format, scale rule, rounding, Hadamard transform, scaling.
 
-    The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8".
-    Raises InvalidValueError for a combination that has no definition (docs/numerics.md, section 10).
+    The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8". Raises
+    InvalidValueError for a combination that is not defined (docs/numerics.md, section 10).
     """
 
     format: ScaledFormat
@@ -228,7 +228,7 @@ class Cast(CastFacts):
 
     @property
     def takes_amax(self) -> bool:
-        """True where the cast measures an amax of the whole tensor, or of its rows, which a given one may replace."""
+        """True where the cast measures an amax of the whole tensor, or of its rows, which `amax=` may replace."""
         measured = self.format.is_per_tensor and self.format.scale.name == "FP32" and not self.is_delayed
         return measured or self.tensor_scale is not None
 
@@ -236,7 +236,8 @@ class Cast(CastFacts):
     def transposes(self) -> bool:
         """True where the codes of the transposed tensor are the transposed codes, so one cast may serve two GEMMs.
 
-        Rules that choose by an error do not promise it: rows are summed first, so a near tie may fall the other way.
+        Rules that choose by an error do not guarantee this: rows are summed first, so a near tie may fall the other
+        way.
         """
         deterministic = self.hadamard is None and not self.is_stochastic and not self.chooses_by_error
         return self.format.transposes and deterministic
@@ -244,11 +245,11 @@ class Cast(CastFacts):
 
 @dataclass(frozen=True)
 class GradientCast(Cast):
-    """A Cast of an output gradient on its way into dgrad and wgrad: the same codes, and scales that tell of overflow.
+    """A Cast of an output gradient as dgrad and wgrad read it: the same codes, and scales that show an overflow.
 
-    Where the amax of a scope (tensor, row, block) is infinite, so that its elements saturate, the scale that the
-    product is handed is NaN in place of the stored one; of two levels it is the outer. dx and dw then come out
-    non-finite, which is what a GradScaler looks for. E8M0 scales do so by themselves. Source: docs/numerics.md 8.4.
+    Where the amax of a scope (tensor, row, block) is infinite, so that its elements saturate, the product receives NaN
+    instead of the stored scale (with two levels, instead of the outer one). dx and dw are then not finite, which is
+    what a GradScaler looks for. E8M0 scales do so by themselves. Source: docs/numerics.md 8.4.
     """
 
     is_gradient: ClassVar[bool] = True
@@ -299,9 +300,9 @@ class Gemm(HashOnce):
 
     `accumulate`: "split" (partial sums over at most 128 contraction elements added in float32), "fast" (hardware
     accumulator), "exact" (reference backend only). `path`: "exact", "folded" or "auto" (docs/numerics.md, section 10);
-    "refused", of a GEMM without casts, makes a call of it an error.
-    `from_fprop`, of dgrad and wgrad: lhs is None, and rhs is the operand that fprop has read, dequantized to the
-    compute dtype, in place of one cast along this GEMM's own contraction axis.
+    "refused", for a GEMM without casts, makes calling it an error. `from_fprop`, for dgrad and wgrad: lhs is None, and
+    rhs is the operand that fprop has read, dequantized to the compute dtype, instead of one that is cast along this
+    GEMM's own contraction axis.
     """
 
     lhs: Cast | None
@@ -359,7 +360,7 @@ class Gemm(HashOnce):
 
 @dataclass(frozen=True)
 class Recipe(HashOnce):
-    """The table of three GEMMs. Frozen, hashable, comparable; ``print(recipe)`` shows its six rows."""
+    """The table of three GEMMs. It is immutable, hashable and comparable; ``print(recipe)`` shows its six rows."""
 
     fprop: Gemm
     dgrad: Gemm
@@ -400,7 +401,7 @@ class Recipe(HashOnce):
 
     @functools.cached_property
     def is_static(self) -> bool:
-        """True where x is cast under an amax that was measured beforehand."""
+        """True where x is cast with an amax that was measured beforehand."""
         return self.fprop.lhs is not None and self.fprop.lhs.is_static
 
     @functools.cached_property
@@ -421,7 +422,7 @@ class Recipe(HashOnce):
     def for_call(self, rows: int, stored: Cast) -> "Recipe":
         """The recipe of a call with so many rows (tokens), and the Cast of a weight that is stored as codes.
 
-        Itself, but for recipes of inference.
+        This is the recipe itself, except for inference recipes.
         """
         return self
 
@@ -432,7 +433,7 @@ class Recipe(HashOnce):
         return self
 
     def to_dict(self) -> dict:
-        """A JSON-ready dictionary; `Recipe.from_dict` gives an equal recipe back."""
+        """A JSON-ready dictionary; `Recipe.from_dict` makes an equal recipe from it."""
         from microfloat.recipes._serialize import recipe_to_dict
 
         return recipe_to_dict(self)
@@ -454,11 +455,11 @@ class Recipe(HashOnce):
 class NamedRecipe(Recipe):
     """A Recipe whose table follows from a few fields: subclasses define fields and `_table`, in one file each.
 
-    `backward` replaces dgrad and wgrad of any of them: None = those of the table; "high_precision" = both on the saved
-    originals; "dequantized" = both in high precision on the operands that fprop has read, dequantized, so that x and w
-    are cast and saved once. dy is not quantized under either (docs/numerics.md, section 6).
+    `backward` replaces dgrad and wgrad in any such recipe: None = those of the table; "high_precision" = both on the
+    saved originals; "dequantized" = both in high precision on the operands that fprop has read, dequantized, so that x
+    and w are cast and saved once. dy is not quantized under either (docs/numerics.md, section 6).
 
-    A subclass is a frozen dataclass, whose fields compare and hash. Raises InvalidTypeError where it is none, or where
+    A subclass is a frozen dataclass, whose fields compare and hash. Raises InvalidTypeError if it is not one, or if
     `_table` returns anything but three Gemms.
     """
 
@@ -525,7 +526,7 @@ class NamedRecipe(Recipe):
 class CustomRecipe(Recipe):
     """Any three Gemms: mixed formats per direction, ``Gemm(None, None)`` for a GEMM in high precision.
 
-    The two operands of a GEMM must be multipliable; one of them may be None, then the other is dequantized.
+    It must be possible to multiply the two operands of a GEMM; if one of them is None, the other is dequantized.
     """
 
 
@@ -535,7 +536,7 @@ def delayed_of(recipe: Recipe) -> Delayed:
 
 
 def constants_of(recipe: Recipe) -> tuple:
-    """All that decides a recipe: its class, then strings, numbers and None, which a compiler can guard."""
+    """Everything that defines a recipe: its class, then strings, numbers and None, which a compiler can guard."""
     if isinstance(recipe, NamedRecipe):
         return (type(recipe), recipe.backward, *[getattr(recipe, name) for name in recipe.__match_args__])
     gemms, made = (recipe.fprop, recipe.dgrad, recipe.wgrad), []

@@ -57,7 +57,7 @@ class CastRow:
 
 class Answer:
     """Base of the front ends' explanations, which are dataclasses with these fields: a table of GEMMs, and a line for
-    operands cast alike.
+    operands that are cast in the same way.
 
     `rows`: dataclasses with the fields gemm, operands, kernel, support (a Support), and the one that `_column` names.
     """
@@ -105,7 +105,7 @@ class Answer:
         return "\n".join([*lines, *self._cast_lines()])
 
     def _cast_lines(self) -> list[str]:
-        """A line for all operands that are cast alike."""
+        """A line for all operands that are cast in the same way."""
         alike: dict[str, list[str]] = {}
         for row in self.casts:
             by = f"{row.kernel}, {row.reason}" if row.reason else row.kernel

@@ -1,4 +1,4 @@
-"""FP8 recipes: a scale per tensor (of earlier steps or its own amax), per row, or per block."""
+"""FP8 recipes: a scale per tensor (from earlier steps or its own amax), per row, or per block."""
 
 import enum
 from collections.abc import Callable
@@ -13,7 +13,7 @@ __all__ = ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Floa
 
 
 class Format(enum.Enum):
-    """E4M3: everywhere; HYBRID: E4M3 forward, E5M2 for gradients; E5M2: exists as a name only (no GEMM takes it)."""
+    """E4M3 everywhere; HYBRID: E4M3 forward, E5M2 for gradients; E5M2 exists only as a name (no GEMM takes it)."""
 
     E4M3 = "E4M3"
     E5M2 = "E5M2"
@@ -57,7 +57,7 @@ def _per_tensor(fp8_format: Format, rule: str, scaling: Current | Delayed) -> tu
 class DelayedScaling(NamedRecipe):
     """FP8 with one scale per tensor from a history of amaxes: ``scale_enc = max / A(history) * 2^-margin``.
 
-    The first step uses scale 1. State lives in float32 buffers of the layer. Source: docs/numerics.md 3.3;
+    The first step uses scale 1. The state is in float32 buffers of the layer. Source: docs/numerics.md 3.3;
     Micikevicius et al. 2022 (arXiv 2209.05433).
     """
 
@@ -104,8 +104,8 @@ class Float8RowScaling(NamedRecipe):
     """FP8 E4M3 with one scale per row of every operand, along that operand's own contraction axis.
 
     `wgrad="high_precision"` runs wgrad on the originals (torchao's rowwise_with_gw_hp; dgrad's w is then per tensor).
-    `wgrad_precision` is the same by the name of the field, which `dataclasses.replace` passes.
-    Source: docs/numerics.md, section 6.
+    `wgrad_precision` is the same under the name of the field, which `dataclasses.replace` passes. Source:
+    docs/numerics.md, section 6.
     """
 
     fp8_format: Format
@@ -148,7 +148,7 @@ _FORMATS = {FP8_1x128.block: FP8_1x128, FP8_128x128.block: FP8_128x128}
 class Float8BlockScaling(NamedRecipe):
     """FP8 E4M3 with FP32 scales per 1x128 block of x and dy and per 128x128 tile of w.
 
-    `x`, `w`, `dy` are block shapes, (1, 128) or (128, 128); `use_f32_scales` keeps scales that are no power of two.
+    `x`, `w`, `dy` are block shapes, (1, 128) or (128, 128); `use_f32_scales` keeps scales that are not powers of two.
     Source: docs/numerics.md 3.4; DeepSeek-V3 (arXiv 2412.19437).
     """
 

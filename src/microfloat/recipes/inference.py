@@ -1,4 +1,4 @@
-"""Recipes of inference: weights that are stored quantized, under activations in high precision or quantized too.
+"""Inference recipes: weights that are stored quantized, with activations in high precision or quantized too.
 
     weight-only          y = x @ dequantize(w).T           weights are read in 4 to 8 bits, nothing else changes
     weight-activation    y = quantize(x) @ w.T             the product is one of the format's own
@@ -72,7 +72,7 @@ def _dequantized(wgrad: Gemm) -> Recipe:
 
 
 class _Inference(NamedRecipe):
-    """Base of both: a weight that is stored in the format, by whatever rule, is read as it is."""
+    """Base of both: a weight that is stored in the format, by whichever scale rule, is read as it is."""
 
     @property
     def _usual(self) -> dict[str, object]:
@@ -97,11 +97,12 @@ class _Inference(NamedRecipe):
 
 @dataclass(frozen=True)
 class WeightOnly(_Inference):
-    """Quantized weights under activations in high precision: ``y = x @ dequantize(w).T``.
+    """Quantized weights with activations in high precision: ``y = x @ dequantize(w).T``.
 
     `format`: that of the weights. `scale_search`: "four_over_six" (NVFP4: each block maps its maximum to 6 or to 4,
-    whichever errs less) or "mse" (any format: each block takes the candidate scale of the smallest squared error);
-    None takes the format's own rule. `prefill`: what calls of `prefill_rows` rows (tokens) or more do instead.
+    whichever has the smaller error) or "mse" (any format: each block takes the candidate scale with the smallest
+    squared error); None uses the format's own rule. `prefill`: what calls with `prefill_rows` rows (tokens) or more do
+    instead.
 
     * "dequantized": they multiply by the weight dequantized to the dtype of the call, with the bits of a call that
       dequantizes. That weight, 2 bytes for each element in bfloat16, is made at the first such call.
@@ -111,8 +112,8 @@ class WeightOnly(_Inference):
       besides its own), and activations are quantized too: MXFP8, or FP8 with 1x128 scales. The folded weight, a byte
       for each element, is made at the first such call.
 
-    The codes are kept in both cases, and what was made of them is made again after they were written. `prefill_rows`
-    None: 65 for "dequantized", 128 for "folded". Source: docs/inference.md.
+    The codes are kept in both cases, and the dequantized or folded weight is made again after they were written.
+    `prefill_rows` None: 65 for "dequantized", 128 for "folded". Source: docs/inference.md.
     """
 
     format: str = "nvfp4"
@@ -165,12 +166,12 @@ class WeightOnly(_Inference):
 class WeightActivation(_Inference):
     """Quantized weights and activations: the product of both on the format's tensor cores, where there are any.
 
-    `format`: that of the activations: fp8_tensor, fp8_row, fp8_1x128, mxfp8, mxfp6_e2m3, mxfp6_e3m2, mxfp4, nvfp4,
-    nvfp4_row. `weight`: that of the weights, any whose scales are of the same kind (FP8 beside FP8, MX beside MX, NVFP4
-    beside NVFP4); None is the same one (128x128 beside 1x128, NVFP4 beside nvfp4_row).
-    `scales` "dynamic": of each input as it comes; "static": the scale of a whole input (fp8_tensor, and the tensor
-    scale of nvfp4) is that of the largest amax met under `microfloat.torch.calibrate`. `scale_search`: as in
-    `WeightOnly`. `path`: that of an MX product on chips without MX GEMMs. Source: docs/inference.md.
+    `format` of the activations: fp8_tensor, fp8_row, fp8_1x128, mxfp8, mxfp6_e2m3, mxfp6_e3m2, mxfp4, nvfp4, nvfp4_row.
+    `weight`: the format of the weights, any with scales of the same kind (FP8 with FP8, MX with MX, NVFP4 with NVFP4);
+    None means the same format (128x128 with 1x128, NVFP4 with nvfp4_row). `scales` "dynamic": computed from each input;
+    "static": the scale of a whole input (fp8_tensor, and the tensor scale of nvfp4) comes from the largest amax seen
+    under `microfloat.torch.calibrate`. `scale_search`: as in `WeightOnly`. `path`: how an MX product runs on chips
+    without MX GEMMs. Source: docs/inference.md.
     """
 
     format: str = "mxfp8"

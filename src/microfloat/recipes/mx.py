@@ -14,8 +14,9 @@ __all__ = ["MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling"]
 class MXFP8BlockScaling(NamedRecipe):
     """MXFP8: E4M3 elements (E5M2 gradients with HYBRID), an E8M0 scale per 1x32 block, all six operands cast alike.
 
-    `scale_rule` is one of floor, ceil, even, rceil, oas; `path` says how the GEMM runs on chips with FP8 GEMMs only.
-    Source: docs/numerics.md, sections 4 and 10; OCP Microscaling Formats v1.0; Mishra et al. (arXiv 2506.08027).
+    `scale_rule` is one of floor, ceil, even, rceil, oas; `path` says how the GEMM runs on chips that have FP8 GEMMs but
+    no MX GEMMs. Source: docs/numerics.md, sections 4 and 10; OCP Microscaling Formats v1.0; Mishra et al. (arXiv
+    2506.08027).
     """
 
     fp8_format: Format = Format.E4M3

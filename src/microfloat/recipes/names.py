@@ -1,4 +1,4 @@
-"""The names of the stock recipes, and how an argument that asks for a recipe is read."""
+"""The names of the stock recipes, and how a recipe argument is interpreted."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ ALIASES: dict[str, Callable[[], Recipe]] = {
 
 
 def from_name(name: str) -> Recipe:
-    """The stock recipe of that name ("nvfp4"), or of a peer's name that resolves to one ("tensorwise").
+    """The stock recipe of that name ("nvfp4"), or of another library's name for it ("tensorwise").
 
     Raises InvalidValueError otherwise, with the nearest known name or, for a format's name, the recipes that use it.
     """
@@ -75,7 +75,7 @@ def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of ``autocast()`` without one: Float8CurrentScaling(), on every device."""
+    """The recipe that ``autocast()`` uses by default: Float8CurrentScaling(), on every device."""
     return Float8CurrentScaling()
 
 
@@ -84,7 +84,7 @@ def _formats_of(recipe: Recipe) -> list[str]:
 
 
 def hint_of_format(name: str) -> str:
-    """A hint for the name of a format given as a recipe; "" for a name that is none."""
+    """A hint for the name of a format given as a recipe; "" for any other name."""
     if name not in FORMATS:
         return ""
     using = ", ".join(repr(recipe) for recipe, make in RECIPES.items() if name in _formats_of(make()))
@@ -94,7 +94,7 @@ def hint_of_format(name: str) -> str:
 
 
 def hint_of_recipe(name: str) -> str:
-    """A hint for the name of a recipe given as a format; "" for a name that is none."""
+    """A hint for the name of a recipe given as a format; "" for any other name."""
     make = RECIPES.get(name) or ALIASES.get(name)
     if make is None:
         return ""

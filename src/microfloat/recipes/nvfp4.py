@@ -21,8 +21,9 @@ _TOGGLES = {
 class NVFP4BlockScaling(NamedRecipe):
     """NVFP4 training: 1x16 blocks for x and dy, 16x16 tiles for w, Hadamard on wgrad, stochastic rounding on dy.
 
-    The three arguments switch one aid off each; when not given they come from the MICROFLOAT_NVFP4_DISABLE_*
-    environment variables, read now, and show in the repr. Source: docs/numerics.md, section 5; arXiv 2509.25149.
+    Each of the three arguments switches one technique off. Their defaults come from the MICROFLOAT_NVFP4_DISABLE_*
+    environment variables, read at construction, and show in the repr. Source: docs/numerics.md, section 5; arXiv
+    2509.25149.
     """
 
     disable_rht: bool | None = None

@@ -1,4 +1,4 @@
-"""Layers and their recipes: name patterns that decide, and the report of a conversion, the same in every front end."""
+"""Which layer gets which recipe: name patterns, and the report of a conversion, the same in every front end."""
 
 import inspect
 import re
@@ -52,9 +52,9 @@ class Placement:
     expression after "re:" that must match the whole name. None means high precision. Layers that no pattern matches
     are left as they are. Raises PlacementError, in `resolve`, for patterns that match nothing.
 
-    A pattern that ends in ":fprop", ":dgrad" or ":wgrad" decides about that GEMM of the layers that it matches, and
-    takes it from the recipe: ``("blocks.3.*:wgrad", None)`` runs their wgrad in high precision. The first match decides
-    for each GEMM by itself; GEMMs that no pattern matches stay as they are.
+    A pattern that ends in ":fprop", ":dgrad" or ":wgrad" decides only about that GEMM of the layers that it matches,
+    and takes it from the recipe: ``("blocks.3.*:wgrad", None)`` runs their wgrad in high precision. The first match
+    decides for each GEMM separately; GEMMs that no pattern matches stay as they are.
     """
 
     rules: tuple[tuple[str, Recipe | None], ...]
@@ -159,11 +159,11 @@ def _matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class ConversionRow:
-    """The outcome for one layer; `shape` is (out features, in features), None for a layer that has no such form.
+    """The outcome for one layer; `shape` is (out features, in features), or None for a layer without such a shape.
 
-    `action`: "converted", "repinned", "quantized", "loaded", "dequantized", "kept" (left out, and runs the recipe that
-    an earlier `convert` gave it), "high precision", "skipped", "not seen" (weights that belong to no linear layer), or
-    of blocks "fused" and "not fused".
+    `action`: "converted", "repinned", "quantized", "loaded", "dequantized", "kept" (left out, and still runs the recipe
+    of an earlier `convert`), "high precision", "skipped", "not seen" (weights that belong to no linear layer), or, for
+    blocks, "fused" and "not fused".
     """
 
     name: str
@@ -175,9 +175,10 @@ class ConversionRow:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """One row per linear layer that was looked at, and what `convert` cannot see; prints as a table.
+    """One row per linear layer that was examined, and weights that `convert` cannot see; prints as a table.
 
-    `share`: of the model's parameters, those in layers that run a recipe. `blocks`: what ``fuse=True`` has met.
+    `share`: the fraction of the model's parameters in layers that run a recipe. `blocks`: those that ``fuse=True``
+    found.
     """
 
     rows: tuple[ConversionRow, ...]

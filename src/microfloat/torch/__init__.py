@@ -1,6 +1,6 @@
-"""The PyTorch front end: low-precision layers, autocast, conversion, and the three verbs on tensors.
+"""The PyTorch front end: low-precision layers, autocast, conversion, and functions on tensors.
 
-Needs torch >= 2.11; never imports JAX. Every recipe runs on every device; `explain` says what is accelerated.
+It needs torch >= 2.11 and never imports JAX. Every recipe runs on every device; `explain` says what is accelerated.
 """
 
 from importlib import import_module
