@@ -250,7 +250,7 @@ class Pass(NamedTuple):
     `key`: of the compiled version, together with the alignment of addresses. `tensors`: positions in the table, slices
     of buffers negative. `cooperative`: all programs run at once, so that they may wait for each other. `cluster`: so
     many programs run as a cluster, and `programs` counts clusters (0: none). `dependent`: it begins while the launch
-    before it ends, and waits for that one itself.
+    before it ends, and waits for that one itself. `shared`: bytes of shared memory behind what the kernel declares.
     """
 
     kernel: Any
@@ -263,6 +263,7 @@ class Pass(NamedTuple):
     cooperative: bool = False
     cluster: int = 0
     dependent: bool = False
+    shared: int = 0
 
 
 class Passes:

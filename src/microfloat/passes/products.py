@@ -97,7 +97,7 @@ def decode_passes(
         passes.launches.append(Pass(
             warpgroups.decode_warpgroups, (*about, *map(specialization, scalars[1:])), -(-n // (16 * cut.ROW_WARPS)),
             (x, CODES, *inputs, out), scalars, (codes, cut, kind, hardware, device.conversions), Warps(cut.ROW_WARPS),
-            dependent=cut.DEPENDENT,
+            cluster=cut.PARTS, dependent=cut.DEPENDENT, shared=warpgroups.bytes_of_shared(cut),
         ))  # fmt: skip
         return passes
     strides = *scale_strides, level_stride, *((0, 0) if experts is None else experts[1:])
@@ -334,9 +334,11 @@ def _cut_by(own: _Division, tokens: int, early: bool) -> DecodeCut:
     )  # fmt: skip
 
 
-def by_warpgroups(warps: int, tokens: int) -> DecodeCut:
+def by_warpgroups(warps: int, tokens: int, parts: int = 1) -> DecodeCut:
     """A cut of `gemm.warpgroups`."""
-    return DecodeCut(warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, WARPGROUPS=True)
+    return DecodeCut(
+        warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, WARPGROUPS=True, PARTS=parts
+    )
 
 
 def _wide_cut(

@@ -9,6 +9,7 @@ All that depends on Triton's version is here. Which private parts of a compiled 
 so every form is checked before it is used, and the ordinary path remains where none fits.
 """
 
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -50,11 +51,12 @@ _LAUNCHER_FORMAT = "iiiKKppOOOOOO"
 _LAUNCHER_PARTS = ("launch", "launch_cooperative_grid", "launch_pdl")
 
 
-def starter(compiled: Any, cluster: int = 1) -> Bind | None:
+def starter(compiled: Any, cluster: int = 1, shared: int = 0) -> Bind | None:
     """A way to start a compiled kernel with raw addresses on the current device; None where only Triton's is safe.
 
     Launch hooks (a profiler's) are called as Triton calls them: while any is installed, a start goes its way.
-    `cluster`: so many programs run at once as a cluster, and `programs` counts clusters.
+    `cluster`: so many programs run at once as a cluster, and `programs` counts clusters. `shared`: each of them has so
+    many bytes of shared memory behind what Triton has given it.
     """
     launcher = getattr(compiled, "run", None)  # loads the binary on first use
     function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
@@ -72,11 +74,13 @@ def starter(compiled: Any, cluster: int = 1) -> Bind | None:
         return lambda stream, *addresses: ordinary(programs, stream, addresses, rest)
 
     knows = is_known(launcher)
-    if cluster > 1:
+    if cluster > 1 or shared:
         # Triton's launcher takes the size of a cluster from the number that a kernel was compiled for, which is 1.
         if not knows or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
             return None
-        metadata = (metadata[0], cluster, metadata[2])
+        metadata = (metadata[0], cluster, metadata[2] + shared)
+        if shared and not _allow_shared(function, metadata[2]):
+            return None
     if not knows:
         return bind_ordinary
     launch, cooperative, dependent = (getattr(launcher, name) for name in _LAUNCHER_PARTS)
@@ -95,6 +99,18 @@ def starter(compiled: Any, cluster: int = 1) -> Bind | None:
         return at
 
     return bind
+
+
+_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def _allow_shared(function: int, size: int) -> bool:
+    """Let launches of a loaded kernel ask for so many bytes of shared memory; False where the driver does not."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return driver.cuFuncSetAttribute(ctypes.c_void_p(function), _MOST_SHARED, size) == 0
 
 
 def _hooks() -> tuple[Any, Any]:
@@ -182,6 +198,7 @@ class ClusterKernel(Kernel):
     """
 
     size: int = 1
+    shared: int = 0
 
     def compile(
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
@@ -189,7 +206,7 @@ class ClusterKernel(Kernel):
     ) -> Bind:  # fmt: skip
         """Compile the kernel without starting it, which Triton would do one program at a time, and start it."""
         compiled = self.warm_up(programs, tensors, scalars, constants, warps)
-        bind = starter(compiled, self.size)
+        bind = starter(compiled, self.size, self.shared)
         if bind is None:
             raise ClusterRefused
         addresses = [None if t is None else t.data_ptr() for t in tensors]
@@ -340,11 +357,11 @@ def matrix_of(x: torch.Tensor) -> Matrix:
 
 @functools.cache
 def kernel_of(
-    function: Callable, cooperative: bool = False, cluster: int = 0, dependent: bool = False
+    function: Callable, cooperative: bool = False, cluster: int = 0, dependent: bool = False, shared: int = 0
 ) -> Kernel:  # fmt: skip
     """The launcher of a kernel, which keeps its compiled versions."""
     if cluster:
-        return ClusterKernel(function, size=cluster)
+        return ClusterKernel(function, dependent=dependent, size=cluster, shared=shared)
     return Kernel(function, cooperative, dependent)
 
 
@@ -401,7 +418,7 @@ class Program:
                 at not in misaligned if at >= 0 else passes.slices[~at].aligned for at in launch.tensors
             )  # fmt: skip
             table = tuple(at if at >= 0 else first_slice + ~at for at in launch.tensors)
-            kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster, launch.dependent)
+            kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster, launch.dependent, launch.shared)
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
             self._prepared.append((kernel.prepared(*arguments), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None

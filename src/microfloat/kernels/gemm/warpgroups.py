@@ -30,10 +30,12 @@ from microfloat.kernels.gemm.elements import (
     scale_words,
     scaled,
 )
-from microfloat.kernels.gemm.shared import bytes_of_scales, copy_half, places, take_half
+from microfloat.kernels.gemm.shared import bytes_of_chunk, bytes_of_scales, copy_half, places, take_half
 
-_STAGES = 2
+_STAGES = tl.constexpr(4)
+_AHEAD = tl.constexpr(2)  # uses of a stage between the request for a copy and its use
 _STEPS = tl.constexpr(4)  # of half a chunk: eight elements of each lane, twice k16
+_BARRIERS = 64  # bytes of the barriers of four stages
 
 
 @triton.constexpr_function
@@ -42,81 +44,139 @@ def _bytes_of_stage(cut):
     return 2048 * DecodeCut(*cut).TOKENS
 
 
+def bytes_of_shared(cut: DecodeCut) -> int:
+    """Bytes of shared memory that a launch asks for: of x, and to where the first of them is a multiple of 128."""
+    return 128 + 4 * 2048 * cut.TOKENS
+
+
 # ---- x in shared memory
 
 
 @triton.constexpr_function
 def _text_of_memory(cut):
-    """PTX that gives the address of the stages as $0 and of their barriers as $1, which thread 0 ($2) makes."""
-    counts = [1] * _STAGES + [DecodeCut(*cut).ROW_WARPS] * _STAGES
+    """PTX that gives the addresses of the stages as $0, behind all that is declared, of which codes end at $3, and of
+    their barriers as $1, which thread 0 ($2) makes.
+    """
+    counts = [1] * 4 + [DecodeCut(*cut).ROW_WARPS] * 4
     barriers = " ".join(f"@p mbarrier.init.shared::cta.b64 [b+{8 * i}], {count};" for i, count in enumerate(counts))
     return (
-        f"{{ .shared .align 128 .b8 microfloat_x[{_STAGES * _bytes_of_stage(cut)}]; "
-        f".shared .align 8 .b8 microfloat_bars[{16 * _STAGES}]; "
-        ".reg .pred p; .reg .b32 b; mov.u32 b, microfloat_bars; setp.eq.s32 p, $2, 0; "
-        f"{barriers} fence.mbarrier_init.release.cluster; bar.sync 0; mov.u32 $0, microfloat_x; mov.u32 $1, b; }}"
+        f"{{ .shared .align 128 .b8 microfloat_bars[{_BARRIERS}]; "
+        ".reg .pred p; .reg .b32 b, e; mov.u32 b, microfloat_bars; setp.eq.s32 p, $2, 0; "
+        f"{barriers} fence.mbarrier_init.release.cluster; bar.sync 0; "
+        f"add.u32 e, b, {_BARRIERS}; max.u32 e, e, $3; add.u32 e, e, 127; and.b32 $0, e, -128; mov.u32 $1, b; }}"
     )
 
 
 @triton.jit
-def _memory_of_x(thread, CUT: tl.constexpr):
+def _memory_of_x(thread, end_of_codes, CUT: tl.constexpr):
     PTX: tl.constexpr = _text_of_memory(CUT)
-    return tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [thread], dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(
+        PTX, "=&r,=&r,r,r", [thread, end_of_codes], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+    )
 
 
 @triton.constexpr_function
-def _text_of_copy(size, stage, waits):
-    """PTX that copies a stage from $3 where $4 is 1; if it waits, until all warps have multiplied by it, at parity $5.
-
-    Behind the branch all lanes of the warp are together again, as `wgmma` needs them.
+def _text_of_copy(size, waits):
+    """PTX that copies a stage from $3 to $2 under the barrier $1 where $4 is 1; if it waits, until all warps have
+    multiplied by it, at parity $5. Behind the branch all lanes of the warp are together again, as `wgmma` needs them.
     """
-    wait = f"AGAIN: mbarrier.try_wait.parity.shared::cta.b64 q, [b+{8 * _STAGES}], $5; @!q bra AGAIN; " if waits else ""
+    wait = "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 q, [$1+32], $5; @!q bra AGAIN; " if waits else ""
     return (
-        "{ .reg .pred p, q; .reg .b32 b, m; setp.ne.s32 p, $4, 1; @p bra DONE; "
-        f"add.u32 b, $1, {8 * stage}; add.u32 m, $2, {size * stage}; {wait}"
-        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [b], {size}; "
-        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [m], [$3], {size}, [b]; "
+        f"{{ .reg .pred p, q; setp.ne.s32 p, $4, 1; @p bra DONE; {wait}"
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size}; "
+        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$2], [$3], {size}, [$1]; "
         "DONE: bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"
     )
 
 
 @triton.jit
-def _copy_x(memory, bars, at, here, parity, STAGE: tl.constexpr, WAITS: tl.constexpr, CUT: tl.constexpr):
+def _copy_x(at, memory, bar, here, parity, WAITS: tl.constexpr, CUT: tl.constexpr):
     """Copy a stage from `at`, by the thread where `here` is 1; WAITS: once all warps have multiplied by it."""
-    PTX: tl.constexpr = _text_of_copy(_bytes_of_stage(CUT), STAGE, WAITS)
+    PTX: tl.constexpr = _text_of_copy(_bytes_of_stage(CUT), WAITS)
     tl.inline_asm_elementwise(
-        PTX, "=r,r,r,l,r,r", [bars, memory, at.to(tl.int64), here, parity + here * 0], dtype=tl.int32, is_pure=False,
+        PTX, "=r,r,r,l,r,r", [bar, memory, at.to(tl.int64), here, parity + here * 0], dtype=tl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
 
 
-@triton.constexpr_function
-def _text_of_wait(stage):
-    return (
-        f"{{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1+{8 * stage}], $2; "
-        "@!p bra AGAIN; mov.b32 $0, $1; }"
+@triton.jit
+def _wait_for_x(bar, parity):
+    PTX: tl.constexpr = (
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @!p bra AGAIN; mov.b32 $0, $1; }"
     )
+    return tl.inline_asm_elementwise(PTX, "=r,r,r", [bar, parity], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _wait_for_x(bars, parity, STAGE: tl.constexpr):
-    PTX: tl.constexpr = _text_of_wait(STAGE)
-    return tl.inline_asm_elementwise(PTX, "=r,r,r", [bars, parity], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.constexpr_function
-def _text_of_arrival(stage):
-    return (
-        "{ .reg .pred p; setp.eq.s32 p, $2, 0; "
-        f"@p mbarrier.arrive.shared::cta.b64 _, [$1+{8 * (_STAGES + stage)}]; mov.b32 $0, $1; }}"
-    )
-
-
-@triton.jit
-def _has_multiplied(bars, thread, STAGE: tl.constexpr):
+def _has_multiplied(bar, lane):
     """Say for this warp that it has multiplied by a stage."""
-    PTX: tl.constexpr = _text_of_arrival(STAGE)
-    return tl.inline_asm_elementwise(PTX, "=r,r,r", [bars, thread & 31], dtype=tl.int32, is_pure=False, pack=1)
+    PTX: tl.constexpr = (
+        "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1+32]; mov.b32 $0, $1; }"
+    )
+    return tl.inline_asm_elementwise(PTX, "=r,r,r", [bar, lane], dtype=tl.int32, is_pure=False, pack=1)
+
+
+# ---- clusters of programs
+
+
+@triton.jit
+def _meet(lane):
+    """Wait for the other programs of the cluster, and see what they have written."""
+    PTX: tl.constexpr = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
+    return tl.inline_asm_elementwise(PTX, "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _there(address, rank):
+    """The address in the shared memory of a program of the cluster."""
+    PTX: tl.constexpr = "mapa.shared::cluster.u32 $0, $1, $2;"
+    return tl.inline_asm_elementwise(PTX, "=r,r,r", [address, rank], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.constexpr_function
+def _text_of_sending(to):
+    return f"st.shared::cluster.v4.f32 [$1+{to}], {{$2, $3, $4, $5}}; mov.b32 $0, 0;"
+
+
+@triton.jit
+def _send(at, sums, FIRST: tl.constexpr, TO: tl.constexpr):
+    PTX: tl.constexpr = _text_of_sending(TO)
+    four = [at, sums[FIRST], sums[FIRST + 1], sums[FIRST + 2], sums[FIRST + 3]]
+    tl.inline_asm_elementwise(PTX, "=r,r,f,f,f,f", four, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
+def _text_of_receiving(at):
+    return f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{at}];"
+
+
+@triton.jit
+def _received(at, AT: tl.constexpr):
+    PTX: tl.constexpr = _text_of_receiving(AT)
+    DTYPES: tl.constexpr = _floats(4)
+    return tl.inline_asm_elementwise(PTX, "=f,=f,=f,=f,r", [at], dtype=DTYPES, is_pure=False, pack=1)
+
+
+@triton.jit
+def _sum_of_parts(sums, memory, thread, part, CUT: tl.constexpr):
+    """The sums of all PARTS of a cluster, of each as many as it stores: part p those from p * len(sums) / PARTS on."""
+    PARTS: tl.constexpr = CUT.PARTS
+    OWN: tl.constexpr = len(sums) // PARTS
+    OF_PART: tl.constexpr = 32 * CUT.ROW_WARPS * OWN * 4
+    own = _meet(memory + thread * (OWN * 4))
+    for other in tl.static_range(PARTS):
+        at = _there(own + part * OF_PART, thread * 0 + other)
+        for i in tl.static_range(OWN // 4):
+            _send(at, sums, other * OWN + 4 * i, 16 * i)
+    own = _meet(own)
+    made = ()
+    for i in tl.static_range(OWN // 4):
+        total = _received(own, 16 * i)
+        for other in tl.static_range(PARTS - 1):
+            more = _received(own, (other + 1) * OF_PART + 16 * i)
+            total = (total[0] + more[0], total[1] + more[1], total[2] + more[2], total[3] + more[3])
+        made = made + total
+    return made
 
 
 # ---- products
@@ -159,10 +219,10 @@ def _floats(count):
 
 
 @triton.jit
-def _products_of_half(a, sums, memory, STAGE: tl.constexpr, CUT: tl.constexpr):
+def _products_of_half(a, sums, memory, CUT: tl.constexpr):
     """sums + A @ x.T of a stage; `a`: the four words of each k16."""
     COUNT: tl.constexpr = len(a) // 4
-    PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT, STAGE * _bytes_of_stage(CUT))
+    PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT, 0)
     OPERANDS: tl.constexpr = _operands_of_products(CUT.TOKENS, COUNT)
     DTYPES: tl.constexpr = _floats(len(sums))
     return tl.inline_asm_elementwise(PTX, OPERANDS, sums + a + (memory,), dtype=DTYPES, is_pure=False, pack=1)
@@ -235,18 +295,19 @@ def _sums_of_use(at, a, step, steps, sums, USE: tl.constexpr, CUT: tl.constexpr,
     """The sums with the products by a part of x of half a chunk, the USE-th of the chunk."""
     x_ptr, memory, bars, thread = at
     OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
-    STAGE: tl.constexpr = USE % 2
     if HW:
         use = step * (2 * PARTS) + USE
-        if USE + 1 < 2 * PARTS:
-            here = (thread == 0) & (use > 0)
-        else:
-            here = (thread == 0) & (step + 1 < steps)
-        following = x_ptr + (use + 1) * OF_STAGE
-        _copy_x(memory, bars, following, here.to(tl.int32), ((use - 1) >> 1) & 1, 1 - STAGE, True, CUT)
-        bars = _wait_for_x(bars, ((use >> 1) & 1) + thread * 0, STAGE)
-        sums = _products_of_half(a, sums, memory + (bars & 0), STAGE, CUT)
-        _has_multiplied(bars, thread, STAGE)
+        following = use + _AHEAD
+        here = (thread == 0) & (following >= _STAGES) & (following < steps * (2 * PARTS))
+        slot = following % _STAGES
+        _copy_x(
+            x_ptr + following * OF_STAGE, memory + slot * (4 * OF_STAGE), bars + slot * 8, here.to(tl.int32),
+            (following // _STAGES + 1) & 1, True, CUT,
+        )  # fmt: skip
+        slot = use % _STAGES
+        bar = _wait_for_x(bars + slot * 8, ((use // _STAGES) & 1) + thread * 0)
+        sums = _products_of_half(a, sums, memory + slot * (4 * OF_STAGE) + (bar & 0), CUT)
+        _has_multiplied(bar, thread & 31)
     else:
         sums = _interpreted_products(a, sums, x_ptr + (step * (2 * PARTS) + USE) * OF_STAGE + (thread & 31), CUT)
     return sums
@@ -261,41 +322,54 @@ def decode_warpgroups(
     TOKENS: tl.constexpr = CUT.TOKENS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
     OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
+    OWN: tl.constexpr = 4 * TOKENS // CUT.PARTS
     steps = code_units // 8
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
-    row0 = tl.program_id(0) * (16 * CUT.ROW_WARPS)
+    part = tl.program_id(0) % CUT.PARTS
+    row0 = tl.program_id(0) // CUT.PARTS * (16 * CUT.ROW_WARPS)
     thread = tl.arange(0, 32 * CUT.ROW_WARPS)
     lane, warp = thread & 31, thread >> 5
     g, t = lane >> 2, lane & 3
     code_at, scale_at = (), ()
+    begin = 0
+    if CUT.PARTS > 1:
+        of_part = (steps + CUT.PARTS - 1) // CUT.PARTS
+        begin = part * of_part
+        steps = tl.maximum(tl.minimum(of_part, steps - begin), 0)
     for i in tl.static_range(2):
         row = tl.minimum(row0 + warp * 16 + g + 8 * i, N - 1)
-        code_at = code_at + (codes_ptr.to(tl.pointer_type(tl.int32)) + (row * code_units + t) * 4,)
-        scale_at = scale_at + (scale_ptr + (row // CODES.HEIGHT) * scale_stride_r,)
+        code_at = code_at + (codes_ptr.to(tl.pointer_type(tl.int32)) + (row * code_units + begin * 8 + t) * 4,)
+        scale_at = scale_at + (scale_ptr + (row // CODES.HEIGHT) * scale_stride_r + begin * bytes_of_scales(CODES),)
+    x_ptr += begin * (2 * PARTS) * OF_STAGE
     first = thread * 0
     if CUT.DEPENDENT and HW:
         here = ((t == 0) & (steps > 0)).to(tl.int32)
         for i in tl.static_range(2):
             ask_for(code_at[i], here)
             ask_for(scale_at[i], here)
-        nothing = begin_after()
-        x_ptr += nothing
-        first += nothing
     zero = (first * 0).to(tl.float32)
     sums = ()
     for _i in tl.static_range(4 * TOKENS):
         sums = sums + (zero,)
-    at, shared, scales = (x_ptr, 0, 0, thread), (), ()
+    memory, bars = 0, 0
+    shared, scales = (), ()
     if HW:
-        memory, bars = _memory_of_x(thread, CUT)
-        one = ((thread == 0) & (steps > 0)).to(tl.int32)
-        for stage in tl.static_range(2):
-            _copy_x(memory, bars, x_ptr + stage * OF_STAGE + first, one, 0, stage, False, CUT)
-        at = (x_ptr, memory, bars, thread)
         shared = places(thread, lane, code_at, scale_at, CODES, CUT)
+        memory, bars = _memory_of_x(thread, shared[1] - thread * 16 + bytes_of_chunk(CODES, CUT), CUT)
         copy_half(shared, first, steps > 0, 0, CODES, CUT)
         copy_half(shared, first, steps > 0, 1, CODES, CUT)
         scales = ((first, first), (first, first))
+    if CUT.DEPENDENT and HW:
+        nothing = begin_after()
+        x_ptr += nothing
+        first += nothing
+    at = (x_ptr, memory, bars, thread)
+    if HW:
+        for stage in tl.static_range(_STAGES):
+            one = ((thread == 0) & (stage < steps * (2 * PARTS))).to(tl.int32)
+            _copy_x(
+                x_ptr + stage * OF_STAGE + first, memory + stage * (4 * OF_STAGE), bars + stage * 8, one, 0, False, CUT
+            )
     step = 0
     while step < steps:
         sums, scales = _sums_of_half(
@@ -305,9 +379,11 @@ def decode_warpgroups(
             at, (code_at, scale_at), shared, scales, step, steps, sums, 1, CODES, CUT, PARTS, HW, CONVERSIONS
         )
         step += 1
-    for i in tl.static_range(4 * TOKENS):
+    if CUT.PARTS > 1:
+        sums = _sum_of_parts(sums, memory, thread, part, CUT)
+    for i in tl.static_range(OWN):
         row = row0 + warp * 16 + ((i >> 1) & 1) * 8 + g
-        token = (i // 4) * 8 + 2 * t + (i & 1)
+        token = (part * (OWN // 4) + i // 4) * 8 + 2 * t + (i & 1)
         inside = (row < N) & (token < M)
         total = finished(sums[i], row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT)
         put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
