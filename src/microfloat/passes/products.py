@@ -94,10 +94,12 @@ def decode_passes(
     inputs = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS
     if cut.WARPGROUPS:
         scalars = (m, n, k * codes.BITS // 128, scale_strides[0], level_stride)
+        tiles = -(-n // (16 * cut.ROW_WARPS))
+        each = -(-tiles * cut.PARTS // device.multiprocessors)
         passes.launches.append(Pass(
-            warpgroups.decode_warpgroups, (*about, *map(specialization, scalars[1:])), -(-n // (16 * cut.ROW_WARPS)),
+            warpgroups.decode_warpgroups, (*about, *map(specialization, scalars[1:])), tiles,
             (x, CODES, *inputs, out), scalars, (codes, cut, kind, hardware, device.conversions), Warps(cut.ROW_WARPS),
-            cluster=cut.PARTS, dependent=cut.DEPENDENT, shared=warpgroups.bytes_of_shared(cut),
+            cluster=cut.PARTS, dependent=cut.DEPENDENT, shared=warpgroups.bytes_of_shared(codes, cut, each),
         ))  # fmt: skip
         return passes
     strides = *scale_strides, level_stride, *((0, 0) if experts is None else experts[1:])
@@ -334,11 +336,12 @@ def _cut_by(own: _Division, tokens: int, early: bool) -> DecodeCut:
     )  # fmt: skip
 
 
-def by_warpgroups(warps: int, tokens: int, parts: int = 1) -> DecodeCut:
+def by_warpgroups(warps: int, tokens: int, parts: int = 1, overlaps: bool = False) -> DecodeCut:
     """A cut of `gemm.warpgroups`."""
     return DecodeCut(
-        warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, WARPGROUPS=True, PARTS=parts
-    )
+        warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, OVERLAPS=overlaps, WARPGROUPS=True,
+        PARTS=parts,
+    )  # fmt: skip
 
 
 def _wide_cut(

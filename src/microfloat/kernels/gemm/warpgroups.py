@@ -17,7 +17,7 @@ For whole chunks with scales in words (`passes.products.fitted`). Sums have a fi
 import triton
 import triton.language as tl
 
-from microfloat.kernels.constants import DecodeCut
+from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device.convert import WORDS_BF16
 from microfloat.kernels.gemm.elements import (
     ask_for,
@@ -36,6 +36,7 @@ _STAGES = tl.constexpr(4)
 _AHEAD = tl.constexpr(2)  # uses of a stage between the request for a copy and its use
 _STEPS = tl.constexpr(4)  # of half a chunk: eight elements of each lane, twice k16
 _BARRIERS = 64  # bytes of the barriers of four stages
+_OF_ALL, _RESERVED = 228 << 10, 1 << 10  # bytes of a multiprocessor, and of each program for the system
 
 
 @triton.constexpr_function
@@ -44,9 +45,12 @@ def _bytes_of_stage(cut):
     return 2048 * DecodeCut(*cut).TOKENS
 
 
-def bytes_of_shared(cut: DecodeCut) -> int:
-    """Bytes of shared memory that a launch asks for: of x, and to where the first of them is a multiple of 128."""
-    return 128 + 4 * 2048 * cut.TOKENS
+def bytes_of_shared(codes: DecodeCodes, cut: DecodeCut, programs: int) -> int:
+    """Bytes of shared memory that a launch asks for: of x, and to where the first of them is a multiple of 128; more
+    where so many programs of a multiprocessor shall have it for themselves.
+    """
+    needed, declared = 128 + 4 * 2048 * cut.TOKENS, _BARRIERS + bytes_of_chunk(codes, cut)
+    return max(needed, (_OF_ALL // programs - _RESERVED - declared) // 128 * 128)
 
 
 # ---- x in shared memory
@@ -120,10 +124,11 @@ def _has_multiplied(bar, lane):
 
 
 @triton.jit
-def _meet(lane):
-    """Wait for the other programs of the cluster, and see what they have written."""
-    PTX: tl.constexpr = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
-    return tl.inline_asm_elementwise(PTX, "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1)
+def _meet(value, SENT: tl.constexpr):
+    """Wait for the other programs of the cluster; SENT: and see what they have sent. Returns `value`."""
+    ARRIVE: tl.constexpr = "barrier.cluster.arrive.release.aligned; " if SENT else "barrier.cluster.arrive.relaxed.aligned; "
+    PTX: tl.constexpr = ARRIVE + "barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
+    return tl.inline_asm_elementwise(PTX, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -161,19 +166,19 @@ def _received(at, AT: tl.constexpr):
 def _sum_of_parts(sums, memory, thread, part, CUT: tl.constexpr):
     """The sums of all PARTS of a cluster, of each as many as it stores: part p those from p * len(sums) / PARTS on."""
     PARTS: tl.constexpr = CUT.PARTS
-    OWN: tl.constexpr = len(sums) // PARTS
-    OF_PART: tl.constexpr = 32 * CUT.ROW_WARPS * OWN * 4
-    own = _meet(memory + thread * (OWN * 4))
+    OWN: tl.constexpr = len(sums) // (4 * PARTS)
+    ROW: tl.constexpr = 32 * CUT.ROW_WARPS * 16  # bytes of four sums of all threads
+    own = _meet(memory + thread * 16, False)
     for other in tl.static_range(PARTS):
-        at = _there(own + part * OF_PART, thread * 0 + other)
-        for i in tl.static_range(OWN // 4):
-            _send(at, sums, other * OWN + 4 * i, 16 * i)
-    own = _meet(own)
+        at = _there(own + part * (OWN * ROW), thread * 0 + other)
+        for i in tl.static_range(OWN):
+            _send(at, sums, 4 * (other * OWN + i), i * ROW)
+    own = _meet(own, True)
     made = ()
-    for i in tl.static_range(OWN // 4):
-        total = _received(own, 16 * i)
+    for i in tl.static_range(OWN):
+        total = _received(own, i * ROW)
         for other in tl.static_range(PARTS - 1):
-            more = _received(own, (other + 1) * OF_PART + 16 * i)
+            more = _received(own, ((other + 1) * OWN + i) * ROW)
             total = (total[0] + more[0], total[1] + more[1], total[2] + more[2], total[3] + more[3])
         made = made + total
     return made
@@ -183,7 +188,7 @@ def _sum_of_parts(sums, memory, thread, part, CUT: tl.constexpr):
 
 
 @triton.constexpr_function
-def text_of_products(tokens, count, offset):
+def text_of_products(tokens, count, offset, waits=True):
     """PTX that adds to $0 and all sums behind it the products of `count` times k16 of A with x at `offset`."""
     sums, columns = 4 * tokens, 8 * tokens
     first, memory = 2 * sums, 2 * sums + 4 * count
@@ -203,7 +208,7 @@ def text_of_products(tokens, count, offset):
             f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {d}, {a}, desc, 1, 1, 1, 0;",
             f"add.u32 lo, lo, {2 * along >> 4};",
         ]
-    return " ".join([*text, "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"])
+    return " ".join([*text, "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;" if waits else "", "}"])
 
 
 @triton.constexpr_function
@@ -219,13 +224,23 @@ def _floats(count):
 
 
 @triton.jit
-def _products_of_half(a, sums, memory, CUT: tl.constexpr):
-    """sums + A @ x.T of a stage; `a`: the four words of each k16."""
+def _products_of_half(a, sums, memory, WAITS: tl.constexpr, CUT: tl.constexpr):
+    """sums + A @ x.T of a stage; `a`: the four words of each k16. WAITS: until they are there, else `_finished` does."""
     COUNT: tl.constexpr = len(a) // 4
-    PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT, 0)
+    PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT, 0, WAITS)
     OPERANDS: tl.constexpr = _operands_of_products(CUT.TOKENS, COUNT)
     DTYPES: tl.constexpr = _floats(len(sums))
     return tl.inline_asm_elementwise(PTX, OPERANDS, sums + a + (memory,), dtype=DTYPES, is_pure=False, pack=1)
+
+
+@triton.jit
+def _finished(a, sums):
+    """The sums once products are done, of which `a` is an operand until then."""
+    OPERANDS: tl.constexpr = _operands_of_products(len(sums) // 4, len(a) // 4)
+    DTYPES: tl.constexpr = _floats(len(sums))
+    return tl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 0;", OPERANDS, sums + a + (a[0],), dtype=DTYPES, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -306,11 +321,38 @@ def _sums_of_use(at, a, step, steps, sums, USE: tl.constexpr, CUT: tl.constexpr,
         )  # fmt: skip
         slot = use % _STAGES
         bar = _wait_for_x(bars + slot * 8, ((use // _STAGES) & 1) + thread * 0)
-        sums = _products_of_half(a, sums, memory + slot * (4 * OF_STAGE) + (bar & 0), CUT)
+        sums = _products_of_half(a, sums, memory + slot * (4 * OF_STAGE) + (bar & 0), True, CUT)
         _has_multiplied(bar, thread & 31)
     else:
         sums = _interpreted_products(a, sums, x_ptr + (step * (2 * PARTS) + USE) * OF_STAGE + (thread & 31), CUT)
     return sums
+
+
+@triton.jit
+def _overlapped_half(
+    at, a, shared, scales, step, steps, sums, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
+    CONVERSIONS: tl.constexpr,
+):  # fmt: skip
+    """The same of a half that is decoded; meanwhile the next one is, to the words that come back."""
+    x_ptr, memory, bars, thread = at
+    OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
+    use = step * 2 + HALF
+    following = use + _AHEAD
+    here = (thread == 0) & (following >= _STAGES) & (following < steps * 2)
+    slot = following % _STAGES
+    _copy_x(
+        x_ptr + following * OF_STAGE, memory + slot * (4 * OF_STAGE), bars + slot * 8, here.to(tl.int32),
+        (following // _STAGES + 1) & 1, True, CUT,
+    )  # fmt: skip
+    slot = use % _STAGES
+    bar = _wait_for_x(bars + slot * 8, ((use // _STAGES) & 1) + thread * 0)
+    sums = _products_of_half(a, sums, memory + slot * (4 * OF_STAGE) + (bar & 0), False, CUT)
+    after = step + 1 + HALF
+    words, scales = take_half(shared, scales, after, after < steps, 1 - HALF, CODES, CUT)
+    following_a = _left(words, scales[1 - HALF], CODES, True, CONVERSIONS)
+    sums = _finished(a, sums)
+    _has_multiplied(bar, thread & 31)
+    return following_a, sums, scales
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -371,14 +413,22 @@ def decode_warpgroups(
                 x_ptr + stage * OF_STAGE + first, memory + stage * (4 * OF_STAGE), bars + stage * 8, one, 0, False, CUT
             )
     step = 0
-    while step < steps:
-        sums, scales = _sums_of_half(
-            at, (code_at, scale_at), shared, scales, step, steps, sums, 0, CODES, CUT, PARTS, HW, CONVERSIONS
-        )
-        sums, scales = _sums_of_half(
-            at, (code_at, scale_at), shared, scales, step, steps, sums, 1, CODES, CUT, PARTS, HW, CONVERSIONS
-        )
-        step += 1
+    if CUT.OVERLAPS and HW and PARTS == 1:
+        words, scales = take_half(shared, scales, first + 1, steps > 1, 0, CODES, CUT)
+        a = _left(words, scales[0], CODES, HW, CONVERSIONS)
+        while step < steps:
+            a, sums, scales = _overlapped_half(at, a, shared, scales, step, steps, sums, 0, CODES, CUT, CONVERSIONS)
+            a, sums, scales = _overlapped_half(at, a, shared, scales, step, steps, sums, 1, CODES, CUT, CONVERSIONS)
+            step += 1
+    else:
+        while step < steps:
+            sums, scales = _sums_of_half(
+                at, (code_at, scale_at), shared, scales, step, steps, sums, 0, CODES, CUT, PARTS, HW, CONVERSIONS
+            )
+            sums, scales = _sums_of_half(
+                at, (code_at, scale_at), shared, scales, step, steps, sums, 1, CODES, CUT, PARTS, HW, CONVERSIONS
+            )
+            step += 1
     if CUT.PARTS > 1:
         sums = _sum_of_parts(sums, memory, thread, part, CUT)
     for i in tl.static_range(OWN):
