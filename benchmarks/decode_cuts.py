@@ -204,7 +204,7 @@ def compile_one(job: Job) -> str:
 
 def _compile(launch: Any, passes: Passes, stored: Stored) -> None:
     """As `microfloat.torch.program.Kernel` has it compiled, for tensors that begin at multiples of 16 bytes."""
-    from microfloat.torch.program import kernel_of
+    from microfloat.torch.program import kernel_of_pass
 
     dtypes = {At.SOURCE: torch.bfloat16, products.CODES: torch.uint8, products.LEVEL: torch.float32}
     dtypes[products.SCALE] = torch.uint8 if stored.codes.SCALE else torch.float32
@@ -212,7 +212,7 @@ def _compile(launch: Any, passes: Passes, stored: Stored) -> None:
         assert made is not None
         dtypes[At.MADE + at] = getattr(torch, made.dtype)
     tensors = [None if at == At.NOTHING else torch.empty(64, dtype=dtypes[at]) for at in launch.tensors]
-    kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster, launch.dependent)
+    kernel = kernel_of_pass(launch)
     kernel.warm_up(launch.programs, tuple(tensors), launch.scalars, launch.constants, launch.warps)
 
 
@@ -399,7 +399,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     capability = torch.cuda.get_device_capability() if options.device == "cuda" else HOPPER
     refused: dict[Compiled, str] = {}
     if not options.quick:
-        chip = Device(0, PROCESSORS, capability >= (8, 9), warpgroups=capability == HOPPER)
+        chip = Device(0, PROCESSORS, capability >= (8, 9), warpgroups=capability == HOPPER, places=capability == HOPPER)
         stored = {(name, size): stored_like(name, size) for name in names for size in shapes}
         jobs = [
             Job(stored[name, size], (m, size[1], size[0]), cut, capability)

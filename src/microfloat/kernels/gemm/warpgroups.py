@@ -17,7 +17,7 @@ For whole chunks with scales in words (`passes.products.fitted`). Sums have a fi
 import triton
 import triton.language as tl
 
-from microfloat.kernels.constants import DecodeCodes, DecodeCut
+from microfloat.kernels.constants import DecodeCut
 from microfloat.kernels.device.convert import WORDS_BF16
 from microfloat.kernels.gemm.elements import (
     ask_for,
@@ -36,7 +36,6 @@ _STAGES = tl.constexpr(4)
 _AHEAD = tl.constexpr(2)  # uses of a stage between the request for a copy and its use
 _STEPS = tl.constexpr(4)  # of half a chunk: eight elements of each lane, twice k16
 _BARRIERS = 64  # bytes of the barriers of four stages
-_OF_ALL, _RESERVED = 228 << 10, 1 << 10  # bytes of a multiprocessor, and of each program for the system
 
 
 @triton.constexpr_function
@@ -45,12 +44,9 @@ def _bytes_of_stage(cut):
     return 2048 * DecodeCut(*cut).TOKENS
 
 
-def bytes_of_shared(codes: DecodeCodes, cut: DecodeCut, programs: int) -> int:
-    """Bytes of shared memory that a launch asks for: of x, and to where the first of them is a multiple of 128; more
-    where so many programs of a multiprocessor shall have it for themselves.
-    """
-    needed, declared = 128 + 4 * 2048 * cut.TOKENS, _BARRIERS + bytes_of_chunk(codes, cut)
-    return max(needed, (_OF_ALL // programs - _RESERVED - declared) // 128 * 128)
+def bytes_of_x(cut: DecodeCut) -> int:
+    """Bytes of shared memory for x that a launch asks for, and to where the first of them is a multiple of 128."""
+    return 128 + 4 * 2048 * cut.TOKENS
 
 
 # ---- x in shared memory
@@ -120,70 +116,6 @@ def _has_multiplied(bar, lane):
     return tl.inline_asm_elementwise(PTX, "=r,r,r", [bar, lane], dtype=tl.int32, is_pure=False, pack=1)
 
 
-# ---- clusters of programs
-
-
-@triton.jit
-def _meet(value, SENT: tl.constexpr):
-    """Wait for the other programs of the cluster; SENT: and see what they have sent. Returns `value`."""
-    ARRIVE: tl.constexpr = "barrier.cluster.arrive.release.aligned; " if SENT else "barrier.cluster.arrive.relaxed.aligned; "
-    PTX: tl.constexpr = ARRIVE + "barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
-    return tl.inline_asm_elementwise(PTX, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _there(address, rank):
-    """The address in the shared memory of a program of the cluster."""
-    PTX: tl.constexpr = "mapa.shared::cluster.u32 $0, $1, $2;"
-    return tl.inline_asm_elementwise(PTX, "=r,r,r", [address, rank], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.constexpr_function
-def _text_of_sending(to):
-    return f"st.shared::cluster.v4.f32 [$1+{to}], {{$2, $3, $4, $5}}; mov.b32 $0, 0;"
-
-
-@triton.jit
-def _send(at, sums, FIRST: tl.constexpr, TO: tl.constexpr):
-    PTX: tl.constexpr = _text_of_sending(TO)
-    four = [at, sums[FIRST], sums[FIRST + 1], sums[FIRST + 2], sums[FIRST + 3]]
-    tl.inline_asm_elementwise(PTX, "=r,r,f,f,f,f", four, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.constexpr_function
-def _text_of_receiving(at):
-    return f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{at}];"
-
-
-@triton.jit
-def _received(at, AT: tl.constexpr):
-    PTX: tl.constexpr = _text_of_receiving(AT)
-    DTYPES: tl.constexpr = _floats(4)
-    return tl.inline_asm_elementwise(PTX, "=f,=f,=f,=f,r", [at], dtype=DTYPES, is_pure=False, pack=1)
-
-
-@triton.jit
-def _sum_of_parts(sums, memory, thread, part, CUT: tl.constexpr):
-    """The sums of all PARTS of a cluster, of each as many as it stores: part p those from p * len(sums) / PARTS on."""
-    PARTS: tl.constexpr = CUT.PARTS
-    OWN: tl.constexpr = len(sums) // (4 * PARTS)
-    ROW: tl.constexpr = 32 * CUT.ROW_WARPS * 16  # bytes of four sums of all threads
-    own = _meet(memory + thread * 16, False)
-    for other in tl.static_range(PARTS):
-        at = _there(own + part * (OWN * ROW), thread * 0 + other)
-        for i in tl.static_range(OWN):
-            _send(at, sums, 4 * (other * OWN + i), i * ROW)
-    own = _meet(own, True)
-    made = ()
-    for i in tl.static_range(OWN):
-        total = _received(own, i * ROW)
-        for other in tl.static_range(PARTS - 1):
-            more = _received(own, ((other + 1) * OWN + i) * ROW)
-            total = (total[0] + more[0], total[1] + more[1], total[2] + more[2], total[3] + more[3])
-        made = made + total
-    return made
-
-
 # ---- products
 
 
@@ -208,7 +140,9 @@ def text_of_products(tokens, count, offset, waits=True):
             f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {d}, {a}, desc, 1, 1, 1, 0;",
             f"add.u32 lo, lo, {2 * along >> 4};",
         ]
-    return " ".join([*text, "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;" if waits else "", "}"])
+    return " ".join(
+        [*text, "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;" if waits else "", "}"]
+    )
 
 
 @triton.constexpr_function
@@ -355,29 +289,34 @@ def _overlapped_half(
     return following_a, sums, scales
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "splits"])
 def decode_warpgroups(
-    x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, code_units, scale_stride_r, level_stride,
+    x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, code_units, scale_stride_r, level_stride, splits,
     CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows of the weight. `code_units`: 16-byte units of a row of codes."""
+    """Grid: the `splits` parts of K (CUT.SPLITS: at most 1, or 2 for several), in those tiles of rows of the weight.
+
+    `code_units`: 16-byte units of a row of codes. `out`: y, or of several parts their float32 sums [splits, M, N].
+    """
     TOKENS: tl.constexpr = CUT.TOKENS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
     OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
-    OWN: tl.constexpr = 4 * TOKENS // CUT.PARTS
     steps = code_units // 8
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
-    part = tl.program_id(0) % CUT.PARTS
-    row0 = tl.program_id(0) // CUT.PARTS * (16 * CUT.ROW_WARPS)
+    ROWS: tl.constexpr = 16 * CUT.ROW_WARPS
+    tiles = (N + ROWS - 1) // ROWS
+    part, begin = 0, 0
+    row0 = tl.program_id(0) * ROWS
+    if CUT.SPLITS > 1:
+        part = tl.program_id(0) // tiles
+        row0 = (tl.program_id(0) - part * tiles) * ROWS
+        each = (steps + splits - 1) // splits
+        begin = part * each
+        steps = tl.maximum(tl.minimum(each, steps - begin), 0)
     thread = tl.arange(0, 32 * CUT.ROW_WARPS)
     lane, warp = thread & 31, thread >> 5
     g, t = lane >> 2, lane & 3
     code_at, scale_at = (), ()
-    begin = 0
-    if CUT.PARTS > 1:
-        of_part = (steps + CUT.PARTS - 1) // CUT.PARTS
-        begin = part * of_part
-        steps = tl.maximum(tl.minimum(of_part, steps - begin), 0)
     for i in tl.static_range(2):
         row = tl.minimum(row0 + warp * 16 + g + 8 * i, N - 1)
         code_at = code_at + (codes_ptr.to(tl.pointer_type(tl.int32)) + (row * code_units + begin * 8 + t) * 4,)
@@ -429,11 +368,14 @@ def decode_warpgroups(
                 at, (code_at, scale_at), shared, scales, step, steps, sums, 1, CODES, CUT, PARTS, HW, CONVERSIONS
             )
             step += 1
-    if CUT.PARTS > 1:
-        sums = _sum_of_parts(sums, memory, thread, part, CUT)
-    for i in tl.static_range(OWN):
+    for i in tl.static_range(4 * TOKENS):
         row = row0 + warp * 16 + ((i >> 1) & 1) * 8 + g
-        token = (part * (OWN // 4) + i // 4) * 8 + 2 * t + (i & 1)
+        token = (i // 4) * 8 + 2 * t + (i & 1)
         inside = (row < N) & (token < M)
-        total = finished(sums[i], row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT)
-        put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
+        if CUT.SPLITS > 1:
+            tl.store(out_ptr + (part * M + token).to(tl.int64) * N + row, sums[i], mask=inside)
+        else:
+            total = finished(
+                sums[i], row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT
+            )
+            put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
