@@ -326,8 +326,7 @@ def cut_of(
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
     if device.places and not halves and (warps := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
         splits = _parts_that_fill(-(-n // (16 * warps)), -(-k * codes.BITS // _CHUNK_BITS), device.multiprocessors)
-        alone = -(-n // (16 * warps)) * splits <= device.multiprocessors
-        cut = fitted(by_warpgroups(warps, tokens, splits, overlaps=alone), codes, k, scale_strides, bias)
+        cut = fitted(by_warpgroups(warps, tokens, splits), codes, k, scale_strides, bias)
         if cut.WARPGROUPS:
             return cut
     if device.warpgroups and m >= _LEAST_WIDE[kind][size]:
@@ -361,12 +360,11 @@ def _cut_by(own: _Division, tokens: int, early: bool) -> DecodeCut:
     )  # fmt: skip
 
 
-def by_warpgroups(warps: int, tokens: int, splits: int = 1, *, overlaps: bool = False) -> DecodeCut:
+def by_warpgroups(warps: int, tokens: int, splits: int = 1) -> DecodeCut:
     """A cut of `gemm.warpgroups`."""
     return DecodeCut(
-        warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, SPLITS=splits, OVERLAPS=overlaps,
-        WARPGROUPS=True,
-    )  # fmt: skip
+        warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, SPLITS=splits, WARPGROUPS=True
+    )
 
 
 def _parts_that_fill(tiles: int, chunks: int, processors: int) -> int:

@@ -1,15 +1,19 @@
-"""Products of 33 to 64 rows of x with stored codes of four bits by warpgroups (Hopper), with x in shared memory.
+"""Products of 17 to 64 rows of x with stored codes of four bits by warpgroups (Hopper), with x in shared memory.
 
 In `gemm.decode` every warp reads all of x from the caches to registers, for which its tensor cores wait where x has
 many rows; `gemm.decode_wide` waits for codes and for products in turn. Here a warpgroup has 64 rows of the weight and
 all rows of x; codes and scales come as in `gemm.shared`, and x by bulk copies of half a chunk, which one thread asks
 for and which take no registers. Half a chunk is decoded to registers, the left operand of its products (`wgmma`).
-Programs that share a multiprocessor decode while others multiply.
+Warpgroups that share a multiprocessor decode while others multiply.
 
 x lies in memory as `wgmma` takes it without a swizzle: core matrices of 8 tokens by 16 bytes, [k16, half of it, tokens
 by eights] of them (`gemm.decode.decode_order`; PTX ISA, "matrix descriptor"). The order of elements within half a chunk
-is that of `gemm.decode`. Two *stages* of shared memory take turns. Each has two barriers: one counts the bytes of a
-copy, the other the warps that have multiplied by what it holds, for which the thread that copies waits.
+is that of `gemm.decode`. Four *stages* of shared memory take turns, which the launch asks for behind what is declared
+(`bytes_of_x`). Each has two barriers: one counts the bytes of a copy, the other the warps that have multiplied by what
+it holds, for which the thread that copies waits.
+
+Programs that begin early (programmatic dependent launch) would fill some multiprocessors twice while others are still
+at the launch before; more shared memory than they need keeps them apart (`passes.matrix.Pass.spread`).
 
 For whole chunks with scales in words (`passes.products.fitted`). Sums have a fixed order.
 """
@@ -33,9 +37,9 @@ from microfloat.kernels.gemm.elements import (
 from microfloat.kernels.gemm.shared import bytes_of_chunk, bytes_of_scales, copy_half, places, take_half
 
 _STAGES = tl.constexpr(4)
-_AHEAD = tl.constexpr(2)  # uses of a stage between the request for a copy and its use
+_AHEAD = tl.constexpr(2)  # products between the request for a copy and its own
 _STEPS = tl.constexpr(4)  # of half a chunk: eight elements of each lane, twice k16
-_BARRIERS = 64  # bytes of the barriers of four stages
+_BARRIERS = 64  # bytes of both barriers of all stages, those of copies first
 
 
 @triton.constexpr_function
@@ -46,7 +50,7 @@ def _bytes_of_stage(cut):
 
 def bytes_of_x(cut: DecodeCut) -> int:
     """Bytes of shared memory for x that a launch asks for, and to where the first of them is a multiple of 128."""
-    return 128 + 4 * 2048 * cut.TOKENS
+    return 128 + _STAGES.value * _bytes_of_stage(cut)
 
 
 # ---- x in shared memory
@@ -57,7 +61,7 @@ def _text_of_memory(cut):
     """PTX that gives the addresses of the stages as $0, behind all that is declared, of which codes end at $3, and of
     their barriers as $1, which thread 0 ($2) makes.
     """
-    counts = [1] * 4 + [DecodeCut(*cut).ROW_WARPS] * 4
+    counts = [1] * _STAGES.value + [DecodeCut(*cut).ROW_WARPS] * _STAGES.value
     barriers = " ".join(f"@p mbarrier.init.shared::cta.b64 [b+{8 * i}], {count};" for i, count in enumerate(counts))
     return (
         f"{{ .shared .align 128 .b8 microfloat_bars[{_BARRIERS}]; "
@@ -120,8 +124,8 @@ def _has_multiplied(bar, lane):
 
 
 @triton.constexpr_function
-def text_of_products(tokens, count, offset, waits=True):
-    """PTX that adds to $0 and all sums behind it the products of `count` times k16 of A with x at `offset`."""
+def text_of_products(tokens, count):
+    """PTX that adds to $0 and all sums behind it the products of `count` times k16 of A with x."""
     sums, columns = 4 * tokens, 8 * tokens
     first, memory = 2 * sums, 2 * sums + 4 * count
     d = "{" + ", ".join(f"${i}" for i in range(sums)) + "}"
@@ -129,7 +133,7 @@ def text_of_products(tokens, count, offset, waits=True):
     text = [
         "{ .reg .b32 lo, hi; .reg .b64 desc;",
         # An address in a cluster has the number of its program in its highest bits: not in a descriptor.
-        f"add.u32 lo, ${memory}, {offset}; and.b32 lo, lo, 0x3FFFF; shr.u32 lo, lo, 4; "
+        f"and.b32 lo, ${memory}, 0x3FFFF; shr.u32 lo, lo, 4; "
         f"or.b32 lo, lo, {along >> 4 << 16}; mov.b32 hi, {across >> 4};",
         "wgmma.fence.sync.aligned;",
     ]
@@ -140,9 +144,7 @@ def text_of_products(tokens, count, offset, waits=True):
             f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {d}, {a}, desc, 1, 1, 1, 0;",
             f"add.u32 lo, lo, {2 * along >> 4};",
         ]
-    return " ".join(
-        [*text, "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;" if waits else "", "}"]
-    )
+    return " ".join([*text, "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"])
 
 
 @triton.constexpr_function
@@ -158,23 +160,13 @@ def _floats(count):
 
 
 @triton.jit
-def _products_of_half(a, sums, memory, WAITS: tl.constexpr, CUT: tl.constexpr):
-    """sums + A @ x.T of a stage; `a`: the four words of each k16. WAITS: until they are there, else `_finished` does."""
+def _products_of_half(a, sums, memory, CUT: tl.constexpr):
+    """sums + A @ x.T of a stage; `a`: the four words of each k16."""
     COUNT: tl.constexpr = len(a) // 4
-    PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT, 0, WAITS)
+    PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT)
     OPERANDS: tl.constexpr = _operands_of_products(CUT.TOKENS, COUNT)
     DTYPES: tl.constexpr = _floats(len(sums))
     return tl.inline_asm_elementwise(PTX, OPERANDS, sums + a + (memory,), dtype=DTYPES, is_pure=False, pack=1)
-
-
-@triton.jit
-def _finished(a, sums):
-    """The sums once products are done, of which `a` is an operand until then."""
-    OPERANDS: tl.constexpr = _operands_of_products(len(sums) // 4, len(a) // 4)
-    DTYPES: tl.constexpr = _floats(len(sums))
-    return tl.inline_asm_elementwise(
-        "wgmma.wait_group.sync.aligned 0;", OPERANDS, sums + a + (a[0],), dtype=DTYPES, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -221,72 +213,47 @@ def _loaded_half(at, chunk, lane, HALF: tl.constexpr, CODES: tl.constexpr, HW: t
 
 
 @triton.jit
-def _sums_of_half(
-    at, codes_at, shared, scales, step, steps, sums, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
-    PARTS: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
-):  # fmt: skip
-    """The sums with the products of half a chunk, and the scales of both halves. `at`: x in memory, the stages and
-    their barriers, and threads.
+def _multiplied(at, a, use, uses, sums, CUT: tl.constexpr):
+    """The sums with the products by the `use`-th piece of x; a later piece is asked for before.
+
+    `at`: x in memory, the stages, their barriers, and threads.
     """
-    if HW:
-        words, scales = take_half(shared, scales, step + 1, step + 1 < steps, HALF, CODES, CUT)
-        stored = scales[HALF]
-    else:
-        words, stored = _loaded_half(codes_at, step, at[3] & 31, HALF, CODES, HW)
-    a = _left(words, stored, CODES, HW, CONVERSIONS)
-    for part in tl.static_range(PARTS):
-        sums = _sums_of_use(at, a, step, steps, sums, HALF * PARTS + part, CUT, PARTS, HW)
-    return sums, scales
-
-
-@triton.jit
-def _sums_of_use(at, a, step, steps, sums, USE: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, HW: tl.constexpr):
-    """The sums with the products by a part of x of half a chunk, the USE-th of the chunk."""
     x_ptr, memory, bars, thread = at
-    OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
-    if HW:
-        use = step * (2 * PARTS) + USE
-        following = use + _AHEAD
-        here = (thread == 0) & (following >= _STAGES) & (following < steps * (2 * PARTS))
-        slot = following % _STAGES
-        _copy_x(
-            x_ptr + following * OF_STAGE, memory + slot * (4 * OF_STAGE), bars + slot * 8, here.to(tl.int32),
-            (following // _STAGES + 1) & 1, True, CUT,
-        )  # fmt: skip
-        slot = use % _STAGES
-        bar = _wait_for_x(bars + slot * 8, ((use // _STAGES) & 1) + thread * 0)
-        sums = _products_of_half(a, sums, memory + slot * (4 * OF_STAGE) + (bar & 0), True, CUT)
-        _has_multiplied(bar, thread & 31)
-    else:
-        sums = _interpreted_products(a, sums, x_ptr + (step * (2 * PARTS) + USE) * OF_STAGE + (thread & 31), CUT)
+    OF_STAGE: tl.constexpr = _bytes_of_stage(CUT)
+    later = use + _AHEAD
+    slot = later % _STAGES
+    here = (thread == 0) & (later >= _STAGES) & (later < uses)
+    _copy_x(
+        x_ptr + later * (OF_STAGE // 4), memory + slot * OF_STAGE, bars + slot * 8, here.to(tl.int32),
+        (later // _STAGES + 1) & 1, True, CUT,
+    )  # fmt: skip
+    slot = use % _STAGES
+    bar = _wait_for_x(bars + slot * 8, ((use // _STAGES) & 1) + thread * 0)
+    sums = _products_of_half(a, sums, memory + slot * OF_STAGE + (bar & 0), CUT)
+    _has_multiplied(bar, thread & 31)
     return sums
 
 
 @triton.jit
-def _overlapped_half(
-    at, a, shared, scales, step, steps, sums, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
-    CONVERSIONS: tl.constexpr,
+def _sums_of_half(
+    at, codes_at, shared, scales, step, steps, sums, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
+    PARTS: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """The same of a half that is decoded; meanwhile the next one is, to the words that come back."""
-    x_ptr, memory, bars, thread = at
-    OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
-    use = step * 2 + HALF
-    following = use + _AHEAD
-    here = (thread == 0) & (following >= _STAGES) & (following < steps * 2)
-    slot = following % _STAGES
-    _copy_x(
-        x_ptr + following * OF_STAGE, memory + slot * (4 * OF_STAGE), bars + slot * 8, here.to(tl.int32),
-        (following // _STAGES + 1) & 1, True, CUT,
-    )  # fmt: skip
-    slot = use % _STAGES
-    bar = _wait_for_x(bars + slot * 8, ((use // _STAGES) & 1) + thread * 0)
-    sums = _products_of_half(a, sums, memory + slot * (4 * OF_STAGE) + (bar & 0), False, CUT)
-    after = step + 1 + HALF
-    words, scales = take_half(shared, scales, after, after < steps, 1 - HALF, CODES, CUT)
-    following_a = _left(words, scales[1 - HALF], CODES, True, CONVERSIONS)
-    sums = _finished(a, sums)
-    _has_multiplied(bar, thread & 31)
-    return following_a, sums, scales
+    """The sums with the products of half a chunk by all PARTS of x, and the scales of both halves."""
+    x_ptr, _, _, thread = at
+    if HW:
+        words, scales = take_half(shared, scales, step + 1, step + 1 < steps, HALF, CODES, CUT)
+        stored = scales[HALF]
+    else:
+        words, stored = _loaded_half(codes_at, step, thread & 31, HALF, CODES, HW)
+    a = _left(words, stored, CODES, HW, CONVERSIONS)
+    for part in tl.static_range(PARTS):
+        use = step * (2 * PARTS) + HALF * PARTS + part
+        if HW:
+            sums = _multiplied(at, a, use, steps * (2 * PARTS), sums, CUT)
+        else:
+            sums = _interpreted_products(a, sums, x_ptr + use * (_bytes_of_stage(CUT) // 4) + (thread & 31), CUT)
+    return sums, scales
 
 
 @triton.jit(do_not_specialize=["M", "splits"])
@@ -301,12 +268,10 @@ def decode_warpgroups(
     TOKENS: tl.constexpr = CUT.TOKENS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
     OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
-    steps = code_units // 8
-    x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
     ROWS: tl.constexpr = 16 * CUT.ROW_WARPS
-    tiles = (N + ROWS - 1) // ROWS
-    part, begin = 0, 0
-    row0 = tl.program_id(0) * ROWS
+    steps, tiles = code_units // 8, (N + ROWS - 1) // ROWS
+    row0, part, begin = tl.program_id(0) * ROWS, 0, 0
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
     if CUT.SPLITS > 1:
         part = tl.program_id(0) // tiles
         row0 = (tl.program_id(0) - part * tiles) * ROWS
@@ -352,22 +317,14 @@ def decode_warpgroups(
                 x_ptr + stage * OF_STAGE + first, memory + stage * (4 * OF_STAGE), bars + stage * 8, one, 0, False, CUT
             )
     step = 0
-    if CUT.OVERLAPS and HW and PARTS == 1:
-        words, scales = take_half(shared, scales, first + 1, steps > 1, 0, CODES, CUT)
-        a = _left(words, scales[0], CODES, HW, CONVERSIONS)
-        while step < steps:
-            a, sums, scales = _overlapped_half(at, a, shared, scales, step, steps, sums, 0, CODES, CUT, CONVERSIONS)
-            a, sums, scales = _overlapped_half(at, a, shared, scales, step, steps, sums, 1, CODES, CUT, CONVERSIONS)
-            step += 1
-    else:
-        while step < steps:
-            sums, scales = _sums_of_half(
-                at, (code_at, scale_at), shared, scales, step, steps, sums, 0, CODES, CUT, PARTS, HW, CONVERSIONS
-            )
-            sums, scales = _sums_of_half(
-                at, (code_at, scale_at), shared, scales, step, steps, sums, 1, CODES, CUT, PARTS, HW, CONVERSIONS
-            )
-            step += 1
+    while step < steps:
+        sums, scales = _sums_of_half(
+            at, (code_at, scale_at), shared, scales, step, steps, sums, 0, CODES, CUT, PARTS, HW, CONVERSIONS
+        )
+        sums, scales = _sums_of_half(
+            at, (code_at, scale_at), shared, scales, step, steps, sums, 1, CODES, CUT, PARTS, HW, CONVERSIONS
+        )
+        step += 1
     for i in tl.static_range(4 * TOKENS):
         row = row0 + warp * 16 + ((i >> 1) & 1) * 8 + g
         token = (i // 4) * 8 + 2 * t + (i & 1)
