@@ -271,7 +271,7 @@ _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
 # With how many warps `gemm.warpgroups` multiplies on a Hopper, by the most rows of x
 # (benchmarks/results/decode_warpgroup_cuts.json).
 _BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {
-    "FP4": {32: (None, None, None), 64: (8, 8, 8)}, "MXFP4": {32: (None, None, None), 64: (8, 8, 8)},
+    "FP4": {32: (None, None, None), 64: (8, 8, 8)}, "MXFP4": {16: (None, None, None), 32: (None, 8, 8), 64: (8, 8, 8)},
 }  # fmt: skip
 
 
