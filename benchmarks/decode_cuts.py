@@ -78,9 +78,9 @@ def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool)
         tried = itertools.chain([usual], _many(usual, stored.codes, shape, device.multiprocessors))
     else:
         plain = products.cut_of(*about, device._replace(warpgroups=False))
-        groups = [products.by_warpgroups(warps, plain.TOKENS) for warps in (4, 8)] if device.warpgroups else []
+        groups = _by_warpgroups(plain.TOKENS, shape, device) if m > 8 else ()
         wide = _wide(plain, shape, device.multiprocessors)
-        tried = itertools.chain([usual], _by_warps(plain, m), groups if m > 8 else (), wide)
+        tried = itertools.chain([usual], _by_warps(plain, m), groups, wide)
     fitted = [products.fitted(cut, stored.codes, k, stored.strides, False) for cut in tried]
     found = list(dict.fromkeys(cut for cut in fitted if _runs(cut, stored.codes, k)))
     return found if dependent else [cut for cut in found if not cut.DEPENDENT]
@@ -100,6 +100,14 @@ def _by_warps(usual: DecodeCut, rows: int) -> Iterator[DecodeCut]:
         yield usual._replace(
             ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, TILES=tiles, STAGES=stages, AHEAD=ahead, DEPENDENT=True
         )
+
+
+def _by_warpgroups(tokens: int, shape: Shape, device: Device) -> Iterator[DecodeCut]:
+    """Cuts of `warpgroups`, of programs that fill the chip at least once and are not too many."""
+    for warps, splits in itertools.product((4, 8, 16), (1, 2, 4, 8)):
+        waves = -(-shape[2] // (16 * warps)) * splits / device.multiprocessors
+        if device.places and _LEAST_SHARE <= waves <= _MOST_WAVES:
+            yield products.by_warpgroups(warps, tokens, splits)
 
 
 def _wide(usual: DecodeCut, shape: Shape, processors: int) -> Iterator[DecodeCut]:
@@ -204,7 +212,7 @@ def compile_one(job: Job) -> str:
 
 def _compile(launch: Any, passes: Passes, stored: Stored) -> None:
     """As `microfloat.torch.program.Kernel` has it compiled, for tensors that begin at multiples of 16 bytes."""
-    from microfloat.torch.program import kernel_of_pass
+    from microfloat.torch.program import kernel_of
 
     dtypes = {At.SOURCE: torch.bfloat16, products.CODES: torch.uint8, products.LEVEL: torch.float32}
     dtypes[products.SCALE] = torch.uint8 if stored.codes.SCALE else torch.float32
@@ -212,7 +220,9 @@ def _compile(launch: Any, passes: Passes, stored: Stored) -> None:
         assert made is not None
         dtypes[At.MADE + at] = getattr(torch, made.dtype)
     tensors = [None if at == At.NOTHING else torch.empty(64, dtype=dtypes[at]) for at in launch.tensors]
-    kernel = kernel_of_pass(launch)
+    kernel = kernel_of(
+        launch.kernel, launch.cooperative, launch.cluster, launch.dependent, launch.shared_bytes, launch.spread
+    )
     kernel.warm_up(launch.programs, tuple(tensors), launch.scalars, launch.constants, launch.warps)
 
 

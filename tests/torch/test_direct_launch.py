@@ -1,5 +1,6 @@
 """Starting compiled kernels past Triton's call path: what is passed, and when Triton's own way is taken."""
 
+import itertools
 import types
 
 import pytest
@@ -10,11 +11,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton import knobs
 from triton.backends.nvidia import driver
 
+from microfloat.torch import driver as cuda
 from microfloat.torch import program
 
 needs_known_launcher = pytest.mark.skipif(
     not hasattr(driver, "_BASE_ARGS_FORMAT"), reason="this Triton's launcher is not the one that is called directly"
 )
+FUNCTIONS = itertools.count(1000)  # handles, each of a kernel that no launch has asked for yet
 ADDRESSES, REST = [16, None, 32], (5, 2.0, (3, 7), True)
 
 
@@ -104,12 +107,12 @@ class Driver:
         self.declared, self.refuses = declared, refuses
         self.allowed: list[tuple[int, int]] = []
 
-    def cuFuncGetAttribute(self, value, attribute: int, function) -> int:  # noqa: N802
-        assert (attribute, function.value) == (1, 99)  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    def cuFuncGetAttribute(self, value, attribute: int, function) -> int:
+        assert attribute == 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
         value._obj.value = self.declared
         return int(self.refuses == "get")
 
-    def cuFuncSetAttribute(self, function, attribute: int, size: int) -> int:  # noqa: N802
+    def cuFuncSetAttribute(self, function, attribute: int, size: int) -> int:
         assert attribute == 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.allowed.append((function.value, size))
         return int(self.refuses == "set")
@@ -118,11 +121,11 @@ class Driver:
 @pytest.fixture
 def asks(compiled, monkeypatch):
     """``asks(driver, needed, spread)``: the bytes that a launch asks for, None where it is refused."""
-    monkeypatch.setattr(program.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(program, "_ASKED", {})
+    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
+    compiled.function = next(FUNCTIONS)
 
     def ask(answers: Driver, needed: int, spread: int) -> int | None:
-        monkeypatch.setattr(program.ctypes, "CDLL", lambda name: answers)
+        monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: answers)
         bind = program.starter(compiled, 1, needed, spread)
         if bind is None:
             return None
@@ -146,7 +149,7 @@ def test_a_launch_asks_for_the_shared_memory_that_keeps_programs_apart(compiled,
     assert asks(answers, 66000, 0) == 66032  # as many as fit, behind what Triton has asked for
     assert asks(answers, 200000, 2) == 200032  # more than that would leave to two of them
     # What was allowed stays so, since other launches of the function ask for more.
-    assert answers.allowed == [(99, alone)]
+    assert answers.allowed == [(compiled.function, alone)] * 4
 
 
 @needs_known_launcher
@@ -160,7 +163,7 @@ def test_without_a_driver_there_is_no_more_shared_memory(compiled, monkeypatch) 
     def missing(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(program.ctypes, "CDLL", missing)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
     assert program.starter(compiled, 1, 1024) is None
     assert program.starter(compiled) is not None
 

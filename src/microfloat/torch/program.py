@@ -9,7 +9,6 @@ All that depends on Triton's version is here. Which private parts of a compiled 
 so every form is checked before it is used, and the ordinary path remains where none fits.
 """
 
-import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -25,14 +24,15 @@ from microfloat.kernels.device import convert, random
 from microfloat.layout import ALIGNMENT, Part
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes, pair_passes
-from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Pass, Passes, is_one_pass, specialization
+from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, is_one_pass, specialization
 from microfloat.passes.tables import Warps
+from microfloat.torch import driver
 from microfloat.torch._typing import Options, Parts
 
 __all__ = [
     "DEVICES", "INTERPRETED", "Bind", "CastInputs", "Kernel", "PlacedKernel", "PlacingRefused", "Prepared", "Program",
     "cast_program", "device_of", "fast_empty", "forget_programs", "is_known", "is_one_pass", "kernel_of",
-    "kernel_of_pass", "matrix_of", "misaligned_of", "pair_program", "plan_groups", "refuse_clusters", "refuse_placing",
+    "matrix_of", "misaligned_of", "pair_program", "plan_groups", "refuse_clusters", "refuse_placing",
     "run_passes", "scratch", "split_words",
 ]  # fmt: skip
 
@@ -80,9 +80,11 @@ def starter(compiled: Any, cluster: int = 1, shared_bytes: int = 0, spread: int 
         # Triton's launcher takes the size of a cluster, and shared memory, from what a kernel was compiled for.
         if not knows or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
             return None
-        size = _shared_memory(function, metadata[2] + shared_bytes, spread) if shared_bytes or spread else metadata[2]
-        if size is None:
-            return None
+        size = metadata[2] + shared_bytes
+        if shared_bytes or spread:
+            size = driver.shared_memory(function, size, spread)
+            if size is None:
+                return None
         metadata = (metadata[0], cluster, size)
     if not knows:
         return bind_ordinary
@@ -102,32 +104,6 @@ def starter(compiled: Any, cluster: int = 1, shared_bytes: int = 0, spread: int 
         return at
 
     return bind
-
-
-# Bytes of shared memory of a Hopper's multiprocessor, of which each program takes some for the system; and the driver's
-# names for those that a kernel declares, and for the most that its launches may ask for.
-_OF_MULTIPROCESSOR, _OF_SYSTEM = 228 << 10, 1 << 10
-_DECLARED, _MOST_ASKED = 1, 8
-_ASKED: dict[tuple[int, int], int] = {}  # device and function: the most that was allowed
-
-
-def _shared_memory(function: int, needed: int, spread: int) -> int | None:
-    """Bytes that a launch asks for, so many at least, and more where it is spread; None where the driver refuses."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    handle, declared = ctypes.c_void_p(function), ctypes.c_int()
-    if driver.cuFuncGetAttribute(ctypes.byref(declared), _DECLARED, handle):
-        return None
-    alone = _OF_MULTIPROCESSOR // max(spread, 1) - _OF_SYSTEM - declared.value if spread else 0
-    size = max(needed, alone // 128 * 128)
-    key = torch.cuda.current_device(), function
-    if size > _ASKED.get(key, 0):  # other launches of the kernel may ask for more
-        if driver.cuFuncSetAttribute(handle, _MOST_ASKED, size):
-            return None
-        _ASKED[key] = size
-    return size
 
 
 def _hooks() -> tuple[Any, Any]:
@@ -394,13 +370,6 @@ def kernel_of(
     return Kernel(function, cooperative, dependent)
 
 
-def kernel_of_pass(launch: Pass) -> Kernel:
-    """That of a launch."""
-    return kernel_of(
-        launch.kernel, launch.cooperative, launch.cluster, launch.dependent, launch.shared_bytes, launch.spread
-    )
-
-
 class _Allocation(NamedTuple):
     """The arguments of `fast_empty`."""
 
@@ -454,7 +423,9 @@ class Program:
                 at not in misaligned if at >= 0 else passes.slices[~at].aligned for at in launch.tensors
             )  # fmt: skip
             table = tuple(at if at >= 0 else first_slice + ~at for at in launch.tensors)
-            kernel = kernel_of_pass(launch)
+            kernel = kernel_of(
+                launch.kernel, launch.cooperative, launch.cluster, launch.dependent, launch.shared_bytes, launch.spread
+            )
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
             self._prepared.append((kernel.prepared(*arguments), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None
