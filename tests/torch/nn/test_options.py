@@ -368,6 +368,27 @@ def test_a_parallel_block_is_left_out_as_one():
     torch.testing.assert_close(made[~is_left], 2 * want[~is_left])
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_norms_of_heads_stand_before_or_behind_the_rotation(before):
+    torch.manual_seed(0)
+    layer = mf.TransformerLayer(32, 48, 4, 2, qk_norm=True, qk_norm_before_rope=before).self_attn
+    for norm in (layer.q_norm, layer.k_norm):
+        nn.init.uniform_(norm.weight, 0.5, 2.0)  # equal weights would not tell
+    x, (cos, sin) = torch.randn(2, 5, 32), mf.RotaryEmbedding(8)(5)
+    q, k, v = (proj(x).unflatten(-1, (-1, 8)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    if before:
+        q, k = mf.apply_rotary(layer.q_norm(q), layer.k_norm(k), cos, sin)
+    else:
+        q, k = (
+            norm(one) for norm, one in zip((layer.q_norm, layer.k_norm), mf.apply_rotary(q, k, cos, sin), strict=True)
+        )
+    k, v = (one.repeat_interleave(2, 2) for one in (k, v))
+    y = F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)), is_causal=True)
+    torch.testing.assert_close(
+        layer(x, position_embeddings=(cos, sin)), layer.o_proj(y.transpose(1, 2).flatten(-2))
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", [None, "fp8_row"])
 def test_packed_sequences_see_their_own_context(name):
     torch.manual_seed(0)
@@ -376,6 +397,7 @@ def test_packed_sequences_see_their_own_context(name):
     packed = {"cu_seqlens": torch.tensor([0, 4, 11]), "cu_seqlens_kv": torch.tensor([0, 7, 9])}
     leaf = context.clone().requires_grad_()
     y = layer(x, context=leaf, **packed)
+    assert torch.equal(y, layer(x, context=leaf, max_seqlen=7, max_seqlen_kv=8, **packed))
     pairs = [(x[:4], context[:7]), (x[4:], context[7:])]
     apart = torch.cat([layer(part[None], context=of[None])[0] for part, of in pairs])
     torch.testing.assert_close(y, apart, rtol=1e-4, atol=1e-5)
@@ -383,6 +405,10 @@ def test_packed_sequences_see_their_own_context(name):
     assert not leaf.grad[7:].any()
     with pytest.raises(InvalidValueError, match=r"cu_seqlens_kv: got None beside a context of shape \(9, 32\)"):
         layer(x, context=context, cu_seqlens=packed["cu_seqlens"])
+    with pytest.raises(InvalidValueError, match="max_seqlen: got 6, needed at least 7"):
+        layer(x, context=context, max_seqlen=6, **packed)
+    with pytest.raises(InvalidValueError, match="max_seqlen_kv: got 6, needed at least 7"):
+        layer(x, context=context, max_seqlen_kv=6, **packed)
     with pytest.raises(InvalidValueError, match="ascend from 0 to 9"):
         layer(x, context=context, cu_seqlens=packed["cu_seqlens"], cu_seqlens_kv=torch.tensor([0, 4, 11]))
 

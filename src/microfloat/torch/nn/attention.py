@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from microfloat.arguments import check_choice, check_int, check_number
+from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.formats import FP8_TENSOR
 from microfloat.recipes import Cast, Delayed, Recipe, as_cast
@@ -217,7 +217,8 @@ class MultiheadAttention(Composite):
     """Attention with `num_heads` heads, which share `num_kv_heads` heads of keys and values (None: as many).
 
     Children `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` `q_norm` and `k_norm` (RMSNorm over a head,
-    before the rotation): the keys of transformers' Llama and Qwen3 attention. `head_dim` None: hidden_size / num_heads.
+    before the rotation, or with `qk_norm_before_rope=False` after it): the keys of transformers' Llama and Qwen3
+    attention. `head_dim` None: hidden_size / num_heads.
     `window`: a token sees that many nearest ones only. `causal`: those before it only. `dropout`: of the attention, in
     training. `out_bias` None: `bias`. `return_bias`: returns (y, bias of `o_proj`), y without it. `init_method` draws
     the weights of q, k and v, `output_layer_init_method` that of `o_proj`, as in `Linear`. Raises InvalidValueError
@@ -231,9 +232,10 @@ class MultiheadAttention(Composite):
         interleaved: bool = False, device: Device = None, dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False, return_bias: bool = False, init_method: InitMethod | None = None,
-        output_layer_init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None, qk_norm_before_rope: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_bool("qk_norm_before_rope", qk_norm_before_rope)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise invalid_value("num_kv_heads", str(num_kv_heads), f"a divisor of num_heads = {num_heads}")
@@ -257,7 +259,7 @@ class MultiheadAttention(Composite):
         self.v_proj = Linear(source, num_kv_heads * size, bias, **inner)
         options |= {"return_bias": return_bias, "init_method": output_layer_init_method}
         self.o_proj = Linear(num_heads * size, hidden_size, bias if out_bias is None else out_bias, **options)
-        self.return_bias = return_bias
+        self.return_bias, self.qk_norm_before_rope = return_bias, qk_norm_before_rope
         if qk_norm:
             self.q_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
@@ -271,15 +273,16 @@ class MultiheadAttention(Composite):
         self, hidden_states: torch.Tensor, *, context: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, cu_seqlens: torch.Tensor | None = None,
-        cu_seqlens_kv: torch.Tensor | None = None, cache: KVCache | None = None, norm: nn.Module | None = None,
-        is_first_microbatch: bool | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None, max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
+        cache: KVCache | None = None, norm: nn.Module | None = None, is_first_microbatch: bool | None = None,
     ) -> WithBias:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`; `return_bias`: (y, bias).
 
         `context` [B, S', hidden]: where keys and values come from (cross attention, never causal). `attention_mask`:
         True where a token is seen, or added to the scores; [B, S'] (padding), [S, S'] or [B, 1 or H, S, S'].
         `position_embeddings`: cos and sin of `RotaryEmbedding`. `cu_seqlens` int32 [n + 1]: tokens of n sequences one
-        after another; `cu_seqlens_kv`: those of a context [T', hidden]. `cache`: a `KVCache`, or anything with its
+        after another, and `max_seqlen` the most tokens of one, which spares the host a wait for the GPU;
+        `cu_seqlens_kv`, `max_seqlen_kv`: those of a context [T', hidden]. `cache`: a `KVCache`, or anything with its
         `update`. `norm`: applied to hidden_states first, and cast as it is computed. `is_first_microbatch`: as in
         `Linear`, of all of them.
         """
@@ -297,6 +300,7 @@ class MultiheadAttention(Composite):
             y = attend(
                 q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
                 cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv, dropout=self.dropout if self.training else 0.0,
+                max_seqlen=max_seqlen, max_seqlen_kv=max_seqlen_kv,
             )  # fmt: skip
             # Not in the shape of hidden_states: where they are sharded by their sequence, y has more rows.
             y = y.flatten(-2) if hidden_states.dim() == 3 else y.flatten(-2).squeeze(0)
@@ -326,10 +330,12 @@ class MultiheadAttention(Composite):
         self, qkv: tuple[torch.Tensor, ...], position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, ...]:
         """q [B, S, H, D], k and v [B, S', G, D], normed and rotated."""
-        return heads_of(
-            qkv, (self.num_heads, self.num_kv_heads), self.head_dim, position_embeddings,
-            (getattr(self, "q_norm", None), getattr(self, "k_norm", None)), self.interleaved,
-        )  # fmt: skip
+        norms = getattr(self, "q_norm", None), getattr(self, "k_norm", None)
+        call = qkv, (self.num_heads, self.num_kv_heads), self.head_dim, position_embeddings
+        if self.qk_norm_before_rope or norms[0] is None or norms[1] is None:
+            return heads_of(*call, norms, self.interleaved)
+        q, k, v = heads_of(*call, (None, None), self.interleaved)
+        return norms[0](q), norms[1](k), v
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"

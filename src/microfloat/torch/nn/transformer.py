@@ -53,7 +53,7 @@ class TransformerLayer(Composite):
         delay_wgrad_compute: bool = False, output_layernorm: bool = False,
         apply_residual_connection_post_layernorm: bool = False, drop_path_rate: float = 0.0,
         activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
-        output_layer_init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None, qk_norm_before_rope: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         check_number("hidden_dropout", hidden_dropout, "a probability in [0, 1]", 0.0, 1.0)
@@ -82,7 +82,7 @@ class TransformerLayer(Composite):
         self.input_layernorm = None if output_layernorm else make_norm(*norm, **where)
         self.self_attn = MultiheadAttention(
             hidden_size, num_heads, num_kv_heads, qk_norm=qk_norm, window=window, causal=causal,
-            interleaved=interleaved, **attention,
+            interleaved=interleaved, qk_norm_before_rope=qk_norm_before_rope, **attention,
         )  # fmt: skip
         if cross_attention:
             self.cross_attention_layernorm = make_norm(*norm, **where)
@@ -100,6 +100,7 @@ class TransformerLayer(Composite):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, context: torch.Tensor | None = None,
         context_mask: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, cache: KVCache | None = None,
         is_first_microbatch: bool | None = None, cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`: `MultiheadAttention`.
 
@@ -115,13 +116,14 @@ class TransformerLayer(Composite):
         h, read, norm = self._entered(x, self.input_layernorm)
         h = self._sum(h, keep, self.self_attn(
             read, attention_mask=attention_mask, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens,
-            cache=cache, norm=norm, is_first_microbatch=is_first_microbatch,
+            max_seqlen=max_seqlen, cache=cache, norm=norm, is_first_microbatch=is_first_microbatch,
         ))  # fmt: skip
         if context is not None:
             h, read, norm = self._entered(h, self.cross_attention_layernorm)
             h = self._sum(h, self._kept(x, cu_seqlens), self.cross_attn(
                 read, context=context, attention_mask=context_mask, norm=norm, cu_seqlens=cu_seqlens,
-                cu_seqlens_kv=cu_seqlens_kv, is_first_microbatch=is_first_microbatch,
+                cu_seqlens_kv=cu_seqlens_kv, max_seqlen=max_seqlen, max_seqlen_kv=max_seqlen_kv,
+                is_first_microbatch=is_first_microbatch,
             ))  # fmt: skip
         if self.parallel:  # one block, which a sequence takes or leaves
             read, norm = x, self.post_attention_layernorm
