@@ -153,6 +153,19 @@ def test_a_returned_bias_in_compiled_code(name):
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # read by Dynamo
+def test_a_returned_bias_of_a_layer_between_compiled_graphs():
+    torch._dynamo.reset()
+    layer, x = mf.Linear(32, 16, return_bias=True, recipe="mxfp8", fuse_wgrad_accumulation=True), torch.randn(3, 32)
+    layer.weight.main_grad = torch.zeros(16, 32)
+    for run in (layer, torch.compile(layer, backend="aot_eager")):
+        y, bias = run(x)
+        (y + bias).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((16,), 6.0))
+    assert layer.weight.main_grad.any()
+    torch._dynamo.reset()
+
+
 def test_a_layer_that_returns_its_bias_is_not_reverted():
     module = mf.LayerNormLinear(16, 8, return_bias=True, recipe="mxfp8")
     x = torch.randn(3, 16)

@@ -81,15 +81,8 @@ class GroupedLinear(RecipeLayer):
         if torch.compiler.is_compiling():
             arguments = input, self.weight, self.added_bias, group_sizes, self._pin_token, self.backend
             y = compiled_grouped(self, *arguments)
-        else:
-            y = self._in_groups(input, group_sizes, is_first_microbatch)
-        return self._with_bias(y) if self.return_bias else y
-
-    def _in_groups(
-        self, x: torch.Tensor, group_sizes: torch.Tensor | Sequence[int], is_first_microbatch: bool | None
-    ) -> torch.Tensor:
-        """y in eager mode."""
-        state = ambient()
+            return self._with_bias(y) if self.return_bias else y
+        x, state = input, ambient()
         recipe = self._resolve(state)
         try:
             self._check_input(x)
@@ -100,14 +93,16 @@ class GroupedLinear(RecipeLayer):
                 if state is not None and state.calibrating:
                     self._calibrate(x, state)
                 if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
-                    return grouped_plain(x, self.weight, self.added_bias, groups)
+                    y = grouped_plain(x, self.weight, self.added_bias, groups)
+                    return self._with_bias(y) if self.return_bias else y
                 recipe, state = HIGH_PRECISION, None
             elif self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             name = backend_name(self, state)
             weight = stand_in(self.weight) if self.delay_wgrad_compute else self.weight
             arguments = x, weight, self.added_bias, groups, recipe, name, state, is_first_microbatch
-            return run_grouped(self, *arguments)
+            y = run_grouped(self, *arguments)
+            return self._with_bias(y) if self.return_bias else y
         except MicrofloatError as error:
             raise self._with_path(error) from None
 

@@ -322,8 +322,10 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         """
         x = input
         if torch.compiler.is_compiling():
+            if not self.return_bias:  # the last call: a break of the graph in it leaves nothing to resume
+                return compiled_linear(self, x)
             y = compiled_linear(self, x)
-            return self._with_bias(y) if self.return_bias and isinstance(y, torch.Tensor) else y
+            return y if isinstance(y, tuple) else self._with_bias(y)  # a tuple: of this method in eager mode
         if _dynamo_callback() is not None:
             # Dynamo runs this frame as it is (it has met an error in it before), and would compile what it calls piece
             # by piece: casts, whose divisions a compiler must not touch.
