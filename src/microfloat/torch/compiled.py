@@ -176,10 +176,11 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         scales = (layer.scaling_x_scale, layer.scaling_w_scale) if context.is_delayed(token) else (None, None)
         if context.is_static(token):
             scales = layer_state.static_amax(layer), None
-        return exported.in_torch_operations(x, weight, layer.bias, token, scales)
+        return exported.in_torch_operations(x, weight, layer.added_bias, token, scales)
     state, number = state_of(layer, x, token)
     settings = settings_of(x, weight, token, origin, layer.backend, state)
-    return recorded(layer, _CompiledLinear.apply(x, weight, layer.bias, *state, number, *settings), token, number)
+    y = _CompiledLinear.apply(x, weight, layer.added_bias, *state, number, *settings)
+    return recorded(layer, y, token, number)
 
 
 def state_of(layer: Any, x: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...], int]:

@@ -68,6 +68,8 @@ def run_linear(
     weight, bias = parameters.get("weight"), parameters.get("bias", _COMPUTED)
     if weight is None or bias is _COMPUTED:  # a parametrization, or a hook, computes them: read them once
         weight, bias = layer.weight, layer.bias
+    if layer.return_bias:
+        bias = None
     if layer.delay_wgrad_compute:
         weight = stand_in(weight)
     if (
@@ -107,7 +109,7 @@ def run_linear(
 
 def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> Schedule | None:
     """The schedule that a call of `layer` with `x` would run; None where there are no elements to multiply."""
-    weight, bias = layer.weight, layer.bias
+    weight, bias = layer.weight, layer.added_bias
     if _is_sharded(x) or _is_sharded(weight):
         from microfloat.torch.distributed.linear import find_sharded
 

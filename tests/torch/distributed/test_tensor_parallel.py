@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor import parallel as theirs  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
@@ -250,6 +251,88 @@ def has(module, key: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+# By name: the style, and how y lies, of whose columns, rows or everything a rank adds the bias to its part.
+RETURNING = {
+    "columns": lambda: ours.ColwiseParallel(),
+    "columns, gathered": lambda: ours.ColwiseParallel(output_layouts=Replicate()),
+    "columns, as a DTensor": lambda: ours.ColwiseParallel(use_local_output=False),
+    "sums": lambda: ours.RowwiseParallel(),
+    "sums, by rows": lambda: ours.RowwiseParallel(output_layouts=Shard(1)),
+    "sums, by rows, as a DTensor": lambda: ours.RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    "sums, by columns": lambda: ours.RowwiseParallel(output_layouts=Shard(-1)),
+}
+
+
+def returned_biases(rank: int):
+    """Relative differences of y and of the bias's gradient from those of one process that adds its bias; float32."""
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    x, dy = drawn(2, 8 * world, 64 * world, seed=1), drawn(2, 8 * world, 64 * world, seed=2)
+    for name, style in RETURNING.items():
+        for recipe in (None, "fp8_current"):
+            torch.manual_seed(1)
+            layer = mf.Linear(64 * world, 64 * world, return_bias=True, recipe=recipe)
+            whole = copy.deepcopy(layer)
+            made = style()
+            theirs.parallelize_module(layer, mesh, made)
+            y, bias = layer(x if name.startswith("columns") else x.chunk(world, -1)[rank])
+            assert isinstance(y, DTensor) == isinstance(bias, DTensor) == ("DTensor" in name)
+            if "DTensor" in name:
+                local = dy.chunk(world, made.output_layouts[0].dim)[rank]
+                (y + bias).backward(DTensor.from_local(local, mesh, made.output_layouts))
+                y = (y + bias).full_tensor()
+            else:
+                dim = made.output_layouts[0].dim if isinstance(made.output_layouts[0], Shard) else None
+                y = y + bias
+                y.backward(dy if dim is None else dy.chunk(world, dim)[rank])
+            goal = sum(whole(x))
+            goal.backward(dy)
+            part = goal if y.shape == goal.shape else goal.chunk(world, made.output_layouts[0].dim)[rank]
+            errors = relative(y, part), relative(whole_of(layer.bias.grad), whole.bias.grad)
+            found[name, recipe] = max(errors)
+    for style in (None, ours.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)):
+        torch.manual_seed(1)
+        mlp = mf.LayerNormMLP(64, 64 * world, return_bias=True, recipe="mxfp8")
+        whole = copy.deepcopy(mlp)
+        plan = {"up_proj": ours.ColwiseParallel(), "down_proj": style or ours.RowwiseParallel()}
+        theirs.parallelize_module(mlp, mesh, plan)
+        small = drawn(2, 4 * world, 64, seed=3)
+        found["mlp", style is None] = relative(whole_of(sum(mlp(small))), sum(whole(small)))
+    layer = mf.Linear(32, 32, return_bias=True, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    bias = layer.bias.detach().clone()
+    fully_shard(layer, mesh=mesh)
+    returned = layer(torch.ones(4, 32, dtype=torch.bfloat16))[1]  # the parameter has lost its memory by now
+    returned.float().sum().backward()
+    found["fully_shard"] = float(not torch.equal(returned, bias))
+    found["fully_shard, gradient"] = float(not bool((layer.bias.grad.full_tensor() == 1).all()))
+    return found
+
+
+def streams(rank: int):
+    """Relative difference of a layer under sequence parallelism that leaves sequences out, from one process."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    torch.manual_seed(1)
+    options = {"drop_path_rate": 0.5, "output_layernorm": True, "normalization": "LayerNorm", "recipe": "mxfp8"}
+    layer = mf.TransformerLayer(64, 64 * world, 2 * world, **options)
+    whole = copy.deepcopy(layer)
+    plan = {key: style for key, style in plan_of(True).items() if has(layer, key) and "input" not in key}
+    plan |= {"output_layernorm": ours.SequenceParallel()}
+    for name in "qkv":
+        plan[f"self_attn.{name}_proj"] = ours.ColwiseParallel(input_layouts=Shard(1))
+    theirs.parallelize_module(layer, mesh, plan)
+    x = drawn(16, 4 * world, 64, seed=2)
+    errors = []
+    for attempt in range(2):
+        torch.manual_seed(attempt)
+        y = whole_of(layer(on_sequence(x, mesh)))
+        torch.manual_seed(attempt)
+        errors.append(relative(y, whole(x)))
+    return errors
 
 
 def delayed_state(rank: int):
@@ -506,6 +589,15 @@ def refusals(rank: int):
     sums = layer_on(mesh, "colwise", None, NEAREST["mxfp8"], seeded(N, K, seed=1), ours)
     sums.fuse_wgrad_accumulation = True
     attempt("main_grad", lambda: sums(seeded(4, K, seed=2)))
+    beside = mf.Linear(64, 64, return_bias=True, recipe="mxfp8")
+    theirs.parallelize_module(beside, mesh, theirs.ColwiseParallel())
+    attempt("return_bias", lambda: beside(torch.ones(2, 64)))
+    beside = mf.Linear(64, 64, return_bias=True)
+    theirs.parallelize_module(beside, mesh, ours.RowwiseParallel(output_layouts=Partial()))
+    attempt("return_bias, sums", lambda: beside(torch.ones(2, 64 // world)))
+    served = nn.Sequential(mf.Linear(64, 64, return_bias=True))
+    mf.quantize_(served, mf.WeightOnly("mxfp8"))
+    attempt("return_bias, served", lambda: theirs.parallelize_module(served, mesh, {"0": ours.ColwiseParallel()}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_linear, "apply", fail)
         try:
@@ -536,8 +628,8 @@ def recipes_differ(rank: int):
 # formats of blocks, and a backward in high precision, are cut as these are. Four ranks take them all.
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
-    recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), modules_take_part, delayed_state, wire,
-    noise, With(other_ways, compiles=False), served, refusals,
+    recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), modules_take_part, returned_biases, streams,
+    delayed_state, wire, noise, With(other_ways, compiles=False), served, refusals,
 )  # fmt: skip
 
 
@@ -560,6 +652,18 @@ def test_modules_take_part(ranks) -> None:
     for found in of(ranks, modules_take_part):
         # Sums of 128 terms in another order differ by less than 128 * 2^-24; codes that this moves are rare.
         assert max(found.values()) < 2.0**-16, found
+
+
+def test_a_returned_bias_lies_as_the_output_does(ranks) -> None:
+    """features D2, D4"""
+    for found in of(ranks, returned_biases):
+        assert max(found.values()) < 2.0**-16, found  # as above
+
+
+def test_ranks_leave_out_the_same_sequences(ranks) -> None:
+    """features D2, D4"""
+    for errors in of(ranks, streams):
+        assert max(errors) < 2.0**-16, errors  # as above
 
 
 def test_delayed_scaling_has_the_state_of_one_process(ranks) -> None:
@@ -650,6 +754,9 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("stored replicas", "weight: got a DTensor of stored codes (mxfp8), needed a DTensor of values"),
         ("mesh", "needed a DTensor on the mesh of the weight"),
         ("main_grad", "fuse_wgrad_accumulation"),
+        ("return_bias", "return_bias: got True for a layer that a parallel style of torch lays out"),
+        ("return_bias, sums", "return_bias: got output_layouts=Partial()"),
+        ("return_bias, served", "got return_bias=True for a layer whose weight is stored as codes (mxfp8)"),
         ("of its own", "an error of its own"),
     ],
 )  # fmt: skip

@@ -55,6 +55,11 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
             "every rank casts, or a layer of microfloat.torch.quantize_. Build the layer without quantized_model_init "
             "and let its recipe quantize it, or shard it by fully_shard alone."
         )
+    if layer.return_bias:
+        raise NotSupportedError(
+            f"{name}: got return_bias=True for a layer whose weight is stored as codes ({weight.format}), needed one "
+            "that adds its bias. Leave return_bias out, or keep the layer whole on every rank."
+        )
     if "_whole_shape" in vars(layer):
         raise NotSupportedError(
             f"{name}: got a layer of which this rank already has a part, of {tuple(weight.shape)}, needed a whole one, "
