@@ -218,6 +218,16 @@ def test_a_row_of_every_expert_is_refused(name, axis):
     assert torch.equal(window.dequantize(), experts.dequantize().narrow(across, 3, 1))
 
 
+@every_format
+@pytest.mark.parametrize("shape", [(128, 0), (128, 32)])
+def test_expanded_tensors_are_saved(fmt, shape):
+    """torch keeps strides of 0 where there are no elements, which is no memory that several entries share."""
+    expanded, buffer = mf.quantize(randn(*shape), fmt).unsqueeze(0).expand(3, *shape), io.BytesIO()
+    torch.save(expanded, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer).dequantize(), expanded.dequantize())
+
+
 @one_row_formats
 @pytest.mark.parametrize("how", ROWS)
 def test_rows_taken_by_index(fmt, how):
