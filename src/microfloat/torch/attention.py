@@ -171,7 +171,7 @@ def attend(
                        mask, dropout, scale)  # fmt: skip
     length, length_kv = q.shape[1], k.shape[1]
     is_causal = causal and mask is None and window is None and length == length_kv
-    combined = None if is_causal else joint_mask(length, length_kv, q.device, causal, window, mask)
+    combined = None if is_causal else joint_mask(length, length_kv, q.device, causal, window, mask, q.shape[0])
     return _attention(q, k, v, combined, is_causal, dropout, scale)
 
 
@@ -193,8 +193,9 @@ def _attention(
 
 
 def joint_mask(
-    length: int, length_kv: int, device: torch.device, causal: bool, window: int | None, mask: torch.Tensor | None
-) -> torch.Tensor | None:
+    length: int, length_kv: int, device: torch.device, causal: bool, window: int | None, mask: torch.Tensor | None,
+    batch: int,
+) -> torch.Tensor | None:  # fmt: skip
     """One mask for all that says which tokens are seen; None where all are."""
     made = None
     if (causal and length > 1) or window is not None:
@@ -209,6 +210,13 @@ def joint_mask(
         raise invalid_type("attention_mask", type(mask), "a tensor of bool or of floating point, or None")
     if mask.dim() == 2 and tuple(mask.shape) != (length, length_kv):
         mask = mask[:, None, None, :]
+    elif mask.dim() == 2 and 1 < batch == length:
+        raise invalid_value(
+            "attention_mask",
+            f"shape {tuple(mask.shape)} for {batch} sequences of {length} tokens, which is [B, S'] and [S, S'] alike",
+            "four axes, which say what it is",
+            "For padding pass mask[:, None, None, :], for pairs of tokens mask[None, None].",
+        )
     elif mask.dim() == 3:
         mask = mask[:, None]
     if mask.shape[-1] != length_kv or mask.shape[-2] not in (1, length):

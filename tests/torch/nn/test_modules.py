@@ -497,6 +497,21 @@ def test_masks_of_attention(case):  # features M8
     assert torch.allclose(y.double(), want, atol=1e-5)
 
 
+def test_a_mask_of_two_axes_for_as_many_sequences_as_tokens_is_refused():  # features M8
+    """It was read as [S, S'], so that a batch of 8 sequences of 8 tokens gave other values than one of 7 or 9."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 5, 4, 8), torch.randn(5, 5, 2, 8), torch.randn(5, 5, 2, 8)
+    kept = torch.arange(5)[None] < torch.tensor([[5], [4], [3], [2], [1]])
+    with pytest.raises(InvalidValueError, match=r"attention_mask: got .*\(5, 5\) for 5 sequences of 5 tokens"):
+        attention.attend(q, k, v, mask=kept)
+    for mask, seen in ((kept[:, None, None], kept[:, None, None]), (kept[None, None], kept)):
+        y = attention.attend(q, k, v, mask=mask)
+        assert torch.allclose(y.double(), _attention_reference(q, k, v, seen), atol=1e-5)
+    for count in (1, 4):  # one reading is left
+        y, seen = attention.attend(q[:count], k[:count], v[:count], mask=kept[:count]), kept[:count, None, None]
+        assert torch.allclose(y.double(), _attention_reference(q[:count], k[:count], v[:count], seen), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_every_recipe_runs_a_layer(name):  # features M8
     torch.manual_seed(0)
