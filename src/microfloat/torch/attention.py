@@ -170,7 +170,9 @@ def attend(
         return _packed(q, k, v, causal, window, cu_seqlens, cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv,
                        mask, dropout, scale)  # fmt: skip
     length, length_kv = q.shape[1], k.shape[1]
-    is_causal = causal and mask is None and window is None and length == length_kv
+    is_causal = causal and mask is None and window is None
+    if length != length_kv:  # a branch, since in compiled code of any length a comparison is no bool
+        is_causal = False
     combined = None if is_causal else joint_mask(length, length_kv, q.device, causal, window, mask, q.shape[0])
     return _attention(q, k, v, combined, is_causal, dropout, scale)
 
@@ -238,7 +240,8 @@ def _packed(
             raise invalid_type(name, type(cu), "an int32 tensor [n + 1]")
         if x.shape[0] != 1:
             raise invalid_value("x", f"{x.shape[0]} rows of tokens", f"one row [T, ...] of sequences with {name}")
-        if cu.device.type == "cpu" and (int(cu[0]) != 0 or int(cu[-1]) != x.shape[1] or bool((cu.diff() < 0).any())):
+        is_known = cu.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_known and (int(cu[0]) != 0 or int(cu[-1]) != x.shape[1] or bool((cu.diff() < 0).any())):
             needed = f"numbers that ascend from 0 to {x.shape[1]}, the number of tokens"
             raise invalid_value(name, str(cu.tolist()), needed)
     if mask is not None:

@@ -701,6 +701,21 @@ def test_compiled_fullgraph(name, fresh_compiler):  # features G1
     assert _relative(dx, dwant) < bound
 
 
+def test_attention_compiles_for_any_length(fresh_compiler):  # features G1
+    """Causal attention, positions counted by the shape, and packed sequences: each ended the graph."""
+    torch.manual_seed(0)
+    layer, rotary = mf.MultiheadAttention(32, 4, 2, recipe="fp8_row"), mf.RotaryEmbedding(8)
+
+    def function(x, packed, starts):
+        y = layer(x, position_embeddings=rotary(x.shape[1]))
+        return y.sum() + layer(packed, cu_seqlens=starts).sum()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
+    for length in (5, 9):
+        inputs = torch.randn(2, length, 32), torch.randn(length, 32), torch.tensor([0, 2, length], dtype=torch.int32)
+        torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
 @pytest.mark.parametrize("module", [mf.LayerNormLinear, mf.LayerNormMLP])
 def test_an_eps_by_position_is_no_bias(module):
     with pytest.raises(InvalidTypeError, match="eps by keyword"):
