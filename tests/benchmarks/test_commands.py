@@ -53,7 +53,6 @@ def run(repository, tmp_path, command, *arguments):
 
 def _import_all():
     from benchmarks.__main__ import COMMANDS, OF_CPU
-
     from benchmarks.fsdp import GATHERS
 
     assert all(hasattr(module, name) for module, name in GATHERS), "bytes of a renamed all-gather are not counted"

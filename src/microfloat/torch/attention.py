@@ -174,8 +174,10 @@ def attend(
         of_kv = of_q if cu_seqlens_kv is None else Packed(cu_seqlens_kv, max_seqlen_kv)
         return _packed(q, k, v, causal, window, of_q, of_kv, mask, dropout, scale)
     length, length_kv = q.shape[1], k.shape[1]
-    is_causal = causal and mask is None and window is None and length == length_kv
-    combined = None if is_causal else joint_mask(length, length_kv, q.device, causal, window, mask)
+    is_causal = causal and mask is None and window is None
+    if length != length_kv:  # a branch, since in compiled code of any length a comparison is no bool
+        is_causal = False
+    combined = None if is_causal else joint_mask(length, length_kv, q.device, causal, window, mask, q.shape[0])
     return _attention(q, k, v, combined, is_causal, dropout, scale)
 
 
@@ -197,8 +199,9 @@ def _attention(
 
 
 def joint_mask(
-    length: int, length_kv: int, device: torch.device, causal: bool, window: int | None, mask: torch.Tensor | None
-) -> torch.Tensor | None:
+    length: int, length_kv: int, device: torch.device, causal: bool, window: int | None, mask: torch.Tensor | None,
+    batch: int,
+) -> torch.Tensor | None:  # fmt: skip
     """One mask for all that says which tokens are seen; None where all are."""
     made = None
     if (causal and length > 1) or window is not None:
@@ -213,6 +216,13 @@ def joint_mask(
         raise invalid_type("attention_mask", type(mask), "a tensor of bool or of floating point, or None")
     if mask.dim() == 2 and tuple(mask.shape) != (length, length_kv):
         mask = mask[:, None, None, :]
+    elif mask.dim() == 2 and 1 < batch == length:
+        raise invalid_value(
+            "attention_mask",
+            f"shape {tuple(mask.shape)} for {batch} sequences of {length} tokens, which is [B, S'] and [S, S'] alike",
+            "four axes, which say what it is",
+            "For padding pass mask[:, None, None, :], for pairs of tokens mask[None, None].",
+        )
     elif mask.dim() == 3:
         mask = mask[:, None]
     if mask.shape[-1] != length_kv or mask.shape[-2] not in (1, length):
@@ -254,7 +264,8 @@ def _packed(
             raise invalid_type(name, type(cu), "an int32 tensor [n + 1]")
         if x.shape[0] != 1:
             raise invalid_value("x", f"{x.shape[0]} rows of tokens", f"one row [T, ...] of sequences with {name}")
-        if cu.device.type == "cpu" and (int(cu[0]) != 0 or int(cu[-1]) != x.shape[1] or bool((cu.diff() < 0).any())):
+        is_known = cu.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_known and (int(cu[0]) != 0 or int(cu[-1]) != x.shape[1] or bool((cu.diff() < 0).any())):
             needed = f"numbers that ascend from 0 to {x.shape[1]}, the number of tokens"
             raise invalid_value(name, str(cu.tolist()), needed)
     if mask is not None:

@@ -67,7 +67,8 @@ class RotaryEmbedding(nn.Module):
         """cos and sin of positions."""
         if not isinstance(positions, torch.Tensor):
             needed = "a tensor of positions, or a number of tokens"
-            if not hasattr(positions, "__index__"):  # as integers of NumPy and those of a traced shape have it
+            # To Dynamo a length that it leaves open is an int without attributes; integers of NumPy have this one.
+            if not (isinstance(positions, int) or hasattr(positions, "__index__")):
                 raise invalid_type("positions", type(positions), needed)
             if isinstance(positions, int) and positions < 0:
                 raise invalid_value("positions", positions, needed)
