@@ -388,6 +388,8 @@ def served(rank: int) -> dict[str, bool]:
         "mxfp4": mf.WeightOnly("mxfp4"), "nvfp4": mf.WeightOnly("nvfp4"), "tiles": mf.WeightOnly("fp8_128x128"),
         "mxfp8": mf.WeightActivation("mxfp8"), "static": mf.WeightActivation("fp8_tensor", scales="static"),
         "dynamic": mf.WeightActivation("fp8_tensor"), "two scales": mf.WeightActivation("nvfp4"),
+        "dequantized": mf.WeightOnly("mxfp8", prefill="dequantized", prefill_rows=2),
+        "folded": mf.WeightOnly("fp8_128x128", prefill="folded", prefill_rows=2),
     }  # fmt: skip
     for name, config in configs.items():
         for style in (ours.ColwiseParallel, ours.RowwiseParallel):
@@ -416,9 +418,6 @@ def served(rank: int) -> dict[str, bool]:
             found[key + ", no rows"] = mine(x[:0]).shape == one(x[:0]).shape
             kept = one.state_dict().keys() - ({"0.bias"} if mine[0].bias is None else set())
             found[key + ", keys"] = mine.state_dict().keys() == kept
-            if name in ("dynamic", "two scales") and style is ours.RowwiseParallel:
-                mine(x)
-                found[key + ", amax"] = mine[0].input_amax.item() == 7
             if name not in ("nvfp4", "two scales") and (
                 whole.device.type == "cpu" or isinstance(config, mf.WeightOnly)
             ):
@@ -427,10 +426,6 @@ def served(rank: int) -> dict[str, bool]:
                 found[key + ", y"] = torch.equal(y, wanted)
                 (dx,), (wanted,) = (torch.autograd.grad(result.sum(), x) for result in (y, wanted))
                 found[key + ", dx"] = torch.equal(dx, wanted)
-    rows = nn.Sequential(nn.Linear(128 * world, 64)).requires_grad_(False)
-    mf.quantize_(rows, mf.WeightActivation("nvfp4_row"))
-    theirs.parallelize_module(rows, mesh, {"0": ours.RowwiseParallel()})
-    found["scales of rows are its own"] = rows[0].pinned == mf.WeightActivation("nvfp4_row")
     local = nn.Sequential(nn.Linear(64, 64 * world)).requires_grad_(False)
     local[0].weight.fill_(float(rank))
     mf.quantize_(local, mf.WeightOnly("mxfp8"))
@@ -441,11 +436,55 @@ def served(rank: int) -> dict[str, bool]:
     return found
 
 
+def codes_of(model, x, **options):
+    """The codes and scales that a call casts x to."""
+    with pytest.MonkeyPatch.context() as patch, torch.autocast(x.device.type, torch.bfloat16, **options):
+        casts = Casts.__new__(Casts)
+        casts.made = {}
+        casts._of(patch, CastStep), casts._of(patch, sharded.ShardedCast)
+        y = model(x)
+    return casts.made["x"], y
+
+
+def served_codes(rank: int) -> dict[tuple, list[str]]:
+    """What differs in the codes of activations of a row-parallel layer from those of one process, by format and input;
+    then in results whose sums are exact in any order."""
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    for name in ("fp8_tensor", "fp8_row", "nvfp4", "nvfp4_row", "mxfp8", "fp8_1x128"):
+        one = nn.Sequential(nn.Linear(128 * world, 64)).bfloat16().requires_grad_(False)
+        one[0].weight.random_(-7, 8), one[0].bias.random_(-7, 8)
+        mf.quantize_(one, mf.WeightActivation(name))
+        mine = theirs.parallelize_module(copy.deepcopy(one), mesh, {"0": ours.RowwiseParallel()})
+        x = seeded(4, 128 * world, seed=1)
+        some_nan, exact = x.clone(), torch.randint(-7, 8, x.shape).float()
+        some_nan[0, -1], some_nan[1, 3] = float("nan"), float("inf")
+        exact[:, :128].clamp_(-3, 3), exact[:, -1].fill_(7)
+        inputs = {"x": x, "NaN": some_nan, "leading": x.view(2, 2, -1), "autocast": x.float() * 1.01, "exact": exact}
+        for key, whole in inputs.items():
+            part, on = whole.chunk(world, -1)[rank], {"enabled": key == "autocast"}
+            (expected, wanted), (made, y) = codes_of(one, whole, **on), codes_of(mine, part, **on)
+            found[name, key] = differing({"x": expected}, {"x": made}, {"x": "K"}, rank, world)
+            if key == "exact" and not name.startswith("nvfp4"):
+                found[name, key] += [] if torch.equal(y, wanted) else ["y"]
+        mf.convert(mine, mf.WeightActivation(name, path="auto"))  # pinned anew
+        made, _ = codes_of(mine, x.chunk(world, -1)[rank], enabled=False)
+        expected, _ = codes_of(one, x, enabled=False)
+        found[name, "converted"] = differing({"x": expected}, {"x": made}, {"x": "K"}, rank, world)
+        says = f"amax over {world} ranks" in str(mine[0].schedule(x.chunk(world, -1)[rank]))
+        found[name, "said"] = [] if says is (name not in ("mxfp8", "fp8_1x128")) else [str(says)]
+    mf.quantize_(one := nn.Sequential(nn.Linear(128 * world, 64)), mf.WeightActivation("fp8_tensor", scales="static"))
+    with mf.calibrate(theirs.parallelize_module(one, mesh, {"0": ours.RowwiseParallel()})), torch.no_grad():
+        one(exact.chunk(world, -1)[rank])
+    found["calibrated"] = [] if one[0].input_amax == 7 else [str(one[0].input_amax)]
+    return found
+
+
 def served_and_compiled(rank: int) -> bool:
     """True if one graph of both styles, with the reductions between ranks in it, gives the bytes of eager mode."""
     world, is_right = dist.get_world_size(), []
     mesh = init_device_mesh(torch.get_default_device().type, (world,))
-    for format in ("mxfp8", "fp8_tensor"):
+    for format in ("mxfp8", "fp8_tensor", "fp8_row"):
         model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
         mf.quantize_(model, mf.WeightActivation(format))
         theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
@@ -482,6 +521,13 @@ def refusals(rank: int):
     stored.weight = nn.Parameter(DTensor.from_local(stored.weight.detach(), mesh, [Replicate()], run_check=False))
     tiles = nn.Sequential(mf.Linear(K, 64 * world))
     mf.quantize_(tiles, mf.WeightOnly("fp8_128x128"))
+    folded = nn.Sequential(mf.Linear(64 * world, K))
+    mf.quantize_(folded, mf.WeightOnly("nvfp4", prefill="folded"))
+    attempt("folded", lambda: theirs.parallelize_module(folded, mesh, {"0": ours.RowwiseParallel()}))
+    mf.convert(folded, mf.WeightOnly("nvfp4"))
+    theirs.parallelize_module(folded, mesh, {"0": ours.RowwiseParallel()})
+    mf.convert(folded, mf.WeightOnly("nvfp4", prefill="folded"))
+    attempt("folded later", lambda: folded(torch.ones(128, 64)))
     attempt("tiles", lambda: theirs.parallelize_module(tiles, mesh, {"0": ours.ColwiseParallel()}))
     experts = mf.GroupedLinear(2, K, 64 * world)
     mf.quantize_(experts, mf.WeightOnly("mxfp8"))
@@ -537,7 +583,7 @@ def recipes_differ(rank: int):
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), modules_take_part, delayed_state, wire,
-    noise, With(other_ways, compiles=False), served, refusals,
+    noise, With(other_ways, compiles=False), served, served_codes, refusals,
 )  # fmt: skip
 
 
@@ -625,8 +671,10 @@ def test_modules_functional_and_explained(ranks) -> None:
 @pytest.mark.slow("four processes of torch")
 def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
     """features D2, D12"""
-    made = run_ranks((groups_of_one, bytes_of_one_process, delayed_state), str(tmp_path / "store"), world=4)
+    cases = groups_of_one, bytes_of_one_process, delayed_state, served_codes
+    made = run_ranks(cases, str(tmp_path / "store"), world=4)
     test_every_rank_makes_the_bytes_of_one_process(made)
+    test_served_activations_have_the_codes_of_one_process(made)
     test_delayed_scaling_has_the_state_of_one_process(made)
 
 
@@ -643,6 +691,10 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("stored, rowwise", "RowwiseParallel: got a layer whose weight is stored as codes (mxfp8) and trains, needed"),
         ("tiles", "weight, sharded along N (out_features) of 0: got 128 over 2 ranks, needed parts of one size that "
                   "are multiples of 128, whole blocks of fp8_128x128. Make out_features a multiple of 256"),
+        ("folded", "weight, sharded along K (in_features) of 0: got 128 over 2 ranks, needed parts of one size that "
+                   "are multiples of 128, whole blocks of fp8_1"),
+        ("folded later", "x, sharded along K (in_features): got 128 over 2 ranks, in parts of 64, needed parts that "
+                         "are multiples of 128"),
         ("experts", "got a GroupedLinear whose weight is stored as codes (mxfp8), needed a Linear of microfloat"),
         ("two axes", "a mesh of 2 dimensions"),
         ("cut twice", "of which this rank already has a part, of (64, 256), needed a whole one, of (128, 256)"),
@@ -667,6 +719,12 @@ def test_quantized_layers_are_served_by_parts(ranks) -> None:
         assert not [key for key, is_right in found.items() if not is_right]
 
 
+def test_served_activations_have_the_codes_of_one_process(ranks) -> None:
+    """features D2, D4: scales of whole inputs and of whole rows are those of all ranks' columns"""
+    for found in of(ranks, served_codes):
+        assert not {key: wrong for key, wrong in found.items() if wrong}
+
+
 def test_recipes_that_differ_are_named(ranks) -> None:
     for message in of(ranks, recipes_differ):
         assert "the first sharded layer: recipe is Float8CurrentScaling" in message
@@ -679,7 +737,8 @@ def test_ranks_on_gpus(tmp_path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, sees {torch.cuda.device_count()}")
     cases = (
-        on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise, served
+        on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise, served,
+        served_codes,
     )  # fmt: skip
     made = run_ranks(cases, str(tmp_path / "store"), backend="nccl")
     for found in of(made, bytes_of_one_process):
@@ -687,3 +746,4 @@ def test_ranks_on_gpus(tmp_path) -> None:
     test_delayed_scaling_has_the_state_of_one_process(made)
     test_recipes_that_differ_are_named(made)
     test_quantized_layers_are_served_by_parts(made)
+    test_served_activations_have_the_codes_of_one_process(made)

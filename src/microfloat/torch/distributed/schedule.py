@@ -40,7 +40,10 @@ from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule, as_matrix
 
-__all__ = ["CASES", "Axis", "Shards", "ShardedSchedule", "arrived", "check_blocks", "group_named", "why_not_gathered"]
+__all__ = [
+    "CASES", "Axis", "PartSchedule", "ShardedSchedule", "Shards", "arrived", "block_along", "check_blocks",
+    "group_named", "group_of", "why_not_gathered",
+]  # fmt: skip
 
 # The axis along which each tensor is sharded before its cast, by the case.
 CASES: dict[str, dict[str, str]] = {
@@ -56,6 +59,11 @@ _GATHERED = {"G": "x", "S": "dy"}  # what a case gathers after its cast
 _AXES = {"x": (("M", "K"), ("K", "M")), "w": (("N", "K"), ("K", "N")), "dy": (("M", "N"), ("N", "M"))}
 group_named: Callable[..., torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 _ALIGNED = 16  # elements, by which a matrix is widened
+
+
+def group_of(cut: str) -> torch.distributed.ProcessGroup:
+    """The ranks that have the other parts of a layer's stored weight (`RecipeLayer._cut`)."""
+    return group_named(cut.split(" ", 1)[1])
 
 
 class Axis(NamedTuple):
@@ -165,7 +173,7 @@ class ShardedCast:
         backend: Backend,
         x: torch.Tensor,
         entries: Entries,
-        batch: int,
+        batch: int = 0,
     ) -> None:
         """`x`: an example of the tensor; `shard`: of what is cast of it, where it is x that is gathered then."""
         self.entries, self._backend = entries, backend
@@ -346,7 +354,7 @@ def why_not_gathered(
     if any(entry is not None and entry.cast is None for entry in entries):
         return "a GEMM reads it in high precision"
     for column, cast in enumerate(casts):
-        extent = 1 if cast is None else _block_along(cast, _AXES[tensor][column], "M")
+        extent = 1 if cast is None else block_along(cast, _AXES[tensor][column], "M")
         if rows.chunk % extent:
             return f"shards of {rows.chunk} rows are no multiple of the block of {extent}"
     local = layouts_of(backend, entries, *sizes)
@@ -374,7 +382,7 @@ def why_not_gathered(
 # ------------------------------------------------------------------------------------------------------------- blocks
 
 
-def _block_along(cast: Cast, axes: tuple[str, str], letter: str) -> int:
+def block_along(cast: Cast, axes: tuple[str, str], letter: str) -> int:
     """Elements along an axis that one scale, or one Hadamard transform, is made of; 1 where amaxes are reduced."""
     block = cast.format.block[axes.index(letter)] or 1
     if cast.hadamard is not None and axes[1] == letter:
@@ -402,7 +410,7 @@ def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, i
             for column, entry in enumerate(both):
                 if entry is None or entry.cast is None:
                     continue
-                block = _block_along(entry.cast, _AXES[tensor][column], letter)
+                block = block_along(entry.cast, _AXES[tensor][column], letter)
                 if any(run % block for run in runs):
                     name = {"N": "out_features", "K": "in_features", "M": "the rows of x"}[letter]
                     raise invalid_value(
@@ -515,3 +523,34 @@ class ShardedSchedule(Schedule):
         if self.note:
             lines.append(f"gathered in high precision: {self.note}")
         return "\n".join(lines)
+
+
+class PartSchedule(Schedule):
+    """The schedule of a layer that has this rank's part of a stored weight (`shard_stored`).
+
+    x and y are plain tensors, laid out by hooks of the layer; amaxes are those of the whole tensors, which casts of x
+    (of a row-parallel layer, which has some of its columns) reduce over the ranks. One is made for each kind of call,
+    as of any layer. Raises InvalidValueError where a part ends inside a block.
+    """
+
+    def __init__(self, cut: str, recipe: Recipe, *call: Any) -> None:
+        """`cut`: the case, N or K, and the name of the group of ranks; `call`: as of `Schedule`."""
+        (case, name), group = cut.split(" ", 1), group_of(cut)
+        axis = Axis(case, name, group.size(), group.rank())
+        shards = Shards((axis,), None, True, (0, 0, 0))
+        self.cast_step = functools.partial(_part_step, shards)
+        super().__init__(recipe, *call)
+        dy = entries_of(self.recipe, self.routes, "dy", self.wants_dx, self.wants_dw)
+        sizes = {"N": self.out_features * axis.size, "K": self.in_features * axis.size}
+        check_blocks({"x": self.x_cast.entries, "w": self.w_cast.entries, "dy": dy}, shards, sizes)
+
+
+def _part_step(
+    shards: Shards, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0
+) -> "CastStep | ShardedCast":
+    """The step that casts a tensor of which this rank may have a part; the ordinary one where no amax is reduced."""
+    if any(entry is not None and entry.cast is not None for entry in entries):
+        made = ShardedCast(shards, None, backend, x, entries, batch)
+        if made.measures:
+            return made
+    return CastStep(backend, x, entries, batch)

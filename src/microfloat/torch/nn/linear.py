@@ -51,7 +51,7 @@ _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fr
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
                   "_followed", "fuse_wgrad_accumulation", "delay_wgrad_compute", "_waiting", "_shards",
-                  "_whole_shape")  # fmt: skip
+                  "_whole_shape", "_cut")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
@@ -68,6 +68,8 @@ class RecipeLayer(nn.Module):
     fuse_wgrad_accumulation: bool = False
     # True: backward leaves wgrad to `backward_dw` (docs/training.md).
     delay_wgrad_compute: bool = False
+    # Of a layer with a rank's part of a stored weight: the case, N or K, and the name of the group of ranks.
+    _cut: str = ""
     _number: int = -1
     _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
     weight: torch.Tensor
@@ -164,7 +166,8 @@ class RecipeLayer(nn.Module):
         if x.numel() == 0 or is_abstract(x):
             return
         if recipe.is_static:
-            self.register_buffer("input_amax", layer_state.larger_amax(x, getattr(self, "input_amax", None)))
+            before = getattr(self, "input_amax", None)
+            self.register_buffer("input_amax", layer_state.larger_amax(x, before, self._cut))
             return
         layer_state.ensure_buffers(self, delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
@@ -383,6 +386,7 @@ class _Call:
     """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
 
     _followed, _path, _number, fuse_wgrad_accumulation, delay_wgrad_compute = False, "", -1, False, False
+    _cut = ""
     _load_state_dict_post_hooks: ClassVar[dict] = {}
 
     def __init__(
