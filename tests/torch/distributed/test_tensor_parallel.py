@@ -17,7 +17,7 @@ from torch.distributed.tensor import parallel as theirs  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
-from microfloat import recipes  # noqa: E402
+from microfloat import formats, recipes  # noqa: E402
 from microfloat.errors import MicrofloatError  # noqa: E402
 from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
@@ -32,6 +32,22 @@ NEAREST = {
     "delayed": recipes.DelayedScaling(amax_history_len=4),
     "rotated_1d": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True),
     "row_hp": recipes.from_name("rowwise_with_gw_hp"),
+}  # fmt: skip
+
+
+def of_one_format(fmt) -> recipes.CustomRecipe:
+    return recipes.CustomRecipe(*(recipes.Gemm(fmt, fmt) for _ in range(3)))
+
+
+# Scales of whole rows or tensors, alone, under another one, and with a NaN that they store; those of NVFP4 for rows of
+# some operands only.
+CROSSING = {
+    "two of rows": of_one_format("nvfp4_row"),
+    "one of rows": recipes.CustomRecipe(*(recipes.Gemm(*pair) for pair in (
+        ("nvfp4_row", "nvfp4"), ("nvfp4", "nvfp4_row"), ("nvfp4", "nvfp4_row")))),
+    "E8M0 rows": of_one_format(formats.ScaledFormat("e8m0_rows", formats.E4M3, formats.SCALE_E8M0, (1, None))),
+    "E8M0": of_one_format(formats.ScaledFormat("e8m0_whole", formats.E4M3, formats.SCALE_E8M0, (None, None))),
+    "E4M3 rows": of_one_format(formats.ScaledFormat("e4_rows", formats.E2M1, formats.SCALE_E4M3, (1, None), "tensor")),
 }  # fmt: skip
 K, N, M = 256, 256, 32
 _AXES = {"x": (("M", "K"), ("K", "M")), "w": (("N", "K"), ("K", "N")), "dy": (("M", "N"), ("N", "M"))}
@@ -132,13 +148,16 @@ def layer_on(mesh, kind: str, sequence, recipe, w, styles):
     return theirs.parallelize_module(layer, mesh, style)
 
 
-def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST)):
+def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST), spoils: bool = False):
     """Every recipe, column and row parallel, with and without sequence parallelism, by our styles and torch's."""
     world, found = dist.get_world_size(), {}
     mesh = init_device_mesh(torch.get_default_device().type, (world,))
     size = 128 * world  # whole tiles on every rank
     x, w, dy = seeded(2, M * world, size, seed=1), seeded(size, size, seed=2), seeded(2, M * world, size, seed=3)
-    for name, recipe in ((name, NEAREST[name]) for name in names):
+    if spoils:
+        for tensor in (x, dy):
+            tensor[0, 3, 5], tensor[1, 4, 6] = float("nan"), float("inf")
+    for name, recipe in ((name, (NEAREST | CROSSING)[name]) for name in names):
         expected = one_process(recipe, x, w, dy)
         for layout, (kind, sequence, letters) in LAYOUTS.items():
             for styles in (ours, theirs):
@@ -168,6 +187,11 @@ def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST)):
                 ]
                 found[name, layout, styles is ours] = wrong, errors
     return found
+
+
+def scales_across_the_cut(rank: int):
+    """The same of scales that every rank has parts of, where a NaN and an infinity are with one rank."""
+    return bytes_of_one_process(rank, tuple(CROSSING), spoils=True)
 
 
 def relative(a, b) -> float:
@@ -508,6 +532,10 @@ def refusals(rank: int):
     attempt("block", lambda: odd(seeded(4, K, seed=2).requires_grad_()))
     odd = layer_on(mesh, "rowwise", None, NEAREST["nvfp4"], seeded(N, 24 * world, seed=1), ours)
     attempt("contraction", lambda: odd(seeded(4, 24, seed=2)))
+    turned = recipes.Cast("fp8_row", hadamard=recipes.Hadamard())
+    recipe = recipes.CustomRecipe(recipes.Gemm(turned, turned), *(recipes.Gemm("fp8_row", "fp8_row") for _ in range(2)))
+    turned = layer_on(mesh, "rowwise", None, recipe, seeded(N, 32 * world, seed=1), ours)
+    attempt("turned rows", lambda: turned(seeded(4, 32, seed=2)))
     tiny = layer_on(mesh, "colwise", None, NEAREST["fp8_current"], seeded(1, K, seed=1), ours)
     attempt("empty", lambda: tiny(seeded(4, K, seed=2)))
     layer = layer_on(mesh, "colwise", None, NEAREST["fp8_current"], seeded(N, K, seed=1), ours)
@@ -582,8 +610,8 @@ def recipes_differ(rank: int):
 # formats of blocks, and a backward in high precision, are cut as these are. Four ranks take them all.
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
-    recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), modules_take_part, delayed_state, wire,
-    noise, With(other_ways, compiles=False), served, served_codes, refusals,
+    recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), scales_across_the_cut, modules_take_part,
+    delayed_state, wire, noise, With(other_ways, compiles=False), served, served_codes, refusals,
 )  # fmt: skip
 
 
@@ -599,6 +627,13 @@ def test_every_rank_makes_the_bytes_of_one_process(ranks) -> None:
         assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
         # y and dx are sums of results on each rank, rounded to bfloat16 (2^-9) one by one and when they are added.
         assert max(max(errors) for _, errors in found.values()) < (2 * len(ranks) - 1) * 2.0**-9
+
+
+def test_scales_that_every_rank_has_parts_of(ranks) -> None:
+    """features D2: numerics.md 3.5"""
+    for found in of(ranks, scales_across_the_cut):
+        assert {name for name, *_ in found} == set(CROSSING)
+        assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
 
 
 def test_modules_take_part(ranks) -> None:
@@ -684,6 +719,7 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("block", "InvalidValueError: w, sharded along N (out_features): got 96 over 2 ranks, in parts of 48"),
         ("contraction", "sharded along K (in_features): got 48 over 2 ranks, in parts of 24, needed parts that are "
                         "multiples of 16"),
+        ("turned rows", "x, sharded along K: got blocks of fp8_row turned by a Hadamard transform, which it"),
         ("empty", "dimension 0 of size 1 over 2 ranks, needed elements for every rank"),
         ("plain x", "InvalidTypeError: x: got a plain tensor, while the weight is on"),
         ("outside", "while the weight is a plain tensor"),

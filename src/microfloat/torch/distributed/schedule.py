@@ -114,34 +114,47 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 class _Measure(NamedTuple):
     """An amax that a cast needs of the whole tensor. `kind`: "tensor", "transformed" (of the Hadamard transform) or
-    "rows" (one for each row of the operand); `column`: of the column operand, for which alone it is."""
+    "rows" (one for each row of the operand); `column`: of the column operand, for which alone it is; `sees_nan`: NaN is
+    larger than infinity, as for scales that store it, and is not ignored."""
 
     kind: str
     column: bool
     axes: tuple[Axis, ...]
+    sees_nan: bool = False
 
 
-def _measure_of(tensor: str, column: bool, cast: Cast | None, shards: Shards) -> _Measure | None:
+def _measures_of(
+    tensor: str, column: bool, cast: Cast | None, shards: Shards
+) -> tuple[_Measure | None, _Measure | None]:
+    """The amaxes behind a scale that a cast is given, and behind block scales whose blocks the ranks have parts of."""
     if cast is None or cast.is_delayed or cast.is_static:
-        return None
-    per_row = cast.format.block == (1, None) or cast.tensor_scale == "row"
-    if per_row:
-        axes = shards.axes_of(tensor, _AXES[tensor][column][1])
-        return _Measure("rows", column, axes) if axes else None
-    axes = shards.axes_of(tensor)
-    if not cast.takes_amax or not axes:
-        return None
-    return _Measure("tensor", False, axes) if cast.hadamard is None else _Measure("transformed", column, axes)
+        return None, None
+    anywhere, along = shards.axes_of(tensor), shards.axes_of(tensor, _AXES[tensor][column][1])
+    given, crossed, fmt = None, None, cast.format
+    if cast.tensor_scale == "row":
+        given = _Measure("rows", column, along) if along else None
+    elif cast.takes_amax and anywhere:
+        plain = cast.hadamard is None
+        given = _Measure("tensor", False, anywhere) if plain else _Measure("transformed", column, anywhere)
+    sees_nan = fmt.scale.name != "FP32"
+    if fmt.is_per_tensor and not cast.takes_amax and anywhere:
+        crossed = _Measure("tensor", False, anywhere, sees_nan)
+    elif fmt.block[0] is not None and fmt.block[1] is None and along:
+        crossed = _Measure("rows", column, along, sees_nan)
+    return given, crossed
 
 
 def _measured(backend: Backend, x: torch.Tensor, measure: _Measure, cast: Cast) -> torch.Tensor:
-    if measure.kind == "tensor":
+    if measure.kind == "tensor" and not measure.sees_nan:
         return backend.amax(x)
     if measure.kind == "transformed":
         assert cast.hadamard is not None
         return reference.amax(transform(x.t() if measure.column else x, cast.hadamard))
-    magnitudes = x.detach().abs().nan_to_num(nan=0.0, posinf=float("inf"))
-    return magnitudes.amax(0 if measure.column else 1).float()
+    magnitudes = x.detach().abs()
+    if not measure.sees_nan:
+        magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=float("inf"))
+    amax = magnitudes.amax() if measure.kind == "tensor" else magnitudes.amax(0 if measure.column else 1)
+    return torch.where(amax.isnan(), torch.nan, amax).float()  # of one sign, so that its bits are the largest
 
 
 def _reduced(measures: Sequence[_Measure], parts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -186,35 +199,34 @@ class ShardedCast:
         self._shares = self._axis is not None and casts[0] is not None and casts[0] == casts[1] and casts[0].transposes
         made = (entries[0], None) if self._shares else entries
         both = [
-            None if entry is None else _measure_of(tensor, column, entry.cast, shards)
+            (None, None) if entry is None else _measures_of(tensor, column, entry.cast, shards)
             for column, entry in zip((False, True), made, strict=True)
         ]
-        self.measures = [*dict.fromkeys(measure for measure in both if measure is not None)]
-        self._casts = [casts[1 if measure.column else both.index(measure)] for measure in self.measures]
-        numbers = [None if measure is None else self.measures.index(measure) for measure in both]
-        apart = len(self.measures) > 1 or any(self._is_widened(measure, casts) for measure in self.measures)
+        of_cast = {
+            measure: casts[column] for column in (1, 0) for measure in both[column] if measure is not None
+        }  # fmt: skip
+        self.measures = [*dict.fromkeys(measure for pair in both for measure in pair if measure is not None)]
+        self._casts = [of_cast[measure] for measure in self.measures]
+        takers = {given for (given, _), cast in zip(both, casts, strict=True) if cast is not None and cast.takes_amax}
+        apart = len(takers) > 1 or any(crossed is not None for _, crossed in both)
         halves = ((made[0], None), (None, made[1])) if apart else (made,)
-        self._steps: list[tuple[CastStep, int | None, bool]] = []
+        self._steps: list[tuple[CastStep, int | None, int | None]] = []
         for half in halves:
-            number = next((n for entry, n in zip(half, numbers, strict=True) if entry and n is not None), None)
-            if any(half):
-                widens = number is not None and self._is_widened(self.measures[number], casts)
-                example = x
-                if widens:
-                    shape = (x.shape[0], x.shape[1] + _ALIGNED) if half[0] else (x.shape[0] + _ALIGNED, x.shape[1])
-                    example = x.new_empty(shape)
-                step = CastStep(backend, example, half, batch, given_amax=number is not None and not widens)
-                self._steps.append((step, number, widens))
+            if not any(half):
+                continue
+            pairs = [pair for entry, pair in zip(half, both, strict=True) if entry is not None]
+            numbers = [[None if one is None else self.measures.index(one) for one in pair] for pair in pairs]
+            given, crossed = (next((one[at] for one in numbers if one[at] is not None), None) for at in (0, 1))
+            example = x
+            if crossed is not None:
+                shape = (x.shape[0], x.shape[1] + _ALIGNED) if half[0] else (x.shape[0] + _ALIGNED, x.shape[1])
+                example = x.new_empty(shape)
+            step = CastStep(backend, example, half, batch, given_amax=given is not None)
+            self._steps.append((step, given, crossed))
         self._local = layouts_of(backend, entries, *x.shape)
         self._whole = self._local
         if self._axis is not None:
             self._whole = layouts_of(backend, entries, x.shape[0] * self._axis.size, x.shape[1])
-
-    @staticmethod
-    def _is_widened(measure: _Measure, casts: tuple[Cast | None, ...]) -> bool:
-        """True where rows take their amax from columns that are added to the matrix, and cut off again."""
-        cast = casts[measure.column]
-        return measure.kind == "rows" and cast is not None and cast.tensor_scale != "row"
 
     @property
     def reason(self) -> str:
@@ -244,36 +256,37 @@ class ShardedCast:
         if self.measures and not isinstance(amaxes, list):
             amaxes = _reduced(self.measures, self.measure(x))
         made: Parts = [None] * 6
-        for step, number, widens in self._steps:
+        for step, given, crossed in self._steps:
             row, column = step.entries
-            if number is None:
-                given = inputs if self.measures == [] else inputs._replace(amax=None)
-                parts = step(x, stream, words, given)
-            elif widens:
-                parts = self._by_rows(step, x, amaxes[number], stream, words, inputs)
+            own = inputs
+            if self.measures:
+                amax = None if given is None else amaxes[given]
+                own = inputs._replace(amax=amax if amax is None or amax.dim() == 0 else amax[:, None])
+            if crossed is None:
+                parts = step(x, stream, words, own)
             else:
-                amax = amaxes[number]
-                amax = amax[:, None] if self.measures[number].kind == "rows" else amax
-                parts = step(x, stream, words, inputs._replace(amax=amax))
+                parts = self._widened(step, x, amaxes[crossed], stream, words, own)
             made[0:3] = parts[0:3] if row is not None else made[0:3]
             made[3:6] = parts[3:6] if column is not None else made[3:6]
             inputs = inputs._replace(record=None)  # the first step has recorded
         return made if self._axis is None else self._gathered(made)
 
-    def _by_rows(
+    def _widened(
         self, step: CastStep, x: torch.Tensor, amax: torch.Tensor, stream: int, words: torch.Tensor | None,
         inputs: CastInputs,
     ) -> Parts:  # fmt: skip
-        """Operands with a scale for each whole row: its amax stands in columns that no product will read."""
+        """An operand whose blocks go on elsewhere: their amaxes stand in columns that no product will read."""
         column = step.entries[0] is None
         rows, length = x.shape
         amax = amax.to(x.dtype)  # that of an element, so that it is exact
-        added = amax.expand(_ALIGNED, length) if column else amax[:, None].expand(rows, _ALIGNED)
-        parts = step(torch.cat([x, added], 0 if column else 1), stream, words, inputs._replace(amax=None))
+        of_rows = amax if amax.dim() == 0 or column else amax[:, None]
+        added = of_rows.expand(_ALIGNED, length) if column else of_rows.expand(rows, _ALIGNED)
+        parts = step(torch.cat([x, added], 0 if column else 1), stream, words, inputs)
         at, entry, layout = 3 * column, step.entries[column], self._local[column]
         assert entry is not None
         assert layout is not None
-        codes = parts[at].narrow(0 if entry.turned else 1, 0, rows if column else length)
+        along = 0 if entry.turned else 1
+        codes = parts[at].narrow(along, 0, layout.codes.shape[along])
         parts[at] = laid(codes.contiguous() if layout.codes.strides[-1] == 1 else codes, layout.codes)
         return parts
 
@@ -410,13 +423,23 @@ def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, i
             for column, entry in enumerate(both):
                 if entry is None or entry.cast is None:
                     continue
-                block = block_along(entry.cast, _AXES[tensor][column], letter)
+                cast = entry.cast
+                how = (
+                    "turned by a Hadamard transform" if cast.hadamard else "whose errors choose" * cast.chooses_by_error
+                )
+                if how and cast.format.block[_AXES[tensor][column].index(letter)] is None:
+                    raise invalid_value(
+                        f"{tensor}, sharded along {letter}", f"blocks of {cast.format.name} {how}, which it divides",
+                        "blocks that are whole, or whose amax alone decides their scale",
+                        "Take a format of smaller blocks, or leave the layer out of the plan.",
+                    )  # fmt: skip
+                block = block_along(cast, _AXES[tensor][column], letter)
                 if any(run % block for run in runs):
                     name = {"N": "out_features", "K": "in_features", "M": "the rows of x"}[letter]
                     raise invalid_value(
                         f"{tensor}, sharded along {letter} ({name})",
                         f"{size} over {axis.size} ranks, in parts of {runs[0]}",
-                        f"parts that are multiples of {block}, so that no block of {entry.cast.format.name} is cut",
+                        f"parts that are multiples of {block}, so that no block of {cast.format.name} is cut",
                         f"Make {name} a multiple of {axis.size * block}, take a recipe with a scale for each tensor or "
                         "row, or leave the layer out of the plan.",
                     )  # fmt: skip
@@ -449,7 +472,7 @@ class ShardedSchedule(Schedule):
         )  # fmt: skip
         self.cast_step = functools.partial(ShardedCast, shards, None)
         both = enumerate(entries_of(recipe, routes, "w", True, wants_dx))
-        measures = {_measure_of("w", bool(column), entry.cast, shards) for column, entry in both if entry is not None}
+        measures = {_measures_of("w", bool(column), entry.cast, shards) for column, entry in both if entry is not None}
         self._keeps_w_amax = self.late and len(measures) == 1  # for a cast in backward, which would reduce it again
         # Layers that read one gathered x and cast it alike share its codes.
         casts = [entry.cast for entry in self.x_cast.entries if entry is not None and entry.cast is not None]
