@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import functools
+import io
+import pickle
 from pathlib import Path
 
 import pytest
@@ -504,6 +506,29 @@ def served_codes(rank: int) -> dict[tuple, list[str]]:
     return found
 
 
+def served_and_copied(rank: int) -> dict[str, bool]:
+    """Models that are served by parts, saved and loaded whole, pickled and copied: the bytes of their results."""
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
+    mf.quantize_(model, mf.WeightActivation("fp8_row"))
+    theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
+    x = drawn(4, 64, seed=1)
+    wanted, file = model(x), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = {"saved": torch.load(file, weights_only=False), "pickled": pickle.loads(pickle.dumps(model))}
+    for name, one in (copies | {"copied": copy.deepcopy(model)}).items():
+        found[name] = torch.equal(one(x), wanted) and one[0].weight.shape == model[0].weight.shape
+    lost = copy.deepcopy(model)
+    lost[2]._cut = "K another"  # as in a process that has no such group
+    try:
+        lost(x)
+    except MicrofloatError as error:
+        found["lost"] = "got a process without this group" in str(error)
+    return found
+
+
 def served_and_compiled(rank: int) -> bool:
     """True if one graph of both styles, with the reductions between ranks in it, gives the bytes of eager mode."""
     world, is_right = dist.get_world_size(), []
@@ -611,7 +636,8 @@ def recipes_differ(rank: int):
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), scales_across_the_cut, modules_take_part,
-    delayed_state, wire, noise, With(other_ways, compiles=False), served, served_codes, refusals,
+    delayed_state, wire, noise, With(other_ways, compiles=False), served, served_codes, served_and_copied,
+    refusals,
 )  # fmt: skip
 
 
@@ -753,6 +779,12 @@ def test_quantized_layers_are_served_by_parts(ranks) -> None:
     for found in of(ranks, served):
         assert len(found) > 20
         assert not [key for key, is_right in found.items() if not is_right]
+
+
+def test_models_that_are_served_by_parts_are_saved_whole(ranks) -> None:
+    """features D4, K1"""
+    for found in of(ranks, served_and_copied):
+        assert found == dict.fromkeys(("saved", "pickled", "copied", "lost"), True)
 
 
 def test_served_activations_have_the_codes_of_one_process(ranks) -> None:

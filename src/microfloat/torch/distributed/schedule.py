@@ -25,7 +25,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from microfloat.errors import invalid_value
+from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.layout import Part
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.passes import CastInputs
@@ -62,8 +62,19 @@ _ALIGNED = 16  # elements, by which a matrix is widened
 
 
 def group_of(cut: str) -> torch.distributed.ProcessGroup:
-    """The ranks that have the other parts of a layer's stored weight (`RecipeLayer._cut`)."""
-    return group_named(cut.split(" ", 1)[1])
+    """The ranks that have the other parts of a layer's stored weight (`RecipeLayer._cut`).
+
+    Raises NotSupportedError for a layer that was loaded where there is no group of this name.
+    """
+    name = cut.split(" ", 1)[1]
+    try:
+        return group_named(name)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise NotSupportedError(
+            f"a layer that was cut over the ranks of the process group {name!r}: got a process without this group, "
+            "needed the meshes of the process that has saved it. Call init_process_group and init_device_mesh in the "
+            "same order there, before the first call."
+        ) from error
 
 
 class Axis(NamedTuple):

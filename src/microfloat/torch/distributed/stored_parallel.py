@@ -6,7 +6,6 @@ the style says. Codes are never a DTensor: x and y become DTensors where they ar
 Legend: N = out features, K = in features, R = ranks.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,8 +84,8 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
     if "input_amax" in whole:
         layer._buffers["input_amax"] = whole["input_amax"]
     inside: tuple[Placement, Placement] = (Replicate(), Shard(-1)) if by_rows else (Shard(-1), Partial())
-    layer.register_forward_pre_hook(_entering(mesh, style, inside[0]))
-    layer.register_forward_hook(_leaving(mesh, style, inside[1]))
+    layer.register_forward_pre_hook(_Entering(mesh, style, inside[0]))
+    layer.register_forward_hook(_Leaving(mesh, style, inside[1]))
     return True
 
 
@@ -122,32 +121,41 @@ def _placed(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (placement,), run_check=False)
 
 
-def _entering(mesh: DeviceMesh, style: _Style, wanted: Placement) -> Callable[[nn.Module, tuple], tuple | None]:
-    """The hook that gives a layer its part of x; of a replica every rank makes a part of the gradient."""
-    (told,) = style.input_layouts
-    replicas = (Partial(),) if isinstance(wanted, Replicate) else None
+class _Hook:
+    """What a hook knows: a class of the module, so that models can be saved whole, and copies are on the same mesh."""
 
-    def enter(layer: nn.Module, arguments: tuple) -> tuple | None:
+    def __init__(self, mesh: DeviceMesh, style: _Style, inside: Placement) -> None:
+        """`inside`: how the layer's x, or y, lies."""
+        self.mesh, self.inside = mesh, inside
+        (self.x,), (self.y,) = style.input_layouts, style.output_layouts
+        self.is_local = style.use_local_output
+
+    def __deepcopy__(self, memo: object) -> "_Hook":
+        return self
+
+
+class _Entering(_Hook):
+    """The hook that gives a layer its part of x; of a replica every rank makes a part of the gradient."""
+
+    def __call__(self, layer: nn.Module, arguments: tuple) -> tuple | None:
+        """The arguments with that part, None where they have it."""
         if not arguments:
             raise invalid_type("x", "none by position", "x [..., K] as the first argument", "Call layer(x).")
         x, *others = arguments
+        replicas = (Partial(),) if isinstance(self.inside, Replicate) else None
         has_gradient = torch.is_grad_enabled() and x.requires_grad
-        if not isinstance(x, DTensor) and told == wanted and not (replicas and has_gradient):
+        if not isinstance(x, DTensor) and self.x == self.inside and not (replicas and has_gradient):
             return None
-        placed = _placed(x, mesh, told).redistribute(placements=(wanted,))
+        placed = _placed(x, self.mesh, self.x).redistribute(placements=(self.inside,))
         return placed.to_local(grad_placements=replicas), *others
 
-    return enter
 
-
-def _leaving(mesh: DeviceMesh, style: _Style, made: Placement) -> Callable[[nn.Module, tuple, torch.Tensor], Any]:
+class _Leaving(_Hook):
     """The hook that lays out y, of which a rank has columns or one of the sums."""
-    (wanted,) = style.output_layouts
 
-    def leave(layer: nn.Module, arguments: tuple, y: torch.Tensor) -> torch.Tensor:
-        if made == wanted and style.use_local_output:
+    def __call__(self, layer: nn.Module, arguments: tuple, y: torch.Tensor) -> torch.Tensor:
+        """y as the style wants it."""
+        if self.inside == self.y and self.is_local:
             return y
-        placed = _placed(y, mesh, made).redistribute(placements=(wanted,))
-        return placed.to_local() if style.use_local_output else placed
-
-    return leave
+        placed = _placed(y, self.mesh, self.inside).redistribute(placements=(self.y,))
+        return placed.to_local() if self.is_local else placed
