@@ -363,7 +363,7 @@ def begin(
     if schedule.is_static:
         run.x = run.x._replace(amax=aligned(layer_state.static_amax(layer)))
     if schedule.wants_dw and layer.fuse_wgrad_accumulation:
-        run.into = MainGrad(weight, is_first_microbatch is True)
+        run.into = MainGrad(layer, weight, is_first_microbatch is True)
     if schedule.wants_dw and layer.delay_wgrad_compute:
         run.schedule = Postponed(schedule, layer, weight)  # type: ignore[assignment]
     if schedule.is_delayed and are_named():

@@ -344,7 +344,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             if y is not None:
                 return y
             if self.fuse_wgrad_accumulation and not hasattr(weight, "placements"):
-                weight = NoRows.apply(weight, MainGrad(self.weight, is_first_microbatch is True))
+                weight = NoRows.apply(weight, MainGrad(self, self.weight, is_first_microbatch is True))
         if isinstance(weight, QuantizedTensor):
             weight, bias = Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
         if (
