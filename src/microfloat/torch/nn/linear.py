@@ -51,7 +51,7 @@ _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fr
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
                   "_followed", "fuse_wgrad_accumulation", "delay_wgrad_compute", "_waiting", "_shards",
-                  "_whole_shape", "_cut")  # fmt: skip
+                  "_whole_shape", "_cut", "_untied_from")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
