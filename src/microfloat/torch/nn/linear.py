@@ -51,7 +51,7 @@ _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fr
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
                   "_followed", "fuse_wgrad_accumulation", "delay_wgrad_compute", "_waiting", "_shards",
-                  "_whole_shape", "init_method")  # fmt: skip
+                  "_whole_shape", "_cut", "_untied_from", "init_method")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
@@ -70,6 +70,8 @@ class RecipeLayer(nn.Module):
     delay_wgrad_compute: bool = False
     return_bias: bool = False  # True: a call gives (y, bias), and its product adds none
     init_method: InitMethod | None = None  # draws the weight in place
+    # Of a layer with a rank's part of a stored weight: the case, N or K, and the name of the group of ranks.
+    _cut: str = ""
     _number: int = -1
     _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
     weight: torch.Tensor
@@ -196,7 +198,8 @@ class RecipeLayer(nn.Module):
         if x.numel() == 0 or is_abstract(x):
             return
         if recipe.is_static:
-            self.register_buffer("input_amax", layer_state.larger_amax(x, getattr(self, "input_amax", None)))
+            before = getattr(self, "input_amax", None)
+            self.register_buffer("input_amax", layer_state.larger_amax(x, before, self._cut))
             return
         layer_state.ensure_buffers(self, delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
@@ -386,7 +389,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             if y is not None:
                 return y
             if self.fuse_wgrad_accumulation and not hasattr(weight, "placements"):
-                weight = NoRows.apply(weight, MainGrad(self.weight, is_first_microbatch is True))
+                weight = NoRows.apply(weight, MainGrad(self, self.weight, is_first_microbatch is True))
         if isinstance(weight, QuantizedTensor):
             weight, bias = Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
         if (
@@ -429,6 +432,7 @@ class _Call:
 
     _followed, _path, _number, fuse_wgrad_accumulation, delay_wgrad_compute = False, "", -1, False, False
     return_bias, added_bias = False, RecipeLayer.added_bias
+    _cut = ""
     _load_state_dict_post_hooks: ClassVar[dict] = {}
 
     def __init__(
