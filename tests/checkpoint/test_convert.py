@@ -240,6 +240,17 @@ def test_plain_targets_dequantize(source, tmp_path, to):
     assert report.worst.sqnr_db > 40
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0), (0, 4), (2, 0, 4)])
+def test_plain_targets_of_scalars_and_of_no_elements(tmp_path, shape):
+    """A checkpoint of one float32 scalar, a logit scale for instance, could not be written in bf16."""
+    value = np.full(shape, 1.5, np.float32)
+    save([Record("scale", value, logical_shape=shape)], tmp_path / "source", format="plain")
+    convert(tmp_path / "source", tmp_path / "out", to="bf16")
+    codes = load(tmp_path / "out")["scale"].codes
+    assert (codes.shape, codes.dtype) == (shape, BF16)
+    np.testing.assert_array_equal(codes.astype(np.float32), value)
+
+
 def test_a_plain_checkpoint_passes_through_untouched(source, tmp_path):
     convert(source, tmp_path / "out", to="bf16")
     same(load(source), load(tmp_path / "out"))

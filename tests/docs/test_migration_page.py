@@ -54,6 +54,40 @@ def test_a_layer_comes_over(rename, bias):  # features B5
     assert torch.equal(layer.post_attention_layernorm.weight, theirs["layernorm_mlp.layer_norm_weight"])
 
 
+def test_fused_parameters_of_q_k_and_v_come_over(rename):
+    """Its rows: of each group of heads those of the queries, then one of keys and one of values."""
+    theirs, prefix = _theirs(True), "self_attention.layernorm_qkv"
+    apart = rename(theirs)
+    for kind in ("weight", "bias"):
+        parts = [theirs.pop(f"{prefix}.{name}_{kind}") for name in SIZES]
+        parts = [part.view(GROUPS, -1, HIDDEN // HEADS, *part.shape[1:]) for part in parts]
+        theirs[f"{prefix}.{kind}"] = torch.cat(parts, 1).flatten(0, 2)
+    fused = rename(theirs, HEADS, GROUPS)
+    assert fused.keys() == apart.keys()
+    assert all(torch.equal(value, apart[key]) for key, value in fused.items())
+
+
+def test_a_decoder_with_a_norm_behind_comes_over(rename):
+    theirs = _theirs(True)
+    for name in SIZES:
+        for kind in ("weight", "bias"):
+            theirs[f"self_attention.qkv.{name}_{kind}"] = theirs.pop(f"self_attention.layernorm_qkv.{name}_{kind}")
+    del theirs["self_attention.layernorm_qkv.layer_norm_weight"]
+    theirs |= {"layernorm.weight": torch.randn(HIDDEN), "layernorm._extra_state": None}
+    cross = "inter_attention"
+    theirs |= {f"{cross}.layernorm_query.layer_norm_weight": torch.randn(HIDDEN)}
+    sizes = {f"{cross}.layernorm_query.query_": HIDDEN, f"{cross}.key_value.key_": HIDDEN // 2,
+             f"{cross}.key_value.value_": HIDDEN // 2, f"{cross}.proj.": HIDDEN}  # fmt: skip
+    for stem, size in sizes.items():
+        theirs |= {f"{stem}weight": torch.randn(size, HIDDEN), f"{stem}bias": torch.randn(size)}
+    layer = mf.TransformerLayer(
+        HIDDEN, FFN, HEADS, GROUPS, bias=True, eps=1e-5, cross_attention=True, output_layernorm=True
+    )
+    layer.load_state_dict(rename(theirs))
+    assert torch.equal(layer.output_layernorm.weight, theirs["layernorm.weight"])
+    assert torch.equal(layer.cross_attn.v_proj.bias, theirs[f"{cross}.key_value.value_bias"])
+
+
 def test_a_fused_linear_comes_over(rename):
     theirs = {"layer_norm_weight": torch.randn(8), "layer_norm_bias": torch.randn(8), "weight": torch.randn(4, 8),
               "bias": torch.randn(4), "_extra_state": None}  # fmt: skip

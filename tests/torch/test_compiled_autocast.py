@@ -61,6 +61,25 @@ def same(function, backend="eager", **options) -> int:
     return counter.frame_count
 
 
+def test_numbers_of_recipes_are_constants_for_any_shape():
+    """Dynamo takes numbers of objects for variables, under dynamic=True or once another value was seen."""
+
+    def one_of(x, recipe):
+        with mf.autocast(recipe=recipe):
+            return FREE(mf.linear(x, FREE.weight, recipe=recipe))
+
+    compiled = torch.compile(one_of, backend="eager", fullgraph=True, dynamic=True)
+    for epsilon in (0.0, 50.0, 80.0):
+        recipe = Float8CurrentScaling(amax_epsilon=epsilon)
+        assert all(
+            map(
+                torch.equal,
+                results(lambda x, recipe=recipe: one_of(x, recipe)),
+                results(lambda x, recipe=recipe: compiled(x, recipe)),
+            )
+        )
+
+
 def by_name(x):
     with mf.autocast(recipe="mxfp8"):
         return FREE(x)

@@ -111,6 +111,27 @@ def test_one_call_takes_all_calls_of_a_layer_in_a_backward():
     assert torch.equal(*gradients)
 
 
+def test_a_step_that_is_given_up_leaves_nothing():
+    """Of all its backwards; the gradients of the steps before stay, and those of the next one are its own."""
+    module = mf.LayerNormMLP(32, 48, recipe="mxfp8", delay_wgrad_compute=True)
+    weights = [one.weight for one in module.modules() if hasattr(one, "delay_wgrad_compute")]
+    x = torch.randn(3, 8, 32)
+    module(x[0]).sum().backward()
+    mf.backward_dw(module)
+    wanted = [one.grad.clone() for one in weights]
+    for other in x[1:]:
+        module(other).sum().backward()
+    mf.backward_dw(module, drop=True)
+    mf.backward_dw(module)
+    assert all(map(torch.equal, wanted, (one.grad for one in weights)))
+    module.zero_grad()
+    module(x[0]).sum().backward()
+    mf.backward_dw(module)
+    assert all(map(torch.equal, wanted, (one.grad for one in weights)))
+    with pytest.raises(InvalidTypeError, match="drop"):
+        mf.backward_dw(module, drop=1)
+
+
 def test_parts_of_a_joint_layer_may_differ():
     module = mf.LayerNormLinear(32, 48, split={"q": 32, "k": 16}, recipe="mxfp8")
     module.q.delay_wgrad_compute = True

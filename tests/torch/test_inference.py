@@ -7,6 +7,8 @@ import dataclasses
 import gc
 import io
 import json
+import types
+import warnings
 import weakref
 
 import pytest
@@ -206,6 +208,47 @@ def test_tied_weights_stay_tied() -> None:
     model["b"].weight = model["a"].weight
     mf.quantize_(model, WeightOnly("mxfp8"))
     assert model["a"].weight is model["b"].weight
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one weight, as many models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.lm_head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.config = types.SimpleNamespace(tie_word_embeddings=True)
+
+
+def test_a_head_that_an_embedding_is_tied_to_is_untied_with_a_warning(tmp_path) -> None:
+    model = Tied()
+    values = model.embed_tokens.weight.detach().clone()
+    with pytest.warns(UserWarning, match=r"lm_head \(that of embed_tokens.weight\).*tied no longer") as caught:
+        mf.quantize_(model, WeightOnly("mxfp8"), exclude=())
+    assert caught[0].filename == __file__
+    assert torch.equal(model.embed_tokens.weight, values)
+    assert isinstance(model.lm_head.weight, mf.QuantizedTensor)
+    with pytest.warns(UserWarning, match="has tie_word_embeddings, while quantize_ gave lm_head codes of its own"):
+        mf.save_quantized(model, tmp_path / "tied")
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        mf.save_quantized(model, tmp_path / "told", config={"tie_word_embeddings": True})
+    loaded = Tied()
+    loaded.lm_head.weight = nn.Parameter(torch.zeros(64, 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mf.save_quantized(model, tmp_path / "untied", config={"tie_word_embeddings": False})
+        mf.load_quantized(tmp_path / "untied", loaded)
+        mf.quantize_(nn.ModuleList([Tied(), nn.Linear(32, 32)]), WeightOnly("mxfp8"))  # heads are left out by default
+    assert torch.equal(loaded.embed_tokens.weight, values)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_layer_that_another_one_of_its_weight_is_left_out_beside() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+    model["b"].weight = model["a"].weight
+    with pytest.warns(UserWarning, match=r"b \(that of a.weight\)"):
+        mf.quantize_(model, WeightOnly("mxfp8"), filter=lambda name, layer: name == "b")
+    assert type(model["a"].weight) is nn.Parameter
 
 
 # ---------------------------------------------------------------------------------------------------- static scales

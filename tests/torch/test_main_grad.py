@@ -5,9 +5,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, from_name  # noqa: E402
 from microfloat.torch import fused  # noqa: E402
+from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 K, N = 48, 40
 
@@ -210,3 +211,28 @@ def test_every_module_accumulates(name, kind, flagged):
         )
         or kind == "attention"
     )
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+def test_under_fsdp2_the_remedy_that_is_named_helps(syncs):
+    """FSDP2 adds up what float32 holds and bfloat16 does not; of a weight that it gathers the option is refused."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp", reason="torch has no distributed package")
+    with world_of_one():
+        layer = mf.Linear(16, 16, bias=False, recipe="mxfp8", fuse_wgrad_accumulation=True)
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fsdp.fully_shard(layer, mp_policy=policy)
+        x, rows = torch.eye(16, dtype=torch.bfloat16), torch.zeros(0, 16, dtype=torch.bfloat16)
+        for given in (x, rows):
+            with pytest.raises(NotSupportedError, match=r"FSDP shards.*Leave it out.*reduce_dtype=torch.float32"):
+                layer(given)
+        layer.fuse_wgrad_accumulation = False
+        for last, scale in ((False, 1.0), (False, 2.0**-12), (True, 2.0**-12)):
+            layer.set_requires_gradient_sync(syncs or last)
+            layer(x).backward(torch.full((16, 16), scale, dtype=torch.bfloat16))
+        assert (layer.weight.grad.to_local() == 1 + 2.0**-11).all()
+        layer.fuse_wgrad_accumulation = True
+        layer.unshard()
+        layer.weight.main_grad = torch.zeros(16, 16)  # of a user who reduces it
+        layer(x).sum().backward()
+        layer.unshard()
+        assert (layer.weight.main_grad == 1).all()

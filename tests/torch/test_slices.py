@@ -204,6 +204,30 @@ ROWS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_tensor_e5m2", "nvfp4"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_row_of_every_expert_is_refused(name, axis):
+    """It would be a matrix whose rows have a scale each; FP8 gave rows of the wrong scale, NVFP4 ended inside torch."""
+    matrices = [mf.quantize(randn(32, 64), name, axis=axis), mf.quantize(1000 * randn(32, 64), name, axis=axis)]
+    experts, across = torch.stack(matrices), 1 if axis == -1 else 2
+    for take in (lambda: experts.select(across, 3), lambda: experts.unbind(across)):
+        with pytest.raises(InvalidValueError, match=r"select: got .* of 2 experts"):
+            take()
+    assert torch.equal(experts[1].dequantize(), matrices[1].dequantize())
+    window = experts.narrow(across, 3, 1)
+    assert torch.equal(window.dequantize(), experts.dequantize().narrow(across, 3, 1))
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(128, 0), (128, 32)])
+def test_expanded_tensors_are_saved(fmt, shape):
+    """torch keeps strides of 0 where there are no elements, which is no memory that several entries share."""
+    expanded, buffer = mf.quantize(randn(*shape), fmt).unsqueeze(0).expand(3, *shape), io.BytesIO()
+    torch.save(expanded, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer).dequantize(), expanded.dequantize())
+
+
 @one_row_formats
 @pytest.mark.parametrize("how", ROWS)
 def test_rows_taken_by_index(fmt, how):

@@ -29,7 +29,7 @@ def experts_of(record: Record) -> int:
 
 def slabs(record: Record, multiple: int = 1) -> Iterator[tuple[int, int, Record]]:
     """(expert, first row, record of some rows [R, K]) in order; R is a multiple of `multiple` but for the last rows."""
-    rows, length = (1, *record.logical_shape)[-2:]
+    rows, length = (1, 1, *record.logical_shape)[-2:]
     tile = record.format.block[0] or 1 if record.format else 1
     step = int(np.lcm(multiple, tile))
     step *= max(_SLAB // max(length, 1) // step, 1)
@@ -44,7 +44,7 @@ def matrix_of(record: Record, expert: int) -> Record:
     shape = record.logical_shape
     if len(shape) == 2:
         return record
-    count, matrix = experts_of(record), (1, *shape)[-2:]
+    count, matrix = experts_of(record), (1, 1, *shape)[-2:]
 
     def part(array: np.ndarray | None, last: tuple[int, ...]) -> np.ndarray | None:
         if array is None or not array.ndim:
@@ -59,7 +59,7 @@ def matrix_of(record: Record, expert: int) -> Record:
     if source is not None:
         divisors = {role: np.asarray(part(array, ())) for role, array in source.divisors.items()}
         source = source._replace(divisors=divisors)
-    codes = record.codes.reshape(count, *(1, *record.codes.shape)[-2:])[expert]
+    codes = record.codes.reshape(count, *(1, 1, *record.codes.shape)[-2:])[expert]
     return replace(
         record, codes=codes, scale=scale, tensor_scale=part(record.tensor_scale, level), logical_shape=matrix,
         source=source,

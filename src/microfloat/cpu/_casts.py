@@ -199,7 +199,7 @@ class _Bands:
     def __init__(self, x_RC: np.ndarray, block_rows: int, workers: int) -> None:
         self.x_RC, self.block_rows, self.workers = x_RC, block_rows, workers
         rows, columns = x_RC.shape
-        height = max(_BAND // columns // block_rows, 1) * block_rows
+        height = max(_BAND // max(columns, 1) // block_rows, 1) * block_rows
         self.bands = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
         self.kernels: Any = _kernels()
 

@@ -6,8 +6,9 @@ ask which recipe it runs.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from microfloat.arguments import check_bool, check_choice, check_int, check_number
@@ -451,6 +452,9 @@ class Recipe(HashOnce):
         return recipe_table(self)
 
 
+_NUMBERS: Mapping[str, type] = {"int": int, "float": float}
+
+
 @dataclass(frozen=True)
 class NamedRecipe(Recipe):
     """A Recipe whose table follows from a few fields: subclasses define fields and `_table`, in one file each.
@@ -467,6 +471,8 @@ class NamedRecipe(Recipe):
     dgrad: Gemm = field(init=False, repr=False, compare=False)
     wgrad: Gemm = field(init=False, repr=False, compare=False)
     backward: str | None = field(default=None, kw_only=True)
+    # Fields that are numbers, as text. Compiled code takes text for a constant, but numbers of an object for variables.
+    _numbers: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -486,6 +492,11 @@ class NamedRecipe(Recipe):
             table = table[0], *(Gemm(None, cast, from_fprop=cast is not None) for cast in (w, x))
         for name, gemm in zip(GEMMS, table, strict=True):
             object.__setattr__(self, name, gemm)
+        object.__setattr__(self, "_numbers", {
+            name: (kind, repr(_NUMBERS[kind](value)))
+            for name, value in self.arguments().items() for kind in _NUMBERS
+            if isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+        })  # fmt: skip
         super().__post_init__()
 
     def _check_class(self) -> None:
@@ -538,7 +549,9 @@ def delayed_of(recipe: Recipe) -> Delayed:
 def constants_of(recipe: Recipe) -> tuple:
     """Everything that defines a recipe: its class, then strings, numbers and None, which a compiler can guard."""
     if isinstance(recipe, NamedRecipe):
-        return (type(recipe), recipe.backward, *[getattr(recipe, name) for name in recipe.__match_args__])
+        numbers = recipe._numbers
+        values = [numbers[name] if name in numbers else getattr(recipe, name) for name in recipe.__match_args__]
+        return (type(recipe), recipe.backward, *values)
     gemms, made = (recipe.fprop, recipe.dgrad, recipe.wgrad), []
     for gemm in gemms:
         texts = [None if cast is None else cast.contents for cast in gemm.casts]
@@ -552,7 +565,8 @@ def recipe_of_constants(cls: type, *constants: Any) -> Recipe:
 
     if issubclass(cls, NamedRecipe):
         backward, *values = constants
-        return cls(*values, backward=backward)
+        read = [_NUMBERS[v[0]](v[1]) if isinstance(v, tuple) and v and v[0] in _NUMBERS else v for v in values]
+        return cls(*read, backward=backward)
     return cls(*[Gemm(lhs and cast_of(lhs), rhs and cast_of(rhs), *rest) for lhs, rhs, *rest in constants])
 
 

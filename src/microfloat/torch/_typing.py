@@ -1,6 +1,6 @@
 """Types of what torch itself leaves untyped, each written once. Type checkers alone read most of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from microfloat.torch.produced_linear import ActivationRun, NormRun
 
 __all__ = [
-    "Arguments", "Context", "Maybe", "Options", "Parts", "Result", "Seed", "Sink", "StateDict", "Takes", "Triple",
+    "Arguments", "Context", "InitMethod", "Maybe", "Options", "Parts", "Result", "Seed", "Sink", "StateDict", "Takes",
+    "Triple", "WithBias",
 ]  # fmt: skip
 
 Takes = ParamSpec("Takes")  # what a decorated function takes, and what it returns
@@ -25,6 +26,8 @@ Triple: TypeAlias = Sequence[Any]  # those of one operand
 Seed: TypeAlias = int | Sequence[int] | Maybe
 Arguments: TypeAlias = Sequence[Any]  # of an operator or a hook, as torch passes them
 Options: TypeAlias = dict[str, Any]  # the same by name
+WithBias: TypeAlias = Any  # y, or y and the bias that `return_bias` puts beside it
+InitMethod: TypeAlias = Callable[[torch.Tensor], object]  # writes into the weight that it is given
 StateDict: TypeAlias = dict[str, Any]  # a QuantizedTensor lies in one, or what another library put there
 
 

@@ -11,10 +11,12 @@ of a head, R = elements of a head that are rotated.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from microfloat.arguments import check_int
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.torch import backends
 from microfloat.torch._checks import check_beside
@@ -155,23 +157,27 @@ def split_heads(x: torch.Tensor, size: int) -> torch.Tensor:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, mask: torch.Tensor | None = None,
     window: int | None = None, cu_seqlens: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
-    dropout: float = 0.0, scale: float | None = None,
+    dropout: float = 0.0, scale: float | None = None, max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(q k^T * scale + mask) v``, [B, S, H, D] in q's dtype; H a multiple of the heads G of k and v.
 
     q [B, S, H, D], k and v [B, S', G, D]. `causal`: a token sees those before it, the last token of q being that of k.
     `window`: of these the nearest `window` only, itself included. `mask`: bool, True where a token is seen, or added;
     [B, S'], [S, S'] or [B, 1 or H, S, S']. `cu_seqlens` int32 [n + 1]: B = 1, and the tokens are those of n sequences
-    one after another, which do not see each other (`cu_seqlens_kv` for k and v, where theirs differ).
+    one after another, which do not see each other (`cu_seqlens_kv` for k and v, where theirs differ). `max_seqlen`,
+    `max_seqlen_kv`: the most tokens that one of them has, without which a GPU is asked, and waited for.
     """
     if q.shape[2] % k.shape[2]:
         raise invalid_value("num_kv_heads", str(k.shape[2]), f"a divisor of the {q.shape[2]} heads of q")
     if cu_seqlens is not None:
-        return _packed(q, k, v, causal, window, cu_seqlens, cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv,
-                       mask, dropout, scale)  # fmt: skip
+        of_q = Packed(cu_seqlens, max_seqlen)
+        of_kv = of_q if cu_seqlens_kv is None else Packed(cu_seqlens_kv, max_seqlen_kv)
+        return _packed(q, k, v, causal, window, of_q, of_kv, mask, dropout, scale)
     length, length_kv = q.shape[1], k.shape[1]
-    is_causal = causal and mask is None and window is None and length == length_kv
-    combined = None if is_causal else joint_mask(length, length_kv, q.device, causal, window, mask)
+    is_causal = causal and mask is None and window is None
+    if length != length_kv:  # a branch, since in compiled code of any length a comparison is no bool
+        is_causal = False
+    combined = None if is_causal else joint_mask(length, length_kv, q.device, causal, window, mask, q.shape[0])
     return _attention(q, k, v, combined, is_causal, dropout, scale)
 
 
@@ -193,8 +199,9 @@ def _attention(
 
 
 def joint_mask(
-    length: int, length_kv: int, device: torch.device, causal: bool, window: int | None, mask: torch.Tensor | None
-) -> torch.Tensor | None:
+    length: int, length_kv: int, device: torch.device, causal: bool, window: int | None, mask: torch.Tensor | None,
+    batch: int,
+) -> torch.Tensor | None:  # fmt: skip
     """One mask for all that says which tokens are seen; None where all are."""
     made = None
     if (causal and length > 1) or window is not None:
@@ -209,6 +216,13 @@ def joint_mask(
         raise invalid_type("attention_mask", type(mask), "a tensor of bool or of floating point, or None")
     if mask.dim() == 2 and tuple(mask.shape) != (length, length_kv):
         mask = mask[:, None, None, :]
+    elif mask.dim() == 2 and 1 < batch == length:
+        raise invalid_value(
+            "attention_mask",
+            f"shape {tuple(mask.shape)} for {batch} sequences of {length} tokens, which is [B, S'] and [S, S'] alike",
+            "four axes, which say what it is",
+            "For padding pass mask[:, None, None, :], for pairs of tokens mask[None, None].",
+        )
     elif mask.dim() == 3:
         mask = mask[:, None]
     if mask.shape[-1] != length_kv or mask.shape[-2] not in (1, length):
@@ -220,25 +234,48 @@ def joint_mask(
     return mask if made is None else mask.masked_fill(~made, float("-inf"))
 
 
+class Packed(NamedTuple):
+    """Sequences one after another: where they begin and end, int32 [n + 1], and the length of the longest, if told."""
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int | None
+
+    def longest(self) -> int:
+        """The length of the longest; of a tensor on a GPU the host waits for it where it was not told."""
+        return int(self.cu_seqlens.diff().max()) if self.max_seqlen is None else self.max_seqlen
+
+    def check(self, suffix: str) -> None:
+        """Raise for a longest sequence that is no number, or, where values are at hand, less than that of one."""
+        name = f"max_seqlen{suffix}"
+        if self.max_seqlen is not None:
+            check_int(name, self.max_seqlen, 0, 1 << 31)
+            if self.cu_seqlens.device.type == "cpu" and self.max_seqlen < (most := int(self.cu_seqlens.diff().max())):
+                raise invalid_value(name, self.max_seqlen, f"at least {most}, the tokens of the longest sequence")
+
+
 def _packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, cu_q: torch.Tensor,
-    cu_k: torch.Tensor, mask: torch.Tensor | None, dropout: float, scale: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, of_q: Packed, of_kv: Packed,
+    mask: torch.Tensor | None, dropout: float, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Sequences one after another in one row of tokens."""
+    cu_q, cu_k = of_q.cu_seqlens, of_kv.cu_seqlens
     for name, cu, x in (("cu_seqlens", cu_q, q), ("cu_seqlens_kv", cu_k, k)):
         if not isinstance(cu, torch.Tensor) or cu.dim() != 1 or cu.is_floating_point():
             raise invalid_type(name, type(cu), "an int32 tensor [n + 1]")
         if x.shape[0] != 1:
             raise invalid_value("x", f"{x.shape[0]} rows of tokens", f"one row [T, ...] of sequences with {name}")
-        if cu.device.type == "cpu" and (int(cu[0]) != 0 or int(cu[-1]) != x.shape[1] or bool((cu.diff() < 0).any())):
+        is_known = cu.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_known and (int(cu[0]) != 0 or int(cu[-1]) != x.shape[1] or bool((cu.diff() < 0).any())):
             needed = f"numbers that ascend from 0 to {x.shape[1]}, the number of tokens"
             raise invalid_value(name, str(cu.tolist()), needed)
     if mask is not None:
         raise invalid_value("attention_mask", "a mask beside cu_seqlens", "one of the two")
+    of_q.check("")
+    of_kv.check("" if of_kv is of_q else "_kv")
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = int(cu_q.diff().max()), int(cu_k.diff().max())
+        longest = of_q.longest(), of_kv.longest()
         reach = (-1, -1) if window is None else (window - 1, window - 1)
         reach = (reach[0], 0) if causal else reach
         if q.shape[2] != k.shape[2]:

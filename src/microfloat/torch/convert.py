@@ -272,8 +272,8 @@ def revert(model: nn.Module) -> nn.Module:
 
     A `GroupedLinear`, which torch has not, stays what it is and follows the autocast again.
     Weights that exist as codes only are dequantized, and stay the parameters that an optimizer holds (a warning names
-    those that could not). A layer whose class cannot be changed back (a subclass of Linear, or its forward was replaced
-    on the instance) stays what it is, pinned to high precision, and a warning names it.
+    those that could not). A layer whose class cannot be changed back (a subclass of Linear, its forward was replaced on
+    the instance, or it returns its bias) stays what it is, pinned to high precision, and a warning names it.
     Raises InvalidTypeError for anything but a module.
     """
     check_model(model)
@@ -288,7 +288,7 @@ def revert(model: nn.Module) -> nn.Module:
         if isinstance(module, Linear):
             scaling.drop_buffers(module)
             module._buffers.pop("input_amax", None)
-            if _change_class(module, Linear, nn.Linear):
+            if not module.return_bias and _change_class(module, Linear, nn.Linear):
                 for attribute in OWN_ATTRIBUTES:
                     module.__dict__.pop(attribute, None)
             else:
@@ -304,7 +304,7 @@ def revert(model: nn.Module) -> nn.Module:
             module.use_nested_tensor = True  # type: ignore[assignment]
     for layers, message in (
         (left, "these layers are pinned to high precision, but stay microfloat Linears, because their class was "
-               "subclassed or their forward replaced on the instance: {}."),
+               "subclassed, their forward replaced on the instance, or they return their bias: {}."),
         (replaced, "the weights of these layers are new parameters, because views or weak references to the quantized "
                    "ones are alive. Make optimizers and tie weights anew: {}."),
     ):  # fmt: skip

@@ -370,7 +370,7 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
         if isinstance(layer, GroupedLinear) and device is None:
             there = backends.choose(own, layer.weight.device)
             routes = routes_of(recipe, there.chip_of(layer.weight.device))
-            why = why_not_all_at_once(recipe, routes, there.name, layer.weight, layer.bias)
+            why = why_not_all_at_once(recipe, routes, there.name, layer.weight, layer.added_bias)
             reasons |= {why: None} if why else {}
         elif isinstance(layer.weight, QuantizedTensor) and recipe._of_many_rows:
             reasons |= {recipe._of_many_rows: None}

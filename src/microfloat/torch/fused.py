@@ -275,6 +275,11 @@ def _check_layer(argument: str, layer: object) -> None:
         raise invalid_type(
             argument, type(layer), "a microfloat.torch.Linear", "Convert the model first: microfloat.torch.convert."
         )
+    if layer.return_bias:
+        raise invalid_value(
+            argument, "a Linear with return_bias=True", "one that adds its bias",
+            "LayerNormLinear and LayerNormMLP return theirs: return_bias=True.",
+        )  # fmt: skip
 
 
 def _check_activation(activation: str) -> None:

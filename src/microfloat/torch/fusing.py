@@ -231,7 +231,7 @@ class _GatedMLP(nn.Module):
 def _steps(modules: nn.Sequential) -> Iterator[tuple[int, str]]:
     """Positions of norms ("norm") and activations (their names) right before a Linear of ours."""
     for index, (first, second) in enumerate(itertools.pairwise(modules)):
-        if type(second) is not Linear:
+        if type(second) is not Linear or second.return_bias:
             continue
         if isinstance(first, (nn.LayerNorm, nn.RMSNorm)) and tuple(first.normalized_shape) == (second.in_features,):
             yield index, "norm"

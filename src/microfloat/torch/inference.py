@@ -55,7 +55,8 @@ def quantize_(
     pattern, None being high precision. `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name
     patterns (default: heads, routers and LoRA adapters). `fuse`: layers whose weights share one tensor scale, because
     serving engines multiply them as one: q, k and v ("qkv"), gate and up ("gate_up"). The experts of a GroupedLinear
-    have a scale each. Weights that several layers share stay shared; biases, embeddings and norms stay as they are.
+    have a scale each. Weights that several layers share stay shared; biases, embeddings and norms stay as they are. A
+    layer whose weight is an embedding's too, or that of a layer that is left out, gets codes of its own, and a warning.
     Codes of the format in question stay as they are too, in a layer that has no recipe yet: one whose state dict was
     loaded with ``assign=True``, or that trained under `quantized_model_init`.
 
@@ -82,6 +83,7 @@ def quantize_(
     if not configs:
         raise _nothing_to_quantize(model, layers, rows)
     several = Counter(id(layers[name]._parameters["weight"]) for name in configs)
+    untied = _untied(model, layers, configs)
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
     try:
         for name, layer, wanted in wishes:
@@ -100,11 +102,35 @@ def quantize_(
                 layer.weight = weight
                 if configs[name].is_static:
                     layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
+                if name in untied:
+                    layer.__dict__["_untied_from"] = untied[name]
     finally:
         keep_slow_paths(model)
+    if untied:
+        pairs = ", ".join(f"{name} (that of {other})" for name, other in untied.items())
+        warnings.warn(
+            f"quantize_: these layers had a weight that another module reads, and keeps with its values: {pairs}. "
+            "They have codes of their own now, and are tied no longer; in a model of transformers set "
+            "config.tie_word_embeddings = False, or tie_weights() and readers of a checkpoint put the values back. To "
+            f"leave them as they were: filter=lambda name, layer: name not in {list(untied)}.", UserWarning,
+            stacklevel=3,
+        )  # fmt: skip
     return report_of(
         model, [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
     )
+
+
+def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, Config]) -> dict[str, str]:
+    """The layers to quantize whose plain weight another module keeps: its name by theirs."""
+    weights = {id(weight) for name in configs if type(weight := layers[name]._parameters["weight"]) is nn.Parameter}
+    taken = {id(layers[name]) for name in configs}
+    keepers = {
+        id(parameter): f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules() if id(module) not in taken
+        for key, parameter in module._parameters.items() if id(parameter) in weights
+    }  # fmt: skip
+    found = {name: keepers.get(id(layers[name]._parameters["weight"])) for name in configs}
+    return {name: keeper for name, keeper in found.items() if keeper is not None}
 
 
 def _nothing_to_quantize(
@@ -332,7 +358,7 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
     def measure(layer: nn.Module, arguments: tuple, options: Options) -> None:
         x = arguments[0] if arguments else options.get("input")
         if isinstance(x, torch.Tensor) and x.numel():
-            measured[layer] = larger_amax(x, measured.get(layer))
+            measured[layer] = larger_amax(x, measured.get(layer), getattr(layer, "_cut", ""))
 
     hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in (static or layers).values()]
     pinned = {layer: layer.pinned for layer in static.values()}

@@ -19,7 +19,8 @@ from microfloat.torch.nn.linear import Linear
 from microfloat.torch.postponed import stand_in
 
 __all__ = [
-    "Composite", "Unit", "are_neighbours", "call_layer", "can_join", "is_bare", "join_", "joined", "units_of",
+    "Composite", "Unit", "are_neighbours", "call_layer", "can_join", "is_bare", "join_", "joined", "returned_bias",
+    "units_of",
 ]  # fmt: skip
 
 
@@ -31,10 +32,20 @@ def is_bare(module: nn.Module) -> bool:
 
 
 def call_layer(layer: Linear, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-    """The output of a layer for x; one that is not ours any more, after `revert` or with adapters, takes x alone."""
-    if is_first_microbatch is None or not isinstance(layer, Linear):
-        return layer(x)
-    return layer(x, is_first_microbatch)
+    """The output of a layer for x, without the bias that `return_bias` puts beside it.
+
+    One that is not ours any more, after `revert` or with adapters, takes x alone.
+    """
+    plain = is_first_microbatch is None or not isinstance(layer, Linear)
+    made = layer(x) if plain else layer(x, is_first_microbatch)
+    return made[0] if isinstance(made, tuple) else made
+
+
+def returned_bias(layer: nn.Module, y: torch.Tensor) -> torch.Tensor | None:
+    """The bias that a layer leaves to be added to its output y; None where it adds its own, or has none."""
+    if isinstance(layer, Linear) and layer.return_bias:
+        return layer._with_bias(y)[1]
+    return None
 
 
 class Unit(NamedTuple):
@@ -54,7 +65,7 @@ def units_of(layers: Sequence[Linear], state: Ambient | None, join: bool) -> lis
         units = [Unit(layers[0], tuple(layers), recipes[0], *joined(layers))]
     else:
         units = [
-            Unit(layer, (layer,), recipe, layer.weight, layer.bias)
+            Unit(layer, (layer,), recipe, layer.weight, layer.added_bias)
             for layer, recipe in zip(layers, recipes, strict=True)
         ]  # fmt: skip
     return [unit._replace(weight=stand_in(unit.weight)) if unit.layer.delay_wgrad_compute else unit for unit in units]
@@ -68,8 +79,8 @@ def can_join(layers: Sequence[Linear]) -> bool:
         type(layer) is Linear and type(weight := layer._parameters.get("weight")) is nn.Parameter and first is not None
         and weight.dtype == first.dtype and weight.device == first.device and weight.shape[1] == first.shape[1]
         and weight.requires_grad == first.requires_grad and (layer.bias is None) == (head.bias is None)
-        and layer._pin_token == head._pin_token and layer.backend == head.backend
-        and layer.fuse_wgrad_accumulation == head.fuse_wgrad_accumulation
+        and layer.return_bias == head.return_bias and layer.backend == head.backend
+        and layer._pin_token == head._pin_token and layer.fuse_wgrad_accumulation == head.fuse_wgrad_accumulation
         and layer.delay_wgrad_compute == head.delay_wgrad_compute and is_bare(layer)
         for layer in layers
     )  # fmt: skip
@@ -78,7 +89,8 @@ def can_join(layers: Sequence[Linear]) -> bool:
 def joined(layers: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias of layers that `can_join`: the same values wherever the parts lie, a copy where apart."""
     weights = tuple(layer.weight for layer in layers)
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    found = [layer.added_bias for layer in layers]
+    biases = [bias for bias in found if bias is not None]
     bias = torch.cat(biases) if biases else None
     if torch.compiler.is_compiling():
         return torch.cat(weights), bias

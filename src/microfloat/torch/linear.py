@@ -11,6 +11,7 @@ GEMM will run are cast (docs/numerics.md, 6).
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ def run_linear(
     weight, bias = parameters.get("weight"), parameters.get("bias", _COMPUTED)
     if weight is None or bias is _COMPUTED:  # a parametrization, or a hook, computes them: read them once
         weight, bias = layer.weight, layer.bias
+    if layer.return_bias:
+        bias = None
     if layer.delay_wgrad_compute:
         weight = stand_in(weight)
     if (
@@ -107,7 +110,7 @@ def run_linear(
 
 def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> Schedule | None:
     """The schedule that a call of `layer` with `x` would run; None where there are no elements to multiply."""
-    weight, bias = layer.weight, layer.bias
+    weight, bias = layer.weight, layer.added_bias
     if _is_sharded(x) or _is_sharded(weight):
         from microfloat.torch.distributed.linear import find_sharded
 
@@ -140,10 +143,11 @@ def _of_call(
     name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
     late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
     needs = grad and x.requires_grad, grad and weight.requires_grad, late
-    schedule = find(x_key, x, weight, bias, recipe, name, compute, *needs)
+    call = x_key, x, weight, bias, recipe, name, compute, *needs, layer._cut
+    schedule = find(*call)
     if schedule is None or not schedule.folds:
         return schedule
-    return _after_counts(schedule, counts_of(layer), (x_key, x, weight, bias, recipe, name, compute, *needs))
+    return _after_counts(schedule, counts_of(layer), call)
 
 
 def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedule | None:
@@ -156,15 +160,17 @@ def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedu
 
 def find(
     x_key: tuple, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, name: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool, late: bool = False, routes: Routes | None = None,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool, late: bool = False, cut: str = "",
+    routes: Routes | None = None,
 ) -> Schedule | None:  # fmt: skip
     """The schedule of a call, made where there is none yet; None where there are no elements to multiply.
 
     `x_key`: shape, strides, dtype, device index, alignment and negation bit of x; `x`: an example, or None to have
-    one made; `late`: backward casts the weight again; `routes`: other ones than the recipe has there.
+    one made; `late`: backward casts the weight again; `cut`: `RecipeLayer._cut`; `routes`: other ones than the recipe
+    has there.
     """
     key = (
-        recipe._key, name, compute, wants_dx, wants_dw, late, x_key, routes,
+        recipe._key, name, compute, wants_dx, wants_dw, late, cut, x_key, routes,
         weight.cast if isinstance(weight, QuantizedTensor) else weight.data_ptr() & 15,
         weight.shape, weight.stride(), weight.dtype, weight.get_device(),
         None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
@@ -180,9 +186,13 @@ def find(
     backend = backends.choose(name, x.device)
     if routes is None:
         routes = routes_of(recipe, backend.chip_of(x.device))
+    made: Callable[..., Schedule] = Schedule
+    if cut:
+        from microfloat.torch.distributed.schedule import PartSchedule
+
+        made = functools.partial(PartSchedule, cut)
     options = compute, wants_dx, wants_dw, 0, late
-    made = Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, *options)
-    return remember(key, made)
+    return remember(key, made(recipe, backend, routes, x.detach(), weight.detach(), bias, *options))
 
 
 def counts_of(layer: nn.Module) -> FoldCounts:
@@ -355,7 +365,7 @@ def begin(
     if schedule.is_static:
         run.x = run.x._replace(amax=aligned(layer_state.static_amax(layer)))
     if schedule.wants_dw and layer.fuse_wgrad_accumulation:
-        run.into = MainGrad(weight, is_first_microbatch is True)
+        run.into = MainGrad(layer, weight, is_first_microbatch is True)
     if schedule.wants_dw and layer.delay_wgrad_compute:
         run.schedule = Postponed(schedule, layer, weight)  # type: ignore[assignment]
     if schedule.is_delayed and are_named():

@@ -260,7 +260,8 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     `microfloat.checkpoint.save` (config, max_shard_size, producer, progress). Raises as that does.
 
     Warns, for the families of serving engines, of layers that engines join and whose scales differ: `quantize_` gives
-    them one, and a plain state dict that is loaded later gives each its own again.
+    them one, and a plain state dict that is loaded later gives each its own again. Warns too where the configuration
+    ties a head to an embedding which `quantize_` has untied.
     """
     from microfloat import checkpoint
     from microfloat.checkpoint.integrity import scale_findings
@@ -274,6 +275,15 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     for finding in scale_findings(quantized, "keep") if amaxes else ():
         if finding.id == "fused-mismatch":
             warnings.warn(f"save_quantized: {finding}", UserWarning, stacklevel=2)
+    own, given = getattr(model, "config", None), options.get("config")
+    ties = given if isinstance(given, Mapping) else {"tie_word_embeddings": getattr(own, "tie_word_embeddings", False)}
+    untied = [name for name, layer in model.named_modules() if "_untied_from" in vars(layer)]
+    if untied and ties.get("tie_word_embeddings"):
+        warnings.warn(
+            f"save_quantized: the configuration has tie_word_embeddings, while quantize_ gave {', '.join(untied)} "
+            "codes of its own, in whose place readers would take the embedding. Set it to False.", UserWarning,
+            stacklevel=2,
+        )  # fmt: skip
     return checkpoint.save(records, path, format=format, **options)
 
 

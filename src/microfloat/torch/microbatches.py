@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from microfloat.errors import invalid_value
+from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.torch._typing import Context, Maybe, Parts
 from microfloat.torch.gathered import Gathered
 from microfloat.torch.tensor import QuantizedTensor
@@ -61,9 +61,17 @@ class MainGrad:
 
     __slots__ = ("overwrites", "weight")
 
-    def __init__(self, weight: torch.Tensor, overwrites: bool) -> None:
+    def __init__(self, layer: nn.Module, weight: torch.Tensor, overwrites: bool) -> None:
+        """Raises NotSupportedError for a weight that FSDP2 gathers, unless the gathered one has a `main_grad`."""
         self.weight = weight
         self.overwrites = overwrites
+        if fsdp_parameters(layer) and not all(hasattr(one, "main_grad") for one in weights_of(weight)):
+            raise NotSupportedError(
+                "fuse_wgrad_accumulation: got True for a layer with a weight that FSDP shards, needed one whose "
+                "gradient no reduce-scatter waits for. Leave it out of this layer: FSDP adds up gradients in float32 "
+                "itself, of float32 parameters under MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                "reduce_dtype=torch.float32)."
+            )
 
     def add(self, dw: torch.Tensor) -> torch.Tensor | None:
         """Add a float32 gradient; returns what autograd is to pass on."""

@@ -14,14 +14,15 @@ from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch._tensor_ops import keep_init_val, quantize_stored, store_all, store_shard
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch._typing import InitMethod
+from microfloat.torch.tensor import INIT_VAL, QuantizedTensor
 
 if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
     from microfloat.torch.reduction import Group
 
 __all__ = [
-    "ModelInit", "active_model_init", "fp8_model_init", "quantize_parameter", "quantized_model_init",
+    "ModelInit", "active_model_init", "draw_parameters", "fp8_model_init", "quantize_parameter", "quantized_model_init",
     "update_quantized",
 ]  # fmt: skip
 
@@ -102,6 +103,25 @@ def quantize_parameter(layer: "RecipeLayer") -> None:
     if request.preserve_high_precision_init_val:
         keep_init_val(parameter, original)  # type: ignore[arg-type]
     layer.weight = parameter
+
+
+@torch.no_grad()
+def draw_parameters(layer: "RecipeLayer", draw: InitMethod) -> None:
+    """Let `draw` write the weight, experts one by one, and set the bias to 0; codes are those of what it wrote."""
+    weight = layer.weight
+    if weight.is_meta:
+        return
+    values = weight
+    if isinstance(weight, QuantizedTensor):
+        values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    for matrix in values if values.dim() == 3 else (values,):
+        draw(matrix)
+    if isinstance(weight, QuantizedTensor):
+        if INIT_VAL in weight._about_parameter():
+            keep_init_val(weight, values)
+        weight.copy_(values)
+    if layer.bias is not None:
+        layer.bias.zero_()
 
 
 @torch.no_grad()

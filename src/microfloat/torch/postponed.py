@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from microfloat.arguments import check_bool
 from microfloat.errors import NotSupportedError
 from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Parts, Sink
@@ -88,19 +89,24 @@ class Postponed:
         return dx, None
 
 
-def backward_dw(model: nn.Module) -> None:
+def backward_dw(model: nn.Module, *, drop: bool = False) -> None:
     """Multiply the weight gradients that backward has left waiting in the layers of `model`, and add them up.
 
     For layers with `delay_wgrad_compute`, after each backward or some backwards later: one call takes what the oldest
     backward has left in each layer, however often that layer was called. dw goes to ``weight.grad``, or to
     ``weight.main_grad`` under `fuse_wgrad_accumulation`; its bits are those without the delay. Layers in which nothing
-    waits are left alone. On a GPU call it on the stream of the backward. Raises InvalidTypeError for anything but a
-    module, NotSupportedError for an x or dy that wgrad reads in high precision and that was written to in place since.
+    waits are left alone. On a GPU call it on the stream of the backward. `drop` True: nothing is multiplied, and what
+    all backwards have left is let go, for a step that is given up; gradients that are there stay. Raises
+    InvalidTypeError for other arguments, NotSupportedError for an x or dy that wgrad reads in high precision and that
+    was written to in place since.
     """
     check_model(model)
+    check_bool("drop", drop)
     for layer in model.modules():
         waiting = vars(layer).get("_waiting")
-        if waiting:
+        if waiting and drop:
+            waiting.clear()
+        elif waiting:
             backward = waiting[0][0]
             while waiting and waiting[0][0] == backward:
                 waiting.popleft()[1]()

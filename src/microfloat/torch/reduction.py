@@ -309,8 +309,9 @@ def _is_read_later(live: torch.Tensor) -> bool:
 def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """The elementwise maxima over the ranks of a group of several float32 tensors, by one all-reduce.
 
-    Every rank passes tensors of the same shapes; a single one takes the maxima itself. The first collective of a
-    sharded layer under current scaling.
+    Every rank passes tensors of the same shapes, whose elements are positive or 0; a single one takes the maxima
+    itself. Their bits order as integers, with NaN above all. The first collective of a sharded layer under current
+    scaling.
     """
     if len(parts) == 1 and parts[0].is_contiguous():
         payload, made = parts[0], parts
@@ -323,7 +324,7 @@ def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         for target, part in zip(made, parts, strict=True):
             target.copy_(part)
     with in_collective("the all-reduce of the amaxes of a sharded layer", group):
-        torch.distributed.all_reduce(payload, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(payload.view(torch.int32), op=torch.distributed.ReduceOp.MAX, group=group)
     return made
 
 

@@ -252,7 +252,7 @@ class Schedule:
     def _step_of(self, tensor: torch.Tensor, entries: Entries) -> Step:
         """The step that makes operands of x, w or dy: from values, or from the codes that a weight is stored as."""
         if isinstance(tensor, QuantizedTensor):
-            return StoredCast(self.backend, tensor, entries, self.dtype, CastStep)
+            return StoredCast(self.backend, tensor, entries, self.dtype, self.cast_step)
         if isinstance(tensor, Gathered):
             return GatheredCast(self.backend, tensor.shape, entries, self.dtype, self.cast_step)
         return self.cast_step(self.backend, as_matrix(tensor, self.dtype), entries, self._batch)

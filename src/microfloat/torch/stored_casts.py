@@ -31,8 +31,9 @@ class StoredCast:
     __slots__ = ("_backend", "_compute", "_layouts", "_shape", "_step", "_stored", "entries", "program", "reason")
 
     def __init__(
-        self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype, step: "type[CastStep]"
-    ) -> None:
+        self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype,
+        step: "Callable[..., CastStep]",
+    ) -> None:  # fmt: skip
         """`step`: makes the step that casts what the stored codes do not serve."""
         self.entries, self.program, self._backend, self._compute = entries, None, backend, compute
         self.reason = "the weight is stored as codes; what those do not serve is cast from their values"

@@ -567,7 +567,7 @@ def _check_parts(
             )
         if part.device != codes.device:
             raise invalid_value(name, f"a tensor on {part.device}", f"one on {codes.device}, where the codes are")
-        if any(size > 1 and not stride for size, stride in zip(part.shape, part.stride(), strict=True)):
+        if part.numel() and any(size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True)):
             raise invalid_value(
                 name, f"an expanded tensor of strides {part.stride()}", "memory of its own for every entry",
                 "Call .contiguous() first.",

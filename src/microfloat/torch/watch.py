@@ -227,7 +227,7 @@ class watch(RecordLog):
         call = _Call(self, self._numbered(self._names[layer]), (layer,), None)
         call.see_x(x, _NOTHING)
         call.see_w(layer.weight, _NOTHING)  # type: ignore[arg-type]
-        call.see_y(y, layer.bias)  # type: ignore[arg-type]
+        call.see_y(y, getattr(layer, "added_bias", layer.bias))  # type: ignore[arg-type]
         if y.requires_grad:
             y.register_hook(lambda dy: call.see_dy(dy, _NOTHING, True, True))
 

@@ -20,13 +20,13 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed import init_device_mesh  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import Shard  # noqa: E402
 from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import recipes  # noqa: E402
-from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
+from microfloat.errors import InvalidValueError, MicrofloatError, NotSupportedError  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
 from microfloat.torch.distributed import (  # noqa: E402
     ColwiseParallel,
@@ -385,6 +385,33 @@ def refusals(rank: int) -> list[str]:
     return made
 
 
+def after_a_refusal(rank: int) -> dict[str, bool]:
+    """If a step is that of a model which never refused a call, after weights have changed: FSDP2 leaves the layers in
+    which a forward raised gathered, and `reshard` lets go what it has gathered. The same of plain layers."""
+    made = {}
+    for name, recipe in ((None, None), *((name, RECIPES[name]) for name in ("current", "mxfp8"))):
+        for low in (False, True) if name else (False,):
+            results = []
+            for refuses in (False, True):
+                model = stack(recipe)
+                model = shard(low_precision_all_gather(model) if low else model)
+                if refuses:
+                    try:
+                        model(example()[:, :64])
+                    except (RuntimeError, MicrofloatError):
+                        results.append(True)
+                    for module in model.modules():
+                        if isinstance(module, FSDPModule):
+                            module.reshard()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.5)
+                results.append(train(model, recipe))
+            wanted, refused, found = results
+            made[f"{name}, {low}"] = refused and same(found, wanted)
+    return made
+
+
 def saved(rank: int, names: Names = CHECKPOINTS) -> dict[str, list]:
     """Two steps, a checkpoint, and two more; what the state dict holds."""
     made = {}
@@ -594,7 +621,7 @@ def stored_bytes(rank: int) -> dict[str, tuple[int, int]]:
 CASES = (
     every_recipe, memory_between, beside_tensor_parallel, low_precision, the_codes, bytes_on_the_wire,
     ways_of_training, accumulation, high_precision_islands, nan_on_one_rank, no_rows_on_one_rank, uneven_shards,
-    refusals, saved, assigned, compiled_beside_a_plan, stored_bytes, *quantized_cases.CASES,
+    refusals, after_a_refusal, saved, assigned, compiled_beside_a_plan, stored_bytes, *quantized_cases.CASES,
 )  # fmt: skip
 
 
@@ -773,6 +800,12 @@ def test_refusals(ranks) -> None:
         assert "(fully_shard came before low_precision_all_gather)" in sharded_before
 
 
+def test_a_model_goes_on_after_a_call_that_it_has_refused(ranks) -> None:
+    for made in of(ranks, after_a_refusal):
+        assert made == dict.fromkeys(made, True)
+        assert len(made) == 5
+
+
 def test_a_model_without_a_weight_to_gather_as_codes_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
     order = r"Call convert, low_precision_all_gather, fully_shard, in this order\."
@@ -909,6 +942,7 @@ GPU_GROUPS = {
     "edges": {
         nan_on_one_rank: test_nan_on_one_rank_shows_on_all,
         no_rows_on_one_rank: test_a_rank_without_rows_takes_part_in_every_gather,
+        after_a_refusal: test_a_model_goes_on_after_a_call_that_it_has_refused,
         saved: test_checkpoints_hold_plain_tensors_and_resume_bit_for_bit,
         assigned: test_an_assigned_state_dict_is_gathered_in_low_precision_too,
     },

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import functools
+import io
+import pickle
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor import parallel as theirs  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
-from microfloat import recipes  # noqa: E402
+from microfloat import formats, recipes  # noqa: E402
 from microfloat.errors import MicrofloatError  # noqa: E402
 from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
@@ -32,6 +35,22 @@ NEAREST = {
     "delayed": recipes.DelayedScaling(amax_history_len=4),
     "rotated_1d": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True),
     "row_hp": recipes.from_name("rowwise_with_gw_hp"),
+}  # fmt: skip
+
+
+def of_one_format(fmt) -> recipes.CustomRecipe:
+    return recipes.CustomRecipe(*(recipes.Gemm(fmt, fmt) for _ in range(3)))
+
+
+# Scales of whole rows or tensors, alone, under another one, and with a NaN that they store; those of NVFP4 for rows of
+# some operands only.
+CROSSING = {
+    "two of rows": of_one_format("nvfp4_row"),
+    "one of rows": recipes.CustomRecipe(*(recipes.Gemm(*pair) for pair in (
+        ("nvfp4_row", "nvfp4"), ("nvfp4", "nvfp4_row"), ("nvfp4", "nvfp4_row")))),
+    "E8M0 rows": of_one_format(formats.ScaledFormat("e8m0_rows", formats.E4M3, formats.SCALE_E8M0, (1, None))),
+    "E8M0": of_one_format(formats.ScaledFormat("e8m0_whole", formats.E4M3, formats.SCALE_E8M0, (None, None))),
+    "E4M3 rows": of_one_format(formats.ScaledFormat("e4_rows", formats.E2M1, formats.SCALE_E4M3, (1, None), "tensor")),
 }  # fmt: skip
 K, N, M = 256, 256, 32
 _AXES = {"x": (("M", "K"), ("K", "M")), "w": (("N", "K"), ("K", "N")), "dy": (("M", "N"), ("N", "M"))}
@@ -132,13 +151,16 @@ def layer_on(mesh, kind: str, sequence, recipe, w, styles):
     return theirs.parallelize_module(layer, mesh, style)
 
 
-def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST)):
+def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST), spoils: bool = False):
     """Every recipe, column and row parallel, with and without sequence parallelism, by our styles and torch's."""
     world, found = dist.get_world_size(), {}
     mesh = init_device_mesh(torch.get_default_device().type, (world,))
     size = 128 * world  # whole tiles on every rank
     x, w, dy = seeded(2, M * world, size, seed=1), seeded(size, size, seed=2), seeded(2, M * world, size, seed=3)
-    for name, recipe in ((name, NEAREST[name]) for name in names):
+    if spoils:
+        for tensor in (x, dy):
+            tensor[0, 3, 5], tensor[1, 4, 6] = float("nan"), float("inf")
+    for name, recipe in ((name, (NEAREST | CROSSING)[name]) for name in names):
         expected = one_process(recipe, x, w, dy)
         for layout, (kind, sequence, letters) in LAYOUTS.items():
             for styles in (ours, theirs):
@@ -168,6 +190,11 @@ def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST)):
                 ]
                 found[name, layout, styles is ours] = wrong, errors
     return found
+
+
+def scales_across_the_cut(rank: int):
+    """The same of scales that every rank has parts of, where a NaN and an infinity are with one rank."""
+    return bytes_of_one_process(rank, tuple(CROSSING), spoils=True)
 
 
 def relative(a, b) -> float:
@@ -250,6 +277,88 @@ def has(module, key: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+# By name: the style, and how y lies, of whose columns, rows or everything a rank adds the bias to its part.
+RETURNING = {
+    "columns": lambda: ours.ColwiseParallel(),
+    "columns, gathered": lambda: ours.ColwiseParallel(output_layouts=Replicate()),
+    "columns, as a DTensor": lambda: ours.ColwiseParallel(use_local_output=False),
+    "sums": lambda: ours.RowwiseParallel(),
+    "sums, by rows": lambda: ours.RowwiseParallel(output_layouts=Shard(1)),
+    "sums, by rows, as a DTensor": lambda: ours.RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    "sums, by columns": lambda: ours.RowwiseParallel(output_layouts=Shard(-1)),
+}
+
+
+def returned_biases(rank: int):
+    """Relative differences of y and of the bias's gradient from those of one process that adds its bias; float32."""
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    x, dy = drawn(2, 8 * world, 64 * world, seed=1), drawn(2, 8 * world, 64 * world, seed=2)
+    for name, style in RETURNING.items():
+        for recipe in (None, "fp8_current"):
+            torch.manual_seed(1)
+            layer = mf.Linear(64 * world, 64 * world, return_bias=True, recipe=recipe)
+            whole = copy.deepcopy(layer)
+            made = style()
+            theirs.parallelize_module(layer, mesh, made)
+            y, bias = layer(x if name.startswith("columns") else x.chunk(world, -1)[rank])
+            assert isinstance(y, DTensor) == isinstance(bias, DTensor) == ("DTensor" in name)
+            if "DTensor" in name:
+                local = dy.chunk(world, made.output_layouts[0].dim)[rank]
+                (y + bias).backward(DTensor.from_local(local, mesh, made.output_layouts))
+                y = (y + bias).full_tensor()
+            else:
+                dim = made.output_layouts[0].dim if isinstance(made.output_layouts[0], Shard) else None
+                y = y + bias
+                y.backward(dy if dim is None else dy.chunk(world, dim)[rank])
+            goal = sum(whole(x))
+            goal.backward(dy)
+            part = goal if y.shape == goal.shape else goal.chunk(world, made.output_layouts[0].dim)[rank]
+            errors = relative(y, part), relative(whole_of(layer.bias.grad), whole.bias.grad)
+            found[name, recipe] = max(errors)
+    for style in (None, ours.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)):
+        torch.manual_seed(1)
+        mlp = mf.LayerNormMLP(64, 64 * world, return_bias=True, recipe="mxfp8")
+        whole = copy.deepcopy(mlp)
+        plan = {"up_proj": ours.ColwiseParallel(), "down_proj": style or ours.RowwiseParallel()}
+        theirs.parallelize_module(mlp, mesh, plan)
+        small = drawn(2, 4 * world, 64, seed=3)
+        found["mlp", style is None] = relative(whole_of(sum(mlp(small))), sum(whole(small)))
+    layer = mf.Linear(32, 32, return_bias=True, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    bias = layer.bias.detach().clone()
+    fully_shard(layer, mesh=mesh)
+    returned = layer(torch.ones(4, 32, dtype=torch.bfloat16))[1]  # the parameter has lost its memory by now
+    returned.float().sum().backward()
+    found["fully_shard"] = float(not torch.equal(returned, bias))
+    found["fully_shard, gradient"] = float(not bool((layer.bias.grad.full_tensor() == 1).all()))
+    return found
+
+
+def streams(rank: int):
+    """Relative difference of a layer under sequence parallelism that leaves sequences out, from one process."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    torch.manual_seed(1)
+    options = {"drop_path_rate": 0.5, "output_layernorm": True, "normalization": "LayerNorm", "recipe": "mxfp8"}
+    layer = mf.TransformerLayer(64, 64 * world, 2 * world, **options)
+    whole = copy.deepcopy(layer)
+    plan = {key: style for key, style in plan_of(True).items() if has(layer, key) and "input" not in key}
+    plan |= {"output_layernorm": ours.SequenceParallel()}
+    for name in "qkv":
+        plan[f"self_attn.{name}_proj"] = ours.ColwiseParallel(input_layouts=Shard(1))
+    theirs.parallelize_module(layer, mesh, plan)
+    x = drawn(16, 4 * world, 64, seed=2)
+    errors = []
+    for attempt in range(2):
+        torch.manual_seed(attempt)
+        y = whole_of(layer(on_sequence(x, mesh)))
+        torch.manual_seed(attempt)
+        errors.append(relative(y, whole(x)))
+    return errors
 
 
 def delayed_state(rank: int):
@@ -388,6 +497,8 @@ def served(rank: int) -> dict[str, bool]:
         "mxfp4": mf.WeightOnly("mxfp4"), "nvfp4": mf.WeightOnly("nvfp4"), "tiles": mf.WeightOnly("fp8_128x128"),
         "mxfp8": mf.WeightActivation("mxfp8"), "static": mf.WeightActivation("fp8_tensor", scales="static"),
         "dynamic": mf.WeightActivation("fp8_tensor"), "two scales": mf.WeightActivation("nvfp4"),
+        "dequantized": mf.WeightOnly("mxfp8", prefill="dequantized", prefill_rows=2),
+        "folded": mf.WeightOnly("fp8_128x128", prefill="folded", prefill_rows=2),
     }  # fmt: skip
     for name, config in configs.items():
         for style in (ours.ColwiseParallel, ours.RowwiseParallel):
@@ -416,9 +527,6 @@ def served(rank: int) -> dict[str, bool]:
             found[key + ", no rows"] = mine(x[:0]).shape == one(x[:0]).shape
             kept = one.state_dict().keys() - ({"0.bias"} if mine[0].bias is None else set())
             found[key + ", keys"] = mine.state_dict().keys() == kept
-            if name in ("dynamic", "two scales") and style is ours.RowwiseParallel:
-                mine(x)
-                found[key + ", amax"] = mine[0].input_amax.item() == 7
             if name not in ("nvfp4", "two scales") and (
                 whole.device.type == "cpu" or isinstance(config, mf.WeightOnly)
             ):
@@ -427,10 +535,6 @@ def served(rank: int) -> dict[str, bool]:
                 found[key + ", y"] = torch.equal(y, wanted)
                 (dx,), (wanted,) = (torch.autograd.grad(result.sum(), x) for result in (y, wanted))
                 found[key + ", dx"] = torch.equal(dx, wanted)
-    rows = nn.Sequential(nn.Linear(128 * world, 64)).requires_grad_(False)
-    mf.quantize_(rows, mf.WeightActivation("nvfp4_row"))
-    theirs.parallelize_module(rows, mesh, {"0": ours.RowwiseParallel()})
-    found["scales of rows are its own"] = rows[0].pinned == mf.WeightActivation("nvfp4_row")
     local = nn.Sequential(nn.Linear(64, 64 * world)).requires_grad_(False)
     local[0].weight.fill_(float(rank))
     mf.quantize_(local, mf.WeightOnly("mxfp8"))
@@ -441,11 +545,80 @@ def served(rank: int) -> dict[str, bool]:
     return found
 
 
+def codes_of(model, x, **options):
+    """The codes and scales that a call casts x to."""
+    with pytest.MonkeyPatch.context() as patch, torch.autocast(x.device.type, torch.bfloat16, **options):
+        casts = Casts.__new__(Casts)
+        casts.made = {}
+        casts._of(patch, CastStep), casts._of(patch, sharded.ShardedCast)
+        y = model(x)
+    return casts.made["x"], y
+
+
+def served_codes(rank: int) -> dict[tuple, list[str]]:
+    """What differs in the codes of activations of a row-parallel layer from those of one process, by format and input;
+    then in results whose sums are exact in any order."""
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    names = ("fp8_tensor", "fp8_row", "nvfp4", "nvfp4_row")
+    on_gpu = torch.get_default_device().type == "cuda"  # where scales of blocks lie in forms of their own
+    for name in names if on_gpu else (*names, "mxfp8", "fp8_1x128"):
+        one = nn.Sequential(nn.Linear(128 * world, 64)).bfloat16().requires_grad_(False)
+        one[0].weight.random_(-7, 8), one[0].bias.random_(-7, 8)
+        mf.quantize_(one, mf.WeightActivation(name))
+        mine = theirs.parallelize_module(copy.deepcopy(one), mesh, {"0": ours.RowwiseParallel()})
+        x = seeded(4, 128 * world, seed=1)
+        some_nan, exact = x.clone(), torch.randint(-7, 8, x.shape).float()
+        some_nan[0, -1], some_nan[1, 3] = float("nan"), float("inf")
+        exact[:, :128].clamp_(-3, 3), exact[:, -1].fill_(7)
+        inputs = {"x": x, "NaN": some_nan, "leading": x.view(2, 2, -1), "autocast": x.float() * 1.01, "exact": exact}
+        for key, whole in inputs.items():
+            part, on = whole.chunk(world, -1)[rank], {"enabled": key == "autocast"}
+            (expected, wanted), (made, y) = codes_of(one, whole, **on), codes_of(mine, part, **on)
+            found[name, key] = differing({"x": expected}, {"x": made}, {"x": "K"}, rank, world)
+            if key == "exact" and not name.startswith("nvfp4") and not x.is_cuda:  # whose tensor cores cut sums
+                found[name, key] += [] if torch.equal(y, wanted) else ["y"]
+        mf.convert(mine, mf.WeightActivation(name, path="auto"))  # pinned anew
+        made, _ = codes_of(mine, x.chunk(world, -1)[rank], enabled=False)
+        expected, _ = codes_of(one, x, enabled=False)
+        found[name, "converted"] = differing({"x": expected}, {"x": made}, {"x": "K"}, rank, world)
+        says = f"amax over {world} ranks" in str(mine[0].schedule(x.chunk(world, -1)[rank]))
+        found[name, "said"] = [] if says is (name not in ("mxfp8", "fp8_1x128")) else [str(says)]
+    mf.quantize_(one := nn.Sequential(nn.Linear(128 * world, 64)), mf.WeightActivation("fp8_tensor", scales="static"))
+    with mf.calibrate(theirs.parallelize_module(one, mesh, {"0": ours.RowwiseParallel()})), torch.no_grad():
+        one(exact.chunk(world, -1)[rank])
+    found["calibrated"] = [] if one[0].input_amax == 7 else [str(one[0].input_amax)]
+    return found
+
+
+def served_and_copied(rank: int) -> dict[str, bool]:
+    """Models that are served by parts, saved and loaded whole, pickled and copied: the bytes of their results."""
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
+    mf.quantize_(model, mf.WeightActivation("fp8_row"))
+    theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
+    x = drawn(4, 64, seed=1)
+    wanted, file = model(x), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = {"saved": torch.load(file, weights_only=False), "pickled": pickle.loads(pickle.dumps(model))}
+    for name, one in (copies | {"copied": copy.deepcopy(model)}).items():
+        found[name] = torch.equal(one(x), wanted) and one[0].weight.shape == model[0].weight.shape
+    lost = copy.deepcopy(model)
+    lost[2]._cut = "K another"  # as in a process that has no such group
+    try:
+        lost(x)
+    except MicrofloatError as error:
+        found["lost"] = "got a process without this group" in str(error)
+    return found
+
+
 def served_and_compiled(rank: int) -> bool:
     """True if one graph of both styles, with the reductions between ranks in it, gives the bytes of eager mode."""
     world, is_right = dist.get_world_size(), []
     mesh = init_device_mesh(torch.get_default_device().type, (world,))
-    for format in ("mxfp8", "fp8_tensor"):
+    for format in ("mxfp8", "fp8_tensor", "fp8_row"):
         model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
         mf.quantize_(model, mf.WeightActivation(format))
         theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
@@ -469,6 +642,10 @@ def refusals(rank: int):
     attempt("block", lambda: odd(seeded(4, K, seed=2).requires_grad_()))
     odd = layer_on(mesh, "rowwise", None, NEAREST["nvfp4"], seeded(N, 24 * world, seed=1), ours)
     attempt("contraction", lambda: odd(seeded(4, 24, seed=2)))
+    turned = recipes.Cast("fp8_row", hadamard=recipes.Hadamard())
+    recipe = recipes.CustomRecipe(recipes.Gemm(turned, turned), *(recipes.Gemm("fp8_row", "fp8_row") for _ in range(2)))
+    turned = layer_on(mesh, "rowwise", None, recipe, seeded(N, 32 * world, seed=1), ours)
+    attempt("turned rows", lambda: turned(seeded(4, 32, seed=2)))
     tiny = layer_on(mesh, "colwise", None, NEAREST["fp8_current"], seeded(1, K, seed=1), ours)
     attempt("empty", lambda: tiny(seeded(4, K, seed=2)))
     layer = layer_on(mesh, "colwise", None, NEAREST["fp8_current"], seeded(N, K, seed=1), ours)
@@ -482,6 +659,13 @@ def refusals(rank: int):
     stored.weight = nn.Parameter(DTensor.from_local(stored.weight.detach(), mesh, [Replicate()], run_check=False))
     tiles = nn.Sequential(mf.Linear(K, 64 * world))
     mf.quantize_(tiles, mf.WeightOnly("fp8_128x128"))
+    folded = nn.Sequential(mf.Linear(64 * world, K))
+    mf.quantize_(folded, mf.WeightOnly("nvfp4", prefill="folded"))
+    attempt("folded", lambda: theirs.parallelize_module(folded, mesh, {"0": ours.RowwiseParallel()}))
+    mf.convert(folded, mf.WeightOnly("nvfp4"))
+    theirs.parallelize_module(folded, mesh, {"0": ours.RowwiseParallel()})
+    mf.convert(folded, mf.WeightOnly("nvfp4", prefill="folded"))
+    attempt("folded later", lambda: folded(torch.ones(128, 64)))
     attempt("tiles", lambda: theirs.parallelize_module(tiles, mesh, {"0": ours.ColwiseParallel()}))
     experts = mf.GroupedLinear(2, K, 64 * world)
     mf.quantize_(experts, mf.WeightOnly("mxfp8"))
@@ -506,6 +690,15 @@ def refusals(rank: int):
     sums = layer_on(mesh, "colwise", None, NEAREST["mxfp8"], seeded(N, K, seed=1), ours)
     sums.fuse_wgrad_accumulation = True
     attempt("main_grad", lambda: sums(seeded(4, K, seed=2)))
+    beside = mf.Linear(64, 64, return_bias=True, recipe="mxfp8")
+    theirs.parallelize_module(beside, mesh, theirs.ColwiseParallel())
+    attempt("return_bias", lambda: beside(torch.ones(2, 64)))
+    beside = mf.Linear(64, 64, return_bias=True)
+    theirs.parallelize_module(beside, mesh, ours.RowwiseParallel(output_layouts=Partial()))
+    attempt("return_bias, sums", lambda: beside(torch.ones(2, 64 // world)))
+    served = nn.Sequential(mf.Linear(64, 64, return_bias=True))
+    mf.quantize_(served, mf.WeightOnly("mxfp8"))
+    attempt("return_bias, served", lambda: theirs.parallelize_module(served, mesh, {"0": ours.ColwiseParallel()}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_linear, "apply", fail)
         try:
@@ -536,8 +729,9 @@ def recipes_differ(rank: int):
 # formats of blocks, and a backward in high precision, are cut as these are. Four ranks take them all.
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
-    recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), modules_take_part, delayed_state, wire,
-    noise, With(other_ways, compiles=False), served, refusals,
+    recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), scales_across_the_cut, modules_take_part,
+    returned_biases, streams, delayed_state, wire, noise, With(other_ways, compiles=False), served, served_codes,
+    served_and_copied, refusals,
 )  # fmt: skip
 
 
@@ -555,11 +749,30 @@ def test_every_rank_makes_the_bytes_of_one_process(ranks) -> None:
         assert max(max(errors) for _, errors in found.values()) < (2 * len(ranks) - 1) * 2.0**-9
 
 
+def test_scales_that_every_rank_has_parts_of(ranks) -> None:
+    """features D2: numerics.md 3.5"""
+    for found in of(ranks, scales_across_the_cut):
+        assert {name for name, *_ in found} == set(CROSSING)
+        assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
+
+
 def test_modules_take_part(ranks) -> None:
     """features D2, D4"""
     for found in of(ranks, modules_take_part):
         # Sums of 128 terms in another order differ by less than 128 * 2^-24; codes that this moves are rare.
         assert max(found.values()) < 2.0**-16, found
+
+
+def test_a_returned_bias_lies_as_the_output_does(ranks) -> None:
+    """features D2, D4"""
+    for found in of(ranks, returned_biases):
+        assert max(found.values()) < 2.0**-16, found  # as above
+
+
+def test_ranks_leave_out_the_same_sequences(ranks) -> None:
+    """features D2, D4"""
+    for errors in of(ranks, streams):
+        assert max(errors) < 2.0**-16, errors  # as above
 
 
 def test_delayed_scaling_has_the_state_of_one_process(ranks) -> None:
@@ -625,8 +838,10 @@ def test_modules_functional_and_explained(ranks) -> None:
 @pytest.mark.slow("four processes of torch")
 def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
     """features D2, D12"""
-    made = run_ranks((groups_of_one, bytes_of_one_process, delayed_state), str(tmp_path / "store"), world=4)
+    cases = groups_of_one, bytes_of_one_process, delayed_state, served_codes
+    made = run_ranks(cases, str(tmp_path / "store"), world=4)
     test_every_rank_makes_the_bytes_of_one_process(made)
+    test_served_activations_have_the_codes_of_one_process(made)
     test_delayed_scaling_has_the_state_of_one_process(made)
 
 
@@ -636,6 +851,7 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("block", "InvalidValueError: w, sharded along N (out_features): got 96 over 2 ranks, in parts of 48"),
         ("contraction", "sharded along K (in_features): got 48 over 2 ranks, in parts of 24, needed parts that are "
                         "multiples of 16"),
+        ("turned rows", "x, sharded along K: got blocks of fp8_row turned by a Hadamard transform, which it"),
         ("empty", "dimension 0 of size 1 over 2 ranks, needed elements for every rank"),
         ("plain x", "InvalidTypeError: x: got a plain tensor, while the weight is on"),
         ("outside", "while the weight is a plain tensor"),
@@ -643,6 +859,10 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("stored, rowwise", "RowwiseParallel: got a layer whose weight is stored as codes (mxfp8) and trains, needed"),
         ("tiles", "weight, sharded along N (out_features) of 0: got 128 over 2 ranks, needed parts of one size that "
                   "are multiples of 128, whole blocks of fp8_128x128. Make out_features a multiple of 256"),
+        ("folded", "weight, sharded along K (in_features) of 0: got 128 over 2 ranks, needed parts of one size that "
+                   "are multiples of 128, whole blocks of fp8_1"),
+        ("folded later", "x, sharded along K (in_features): got 128 over 2 ranks, in parts of 64, needed parts that "
+                         "are multiples of 128"),
         ("experts", "got a GroupedLinear whose weight is stored as codes (mxfp8), needed a Linear of microfloat"),
         ("two axes", "a mesh of 2 dimensions"),
         ("cut twice", "of which this rank already has a part, of (64, 256), needed a whole one, of (128, 256)"),
@@ -650,6 +870,9 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("stored replicas", "weight: got a DTensor of stored codes (mxfp8), needed a DTensor of values"),
         ("mesh", "needed a DTensor on the mesh of the weight"),
         ("main_grad", "fuse_wgrad_accumulation"),
+        ("return_bias", "return_bias: got True for a layer that a parallel style of torch lays out"),
+        ("return_bias, sums", "return_bias: got output_layouts=Partial()"),
+        ("return_bias, served", "got return_bias=True for a layer whose weight is stored as codes (mxfp8)"),
         ("of its own", "an error of its own"),
     ],
 )  # fmt: skip
@@ -667,6 +890,18 @@ def test_quantized_layers_are_served_by_parts(ranks) -> None:
         assert not [key for key, is_right in found.items() if not is_right]
 
 
+def test_models_that_are_served_by_parts_are_saved_whole(ranks) -> None:
+    """features D4, K1"""
+    for found in of(ranks, served_and_copied):
+        assert found == dict.fromkeys(("saved", "pickled", "copied", "lost"), True)
+
+
+def test_served_activations_have_the_codes_of_one_process(ranks) -> None:
+    """features D2, D4: scales of whole inputs and of whole rows are those of all ranks' columns"""
+    for found in of(ranks, served_codes):
+        assert not {key: wrong for key, wrong in found.items() if wrong}
+
+
 def test_recipes_that_differ_are_named(ranks) -> None:
     for message in of(ranks, recipes_differ):
         assert "the first sharded layer: recipe is Float8CurrentScaling" in message
@@ -679,7 +914,8 @@ def test_ranks_on_gpus(tmp_path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, sees {torch.cuda.device_count()}")
     cases = (
-        on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise, served
+        on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise, served,
+        served_codes,
     )  # fmt: skip
     made = run_ranks(cases, str(tmp_path / "store"), backend="nccl")
     for found in of(made, bytes_of_one_process):
@@ -687,3 +923,4 @@ def test_ranks_on_gpus(tmp_path) -> None:
     test_delayed_scaling_has_the_state_of_one_process(made)
     test_recipes_that_differ_are_named(made)
     test_quantized_layers_are_served_by_parts(made)
+    test_served_activations_have_the_codes_of_one_process(made)

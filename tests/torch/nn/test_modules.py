@@ -497,6 +497,21 @@ def test_masks_of_attention(case):  # features M8
     assert torch.allclose(y.double(), want, atol=1e-5)
 
 
+def test_a_mask_of_two_axes_for_as_many_sequences_as_tokens_is_refused():  # features M8
+    """It was read as [S, S'], so that a batch of 8 sequences of 8 tokens gave other values than one of 7 or 9."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 5, 4, 8), torch.randn(5, 5, 2, 8), torch.randn(5, 5, 2, 8)
+    kept = torch.arange(5)[None] < torch.tensor([[5], [4], [3], [2], [1]])
+    with pytest.raises(InvalidValueError, match=r"attention_mask: got .*\(5, 5\) for 5 sequences of 5 tokens"):
+        attention.attend(q, k, v, mask=kept)
+    for mask, seen in ((kept[:, None, None], kept[:, None, None]), (kept[None, None], kept)):
+        y = attention.attend(q, k, v, mask=mask)
+        assert torch.allclose(y.double(), _attention_reference(q, k, v, seen), atol=1e-5)
+    for count in (1, 4):  # one reading is left
+        y, seen = attention.attend(q[:count], k[:count], v[:count], mask=kept[:count]), kept[:count, None, None]
+        assert torch.allclose(y.double(), _attention_reference(q[:count], k[:count], v[:count], seen), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_every_recipe_runs_a_layer(name):  # features M8
     torch.manual_seed(0)
@@ -684,6 +699,21 @@ def test_compiled_fullgraph(name, fresh_compiler):  # features G1
     bound = 0.25 if name == "nvfp4" else 0.05  # q, k and v are three products there, with other scales and seeds
     assert _relative(y, want) < bound
     assert _relative(dx, dwant) < bound
+
+
+def test_attention_compiles_for_any_length(fresh_compiler):  # features G1
+    """Causal attention, positions counted by the shape, and packed sequences: each ended the graph."""
+    torch.manual_seed(0)
+    layer, rotary = mf.MultiheadAttention(32, 4, 2, recipe="fp8_row"), mf.RotaryEmbedding(8)
+
+    def function(x, packed, starts):
+        y = layer(x, position_embeddings=rotary(x.shape[1]))
+        return y.sum() + layer(packed, cu_seqlens=starts).sum()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
+    for length in (5, 9):
+        inputs = torch.randn(2, length, 32), torch.randn(length, 32), torch.tensor([0, 2, length], dtype=torch.int32)
+        torch.testing.assert_close(compiled(*inputs), function(*inputs))
 
 
 @pytest.mark.parametrize("module", [mf.LayerNormLinear, mf.LayerNormMLP])

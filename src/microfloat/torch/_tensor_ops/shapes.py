@@ -257,6 +257,8 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
             "dim", f"{dim}, the contraction axis of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
             "a leading axis", "What is left would have no contraction axis; dequantize first.",
         )  # fmt: skip
+    if dim:  # one row of every expert: what is left would have no axis of experts in front of matrices
+        refuse_experts(q, "select")
     index = index % q.shape[dim]
     row = _slice(q, dim, index, index + 1)
     shape = [size for position, size in enumerate(q.shape) if position != dim]

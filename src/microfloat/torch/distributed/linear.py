@@ -224,7 +224,7 @@ def _plain_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def find_sharded(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> ShardedSchedule | None:
     """The schedule that a call of `layer` with the DTensor `x` would run; None where there are no elements."""
-    case = _case_of(layer, x, layer.weight, layer.bias, recipe, state)
+    case = _case_of(layer, x, layer.weight, layer.added_bias, recipe, state)
     return None if case is None else case.schedule
 
 

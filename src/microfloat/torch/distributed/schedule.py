@@ -25,7 +25,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from microfloat.errors import invalid_value
+from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.layout import Part
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.passes import CastInputs
@@ -40,7 +40,10 @@ from microfloat.torch.failures import in_collective
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule, as_matrix
 
-__all__ = ["CASES", "Axis", "Shards", "ShardedSchedule", "arrived", "check_blocks", "group_named", "why_not_gathered"]
+__all__ = [
+    "CASES", "Axis", "PartSchedule", "ShardedSchedule", "Shards", "arrived", "block_along", "check_blocks",
+    "group_named", "group_of", "why_not_gathered",
+]  # fmt: skip
 
 # The axis along which each tensor is sharded before its cast, by the case.
 CASES: dict[str, dict[str, str]] = {
@@ -56,6 +59,22 @@ _GATHERED = {"G": "x", "S": "dy"}  # what a case gathers after its cast
 _AXES = {"x": (("M", "K"), ("K", "M")), "w": (("N", "K"), ("K", "N")), "dy": (("M", "N"), ("N", "M"))}
 group_named: Callable[..., torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 _ALIGNED = 16  # elements, by which a matrix is widened
+
+
+def group_of(cut: str) -> torch.distributed.ProcessGroup:
+    """The ranks that have the other parts of a layer's stored weight (`RecipeLayer._cut`).
+
+    Raises NotSupportedError for a layer that was loaded where there is no group of this name.
+    """
+    name = cut.split(" ", 1)[1]
+    try:
+        return group_named(name)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise NotSupportedError(
+            f"a layer that was cut over the ranks of the process group {name!r}: got a process without this group, "
+            "needed the meshes of the process that has saved it. Call init_process_group and init_device_mesh in the "
+            "same order there, before the first call."
+        ) from error
 
 
 class Axis(NamedTuple):
@@ -106,34 +125,47 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 class _Measure(NamedTuple):
     """An amax that a cast needs of the whole tensor. `kind`: "tensor", "transformed" (of the Hadamard transform) or
-    "rows" (one for each row of the operand); `column`: of the column operand, for which alone it is."""
+    "rows" (one for each row of the operand); `column`: of the column operand, for which alone it is; `sees_nan`: NaN is
+    larger than infinity, as for scales that store it, and is not ignored."""
 
     kind: str
     column: bool
     axes: tuple[Axis, ...]
+    sees_nan: bool = False
 
 
-def _measure_of(tensor: str, column: bool, cast: Cast | None, shards: Shards) -> _Measure | None:
+def _measures_of(
+    tensor: str, column: bool, cast: Cast | None, shards: Shards
+) -> tuple[_Measure | None, _Measure | None]:
+    """The amaxes behind a scale that a cast is given, and behind block scales whose blocks the ranks have parts of."""
     if cast is None or cast.is_delayed or cast.is_static:
-        return None
-    per_row = cast.format.block == (1, None) or cast.tensor_scale == "row"
-    if per_row:
-        axes = shards.axes_of(tensor, _AXES[tensor][column][1])
-        return _Measure("rows", column, axes) if axes else None
-    axes = shards.axes_of(tensor)
-    if not cast.takes_amax or not axes:
-        return None
-    return _Measure("tensor", False, axes) if cast.hadamard is None else _Measure("transformed", column, axes)
+        return None, None
+    anywhere, along = shards.axes_of(tensor), shards.axes_of(tensor, _AXES[tensor][column][1])
+    given, crossed, fmt = None, None, cast.format
+    if cast.tensor_scale == "row":
+        given = _Measure("rows", column, along) if along else None
+    elif cast.takes_amax and anywhere:
+        plain = cast.hadamard is None
+        given = _Measure("tensor", False, anywhere) if plain else _Measure("transformed", column, anywhere)
+    sees_nan = fmt.scale.name != "FP32"
+    if fmt.is_per_tensor and not cast.takes_amax and anywhere:
+        crossed = _Measure("tensor", False, anywhere, sees_nan)
+    elif fmt.block[0] is not None and fmt.block[1] is None and along:
+        crossed = _Measure("rows", column, along, sees_nan)
+    return given, crossed
 
 
 def _measured(backend: Backend, x: torch.Tensor, measure: _Measure, cast: Cast) -> torch.Tensor:
-    if measure.kind == "tensor":
+    if measure.kind == "tensor" and not measure.sees_nan:
         return backend.amax(x)
     if measure.kind == "transformed":
         assert cast.hadamard is not None
         return reference.amax(transform(x.t() if measure.column else x, cast.hadamard))
-    magnitudes = x.detach().abs().nan_to_num(nan=0.0, posinf=float("inf"))
-    return magnitudes.amax(0 if measure.column else 1).float()
+    magnitudes = x.detach().abs()
+    if not measure.sees_nan:
+        magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=float("inf"))
+    amax = magnitudes.amax() if measure.kind == "tensor" else magnitudes.amax(0 if measure.column else 1)
+    return torch.where(amax.isnan(), torch.nan, amax).float()  # of one sign, so that its bits are the largest
 
 
 def _reduced(measures: Sequence[_Measure], parts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -165,7 +197,7 @@ class ShardedCast:
         backend: Backend,
         x: torch.Tensor,
         entries: Entries,
-        batch: int,
+        batch: int = 0,
     ) -> None:
         """`x`: an example of the tensor; `shard`: of what is cast of it, where it is x that is gathered then."""
         self.entries, self._backend = entries, backend
@@ -178,35 +210,34 @@ class ShardedCast:
         self._shares = self._axis is not None and casts[0] is not None and casts[0] == casts[1] and casts[0].transposes
         made = (entries[0], None) if self._shares else entries
         both = [
-            None if entry is None else _measure_of(tensor, column, entry.cast, shards)
+            (None, None) if entry is None else _measures_of(tensor, column, entry.cast, shards)
             for column, entry in zip((False, True), made, strict=True)
         ]
-        self.measures = [*dict.fromkeys(measure for measure in both if measure is not None)]
-        self._casts = [casts[1 if measure.column else both.index(measure)] for measure in self.measures]
-        numbers = [None if measure is None else self.measures.index(measure) for measure in both]
-        apart = len(self.measures) > 1 or any(self._is_widened(measure, casts) for measure in self.measures)
+        of_cast = {
+            measure: casts[column] for column in (1, 0) for measure in both[column] if measure is not None
+        }  # fmt: skip
+        self.measures = [*dict.fromkeys(measure for pair in both for measure in pair if measure is not None)]
+        self._casts = [of_cast[measure] for measure in self.measures]
+        takers = {given for (given, _), cast in zip(both, casts, strict=True) if cast is not None and cast.takes_amax}
+        apart = len(takers) > 1 or any(crossed is not None for _, crossed in both)
         halves = ((made[0], None), (None, made[1])) if apart else (made,)
-        self._steps: list[tuple[CastStep, int | None, bool]] = []
+        self._steps: list[tuple[CastStep, int | None, int | None]] = []
         for half in halves:
-            number = next((n for entry, n in zip(half, numbers, strict=True) if entry and n is not None), None)
-            if any(half):
-                widens = number is not None and self._is_widened(self.measures[number], casts)
-                example = x
-                if widens:
-                    shape = (x.shape[0], x.shape[1] + _ALIGNED) if half[0] else (x.shape[0] + _ALIGNED, x.shape[1])
-                    example = x.new_empty(shape)
-                step = CastStep(backend, example, half, batch, given_amax=number is not None and not widens)
-                self._steps.append((step, number, widens))
+            if not any(half):
+                continue
+            pairs = [pair for entry, pair in zip(half, both, strict=True) if entry is not None]
+            numbers = [[None if one is None else self.measures.index(one) for one in pair] for pair in pairs]
+            given, crossed = (next((one[at] for one in numbers if one[at] is not None), None) for at in (0, 1))
+            example = x
+            if crossed is not None:
+                shape = (x.shape[0], x.shape[1] + _ALIGNED) if half[0] else (x.shape[0] + _ALIGNED, x.shape[1])
+                example = x.new_empty(shape)
+            step = CastStep(backend, example, half, batch, given_amax=given is not None)
+            self._steps.append((step, given, crossed))
         self._local = layouts_of(backend, entries, *x.shape)
         self._whole = self._local
         if self._axis is not None:
             self._whole = layouts_of(backend, entries, x.shape[0] * self._axis.size, x.shape[1])
-
-    @staticmethod
-    def _is_widened(measure: _Measure, casts: tuple[Cast | None, ...]) -> bool:
-        """True where rows take their amax from columns that are added to the matrix, and cut off again."""
-        cast = casts[measure.column]
-        return measure.kind == "rows" and cast is not None and cast.tensor_scale != "row"
 
     @property
     def reason(self) -> str:
@@ -236,36 +267,37 @@ class ShardedCast:
         if self.measures and not isinstance(amaxes, list):
             amaxes = _reduced(self.measures, self.measure(x))
         made: Parts = [None] * 6
-        for step, number, widens in self._steps:
+        for step, given, crossed in self._steps:
             row, column = step.entries
-            if number is None:
-                given = inputs if self.measures == [] else inputs._replace(amax=None)
-                parts = step(x, stream, words, given)
-            elif widens:
-                parts = self._by_rows(step, x, amaxes[number], stream, words, inputs)
+            own = inputs
+            if self.measures:
+                amax = None if given is None else amaxes[given]
+                own = inputs._replace(amax=amax if amax is None or amax.dim() == 0 else amax[:, None])
+            if crossed is None:
+                parts = step(x, stream, words, own)
             else:
-                amax = amaxes[number]
-                amax = amax[:, None] if self.measures[number].kind == "rows" else amax
-                parts = step(x, stream, words, inputs._replace(amax=amax))
+                parts = self._widened(step, x, amaxes[crossed], stream, words, own)
             made[0:3] = parts[0:3] if row is not None else made[0:3]
             made[3:6] = parts[3:6] if column is not None else made[3:6]
             inputs = inputs._replace(record=None)  # the first step has recorded
         return made if self._axis is None else self._gathered(made)
 
-    def _by_rows(
+    def _widened(
         self, step: CastStep, x: torch.Tensor, amax: torch.Tensor, stream: int, words: torch.Tensor | None,
         inputs: CastInputs,
     ) -> Parts:  # fmt: skip
-        """Operands with a scale for each whole row: its amax stands in columns that no product will read."""
+        """An operand whose blocks go on elsewhere: their amaxes stand in columns that no product will read."""
         column = step.entries[0] is None
         rows, length = x.shape
         amax = amax.to(x.dtype)  # that of an element, so that it is exact
-        added = amax.expand(_ALIGNED, length) if column else amax[:, None].expand(rows, _ALIGNED)
-        parts = step(torch.cat([x, added], 0 if column else 1), stream, words, inputs._replace(amax=None))
+        of_rows = amax if amax.dim() == 0 or column else amax[:, None]
+        added = of_rows.expand(_ALIGNED, length) if column else of_rows.expand(rows, _ALIGNED)
+        parts = step(torch.cat([x, added], 0 if column else 1), stream, words, inputs)
         at, entry, layout = 3 * column, step.entries[column], self._local[column]
         assert entry is not None
         assert layout is not None
-        codes = parts[at].narrow(0 if entry.turned else 1, 0, rows if column else length)
+        along = 0 if entry.turned else 1
+        codes = parts[at].narrow(along, 0, layout.codes.shape[along])
         parts[at] = laid(codes.contiguous() if layout.codes.strides[-1] == 1 else codes, layout.codes)
         return parts
 
@@ -346,7 +378,7 @@ def why_not_gathered(
     if any(entry is not None and entry.cast is None for entry in entries):
         return "a GEMM reads it in high precision"
     for column, cast in enumerate(casts):
-        extent = 1 if cast is None else _block_along(cast, _AXES[tensor][column], "M")
+        extent = 1 if cast is None else block_along(cast, _AXES[tensor][column], "M")
         if rows.chunk % extent:
             return f"shards of {rows.chunk} rows are no multiple of the block of {extent}"
     local = layouts_of(backend, entries, *sizes)
@@ -374,7 +406,7 @@ def why_not_gathered(
 # ------------------------------------------------------------------------------------------------------------- blocks
 
 
-def _block_along(cast: Cast, axes: tuple[str, str], letter: str) -> int:
+def block_along(cast: Cast, axes: tuple[str, str], letter: str) -> int:
     """Elements along an axis that one scale, or one Hadamard transform, is made of; 1 where amaxes are reduced."""
     block = cast.format.block[axes.index(letter)] or 1
     if cast.hadamard is not None and axes[1] == letter:
@@ -402,13 +434,23 @@ def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, i
             for column, entry in enumerate(both):
                 if entry is None or entry.cast is None:
                     continue
-                block = _block_along(entry.cast, _AXES[tensor][column], letter)
+                cast = entry.cast
+                how = (
+                    "turned by a Hadamard transform" if cast.hadamard else "whose errors choose" * cast.chooses_by_error
+                )
+                if how and cast.format.block[_AXES[tensor][column].index(letter)] is None:
+                    raise invalid_value(
+                        f"{tensor}, sharded along {letter}", f"blocks of {cast.format.name} {how}, which it divides",
+                        "blocks that are whole, or whose amax alone decides their scale",
+                        "Take a format of smaller blocks, or leave the layer out of the plan.",
+                    )  # fmt: skip
+                block = block_along(cast, _AXES[tensor][column], letter)
                 if any(run % block for run in runs):
                     name = {"N": "out_features", "K": "in_features", "M": "the rows of x"}[letter]
                     raise invalid_value(
                         f"{tensor}, sharded along {letter} ({name})",
                         f"{size} over {axis.size} ranks, in parts of {runs[0]}",
-                        f"parts that are multiples of {block}, so that no block of {entry.cast.format.name} is cut",
+                        f"parts that are multiples of {block}, so that no block of {cast.format.name} is cut",
                         f"Make {name} a multiple of {axis.size * block}, take a recipe with a scale for each tensor or "
                         "row, or leave the layer out of the plan.",
                     )  # fmt: skip
@@ -441,7 +483,7 @@ class ShardedSchedule(Schedule):
         )  # fmt: skip
         self.cast_step = functools.partial(ShardedCast, shards, None)
         both = enumerate(entries_of(recipe, routes, "w", True, wants_dx))
-        measures = {_measure_of("w", bool(column), entry.cast, shards) for column, entry in both if entry is not None}
+        measures = {_measures_of("w", bool(column), entry.cast, shards) for column, entry in both if entry is not None}
         self._keeps_w_amax = self.late and len(measures) == 1  # for a cast in backward, which would reduce it again
         # Layers that read one gathered x and cast it alike share its codes.
         casts = [entry.cast for entry in self.x_cast.entries if entry is not None and entry.cast is not None]
@@ -515,3 +557,34 @@ class ShardedSchedule(Schedule):
         if self.note:
             lines.append(f"gathered in high precision: {self.note}")
         return "\n".join(lines)
+
+
+class PartSchedule(Schedule):
+    """The schedule of a layer that has this rank's part of a stored weight (`shard_stored`).
+
+    x and y are plain tensors, laid out by hooks of the layer; amaxes are those of the whole tensors, which casts of x
+    (of a row-parallel layer, which has some of its columns) reduce over the ranks. One is made for each kind of call,
+    as of any layer. Raises InvalidValueError where a part ends inside a block.
+    """
+
+    def __init__(self, cut: str, recipe: Recipe, *call: Any) -> None:
+        """`cut`: the case, N or K, and the name of the group of ranks; `call`: as of `Schedule`."""
+        (case, name), group = cut.split(" ", 1), group_of(cut)
+        axis = Axis(case, name, group.size(), group.rank())
+        shards = Shards((axis,), None, True, (0, 0, 0))
+        self.cast_step = functools.partial(_part_step, shards)
+        super().__init__(recipe, *call)
+        dy = entries_of(self.recipe, self.routes, "dy", self.wants_dx, self.wants_dw)
+        sizes = {"N": self.out_features * axis.size, "K": self.in_features * axis.size}
+        check_blocks({"x": self.x_cast.entries, "w": self.w_cast.entries, "dy": dy}, shards, sizes)
+
+
+def _part_step(
+    shards: Shards, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0
+) -> "CastStep | ShardedCast":
+    """The step that casts a tensor of which this rank may have a part; the ordinary one where no amax is reduced."""
+    if any(entry is not None and entry.cast is not None for entry in entries):
+        made = ShardedCast(shards, None, backend, x, entries, batch)
+        if made.measures:
+            return made
+    return CastStep(backend, x, entries, batch)

@@ -17,7 +17,6 @@ Legend: N = out features, K = in features; n = N / ranks, the rows of a shard.
 import typing
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -487,12 +486,11 @@ def operand_of(outputs: Sequence[torch.Tensor], metadata: Metadata) -> Operand:
     return Operand(made[0], scale, metadata.tensor_scale, cast.format, rows, length)
 
 
-def largest(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup], of: str = "sharded weights") -> torch.Tensor:
-    """The largest of all ranks' amaxes: float32, never negative, whose bits order as integers, with NaN above all."""
+def largest(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """The largest of all ranks' amaxes: float32, never negative, whose bits order as integers."""
     bits = amax.contiguous().clone().view(torch.int32)
-    what = f"the maximum of the amaxes of {of}"
-    for group in groups:  # compiled code has no place for names of failures
-        with nullcontext() if torch.compiler.is_compiling() else in_collective(what, group):
+    for group in groups:
+        with in_collective("the maximum of the amaxes of sharded weights", group):
             dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
     return bits.view(torch.float32)
 

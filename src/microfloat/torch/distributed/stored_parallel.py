@@ -6,8 +6,6 @@ the style says. Codes are never a DTensor: x and y become DTensors where they ar
 Legend: N = out features, K = in features, R = ranks.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,23 +16,23 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import WeightActivation, WeightOnly
-from microfloat.torch._tensor_ops import contraction_unit
-from microfloat.torch.distributed.sharded import largest
+from microfloat.torch.distributed.schedule import block_along
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["shard_stored"]
 
 _Style = parallel.ColwiseParallel | parallel.RowwiseParallel
+_MANY = 2**31 - 1  # rows of a call, for which a config may have other casts
 
 
 def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
     """Leave to `layer` this rank's part of its stored weight, and lay its calls out by `style`; False if it has none.
 
     By rows (N / R each) under a column-parallel style, by columns (K / R each) under a row-parallel one, whose results
-    are added up. There the bias stays with the first rank alone, so that it is added once; and the scale of a whole
-    input is that of its columns on all ranks, whose amaxes take one all-reduce a call: the cast reads the largest as it
-    would a static one. The style's `src_data_rank` sends its weight, None has every rank cut its own. Raises
+    are added up. There the bias stays with the first rank alone, so that it is added once; and a scale of a whole
+    input, or of its rows, is that of the columns of all ranks, whose amaxes take one all-reduce a call
+    (`PartSchedule`). The style's `src_data_rank` sends its weight, None has every rank cut its own. Raises
     NotSupportedError for weights of `quantized_model_init`, which train, for layers that have been cut and for meshes
     of more axes, InvalidValueError where a block would be cut, on every rank and before anything changes. Source:
     docs/distributed.md.
@@ -54,6 +52,11 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
             f"{name}: got a layer whose weight is stored as codes ({weight.format}) and trains, needed values, which "
             "every rank casts, or a layer of microfloat.torch.quantize_. Build the layer without quantized_model_init "
             "and let its recipe quantize it, or shard it by fully_shard alone."
+        )
+    if layer.return_bias:
+        raise NotSupportedError(
+            f"{name}: got return_bias=True for a layer whose weight is stored as codes ({weight.format}), needed one "
+            "that adds its bias. Leave return_bias out, or keep the layer whole on every rank."
         )
     if "_whole_shape" in vars(layer):
         raise NotSupportedError(
@@ -81,30 +84,29 @@ def shard_stored(layer: nn.Module, mesh: DeviceMesh, style: _Style) -> bool:
         bias = own.narrow(0, rank * count, count).clone() if by_rows else own if rank == 0 else None
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=layer.bias.requires_grad)
     vars(layer)["_whole_shape"] = tuple(weight.shape)
+    vars(layer)["_cut"] = f"{'N' if by_rows else 'K'} {mesh.get_group().group_name}"
     layer.out_features, layer.in_features = part.shape
     if "input_amax" in whole:
         layer._buffers["input_amax"] = whole["input_amax"]
     inside: tuple[Placement, Placement] = (Replicate(), Shard(-1)) if by_rows else (Shard(-1), Partial())
-    layer.register_forward_pre_hook(_entering(mesh, style, inside[0]))
-    if not by_rows and _casts_whole_inputs(layer.pinned):
-        layer.pin(replace(layer.pinned, scales="static"))
-        layer.register_buffer("input_amax", torch.zeros((), device=part.device), persistent=False)
-        layer.register_forward_pre_hook(_measuring(mesh))
-    layer.register_forward_hook(_leaving(mesh, style, inside[1]))
+    layer.register_forward_pre_hook(_Entering(mesh, style, inside[0]))
+    layer.register_forward_hook(_Leaving(mesh, style, inside[1]))
     return True
 
 
 def _check_parts(layer: Linear, weight: QuantizedTensor, ranks: int, by_rows: bool) -> None:
-    """Raise InvalidValueError unless every rank gets whole blocks, and as many as the others."""
-    fmt = weight.format
-    block = ((fmt.block[0] or 1) if fmt.is_tile else 1) if by_rows else contraction_unit(weight)
+    """Raise InvalidValueError unless every rank gets whole blocks of all that is cast, and as many as the others."""
     size, letter, side = (weight.shape[0], "N", "out_features") if by_rows else (weight.shape[1], "K", "in_features")
+    read = [layer.pinned.for_call(rows, weight.cast).fprop for rows in (1, _MANY)]
+    casts = [(weight.cast, "NK"), *((one.rhs, "NK") for one in read), *((one.lhs, "MK") for one in read)]
+    used = [(cast, (axes[0], axes[1])) for cast, axes in casts if cast is not None and letter in axes]
+    block, name = max((block_along(cast, axes, letter), cast.format.name) for cast, axes in used)
     if size % ranks or size // ranks % block:
         path = layer.__dict__.get("_path")
         raise invalid_value(
             f"weight, sharded along {letter} ({side})" + (f" of {path}" if path else ""),
             f"{size} over {ranks} ranks",
-            f"parts of one size that are multiples of {block}" + (f", whole blocks of {fmt.name}" * (block > 1)),
+            f"parts of one size that are multiples of {block}" + f", whole blocks of {name}" * (block > 1),
             f"Make {side} a multiple of {ranks * block}, or leave the layer out of the plan.",
         )  # fmt: skip
 
@@ -124,53 +126,41 @@ def _placed(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (placement,), run_check=False)
 
 
-def _entering(mesh: DeviceMesh, style: _Style, wanted: Placement) -> Callable[[nn.Module, tuple], tuple | None]:
-    """The hook that gives a layer its part of x; of a replica every rank makes a part of the gradient."""
-    (told,) = style.input_layouts
-    replicas = (Partial(),) if isinstance(wanted, Replicate) else None
+class _Hook:
+    """What a hook knows: a class of the module, so that models can be saved whole, and copies are on the same mesh."""
 
-    def enter(layer: nn.Module, arguments: tuple) -> tuple | None:
+    def __init__(self, mesh: DeviceMesh, style: _Style, inside: Placement) -> None:
+        """`inside`: how the layer's x, or y, lies."""
+        self.mesh, self.inside = mesh, inside
+        (self.x,), (self.y,) = style.input_layouts, style.output_layouts
+        self.is_local = style.use_local_output
+
+    def __deepcopy__(self, memo: object) -> "_Hook":
+        return self
+
+
+class _Entering(_Hook):
+    """The hook that gives a layer its part of x; of a replica every rank makes a part of the gradient."""
+
+    def __call__(self, layer: nn.Module, arguments: tuple) -> tuple | None:
+        """The arguments with that part, None where they have it."""
         if not arguments:
             raise invalid_type("x", "none by position", "x [..., K] as the first argument", "Call layer(x).")
         x, *others = arguments
+        replicas = (Partial(),) if isinstance(self.inside, Replicate) else None
         has_gradient = torch.is_grad_enabled() and x.requires_grad
-        if not isinstance(x, DTensor) and told == wanted and not (replicas and has_gradient):
+        if not isinstance(x, DTensor) and self.x == self.inside and not (replicas and has_gradient):
             return None
-        placed = _placed(x, mesh, told).redistribute(placements=(wanted,))
+        placed = _placed(x, self.mesh, self.x).redistribute(placements=(self.inside,))
         return placed.to_local(grad_placements=replicas), *others
 
-    return enter
 
-
-def _casts_whole_inputs(config: object) -> bool:
-    """True where an activation has one scale, or one tensor scale, which its own amax decides."""
-    if not isinstance(config, WeightActivation) or config.scales == "static":
-        return False
-    cast = config.fprop.lhs
-    return cast is not None and cast.takes_amax and cast.tensor_scale != "row"
-
-
-def _measuring(mesh: DeviceMesh) -> Callable[[nn.Module, tuple], None]:
-    """The hook that gives a layer the amax of x on all ranks, of which each has some columns."""
-    groups = (mesh.get_group(),)
-
-    def measure(layer: nn.Module, arguments: tuple) -> None:
-        x = arguments[0].detach()
-        if x.numel():  # as many rows on all ranks
-            amax = largest(x.abs().amax().float(), groups, "the inputs of row-parallel layers")
-            layer.get_buffer("input_amax").copy_(amax)
-
-    return measure
-
-
-def _leaving(mesh: DeviceMesh, style: _Style, made: Placement) -> Callable[[nn.Module, tuple, torch.Tensor], Any]:
+class _Leaving(_Hook):
     """The hook that lays out y, of which a rank has columns or one of the sums."""
-    (wanted,) = style.output_layouts
 
-    def leave(layer: nn.Module, arguments: tuple, y: torch.Tensor) -> torch.Tensor:
-        if made == wanted and style.use_local_output:
+    def __call__(self, layer: nn.Module, arguments: tuple, y: torch.Tensor) -> torch.Tensor:
+        """y as the style wants it."""
+        if self.inside == self.y and self.is_local:
             return y
-        placed = _placed(y, mesh, made).redistribute(placements=(wanted,))
-        return placed.to_local() if style.use_local_output else placed
-
-    return leave
+        placed = _placed(y, self.mesh, self.inside).redistribute(placements=(self.y,))
+        return placed.to_local() if self.is_local else placed

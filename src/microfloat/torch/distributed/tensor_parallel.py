@@ -6,20 +6,22 @@ plain where torch's make DTensors, each of which costs the host about as much as
 """
 
 import types
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard, parallel
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, parallel
 
-from microfloat.torch._typing import Arguments
+from microfloat.errors import NotSupportedError
+from microfloat.torch._typing import Arguments, WithBias
 from microfloat.torch.distributed.linear import Border
 from microfloat.torch.distributed.placed import AsPlaced, Placed, ToLocal, from_the_front
 from microfloat.torch.distributed.stored_parallel import shard_stored
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import LayerNorm, RMSNorm
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
+__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "beside"]
 
 Layouts = tuple[Placement, ...]
 
@@ -54,13 +56,10 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
     @staticmethod
     def _prepare_output_fn(
-        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: torch.Tensor, device_mesh: DeviceMesh
-    ) -> torch.Tensor:
-        if not isinstance(outputs, DTensor):  # the layer knew that it is to be plain
-            return outputs
-        layouts = from_the_front(output_layouts, outputs.dim())
+        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: WithBias, device_mesh: DeviceMesh
+    ) -> WithBias:
         prepare = parallel.ColwiseParallel._prepare_output_fn
-        return prepare(layouts, use_local_output, mod, outputs, device_mesh)
+        return _laid_out(prepare, output_layouts, use_local_output, mod, outputs, device_mesh)
 
 
 class RowwiseParallel(parallel.RowwiseParallel):
@@ -87,13 +86,10 @@ class RowwiseParallel(parallel.RowwiseParallel):
 
     @staticmethod
     def _prepare_output_fn(
-        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: torch.Tensor, device_mesh: DeviceMesh
-    ) -> torch.Tensor:
-        if not isinstance(outputs, DTensor):
-            return outputs
-        layouts = from_the_front(output_layouts, outputs.dim())
+        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: WithBias, device_mesh: DeviceMesh
+    ) -> WithBias:
         prepare = parallel.RowwiseParallel._prepare_output_fn
-        return prepare(layouts, use_local_output, mod, outputs, device_mesh)
+        return _laid_out(prepare, output_layouts, use_local_output, mod, outputs, device_mesh)
 
 
 class SequenceParallel(parallel.SequenceParallel):
@@ -131,6 +127,46 @@ def _told(layer: nn.Module, style: ColwiseParallel | RowwiseParallel) -> nn.Modu
         (x,), (y,) = style.input_layouts, style.output_layouts
         layer.__dict__["_border"] = Border(x, y, style.use_local_output)
     return layer
+
+
+def _laid_out(
+    prepare: Callable[..., torch.Tensor], layouts: Layouts, use_local_output: bool, layer: nn.Module, outputs: WithBias,
+    mesh: DeviceMesh,
+) -> WithBias:  # fmt: skip
+    """y as the style lays it out; the bias that `return_bias` puts beside it was laid out by the layer."""
+    if isinstance(outputs, tuple):
+        y, bias = outputs
+        return _laid_out(prepare, layouts, use_local_output, layer, y, mesh), bias
+    if not isinstance(outputs, DTensor):  # the layer knew that it is to be plain
+        return outputs
+    return prepare(from_the_front(layouts, outputs.dim()), use_local_output, layer, outputs, mesh)
+
+
+def beside(layer: nn.Module, bias: torch.Tensor, dims: int) -> torch.Tensor:
+    """The bias that a layer with `return_bias` gives beside y of `dims` dimensions: plain where y will be plain.
+
+    The gradient of a plain one is that of this rank's part of y: where ranks hold rows of y it is a part of the sum.
+    """
+    assert isinstance(bias, DTensor)
+    border: Border | None = layer.__dict__.get("_border")
+    if border is None and any(
+        getattr(hook, "__module__", "") == "torch.distributed.tensor._api" for hook in layer._forward_hooks.values()
+    ):
+        raise NotSupportedError(
+            "return_bias: got True for a layer that a parallel style of torch lays out, which takes one result, needed "
+            "one of microfloat.torch.distributed: ColwiseParallel or RowwiseParallel."
+        )
+    if border is None or not border.is_plain:
+        return bias
+    if border.y.is_partial():
+        raise NotSupportedError(
+            "return_bias: got output_layouts=Partial(), of which every rank would add the bias once, needed "
+            "Replicate() or Shard(...)."
+        )
+    by_columns = type(border.y) is Shard and border.y.dim % dims == dims - 1
+    lies = Shard(0) if by_columns else Replicate()
+    gradient = Partial() if type(border.y) is Shard and not by_columns else lies
+    return bias.redistribute(placements=(lies,)).to_local(grad_placements=(gradient,))
 
 
 def _is_taken(layer: nn.Module, x: object) -> bool:

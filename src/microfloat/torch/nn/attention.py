@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from microfloat.arguments import check_choice, check_int, check_number
+from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.formats import FP8_TENSOR
 from microfloat.recipes import Cast, Delayed, Recipe, as_cast
-from microfloat.torch._typing import Options
+from microfloat.torch._typing import InitMethod, Options, WithBias
 from microfloat.torch.attention import attend, rotate_heads, split_heads
 from microfloat.torch.fused import norm_of, project
-from microfloat.torch.joined import Composite, call_layer, join_
+from microfloat.torch.joined import Composite, call_layer, join_, returned_bias
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import RMSNorm
 from microfloat.torch.ops import quantize
@@ -67,7 +67,8 @@ class RotaryEmbedding(nn.Module):
         """cos and sin of positions."""
         if not isinstance(positions, torch.Tensor):
             needed = "a tensor of positions, or a number of tokens"
-            if not hasattr(positions, "__index__"):  # as integers of NumPy and those of a traced shape have it
+            # To Dynamo a length that it leaves open is an int without attributes; integers of NumPy have this one.
+            if not (isinstance(positions, int) or hasattr(positions, "__index__")):
                 raise invalid_type("positions", type(positions), needed)
             if isinstance(positions, int) and positions < 0:
                 raise invalid_value("positions", positions, needed)
@@ -217,9 +218,12 @@ class MultiheadAttention(Composite):
     """Attention with `num_heads` heads, which share `num_kv_heads` heads of keys and values (None: as many).
 
     Children `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` `q_norm` and `k_norm` (RMSNorm over a head,
-    before the rotation): the keys of transformers' Llama and Qwen3 attention. `head_dim` None: hidden_size / num_heads.
+    before the rotation, or with `qk_norm_before_rope=False` after it): the keys of transformers' Llama and Qwen3
+    attention. `head_dim` None: hidden_size / num_heads.
     `window`: a token sees that many nearest ones only. `causal`: those before it only. `dropout`: of the attention, in
-    training. `out_bias` None: `bias`. Raises InvalidValueError where heads do not divide. Source: docs/modules.md.
+    training. `out_bias` None: `bias`. `return_bias`: returns (y, bias of `o_proj`), y without it. `init_method` draws
+    the weights of q, k and v, `output_layer_init_method` that of `o_proj`, as in `Linear`. Raises InvalidValueError
+    where heads do not divide. Source: docs/modules.md.
     """
 
     def __init__(
@@ -228,9 +232,11 @@ class MultiheadAttention(Composite):
         causal: bool = True, dropout: float = 0.0, eps: float = 1e-6, kv_hidden_size: int | None = None,
         interleaved: bool = False, device: Device = None, dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
+        delay_wgrad_compute: bool = False, return_bias: bool = False, init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None, qk_norm_before_rope: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_bool("qk_norm_before_rope", qk_norm_before_rope)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise invalid_value("num_kv_heads", str(num_kv_heads), f"a divisor of num_heads = {num_heads}")
@@ -248,10 +254,13 @@ class MultiheadAttention(Composite):
             "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
         }  # fmt: skip
-        self.q_proj = Linear(hidden_size, num_heads * size, bias, **options)
-        self.k_proj = Linear(source, num_kv_heads * size, bias, **options)
-        self.v_proj = Linear(source, num_kv_heads * size, bias, **options)
+        inner: Options = {**options, "init_method": init_method}
+        self.q_proj = Linear(hidden_size, num_heads * size, bias, **inner)
+        self.k_proj = Linear(source, num_kv_heads * size, bias, **inner)
+        self.v_proj = Linear(source, num_kv_heads * size, bias, **inner)
+        options |= {"return_bias": return_bias, "init_method": output_layer_init_method}
         self.o_proj = Linear(num_heads * size, hidden_size, bias if out_bias is None else out_bias, **options)
+        self.return_bias, self.qk_norm_before_rope = return_bias, qk_norm_before_rope
         if qk_norm:
             self.q_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
@@ -265,20 +274,24 @@ class MultiheadAttention(Composite):
         self, hidden_states: torch.Tensor, *, context: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, cu_seqlens: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None, max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
         cache: KVCache | None = None, norm: nn.Module | None = None, is_first_microbatch: bool | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`.
+    ) -> WithBias:  # fmt: skip
+        """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`; `return_bias`: (y, bias).
 
         `context` [B, S', hidden]: where keys and values come from (cross attention, never causal). `attention_mask`:
         True where a token is seen, or added to the scores; [B, S'] (padding), [S, S'] or [B, 1 or H, S, S'].
         `position_embeddings`: cos and sin of `RotaryEmbedding`. `cu_seqlens` int32 [n + 1]: tokens of n sequences one
-        after another. `cache`: a `KVCache`, or anything with its `update`. `norm`: applied to hidden_states first, and
-        cast as it is computed. `is_first_microbatch`: as in `Linear`, of all of them.
+        after another, and `max_seqlen` the most tokens of one, which spares the host a wait for the GPU;
+        `cu_seqlens_kv`, `max_seqlen_kv`: those of a context [T', hidden]. `cache`: a `KVCache`, or anything with its
+        `update`. `norm`: applied to hidden_states first, and cast as it is computed. `is_first_microbatch`: as in
+        `Linear`, of all of them.
         """
         if hidden_states.dim() not in (2, 3):
             raise invalid_value("hidden_states", f"shape {tuple(hidden_states.shape)}", "[B, S, hidden] or [T, hidden]")
         if isinstance(cache, type) or not (cache is None or callable(getattr(cache, "update", None))):
             raise invalid_type("cache", kind_of(cache), "a KVCache, or anything with its update(k, v)")
+        _check_packed(hidden_states, context, cu_seqlens, cu_seqlens_kv)
         qkv = self.projected(hidden_states, context, norm, is_first_microbatch)
         q, k, v = self.rotated(qkv, position_embeddings)
         count = cache.count if isinstance(cache, KVCache) else 0
@@ -287,11 +300,13 @@ class MultiheadAttention(Composite):
         try:
             y = attend(
                 q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
-                cu_seqlens=cu_seqlens, dropout=self.dropout if self.training else 0.0,
+                cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv, dropout=self.dropout if self.training else 0.0,
+                max_seqlen=max_seqlen, max_seqlen_kv=max_seqlen_kv,
             )  # fmt: skip
             # Not in the shape of hidden_states: where they are sharded by their sequence, y has more rows.
             y = y.flatten(-2) if hidden_states.dim() == 3 else y.flatten(-2).squeeze(0)
-            return call_layer(self.o_proj, y, is_first_microbatch)
+            y = call_layer(self.o_proj, y, is_first_microbatch)
+            return (y, returned_bias(self.o_proj, y)) if self.return_bias else y
         except Exception:
             if isinstance(cache, KVCache):  # a call that fails leaves it as it was
                 cache.count = count
@@ -316,15 +331,34 @@ class MultiheadAttention(Composite):
         self, qkv: tuple[torch.Tensor, ...], position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, ...]:
         """q [B, S, H, D], k and v [B, S', G, D], normed and rotated."""
-        return heads_of(
-            qkv, (self.num_heads, self.num_kv_heads), self.head_dim, position_embeddings,
-            (getattr(self, "q_norm", None), getattr(self, "k_norm", None)), self.interleaved,
-        )  # fmt: skip
+        norms = getattr(self, "q_norm", None), getattr(self, "k_norm", None)
+        call = qkv, (self.num_heads, self.num_kv_heads), self.head_dim, position_embeddings
+        if self.qk_norm_before_rope or norms[0] is None or norms[1] is None:
+            return heads_of(*call, norms, self.interleaved)
+        q, k, v = heads_of(*call, (None, None), self.interleaved)
+        return norms[0](q), norms[1](k), v
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         return f"{heads}, causal={self.causal}{window}"
+
+
+def _check_packed(
+    x: torch.Tensor, context: torch.Tensor | None, cu_seqlens: torch.Tensor | None, cu_seqlens_kv: torch.Tensor | None
+) -> None:
+    """Refuse sequences of a context that are told without those of x, or the other way round."""
+    if cu_seqlens_kv is not None and (context is None or cu_seqlens is None):
+        missing = "context" if context is None else "cu_seqlens"
+        raise invalid_value(
+            "cu_seqlens_kv", f"a tensor without {missing}", "None, or the sequences of a packed context"
+        )
+    tokens = x.shape[:-1]
+    if context is not None and cu_seqlens is not None and cu_seqlens_kv is None and context.shape[:-1] != tokens:
+        raise invalid_value(
+            "cu_seqlens_kv", f"None beside a context of shape {tuple(context.shape)}",
+            "where its sequences begin and end: each of x sees its own alone",
+        )  # fmt: skip
 
 
 HeadNorm = Callable[[torch.Tensor], torch.Tensor] | None

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.types import Device
 
+from microfloat.arguments import check_number
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.recipes import Recipe
-from microfloat.torch._typing import Options
+from microfloat.torch._typing import InitMethod, Options
 from microfloat.torch.autocast import checkpoint
 from microfloat.torch.fused import activated, mlp, norm_of, project
-from microfloat.torch.joined import Composite, call_layer, join_
+from microfloat.torch.joined import Composite, call_layer, join_, returned_bias
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import make_norm
 
@@ -41,13 +42,32 @@ ACTIVATIONS = {
     "clamped_swiglu": _Kind("clamped", True),
 }  # fmt: skip
 # Of clamped SwiGLU, as OpenAI's gpt-oss has it.
-CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
+CLAMPED: Mapping[str, float] = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 
-def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``g sigmoid(alpha g) (u + 1)``, g = min(gate, limit), u = up clamped to [-limit, limit]; float32 inside."""
-    g, u = gate.float().clamp(max=CLAMP_LIMIT), up.float().clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
-    return (g * torch.sigmoid(CLAMP_ALPHA * g) * (u + 1.0)).to(gate.dtype)
+def clamped_swiglu(
+    gate: torch.Tensor, up: torch.Tensor, limit: float = CLAMPED["limit"], alpha: float = CLAMPED["alpha"],
+    glu_linear_offset: float = CLAMPED["glu_linear_offset"],
+) -> torch.Tensor:  # fmt: skip
+    """``g sigmoid(alpha g) (u + offset)``, g = min(gate, limit), u = up clamped to [-limit, limit]; float32 inside."""
+    g, u = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+    return (g * torch.sigmoid(alpha * g) * (u + glu_linear_offset)).to(gate.dtype)
+
+
+def _checked_parameters(activation: str, parameters: Mapping[str, float] | None) -> dict[str, float]:
+    """The parameters of an activation; raises for those of one that has none, for other names and for no numbers."""
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping):
+        raise invalid_type("activation_params", type(parameters), "a mapping of names to numbers")
+    if parameters and ACTIVATIONS[activation].function != "clamped":
+        raise invalid_value("activation_params", f"{dict(parameters)} for {activation!r}", "none: it has no parameters")
+    for name, value in parameters.items():
+        if name not in CLAMPED:
+            raise unknown_name("activation_params", name, CLAMPED)
+        low = 0.0 if name == "limit" else -3.4e38
+        check_number(f"activation_params[{name!r}]", value, "a finite number, at least 0 for limit", low, 3.4e38)
+    return {name: float(value) for name, value in parameters.items()}
 
 
 class LayerNormLinear(Composite):
@@ -56,8 +76,9 @@ class LayerNormLinear(Composite):
     Children `norm` and `linear`: the state dict is that of the two modules. `normalization`: "LayerNorm" or "RMSNorm".
     `split`: names and sizes of the outputs, adding up to `out_features`, for example ``{"q_proj": 4096, "k_proj":
     1024}``; each is a Linear of its own in the state dict, and all are one product (`microfloat.torch.joined`).
-    `return_norm_output`: returns (y, norm(x)); the norm is then computed apart from its cast. Raises InvalidValueError
-    for sizes that do not add up. Source: docs/modules.md.
+    `return_norm_output`: returns (y, norm(x)); the norm is then computed apart from its cast. `return_bias`: returns
+    (``norm(x) @ weight.T``, bias), before norm(x) where that is returned too. `init_method` draws each weight, as in
+    `Linear`. Raises InvalidValueError for sizes that do not add up. Source: docs/modules.md.
 
     >>> LayerNormLinear(8, 6, split={"q": 4, "k": 2})(torch.ones(3, 8)).shape
     torch.Size([3, 6])
@@ -68,7 +89,7 @@ class LayerNormLinear(Composite):
         eps: float = 1e-5, zero_centered_gamma: bool = False, return_norm_output: bool = False,
         split: Mapping[str, int] | None = None, device: Device = None, dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
+        delay_wgrad_compute: bool = False, return_bias: bool = False, init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         _check_bias(bias)
@@ -77,13 +98,15 @@ class LayerNormLinear(Composite):
             raise invalid_value("split", f"{parts}", f"sizes >= 1 that add up to out_features = {out_features}")
         if "norm" in parts or any("." in name or hasattr(self, name) for name in parts):
             raise invalid_value("split", f"the names {list(parts)}", "names of submodules other than 'norm'")
-        self.in_features, self.out_features, self.return_norm_output = in_features, out_features, return_norm_output
+        self.in_features, self.out_features = in_features, out_features
+        self.return_norm_output, self.return_bias = return_norm_output, return_bias
         self.norm = make_norm(normalization, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
         self._parts = tuple(parts)
         for name, size in parts.items():
             layer = Linear(
                 in_features, size, bias, device, dtype, recipe=recipe, backend=backend,
                 fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
+                return_bias=return_bias, init_method=init_method,
             )  # fmt: skip
             self.add_module(name, layer)
         self._join()
@@ -98,7 +121,7 @@ class LayerNormLinear(Composite):
             join_(self.layers)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """y [..., N], of several parts one after another; with `return_norm_output` (y, norm(x) [..., K])."""
+        """y [..., N], of several parts one after another; a tuple with what else is returned: bias [N], norm(x)."""
         value = None
         if self.return_norm_output:
             value = self.norm(x)
@@ -106,7 +129,27 @@ class LayerNormLinear(Composite):
         else:
             made = project(x, norm_of(self.norm, x), self.layers, True, is_first_microbatch)
         y = made[0] if len(made) == 1 else torch.cat(made, -1)
-        return (y, value) if self.return_norm_output else y
+        bias = self._returned_bias(y, made) if self.return_bias else None
+        return _beside(y, (self.return_bias, bias), (self.return_norm_output, value))
+
+    def _returned_bias(self, y: torch.Tensor, made: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """The biases of the parts one after another; zeros for a part that was replaced by one that adds its own."""
+        found = [returned_bias(layer, y) for layer in self.layers]
+        biases = [bias for bias in found if bias is not None]
+        if len(biases) < len(found) and biases:
+            biases = [
+                part.new_zeros(part.shape[-1]) if bias is None else bias
+                for bias, part in zip(found, made, strict=True)
+            ]  # fmt: skip
+        return None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+
+
+def _beside(
+    y: torch.Tensor, *others: tuple[bool, torch.Tensor | None]
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+    """y, or the tuple of y and of the others that are asked for."""
+    asked = [other for is_asked, other in others if is_asked]
+    return (y, *asked) if asked else y
 
 
 def _check_bias(bias: object) -> None:
@@ -118,22 +161,25 @@ class _Projections(Composite):
     """The Linears of an MLP: `up_proj`, `down_proj`, and `gate_proj` for activations with a gate."""
 
     activation: str
+    activation_params: dict[str, float]
     gate_proj: Linear
     up_proj: Linear
     down_proj: Linear
 
     def _build(
-        self, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, device: Device,
-        dtype: torch.dtype | None, options: Options,
+        self, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str,
+        activation_params: Mapping[str, float] | None, init_method: InitMethod | None, options: Options, down: Options,
     ) -> None:  # fmt: skip
+        """`options`: of all Linears; `down`: of the last one alone."""
         _check_bias(bias)
         if activation not in ACTIVATIONS:
             raise unknown_name("activation", activation, ACTIVATIONS)
-        self.activation = activation
+        self.activation, self.activation_params = activation, _checked_parameters(activation, activation_params)
+        outer = {**options, "init_method": init_method}
         if ACTIVATIONS[activation].gated:
-            self.gate_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
-        self.up_proj = Linear(hidden_size, ffn_hidden_size, bias, device, dtype, **options)
-        self.down_proj = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, **options)
+            self.gate_proj = Linear(hidden_size, ffn_hidden_size, bias, **outer)
+        self.up_proj = Linear(hidden_size, ffn_hidden_size, bias, **outer)
+        self.down_proj = Linear(ffn_hidden_size, hidden_size, bias, **options, **down)
 
     def _project(self, x: torch.Tensor, norm: nn.Module | None, first: bool | None) -> torch.Tensor:
         """The MLP of x, or of norm(x)."""
@@ -146,7 +192,7 @@ class _Projections(Composite):
         else:
             made = project(x, norm_of(norm, x), outer, False, first)
         if kind.function == "clamped":
-            value = clamped_swiglu(made[0], made[1])
+            value = clamped_swiglu(made[0], made[1], **self.activation_params)
         else:
             value = activated(made[0], made[1] if kind.gated else None, kind.function)
         return call_layer(self.down_proj, value, first)
@@ -161,15 +207,18 @@ class MLP(_Projections):
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
         device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
-        backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
+        backend: str = "auto", fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False,
+        activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        options = {
-            "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "delay_wgrad_compute": delay_wgrad_compute,
+        options: Options = {
+            "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
         }  # fmt: skip
-        self._build(hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
+        sizes = hidden_size, ffn_hidden_size, bias
+        down = {"init_method": output_layer_init_method}
+        self._build(*sizes, activation, activation_params, init_method, options, down)
 
     def forward(
         self, x: torch.Tensor, norm: nn.Module | None = None, is_first_microbatch: bool | None = None
@@ -183,8 +232,11 @@ class LayerNormMLP(_Projections):
 
     Children `norm`, `gate_proj` (gated activations), `up_proj`, `down_proj`. `activation`: gelu, gelu_tanh, qgelu,
     relu, srelu, silu, or gated: geglu, geglu_tanh, qgeglu, reglu, sreglu, swiglu, glu, clamped_swiglu. gelu is the
-    exact one, as in torch; TransformerEngine's is gelu_tanh. `recompute`: keep x only, and run the forward again in
-    backward. `return_norm_output`: returns (y, norm(x)). Source: docs/modules.md.
+    exact one, as in torch; TransformerEngine's is gelu_tanh. `activation_params`: limit, alpha and glu_linear_offset of
+    clamped_swiglu. `recompute`: keep x only, and run the forward again in backward. `return_norm_output`: returns (y,
+    norm(x)). `return_bias`: returns (y without the bias of `down_proj`, that bias), before norm(x). `init_method` draws
+    the weights of `gate_proj` and `up_proj`, `output_layer_init_method` that of `down_proj`, as in `Linear`. Source:
+    docs/modules.md.
 
     >>> LayerNormMLP(8, 16, activation="swiglu")(torch.ones(3, 8)).shape
     torch.Size([3, 8])
@@ -196,25 +248,29 @@ class LayerNormMLP(_Projections):
         return_norm_output: bool = False, recompute: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
+        delay_wgrad_compute: bool = False, return_bias: bool = False,
+        activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
-        options = {
-            "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "delay_wgrad_compute": delay_wgrad_compute,
+        options: Options = {
+            "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
         }  # fmt: skip
-        self._build(hidden_size, ffn_hidden_size, bias, activation, device, dtype, options)
-        self.return_norm_output, self.recompute = return_norm_output, recompute
+        down: Options = {"return_bias": return_bias, "init_method": output_layer_init_method}
+        sizes = hidden_size, ffn_hidden_size, bias
+        self._build(*sizes, activation, activation_params, init_method, options, down)
+        self.return_norm_output, self.recompute, self.return_bias = return_norm_output, recompute, return_bias
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """y in the shape of x; with `return_norm_output` (y, norm(x))."""
+        """y in the shape of x; a tuple with what else is returned: bias, norm(x)."""
         if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return checkpoint(self._run, x, is_first_microbatch)
         return self._run(x, is_first_microbatch)
 
     def _run(self, x: torch.Tensor, first: bool | None) -> Any:
-        if not self.return_norm_output:
-            return self._project(x, self.norm, first)
-        value = self.norm(x)
-        return self._project(value, None, first), value
+        value = self.norm(x) if self.return_norm_output else None
+        y = self._project(x, self.norm, first) if value is None else self._project(value, None, first)
+        bias = returned_bias(self.down_proj, y) if self.return_bias else None
+        return _beside(y, (self.return_bias, bias), (self.return_norm_output, value))

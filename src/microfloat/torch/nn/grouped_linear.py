@@ -12,11 +12,12 @@ from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, layer_state, scaling
 from microfloat.torch._checks import check_grouped, with_path
+from microfloat.torch._typing import InitMethod, WithBias
 from microfloat.torch.compiled_grouped import compiled_grouped
 from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
 from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
 from microfloat.torch.linear import backend_name
-from microfloat.torch.model_init import quantize_parameter
+from microfloat.torch.model_init import draw_parameters, quantize_parameter
 from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, check_first_microbatch, pinned_to
 from microfloat.torch.postponed import stand_in
 
@@ -30,7 +31,7 @@ class GroupedLinear(RecipeLayer):
     rows of group 0 first; `group_sizes` int32 or int64 [G], or a list of ints; 0 is a size. The recipe is found as
     `Linear` finds it; without one the layer multiplies in high precision. Every group and every expert is quantized
     alone, so that results are those of a loop of Linears; delayed scaling has one state for all experts, whose amax is
-    the largest of theirs.
+    the largest of theirs. `return_bias` and `init_method`, which draws each expert's [N, K], are those of `Linear`.
 
     Sizes on the CPU must add up to T. Those on a GPU are not read where kernels serve the recipe (``print(schedule)``);
     rows behind the last group then give zeros. Under `quantized_model_init` every expert is stored as codes and scales
@@ -41,10 +42,11 @@ class GroupedLinear(RecipeLayer):
     def __init__(
         self, num_groups: int, in_features: int, out_features: int, bias: bool = False, *, device: Device = None,
         dtype: torch.dtype | None = None, recipe: Recipe | str | None = None, backend: str = "auto",
-        fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
+        fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False, return_bias: bool = False,
+        init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self._set_call_options(return_bias, init_method)
         self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
         check_bool("bias", bias)
         self.num_groups = check_int("num_groups", num_groups, 1, 2**31 - 1)
@@ -63,19 +65,23 @@ class GroupedLinear(RecipeLayer):
             self.pin(recipe)
 
     def reset_parameters(self) -> None:
-        """Draw fresh parameters, those of each group as nn.Linear does, and start delayed scaling afresh."""
-        bound = self.in_features**-0.5 if self.in_features else 0.0
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
+        """Draw fresh parameters, those of each group as Linear does, and start delayed scaling afresh."""
+        if self.init_method is not None:
+            draw_parameters(self, self.init_method)
+        else:
+            bound = self.in_features**-0.5 if self.in_features else 0.0
+            for parameter in self.parameters():
+                nn.init.uniform_(parameter, -bound, bound)
         scaling.reset_scaling(self)
 
     def forward(
         self, input: torch.Tensor, group_sizes: torch.Tensor | Sequence[int], is_first_microbatch: bool | None = None
-    ) -> torch.Tensor:
-        """Apply the layer: y [T, N] in the compute dtype. `is_first_microbatch`: as `Linear` takes it."""
+    ) -> WithBias:
+        """y [T, N] in the compute dtype, or with `return_bias` (y, bias). `is_first_microbatch`: as in `Linear`."""
         if torch.compiler.is_compiling():
-            arguments = input, self.weight, self.bias, group_sizes, self._pin_token, self.backend
-            return compiled_grouped(self, *arguments)
+            arguments = input, self.weight, self.added_bias, group_sizes, self._pin_token, self.backend
+            y = compiled_grouped(self, *arguments)
+            return self._with_bias(y) if self.return_bias else y
         x, state = input, ambient()
         recipe = self._resolve(state)
         try:
@@ -87,14 +93,16 @@ class GroupedLinear(RecipeLayer):
                 if state is not None and state.calibrating:
                     self._calibrate(x, state)
                 if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
-                    return grouped_plain(x, self.weight, self.bias, groups)
+                    y = grouped_plain(x, self.weight, self.added_bias, groups)
+                    return self._with_bias(y) if self.return_bias else y
                 recipe, state = HIGH_PRECISION, None
             elif self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             name = backend_name(self, state)
             weight = stand_in(self.weight) if self.delay_wgrad_compute else self.weight
-            arguments = x, weight, self.bias, groups, recipe, name, state, is_first_microbatch
-            return run_grouped(self, *arguments)
+            arguments = x, weight, self.added_bias, groups, recipe, name, state, is_first_microbatch
+            y = run_grouped(self, *arguments)
+            return self._with_bias(y) if self.return_bias else y
         except MicrofloatError as error:
             raise self._with_path(error) from None
 
@@ -105,7 +113,7 @@ class GroupedLinear(RecipeLayer):
         recipe = HIGH_PRECISION if recipe is None else recipe
         weight = self.weight
         name = backend_name(self, state)
-        return find_grouped(x, weight, self.bias, recipe, name, x.requires_grad, weight.requires_grad)
+        return find_grouped(x, weight, self.added_bias, recipe, name, x.requires_grad, weight.requires_grad)
 
     def _check_input(self, x: torch.Tensor) -> None:
         check_grouped(x, self.weight, self.bias)

@@ -16,13 +16,13 @@ from microfloat.recipes.core import delayed_of
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, layer_state, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
-from microfloat.torch._typing import StateDict
+from microfloat.torch._typing import InitMethod, StateDict, WithBias
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.gathered import NoValues, values_of
 from microfloat.torch.linear import find_for, run_linear
-from microfloat.torch.microbatches import WGRAD_OPTIONS, MainGrad, NoRows
-from microfloat.torch.model_init import quantize_parameter
+from microfloat.torch.microbatches import WGRAD_OPTIONS, MainGrad, NoRows, fsdp_parameters
+from microfloat.torch.model_init import draw_parameters, quantize_parameter
 from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import Decoded, QuantizedTensor, attached_to
@@ -51,7 +51,7 @@ _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fr
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
                   "_followed", "fuse_wgrad_accumulation", "delay_wgrad_compute", "_waiting", "_shards",
-                  "_whole_shape")  # fmt: skip
+                  "_whole_shape", "_cut", "_untied_from", "init_method")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
@@ -68,6 +68,10 @@ class RecipeLayer(nn.Module):
     fuse_wgrad_accumulation: bool = False
     # True: backward leaves wgrad to `backward_dw` (docs/training.md).
     delay_wgrad_compute: bool = False
+    return_bias: bool = False  # True: a call gives (y, bias), and its product adds none
+    init_method: InitMethod | None = None  # draws the weight in place
+    # Of a layer with a rank's part of a stored weight: the case, N or K, and the name of the group of ranks.
+    _cut: str = ""
     _number: int = -1
     _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
     weight: torch.Tensor
@@ -118,12 +122,42 @@ class RecipeLayer(nn.Module):
             return self._pinned
         return state.recipe if state is not None else None
 
+    def _set_call_options(self, return_bias: bool, init_method: InitMethod | None) -> None:
+        """Set `return_bias` and `init_method`, which constructors of torch's layers need before they draw."""
+        check_bool("return_bias", return_bias)
+        if return_bias:
+            self.__dict__["return_bias"] = True
+        if init_method is not None:
+            if not callable(init_method):
+                needed = "a function that writes into a weight, such as torch.nn.init.xavier_uniform_"
+                raise invalid_type("init_method", type(init_method), needed)
+            self.__dict__["init_method"] = init_method
+
     def _set_wgrad_options(self, *values: bool) -> None:
         """Set what was asked for of WGRAD_OPTIONS, in this order; the rest stays the attribute of the class."""
         for name, value in zip(WGRAD_OPTIONS, values, strict=True):
             check_bool(name, value)
             if value:
                 setattr(self, name, True)
+
+    @property
+    def added_bias(self) -> torch.Tensor | None:
+        """The bias that the product of a call adds: none with `return_bias`."""
+        return None if self.return_bias else self.bias
+
+    def _with_bias(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """y, and beside it the bias in its dtype."""
+        bias = self.bias
+        if bias is None:
+            return y, None
+        if hasattr(bias, "placements"):
+            from microfloat.torch.distributed.tensor_parallel import beside
+
+            bias = beside(self, bias, y.dim())
+        if bias.dtype != y.dtype:
+            return y, bias.to(y.dtype)
+        # FSDP2 frees the parameter when the forward of its module ends, which may be this one.
+        return y, bias.clone() if bias is self.bias and fsdp_parameters(self) else bias
 
     def _with_path(self, error: MicrofloatError) -> MicrofloatError:
         return with_path(error, self._path)
@@ -164,7 +198,8 @@ class RecipeLayer(nn.Module):
         if x.numel() == 0 or is_abstract(x):
             return
         if recipe.is_static:
-            self.register_buffer("input_amax", layer_state.larger_amax(x, getattr(self, "input_amax", None)))
+            before = getattr(self, "input_amax", None)
+            self.register_buffer("input_amax", layer_state.larger_amax(x, before, self._cut))
             return
         layer_state.ensure_buffers(self, delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
@@ -236,7 +271,7 @@ class RecipeLayer(nn.Module):
 
     def extra_repr(self) -> str:
         pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
-        options = [name for name in WGRAD_OPTIONS if getattr(self, name)]
+        options = [name for name in (*WGRAD_OPTIONS, "return_bias") if getattr(self, name)]
         return super().extra_repr() + pinned + "".join(f", {name}=True" for name in options)
 
 
@@ -247,6 +282,9 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     that of the ambient `microfloat.torch.autocast`, else plain high precision. x [..., K] of float32, bfloat16 or
     float16, any sizes; y [..., N] in the compute dtype: x's, or torch.autocast's where that is enabled.
 
+    `return_bias`: a call gives (``x @ weight.T``, bias in y's dtype, None without one), and the caller adds it.
+    `init_method`: ``init_method(weight)`` draws the weight in place, here and in `reset_parameters`; biases are then 0.
+
     Under a recipe, raises InvalidTypeError for other dtypes, sparse and nested tensors, InvalidValueError for shapes
     and devices that do not fit, NotSupportedError inside torch.func's transforms and forward-mode AD, and for
     torch.jit. With DTensors: docs/distributed.md. Source: docs/numerics.md, section 6.
@@ -255,8 +293,10 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, recipe: Recipe | str | None = None, backend: str = "auto",
-        fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False,
+        fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False, return_bias: bool = False,
+        init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
+        self._set_call_options(return_bias, init_method)
         super().__init__(in_features, out_features, bias, device, dtype)
         self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
         layer_state.number_layer(self)
@@ -267,14 +307,17 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             self.pin(recipe)
 
     def reset_parameters(self) -> None:
-        """Draw fresh parameters, as nn.Linear does, and start delayed scaling afresh."""
+        """Draw fresh parameters, as nn.Linear or `init_method` does, and start delayed scaling afresh."""
         self._tell_ranks()
-        super().reset_parameters()
+        if self.init_method is None:
+            super().reset_parameters()
+        else:
+            draw_parameters(self, self.init_method)
         scaling.reset_scaling(self)
 
-    def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        """Apply the layer. `is_first_microbatch` True: quantize the weight and keep its codes; False: use the kept
-        codes if the weight is unchanged; None (default): keep nothing.
+    def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> WithBias:
+        """y, or with `return_bias` (y, bias). `is_first_microbatch` True: quantize the weight and keep its codes;
+        False: use the kept codes if the weight is unchanged; None (default): keep nothing.
 
         A step of any torch.optim optimizer counts as a change, and so does every write that torch counts. Writes
         through ``weight.data`` (of a weight that is not stored quantized), by collectives, by kernels of your own and
@@ -282,7 +325,10 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         """
         x = input
         if torch.compiler.is_compiling():
-            return compiled_linear(self, x)
+            if not self.return_bias:  # the last call: a break of the graph in it leaves nothing to resume
+                return compiled_linear(self, x)
+            y = compiled_linear(self, x)
+            return y if isinstance(y, tuple) else self._with_bias(y)  # a tuple: of this method in eager mode
         if _dynamo_callback() is not None:
             # Dynamo runs this frame as it is (it has met an error in it before), and would compile what it calls piece
             # by piece: casts, whose divisions a compiler must not touch.
@@ -298,13 +344,15 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
                 y = self._plain(x, is_first_microbatch)
                 for observer in OBSERVERS:
                     observer.see_plain(self, x, y)
-                return y
-            if is_first_microbatch is not None:
-                check_first_microbatch(is_first_microbatch)
-            if self._pinned is UNPINNED:
-                self.__dict__["_followed"] = True
-            y = run_linear(self, x, recipe, state, is_first_microbatch)
-            return self._plain(x, is_first_microbatch, recipe) if y is None else y
+            else:
+                if is_first_microbatch is not None:
+                    check_first_microbatch(is_first_microbatch)
+                if self._pinned is UNPINNED:
+                    self.__dict__["_followed"] = True
+                y = run_linear(self, x, recipe, state, is_first_microbatch)
+                if y is None:
+                    y = self._plain(x, is_first_microbatch, recipe)
+            return self._with_bias(y) if self.return_bias else y
         except Exception as error:
             named = self._named(error, x, recipe)
             if named is error:
@@ -330,7 +378,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         """y in high precision; `recipe`: the one that has nothing to multiply, because x has no rows."""
         if not isinstance(x, torch.Tensor):
             raise invalid_type("x", type(x), "a torch.Tensor")
-        bias = self.bias
+        bias = self.added_bias
         if recipe is None:
             weight = values_of(self.weight)
         else:
@@ -341,7 +389,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             if y is not None:
                 return y
             if self.fuse_wgrad_accumulation and not hasattr(weight, "placements"):
-                weight = NoRows.apply(weight, MainGrad(self.weight, is_first_microbatch is True))
+                weight = NoRows.apply(weight, MainGrad(self, self.weight, is_first_microbatch is True))
         if isinstance(weight, QuantizedTensor):
             weight, bias = Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
         if (
@@ -383,6 +431,8 @@ class _Call:
     """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
 
     _followed, _path, _number, fuse_wgrad_accumulation, delay_wgrad_compute = False, "", -1, False, False
+    return_bias, added_bias = False, RecipeLayer.added_bias
+    _cut = ""
     _load_state_dict_post_hooks: ClassVar[dict] = {}
 
     def __init__(
