@@ -1,8 +1,8 @@
 """Tensor and sequence parallel layers on gloo ranks: the bytes of one process, and what crosses the wire."""
 
+import contextlib
 import copy
 import dataclasses
-import functools
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,10 @@ import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat import recipes  # noqa: E402
 from microfloat.errors import MicrofloatError  # noqa: E402
+from microfloat.torch.distributed import collectives  # noqa: E402
 from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
+from microfloat.torch.distributed.coming import land  # noqa: E402
 from microfloat.torch.schedule import CastStep  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 
@@ -49,8 +51,13 @@ class Casts:
 
         def recorded(step, x, stream, words, inputs):
             made = call(step, x, stream, words, inputs)
+            whole = [*made]
+            if getattr(step, "gathers_late", False):
+                step.gather(whole, 1)
+            for which in (0, 1):
+                land(whole, which)
             tensor = next(entry.operand.tensor for entry in step.entries if entry is not None)
-            casts.made[tensor] = [None if part is None else part.clone() for part in made[:6]]
+            casts.made[tensor] = [None if part is None else part.clone() for part in whole[:6]]
             return made
 
         monkeypatch.setattr(cls, "__call__", recorded)
@@ -292,9 +299,17 @@ def groups_of_one(rank: int):
     ALONE[0] = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
 
 
-def counted(sent: list[int], gather, received, part, **options):
-    sent.append(part.numel())
-    return gather(received, part, **options)
+@contextlib.contextmanager
+def counted(sent: list[int]):
+    gather = collectives.all_gather_together
+
+    def counting(received, parts, *arguments, **options):
+        sent.extend(part.numel() for part in parts)
+        return gather(received, parts, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_gather_together", counting)
+        yield
 
 
 def wire(rank: int):
@@ -306,8 +321,7 @@ def wire(rank: int):
         row = layer_on(mesh, "rowwise", 1, NEAREST[name], seeded(K, N, seed=9), ours)
         x = on_sequence(seeded(1, M * world, K, seed=1), mesh).requires_grad_()
         sent: list[int] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharded, "all_gather", functools.partial(counted, sent, sharded.all_gather))
+        with counted(sent):
             made = [layer(x) for layer in layers]
             forward = sum(sent)
             row(made[0] + made[1] + made[2]).sum().backward()
@@ -322,8 +336,7 @@ def wire(rank: int):
             for layer in (column, row):
                 layer.weight.requires_grad_(way != "frozen")
             x, sent = on_sequence(seeded(1, 128 * world, K, seed=1), mesh).requires_grad_(), []
-            with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(way != "no_grad"):
-                patch.setattr(sharded, "all_gather", functools.partial(counted, sent, sharded.all_gather))
+            with counted(sent), torch.set_grad_enabled(way != "no_grad"):
                 y = row(column(x))
                 forward = sum(sent)
                 if way != "no_grad":
@@ -577,23 +590,20 @@ def test_codes_travel_once_for_all_readers(ranks) -> None:
         assert (forward, backward) == (1.0, 1.0)  # bytes an element, of all three layers, and of dy
         assert "gather codes and scales" in text
         assert "x along M" in text
-        forward, backward, _ = found["mxfp4"]
-        assert forward == 2 * (0.5 + 1 / 32)  # both operands
-        assert backward == 2 * (0.5 + 1 / 32)
-        forward, backward, text = found["mxfp8"]
-        assert (forward, backward) == (0, 0)
-        assert "gathered in high precision: codes and scales take 16896 bytes, no fewer than the 16384" in text
-        # Of one operand, where nothing reads the other one, also those.
+        # Of blocks the row operand of x in forward, its column operand in backward, for all layers, and both of dy.
+        bytes_of = {"mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "mxfp8": 1 + 1 / 32}
+        for name, operand in bytes_of.items():
+            assert found[name][:2] == (operand, 3 * operand), name
+        # Of one operand, where nothing reads the other one.
         for name in ("mxfp8", "fp8_block"):
             assert found[name, "no_grad"] == found[name, "dequantized"] == (1 + 1 / 32, 0)
             assert found[name, "frozen"] == (1 + 1 / 32, 1 + 1 / 32)
             assert found[name, "high_precision"] == (0, 0)
-        shares = {name: found[name][0] / 2 for name in ("fp8_current", "mxfp4", "nvfp4")}
-        shares["one"] = found["mxfp8", "no_grad"][0] / 2
-        said = "travel once ({fp8_current:.1f}x of bf16); NVFP4 and MXFP4 send both ({nvfp4:.2f}x and {mxfp4:.2f}x)"
+        shares = {name: found[name][0] / 2 for name in ("fp8_current", *bytes_of)}
+        said = "travel once ({fp8_current:.1f}x of bf16). Of block formats they are two ({mxfp8:.2f}x each for MXFP8"
+        said += " and block FP8, {nvfp4:.2f}x for NVFP4, {mxfp4:.2f}x for MXFP4)"
         page = " ".join((Path(__file__).parents[3] / "docs" / "distributed.md").read_text().split())
         assert said.format(**shares) in page
-        assert "one operand travels ({one:.2f}x)".format(**shares) in page
 
 
 def test_replicas_round_alike_and_shards_do_not(ranks) -> None:
@@ -618,7 +628,7 @@ def test_modules_functional_and_explained(ranks) -> None:
         assert gradient
         assert functional
         words = " ".join(text.split())
-        assert "overlap of collectives with GEMMs: not provided" in words
+        assert "under sequence parallelism collectives run beside products in backward" in words
         assert "under torch.compile it runs in eager mode, between two graphs" in words
 
 
