@@ -19,12 +19,14 @@ import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat import recipes  # noqa: E402
 from microfloat.errors import MicrofloatError  # noqa: E402
+from microfloat.torch import backends  # noqa: E402
 from microfloat.torch.distributed import collectives  # noqa: E402
 from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
 from microfloat.torch.distributed.coming import land  # noqa: E402
 from microfloat.torch.schedule import CastStep  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
+from tests.torch.scheduled.setting import block_gemms  # noqa: E402
 
 NEAREST = {
     "fp8_current": recipes.Float8CurrentScaling(), "fp8_row": recipes.Float8RowScaling(),
@@ -139,12 +141,15 @@ def layer_on(mesh, kind: str, sequence, recipe, w, styles):
     return theirs.parallelize_module(layer, mesh, style)
 
 
-def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST)):
-    """Every recipe, column and row parallel, with and without sequence parallelism, by our styles and torch's."""
+def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST), rows: int = M, whole: bool = False):
+    """Every recipe, column and row parallel, with and without sequence parallelism, by our styles and torch's.
+
+    `whole`: operands that a rank has a part of are left out.
+    """
     world, found = dist.get_world_size(), {}
     mesh = init_device_mesh(torch.get_default_device().type, (world,))
     size = 128 * world  # whole tiles on every rank
-    x, w, dy = seeded(2, M * world, size, seed=1), seeded(size, size, seed=2), seeded(2, M * world, size, seed=3)
+    x, w, dy = seeded(2, rows * world, size, seed=1), seeded(size, size, seed=2), seeded(2, rows * world, size, seed=3)
     for name, recipe in ((name, NEAREST[name]) for name in names):
         expected = one_process(recipe, x, w, dy)
         for layout, (kind, sequence, letters) in LAYOUTS.items():
@@ -161,7 +166,8 @@ def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST)):
                     y = layer(x_rank)
                     y.backward(dy_rank)
                 # On a GPU x and w are cast together, in forms of their own.
-                wrong = [] if x.is_cuda else differing(expected, casts.made, letters, rank, world)
+                made = {tensor: parts for tensor, parts in casts.made.items() if not (whole and tensor in letters)}
+                wrong = [] if x.is_cuda else differing(expected, made, letters, rank, world)
                 whole_y, whole_dx, whole_dw = expected["results"]
                 goals = (
                     whole_y.chunk(world, -1)[rank] if kind == "colwise"
@@ -175,6 +181,20 @@ def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST)):
                 ]
                 found[name, layout, styles is ours] = wrong, errors
     return found
+
+
+def forms_of_a_hopper(rank: int):
+    """The same in the forms that a Hopper's GEMMs read: folded scales of 128, and decoded values.
+
+    Shards of two times 32 rows would cut blocks of 128, and two scales of 128 rows are filled up to four: those are
+    gathered in high precision, and two times 256 rows as codes.
+    """
+    with backends.pretend(chip="h200", interpreted=False), block_gemms("cpu", []):
+        found = bytes_of_one_process(rank, ("mxfp8", "nvfp4"), M, whole=True)
+        for rows in (128, 256):
+            made = bytes_of_one_process(rank, ("mxfp8",), rows, whole=True)
+            found |= {(*key, rows): one for key, one in made.items()}
+        return found
 
 
 def relative(a, b) -> float:
@@ -550,7 +570,7 @@ def recipes_differ(rank: int):
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), modules_take_part, delayed_state, wire,
-    noise, With(other_ways, compiles=False), served, refusals,
+    noise, With(other_ways, compiles=False), served, refusals, forms_of_a_hopper,
 )  # fmt: skip
 
 
@@ -565,6 +585,13 @@ def test_every_rank_makes_the_bytes_of_one_process(ranks) -> None:
         assert {name for name, *_ in found} >= set(SOME)
         assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
         # y and dx are sums of results on each rank, rounded to bfloat16 (2^-9) one by one and when they are added.
+        assert max(max(errors) for _, errors in found.values()) < (2 * len(ranks) - 1) * 2.0**-9
+
+
+def test_forms_of_a_hopper_are_those_of_one_process(ranks) -> None:
+    """features D2, D5"""
+    for found in of(ranks, forms_of_a_hopper):
+        assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
         assert max(max(errors) for _, errors in found.values()) < (2 * len(ranks) - 1) * 2.0**-9
 
 

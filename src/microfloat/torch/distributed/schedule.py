@@ -29,7 +29,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from microfloat.errors import invalid_value
-from microfloat.layout import Part, folded_format
+from microfloat.formats import ScaledFormat
+from microfloat.layout import Part, folded_format, scale_grid, stored_length
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
@@ -342,7 +343,10 @@ def why_not_gathered(
     for which, (one, other) in enumerate(zip(local, whole, strict=True)):
         if one is None or other is None or (which and shares):
             continue
-        count = 0
+        entry, count = entries[which], 0
+        assert entry is not None
+        if one.scale is not None and math.prod(one.scale.shape) != _scales_read(entry, sizes[:: -1 if which else 1]):
+            return "its scales are padded"
         for part, goal in zip(one, other, strict=True):
             if part is None or goal is None or part.shape == goal.shape:
                 continue
@@ -367,13 +371,23 @@ def _block_along(cast: Cast, axes: tuple[str, str], letter: str) -> int:
     return max(block, cast.format.element.codes_per_byte) if axes[1] == letter else block
 
 
+def _format_read(entry: Entry) -> ScaledFormat:
+    """The format of an operand in the form that its GEMM reads."""
+    assert entry.cast is not None
+    fmt = entry.cast.format
+    return folded_format(fmt, entry.form) if entry.form in ("folded", "tiles") else fmt
+
+
+def _scales_read(entry: Entry, sizes: Sequence[int]) -> int:
+    """The number of scales of an operand of so many rows and columns, without those that fill up its layout."""
+    assert entry.cast is not None
+    return math.prod(scale_grid(_format_read(entry), sizes[0], stored_length(sizes[1], entry.cast.hadamard)))
+
+
 def _block_read(entry: Entry, axes: tuple[str, str]) -> int:
     """Rows of the matrix of which an operand's elements depend on each other, in the form that its GEMM reads."""
     assert entry.cast is not None
-    extent = _block_along(entry.cast, axes, "M")
-    if entry.form in ("folded", "tiles"):
-        extent = max(extent, folded_format(entry.cast.format, entry.form).block[axes.index("M")] or 1)
-    return extent
+    return max(_block_along(entry.cast, axes, "M"), _format_read(entry).block[axes.index("M")] or 1)
 
 
 def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, int]) -> None:
