@@ -88,7 +88,7 @@ OF_TORCH = (
     (functional, "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"),
 )
 GATHERS = (
-    *(one for one in OF_TORCH if hasattr(*one)), (collectives, "all_gather"), (sharded, "all_gather"),
+    *(one for one in OF_TORCH if hasattr(*one)), (collectives, "all_gather_together"), (sharded, "all_gather"),
 )  # fmt: skip
 
 
@@ -101,7 +101,8 @@ def counted_gathers() -> Iterator[list[int]]:
         def call(*arguments: Any, **options: Any) -> Any:
             named = options.get("input_tensor", options.get("self"))
             part = arguments[of_input] if len(arguments) > of_input else named
-            found.append(part.numel() * part.element_size())
+            together = part if isinstance(part, list) else [part]
+            found.append(sum(one.numel() * one.element_size() for one in together))
             return gather(*arguments, **options)
 
         return call

@@ -26,7 +26,7 @@ from microfloat.torch.schedule import SCHEDULES  # noqa: E402
 from tests.torch.distributed.ranks import With, of, run_ranks  # noqa: E402
 
 SIZE, TOKENS = 64, 32
-GATHERS = "all_gather_together", "all_gather"  # the first of which calls the other, given one part
+OURS = "all_gather_together", "reduce_scatter"
 HIGH_PRECISION = "rowwise_with_gw_hp"  # whose wgrad reads x and dy in high precision, as which they are gathered
 
 
@@ -154,7 +154,7 @@ def counted():
     calls: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         of_torch = [(DTensor, name) for name in ("from_local", "to_local", "redistribute")]
-        for owner, name in (*of_torch, *((collectives, name) for name in (*GATHERS, "reduce_scatter"))):
+        for owner, name in (*of_torch, *((collectives, name) for name in OURS)):
             call = getattr(owner, name)
 
             def counting(*arguments, _call=call, _name=name, **options):
@@ -472,12 +472,12 @@ def test_a_step_makes_no_dtensor_between_layers(ranks) -> None:
     for found in of(ranks, whole_plan):
         for recipe in ("fp8_current", "delayed"):
             # Under delayed scaling layers have scales of their own, and codes of x of their own.
-            codes = 2 + (recipe == "delayed")
-            assert found["calls", recipe] == {"reduce_scatter": 2, **dict.fromkeys(GATHERS, codes)}, recipe
+            gathers = 2 + (recipe == "delayed")
+            assert found["calls", recipe] == {"reduce_scatter": 2, "all_gather_together": gathers}, recipe
         assert not found["calls", "whole"]  # without a sequence that is sharded
         # Both layers share one gather of each operand of x, codes and scales together; as many are those of dy.
         assert found["calls", "mxfp8"] == {"reduce_scatter": 2, "all_gather_together": 4}
-        assert found["calls", HIGH_PRECISION] == {"reduce_scatter": 2, "all_gather": 2}
+        assert found["calls", HIGH_PRECISION] == {"reduce_scatter": 2, "all_gather_together": 2}
 
 
 _LAST_READER = ["cast dy", "dgrad", "start a scatter", "wgrad", "wait for the scatter"]

@@ -24,7 +24,7 @@ from microfloat.torch.distributed import collectives  # noqa: E402
 from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
 from microfloat.torch.distributed.coming import land  # noqa: E402
-from microfloat.torch.schedule import CastStep  # noqa: E402
+from microfloat.torch.schedule import SCHEDULES, CastStep  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 from tests.torch.scheduled.setting import block_gemms  # noqa: E402
 
@@ -197,6 +197,40 @@ def forms_of_a_hopper(rank: int):
         return found
 
 
+def decoded_operands(rank: int):
+    """What two layers save that read one x, where GEMMs read decoded values: its addresses, of the weights and of more
+    than scalars; and the order of casts of dy and products in backward."""
+    world, saved, events = dist.get_world_size(), [], []
+    mesh = init_device_mesh("cpu", (world,))
+    with backends.pretend(chip="h200", interpreted=False):
+        layers = [layer_on(mesh, "colwise", 1, NEAREST["nvfp4"], seeded(N, K, seed=i), ours) for i in range(2)]
+        x = on_sequence(seeded(1, M * world, K, seed=1), mesh).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            ys = [layer(x) for layer in layers]
+        cast = CastStep.__call__
+
+        def recorded(step, *arguments):
+            events.append("cast " + " and ".join(".".join(one.operand.key) for one in step.entries if one is not None))
+            return cast(step, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CastStep, "__call__", recorded)
+            for case in SCHEDULES.values():
+                for name, product in case.schedule.products.items():
+                    patch.setitem(case.schedule.products, name, noted(events, name, product))
+            ys[0].sum().backward()
+    weights = {layer.weight.to_local().data_ptr() for layer in layers}
+    return weights, {one.data_ptr() for one in saved if one.numel() > 1}, events
+
+
+def noted(events: list[str], name: str, call):
+    def noting(*arguments):
+        events.append(name)
+        return call(*arguments)
+
+    return noting
+
+
 def relative(a, b) -> float:
     return float((a - b).detach().float().norm() / b.detach().float().norm())
 
@@ -324,7 +358,7 @@ def counted(sent: list[int]):
     gather = collectives.all_gather_together
 
     def counting(received, parts, *arguments, **options):
-        sent.extend(part.numel() for part in parts)
+        sent.extend(part.numel() for part in parts if part.dtype == torch.uint8)  # not values
         return gather(received, parts, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -571,6 +605,7 @@ SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rot
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), modules_take_part, delayed_state, wire,
     noise, With(other_ways, compiles=False), served, refusals, forms_of_a_hopper,
+    decoded_operands,
 )  # fmt: skip
 
 
@@ -593,6 +628,13 @@ def test_forms_of_a_hopper_are_those_of_one_process(ranks) -> None:
     for found in of(ranks, forms_of_a_hopper):
         assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
         assert max(max(errors) for _, errors in found.values()) < (2 * len(ranks) - 1) * 2.0**-9
+
+
+def test_decoded_operands_are_not_kept_twice(ranks) -> None:
+    for weights, saved, events in of(ranks, decoded_operands):
+        assert weights < saved
+        assert len(saved) == len(weights) + 1  # and one x
+        assert events == ["cast dgrad.lhs", "cast dgrad.rhs", "dgrad", "cast wgrad.lhs", "wgrad"]
 
 
 def test_modules_take_part(ranks) -> None:

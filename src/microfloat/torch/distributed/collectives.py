@@ -84,7 +84,9 @@ def all_gather_together(
     options = distributed_c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
     options.asyncOp = async_op
     work = group.allgather_into_tensor_coalesced([*received], [*sent], options)
-    return work if async_op else work.wait()
+    if not async_op and work is not None:  # NCCL has none where the current stream runs it
+        work.wait()
+    return work
 
 
 def gather_bytes(sent: Sequence[torch.Tensor], ranks: int, group: Group) -> UnderWay[list[torch.Tensor]]:
@@ -98,7 +100,7 @@ def gather_rows(part: torch.Tensor, dim: int, ranks: int, group: Group) -> torch
     """The parts of all ranks side by side along `dim`."""
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
     with in_collective("the all-gather of a sharded layer", group):
-        all_gather(whole.view(-1), part.contiguous().view(-1), group=group)
+        all_gather_together([whole.view(-1)], [part.contiguous().view(-1)], group)
     if math.prod(part.shape[:dim]) == 1:
         return whole.view(*part.shape[:dim], -1, *part.shape[dim + 1 :])
     return torch.cat(whole.chunk(ranks), dim)

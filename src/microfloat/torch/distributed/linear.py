@@ -437,6 +437,8 @@ def _make(
     if gathers == "x":
         example = shard.new_empty(()).expand(x_shape)
     check_blocks(entries, shards, {"N": weight.shape[0], "K": inner})
+    # A decoded operand is as large as the weight itself, which is there anyhow.
+    late = late or (needs[0] and routes.dgrad.rhs == "values")
     schedule = ShardedSchedule(
         shards, shard.detach(), "", recipe, backend, routes, example.detach(), weight._local_tensor.detach(),
         None if bias is None else bias._local_tensor.detach(), compute, *needs, late,

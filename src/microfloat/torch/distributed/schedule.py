@@ -192,7 +192,10 @@ class ShardedCast:
         self.measures = [*dict.fromkeys(measure for measure in both if measure is not None)]
         self._casts = [casts[1 if measure.column else both.index(measure)] for measure in self.measures]
         numbers = [None if measure is None else self.measures.index(measure) for measure in both]
+        # A decoded operand takes as many bytes as values: that of wgrad is made when dgrad has let go of its own.
+        self._waits = tensor == "dy" and all(entry is not None and entry.form == "values" for entry in entries)
         apart = len(self.measures) > 1 or any(self._is_widened(measure, casts) for measure in self.measures)
+        apart = apart or self._waits
         halves = ((made[0], None), (None, made[1])) if apart else (made,)
         self._steps: list[tuple[CastStep, int | None, bool]] = []
         for half in halves:
@@ -244,17 +247,15 @@ class ShardedCast:
         if self.measures and not isinstance(amaxes, list):
             amaxes = _reduced(self.measures, self.measure(x))
         made: Parts = [None] * 6
-        for step, number, widens in self._steps:
+        for index, (step, _, _) in enumerate(self._steps):
             row, column = step.entries
-            if number is None:
-                given = inputs if self.measures == [] else inputs._replace(amax=None)
-                parts = step(x, stream, words, given)
-            elif widens:
-                parts = self._by_rows(step, x, amaxes[number], stream, words, inputs)
-            else:
-                amax = amaxes[number]
-                amax = amax[:, None] if self.measures[number].kind == "rows" else amax
-                parts = step(x, stream, words, inputs._replace(amax=amax))
+            cast = functools.partial(self._by_step, index, x, amaxes, stream, words, inputs)
+            if self._waits and row is None:
+                later = functools.cache(cast)
+                for at, part in enumerate(self._local[1] or (), 3):
+                    made[at] = None if part is None else Coming(functools.partial(_part_of, later, at))
+                continue
+            parts = cast()
             made[0:3] = parts[0:3] if row is not None else made[0:3]
             made[3:6] = parts[3:6] if column is not None else made[3:6]
             inputs = inputs._replace(record=None)  # the first step has recorded
@@ -265,6 +266,19 @@ class ShardedCast:
             elif not self.gathers_late:
                 self.gather(made, 1)
         return made
+
+    def _by_step(
+        self, index: int, x: torch.Tensor, amaxes: Any, stream: int, words: torch.Tensor | None, inputs: CastInputs
+    ) -> Parts:
+        """The operands that one of the steps makes."""
+        step, number, widens = self._steps[index]
+        if number is None:
+            return step(x, stream, words, inputs if self.measures == [] else inputs._replace(amax=None))
+        if widens:
+            return self._by_rows(step, x, amaxes[number], stream, words, inputs)
+        amax = amaxes[number]
+        amax = amax[:, None] if self.measures[number].kind == "rows" else amax
+        return step(x, stream, words, inputs._replace(amax=amax))
 
     def _by_rows(
         self, step: CastStep, x: torch.Tensor, amax: torch.Tensor, stream: int, words: torch.Tensor | None,
@@ -312,6 +326,10 @@ class ShardedCast:
         made = laid(codes if row.turned == (not column.turned) else codes.t(), layout.codes, self._backend)
         assert made is not None
         return made
+
+
+def _part_of(cast: Callable[[], Parts], at: int) -> torch.Tensor:
+    return cast()[at]
 
 
 def _differing(part: Part, goal: Part) -> int:
