@@ -133,7 +133,7 @@ def _start(
             work: torch.distributed.Work = collective(*arguments, group=group, async_op=True)  # type: ignore[assignment]
         return UnderWay(received, kept, work.wait, what, group)
     device = kept[0].get_device()
-    current, beside = torch.cuda.current_stream(device), _stream_beside(device)
+    current, beside = torch.cuda.current_stream(device), stream_beside(device)
     beside.wait_stream(current)
     begins = beside.record_event()
     with in_collective(what, group), torch.cuda.stream(beside):
@@ -148,7 +148,7 @@ def _start(
 
 
 @functools.cache
-def _stream_beside(device: int) -> "torch.cuda.Stream":
+def stream_beside(device: int) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device, priority=-1)
 
 

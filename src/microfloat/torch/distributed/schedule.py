@@ -311,6 +311,8 @@ class ShardedCast:
             for at, (part, goal) in enumerate(zip(local, whole, strict=True), 3 * which)
             if part is not None and goal is not None and part.shape != goal.shape
         ]
+        if not gathers:  # of one rank
+            return
         under_way = gather_bytes([one.sent for _, _, one in gathers], axis.size, group_named(axis.group))
         for index, (at, goal, one) in enumerate(gathers):
             parts[at] = Coming(functools.partial(one.landed, under_way, index, goal, axis.size), under_way)
