@@ -116,6 +116,10 @@ class Report:
         """True if `--only` leaves in a row of one of these names."""
         return wanted(self.options.only, *names)
 
+    def wants_some(self, beginning: str) -> bool:
+        """True if `--only` leaves in rows whose names begin so, before a dot."""
+        return self.wants(beginning) or any(one.startswith(f"{beginning}.") for one in self.options.only)
+
     def add(self, row: Row) -> Row:
         """Judge, print and keep a row."""
         row.judge(counts=not self.options.quick)

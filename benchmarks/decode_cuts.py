@@ -78,9 +78,9 @@ def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool)
         tried = itertools.chain([usual], _many(usual, stored.codes, shape, device.multiprocessors))
     else:
         plain = products.cut_of(*about, device._replace(warpgroups=False))
-        groups = [products.by_warpgroups(warps, plain.TOKENS) for warps in (4, 8)] if device.warpgroups else []
+        groups = _by_warpgroups(plain.TOKENS, shape, device) if m > 8 else ()
         wide = _wide(plain, shape, device.multiprocessors)
-        tried = itertools.chain([usual], _by_warps(plain, m), groups if m > 8 else (), wide)
+        tried = itertools.chain([usual], _by_warps(plain, m), groups, wide)
     fitted = [products.fitted(cut, stored.codes, k, stored.strides, False) for cut in tried]
     found = list(dict.fromkeys(cut for cut in fitted if _runs(cut, stored.codes, k)))
     return found if dependent else [cut for cut in found if not cut.DEPENDENT]
@@ -100,6 +100,14 @@ def _by_warps(usual: DecodeCut, rows: int) -> Iterator[DecodeCut]:
         yield usual._replace(
             ROW_WARPS=row_warps, LENGTH_WARPS=length_warps, TILES=tiles, STAGES=stages, AHEAD=ahead, DEPENDENT=True
         )
+
+
+def _by_warpgroups(tokens: int, shape: Shape, device: Device) -> Iterator[DecodeCut]:
+    """Cuts of `warpgroups`, of programs that fill the chip at least once and are not too many."""
+    for warps, splits in itertools.product((4, 8, 16), (1, 2, 4, 8)):
+        waves = -(-shape[2] // (16 * warps)) * splits / device.multiprocessors
+        if device.places and _LEAST_SHARE <= waves <= _MOST_WAVES:
+            yield products.by_warpgroups(warps, tokens, splits)
 
 
 def _wide(usual: DecodeCut, shape: Shape, processors: int) -> Iterator[DecodeCut]:
@@ -212,7 +220,9 @@ def _compile(launch: Any, passes: Passes, stored: Stored) -> None:
         assert made is not None
         dtypes[At.MADE + at] = getattr(torch, made.dtype)
     tensors = [None if at == At.NOTHING else torch.empty(64, dtype=dtypes[at]) for at in launch.tensors]
-    kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster, launch.dependent)
+    kernel = kernel_of(
+        launch.kernel, launch.cooperative, launch.cluster, launch.dependent, launch.shared_bytes, launch.spread
+    )
     kernel.warm_up(launch.programs, tuple(tensors), launch.scalars, launch.constants, launch.warps)
 
 
@@ -399,7 +409,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     capability = torch.cuda.get_device_capability() if options.device == "cuda" else HOPPER
     refused: dict[Compiled, str] = {}
     if not options.quick:
-        chip = Device(0, PROCESSORS, capability >= (8, 9), warpgroups=capability == HOPPER)
+        chip = Device(0, PROCESSORS, capability >= (8, 9), warpgroups=capability == HOPPER, places=capability == HOPPER)
         stored = {(name, size): stored_like(name, size) for name in names for size in shapes}
         jobs = [
             Job(stored[name, size], (m, size[1], size[0]), cut, capability)

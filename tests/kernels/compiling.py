@@ -107,13 +107,13 @@ def compile_all(workloads, capability=HOPPER):
         hows = [getattr(constant, "HOW", constant) for constant in constants]
         how = next((how for how in hows if isinstance(how, How)), How(0, 0, False, False, False, 128, 128))
         elements = how.BM * how.BN / (32 * warps.number)
-        if isinstance(self, program.ClusterKernel):  # so many pieces of that size
+        if isinstance(self, program.PlacedKernel):  # so many pieces of that size
             elements *= constants[-2].PIECES
             assert scattered_units(compiled.asm["ttgir"]) == set()
         conversions = re.findall(r"cvt\.\S*(?:e4m3|e5m2|e2m1)\S*", compiled.asm["ptx"])
         launched.append((len(instructions), elements, unwritten_reads(instructions), conversions))
 
-    program.Kernel.compile = program.ClusterKernel.compile = compile_only
+    program.Kernel.compile = program.PlacedKernel.compile = compile_only
     counts = {}
     for name in workloads:
         launched.clear()
@@ -155,7 +155,7 @@ def read_all(shape, stream):
             seen.add((self.function.fn.__name__, kinds, constants))
             self.function.run(*arguments, *scalars, *constants, grid=(programs,), warmup=True)
 
-    program.Kernel.compile = program.ClusterKernel.compile = read_only
+    program.Kernel.compile = program.PlacedKernel.compile = read_only
     x = torch.zeros(shape, dtype=torch.bfloat16)
     with mock.patch.object(JITFunction, "_do_compile", read):  # later tests of this process compile
         for name, launch in _every_launch(x, stream):
@@ -180,7 +180,7 @@ def compile_norms_of_one_column():
         options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled.append(self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True))
 
-    program.Kernel.compile = program.ClusterKernel.compile = compile_only
+    program.Kernel.compile = program.PlacedKernel.compile = compile_only
     from microfloat.torch.backends import triton
     from microfloat.torch.producers import Norm
     from tests.kernels import calls
@@ -218,7 +218,7 @@ def compile_measures(names, capability=HOPPER):
         versions, others, most = compiled.get(self.function.fn.__name__, (0, [], 0))
         compiled[self.function.fn.__name__] = versions + 1, others + unwritten_reads(instructions), max(most, spilled)
 
-    program.Kernel.compile = program.ClusterKernel.compile = compile_only
+    program.Kernel.compile = program.PlacedKernel.compile = compile_only
     x = torch.zeros(256, 1024, dtype=torch.bfloat16)
     readings, parts = measuring.Readings(), (slice(0, 128), slice(0, 128))
 

@@ -10,7 +10,7 @@ from microfloat.passes import producers
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch import program, reference
 from microfloat.torch.producers import Norm
-from microfloat.torch.program import ClusterKernel, ClusterRefused
+from microfloat.torch.program import PlacedKernel, PlacingRefused
 from tests.kernels import calls
 from tests.kernels.cases import check_operand
 
@@ -79,8 +79,8 @@ COMPILED = ((64, 1024), (64, 1280), (64, 14336))
 def refused(device):
     """Two launches give the bytes on a GPU that starts no clusters, and nobody asks again."""
     x = matrix_of(64, 128, device)
-    asked, index = mock.Mock(side_effect=ClusterRefused), x.get_device()
-    with mock.patch.object(ClusterKernel, "prepared", asked), clusters_of(index, 1):
+    asked, index = mock.Mock(side_effect=PlacingRefused), x.get_device()
+    with mock.patch.object(PlacedKernel, "prepared", asked), clusters_of(index, 1):
         for largest in (1, 0):
             assert program.device_of(index).largest_cluster == largest
             one(x, torch.linspace(0.5, 2, 128).to(x), "mxfp8", "rms", 8192, None)

@@ -147,12 +147,17 @@ def test_nan_blocks_give_nan(product, name):
     assert (np.isnan(y) == np.isnan(exact)).all()
 
 
-# M, N, K, x's dtype, cut of `decode_warpgroups`: rows of the weight and of x that are no whole tiles, with a bias; and
-# float16 by two warpgroups.
+def _groups(warps, tokens, bias, **further):
+    return DecodeCut(warps, 1, 1, tokens, 0, 1, bias, True, True, True, WARPGROUPS=True, **further)
+
+
+# M, N, K, x's dtype, cut of `decode_warpgroups`: rows of the weight and of x that are no whole tiles, with a bias;
+# float16 by two warpgroups, in parts of K, of which the last has nothing; and parts of bfloat16, with a bias.
 GROUPS = {
-    "groups": (40, 100, 512, "bfloat16", DecodeCut(4, 1, 1, 8, 0, 1, True, True, True, True, WARPGROUPS=True)),
-    "halves": (20, 130, 768, "float16", DecodeCut(8, 1, 1, 4, 0, 1, False, True, True, True, WARPGROUPS=True)),
-}
+    "groups": (40, 100, 512, "bfloat16", _groups(4, 8, True)),
+    "halves": (20, 130, 768, "float16", _groups(8, 4, False, SPLITS=4)),
+    "parts of K": (33, 70, 768, "bfloat16", _groups(4, 8, True, SPLITS=2)),
+}  # fmt: skip
 # M, N, K, x's dtype, cut of `decode_wide`: ragged in every size, parts of K, a bias; float16, whole steps, two tiles;
 # eight warps and more parts than some of them have steps for; more than 64 rows with the next step decoded under way,
 # of float16 in four bands of rows; and as many columns as wgmma has.
@@ -219,19 +224,19 @@ def test_values_by_warpgroups(wide_product, name, kind):  # features I2
 
 @pytest.mark.slow_cases(
     "further forms of the same kernel",
-    cases=("groups-*-nvfp4_*", "groups-*-mxfp4", "halves-*-nvfp4*", "halves-*-nvfp4_*"),
+    cases=("groups-*-nvfp4_*", "groups-*-mxfp4", "halves-*-nvfp4*", "halves-*-nvfp4_*", "parts*-nvfp4_*"),
 )
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4"])
-@pytest.mark.parametrize(("kind", "special"), [("groups", ""), ("groups", "nan"), ("halves", "")])
+@pytest.mark.parametrize(("kind", "special"), [("groups", ""), ("groups", "nan"), ("halves", ""), ("parts of K", "")])
 def test_values_with_x_in_shared_memory(wide_product, name, kind, special):  # features I2
     y, exact, terms, names = wide_product((name, kind, special))
-    _, _, k, dtype, _ = GROUPS[kind]
+    _, _, k, dtype, cut = GROUPS[kind]
     bound = 2.0 ** (-8 if dtype == "bfloat16" else -11) * np.abs(exact) + k * 2.0**-23 * terms
     finite = np.isfinite(exact)
     assert (np.isnan(y) == ~finite).all()
     assert finite.all() is np.bool_(special != "nan")
     assert (np.abs(y - exact) <= bound)[finite].all()
-    assert names == ["decode_order", "decode_warpgroups"]
+    assert names == ["decode_order", "decode_warpgroups", "sum_parts"][: 3 if cut.SPLITS > 1 else 2]
 
 
 @pytest.mark.slow_cases("codes that are read as those of another format are", cases=("mxfp4-ragged",))
@@ -389,13 +394,11 @@ def test_the_matrix_descriptor_finds_x_where_it_is_written():
 
     tokens, length = 4, 512
     memory = interpreting(_ordered_for_warpgroups)(tokens, length)
-    text = warpgroups.text_of_products.fn(tokens, 8, 0)
+    text = warpgroups.text_of_products.fn(tokens, 8)
     along, across = (
         int(re.search(pattern, text)[1]) for pattern in (r"or\.b32 lo, lo, (\d+);", r"mov\.b32 hi, (\d+);")
     )
-    assert (
-        "and.b32 lo, lo, 0x3FFFF; shr.u32 lo, lo, 4;" in text
-    )  # 14 bits, without the number of a program of a cluster
+    assert re.search(r"and\.b32 lo, \$\d+, 0x3FFFF; shr\.u32 lo, lo, 4;", text)  # 14 bits
     (of_k16,) = {int(units) for units in re.findall(r"add\.u32 lo, lo, (\d+);", text)}
     assert f"m64n{8 * tokens}k16" in text
     for half, k16, token in itertools.product(range(length // 128), range(8), range(8 * tokens)):
@@ -407,7 +410,7 @@ def test_the_matrix_descriptor_finds_x_where_it_is_written():
             assert found == token * length + element
 
 
-def _compile_groups(kind, warps, tokens):
+def _compile_groups(kind, warps, tokens, splits):
     """The machine code of `decode_warpgroups`."""
     from triton.runtime import driver
 
@@ -418,39 +421,42 @@ def _compile_groups(kind, warps, tokens):
     driver.set_active(NamedTarget(90))
     x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(16)
     stride = 8192 // kind.WIDTH
-    cut = products.fitted(products.by_warpgroups(warps, tokens), kind, 8192, (stride, 1), False)
+    cut = products.by_warpgroups(warps, tokens, splits)
+    cut = products.of_kernel(products.fitted(cut, kind, 8192, (stride, 1), False))
     compiled = warpgroups.decode_warpgroups.run(
-        x.int(), codes, codes, one if kind.LEVEL else None, None, x, 64, 8192, 256, stride, 0, kind, cut, 1, True, True,
-        num_warps=warps, enable_fp_fusion=False, grid=(1,), launch_pdl=True, warmup=True,
+        x.int(), codes, codes, one if kind.LEVEL else None, None, one if splits > 1 else x, 64, 8192, 256, stride, 0,
+        splits, kind, cut, 1, True, True, num_warps=warps, enable_fp_fusion=False, grid=(1,), launch_pdl=True,
+        warmup=True,
     )  # fmt: skip
     return instructions_of(compiled.asm["cubin"])
 
 
 @pytest.mark.slow("machine code of four kernels")
-@pytest.mark.parametrize(("warps", "tokens"), [(4, 8), (8, 4)])
+@pytest.mark.parametrize(("warps", "tokens", "splits"), [(4, 8, 1), (8, 4, 2)])
 @pytest.mark.parametrize(
     "kind", [DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(1, 1, 4, 1, 1, 32, False)], ids=["nvfp4", "mxfp4"]
 )
-def test_products_of_half_a_chunk_end_before_its_memory_is_used_again(kind, warps, tokens):
+def test_products_of_half_a_chunk_end_before_its_memory_is_used_again(kind, warps, tokens, splits):
     """The next copy of x waits for all warps, products wait for their own copy, and end before the warp says so; codes
-    are read from shared memory before the next are copied there; and nothing is spilled."""
-    lines = [line.split("*/", 1)[-1].strip() for line in other_process()(_compile_groups, kind, warps, tokens)]
+    are read from shared memory before the next are copied there; no register is written that products under way read;
+    and nothing is spilled."""
+    compiled = other_process()(_compile_groups, kind, warps, tokens, splits)
+    lines = [line.split("*/", 1)[-1].strip() for line in compiled]
     assert not [line for line in lines if re.search(r"\b(STL|LDL)\b", line)]
     assert not _written_too_early(lines)
     named = {
         "HGMMA": "multiply", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "end", "SYNCS.ARRIVE.TRANS64.A1T0": "say",
         "SYNCS.PHASECHK": "wait", "UBLKCP": "copy",
     }  # fmt: skip
-    events = []
-    for line in lines[next(i for i, line in enumerate(lines) if line.startswith("LDS.128")) :]:
+    events, copies = [], [i for i, line in enumerate(lines) if "UBLKCP" in line]
+    assert len(copies) == 4 + 2  # all stages at first, then one in each half
+    for line in lines[copies[3] + 1 :]:
         if name := next((name for text, name in named.items() if text in line), None):
-            barrier = re.search(r"\[UR\d+(?:\+(0x[0-9a-f]+))?\]", line) if name in ("say", "wait") else None
+            barrier = re.search(r"\[U?R\d+(?:\+URZ)?(?:\+(0x[0-9a-f]+))?\]", line) if name in ("say", "wait") else None
             events.append((name, int(barrier[1] or "0", 16)) if barrier else name)
-    half = [
-        [("wait", 24 - 8 * i), "copy", ("wait", 8 * i), *["multiply"] * 8, "end", ("say", 16 + 8 * i)] for i in (0, 1)
-    ]
-    assert events[: 2 * len(half[0])] == half[0] + half[1]
-    assert {name for name, _ in events[2 * len(half[0]) :]} == {"wait"}  # where one was in vain
+    half = [("wait", 32), "copy", ("wait", 0), *["multiply"] * 8, "end", ("say", 32)]  # barriers of copies come first
+    assert events[: 2 * len(half)] == half * 2
+    assert {name for name, _ in events[2 * len(half) :]} == {"wait"}  # where one was in vain
     assert {re.search(r"HGMMA\.64x(\d+)x16", line)[1] for line in lines if "HGMMA" in line} == {str(8 * tokens)}
     first = next(i for i, line in enumerate(lines) if line.startswith("LDS.128"))  # what is before copies a first chunk
     named = {"LDS.128": "read", "LDGSTS.E.BYPASS.128": "copy"}

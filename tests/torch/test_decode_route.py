@@ -97,6 +97,36 @@ def test_a_hopper_takes_more_rows_by_what_is_faster(linear, name, rows, kernels)
     assert launches[:2] == kernels
 
 
+def _refused(case):
+    """The same where Triton, or a GPU, refuses a launch with more shared memory than its kernel declares: launches of
+    a first and of a second Linear, and what the device is asked for then."""
+    from unittest import mock
+
+    from microfloat.torch import program
+
+    def refuse(self, *_):
+        if isinstance(self.kernel, program.PlacedKernel):
+            raise program.PlacingRefused
+        return started(self, *_)
+
+    started, before = program.Prepared.__call__, program.device_of(-1)
+    try:
+        with mock.patch.object(program.Prepared, "__call__", refuse):
+            found = [_interpreted(case)[:2] for _ in range(2)]
+        return found, before.places, program.device_of(-1).places
+    finally:
+        program.DEVICES[-1] = before
+
+
+def test_a_refused_launch_is_another_division():
+    found, asked_for_more, asks_again = interpreting(_refused)(("nvfp4", 40, 512, "bfloat16"))
+    assert (asked_for_more, asks_again) == (True, False)
+    assert [launches for _, launches in found] == [
+        ["decode_order", "decode_warpgroups", "decode_order", "decode_gemm"], ["decode_order", "decode_gemm"],
+    ]  # fmt: skip
+    assert max(worst for worst, _ in found) <= 1
+
+
 def _with_rounded_weight(length):
     """The bound of `distances` once each term errs by 2^-9 more: a weight that is rounded to bfloat16 first."""
     return 1 + 2.0**-9 / (length * 2.0**-23)

@@ -1,5 +1,6 @@
 """Starting compiled kernels past Triton's call path: what is passed, and when Triton's own way is taken."""
 
+import itertools
 import types
 
 import pytest
@@ -10,11 +11,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton import knobs
 from triton.backends.nvidia import driver
 
+from microfloat.torch import driver as cuda
 from microfloat.torch import program
 
 needs_known_launcher = pytest.mark.skipif(
     not hasattr(driver, "_BASE_ARGS_FORMAT"), reason="this Triton's launcher is not the one that is called directly"
 )
+FUNCTIONS = itertools.count(1000)  # handles, each of a kernel that no launch has asked for yet
 ADDRESSES, REST = [16, None, 32], (5, 2.0, (3, 7), True)
 
 
@@ -95,6 +98,74 @@ def test_clusters_are_refused_where_their_size_has_no_place(compiled) -> None:
     assert program.starter(compiled, 8) is not None
     compiled.run = Recorder()
     assert program.starter(compiled, 8) is None
+
+
+class Driver:
+    """The driver's answers about functions that declare so many bytes of shared memory."""
+
+    def __init__(self, declared: int, refuses: str = "") -> None:
+        self.declared, self.refuses = declared, refuses
+        self.allowed: list[tuple[int, int]] = []
+
+    def cuFuncGetAttribute(self, value, attribute: int, function) -> int:
+        assert attribute == 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        value._obj.value = self.declared
+        return int(self.refuses == "get")
+
+    def cuFuncSetAttribute(self, function, attribute: int, size: int) -> int:
+        assert attribute == 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.allowed.append((function.value, size))
+        return int(self.refuses == "set")
+
+
+@pytest.fixture
+def asks(compiled, monkeypatch):
+    """``asks(driver, needed, spread)``: the bytes that a launch asks for, None where it is refused."""
+    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
+    compiled.function = next(FUNCTIONS)
+
+    def ask(answers: Driver, needed: int, spread: int) -> int | None:
+        monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: answers)
+        bind = program.starter(compiled, 1, needed, spread)
+        if bind is None:
+            return None
+        launched(bind)
+        return compiled.run.launch.calls[-1][9][2]
+
+    return ask
+
+
+@needs_known_launcher
+def test_a_launch_asks_for_the_shared_memory_that_keeps_programs_apart(compiled, asks) -> None:
+    answers = Driver(declared=19520)
+    compiled.packed_metadata = (8, 1, 32)
+    alone, beside = asks(answers, 66000, 1), asks(answers, 66000, 2)
+    assert alone is not None
+    assert beside is not None
+    of_all, of_system = 228 << 10, 1 << 10  # CUDA C++ Programming Guide, compute capability 9.0
+    for size, programs in ((alone, 1), (beside, 2)):
+        one = size + answers.declared + of_system
+        assert programs * one <= of_all < (programs + 1) * one
+    assert asks(answers, 66000, 0) == 66032  # as many as fit, behind what Triton has asked for
+    assert asks(answers, 200000, 2) == 200032  # more than that would leave to two of them
+    # What was allowed stays so, since other launches of the function ask for more.
+    assert answers.allowed == [(compiled.function, alone)] * 4
+
+
+@needs_known_launcher
+def test_a_driver_that_allows_no_more_shared_memory_refuses_the_launch(asks) -> None:
+    assert [asks(Driver(0, refuses), 1024, 0) for refuses in ("get", "set")] == [None, None]
+    assert asks(Driver(0), 1024, 0) == 1024
+
+
+@needs_known_launcher
+def test_without_a_driver_there_is_no_more_shared_memory(compiled, monkeypatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
+    assert program.starter(compiled, 1, 1024) is None
+    assert program.starter(compiled) is not None
 
 
 def test_scratch_memory_and_other_launchers_go_through_their_wrapper(compiled) -> None:

@@ -151,7 +151,8 @@ class DecodeCut(NamedTuple):
     is decoded while the products of one are under way; with an AHEAD of 1, and scales that are no blocks of float32.
 
     WARPGROUPS: `gemm.warpgroups` multiplies, with codes of four bits through shared memory (STAGES of 0). A program of
-    it has ROW_WARPS warps with 16 rows each, and x comes ORDERED for it; AHEAD says nothing.
+    it has ROW_WARPS warps with 16 rows each, and x comes ORDERED for it; AHEAD says nothing, and SPLITS what it
+    says of `gemm.decode_wide`.
     """
 
     ROW_WARPS: int

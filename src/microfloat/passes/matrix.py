@@ -49,7 +49,8 @@ class Device(NamedTuple):
     none. `warpgroups`: it is a Hopper, which multiplies by them and begins launches early. `at_once`: programs of one
     launch that surely run at once, so that they may wait for each other; 0 where none may. `measures`: the amax of a
     matrix is a pass; elsewhere it is an input. `orders_scales`: block scales lie as their GEMM reads them; elsewhere in
-    rows, and codes and values of a matrix come from one pass.
+    rows, and codes and values of a matrix come from one pass. `places`: a launch may ask for more shared memory than
+    its kernel declares, and for how many of its programs share a multiprocessor (`Pass`).
     """
 
     number: int
@@ -60,6 +61,7 @@ class Device(NamedTuple):
     measures: bool = True
     orders_scales: bool = True
     warpgroups: bool = False
+    places: bool = False
 
 
 def specialization(value: int) -> int:
@@ -250,7 +252,8 @@ class Pass(NamedTuple):
     `key`: of the compiled version, together with the alignment of addresses. `tensors`: positions in the table, slices
     of buffers negative. `cooperative`: all programs run at once, so that they may wait for each other. `cluster`: so
     many programs run as a cluster, and `programs` counts clusters (0: none). `dependent`: it begins while the launch
-    before it ends, and waits for that one itself.
+    before it ends, and waits for that one itself. `shared_bytes`: of shared memory that each program has behind what
+    the kernel declares. `spread`: a multiprocessor takes so many of the programs at most (0: as many as fit).
     """
 
     kernel: Any
@@ -263,6 +266,8 @@ class Pass(NamedTuple):
     cooperative: bool = False
     cluster: int = 0
     dependent: bool = False
+    shared_bytes: int = 0
+    spread: int = 0
 
 
 class Passes:

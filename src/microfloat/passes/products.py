@@ -1,6 +1,7 @@
 """A few rows of x times a weight stored as codes, as passes (`microfloat.kernels.gemm.decode` and `decode_wide`)."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -27,6 +28,7 @@ _CHUNK_BITS = 1024  # of a row's codes, which four lanes take in two halves
 _WARPS_THAT_ORDER = 4
 # Of `decode_wide`: bits of a row's codes in a step, and elements that a program orders or sums.
 _STEP_BITS, _ORDERED_TOGETHER, _SUMMED_TOGETHER = 512, 1024, 1024
+_MOST_BESIDE = 2  # programs of `warpgroups` on a multiprocessor
 Division = TypeVar("Division")  # what a table says of one
 _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
@@ -74,8 +76,9 @@ def decode_passes(
         else:
             cut = cut_of_experts(codes, shape, experts.number, *about)
     assert experts is None or not (cut.SPLITS or cut.DEPENDENT), "experts are not multiplied so"
-    if cut.SPLITS:
+    if cut.SPLITS and not cut.WARPGROUPS:
         return _wide_passes(codes, shape, dtypes, scale_strides, level_stride, device, cut)
+    splits, cut = max(cut.SPLITS, 1), of_kernel(cut)
     entries = 1 if experts is None else _most_tiles(m, experts.number, rows_of_tile(cut))
     hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
     plan = At.NOTHING if experts is None else PLAN
@@ -93,12 +96,17 @@ def decode_passes(
         ))  # fmt: skip
     inputs = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS
     if cut.WARPGROUPS:
-        scalars = (m, n, k * codes.BITS // 128, scale_strides[0], level_stride)
+        sums = out if splits == 1 else passes.add(Buffer((splits, m, n), (m * n, n, 1), "float32"))
+        scalars = (m, n, k * codes.BITS // 128, scale_strides[0], level_stride, splits)
+        programs = -(-n // (16 * cut.ROW_WARPS)) * splits
         passes.launches.append(Pass(
-            warpgroups.decode_warpgroups, (*about, *map(specialization, scalars[1:])), -(-n // (16 * cut.ROW_WARPS)),
-            (x, CODES, *inputs, out), scalars, (codes, cut, kind, hardware, device.conversions), Warps(cut.ROW_WARPS),
-            dependent=cut.DEPENDENT,
+            warpgroups.decode_warpgroups, (*about, *map(specialization, scalars[1:-1])), programs,
+            (x, CODES, *inputs, sums), scalars, (codes, cut, kind, hardware, device.conversions), Warps(cut.ROW_WARPS),
+            dependent=cut.DEPENDENT, shared_bytes=warpgroups.bytes_of_x(cut),
+            spread=_most_beside(programs, device.multiprocessors),
         ))  # fmt: skip
+        if splits > 1:
+            _add_sum(passes, about, codes, cut, (sums, *inputs, out), (m, n, scale_strides[0], level_stride, splits))
         return passes
     strides = *scale_strides, level_stride, *((0, 0) if experts is None else experts[1:])
     scalars = (m, n, k // 8, k * codes.BITS // 128, *strides, entries)
@@ -145,13 +153,28 @@ def _wide_passes(
         Warps(cut.ROW_WARPS), dependent=cut.DEPENDENT,
     ))  # fmt: skip
     if splits > 1:
-        scalars = (m, n, scale_strides[0], level_stride, splits)
-        passes.launches.append(Pass(
-            decode_wide.sum_parts, (*about, *map(specialization, scalars[1:-1])), m * -(-n // _SUMMED_TOGETHER),
-            (sums, *finishing, out), scalars, (codes, cut, hardware, _SUMMED_TOGETHER), Warps(4),
-            dependent=cut.DEPENDENT,
-        ))  # fmt: skip
+        _add_sum(passes, about, codes, cut, (sums, *finishing, out), (m, n, scale_strides[0], level_stride, splits))
     return passes
+
+
+def _add_sum(
+    passes: Passes, about: tuple, codes: DecodeCodes, cut: DecodeCut, tensors: tuple[int, ...],
+    scalars: tuple[int, int, int, int, int],
+) -> None:  # fmt: skip
+    """Add the pass that makes y of the sums of all parts of K; `scalars`: M, N, two strides and the number of parts."""
+    m, n, *_ = scalars
+    passes.launches.append(Pass(
+        decode_wide.sum_parts, (*about, *map(specialization, scalars[1:-1])), m * -(-n // _SUMMED_TOGETHER), tensors,
+        scalars, (codes, cut, about[0] >= 0, _SUMMED_TOGETHER), Warps(4), dependent=cut.DEPENDENT,
+    ))  # fmt: skip
+
+
+def _most_beside(programs: int, processors: int) -> int:
+    """How many programs a multiprocessor takes at most where all run at once, 0 where they do not: launches that begin
+    early would else fill some multiprocessors twice while others are still at the launch before.
+    """
+    each = -(-programs // processors)
+    return each if each <= _MOST_BESIDE else 0
 
 
 def of_kernel(cut: DecodeCut) -> DecodeCut:
@@ -245,9 +268,11 @@ _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
 }
 
 
-# With how many warps `gemm.warpgroups` multiplies on a Hopper, by the most rows of x: measured with 28672 rows of the
-# weight (benchmarks/results/decode_warpgroup_cuts.json). Fewer of them do not fill the chip.
-_BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {"FP4": {32: (None, None, None), 64: (None, None, 4)}}
+# With how many warps `gemm.warpgroups` multiplies on a Hopper, by the most rows of x
+# (benchmarks/results/decode_warpgroup_cuts.json).
+_BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {
+    "FP4": {32: (None, None, None), 64: (8, 8, 8)}, "MXFP4": {16: (None, None, None), 32: (None, 8, 8), 64: (8, 8, 8)},
+}  # fmt: skip
 
 
 class _WideDivision(NamedTuple):
@@ -298,17 +323,18 @@ def cut_of(
     """The division of a product of M, K, N among programs; `halves`: of x in float16, which enters as two parts."""
     m, k, n = shape
     kind, size = _kind_of(codes), (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
+    tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
+    if device.places and not halves and (warps := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
+        splits = _parts_that_fill(-(-n // (16 * warps)), -(-k * codes.BITS // _CHUNK_BITS), device.multiprocessors)
+        cut = fitted(by_warpgroups(warps, tokens, splits), codes, k, scale_strides, bias)
+        if cut.WARPGROUPS:
+            return cut
     if device.warpgroups and m >= _LEAST_WIDE[kind][size]:
         return fitted(_wide_cut(_WIDE[kind], codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
     assert m <= MOST_DECODED_ROWS, "nothing else multiplies so many rows"
-    tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
     if device.warpgroups and (row := _of_most(_SHARED.get(kind, {}), m, size)):
         cut = fitted(_cut_by(_Division(*row), tokens, early=True), codes, k, scale_strides, bias)
         if cut.STAGES == 0:
-            return cut
-    if device.warpgroups and not halves and (warps := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
-        cut = fitted(by_warpgroups(warps, tokens), codes, k, scale_strides, bias)
-        if cut.WARPGROUPS:
             return cut
     row = _of_most(_DIVISIONS[kind], m, size)
     assert row is not None, "every size of weight has a division"
@@ -334,9 +360,23 @@ def _cut_by(own: _Division, tokens: int, early: bool) -> DecodeCut:
     )  # fmt: skip
 
 
-def by_warpgroups(warps: int, tokens: int) -> DecodeCut:
+def by_warpgroups(warps: int, tokens: int, splits: int = 1) -> DecodeCut:
     """A cut of `gemm.warpgroups`."""
-    return DecodeCut(warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, WARPGROUPS=True)
+    return DecodeCut(
+        warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, SPLITS=splits, WARPGROUPS=True
+    )
+
+
+def _parts_that_fill(tiles: int, chunks: int, processors: int) -> int:
+    """Parts of K with which programs of `warpgroups` are done first, if each takes as long as what it has of K: at most
+    `_MOST_BESIDE` of them on a multiprocessor, unless there is one part.
+    """
+
+    def duration(parts: int) -> float:
+        each = -(-tiles * parts // processors)
+        return each / parts if each <= _MOST_BESIDE or parts == 1 else math.inf
+
+    return min(range(1, min(_MOST_PARTS, max(1, chunks // _LEAST_STEPS)) + 1), key=duration)
 
 
 def _wide_cut(
@@ -371,7 +411,7 @@ def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple
     """A cut with all that follows from the operands: BIAS, EVEN and WIDE, an AHEAD of a chunk at most, OVERLAPS where
     it can be, and codes through shared memory, as WARPGROUPS need, where that takes them: whole chunks of four bits a
     code, whose scales are words without gaps."""
-    part = _STEP_BITS * cut.AHEAD if cut.SPLITS else _CHUNK_BITS * cut.LENGTH_WARPS
+    part = _STEP_BITS * cut.AHEAD if cut.SPLITS and not cut.WARPGROUPS else _CHUNK_BITS * cut.LENGTH_WARPS
     stride_r, stride_k = scale_strides
     wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
     ahead = min(cut.AHEAD, 2 * 16 // codes.BITS)
@@ -382,7 +422,7 @@ def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple
     stages = cut.STAGES if shared else max(cut.STAGES, 1)
     return cut._replace(
         BIAS=bias, EVEN=even, WIDE=wide, STAGES=stages, AHEAD=ahead, OVERLAPS=overlaps,
-        WARPGROUPS=cut.WARPGROUPS and shared,
+        SPLITS=0 if cut.WARPGROUPS and not shared else cut.SPLITS, WARPGROUPS=cut.WARPGROUPS and shared,
     )  # fmt: skip
 
 

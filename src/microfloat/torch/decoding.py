@@ -58,7 +58,12 @@ class Decoding:
         if program is None:
             program = self._programs[key] = self._program(x.dtype, scale, is_odd)
         table = (None, x, None, codes, scale, level, bias, plan, *self._rest)
-        return program.run(0 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index), table)[0]
+        stream = 0 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index)
+        try:
+            return program.run(stream, table)[0]
+        except _refusals():  # asked for only where something was raised
+            program = self._programs[key] = self._program(x.dtype, scale, is_odd, places=False)
+            return program.run(stream, table)[0]
 
     def rows_of_tile(self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> int:
         """Rows of x in the tiles of the plan that a call takes; of experts."""
@@ -70,10 +75,13 @@ class Decoding:
         cut = products.cut_of_experts(self._codes, self._shape, self._experts.number, *about)
         return products.rows_of_tile(cut)
 
-    def _program(self, dtype: torch.dtype, scale: torch.Tensor, is_odd: bool) -> "Program":
+    def _program(self, dtype: torch.dtype, scale: torch.Tensor, is_odd: bool, *, places: bool = True) -> "Program":
+        """`places`: the launches may be those that a GPU, or Triton, can refuse; this one has where they may not."""
         from microfloat.passes import products
-        from microfloat.torch.program import Program, device_of
+        from microfloat.torch.program import Program, device_of, refuse_placing
 
+        if not places:
+            refuse_placing(self._index)
         passes = products.decode_passes(
             self._codes, self._shape, (dtype_name(dtype), *self._dtypes), _strides(scale), self._level_stride,
             device_of(self._index), self._experts,
@@ -82,6 +90,12 @@ class Decoding:
         if self._experts is not None:
             misaligned.add(products.PLAN)
         return Program(passes, self._device, frozenset(misaligned))
+
+
+def _refusals() -> type[Exception]:
+    from microfloat.torch.program import PlacingRefused
+
+    return PlacingRefused
 
 
 def _strides(scale: torch.Tensor) -> tuple[int, int]:

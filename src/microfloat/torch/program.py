@@ -26,12 +26,14 @@ from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes, pair_passes
 from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, is_one_pass, specialization
 from microfloat.passes.tables import Warps
+from microfloat.torch import driver
 from microfloat.torch._typing import Options, Parts
 
 __all__ = [
-    "DEVICES", "INTERPRETED", "Bind", "CastInputs", "ClusterKernel", "ClusterRefused", "Kernel", "Prepared", "Program",
-    "cast_program", "device_of", "fast_empty", "forget_programs", "is_known", "is_one_pass", "kernel_of", "matrix_of",
-    "misaligned_of", "pair_program", "plan_groups", "refuse_clusters", "run_passes", "scratch", "split_words",
+    "DEVICES", "INTERPRETED", "Bind", "CastInputs", "Kernel", "PlacedKernel", "PlacingRefused", "Prepared", "Program",
+    "cast_program", "device_of", "fast_empty", "forget_programs", "is_known", "is_one_pass", "kernel_of",
+    "matrix_of", "misaligned_of", "pair_program", "plan_groups", "refuse_clusters", "refuse_placing",
+    "run_passes", "scratch", "split_words",
 ]  # fmt: skip
 
 # True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
@@ -50,11 +52,13 @@ _LAUNCHER_FORMAT = "iiiKKppOOOOOO"
 _LAUNCHER_PARTS = ("launch", "launch_cooperative_grid", "launch_pdl")
 
 
-def starter(compiled: Any, cluster: int = 1) -> Bind | None:
+def starter(compiled: Any, cluster: int = 1, shared_bytes: int = 0, spread: int = 0) -> Bind | None:
     """A way to start a compiled kernel with raw addresses on the current device; None where only Triton's is safe.
 
     Launch hooks (a profiler's) are called as Triton calls them: while any is installed, a start goes its way.
-    `cluster`: so many programs run at once as a cluster, and `programs` counts clusters.
+    `cluster`: so many programs run at once as a cluster, and `programs` counts clusters. `shared_bytes`: each program
+    has so many bytes of shared memory behind what the kernel declares. `spread`: a multiprocessor takes so many of them
+    at most, since more than that do not fit into its shared memory; 0: as many as fit.
     """
     launcher = getattr(compiled, "run", None)  # loads the binary on first use
     function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
@@ -72,11 +76,16 @@ def starter(compiled: Any, cluster: int = 1) -> Bind | None:
         return lambda stream, *addresses: ordinary(programs, stream, addresses, rest)
 
     knows = is_known(launcher)
-    if cluster > 1:
-        # Triton's launcher takes the size of a cluster from the number that a kernel was compiled for, which is 1.
+    if cluster > 1 or shared_bytes or spread:
+        # Triton's launcher takes the size of a cluster, and shared memory, from what a kernel was compiled for.
         if not knows or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
             return None
-        metadata = (metadata[0], cluster, metadata[2])
+        size = metadata[2] + shared_bytes
+        if shared_bytes or spread:
+            size = driver.shared_memory(function, size, spread)
+            if size is None:
+                return None
+        metadata = (metadata[0], cluster, size)
     if not knows:
         return bind_ordinary
     launch, cooperative, dependent = (getattr(launcher, name) for name in _LAUNCHER_PARTS)
@@ -170,18 +179,21 @@ class Kernel:
         return Prepared(self, key if all(aligned) else (key, *aligned), programs, scalars, constants, warps)
 
 
-class ClusterRefused(Exception):
-    """This Triton, or this GPU, does not start such clusters; nothing has run."""
+class PlacingRefused(Exception):
+    """This Triton, or this GPU, does not start programs so placed; nothing has run."""
 
 
 @dataclass(eq=False)
-class ClusterKernel(Kernel):
-    """A kernel whose programs run in clusters of `size`: at once, and in reach of each other's shared memory.
+class PlacedKernel(Kernel):
+    """A kernel whose programs run in clusters of `size`, at once and in reach of each other's shared memory, with
+    `shared_bytes` more than it declares, or `spread` over multiprocessors (`starter`).
 
-    A call counts clusters, and raises `ClusterRefused` where there are none.
+    A call counts clusters, and raises `PlacingRefused` where there is no such launch.
     """
 
     size: int = 1
+    shared_bytes: int = 0
+    spread: int = 0
 
     def compile(
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
@@ -189,15 +201,15 @@ class ClusterKernel(Kernel):
     ) -> Bind:  # fmt: skip
         """Compile the kernel without starting it, which Triton would do one program at a time, and start it."""
         compiled = self.warm_up(programs, tensors, scalars, constants, warps)
-        bind = starter(compiled, self.size)
+        bind = starter(compiled, self.size, self.shared_bytes, self.spread)
         if bind is None:
-            raise ClusterRefused
+            raise PlacingRefused
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         try:
             bind(programs, (*scalars, *constants))(stream, *addresses)
         except RuntimeError as error:  # a cluster does not fit on what there is of the GPU
-            raise ClusterRefused from error
+            raise PlacingRefused from error
         self.compiled[key] = bind
         return bind
 
@@ -319,13 +331,20 @@ def device_of(index: int) -> Device:
         # Three programs of a cooperative launch fit on a multiprocessor; two leave space beside kernels that wait for
         # other GPUs, which a launch that needs the whole GPU would have to wait for in turn.
         at_once = 1 if index < 0 else 2 * processors
-        device = DEVICES[index] = Device(index, processors, conversions, cluster, at_once, warpgroups=is_hopper)
+        device = DEVICES[index] = Device(
+            index, processors, conversions, cluster, at_once, warpgroups=is_hopper, places=is_hopper
+        )
     return device
 
 
 def refuse_clusters(index: int) -> None:
     """Ask this device for no cluster again: it, or this Triton, has refused one."""
     DEVICES[index] = device_of(index)._replace(largest_cluster=0)
+
+
+def refuse_placing(index: int) -> None:
+    """Ask this device for no launch with more shared memory than its kernel declares again: it has refused one."""
+    DEVICES[index] = device_of(index)._replace(places=False)
 
 
 def matrix_of(x: torch.Tensor) -> Matrix:
@@ -340,11 +359,14 @@ def matrix_of(x: torch.Tensor) -> Matrix:
 
 @functools.cache
 def kernel_of(
-    function: Callable, cooperative: bool = False, cluster: int = 0, dependent: bool = False
+    function: Callable, cooperative: bool = False, cluster: int = 0, dependent: bool = False, shared_bytes: int = 0,
+    spread: int = 0,
 ) -> Kernel:  # fmt: skip
     """The launcher of a kernel, which keeps its compiled versions."""
-    if cluster:
-        return ClusterKernel(function, size=cluster)
+    if cluster or shared_bytes or spread:
+        return PlacedKernel(
+            function, dependent=dependent, size=max(cluster, 1), shared_bytes=shared_bytes, spread=spread
+        )
     return Kernel(function, cooperative, dependent)
 
 
@@ -401,7 +423,9 @@ class Program:
                 at not in misaligned if at >= 0 else passes.slices[~at].aligned for at in launch.tensors
             )  # fmt: skip
             table = tuple(at if at >= 0 else first_slice + ~at for at in launch.tensors)
-            kernel = kernel_of(launch.kernel, launch.cooperative, launch.cluster, launch.dependent)
+            kernel = kernel_of(
+                launch.kernel, launch.cooperative, launch.cluster, launch.dependent, launch.shared_bytes, launch.spread
+            )
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
             self._prepared.append((kernel.prepared(*arguments), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None

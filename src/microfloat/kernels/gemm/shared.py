@@ -37,9 +37,15 @@ def _bytes_of_codes(cut):
 
 
 @triton.constexpr_function
-def _text_of_memory(codes, cut):
+def bytes_of_chunk(codes, cut):
+    """Bytes of a chunk of all rows of a program, codes and scales."""
     rows = DecodeCut(*cut).TILES * _lanes(cut) // 2  # 16 of each tile and warp
-    size = _bytes_of_codes(cut) + rows * bytes_of_scales(codes)
+    return _bytes_of_codes(cut) + rows * bytes_of_scales(codes)
+
+
+@triton.constexpr_function
+def _text_of_memory(codes, cut):
+    size = bytes_of_chunk(codes, cut)
     return f"{{ .shared .align 16 .b8 microfloat_chunk[{size}]; mov.u32 $0, microfloat_chunk; }}"
 
 

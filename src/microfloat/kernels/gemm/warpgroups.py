@@ -1,15 +1,19 @@
-"""Products of 33 to 64 rows of x with stored codes of four bits by warpgroups (Hopper), with x in shared memory.
+"""Products of 17 to 64 rows of x with stored codes of four bits by warpgroups (Hopper), with x in shared memory.
 
 In `gemm.decode` every warp reads all of x from the caches to registers, for which its tensor cores wait where x has
 many rows; `gemm.decode_wide` waits for codes and for products in turn. Here a warpgroup has 64 rows of the weight and
 all rows of x; codes and scales come as in `gemm.shared`, and x by bulk copies of half a chunk, which one thread asks
 for and which take no registers. Half a chunk is decoded to registers, the left operand of its products (`wgmma`).
-Programs that share a multiprocessor decode while others multiply.
+Warpgroups that share a multiprocessor decode while others multiply.
 
 x lies in memory as `wgmma` takes it without a swizzle: core matrices of 8 tokens by 16 bytes, [k16, half of it, tokens
 by eights] of them (`gemm.decode.decode_order`; PTX ISA, "matrix descriptor"). The order of elements within half a chunk
-is that of `gemm.decode`. Two *stages* of shared memory take turns. Each has two barriers: one counts the bytes of a
-copy, the other the warps that have multiplied by what it holds, for which the thread that copies waits.
+is that of `gemm.decode`. Four *stages* of shared memory take turns, which the launch asks for behind what is declared
+(`bytes_of_x`). Each has two barriers: one counts the bytes of a copy, the other the warps that have multiplied by what
+it holds, for which the thread that copies waits.
+
+Programs that begin early (programmatic dependent launch) would fill some multiprocessors twice while others are still
+at the launch before; more shared memory than they need keeps them apart (`passes.matrix.Pass.spread`).
 
 For whole chunks with scales in words (`passes.products.fitted`). Sums have a fixed order.
 """
@@ -30,10 +34,12 @@ from microfloat.kernels.gemm.elements import (
     scale_words,
     scaled,
 )
-from microfloat.kernels.gemm.shared import bytes_of_scales, copy_half, places, take_half
+from microfloat.kernels.gemm.shared import bytes_of_chunk, bytes_of_scales, copy_half, places, take_half
 
-_STAGES = 2
+_STAGES = tl.constexpr(4)
+_AHEAD = tl.constexpr(2)  # products between the request for a copy and its own
 _STEPS = tl.constexpr(4)  # of half a chunk: eight elements of each lane, twice k16
+_BARRIERS = 64  # bytes of both barriers of all stages, those of copies first
 
 
 @triton.constexpr_function
@@ -42,89 +48,84 @@ def _bytes_of_stage(cut):
     return 2048 * DecodeCut(*cut).TOKENS
 
 
+def bytes_of_x(cut: DecodeCut) -> int:
+    """Bytes of shared memory for x that a launch asks for, and to where the first of them is a multiple of 128."""
+    return 128 + _STAGES.value * _bytes_of_stage(cut)
+
+
 # ---- x in shared memory
 
 
 @triton.constexpr_function
 def _text_of_memory(cut):
-    """PTX that gives the address of the stages as $0 and of their barriers as $1, which thread 0 ($2) makes."""
-    counts = [1] * _STAGES + [DecodeCut(*cut).ROW_WARPS] * _STAGES
+    """PTX that gives the addresses of the stages as $0, behind all that is declared, of which codes end at $3, and of
+    their barriers as $1, which thread 0 ($2) makes.
+    """
+    counts = [1] * _STAGES.value + [DecodeCut(*cut).ROW_WARPS] * _STAGES.value
     barriers = " ".join(f"@p mbarrier.init.shared::cta.b64 [b+{8 * i}], {count};" for i, count in enumerate(counts))
     return (
-        f"{{ .shared .align 128 .b8 microfloat_x[{_STAGES * _bytes_of_stage(cut)}]; "
-        f".shared .align 8 .b8 microfloat_bars[{16 * _STAGES}]; "
-        ".reg .pred p; .reg .b32 b; mov.u32 b, microfloat_bars; setp.eq.s32 p, $2, 0; "
-        f"{barriers} fence.mbarrier_init.release.cluster; bar.sync 0; mov.u32 $0, microfloat_x; mov.u32 $1, b; }}"
+        f"{{ .shared .align 128 .b8 microfloat_bars[{_BARRIERS}]; "
+        ".reg .pred p; .reg .b32 b, e; mov.u32 b, microfloat_bars; setp.eq.s32 p, $2, 0; "
+        f"{barriers} fence.mbarrier_init.release.cluster; bar.sync 0; "
+        f"add.u32 e, b, {_BARRIERS}; max.u32 e, e, $3; add.u32 e, e, 127; and.b32 $0, e, -128; mov.u32 $1, b; }}"
     )
 
 
 @triton.jit
-def _memory_of_x(thread, CUT: tl.constexpr):
+def _memory_of_x(thread, end_of_codes, CUT: tl.constexpr):
     PTX: tl.constexpr = _text_of_memory(CUT)
-    return tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [thread], dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(
+        PTX, "=&r,=&r,r,r", [thread, end_of_codes], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+    )
 
 
 @triton.constexpr_function
-def _text_of_copy(size, stage, waits):
-    """PTX that copies a stage from $3 where $4 is 1; if it waits, until all warps have multiplied by it, at parity $5.
-
-    Behind the branch all lanes of the warp are together again, as `wgmma` needs them.
+def _text_of_copy(size, waits):
+    """PTX that copies a stage from $3 to $2 under the barrier $1 where $4 is 1; if it waits, until all warps have
+    multiplied by it, at parity $5. Behind the branch all lanes of the warp are together again, as `wgmma` needs them.
     """
-    wait = f"AGAIN: mbarrier.try_wait.parity.shared::cta.b64 q, [b+{8 * _STAGES}], $5; @!q bra AGAIN; " if waits else ""
+    wait = "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 q, [$1+32], $5; @!q bra AGAIN; " if waits else ""
     return (
-        "{ .reg .pred p, q; .reg .b32 b, m; setp.ne.s32 p, $4, 1; @p bra DONE; "
-        f"add.u32 b, $1, {8 * stage}; add.u32 m, $2, {size * stage}; {wait}"
-        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [b], {size}; "
-        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [m], [$3], {size}, [b]; "
+        f"{{ .reg .pred p, q; setp.ne.s32 p, $4, 1; @p bra DONE; {wait}"
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size}; "
+        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$2], [$3], {size}, [$1]; "
         "DONE: bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"
     )
 
 
 @triton.jit
-def _copy_x(memory, bars, at, here, parity, STAGE: tl.constexpr, WAITS: tl.constexpr, CUT: tl.constexpr):
+def _copy_x(at, memory, bar, here, parity, WAITS: tl.constexpr, CUT: tl.constexpr):
     """Copy a stage from `at`, by the thread where `here` is 1; WAITS: once all warps have multiplied by it."""
-    PTX: tl.constexpr = _text_of_copy(_bytes_of_stage(CUT), STAGE, WAITS)
+    PTX: tl.constexpr = _text_of_copy(_bytes_of_stage(CUT), WAITS)
     tl.inline_asm_elementwise(
-        PTX, "=r,r,r,l,r,r", [bars, memory, at.to(tl.int64), here, parity + here * 0], dtype=tl.int32, is_pure=False,
+        PTX, "=r,r,r,l,r,r", [bar, memory, at.to(tl.int64), here, parity + here * 0], dtype=tl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
 
 
-@triton.constexpr_function
-def _text_of_wait(stage):
-    return (
-        f"{{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1+{8 * stage}], $2; "
-        "@!p bra AGAIN; mov.b32 $0, $1; }"
+@triton.jit
+def _wait_for_x(bar, parity):
+    PTX: tl.constexpr = (
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @!p bra AGAIN; mov.b32 $0, $1; }"
     )
+    return tl.inline_asm_elementwise(PTX, "=r,r,r", [bar, parity], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _wait_for_x(bars, parity, STAGE: tl.constexpr):
-    PTX: tl.constexpr = _text_of_wait(STAGE)
-    return tl.inline_asm_elementwise(PTX, "=r,r,r", [bars, parity], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.constexpr_function
-def _text_of_arrival(stage):
-    return (
-        "{ .reg .pred p; setp.eq.s32 p, $2, 0; "
-        f"@p mbarrier.arrive.shared::cta.b64 _, [$1+{8 * (_STAGES + stage)}]; mov.b32 $0, $1; }}"
-    )
-
-
-@triton.jit
-def _has_multiplied(bars, thread, STAGE: tl.constexpr):
+def _has_multiplied(bar, lane):
     """Say for this warp that it has multiplied by a stage."""
-    PTX: tl.constexpr = _text_of_arrival(STAGE)
-    return tl.inline_asm_elementwise(PTX, "=r,r,r", [bars, thread & 31], dtype=tl.int32, is_pure=False, pack=1)
+    PTX: tl.constexpr = (
+        "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1+32]; mov.b32 $0, $1; }"
+    )
+    return tl.inline_asm_elementwise(PTX, "=r,r,r", [bar, lane], dtype=tl.int32, is_pure=False, pack=1)
 
 
 # ---- products
 
 
 @triton.constexpr_function
-def text_of_products(tokens, count, offset):
-    """PTX that adds to $0 and all sums behind it the products of `count` times k16 of A with x at `offset`."""
+def text_of_products(tokens, count):
+    """PTX that adds to $0 and all sums behind it the products of `count` times k16 of A with x."""
     sums, columns = 4 * tokens, 8 * tokens
     first, memory = 2 * sums, 2 * sums + 4 * count
     d = "{" + ", ".join(f"${i}" for i in range(sums)) + "}"
@@ -132,7 +133,7 @@ def text_of_products(tokens, count, offset):
     text = [
         "{ .reg .b32 lo, hi; .reg .b64 desc;",
         # An address in a cluster has the number of its program in its highest bits: not in a descriptor.
-        f"add.u32 lo, ${memory}, {offset}; and.b32 lo, lo, 0x3FFFF; shr.u32 lo, lo, 4; "
+        f"and.b32 lo, ${memory}, 0x3FFFF; shr.u32 lo, lo, 4; "
         f"or.b32 lo, lo, {along >> 4 << 16}; mov.b32 hi, {across >> 4};",
         "wgmma.fence.sync.aligned;",
     ]
@@ -159,10 +160,10 @@ def _floats(count):
 
 
 @triton.jit
-def _products_of_half(a, sums, memory, STAGE: tl.constexpr, CUT: tl.constexpr):
+def _products_of_half(a, sums, memory, CUT: tl.constexpr):
     """sums + A @ x.T of a stage; `a`: the four words of each k16."""
     COUNT: tl.constexpr = len(a) // 4
-    PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT, STAGE * _bytes_of_stage(CUT))
+    PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT)
     OPERANDS: tl.constexpr = _operands_of_products(CUT.TOKENS, COUNT)
     DTYPES: tl.constexpr = _floats(len(sums))
     return tl.inline_asm_elementwise(PTX, OPERANDS, sums + a + (memory,), dtype=DTYPES, is_pure=False, pack=1)
@@ -212,90 +213,109 @@ def _loaded_half(at, chunk, lane, HALF: tl.constexpr, CODES: tl.constexpr, HW: t
 
 
 @triton.jit
+def _multiplied(at, a, use, uses, sums, CUT: tl.constexpr):
+    """The sums with the products by the `use`-th piece of x; a later piece is asked for before.
+
+    `at`: x in memory, the stages, their barriers, and threads.
+    """
+    x_ptr, memory, bars, thread = at
+    OF_STAGE: tl.constexpr = _bytes_of_stage(CUT)
+    later = use + _AHEAD
+    slot = later % _STAGES
+    here = (thread == 0) & (later >= _STAGES) & (later < uses)
+    _copy_x(
+        x_ptr + later * (OF_STAGE // 4), memory + slot * OF_STAGE, bars + slot * 8, here.to(tl.int32),
+        (later // _STAGES + 1) & 1, True, CUT,
+    )  # fmt: skip
+    slot = use % _STAGES
+    bar = _wait_for_x(bars + slot * 8, ((use // _STAGES) & 1) + thread * 0)
+    sums = _products_of_half(a, sums, memory + slot * OF_STAGE + (bar & 0), CUT)
+    _has_multiplied(bar, thread & 31)
+    return sums
+
+
+@triton.jit
 def _sums_of_half(
     at, codes_at, shared, scales, step, steps, sums, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
     PARTS: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """The sums with the products of half a chunk, and the scales of both halves. `at`: x in memory, the stages and
-    their barriers, and threads.
-    """
+    """The sums with the products of half a chunk by all PARTS of x, and the scales of both halves."""
+    x_ptr, _, _, thread = at
     if HW:
         words, scales = take_half(shared, scales, step + 1, step + 1 < steps, HALF, CODES, CUT)
         stored = scales[HALF]
     else:
-        words, stored = _loaded_half(codes_at, step, at[3] & 31, HALF, CODES, HW)
+        words, stored = _loaded_half(codes_at, step, thread & 31, HALF, CODES, HW)
     a = _left(words, stored, CODES, HW, CONVERSIONS)
     for part in tl.static_range(PARTS):
-        sums = _sums_of_use(at, a, step, steps, sums, HALF * PARTS + part, CUT, PARTS, HW)
+        use = step * (2 * PARTS) + HALF * PARTS + part
+        if HW:
+            sums = _multiplied(at, a, use, steps * (2 * PARTS), sums, CUT)
+        else:
+            sums = _interpreted_products(a, sums, x_ptr + use * (_bytes_of_stage(CUT) // 4) + (thread & 31), CUT)
     return sums, scales
 
 
-@triton.jit
-def _sums_of_use(at, a, step, steps, sums, USE: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, HW: tl.constexpr):
-    """The sums with the products by a part of x of half a chunk, the USE-th of the chunk."""
-    x_ptr, memory, bars, thread = at
-    OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
-    STAGE: tl.constexpr = USE % 2
-    if HW:
-        use = step * (2 * PARTS) + USE
-        if USE + 1 < 2 * PARTS:
-            here = (thread == 0) & (use > 0)
-        else:
-            here = (thread == 0) & (step + 1 < steps)
-        following = x_ptr + (use + 1) * OF_STAGE
-        _copy_x(memory, bars, following, here.to(tl.int32), ((use - 1) >> 1) & 1, 1 - STAGE, True, CUT)
-        bars = _wait_for_x(bars, ((use >> 1) & 1) + thread * 0, STAGE)
-        sums = _products_of_half(a, sums, memory + (bars & 0), STAGE, CUT)
-        _has_multiplied(bars, thread, STAGE)
-    else:
-        sums = _interpreted_products(a, sums, x_ptr + (step * (2 * PARTS) + USE) * OF_STAGE + (thread & 31), CUT)
-    return sums
-
-
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "splits"])
 def decode_warpgroups(
-    x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, code_units, scale_stride_r, level_stride,
+    x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, code_units, scale_stride_r, level_stride, splits,
     CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows of the weight. `code_units`: 16-byte units of a row of codes."""
+    """Grid: the `splits` parts of K (CUT.SPLITS: at most 1, or 2 for several), in those tiles of rows of the weight.
+
+    `code_units`: 16-byte units of a row of codes. `out`: y, or of several parts their float32 sums [splits, M, N].
+    """
     TOKENS: tl.constexpr = CUT.TOKENS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
     OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
-    steps = code_units // 8
+    ROWS: tl.constexpr = 16 * CUT.ROW_WARPS
+    steps, tiles = code_units // 8, (N + ROWS - 1) // ROWS
+    row0, part, begin = tl.program_id(0) * ROWS, 0, 0
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
-    row0 = tl.program_id(0) * (16 * CUT.ROW_WARPS)
+    if CUT.SPLITS > 1:
+        part = tl.program_id(0) // tiles
+        row0 = (tl.program_id(0) - part * tiles) * ROWS
+        each = (steps + splits - 1) // splits
+        begin = part * each
+        steps = tl.maximum(tl.minimum(each, steps - begin), 0)
     thread = tl.arange(0, 32 * CUT.ROW_WARPS)
     lane, warp = thread & 31, thread >> 5
     g, t = lane >> 2, lane & 3
     code_at, scale_at = (), ()
     for i in tl.static_range(2):
         row = tl.minimum(row0 + warp * 16 + g + 8 * i, N - 1)
-        code_at = code_at + (codes_ptr.to(tl.pointer_type(tl.int32)) + (row * code_units + t) * 4,)
-        scale_at = scale_at + (scale_ptr + (row // CODES.HEIGHT) * scale_stride_r,)
+        code_at = code_at + (codes_ptr.to(tl.pointer_type(tl.int32)) + (row * code_units + begin * 8 + t) * 4,)
+        scale_at = scale_at + (scale_ptr + (row // CODES.HEIGHT) * scale_stride_r + begin * bytes_of_scales(CODES),)
+    x_ptr += begin * (2 * PARTS) * OF_STAGE
     first = thread * 0
     if CUT.DEPENDENT and HW:
         here = ((t == 0) & (steps > 0)).to(tl.int32)
         for i in tl.static_range(2):
             ask_for(code_at[i], here)
             ask_for(scale_at[i], here)
-        nothing = begin_after()
-        x_ptr += nothing
-        first += nothing
     zero = (first * 0).to(tl.float32)
     sums = ()
     for _i in tl.static_range(4 * TOKENS):
         sums = sums + (zero,)
-    at, shared, scales = (x_ptr, 0, 0, thread), (), ()
+    memory, bars = 0, 0
+    shared, scales = (), ()
     if HW:
-        memory, bars = _memory_of_x(thread, CUT)
-        one = ((thread == 0) & (steps > 0)).to(tl.int32)
-        for stage in tl.static_range(2):
-            _copy_x(memory, bars, x_ptr + stage * OF_STAGE + first, one, 0, stage, False, CUT)
-        at = (x_ptr, memory, bars, thread)
         shared = places(thread, lane, code_at, scale_at, CODES, CUT)
+        memory, bars = _memory_of_x(thread, shared[1] - thread * 16 + bytes_of_chunk(CODES, CUT), CUT)
         copy_half(shared, first, steps > 0, 0, CODES, CUT)
         copy_half(shared, first, steps > 0, 1, CODES, CUT)
         scales = ((first, first), (first, first))
+    if CUT.DEPENDENT and HW:
+        nothing = begin_after()
+        x_ptr += nothing
+        first += nothing
+    at = (x_ptr, memory, bars, thread)
+    if HW:
+        for stage in tl.static_range(_STAGES):
+            one = ((thread == 0) & (stage < steps * (2 * PARTS))).to(tl.int32)
+            _copy_x(
+                x_ptr + stage * OF_STAGE + first, memory + stage * (4 * OF_STAGE), bars + stage * 8, one, 0, False, CUT
+            )
     step = 0
     while step < steps:
         sums, scales = _sums_of_half(
@@ -309,5 +329,10 @@ def decode_warpgroups(
         row = row0 + warp * 16 + ((i >> 1) & 1) * 8 + g
         token = (i // 4) * 8 + 2 * t + (i & 1)
         inside = (row < N) & (token < M)
-        total = finished(sums[i], row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT)
-        put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
+        if CUT.SPLITS > 1:
+            tl.store(out_ptr + (part * M + token).to(tl.int64) * N + row, sums[i], mask=inside)
+        else:
+            total = finished(
+                sums[i], row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT
+            )
+            put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)

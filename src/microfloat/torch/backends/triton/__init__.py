@@ -43,7 +43,7 @@ from microfloat.torch import program, reference
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, capturing, dtype_name
 from microfloat.torch.producers import Activation, Both, Norm, Producer, Statistics, Valued
-from microfloat.torch.program import ClusterRefused, device_of, matrix_of, refuse_clusters, run_passes
+from microfloat.torch.program import PlacingRefused, device_of, matrix_of, refuse_clusters, run_passes
 from microfloat.torch.reference._hadamard import inverse
 
 __all__ = [
@@ -351,7 +351,7 @@ def codes(
 
     try:
         made = run()
-    except ClusterRefused:
+    except PlacingRefused:
         refuse_clusters(inputs.x.get_device())
         made = run()
     rows, columns = inputs.x.shape
