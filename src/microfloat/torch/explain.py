@@ -388,7 +388,7 @@ def _across_ranks(layer: nn.Module) -> Iterator[str]:
         as_codes = ", stored and gathered as codes" if isinstance(weight._local_tensor, QuantizedTensor) else ""
         yield f"weight sharded as {weight.placements} of {tuple(weight.device_mesh.shape)} ranks{as_codes}"
     if is_cut:
-        yield "under sequence parallelism collectives run beside products in backward"
+        yield "overlap of collectives with GEMMs: not provided"
     if is_cut or (shards is not None and not shards.reason):
         yield "under torch.compile it runs in eager mode, between two graphs"
     if shards is not None and shards.reason:

@@ -8,7 +8,6 @@ Legend: M, N = rows of the operands, K = contraction length.
 
 import functools
 import threading
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,8 +27,6 @@ __all__ = [
 
 Shape = tuple[int, int, int]
 _SIDE = 128
-# Multiprocessors that GEMMs are to leave to others, as torch's own products do, where this version of torch has that.
-_carved_out: Callable[[], int | None] = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)
 
 
 class OwnGemm(NamedTuple):
@@ -160,10 +157,9 @@ def own_block_matmul(
     programs = -(-shape[0] // rows) * -(-shape[1] // columns)
     if work is not None:  # and a row of tiles more for every group but one
         programs += work.number * -(-shape[1] // columns)
-    multiprocessors = program.device_of(device).multiprocessors - (_carved_out() or 0)
     with torch.cuda.device(device):
         kind = (tiles, a.dtype, b.dtype, dtype, device, *(() if work is None else work[:2]))
-        start(kernels.block_gemm, min(programs, multiprocessors), arguments, kind)
+        start(kernels.block_gemm, min(programs, program.device_of(device).multiprocessors), arguments, kind)
     return c
 
 

@@ -1,17 +1,12 @@
-"""Gathers and reduce-scatters of a layer, waited for at once or started beside the kernels that follow.
+"""Gathers and reduce-scatters of a layer, waited for at once or started beside what follows.
 
-A collective that is started runs in gloo's threads on a CPU. On a GPU it runs on a stream of its own, behind what the
-current one has launched so far, and `UnderWay.wait` makes the current one wait for it. Two things decide if products
-really run beside it there. It has to take its multiprocessors first: a GEMM whose programs stay on all of them to its
-end would keep it out. So the current stream goes on behind the point at which the collective may begin. And the GEMM
-has to do without them: a program of it that waits for the collective's end would do its whole share of the work behind
-it (`leaving_room`).
+A collective that is started runs in gloo's threads on a CPU, until `UnderWay.wait`. On a GPU it runs in its place on the
+current stream. There, on a stream of their own beside products on 24 multiprocessors less, collectives of backward made
+no step of two H100s faster (benchmarks/results/tp_beside_attempt.json).
 """
 
-import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -20,8 +15,8 @@ from torch.distributed import distributed_c10d
 from microfloat.torch.failures import in_collective
 
 __all__ = [
-    "UnderWay", "all_gather", "all_gather_together", "gather_bytes", "gather_rows", "leaving_room", "reduce_scatter",
-    "scatter_sum", "sum_over",
+    "UnderWay", "all_gather", "all_gather_together", "gather_bytes", "gather_rows", "reduce_scatter", "scatter_sum",
+    "sum_over",
 ]  # fmt: skip
 
 # The names in newer versions of torch, and in older ones.
@@ -34,28 +29,18 @@ reduce_scatter: Callable[..., object] = (
 Group = torch.distributed.ProcessGroup
 Received = TypeVar("Received")
 
-ROOM = 24  # multiprocessors that NCCL takes between the GPUs of a host
-_set_room: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_carveout_experimental", None)
-_room: Callable[[], int | None] = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)
-
 
 class UnderWay(Generic[Received]):
     """A collective that was started. It keeps the tensors that it reads and writes until it has been waited for."""
 
-    __slots__ = ("_group", "_kept", "_received", "_stream", "_wait", "_what")
+    __slots__ = ("_group", "_kept", "_received", "_wait", "_what")
 
     def __init__(
         self, received: Received, kept: Sequence[torch.Tensor] = (), wait: Callable[[], object] | None = None,
-        what: str = "", group: Group | None = None, stream: "torch.cuda.Stream | None" = None,
+        what: str = "", group: Group | None = None,
     ) -> None:  # fmt: skip
-        """`kept`: what it reads and writes; `wait`: None where nothing is left to wait for; `stream`: its own."""
-        self._received, self._kept, self._wait, self._stream = received, kept, wait, stream
-        self._what, self._group = what, group
-
-    @property
-    def is_awaited(self) -> bool:
-        """True until somebody has waited for it."""
-        return self._wait is not None
+        """`kept`: what it reads and writes; `wait`: None where nothing is left to wait for."""
+        self._received, self._kept, self._wait, self._what, self._group = received, kept, wait, what, group
 
     def wait(self) -> Received:
         """What it has received, for whatever the current stream launches from now on.
@@ -66,13 +51,8 @@ class UnderWay(Generic[Received]):
         if wait is not None:
             with in_collective(self._what, self._group):
                 wait()
-            self._kept, self._stream = (), None
+            self._kept = ()
         return self._received
-
-    def __del__(self) -> None:
-        if self._stream is not None:  # after an error in between: its memory is in use
-            for tensor in self._kept:
-                tensor.record_stream(self._stream)
 
 
 def all_gather_together(
@@ -128,45 +108,10 @@ def _start(
     collective: Callable[..., object], received: Received, arguments: tuple, kept: Sequence[torch.Tensor], what: str,
     group: Group,
 ) -> UnderWay[Received]:  # fmt: skip
-    if not kept[0].is_cuda:
-        with in_collective(what, group):
-            work: torch.distributed.Work = collective(*arguments, group=group, async_op=True)  # type: ignore[assignment]
-        return UnderWay(received, kept, work.wait, what, group)
-    device = kept[0].get_device()
-    current, beside = torch.cuda.current_stream(device), stream_beside(device)
-    beside.wait_stream(current)
-    begins = beside.record_event()
-    with in_collective(what, group), torch.cuda.stream(beside):
-        collective(*arguments, group=group)
-    ends = beside.record_event()
-    current.wait_event(begins)
-
-    def wait() -> None:
-        torch.cuda.current_stream(device).wait_event(ends)
-
-    return UnderWay(received, kept, wait, what, group, beside)
-
-
-@functools.cache
-def stream_beside(device: int) -> "torch.cuda.Stream":
-    return torch.cuda.Stream(device, priority=-1)
-
-
-@contextlib.contextmanager
-def leaving_room(under_way: bool, device: int) -> Iterator[None]:
-    """Launch GEMMs inside on fewer multiprocessors, if something is under way on a GPU; `device`: -1 is the CPU.
-
-    cuBLAS, and the kernel of `microfloat.torch.own_gemm`, read the number from torch.
-    """
-    if not under_way or device < 0 or _set_room is None:
-        yield
-        return
-    before = _room()
-    _set_room(ROOM)
-    try:
-        yield
-    finally:
-        _set_room(before)
+    beside = not kept[0].is_cuda
+    with in_collective(what, group):
+        work = collective(*arguments, group=group, async_op=beside)
+    return UnderWay(received, kept, work.wait, what, group) if beside else UnderWay(received)  # type: ignore[attr-defined]
 
 
 def sum_over(part: torch.Tensor, group: Group, is_fresh: bool) -> torch.Tensor:

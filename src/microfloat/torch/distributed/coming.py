@@ -7,34 +7,28 @@ from typing import NamedTuple
 import torch
 
 from microfloat.layout import Part
-from microfloat.torch._typing import Parts, Triple
+from microfloat.torch._typing import Parts
 from microfloat.torch.backends.base import laid
 from microfloat.torch.distributed.collectives import UnderWay
 
-__all__ = ["Bytes", "Coming", "are_under_way", "land", "side_by_side"]
+__all__ = ["Bytes", "Coming", "land", "side_by_side"]
 
 
 class Coming:
     """A part of an operand that is on its way, or is made of one: `land` waits for it the first time."""
 
-    __slots__ = ("_finish", "_part", "_under_way")
+    __slots__ = ("_finish", "_part")
 
-    def __init__(self, finish: Callable[[], torch.Tensor], under_way: UnderWay | None = None) -> None:
+    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
         self._finish: Callable[[], torch.Tensor] | None = finish
-        self._under_way = under_way
         self._part: torch.Tensor | None = None
 
     def land(self) -> torch.Tensor:
         """The part, as GEMMs take it."""
         if self._finish is not None:
-            self._part, self._finish, self._under_way = self._finish(), None, None
+            self._part, self._finish = self._finish(), None
         assert self._part is not None
         return self._part
-
-    @property
-    def is_under_way(self) -> bool:
-        """True as long as nobody has waited for the collective that brings it."""
-        return self._under_way is not None and self._under_way.is_awaited
 
 
 def land(parts: Parts, which: int = 0) -> None:
@@ -42,11 +36,6 @@ def land(parts: Parts, which: int = 0) -> None:
     for at in range(3 * which, 3 * which + 3):
         if type(parts[at]) is Coming:
             parts[at] = parts[at].land()
-
-
-def are_under_way(*parts: Triple) -> bool:
-    """True as long as a collective brings one of the parts."""
-    return any(type(part) is Coming and part.is_under_way for some in parts for part in some)
 
 
 class Bytes(NamedTuple):

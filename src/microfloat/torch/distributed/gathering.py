@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from microfloat.torch._typing import Context, Maybe, Parts, Sink, Triple
-from microfloat.torch.distributed.collectives import UnderWay, gather_rows, leaving_room, scatter_sum
+from microfloat.torch.distributed.collectives import UnderWay, gather_rows, scatter_sum
 from microfloat.torch.distributed.placed import Placed
 from microfloat.torch.distributed.schedule import Axis, ShardedSchedule, arrived, group_named
 
@@ -117,17 +117,16 @@ class Beside:
         self, dy: Parts, saved: Triple, wants_dx: bool, wants_dw: bool, into: Sink | None = None
     ) -> tuple[None, Maybe]:
         """None, and dw."""
-        schedule, readers, begun, dw = self._schedule, self._readers, False, None
+        schedule, readers, dw = self._schedule, self._readers, None
         if wants_dw:
             saved = readers.wgrad_operand(schedule, saved)
         if wants_dx:
             dx, _ = schedule.gradients(dy, saved, True, False)
             assert dx is not None
-            begun = readers.add(dx)
+            readers.add(dx)
             del dx
         if wants_dw:
-            with leaving_room(begun, schedule.device):
-                _, dw = schedule.gradients(dy, saved, False, True, into)
+            _, dw = schedule.gradients(dy, saved, False, True, into)
         return None, dw
 
 

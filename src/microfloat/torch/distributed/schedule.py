@@ -39,8 +39,8 @@ from microfloat.torch import reduction, reference
 from microfloat.torch._typing import Parts, Sink, Triple
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import Backend, laid
-from microfloat.torch.distributed.collectives import gather_bytes, leaving_room
-from microfloat.torch.distributed.coming import Bytes, Coming, are_under_way, land
+from microfloat.torch.distributed.collectives import gather_bytes
+from microfloat.torch.distributed.coming import Bytes, Coming, land
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule, as_matrix
 
@@ -315,7 +315,7 @@ class ShardedCast:
             return
         under_way = gather_bytes([one.sent for _, _, one in gathers], axis.size, group_named(axis.group))
         for index, (at, goal, one) in enumerate(gathers):
-            parts[at] = Coming(functools.partial(one.landed, under_way, index, goal, axis.size), under_way)
+            parts[at] = Coming(functools.partial(one.landed, under_way, index, goal, axis.size))
 
     def _turned(self, codes: Coming | torch.Tensor) -> torch.Tensor:
         """The codes of the column operand, of those of the row operand."""
@@ -552,8 +552,7 @@ class ShardedSchedule(Schedule):
         dx = dw = None
         if wants_dx:
             land(dy)
-            with leaving_room(are_under_way(dy, saved), self.device):
-                dx, _ = super().gradients(dy, saved, True, False)
+            dx, _ = super().gradients(dy, saved, True, False)
         if wants_dw:
             land(dy, 1)
             saved = [*saved]
