@@ -40,7 +40,7 @@ from benchmarks import _recipes
 from benchmarks._report import Report, Row, wanted
 from microfloat.recipes import Recipe, from_name
 from microfloat.torch import fused
-from microfloat.torch.distributed import linear, low_precision_all_gather, precompute_scales, schedule, sharded
+from microfloat.torch.distributed import collectives, low_precision_all_gather, precompute_scales, sharded
 
 RECIPES: dict[str, str | Recipe] = {
     "current": "fp8_current", "delayed": "delayed", "mxfp8": "mxfp8", "mxfp8.folded": _recipes.RECIPES["mxfp8.folded"],
@@ -88,8 +88,7 @@ OF_TORCH = (
     (functional, "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"),
 )
 GATHERS = (
-    *(one for one in OF_TORCH if hasattr(*one)), (linear, "all_gather"), (schedule, "all_gather"),
-    (sharded, "all_gather"),
+    *(one for one in OF_TORCH if hasattr(*one)), (collectives, "all_gather_together"), (sharded, "all_gather"),
 )  # fmt: skip
 
 
@@ -102,7 +101,8 @@ def counted_gathers() -> Iterator[list[int]]:
         def call(*arguments: Any, **options: Any) -> Any:
             named = options.get("input_tensor", options.get("self"))
             part = arguments[of_input] if len(arguments) > of_input else named
-            found.append(part.numel() * part.element_size())
+            together = part if isinstance(part, list) else [part]
+            found.append(sum(one.numel() * one.element_size() for one in together))
             return gather(*arguments, **options)
 
         return call

@@ -20,11 +20,14 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
-from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
-from microfloat.torch.distributed import placed  # noqa: E402
+from microfloat.torch.distributed import collectives, gathering, placed  # noqa: E402
+from microfloat.torch.distributed import schedule as sharded  # noqa: E402
+from microfloat.torch.schedule import SCHEDULES  # noqa: E402
 from tests.torch.distributed.ranks import With, of, run_ranks  # noqa: E402
 
 SIZE, TOKENS = 64, 32
+OURS = "all_gather_together", "reduce_scatter"
+HIGH_PRECISION = "rowwise_with_gw_hp"  # whose wgrad reads x and dy in high precision, as which they are gathered
 
 
 def facts(tensor):
@@ -150,8 +153,8 @@ def counted():
     """Calls by which torch makes and takes apart DTensors, and gathers of values."""
     calls: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((DTensor, "from_local"), (DTensor, "to_local"), (DTensor, "redistribute"),
-                            (sharded_linear, "all_gather"), (sharded_linear, "_reduce_scatter")):  # fmt: skip
+        of_torch = [(DTensor, name) for name in ("from_local", "to_local", "redistribute")]
+        for owner, name in (*of_torch, *((collectives, name) for name in OURS)):
             call = getattr(owner, name)
 
             def counting(*arguments, _call=call, _name=name, **options):
@@ -165,9 +168,8 @@ def counted():
 def whole_plan(rank: int, compiles: bool = True):
     """Results and gradients of a block by our styles and by torch's, in every way to run it; and what was called."""
     mesh, found = mesh_of_all(), {}
-    for recipe in ("fp8_current", "mxfp8", "delayed"):
-        # In bfloat16 codes and scales of MXFP8 are no fewer bytes than values, which are gathered then.
-        dtype = torch.bfloat16 if recipe == "mxfp8" else torch.float32
+    for recipe in ("fp8_current", "mxfp8", HIGH_PRECISION, "delayed"):
+        dtype = torch.bfloat16 if recipe in ("mxfp8", HIGH_PRECISION) else torch.float32
         x, dy = (one.to(dtype) for one in inputs_of(rank))
         block = block_on(mesh, recipe, ours, dtype)
         first = stepped(block, x, dy)  # where schedules are made
@@ -191,6 +193,89 @@ def whole_plan(rank: int, compiles: bool = True):
         stepped(block, x, dy)
     found["calls", "whole"] = calls
     return found
+
+
+class Recorded:
+    """A promise of torch's that says when it is waited for."""
+
+    def __init__(self, work, name: str, events: list[str]) -> None:
+        self.work, self.name, self.events = work, name, events
+
+    def wait(self) -> None:
+        self.events.append(f"wait for the {self.name}")
+        self.work.wait()
+
+
+def order_of(step) -> list[str]:
+    """Collectives, casts and products in the order in which a step launches them, and waits."""
+    events: list[str] = []
+
+    def recording(call, name):
+        def recorded(*arguments, **options):
+            is_apart = options.get("async_op", False)
+            events.append(f"start a {name}" if is_apart else name)
+            made = call(*arguments, **options)
+            return Recorded(made, name, events) if is_apart else made
+
+        return recorded
+
+    def cast(step, x, *arguments):
+        events.append(f"cast {next(entry.operand.tensor for entry in step.entries if entry is not None)}")
+        return call(step, x, *arguments)
+
+    call = sharded.ShardedCast.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded.ShardedCast, "__call__", cast)
+        for name, words in (("all_gather_together", "gather"), ("reduce_scatter", "scatter")):
+            patch.setattr(collectives, name, recording(getattr(collectives, name), words))
+        for one in SCHEDULES.values():
+            schedule = getattr(one, "schedule", one)
+            for name, product in schedule.products.items():
+                patch.setitem(schedule.products, name, recording(product, name))
+        step()
+    return events
+
+
+def beside_products(rank: int):
+    """The order of a step's work, for codes of one operand and of two."""
+    mesh, found = mesh_of_all(), {}
+    for recipe in ("fp8_current", "mxfp8"):
+        block, (x, dy) = block_on(mesh, recipe, ours), inputs_of(rank)
+        stepped(block, x, dy)  # where schedules are made
+        found[recipe] = order_of(lambda block=block, x=x, dy=dy: stepped(block, x, dy))
+    return found
+
+
+def readers_one_by_one(rank: int):
+    """Gradients of x by backwards of one reader, of the other, and of both, twice through one graph."""
+    mesh, (x, _), found = mesh_of_all(), inputs_of(rank), {}
+    for recipe in ("fp8_current", "mxfp8", HIGH_PRECISION):
+        block, leaf = block_on(mesh, recipe, ours), x.clone().requires_grad_()
+        h = block.norm(leaf)
+        ys = [layer(h) for layer in (block.gate, block.up)]
+        dys = [torch.randn(y.shape, generator=torch.Generator().manual_seed(rank)) for y in ys]
+        both = [torch.autograd.grad(ys, leaf, dys, retain_graph=True)[0] for _ in range(2)]
+        alone = [torch.autograd.grad(y, leaf, dy, retain_graph=True)[0] for y, dy in zip(ys, dys, strict=True)]
+        with pytest.MonkeyPatch.context() as patch:  # an error between two readers
+            patch.setattr(gathering.Readers, "add", interrupted(gathering.Readers.add))
+            with contextlib.suppress(KeyError):
+                torch.autograd.grad(ys, leaf, dys, retain_graph=True)
+        weights = torch.autograd.grad(ys, [block.gate.weight, block.up.weight], dys, retain_graph=True)
+        both.append(torch.autograd.grad(ys, leaf, dys)[0])
+        found[recipe] = [one.tolist() for one in both], sum(alone).tolist(), len(weights)
+    return found
+
+
+def interrupted(call):
+    left = [1]
+
+    def one_only(*arguments):
+        if not left[0]:
+            raise KeyError("an error of its own")
+        left[0] -= 1
+        return call(*arguments)
+
+    return one_only
 
 
 def at_other_borders(rank: int):
@@ -327,7 +412,7 @@ def gpus_that_it_sees(rank):
 
 CASES = (
     gpus_that_it_sees, as_public_calls, uneven, With(whole_plan, compiles=False), at_other_borders, without_gradients,
-    refusals, ends, after_a_write, converted_late,
+    refusals, ends, after_a_write, converted_late, beside_products, readers_one_by_one,
 )  # fmt: skip
 
 
@@ -358,9 +443,9 @@ def test_gradients_of_uneven_parts_are_of_the_whole(ranks) -> None:
 def test_plain_tensors_between_layers_give_the_bytes_of_dtensors(ranks) -> None:
     """features D4, D5, D10"""
     for found in of(ranks, whole_plan):
-        for recipe in ("fp8_current", "mxfp8"):
+        for recipe in ("fp8_current", "mxfp8", HIGH_PRECISION):
             first, goal, ways, silent = found[recipe]
-            bias = "Partial(sum)" if recipe == "fp8_current" else "Replicate()"  # dy is scattered, or gathered first
+            bias = "Replicate()" if recipe == HIGH_PRECISION else "Partial(sum)"  # dy is gathered first, or scattered
             placements = ["Partial(sum)", "Shard(dim=0)", "Shard(dim=0)", "Shard(dim=1)", bias]
             assert [one[0] for one in first[2:]] == [f"({one},)" for one in placements]
             assert silent == [first[0]] * 2
@@ -379,17 +464,52 @@ def test_compiled_blocks_give_the_bytes_of_eager_ones(tmp_path) -> None:
     made = run_ranks((whole_plan,), str(tmp_path / "store"))
     test_plain_tensors_between_layers_give_the_bytes_of_dtensors(made)
     for found in of(made, whole_plan):
-        assert all(len(found[recipe][2]) == 3 for recipe in ("fp8_current", "mxfp8"))
+        assert all(len(found[recipe][2]) == 3 for recipe in ("fp8_current", "mxfp8", HIGH_PRECISION))
 
 
 def test_a_step_makes_no_dtensor_between_layers(ranks) -> None:
     """The block made 14 DTensors by public calls, took 13 apart and redistributed 3 in a step."""
     for found in of(ranks, whole_plan):
         for recipe in ("fp8_current", "delayed"):
-            assert found["calls", recipe] == {"_reduce_scatter": 2}, recipe
+            # Under delayed scaling layers have scales of their own, and codes of x of their own.
+            gathers = 2 + (recipe == "delayed")
+            assert found["calls", recipe] == {"reduce_scatter": 2, "all_gather_together": gathers}, recipe
         assert not found["calls", "whole"]  # without a sequence that is sharded
-        # Both layers share one gather of x; dy has one of its own.
-        assert found["calls", "mxfp8"] == {"_reduce_scatter": 2, "all_gather": 2}
+        # Both layers share one gather of each operand of x, codes and scales together; as many are those of dy.
+        assert found["calls", "mxfp8"] == {"reduce_scatter": 2, "all_gather_together": 4}
+        assert found["calls", HIGH_PRECISION] == {"reduce_scatter": 2, "all_gather_together": 2}
+
+
+_LAST_READER = ["cast dy", "dgrad", "start a scatter", "wgrad", "wait for the scatter"]
+ORDERS = {
+    "fp8_current": [
+        "cast x", "start a gather", "cast w", "wait for the gather", "fprop", "cast w", "fprop",  # gate, up
+        "cast x", "cast w", "fprop", "scatter",
+        "cast dy", "start a gather", "wait for the gather", "dgrad", "wgrad",
+        "cast dy", "dgrad", "wgrad", *_LAST_READER,
+    ],
+    "mxfp8": [
+        "cast x", "start a gather", "cast w", "wait for the gather", "fprop", "cast w", "fprop",
+        "cast x", "cast w", "fprop", "scatter",
+        "cast dy", "start a gather", "start a gather", "wait for the gather", "dgrad", "wait for the gather", "wgrad",
+        "cast dy", "start a gather", "dgrad", "wait for the gather", "wgrad", *_LAST_READER,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ORDERS)
+def test_collectives_are_under_way_while_products_are_launched(ranks, recipe) -> None:
+    for found in of(ranks, beside_products):
+        assert found[recipe] == ORDERS[recipe]
+
+
+def test_readers_of_one_x_may_have_backwards_of_their_own(ranks) -> None:
+    for found in of(ranks, readers_one_by_one):
+        for recipe, (both, alone, weights) in found.items():
+            assert both[0] == both[1] == both[2], recipe
+            # Sums of as many terms in another order, in float32.
+            assert relative(both[0], alone) < 2.0**-20, recipe
+            assert weights == 2
 
 
 def test_neighbours_of_other_styles(ranks) -> None:

@@ -1,8 +1,8 @@
 """Tensor and sequence parallel layers on gloo ranks: the bytes of one process, and what crosses the wire."""
 
+import contextlib
 import copy
 import dataclasses
-import functools
 import io
 import pickle
 from pathlib import Path
@@ -22,10 +22,14 @@ import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat import formats, recipes  # noqa: E402
 from microfloat.errors import MicrofloatError  # noqa: E402
+from microfloat.torch import backends  # noqa: E402
+from microfloat.torch.distributed import collectives  # noqa: E402
 from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import schedule as sharded  # noqa: E402
-from microfloat.torch.schedule import CastStep  # noqa: E402
+from microfloat.torch.distributed.coming import land  # noqa: E402
+from microfloat.torch.schedule import SCHEDULES, CastStep  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
+from tests.torch.scheduled.setting import block_gemms  # noqa: E402
 
 NEAREST = {
     "fp8_current": recipes.Float8CurrentScaling(), "fp8_row": recipes.Float8RowScaling(),
@@ -68,8 +72,13 @@ class Casts:
 
         def recorded(step, x, stream, words, inputs):
             made = call(step, x, stream, words, inputs)
+            whole = [*made]
+            if getattr(step, "gathers_late", False):
+                step.gather(whole, 1)
+            for which in (0, 1):
+                land(whole, which)
             tensor = next(entry.operand.tensor for entry in step.entries if entry is not None)
-            casts.made[tensor] = [None if part is None else part.clone() for part in made[:6]]
+            casts.made[tensor] = [None if part is None else part.clone() for part in whole[:6]]
             return made
 
         monkeypatch.setattr(cls, "__call__", recorded)
@@ -151,12 +160,17 @@ def layer_on(mesh, kind: str, sequence, recipe, w, styles):
     return theirs.parallelize_module(layer, mesh, style)
 
 
-def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST), spoils: bool = False):
-    """Every recipe, column and row parallel, with and without sequence parallelism, by our styles and torch's."""
+def bytes_of_one_process(
+    rank: int, names: tuple[str, ...] = tuple(NEAREST), rows: int = M, whole: bool = False, spoils: bool = False
+):
+    """Every recipe, column and row parallel, with and without sequence parallelism, by our styles and torch's.
+
+    `whole`: operands that a rank has a part of are left out. `spoils`: a NaN and an infinity are with one rank.
+    """
     world, found = dist.get_world_size(), {}
     mesh = init_device_mesh(torch.get_default_device().type, (world,))
     size = 128 * world  # whole tiles on every rank
-    x, w, dy = seeded(2, M * world, size, seed=1), seeded(size, size, seed=2), seeded(2, M * world, size, seed=3)
+    x, w, dy = seeded(2, rows * world, size, seed=1), seeded(size, size, seed=2), seeded(2, rows * world, size, seed=3)
     if spoils:
         for tensor in (x, dy):
             tensor[0, 3, 5], tensor[1, 4, 6] = float("nan"), float("inf")
@@ -176,7 +190,8 @@ def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST), spo
                     y = layer(x_rank)
                     y.backward(dy_rank)
                 # On a GPU x and w are cast together, in forms of their own.
-                wrong = [] if x.is_cuda else differing(expected, casts.made, letters, rank, world)
+                made = {tensor: parts for tensor, parts in casts.made.items() if not (whole and tensor in letters)}
+                wrong = [] if x.is_cuda else differing(expected, made, letters, rank, world)
                 whole_y, whole_dx, whole_dw = expected["results"]
                 goals = (
                     whole_y.chunk(world, -1)[rank] if kind == "colwise"
@@ -195,6 +210,54 @@ def bytes_of_one_process(rank: int, names: tuple[str, ...] = tuple(NEAREST), spo
 def scales_across_the_cut(rank: int):
     """The same of scales that every rank has parts of, where a NaN and an infinity are with one rank."""
     return bytes_of_one_process(rank, tuple(CROSSING), spoils=True)
+
+
+def forms_of_a_hopper(rank: int):
+    """The same in the forms that a Hopper's GEMMs read: folded scales of 128, and decoded values.
+
+    Shards of two times 32 rows would cut blocks of 128, and two scales of 128 rows are filled up to four: those are
+    gathered in high precision, and two times 256 rows as codes.
+    """
+    with backends.pretend(chip="h200", interpreted=False), block_gemms("cpu", []):
+        found = bytes_of_one_process(rank, ("mxfp8", "nvfp4"), M, whole=True)
+        for rows in (128, 256):
+            made = bytes_of_one_process(rank, ("mxfp8",), rows, whole=True)
+            found |= {(*key, rows): one for key, one in made.items()}
+        return found
+
+
+def decoded_operands(rank: int):
+    """What two layers save that read one x, where GEMMs read decoded values: its addresses, of the weights and of more
+    than scalars; and the order of casts of dy and products in backward."""
+    world, saved, events = dist.get_world_size(), [], []
+    mesh = init_device_mesh("cpu", (world,))
+    with backends.pretend(chip="h200", interpreted=False):
+        layers = [layer_on(mesh, "colwise", 1, NEAREST["nvfp4"], seeded(N, K, seed=i), ours) for i in range(2)]
+        x = on_sequence(seeded(1, M * world, K, seed=1), mesh).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            ys = [layer(x) for layer in layers]
+        cast = CastStep.__call__
+
+        def recorded(step, *arguments):
+            events.append("cast " + " and ".join(".".join(one.operand.key) for one in step.entries if one is not None))
+            return cast(step, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CastStep, "__call__", recorded)
+            for case in SCHEDULES.values():
+                for name, product in case.schedule.products.items():
+                    patch.setitem(case.schedule.products, name, noted(events, name, product))
+            ys[0].sum().backward()
+    weights = {layer.weight.to_local().data_ptr() for layer in layers}
+    return weights, {one.data_ptr() for one in saved if one.numel() > 1}, events
+
+
+def noted(events: list[str], name: str, call):
+    def noting(*arguments):
+        events.append(name)
+        return call(*arguments)
+
+    return noting
 
 
 def relative(a, b) -> float:
@@ -401,9 +464,17 @@ def groups_of_one(rank: int):
     ALONE[0] = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
 
 
-def counted(sent: list[int], gather, received, part, **options):
-    sent.append(part.numel())
-    return gather(received, part, **options)
+@contextlib.contextmanager
+def counted(sent: list[int]):
+    gather = collectives.all_gather_together
+
+    def counting(received, parts, *arguments, **options):
+        sent.extend(part.numel() for part in parts if part.dtype == torch.uint8)  # not values
+        return gather(received, parts, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_gather_together", counting)
+        yield
 
 
 def wire(rank: int):
@@ -415,8 +486,7 @@ def wire(rank: int):
         row = layer_on(mesh, "rowwise", 1, NEAREST[name], seeded(K, N, seed=9), ours)
         x = on_sequence(seeded(1, M * world, K, seed=1), mesh).requires_grad_()
         sent: list[int] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharded, "all_gather", functools.partial(counted, sent, sharded.all_gather))
+        with counted(sent):
             made = [layer(x) for layer in layers]
             forward = sum(sent)
             row(made[0] + made[1] + made[2]).sum().backward()
@@ -431,8 +501,7 @@ def wire(rank: int):
             for layer in (column, row):
                 layer.weight.requires_grad_(way != "frozen")
             x, sent = on_sequence(seeded(1, 128 * world, K, seed=1), mesh).requires_grad_(), []
-            with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(way != "no_grad"):
-                patch.setattr(sharded, "all_gather", functools.partial(counted, sent, sharded.all_gather))
+            with counted(sent), torch.set_grad_enabled(way != "no_grad"):
                 y = row(column(x))
                 forward = sum(sent)
                 if way != "no_grad":
@@ -731,7 +800,7 @@ SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rot
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), scales_across_the_cut, modules_take_part,
     returned_biases, streams, delayed_state, wire, noise, With(other_ways, compiles=False), served, served_codes,
-    served_and_copied, refusals,
+    served_and_copied, refusals, forms_of_a_hopper, decoded_operands,
 )  # fmt: skip
 
 
@@ -754,6 +823,20 @@ def test_scales_that_every_rank_has_parts_of(ranks) -> None:
     for found in of(ranks, scales_across_the_cut):
         assert {name for name, *_ in found} == set(CROSSING)
         assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
+
+
+def test_forms_of_a_hopper_are_those_of_one_process(ranks) -> None:
+    """features D2, D5"""
+    for found in of(ranks, forms_of_a_hopper):
+        assert not {key: wrong for key, (wrong, _) in found.items() if wrong}
+        assert max(max(errors) for _, errors in found.values()) < (2 * len(ranks) - 1) * 2.0**-9
+
+
+def test_decoded_operands_are_not_kept_twice(ranks) -> None:
+    for weights, saved, events in of(ranks, decoded_operands):
+        assert weights < saved
+        assert len(saved) == len(weights) + 1  # and one x
+        assert events == ["cast dgrad.lhs", "cast dgrad.rhs", "dgrad", "cast wgrad.lhs", "wgrad"]
 
 
 def test_modules_take_part(ranks) -> None:
@@ -790,23 +873,20 @@ def test_codes_travel_once_for_all_readers(ranks) -> None:
         assert (forward, backward) == (1.0, 1.0)  # bytes an element, of all three layers, and of dy
         assert "gather codes and scales" in text
         assert "x along M" in text
-        forward, backward, _ = found["mxfp4"]
-        assert forward == 2 * (0.5 + 1 / 32)  # both operands
-        assert backward == 2 * (0.5 + 1 / 32)
-        forward, backward, text = found["mxfp8"]
-        assert (forward, backward) == (0, 0)
-        assert "gathered in high precision: codes and scales take 16896 bytes, no fewer than the 16384" in text
-        # Of one operand, where nothing reads the other one, also those.
+        # Of blocks the row operand of x in forward, its column operand in backward, for all layers, and both of dy.
+        bytes_of = {"mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "mxfp8": 1 + 1 / 32}
+        for name, operand in bytes_of.items():
+            assert found[name][:2] == (operand, 3 * operand), name
+        # Of one operand, where nothing reads the other one.
         for name in ("mxfp8", "fp8_block"):
             assert found[name, "no_grad"] == found[name, "dequantized"] == (1 + 1 / 32, 0)
             assert found[name, "frozen"] == (1 + 1 / 32, 1 + 1 / 32)
             assert found[name, "high_precision"] == (0, 0)
-        shares = {name: found[name][0] / 2 for name in ("fp8_current", "mxfp4", "nvfp4")}
-        shares["one"] = found["mxfp8", "no_grad"][0] / 2
-        said = "travel once ({fp8_current:.1f}x of bf16); NVFP4 and MXFP4 send both ({nvfp4:.2f}x and {mxfp4:.2f}x)"
+        shares = {name: found[name][0] / 2 for name in ("fp8_current", *bytes_of)}
+        said = "travel once ({fp8_current:.1f}x of bf16). Of block formats they are two ({mxfp8:.2f}x each for MXFP8"
+        said += " and block FP8, {nvfp4:.2f}x for NVFP4, {mxfp4:.2f}x for MXFP4)"
         page = " ".join((Path(__file__).parents[3] / "docs" / "distributed.md").read_text().split())
         assert said.format(**shares) in page
-        assert "one operand travels ({one:.2f}x)".format(**shares) in page
 
 
 def test_replicas_round_alike_and_shards_do_not(ranks) -> None:

@@ -11,8 +11,7 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 """
 
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +25,19 @@ from microfloat.torch import backends, layer_state
 from microfloat.torch._checks import check_linear
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
-from microfloat.torch.distributed.placed import Placed, all_gather, from_the_front, of_gradient, sum_over
+from microfloat.torch.distributed.collectives import sum_over
+from microfloat.torch.distributed.gathering import (
+    Beside,
+    Readers,
+    Values,
+    gather_values,
+    gathering,
+    gathering_values,
+    scatter_values,
+    with_shard,
+    without_memory,
+)
+from microfloat.torch.distributed.placed import Placed, from_the_front, of_gradient
 from microfloat.torch.distributed.schedule import (
     CASES,
     Axis,
@@ -38,7 +49,7 @@ from microfloat.torch.distributed.schedule import (
     group_named,
     why_not_gathered,
 )
-from microfloat.torch.failures import agree, in_collective
+from microfloat.torch.failures import agree
 from microfloat.torch.linear import Run, apply, backend_name, begin, end
 from microfloat.torch.microbatches import WGRAD_OPTIONS, casts_late
 from microfloat.torch.observing import OBSERVERS, observed
@@ -68,14 +79,6 @@ class Border(NamedTuple):
     is_plain: bool
 
 
-class _Values(NamedTuple):
-    """A gather in high precision along `dim`; `shard`: how the tensor lies before it."""
-
-    dim: int
-    axis: Axis
-    shard: Placed
-
-
 class _Case(NamedTuple):
     """A call that is decided: its schedule, and how what goes in and comes out of it lies."""
 
@@ -90,8 +93,8 @@ class _Case(NamedTuple):
     dy: Placed
     is_plain: bool  # y is a plain tensor
     x_shape: torch.Size  # of this rank's part of x, gathered where the schedule gathers
-    values: _Values | None  # the gather of x in high precision, where one runs
-    dy_values: _Values | None  # that of dy, whose y is added up and scattered
+    values: Values | None  # the gather of x in high precision, where one runs
+    dy_values: Values | None  # that of dy, whose y is added up and scattered
     sums_over: str | None  # the name of the group over which y is added up, where every rank is to have all of it
 
 
@@ -120,13 +123,14 @@ def run_sharded(
             "process adds. Leave it out of this layer."
         )
     if case.values is not None:
-        read = _gathered_values(x, case.values)
+        read = gathering_values(x, case.values)
     else:
         if not isinstance(x, DTensor) and case.x != case.told:
             x = DTensor.from_local(x, case.dw.mesh, case.told, run_check=False)
         if isinstance(x, DTensor):
             read = x if x.placements == case.x else x.redistribute(placements=case.x)
-            read = _gathering(read, case) if schedule.shards.gathers("x") is not None else read
+            axis = schedule.shards.gathers("x")
+            read = read if axis is None else gathering(read, case.x_shape, _dim_of(case.x), axis, case.dx)
     if bias is not None:
         assert isinstance(bias, DTensor)
         bias = bias if bias.placements == case.bias else bias.redistribute(placements=case.bias)
@@ -158,7 +162,8 @@ class _ShardedRun:
     run: Run
     case: _Case
     wraps_dx: bool = False
-    scatters_dx: bool = False
+    readers: Readers | None = None  # of the gathered x
+    scatters_dx: bool = False  # itself, since x has no node that does
     y_shape: torch.Size | None = None  # of the partial sums, where they are scattered
     result: torch.Tensor | None = None  # of the shape and dtype of this rank's part of y, without memory
 
@@ -170,23 +175,29 @@ class _ShardedRun:
     def forward(self, ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Maybe) -> torch.Tensor:
         """y, plain or a DTensor."""
         case = self.case
+        axis = case.schedule.shards.gathers("x")
         if isinstance(x, DTensor):
             x, self.wraps_dx = x._local_tensor, True
-        elif not hasattr(x, "shard"):
+        elif axis is not None and not hasattr(x, "shard"):
+            x = with_shard(arrived(x), case.x_shape, Readers(_dim_of(case.x), axis))
+            self.scatters_dx = True
+        elif axis is None:
             x = arrived(x)
-            if case.schedule.shards.gathers("x") is not None:
-                x, self.scatters_dx = _with_shard(x, case.x_shape), True
         y = self.run.forward(ctx, x, _plain_of(weight), None if bias is None else _plain_of(bias))
+        self.readers = getattr(x, "readers", None)
+        if self.readers is not None:
+            self.readers.number += ctx.needs_input_grad[1]
+            self.run.schedule = Beside(self.run.schedule, self.readers)  # type: ignore[assignment, arg-type]
         axis = case.schedule.shards.gathers("dy")
         if axis is not None:
             self.y_shape = y.shape
-            y = _scatter(y, _dim_of(case.y.placements), axis)
+            y = scatter_values(y, _dim_of(case.y.placements), axis).wait()
         elif case.dy_values is not None:
-            y = _scatter(y, case.dy_values.dim, case.dy_values.axis)
+            y = scatter_values(y, case.dy_values.dim, case.dy_values.axis).wait()
         elif case.sums_over is not None:
             y = sum_over(y, group_named(case.sums_over), is_fresh=True)
         ctx.set_materialize_grads(False)  # torch would make a plain one of the whole shape
-        self.result = _without_memory(y, y.shape)
+        self.result = without_memory(y, y.shape)
         return y if case.is_plain else case.y.wrap(y)
 
     def backward(self, ctx: Context, dy: Maybe) -> tuple[Maybe, ...]:
@@ -198,14 +209,13 @@ class _ShardedRun:
         elif isinstance(dy, DTensor):
             dy = case.dy.local_of(dy)
         if self.y_shape is not None:  # the schedule gets the shard of dy, and gathers its codes
-            dy = _with_shard(dy, self.y_shape)
+            dy = with_shard(dy, self.y_shape)
         elif case.dy_values is not None:
-            dy = _gather(arrived(dy), case.dy_values.dim, case.dy_values.axis)
+            dy = gather_values(arrived(dy), case.dy_values.dim, case.dy_values.axis)
         dx, dw, db = self.run.backward(ctx, dy)
-        if dx is not None and self.scatters_dx:
-            axis = case.schedule.shards.gathers("x")
-            assert axis is not None
-            dx = _scatter(dx, _dim_of(case.x), axis)
+        if self.scatters_dx:
+            assert self.readers is not None
+            dx = self.readers.result()
         if dx is not None and self.wraps_dx:
             dx = case.dx.wrap(dx)
         assert db is None or case.db is not None
@@ -335,14 +345,14 @@ def _at_the_border(case: _Case, x: DTensor, border: Border | None) -> _Case:
     """The case with the gathers of values that a schedule without gathers of codes needs around it."""
     (axis, *_), (of_x,), mesh = (*case.schedule.shards.axes, None), x.placements, case.y.mesh
     if axis is not None and type(of_x) is Shard and case.x == (Replicate(),) and x.shape[of_x.dim] % axis.size == 0:
-        case = case._replace(values=_Values(of_x.dim, axis, Placed(mesh, x.placements, x.shape)))
+        case = case._replace(values=Values(of_x.dim, axis, Placed(mesh, x.placements, x.shape)))
     if border is None:
         return case
     asked = from_the_front((border.y,), x.dim())
     if axis is not None and axis.case == "K" and type(asked[0]) is Shard and asked[0].dim < x.dim() - 1:
         shard, dim = Placed(mesh, asked, case.y.shape), asked[0].dim
         if case.y.shape[dim] % axis.size == 0:
-            case = case._replace(y=shard, dy=shard, dy_values=_Values(dim, axis, shard))
+            case = case._replace(y=shard, dy=shard, dy_values=Values(dim, axis, shard))
     if axis is not None and axis.case == "K" and asked == (Replicate(),):
         case = case._replace(y=case.dy, sums_over=axis.group)
     return case._replace(is_plain=border.is_plain and asked == case.y.placements)
@@ -427,6 +437,8 @@ def _make(
     if gathers == "x":
         example = shard.new_empty(()).expand(x_shape)
     check_blocks(entries, shards, {"N": weight.shape[0], "K": inner})
+    # A decoded operand is as large as the weight itself, which is there anyhow.
+    late = late or (needs[0] and routes.dgrad.rhs == "values")
     schedule = ShardedSchedule(
         shards, shard.detach(), "", recipe, backend, routes, example.detach(), weight._local_tensor.detach(),
         None if bias is None else bias._local_tensor.detach(), compute, *needs, late,
@@ -475,123 +487,5 @@ def _seed_ranks(mesh: "DeviceMesh", coordinate: Sequence[int], cases: list[str])
     return found[0], found[1], found[2]
 
 
-# --------------------------------------------------------------------------------- tensors that travel as codes
-
-
 def _dim_of(placements: _Placements) -> int:
     return next(placement.dim for placement in placements if isinstance(placement, Shard))
-
-
-def _gathering(x: DTensor, case: _Case) -> torch.Tensor:
-    """x as the layer takes it under G: the shape of the whole, without memory, and this rank's part as its `shard`.
-
-    Made once for a DTensor, so that several layers that read it share codes in forward and one reduction in backward.
-    """
-    state, known = _shared_of(x, "_gathering")
-    if known is None:
-        axis = case.schedule.shards.gathers("x")
-        assert axis is not None
-        known = _Gathered.apply(x, case.x_shape, _dim_of(case.x), axis, case.dx)
-        vars(known).update(shard=x._local_tensor.detach(), gathered={})
-        vars(x)["_gathering"] = state, known
-    return known
-
-
-def _gathered_values(x: torch.Tensor, values: _Values) -> torch.Tensor:
-    """The whole x, gathered in high precision; of a DTensor, once for all layers that read it."""
-    if not isinstance(x, DTensor):
-        return _GatheredValues.apply(x, values)
-    state, known = _shared_of(x, "_gathered_values")
-    if known is None:
-        known = _GatheredValues.apply(x, values)
-        vars(x)["_gathered_values"] = state, known
-    return known
-
-
-def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, torch.Tensor | None]:
-    """The state of a DTensor that counts for what is made of it, and what another layer has made in this state."""
-    # Writes to tensors of inference mode are not counted.
-    state = None if x.is_inference() else (x._version, x.requires_grad, torch.is_grad_enabled())
-    known = getattr(x, name, None)
-    return state, known[1] if known is not None and state is not None and known[0] == state else None
-
-
-def _without_memory(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    return like.new_zeros(()).expand(shape)
-
-
-def _with_shard(shard: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of the whole shape without memory, of which this rank has a part."""
-    made = _without_memory(shard, shape)
-    vars(made)["shard"] = shard
-    return made
-
-
-def _forget(x: DTensor | None, name: str) -> None:
-    if x is not None:
-        vars(x).pop(name, None)
-
-
-class _Gathered(torch.autograd.Function):
-    """A DTensor as the whole tensor that casts gather: backward sums the gradients of all ranks, of which it keeps
-    this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Context, x: DTensor, shape: torch.Size, dim: int, axis: Axis, gradient: Placed) -> torch.Tensor:
-        ctx.settings = dim, axis, gradient, weakref.ref(x)
-        return _without_memory(x._local_tensor, shape)
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        dim, axis, gradient, x = ctx.settings
-        _forget(x(), "_gathering")  # a leaf and what its own graph holds would keep each other for ever
-        return gradient.wrap(_scatter(gradients[0], dim, axis)), None, None, None, None
-
-
-class _GatheredValues(torch.autograd.Function):
-    """The parts of all ranks; backward sums their gradients, of which it keeps this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, values: _Values) -> torch.Tensor:
-        ctx.settings = values, weakref.ref(x) if isinstance(x, DTensor) else None
-        return _gather(arrived(x._local_tensor if isinstance(x, DTensor) else x), values.dim, values.axis)
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        values, x = ctx.settings
-        dx = _scatter(gradients[0], values.dim, values.axis)
-        if x is None:
-            return dx, None
-        _forget(x(), "_gathered_values")  # as in `_Gathered`
-        return values.shard.wrap(dx), None
-
-
-# The name in newer versions of torch, and in older ones.
-_reduce_scatter: Callable[..., object] = (
-    getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
-)
-
-
-def _gather(part: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """The parts of all ranks side by side along `dim`."""
-    whole, group = part.new_empty((axis.size * part.shape[0], *part.shape[1:])), group_named(axis.group)
-    with in_collective("the all-gather of a sharded layer", group):
-        all_gather(whole.view(-1), part.contiguous().view(-1), group=group)
-    if math.prod(part.shape[:dim]) == 1:
-        return whole.view(*part.shape[:dim], -1, *part.shape[dim + 1 :])
-    return torch.cat(whole.chunk(axis.size), dim)
-
-
-def _scatter(partial: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """This rank's part along `dim` of the sum over all ranks, by the collective itself.
-
-    torch's functional collectives do the same by an operator that Python dispatches, and a promise that is waited for.
-    """
-    shape = list(partial.shape)
-    shape[dim] //= axis.size
-    is_in_order = math.prod(shape[:dim]) == 1  # the parts of the ranks lie one after the other
-    sent = partial.contiguous() if is_in_order else torch.cat(partial.chunk(axis.size, dim))
-    made, group = sent.new_empty(shape), group_named(axis.group)
-    with in_collective("the reduce-scatter of a sharded layer", group):
-        _reduce_scatter(made.view(-1), sent.view(-1), group=group)
-    return made

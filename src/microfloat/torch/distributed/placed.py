@@ -10,14 +10,13 @@ calls take its place.
 """
 
 import copy
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from microfloat.torch._typing import Context, Maybe
-from microfloat.torch.failures import in_collective
+from microfloat.torch.distributed.collectives import sum_over
 
 try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -27,12 +26,7 @@ except ImportError:  # a version of torch that has moved them
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AsPlaced", "Placed", "ToLocal", "all_gather", "from_the_front", "of_gradient", "sum_over"]
-
-# The name in newer versions of torch, and in older ones.
-all_gather: Callable[..., object] = (
-    getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
-)
+__all__ = ["AsPlaced", "Placed", "ToLocal", "from_the_front", "of_gradient"]
 
 
 class Placed:
@@ -72,14 +66,6 @@ class Placed:
             return sum_over(tensor._local_tensor, self.mesh.get_group(), is_fresh=False)
         with torch.no_grad():
             return tensor.redistribute(placements=self.placements)._local_tensor
-
-
-def sum_over(part: torch.Tensor, group: torch.distributed.ProcessGroup, is_fresh: bool) -> torch.Tensor:
-    """The sum of all ranks' parts, by the collective itself; `is_fresh`: in the memory of `part`."""
-    whole = part if is_fresh and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format)
-    with in_collective("the all-reduce of a sharded layer", group):
-        torch.distributed.all_reduce(whole, group=group)
-    return whole
 
 
 def from_the_front(placements: tuple[Placement, ...], dims: int) -> tuple[Placement, ...]:

@@ -7,6 +7,9 @@
     G     by its rows          by its rows   by columns           dy by columns      amaxes of x and w; parts of x
     S     by columns           by columns    partial, scattered   dy by rows         amaxes of x, w; of dy; parts of dy
 
+Gathers run beside casts and products that do not read them: that of x's row operand beside the cast of w, those of
+column operands beside dgrad. A column operand of x that is not the transpose of the other one is gathered in backward.
+
 Every rank makes the bytes that one process makes of the whole tensor. An amax is measured of the shard and reduced
 over the ranks that hold the others, all amaxes of one direction in one collective. Block scales need nothing where
 shards are whole blocks, and are refused elsewhere. Under G and S an operand is cast before it is gathered: codes and
@@ -26,17 +29,18 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.layout import Part
+from microfloat.formats import ScaledFormat
+from microfloat.layout import Part, folded_format, scale_grid, stored_length
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
-from microfloat.routes import Entries, Routes, entries_of
+from microfloat.routes import Entries, Entry, Routes, entries_of
 from microfloat.torch import reduction, reference
-from microfloat.torch._typing import Parts
+from microfloat.torch._typing import Parts, Sink, Triple
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import Backend, laid
-from microfloat.torch.distributed.placed import all_gather
-from microfloat.torch.failures import in_collective
+from microfloat.torch.distributed.collectives import gather_bytes
+from microfloat.torch.distributed.coming import Bytes, Coming, land
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule, as_matrix
 
@@ -208,6 +212,8 @@ class ShardedCast:
         casts = tuple(None if entry is None else entry.cast for entry in entries)
         # The codes of the transpose are transposed after they are gathered.
         self._shares = self._axis is not None and casts[0] is not None and casts[0] == casts[1] and casts[0].transposes
+        # Wgrad alone reads the column operand, so that its gather has time until then.
+        self.gathers_late = tensor == "x" and self._axis is not None and None not in casts and not self._shares
         made = (entries[0], None) if self._shares else entries
         both = [
             (None, None) if entry is None else _measures_of(tensor, column, entry.cast, shards)
@@ -218,8 +224,10 @@ class ShardedCast:
         }  # fmt: skip
         self.measures = [*dict.fromkeys(measure for pair in both for measure in pair if measure is not None)]
         self._casts = [of_cast[measure] for measure in self.measures]
+        # A decoded operand takes as many bytes as values: that of wgrad is made when dgrad has let go of its own.
+        self._waits = tensor == "dy" and all(entry is not None and entry.form == "values" for entry in entries)
         takers = {given for (given, _), cast in zip(both, casts, strict=True) if cast is not None and cast.takes_amax}
-        apart = len(takers) > 1 or any(crossed is not None for _, crossed in both)
+        apart = len(takers) > 1 or any(crossed is not None for _, crossed in both) or self._waits
         halves = ((made[0], None), (None, made[1])) if apart else (made,)
         self._steps: list[tuple[CastStep, int | None, int | None]] = []
         for half in halves:
@@ -267,20 +275,37 @@ class ShardedCast:
         if self.measures and not isinstance(amaxes, list):
             amaxes = _reduced(self.measures, self.measure(x))
         made: Parts = [None] * 6
-        for step, given, crossed in self._steps:
+        for index, (step, _, _) in enumerate(self._steps):
             row, column = step.entries
-            own = inputs
-            if self.measures:
-                amax = None if given is None else amaxes[given]
-                own = inputs._replace(amax=amax if amax is None or amax.dim() == 0 else amax[:, None])
-            if crossed is None:
-                parts = step(x, stream, words, own)
-            else:
-                parts = self._widened(step, x, amaxes[crossed], stream, words, own)
+            cast = functools.partial(self._by_step, index, x, amaxes, stream, words, inputs)
+            if self._waits and row is None:
+                later = functools.cache(cast)
+                for at, part in enumerate(self._local[1] or (), 3):
+                    made[at] = None if part is None else Coming(functools.partial(_part_of, later, at))
+                continue
+            parts = cast()
             made[0:3] = parts[0:3] if row is not None else made[0:3]
             made[3:6] = parts[3:6] if column is not None else made[3:6]
             inputs = inputs._replace(record=None)  # the first step has recorded
-        return made if self._axis is None else self._gathered(made)
+        if self._axis is not None:
+            self.gather(made, 0)
+            if self._shares:
+                made[3:6] = Coming(functools.partial(self._turned, made[0])), made[1], made[2]
+            elif not self.gathers_late:
+                self.gather(made, 1)
+        return made
+
+    def _by_step(
+        self, index: int, x: torch.Tensor, amaxes: Any, stream: int, words: torch.Tensor | None, inputs: CastInputs
+    ) -> Parts:
+        """The operands that one of the steps makes."""
+        step, given, crossed = self._steps[index]
+        if self.measures:
+            amax = None if given is None else amaxes[given]
+            inputs = inputs._replace(amax=amax if amax is None or amax.dim() == 0 else amax[:, None])
+        if crossed is None:
+            return step(x, stream, words, inputs)
+        return self._widened(step, x, amaxes[crossed], stream, words, inputs)
 
     def _widened(
         self, step: CastStep, x: torch.Tensor, amax: torch.Tensor, stream: int, words: torch.Tensor | None,
@@ -303,63 +328,43 @@ class ShardedCast:
 
     # ------------------------------------------------------------------------------------------------- gathering
 
-    def _gathered(self, made: Parts) -> Parts:
-        """The parts of the whole tensor, from those of all ranks."""
-        axis, rows = self._axis, self._rows
+    def gather(self, parts: Parts, which: int) -> None:
+        """Start the gathers of the row operand (0) or the column's (1), whose parts `land` has then."""
+        axis, rows, local, whole = self._axis, self._rows, self._local[which], self._whole[which]
         assert axis is not None
         assert rows is not None
-        gathered: Parts = list(made)
-        for which in (0, 1):
-            local, whole = self._local[which], self._whole[which]
-            if local is None or whole is None or (which and self._shares):
-                continue
-            for at, (part, goal) in enumerate(zip(local, whole, strict=True), 3 * which):
-                if part is not None and goal is not None and part.shape != goal.shape:
-                    gathered[at] = laid(_all_gather(made[at], _differing(part, goal), rows.outer, axis), goal)
-        if self._shares:
-            row, column = self.entries
-            layout = self._whole[1]
-            assert row is not None
-            assert column is not None
-            assert layout is not None
-            codes = gathered[0] if row.turned == (not column.turned) else gathered[0].t()
-            gathered[3:6] = laid(codes, layout.codes, self._backend), gathered[1], gathered[2]
-        return gathered
+        if local is None or whole is None:
+            return
+        gathers = [
+            (at, goal, Bytes.of(laid(parts[at], part), _differing(part, goal), rows.outer))
+            for at, (part, goal) in enumerate(zip(local, whole, strict=True), 3 * which)
+            if part is not None and goal is not None and part.shape != goal.shape
+        ]
+        if not gathers:  # of one rank
+            return
+        under_way = gather_bytes([one.sent for _, _, one in gathers], axis.size, group_named(axis.group))
+        for index, (at, goal, one) in enumerate(gathers):
+            parts[at] = Coming(functools.partial(one.landed, under_way, index, goal, axis.size))
+
+    def _turned(self, codes: Coming | torch.Tensor) -> torch.Tensor:
+        """The codes of the column operand, of those of the row operand."""
+        row, column = self.entries
+        layout = self._whole[1]
+        assert row is not None
+        assert column is not None
+        assert layout is not None
+        codes = codes.land() if isinstance(codes, Coming) else codes
+        made = laid(codes if row.turned == (not column.turned) else codes.t(), layout.codes, self._backend)
+        assert made is not None
+        return made
+
+
+def _part_of(cast: Callable[[], Parts], at: int) -> torch.Tensor:
+    return cast()[at]
 
 
 def _differing(part: Part, goal: Part) -> int:
     return next(at for at, (one, other) in enumerate(zip(part.shape, goal.shape, strict=True)) if one != other)
-
-
-def _all_gather(part: torch.Tensor, dim: int, outer: int, axis: Axis) -> torch.Tensor:
-    """The parts of all ranks along `dim`, which is `outer` runs of each rank's share, in the memory order of `part`.
-
-    The bytes travel as they lie, and are put in place by one copy of whole runs, where they are not in place already.
-    """
-    turned = part.stride(0) < part.stride(1)  # a matrix, whose columns lie one after the other
-    lies = (part.t() if turned else part).contiguous()
-    at = 1 - dim if turned else dim
-    sent = lies.view(-1).view(torch.uint8)
-    received = sent.new_empty(axis.size * sent.numel())
-    group = group_named(axis.group)
-    with in_collective("the all-gather of codes and scales of a sharded layer", group):
-        all_gather(received, sent, group=group)
-    runs = outer * math.prod(lies.shape[:at])
-    if runs > 1:
-        received = side_by_side(received.view(axis.size, runs, -1))
-    shape = (*lies.shape[:at], axis.size * lies.shape[at], *lies.shape[at + 1 :])
-    whole = received.view(part.dtype).view(shape)
-    return whole.t() if turned else whole
-
-
-def side_by_side(shards: torch.Tensor) -> torch.Tensor:
-    """uint8 [ranks, R, bytes of a row] -> [R * ranks * bytes], the rows of all ranks beside each other."""
-    width, start = shards.shape[2], shards.storage_offset()
-    for dtype in (torch.int64, torch.int32, torch.int16):  # a copy of whole words is as fast as memory
-        if width % dtype.itemsize == 0 and start % dtype.itemsize == 0:
-            shards = shards.view(dtype)
-            break
-    return shards.transpose(0, 1).reshape(-1).view(torch.uint8)
 
 
 def why_not_gathered(
@@ -374,32 +379,32 @@ def why_not_gathered(
     assert rows is not None
     if rows.chunk * axis.size != rows.whole:
         return f"{rows.whole} rows are no multiple of {axis.size} ranks"
-    casts = [None if entry is None else entry.cast for entry in entries]
     if any(entry is not None and entry.cast is None for entry in entries):
         return "a GEMM reads it in high precision"
-    for column, cast in enumerate(casts):
-        extent = 1 if cast is None else block_along(cast, _AXES[tensor][column], "M")
+    for column, entry in enumerate(entries):
+        extent = 1 if entry is None else _block_read(entry, _AXES[tensor][column])
         if rows.chunk % extent:
             return f"shards of {rows.chunk} rows are no multiple of the block of {extent}"
     local = layouts_of(backend, entries, *sizes)
     whole = layouts_of(backend, entries, sizes[0] * axis.size, sizes[1])
+    casts = [None if entry is None else entry.cast for entry in entries]
     shares = casts[0] is not None and casts[0] == casts[1] and casts[0].transposes
-    count = 0
     for which, (one, other) in enumerate(zip(local, whole, strict=True)):
         if one is None or other is None or (which and shares):
             continue
+        entry, count = entries[which], 0
+        assert entry is not None
+        if one.scale is not None and math.prod(one.scale.shape) != _scales_read(entry, sizes[:: -1 if which else 1]):
+            return "its scales are padded"
         for part, goal in zip(one, other, strict=True):
             if part is None or goal is None or part.shape == goal.shape:
                 continue
             dim = _differing(part, goal)
             if part.shape[dim] * axis.size != goal.shape[dim] or part.shape[dim] % rows.outer:
                 return "its scales are padded"
-            size = getattr(torch, part.dtype).itemsize
-            for extent in part.shape:
-                size *= extent
-            count += size
-    if count >= sizes[0] * sizes[1] * itemsize:
-        return f"codes and scales take {count} bytes, no fewer than the {sizes[0] * sizes[1] * itemsize} of its values"
+            count += math.prod(part.shape) * getattr(torch, part.dtype).itemsize
+        if count >= sizes[0] * sizes[1] * itemsize:
+            return f"an operand takes {count} bytes, no fewer than the {sizes[0] * sizes[1] * itemsize} of its values"
     return ""
 
 
@@ -413,6 +418,25 @@ def block_along(cast: Cast, axes: tuple[str, str], letter: str) -> int:
         block = max(block, cast.hadamard.size)
     # Packed codes share a byte.
     return max(block, cast.format.element.codes_per_byte) if axes[1] == letter else block
+
+
+def _format_read(entry: Entry) -> ScaledFormat:
+    """The format of an operand in the form that its GEMM reads."""
+    assert entry.cast is not None
+    fmt = entry.cast.format
+    return folded_format(fmt, entry.form) if entry.form in ("folded", "tiles") else fmt
+
+
+def _scales_read(entry: Entry, sizes: Sequence[int]) -> int:
+    """The number of scales of an operand of so many rows and columns, without those that fill up its layout."""
+    assert entry.cast is not None
+    return math.prod(scale_grid(_format_read(entry), sizes[0], stored_length(sizes[1], entry.cast.hadamard)))
+
+
+def _block_read(entry: Entry, axes: tuple[str, str]) -> int:
+    """Rows of the matrix of which an operand's elements depend on each other, in the form that its GEMM reads."""
+    assert entry.cast is not None
+    return max(block_along(entry.cast, axes, "M"), _format_read(entry).block[axes.index("M")] or 1)
 
 
 def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, int]) -> None:
@@ -485,10 +509,11 @@ class ShardedSchedule(Schedule):
         both = enumerate(entries_of(recipe, routes, "w", True, wants_dx))
         measures = {_measures_of("w", bool(column), entry.cast, shards) for column, entry in both if entry is not None}
         self._keeps_w_amax = self.late and len(measures) == 1  # for a cast in backward, which would reduce it again
-        # Layers that read one gathered x and cast it alike share its codes.
+        # Layers that read one gathered x and cast it alike share its operands.
         casts = [entry.cast for entry in self.x_cast.entries if entry is not None and entry.cast is not None]
-        self._shares_x = not any(cast.is_stochastic or cast.is_delayed or cast.is_static for cast in casts)
-        self._x_key = self.x_cast.entries, backend.name, compute
+        self.shares_x = not any(cast.is_stochastic or cast.is_delayed or cast.is_static for cast in casts)
+        self.x_key = self.x_cast.entries, backend.name, compute
+        self.gathers_late = self.x_cast.gathers_late and self.x_saved.start == 3
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed: one for all ranks that round replicas, another for each shard."""
@@ -502,8 +527,8 @@ class ShardedSchedule(Schedule):
         w_inputs: CastInputs, kept: Parts | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads; the amaxes of both in one collective."""
-        shared: dict | None = getattr(x, "gathered", None) if self._shares_x else None
-        x_made: Any = None if shared is None else shared.get(self._x_key)
+        shared: dict | None = getattr(x, "gathered", None) if self.shares_x else None
+        x_made: Any = None if shared is None else shared.get(self.x_key)
         x, given = as_matrix(arrived(x), self.dtype), weight
         weight = weight.to(self.dtype) if self._converts_w else weight
         steps: list[tuple[Any, torch.Tensor]] = [(self.x_cast, x)] if x_made is None else []
@@ -518,9 +543,11 @@ class ShardedSchedule(Schedule):
         if x_made is None:
             x_made = self.x_cast(x, *self.resources(), x_inputs)
             if shared is not None:
-                shared[self._x_key] = x_made
+                shared[self.x_key] = x_made
         w_made = self.w_cast(weight, *self.resources(), w_inputs) if kept is None else kept
+        land(x_made)
         y = self.products["fprop"](x_made[0:3], w_made[0:3], bias if self.shards.adds_bias else None)
+        land(x_made, 1)
         y = y if self.y_shape is None else torch.ops.aten._unsafe_view(y, self.y_shape)
         if not self.late:
             return y, (*x_made[self.x_saved], *w_made[self.w_saved])
@@ -538,15 +565,39 @@ class ShardedSchedule(Schedule):
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
     ) -> Parts:
         """See `Schedule.cast_operands`."""
-        return super().cast_operands(arrived(x), weight, x_inputs, w_inputs, kept)
+        made = super().cast_operands(arrived(x), weight, x_inputs, w_inputs, kept)
+        land(made)
+        land(made, 1)
+        return made
 
     def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
         """y [M, N] of this rank, from the row operands of x and w."""
         return super().fprop(x, w, bias if self.shards.adds_bias else None)
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
-        """Both operands of a gradient, of this rank's shard or gathered."""
+        """Both operands of a gradient, of this rank's shard, or on their way from all ranks."""
         return super().cast_dy(arrived(dy), inputs, wants_dx, wants_dw)
+
+    def gather_saved(self, saved: Sequence[torch.Tensor | None]) -> Parts:
+        """The operand of x that wgrad reads, of all ranks, whose gather has begun; `saved`: this rank's."""
+        parts: Parts = [None] * 3 + list(saved)
+        self.x_cast.gather(parts, 1)
+        return parts[3:]
+
+    def gradients(
+        self, dy: Parts, saved: Triple, wants_dx: bool, wants_dw: bool, into: Sink | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """See `Schedule.gradients`; waits for an operand before its product, so that others come beside it."""
+        dx = dw = None
+        if wants_dx:
+            land(dy)
+            dx, _ = super().gradients(dy, saved, True, False)
+        if wants_dw:
+            land(dy, 1)
+            saved = [*saved]
+            land(saved)
+            _, dw = super().gradients(dy, saved, False, True, into)
+        return dx, dw
 
     def __str__(self) -> str:
         """`Schedule.__str__`, and how the tensors are sharded."""

@@ -34,8 +34,8 @@ from microfloat.torch._checks import check_model
 from microfloat.torch._typing import Arguments, Options, StateDict
 from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.context import ambient
-from microfloat.torch.distributed.placed import all_gather
-from microfloat.torch.distributed.schedule import side_by_side
+from microfloat.torch.distributed.collectives import all_gather
+from microfloat.torch.distributed.coming import side_by_side
 from microfloat.torch.failures import in_collective
 from microfloat.torch.fusing import Fused
 from microfloat.torch.gathered import Gather, Gathered

@@ -1,0 +1,223 @@
+"""What sharded layers read whole of an x that lies by rows, and the sum of what they give back.
+
+x is gathered inside of the cast as codes (`gathering`), or in high precision (`gathering_values`). Layers that read one
+DTensor read one such tensor. They share its operands in forward (`gathered`), and in backward, by its `Readers`, the
+gather of the operand of wgrad and one sum of dx. The reduce-scatter of that sum begins when the last of them has
+multiplied dgrad, and runs beside its wgrad.
+
+Legend: M = rows of x (all leading dimensions), K = in features.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from microfloat.torch._typing import Context, Maybe, Parts, Sink, Triple
+from microfloat.torch.distributed.collectives import UnderWay, gather_rows, scatter_sum
+from microfloat.torch.distributed.placed import Placed
+from microfloat.torch.distributed.schedule import Axis, ShardedSchedule, arrived, group_named
+
+__all__ = [
+    "Beside", "Readers", "Values", "gather_values", "gathering", "gathering_values", "scatter_values",
+    "with_shard", "without_memory",
+]  # fmt: skip
+
+
+class Values(NamedTuple):
+    """A gather in high precision along `dim`; `shard`: how the tensor lies before it."""
+
+    dim: int
+    axis: Axis
+    shard: Placed
+
+
+def gather_values(part: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """The parts of all ranks side by side along `dim`."""
+    return gather_rows(part, dim, axis.size, group_named(axis.group))
+
+
+def scatter_values(partial: torch.Tensor, dim: int, axis: Axis, apart: bool = False) -> UnderWay[torch.Tensor]:
+    """This rank's part along `dim` of the sum over all ranks."""
+    return scatter_sum(partial, dim, axis.size, group_named(axis.group), apart)
+
+
+class Readers:
+    """The layers that read one gathered x.
+
+    In backward they are counted anew for each one that torch runs, so that one which ended by an error, or did not
+    reach all of them, leaves nothing behind. Where it does not reach all, the sum is scattered when it is asked for.
+    """
+
+    __slots__ = ("_axis", "_backward", "_came", "_columns", "_dim", "_dx", "_under_way", "number")
+
+    def __init__(self, dim: int, axis: Axis) -> None:
+        self._dim, self._axis = dim, axis
+        self.number = 0  # of those that will have a dx
+        self._clear(-1)
+
+    def _clear(self, backward: int) -> None:
+        self._backward, self._came = backward, 0
+        self._columns: dict[object, Triple] = {}
+        self._dx: Maybe = None
+        self._under_way: UnderWay[torch.Tensor] | None = None
+
+    def _enter(self) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._clear(backward)
+
+    def wgrad_operand(self, schedule: ShardedSchedule, saved: Triple) -> Triple:
+        """What backward reads, with the operand of x of all ranks, whose gather has begun."""
+        if not schedule.gathers_late:
+            return saved
+        self._enter()
+        parts = self._columns.get(schedule.x_key) if schedule.shares_x else None
+        if parts is None:
+            parts = schedule.gather_saved(saved[:3])
+            if schedule.shares_x and self.number > 1:
+                self._columns[schedule.x_key] = parts
+        return *parts, *saved[3:]
+
+    def add(self, dx: torch.Tensor) -> bool:
+        """Take a dx into the sum; True if its reduce-scatter has begun, since it was the last one."""
+        self._enter()
+        self._dx = dx if self._dx is None else self._dx.add_(dx)
+        self._came += 1
+        if self._came != self.number:
+            return False
+        self._under_way, self._dx = scatter_values(self._dx, self._dim, self._axis, apart=True), None
+        return True
+
+    def result(self) -> Maybe:
+        """This rank's part of the sum of dx; None where no layer had one."""
+        self._enter()
+        under_way = self._under_way
+        if under_way is None and self._dx is not None:
+            under_way = scatter_values(self._dx, self._dim, self._axis)
+        self._clear(-1)
+        return None if under_way is None else under_way.wait()
+
+
+class Beside:
+    """The schedule of one call that reads a gathered x: collectives run beside its products in backward.
+
+    It stands in the place of the schedule; all else is the schedule's own. The sum of dx is left to `readers`.
+    """
+
+    def __init__(self, schedule: ShardedSchedule, readers: Readers) -> None:
+        self._schedule, self._readers = schedule, readers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    def gradients(
+        self, dy: Parts, saved: Triple, wants_dx: bool, wants_dw: bool, into: Sink | None = None
+    ) -> tuple[None, Maybe]:
+        """None, and dw."""
+        schedule, readers, dw = self._schedule, self._readers, None
+        if wants_dw:
+            saved = readers.wgrad_operand(schedule, saved)
+        if wants_dx:
+            dx, _ = schedule.gradients(dy, saved, True, False)
+            assert dx is not None
+            readers.add(dx)
+            del dx
+        if wants_dw:
+            _, dw = schedule.gradients(dy, saved, False, True, into)
+        return None, dw
+
+
+# ------------------------------------------------------------------------------------------------ tensors and nodes
+
+
+def without_memory(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros of a shape, in the memory of one."""
+    return like.new_zeros(()).expand(shape)
+
+
+def with_shard(shard: torch.Tensor, shape: Sequence[int], readers: Readers | None = None) -> torch.Tensor:
+    """A tensor of the whole shape without memory, of which this rank has a part."""
+    made = without_memory(shard, shape)
+    vars(made).update(shard=shard, readers=readers)
+    return made
+
+
+def gathering(x: DTensor, shape: torch.Size, dim: int, axis: Axis, gradient: Placed) -> torch.Tensor:
+    """x as casts take it that gather codes: the shape of the whole, without memory, whose `shard` is this rank's part.
+
+    Made once for a DTensor, so that several layers that read it share codes in forward and one reduction in backward.
+    """
+    state, known = _shared_of(x, "_gathering")
+    if known is None:
+        readers = Readers(dim, axis)
+        known = _Gathered.apply(x, shape, readers, gradient)
+        vars(known).update(shard=x._local_tensor.detach(), readers=readers, gathered={})
+        vars(x)["_gathering"] = state, known
+    return known
+
+
+def gathering_values(x: torch.Tensor, values: Values) -> torch.Tensor:
+    """The whole x, gathered in high precision; of a DTensor, once for all layers that read it."""
+    state, known = _shared_of(x, "_gathered_values") if isinstance(x, DTensor) else (None, None)
+    if known is None:
+        readers = Readers(values.dim, values.axis)
+        known = _GatheredValues.apply(x, values, readers)
+        vars(known).update(readers=readers, gathered={})
+        if isinstance(x, DTensor):
+            vars(x)["_gathered_values"] = state, known
+    return known
+
+
+def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, torch.Tensor | None]:
+    """The state of a DTensor that counts for what is made of it, and what another layer has made in this state."""
+    # Writes to tensors of inference mode are not counted.
+    state = None if x.is_inference() else (x._version, x.requires_grad, torch.is_grad_enabled())
+    known = getattr(x, name, None)
+    return state, known[1] if known is not None and state is not None and known[0] == state else None
+
+
+def _forget(x: DTensor | None, name: str) -> None:
+    if x is not None:
+        vars(x).pop(name, None)
+
+
+class _Gathered(torch.autograd.Function):
+    """A DTensor as the whole tensor that casts gather: backward has this rank's part of the sum of all gradients.
+
+    They come through the `Readers`, as None for autograd.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, x: DTensor, shape: torch.Size, readers: Readers, gradient: Placed) -> torch.Tensor:
+        ctx.settings = readers, gradient, weakref.ref(x)
+        ctx.set_materialize_grads(False)
+        return without_memory(x._local_tensor, shape)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
+        readers, gradient, x = ctx.settings
+        _forget(x(), "_gathering")  # a leaf and what its own graph holds would keep each other for ever
+        dx = readers.result()
+        return None if dx is None else gradient.wrap(dx), None, None, None
+
+
+class _GatheredValues(torch.autograd.Function):
+    """The parts of all ranks; backward as that of `_Gathered`."""
+
+    @staticmethod
+    def forward(ctx: Context, x: torch.Tensor, values: Values, readers: Readers) -> torch.Tensor:
+        ctx.settings = readers, values.shard, weakref.ref(x) if isinstance(x, DTensor) else None
+        ctx.set_materialize_grads(False)
+        return gather_values(arrived(x._local_tensor if isinstance(x, DTensor) else x), values.dim, values.axis)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
+        readers, shard, x = ctx.settings
+        dx = readers.result()
+        if x is None:
+            return dx, None, None
+        _forget(x(), "_gathered_values")  # as in `_Gathered`
+        return None if dx is None else shard.wrap(dx), None, None
