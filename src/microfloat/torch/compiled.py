@@ -42,7 +42,6 @@ __all__ = [
     "token_of_high_precision",
 ]  # fmt: skip
 
-
 _library = torch.library.Library("microfloat", "FRAGMENT")
 
 

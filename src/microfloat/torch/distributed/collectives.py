@@ -1,7 +1,7 @@
 """Gathers and reduce-scatters of a layer, waited for at once or started beside what follows.
 
-A collective that is started runs in gloo's threads on a CPU, until `UnderWay.wait`. On a GPU it runs in its place on the
-current stream. There, on a stream of their own beside products on 24 multiprocessors less, collectives of backward made
+A collective that is started runs in gloo's threads on a CPU, until `UnderWay.wait`. On a GPU it runs in its place on
+the current stream: on a stream of their own, beside products on 24 multiprocessors less, collectives of backward made
 no step of two H100s faster (benchmarks/results/tp_beside_attempt.json).
 """
 

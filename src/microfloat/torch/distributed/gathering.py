@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from microfloat.torch._typing import Context, Maybe, Parts, Sink, Triple
 from microfloat.torch.distributed.collectives import UnderWay, gather_rows, scatter_sum
 from microfloat.torch.distributed.placed import Placed
-from microfloat.torch.distributed.schedule import Axis, ShardedSchedule, arrived, group_named
+from microfloat.torch.distributed.schedule import ShardedSchedule, arrived, group_named
+from microfloat.torch.distributed.shards import Axis
 
 __all__ = [
     "Beside", "Readers", "Values", "gather_values", "gathering", "gathering_values", "scatter_values",

@@ -38,17 +38,8 @@ from microfloat.torch.distributed.gathering import (
     without_memory,
 )
 from microfloat.torch.distributed.placed import Placed, from_the_front, of_gradient
-from microfloat.torch.distributed.schedule import (
-    CASES,
-    Axis,
-    Rows,
-    ShardedSchedule,
-    Shards,
-    arrived,
-    check_blocks,
-    group_named,
-    why_not_gathered,
-)
+from microfloat.torch.distributed.schedule import ShardedSchedule, arrived, group_named, why_not_gathered
+from microfloat.torch.distributed.shards import CASES, Axis, Rows, Shards, check_blocks
 from microfloat.torch.failures import agree
 from microfloat.torch.linear import Run, apply, backend_name, begin, end
 from microfloat.torch.microbatches import WGRAD_OPTIONS, casts_late

@@ -7,8 +7,8 @@
     G     by its rows          by its rows   by columns           dy by columns      amaxes of x and w; parts of x
     S     by columns           by columns    partial, scattered   dy by rows         amaxes of x, w; of dy; parts of dy
 
-Gathers run beside casts and products that do not read them: that of x's row operand beside the cast of w, those of
-column operands beside dgrad. A column operand of x that is not the transpose of the other one is gathered in backward.
+On a CPU gathers run beside casts and products that do not read them (`collectives`). A column operand of x that is not
+the transpose of the other one is gathered in backward.
 
 Every rank makes the bytes that one process makes of the whole tensor. An amax is measured of the shard and reduced
 over the ranks that hold the others, all amaxes of one direction in one collective. Block scales need nothing where
@@ -28,39 +28,26 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.formats import ScaledFormat
-from microfloat.layout import Part, folded_format, scale_grid, stored_length
+from microfloat.errors import NotSupportedError
+from microfloat.layout import Part
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
-from microfloat.routes import Entries, Entry, Routes, entries_of
+from microfloat.routes import Entries, Routes, entries_of
 from microfloat.torch import reduction, reference
 from microfloat.torch._typing import Parts, Sink, Triple
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import Backend, laid
 from microfloat.torch.distributed.collectives import gather_bytes
 from microfloat.torch.distributed.coming import Bytes, Coming, land
+from microfloat.torch.distributed.shards import AXES_OF, CASES, Axis, Shards, block_read, check_blocks, scales_read
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule, as_matrix
 
 __all__ = [
-    "CASES", "Axis", "PartSchedule", "ShardedSchedule", "Shards", "arrived", "block_along", "check_blocks",
-    "group_named", "group_of", "why_not_gathered",
+    "PartSchedule", "ShardedSchedule", "arrived", "group_named", "group_of", "why_not_gathered",
 ]  # fmt: skip
 
-# The axis along which each tensor is sharded before its cast, by the case.
-CASES: dict[str, dict[str, str]] = {
-    "": {},
-    "N": {"w": "N", "dy": "N"},
-    "K": {"x": "K", "w": "K"},
-    "M": {"x": "M", "dy": "M"},
-    "G": {"x": "M", "w": "N", "dy": "N"},
-    "S": {"x": "K", "w": "K", "dy": "M"},
-}
-_GATHERED = {"G": "x", "S": "dy"}  # what a case gathers after its cast
-# Rows and contraction length of both operands of a tensor.
-_AXES = {"x": (("M", "K"), ("K", "M")), "w": (("N", "K"), ("K", "N")), "dy": (("M", "N"), ("N", "M"))}
 group_named: Callable[..., torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 _ALIGNED = 16  # elements, by which a matrix is widened
 
@@ -79,43 +66,6 @@ def group_of(cut: str) -> torch.distributed.ProcessGroup:
             "needed the meshes of the process that has saved it. Call init_process_group and init_device_mesh in the "
             "same order there, before the first call."
         ) from error
-
-
-class Axis(NamedTuple):
-    """One dimension of a mesh along which tensors of a Linear are sharded."""
-
-    case: str
-    group: str  # name of the process group of this rank's line of the mesh
-    size: int
-    rank: int  # in the group
-
-
-class Rows(NamedTuple):
-    """The sharded dimension of x's or dy's leading ones, as rows of a matrix: `outer` runs of `whole` rows each, of
-    which this rank has `part`, and every rank but the last `chunk`."""
-
-    outer: int
-    whole: int
-    part: int
-    chunk: int
-
-
-class Shards(NamedTuple):
-    """All that the schedule of a sharded call depends on besides the local tensors."""
-
-    axes: tuple[Axis, ...]
-    rows: Rows | None  # where the rows of x or dy are sharded
-    adds_bias: bool  # of ranks whose results are summed one adds it
-    seed_ranks: tuple[int, int, int]  # of x, w, dy: the first rank that holds the same shard
-
-    def axes_of(self, tensor: str, letter: str | None = None) -> tuple[Axis, ...]:
-        """The axes along which a tensor is sharded before its cast; `letter`: those that shard this extent."""
-        found = ((axis, CASES[axis.case].get(tensor)) for axis in self.axes)
-        return tuple(axis for axis, one in found if one is not None and letter in (None, one))
-
-    def gathers(self, tensor: str) -> Axis | None:
-        """The axis over which a tensor is gathered after its cast."""
-        return next((axis for axis in self.axes if _GATHERED.get(axis.case) == tensor), None)
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +94,7 @@ def _measures_of(
     """The amaxes behind a scale that a cast is given, and behind block scales whose blocks the ranks have parts of."""
     if cast is None or cast.is_delayed or cast.is_static:
         return None, None
-    anywhere, along = shards.axes_of(tensor), shards.axes_of(tensor, _AXES[tensor][column][1])
+    anywhere, along = shards.axes_of(tensor), shards.axes_of(tensor, AXES_OF[tensor][column][1])
     given, crossed, fmt = None, None, cast.format
     if cast.tensor_scale == "row":
         given = _Measure("rows", column, along) if along else None
@@ -296,7 +246,13 @@ class ShardedCast:
         return made
 
     def _by_step(
-        self, index: int, x: torch.Tensor, amaxes: Any, stream: int, words: torch.Tensor | None, inputs: CastInputs
+        self,
+        index: int,
+        x: torch.Tensor,
+        amaxes: list[torch.Tensor],
+        stream: int,
+        words: torch.Tensor | None,
+        inputs: CastInputs,
     ) -> Parts:
         """The operands that one of the steps makes."""
         step, given, crossed = self._steps[index]
@@ -382,7 +338,7 @@ def why_not_gathered(
     if any(entry is not None and entry.cast is None for entry in entries):
         return "a GEMM reads it in high precision"
     for column, entry in enumerate(entries):
-        extent = 1 if entry is None else _block_read(entry, _AXES[tensor][column])
+        extent = 1 if entry is None else block_read(entry, AXES_OF[tensor][column])
         if rows.chunk % extent:
             return f"shards of {rows.chunk} rows are no multiple of the block of {extent}"
     local = layouts_of(backend, entries, *sizes)
@@ -394,7 +350,7 @@ def why_not_gathered(
             continue
         entry, count = entries[which], 0
         assert entry is not None
-        if one.scale is not None and math.prod(one.scale.shape) != _scales_read(entry, sizes[:: -1 if which else 1]):
+        if one.scale is not None and math.prod(one.scale.shape) != scales_read(entry, sizes[:: -1 if which else 1]):
             return "its scales are padded"
         for part, goal in zip(one, other, strict=True):
             if part is None or goal is None or part.shape == goal.shape:
@@ -406,78 +362,6 @@ def why_not_gathered(
         if count >= sizes[0] * sizes[1] * itemsize:
             return f"an operand takes {count} bytes, no fewer than the {sizes[0] * sizes[1] * itemsize} of its values"
     return ""
-
-
-# ------------------------------------------------------------------------------------------------------------- blocks
-
-
-def block_along(cast: Cast, axes: tuple[str, str], letter: str) -> int:
-    """Elements along an axis that one scale, or one Hadamard transform, is made of; 1 where amaxes are reduced."""
-    block = cast.format.block[axes.index(letter)] or 1
-    if cast.hadamard is not None and axes[1] == letter:
-        block = max(block, cast.hadamard.size)
-    # Packed codes share a byte.
-    return max(block, cast.format.element.codes_per_byte) if axes[1] == letter else block
-
-
-def _format_read(entry: Entry) -> ScaledFormat:
-    """The format of an operand in the form that its GEMM reads."""
-    assert entry.cast is not None
-    fmt = entry.cast.format
-    return folded_format(fmt, entry.form) if entry.form in ("folded", "tiles") else fmt
-
-
-def _scales_read(entry: Entry, sizes: Sequence[int]) -> int:
-    """The number of scales of an operand of so many rows and columns, without those that fill up its layout."""
-    assert entry.cast is not None
-    return math.prod(scale_grid(_format_read(entry), sizes[0], stored_length(sizes[1], entry.cast.hadamard)))
-
-
-def _block_read(entry: Entry, axes: tuple[str, str]) -> int:
-    """Rows of the matrix of which an operand's elements depend on each other, in the form that its GEMM reads."""
-    assert entry.cast is not None
-    return max(block_along(entry.cast, axes, "M"), _format_read(entry).block[axes.index("M")] or 1)
-
-
-def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, int]) -> None:
-    """Raise InvalidValueError where a shard ends inside a block; `sizes`: of the whole N, K; M is in the shards."""
-    for tensor, both in entries.items():
-        for axis in shards.axes_of(tensor):
-            letter = CASES[axis.case][tensor]
-            if _GATHERED.get(axis.case) == tensor:
-                continue  # `why_not_gathered` has looked
-            if letter == "M":
-                assert shards.rows is not None
-                runs = [shards.rows.chunk]
-                if shards.rows.outer > 1:
-                    runs.append(shards.rows.whole)
-                size = shards.rows.whole
-            else:
-                size = sizes[letter]
-                runs = [-(-size // axis.size)]
-            for column, entry in enumerate(both):
-                if entry is None or entry.cast is None:
-                    continue
-                cast = entry.cast
-                how = (
-                    "turned by a Hadamard transform" if cast.hadamard else "whose errors choose" * cast.chooses_by_error
-                )
-                if how and cast.format.block[_AXES[tensor][column].index(letter)] is None:
-                    raise invalid_value(
-                        f"{tensor}, sharded along {letter}", f"blocks of {cast.format.name} {how}, which it divides",
-                        "blocks that are whole, or whose amax alone decides their scale",
-                        "Take a format of smaller blocks, or leave the layer out of the plan.",
-                    )  # fmt: skip
-                block = block_along(cast, _AXES[tensor][column], letter)
-                if any(run % block for run in runs):
-                    name = {"N": "out_features", "K": "in_features", "M": "the rows of x"}[letter]
-                    raise invalid_value(
-                        f"{tensor}, sharded along {letter} ({name})",
-                        f"{size} over {axis.size} ranks, in parts of {runs[0]}",
-                        f"parts that are multiples of {block}, so that no block of {cast.format.name} is cut",
-                        f"Make {name} a multiple of {axis.size * block}, take a recipe with a scale for each tensor or "
-                        "row, or leave the layer out of the plan.",
-                    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- schedule

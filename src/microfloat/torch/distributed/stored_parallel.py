@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import WeightActivation, WeightOnly
-from microfloat.torch.distributed.schedule import block_along
+from microfloat.torch.distributed.shards import block_along
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.tensor import QuantizedTensor
 
