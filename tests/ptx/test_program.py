@@ -106,7 +106,7 @@ def texts_of(module):
                 yield node.lineno, form, constraints
 
 
-_OF_WARPS = ("bar.warp.sync", "cp.async", "mma.sync", "shfl.sync", "wgmma.wait_group")
+_OF_WARPS = ("bar.warp.sync", "cp.async", "mbarrier", "mma.sync", "shfl.sync", "wgmma.wait_group")
 
 
 def test_all_assembly_of_the_kernels_is_known_but_that_of_clusters_and_warps(repository):
@@ -116,7 +116,7 @@ def test_all_assembly_of_the_kernels_is_known_but_that_of_clusters_and_warps(rep
             if "clusters" in module.name:
                 continue
             if isinstance(text, ast.Constant) and any(name in text.value for name in _OF_WARPS):
-                continue  # of a whole warp, which a program of one lane cannot run; test_decode.py compiles it
+                continue  # of a whole warp or program, which one lane cannot run; test_decode.py compiles it
             assert isinstance(text, ast.Constant), f"{module.name}:{line} is no text"
             assemble(text.value, constraints.value)
             known.add((module.name, line))
