@@ -113,6 +113,7 @@ def test_parts_of_k_fill_the_chip():
         each = -(-launch.programs // 132)
         assert launch.programs == -(-n // 128) * splits
         assert launch.spread == (each if each <= 2 else 0)
+        assert launch.shared_bytes == 128 + 4 * 128 * 64 * 2  # four times half a chunk of x, and to a multiple of 128
 
 
 def test_codes_come_through_shared_memory_where_it_takes_them():

@@ -27,6 +27,6 @@ def shared_memory(function: int, needed: int, spread: int) -> int | None:
     if library.cuFuncGetAttribute(ctypes.byref(declared), _DECLARED, handle):
         return None
     apart = _OF_MULTIPROCESSOR // spread - _OF_SYSTEM - declared.value if spread else 0
-    size, key = max(needed, apart // 128 * 128), (torch.cuda.current_device(), function)
+    size, key = max(needed, apart), (torch.cuda.current_device(), function)
     most = _asked[key] = max(size, _asked.get(key, 0))  # other launches of the kernel may ask for more
     return None if library.cuFuncSetAttribute(handle, _MOST_ASKED, most) else size
