@@ -106,7 +106,12 @@ def test_experts_are_multiplied_in_one_launch_that_does_not_begin_early(name, ro
     """Also where groups of x have as many rows as warpgroups multiply of one weight."""
     stored = decode_cuts.stored_like(name, (1024, 2048))
     passes = products.decode_passes(
-        stored.codes, (rows, 2048, 1024), ("bfloat16", "bfloat16", None), stored.strides, stored.level_stride, H100,
+        stored.codes,
+        (rows, 2048, 1024),
+        ("bfloat16", "bfloat16", None),
+        stored.strides,
+        stored.level_stride,
+        H100,
         products.DecodedExperts(8, stored.strides[0] * 1024, 1),
     )
     *_, last = passes.launches
