@@ -181,7 +181,7 @@ def test_threads_leave_the_most_that_one_of_them_has_asked_for(monkeypatch) -> N
         return answer(handle, attribute, size)
 
     def ask_for_more() -> None:
-        begun.wait()
+        begun.wait(5)
         cuda.shared_memory(function, 2048, 0)
 
     monkeypatch.setattr(answers, "cuFuncSetAttribute", slowly)
@@ -190,7 +190,7 @@ def test_threads_leave_the_most_that_one_of_them_has_asked_for(monkeypatch) -> N
     second = threading.Thread(target=ask_for_more)
     second.start()
     assert cuda.shared_memory(function, 1024, 0) == 1024
-    second.join()
+    second.join(5)
     assert [size for _, size in answers.allowed] == [1024, 2048]
 
 
