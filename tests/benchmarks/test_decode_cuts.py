@@ -97,6 +97,26 @@ def test_warpgroups_take_bfloat16_and_whole_chunks():
     assert not is_taken(codes=mxfp4, m=16)
     assert not is_taken(codes=codes._replace(BITS=8))
     assert not is_taken(device=H100._replace(places=False))
+    assert not is_taken(device=H100._replace(warpgroups=False))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("rows", [8, 64, 128, 256, 1024])
+def test_experts_are_multiplied_in_one_launch_that_does_not_begin_early(name, rows):
+    """Also where groups of x have as many rows as warpgroups multiply of one weight."""
+    stored = decode_cuts.stored_like(name, (1024, 2048))
+    passes = products.decode_passes(
+        stored.codes,
+        (rows, 2048, 1024),
+        ("bfloat16", "bfloat16", None),
+        stored.strides,
+        stored.level_stride,
+        H100,
+        products.DecodedExperts(8, stored.strides[0] * 1024, 1),
+    )
+    *_, last = passes.launches
+    assert last.kernel.__name__ == "decode_gemm"
+    assert not any(launch.dependent for launch in passes.launches)
 
 
 def test_parts_of_k_fill_the_chip():

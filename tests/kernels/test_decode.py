@@ -411,7 +411,7 @@ def test_the_matrix_descriptor_finds_x_where_it_is_written():
 
 
 def _compile_groups(kind, warps, tokens, splits):
-    """The machine code of `decode_warpgroups`."""
+    """The machine code of `decode_warpgroups`, and the shared memory that Triton itself would ask for."""
     from triton.runtime import driver
 
     from microfloat.kernels.gemm import warpgroups
@@ -428,7 +428,7 @@ def _compile_groups(kind, warps, tokens, splits):
         splits, kind, cut, 1, True, True, num_warps=warps, enable_fp_fusion=False, grid=(1,), launch_pdl=True,
         warmup=True,
     )  # fmt: skip
-    return instructions_of(compiled.asm["cubin"])
+    return instructions_of(compiled.asm["cubin"]), compiled.metadata.shared
 
 
 @pytest.mark.slow("machine code of four kernels")
@@ -438,9 +438,11 @@ def _compile_groups(kind, warps, tokens, splits):
 )
 def test_products_of_half_a_chunk_end_before_its_memory_is_used_again(kind, warps, tokens, splits):
     """The next copy of x waits for all warps, products wait for their own copy, and end before the warp says so; codes
-    are read from shared memory before the next are copied there; no register is written that products under way read;
-    and nothing is spilled."""
-    compiled = other_process()(_compile_groups, kind, warps, tokens, splits)
+    are read from shared memory before the next are copied there; neither is copied before earlier launches have ended;
+    no register is written that products under way read; nothing is spilled; and Triton has no shared memory of its own,
+    which would lie where x does."""
+    compiled, of_triton = other_process()(_compile_groups, kind, warps, tokens, splits)
+    assert of_triton == 0
     lines = [line.split("*/", 1)[-1].strip() for line in compiled]
     assert not [line for line in lines if re.search(r"\b(STL|LDL)\b", line)]
     assert not _written_too_early(lines)
@@ -448,6 +450,8 @@ def test_products_of_half_a_chunk_end_before_its_memory_is_used_again(kind, warp
         "HGMMA": "multiply", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "end", "SYNCS.ARRIVE.TRANS64.A1T0": "say",
         "SYNCS.PHASECHK": "wait", "UBLKCP": "copy",
     }  # fmt: skip
+    (ended,) = (i for i, line in enumerate(lines) if "ACQBULK" in line)
+    assert ended < min(i for i, line in enumerate(lines) if re.search(r"LDGSTS|UBLKCP|LDG\b", line))
     events, copies = [], [i for i, line in enumerate(lines) if "UBLKCP" in line]
     assert len(copies) == 4 + 2  # all stages at first, then one in each half
     for line in lines[copies[3] + 1 :]:

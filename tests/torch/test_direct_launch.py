@@ -1,6 +1,7 @@
 """Starting compiled kernels past Triton's call path: what is passed, and when Triton's own way is taken."""
 
 import itertools
+import threading
 import types
 
 import pytest
@@ -156,6 +157,41 @@ def test_a_launch_asks_for_the_shared_memory_that_keeps_programs_apart(compiled,
 def test_a_driver_that_allows_no_more_shared_memory_refuses_the_launch(asks) -> None:
     assert [asks(Driver(0, refuses), 1024, 0) for refuses in ("get", "set")] == [None, None]
     assert asks(Driver(0), 1024, 0) == 1024
+
+
+@needs_known_launcher
+def test_what_a_driver_has_refused_is_not_asked_for_again(asks) -> None:
+    answers = Driver(0, "set")
+    assert asks(answers, 2048, 0) is None
+    answers.refuses = ""
+    assert asks(answers, 1024, 0) == 1024
+    assert [size for _, size in answers.allowed] == [2048, 1024]
+
+
+@needs_known_launcher
+def test_threads_leave_the_most_that_one_of_them_has_asked_for(monkeypatch) -> None:
+    """A second thread asks for more while the driver answers the first."""
+    function, begun, answers = next(FUNCTIONS), threading.Event(), Driver(0)
+    answer = answers.cuFuncSetAttribute
+
+    def slowly(handle, attribute: int, size: int) -> int:
+        if size == 1024:
+            begun.set()
+            second.join(0.05)
+        return answer(handle, attribute, size)
+
+    def ask_for_more() -> None:
+        begun.wait(5)
+        cuda.shared_memory(function, 2048, 0)
+
+    monkeypatch.setattr(answers, "cuFuncSetAttribute", slowly)
+    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: answers)
+    second = threading.Thread(target=ask_for_more)
+    second.start()
+    assert cuda.shared_memory(function, 1024, 0) == 1024
+    second.join(5)
+    assert [size for _, size in answers.allowed] == [1024, 2048]
 
 
 @needs_known_launcher

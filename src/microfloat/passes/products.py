@@ -324,7 +324,8 @@ def cut_of(
     m, k, n = shape
     kind, size = _kind_of(codes), (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
     tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
-    if device.places and not halves and (warps := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
+    by_groups = device.warpgroups and device.places and not halves
+    if by_groups and (warps := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
         splits = _parts_that_fill(-(-n // (16 * warps)), -(-k * codes.BITS // _CHUNK_BITS), device.multiprocessors)
         cut = fitted(by_warpgroups(warps, tokens, splits), codes, k, scale_strides, bias)
         if cut.WARPGROUPS:

@@ -1,6 +1,7 @@
 """What launches ask of the CUDA driver itself: more shared memory than their kernel declares."""
 
 import ctypes
+import threading
 
 import torch
 
@@ -12,6 +13,7 @@ _OF_MULTIPROCESSOR, _OF_SYSTEM = 228 << 10, 1 << 10
 # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, which a kernel declares, and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _DECLARED, _MOST_ASKED = 1, 8
 _asked: dict[tuple[int, int], int] = {}  # device and function: the most that was allowed
+_LOCK = threading.Lock()
 
 
 def shared_memory(function: int, needed: int, spread: int) -> int | None:
@@ -28,5 +30,9 @@ def shared_memory(function: int, needed: int, spread: int) -> int | None:
         return None
     apart = _OF_MULTIPROCESSOR // spread - _OF_SYSTEM - declared.value if spread else 0
     size, key = max(needed, apart), (torch.cuda.current_device(), function)
-    most = _asked[key] = max(size, _asked.get(key, 0))  # other launches of the kernel may ask for more
-    return None if library.cuFuncSetAttribute(handle, _MOST_ASKED, most) else size
+    with _LOCK:
+        most = max(size, _asked.get(key, 0))  # other launches of the kernel may ask for more
+        if library.cuFuncSetAttribute(handle, _MOST_ASKED, most):
+            return None
+        _asked[key] = most
+    return size

@@ -302,8 +302,6 @@ def decode_warpgroups(
     if HW:
         shared = places(thread, lane, code_at, scale_at, CODES, CUT)
         memory, bars = _memory_of_x(thread, shared[1] - thread * 16 + bytes_of_chunk(CODES, CUT), CUT)
-        copy_half(shared, first, steps > 0, 0, CODES, CUT)
-        copy_half(shared, first, steps > 0, 1, CODES, CUT)
         scales = ((first, first), (first, first))
     if CUT.DEPENDENT and HW:
         nothing = begin_after()
@@ -316,6 +314,9 @@ def decode_warpgroups(
             _copy_x(
                 x_ptr + stage * OF_STAGE + first, memory + stage * (4 * OF_STAGE), bars + stage * 8, one, 0, False, CUT
             )
+        # Not before earlier launches have ended: the codes may be what one of them has written.
+        copy_half(shared, first, steps > 0, 0, CODES, CUT)
+        copy_half(shared, first, steps > 0, 1, CODES, CUT)
     step = 0
     while step < steps:
         sums, scales = _sums_of_half(
