@@ -45,13 +45,12 @@ class UnderWay(Generic[Received]):
     def wait(self) -> Received:
         """What it has received, for whatever the current stream launches from now on.
 
-        Raises RankError where a rank failed.
+        Raises RankError where a rank failed, whenever it is asked.
         """
-        wait, self._wait = self._wait, None
-        if wait is not None:
+        if self._wait is not None:
             with in_collective(self._what, self._group):
-                wait()
-            self._kept = ()
+                self._wait()
+            self._wait, self._kept = None, ()
         return self._received
 
 
