@@ -906,8 +906,8 @@ def test_codes_travel_once_for_all_readers(ranks) -> None:
             assert found[name, "frozen"] == (1 + 1 / 32, 1 + 1 / 32)
             assert found[name, "high_precision"] == (0, 0)
         shares = {name: found[name][0] / 2 for name in ("fp8_current", *bytes_of)}
-        said = "travel once ({fp8_current:.1f}x of bf16). Of block formats they are two ({mxfp8:.2f}x each for MXFP8"
-        said += " and block FP8, {nvfp4:.2f}x for NVFP4, {mxfp4:.2f}x for MXFP4)"
+        said = "sent once ({fp8_current:.1f}x of bf16). With block formats they are two operands ({mxfp8:.2f}x each for"
+        said += " MXFP8 and block FP8, {nvfp4:.2f}x for NVFP4, {mxfp4:.2f}x for MXFP4)"
         page = " ".join((Path(__file__).parents[3] / "docs" / "distributed.md").read_text().split())
         assert said.format(**shares) in page
 
