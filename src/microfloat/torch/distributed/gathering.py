@@ -3,7 +3,8 @@
 x is gathered inside of the cast as codes (`gathering`), or in high precision (`gathering_values`). Layers that read one
 DTensor read one such tensor. They share its operands in forward (`gathered`), and in backward, by its `Readers`, the
 gather of the operand of wgrad and one sum of dx. The reduce-scatter of that sum begins when the last of them has
-multiplied dgrad, and runs beside its wgrad.
+multiplied dgrad. On a CPU it runs beside that layer's wgrad, as the gather does beside dgrad; on a GPU both run in
+their place.
 
 Legend: M = rows of x (all leading dimensions), K = in features.
 """
@@ -106,9 +107,9 @@ class Readers:
 
 
 class Beside:
-    """The schedule of one call that reads a gathered x: collectives run beside its products in backward.
+    """The schedule of one call that reads a gathered x, whose gather and whose sum of dx in backward are of `readers`.
 
-    It stands in the place of the schedule; all else is the schedule's own. The sum of dx is left to `readers`.
+    It stands in the place of the schedule; all else is the schedule's own.
     """
 
     def __init__(self, schedule: ShardedSchedule, readers: Readers) -> None:
