@@ -249,8 +249,13 @@ class Packed(NamedTuple):
         name = f"max_seqlen{suffix}"
         if self.max_seqlen is not None:
             check_int(name, self.max_seqlen, 0, 1 << 31)
-            if self.cu_seqlens.device.type == "cpu" and self.max_seqlen < (most := int(self.cu_seqlens.diff().max())):
+            if _is_known(self.cu_seqlens) and self.max_seqlen < (most := int(self.cu_seqlens.diff().max())):
                 raise invalid_value(name, self.max_seqlen, f"at least {most}, the tokens of the longest sequence")
+
+
+def _is_known(cu_seqlens: torch.Tensor) -> bool:
+    """True where values can be read: the host does not wait for a GPU, and a compiler has none."""
+    return cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _packed(
@@ -264,10 +269,14 @@ def _packed(
             raise invalid_type(name, type(cu), "an int32 tensor [n + 1]")
         if x.shape[0] != 1:
             raise invalid_value("x", f"{x.shape[0]} rows of tokens", f"one row [T, ...] of sequences with {name}")
-        is_known = cu.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_known and (int(cu[0]) != 0 or int(cu[-1]) != x.shape[1] or bool((cu.diff() < 0).any())):
+        if _is_known(cu) and (int(cu[0]) != 0 or int(cu[-1]) != x.shape[1] or bool((cu.diff() < 0).any())):
             needed = f"numbers that ascend from 0 to {x.shape[1]}, the number of tokens"
             raise invalid_value(name, str(cu.tolist()), needed)
+    if len(cu_q) != len(cu_k):
+        raise invalid_value(
+            "cu_seqlens_kv", f"{len(cu_k) - 1} sequences", f"{len(cu_q) - 1}, one for each of cu_seqlens",
+            "Where a sequence has no context, repeat the offset at which it would begin.",
+        )  # fmt: skip
     if mask is not None:
         raise invalid_value("attention_mask", "a mask beside cu_seqlens", "one of the two")
     of_q.check("")

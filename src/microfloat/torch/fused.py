@@ -25,9 +25,9 @@ from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.torch._checks import check_beside, check_features, check_like, check_rows, is_abstract
 from microfloat.torch._operators import refuse_transforms
-from microfloat.torch._typing import Seed
+from microfloat.torch._typing import Maybe, Seed
 from microfloat.torch.context import ambient
-from microfloat.torch.joined import Unit, call_layer, can_join, is_bare, joined, units_of
+from microfloat.torch.joined import Unit, call_layer, can_join, is_bare, joined, returned_bias, units_of
 from microfloat.torch.linear import Run, apply, begin_apart, end
 from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear, check_first_microbatch
 from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
@@ -67,19 +67,27 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear, is_first_micr
 
 
 def project(
-    x: torch.Tensor, norm: "NormOf", layers: Sequence[Linear], join: bool, is_first_microbatch: bool | None = None
-) -> tuple[torch.Tensor, ...]:
-    """The output of each layer for norm(x); with `join` one tensor for all of them, where they are one product."""
+    x: torch.Tensor, norm: "NormOf", layers: Sequence[Linear], join: bool, is_first_microbatch: bool | None = None,
+    biases: list[Maybe] | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The output of each layer for norm(x); with `join` one tensor for all of them, where they are one product.
+
+    `biases` takes what `return_bias` puts beside each, None where a layer adds its own.
+    """
     units = _units(x, layers, join, norm)
     runs = None if units is None else _begin(x, units, [(x, norm)] * len(units), is_first_microbatch)
     if units is None or runs is None:
         value = norm.module(x)
         if join and torch.compiler.is_compiling() and _joins_in_graph(layers):
             call = JointCall(layers[0], *joined(layers))
-            return (call.forward(value),)
-        return tuple(call_layer(layer, value, is_first_microbatch) for layer in layers)
-    outputs = apply(NormRun(runs, norm.kind, norm.eps, None), x, norm.weight, norm.bias, *_tensors(units))
-    _end(runs, units)
+            outputs = (call.forward(value),)
+        else:
+            return tuple(call_layer(layer, value, is_first_microbatch, biases) for layer in layers)
+    else:
+        outputs = apply(NormRun(runs, norm.kind, norm.eps, None), x, norm.weight, norm.bias, *_tensors(units))
+        _end(runs, units)
+    if biases is not None:
+        biases += [returned_bias(layer, outputs[0]) for layer in layers]
     return outputs
 
 
@@ -137,9 +145,12 @@ def norm_mlp(
 
 def mlp(
     x: torch.Tensor, norm: "NormOf", outer: Sequence[Linear], down: Linear, activation: str,
-    is_first_microbatch: bool | None = None,
+    is_first_microbatch: bool | None = None, biases: list[Maybe] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`norm_mlp` of arguments that were checked; `outer`: gate, and up if there is one."""
+    """`norm_mlp` of arguments that were checked; `outer`: gate, and up if there is one.
+
+    `biases`: as in `call_layer`, of `down`.
+    """
     units = _units(x, (*outer, down), False, norm)
     runs = None if units is None else _begin(
         x, units, [*[(x, norm)] * len(outer), (x, norm, *outer)], is_first_microbatch
@@ -148,7 +159,7 @@ def mlp(
         value = norm.module(x)
         made = [call_layer(layer, value, is_first_microbatch) for layer in outer]
         value = activated(made[0], made[1] if len(made) > 1 else None, activation)
-        return call_layer(down, value, is_first_microbatch)
+        return call_layer(down, value, is_first_microbatch, biases)
     link = GradientLink()
     first, *second = apply(
         NormRun(runs[:-1], norm.kind, norm.eps, link), x, norm.weight, norm.bias, *_tensors(units[:-1])
@@ -156,6 +167,8 @@ def mlp(
     inner = second[0] if second else None
     y = apply(ActivationRun(runs[-1], activation, link), first, inner, *_tensors(units[-1:]))
     _end(runs, units)
+    if biases is not None:
+        biases.append(returned_bias(down, y))
     return y
 
 

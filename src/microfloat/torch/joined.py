@@ -31,18 +31,24 @@ def is_bare(module: nn.Module) -> bool:
     )
 
 
-def call_layer(layer: Linear, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-    """The output of a layer for x, without the bias that `return_bias` puts beside it.
+def call_layer(
+    layer: Linear, x: torch.Tensor, is_first_microbatch: bool | None = None, biases: list[Maybe] | None = None
+) -> torch.Tensor:
+    """The output of a layer for x; `biases` takes the bias that `return_bias` puts beside it, else None.
 
-    One that is not ours any more, after `revert` or with adapters, takes x alone.
+    FSDP2 frees the bias of a layer that it wraps when the call ends, so nobody can ask for it later. A layer that is
+    not ours any more, after `revert` or with adapters, takes x alone.
     """
     plain = is_first_microbatch is None or not isinstance(layer, Linear)
     made = layer(x) if plain else layer(x, is_first_microbatch)
-    return made[0] if isinstance(made, tuple) else made
+    y, bias = made if isinstance(made, tuple) else (made, None)
+    if biases is not None:
+        biases.append(bias)
+    return y
 
 
 def returned_bias(layer: nn.Module, y: torch.Tensor) -> torch.Tensor | None:
-    """The bias that a layer leaves to be added to its output y; None where it adds its own, or has none."""
+    """The bias that a layer, whose product another module has run, leaves to be added to its output y; else None."""
     if isinstance(layer, Linear) and layer.return_bias:
         return layer._with_bias(y)[1]
     return None

@@ -605,6 +605,40 @@ def fused_modules(rank: int) -> dict[str, list]:
     return made
 
 
+def returned_biases(rank: int) -> dict[str, list[bool]]:
+    """Whether modules of which one part is wrapped alone return the bias of the module that is not wrapped, and its
+    gradient is this rank's part of the mean over the ranks."""
+    mesh, made = init_device_mesh(kind(), (dist.get_world_size(),)), {}
+    for child, make in {
+        "down_proj": lambda: mf.LayerNormMLP(32, 64, return_bias=True, recipe="fp8_current"),
+        "o_proj": lambda: mf.MultiheadAttention(32, 4, bias=True, return_bias=True, recipe="fp8_current"),
+        "q": lambda: mf.LayerNormLinear(32, 8, split={"q": 4, "k": 4}, return_bias=True, recipe="fp8_current"),
+    }.items():
+        torch.manual_seed(1)
+        whole, x = make(), torch.randn(2, 4, 32)
+        sharded = copy.deepcopy(whole)
+        fully_shard(getattr(sharded, child), mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        y, bias = sharded(x)
+        made[child] = [torch.equal(bias, whole(x)[1])]
+        (y + bias).sum().backward()
+        gradient = getattr(sharded, child).bias.grad.to_local()
+        made[child].append(bool((gradient == x[..., 0].numel()).all()))
+    mesh = init_device_mesh(kind(), (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    layer = mf.Linear(32, 32, return_bias=True, recipe="fp8_current")
+    wanted = layer.bias.detach().clone()
+    parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True)
+    y, bias = layer(x)
+    there = bias.untyped_storage().nbytes() > 0
+    made["beside tensor parallelism"] = [there and torch.equal(bias, wanted)]
+    if there:
+        (y + bias).sum().backward()
+        gradient = layer.bias.grad.to_local()
+        made["beside tensor parallelism"].append(bool((gradient == x[..., 0].numel()).all()))
+    return made
+
+
 def stored_bytes(rank: int) -> dict[str, tuple[int, int]]:
     """Bytes gathered in a step with weights that exist as codes, and those of the shards; kept, and of the weights."""
     made = {}
@@ -621,7 +655,8 @@ def stored_bytes(rank: int) -> dict[str, tuple[int, int]]:
 CASES = (
     every_recipe, memory_between, beside_tensor_parallel, low_precision, the_codes, bytes_on_the_wire,
     ways_of_training, accumulation, high_precision_islands, nan_on_one_rank, no_rows_on_one_rank, uneven_shards,
-    refusals, after_a_refusal, saved, assigned, compiled_beside_a_plan, stored_bytes, *quantized_cases.CASES,
+    refusals, after_a_refusal, saved, assigned, compiled_beside_a_plan, stored_bytes, returned_biases,
+    *quantized_cases.CASES,
 )  # fmt: skip
 
 
@@ -694,6 +729,12 @@ def test_gathered_codes_are_those_of_the_gathered_weight(ranks) -> None:
     for made in of(ranks, the_codes):
         assert set(made) == set(RECIPES) - {"row", "block"}
         assert all(found and all(found) for found in made.values())
+
+
+def test_a_returned_bias_of_a_wrapped_part_is_there_when_its_call_has_ended(ranks) -> None:
+    for made in of(ranks, returned_biases):
+        assert set(made) == {"down_proj", "o_proj", "q", "beside tensor parallelism"}
+        assert all(all(found) and len(found) == 2 for found in made.values()), made
 
 
 def test_bytes_of_the_gather(ranks) -> None:

@@ -252,6 +252,22 @@ def decoded_operands(rank: int):
     return weights, {one.data_ptr() for one in saved if one.numel() > 1}, events
 
 
+def decoded_and_gathered(rank: int):
+    """dx and dw of a row-parallel layer in float32, whose decoded dy takes fewer bytes than its values and is gathered:
+    how far they are from those of one process; and whether dy travelled as values."""
+    world = dist.get_world_size()
+    mesh, sizes = init_device_mesh("cpu", (world,)), (M * world, 128 * world)
+    x, w, dy = (seeded(*shape, seed=i).float() for i, shape in enumerate((sizes, (N, sizes[1]), (sizes[0], N))))
+    with backends.pretend(chip="h200", interpreted=False):
+        _, dx, dw = one_process(NEAREST["nvfp4"], x, w, dy)["results"]
+        layer = layer_on(mesh, "rowwise", 0, NEAREST["nvfp4"], w, ours)
+        part = x.chunk(world, 1)[rank].clone().requires_grad_()
+        layer(part).backward(dy.chunk(world, 0)[rank])
+        note = layer.schedule(part).note
+    made = part.grad, layer.weight.grad.to_local()
+    return [relative(a, b.chunk(world, 1)[rank]) for a, b in zip(made, (dx, dw), strict=True)], note
+
+
 def noted(events: list[str], name: str, call):
     def noting(*arguments):
         events.append(name)
@@ -800,7 +816,7 @@ SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rot
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), scales_across_the_cut, modules_take_part,
     returned_biases, streams, delayed_state, wire, noise, With(other_ways, compiles=False), served, served_codes,
-    served_and_copied, refusals, forms_of_a_hopper, decoded_operands,
+    served_and_copied, refusals, forms_of_a_hopper, decoded_operands, decoded_and_gathered,
 )  # fmt: skip
 
 
@@ -837,6 +853,13 @@ def test_decoded_operands_are_not_kept_twice(ranks) -> None:
         assert weights < saved
         assert len(saved) == len(weights) + 1  # and one x
         assert events == ["cast dgrad.lhs", "cast dgrad.rhs", "dgrad", "cast wgrad.lhs", "wgrad"]
+
+
+def test_decoded_gradients_are_gathered_where_they_are_fewer_bytes(ranks) -> None:
+    for errors, note in of(ranks, decoded_and_gathered):
+        assert not note
+        # Sums of at most 256 terms in another order, in float32.
+        assert max(errors) < 2.0**-16
 
 
 def test_modules_take_part(ranks) -> None:
@@ -883,8 +906,8 @@ def test_codes_travel_once_for_all_readers(ranks) -> None:
             assert found[name, "frozen"] == (1 + 1 / 32, 1 + 1 / 32)
             assert found[name, "high_precision"] == (0, 0)
         shares = {name: found[name][0] / 2 for name in ("fp8_current", *bytes_of)}
-        said = "travel once ({fp8_current:.1f}x of bf16). Of block formats they are two ({mxfp8:.2f}x each for MXFP8"
-        said += " and block FP8, {nvfp4:.2f}x for NVFP4, {mxfp4:.2f}x for MXFP4)"
+        said = "sent once ({fp8_current:.1f}x of bf16). With block formats they are two operands ({mxfp8:.2f}x each for"
+        said += " MXFP8 and block FP8, {nvfp4:.2f}x for NVFP4, {mxfp4:.2f}x for MXFP4)"
         page = " ".join((Path(__file__).parents[3] / "docs" / "distributed.md").read_text().split())
         assert said.format(**shares) in page
 

@@ -13,6 +13,7 @@ from torch import nn  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
 from microfloat.recipes import RECIPES  # noqa: E402
+from microfloat.torch.attention import attend  # noqa: E402
 from microfloat.torch.fused import norm_linear  # noqa: E402
 
 BF16 = {"dtype": torch.bfloat16}
@@ -424,6 +425,19 @@ def test_packed_sequences_see_their_own_context(name):
         layer(x, context=context, max_seqlen_kv=6, **packed)
     with pytest.raises(InvalidValueError, match="ascend from 0 to 9"):
         layer(x, context=context, cu_seqlens=packed["cu_seqlens"], cu_seqlens_kv=torch.tensor([0, 4, 11]))
+    with pytest.raises(InvalidValueError, match="cu_seqlens_kv: got 1 sequences, needed 2"):
+        layer(x, context=context, cu_seqlens=packed["cu_seqlens"], cu_seqlens_kv=torch.tensor([0, 9]))
+
+
+def test_compiled_attention_is_told_the_longest_sequence():
+    torch.manual_seed(0)
+    q, offsets = torch.randn(1, 11, 2, 8), torch.tensor([0, 4, 11])
+
+    def packed(q: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return attend(q, q, q, cu_seqlens=offsets, max_seqlen=7)
+
+    compiled = torch.compile(packed, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, offsets), packed(q, offsets))
 
 
 @pytest.mark.parametrize(

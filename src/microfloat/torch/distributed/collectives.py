@@ -45,13 +45,12 @@ class UnderWay(Generic[Received]):
     def wait(self) -> Received:
         """What it has received, for whatever the current stream launches from now on.
 
-        Raises RankError where a rank failed.
+        Raises RankError where a rank failed, whenever it is asked.
         """
-        wait, self._wait = self._wait, None
-        if wait is not None:
+        if self._wait is not None:
             with in_collective(self._what, self._group):
-                wait()
-            self._kept = ()
+                self._wait()
+            self._wait, self._kept = None, ()
         return self._received
 
 
@@ -86,8 +85,8 @@ def gather_rows(part: torch.Tensor, dim: int, ranks: int, group: Group) -> torch
     return torch.cat(whole.chunk(ranks), dim)
 
 
-def scatter_sum(partial: torch.Tensor, dim: int, ranks: int, group: Group, apart: bool) -> UnderWay[torch.Tensor]:
-    """This rank's part along `dim` of the sum over all ranks; `apart`: it is started, not waited for.
+def scatter_sum(partial: torch.Tensor, dim: int, ranks: int, group: Group) -> UnderWay[torch.Tensor]:
+    """Start to add up the tensors of all ranks, for this rank's part along `dim` of the sum.
 
     torch's functional collectives do the same by an operator that Python dispatches, and a promise that is waited for.
     """
@@ -95,13 +94,9 @@ def scatter_sum(partial: torch.Tensor, dim: int, ranks: int, group: Group, apart
     shape[dim] //= ranks
     is_in_order = math.prod(shape[:dim]) == 1  # the parts of the ranks lie one after the other
     sent = (partial.contiguous() if is_in_order else torch.cat(partial.chunk(ranks, dim))).view(-1)
-    received, what = sent.new_empty(shape), "the reduce-scatter of a sharded layer"
+    received = sent.new_empty(shape)
     tensors = received.view(-1), sent
-    if apart:
-        return _start(reduce_scatter, received, tensors, tensors, what, group)
-    with in_collective(what, group):
-        reduce_scatter(*tensors, group=group)
-    return UnderWay(received)
+    return _start(reduce_scatter, received, tensors, tensors, "the reduce-scatter of a sharded layer", group)
 
 
 def _start(

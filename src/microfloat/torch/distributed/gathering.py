@@ -3,7 +3,8 @@
 x is gathered inside of the cast as codes (`gathering`), or in high precision (`gathering_values`). Layers that read one
 DTensor read one such tensor. They share its operands in forward (`gathered`), and in backward, by its `Readers`, the
 gather of the operand of wgrad and one sum of dx. The reduce-scatter of that sum begins when the last of them has
-multiplied dgrad, and runs beside its wgrad.
+multiplied dgrad. On a CPU it runs beside that layer's wgrad, as the gather does beside dgrad; on a GPU both run in
+their place.
 
 Legend: M = rows of x (all leading dimensions), K = in features.
 """
@@ -40,9 +41,9 @@ def gather_values(part: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     return gather_rows(part, dim, axis.size, group_named(axis.group))
 
 
-def scatter_values(partial: torch.Tensor, dim: int, axis: Axis, apart: bool = False) -> UnderWay[torch.Tensor]:
-    """This rank's part along `dim` of the sum over all ranks."""
-    return scatter_sum(partial, dim, axis.size, group_named(axis.group), apart)
+def scatter_values(partial: torch.Tensor, dim: int, axis: Axis) -> UnderWay[torch.Tensor]:
+    """Start to add up over all ranks, for this rank's part along `dim` of the sum."""
+    return scatter_sum(partial, dim, axis.size, group_named(axis.group))
 
 
 class Readers:
@@ -52,12 +53,17 @@ class Readers:
     reach all of them, leaves nothing behind. Where it does not reach all, the sum is scattered when it is asked for.
     """
 
-    __slots__ = ("_axis", "_backward", "_came", "_columns", "_dim", "_dx", "_under_way", "number")
+    __slots__ = ("_axis", "_backward", "_came", "_columns", "_dim", "_dx", "_made_in", "_number", "_under_way")
 
     def __init__(self, dim: int, axis: Axis) -> None:
         self._dim, self._axis = dim, axis
-        self.number = 0  # of those that will have a dx
+        self._number = 0  # of those that will have a dx
+        self._made_in = torch._C._current_graph_task_id()
         self._clear(-1)
+
+    def expect(self) -> None:
+        """Count a layer that will have a dx: not one whose forward a backward runs again, which was counted before."""
+        self._number += torch._C._current_graph_task_id() == self._made_in
 
     def _clear(self, backward: int) -> None:
         self._backward, self._came = backward, 0
@@ -78,19 +84,17 @@ class Readers:
         parts = self._columns.get(schedule.x_key) if schedule.shares_x else None
         if parts is None:
             parts = schedule.gather_saved(saved[:3])
-            if schedule.shares_x and self.number > 1:
+            if schedule.shares_x and self._number > 1:
                 self._columns[schedule.x_key] = parts
         return *parts, *saved[3:]
 
-    def add(self, dx: torch.Tensor) -> bool:
-        """Take a dx into the sum; True if its reduce-scatter has begun, since it was the last one."""
+    def add(self, dx: torch.Tensor) -> None:
+        """Take a dx into the sum, whose reduce-scatter begins with the last one."""
         self._enter()
         self._dx = dx if self._dx is None else self._dx.add_(dx)
         self._came += 1
-        if self._came != self.number:
-            return False
-        self._under_way, self._dx = scatter_values(self._dx, self._dim, self._axis, apart=True), None
-        return True
+        if self._came == self._number:
+            self._under_way, self._dx = scatter_values(self._dx, self._dim, self._axis), None
 
     def result(self) -> Maybe:
         """This rank's part of the sum of dx; None where no layer had one."""
@@ -103,9 +107,9 @@ class Readers:
 
 
 class Beside:
-    """The schedule of one call that reads a gathered x: collectives run beside its products in backward.
+    """The schedule of one call that reads a gathered x, whose gather and whose sum of dx in backward are of `readers`.
 
-    It stands in the place of the schedule; all else is the schedule's own. The sum of dx is left to `readers`.
+    It stands in the place of the schedule; all else is the schedule's own.
     """
 
     def __init__(self, schedule: ShardedSchedule, readers: Readers) -> None:

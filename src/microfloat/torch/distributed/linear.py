@@ -177,7 +177,8 @@ class _ShardedRun:
         y = self.run.forward(ctx, x, _plain_of(weight), None if bias is None else _plain_of(bias))
         self.readers = getattr(x, "readers", None)
         if self.readers is not None:
-            self.readers.number += ctx.needs_input_grad[1]
+            if ctx.needs_input_grad[1]:
+                self.readers.expect()
             self.run.schedule = Beside(self.run.schedule, self.readers)  # type: ignore[assignment, arg-type]
         axis = case.schedule.shards.gathers("dy")
         if axis is not None:

@@ -174,8 +174,10 @@ class ShardedCast:
         }  # fmt: skip
         self.measures = [*dict.fromkeys(measure for pair in both for measure in pair if measure is not None)]
         self._casts = [of_cast[measure] for measure in self.measures]
-        # A decoded operand takes as many bytes as values: that of wgrad is made when dgrad has let go of its own.
-        self._waits = tensor == "dy" and all(entry is not None and entry.form == "values" for entry in entries)
+        # A decoded operand takes as many bytes as values: that of wgrad is made when dgrad has let go of its own. One
+        # of float32, which takes half of them, is gathered, and its gather begins before dgrad.
+        decodes = all(entry is not None and entry.form == "values" for entry in entries)
+        self._waits = tensor == "dy" and self._axis is None and decodes
         takers = {given for (given, _), cast in zip(both, casts, strict=True) if cast is not None and cast.takes_amax}
         apart = len(takers) > 1 or any(crossed is not None for _, crossed in both) or self._waits
         halves = ((made[0], None), (None, made[1])) if apart else (made,)

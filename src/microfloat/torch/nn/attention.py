@@ -18,10 +18,10 @@ from microfloat.arguments import check_bool, check_choice, check_int, check_numb
 from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.formats import FP8_TENSOR
 from microfloat.recipes import Cast, Delayed, Recipe, as_cast
-from microfloat.torch._typing import InitMethod, Options, WithBias
+from microfloat.torch._typing import InitMethod, Maybe, Options, WithBias
 from microfloat.torch.attention import attend, rotate_heads, split_heads
 from microfloat.torch.fused import norm_of, project
-from microfloat.torch.joined import Composite, call_layer, join_, returned_bias
+from microfloat.torch.joined import Composite, call_layer, join_
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import RMSNorm
 from microfloat.torch.ops import quantize
@@ -305,8 +305,9 @@ class MultiheadAttention(Composite):
             )  # fmt: skip
             # Not in the shape of hidden_states: where they are sharded by their sequence, y has more rows.
             y = y.flatten(-2) if hidden_states.dim() == 3 else y.flatten(-2).squeeze(0)
-            y = call_layer(self.o_proj, y, is_first_microbatch)
-            return (y, returned_bias(self.o_proj, y)) if self.return_bias else y
+            biases: list[Maybe] = []
+            y = call_layer(self.o_proj, y, is_first_microbatch, biases)
+            return (y, *biases) if self.return_bias else y
         except Exception:
             if isinstance(cache, KVCache):  # a call that fails leaves it as it was
                 cache.count = count

@@ -17,10 +17,10 @@ from torch.types import Device
 from microfloat.arguments import check_number
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.recipes import Recipe
-from microfloat.torch._typing import InitMethod, Options
+from microfloat.torch._typing import InitMethod, Maybe, Options
 from microfloat.torch.autocast import checkpoint
 from microfloat.torch.fused import activated, mlp, norm_of, project
-from microfloat.torch.joined import Composite, call_layer, join_, returned_bias
+from microfloat.torch.joined import Composite, call_layer, join_
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import make_norm
 
@@ -122,26 +122,25 @@ class LayerNormLinear(Composite):
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y [..., N], of several parts one after another; a tuple with what else is returned: bias [N], norm(x)."""
-        value = None
+        value, found = None, [] if self.return_bias else None
         if self.return_norm_output:
             value = self.norm(x)
-            made = tuple(call_layer(layer, value, is_first_microbatch) for layer in self.layers)
+            made = tuple(call_layer(layer, value, is_first_microbatch, found) for layer in self.layers)
         else:
-            made = project(x, norm_of(self.norm, x), self.layers, True, is_first_microbatch)
+            made = project(x, norm_of(self.norm, x), self.layers, True, is_first_microbatch, found)
         y = made[0] if len(made) == 1 else torch.cat(made, -1)
-        bias = self._returned_bias(y, made) if self.return_bias else None
+        bias = None if found is None else _side_by_side(found, made)
         return _beside(y, (self.return_bias, bias), (self.return_norm_output, value))
 
-    def _returned_bias(self, y: torch.Tensor, made: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """The biases of the parts one after another; zeros for a part that was replaced by one that adds its own."""
-        found = [returned_bias(layer, y) for layer in self.layers]
-        biases = [bias for bias in found if bias is not None]
-        if len(biases) < len(found) and biases:
-            biases = [
-                part.new_zeros(part.shape[-1]) if bias is None else bias
-                for bias, part in zip(found, made, strict=True)
-            ]  # fmt: skip
-        return None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+
+def _side_by_side(found: list[Maybe], made: tuple[torch.Tensor, ...]) -> Maybe:
+    """The biases of the parts one after another; zeros for a part that was replaced by one that adds its own."""
+    biases = [bias for bias in found if bias is not None]
+    if len(biases) < len(found) and biases:
+        biases = [
+            part.new_zeros(part.shape[-1]) if bias is None else bias for bias, part in zip(found, made, strict=True)
+        ]
+    return None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
 def _beside(
@@ -181,12 +180,14 @@ class _Projections(Composite):
         self.up_proj = Linear(hidden_size, ffn_hidden_size, bias, **outer)
         self.down_proj = Linear(ffn_hidden_size, hidden_size, bias, **options, **down)
 
-    def _project(self, x: torch.Tensor, norm: nn.Module | None, first: bool | None) -> torch.Tensor:
-        """The MLP of x, or of norm(x)."""
+    def _project(
+        self, x: torch.Tensor, norm: nn.Module | None, first: bool | None, biases: list[Maybe] | None = None
+    ) -> torch.Tensor:
+        """The MLP of x, or of norm(x); `biases`: as in `call_layer`, of the last Linear."""
         kind = ACTIVATIONS[self.activation]
         outer = (self.gate_proj, self.up_proj) if kind.gated else (self.up_proj,)
         if norm is not None and kind.function != "clamped":
-            return mlp(x, norm_of(norm, x), outer, self.down_proj, kind.function, first)
+            return mlp(x, norm_of(norm, x), outer, self.down_proj, kind.function, first, biases)
         if norm is None:
             made = tuple(call_layer(layer, x, first) for layer in outer)
         else:
@@ -195,7 +196,7 @@ class _Projections(Composite):
             value = clamped_swiglu(made[0], made[1], **self.activation_params)
         else:
             value = activated(made[0], made[1] if kind.gated else None, kind.function)
-        return call_layer(self.down_proj, value, first)
+        return call_layer(self.down_proj, value, first, biases)
 
 
 class MLP(_Projections):
@@ -270,7 +271,6 @@ class LayerNormMLP(_Projections):
         return self._run(x, is_first_microbatch)
 
     def _run(self, x: torch.Tensor, first: bool | None) -> Any:
-        value = self.norm(x) if self.return_norm_output else None
-        y = self._project(x, self.norm, first) if value is None else self._project(value, None, first)
-        bias = returned_bias(self.down_proj, y) if self.return_bias else None
-        return _beside(y, (self.return_bias, bias), (self.return_norm_output, value))
+        value, biases = self.norm(x) if self.return_norm_output else None, []
+        y = self._project(*((x, self.norm) if value is None else (value, None)), first, biases)
+        return _beside(y, (self.return_bias, biases[0]), (self.return_norm_output, value))

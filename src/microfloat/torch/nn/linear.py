@@ -156,8 +156,8 @@ class RecipeLayer(nn.Module):
             bias = beside(self, bias, y.dim())
         if bias.dtype != y.dtype:
             return y, bias.to(y.dtype)
-        # FSDP2 frees the parameter when the forward of its module ends, which may be this one.
-        return y, bias.clone() if bias is self.bias and fsdp_parameters(self) else bias
+        # FSDP2 frees the memory of a parameter when the forward of its module ends, which may be this one.
+        return y, bias.clone() if fsdp_parameters(self) else bias
 
     def _with_path(self, error: MicrofloatError) -> MicrofloatError:
         return with_path(error, self._path)
