@@ -170,8 +170,10 @@ def _add_sum(
 
 
 def _most_beside(programs: int, processors: int) -> int:
-    """How many programs a multiprocessor takes at most where all run at once, 0 where they do not: launches that begin
-    early would else fill some multiprocessors twice while others are still at the launch before.
+    """The most programs on a multiprocessor where all of them run at once, 0 where they do not.
+
+    Without that limit, launches that begin early fill some multiprocessors twice while others still run the launch
+    before.
     """
     each = -(-programs // processors)
     return each if each <= _MOST_BESIDE else 0
@@ -350,7 +352,7 @@ def cut_of(
 
 
 def _of_most(table: Mapping[int, Sequence[Division | None]], rows: int, size: int) -> Division | None:
-    """What a table has for the least number of rows of x that are so many, and a weight of that size."""
+    """The entry of a table for the least number of rows of x that is no smaller, and for a weight of that size."""
     return next((of_size[size] for most, of_size in table.items() if rows <= most), None)
 
 

@@ -61,8 +61,11 @@ class Decoding:
         stream = 0 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index)
         try:
             return program.run(stream, table)[0]
-        except _refusals():  # asked for only where something was raised
-            program = self._programs[key] = self._program(x.dtype, scale, is_odd, places=False)
+        except _refusal():  # looked up only where something was raised
+            from microfloat.torch.program import refuse_placing
+
+            refuse_placing(self._index)
+            program = self._programs[key] = self._program(x.dtype, scale, is_odd)
             return program.run(stream, table)[0]
 
     def rows_of_tile(self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> int:
@@ -75,13 +78,10 @@ class Decoding:
         cut = products.cut_of_experts(self._codes, self._shape, self._experts.number, *about)
         return products.rows_of_tile(cut)
 
-    def _program(self, dtype: torch.dtype, scale: torch.Tensor, is_odd: bool, *, places: bool = True) -> "Program":
-        """`places`: the launches may be those that a GPU, or Triton, can refuse; this one has where they may not."""
+    def _program(self, dtype: torch.dtype, scale: torch.Tensor, is_odd: bool) -> "Program":
         from microfloat.passes import products
-        from microfloat.torch.program import Program, device_of, refuse_placing
+        from microfloat.torch.program import Program, device_of
 
-        if not places:
-            refuse_placing(self._index)
         passes = products.decode_passes(
             self._codes, self._shape, (dtype_name(dtype), *self._dtypes), _strides(scale), self._level_stride,
             device_of(self._index), self._experts,
@@ -92,7 +92,7 @@ class Decoding:
         return Program(passes, self._device, frozenset(misaligned))
 
 
-def _refusals() -> type[Exception]:
+def _refusal() -> type[Exception]:
     from microfloat.torch.program import PlacingRefused
 
     return PlacingRefused

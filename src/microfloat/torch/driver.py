@@ -1,4 +1,4 @@
-"""What launches ask of the CUDA driver itself: more shared memory than their kernel declares."""
+"""Requests to the CUDA driver itself: launches with more shared memory than their kernel declares."""
 
 import ctypes
 import threading

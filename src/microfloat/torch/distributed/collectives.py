@@ -43,7 +43,7 @@ class UnderWay(Generic[Received]):
         self._received, self._kept, self._wait, self._what, self._group = received, kept, wait, what, group
 
     def wait(self) -> Received:
-        """What it has received, for whatever the current stream launches from now on.
+        """The received tensors, for whatever the current stream launches from now on.
 
         Raises RankError where a rank failed, whenever it is asked.
         """

@@ -1,4 +1,4 @@
-"""What sharded layers read whole of an x that lies by rows, and the sum of what they give back.
+"""The whole x that sharded layers read of one that lies by rows, and the sum of their gradients of it.
 
 x is gathered inside of the cast as codes (`gathering`), or in high precision (`gathering_values`). Layers that read one
 DTensor read one such tensor. They share its operands in forward (`gathered`), and in backward, by its `Readers`, the
@@ -77,7 +77,7 @@ class Readers:
             self._clear(backward)
 
     def wgrad_operand(self, schedule: ShardedSchedule, saved: Triple) -> Triple:
-        """What backward reads, with the operand of x of all ranks, whose gather has begun."""
+        """The saved tensors with the operand of x of all ranks, whose gather has begun."""
         if not schedule.gathers_late:
             return saved
         self._enter()

@@ -134,7 +134,7 @@ class TransformerLayer(Composite):
         return y if self.output_layernorm is None else self.output_layernorm(y)
 
     def _entered(self, h: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor, nn.Module | None]:
-        """What a block adds to, what it reads, and the norm that is to be applied to that yet."""
+        """The residual of a block, its input, and the norm that has yet to be applied to that input."""
         if norm is None or not self.apply_residual_connection_post_layernorm:
             return h, h, norm
         value = norm(h)
