@@ -457,9 +457,8 @@ def fp8_scaled_dot_general(
     _warn_of_no_effect(precision=precision)
     lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
     canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
-    out = as_float_dtype(
-        "preferred_element_type", quantize_compute_type if preferred_element_type is None else preferred_element_type
-    )
+    wanted = quantize_compute_type if preferred_element_type is None else preferred_element_type
+    out = as_float_dtype("preferred_element_type", wanted)
     states = (
         as_state("lhs_", lhs_scale, lhs_amax_history), as_state("rhs_", rhs_scale, rhs_amax_history),
         as_state("grad_", grad_scale, grad_amax_history),
