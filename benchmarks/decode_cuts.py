@@ -75,7 +75,9 @@ def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool)
         return []
     usual = products.cut_of(*about, device)
     if m > MOST_DECODED_ROWS:
-        tried = itertools.chain([usual], _many(usual, stored.codes, shape, device.multiprocessors))
+        plain = products.cut_of(*about, device._replace(places=False))
+        groups = _by_warpgroups(16, shape, device) if m <= 128 else ()
+        tried = itertools.chain([usual], groups, _many(plain, stored.codes, shape, device.multiprocessors))
     else:
         plain = products.cut_of(*about, device._replace(warpgroups=False))
         groups = _by_warpgroups(plain.TOKENS, shape, device) if m > 8 else ()

@@ -62,7 +62,7 @@ def test_warpgroups_multiply_where_they_were_faster(repository):
     document = json.loads((repository / "benchmarks" / "results" / "decode_warpgroup_cuts.json").read_text())
     compared = 0
     for row in document["rows"]:
-        (m, k, n), name = row["shape"], row["recipe"]
+        (m, k, n), name = row["shape"], row["id"].split(".")[2]
         stored = decode_cuts.stored_like(name, (n, k))
         cut = products.cut_of(stored.codes, (m, k, n), stored.strides, False, H100)
         own = {
@@ -73,7 +73,7 @@ def test_warpgroups_multiply_where_they_were_faster(repository):
         wins = not before or min(own.values()) < 0.99 * min(before)
         assert cut.WARPGROUPS is wins, (m, k, n)
         assert not wins or own[cut.ROW_WARPS, cut.SPLITS] <= 1.02 * min(own.values())
-    assert compared >= 9
+    assert compared >= 33
 
 
 def test_warpgroups_take_bfloat16_and_whole_chunks():
@@ -88,14 +88,19 @@ def test_warpgroups_take_bfloat16_and_whole_chunks():
     assert not is_taken(k=8192 + 128)
     assert not is_taken(halves=True)
     assert not is_taken(m=32)
-    assert not is_taken(m=65)
+    assert is_taken(m=128)
+    assert not is_taken(m=129)
     assert is_taken(n=8192)
     assert not is_taken(strides=(strides[0], 2))
     mxfp4 = decode_cuts.stored_like("mxfp4", (28672, 8192)).codes
     assert is_taken(codes=mxfp4)
     assert [is_taken(codes=mxfp4, m=32, n=n) for n in (4096, 8192, 28672)] == [False, True, True]
     assert not is_taken(codes=mxfp4, m=16)
-    assert not is_taken(codes=codes._replace(BITS=8))
+    mxfp8, fp8 = (decode_cuts.stored_like(name, (28672, 8192)) for name in ("mxfp8", "row"))
+    for other in (mxfp8, fp8):
+        assert [is_taken(codes=other.codes, strides=other.strides, m=m) for m in (64, 65, 128)] == [False, True, True]
+    assert not is_taken(codes=fp8.codes, strides=fp8.strides, m=128, n=4096)
+    assert not is_taken(codes=decode_cuts.stored_like("block", (28672, 8192)).codes, m=128)
     assert not is_taken(device=H100._replace(places=False))
     assert not is_taken(device=H100._replace(warpgroups=False))
 

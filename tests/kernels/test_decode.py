@@ -224,9 +224,14 @@ def test_values_by_warpgroups(wide_product, name, kind):  # features I2
 
 @pytest.mark.slow_cases(
     "further forms of the same kernel",
-    cases=("groups-*-nvfp4_*", "groups-*-mxfp4", "halves-*-nvfp4*", "halves-*-nvfp4_*", "parts*-nvfp4_*"),
+    cases=(
+        "groups-*-nvfp4_*", "groups-*-mxfp4", "halves-*-nvfp4*", "halves-*-nvfp4_*", "parts*-nvfp4_*", "groups--*fp8*",
+        "halves-*fp8*", "parts*-fp8*", "*mxfp6*",
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4", "mxfp8", "mxfp6_e3m2", "fp8_row", "fp8_tensor_e5m2"]
 )
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4"])
 @pytest.mark.parametrize(("kind", "special"), [("groups", ""), ("groups", "nan"), ("halves", ""), ("parts of K", "")])
 def test_values_with_x_in_shared_memory(wide_product, name, kind, special):  # features I2
     y, exact, terms, names = wide_product((name, kind, special))
@@ -420,22 +425,28 @@ def _compile_groups(kind, warps, tokens, splits):
 
     driver.set_active(NamedTarget(90))
     x, codes, one = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.uint8), torch.zeros(16)
-    stride = 8192 // kind.WIDTH
+    stride = 8192 // kind.WIDTH if kind.WIDTH else 1
+    units = 8192 * kind.BITS // 128
     cut = products.by_warpgroups(warps, tokens, splits)
     cut = products.of_kernel(products.fitted(cut, kind, 8192, (stride, 1), False))
     compiled = warpgroups.decode_warpgroups.run(
-        x.int(), codes, codes, one if kind.LEVEL else None, None, one if splits > 1 else x, 64, 8192, 256, stride, 0,
-        splits, kind, cut, 1, True, True, num_warps=warps, enable_fp_fusion=False, grid=(1,), launch_pdl=True,
-        warmup=True,
+        x.int(), codes, codes if kind.WIDTH else one, one if kind.LEVEL else None, None, one if splits > 1 else x, 64,
+        8192, units, stride, 0, splits, kind, cut, 1, True, True, num_warps=warps, enable_fp_fusion=False, grid=(1,),
+        launch_pdl=True, warmup=True,
     )  # fmt: skip
     return instructions_of(compiled.asm["cubin"]), compiled.metadata.shared
 
 
-@pytest.mark.slow("machine code of four kernels")
-@pytest.mark.parametrize(("warps", "tokens", "splits"), [(4, 8, 1), (8, 4, 2)])
+@pytest.mark.slow("machine code of twelve kernels")
+@pytest.mark.parametrize(("warps", "tokens", "splits"), [(4, 8, 1), (8, 4, 2), (8, 16, 2)])
 @pytest.mark.parametrize(
-    "kind", [DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(1, 1, 4, 1, 1, 32, False)], ids=["nvfp4", "mxfp4"]
-)
+    "kind",
+    [
+        DecodeCodes(1, 1, 4, 2, 1, 16, True), DecodeCodes(1, 1, 4, 1, 1, 32, False),
+        DecodeCodes(3, 7, 8, 1, 1, 32, False), DecodeCodes(3, 7, 8, 0, 1, 0, False),
+    ],
+    ids=["nvfp4", "mxfp4", "mxfp8", "fp8_row"],
+)  # fmt: skip
 def test_products_of_half_a_chunk_end_before_its_memory_is_used_again(kind, warps, tokens, splits):
     """The next copy of x waits for all warps, products wait for their own copy, and end before the warp says so; codes
     are read from shared memory before the next are copied there; neither is copied before earlier launches have ended;
@@ -458,7 +469,8 @@ def test_products_of_half_a_chunk_end_before_its_memory_is_used_again(kind, warp
         if name := next((name for text, name in named.items() if text in line), None):
             barrier = re.search(r"\[U?R\d+(?:\+URZ)?(?:\+(0x[0-9a-f]+))?\]", line) if name in ("say", "wait") else None
             events.append((name, int(barrier[1] or "0", 16)) if barrier else name)
-    half = [("wait", 32), "copy", ("wait", 0), *["multiply"] * 8, "end", ("say", 32)]  # barriers of copies come first
+    # Barriers of copies come first.
+    half = [("wait", 32), "copy", ("wait", 0), *["multiply"] * (32 // kind.BITS), "end", ("say", 32)]
     assert events[: 2 * len(half)] == half * 2
     assert {name for name, _ in events[2 * len(half) :]} == {"wait"}  # where one was in vain
     assert {re.search(r"HGMMA\.64x(\d+)x16", line)[1] for line in lines if "HGMMA" in line} == {str(8 * tokens)}

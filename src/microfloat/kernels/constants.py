@@ -150,9 +150,9 @@ class DecodeCut(NamedTuple):
     STAGES counts iterations, and EVEN means whole ones. LENGTH_WARPS and ORDERED say nothing. OVERLAPS: the next step
     is decoded while the products of one are under way; with an AHEAD of 1, and scales that are no blocks of float32.
 
-    WARPGROUPS: `gemm.warpgroups` multiplies, with codes of four bits through shared memory (STAGES of 0). A program of
-    it has ROW_WARPS warps with 16 rows each, and x comes ORDERED for it; AHEAD says nothing, and SPLITS what it
-    says of `gemm.decode_wide`.
+    WARPGROUPS: `gemm.warpgroups` multiplies, with codes through shared memory (STAGES of 0). A program of it has
+    ROW_WARPS warps with 16 rows each, and x comes ORDERED for it; AHEAD says nothing, and SPLITS what it says of
+    `gemm.decode_wide`.
     """
 
     ROW_WARPS: int

@@ -28,7 +28,6 @@ _CHUNK_BITS = 1024  # of a row's codes, which four lanes take in two halves
 _WARPS_THAT_ORDER = 4
 # Of `decode_wide`: bits of a row's codes in a step, and elements that a program orders or sums.
 _STEP_BITS, _ORDERED_TOGETHER, _SUMMED_TOGETHER = 512, 1024, 1024
-_MOST_BESIDE = 2  # programs of `warpgroups` on a multiprocessor
 Division = TypeVar("Division")  # what a table says of one
 _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
@@ -102,8 +101,8 @@ def decode_passes(
         passes.launches.append(Pass(
             warpgroups.decode_warpgroups, (*about, *map(specialization, scalars[1:-1])), programs,
             (x, CODES, *inputs, sums), scalars, (codes, cut, kind, hardware, device.conversions), Warps(cut.ROW_WARPS),
-            dependent=cut.DEPENDENT, shared_bytes=warpgroups.bytes_of_x(cut),
-            spread=_most_beside(programs, device.multiprocessors),
+            dependent=cut.DEPENDENT, shared_bytes=warpgroups.bytes_of_x(codes, cut),
+            spread=_most_beside(programs, device.multiprocessors, _most_of(codes, cut)),
         ))  # fmt: skip
         if splits > 1:
             _add_sum(passes, about, codes, cut, (sums, *inputs, out), (m, n, scale_strides[0], level_stride, splits))
@@ -169,14 +168,14 @@ def _add_sum(
     ))  # fmt: skip
 
 
-def _most_beside(programs: int, processors: int) -> int:
-    """The most programs on a multiprocessor where all of them run at once, 0 where they do not.
+def _most_beside(programs: int, processors: int, most: int) -> int:
+    """The most programs on a multiprocessor where all of them run at once with at most so many; 0 where they do not.
 
     Without that limit, launches that begin early fill some multiprocessors twice while others still run the launch
     before.
     """
     each = -(-programs // processors)
-    return each if each <= _MOST_BESIDE else 0
+    return each if each <= most else 0
 
 
 def of_kernel(cut: DecodeCut) -> DecodeCut:
@@ -272,9 +271,13 @@ _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
 
 # With how many warps `gemm.warpgroups` multiplies on a Hopper, by the most rows of x
 # (benchmarks/results/decode_warpgroup_cuts.json).
+_NOT_SO = (None, None, None)
 _BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {
-    "FP4": {32: (None, None, None), 64: (8, 8, 8)}, "MXFP4": {16: (None, None, None), 32: (None, 8, 8), 64: (8, 8, 8)},
-}  # fmt: skip
+    "FP4": {32: _NOT_SO, 64: (8, 8, 8), 128: (8, 8, 16)},
+    "MXFP4": {16: _NOT_SO, 32: (None, 8, 8), 64: (8, 8, 8), 128: (8, 8, 16)},
+    "MX": {64: _NOT_SO, 128: (8, 8, 8)},
+    "FP8": {64: _NOT_SO, 128: (None, 8, 8)},
+}
 
 
 class _WideDivision(NamedTuple):
@@ -325,13 +328,13 @@ def cut_of(
     """The division of a product of M, K, N among programs; `halves`: of x in float16, which enters as two parts."""
     m, k, n = shape
     kind, size = _kind_of(codes), (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
-    tokens = 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 else 8
+    tokens = next(tokens for tokens in (1, 2, 4, 8, 16, 32) if m <= 8 * tokens)
     by_groups = device.warpgroups and device.places and not halves
     if by_groups and (warps := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
-        splits = _parts_that_fill(-(-n // (16 * warps)), -(-k * codes.BITS // _CHUNK_BITS), device.multiprocessors)
-        cut = fitted(by_warpgroups(warps, tokens, splits), codes, k, scale_strides, bias)
+        cut = fitted(by_warpgroups(warps, tokens), codes, k, scale_strides, bias)
         if cut.WARPGROUPS:
-            return cut
+            tiles, chunks = -(-n // (16 * warps)), -(-k * codes.BITS // _CHUNK_BITS)
+            return cut._replace(SPLITS=_parts_that_fill(tiles, chunks, device.multiprocessors, _most_of(codes, cut)))
     if device.warpgroups and m >= _LEAST_WIDE[kind][size]:
         return fitted(_wide_cut(_WIDE[kind], codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
     assert m <= MOST_DECODED_ROWS, "nothing else multiplies so many rows"
@@ -370,14 +373,19 @@ def by_warpgroups(warps: int, tokens: int, splits: int = 1) -> DecodeCut:
     )
 
 
-def _parts_that_fill(tiles: int, chunks: int, processors: int) -> int:
+def _most_of(codes: DecodeCodes, cut: DecodeCut) -> int:
+    """The most programs of `warpgroups` that a multiprocessor shall have at once: one where x takes half its memory."""
+    return 1 if warpgroups.bytes_of_x(codes, cut) > 1 << 17 else 2
+
+
+def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int) -> int:
     """Parts of K with which programs of `warpgroups` are done first, if each takes as long as what it has of K: at most
-    `_MOST_BESIDE` of them on a multiprocessor, unless there is one part.
+    so many of them on a multiprocessor, unless there is one part.
     """
 
     def duration(parts: int) -> float:
         each = -(-tiles * parts // processors)
-        return each / parts if each <= _MOST_BESIDE or parts == 1 else math.inf
+        return each / parts if each <= most or parts == 1 else math.inf
 
     return min(range(1, min(_MOST_PARTS, max(1, chunks // _LEAST_STEPS)) + 1), key=duration)
 
@@ -421,11 +429,12 @@ def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple
     overlaps = cut.OVERLAPS and cut.AHEAD == 1 and not _has_blocks(codes)
     even = length * codes.BITS % part == 0
     width = 16 if SCALE_KINDS["E4M3"] == codes.SCALE else 32
-    shared = even and wide and codes.BITS == 4 and width == codes.WIDTH
-    stages = cut.STAGES if shared else max(cut.STAGES, 1)
+    in_words = wide and width == codes.WIDTH
+    stages = cut.STAGES if even and in_words and codes.BITS == 4 else max(cut.STAGES, 1)
+    groups = cut.WARPGROUPS and even and (in_words or codes.WIDTH == 0)
     return cut._replace(
-        BIAS=bias, EVEN=even, WIDE=wide, STAGES=stages, AHEAD=ahead, OVERLAPS=overlaps,
-        SPLITS=0 if cut.WARPGROUPS and not shared else cut.SPLITS, WARPGROUPS=cut.WARPGROUPS and shared,
+        BIAS=bias, EVEN=even, WIDE=wide, STAGES=0 if groups else stages, AHEAD=ahead, OVERLAPS=overlaps,
+        SPLITS=0 if cut.WARPGROUPS and not groups else cut.SPLITS, WARPGROUPS=groups,
     )  # fmt: skip
 
 

@@ -115,9 +115,9 @@ def begin_after():
 
 @triton.jit
 def scaled(pairs, scale, CODES: tl.constexpr, HW: tl.constexpr):
-    """Four words of pairs times the words of their factors."""
+    """Words of pairs times the word of their factors."""
     made = ()
-    for i in tl.static_range(4):
+    for i in tl.static_range(len(pairs)):
         value = pairs[i]
         if CODES.SCALE == SCALE_E8M0 and CODES.BITS == 4:
             value = times(value, 0x7E807E80 + tl.zeros_like(value), HW)

@@ -14,14 +14,21 @@ On an H200 a product of one row with 8192x8192 NVFP4 codes takes 13.1 us instead
 import triton
 import triton.language as tl
 
+from microfloat.kernels.casts.dequantize import SCALE_FLOAT
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
 
 
 @triton.constexpr_function
 def bytes_of_scales(codes):
-    """Bytes of the scales of a chunk of a row."""
+    """Bytes of the scales of a chunk of a row; 0 of float32 scales, which multiply sums and are not copied."""
     codes = DecodeCodes(*codes)
-    return 1024 // codes.BITS // codes.WIDTH
+    return 0 if codes.SCALE == SCALE_FLOAT else 1024 // codes.BITS // codes.WIDTH
+
+
+@triton.constexpr_function
+def _copies_of_scales(codes, tiles):
+    """Words of scales of a chunk that a lane copies: the four lanes of a row share those of its row of every tile."""
+    return -(-2 * tiles * bytes_of_scales(codes) // 16)
 
 
 @triton.constexpr_function
@@ -72,16 +79,20 @@ def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT
     memory = tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     of_warp = memory + _bytes_of_codes(CUT) + (thread >> 5) * (16 * CUT.TILES * BYTES)
     g, t = lane >> 2, lane & 3
+    COPIES: tl.constexpr = _copies_of_scales(CODES, CUT.TILES)
     to, source = (), ()
-    for i in tl.static_range(2 * CUT.TILES * WORDS // 4):  # lane t copies word 4 i + t of all rows of its g
-        row = (4 * i + t) // WORDS
+    for i in tl.static_range(COPIES):  # lane t copies word 4 i + t of all rows of its g, or of fewer words one again
+        one = (4 * i + t) % (2 * CUT.TILES * WORDS)
+        row = one // WORDS
         mine = scales_of_rows[0]
         for other in tl.static_range(2 * CUT.TILES - 1):
             mine = tl.where(row == other + 1, scales_of_rows[other + 1], mine)
-        word = (4 * i + t) % WORDS
+        word = one % WORDS
         to = to + (of_warp + (row * 8 + g) * BYTES + word * 4,)
         source = source + (mine + word * 4,)
-    return codes_of_rows, memory + thread * 16, to, source, of_warp + g * BYTES + t * (BYTES // 8)
+    OF_SCALE: tl.constexpr = 128 // CODES.BITS  # elements of a lane: one scale or two, or half of one
+    mine = t * OF_SCALE // CODES.WIDTH if BYTES else 0
+    return codes_of_rows, memory + thread * 16, to, source, of_warp + g * BYTES + mine
 
 
 @triton.jit
@@ -145,11 +156,12 @@ def _read_codes(place, HALF: tl.constexpr, CUT: tl.constexpr):
 
 @triton.jit
 def _read_scales(place, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
-    """The scale of a lane's 32 elements of half a chunk, or its two in one word, for both rows of every tile."""
+    """The scale of a lane's elements of half a chunk, or its two in one word, for both rows of every tile."""
     BYTES: tl.constexpr = bytes_of_scales(CODES)
+    BITS: tl.constexpr = max(BYTES, 8)  # 16 of NVFP4, where a lane has two scales
     stored = ()
     for i in tl.static_range(2 * CUT.TILES):
-        stored = stored + (_number_at(place, BYTES, i * 8 * BYTES + HALF * (BYTES // 2)),)
+        stored = stored + (_number_at(place, BITS, i * 8 * BYTES + HALF * (BYTES // 2)),)
     return stored
 
 
@@ -160,7 +172,7 @@ def take_half(shared, scales, chunk, has, HALF: tl.constexpr, CODES: tl.constexp
     _, place, _, _, place_of_scales = shared
     place = _wait_for_half(place)
     words = _read_codes(place, HALF, CUT)
-    if HALF == 0:
+    if HALF == 0 and CODES.SCALE != SCALE_FLOAT:
         scales = (_read_scales(place_of_scales, 0, CODES, CUT), _read_scales(place_of_scales, 1, CODES, CUT))
         _all_have_read(place)
     copy_half(shared, chunk, has, HALF, CODES, CUT)

@@ -1,4 +1,4 @@
-"""Products of 17 to 64 rows of x with stored codes of four bits by warpgroups (Hopper), with x in shared memory.
+"""Products of 17 to 128 rows of x with stored codes by warpgroups (Hopper), with x in shared memory.
 
 In `gemm.decode` every warp reads all of x from the caches to registers, for which its tensor cores wait where x has
 many rows; `gemm.decode_wide` waits for codes and for products in turn. Here a warpgroup has 64 rows of the weight and
@@ -15,19 +15,21 @@ it holds, for which the thread that copies waits.
 Programs that begin early (programmatic dependent launch) would fill some multiprocessors twice while others are still
 at the launch before; more shared memory than they need keeps them apart (`passes.matrix.Pass.spread`).
 
-For whole chunks with scales in words (`passes.products.fitted`). Sums have a fixed order.
+For whole chunks, and scales in words, or of whole rows or tensors (`passes.products.fitted`). Sums have a fixed order.
 """
 
 import triton
 import triton.language as tl
 
-from microfloat.kernels.constants import DecodeCut
+from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_FLOAT
+from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device.convert import WORDS_BF16
 from microfloat.kernels.gemm.elements import (
     ask_for,
     begin_after,
     finished,
     four_words,
+    fp8_pairs,
     multiply,
     placed_fp4,
     put,
@@ -38,19 +40,19 @@ from microfloat.kernels.gemm.shared import bytes_of_chunk, bytes_of_scales, copy
 
 _STAGES = tl.constexpr(4)
 _AHEAD = tl.constexpr(2)  # products between the request for a copy and its own
-_STEPS = tl.constexpr(4)  # of half a chunk: eight elements of each lane, twice k16
+_WORDS = tl.constexpr(4)  # of a lane and row of half a chunk
 _BARRIERS = 64  # bytes of both barriers of all stages, those of copies first
 
 
 @triton.constexpr_function
-def _bytes_of_stage(cut):
-    """Bytes of half a chunk, 128 elements, of all tokens."""
-    return 2048 * DecodeCut(*cut).TOKENS
+def _bytes_of_stage(codes, cut):
+    """Bytes of x that meet half a chunk of codes: 128 elements of four bits or 64 of eight, of all tokens."""
+    return 8192 // DecodeCodes(*codes).BITS * DecodeCut(*cut).TOKENS
 
 
-def bytes_of_x(cut: DecodeCut) -> int:
+def bytes_of_x(codes: DecodeCodes, cut: DecodeCut) -> int:
     """Bytes of shared memory for x that a launch asks for, and to where the first of them is a multiple of 128."""
-    return 128 + _STAGES.value * _bytes_of_stage(cut)
+    return 128 + _STAGES.value * _bytes_of_stage(codes, cut)
 
 
 # ---- x in shared memory
@@ -94,9 +96,9 @@ def _text_of_copy(size, waits):
 
 
 @triton.jit
-def _copy_x(at, memory, bar, here, parity, WAITS: tl.constexpr, CUT: tl.constexpr):
+def _copy_x(at, memory, bar, here, parity, WAITS: tl.constexpr, OF_STAGE: tl.constexpr):
     """Copy a stage from `at`, by the thread where `here` is 1; WAITS: once all warps have multiplied by it."""
-    PTX: tl.constexpr = _text_of_copy(_bytes_of_stage(CUT), WAITS)
+    PTX: tl.constexpr = _text_of_copy(OF_STAGE, WAITS)
     tl.inline_asm_elementwise(
         PTX, "=r,r,r,l,r,r", [bar, memory, at.to(tl.int64), here, parity + here * 0], dtype=tl.int32, is_pure=False,
         pack=1,
@@ -186,13 +188,24 @@ def _interpreted_products(a, sums, x_at, CUT: tl.constexpr):
 
 @triton.jit
 def _left(words, stored, CODES: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr):
-    """The words of A of half a chunk, from four words of codes of rows g and g + 8 each, and the scales of both."""
-    scales = scale_words(stored[0], CODES, CONVERSIONS, HW) + scale_words(stored[1], CODES, CONVERSIONS, HW)
+    """The words of A of half a chunk, four for each k16, from four words of codes of rows g and g + 8 each, and the
+    scales of both."""
+    IN_HALVES: tl.constexpr = CODES.SCALE != SCALE_FLOAT
+    scales = ()
+    if IN_HALVES:
+        scales = scale_words(stored[0], CODES, CONVERSIONS, HW) + scale_words(stored[1], CODES, CONVERSIONS, HW)
     made = ()
-    for step in tl.static_range(_STEPS):
-        a = scaled(placed_fp4(words[step]), scales[step // 2], CODES, HW)
-        b = scaled(placed_fp4(words[_STEPS + step]), scales[2 + step // 2], CODES, HW)
-        made = made + (a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3])
+    for word in tl.static_range(_WORDS):
+        if CODES.BITS == 4:
+            a, b = placed_fp4(words[word]), placed_fp4(words[_WORDS + word])
+        else:
+            a = fp8_pairs(words[word], CODES.MB, CODES.BIAS, CONVERSIONS)
+            b = fp8_pairs(words[_WORDS + word], CODES.MB, CODES.BIAS, CONVERSIONS)
+        if IN_HALVES:
+            a = scaled(a, scales[word // 2], CODES, HW)
+            b = scaled(b, scales[2 + word // 2], CODES, HW)
+        for k16 in tl.static_range(len(a) // 2):
+            made = made + (a[2 * k16], b[2 * k16], a[2 * k16 + 1], b[2 * k16 + 1])
     return made
 
 
@@ -200,32 +213,33 @@ def _left(words, stored, CODES: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.
 def _loaded_half(at, chunk, lane, HALF: tl.constexpr, CODES: tl.constexpr, HW: tl.constexpr):
     """Codes and scales of half a chunk from memory; for the interpreter."""
     code_at, scale_at = at
-    BYTES: tl.constexpr = bytes_of_scales(CODES) // 8  # of a lane's codes
     words, stored = (), ()
     for i in tl.static_range(2):
         words = words + four_words(code_at[i] + chunk * 32 + 16 * HALF, lane * 0 + 1, False, True, HW)
-        first = scale_at[i] + (chunk * 8 + 4 * HALF + (lane & 3)) * BYTES
-        scale = tl.load(first).to(tl.int32)
-        if BYTES == 2:
-            scale = scale | (tl.load(first + 1).to(tl.int32) << 8)
-        stored = stored + (scale,)
+        if CODES.SCALE != SCALE_FLOAT:
+            unit = chunk * 8 + 4 * HALF + (lane & 3)  # of 16 bytes, as many elements as have one scale, two, or half
+            first = scale_at[i] + unit * (128 // CODES.BITS) // CODES.WIDTH
+            scale = tl.load(first).to(tl.int32)
+            if CODES.SCALE == SCALE_E4M3:
+                scale = scale | (tl.load(first + 1).to(tl.int32) << 8)
+            stored = stored + (scale,)
     return words, stored
 
 
 @triton.jit
-def _multiplied(at, a, use, uses, sums, CUT: tl.constexpr):
+def _multiplied(at, a, use, uses, sums, CODES: tl.constexpr, CUT: tl.constexpr):
     """The sums with the products by the `use`-th piece of x; a later piece is asked for before.
 
     `at`: x in memory, the stages, their barriers, and threads.
     """
     x_ptr, memory, bars, thread = at
-    OF_STAGE: tl.constexpr = _bytes_of_stage(CUT)
+    OF_STAGE: tl.constexpr = _bytes_of_stage(CODES, CUT)
     later = use + _AHEAD
     slot = later % _STAGES
     here = (thread == 0) & (later >= _STAGES) & (later < uses)
     _copy_x(
         x_ptr + later * (OF_STAGE // 4), memory + slot * OF_STAGE, bars + slot * 8, here.to(tl.int32),
-        (later // _STAGES + 1) & 1, True, CUT,
+        (later // _STAGES + 1) & 1, True, OF_STAGE,
     )  # fmt: skip
     slot = use % _STAGES
     bar = _wait_for_x(bars + slot * 8, ((use // _STAGES) & 1) + thread * 0)
@@ -241,18 +255,21 @@ def _sums_of_half(
 ):  # fmt: skip
     """The sums with the products of half a chunk by all PARTS of x, and the scales of both halves."""
     x_ptr, _, _, thread = at
+    OF_STAGE: tl.constexpr = _bytes_of_stage(CODES, CUT)
+    stored = scales
     if HW:
         words, scales = take_half(shared, scales, step + 1, step + 1 < steps, HALF, CODES, CUT)
-        stored = scales[HALF]
+        if CODES.SCALE != SCALE_FLOAT:
+            stored = scales[HALF]
     else:
         words, stored = _loaded_half(codes_at, step, thread & 31, HALF, CODES, HW)
     a = _left(words, stored, CODES, HW, CONVERSIONS)
     for part in tl.static_range(PARTS):
         use = step * (2 * PARTS) + HALF * PARTS + part
         if HW:
-            sums = _multiplied(at, a, use, steps * (2 * PARTS), sums, CUT)
+            sums = _multiplied(at, a, use, steps * (2 * PARTS), sums, CODES, CUT)
         else:
-            sums = _interpreted_products(a, sums, x_ptr + use * (_bytes_of_stage(CUT) // 4) + (thread & 31), CUT)
+            sums = _interpreted_products(a, sums, x_ptr + use * (OF_STAGE // 4) + (thread & 31), CUT)
     return sums, scales
 
 
@@ -267,7 +284,7 @@ def decode_warpgroups(
     """
     TOKENS: tl.constexpr = CUT.TOKENS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
-    OF_STAGE: tl.constexpr = _bytes_of_stage(CUT) // 4
+    OF_STAGE: tl.constexpr = _bytes_of_stage(CODES, CUT) // 4
     ROWS: tl.constexpr = 16 * CUT.ROW_WARPS
     steps, tiles = code_units // 8, (N + ROWS - 1) // ROWS
     row0, part, begin = tl.program_id(0) * ROWS, 0, 0
@@ -312,8 +329,9 @@ def decode_warpgroups(
         for stage in tl.static_range(_STAGES):
             one = ((thread == 0) & (stage < steps * (2 * PARTS))).to(tl.int32)
             _copy_x(
-                x_ptr + stage * OF_STAGE + first, memory + stage * (4 * OF_STAGE), bars + stage * 8, one, 0, False, CUT
-            )
+                x_ptr + stage * OF_STAGE + first, memory + stage * (4 * OF_STAGE), bars + stage * 8, one, 0, False,
+                4 * OF_STAGE,
+            )  # fmt: skip
         # Not before earlier launches have ended: the codes may be what one of them has written.
         copy_half(shared, first, steps > 0, 0, CODES, CUT)
         copy_half(shared, first, steps > 0, 1, CODES, CUT)
