@@ -4,6 +4,7 @@ import shutil
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from microfloat._version import __version__
 from microfloat.cli.bench import bench
@@ -46,9 +47,15 @@ def _options(
     pass
 
 
+class _Values(TyperCommand):
+    """A command whose arguments may be negative numbers, which are no options; "--" before them says nothing more."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        return super().parse_args(ctx, [word for word in args if word != "--"])
+
+
 app.command()(command(doctor))
-# Negative numbers are values to encode, no options.
-app.command(context_settings={"ignore_unknown_options": True})(command(formats))
+app.command(cls=_Values, context_settings={"ignore_unknown_options": True})(command(formats))
 app.command()(command(inspect))
 app.command()(command(convert))
 app.command()(command(diff))
