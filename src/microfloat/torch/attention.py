@@ -187,12 +187,10 @@ def attend(
     (batch, length), length_kv = q.shape[:2], k.shape[1]
     if softmax_offset is not None and mask is None and _is_for_flash(q, v, dropout):
         starts = torch.arange(batch + 1, device=q.device, dtype=torch.int32)
-        cu, longest, rows = (
-            (starts * length, starts * length_kv),
-            (length, length_kv),
-            (x.flatten(0, 1) for x in (q, k, v)),
-        )
-        return _varlen(*rows, cu, longest, causal, window, scale, softmax_offset, None).unflatten(0, (batch, length))
+        cu, longest = (starts * length, starts * length_kv), (length, length_kv)
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        y = _varlen(q, k, v, cu, longest, causal, window, scale, softmax_offset, None)
+        return y.unflatten(0, (batch, length))
     is_causal = causal and mask is None and window is None
     if length != length_kv:  # a branch, since in compiled code of any length a comparison is no bool
         is_causal = False
@@ -318,10 +316,11 @@ class Packed(NamedTuple):
                 "" if padded is not None else f" to {tokens}, the number of tokens"
             )
             raise invalid_value(f"cu_seqlens{suffix}", str(cu.tolist()), needed)
-        is_known = padded is not None and _is_known(cu) and _is_known(padded)
-        if is_known and (int(padded[0]) != 0 or int(padded[-1]) > tokens or bool((padded.diff() < cu.diff()).any())):
+        if padded is not None and _is_known(cu) and _is_known(padded):
+            is_apart = bool((padded.diff() >= cu.diff()).all())
             needed = f"numbers from 0 to at most {tokens}, as far apart as those of cu_seqlens{suffix} or farther"
-            raise invalid_value(f"cu_seqlens{suffix}_padded", str(padded.tolist()), needed)
+            if int(padded[0]) != 0 or int(padded[-1]) > tokens or not is_apart:
+                raise invalid_value(f"cu_seqlens{suffix}_padded", str(padded.tolist()), needed)
         name = f"max_seqlen{suffix}"
         if self.max_seqlen is not None:
             check_int(name, self.max_seqlen, 0, 1 << 31)
@@ -448,11 +447,9 @@ class _Sink(torch.autograd.Function):
         scale: float | None,
         unused: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.call = (*longest, 0.0, reach == (-1, 0))
-        ctx.options = {"scale": scale, "window_size_left": reach[0], "window_size_right": reach[1]}
-        y, lse, state, other, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, *ctx.call, False, **ctx.options
-        )
+        call = *longest, 0.0, reach == (-1, 0)
+        options = {"scale": scale, "window_size_left": reach[0], "window_size_right": reach[1]}
+        y, lse, state, other, _ = torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, *call, False, **options)
         if unused is not None:  # no program may have written these
             y, lse = y.masked_fill(unused[:, None, None], 0.0), lse.masked_fill(unused, float("inf"))
         total = torch.logaddexp(
@@ -460,14 +457,16 @@ class _Sink(torch.autograd.Function):
         )  # [H, T]; infinite in a row that sees nothing, whose y is 0
         y = (y * (lse - total).exp().nan_to_num_(0.0).T[:, :, None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, offset, cu_q, cu_k, y, total, state, other)
+        ctx.settings = call, options
         return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
+    def backward(ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:  # type: ignore[override]
         q, k, v, offset, cu_q, cu_k, y, total, state, other = ctx.saved_tensors
+        call, options = ctx.settings
         gradients = torch.ops.aten._flash_attention_backward(
-            dy, q, k, v, y, total, cu_q, cu_k, *ctx.call, state, other, **ctx.options
+            dy, q, k, v, y, total, cu_q, cu_k, *call, state, other, **options
         )
         share = (offset.float()[:, None] - total).exp()
         d_offset = -(share * (dy.float() * y.float()).sum(-1).T).sum(1).to(offset.dtype)

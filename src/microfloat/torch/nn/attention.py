@@ -8,6 +8,7 @@ Legend: B = sequences, S = tokens of a sequence, T = tokens of all sequences, H 
 of a head.
 """
 
+import typing
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,9 @@ from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import RMSNorm
 from microfloat.torch.ops import quantize
 from microfloat.torch.tensor import QuantizedTensor
+
+if typing.TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["KVCache", "MultiheadAttention", "RotaryEmbedding"]
 
@@ -359,11 +363,11 @@ class MultiheadAttention(Composite):
 
     def _offset(self, q: torch.Tensor) -> torch.Tensor | None:
         """The logarithm of what each head's softmax adds to its sum, [H]: of the heads that this rank has."""
-        offset = self.softmax_offset
+        offset: Maybe = self.softmax_offset
         if self.softmax_type == "off-by-one":
             return q.new_zeros(q.shape[2])
-        if offset is not None and hasattr(offset, "to_local"):  # a DTensor
-            offset = offset.to_local()
+        if hasattr(offset, "to_local"):
+            offset = typing.cast("DTensor", offset).to_local()
         if offset is not None and offset.shape[0] != q.shape[2]:
             raise invalid_value(
                 "softmax_offset", f"{offset.shape[0]} numbers for {q.shape[2]} heads", "one for each head of q_proj",
