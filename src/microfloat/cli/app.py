@@ -1,7 +1,8 @@
 """The typer application: the list of commands."""
 
 import shutil
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -54,10 +55,12 @@ class _Values(TyperCommand):
         return super().parse_args(ctx, [word for word in args if word != "--"])
 
 
-app.command()(command(doctor))
-app.command(cls=_Values, context_settings={"ignore_unknown_options": True})(command(formats))
-app.command()(command(inspect))
-app.command()(command(convert))
-app.command()(command(diff))
-app.command()(command(plan))
-app.command()(command(bench))
+def _add(run: Callable[..., object], **options: Any) -> None:
+    """Add a command; of help alone, a list of commands in a narrow terminal would show some words and dots."""
+    app.command(short_help=(run.__doc__ or "").partition("\n\n")[0], **options)(command(run))
+
+
+_add(doctor)
+_add(formats, cls=_Values, context_settings={"ignore_unknown_options": True})
+for _run in (inspect, convert, diff, plan, bench):
+    _add(_run)
