@@ -30,9 +30,7 @@ def convert(
     output: Output,
     src: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint in any format.")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder, or a .safetensors file, that does not exist.")],
-    to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="ct:nvfp4, modelopt:fp8, microfloat:nvfp4_row, bf16, ...")
-    ],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="ct:nvfp4, modelopt:fp8, deepseek:fp8, bf16, ...")],
     scale_rule: Annotated[
         str | None, typer.Option("--scale-rule", metavar="RULE", help="Instead of the format's own: rceil, even, ...")
     ] = None,
