@@ -55,7 +55,7 @@ class _Values(TyperCommand):
         return super().parse_args(ctx, [word for word in args if word != "--"])
 
 
-def _add(run: Callable[..., object], **options: Any) -> None:
+def _add(run: Callable[..., int | None], **options: Any) -> None:
     """Add a command; of help alone, a list of commands in a narrow terminal would show some words and dots."""
     app.command(short_help=(run.__doc__ or "").partition("\n\n")[0], **options)(command(run))
 
