@@ -88,7 +88,7 @@ def test_every_target_has_the_oracles_values(source, tmp_path, to):  # features 
             assert again[layer.name].codes.tobytes() == record.codes.tobytes()
             continue
         amax = None
-        if cast.format.tensor_scale == "tensor":
+        if cast.format.tensor_scale == "tensor" or to == "modelopt:fp8":
             names = next((one for one in groups if layer.name in one), [layer.name])
             amax = np.float32(max(np.abs(records[name].codes.astype(np.float32)).max() for name in names))
         values = expected(record, cast, BF16 if family.model_scales else None, amax)
@@ -125,6 +125,26 @@ def test_fused_groups_share_one_tensor_scale(tmp_path, fuse, shared):  # feature
     assert (len(scales("w1", "w3")) == 1) == ("experts" in fuse)
     assert (len(scales("w2")) == 1) == ("experts" in fuse)
     assert shared == len(fuse)
+
+
+@pytest.mark.parametrize(("to", "shares"), [("modelopt:fp8", True), ("ct:fp8", False)])
+def test_groups_of_fp8_have_the_scales_of_their_producer(source, tmp_path, to, shares):  # features I5
+    """ModelOpt gives q, k and v, and gate and up, the scale of their largest value; compressed-tensors does not."""
+    original, fused = load(source), convert(source, tmp_path / "fused", to=to)
+    apart = convert(source, tmp_path / "apart", to=to, fuse=())
+    assert not fused.notes[1:]  # what is said of inputs alone
+    for report, folder in ((fused, "fused"), (apart, "apart")):
+        assert report.verified
+        made = load(tmp_path / folder)
+        for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            full = [next(name for name in made if part in name) for part in names]
+            amaxes = [np.abs(original[name].codes.astype(np.float32)).max() for name in full]
+            wanted = [max(amaxes)] * len(full) if shares and folder == "fused" else amaxes
+            assert len(set(amaxes)) > 1
+            for name, amax in zip(full, wanted, strict=True):
+                np.testing.assert_allclose(np.max(made[name].scale), amax / 448, rtol=2**-8)
+    again = convert(tmp_path / "apart", tmp_path / "again", to=to)  # codes that are there already stay
+    assert {layer.action for layer in again.layers} == {"carried", "kept"}
 
 
 def test_carried_over_groups_with_scales_of_their_own_are_quantized_again(source, tmp_path):  # features I5
@@ -499,6 +519,9 @@ def test_a_disk_that_fills_up_is_an_error_that_names_the_remedy(source, tmp_path
     [
         ({"to": "ct:nvfp5"}, "Did you mean 'ct:nvfp4'"),
         ({"to": "torchao"}, "to: got 'torchao', needed one of"),
+        ({"to": "nvfp4"}, "Did you mean 'modelopt:nvfp4', 'ct:nvfp4' or 'microfloat:nvfp4'?"),
+        ({"to": "mxfp6_e3m2"}, "Did you mean 'microfloat:mxfp6_e3m2'?"),
+        ({"to": "microfloat:native"}, "the container alone; its targets name the format in it, such as microfloat:"),
         ({"to": "ct:nvfp4", "scale_rule": "floor"}, "a rule that writes E4M3 scales"),
         ({"to": "ct:nvfp4", "scale_rule": "one_level_e4m3"}, "a rule with a tensor scale"),
         ({"to": "bf16", "scale_rule": "floor"}, "bf16 has no scales"),
@@ -511,7 +534,7 @@ def test_a_disk_that_fills_up_is_an_error_that_names_the_remedy(source, tmp_path
     ],
 )
 def test_arguments(source, tmp_path, arguments, words):
-    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(words)):
         convert(source, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 

@@ -1,11 +1,14 @@
 """`microfloat doctor`: features O3."""
 
+import importlib
+
 import pytest
 
+from microfloat import recipes
 from microfloat.cli import doctor, machine
 
 pytest.importorskip("torch", reason="torch is not installed")
-RECIPES = set(doctor.RECIPES)
+RECIPES = set(recipes.RECIPES)
 
 
 def test_every_backend_answers_for_every_recipe_with_a_reason(microfloat):
@@ -88,7 +91,21 @@ def test_gpus_are_read_from_the_driver(microfloat, monkeypatch):
 
 def test_jax_is_checked_too(microfloat, monkeypatch):
     pytest.importorskip("jax", reason="jax is not installed")
-    monkeypatch.setattr(doctor, "RECIPES", ("nvfp4",))
+    monkeypatch.setattr(doctor, "RECIPES", ("nvfp4", "delayed"))
     monkeypatch.setattr(doctor, "PLACES", tuple(place for place in doctor.PLACES if place.front_end == "jax"))
     rows = microfloat("doctor", "--check", "--device", "cpu", "--json").json["check"]
-    assert [(row["backend"], row["passed"]) for row in rows] == [("reference", True)]
+    assert [(row["backend"], row["passed"]) for row in rows] == [("reference", True)] * 2
+
+
+@pytest.mark.parametrize("front_end", ["torch", "jax"])
+def test_delayed_scaling_is_checked_with_a_scale_of_its_own(front_end, monkeypatch):
+    pytest.importorskip(front_end, reason=f"{front_end} is not installed")
+    measure = importlib.import_module(f"microfloat.{front_end}.measure")
+    found, cast = [], measure.oracle.quantize
+    monkeypatch.setattr(
+        measure.oracle, "quantize", lambda *args, **named: found.append(cast(*args, **named)) or found[-1]
+    )
+    equal, difference = measure.against_oracle(recipes.from_name("delayed").fprop, "reference", "cpu")
+    assert equal
+    assert difference < 1e-6
+    assert {float(one.tensor_scale if one.scale is None else one.scale) for one in found} == {1 / 64}

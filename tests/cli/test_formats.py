@@ -60,6 +60,13 @@ def test_codes_are_decoded(microfloat):
     assert [row["value"] for row in rows] == [1.0, 2.0**-127, "nan"]
 
 
+@pytest.mark.parametrize("words", [["-1e9"], ["--", "-1e9"]])
+def test_negative_numbers_are_values(microfloat, words):
+    for line in (["encode", *words, "--as", "e4m3"], ["encode", "--as", "e4m3", *words]):
+        (row,) = microfloat("formats", *line, "--json").json["values"]
+        assert (row["input"], row["value"], row["saturated"]) == (-1e9, -448.0, True)
+
+
 def test_values_are_encoded(microfloat):
     done = microfloat("formats", "encode", "1.7", "-0.3", "9", "2.5", "inf", "--as", "nvfp4", "--json")
     rows = done.json["values"]

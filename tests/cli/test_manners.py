@@ -167,11 +167,15 @@ def test_the_module_runs_and_imports_no_framework(repository):
     assert done.stdout.splitlines()[-1] == "set() 0"
 
 
-def test_help_fits_a_narrow_terminal(repository):
+@pytest.mark.parametrize("words", [[], ["convert"]])
+def test_help_fits_a_narrow_terminal(repository, words):
     pytest.importorskip("typer", reason="typer is not installed")
     environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "COLUMNS": "40"}
-    done = processes.run([sys.executable, "-m", "microfloat", "convert", "--help"], env=environment)
+    done = processes.run([sys.executable, "-m", "microfloat", *words, "--help"], env=environment)
     assert done.returncode == 0, done.stderr
+    if not words:  # what each command does is said to its end
+        assert "and why." in done.stdout
+        assert not any(line.endswith("...") for line in done.stdout.splitlines() if "[ARGS]" not in line)
     # Commands to copy stay whole.
     wide = [line for line in done.stdout.splitlines() if len(line) > 40 and "microfloat convert model" not in line]
     assert wide == []

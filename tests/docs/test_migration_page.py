@@ -45,8 +45,10 @@ def _theirs(bias):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_comes_over(rename, bias):  # features B5
     theirs = _theirs(bias)
-    layer = mf.TransformerLayer(HIDDEN, FFN, HEADS, GROUPS, bias=bias, eps=1e-5)
+    theirs["self_attention.core_attention.softmax_offset"] = torch.randn(HEADS)
+    layer = mf.TransformerLayer(HIDDEN, FFN, HEADS, GROUPS, bias=bias, eps=1e-5, softmax_type="learnable")
     layer.load_state_dict(rename(theirs))
+    assert torch.equal(layer.self_attn.softmax_offset, theirs["self_attention.core_attention.softmax_offset"])
     gate, up = theirs["layernorm_mlp.fc1_weight"].chunk(2)
     assert torch.equal(layer.mlp.gate_proj.weight, gate)
     assert torch.equal(layer.mlp.up_proj.weight, up)

@@ -94,3 +94,44 @@ def test_what_cannot_be_exported_is_named() -> None:
         mf.export(make(CustomRecipe(Gemm(noisy, "mxfp8"), Gemm(None, None), Gemm(None, None))), (X,))
     with pytest.raises(InvalidTypeError, match="model"):
         mf.export(len, (X,))
+    with pytest.raises(NotSupportedError, match=r"export: got a GroupedLinear.*torch\.export\.export keeps it"):
+        mf.export(mf.GroupedLinear(2, 64, 16, recipe="mxfp8").eval(), (X.float(), torch.tensor([6, 10])))
+
+
+# Each with a call of 2 sequences of 8 tokens, or of their 16.
+MODULES = {
+    "linear": lambda recipe: (mf.Linear(64, 32, recipe=recipe), {}),
+    "norm_linear": lambda recipe: (mf.LayerNormLinear(64, 32, split={"a": 16, "b": 16}, recipe=recipe), {}),
+    "mlp": lambda recipe: (mf.LayerNormMLP(64, 96, activation="swiglu", recipe=recipe), {}),
+    "attention": lambda recipe: (
+        mf.MultiheadAttention(64, 4, 2, qk_norm=True, softmax_type="learnable", recipe=recipe),
+        {"position_embeddings": mf.RotaryEmbedding(16)(8)},
+    ),
+    "packed": lambda recipe: (
+        mf.TransformerLayer(64, 96, 4, 2, recipe=recipe),
+        {"cu_seqlens": torch.tensor([0, 6, 14]), "cu_seqlens_padded": torch.tensor([0, 8, 16])},
+    ),
+    "experts": lambda recipe: (mf.GroupedLinear(2, 64, 32, recipe=recipe), {"group_sizes": torch.tensor([6, 10])}),
+}
+
+
+@pytest.mark.slow_cases("further recipes of a checked module", all_but=("*-mxfp8",))
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
+@pytest.mark.parametrize("module", list(MODULES))
+def test_torch_export_takes_every_module(module, name) -> None:
+    torch.manual_seed(0)
+    model, options = MODULES[module](name)
+    model, x = model.bfloat16().eval(), X if module in ("experts", "packed") else X.view(2, 8, 64)
+    with torch.no_grad():
+        want = model(x, **options)
+        program = torch.export.export(model, (x,), options)
+        assert torch.equal(program.module()(x, **options), want)
+    assert any("microfloat" in operator for operator in operators(program))
+
+
+def test_an_exported_program_has_no_region_of_delayed_scaling() -> None:
+    program = torch.export.export(make("delayed"), (X,)).module()
+    with pytest.raises(NotSupportedError, match=r"for inference, microfloat\.torch\.export makes a program"):
+        program(X)
+    with mf.autocast():
+        assert program(X).shape == (16, 33)

@@ -190,7 +190,7 @@ def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
             raise invalid_value("scale_rule", scale_rule or "four_over_six", f"None, as {to} has no scales")
         return Target(to, dtype=PLAIN[to])
     if to not in WRITTEN:
-        raise unknown_name("to", to, [*WRITTEN, *PLAIN])
+        raise unknown_name("to", to, [*WRITTEN, *PLAIN], _hint_of(to))
     if four_over_six and scale_rule is not None:
         raise invalid_value("four_over_six", f"True with scale_rule={scale_rule!r}", "one of them")
     family, written = WRITTEN[to]
@@ -200,6 +200,14 @@ def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
         needed = f"a rule with {'a' if written.cast.tensor_scale else 'no'} tensor scale, as {to} stores it"
         raise invalid_value("scale_rule", repr(rule), needed)
     return Target(to, family, written._replace(cast=cast))
+
+
+def _hint_of(to: str) -> str:
+    """A hint for a format without its family, or for our own container without a format; "" for other names."""
+    if to == "microfloat:native":
+        return "That is the container alone; its targets name the format in it, such as microfloat:nvfp4_row."
+    *first, last = [repr(name) for name in WRITTEN if name.partition(":")[2] == to.lower()] or [""]
+    return f"Did you mean {', '.join(first) + ' or ' if first else ''}{last}?" if last else ""
 
 
 def decide(
@@ -273,7 +281,7 @@ _CAPACITY = {True: 2688.0, False: 448.0}  # of a format with a tensor scale, and
 def _cast_step(record: Record, target: Target, dtype: np.dtype) -> Step:
     """A cast; a static input scale is kept where the target has such scales, in the unit of its format."""
     assert target.written is not None
-    cast, scheme, fmt = target.written
+    cast, scheme, fmt, _ = target.written
     stored, of_input = record.activation.get("scale"), record.activation.get("format")
     activation: Activation = {"scheme": scheme, "scale": None, "format": fmt}
     takes = cast.format.tensor_scale is not None or cast.format.is_per_tensor
@@ -330,8 +338,12 @@ def _scale_dtype(record: Record, model_dtype: np.dtype) -> np.dtype:
 
 
 def _share(steps: list[Step], members: list[int], key: str, target: Target, notes: list[str]) -> None:
-    """Give the members of a fused group one tensor scale and one input scale."""
+    """Give the members of a fused group one tensor scale, or one scale, and one input scale."""
     assert target.cast is not None
+    assert target.written is not None
+    if target.written.joint:  # codes that are carried keep their scales: another one would round them twice
+        for i in members:
+            steps[i] = replace(steps[i], group=key) if steps[i].action == "cast" else steps[i]
     if target.cast.format.tensor_scale == "tensor":
         levels = {np.asarray(steps[i].record.tensor_scale).tobytes() for i in members if steps[i].action == "carried"}
         mixed = len({steps[i].action for i in members}) > 1

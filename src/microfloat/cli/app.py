@@ -1,9 +1,11 @@
 """The typer application: the list of commands."""
 
 import shutil
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from microfloat._version import __version__
 from microfloat.cli.bench import bench
@@ -46,11 +48,19 @@ def _options(
     pass
 
 
-app.command()(command(doctor))
-# Negative numbers are values to encode, no options.
-app.command(context_settings={"ignore_unknown_options": True})(command(formats))
-app.command()(command(inspect))
-app.command()(command(convert))
-app.command()(command(diff))
-app.command()(command(plan))
-app.command()(command(bench))
+class _Values(TyperCommand):
+    """A command whose arguments may be negative numbers, which are no options; "--" before them says nothing more."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        return super().parse_args(ctx, [word for word in args if word != "--"])
+
+
+def _add(run: Callable[..., int | None], **options: Any) -> None:
+    """Add a command; of help alone, a list of commands in a narrow terminal would show some words and dots."""
+    app.command(short_help=(run.__doc__ or "").partition("\n\n")[0], **options)(command(run))
+
+
+_add(doctor)
+_add(formats, cls=_Values, context_settings={"ignore_unknown_options": True})
+for _run in (inspect, convert, diff, plan, bench):
+    _add(_run)

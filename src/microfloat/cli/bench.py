@@ -75,7 +75,7 @@ def bench(
     ] = 10.0,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cuda or cpu; cuda if there is one.")] = "",
     milliseconds: Annotated[
-        float, typer.Option("--milliseconds", min=0, help="Time for each measurement on a CPU.")
+        float, typer.Option("--milliseconds", metavar="MS", min=0, help="Time for each measurement on a CPU.")
     ] = 150.0,
 ) -> int:  # fmt: skip
     """Time quantize and GEMM in each format on random data, after checking the results against the reference.

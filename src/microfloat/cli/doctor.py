@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from microfloat import recipes
 from microfloat.chips import chip_named
 from microfloat.cli.machine import LARGEST_DIFFERENCE, PACKAGES, gpus, versions
 from microfloat.cli.output import Column, Output
@@ -34,8 +35,7 @@ PLACES = (
     Place("torch", "native"), Place("torch", "triton"), Place("torch", "reference"),
     Place("jax", "native"), Place("jax", "reference"), Place("numpy", "reference"),
 )  # fmt: skip
-# The recipes whose operands cover every family of formats; the others differ in what they do with them.
-RECIPES = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+RECIPES = tuple(recipes.RECIPES)
 
 
 def doctor(

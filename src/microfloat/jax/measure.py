@@ -14,14 +14,15 @@ __all__ = ["against_oracle"]
 def against_oracle(gemm: Gemm, backend: str, device: str | None = None, size: int = 64) -> tuple[bool, float]:
     """The public casts and product of square matrices: bytes equal to the oracle's, relative difference of the product.
 
-    Nearest rounding, without Hadamard transform: what does not depend on a seed.
+    Nearest rounding, without Hadamard transform: what does not depend on a seed. Delayed scaling with the scale 64.
     """
     generator = np.random.default_rng(0)
     arrays = [generator.normal(size=(size, size)).astype(np.float32) for _ in range(2)]
-    casts = [Cast(cast.format, cast.scale_rule) for cast in gemm.casts if cast is not None]
-    want = [oracle.quantize(x, cast) for x, cast in zip(arrays, casts, strict=True)]
+    casts = [Cast(cast.format, cast.scale_rule, scaling=cast.scaling) for cast in gemm.casts if cast is not None]
+    pairs = [(x, cast, 64.0 if cast.is_delayed else None) for x, cast in zip(arrays, casts, strict=True)]
+    want = [oracle.quantize(x, cast, scale_enc=scale) for x, cast, scale in pairs]
     with jax.default_device(jax.devices(device.split(":")[0])[0] if device else None):
-        made = [quantize(jnp.asarray(x), cast) for x, cast in zip(arrays, casts, strict=True)]
+        made = [quantize(jnp.asarray(x), cast, scale_enc=scale) for x, cast, scale in pairs]
         product = scaled_matmul(*made, out_dtype=jnp.float32, backend=backend)
     equal = all(
         ours is theirs is None or np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()

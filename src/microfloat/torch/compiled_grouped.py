@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from microfloat.errors import NotSupportedError
-from microfloat.torch import context
+from microfloat.torch import context, exported
 from microfloat.torch._checks import check_grouped
 from microfloat.torch._operators import refuse_batches, refuse_transforms
 from microfloat.torch._typing import Context, Maybe
@@ -57,6 +57,11 @@ def compiled_grouped(
     asked = getattr(layer, "fuse_wgrad_accumulation", False) or getattr(layer, "delay_wgrad_compute", False)
     if asked and torch.is_grad_enabled():
         raise NotSupportedError(OWN_WGRAD)
+    if exported.PLAINLY:
+        raise NotSupportedError(
+            "export: got a GroupedLinear or a grouped_matmul, needed layers that plain operations can run: these take "
+            "groups of fixed sizes alone. torch.export.export keeps it as an operator of this library."
+        )
     token, origin = context.recipe_here(pin_token)
     refuse_transforms("forward", x)
     check_grouped(x, weight, bias)

@@ -28,7 +28,7 @@ def export(
     It quantizes, decodes and multiplies by plain operations, to the codes of the layers, and runs where this library is
     not installed. ``torch.export.export`` itself keeps the layers as operators of this library, which are faster.
     Parameters as there. Raises InvalidTypeError for anything but a module, NotSupportedError for a recipe whose fprop
-    rounds stochastically. Source: docs/training.md.
+    rounds stochastically and for experts. Source: docs/training.md.
     """
     global PLAINLY
     check_model(model)

@@ -211,15 +211,17 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
 def against_oracle(gemm: Gemm, backend: str, device: str | None = None, size: int = 64) -> tuple[bool, float]:
     """The public casts and product of square matrices: bytes equal to the oracle's, relative difference of the product.
 
-    Nearest rounding, without Hadamard transform: what does not depend on a seed.
+    Nearest rounding, without Hadamard transform: what does not depend on a seed. Delayed scaling with the scale 64.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     generator = np.random.default_rng(0)
     arrays = [generator.normal(size=(size, size)).astype(np.float32) for _ in range(2)]
-    casts = [Cast(cast.format, cast.scale_rule) for cast in gemm.casts if cast is not None]
-    pairs = list(zip(arrays, casts, strict=True))
-    made = [quantize(torch.from_numpy(x).to(device), cast, backend=backend) for x, cast in pairs]
-    want = [oracle.quantize(x, cast) for x, cast in pairs]
+    casts = [Cast(cast.format, cast.scale_rule, scaling=cast.scaling) for cast in gemm.casts if cast is not None]
+    pairs = [(x, cast, 64.0 if cast.is_delayed else None) for x, cast in zip(arrays, casts, strict=True)]
+    made = [
+        quantize(torch.from_numpy(x).to(device), cast, scale_enc=scale, backend=backend) for x, cast, scale in pairs
+    ]
+    want = [oracle.quantize(x, cast, scale_enc=scale) for x, cast, scale in pairs]
     equal = all(
         np.array_equal(q.codes.cpu().view(torch.uint8).numpy(), exact.codes)
         and all(

@@ -283,7 +283,7 @@ def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, 
         raise NotSupportedError(
             "torch.compile: got a layer under delayed scaling outside any microfloat.torch.autocast, needed an "
             "enclosing one, because its exit is what updates the scales. Call the compiled function inside "
-            "`with autocast():`."
+            "`with autocast():`; for inference, microfloat.torch.export makes a program with the scales as they are."
         )
     state_of(layer).compiled = (region, group)
     note_recorded(layer, {"x": casts.get("x"), "w": casts.get("w")}, group=group, region=region)

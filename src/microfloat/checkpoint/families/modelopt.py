@@ -59,7 +59,8 @@ FAMILIES = (
     ),
     Family(
         "modelopt:fp8", None, ("", FP8), ("_scale", REAL), method=_METHOD, announced=("FP8",),
-        writes={"modelopt:fp8": Written(Cast(FP8_TENSOR, "amax"), "static", FP8_TENSOR)}, configure=configure,
+        writes={"modelopt:fp8": Written(Cast(FP8_TENSOR, "amax"), "static", FP8_TENSOR, joint=True)},
+        configure=configure,
     ),
     Family(
         "modelopt:fp8_pc_pt", None, ("", FP8), ("_scale", REAL), method=_METHOD,

@@ -20,11 +20,15 @@ _CODES = {"E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "E5M2": np.dtype(ml_dtypes.
 
 
 class Written(NamedTuple):
-    """The cast that a family is written with, and what its configuration says about activations without a scale."""
+    """The cast that a family is written with, and what its configuration says about activations without a scale.
+
+    `joint`: members of a fused group are cast with one scale though the format has no tensor scale, as by its producer.
+    """
 
     cast: Cast
     activation: str = "none"
     activation_format: ScaledFormat | None = None
+    joint: bool = False
 
 
 class Member(NamedTuple):

@@ -8,6 +8,7 @@ Legend: B = sequences, S = tokens of a sequence, T = tokens of all sequences, H 
 of a head.
 """
 
+import typing
 from collections.abc import Callable
 
 import torch
@@ -19,13 +20,16 @@ from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.formats import FP8_TENSOR
 from microfloat.recipes import Cast, Delayed, Recipe, as_cast
 from microfloat.torch._typing import InitMethod, Maybe, Options, WithBias
-from microfloat.torch.attention import attend, rotate_heads, split_heads
+from microfloat.torch.attention import Packed, attend, check_together, rotate_heads, split_heads
 from microfloat.torch.fused import norm_of, project
 from microfloat.torch.joined import Composite, call_layer, join_
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import RMSNorm
 from microfloat.torch.ops import quantize
 from microfloat.torch.tensor import QuantizedTensor
+
+if typing.TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["KVCache", "MultiheadAttention", "RotaryEmbedding"]
 
@@ -222,8 +226,10 @@ class MultiheadAttention(Composite):
     attention. `head_dim` None: hidden_size / num_heads.
     `window`: a token sees that many nearest ones only. `causal`: those before it only. `dropout`: of the attention, in
     training. `out_bias` None: `bias`. `return_bias`: returns (y, bias of `o_proj`), y without it. `init_method` draws
-    the weights of q, k and v, `output_layer_init_method` that of `o_proj`, as in `Linear`. Raises InvalidValueError
-    where heads do not divide. Source: docs/modules.md.
+    the weights of q, k and v, `output_layer_init_method` that of `o_proj`, as in `Linear`. `softmax_type`: with
+    "off-by-one" or "learnable" each head has an attention sink, ``exp(s) / (exp(a) + sum exp(s))`` of its scores s: a
+    is 0, or the parameter `softmax_offset` [num_heads], at first 0. Raises InvalidValueError where heads do not divide.
+    Source: docs/modules.md.
     """
 
     def __init__(
@@ -234,9 +240,12 @@ class MultiheadAttention(Composite):
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False, return_bias: bool = False, init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None, qk_norm_before_rope: bool = True,
+        softmax_type: str = "vanilla",
     ) -> None:  # fmt: skip
         super().__init__()
         check_bool("qk_norm_before_rope", qk_norm_before_rope)
+        check_choice("softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
+        self.softmax_type = softmax_type
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise invalid_value("num_kv_heads", str(num_kv_heads), f"a divisor of num_heads = {num_heads}")
@@ -264,7 +273,16 @@ class MultiheadAttention(Composite):
         if qk_norm:
             self.q_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
+        self.softmax_offset: nn.Parameter | None = None
+        if softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
         self._join()
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters; those of a learnable softmax are 0."""
+        super().reset_parameters()
+        if self.softmax_offset is not None:
+            nn.init.zeros_(self.softmax_offset)
 
     def _join(self) -> None:
         if self.q_proj.in_features == self.k_proj.in_features:
@@ -276,6 +294,7 @@ class MultiheadAttention(Composite):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, cu_seqlens: torch.Tensor | None = None,
         cu_seqlens_kv: torch.Tensor | None = None, max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
         cache: KVCache | None = None, norm: nn.Module | None = None, is_first_microbatch: bool | None = None,
+        cu_seqlens_padded: torch.Tensor | None = None, cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> WithBias:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`; `return_bias`: (y, bias).
 
@@ -283,15 +302,17 @@ class MultiheadAttention(Composite):
         True where a token is seen, or added to the scores; [B, S'] (padding), [S, S'] or [B, 1 or H, S, S'].
         `position_embeddings`: cos and sin of `RotaryEmbedding`. `cu_seqlens` int32 [n + 1]: tokens of n sequences one
         after another, and `max_seqlen` the most tokens of one, which spares the host a wait for the GPU;
-        `cu_seqlens_kv`, `max_seqlen_kv`: those of a context [T', hidden]. `cache`: a `KVCache`, or anything with its
-        `update`. `norm`: applied to hidden_states first, and cast as it is computed. `is_first_microbatch`: as in
-        `Linear`, of all of them.
+        `cu_seqlens_kv`, `max_seqlen_kv`: those of a context [T', hidden]. `cu_seqlens_padded`, `cu_seqlens_kv_padded`
+        [n + 1]: where sequences begin if tokens of none lie between or after them, whose attention is 0. `cache`: a
+        `KVCache`, or anything with its `update`. `norm`: applied to hidden_states first, and cast as it is computed.
+        `is_first_microbatch`: as in `Linear`, of all of them.
         """
         if hidden_states.dim() not in (2, 3):
             raise invalid_value("hidden_states", f"shape {tuple(hidden_states.shape)}", "[B, S, hidden] or [T, hidden]")
         if isinstance(cache, type) or not (cache is None or callable(getattr(cache, "update", None))):
             raise invalid_type("cache", kind_of(cache), "a KVCache, or anything with its update(k, v)")
-        _check_packed(hidden_states, context, cu_seqlens, cu_seqlens_kv)
+        of_x = Packed(cu_seqlens, max_seqlen, cu_seqlens_padded)
+        _check_packed(hidden_states, context, of_x, Packed(cu_seqlens_kv, max_seqlen_kv, cu_seqlens_kv_padded))
         qkv = self.projected(hidden_states, context, norm, is_first_microbatch)
         q, k, v = self.rotated(qkv, position_embeddings)
         count = cache.count if isinstance(cache, KVCache) else 0
@@ -301,7 +322,8 @@ class MultiheadAttention(Composite):
             y = attend(
                 q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
                 cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv, dropout=self.dropout if self.training else 0.0,
-                max_seqlen=max_seqlen, max_seqlen_kv=max_seqlen_kv,
+                max_seqlen=max_seqlen, max_seqlen_kv=max_seqlen_kv, cu_seqlens_padded=cu_seqlens_padded,
+                cu_seqlens_kv_padded=cu_seqlens_kv_padded, softmax_offset=self._offset(q),
             )  # fmt: skip
             # Not in the shape of hidden_states: where they are sharded by their sequence, y has more rows.
             y = y.flatten(-2) if hidden_states.dim() == 3 else y.flatten(-2).squeeze(0)
@@ -339,23 +361,35 @@ class MultiheadAttention(Composite):
         q, k, v = heads_of(*call, (None, None), self.interleaved)
         return norms[0](q), norms[1](k), v
 
+    def _offset(self, q: torch.Tensor) -> torch.Tensor | None:
+        """The logarithm of what each head's softmax adds to its sum, [H]: of the heads that this rank has."""
+        offset: Maybe = self.softmax_offset
+        if self.softmax_type == "off-by-one":
+            return q.new_zeros(q.shape[2])
+        if hasattr(offset, "to_local"):
+            offset = typing.cast("DTensor", offset).to_local()
+        if offset is not None and offset.shape[0] != q.shape[2]:
+            raise invalid_value(
+                "softmax_offset", f"{offset.shape[0]} numbers for {q.shape[2]} heads", "one for each head of q_proj",
+                "Where q_proj is sharded by rows, shard it too: distribute_tensor(softmax_offset, mesh, [Shard(0)]).",
+            )  # fmt: skip
+        return offset
+
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
+        window += "" if self.softmax_type == "vanilla" else f", softmax_type={self.softmax_type!r}"
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         return f"{heads}, causal={self.causal}{window}"
 
 
-def _check_packed(
-    x: torch.Tensor, context: torch.Tensor | None, cu_seqlens: torch.Tensor | None, cu_seqlens_kv: torch.Tensor | None
-) -> None:
+def _check_packed(x: torch.Tensor, context: torch.Tensor | None, of_x: Packed, of_context: Packed) -> None:
     """Refuse sequences of a context that are told without those of x, or the other way round."""
-    if cu_seqlens_kv is not None and (context is None or cu_seqlens is None):
-        missing = "context" if context is None else "cu_seqlens"
-        raise invalid_value(
-            "cu_seqlens_kv", f"a tensor without {missing}", "None, or the sequences of a packed context"
-        )
-    tokens = x.shape[:-1]
-    if context is not None and cu_seqlens is not None and cu_seqlens_kv is None and context.shape[:-1] != tokens:
+    if context is None and of_context.cu_seqlens is not None:
+        raise invalid_value("cu_seqlens_kv", "a tensor without context", "None, or the sequences of a packed context")
+    check_together(of_x, of_context)
+    if context is None or of_x.cu_seqlens is None or of_context.cu_seqlens is not None:
+        return
+    if context.shape[:-1] != x.shape[:-1]:
         raise invalid_value(
             "cu_seqlens_kv", f"None beside a context of shape {tuple(context.shape)}",
             "where its sequences begin and end: each of x sees its own alone",

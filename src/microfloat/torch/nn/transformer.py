@@ -19,6 +19,7 @@ from microfloat.arguments import check_bool, check_number
 from microfloat.errors import invalid_value
 from microfloat.recipes import Recipe
 from microfloat.torch._typing import InitMethod, Options
+from microfloat.torch.attention import piece_of
 from microfloat.torch.joined import Composite
 from microfloat.torch.nn.attention import KVCache, MultiheadAttention
 from microfloat.torch.nn.fused import MLP
@@ -54,6 +55,7 @@ class TransformerLayer(Composite):
         apply_residual_connection_post_layernorm: bool = False, drop_path_rate: float = 0.0,
         activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None, qk_norm_before_rope: bool = True,
+        softmax_type: str = "vanilla",
     ) -> None:  # fmt: skip
         super().__init__()
         check_number("hidden_dropout", hidden_dropout, "a probability in [0, 1]", 0.0, 1.0)
@@ -76,6 +78,7 @@ class TransformerLayer(Composite):
         attention: Options = {
             "head_dim": head_dim, "bias": bias, "out_bias": out_bias, "dropout": dropout, "eps": eps, **options,
             "init_method": init_method, "output_layer_init_method": output_layer_init_method,
+            "softmax_type": softmax_type,
         }  # fmt: skip
         norm = normalization, hidden_size, eps, zero_centered_gamma
         self.parallel = parallel
@@ -101,34 +104,44 @@ class TransformerLayer(Composite):
         context_mask: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, cache: KVCache | None = None,
         is_first_microbatch: bool | None = None, cu_seqlens_kv: torch.Tensor | None = None,
         max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
+        cu_seqlens_padded: torch.Tensor | None = None, cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`: `MultiheadAttention`.
 
         `cu_seqlens_kv`: the sequences of a packed context, each of which the sequence of x with its number sees.
+        Tokens that `cu_seqlens_padded` leaves between sequences pass through norms and the MLP alone.
         """
         x = hidden_states
         if context is not None and not hasattr(self, "cross_attn"):
             remedy = "Make the layer with cross_attention=True."
             raise invalid_value("context", "a tensor", "None for a layer without cross attention", remedy)
-        if context is None and cu_seqlens_kv is not None:
-            raise invalid_value("cu_seqlens_kv", "a tensor", "None without a context")
-        keep = self._kept(x, cu_seqlens)
+        of_context = {
+            "cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_kv": max_seqlen_kv, "cu_seqlens_kv_padded": cu_seqlens_kv_padded
+        }  # fmt: skip
+        for name, value in of_context.items():
+            if context is None and value is not None:
+                got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+                raise invalid_value(name, got, "None without a context")
+        of_x: Options = {
+            "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "cu_seqlens_padded": cu_seqlens_padded,
+            "is_first_microbatch": is_first_microbatch,
+        }  # fmt: skip
+        starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+        keep = self._kept(x, starts)
         h, read, norm = self._entered(x, self.input_layernorm)
         h = self._sum(h, keep, self.self_attn(
-            read, attention_mask=attention_mask, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, cache=cache, norm=norm, is_first_microbatch=is_first_microbatch,
+            read, attention_mask=attention_mask, position_embeddings=position_embeddings, cache=cache, norm=norm,
+            **of_x,
         ))  # fmt: skip
         if context is not None:
             h, read, norm = self._entered(h, self.cross_attention_layernorm)
-            h = self._sum(h, self._kept(x, cu_seqlens), self.cross_attn(
-                read, context=context, attention_mask=context_mask, norm=norm, cu_seqlens=cu_seqlens,
-                cu_seqlens_kv=cu_seqlens_kv, max_seqlen=max_seqlen, max_seqlen_kv=max_seqlen_kv,
-                is_first_microbatch=is_first_microbatch,
+            h = self._sum(h, self._kept(x, starts), self.cross_attn(
+                read, context=context, attention_mask=context_mask, norm=norm, **of_x, **of_context,
             ))  # fmt: skip
         if self.parallel:  # one block, which a sequence takes or leaves
             read, norm = x, self.post_attention_layernorm
         else:
-            keep = self._kept(x, cu_seqlens)
+            keep = self._kept(x, starts)
             h, read, norm = self._entered(h, self.post_attention_layernorm)
         y = self._sum(h, keep, self.mlp(read, norm, is_first_microbatch))
         return y if self.output_layernorm is None else self.output_layernorm(y)
@@ -140,14 +153,14 @@ class TransformerLayer(Composite):
         value = norm(h)
         return value, value, None
 
-    def _kept(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
+    def _kept(self, x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor | None:
         """1 for the sequences that a block adds to, else 0, [B, 1, 1] or [T, 1]; None where it adds to all."""
         if not self.training or not self.drop_path_rate:
             return None
-        count = x.shape[0] if x.dim() == 3 else 1 if cu_seqlens is None else cu_seqlens.numel() - 1
+        count = x.shape[0] if x.dim() == 3 else 1 if starts is None else starts.numel() - 1
         keep = x.new_empty((count, *[1] * (x.dim() - 1))).bernoulli_(1.0 - self.drop_path_rate)
-        if x.dim() == 2 and cu_seqlens is not None:
-            keep = keep.repeat_interleave(cu_seqlens.diff(), 0, output_size=x.shape[0])
+        if x.dim() == 2 and starts is not None:  # tokens after the last sequence go with it
+            keep = keep[piece_of(starts, x.shape[0]).clamp(max=count - 1)]
         return keep
 
     def _sum(self, h: torch.Tensor, keep: torch.Tensor | None, added: torch.Tensor) -> torch.Tensor:
