@@ -220,3 +220,16 @@ def test_averages_of_amaxes_are_refused():
     variables = {"params": {"w": jnp.ones(2)}, fp8_ops.OVERWRITE_WITH_GRADIENT: {"scale": jnp.ones(1)}}
     with pytest.raises(NotSupportedError, match=r"linen\.MultiSteps"):
         optax.MultiSteps(linen.overwrite_with_gradient(SGD), 3).init(variables)
+
+
+@pytest.mark.parametrize(
+    "chain", [optax.chain, lambda *all: optax.named_chain(*enumerate(all))], ids=["plain", "named"]
+)
+def test_a_chain_around_the_state_is_refused(chain):
+    """It would clip amaxes and scales as if they were gradients, and the weights would flush to zero."""
+    variables = {"params": {"w": jnp.ones(2)}, OWG: {"scale": jnp.ones(1)}}
+    inside = chain(optax.clip_by_global_norm(1.0), linen.overwrite_with_gradient(SGD))
+    with pytest.raises(NotSupportedError, match=r"overwrite_with_gradient\(optax\.chain"):
+        inside.init(variables)
+    inside.init({"params": variables["params"]})
+    linen.overwrite_with_gradient(inside).init(variables)
