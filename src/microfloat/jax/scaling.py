@@ -257,6 +257,8 @@ def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
     of it) the largest gradient: N microbatches are one step. A jax.random key of shape () gives every part a key of its
     own.
     """
+    if not callable(gradient):
+        raise invalid_type("gradient", type(gradient), "what jax.grad or jax.value_and_grad returned")
     check_count("count", count)
 
     def parts(leaf: Array) -> Array:
