@@ -283,7 +283,10 @@ def overwrite_with_gradient(tx: Any) -> Any:
 
 
 # What runs while optax initialises a chain: closures, which all chains share the code of.
-_CHAINS = (optax.chain(optax.identity()).init.__code__, optax.named_chain(("", optax.identity())).init.__code__)
+_CHAINS = tuple(
+    cast(Any, chain.init).__code__
+    for chain in (optax.chain(optax.identity()), optax.named_chain(("", optax.identity())))
+)
 
 
 def _check_outermost() -> None:
