@@ -16,6 +16,7 @@ from microfloat.recipes import Cast, Delayed, DelayedScaling, MXFP8BlockScaling
 
 X, W = np.ones((4, 32), np.float32), np.ones((8, 32), np.float32)
 PLAIN, TURNED = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))
+SIX = mj.quantize(X, "mxfp6_e2m3")
 Q, MX, NV = mj.quantize(X, "mxfp8"), mj.dot_general("mxfp8"), mj.dot_general("nvfp4")
 DELAYED = DelayedScaling(amax_history_len=4)
 STATE = mj.scaling.init(DELAYED)
@@ -95,6 +96,12 @@ CALLS = {
     "parts scale": (lambda v: mj.QuantizedArray.from_parts(Q.codes, v, None, "mxfp8"), ""),
     "parts tensor_scale": (lambda v: mj.QuantizedArray.from_parts(Q.codes, Q.scale, v, "mxfp8"), "None"),
     "parts format": (lambda v: mj.QuantizedArray.from_parts(Q.codes, Q.scale, None, v), ""),
+    "parts packed shape": (lambda v: mj.QuantizedArray.from_parts(
+        SIX.packed_codes(), SIX.scale, None, "mxfp6_e2m3", shape=v, packed=True), "None"),
+    "parts packed axis": (lambda v: mj.QuantizedArray.from_parts(
+        SIX.packed_codes(), SIX.scale, None, "mxfp6_e2m3", shape=(4, 32), axis=v, packed=True), ""),
+    "stored numbers": (lambda v: MX(X, Q, v), ""),
+    "microbatched gradient": (lambda v: mj.scaling.microbatched(v, 2), "class function"),
     "parts axis": (lambda v: mj.QuantizedArray.from_parts(Q.codes, Q.scale, None, "mxfp8", axis=v), ""),
     "parts shape": (lambda v: mj.QuantizedArray.from_parts(Q.codes, Q.scale, None, "mxfp8", shape=v), "None"),
     "parts hadamard": (lambda v: mj.QuantizedArray.from_parts(Q.codes, Q.scale, None, "mxfp8", hadamard=v), "None"),

@@ -10,6 +10,8 @@ from jax import lax
 
 import microfloat.jax as mj
 from microfloat import reference
+from microfloat.errors import InvalidValueError
+from microfloat.jax.dimensions import einsum_by
 from microfloat.recipes import (
     RECIPES,
     CustomRecipe,
@@ -228,6 +230,39 @@ def test_einsum_keeps_operands_by_position():
     assert bmm.shape == (1, 24, 40)
     summed = mj.einsum(EXACT)("mka,nk->m", np.ones((3, 4, 2), np.float32), np.ones((5, 4), np.float32))
     np.testing.assert_array_equal(np.asarray(summed), np.full(3, 40, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("equation", "lhs", "rhs"),
+    [
+        ("bij,bjk->bik", (1, 4, 3), (5, 3, 2)),
+        ("bij,bjk->kbi", (5, 4, 3), (1, 3, 2)),
+        ("...ij,...jk->...ik", (2, 1, 4, 3), (5, 3, 2)),
+        ("ij,jk->ik", (4, 3), (1, 2)),
+        ("ij,jk->jk", (4, 1), (3, 2)),
+        ("...j,...j", (2, 1, 3), (5, 1)),
+    ],
+)
+def test_axes_of_size_one_broadcast_in_an_einsum(equation, lhs, rhs):
+    """As in jnp.einsum, which runs outside of an autocast."""
+    lhs, rhs = (RNG.integers(-3, 4, shape).astype(np.float32) for shape in (lhs, rhs))
+    np.testing.assert_array_equal(
+        einsum_by(jax.lax.dot_general, equation, lhs, rhs), np.asarray(jnp.einsum(equation, lhs, rhs))
+    )
+
+
+@pytest.mark.parametrize(
+    ("equation", "rhs", "message"),
+    [
+        ("ij,jk->ik", (2, 5), "eqn: got 'ij,jk->ik', 'j' of size 3 in lhs"),
+        ("i...,...k->ik", (2, 5), r"an axis of '\.\.\.' of size 3"),
+        ("...i...,ik->k", (3, 5), "at most one ellipsis"),
+        ("ij,j.k->ik", (3, 5), "at most one ellipsis"),
+    ],
+)
+def test_what_is_wrong_with_an_equation_is_named(equation, rhs, message):
+    with pytest.raises(InvalidValueError, match=message):
+        mj.einsum("mxfp8")(equation, np.ones((4, 3), np.float32), np.ones(rhs, np.float32))
 
 
 @pytest.mark.slow("further JAX programs of a checked kind")

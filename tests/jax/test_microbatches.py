@@ -197,8 +197,39 @@ def test_gradients_over_microbatches_are_those_of_one_batch():
         mj.scaling.microbatched(gradient, 4)((w, state))
 
 
+def test_variables_of_nnx_are_state_in_microbatches():
+    """Their gradient is the largest, not the mean: the amaxes of a batch must not shrink when it is cut."""
+    variables = nnx.State({"kernel": nnx.Param(jnp.zeros(2)), "input_amax_history": mnnx.ScaleState(jnp.zeros(2))})
+
+    def gradient(variables, x):
+        return jax.tree.map(lambda leaf: leaf + jnp.max(x), variables)
+
+    found = mj.scaling.microbatched(gradient, 2)(variables, jnp.array([1.0, 5.0]))
+    np.testing.assert_array_equal(found["input_amax_history"].get_value(), [5, 5])
+    np.testing.assert_array_equal(found["kernel"].get_value(), [3, 3])
+
+
+def test_state_behind_the_first_argument_is_not_cut():
+    state = mj.scaling.init(DelayedScaling(amax_history_len=4), num_groups=2)
+    with pytest.raises(InvalidValueError, match="batch: got a DelayedState, needed the state in the first argument"):
+        mj.scaling.microbatched(jax.grad(lambda w, state, x: jnp.sum(x @ w)), 2)(jnp.ones((4, 4)), state, batch(1))
+
+
 def test_averages_of_amaxes_are_refused():
     """optax's own MultiSteps around the state would average it; it is told at init, before a step is lost."""
     variables = {"params": {"w": jnp.ones(2)}, fp8_ops.OVERWRITE_WITH_GRADIENT: {"scale": jnp.ones(1)}}
     with pytest.raises(NotSupportedError, match=r"linen\.MultiSteps"):
         optax.MultiSteps(linen.overwrite_with_gradient(SGD), 3).init(variables)
+
+
+@pytest.mark.parametrize(
+    "chain", [optax.chain, lambda *all: optax.named_chain(*enumerate(all))], ids=["plain", "named"]
+)
+def test_a_chain_around_the_state_is_refused(chain):
+    """It would clip amaxes and scales as if they were gradients, and the weights would flush to zero."""
+    variables = {"params": {"w": jnp.ones(2)}, OWG: {"scale": jnp.ones(1)}}
+    inside = chain(optax.clip_by_global_norm(1.0), linen.overwrite_with_gradient(SGD))
+    with pytest.raises(NotSupportedError, match=r"overwrite_with_gradient\(optax\.chain"):
+        inside.init(variables)
+    inside.init({"params": variables["params"]})
+    linen.overwrite_with_gradient(inside).init(variables)

@@ -10,6 +10,7 @@ import pytest
 import microfloat.jax as mj
 from microfloat import Support, reference
 from microfloat.chips import Chip
+from microfloat.errors import InvalidTypeError
 from microfloat.jax.backends import gemms
 from microfloat.jax.backends import reference as emulation
 from microfloat.jax.explain import dots_of
@@ -218,3 +219,11 @@ def test_explain_covers_every_recipe():
         mj.explain("mxfp8", "npu")
     with pytest.raises(ValueError, match=r"shape: got \(1, 2\)"):
         mj.explain("mxfp8", shape=(1, 2))
+
+
+@pytest.mark.parametrize("op", [mj.dot_general, mj.einsum])
+def test_an_op_is_explained_as_its_recipe_and_backend(op):
+    assert mj.explain(op("mxfp8"), "h200") == mj.explain("mxfp8", "h200")
+    assert mj.explain(op("mxfp8", backend="reference"), "h200") == mj.explain("mxfp8", "h200", backend="reference")
+    with pytest.raises(InvalidTypeError, match="recipe: got NoneType"):
+        mj.explain(op(), "h200")

@@ -155,6 +155,33 @@ def test_amaxes_of_each_device(check_vma):
     np.testing.assert_array_equal(new.w.amax_history[:, 0], [np.abs(np.asarray(W, np.float32)).max()] * count)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("pmap-named",))
+@pytest.mark.parametrize("names", [(), ("data",)], ids=["unnamed", "named"])
+@pytest.mark.parametrize("how", ["vma", "no_vma", "pmap"])
+def test_a_gradient_that_is_taken_inside_is_combined_by_its_maximum(how, names):
+    """docs/jax.md: pmax gives every device the state of the whole batch, whether or not JAX has combined it before."""
+    recipe = RECIPES["delayed"]
+    op, state = mj.dot_general(recipe, axis_names=names), mj.scaling.init(recipe)
+    x = np.stack([X[:2, :4], X[-2:, :4]])
+
+    def local(state, x, w):
+        new = jax.grad(lambda state: jnp.sum(op(x, w, PLAIN, state=state)))(state)
+        return lax.pmax(new, "data")
+
+    if how == "pmap":
+        found = jax.pmap(local, "data", in_axes=(None, 0, None), devices=CPUS[:2])(state, x, W[:2, :4])
+    else:
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=CPUS[:2])
+        found = jax.jit(jax.shard_map(
+            lambda state, x, w: jax.tree.map(lambda leaf: leaf[None], local(state, x[0], w)), mesh=mesh,
+            in_specs=(P(), P("data"), P()), out_specs=P("data"), check_vma=how == "vma",
+        ))(state, x, W[:2, :4])  # fmt: skip
+    for device in range(2):
+        assert found.x.amax_history[device, 0] == np.abs(x).max()
+        assert found.w.amax_history[device, 0] == np.abs(W[:2, :4]).max()
+        assert (found.x.scale_enc[device], found.dy.scale_enc[device]) == (1, 1)
+
+
 def test_one_state_cannot_hold_the_amaxes_of_each_device():
     recipe = DelayedScaling(amax_history_len=4, reduce_amax=False)
     op, state = mj.dot_general(recipe), mj.scaling.init(recipe)

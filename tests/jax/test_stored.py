@@ -8,7 +8,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import microfloat.jax as mj  # noqa: E402
-from microfloat.errors import InvalidValueError  # noqa: E402
+from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
 from microfloat.passes import products  # noqa: E402
 from microfloat.recipes import WeightActivation, WeightOnly, as_cast  # noqa: E402
 from tests.jax.test_kernel_casts import one_process, program  # noqa: E402
@@ -42,6 +42,29 @@ def test_blocks_along_another_axis_are_refused() -> None:
     static = WeightActivation("fp8_tensor", scales="static")
     with pytest.raises(InvalidValueError, match="casts x by x alone"):
         mj.dot_general(static)(jnp.ones((2, 64)), stored, (((1,), (1,)), ((), ())))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "numbers", "message"),
+    [
+        (WeightOnly("mxfp8"), None, "dimension_numbers: got None"),
+        (WeightOnly("mxfp8"), (((5,), (3,)), ((), ())), r"dimension_numbers: got axes \(5,\) of lhs"),
+        (WeightOnly("mxfp8"), (((0,), (1,)), ((), ())), "dimension_numbers: got contracting"),
+        ("nvfp4", (((1,), (1,)), ((), ())), "rhs: got mxfp8 .* WeightOnly"),
+    ],
+)
+def test_what_does_not_fit_a_stored_weight_is_named(recipe, numbers, message) -> None:
+    stored = mj.quantize(jnp.ones((32, 64)), "mxfp8")
+    with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
+        mj.dot_general(recipe)(jnp.ones((2, 64)), stored, numbers)
+
+
+def test_a_stored_weight_of_no_columns_gives_zeros() -> None:
+    stored = mj.quantize(jnp.ones((3, 0)), "mxfp8")
+    y, pull = jax.vjp(lambda x: mj.dot_general(WeightOnly("mxfp8"))(x, stored, LAST), jnp.ones((2, 1, 0)))
+    assert y.shape == (2, 1, 3)
+    assert not y.any()
+    assert pull(y)[0].shape == (2, 1, 0)
 
 
 FORMATS = (

@@ -71,20 +71,15 @@ class QuantizedArray:
         """
         fmt = as_scaled_format(format)
         wide = check_dtype("dtype", dtype)
+        if hadamard is not None and not isinstance(hadamard, Hadamard):
+            raise invalid_type("hadamard", type(hadamard), "None or a Hadamard")
+        shape = None if shape is None else _checked_sizes(shape)
         if packed and fmt.element.bits == 6:
             codes = _unpacked_fp6(codes, shape, axis, hadamard)
         stored = _stored_codes(codes, fmt)
-        if hadamard is not None and not isinstance(hadamard, Hadamard):
-            raise invalid_type("hadamard", type(hadamard), "None or a Hadamard")
         if shape is None:
             shape = (*stored.shape[:-1], stored.shape[-1] * fmt.element.codes_per_byte)
             shape = shape[::-1] if contraction_axis(axis, len(shape)) == -2 else shape
-        if not isinstance(shape, tuple | list) or any(
-            isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0 for size in shape
-        ):
-            got = type(shape) if not isinstance(shape, tuple | list) else repr(shape)
-            raise invalid_type("shape", got, "a tuple of sizes, such as (4, 32)")
-        shape = tuple(int(size) for size in shape)
         axis = contraction_axis(axis, len(shape))
         storage = Storage.of(fmt, hadamard, None if tensor_scale is None else fmt.tensor_scale)
         layout = array_layout(storage, shape, axis % max(len(shape), 1))
@@ -202,11 +197,23 @@ def _stored_codes(codes: ArrayLike, fmt: ScaledFormat) -> Array:
     return array
 
 
+def _checked_sizes(shape: object) -> tuple[int, ...]:
+    """`shape` as a tuple of sizes; else InvalidTypeError."""
+    if not isinstance(shape, tuple | list) or any(
+        isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0 for size in shape
+    ):
+        got = type(shape) if not isinstance(shape, tuple | list) else repr(shape)
+        raise invalid_type("shape", got, "a tuple of sizes, such as (4, 32)")
+    return tuple(int(size) for size in shape)
+
+
 def _unpacked_fp6(codes: ArrayLike, shape: tuple[int, ...] | None, axis: int, hadamard: Hadamard | None) -> Array:
     data = _part("codes", codes, jnp.uint8)
     if not data.ndim:
         raise invalid_value("codes", "a 0-d array", "packed bytes, the contraction axis last")
-    length = data.shape[-1] // 3 * 4 if not shape else stored_length(shape[axis], hadamard)
+    length = (
+        data.shape[-1] // 3 * 4 if not shape else stored_length(shape[contraction_axis(axis, len(shape))], hadamard)
+    )
     return unpack_fp6(data, length)
 
 

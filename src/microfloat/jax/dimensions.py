@@ -101,7 +101,7 @@ class EinsumPlan(NamedTuple):
     out_order: tuple[int, ...]
 
     def operands(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
-        """The operands after summing labels that neither the other operand nor the output has."""
+        """The operands without labels that only they have, which are summed, and axes of size 1 that broadcast."""
         lhs = jnp.sum(lhs, axis=self.lhs_sum) if self.lhs_sum else lhs
         return lhs, jnp.sum(rhs, axis=self.rhs_sum) if self.rhs_sum else rhs
 
@@ -110,11 +110,12 @@ class EinsumPlan(NamedTuple):
         return y.transpose(self.out_order)
 
 
-def parse_einsum(equation: str, lhs_ndim: int, rhs_ndim: int) -> EinsumPlan:
+def parse_einsum(equation: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> EinsumPlan:
     """The plan of ``einsum(equation, lhs, rhs)``. The first operand stays lhs, the second rhs, for every equation.
 
-    Supports an ellipsis and an implicit output. Raises InvalidValueError for another number of operands, a label that
-    appears twice in one operand, or one in the output that no operand has.
+    Supports an ellipsis, an implicit output, and axes of size 1 that broadcast, as jnp.einsum does. Raises
+    InvalidValueError for another number of operands, a label that appears twice in one operand, one in the output that
+    no operand has, or one of two sizes.
     """
     if not isinstance(equation, str):
         raise invalid_type("eqn", type(equation), "an einsum equation such as 'mk,kn->mn'")
@@ -122,31 +123,49 @@ def parse_einsum(equation: str, lhs_ndim: int, rhs_ndim: int) -> EinsumPlan:
     terms = inputs.split(",")
     if len(terms) != 2:
         raise invalid_value("eqn", repr(equation), "an equation of exactly two operands, such as 'mk,kn->mn'")
-    ellipses = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, (lhs_ndim, rhs_ndim), strict=True)]
+    if any("." in term.replace("...", "", 1) for term in (*terms, output)):
+        raise invalid_value("eqn", repr(equation), "at most one ellipsis, '...', per operand and in the output")
+    shapes = lhs_shape, rhs_shape
+    ellipses = [len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes, strict=True)]
     lhs, rhs = (_expand(term, count) for term, count in zip(terms, ellipses, strict=True))
-    for side, labels, ndim in (("lhs", lhs, lhs_ndim), ("rhs", rhs, rhs_ndim)):
-        if len(labels) != ndim:
-            raise invalid_value("eqn", f"{equation!r} with {side} of {ndim} axes", f"{len(labels)} axes in {side}")
+    for side, labels, shape in (("lhs", lhs, lhs_shape), ("rhs", rhs, rhs_shape)):
+        if len(labels) != len(shape):
+            raise invalid_value(
+                "eqn", f"{equation!r} with {side} of {len(shape)} axes", f"{len(labels)} axes in {side}"
+            )
         if len(set(labels)) != len(labels):
             raise invalid_value("eqn", f"{equation!r}, a label twice in {side}", "every label at most once per operand")
     widest = max(*ellipses, 0) if "..." in inputs else 0
     out = _expand(output, widest) if arrow else _implicit_output(lhs, rhs)
     if len(set(out)) != len(out) or not set(out) <= set(lhs) | set(rhs):
         raise invalid_value("eqn", repr(equation), "output labels that each appear in an operand, once")
-    return _einsum_plan(lhs, rhs, out)
+    of_lhs, of_rhs = (dict(zip(labels, shape, strict=True)) for labels, shape in ((lhs, lhs_shape), (rhs, rhs_shape)))
+    unequal = [label for label in lhs if label in of_rhs and of_lhs[label] != of_rhs[label]]
+    for label in unequal:
+        if 1 not in (of_lhs[label], of_rhs[label]):
+            name = "an axis of '...'" if label.startswith(".") else repr(label)
+            raise invalid_value(
+                "eqn", f"{equation!r}, {name} of size {of_lhs[label]} in lhs{list(lhs_shape)} and {of_rhs[label]} in "
+                f"rhs{list(rhs_shape)}", "one size for every label, or 1",
+            )  # fmt: skip
+    return _einsum_plan(lhs, rhs, out, *([one for one in unequal if of[one] == 1] for of in (of_lhs, of_rhs)))
 
 
 def einsum_by(dot: Callable[..., Array], equation: str, lhs: Array, rhs: Array) -> Array:
     """``einsum(equation, lhs, rhs)`` by one ``dot(lhs, rhs, dimension_numbers)``."""
-    plan = parse_einsum(equation, lhs.ndim, rhs.ndim)
+    plan = parse_einsum(equation, lhs.shape, rhs.shape)
     return plan.result(dot(*plan.operands(lhs, rhs), plan.dimension_numbers))
 
 
-def _einsum_plan(lhs: list[str], rhs: list[str], out: list[str]) -> EinsumPlan:
-    lhs_sum = tuple(index for index, label in enumerate(lhs) if label not in rhs and label not in out)
-    rhs_sum = tuple(index for index, label in enumerate(rhs) if label not in lhs and label not in out)
-    lhs = [label for label in lhs if label in rhs or label in out]
-    rhs = [label for label in rhs if label in lhs or label in out]
+def _einsum_plan(
+    lhs: list[str], rhs: list[str], out: list[str], lhs_ones: list[str], rhs_ones: list[str]
+) -> EinsumPlan:  # fmt: skip
+    """`lhs_ones`, `rhs_ones`: labels whose axis of size 1 meets a longer one: the sum over it leaves it out."""
+    in_lhs, in_rhs = set(lhs) - set(lhs_ones), set(rhs) - set(rhs_ones)
+    keep_lhs, keep_rhs = in_lhs & (in_rhs | set(out)), in_rhs & (in_lhs | set(out))
+    lhs_sum = tuple(index for index, label in enumerate(lhs) if label not in keep_lhs)
+    rhs_sum = tuple(index for index, label in enumerate(rhs) if label not in keep_rhs)
+    lhs, rhs = [label for label in lhs if label in keep_lhs], [label for label in rhs if label in keep_rhs]
     batch = [label for label in lhs if label in rhs and label in out]
     contract = [label for label in lhs if label in rhs and label not in out]
     dimension_numbers = (

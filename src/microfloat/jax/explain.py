@@ -17,6 +17,7 @@ from microfloat.jax.backends.casts import reads_values
 from microfloat.jax.backends.gemms import GemmPlan, route_of_plan
 from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.dimensions import canonical_dimensions
+from microfloat.jax.dot_general import Einsum, Op
 from microfloat.jax.ops import check_backend
 from microfloat.jax.ragged_dot import RaggedDot
 from microfloat.operands import GEMMS, OPERANDS
@@ -98,7 +99,8 @@ def explain(
       the default one, or a GPU that this machine lacks, by its name, its generation or its architecture ("h200",
       "ampere", "sm_100"). That answer assumes that all packages are installed there, while the answer about this
       machine names the package that is missing. `shape` is (M, K, N) of a Linear, for padding and casts.
-    * ``explain(ragged_dot(recipe), device=None, shape=None)``: the same of the products of a group.
+    * ``explain(op, device=None, shape=None)``: the same of what `dot_general`, `einsum` or `ragged_dot` returned, with
+      the recipe and the backend of the op; of ragged_dot, the products of a group.
     * ``explain(recipe, lhs, rhs, dimension_numbers)``: the same for these operands (arrays or jax.ShapeDtypeStruct).
     * ``explain(function, *arguments)``: compiles the function and lists its dots; `calls_fp8` says whether an FP8
       GEMM is called, on any platform.
@@ -106,9 +108,11 @@ def explain(
     `device` and `shape` may also be given by position. Raises InvalidTypeError or InvalidValueError for other
     arguments.
     """
-    grouped = isinstance(subject, RaggedDot) and not (arguments and hasattr(arguments[0], "shape"))
-    if isinstance(subject, RaggedDot) and grouped:
-        subject = as_recipe(recipe_here(subject.recipe))  # type: ignore[arg-type]
+    op = subject.op if isinstance(subject, Einsum) else subject
+    grouped = False
+    if isinstance(op, Op) and not any(hasattr(argument, "shape") for argument in arguments):
+        grouped, backend = isinstance(op, RaggedDot), op.backend if backend == "auto" else backend
+        subject = as_recipe(recipe_here(op.recipe))  # type: ignore[arg-type]
     if not isinstance(subject, Recipe | str):
         if isinstance(subject, type):
             as_recipe(subject)  # type: ignore[arg-type]

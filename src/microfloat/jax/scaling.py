@@ -253,9 +253,12 @@ def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
     """`gradient`, what jax.grad or jax.value_and_grad gave, over `count` parts of its arguments behind the first.
 
     ``microbatched(jax.value_and_grad(loss), 4)(params, x, y)`` cuts x and y along their first axes and returns the mean
-    over all parts, added up in float32, and of delayed-scaling state (a DelayedState, or Flax's collection of it) the
-    largest gradient: N microbatches are one step. A jax.random key of shape () gives every part a key of its own.
+    over all parts, added up in float32, and of delayed-scaling state (a DelayedState, or Flax's collection or variables
+    of it) the largest gradient: N microbatches are one step. A jax.random key of shape () gives every part a key of its
+    own.
     """
+    if not callable(gradient):
+        raise invalid_type("gradient", type(gradient), "what jax.grad or jax.value_and_grad returned")
     check_count("count", count)
 
     def parts(leaf: Array) -> Array:
@@ -269,16 +272,21 @@ def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
     def each(combine: Callable[..., Array], keep: Callable[..., Array], *trees: Any) -> Any:
         def leaf(path: tuple, *leaves: Any) -> Any:
             names = (getattr(key, "key", None) for key in path)
-            is_state = isinstance(leaves[0], DelayedState) or OVERWRITE_WITH_GRADIENT in names
+            is_state = _is_state(leaves[0]) or OVERWRITE_WITH_GRADIENT in names
             return jax.tree.map(keep if is_state else combine, *leaves)
 
-        return jax.tree_util.tree_map_with_path(leaf, *trees, is_leaf=lambda node: isinstance(node, DelayedState))
+        return jax.tree_util.tree_map_with_path(leaf, *trees, is_leaf=_is_state)
 
     def run(params: Any, *batch: Any) -> Any:
         if not jax.tree.leaves(batch):
             raise invalid_value(
                 "batch", "no arrays", "the arguments behind the first, which are cut along their first axes"
             )
+        if any(map(_is_state, jax.tree.leaves(batch, is_leaf=_is_state))):
+            raise invalid_value(
+                "batch", "a DelayedState", "the state in the first argument, beside the parameters",
+                "Write a loss of ((w, state), x, ...): every argument behind the first is cut along its first axis.",
+            )  # fmt: skip
         split = jax.tree.map(parts, batch)
         shapes = jax.eval_shape(gradient, params, *jax.tree.map(lambda leaf: leaf[0], split))
         start = jax.tree.map(lambda one: jnp.zeros(one.shape, jnp.promote_types(one.dtype, jnp.float32)), shapes)
@@ -291,6 +299,11 @@ def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
         return jax.tree.map(lambda leaf, one: leaf.astype(one.dtype), mean, shapes)
 
     return run
+
+
+def _is_state(node: object) -> bool:
+    """True for a DelayedState, and for a variable that holds a part of one, which its class says."""
+    return isinstance(node, DelayedState) or getattr(type(node), "is_delayed_scaling_state", False)
 
 
 def max_accumulate(state: DelayedState) -> DelayedState:

@@ -10,7 +10,7 @@ from jax import Array
 
 from microfloat.errors import invalid_value
 from microfloat.jax.array import QuantizedArray
-from microfloat.jax.dimensions import DimensionNumbers
+from microfloat.jax.dimensions import DimensionNumbers, canonical_dimensions
 from microfloat.jax.ops import quantize, scaled_matmul
 from microfloat.recipes import Cast, Recipe
 
@@ -22,9 +22,9 @@ def times_stored(
     backend: str,
 ) -> Array:  # fmt: skip
     """The product with a stored weight: [.., the free axes of lhs, those of rhs]."""
-    ((of_lhs, of_rhs), batch) = dimension_numbers
-    axes = [axis % lhs.ndim for axis in of_lhs] + [axis % len(rhs.shape) for axis in of_rhs]
-    if len(axes) != 2 or len(rhs.shape) != 2 or any(map(len, batch)) or axes[1] != rhs.axis % 2:
+    dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+    is_one = rhs.ndim == 2 and len(dimensions.contracted) == 1 and not dimensions.batch
+    if not is_one or dimensions.rhs_order[-1] != rhs.axis % 2:
         raise invalid_value(
             "dimension_numbers", f"{dimension_numbers} with a QuantizedArray of shape {rhs.shape}, axis {rhs.axis}",
             "one contracted axis of each, that of the blocks in rhs [N, K] or [K, N], and no batch axes",
@@ -33,14 +33,20 @@ def times_stored(
     cast = None if recipe is None else recipe.fprop.lhs
     if cast is not None and (cast.is_delayed or cast.is_static or cast.is_stochastic):
         raise invalid_value("recipe", repr(recipe), "a recipe whose fprop casts x by x alone", "Use WeightOnly(...).")
-    return _multiply(jnp.moveaxis(lhs, axes[0], -1), rhs, cast, dtype, backend)
+    if cast is not None and cast.format.scale != rhs.format.scale:
+        raise invalid_value(
+            "rhs", f"{rhs.format} ({rhs.format.scale} scales) under {recipe!r}",
+            f"a format of the family of {cast.format} ({cast.format.scale} scales), as which fprop casts lhs",
+            "Quantize rhs for this recipe, or use WeightOnly(...).",
+        )  # fmt: skip
+    return _multiply(lhs.transpose(dimensions.lhs_order), rhs, cast, dtype, backend)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _multiply(x: Array, w: QuantizedArray, cast: Cast | None, dtype: np.dtype, backend: str) -> Array:
     """``x @ dequantize(w).T``, x [.., K]; under `cast` the product of x's codes."""
-    shape = (*x.shape[:-1], math.prod(w.shape) // x.shape[-1])
-    a = x.reshape(-1, x.shape[-1])
+    shape = (*x.shape[:-1], w.codes.shape[0])
+    a = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     a = a if cast is None else quantize(a, cast, backend=backend)
     return scaled_matmul(a, w, out_dtype=dtype, backend=backend).reshape(shape)
 

@@ -250,7 +250,8 @@ def overwrite_with_gradient(tx: Any) -> Any:
 
     The update of the state collection is ``new - old``; `opt_state` holds nothing for it. `update` needs `params`.
     Around ``optax.MultiSteps`` the state advances when the optimizer steps, by the largest amax of its microbatches.
-    Inside of one it is refused, since optax averages every gradient. `MultiSteps` of this module does not.
+    Inside of one it is refused, since optax averages every gradient. `MultiSteps` of this module does not. Inside of
+    ``optax.chain``, whose other transformations would change the state, it is refused too.
     """
     tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
     check_transformation(tx)
@@ -264,7 +265,7 @@ def overwrite_with_gradient(tx: Any) -> Any:
         rest, _ = split(params)
         if OVERWRITE_WITH_GRADIENT not in params:
             return tx.init(rest)
-        _refuse_averages()
+        _check_outermost()
         return collecting(tx.init(rest), params[OVERWRITE_WITH_GRADIENT])
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -281,14 +282,29 @@ def overwrite_with_gradient(tx: Any) -> Any:
     return type(tx)(init, update)
 
 
-def _refuse_averages() -> None:
-    """NotSupportedError where `optax.MultiSteps.init` calls: an average looks like a gradient later."""
+# What runs while optax initialises a chain: closures, which all chains share the code of.
+_CHAINS = tuple(
+    cast(Any, chain.init).__code__
+    for chain in (optax.chain(optax.identity()), optax.named_chain(("", optax.identity())))
+)
+
+
+def _check_outermost() -> None:
+    """NotSupportedError where `optax.MultiSteps.init` or a chain's calls: what they change looks like a gradient later.
+
+    An average of amaxes is no amax, and a norm to clip by is none of scales.
+    """
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is optax.MultiSteps.init.__code__:
             raise NotSupportedError(
                 "overwrite_with_gradient: got optax.MultiSteps around it, which averages amaxes, needed their maximum. "
                 "Write microfloat.jax.linen.MultiSteps, or overwrite_with_gradient(optax.MultiSteps(tx, k))."
+            )
+        if frame.f_code in _CHAINS:
+            raise NotSupportedError(
+                "overwrite_with_gradient: got optax.chain around it, whose other transformations would change the "
+                "state too, needed it outermost. Write overwrite_with_gradient(optax.chain(...))."
             )
         frame = frame.f_back
 

@@ -68,6 +68,8 @@ _LOG = logging.getLogger("microfloat")
 class ScaleState(nnx.Variable):
     """Delayed-scaling state: never a parameter; its gradient is its new value."""
 
+    is_delayed_scaling_state = True  # what `scaling.microbatched` knows it by
+
 
 class SlotVariables(NamedTuple):
     """The `ScaleState` variables of one tensor, named as in `microfloat.jax.scaling.Slot`."""
