@@ -154,6 +154,7 @@ class _ShardedRun:
     case: _Case
     wraps_dx: bool = False
     readers: Readers | None = None  # of the gathered x
+    held: Maybe = None  # the gathered x, until backward, where nobody else holds it for other layers
     scatters_dx: bool = False  # itself, since x has no node that does
     y_shape: torch.Size | None = None  # of the partial sums, where they are scattered
     result: torch.Tensor | None = None  # of the shape and dtype of this rank's part of y, without memory
@@ -176,6 +177,7 @@ class _ShardedRun:
             x = arrived(x)
         y = self.run.forward(ctx, x, _plain_of(weight), None if bias is None else _plain_of(bias))
         self.readers = getattr(x, "readers", None)
+        self.held = x if getattr(x, "is_held_by_readers", False) else None
         if self.readers is not None:
             if ctx.needs_input_grad[1]:
                 self.readers.expect()
@@ -194,7 +196,7 @@ class _ShardedRun:
 
     def backward(self, ctx: Context, dy: Maybe) -> tuple[Maybe, ...]:
         """The gradients of x, weight and bias, DTensors where these are."""
-        case = self.case
+        case, self.held = self.case, None
         if dy is None:  # of a result whose reader has no gradient
             assert self.result is not None
             dy = self.result.contiguous()
