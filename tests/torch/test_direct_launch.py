@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from triton import knobs
-from triton.backends.nvidia import driver
+from triton import knobs  # noqa: E402
+from triton.backends.nvidia import driver  # noqa: E402
 
-from microfloat.torch import driver as cuda
-from microfloat.torch import program
+from microfloat.torch import driver as cuda  # noqa: E402
+from microfloat.torch import program  # noqa: E402
 
 needs_known_launcher = pytest.mark.skipif(
     not hasattr(driver, "_BASE_ARGS_FORMAT"), reason="this Triton's launcher is not the one that is called directly"
