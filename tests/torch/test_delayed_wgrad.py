@@ -1,6 +1,7 @@
 """`delay_wgrad_compute`, by which wgrad waits in the layer until `backward_dw`."""
 
 import copy
+import inspect
 
 import pytest
 
@@ -89,10 +90,10 @@ def test_a_change_in_place_of_what_wgrad_reads_is_named(changed):
 def test_experts_keep_only_what_wgrad_reads():
     experts = mf.GroupedLinear(2, 32, 48, delay_wgrad_compute=True)
     experts(torch.ones(8, 32, requires_grad=True), [3, 5]).sum().backward()
-    _, multiply = experts._waiting[0]
-    read = dict(zip(multiply.__code__.co_freevars, multiply.__closure__, strict=True))
+    _, add = experts._waiting[0]
+    read = inspect.getclosurevars(inspect.getclosurevars(add).nonlocals["multiply"]).nonlocals
     for name, first in (("dy", 1), ("kept", 0)):  # six parts of each expert: row and column operand, or x and w
-        parts = read[name].cell_contents[first:]
+        parts = read[name][first:]
         assert sum(part is not None for part in parts) == experts.num_groups
     with torch.no_grad():
         experts.weight.mul_(2)  # an operand of dgrad alone
@@ -192,11 +193,33 @@ def test_what_cannot_wait_is_named():
         mf.backward_dw(layer.weight)
 
 
-def test_a_call_without_rows_leaves_nothing_waiting():
-    layer = mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True)
-    layer(torch.randn(0, 32)).sum().backward()
+@pytest.mark.parametrize("kind", MAKES)
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_call_without_rows_waits_too(kind, adds):
+    """Hooks of the weight were told in backward, and each later call of `backward_dw` took one backward too early."""
+    module, told = MAKES[kind](recipe="mxfp8", delay_wgrad_compute=True, fuse_wgrad_accumulation=adds), []
+    weights = [one.weight for one in module.modules() if hasattr(one, "delay_wgrad_compute")]
+    for weight in weights:
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+        weight.register_post_accumulate_grad_hook(lambda weight: told.append(weight))
+    x = torch.randn(0, 32) if kind != "layer" else torch.randn(0, 4, 32)
+    y = module(x, [0, 0, 0]) if kind == "experts" else module(x)
+    y.sum().backward()
+    assert not told
+    assert all(weight.grad is None for weight in weights)
+    mf.backward_dw(module)
+    assert len(told) == (0 if adds else len(weights))
+    assert all(weight.grad is None if adds else not weight.grad.any() for weight in weights)
+    assert all((weight.main_grad == 1).all() for weight in weights)
+
+
+def test_a_first_microbatch_without_rows_overwrites_later():
+    layer = mf.Linear(32, 48, recipe="mxfp8", delay_wgrad_compute=True, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.ones_like(layer.weight)
+    layer(torch.randn(0, 32), is_first_microbatch=True).sum().backward()
+    assert layer.weight.main_grad.all()
     mf.backward_dw(layer)
-    assert not layer.weight.grad.any()
+    assert not layer.weight.main_grad.any()
 
 
 def test_a_watch_sees_the_result_of_a_delayed_wgrad():

@@ -6,14 +6,14 @@ import types
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from triton import knobs
-from triton.backends.nvidia import driver
+from triton import knobs  # noqa: E402
+from triton.backends.nvidia import driver  # noqa: E402
 
-from microfloat.torch import driver as cuda
-from microfloat.torch import program
+from microfloat.torch import driver as cuda  # noqa: E402
+from microfloat.torch import program  # noqa: E402
 
 needs_known_launcher = pytest.mark.skipif(
     not hasattr(driver, "_BASE_ARGS_FORMAT"), reason="this Triton's launcher is not the one that is called directly"
@@ -192,6 +192,34 @@ def test_threads_leave_the_most_that_one_of_them_has_asked_for(monkeypatch) -> N
     assert cuda.shared_memory(function, 1024, 0) == 1024
     second.join(5)
     assert [size for _, size in answers.allowed] == [1024, 2048]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ("too many resources requested for launch", True), ("invalid argument", True),
+        ("an illegal memory access was encountered", False), ("out of memory", False),
+    ],
+)  # fmt: skip
+def test_only_what_a_driver_does_not_begin_counts_as_refused(monkeypatch, text: str, is_refused: bool) -> None:
+    """A kernel that had failed before, and broken the context, had the next one divided otherwise."""
+    texts = {1: b"invalid argument", 700: b"an illegal memory access was encountered",
+             701: b"too many resources requested for launch"}  # fmt: skip
+
+    def text_of(code: int, pointer) -> int:
+        pointer._obj.value = texts.get(code)
+        return int(code not in texts)  # as a driver that is older than the code
+
+    def start(*_: object) -> None:
+        raise RuntimeError(f"Triton Error [CUDA]: {text}")
+
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuGetErrorString=text_of))
+    monkeypatch.setattr(program, "starter", lambda *_: lambda *_: start)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel = program.PlacedKernel(types.SimpleNamespace(warmup=lambda *_, **__: None), size=2)
+    with pytest.raises(program.PlacingRefused if is_refused else RuntimeError, match=None if is_refused else text):
+        kernel.compile((), 1, (), (), (), program.Warps(4))
 
 
 @needs_known_launcher

@@ -1,17 +1,20 @@
-"""Requests to the CUDA driver itself: launches with more shared memory than their kernel declares."""
+"""Requests to the CUDA driver itself: launches with more shared memory than their kernel declares, and its refusals."""
 
 import ctypes
 import threading
 
 import torch
 
-__all__ = ["shared_memory"]
+__all__ = ["is_refusal", "shared_memory"]
 
 # Bytes of shared memory of a Hopper's multiprocessor, of which each program takes some for the system (CUDA C++
 # Programming Guide, compute capability 9.0).
 _OF_MULTIPROCESSOR, _OF_SYSTEM = 228 << 10, 1 << 10
 # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, which a kernel declares, and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _DECLARED, _MOST_ASKED = 1, 8
+# CUDA_ERROR_INVALID_VALUE, _LAUNCH_OUT_OF_RESOURCES, _NOT_SUPPORTED and _INVALID_CLUSTER_SIZE: what the driver says of
+# launches that it does not begin. It says others of a kernel that has failed, perhaps an earlier one.
+_REFUSALS = 1, 701, 801, 912
 _asked: dict[tuple[int, int], int] = {}  # device and function: the most that was allowed
 _LOCK = threading.Lock()
 
@@ -36,3 +39,13 @@ def shared_memory(function: int, needed: int, spread: int) -> int | None:
             return None
         _asked[key] = most
     return size
+
+
+def is_refusal(error: RuntimeError) -> bool:
+    """True for an error of Triton's launcher by which the driver refuses to begin a launch, and nothing is broken."""
+    library, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_char_p()
+    for code in _REFUSALS:  # Triton reports an error in the driver's own words
+        known = library.cuGetErrorString(code, ctypes.byref(text)) == 0
+        if known and text.value and str(error).endswith(text.value.decode()):
+            return True
+    return False

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from microfloat.recipes import Recipe
 from microfloat.torch._typing import Context, Maybe
@@ -77,16 +78,25 @@ def units_of(layers: Sequence[Linear], state: Ambient | None, join: bool) -> lis
     return [unit._replace(weight=stand_in(unit.weight)) if unit.layer.delay_wgrad_compute else unit for unit in units]
 
 
+def _types_to_join() -> tuple[type, ...]:
+    """Classes of weights that can be parts of a matrix: FSDP1 gives a call tensors, views of its flat parameter, as
+    transforms of torch.func do, which have no rule for the join."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return (nn.Parameter,)
+    return nn.Parameter, torch.Tensor
+
+
 def can_join(layers: Sequence[Linear]) -> bool:
     """True for several layers that differ in the values of their parameters and their out features alone."""
     head = layers[0]
-    first = head._parameters.get("weight")
+    first, types = head._parameters.get("weight"), _types_to_join()
     return len(layers) > 1 and all(
-        type(layer) is Linear and type(weight := layer._parameters.get("weight")) is nn.Parameter and first is not None
-        and weight.dtype == first.dtype and weight.device == first.device and weight.shape[1] == first.shape[1]
-        and weight.requires_grad == first.requires_grad and (layer.bias is None) == (head.bias is None)
-        and layer.return_bias == head.return_bias and layer.backend == head.backend
-        and layer._pin_token == head._pin_token and layer.fuse_wgrad_accumulation == head.fuse_wgrad_accumulation
+        type(layer) is Linear and (weight := layer._parameters.get("weight")) is not None and first is not None
+        and type(weight) in types and weight.dtype == first.dtype and weight.device == first.device
+        and weight.shape[1] == first.shape[1] and weight.requires_grad == first.requires_grad
+        and (layer.bias is None) == (head.bias is None) and layer.return_bias == head.return_bias
+        and layer.backend == head.backend and layer._pin_token == head._pin_token
+        and layer.fuse_wgrad_accumulation == head.fuse_wgrad_accumulation
         and layer.delay_wgrad_compute == head.delay_wgrad_compute and is_bare(layer)
         for layer in layers
     )  # fmt: skip
@@ -144,7 +154,8 @@ def join_(layers: Sequence[Linear]) -> bool:
     """
     weights = [layer.weight for layer in layers]
     shared = any(weight.device.type == "cpu" and weight.is_shared() for weight in weights)  # must stay so
-    if shared or not can_join(layers) or weights[0].is_meta or len({id(weight) for weight in weights}) < len(weights):
+    are_own = all(type(weight) is nn.Parameter for weight in weights) and len({*map(id, weights)}) == len(weights)
+    if shared or not are_own or not can_join(layers) or weights[0].is_meta:
         return False
     if are_neighbours(weights):
         return True

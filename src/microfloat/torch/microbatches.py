@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.torch._typing import Context, Maybe, Parts
+from microfloat.torch._typing import Context, Maybe, Parts, Sink
 from microfloat.torch.gathered import Gathered
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -105,10 +105,10 @@ class MainGrad:
 
 
 class NoRows(torch.autograd.Function):
-    """Zeros in place of a weight, for a call without rows, whose gradient of zeros goes to the weight's `MainGrad`."""
+    """Zeros in place of a weight, for a call without rows, whose gradient of zeros is added elsewhere (`MainGrad`)."""
 
     @staticmethod
-    def forward(ctx: Context, weight: torch.Tensor, into: MainGrad) -> torch.Tensor:
+    def forward(ctx: Context, weight: torch.Tensor, into: Sink) -> torch.Tensor:
         ctx.into = into
         return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
 

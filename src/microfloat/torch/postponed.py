@@ -15,15 +15,15 @@ from torch import nn
 from microfloat.arguments import check_bool
 from microfloat.errors import NotSupportedError
 from microfloat.torch._checks import check_model
-from microfloat.torch._typing import Parts, Sink
-from microfloat.torch.microbatches import fsdp_parameters, weights_of
+from microfloat.torch._typing import Maybe, Parts, Sink
+from microfloat.torch.microbatches import MainGrad, NoRows, fsdp_parameters, weights_of
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
     from microfloat.torch.schedule import Schedule
 
-__all__ = ["Postponed", "backward_dw", "stand_in"]
+__all__ = ["Postponed", "backward_dw", "stand_in", "without_rows"]
 
 
 def stand_in(weight: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,8 @@ class Postponed:
     `fully_shard` gathers.
     """
 
-    def __init__(self, schedule: "Schedule", layer: "RecipeLayer", weight: torch.Tensor) -> None:
+    def __init__(self, schedule: "Schedule | None", layer: "RecipeLayer", weight: torch.Tensor) -> None:
+        """`schedule`: None of a call without rows."""
         self._schedule, self._weights = schedule, weights_of(weight)
         if fsdp_parameters(layer) or not all(one.is_leaf for one in self._weights):
             kind = "that FSDP shards" if fsdp_parameters(layer) else "that is computed, by a parametrization or FSDP1"
@@ -61,7 +62,8 @@ class Postponed:
         into: "Sink | None" = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """dx; the operands of dw stay in the layer."""
-        schedule, weights = self._schedule, self._weights
+        schedule = self._schedule
+        assert schedule is not None
         dx, _ = schedule.gradients(dy, saved, wants_dx, False)
         if wants_dw:
             first = bool(schedule.number)  # a grouped dy begins with the groups
@@ -72,7 +74,7 @@ class Postponed:
             read = [part for part in (*dy[first::3], *kept[::3]) if part is not None and not part.is_inference()]
             versions = [part._version for part in read]
 
-            def multiply() -> None:
+            def multiply() -> Maybe:
                 if [part._version for part in read] != versions:
                     raise NotSupportedError(
                         "backward_dw: got an x or dy that was written to in place since backward, needed the one of "
@@ -81,12 +83,45 @@ class Postponed:
                     )
                 with schedule.scope():
                     _, dw = schedule.gradients(dy, kept, False, True, into)
-                if dw is not None:
-                    parts = dw.split([one.shape[0] for one in weights])
-                    torch.autograd.backward(weights, parts)  # as backward adds it, with the hooks of the weight
+                return dw
 
-            self._waiting.append((torch._C._current_graph_task_id(), multiply))
+            self.leave(multiply)
         return dx, None
+
+    def leave(self, multiply: Callable[[], Maybe]) -> None:
+        """Leave in the layer what makes dw, or None where that has gone to its `MainGrad`."""
+        weights = self._weights
+
+        def add() -> None:
+            dw = multiply()
+            if dw is not None:
+                parts = dw.split([one.shape[0] for one in weights])
+                torch.autograd.backward(weights, parts)  # as backward adds it, with the hooks of the weight
+
+        self._waiting.append((torch._C._current_graph_task_id(), add))
+
+
+class _Later:
+    """Takes the gradient of a call without rows, as a `MainGrad` does, and leaves it in the layer."""
+
+    def __init__(self, postponed: Postponed, into: MainGrad | None) -> None:
+        self._postponed, self._into = postponed, into
+
+    def add(self, dw: torch.Tensor) -> None:
+        into = self._into
+        self._postponed.leave(lambda: dw if into is None else into.add(dw))
+
+
+def without_rows(layer: "RecipeLayer", weight: torch.Tensor, overwrites: bool) -> torch.Tensor:
+    """What takes the place of a weight, for a call without rows: its gradient of zeros goes where that of others goes.
+
+    `weight`: its values; `overwrites`: as of `MainGrad`.
+    """
+    into = MainGrad(layer, layer.weight, overwrites) if layer.fuse_wgrad_accumulation else None
+    if layer.delay_wgrad_compute and torch.is_grad_enabled() and layer.weight.requires_grad:
+        alias = stand_in(layer.weight)
+        return NoRows.apply(alias, _Later(Postponed(None, layer, alias), into))
+    return weight if into is None else NoRows.apply(weight, into)
 
 
 def backward_dw(model: nn.Module, *, drop: bool = False) -> None:

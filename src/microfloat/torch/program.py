@@ -180,7 +180,7 @@ class Kernel:
 
 
 class PlacingRefused(Exception):
-    """This Triton, or this GPU, does not start programs so placed; nothing has run."""
+    """This Triton, or this GPU's driver, does not start programs so placed; nothing has run."""
 
 
 @dataclass(eq=False)
@@ -208,8 +208,10 @@ class PlacedKernel(Kernel):
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         try:
             bind(programs, (*scalars, *constants))(stream, *addresses)
-        except RuntimeError as error:  # a cluster does not fit on what there is of the GPU
-            raise PlacingRefused from error
+        except RuntimeError as error:
+            if driver.is_refusal(error):  # a cluster does not fit on what there is of the GPU
+                raise PlacingRefused from error
+            raise
         self.compiled[key] = bind
         return bind
 

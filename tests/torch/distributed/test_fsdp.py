@@ -38,6 +38,7 @@ from microfloat.torch.distributed import (  # noqa: E402
 from microfloat.torch.distributed import sharded as gathering  # noqa: E402
 from tests.torch.distributed import quantized_cases  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
+from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=4),
@@ -1015,3 +1016,23 @@ def test_groups_on_gpus_have_every_case_of_weights_that_exist_as_codes() -> None
     grouped = [case for cases in GPU_GROUPS.values() for case in cases]
     assert len(grouped) == len(set(grouped))
     assert {*quantized_cases.CASES} <= {*grouped}
+
+
+def test_q_and_k_are_one_product_under_fsdp1_too() -> None:
+    """Which gives a call views of its flat parameter: each had a product, and a scale of the tensor, of its own."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    of_one = {"sharding_strategy": ShardingStrategy.NO_SHARD, "device_id": torch.device("cpu")}
+    module = mf.LayerNormLinear(32, 48, split={"q": 32, "k": 16}, dtype=torch.bfloat16, recipe="fp8_current")
+    with torch.no_grad():
+        module.k.weight.mul_(3)
+    x, made = torch.randn(16, 32, dtype=torch.bfloat16), []
+    with world_of_one():
+        for wraps in (False, True):
+            own = copy.deepcopy(module)
+            model = nn.Sequential(own)
+            y = (FullyShardedDataParallel(model, use_orig_params=True, **of_one) if wraps else model)(x)
+            y.float().square().sum().backward()
+            made.append([y, *(parameter.grad for parameter in own.parameters())])
+    for alone, sharded in zip(*made, strict=True):
+        assert torch.equal(alone, sharded)

@@ -10,7 +10,7 @@ Legend: M = rows of x (all leading dimensions), K = in features.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,63 +46,80 @@ def scatter_values(partial: torch.Tensor, dim: int, axis: Axis) -> UnderWay[torc
     return scatter_sum(partial, dim, axis.size, group_named(axis.group))
 
 
+class _Backward:
+    """What one backward has of the gradients of a gathered x. torch lets go of it when that backward ends or fails."""
+
+    __slots__ = ("__weakref__", "came", "columns", "dx", "under_way")
+
+    def __init__(self) -> None:
+        self.came = 0  # layers whose dx is in the sum
+        self.columns: dict[object, Triple] = {}
+        self.dx: Maybe = None
+        self.under_way: UnderWay[torch.Tensor] | None = None
+
+    def __call__(self) -> None:
+        """The end of the backward, to which it is told as a callback."""
+
+
 class Readers:
     """The layers that read one gathered x.
 
-    In backward they are counted anew for each one that torch runs, so that one which ended by an error, or did not
-    reach all of them, leaves nothing behind. Where it does not reach all, the sum is scattered when it is asked for.
+    Every backward has a sum of its own, also one that runs inside of another, and one that ended by an error, or did
+    not reach all of them, leaves nothing behind. Where it does not reach all, the sum is scattered when it is asked
+    for.
     """
 
-    __slots__ = ("_axis", "_backward", "_came", "_columns", "_dim", "_dx", "_made_in", "_number", "_under_way")
+    __slots__ = ("_axis", "_backwards", "_dim", "_made_in", "_number")
 
     def __init__(self, dim: int, axis: Axis) -> None:
         self._dim, self._axis = dim, axis
         self._number = 0  # of those that will have a dx
         self._made_in = torch._C._current_graph_task_id()
-        self._clear(-1)
+        self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
 
     def expect(self) -> None:
         """Count a layer that will have a dx: not one whose forward a backward runs again, which was counted before."""
         self._number += torch._C._current_graph_task_id() == self._made_in
 
-    def _clear(self, backward: int) -> None:
-        self._backward, self._came = backward, 0
-        self._columns: dict[object, Triple] = {}
-        self._dx: Maybe = None
-        self._under_way: UnderWay[torch.Tensor] | None = None
-
-    def _enter(self) -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._clear(backward)
+    def _entered(self) -> _Backward:
+        """What the backward that torch runs now has."""
+        number = torch._C._current_graph_task_id()
+        backward = self._backwards.get(number)
+        if backward is None:
+            backward = self._backwards[number] = _Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(backward)
+        return backward
 
     def wgrad_operand(self, schedule: ShardedSchedule, saved: Triple) -> Triple:
         """The saved tensors with the operand of x of all ranks, whose gather has begun."""
         if not schedule.gathers_late:
             return saved
-        self._enter()
-        parts = self._columns.get(schedule.x_key) if schedule.shares_x else None
+        columns = self._entered().columns
+        parts = columns.get(schedule.x_key) if schedule.shares_x else None
         if parts is None:
             parts = schedule.gather_saved(saved[:3])
             if schedule.shares_x and self._number > 1:
-                self._columns[schedule.x_key] = parts
+                columns[schedule.x_key] = parts
         return *parts, *saved[3:]
 
     def add(self, dx: torch.Tensor) -> None:
         """Take a dx into the sum, whose reduce-scatter begins with the last one."""
-        self._enter()
-        self._dx = dx if self._dx is None else self._dx.add_(dx)
-        self._came += 1
-        if self._came == self._number:
-            self._under_way, self._dx = scatter_values(self._dx, self._dim, self._axis), None
+        backward = self._entered()
+        backward.dx = dx if backward.dx is None else backward.dx.add_(dx)
+        backward.came += 1
+        if backward.came == self._number:
+            backward.under_way, backward.dx = scatter_values(backward.dx, self._dim, self._axis), None
 
     def result(self) -> Maybe:
         """This rank's part of the sum of dx; None where no layer had one."""
-        self._enter()
-        under_way = self._under_way
-        if under_way is None and self._dx is not None:
-            under_way = scatter_values(self._dx, self._dim, self._axis)
-        self._clear(-1)
+        backward = self._backwards.pop(torch._C._current_graph_task_id(), None)
+        if backward is None:
+            return None
+        under_way = backward.under_way
+        if backward.dx is not None:
+            under_way = scatter_values(backward.dx, self._dim, self._axis)
+        backward.dx = backward.under_way = None  # torch has the object until the end
+        backward.columns.clear()
         return None if under_way is None else under_way.wait()
 
 
@@ -160,7 +177,7 @@ def gathering(x: DTensor, shape: torch.Size, dim: int, axis: Axis, gradient: Pla
         readers = Readers(dim, axis)
         known = _Gathered.apply(x, shape, readers, gradient)
         vars(known).update(shard=x._local_tensor.detach(), readers=readers, gathered={})
-        vars(x)["_gathering"] = state, known
+        vars(x)["_gathering"] = _Shared(x, state, known)
     return known
 
 
@@ -172,16 +189,38 @@ def gathering_values(x: torch.Tensor, values: Values) -> torch.Tensor:
         known = _GatheredValues.apply(x, values, readers)
         vars(known).update(readers=readers, gathered={})
         if isinstance(x, DTensor):
-            vars(x)["_gathered_values"] = state, known
+            vars(x)["_gathered_values"] = _Shared(x, state, known)
     return known
 
 
-def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, torch.Tensor | None]:
+class _Shared:
+    """What a layer has made of a DTensor in a state, for the next one; copies of the DTensor, or in a file, have none.
+
+    The graph of what is made of a leaf holds the leaf. They would keep each other for ever, where no collector looks:
+    there the reference is weak, and layers that will have a backward hold what they have read (`is_held_by_readers`).
+    """
+
+    def __init__(self, x: DTensor | None = None, state: tuple | None = None, made: Maybe = None) -> None:
+        self.state = state
+        self._made: Callable[[], Maybe] = lambda: made
+        if x is not None and made is not None and x.is_leaf and made.requires_grad:
+            vars(made)["is_held_by_readers"] = True
+            self._made = weakref.ref(made)
+
+    def __reduce__(self) -> tuple:
+        return _Shared, ()
+
+    def made_in(self, state: tuple) -> Maybe:
+        """It, if it is there and was made in this state."""
+        return self._made() if self.state == state else None
+
+
+def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, Maybe]:
     """The state of a DTensor that counts for what is made of it, and what another layer has made in this state."""
-    # Writes to tensors of inference mode are not counted.
-    state = None if x.is_inference() else (x._version, x.requires_grad, torch.is_grad_enabled())
-    known = getattr(x, name, None)
-    return state, known[1] if known is not None and state is not None and known[0] == state else None
+    if x.is_inference():  # whose writes are not counted
+        return None, None
+    state, shared = (x._version, x.requires_grad, torch.is_grad_enabled()), getattr(x, name, None)
+    return state, None if shared is None else shared.made_in(state)
 
 
 def _forget(x: DTensor | None, name: str) -> None:
@@ -204,7 +243,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
         readers, gradient, x = ctx.settings
-        _forget(x(), "_gathering")  # a leaf and what its own graph holds would keep each other for ever
+        _forget(x(), "_gathering")  # whose layers have run: the memory
         dx = readers.result()
         return None if dx is None else gradient.wrap(dx), None, None, None
 

@@ -39,7 +39,7 @@ from microfloat.torch.distributed.gathering import (
 )
 from microfloat.torch.distributed.placed import Placed, from_the_front, of_gradient
 from microfloat.torch.distributed.schedule import ShardedSchedule, arrived, group_named, why_not_gathered
-from microfloat.torch.distributed.shards import CASES, Axis, Rows, Shards, check_blocks
+from microfloat.torch.distributed.shards import CASES, Axis, Rows, Shards, check_blocks, routes_of_shards
 from microfloat.torch.failures import agree
 from microfloat.torch.linear import Run, apply, backend_name, begin, end
 from microfloat.torch.microbatches import WGRAD_OPTIONS, casts_late
@@ -154,6 +154,7 @@ class _ShardedRun:
     case: _Case
     wraps_dx: bool = False
     readers: Readers | None = None  # of the gathered x
+    held: Maybe = None  # the gathered x, until backward, where nobody else holds it for other layers
     scatters_dx: bool = False  # itself, since x has no node that does
     y_shape: torch.Size | None = None  # of the partial sums, where they are scattered
     result: torch.Tensor | None = None  # of the shape and dtype of this rank's part of y, without memory
@@ -176,6 +177,7 @@ class _ShardedRun:
             x = arrived(x)
         y = self.run.forward(ctx, x, _plain_of(weight), None if bias is None else _plain_of(bias))
         self.readers = getattr(x, "readers", None)
+        self.held = x if getattr(x, "is_held_by_readers", False) else None
         if self.readers is not None:
             if ctx.needs_input_grad[1]:
                 self.readers.expect()
@@ -194,7 +196,7 @@ class _ShardedRun:
 
     def backward(self, ctx: Context, dy: Maybe) -> tuple[Maybe, ...]:
         """The gradients of x, weight and bias, DTensors where these are."""
-        case = self.case
+        case, self.held = self.case, None
         if dy is None:  # of a result whose reader has no gradient
             assert self.result is not None
             dy = self.result.contiguous()
@@ -410,7 +412,8 @@ def _make(
     sums = [i for i, case in enumerate(cases) if case in ("K", "S")]
     shards = Shards(axes, rows, all(coordinate[i] == 0 for i in sums), _seed_ranks(mesh, coordinate, cases))
     backend = backends.choose(name, x.device)
-    routes = routes_of(recipe, backend.chip_of(x.device))
+    sizes, chip = {"N": weight.shape[0], "K": inner}, backend.chip_of(x.device)
+    routes = routes_of_shards(recipe, routes_of(recipe, chip), chip, shards, sizes)
     entries = {
         "x": entries_of(recipe, routes, "x", True, needs[1]), "w": entries_of(recipe, routes, "w", True, needs[0]),
         "dy": entries_of(recipe, routes, "dy", *needs),
@@ -422,13 +425,13 @@ def _make(
         x_shape = torch.Size((*x.shape[:-1], local[-1]))
         assert rows is not None
         width = inner if gathers == "x" else weight.shape[0]
-        sizes = rows.outer * rows.part, width
-        why = why_not_gathered(backend, entries[gathers], shards, gathers, sizes, shard.element_size())
+        of_shard = rows.outer * rows.part, width
+        why = why_not_gathered(backend, entries[gathers], shards, gathers, of_shard, shard.element_size())
         if why:
             return why
     if gathers == "x":
         example = shard.new_empty(()).expand(x_shape)
-    check_blocks(entries, shards, {"N": weight.shape[0], "K": inner})
+    check_blocks(entries, shards, sizes)
     # A decoded operand is as large as the weight itself, which is there anyhow.
     late = late or (needs[0] and routes.dgrad.rhs == "values")
     schedule = ShardedSchedule(

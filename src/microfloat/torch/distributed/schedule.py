@@ -28,6 +28,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError
 from microfloat.layout import Part
 from microfloat.operands import OPERANDS, TENSORS
@@ -40,7 +41,16 @@ from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import Backend, laid
 from microfloat.torch.distributed.collectives import gather_bytes
 from microfloat.torch.distributed.coming import Bytes, Coming, land
-from microfloat.torch.distributed.shards import AXES_OF, CASES, Axis, Shards, block_read, check_blocks, scales_read
+from microfloat.torch.distributed.shards import (
+    AXES_OF,
+    CASES,
+    Axis,
+    Shards,
+    block_read,
+    check_blocks,
+    routes_of_shards,
+    scales_read,
+)
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule, as_matrix
 
@@ -507,13 +517,19 @@ class PartSchedule(Schedule):
     def __init__(self, cut: str, recipe: Recipe, *call: Any) -> None:
         """`cut`: the case, N or K, and the name of the group of ranks; `call`: as of `Schedule`."""
         (case, name), group = cut.split(" ", 1), group_of(cut)
-        axis = Axis(case, name, group.size(), group.rank())
-        shards = Shards((axis,), None, True, (0, 0, 0))
-        self.cast_step = functools.partial(_part_step, shards)
+        self._axis = Axis(case, name, group.size(), group.rank())
+        self._shards = Shards((self._axis,), None, True, (0, 0, 0))
+        self.cast_step = functools.partial(_part_step, self._shards)
         super().__init__(recipe, *call)
         dy = entries_of(self.recipe, self.routes, "dy", self.wants_dx, self.wants_dw)
-        sizes = {"N": self.out_features * axis.size, "K": self.in_features * axis.size}
-        check_blocks({"x": self.x_cast.entries, "w": self.w_cast.entries, "dy": dy}, shards, sizes)
+        check_blocks({"x": self.x_cast.entries, "w": self.w_cast.entries, "dy": dy}, self._shards, self._whole_sizes())
+
+    def _whole_sizes(self) -> dict[str, int]:
+        return {"N": self.out_features * self._axis.size, "K": self.in_features * self._axis.size}
+
+    def routes_of_part(self, recipe: Recipe, routes: Routes, chip: Chip | None) -> Routes:
+        """See `Schedule.routes_of_part`: none folds elements of which other ranks have some."""
+        return routes_of_shards(recipe, routes, chip, self._shards, self._whole_sizes())
 
 
 def _part_step(

@@ -4,15 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from microfloat.chips import Chip
 from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.layout import folded_format, scale_grid, stored_length
-from microfloat.recipes import Cast
-from microfloat.routes import Entries, Entry
+from microfloat.operands import OPERANDS
+from microfloat.recipes import Cast, Recipe
+from microfloat.routes import Entries, Entry, Routes, route_of
 
 __all__ = [
     "AXES_OF", "CASES", "GATHERED", "Axis", "Rows", "Shards", "block_along", "block_read", "check_blocks",
-    "scales_read",
+    "routes_of_shards", "scales_read",
 ]  # fmt: skip
 
 # The axis along which each tensor is sharded before its cast, by the case.
@@ -27,6 +29,8 @@ CASES: dict[str, dict[str, str]] = {
 GATHERED = {"G": "x", "S": "dy"}  # what a case gathers after its cast
 # Rows and contraction length of both operands of a tensor.
 AXES_OF = {"x": (("M", "K"), ("K", "M")), "w": (("N", "K"), ("K", "N")), "dy": (("M", "N"), ("N", "M"))}
+
+_NAMES = {"N": "out_features", "K": "in_features", "M": "the rows of x"}
 
 
 class Axis(NamedTuple):
@@ -94,6 +98,51 @@ def block_read(entry: Entry, axes: tuple[str, str]) -> int:
     return max(block_along(entry.cast, axes, "M"), _format_read(entry).block[axes.index("M")] or 1)
 
 
+def _runs_of(shards: Shards, axis: Axis, letter: str, sizes: dict[str, int]) -> tuple[int, list[int]]:
+    """The whole extent along an axis, and the lengths of what must be whole blocks."""
+    if letter != "M":
+        return sizes[letter], [-(-sizes[letter] // axis.size)]
+    rows = shards.rows
+    assert rows is not None
+    return rows.whole, [rows.chunk, rows.whole] if rows.outer > 1 else [rows.chunk]
+
+
+def routes_of_shards(
+    recipe: Recipe, routes: Routes, chip: Chip | None, shards: Shards, sizes: dict[str, int]
+) -> Routes:
+    """The routes of a sharded call: what one process folds by 128 is folded by ranks that have all 128, or not at all.
+
+    A fold depends on all of its elements (docs/numerics.md, 9). Raises InvalidValueError where a recipe asks for it
+    (``path="folded"``). `sizes`: as of `check_blocks`.
+    """
+    for operand in OPERANDS:
+        route, gemm = getattr(routes, operand.gemm), getattr(recipe, operand.gemm)
+        cast, form = recipe.cast(*operand.key), getattr(route, operand.side)
+        if cast is None or form not in ("folded", "tiles") or gemm.from_fprop:
+            continue
+        block = folded_format(cast.format, form).block
+        for axis in shards.axes_of(operand.tensor):
+            letter = CASES[axis.case][operand.tensor]
+            if axis.size == 1 or GATHERED.get(axis.case) == operand.tensor:  # `why_not_gathered` looks at these
+                continue
+            extent = block[AXES_OF[operand.tensor][operand.transposed].index(letter)] or 1
+            size, runs = _runs_of(shards, axis, letter, sizes)
+            if all(run % extent == 0 for run in runs):
+                continue
+            if gemm.path == "folded":
+                raise invalid_value(
+                    f"{operand.tensor}, sharded along {letter} ({_NAMES[letter]})",
+                    f"{size} over {axis.size} ranks, in parts of {runs[0]}, and path='folded'",
+                    f"parts that are multiples of {extent}, which are folded together",
+                    f"Make {_NAMES[letter]} a multiple of {axis.size * extent}, or take path='auto'.",
+                )  # fmt: skip
+            made = route_of(gemm, chip, fold=False)
+            reason = f"{made.reason}; parts of {runs[0]} of {_NAMES[letter]} are not folded, which takes {extent}"
+            routes = routes._replace(**{operand.gemm: made._replace(reason=reason)})
+            break
+    return routes.reading_fprop(recipe)
+
+
 def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, int]) -> None:
     """Raise InvalidValueError where a shard ends inside a block; `sizes`: of the whole N, K; M is in the shards."""
     for tensor, both in entries.items():
@@ -101,15 +150,7 @@ def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, i
             letter = CASES[axis.case][tensor]
             if GATHERED.get(axis.case) == tensor:
                 continue  # `why_not_gathered` has looked
-            if letter == "M":
-                assert shards.rows is not None
-                runs = [shards.rows.chunk]
-                if shards.rows.outer > 1:
-                    runs.append(shards.rows.whole)
-                size = shards.rows.whole
-            else:
-                size = sizes[letter]
-                runs = [-(-size // axis.size)]
+            size, runs = _runs_of(shards, axis, letter, sizes)
             for column, entry in enumerate(both):
                 if entry is None or entry.cast is None:
                     continue
@@ -125,7 +166,7 @@ def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, i
                     )  # fmt: skip
                 block = block_along(cast, AXES_OF[tensor][column], letter)
                 if any(run % block for run in runs):
-                    name = {"N": "out_features", "K": "in_features", "M": "the rows of x"}[letter]
+                    name = _NAMES[letter]
                     raise invalid_value(
                         f"{tensor}, sharded along {letter} ({name})",
                         f"{size} over {axis.size} ranks, in parts of {runs[0]}",

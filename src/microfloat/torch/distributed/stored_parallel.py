@@ -23,6 +23,7 @@ from microfloat.torch.tensor import QuantizedTensor
 __all__ = ["shard_stored"]
 
 _Style = parallel.ColwiseParallel | parallel.RowwiseParallel
+_FOLDED_TOGETHER = 128
 _MANY = 2**31 - 1  # rows of a call, for which a config may have other casts
 
 
@@ -101,6 +102,8 @@ def _check_parts(layer: Linear, weight: QuantizedTensor, ranks: int, by_rows: bo
     casts = [(weight.cast, "NK"), *((one.rhs, "NK") for one in read), *((one.lhs, "MK") for one in read)]
     used = [(cast, (axes[0], axes[1])) for cast, axes in casts if cast is not None and letter in axes]
     block, name = max((block_along(cast, axes, letter), cast.format.name) for cast, axes in used)
+    if ranks > 1 and any(one.path == "folded" for one in read):  # some chips do, and parts are the same for all
+        block, name = _FOLDED_TOGETHER, f"{weight.format.name}, folded"
     if size % ranks or size // ranks % block:
         path = layer.__dict__.get("_path")
         raise invalid_value(

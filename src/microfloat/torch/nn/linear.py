@@ -21,9 +21,10 @@ from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.gathered import NoValues, values_of
 from microfloat.torch.linear import find_for, run_linear
-from microfloat.torch.microbatches import WGRAD_OPTIONS, MainGrad, NoRows, fsdp_parameters
+from microfloat.torch.microbatches import WGRAD_OPTIONS, fsdp_parameters
 from microfloat.torch.model_init import draw_parameters, quantize_parameter
 from microfloat.torch.observing import OBSERVERS
+from microfloat.torch.postponed import without_rows
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import Decoded, QuantizedTensor, attached_to
 
@@ -388,8 +389,8 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             y = run_linear(self, x, HIGH_PRECISION, None, is_first_microbatch)
             if y is not None:
                 return y
-            if self.fuse_wgrad_accumulation and not hasattr(weight, "placements"):
-                weight = NoRows.apply(weight, MainGrad(self, self.weight, is_first_microbatch is True))
+            if not hasattr(weight, "placements"):
+                weight = without_rows(self, weight, is_first_microbatch is True)
         if isinstance(weight, QuantizedTensor):
             weight, bias = Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
         if (
