@@ -28,6 +28,9 @@ _CHUNK_BITS = 1024  # of a row's codes, which four lanes take in two halves
 _WARPS_THAT_ORDER = 4
 # Of `decode_wide`: bits of a row's codes in a step, and elements that a program orders or sums.
 _STEP_BITS, _ORDERED_TOGETHER, _SUMMED_TOGETHER = 512, 1024, 1024
+# Of `warpgroups`: bytes of a Hopper's multiprocessor for all programs, 1 KB of each the system's (CUDA C++ Programming
+# Guide, compute capability 9.0), and the warps that are enough for it.
+_SHARED_BYTES, _WARPS_BESIDE = 228 << 10, 12
 Division = TypeVar("Division")  # what a table says of one
 _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
@@ -273,8 +276,8 @@ _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
 # (benchmarks/results/decode_warpgroup_cuts.json).
 _NOT_SO = (None, None, None)
 _BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {
-    "FP4": {32: _NOT_SO, 64: (8, 8, 8), 128: (8, 8, 16)},
-    "MXFP4": {16: _NOT_SO, 32: (None, 8, 8), 64: (8, 8, 8), 128: (8, 8, 16)},
+    "FP4": {32: _NOT_SO, 64: (4, 4, 8), 128: (8, 8, 16)},
+    "MXFP4": {16: _NOT_SO, 32: (None, 8, 8), 64: (4, 4, 8), 128: (8, 8, 16)},
     "MX": {64: _NOT_SO, 128: (8, 8, 8)},
     "FP8": {64: _NOT_SO, 128: (None, 8, 8)},
 }
@@ -334,7 +337,8 @@ def cut_of(
         cut = fitted(by_warpgroups(warps, tokens), codes, k, scale_strides, bias)
         if cut.WARPGROUPS:
             tiles, chunks = -(-n // (16 * warps)), -(-k * codes.BITS // _CHUNK_BITS)
-            return cut._replace(SPLITS=_parts_that_fill(tiles, chunks, device.multiprocessors, _most_of(codes, cut)))
+            splits = _parts_that_fill(tiles, chunks, device.multiprocessors, _most_of(codes, cut), warps)
+            return cut._replace(SPLITS=splits)
     if device.warpgroups and m >= _LEAST_WIDE[kind][size]:
         return fitted(_wide_cut(_WIDE[kind], codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
     assert m <= MOST_DECODED_ROWS, "nothing else multiplies so many rows"
@@ -374,20 +378,23 @@ def by_warpgroups(warps: int, tokens: int, splits: int = 1) -> DecodeCut:
 
 
 def _most_of(codes: DecodeCodes, cut: DecodeCut) -> int:
-    """The most programs of `warpgroups` that a multiprocessor shall have at once: one where x takes half its memory."""
-    return 1 if warpgroups.bytes_of_x(codes, cut) > 1 << 17 else 2
+    """The most programs of `warpgroups` that fit into the shared memory of a Hopper's multiprocessor."""
+    return _SHARED_BYTES // (warpgroups.bytes_of_x(codes, cut) + warpgroups.bytes_declared(codes, cut) + 1024)
 
 
-def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int) -> int:
+def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int, warps: int) -> int:
     """Parts of K with which programs of `warpgroups` are done first, if each takes as long as what it has of K: at most
-    so many of them on a multiprocessor, unless there is one part.
+    so many of them on a multiprocessor, unless there is one part. Of several such numbers the largest that puts no more
+    than `_WARPS_BESIDE` warps there, which wait for memory and for products by turns; else the smallest.
     """
 
-    def duration(parts: int) -> float:
+    def order(parts: int) -> tuple[float, bool, int]:
         each = -(-tiles * parts // processors)
-        return each / parts if each <= most or parts == 1 else math.inf
+        duration = each / parts if each <= most or parts == 1 else math.inf
+        many = each * warps > _WARPS_BESIDE
+        return duration, many, parts if many else -parts
 
-    return min(range(1, min(_MOST_PARTS, max(1, chunks // _LEAST_STEPS)) + 1), key=duration)
+    return min(range(1, min(_MOST_PARTS, max(1, chunks // _LEAST_STEPS)) + 1), key=order)
 
 
 def _wide_cut(

@@ -55,6 +55,11 @@ def bytes_of_x(codes: DecodeCodes, cut: DecodeCut) -> int:
     return 128 + _STAGES.value * _bytes_of_stage(codes, cut)
 
 
+def bytes_declared(codes: DecodeCodes, cut: DecodeCut) -> int:
+    """Bytes of shared memory that the kernel declares: a chunk of codes and scales, and barriers."""
+    return bytes_of_chunk(codes, cut) + 128
+
+
 # ---- x in shared memory
 
 
