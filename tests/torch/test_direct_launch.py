@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
+import triton  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 
@@ -220,6 +221,19 @@ def test_only_what_a_driver_does_not_begin_counts_as_refused(monkeypatch, text: 
     kernel = program.PlacedKernel(types.SimpleNamespace(warmup=lambda *_, **__: None), size=2)
     with pytest.raises(program.PlacingRefused if is_refused else RuntimeError, match=None if is_refused else text):
         kernel.compile((), 1, (), (), (), program.Warps(4))
+
+
+@triton.jit
+def _nothing(x_ptr):
+    pass
+
+
+@pytest.mark.gpu
+def test_a_gpu_refuses_a_cluster_of_64_and_runs_on():
+    x = torch.zeros(4, device="cuda")
+    with pytest.raises(program.PlacingRefused):
+        program.kernel_of(_nothing, cluster=64).prepared((), 1, (), ())(torch.cuda.current_stream().cuda_stream, x)
+    assert float((x + 1).sum()) == 4
 
 
 @needs_known_launcher

@@ -12,7 +12,7 @@ from microfloat.kernels.gemm import decode, decode_wide, warpgroups
 from microfloat.layout import Part
 from microfloat.passes.conversions import SCALE_KINDS
 from microfloat.passes.matrix import INT32_MAX, At, Buffer, Device, Pass, Passes, specialization
-from microfloat.passes.tables import Warps
+from microfloat.passes.tables import SHARED_BYTES, SYSTEM_BYTES, Warps
 from microfloat.recipes import Hadamard
 from microfloat.routes import MOST_DECODED_ROWS
 
@@ -28,9 +28,7 @@ _CHUNK_BITS = 1024  # of a row's codes, which four lanes take in two halves
 _WARPS_THAT_ORDER = 4
 # Of `decode_wide`: bits of a row's codes in a step, and elements that a program orders or sums.
 _STEP_BITS, _ORDERED_TOGETHER, _SUMMED_TOGETHER = 512, 1024, 1024
-# Of `warpgroups`: bytes of a Hopper's multiprocessor for all programs, 1 KB of each the system's (CUDA C++ Programming
-# Guide, compute capability 9.0), and the warps that are enough for it.
-_SHARED_BYTES, _WARPS_BESIDE = 228 << 10, 12
+_WARPS_BESIDE = 12  # of `warpgroups`: enough for a multiprocessor
 Division = TypeVar("Division")  # what a table says of one
 _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
@@ -379,7 +377,7 @@ def by_warpgroups(warps: int, tokens: int, splits: int = 1) -> DecodeCut:
 
 def _most_of(codes: DecodeCodes, cut: DecodeCut) -> int:
     """The most programs of `warpgroups` that fit into the shared memory of a Hopper's multiprocessor."""
-    return _SHARED_BYTES // (warpgroups.bytes_of_x(codes, cut) + warpgroups.bytes_declared(codes, cut) + 1024)
+    return SHARED_BYTES // (warpgroups.bytes_of_x(codes, cut) + warpgroups.bytes_declared(codes, cut) + SYSTEM_BYTES)
 
 
 def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int, warps: int) -> int:

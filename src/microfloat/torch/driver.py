@@ -5,11 +5,10 @@ import threading
 
 import torch
 
+from microfloat.passes.tables import SHARED_BYTES, SYSTEM_BYTES
+
 __all__ = ["is_refusal", "shared_memory"]
 
-# Bytes of shared memory of a Hopper's multiprocessor, of which each program takes some for the system (CUDA C++
-# Programming Guide, compute capability 9.0).
-_OF_MULTIPROCESSOR, _OF_SYSTEM = 228 << 10, 1 << 10
 # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, which a kernel declares, and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _DECLARED, _MOST_ASKED = 1, 8
 # CUDA_ERROR_INVALID_VALUE, _LAUNCH_OUT_OF_RESOURCES, _NOT_SUPPORTED and _INVALID_CLUSTER_SIZE: what the driver says of
@@ -31,7 +30,7 @@ def shared_memory(function: int, needed: int, spread: int) -> int | None:
     handle, declared = ctypes.c_void_p(function), ctypes.c_int()
     if library.cuFuncGetAttribute(ctypes.byref(declared), _DECLARED, handle):
         return None
-    apart = _OF_MULTIPROCESSOR // spread - _OF_SYSTEM - declared.value if spread else 0
+    apart = SHARED_BYTES // spread - SYSTEM_BYTES - declared.value if spread else 0
     size, key = max(needed, apart), (torch.cuda.current_device(), function)
     with _LOCK:
         most = max(size, _asked.get(key, 0))  # other launches of the kernel may ask for more
