@@ -10,6 +10,7 @@ Legend: B = sequences, S = tokens of a sequence, T = tokens of all sequences, H 
 of a head, R = elements of a head that are rotated.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -236,14 +237,16 @@ def _with_sink(
     shared, wide = q.shape[2] // k.shape[2], torch.promote_types(q.dtype, torch.float32)
     # Heads that share keys are rows of one product: [B, G, H / G * S, D] times [B, G, D, S'].
     rows = q.to(wide).transpose(1, 2).unflatten(1, (-1, shared)).flatten(2, 3)
-    scores = rows @ k.to(wide).permute(0, 2, 3, 1) * (q.shape[3] ** -0.5 if scale is None else scale)
-    scores = scores.unflatten(2, (shared, -1)).flatten(1, 2)
-    if mask is not None:
-        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
-    sink = offset.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    weights = F.dropout(weights, dropout).unflatten(1, (-1, shared)).flatten(2, 3)
-    y = weights @ v.to(wide).transpose(1, 2)
+    # Under torch.autocast products would be rounded to bfloat16. There is none for meta.
+    with contextlib.nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
+        scores = rows @ k.to(wide).permute(0, 2, 3, 1) * (q.shape[3] ** -0.5 if scale is None else scale)
+        scores = scores.unflatten(2, (shared, -1)).flatten(1, 2)
+        if mask is not None:
+            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
+        sink = offset.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        weights = F.dropout(weights, dropout).unflatten(1, (-1, shared)).flatten(2, 3)
+        y = weights @ v.to(wide).transpose(1, 2)
     return y.unflatten(2, (shared, -1)).flatten(1, 2).transpose(1, 2).to(q.dtype)
 
 
@@ -284,61 +287,64 @@ def joint_mask(
 
 
 class Packed(NamedTuple):
-    """Sequences in a row: their lengths added up, int32 [n + 1], the longest one, and where they begin if apart."""
+    """Sequences one after another: cumulative lengths int32 [n + 1], the most tokens of one (None: unknown), and where
+    they begin, int32 [n + 1], if there is padding between them (else None)."""
 
     cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
     padded: torch.Tensor | None
 
     def longest(self) -> int:
-        """The length of the longest; of a tensor on a GPU the host waits for it where it was not told."""
+        """The length of the longest; without `max_seqlen` the host waits for a GPU to read it."""
         assert self.cu_seqlens is not None
-        return int(self.cu_seqlens.diff().max()) if self.max_seqlen is None else self.max_seqlen
+        return _longest_of(self.cu_seqlens) if self.max_seqlen is None else self.max_seqlen
 
     def check(self, suffix: str, x: torch.Tensor) -> torch.Tensor:
-        """`cu_seqlens`. Raises for numbers that are none, and, where values are at hand, that do not fit tokens x."""
-        for name, cu in ((f"cu_seqlens{suffix}", self.cu_seqlens), (f"cu_seqlens{suffix}_padded", self.padded)):
-            if cu is None and name.endswith("padded"):
-                continue
-            if not isinstance(cu, torch.Tensor) or cu.dim() != 1 or cu.is_floating_point():
-                raise invalid_type(name, type(cu), "an int32 tensor [n + 1]")
+        """`cu_seqlens`. Raises for what is no tensor of integers and, on a CPU, for values that do not fit x."""
+        name, name_padded, name_max = f"cu_seqlens{suffix}", f"cu_seqlens{suffix}_padded", f"max_seqlen{suffix}"
         cu, padded, tokens = self.cu_seqlens, self.padded, x.shape[1]
+        for each, given in ((name, cu), (name_padded, padded)):
+            if given is None and each is name_padded:
+                continue
+            if not isinstance(given, torch.Tensor) or given.dtype not in (torch.int32, torch.int64):
+                got = f"dtype {given.dtype}" if isinstance(given, torch.Tensor) else type(given)
+                raise invalid_type(each, got, "an int32 tensor [n + 1]")
+            if given.dim() != 1 or not len(given):
+                raise invalid_value(each, f"shape {tuple(given.shape)}", "[n + 1]")
         assert cu is not None
         if x.shape[0] != 1:
-            needed = f"one row [T, ...] of sequences with cu_seqlens{suffix}"
-            raise invalid_value("x", f"{x.shape[0]} rows of tokens", needed)
+            raise invalid_value("x", f"{x.shape[0]} rows of tokens", f"one row [T, ...] of sequences with {name}")
         if padded is not None and len(padded) != len(cu):
-            raise invalid_value(
-                f"cu_seqlens{suffix}_padded", f"{len(padded)} numbers", f"{len(cu)}, as many as cu_seqlens{suffix} has"
-            )
+            raise invalid_value(name_padded, f"{len(padded)} numbers", f"{len(cu)}, as many as {name} has")
         if _is_known(cu) and (int(cu[0]) != 0 or bool((cu.diff() < 0).any()) or (padded is None and cu[-1] != tokens)):
-            needed = "numbers that ascend from 0" + (
-                "" if padded is not None else f" to {tokens}, the number of tokens"
-            )
-            raise invalid_value(f"cu_seqlens{suffix}", str(cu.tolist()), needed)
+            needed = "numbers that ascend from 0" + (f" to {tokens}, the number of tokens" if padded is None else "")
+            raise invalid_value(name, str(cu.tolist()), needed)
         if padded is not None and _is_known(cu) and _is_known(padded):
             is_apart = bool((padded.diff() >= cu.diff()).all())
-            needed = f"numbers from 0 to at most {tokens}, as far apart as those of cu_seqlens{suffix} or farther"
+            needed = f"numbers from 0 to at most {tokens}, as far apart as those of {name} or farther"
             if int(padded[0]) != 0 or int(padded[-1]) > tokens or not is_apart:
-                raise invalid_value(f"cu_seqlens{suffix}_padded", str(padded.tolist()), needed)
-        name = f"max_seqlen{suffix}"
+                raise invalid_value(name_padded, str(padded.tolist()), needed)
         if self.max_seqlen is not None:
-            check_int(name, self.max_seqlen, 0, 1 << 31)
-            if _is_known(cu) and self.max_seqlen < (most := int(cu.diff().max())):
-                raise invalid_value(name, self.max_seqlen, f"at least {most}, the tokens of the longest sequence")
+            check_int(name_max, self.max_seqlen, 0, 1 << 31)
+            if _is_known(cu) and self.max_seqlen < (most := _longest_of(cu)):
+                raise invalid_value(name_max, self.max_seqlen, f"at least {most}, the tokens of the longest sequence")
         return cu
 
     def pieces(self, tokens: int) -> torch.Tensor:
-        """[2 n + 1]: sequences and, each after its own, the tokens of none; as if these were sequences too."""
+        """[2 n + 2]: where sequences and the padding around them begin, and `tokens`; odd pieces are the sequences."""
         assert self.cu_seqlens is not None
         cu = self.cu_seqlens
         starts = (cu if self.padded is None else self.padded)[:-1]
-        last = torch.full((1,), tokens, dtype=starts.dtype, device=starts.device)
-        return torch.cat([torch.stack([starts, starts + cu.diff()], 1).flatten(), last])
+        ends = starts.new_zeros(1), starts.new_full((1,), tokens)
+        return torch.cat([ends[0], torch.stack([starts, starts + cu.diff()], 1).flatten(), ends[1]])
+
+
+def _longest_of(cu_seqlens: torch.Tensor) -> int:
+    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
 
 
 def check_together(of_q: Packed, of_kv: Packed) -> None:
-    """Refuse what says something about sequences that nothing tells of."""
+    """Raise InvalidValueError for what describes packed sequences without the `cu_seqlens` that it belongs to."""
     for suffix, of in (("", of_q), ("_kv", of_kv)):
         for name, value in ((f"max_seqlen{suffix}", of.max_seqlen), (f"cu_seqlens{suffix}_padded", of.padded)):
             if value is not None and of.cu_seqlens is None:
@@ -378,8 +384,8 @@ def _packed(
     unused = None
     if of_q.padded is not None or of_kv.padded is not None:
         cu_q, cu_k = of_q.pieces(q.shape[1]), of_kv.pieces(k.shape[1])
-        unused, unused_kv = (piece_of(cu, x.shape[1]) % 2 == 1 for cu, x in ((cu_q, q), (cu_k, k)))
-        # Whatever these hold, and whatever gradient a kernel leaves there, nothing else sees it.
+        unused, unused_kv = (piece_of(cu, x.shape[1]) % 2 == 0 for cu, x in ((cu_q, q), (cu_k, k)))
+        # Padding may hold NaN, and a kernel may write no gradient for it: zeros in both directions.
         q = q.masked_fill(unused[:, None, None], 0.0)
         k, v = (x.masked_fill(unused_kv[:, None, None], 0.0) for x in (k, v))
     if _is_for_flash(q, v, dropout):
@@ -402,17 +408,19 @@ def _packed(
 
 
 def _is_for_flash(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
-    """True for what torch's flash attention of variable length takes."""
+    """True for what torch's flash attention of variable length takes; it has no rules for transforms of torch.func."""
     size = q.shape[-1]
     is_taken = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0
-    return is_taken and size % 8 == 0 and size <= 256 and v.shape[-1] == size
+    is_taken = is_taken and size % 8 == 0 and size <= 256 and v.shape[-1] == size
+    return is_taken and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
 
 
 def _varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: tuple[torch.Tensor, torch.Tensor], longest: tuple[int, int],
     causal: bool, window: int | None, scale: float | None, offset: torch.Tensor | None, unused: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """y [T, H, D] of pieces `cu` of tokens; zeros for tokens that are `unused` [T], which pieces too long may hold."""
+    """y [T, H, D] of the pieces `cu`, and zeros where tokens are `unused` [T]: of a piece of them that has more tokens
+    than `longest` the kernels leave the rest unwritten."""
     reach = (-1, -1) if window is None else (window - 1, window - 1)
     reach = (reach[0], 0) if causal else reach
     if q.shape[1] != k.shape[1]:
@@ -450,11 +458,10 @@ class _Sink(torch.autograd.Function):
         call = *longest, 0.0, reach == (-1, 0)
         options = {"scale": scale, "window_size_left": reach[0], "window_size_right": reach[1]}
         y, lse, state, other, _ = torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, *call, False, **options)
-        if unused is not None:  # no program may have written these
+        if unused is not None:  # the kernel may have left these unwritten
             y, lse = y.masked_fill(unused[:, None, None], 0.0), lse.masked_fill(unused, float("inf"))
-        total = torch.logaddexp(
-            lse, offset.float()[:, None]
-        )  # [H, T]; infinite in a row that sees nothing, whose y is 0
+        # [H, T]; infinite in a row that sees nothing, whose y is 0.
+        total = torch.logaddexp(lse, offset.float()[:, None])
         y = (y * (lse - total).exp().nan_to_num_(0.0).T[:, :, None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, offset, cu_q, cu_k, y, total, state, other)
         ctx.settings = call, options

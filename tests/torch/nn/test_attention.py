@@ -1,5 +1,7 @@
 """Attention: sinks, and packed sequences with tokens between them."""
 
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -8,6 +10,7 @@ from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
+from microfloat.torch import attention  # noqa: E402
 from microfloat.torch.attention import attend  # noqa: E402
 
 
@@ -58,6 +61,30 @@ def test_a_sink_takes_its_share_of_every_softmax(case):
     got, wanted = (torch.autograd.grad((x * dy).sum(), leaves) for x in (y, want))
     for one, other in zip(got, wanted, strict=True):
         assert torch.allclose(one, other, atol=2**-14)
+
+
+def test_an_autocast_does_not_round_the_scores_of_a_sink():
+    torch.manual_seed(0)
+    q, k, offset = torch.randn(1, 9, 4, 8), torch.randn(1, 9, 2, 8), torch.randn(4)
+    want = attend(q, k, k, causal=True, softmax_offset=offset)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attend(q, k, k, causal=True, softmax_offset=offset), want)
+    on_meta = [one.to("meta") for one in (q, k, k)]  # for which there is no autocast
+    assert attend(*on_meta, causal=True, softmax_offset=offset.to("meta")).shape == q.shape
+
+
+def test_flash_attention_is_not_for_transforms_of_torch_func():
+    """Its autograd function, and torch's operator, have no rule for them."""
+    x, asked = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 3, 2, 8)), []
+
+    def ask(one):
+        asked.append(attention._is_for_flash(x, x, 0.0))
+        return one.sum()
+
+    torch.func.grad(ask)(torch.ones(2))
+    assert asked == [False]
+    assert attention._is_for_flash(x, x, 0.0)
+    assert not attention._is_for_flash(x, x, 0.5)
 
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
@@ -125,6 +152,12 @@ def test_tokens_between_packed_sequences_belong_to_none(name):
     assert attend(q, q, q, **ends).isfinite().all()
 
 
+def test_a_row_without_sequences_is_all_padding():
+    none, x = torch.zeros(1, dtype=torch.int32), torch.randn(1, 3, 2, 8)
+    assert not attend(x, x, x, cu_seqlens=none, cu_seqlens_padded=none, max_seqlen=0).any()
+    assert attend(x[:, :0], x[:, :0], x[:, :0], cu_seqlens=none, max_seqlen=0).shape == (1, 0, 2, 8)
+
+
 def test_gaps_are_left_out_with_the_sequence_before_them():
     torch.manual_seed(0)
     layer = mf.TransformerLayer(16, 24, 2, drop_path_rate=0.5, parallel=True)  # one draw
@@ -155,6 +188,8 @@ ENDS, GAPS = torch.tensor([0, 3, 8]), torch.tensor([0, 4, 10])
         ({"cu_seqlens": ENDS, "cu_seqlens_padded": torch.tensor([0, 2, 10])}, "padded: .* as far apart as"),
         ({"cu_seqlens": ENDS, "cu_seqlens_padded": torch.tensor([1, 4, 10])}, "padded: .* numbers from 0"),
         ({"cu_seqlens": ENDS, "cu_seqlens_padded": [0, 4, 10]}, "cu_seqlens_padded: got list"),
+        ({"cu_seqlens": ENDS[:0]}, r"cu_seqlens: got shape \(0,\)"),
+        ({"cu_seqlens": ENDS, "cu_seqlens_padded": GAPS.bool()}, "cu_seqlens_padded: got dtype torch.bool"),
     ],
 )  # fmt: skip
 def test_what_is_said_of_sequences_is_not_ignored(options, match):
