@@ -25,8 +25,8 @@ from microfloat.torch._checks import check_beside
 from microfloat.torch._typing import Context, Maybe
 
 __all__ = [
-    "Packed", "apply_rotary", "attend", "attention_kernel", "check_together", "joint_mask", "piece_of", "rotate_heads",
-    "rotated_by_torch", "split_heads",
+    "Packed", "apply_rotary", "attend", "attention_kernel", "check_together", "is_for_flash", "joint_mask", "piece_of",
+    "rotate_heads", "rotated_by_torch", "split_heads",
 ]  # fmt: skip
 
 
@@ -171,9 +171,9 @@ def attend(
     [B, S'], [S, S'] or [B, 1 or H, S, S']. `cu_seqlens` int32 [n + 1]: B = 1, and the tokens are those of n sequences
     one after another, which do not see each other (`cu_seqlens_kv` for k and v, where theirs differ). `max_seqlen`,
     `max_seqlen_kv`: the most tokens that one of them has, without which a GPU is asked, and waited for.
-    `cu_seqlens_padded`, `cu_seqlens_kv_padded` int32 [n + 1]: where sequences begin, if there are tokens between or
-    after them that belong to none; those get zeros, and no gradient. `softmax_offset` [H]: an attention sink, ``exp(s)
-    / (exp(offset) + sum exp(s))`` of scores s in place of their softmax. Source: arXiv 2309.17453, section 3.3.
+    `cu_seqlens_padded`, `cu_seqlens_kv_padded` int32 [n + 1]: where sequences begin, if there is padding between or
+    after them, which gets zeros and no gradient. `softmax_offset` [H]: an attention sink, ``exp(s) / (exp(offset) + sum
+    exp(s))`` of scores s in place of their softmax. Source: arXiv 2309.17453, section 3.3.
     """
     if q.shape[2] % k.shape[2]:
         raise invalid_value("num_kv_heads", str(k.shape[2]), f"a divisor of the {q.shape[2]} heads of q")
@@ -186,7 +186,7 @@ def attend(
         of_kv = of_q if cu_seqlens_kv is None else of_kv
         return _packed(q, k, v, causal, window, of_q, of_kv, mask, dropout, scale, softmax_offset)
     (batch, length), length_kv = q.shape[:2], k.shape[1]
-    if softmax_offset is not None and mask is None and _is_for_flash(q, v, dropout):
+    if softmax_offset is not None and mask is None and is_for_flash(q, v, dropout):
         starts = torch.arange(batch + 1, device=q.device, dtype=torch.int32)
         cu, longest = (starts * length, starts * length_kv), (length, length_kv)
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -388,7 +388,7 @@ def _packed(
         # Padding may hold NaN, and a kernel may write no gradient for it: zeros in both directions.
         q = q.masked_fill(unused[:, None, None], 0.0)
         k, v = (x.masked_fill(unused_kv[:, None, None], 0.0) for x in (k, v))
-    if _is_for_flash(q, v, dropout):
+    if is_for_flash(q, v, dropout):
         longest = of_q.longest(), of_kv.longest()
         y = _varlen(q[0], k[0], v[0], (cu_q.int(), cu_k.int()), longest, causal, window, scale, offset, unused)
         return y.unsqueeze(0)
@@ -407,7 +407,7 @@ def _packed(
 # ------------------------------------------------------------------------------------------------ flash attention
 
 
-def _is_for_flash(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
+def is_for_flash(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
     """True for what torch's flash attention of variable length takes; it has no rules for transforms of torch.func."""
     size = q.shape[-1]
     is_taken = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0

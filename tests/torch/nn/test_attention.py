@@ -78,13 +78,13 @@ def test_flash_attention_is_not_for_transforms_of_torch_func():
     x, asked = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 3, 2, 8)), []
 
     def ask(one):
-        asked.append(attention._is_for_flash(x, x, 0.0))
+        asked.append(attention.is_for_flash(x, x, 0.0))
         return one.sum()
 
     torch.func.grad(ask)(torch.ones(2))
     assert asked == [False]
-    assert attention._is_for_flash(x, x, 0.0)
-    assert not attention._is_for_flash(x, x, 0.5)
+    assert attention.is_for_flash(x, x, 0.0)
+    assert not attention.is_for_flash(x, x, 0.5)
 
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
@@ -227,6 +227,22 @@ def test_a_rank_with_some_of_the_heads_needs_their_offsets():
         layer(torch.randn(1, 3, 16))
     layer.softmax_type = "off-by-one"  # zeros for whichever heads there are
     assert layer(torch.randn(1, 3, 16)).shape == (1, 3, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends", [None, torch.tensor([0, 4, 9])])
+def test_transforms_of_torch_func_take_sinks_and_packed_sequences_on_a_gpu(ends):
+    torch.manual_seed(0)
+    q, k, offset = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((1, 9, 4, 8), (1, 9, 2, 8), (4,)))
+    options = {"causal": True, "softmax_offset": offset, "cu_seqlens": None if ends is None else ends.cuda()}
+
+    def loss(q):
+        return attend(q, k, k, **options).float().square().sum()
+
+    leaf = q.clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf), leaf)
+    got = torch.func.grad(loss)(q)
+    assert (got - want).abs().max() < 2**-6 * want.abs().max()  # as below
 
 
 @pytest.mark.gpu

@@ -303,7 +303,7 @@ class MultiheadAttention(Composite):
         `position_embeddings`: cos and sin of `RotaryEmbedding`. `cu_seqlens` int32 [n + 1]: tokens of n sequences one
         after another, and `max_seqlen` the most tokens of one, which spares the host a wait for the GPU;
         `cu_seqlens_kv`, `max_seqlen_kv`: those of a context [T', hidden]. `cu_seqlens_padded`, `cu_seqlens_kv_padded`
-        [n + 1]: where sequences begin if tokens of none lie between or after them, whose attention is 0. `cache`: a
+        [n + 1]: where sequences begin if there is padding between or after them, whose attention is 0. `cache`: a
         `KVCache`, or anything with its `update`. `norm`: applied to hidden_states first, and cast as it is computed.
         `is_first_microbatch`: as in `Linear`, of all of them.
         """
@@ -383,7 +383,7 @@ class MultiheadAttention(Composite):
 
 
 def _check_packed(x: torch.Tensor, context: torch.Tensor | None, of_x: Packed, of_context: Packed) -> None:
-    """Refuse sequences of a context that are told without those of x, or the other way round."""
+    """Refuse sequences of a context without those of x, or the other way round."""
     if context is None and of_context.cu_seqlens is not None:
         raise invalid_value("cu_seqlens_kv", "a tensor without context", "None, or the sequences of a packed context")
     check_together(of_x, of_context)

@@ -109,7 +109,7 @@ class TransformerLayer(Composite):
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`: `MultiheadAttention`.
 
         `cu_seqlens_kv`: the sequences of a packed context, each of which the sequence of x with its number sees.
-        Tokens that `cu_seqlens_padded` leaves between sequences pass through norms and the MLP alone.
+        Padding between sequences (`cu_seqlens_padded`) gets nothing from attention; norms and the MLP apply to it.
         """
         x = hidden_states
         if context is not None and not hasattr(self, "cross_attn"):
@@ -159,7 +159,7 @@ class TransformerLayer(Composite):
             return None
         count = x.shape[0] if x.dim() == 3 else 1 if starts is None else starts.numel() - 1
         keep = x.new_empty((count, *[1] * (x.dim() - 1))).bernoulli_(1.0 - self.drop_path_rate)
-        if x.dim() == 2 and starts is not None:  # tokens after the last sequence go with it
+        if x.dim() == 2 and starts is not None:  # padding is kept or left out with the sequence before it
             keep = keep[piece_of(starts, x.shape[0]).clamp(max=count - 1)]
         return keep
 
