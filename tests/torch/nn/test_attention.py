@@ -73,6 +73,22 @@ def test_an_autocast_does_not_round_the_scores_of_a_sink():
     assert attend(*on_meta, causal=True, softmax_offset=offset.to("meta")).shape == q.shape
 
 
+def test_sinks_have_the_scale_and_the_dropout_that_are_given():
+    torch.manual_seed(0)
+    q, offset = torch.randn(1, 6, 2, 8), torch.ones(2)
+    want = attend(q * 0.5, q, q, softmax_offset=offset)
+    torch.testing.assert_close(attend(q, q, q, scale=0.5 * 8**-0.5, softmax_offset=offset), want)
+    assert not attend(q, q, q, softmax_offset=offset, dropout=1.0).any()
+
+
+def test_sinks_of_float16_are_rounded_once():
+    """Scores of 2^12, which float16 keeps to steps of 4: two of them that differ by 1 would be equal."""
+    q = torch.full((1, 1, 1, 1), 64.0).half()
+    k, v = (torch.tensor(values).half().view(1, 2, 1, 1) for values in ([64.0, 64 + 2**-4], [0.0, 1.0]))
+    y = attend(q, k, v, scale=1.0, softmax_offset=torch.zeros(1))
+    assert y.item() == torch.tensor(4.0).sigmoid().half().item()
+
+
 def test_flash_attention_is_not_for_transforms_of_torch_func():
     """Its autograd function, and torch's operator, have no rule for them."""
     x, asked = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 3, 2, 8)), []
@@ -149,7 +165,10 @@ def test_tokens_between_packed_sequences_belong_to_none(name):
     y[at] = 0
     assert not y.any()
     q[0, 4] = float("nan")  # of no sequence
-    assert attend(q, q, q, **ends).isfinite().all()
+    y = attend(q.requires_grad_(), q, q, **ends)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert q.grad.isfinite().all()
 
 
 def test_a_row_without_sequences_is_all_padding():
@@ -188,6 +207,7 @@ ENDS, GAPS = torch.tensor([0, 3, 8]), torch.tensor([0, 4, 10])
         ({"cu_seqlens": ENDS, "cu_seqlens_padded": torch.tensor([0, 2, 10])}, "padded: .* as far apart as"),
         ({"cu_seqlens": ENDS, "cu_seqlens_padded": torch.tensor([1, 4, 10])}, "padded: .* numbers from 0"),
         ({"cu_seqlens": ENDS, "cu_seqlens_padded": [0, 4, 10]}, "cu_seqlens_padded: got list"),
+        ({"cu_seqlens": torch.tensor([0, 12, 10])}, "cu_seqlens: .* ascend from 0 to 10"),
         ({"cu_seqlens": ENDS[:0]}, r"cu_seqlens: got shape \(0,\)"),
         ({"cu_seqlens": ENDS, "cu_seqlens_padded": GAPS.bool()}, "cu_seqlens_padded: got dtype torch.bool"),
     ],
