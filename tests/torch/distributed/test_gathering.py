@@ -77,14 +77,38 @@ def test_a_backward_that_fails_leaves_no_sum(mesh) -> None:
     assert not readers._backwards
 
 
+def test_layers_without_gradients_share_one_gather(mesh, monkeypatch) -> None:
+    gathers = gathers_of(monkeypatch)
+    first, second = layers_on(mesh, "fp8_current")
+    x = leaf_on(mesh)
+    with torch.no_grad():
+        first(x), second(x)
+    assert len(gathers) == 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_backward_frees_what_was_gathered(mesh, recipe, monkeypatch) -> None:
+    """As soon as x has its gradient, though outputs are still there, and torch has the sums until the backward ends."""
+    gathers = gathers_of(monkeypatch)
+    first, second = layers_on(mesh, recipe)
+    x, left = leaf_on(mesh), []
+    ys = [first(x), second(x)]
+    x.register_hook(lambda _: left.extend(one for one in gc.get_objects() if type(one).__name__ == "_Backward"))
+    torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+    assert len(left) == 1
+    assert left[0].dx is None
+    assert left[0].under_way is None
+    assert not left[0].columns
+    assert gathers[0]() is None
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_leaf_without_a_backward_is_freed(mesh, recipe) -> None:
     """The graph of what was gathered of it held it, and it held what was gathered."""
     first, second = layers_on(mesh, recipe)
-    x, gathers = leaf_on(mesh), []
+    x = leaf_on(mesh)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_Gathered", "_GatheredValues"):
-            patch.setattr(getattr(gathering, name), "apply", counted(getattr(gathering, name).apply, gathers))
+        gathers = gathers_of(patch)
         ys = [first(x), second(x)]
     assert len(gathers) == 1  # a layer that has read it holds it for the next
     local, made = weakref.ref(x._local_tensor), gathers[0]
@@ -94,13 +118,22 @@ def test_a_leaf_without_a_backward_is_freed(mesh, recipe) -> None:
     assert made() is None
 
 
-def counted(call, found: list):
-    def counting(*arguments):
-        made = call(*arguments)
-        found.append(weakref.ref(made))
-        return made
+def gathers_of(patch: pytest.MonkeyPatch) -> list[weakref.ref]:
+    """A list to which what is gathered from now on is added."""
+    found: list[weakref.ref] = []
 
-    return counting
+    def counted(call):
+        def counting(*arguments):
+            made = call(*arguments)
+            found.append(weakref.ref(made))
+            return made
+
+        return counting
+
+    for name in ("_Gathered", "_GatheredValues"):
+        function = getattr(gathering, name)
+        patch.setattr(function, "apply", counted(function.apply))
+    return found
 
 
 def test_a_copy_has_nothing_of_what_was_gathered_of_the_leaf(mesh) -> None:

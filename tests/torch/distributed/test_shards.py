@@ -52,9 +52,42 @@ def test_ranks_fold_only_what_one_of_them_has_all_of(case: str, torn: tuple[str,
             assert route == getattr(one_process, gemm)
 
 
-def test_a_single_rank_cuts_nothing() -> None:
+def test_a_single_rank_cuts_nothing(mesh) -> None:
     one_process, whole = routed("folded", "N", 96, ranks=1)
     assert whole == one_process
+    model = torch.nn.Sequential(torch.nn.Linear(128, 96)).requires_grad_(False)
+    mf.quantize_(model, mf.WeightOnly("mxfp4", prefill="folded"))
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "alone"))["alone"]
+    parallelize_module(model, alone, {"0": ColwiseParallel()}, src_data_rank=None)
+    assert model[0].weight.shape == (96, 128)
+
+
+def test_rows_of_every_run_are_whole_folds() -> None:
+    """Two runs of 192 rows, the last rank with 64 of each: chunks are whole folds, but a run ends inside of one."""
+    recipe = MXFP8BlockScaling()
+    one_process, sizes = routes_of(recipe, CHIP), {"N": 256, "K": 256}
+    for whole, is_torn in ((192, True), (256, False)):
+        shards = Shards((Axis("M", "a group", 2, 0),), Rows(2, whole, 128, 128), True, (0, 0, 0))
+        made = routes_of_shards(recipe, one_process, CHIP, shards, sizes)
+        assert (made.wgrad != one_process.wgrad) is is_torn
+
+
+def test_dgrad_of_a_served_weight_reads_what_fprop_has_read() -> None:
+    recipe = mf.WeightActivation("mxfp8")
+    one_process = routes_of(recipe, CHIP)
+    assert one_process.dgrad.rhs == one_process.fprop.rhs == "tiles"
+    shards = Shards((Axis("N", "a group", 2, 0),), None, True, (0, 0, 0))
+    cut = routes_of_shards(recipe, one_process, CHIP, shards, {"N": 192, "K": 256})
+    assert cut.dgrad.rhs == cut.fprop.rhs == "values"
+    assert cut.dgrad.kind == one_process.dgrad.kind
+
+
+def test_what_is_gathered_after_its_cast_is_not_cut() -> None:
+    """`why_not_gathered` looks at that: 96 rows of x of each rank, of which the wgrad operand is gathered as codes."""
+    recipe, rows = MXFP8BlockScaling(), Rows(1, 192, 96, 96)
+    shards = Shards((Axis("G", "a group", 2, 0),), rows, True, (0, 0, 0))
+    one_process = routes_of(recipe, CHIP)
+    assert routes_of_shards(recipe, one_process, CHIP, shards, {"N": 256, "K": 256}) == one_process
 
 
 @pytest.mark.parametrize(

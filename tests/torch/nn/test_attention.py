@@ -82,11 +82,12 @@ def test_sinks_have_the_scale_and_the_dropout_that_are_given():
 
 
 def test_sinks_of_float16_are_rounded_once():
-    """Scores of 2^12, which float16 keeps to steps of 4: two of them that differ by 1 would be equal."""
-    q = torch.full((1, 1, 1, 1), 64.0).half()
-    k, v = (torch.tensor(values).half().view(1, 2, 1, 1) for values in ([64.0, 64 + 2**-4], [0.0, 1.0]))
+    """Scores of 4096 and 4097: float16 has steps of 4 there, and both would have the same weight."""
+    q = torch.tensor([64.0, 1.0]).half().view(1, 1, 1, 2)
+    k = torch.tensor([[64.0, 0.0], [64.0, 1.0]]).half().view(1, 2, 1, 2)
+    v = torch.tensor([[0.0, 0.0], [1.0, 0.0]]).half().view(1, 2, 1, 2)
     y = attend(q, k, v, scale=1.0, softmax_offset=torch.zeros(1))
-    assert y.item() == torch.tensor(4.0).sigmoid().half().item()
+    assert y[..., 0].item() == torch.tensor(1.0).sigmoid().half().item()
 
 
 def test_flash_attention_is_not_for_transforms_of_torch_func():
