@@ -101,6 +101,12 @@ def test_warpgroups_take_bfloat16_and_whole_chunks():
         assert [is_taken(codes=other.codes, strides=other.strides, m=m) for m in (64, 65, 128)] == [False, True, True]
     assert not is_taken(codes=fp8.codes, strides=fp8.strides, m=128, n=4096)
     assert not is_taken(codes=decode_cuts.stored_like("block", (28672, 8192)).codes, m=128)
+    eight = products.fitted(products.by_warpgroups(8, 8), mxfp8.codes, 8192, mxfp8.strides, False)
+    assert (eight.STAGES, eight.WARPGROUPS) == (0, True)
+    torn = products.fitted(eight, mxfp8.codes, 8192 + 32, mxfp8.strides, False)
+    assert (torn.STAGES, torn.WARPGROUPS, torn.SPLITS) == (1, False, 0)
+    alone = products.fitted(eight._replace(WARPGROUPS=False), mxfp8.codes, 8192, mxfp8.strides, False)
+    assert alone.STAGES == 1  # `gemm.decode` takes codes of four bits alone through shared memory
     assert not is_taken(device=H100._replace(places=False))
     assert not is_taken(device=H100._replace(warpgroups=False))
 

@@ -258,6 +258,7 @@ def test_axes_of_size_one_broadcast_in_an_einsum(equation, lhs, rhs):
         ("i...,...k->ik", (2, 5), r"an axis of '\.\.\.' of size 3"),
         ("...i...,ik->k", (3, 5), "at most one ellipsis"),
         ("ij,j.k->ik", (3, 5), "at most one ellipsis"),
+        ("ij,jk->i.k", (3, 5), "at most one ellipsis"),
     ],
 )
 def test_what_is_wrong_with_an_equation_is_named(equation, rhs, message):

@@ -50,13 +50,15 @@ def test_blocks_along_another_axis_are_refused() -> None:
         (WeightOnly("mxfp8"), None, "dimension_numbers: got None"),
         (WeightOnly("mxfp8"), (((5,), (3,)), ((), ())), r"dimension_numbers: got axes \(5,\) of lhs"),
         (WeightOnly("mxfp8"), (((0,), (1,)), ((), ())), "dimension_numbers: got contracting"),
+        (WeightOnly("mxfp8"), (((1,), (1,)), ((0,), (0,))), "no batch axes"),
         ("nvfp4", (((1,), (1,)), ((), ())), "rhs: got mxfp8 .* WeightOnly"),
     ],
 )
 def test_what_does_not_fit_a_stored_weight_is_named(recipe, numbers, message) -> None:
     stored = mj.quantize(jnp.ones((32, 64)), "mxfp8")
+    lhs = jnp.ones((32 if message == "no batch axes" else 2, 64))
     with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
-        mj.dot_general(recipe)(jnp.ones((2, 64)), stored, numbers)
+        mj.dot_general(recipe)(lhs, stored, numbers)
 
 
 def test_a_stored_weight_of_no_columns_gives_zeros() -> None:

@@ -341,9 +341,6 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
     """Give the members of a fused group one tensor scale, or one scale, and one input scale."""
     assert target.cast is not None
     assert target.written is not None
-    if target.written.joint:  # codes that are carried keep their scales: another one would round them twice
-        for i in members:
-            steps[i] = replace(steps[i], group=key) if steps[i].action == "cast" else steps[i]
     if target.cast.format.tensor_scale == "tensor":
         levels = {np.asarray(steps[i].record.tensor_scale).tobytes() for i in members if steps[i].action == "carried"}
         mixed = len({steps[i].action for i in members}) > 1
@@ -352,7 +349,8 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
             for i in members:
                 if steps[i].action == "carried":
                     steps[i] = _cast_step(steps[i].record, target, steps[i].dtype)
-        for i in members:
+    if target.written.joint or target.cast.format.tensor_scale == "tensor":
+        for i in members:  # of which those that are carried keep their scales: another would round them twice
             steps[i] = replace(steps[i], group=key)
     scales = [steps[i].made.activation.get("scale") for i in members]
     found = [scale for scale in scales if scale is not None]
