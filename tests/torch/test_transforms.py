@@ -163,3 +163,23 @@ def test_every_operator_has_a_fake_and_a_rule_for_batches():
         assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "FuncTorchBatched"), name
         if name not in NAMED:
             assert torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None, name
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own forward-mode AD uses it
+def test_layers_that_could_be_one_product_are_apart_in_transforms():
+    """The weights are tensors there, as FSDP1 has them, and the join of their memory has no rule for a transform."""
+    module = mf.LayerNormLinear(32, 48, split={"q": 32, "k": 16})
+    x, values = torch.randn(4, 32), {name: one.detach() for name, one in module.named_parameters()}
+
+    def loss(values):
+        with mf.autocast(enabled=False):
+            return torch.func.functional_call(module, values, (x,)).square().sum()
+
+    loss(dict(module.named_parameters())).backward()
+    for name, gradient in torch.func.grad(loss)(values).items():
+        torch.testing.assert_close(gradient, module.get_parameter(name).grad)
+    torch.testing.assert_close(vmap(loss)({name: one[None] for name, one in values.items()}), loss(values)[None])
+    with forward_ad.dual_level():
+        made = loss({name: forward_ad.make_dual(one, one) for name, one in values.items()})
+        slope = sum((one * module.get_parameter(name).grad).sum() for name, one in values.items())
+        torch.testing.assert_close(forward_ad.unpack_dual(made).tangent, slope)
