@@ -214,12 +214,13 @@ def _reads_behind(name):
     """Places behind codes and scales that a product reads, of as many chunks as warps along K, but loaded ahead."""
     from unittest import mock
 
+    from triton.runtime import interpreter
+
     import microfloat.torch as mf
     from microfloat.passes import products
     from microfloat.passes.matrix import At
     from microfloat.routes import encoding_of
     from microfloat.torch.program import Program, device_of
-    from triton.runtime import interpreter
 
     n, cut = 16, DecodeCut(1, 2, 1, 1, 2, 2, False, False, False, False)
     k = 2 * (256 if "4" in name else 128)
