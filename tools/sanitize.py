@@ -74,8 +74,11 @@ def cases_by_name() -> list[tuple[str, Callable[[], object]]]:
     ]
     for name, shape in product(STORED, WEIGHTS):
         found += [(f"product-{name}-{rows}x{shape}", partial(run_product, name, rows, shape)) for rows in ROWS]
-        found += [(f"product-experts-{name}-{sizes}x{shape}", partial(run_experts, name, sizes, shape))
-                  for sizes in GROUPS]  # fmt: skip
+        if name == "fp8_128x128" and shape[0] % 128:  # tiles do not hold rows of two experts
+            continue
+        found += [
+            (f"product-experts-{name}-{sizes}x{shape}", partial(run_experts, name, sizes, shape)) for sizes in GROUPS
+        ]
     return found
 
 
