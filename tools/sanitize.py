@@ -4,11 +4,11 @@
     python tools/sanitize.py memcheck --jobs 8     # one of them, in 8 processes
     python tools/sanitize.py memcheck -k nvfp4     # only cases with this in their name
 
-Runs the cases of tests/kernels/test_kernels.py (compiled, against the oracle) under each tool and exits with 1 if a
-tool reports anything or a case fails; before that, memcheck and initcheck must see a fault that is there on purpose.
-torch's caching allocator is switched off, so that every tensor is an allocation of its own and one byte beyond it is
-seen. Cases that call GEMMs of other libraries, or `torch.compile`, are left out: they launch the kernels of the other
-cases.
+Runs the cases of tests/kernels/test_kernels.py (compiled, against the oracle), and products of a few rows with stored
+codes, under each tool and exits with 1 if a tool reports anything or a case fails; before that, memcheck and initcheck
+must see a fault that is there on purpose. torch's caching allocator is switched off, so that every tensor is an
+allocation of its own and one byte beyond it is seen. Cases that call GEMMs of other libraries, or `torch.compile`, are
+left out: they launch the kernels of the other cases.
 """
 
 import argparse
@@ -18,8 +18,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,23 +32,63 @@ PLANTED = ("memcheck", "initcheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 
 
-def selected(pattern: str) -> list[int]:
-    """Numbers of the cases to run."""
+# Rows of x, of which each number has other kernels, and weights of few, some and many rows, with a K of one chunk of
+# codes or of less, ragged, and of several.
+ROWS = (1, 8, 16, 20, 33, 64, 128, 200)
+WEIGHTS = ((40, 256), (130, 1120), (1000, 128), (6400, 1024), (17408, 512))
+STORED = ("nvfp4", "mxfp4", "mxfp8", "fp8_row", "fp8_128x128")
+GROUPS = ([1, 0, 2], [8, 31, 0, 64])
+
+
+def run_product(name: str, rows: int, shape: tuple[int, int]) -> None:
+    """A Linear with stored codes; raises AssertionError where y is out of its bound."""
+    import torch
+
+    from tests.torch.test_decode_route import distances
+
+    worst, launches, _ = distances(name, rows, shape, torch.bfloat16, "cuda")
+    assert launches
+    assert worst <= 1
+
+
+def run_experts(name: str, sizes: list[int], shape: tuple[int, int]) -> None:
+    """The same of a GroupedLinear, with rows behind the last group."""
+    import torch
+
+    from tests.torch.test_decode_route import experts
+
+    worst, _, reason, _ = experts(name, sizes, shape, torch.bfloat16, "cuda", 3)
+    assert reason == ""
+    assert worst <= 1
+
+
+def cases_by_name() -> list[tuple[str, Callable[[], object]]]:
+    """Every case: its name, and what runs it."""
+    from tests.kernels import cases
     from tests.kernels.test_kernels import CASES
 
-    return [
-        number for number, case in enumerate(CASES) if pattern in str(case.id) and not str(case.id).startswith(LEFT_OUT)
+    found = [
+        (str(case.id), partial(cases.run, case.values[0], "cuda"))
+        for case in CASES
+        if not str(case.id).startswith(LEFT_OUT)
     ]
+    for name, shape in product(STORED, WEIGHTS):
+        found += [(f"product-{name}-{rows}x{shape}", partial(run_product, name, rows, shape)) for rows in ROWS]
+        if name == "fp8_128x128" and shape[0] % 128:  # tiles do not hold rows of two experts
+            continue
+        found += [
+            (f"product-experts-{name}-{sizes}x{shape}", partial(run_experts, name, sizes, shape)) for sizes in GROUPS
+        ]
+    return found
 
 
 def run_cases(numbers: list[int]) -> None:
     """Run cases in this process (the one that a tool watches); raises what they raise."""
-    from tests.kernels import cases
-    from tests.kernels.test_kernels import CASES
-
+    every = cases_by_name()
     for number in numbers:
-        cases.run(CASES[number].values[0], "cuda")
-        print("ran", CASES[number].id, flush=True)
+        name, run = every[number]
+        run()
+        print("ran", name, flush=True)
 
 
 def plant(tool: str) -> None:
@@ -107,7 +150,7 @@ def main() -> int:
     unknown = set(arguments.tools) - set(TOOLS)
     if unknown:
         parser.error(f"unknown tool {', '.join(sorted(unknown))}; known: {', '.join(TOOLS)}")
-    numbers = selected(arguments.pattern)
+    numbers = [number for number, (name, _) in enumerate(cases_by_name()) if arguments.pattern in name]
     parts = [numbers[start :: arguments.jobs] for start in range(arguments.jobs) if numbers[start :: arguments.jobs]]
     failed = False
     for tool in arguments.tools or TOOLS:

@@ -210,6 +210,54 @@ def wide_product():
     return interpreting(_wide_product)
 
 
+def _reads_behind(name):
+    """Places behind codes and scales that a product reads, of as many chunks as warps along K, but loaded ahead."""
+    from unittest import mock
+
+    from triton.runtime import interpreter
+
+    import microfloat.torch as mf
+    from microfloat.passes import products
+    from microfloat.passes.matrix import At
+    from microfloat.routes import encoding_of
+    from microfloat.torch.program import Program, device_of
+
+    n, cut = 16, DecodeCut(1, 2, 1, 1, 2, 2, False, False, False, False)
+    k = 2 * (256 if "4" in name else 128)
+    weight = mf.quantize(torch.randn(n, k), name)
+    operand, rhs = weight.to_operand(), encoding_of(weight.cast)
+    codes = products.stored_codes(rhs.format, rhs.hadamard, rhs.level, k)
+    strides = tuple(operand.scale.stride()) if operand.scale.dim() == 2 else (0, 0)
+    passes = products.decode_passes(
+        codes, (3, k, n), ("bfloat16", "bfloat16", None), strides, int(rhs.level == "row"), device_of(-1), None,
+        products.fitted(cut, codes, k, strides, False),
+    )  # fmt: skip
+    alone, walls = [], []
+    for tensor in (operand.codes, operand.scale):
+        with_wall = torch.zeros(tensor.numel() + 4096, dtype=tensor.dtype)
+        with_wall[: tensor.numel()] = tensor.as_strided((tensor.numel(),), (1,))
+        alone.append(with_wall.as_strided(tensor.shape, tensor.stride()))
+        end = with_wall.data_ptr() + tensor.numel() * tensor.element_size()
+        walls.append((end, end + 4096))
+    found, load = [], interpreter._interpreter.load
+
+    def watched(places, mask, *others):
+        at = places[mask]
+        found.extend(int(((at >= begin) & (at < end)).sum()) for begin, end in walls)
+        return load(places, mask, *others)
+
+    table = (None, torch.randn(3, k).bfloat16(), None, *alone, operand.tensor_scale)
+    with mock.patch.object(interpreter._interpreter, "load", watched):
+        Program(passes, torch.device("cpu")).run(0, (*table, *(None,) * (At.MADE - len(table))))
+    return len(found) > 0, sum(found)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_128x128"])
+def test_nothing_is_read_behind_the_weight(name):
+    """Where K is shorter than what is loaded ahead; an allocator may have given the memory behind to nobody."""
+    assert interpreting(_reads_behind)(name) == (True, 0)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "kind", ["ragged", *(pytest.param(kind, marks=_FURTHER) for kind in ("whole", "parts", "band", "bands", "columns"))]

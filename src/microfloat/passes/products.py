@@ -28,7 +28,6 @@ _CHUNK_BITS = 1024  # of a row's codes, which four lanes take in two halves
 _WARPS_THAT_ORDER = 4
 # Of `decode_wide`: bits of a row's codes in a step, and elements that a program orders or sums.
 _STEP_BITS, _ORDERED_TOGETHER, _SUMMED_TOGETHER = 512, 1024, 1024
-_WARPS_BESIDE = 12  # of `warpgroups`: enough for a multiprocessor
 Division = TypeVar("Division")  # what a table says of one
 _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
@@ -274,8 +273,8 @@ _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
 # (benchmarks/results/decode_warpgroup_cuts.json).
 _NOT_SO = (None, None, None)
 _BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {
-    "FP4": {32: _NOT_SO, 64: (4, 4, 8), 128: (8, 8, 16)},
-    "MXFP4": {16: _NOT_SO, 32: (None, 8, 8), 64: (4, 4, 8), 128: (8, 8, 16)},
+    "FP4": {32: _NOT_SO, 64: (8, 8, 8), 128: (8, 8, 16)},
+    "MXFP4": {16: _NOT_SO, 32: (None, 8, 8), 64: (8, 8, 8), 128: (8, 8, 16)},
     "MX": {64: _NOT_SO, 128: (8, 8, 8)},
     "FP8": {64: _NOT_SO, 128: (None, 8, 8)},
 }
@@ -335,8 +334,7 @@ def cut_of(
         cut = fitted(by_warpgroups(warps, tokens), codes, k, scale_strides, bias)
         if cut.WARPGROUPS:
             tiles, chunks = -(-n // (16 * warps)), -(-k * codes.BITS // _CHUNK_BITS)
-            splits = _parts_that_fill(tiles, chunks, device.multiprocessors, _most_of(codes, cut), warps)
-            return cut._replace(SPLITS=splits)
+            return cut._replace(SPLITS=_parts_that_fill(tiles, chunks, device.multiprocessors, _most_of(codes, cut)))
     if device.warpgroups and m >= _LEAST_WIDE[kind][size]:
         return fitted(_wide_cut(_WIDE[kind], codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
     assert m <= MOST_DECODED_ROWS, "nothing else multiplies so many rows"
@@ -380,19 +378,16 @@ def _most_of(codes: DecodeCodes, cut: DecodeCut) -> int:
     return SHARED_BYTES // (warpgroups.bytes_of_x(codes, cut) + warpgroups.bytes_declared(codes, cut) + SYSTEM_BYTES)
 
 
-def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int, warps: int) -> int:
+def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int) -> int:
     """Parts of K with which programs of `warpgroups` are done first, if each takes as long as what it has of K: at most
-    so many of them on a multiprocessor, unless there is one part. Of several such numbers the largest that puts no more
-    than `_WARPS_BESIDE` warps there, which wait for memory and for products by turns; else the smallest.
+    so many of them on a multiprocessor, unless there is one part.
     """
 
-    def order(parts: int) -> tuple[float, bool, int]:
+    def duration(parts: int) -> float:
         each = -(-tiles * parts // processors)
-        duration = each / parts if each <= most or parts == 1 else math.inf
-        many = each * warps > _WARPS_BESIDE
-        return duration, many, parts if many else -parts
+        return each / parts if each <= most or parts == 1 else math.inf
 
-    return min(range(1, min(_MOST_PARTS, max(1, chunks // _LEAST_STEPS)) + 1), key=order)
+    return min(range(1, min(_MOST_PARTS, max(1, chunks // _LEAST_STEPS)) + 1), key=duration)
 
 
 def _wide_cut(

@@ -410,7 +410,8 @@ def decode_gemm(
         loaded = (0, 0)
     else:
         for stage in tl.static_range(2 * STAGES):
-            loaded = loaded + (_load(at, first + stage // 2 * STRIDE, steps > 0, t, stage % 2, CODES, CUT, HW),)
+            has = stage // 2 < steps
+            loaded = loaded + (_load(at, first + stage // 2 * STRIDE, has, t, stage % 2, CODES, CUT, HW),)
     while step < steps:
         x_chunk = first + tl.minimum(step + 1, steps - 1) * STRIDE
         made, sums, queue = _chunk_sums(
