@@ -271,12 +271,12 @@ _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
 
 # With how many warps `gemm.warpgroups` multiplies on a Hopper, by the most rows of x
 # (benchmarks/results/decode_warpgroup_cuts.json).
-_NOT_SO = (None, None, None)
+_BY_OTHERS = (None, None, None)
 _BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {
-    "FP4": {32: _NOT_SO, 64: (8, 8, 8), 128: (8, 8, 16)},
-    "MXFP4": {16: _NOT_SO, 32: (None, 8, 8), 64: (8, 8, 8), 128: (8, 8, 16)},
-    "MX": {64: _NOT_SO, 128: (8, 8, 8)},
-    "FP8": {64: _NOT_SO, 128: (None, 8, 8)},
+    "FP4": {32: _BY_OTHERS, 64: (8, 8, 8), 128: (8, 8, 16)},
+    "MXFP4": {16: _BY_OTHERS, 32: (None, 8, 8), 64: (8, 8, 8), 128: (8, 8, 16)},
+    "MX": {64: _BY_OTHERS, 128: (8, 8, 8)},
+    "FP8": {64: _BY_OTHERS, 128: (None, 8, 8)},
 }
 
 
