@@ -489,7 +489,8 @@ def convert(
     * `scale_rule`: the rule of the cast in place of the format's own; `four_over_six`: that rule, for NVFP4.
     * `ignore`: modules that stay in high precision beside `lm_head`, embeddings, routers, norms and biases: parts of
       names ("layers.0"), wildcards ("*.layers.0.*") or regular expressions ("re:.*down_proj").
-    * `fuse`: groups that share one tensor scale: "qkv", "gate_up", and "experts" (those of one layer).
+    * `fuse`: groups that share one tensor scale, or under "modelopt:fp8" the scale of a matrix: "qkv", "gate_up", and
+      "experts" (those of one layer).
     * `verify`: read the result back from disk and compare it. `max_shard_size`: bytes, or text such as "5GB".
     * `resume`: go on where the same conversion was interrupted; False starts again.
     * `progress` is called with a `Progress` now and then.

@@ -49,14 +49,14 @@ def _options(
 
 
 class _Values(TyperCommand):
-    """A command whose arguments may be negative numbers, which are no options; "--" before them says nothing more."""
+    """A command that takes negative numbers as arguments; the "--" that other commands need before them is ignored."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         return super().parse_args(ctx, [word for word in args if word != "--"])
 
 
 def _add(run: Callable[..., int | None], **options: Any) -> None:
-    """Add a command; of help alone, a list of commands in a narrow terminal would show some words and dots."""
+    """Add a command; without `short_help` the list of commands cuts its sentence off in a narrow terminal."""
     app.command(short_help=(run.__doc__ or "").partition("\n\n")[0], **options)(command(run))
 
 

@@ -169,7 +169,7 @@ def _add_sum(
 
 
 def _most_beside(programs: int, processors: int, most: int) -> int:
-    """The most programs on a multiprocessor where all of them run at once with at most so many; 0 where they do not.
+    """The programs that a multiprocessor gets if all run at once with at most `most` on each; else 0.
 
     Without that limit, launches that begin early fill some multiprocessors twice while others still run the launch
     before.

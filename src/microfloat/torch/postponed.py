@@ -44,7 +44,7 @@ class Postponed:
     """
 
     def __init__(self, schedule: "Schedule | None", layer: "RecipeLayer", weight: torch.Tensor) -> None:
-        """`schedule`: None of a call without rows."""
+        """`schedule`: None for a call without rows."""
         self._schedule, self._weights = schedule, weights_of(weight)
         if fsdp_parameters(layer) or not all(one.is_leaf for one in self._weights):
             kind = "that FSDP shards" if fsdp_parameters(layer) else "that is computed, by a parametrization or FSDP1"
@@ -89,7 +89,7 @@ class Postponed:
         return dx, None
 
     def leave(self, multiply: Callable[[], Maybe]) -> None:
-        """Leave in the layer what makes dw, or None where that has gone to its `MainGrad`."""
+        """Leave a function in the layer, which makes dw, or adds it to a `MainGrad` and returns None."""
         weights = self._weights
 
         def add() -> None:

@@ -294,7 +294,7 @@ class Schedule:
         return x, w, dy
 
     def routes_of_part(self, recipe: Recipe, routes: Routes, chip: Chip | None) -> Routes:
-        """The routes for what this process has of a stored weight: these, where it has all."""
+        """The routes for the part of a stored weight that this process has: these, since it has the whole."""
         return routes
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:

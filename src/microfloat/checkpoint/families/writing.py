@@ -22,7 +22,7 @@ _CODES = {"E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "E5M2": np.dtype(ml_dtypes.
 class Written(NamedTuple):
     """The cast that a family is written with, and what its configuration says about activations without a scale.
 
-    `joint`: members of a fused group are cast with one scale though the format has no tensor scale, as by its producer.
+    `joint`: members of a fused group share one scale though the format has no tensor scale, as its producer does.
     """
 
     cast: Cast

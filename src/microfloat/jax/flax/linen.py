@@ -282,7 +282,7 @@ def overwrite_with_gradient(tx: Any) -> Any:
     return type(tx)(init, update)
 
 
-# What runs while optax initialises a chain: closures, which all chains share the code of.
+# The code of the closures by which optax initialises a chain; all chains share it.
 _CHAINS = tuple(
     cast(Any, chain.init).__code__
     for chain in (optax.chain(optax.identity()), optax.named_chain(("", optax.identity())))

@@ -47,7 +47,7 @@ def scatter_values(partial: torch.Tensor, dim: int, axis: Axis) -> UnderWay[torc
 
 
 class _Backward:
-    """What one backward has of the gradients of a gathered x. torch lets go of it when that backward ends or fails."""
+    """The gradients of a gathered x in one backward. torch holds it, as a callback, until that ends or fails."""
 
     __slots__ = ("__weakref__", "came", "columns", "dx", "under_way")
 
@@ -58,7 +58,7 @@ class _Backward:
         self.under_way: UnderWay[torch.Tensor] | None = None
 
     def __call__(self) -> None:
-        """The end of the backward, to which it is told as a callback."""
+        """Nothing; torch calls it when the backward ends."""
 
 
 class Readers:
@@ -82,7 +82,7 @@ class Readers:
         self._number += torch._C._current_graph_task_id() == self._made_in
 
     def _entered(self) -> _Backward:
-        """What the backward that torch runs now has."""
+        """The gradients of the backward that runs now."""
         number = torch._C._current_graph_task_id()
         backward = self._backwards.get(number)
         if backward is None:
@@ -118,7 +118,7 @@ class Readers:
         under_way = backward.under_way
         if backward.dx is not None:
             under_way = scatter_values(backward.dx, self._dim, self._axis)
-        backward.dx = backward.under_way = None  # torch has the object until the end
+        backward.dx = backward.under_way = None  # torch holds the object until the end
         backward.columns.clear()
         return None if under_way is None else under_way.wait()
 
@@ -194,10 +194,10 @@ def gathering_values(x: torch.Tensor, values: Values) -> torch.Tensor:
 
 
 class _Shared:
-    """What a layer has made of a DTensor in a state, for the next one; copies of the DTensor, or in a file, have none.
+    """What a layer has made of a DTensor, for the next layer that reads it in the same state; copies have none of it.
 
-    The graph of what is made of a leaf holds the leaf. They would keep each other for ever, where no collector looks:
-    there the reference is weak, and layers that will have a backward hold what they have read (`is_held_by_readers`).
+    The graph of what is made of a leaf holds the leaf, in C++, where no collector finds a cycle. So a leaf has a weak
+    reference, and layers that will have a backward hold what they have read (`is_held_by_readers`).
     """
 
     def __init__(self, x: DTensor | None = None, state: tuple | None = None, made: Maybe = None) -> None:
@@ -211,7 +211,7 @@ class _Shared:
         return _Shared, ()
 
     def made_in(self, state: tuple) -> Maybe:
-        """It, if it is there and was made in this state."""
+        """What was made, if it still exists and was made in this state."""
         return self._made() if self.state == state else None
 
 
@@ -243,7 +243,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
         readers, gradient, x = ctx.settings
-        _forget(x(), "_gathering")  # whose layers have run: the memory
+        _forget(x(), "_gathering")  # all layers that read it have run: free the memory
         dx = readers.result()
         return None if dx is None else gradient.wrap(dx), None, None, None
 

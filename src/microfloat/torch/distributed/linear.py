@@ -154,7 +154,7 @@ class _ShardedRun:
     case: _Case
     wraps_dx: bool = False
     readers: Readers | None = None  # of the gathered x
-    held: Maybe = None  # the gathered x, until backward, where nobody else holds it for other layers
+    held: Maybe = None  # the gathered x, until backward, where x refers to it weakly
     scatters_dx: bool = False  # itself, since x has no node that does
     y_shape: torch.Size | None = None  # of the partial sums, where they are scattered
     result: torch.Tensor | None = None  # of the shape and dtype of this rank's part of y, without memory

@@ -528,7 +528,7 @@ class PartSchedule(Schedule):
         return {"N": self.out_features * self._axis.size, "K": self.in_features * self._axis.size}
 
     def routes_of_part(self, recipe: Recipe, routes: Routes, chip: Chip | None) -> Routes:
-        """See `Schedule.routes_of_part`: none folds elements of which other ranks have some."""
+        """See `Schedule.routes_of_part`: no product folds elements together of which other ranks have some."""
         return routes_of_shards(recipe, routes, chip, self._shards, self._whole_sizes())
 
 

@@ -279,7 +279,7 @@ class MultiheadAttention(Composite):
         self._join()
 
     def reset_parameters(self) -> None:
-        """Draw fresh parameters; those of a learnable softmax are 0."""
+        """Draw fresh parameters; `softmax_offset` is 0."""
         super().reset_parameters()
         if self.softmax_offset is not None:
             nn.init.zeros_(self.softmax_offset)
@@ -362,7 +362,7 @@ class MultiheadAttention(Composite):
         return norms[0](q), norms[1](k), v
 
     def _offset(self, q: torch.Tensor) -> torch.Tensor | None:
-        """The logarithm of what each head's softmax adds to its sum, [H]: of the heads that this rank has."""
+        """The score of the sink of each head that this rank has, [H]; None without sinks."""
         offset: Maybe = self.softmax_offset
         if self.softmax_type == "off-by-one":
             return q.new_zeros(q.shape[2])
