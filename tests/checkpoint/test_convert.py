@@ -16,7 +16,7 @@ from microfloat import reference
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint._saving import SAVED
 from microfloat.checkpoint.families import WRITTEN
-from microfloat.errors import CheckpointError
+from microfloat.errors import CheckpointError, InvalidTypeError
 from microfloat.formats import FORMATS, decode, encode
 from microfloat.recipes import Cast
 from tests import processes
@@ -517,6 +517,8 @@ def test_a_disk_that_fills_up_is_an_error_that_names_the_remedy(source, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"to": 5}, "to: got int, needed a name, as a string"),
+        ({"to": "native"}, "the container alone"),
         ({"to": "ct:nvfp5"}, "Did you mean 'ct:nvfp4'"),
         ({"to": "torchao"}, "to: got 'torchao', needed one of"),
         ({"to": "nvfp4"}, "Did you mean 'modelopt:nvfp4', 'ct:nvfp4' or 'microfloat:nvfp4'?"),
@@ -534,7 +536,7 @@ def test_a_disk_that_fills_up_is_an_error_that_names_the_remedy(source, tmp_path
     ],
 )
 def test_arguments(source, tmp_path, arguments, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises((ValueError, InvalidTypeError), match=re.escape(words)):
         convert(source, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 

@@ -227,3 +227,8 @@ def test_an_op_is_explained_as_its_recipe_and_backend(op):
     assert mj.explain(op("mxfp8", backend="reference"), "h200") == mj.explain("mxfp8", "h200", backend="reference")
     with pytest.raises(InvalidTypeError, match="recipe: got NoneType"):
         mj.explain(op(), "h200")
+
+
+def test_a_product_of_an_op_is_explained_as_that_of_its_recipe():
+    operands = np.ones((4, 64), np.float32), np.ones((64, 8), np.float32), (((1,), (0,)), ((), ()))
+    assert mj.explain(mj.dot_general("mxfp8"), *operands) == mj.explain("mxfp8", *operands)

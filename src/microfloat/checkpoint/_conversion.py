@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat._version import __version__
+from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import (
     cast_slab,
     experts_of,
@@ -185,6 +186,7 @@ class Target:
 
 def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
     """The target of a name such as "ct:nvfp4"; ValueError for an unknown one, or a scale rule that does not fit it."""
+    check_name("to", to)
     if to in PLAIN:
         if scale_rule is not None or four_over_six:
             raise invalid_value("scale_rule", scale_rule or "four_over_six", f"None, as {to} has no scales")
@@ -204,7 +206,7 @@ def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
 
 def _hint_of(to: str) -> str:
     """A hint for a format without its family, or for our own container without a format; "" for other names."""
-    if to == "microfloat:native":
+    if to.lower() in ("native", "microfloat:native"):
         return "That is the container alone; its targets name the format in it, such as microfloat:nvfp4_row."
     *first, last = [repr(name) for name in WRITTEN if name.partition(":")[2] == to.lower()] or [""]
     return f"Did you mean {', '.join(first) + ' or ' if first else ''}{last}?" if last else ""

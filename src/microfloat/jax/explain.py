@@ -17,7 +17,7 @@ from microfloat.jax.backends.casts import reads_values
 from microfloat.jax.backends.gemms import GemmPlan, route_of_plan
 from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.dimensions import canonical_dimensions
-from microfloat.jax.dot_general import Einsum, Op
+from microfloat.jax.dot_general import DotGeneral, Einsum, Op
 from microfloat.jax.ops import check_backend
 from microfloat.jax.ragged_dot import RaggedDot
 from microfloat.operands import GEMMS, OPERANDS
@@ -101,7 +101,8 @@ def explain(
       machine names the package that is missing. `shape` is (M, K, N) of a Linear, for padding and casts.
     * ``explain(op, device=None, shape=None)``: the same of what `dot_general`, `einsum` or `ragged_dot` returned, with
       the recipe and the backend of the op; of ragged_dot, the products of a group.
-    * ``explain(recipe, lhs, rhs, dimension_numbers)``: the same for these operands (arrays or jax.ShapeDtypeStruct).
+    * ``explain(recipe, lhs, rhs, dimension_numbers)``: the same for these operands (arrays or jax.ShapeDtypeStruct);
+      also of what `dot_general` returned.
     * ``explain(function, *arguments)``: compiles the function and lists its dots; `calls_fp8` says whether an FP8
       GEMM is called, on any platform.
 
@@ -110,7 +111,8 @@ def explain(
     """
     op = subject.op if isinstance(subject, Einsum) else subject
     grouped = False
-    if isinstance(op, Op) and not any(hasattr(argument, "shape") for argument in arguments):
+    is_called = any(hasattr(argument, "shape") for argument in arguments)
+    if isinstance(op, Op) and (not is_called or (isinstance(subject, DotGeneral) and len(arguments) == 3)):
         grouped, backend = isinstance(op, RaggedDot), op.backend if backend == "auto" else backend
         subject = as_recipe(recipe_here(op.recipe))  # type: ignore[arg-type]
     if not isinstance(subject, Recipe | str):
