@@ -190,6 +190,14 @@ def test_gaps_are_left_out_with_the_sequence_before_them():
     assert 0 < int(is_left.sum()) < 258
 
 
+def test_a_path_is_dropped_of_sequences_alone():
+    layer, x = mf.TransformerLayer(16, 24, 2, drop_path_rate=0.5), torch.randn(4, 16)
+    none = torch.zeros(1, dtype=torch.int32)
+    assert layer(x, cu_seqlens=none, cu_seqlens_padded=none).shape == x.shape
+    with pytest.raises(InvalidTypeError, match="cu_seqlens: got list"):
+        layer(x, cu_seqlens=[0, 4])
+
+
 HEADS = [torch.ones(1, 3, 2, 8)] * 3
 ENDS, GAPS = torch.tensor([0, 3, 8]), torch.tensor([0, 4, 10])
 

@@ -157,6 +157,8 @@ class TransformerLayer(Composite):
         """1 for the sequences that a block adds to, else 0, [B, 1, 1] or [T, 1]; None where it adds to all."""
         if not self.training or not self.drop_path_rate:
             return None
+        if starts is not None and not (isinstance(starts, torch.Tensor) and starts.numel() > 1):
+            return None  # there are no sequences, or attention will refuse what is no tensor
         count = x.shape[0] if x.dim() == 3 else 1 if starts is None else starts.numel() - 1
         keep = x.new_empty((count, *[1] * (x.dim() - 1))).bernoulli_(1.0 - self.drop_path_rate)
         if x.dim() == 2 and starts is not None:  # padding is kept or left out with the sequence before it
