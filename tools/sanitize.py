@@ -97,6 +97,7 @@ def plant(tool: str) -> None:
 
     from microfloat.passes import OperandSpec
     from microfloat.passes.casts import cast_passes
+    from microfloat.passes.matrix import At
     from microfloat.recipes import Cast
     from microfloat.torch.program import Program, matrix_of, scratch
 
@@ -106,7 +107,8 @@ def plant(tool: str) -> None:
         x.zero_()
         matrix = replace(matrix, rows=65)
     program = Program(cast_passes(matrix, OperandSpec(Cast("mxfp8")), None), x.device)
-    program.run(torch.cuda.current_stream().cuda_stream, (None, x, scratch(0), *(None,) * 10))
+    table = (None, x, scratch(0), *(None,) * (At.MADE - 3))
+    program.run(torch.cuda.current_stream().cuda_stream, table)
     torch.cuda.synchronize()
 
 
