@@ -4,14 +4,17 @@ in its one form.
 
 import numbers
 import operator
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from microfloat.errors import InvalidValueError, invalid_type, invalid_value, unknown_name
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value, kind_of, unknown_name
 
 __all__ = [
     "as_float",
     "as_int",
+    "as_path",
     "axes_of",
     "check_bool",
     "check_choice",
@@ -47,6 +50,13 @@ def as_int(value: Any, error: InvalidValueError) -> int:
         return operator.index(value)
     except TypeError:
         raise error from None
+
+
+def as_path(argument: str, value: object, needed: str = "a str or a pathlib.Path, that of a file") -> Path:
+    """A path as a Path; InvalidTypeError for anything but a str or a path."""
+    if isinstance(value, str | os.PathLike):
+        return Path(value)
+    raise invalid_type(argument, kind_of(value), needed)
 
 
 def check_word(argument: str, value: object) -> int:
