@@ -52,11 +52,13 @@ def as_int(value: Any, error: InvalidValueError) -> int:
         raise error from None
 
 
-def as_path(argument: str, value: object, needed: str = "a str or a pathlib.Path, that of a file") -> Path:
-    """A path as a Path; InvalidTypeError for anything but a str or a path."""
-    if isinstance(value, str | os.PathLike):
-        return Path(value)
-    raise invalid_type(argument, kind_of(value), needed)
+def as_path(argument: str, value: Any, needed: str = "a str or a pathlib.Path, that of a file") -> Path:
+    """A path as a Path; InvalidTypeError for anything but a str or a path, InvalidValueError for what names nothing."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise invalid_type(argument, kind_of(value), needed)
+    if not os.fspath(value) or "\0" in os.fspath(value):
+        raise invalid_value(argument, repr(value), needed)
+    return Path(value)
 
 
 def check_word(argument: str, value: object) -> int:

@@ -5,9 +5,10 @@ import stat
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
+from microfloat.arguments import as_path
 from microfloat.checkpoint.container import Container, read_json_file
 from microfloat.checkpoint.records import Finding
-from microfloat.errors import checkpoint_error, invalid_type
+from microfloat.errors import checkpoint_error
 
 __all__ = ["Folder", "locate"]
 
@@ -31,9 +32,7 @@ class Folder(NamedTuple):
 
 def locate(path: str | os.PathLike[str]) -> Folder:
     """The files behind `path`: a safetensors file, an index, or a directory. Raises CheckpointError where none are."""
-    if not isinstance(path, str | os.PathLike):
-        raise invalid_type("path", type(path), "a str or a pathlib.Path, that of a checkpoint")
-    path = Path(path)
+    path = as_path("path", path, "a str or a pathlib.Path, that of a checkpoint")
     found: list[Finding] = []
     root = path if path.is_dir() else path.parent
     if path.is_dir():
