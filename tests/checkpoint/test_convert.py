@@ -16,7 +16,7 @@ from microfloat import reference
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint._saving import SAVED
 from microfloat.checkpoint.families import WRITTEN
-from microfloat.errors import CheckpointError, MicrofloatError
+from microfloat.errors import CheckpointError, InvalidValueError, MicrofloatError
 from microfloat.formats import FORMATS, decode, encode
 from microfloat.recipes import Cast
 from tests import processes
@@ -549,6 +549,14 @@ def test_arguments(source, tmp_path, arguments, words):
 @pytest.mark.parametrize("path", [None, b"out", "", "a\0b"])
 def test_what_is_no_destination_is_named(path):
     with pytest.raises(MicrofloatError, match=r"path: got .*, needed a str or a pathlib.Path, that of a folder"):
+        save(model(), path, format="plain")
+
+
+@pytest.mark.parametrize("path", [".", "..", "/"])
+def test_folders_that_are_made_have_a_name(path):
+    with pytest.raises(
+        InvalidValueError, match=r"path: got .*, needed the name of a folder that is made. Such as .*model"
+    ):
         save(model(), path, format="plain")
 
 

@@ -103,6 +103,8 @@ def write(
     target = as_path("path", path, "a str or a pathlib.Path, that of a folder or a .safetensors file to be written")
     if progress is not None and not callable(progress):
         raise invalid_type("progress", kind_of(progress), "a function of a Progress, or None")
+    if target.name in ("", ".."):
+        raise invalid_value("path", target, "the name of a folder that is made", f"Such as {target / 'model'}.")
     is_file = target.suffix == ".safetensors"
     if is_file:
         entries = [entry for job in plan.jobs for entry in job.entries]
