@@ -41,7 +41,8 @@ def locate(path: str | os.PathLike[str]) -> Folder:
         files, weight_map = _of_index(path, found)
     else:
         files, weight_map = {path.name: path}, None
-    configs = {name: _json(root, name, found) for name in CONFIGS if (root / name).exists()}
+    read = {name: _json(root, name, found) for name in CONFIGS if (root / name).exists()}
+    configs = {name: value for name, value in read.items() if isinstance(value, dict)}
     if any(finding.severity == "error" for finding in found):
         raise checkpoint_error(path, found)
     return Folder(path, files, weight_map, configs, found)
