@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 
@@ -12,7 +13,7 @@ from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import checkpoint  # noqa: E402
-from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError  # noqa: E402
+from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, MicrofloatError  # noqa: E402
 from microfloat.recipes import MXFP8BlockScaling, WeightActivation, WeightOnly  # noqa: E402
 
 pytestmark = [
@@ -161,6 +162,18 @@ def test_what_stays_on_the_meta_device_is_named(tmp_path) -> None:
         model = Shared()
     with pytest.warns(UserWarning, match="the checkpoint does not have angles, which are on the meta device still"):
         mf.load_quantized(tmp_path / "model", model)
+    with warnings.catch_warnings(action="error"):
+        mf.load_quantized(tmp_path / "model", model, device="meta")  # as was asked for
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"device": "qpu"}, "device: got 'qpu', needed a torch.device"), ({"device": 3.5}, "device: got float, needed"),
+     ({"strict": "no"}, "strict: got str, needed True or False")],
+)  # fmt: skip
+def test_wrong_arguments_are_named(arguments, words, tmp_path) -> None:
+    with pytest.raises(MicrofloatError, match=words):
+        mf.load_quantized(tmp_path / "nowhere", made(), **arguments)
 
 
 def test_a_linear_weight_the_other_way_round_does_not_fit(tmp_path) -> None:

@@ -16,6 +16,7 @@ from microfloat.errors import InvalidTypeError, InvalidValueError
 from microfloat.formats import get_format
 from microfloat.passes import CastInputs
 from microfloat.recipes import from_name
+from microfloat.torch import measuring
 from tests.interpreter import interpreting
 
 BF16 = torch.bfloat16
@@ -493,6 +494,24 @@ def test_sinks_that_are_refused(tmp_path):
         InvalidValueError, match=r"path: got .*x.csv, needed a file in a folder .* Create .*there first"
     ):
         w.to_csv(tmp_path / "there" / "x.csv")
+
+
+def test_an_interrupted_reading_loses_no_sample(monkeypatch):
+    with mf.watch(layer := mf.Linear(32, 16, recipe="mxfp8"), every=1, what_if=()) as w:
+        for _ in range(3):
+            layer(torch.ones(4, 32))
+    read, calls = measuring.Sample.read, iter(range(9))
+
+    def interrupted(sample):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return read(sample)
+
+    monkeypatch.setattr(measuring.Sample, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        w.records  # noqa: B018
+    steps = [one.step for one in w.records if one.metric == "amax" and one.operand == "x"]
+    assert steps == [0, 1, 2]
 
 
 def test_an_interrupted_file_leaves_the_earlier_one(tmp_path):

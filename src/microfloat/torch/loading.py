@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from microfloat.errors import CheckpointError, InvalidValueError, NotSupportedError, invalid_value
+from microfloat.arguments import check_bool
+from microfloat.errors import (
+    CheckpointError,
+    InvalidValueError,
+    NotSupportedError,
+    invalid_type,
+    invalid_value,
+    kind_of,
+)
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.recipes.inference import WeightActivation, WeightOnly
@@ -27,8 +35,6 @@ from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from torch.types import Device
-
     from microfloat.checkpoint import Record
 
 __all__ = ["load_quantized", "save_quantized"]
@@ -73,12 +79,13 @@ def load_quantized(
 
     if config is not None:
         check_config("", config, False)
+    check_bool("strict", strict)
+    target = _device(device)
     loaded = checkpoint.load(path, format=format)
     for finding in loaded.scale_findings:
         if finding.id == "fused-mismatch":
             warnings.warn(f"load_quantized: {finding}", UserWarning, stacklevel=2)
     if model is None:
-        target = torch.device("cpu" if device is None else device)
         return {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
     _check_names(model, loaded, strict)
@@ -91,19 +98,29 @@ def load_quantized(
         for name in group if name not in loaded
     }  # fmt: skip
     for name, first in names.items():
-        row = _load_one(model, name, loaded[first], loaded, config, device)
+        row = _load_one(model, name, loaded[first], loaded, config, target)
         rows += [] if row is None else [row]
     _tie_again(model, tied)
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     bare = [name for name, value in _named(model).items() if value.is_meta]
-    if bare:
+    if bare and target.type != "meta":
         warnings.warn(
             f"load_quantized: the checkpoint does not have {', '.join(bare)}, which are on the meta device still: "
             "buffers that no state dict holds, or what strict=False has left out. Give them values before the model is "
             "called, or build it with them on a device.", UserWarning, stacklevel=2,
         )  # fmt: skip
     return report_of(model, rows)
+
+
+def _device(device: object) -> torch.device:
+    needed = "a torch.device, its name, such as 'cuda:0', or None"
+    if not isinstance(device, torch.device | str | int | None):
+        raise invalid_type("device", kind_of(device), needed)
+    try:
+        return torch.device("cpu" if device is None else device)
+    except RuntimeError:
+        raise invalid_value("device", repr(device), needed) from None
 
 
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -171,7 +188,7 @@ def _is_taken(name: str, existing: Mapping[str, torch.Tensor]) -> bool:
 @torch.no_grad()
 def _load_one(
     model: nn.Module, name: str, record: "Record", loaded: Mapping[str, "Record"], config: Config | None,
-    device: "Device",
+    device: torch.device,
 ) -> ConversionRow | None:  # fmt: skip
     """Load one record of those `loaded`; the row of a quantized one."""
     parent, _, key = name.rpartition(".")
@@ -181,7 +198,7 @@ def _load_one(
     old = getattr(module, key, None)
     if not isinstance(old, torch.Tensor):
         return None
-    target = old.device if not old.is_meta else torch.device("cpu" if device is None else device)
+    target = device if old.is_meta else old.device
     tensor = _tensor_of(record, old.dtype).to(target)
     if not isinstance(tensor, QuantizedTensor):
         _take(module, key, old, tensor)

@@ -281,9 +281,10 @@ class watch(RecordLog):
     def _read(self) -> None:
         if self._readings:
             self._close()
-        samples, self._samples = self._samples, []
-        for sample in samples:
-            for entry, found in sample.read():
+        while self._samples:
+            made = self._samples[0].read()
+            del self._samples[0]  # no sooner: Ctrl-C while the device is waited for leaves it
+            for entry, found in made:
                 if (entry.step, entry.module.split("#")[0]) not in self._mistaken:
                     self.take(entry, found)
 
