@@ -17,6 +17,7 @@ from microfloat.formats import get_format
 from microfloat.passes import CastInputs
 from microfloat.recipes import from_name
 from microfloat.torch import measuring
+from microfloat.torch.observing import OBSERVERS
 from tests.interpreter import interpreting
 
 BF16 = torch.bfloat16
@@ -494,6 +495,30 @@ def test_sinks_that_are_refused(tmp_path):
         InvalidValueError, match=r"path: got .*x.csv, needed a file in a folder .* Create .*there first"
     ):
         w.to_csv(tmp_path / "there" / "x.csv")
+
+
+def test_watches_of_one_model_close_in_any_order():
+    """The first one to be opened took the other one away, and came back for good when that was closed."""
+    model = mf.Linear(32, 16, recipe="mxfp8")
+    first, second = (mf.watch(model, every=1, what_if=()) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    model(torch.ones(4, 32))
+    first.__exit__(None, None, None)
+    model(torch.ones(4, 32))
+    second.__exit__(None, None, None)
+    model(torch.ones(4, 32))
+    assert [{one.step for one in w.records} for w in (first, second)] == [{0}, {0, 1}]
+    assert not OBSERVERS
+
+
+def test_a_watch_that_is_open_already_or_not_is_refused():
+    with mf.watch(nn.Linear(8, 8)) as w:
+        with pytest.raises(InvalidValueError, match="watch: got one that is open already"):
+            w.__enter__()
+        w.step()
+    with pytest.raises(InvalidValueError, match=r"w.step: got a call of a watch that is not open, .* with mf.watch"):
+        w.step()
 
 
 def test_an_interrupted_reading_loses_no_sample(monkeypatch):
