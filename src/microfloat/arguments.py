@@ -21,6 +21,7 @@ __all__ = [
     "check_int",
     "check_keys",
     "check_name",
+    "check_new_file",
     "check_packable",
     "check_packed",
     "check_number",
@@ -59,6 +60,12 @@ def as_path(argument: str, value: Any, needed: str = "a str or a pathlib.Path, t
     if not os.fspath(value) or "\0" in os.fspath(value):
         raise invalid_value(argument, repr(value), needed)
     return Path(value)
+
+
+def check_new_file(argument: str, path: Path) -> None:
+    """InvalidValueError for a file in a folder that does not exist: before work whose result would be lost."""
+    if not path.parent.is_dir():
+        raise invalid_value(argument, path, "a file in a folder that exists", f"Create {path.parent} first.")
 
 
 def check_word(argument: str, value: object) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from microfloat import metrics
-from microfloat.arguments import as_path, check_int, check_number
+from microfloat.arguments import as_path, check_int, check_new_file, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
 from microfloat.formats import ElementFormat, ScaledFormat, ScaleFormat, encode
 from microfloat.metrics import ScaleHistogram
@@ -296,8 +296,7 @@ class RecordLog:
         A file gets its name when it is whole: what is interrupted leaves an earlier one as it was.
         """
         checked = as_path("path", path)
-        if not checked.parent.is_dir():
-            raise invalid_value("path", checked, "a file in a folder that exists", f"Create {checked.parent} first.")
+        check_new_file("path", checked)
         if checked.exists() and not checked.is_file():  # a folder is refused by the system, a pipe is written to
             self._write_csv(checked)
             return

@@ -107,7 +107,7 @@ class watch(RecordLog):
         self._model = model
         self._count, self._sampled = -1, 0  # the number of this step, and of samples so far
         self._explicit, self._trains = False, False
-        self._caller_in_place: Callable[..., Any] | None = None
+        self._caller_in_place: Callable[..., object] | None = None
         self._readings = Readings()  # of the sample that is being taken
         self._samples: list[Sample] = []
         self._names: dict[nn.Module, str] = {}
