@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from microfloat import reference
+from microfloat import metrics, reference
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint._saving import SAVED
 from microfloat.checkpoint.families import WRITTEN
@@ -611,6 +611,25 @@ def test_whole_numbers_of_a_module_that_is_ignored_are_no_codes(tmp_path):
     save([*model(), plain_bytes], tmp_path / "source", format="plain")
     convert(tmp_path / "source", tmp_path / "out", to="modelopt:nvfp4")
     assert load(tmp_path / "out")["count.weight"].format is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_beyond_the_range_of_a_target_are_named_as_that(tmp_path):
+    large = Record("a.weight", np.full((32, 32), 70000, np.float32), logical_shape=(32, 32))
+    save([large], tmp_path / "source", format="plain")
+    with pytest.raises(CheckpointError, match="1024 values that are NaN or infinite, beyond the range of the target"):
+        convert(tmp_path / "source", tmp_path / "out", to="f16")
+
+
+@pytest.mark.parametrize("value", [2.0**127, 3 * 2.0**-140])
+def test_errors_of_large_and_of_tiny_weights_are_measured(tmp_path, value):
+    """Their squares are none in float32."""
+    values = np.float32(value) * np.linspace(0.5, 1, 1024, dtype=np.float32).reshape(32, 32)
+    save([Record("a.weight", values, logical_shape=(32, 32))], tmp_path / "source", format="plain")
+    worst = convert(tmp_path / "source", tmp_path / "out", to="microfloat:fp8_row_e5m2").worst
+    q = load(tmp_path / "out")["a.weight"].dequantize()
+    expected = metrics.sqnr_db(values, q)
+    assert worst.sqnr_db == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_configuration_that_consumers_read_otherwise_is_noted(tmp_path):

@@ -53,7 +53,12 @@ def verify_written(steps: Sequence["Step"], path: Path, target: "Target", notes:
                 again = replace(again, codes=codes, logical_shape=codes.shape)
             found[step.record.name] = _sqnr_db(step, again)
             if found[step.record.name] != found[step.record.name]:
-                wrong.append(f"{step.record.name} has other values than zero, where the source is all zero")
+                lost = _not_finite(again)
+                wrong.append(
+                    f"{step.record.name} has {lost} values that are NaN or infinite, beyond the range of the target: "
+                    "keep it as it is with ignore= (--ignore), or choose another target" if lost
+                    else f"{step.record.name} has other values than zero, where the source is all zero"
+                )  # fmt: skip
     if wrong:
         raise CheckpointError("\n  ".join([f"{path}: {len(wrong)} parameters were not written well.", *wrong]))
     return found
@@ -84,7 +89,13 @@ def _sqnr_db(step: "Step", again: Record) -> float:
         signal, noise = signal + more[0], noise + more[1]
     if noise == 0:
         return float("inf")
+    if noise == float("inf"):
+        return float("nan")
     return 10 * float(np.log10(signal / noise)) if signal else float("nan")
+
+
+def _not_finite(record: Record) -> int:
+    return sum(int((~np.isfinite(slab.dequantize())).sum()) for _, _, slab in slabs(record, _tile_of(record)))
 
 
 def _tile_of(record: Record) -> int:
