@@ -4,20 +4,24 @@ in its one form.
 
 import numbers
 import operator
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from microfloat.errors import InvalidValueError, invalid_type, invalid_value, unknown_name
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value, kind_of, unknown_name
 
 __all__ = [
     "as_float",
     "as_int",
+    "as_path",
     "axes_of",
     "check_bool",
     "check_choice",
     "check_int",
     "check_keys",
     "check_name",
+    "check_new_file",
     "check_packable",
     "check_packed",
     "check_number",
@@ -47,6 +51,21 @@ def as_int(value: Any, error: InvalidValueError) -> int:
         return operator.index(value)
     except TypeError:
         raise error from None
+
+
+def as_path(argument: str, value: Any, needed: str = "a str or a pathlib.Path, that of a file") -> Path:
+    """A path as a Path; InvalidTypeError for anything but a str or a path, InvalidValueError for what names nothing."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise invalid_type(argument, kind_of(value), needed)
+    if not os.fspath(value) or "\0" in os.fspath(value):
+        raise invalid_value(argument, repr(value), needed)
+    return Path(value)
+
+
+def check_new_file(argument: str, path: Path) -> None:
+    """InvalidValueError for a file in a folder that does not exist: before work whose result would be lost."""
+    if not path.parent.is_dir():
+        raise invalid_value(argument, path, "a file in a folder that exists", f"Create {path.parent} first.")
 
 
 def check_word(argument: str, value: object) -> int:

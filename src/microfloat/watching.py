@@ -7,19 +7,22 @@ so that a metric has one name and one definition. Sums are float64 of torch or f
 import csv
 import functools
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from microfloat import metrics
-from microfloat.arguments import check_int, check_number
-from microfloat.errors import invalid_value, unknown_name
-from microfloat.formats import ElementFormat, ScaleFormat, encode
+from microfloat.arguments import as_path, check_int, check_new_file, check_number
+from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
+from microfloat.formats import ElementFormat, ScaledFormat, ScaleFormat, encode
 from microfloat.metrics import ScaleHistogram
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, as_cast
+from microfloat.recipes.core import as_scaled_format
 from microfloat.support import text_table
 
 __all__ = [
@@ -72,9 +75,18 @@ class Entry(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 
+def _several(argument: str, values: Any, one: type | UnionType, remedy: str) -> tuple[Any, ...]:
+    """The values as a tuple; a single one, of the type `one`, may stand for itself."""
+    if isinstance(values, one):
+        return (values,)
+    if not isinstance(values, Iterable):
+        raise invalid_type(argument, kind_of(values), "a name, or a sequence of them", remedy)
+    return tuple(values)
+
+
 def check_names(argument: str, names: str | Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
     """The names as a tuple, each one of `known`."""
-    names = (names,) if isinstance(names, str) else tuple(names)
+    names = _several(argument, names, str, f"Write {argument}=() for none.")
     for name in names:
         if name not in known:
             raise unknown_name(argument, name, known)
@@ -91,7 +103,8 @@ def check_rows(rows: object) -> int:
 
 def what_if_casts(what_if: Any) -> tuple[Cast, ...]:
     """The Casts of formats that are not in use, from one or several of them."""
-    return tuple(as_cast(one) for one in ([what_if] if isinstance(what_if, str | Cast) else what_if))
+    several = _several("what_if", what_if, str | Cast | ScaledFormat, "Write what_if=() for none.")
+    return tuple(one if isinstance(one, Cast) else as_cast(as_scaled_format(one, "what_if")) for one in several)
 
 
 # ------------------------------------------------------------------------------------------- from sums to metrics, host
@@ -278,7 +291,25 @@ class RecordLog:
         return "\n".join([f"step {step}", *text_table(cells), *end])
 
     def to_csv(self, path: str | Path) -> None:
-        """Write all records; a histogram as ``exponent:share`` pairs, errors by magnitude as numbers, with blanks."""
+        """Write all records; a histogram as ``exponent:share`` pairs, errors by magnitude as numbers, with blanks.
+
+        A file gets its name when it is whole: what is interrupted leaves an earlier one as it was.
+        """
+        checked = as_path("path", path)
+        check_new_file("path", checked)
+        if checked.exists() and not checked.is_file():  # a folder is refused by the system, a pipe is written to
+            self._write_csv(checked)
+            return
+        target = checked.resolve()  # of a link, which stays one
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            self._write_csv(partial)
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _write_csv(self, path: Path) -> None:
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(Record._fields)
@@ -286,6 +317,7 @@ class RecordLog:
 
     def to_tensorboard(self, writer: Any) -> None:
         """Add all records to a SummaryWriter, or to anything with its add_scalar and add_histogram."""
+        _check_methods("writer", writer, "add_scalar", "add_histogram")
         for one in self.records:
             if isinstance(one.value, ScaleHistogram):
                 counts = np.round(np.array(one.value.fractions) * 1000).astype(int)
@@ -297,6 +329,7 @@ class RecordLog:
 
     def to_wandb(self, run: Any) -> None:
         """Log all records to a run of Weights & Biases, or to anything with its log: one dictionary for each step."""
+        _check_methods("run", run, "log")
         steps: dict[int, dict[str, Any]] = {}
         for one in self.records:
             if not isinstance(one.value, tuple | ScaleHistogram):
@@ -311,7 +344,13 @@ class RecordLog:
         """
         from microfloat.pictures import watch as pictures
 
-        return pictures.draw(self.records, Path(path))
+        return pictures.draw(self.records, as_path("path", path, "a str or a pathlib.Path, of a file or a folder"))
+
+
+def _check_methods(argument: str, value: object, *names: str) -> None:
+    """InvalidTypeError for a sink without the methods that records are given to."""
+    if not all(callable(getattr(value, name, None)) for name in names):
+        raise invalid_type(argument, kind_of(value), f"an object with the methods {' and '.join(names)}")
 
 
 def _shown(name: str, value: Any) -> str:

@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from microfloat import reference
+from microfloat import metrics, reference
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint._saving import SAVED
 from microfloat.checkpoint.families import WRITTEN
-from microfloat.errors import CheckpointError, InvalidTypeError
+from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, MicrofloatError
 from microfloat.formats import FORMATS, decode, encode
 from microfloat.recipes import Cast
 from tests import processes
@@ -533,12 +533,112 @@ def test_a_disk_that_fills_up_is_an_error_that_names_the_remedy(source, tmp_path
         ({"to": "ct:nvfp4", "ignore": ["re:("]}, "a regular expression after 're:'"),
         ({"to": "ct:nvfp4", "max_shard_size": "5 parsecs"}, "a positive number of bytes"),
         ({"to": "ct:nvfp4", "max_shard_size": 0}, "a positive number of bytes"),
+        ({"to": None}, "to: got NoneType, needed a name, as a string"),
+        ({"to": "ct:nvfp4", "ignore": None}, "ignore: got NoneType, needed names of modules"),
+        ({"to": "ct:nvfp4", "fuse": 3}, "fuse: got int, needed None, or names among qkv, gate_up, experts"),
+        ({"to": "ct:nvfp4", "verify": "no"}, "verify: got str, needed True or False"),
+        ({"to": "ct:nvfp4", "resume": 1}, "resume: got int, needed True or False"),
+        ({"to": "ct:nvfp4", "four_over_six": "no"}, "four_over_six: got str, needed True or False"),
+        ({"to": "ct:nvfp4", "progress": 3}, "progress: got int, needed a function of a Progress"),
     ],
 )
 def test_arguments(source, tmp_path, arguments, words):
     with pytest.raises((ValueError, InvalidTypeError), match=re.escape(words)):
         convert(source, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", [None, b"out", "", "a\0b"])
+def test_what_is_no_destination_is_named(path):
+    with pytest.raises(MicrofloatError, match=r"path: got .*, needed a str or a pathlib.Path, that of a folder"):
+        save(model(), path, format="plain")
+
+
+@pytest.mark.parametrize("path", [".", "..", "/"])
+def test_folders_that_are_made_have_a_name(path):
+    with pytest.raises(
+        InvalidValueError, match=r"path: got .*, needed the name of a folder that is made. Such as .*model"
+    ):
+        save(model(), path, format="plain")
+
+
+@pytest.mark.parametrize("kind", ["link", "mount point"])
+def test_an_empty_folder_that_cannot_be_replaced_is_found_before_any_work(source, tmp_path, monkeypatch, kind):
+    """The last step puts a folder in its place: a rename, which the system would refuse after hours."""
+    (tmp_path / "empty").mkdir()
+    target = tmp_path / ("out" if kind == "link" else "empty")
+    if kind == "link":
+        target.symlink_to("empty")
+    monkeypatch.setattr(os.path, "ismount", lambda path: kind != "link")
+    with pytest.raises(CheckpointError, match=rf"is a {kind}, in whose .* Choose a folder inside it, such as .*model"):
+        convert(source, target, to="ct:nvfp4", progress=None)
+    assert not list(tmp_path.glob("*.partial"))
+    assert convert(source, target / "model", to="ct:nvfp4").verified
+
+
+def test_a_file_in_place_of_the_partial_folder_is_named(source, tmp_path):
+    (tmp_path / "out.partial").write_text("mine")
+    with pytest.raises(CheckpointError, match="is in the way"):
+        convert(source, tmp_path / "out", to="ct:nvfp4")
+    assert (tmp_path / "out.partial").read_text() == "mine"
+
+
+def test_a_source_that_is_written_to_meanwhile_is_not_converted(source, tmp_path):
+    """In place, as by a download that goes on. One that is replaced by a rename is read as it was."""
+    file = source / "model.safetensors"
+
+    def write(progress):
+        if progress.done == progress.total and progress.shard:
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            with open(file, "r+b") as opened:
+                opened.write(data)
+            os.utime(file, ns=(0, 0))  # clocks of file systems may be coarse
+
+    with pytest.raises(CheckpointError, match=r"model.safetensors was written to while .* Convert it again"):
+        convert(source, tmp_path / "out", to="ct:nvfp4", progress=write)
+    assert not (tmp_path / "out").exists()
+
+    def replace_by_another(progress):
+        if progress.shard and file.stat().st_size > 1:
+            (source / "new").write_bytes(b"0")
+            os.replace(source / "new", file)
+
+    assert convert(source, tmp_path / "out", to="ct:nvfp4", progress=replace_by_another).verified
+
+
+def test_whole_numbers_of_a_module_that_is_ignored_are_no_codes(tmp_path):
+    """The family that was asked for would take them for FP4 codes without a scale."""
+    plain_bytes = Record("count.weight", np.ones((32, 32), np.uint8), logical_shape=(32, 32))
+    save([*model(), plain_bytes], tmp_path / "source", format="plain")
+    convert(tmp_path / "source", tmp_path / "out", to="modelopt:nvfp4")
+    assert load(tmp_path / "out")["count.weight"].format is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_beyond_the_range_of_a_target_are_named_as_that(tmp_path):
+    large = Record("a.weight", np.full((32, 32), 70000, np.float32), logical_shape=(32, 32))
+    save([large], tmp_path / "source", format="plain")
+    with pytest.raises(CheckpointError, match="1024 values that are NaN or infinite, beyond the range of the target"):
+        convert(tmp_path / "source", tmp_path / "out", to="f16")
+
+
+@pytest.mark.parametrize("value", [2.0**127, 3 * 2.0**-140])
+def test_errors_of_large_and_of_tiny_weights_are_measured(tmp_path, value):
+    """Their squares are none in float32."""
+    values = np.float32(value) * np.linspace(0.5, 1, 1024, dtype=np.float32).reshape(32, 32)
+    save([Record("a.weight", values, logical_shape=(32, 32))], tmp_path / "source", format="plain")
+    worst = convert(tmp_path / "source", tmp_path / "out", to="microfloat:fp8_row_e5m2").worst
+    q = load(tmp_path / "out")["a.weight"].dequantize()
+    expected = metrics.sqnr_db(values, q)
+    assert worst.sqnr_db == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_configuration_that_consumers_read_otherwise_is_noted(tmp_path):
+    """transformers leaves out every module whose name contains one that is ignored."""
+    save([plain(f"mlp.{name}.weight", (128, 128)) for name in ("gate", "gate_proj")], tmp_path / "a", format="plain")
+    report = convert(tmp_path / "a", tmp_path / "out", to="deepseek:fp8")
+    assert [note for note in report.notes if "config.json ignores 'mlp.gate_proj' ('mlp.gate')" in note]
 
 
 def test_a_family_that_cannot_hold_a_format_names_those_that_can(source, tmp_path):

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from microfloat import reference
-from microfloat.checkpoint import Record, load, save
+from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint.config import announced
-from microfloat.errors import CheckpointError
+from microfloat.errors import CheckpointError, InvalidTypeError
 from tests.checkpoint.files import nvfp4, write
 
 
@@ -30,6 +30,48 @@ def test_ignore_lists_in_the_dialect_of_each_producer(config, ignored, kept):
     (found,) = announced({"config.json": {"quantization_config": config}})
     assert found.ignored(ignored)
     assert not found.ignored(kept)
+
+
+@pytest.mark.parametrize(
+    ("config", "pattern"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*a*" * 5]}, "*a*" * 5),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["re:(a+)+$", "re:b"]},
+         "re:(a+)+$"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+          "config_groups": {"group_0": {"targets": ["re:(", "Linear"]}}}, "re:("),
+    ],
+)  # fmt: skip
+def test_patterns_that_are_not_followed_are_named(config, pattern):
+    """They would be silently taken for ones that cover nothing."""
+    (found,) = announced({"config.json": {"quantization_config": config}})
+    (finding,) = found.findings
+    assert f"the pattern {pattern!r} is no regular expression, or might" in finding.message
+
+
+@pytest.mark.parametrize("config", [{}, {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}])
+def test_a_configuration_of_no_weights_is_that_of_a_plain_checkpoint(config, tmp_path):
+    """ModelOpt writes the second where the KV cache alone is quantized."""
+    tensors = {"a.k_proj.weight": np.ones((4, 32), np.float32), "a.k_proj.k_scale": np.float32(2)}
+    found = load(write(tmp_path / "model.safetensors", tensors, config=config))
+    assert (found.detection.family, sorted(found), found.findings) == ("plain", sorted(tensors), [])
+
+
+@pytest.mark.parametrize("text", ["[1]", '"x"', "3", "null"])
+def test_a_configuration_that_is_no_object_says_nothing(text, tmp_path):
+    path = write(tmp_path / "model.safetensors", layer("a"))
+    (tmp_path / "config.json").write_text(text)
+    assert load(path).config == {}
+    assert convert(path, tmp_path / "out", to="ct:nvfp4").verified
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"pattern": 3}, "pattern: got int, needed a shell pattern"), ({"strict": "no"}, "strict: got str, needed True")],
+)
+def test_wrong_arguments_are_named(arguments, words, tmp_path):
+    with pytest.raises(InvalidTypeError, match=words):
+        load(write(tmp_path / "model.safetensors", layer("a")), **arguments)
 
 
 def test_fused_groups_that_differ_and_configurations_that_disagree(tmp_path):

@@ -104,6 +104,7 @@ def test_shapes_by_name():
         (["--device", "tpu"], "--device"),
         (["--baseline", "nowhere.json"], "nowhere.json"),
         (["--plot", "roof.txt"], "--plot"),
+        (["--csv", "nowhere/table.csv"], "Create nowhere first"),
     ],
 )
 def test_a_wrong_question_exits_2(microfloat, words, named):

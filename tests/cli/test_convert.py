@@ -158,6 +158,7 @@ def test_a_damaged_source_exits_1(microfloat, model, tmp_path):
         (["MODEL", "OUT", "--to", "nvfp4"], "--to: got 'nvfp4'"),
         (["MODEL", "OUT", "--to", "ct:nvfp4", "--scale-rule", "foo"], "--scale-rule: got 'foo'"),
         (["MODEL", "OUT"], "--to"),
+        (["MODEL", ".", "--to", "bf16"], "DST: got ., needed the name of a folder"),
     ],
 )
 def test_a_wrong_question_exits_2(microfloat, model, tmp_path, words, named):

@@ -56,6 +56,7 @@ def test_a_plan_stays_in_its_budget_and_is_a_placement(microfloat, model, tmp_pa
         (["FILE", "--bits", "5"], "Convert it to bf16 first"),
         (["MODEL"], "--bits"),
         (["MODEL", "--bits", "nan"], "finite"),
+        (["MODEL", "--bits", "5", "--out", "nowhere/plan.json"], "Create nowhere first"),
     ],
 )
 def test_a_wrong_question_exits_2(microfloat, model, tmp_path, words, named):

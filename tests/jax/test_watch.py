@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import microfloat.jax as mj
 from microfloat import metrics, reference
-from microfloat.errors import InvalidValueError, NotSupportedError
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.recipes import from_name
 
 PLAIN = (((1,), (0,)), ((), ()))
@@ -176,6 +176,14 @@ def test_what_is_refused():
         mj.watch_outputs(op, metrics=("sqnr",))
     with pytest.raises(InvalidValueError, match="rows: got 192, needed a multiple of 128"):
         mj.watch_outputs(op, rows=192)
+    with pytest.raises(InvalidTypeError, match="what_if: got NoneType, needed a name"):
+        mj.watch_outputs(op, what_if=None)
+    with pytest.raises(InvalidTypeError, match="fn: got NoneType, needed a function"):
+        mj.watch_outputs(None)
+    with pytest.raises(InvalidTypeError, match="readings: got NoneType, needed the second result"):
+        mj.RecordLog().add(0, None)
+    with pytest.raises(InvalidValueError, match="step: got 'x', needed the number of a step"):
+        mj.RecordLog().add("x", mj.watch_outputs(lambda: 0)()[1])
     with pytest.raises(NotSupportedError, match="needed the gradient inside of it"):
         jax.grad(lambda w: few(op)(X, w, PLAIN)[0].sum())(W)
 

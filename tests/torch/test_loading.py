@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 
@@ -11,7 +12,8 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError  # noqa: E402
+from microfloat import checkpoint  # noqa: E402
+from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, MicrofloatError  # noqa: E402
 from microfloat.recipes import MXFP8BlockScaling, WeightActivation, WeightOnly  # noqa: E402
 
 pytestmark = [
@@ -109,6 +111,69 @@ def test_a_config_is_that_of_the_layers_in_its_format(tmp_path) -> None:
     mf.load_quantized(tmp_path / "model", model, config=config)
     assert model.up_proj.pinned == config
     assert model.down_proj.pinned.fprop == WeightActivation("mxfp8").fprop
+
+
+class Shared(nn.Module):
+    """Two layers of one weight, a head tied to an embedding, and a buffer that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
+        self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.head.weight, self.second.weight = self.embed.weight, self.first.weight
+        self.register_buffer("angles", torch.ones(64), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(self.embed(tokens) * self.angles)))
+
+
+@pytest.mark.filterwarnings("ignore:load_quantized. the checkpoint does not have angles:UserWarning")
+@pytest.mark.parametrize("left_out", [(), ("head.weight", "second.weight"), ("embed.weight", "first.weight")])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_shared_weights_stay_shared_whatever_names_the_file_has(device, left_out, tmp_path) -> None:
+    """Files of transformers hold one name of a weight; the layers of the others would keep what they had."""
+    model = Shared()
+    mf.quantize_(model, WeightOnly("mxfp8"), exclude=("head",))
+    mf.save_quantized(model, tmp_path / "model")
+    records = [record for record in checkpoint.load(tmp_path / "model").values() if record.name not in left_out]
+    checkpoint.save(records, tmp_path / "part", format="microfloat:native")
+    with torch.device(device):
+        other = Shared()
+    mf.load_quantized(tmp_path / "part", other)
+    assert other.first.weight is other.second.weight
+    assert other.embed.weight is other.head.weight
+    other.angles = torch.ones(64)
+    assert torch.equal(other(TOKENS), model(TOKENS))
+
+
+def test_weights_that_were_stored_apart_are_not_shared(tmp_path) -> None:
+    model = Shared()
+    model.second.weight = nn.Parameter(2 * model.first.weight.detach())
+    mf.quantize_(model, WeightOnly("mxfp8"), exclude=("head",))
+    mf.save_quantized(model, tmp_path / "model")
+    mf.load_quantized(tmp_path / "model", other := Shared())
+    assert torch.equal(other(TOKENS), model(TOKENS))
+
+
+def test_what_stays_on_the_meta_device_is_named(tmp_path) -> None:
+    """Tables of angles are buffers that no checkpoint holds; the model would fail, or give no numbers, when called."""
+    mf.save_quantized(Shared(), tmp_path / "model")
+    with torch.device("meta"):
+        model = Shared()
+    with pytest.warns(UserWarning, match="the checkpoint does not have angles, which are on the meta device still"):
+        mf.load_quantized(tmp_path / "model", model)
+    with warnings.catch_warnings(action="error"):
+        mf.load_quantized(tmp_path / "model", model, device="meta")  # as was asked for
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"device": "qpu"}, "device: got 'qpu', needed a torch.device"), ({"device": 3.5}, "device: got float, needed"),
+     ({"strict": "no"}, "strict: got str, needed True or False")],
+)  # fmt: skip
+def test_wrong_arguments_are_named(arguments, words, tmp_path) -> None:
+    with pytest.raises(MicrofloatError, match=words):
+        mf.load_quantized(tmp_path / "nowhere", made(), **arguments)
 
 
 def test_a_linear_weight_the_other_way_round_does_not_fit(tmp_path) -> None:

@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 import microfloat.torch as mf
-from microfloat import metrics, reference
-from microfloat.errors import InvalidValueError
+from microfloat import metrics, reference, watching
+from microfloat.errors import InvalidTypeError, InvalidValueError
+from microfloat.formats import get_format
 from microfloat.passes import CastInputs
 from microfloat.recipes import from_name
+from microfloat.torch import measuring
+from microfloat.torch.observing import OBSERVERS
 from tests.interpreter import interpreting
 
 BF16 = torch.bfloat16
@@ -471,6 +474,93 @@ def test_arguments_that_are_refused():
         mf.watch(model, rows=192)
     with pytest.raises(InvalidValueError, match="every: got 0"):
         mf.watch(model, every=0)
+    for argument in ("tensors", "metrics", "what_if"):
+        with pytest.raises(InvalidTypeError, match=rf"{argument}: got NoneType, .* Write {argument}=\(\) for none"):
+            mf.watch(model, **{argument: None})
+    with pytest.raises(InvalidValueError, match="what_if: got 'fp8_current', needed one of 'fp8_tensor'"):
+        mf.watch(model, what_if="fp8_current")
+    assert [one.format.name for one in mf.watch(model, what_if=get_format("mxfp4")).what_if] == ["mxfp4"]
+
+
+def test_sinks_that_are_refused(tmp_path):
+    w = mf.watch(nn.Linear(8, 8))
+    with pytest.raises(InvalidTypeError, match=r"writer: got object, needed .* add_scalar and add_histogram"):
+        w.to_tensorboard(object())
+    with pytest.raises(InvalidTypeError, match="run: got object, needed an object with the methods log"):
+        w.to_wandb(object())
+    for write in (w.to_csv, w.plot):
+        with pytest.raises(InvalidTypeError, match="path: got NoneType"):
+            write(None)
+    with pytest.raises(
+        InvalidValueError, match=r"path: got .*x.csv, needed a file in a folder .* Create .*there first"
+    ):
+        w.to_csv(tmp_path / "there" / "x.csv")
+
+
+def test_watches_of_one_model_close_in_any_order():
+    """The first one to be opened took the other one away, and came back for good when that was closed."""
+    model = mf.Linear(32, 16, recipe="mxfp8")
+    first, second = (mf.watch(model, every=1, what_if=()) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    model(torch.ones(4, 32))
+    first.__exit__(None, None, None)
+    model(torch.ones(4, 32))
+    second.__exit__(None, None, None)
+    model(torch.ones(4, 32))
+    assert [{one.step for one in w.records} for w in (first, second)] == [{0}, {0, 1}]
+    assert not OBSERVERS
+
+
+def test_a_watch_that_is_open_already_or_not_is_refused():
+    with mf.watch(nn.Linear(8, 8)) as w:
+        with pytest.raises(InvalidValueError, match="watch: got one that is open already"):
+            w.__enter__()
+        w.step()
+    with pytest.raises(InvalidValueError, match=r"w.step: got a call of a watch that is not open, .* with mf.watch"):
+        w.step()
+
+
+def test_an_interrupted_reading_loses_no_sample(monkeypatch):
+    with mf.watch(layer := mf.Linear(32, 16, recipe="mxfp8"), every=1, what_if=()) as w:
+        for _ in range(3):
+            layer(torch.ones(4, 32))
+    read, calls = measuring.Sample.read, iter(range(9))
+
+    def interrupted(sample):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return read(sample)
+
+    monkeypatch.setattr(measuring.Sample, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        w.records  # noqa: B018
+    steps = [one.step for one in w.records if one.metric == "amax" and one.operand == "x"]
+    assert steps == [0, 1, 2]
+
+
+def test_an_interrupted_file_leaves_the_earlier_one(tmp_path):
+    """What is written later holds all that was there before; half of it would have less."""
+
+    class Interrupting:
+        def __repr__(self):
+            raise KeyboardInterrupt
+
+    with mf.watch(layer := mf.Linear(32, 16, recipe="mxfp8"), what_if=()) as w:
+        layer(torch.ones(4, 32))
+    w.to_csv(path := tmp_path / "records.csv")
+    (link := tmp_path / "latest.csv").symlink_to(path.name)
+    whole = path.read_bytes()
+    w.take(watching.Entry(1, "", "fprop", "x", "mxfp8"), {"crest": Interrupting()})
+    for one in (path, link):
+        with pytest.raises(KeyboardInterrupt):
+            w.to_csv(one)
+        assert path.read_bytes() == whole
+        assert sorted(tmp_path.iterdir()) == [link, path]
+    w.records.pop()
+    w.to_csv(link)
+    assert link.is_symlink()
+    assert path.read_bytes() == whole
 
 
 def test_layers_of_a_joined_weight_are_found_by_values_once(monkeypatch):

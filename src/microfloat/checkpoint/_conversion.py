@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat._version import __version__
-from microfloat.arguments import check_name
+from microfloat.arguments import check_bool, check_name
 from microfloat.checkpoint._casting import (
     cast_slab,
     experts_of,
@@ -32,7 +32,7 @@ from microfloat.checkpoint._modules import (
     module_of,
 )
 from microfloat.checkpoint._saving import Job, Plan, Progress, Put, documents, is_linear, producer_of, write
-from microfloat.checkpoint._verification import verify_written
+from microfloat.checkpoint._verification import check_unchanged, verify_written
 from microfloat.checkpoint._writer import Entry, byte_count
 from microfloat.checkpoint.families import WRITTEN, Family, torchao
 from microfloat.checkpoint.families.writing import Member, Written
@@ -187,6 +187,7 @@ class Target:
 def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
     """The target of a name such as "ct:nvfp4"; ValueError for an unknown one, or a scale rule that does not fit it."""
     check_name("to", to)
+    check_bool("four_over_six", four_over_six)
     if to in PLAIN:
         if scale_rule is not None or four_over_six:
             raise invalid_value("scale_rule", scale_rule or "four_over_six", f"None, as {to} has no scales")
@@ -504,6 +505,8 @@ def convert(
     read back as it was written.
     """
     started = time.perf_counter()
+    check_bool("verify", verify)
+    check_bool("resume", resume)
     target = target_of(to, scale_rule, four_over_six)
     patterns, kinds, limit = check_ignore(ignore), check_fuse(fuse), byte_count(max_shard_size)
     checkpoint = load(src)
@@ -511,11 +514,11 @@ def convert(
     steps = decide(checkpoint, target, patterns, kinds, report.notes)
     peak, amaxes = _Peak(), dict[str, np.ndarray]()
     jobs = [Job(_entries(step), _fill(step, amaxes, peak)) for step in steps]
-    files = sorted(locate(src).files.values())
+    files = {path: path.stat() for path in sorted(locate(src).files.values())}
     identity = {
         "version": __version__, "to": to, "scale_rule": scale_rule, "four_over_six": four_over_six,
         "ignore": patterns, "fuse": kinds,
-        "files": [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        "files": [(str(path.resolve()), found.st_size, found.st_mtime_ns) for path, found in files.items()],
     }  # fmt: skip
     measured: dict[str, float] = {}
     members = [
@@ -535,12 +538,15 @@ def convert(
         amaxes.update(_measured(steps, src, progress))
 
     plan = Plan(jobs, made, _copies(Path(src)), metadata, identity, prepare)
-    written = write(
-        dst, plan, max_shard_size=limit, resume=resume, progress=progress,
-        check=(lambda path: measured.update(verify_written(steps, path, target))) if verify else None,
-    )  # fmt: skip
+
+    def check(path: Path) -> None:
+        check_unchanged(files)
+        if verify:
+            measured.update(verify_written(steps, path, target, report.notes))
+
+    written = write(dst, plan, max_shard_size=limit, resume=resume, progress=progress, check=check)
     report.layers = [_layer(step, job, measured) for step, job in zip(steps, jobs, strict=True)]
-    report.bytes_read = sum(path.stat().st_size for path in files)
+    report.bytes_read = sum(found.st_size for found in files.values())
     report.bytes_written, report.shards, report.resumed_shards = written.nbytes, written.shards, written.resumed
     report.verified, report.peak_bytes, report.seconds = verify, peak.bytes, time.perf_counter() - started
     return report

@@ -4,7 +4,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
-from microfloat.errors import invalid_type, invalid_value, unknown_name
+from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
 
 # Serving engines multiply the members of such a group as one matrix, under one global scale (vllm-project/vllm#54974).
 # A group's key is its members' name with the part that differs replaced.
@@ -30,6 +30,8 @@ def module_of(name: str) -> str:
 
 def check_fuse(fuse: Iterable[str] | str | None) -> tuple[str, ...]:
     """The kinds of fused groups as a tuple; InvalidValueError for one that is not in FUSED."""
+    if fuse is not None and not isinstance(fuse, Iterable):
+        raise invalid_type("fuse", kind_of(fuse), f"None, or names among {', '.join(FUSED)}")
     kinds = () if fuse is None else (fuse,) if isinstance(fuse, str) else tuple(fuse)
     for kind in kinds:
         if kind not in FUSED:
@@ -53,16 +55,21 @@ def is_kept(module: str) -> bool:
 
 def check_ignore(ignore: Iterable[str] | str) -> tuple[str, ...]:
     """The patterns of `ignore` as a tuple; InvalidValueError for a regular expression that is none."""
+    if not isinstance(ignore, Iterable):
+        raise invalid_type("ignore", kind_of(ignore), _PATTERNS, "Write ignore=() to ignore nothing more.")
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise invalid_type("ignore", type(pattern), "names of modules, wildcards or 're:' patterns")
+            raise invalid_type("ignore", kind_of(pattern), _PATTERNS)
         if pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
             except re.error as error:
                 raise invalid_value("ignore", f"{pattern!r} ({error})", "a regular expression after 're:'") from None
     return patterns
+
+
+_PATTERNS = "names of modules, wildcards or 're:' patterns"
 
 
 def ignored_by(module: str, ignore: Sequence[str]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from microfloat._version import __version__
+from microfloat.arguments import as_path
 from microfloat.checkpoint._modules import module_of
 from microfloat.checkpoint._writer import (
     INDEX,
@@ -34,7 +35,7 @@ from microfloat.checkpoint.container import DTYPES
 from microfloat.checkpoint.families import FAMILIES, Family, torchao
 from microfloat.checkpoint.families.writing import Manifest, Member
 from microfloat.checkpoint.records import Record
-from microfloat.errors import CheckpointError, checkpoint_error, invalid_type, invalid_value, unknown_name
+from microfloat.errors import CheckpointError, checkpoint_error, invalid_type, invalid_value, kind_of, unknown_name
 
 JOURNAL = ".microfloat.json"
 PARTIAL = ".partial"
@@ -99,7 +100,11 @@ def write(
     raises nothing. An attempt that was interrupted leaves complete shards there, which the next one keeps, with
     `resume`. Raises CheckpointError where the destination exists, another process writes it, or the disk is full.
     """
-    target = Path(path)
+    target = as_path("path", path, "a str or a pathlib.Path, that of a folder or a .safetensors file to be written")
+    if progress is not None and not callable(progress):
+        raise invalid_type("progress", kind_of(progress), "a function of a Progress, or None")
+    if target.name in ("", ".."):
+        raise invalid_value("path", target, "the name of a folder that is made", f"Such as {target / 'model'}.")
     is_file = target.suffix == ".safetensors"
     if is_file:
         entries = [entry for job in plan.jobs for entry in job.entries]
@@ -113,6 +118,8 @@ def write(
     if _is_finished(target, partial, plan, shards, identity):
         return Written([shard.name for shard in shards], len(shards), size)
     _check_absent(target)
+    if partial.exists() and not partial.is_dir():
+        raise _in_the_way(partial)
     if not partial.exists():
         _check_room(target, size)  # before the source is read for an hour
     plan.prepare()
@@ -286,6 +293,12 @@ def _is_finished(target: Path, partial: Path, plan: Plan, shards: Sequence[Shard
 
 def _check_absent(target: Path) -> None:
     if target.is_dir() and not any(target.iterdir()):
+        if target.is_symlink() or os.path.ismount(target):
+            kind = "a link" if target.is_symlink() else "a mount point"
+            raise CheckpointError(
+                f"{target} is {kind}, in whose place no folder can be put. Choose a folder inside it, such as "
+                f"{target / 'model'}."
+            )
         return
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists already. Choose another destination, or remove it first.")
@@ -309,10 +322,14 @@ def _remove_others(folder: Path, names: set[str]) -> None:
 def _remove_partial(folder: Path, keep: bool = False) -> None:
     """Empty a partial folder, and remove it unless `keep`; one that no journal marks as ours is left alone."""
     if not _journal(folder) and {entry.name for entry in folder.iterdir()} - {JOURNAL + ".tmp"}:
-        raise CheckpointError(f"{folder} is in the way: it was not made by this library. Remove or rename it.")
+        raise _in_the_way(folder)
     _remove_others(folder, set())
     if not keep:
         folder.rmdir()
+
+
+def _in_the_way(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is in the way: it was not made by this library. Remove or rename it.")
 
 
 @contextlib.contextmanager

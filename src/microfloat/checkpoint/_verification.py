@@ -1,6 +1,7 @@
 """The look at a converted checkpoint after it was written: carried bytes, and the error of every cast parameter."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +18,28 @@ if TYPE_CHECKING:
     from microfloat.checkpoint._conversion import Step, Target
 
 
-def verify_written(steps: Sequence["Step"], path: Path, target: "Target") -> dict[str, float]:
-    """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are others."""
+def check_unchanged(files: Mapping[Path, os.stat_result]) -> None:
+    """Raise CheckpointError where a source was written to in place since it had this status.
+
+    Files that were replaced or removed are still mapped as they were.
+    """
+    for path, before in files.items():
+        now = path.stat() if path.exists() else before
+        if (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino) and now.st_mtime_ns != before.st_mtime_ns:
+            raise CheckpointError(
+                f"{path} was written to while it was converted. Convert it again when it is complete; to replace a "
+                "checkpoint, rename the new one over it."
+            )
+
+
+def verify_written(steps: Sequence["Step"], path: Path, target: "Target", notes: list[str]) -> dict[str, float]:
+    """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are others.
+
+    `notes` take what the written configuration gets wrong, such as a name in its list of ignored modules that is part
+    of the name of a quantized one.
+    """
     written = load(path, format="auto" if target.family is None else target.family.name)
+    notes += [str(finding) for finding in written.findings if finding.id == "config-disagrees"]
     found, wrong = {}, []
     for step in steps:
         again = _read_back(written, step.record.name)
@@ -33,7 +53,12 @@ def verify_written(steps: Sequence["Step"], path: Path, target: "Target") -> dic
                 again = replace(again, codes=codes, logical_shape=codes.shape)
             found[step.record.name] = _sqnr_db(step, again)
             if found[step.record.name] != found[step.record.name]:
-                wrong.append(f"{step.record.name} has other values than zero, where the source is all zero")
+                lost = _not_finite(again)
+                wrong.append(
+                    f"{step.record.name} has {lost} values that are NaN or infinite, beyond the range of the target: "
+                    "keep it as it is with ignore= (--ignore), or choose another target" if lost
+                    else f"{step.record.name} has other values than zero, where the source is all zero"
+                )  # fmt: skip
     if wrong:
         raise CheckpointError("\n  ".join([f"{path}: {len(wrong)} parameters were not written well.", *wrong]))
     return found
@@ -64,7 +89,13 @@ def _sqnr_db(step: "Step", again: Record) -> float:
         signal, noise = signal + more[0], noise + more[1]
     if noise == 0:
         return float("inf")
+    if noise == float("inf"):
+        return float("nan")
     return 10 * float(np.log10(signal / noise)) if signal else float("nan")
+
+
+def _not_finite(record: Record) -> int:
+    return sum(int((~np.isfinite(slab.dequantize())).sum()) for _, _, slab in slabs(record, _tile_of(record)))
 
 
 def _tile_of(record: Record) -> int:

@@ -1,7 +1,7 @@
 """Announcements of the configuration beside a checkpoint: a family for each module, in its producer's dialect."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ __all__ = ["Announcement", "announced"]
 
 Matcher = Callable[[str], bool]
 _LONGEST_PATTERN = 300
+_MOST_STARS = 8
 
 
 class Rule(NamedTuple):
@@ -65,7 +66,7 @@ def announced(configs: Mapping[str, Any]) -> list[Announcement]:
         inner = config.get("text_config")
         places = (config, inner if isinstance(inner, dict) else {})
         found = next((place[key] for place in places for key in KEYS if isinstance(place.get(key), dict)), None)
-        if found is not None:
+        if found:
             made.append(_announcement("config.json", found))
     second = configs.get("hf_quant_config.json")
     if isinstance(second, dict) and isinstance(second.get("quantization"), dict):
@@ -97,7 +98,7 @@ def _strings(values: Any) -> list[str]:
 
 def _shell(pattern: str, *, part: bool = False) -> Matcher:
     """A shell pattern of ModelOpt over the whole name; `part`: anywhere in it, as older versions and HF mean it."""
-    if pattern.count("*") > 8:
+    if pattern.count("*") > _MOST_STARS:
         return lambda module: False
     return lambda module: fnmatchcase(module, pattern) or (part and fnmatchcase(module, f"*{pattern}*"))
 
@@ -120,6 +121,22 @@ def safe_regex(text: str) -> re.Pattern[str] | None:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError):
         return None
+
+
+def _unread(file: str, patterns: Iterable[str]) -> list[Finding]:
+    """A finding for each pattern that is not followed: no regular expression, or one that might take very long."""
+    unread = [
+        text for text in dict.fromkeys(patterns)
+        if (safe_regex(text[3:]) is None if text.startswith("re:") else text.count("*") > _MOST_STARS)
+    ]  # fmt: skip
+    return [
+        Finding(
+            "config-disagrees", "warn", file,
+            f"the pattern {text[:100]!r} is no regular expression, or might take very long; it covers nothing here.",
+            "Name the modules, or write a simpler pattern.",
+        )
+        for text in unread
+    ]  # fmt: skip
 
 
 # ---- ModelOpt ----------------------------------------------------------------------------------------------------
@@ -166,12 +183,15 @@ def _modelopt(file: str, config: dict[str, Any]) -> Announcement:
             else {}
         )
         rows = [(name, entry.get("quant_algo"), entry.get("group_size")) for name, entry in table.items()]
+    if algorithm is None:  # nothing but the KV cache is quantized
+        rows = []
     unknown = sorted({str(one)[:60] for _, one, _ in rows if not isinstance(one, str) or one not in _ALGORITHMS})
     words = f"quant_method 'modelopt', quant_algo {str(algorithm)[:60]!r}"
     if unknown:
         refusal = f"quant_algo {', '.join(map(repr, unknown))} is not read; read are {', '.join(_ALGORITHMS)}."
         return Announcement(file, "modelopt", words, ignore=ignore, refusal=refusal)
-    return Announcement(file, "modelopt", words, [_modelopt_rule(*row) for row in rows], ignore)
+    findings = _unread(file, [*patterns, *(name for name, _, _ in rows)])
+    return Announcement(file, "modelopt", words, [_modelopt_rule(*row) for row in rows], ignore, findings=findings)
 
 
 def _modelopt_rule(pattern: str, algorithm: str, group: Any) -> Rule:
@@ -210,7 +230,8 @@ def _compressed(file: str, config: dict[str, Any]) -> Announcement:
     refusal = ""
     if refused and not named and not general:
         refusal = f"format {', '.join(map(repr, sorted(set(refused))))} is not read; read are {', '.join(_BY_FORMAT)}."
-    return Announcement(file, "compressed-tensors", words, named + general, ignore, refusal)
+    findings = _unread(file, [text for text, _ in ignore] + [rule.text for rule in named])
+    return Announcement(file, "compressed-tensors", words, named + general, ignore, refusal, findings)
 
 
 def _compressed_scheme(family: str, group: dict[str, Any]) -> Scheme:

@@ -109,6 +109,10 @@ class _Grouping:
         scheme = self.announcements[0].scheme_of(module) if self.announcements else Scheme()
         return scheme if self.format == "auto" else scheme._replace(families=(self.format,))
 
+    def _is_ignored(self, parameter: str) -> bool:
+        """True where the first configuration leaves the module of a parameter in high precision."""
+        return bool(self.announcements) and self.announcements[0].ignored(module_of(parameter)) is not None
+
     def _match(self, name: str, codes: Stored) -> None:
         best: list[tuple[tuple[int, ...], Entry]] = []
         for family in FAMILIES:
@@ -141,7 +145,8 @@ class _Grouping:
         preferred = family.name in scheme.families
         is_weight = parameter.rpartition(".")[2] == "weight"
         if not (right or "tensor_scale" in found or family.codes[0]):
-            if not is_weight or not (codes.dtype in (*FP8, "F4") or (preferred and codes.dtype in BYTES)):
+            expected = preferred and not self._is_ignored(parameter)  # bytes that are no codes are a plain tensor
+            if not is_weight or not (codes.dtype in (*FP8, "F4") or (expected and codes.dtype in BYTES)):
                 return None
             if scale is not None and codes.dtype in BYTES:
                 return None

@@ -5,9 +5,10 @@ import stat
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
+from microfloat.arguments import as_path
 from microfloat.checkpoint.container import Container, read_json_file
 from microfloat.checkpoint.records import Finding
-from microfloat.errors import checkpoint_error, invalid_type
+from microfloat.errors import checkpoint_error
 
 __all__ = ["Folder", "locate"]
 
@@ -31,9 +32,7 @@ class Folder(NamedTuple):
 
 def locate(path: str | os.PathLike[str]) -> Folder:
     """The files behind `path`: a safetensors file, an index, or a directory. Raises CheckpointError where none are."""
-    if not isinstance(path, str | os.PathLike):
-        raise invalid_type("path", type(path), "a str or a pathlib.Path, that of a checkpoint")
-    path = Path(path)
+    path = as_path("path", path, "a str or a pathlib.Path, that of a checkpoint")
     found: list[Finding] = []
     root = path if path.is_dir() else path.parent
     if path.is_dir():
@@ -42,7 +41,8 @@ def locate(path: str | os.PathLike[str]) -> Folder:
         files, weight_map = _of_index(path, found)
     else:
         files, weight_map = {path.name: path}, None
-    configs = {name: _json(root, name, found) for name in CONFIGS if (root / name).exists()}
+    read = {name: _json(root, name, found) for name in CONFIGS if (root / name).exists()}
+    configs = {name: value for name, value in read.items() if isinstance(value, dict)}
     if any(finding.severity == "error" for finding in found):
         raise checkpoint_error(path, found)
     return Folder(path, files, weight_map, configs, found)

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from microfloat.arguments import check_choice
+from microfloat.arguments import check_bool, check_choice
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.detect import Contents, contents_of, detection_of
 from microfloat.checkpoint.folder import Folder, locate
 from microfloat.checkpoint.integrity import code_findings, scale_findings, structure_findings, without_nan
 from microfloat.checkpoint.records import Detection, Finding, Record
-from microfloat.errors import checkpoint_error, invalid_value
+from microfloat.errors import checkpoint_error, invalid_type, invalid_value, kind_of
 
 __all__ = ["Checkpoint", "load"]
 
@@ -107,6 +107,7 @@ def load(
     Raises CheckpointError, which lists all findings, for damaged files and unknown formats of others.
     """
     check_choice("nan", nan, ("keep", "zero"))
+    check_bool("strict", strict)
     folder = locate(path)
     tensors = folder.open()
     contents = contents_of(folder, tensors, format)
@@ -130,6 +131,9 @@ def load(
 def _matcher(pattern: str | None) -> Callable[[str], bool]:
     if pattern is None:
         return lambda name: True
+    if not isinstance(pattern, str):
+        needed = "a shell pattern over names, 're:' and a regular expression, or None"
+        raise invalid_type("pattern", kind_of(pattern), needed)
     if not pattern.startswith("re:"):
         return lambda name: fnmatchcase(name, pattern)
     try:

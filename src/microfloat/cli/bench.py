@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from microfloat.arguments import check_new_file
 from microfloat.cli import machine
 from microfloat.cli.output import Column, Output
 from microfloat.errors import invalid_value, unknown_name
@@ -91,6 +92,8 @@ def bench(
         from microfloat.pictures.style import check_path
 
         check_path(plot, "--plot")
+    if csv_file is not None:
+        check_new_file("--csv", csv_file)
     earlier = None if baseline is None else _read(baseline)
     import microfloat.torch  # noqa: F401 -- names the extra where torch is missing
     from microfloat.torch import measure

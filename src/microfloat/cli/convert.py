@@ -94,6 +94,8 @@ def convert(
 def _as_option(message: str) -> str:
     """A message about an argument of `checkpoint.convert`, about the option that it came from."""
     argument, colon, rest = message.partition(":")
+    if argument == "path":
+        return f"DST{colon}{rest}"
     is_option = argument in ("to", "scale_rule", "ignore", "fuse", "four_over_six", "max_shard_size")
     return f"--{argument.replace('_', '-')}{colon}{rest}" if is_option else message
 

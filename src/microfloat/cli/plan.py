@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from microfloat.arguments import check_new_file
 from microfloat.cli.hub import Hub, local
 from microfloat.cli.output import MOST_LINES, Column, Output, decibel, together
 from microfloat.errors import invalid_value
@@ -57,6 +58,8 @@ def plan(
 
     if not 0 < bits < math.inf:
         raise invalid_value("--bits", bits, "a finite number > 0")
+    if out is not None:
+        check_new_file("--out", out)
     names = [name.strip().lower() for name in format.split(",")]
     formats = chosen_formats(",".join(name for name in names if name != _PLAIN))
     for fmt in formats:

@@ -338,16 +338,17 @@ def _unpacked(codes: np.ndarray, bits: int, length: int) -> np.ndarray:
 def energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Sums of x * x and of (y - x) * (y - x) over the finite elements of x [R, C]; y is float32."""
     kernels, sums = _kernels(), np.zeros((len(x), 2))
-    if isinstance(kernels, str):
-        with np.errstate(all="ignore"):
-            x_32 = x.astype(_F32)
-            finite = np.isfinite(x_32)
-            x_32, error = x_32[finite], y[finite] - x_32[finite]
-        return float(np.square(x_32).sum(dtype=np.float64)), float(np.square(error).sum(dtype=np.float64))
-    bands = _Bands(x, 1, _workers(None))
-    bands.call(kernels.energies, lambda band: (np.ascontiguousarray(y[band]), sums[band]))
-    signal, noise = sums.sum(0)
-    return float(signal), float(noise)
+    if not isinstance(kernels, str):
+        bands = _Bands(x, 1, _workers(None))
+        bands.call(kernels.energies, lambda band: (np.ascontiguousarray(y[band]), sums[band]))
+        signal, noise = (float(total) for total in sums.sum(0))
+        if 0 < signal < np.inf and noise < np.inf:  # they square in float32, where large and tiny numbers have none
+            return signal, noise
+    with np.errstate(all="ignore"):
+        x_32 = x.astype(_F32)
+        finite = np.isfinite(x_32)
+        x_32, error = x_32[finite], y[finite] - x_32[finite]
+        return float(np.square(x_32, dtype=np.float64).sum()), float(np.square(error, dtype=np.float64).sum())
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_par
 from jax.sharding import PartitionSpec
 
 from microfloat import watching as common
+from microfloat.arguments import as_int
+from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.jax.observing import Subject, Watching, shown_p, watching
 from microfloat.jax.transformations import like_in_variance, no_derivative, on_first_device, varying_axes
 from microfloat.operands import TENSORS
@@ -52,6 +54,8 @@ def watch_outputs(
     >>> sorted({record.operand for record in readings.records()})
     ['w', 'x', 'y']
     """
+    if not callable(fn):
+        raise invalid_type("fn", kind_of(fn), "a function, such as jax.value_and_grad(loss)")
     options = Watching(
         check_names("tensors", tensors, TENSORS), frozenset(check_names("metrics", metrics, METRICS)),
         what_if_casts(what_if), check_rows(rows),
@@ -151,12 +155,17 @@ class RecordLog(common.RecordLog):
 
     def add(self, step: int, readings: Readings) -> None:
         """Keep the readings of a step. Nothing waits for the device before somebody asks for records."""
-        self._pending.append((step, readings))
+        if not isinstance(readings, Readings):
+            raise invalid_type("readings", kind_of(readings), "the second result of a function of watch_outputs")
+        number = as_int(step, invalid_value("step", repr(step), "the number of a step"))
+        self._pending.append((number, readings))
 
     def _read(self) -> None:
-        pending, self._pending = self._pending, []
-        for step, readings in pending:
-            for entry, found in readings.entries(step):
+        while self._pending:
+            step, readings = self._pending[0]
+            made = list(readings.entries(step))
+            del self._pending[0]  # no sooner: Ctrl-C while the device is waited for leaves it
+            for entry, found in made:
                 kept = {name: value for name, value in found.items() if _is_of(name, readings.metrics)}
                 self.take(entry, kept)
 

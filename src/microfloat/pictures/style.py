@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from microfloat.arguments import as_path, check_new_file
 from microfloat.errors import invalid_value, missing_package
 
 if TYPE_CHECKING:
@@ -38,12 +39,11 @@ def clean(axes: "Axes", *sides: str) -> None:
 
 def check_path(path: str | Path, argument: str = "path") -> Path:
     """The path of a picture, if its ending is one of `SUFFIXES` and its folder exists."""
-    checked = Path(path)
+    checked = as_path(argument, path)
     if checked.suffix.lower() not in SUFFIXES:
         endings = ", ".join(SUFFIXES)
         raise invalid_value(argument, checked, f"a file that ends in one of {endings}", f"Try {checked.name}.png.")
-    if not checked.parent.is_dir():
-        raise invalid_value(argument, checked, "a file in a folder that exists", f"Create {checked.parent} first.")
+    check_new_file(argument, checked)
     return checked
 
 

@@ -6,7 +6,7 @@ them. Experts [E, N, K] keep a scale each.
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from microfloat.errors import CheckpointError, InvalidValueError, NotSupportedError, invalid_value
+from microfloat.arguments import check_bool
+from microfloat.errors import (
+    CheckpointError,
+    InvalidValueError,
+    NotSupportedError,
+    invalid_type,
+    invalid_value,
+    kind_of,
+)
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.recipes.inference import WeightActivation, WeightOnly
@@ -27,8 +35,6 @@ from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from torch.types import Device
-
     from microfloat.checkpoint import Record
 
 __all__ = ["load_quantized", "save_quantized"]
@@ -60,42 +66,90 @@ def load_quantized(
     `device` (None: the CPU). With one: its parameters and buffers take the values in their own dtypes, linear layers
     whose weights are stored quantized become quantized layers, and a report is returned; other quantized tensors are
     dequantized. Scales of a KV cache become the attributes `k_scale` and `v_scale` of the layer they were stored with.
-    `model` may be on the meta device, then its tensors are made on `device`. `config`: of the layers whose
-    weights are stored in its format; None quantizes activations as the checkpoint says. `format`: the family, where
-    that is ambiguous. `strict` False loads the names that both have.
+    `model` may be on the meta device, then its tensors are made on `device`. Of a weight that several layers share, one
+    name in the file is enough, and it stays shared. `config`: of the layers whose weights are stored in its format;
+    None quantizes activations as the checkpoint says. `format`: the family, where that is ambiguous. `strict` False
+    loads the names that both have.
 
-    Warns of layers that engines join and whose scales differ. Raises CheckpointError for damaged files, and for names
-    and shapes that do not fit, all of them listed, InvalidValueError for a config of other weights, InvalidTypeError
-    for what is no config; then nothing has changed.
+    Warns of layers that engines join and whose scales differ, and of what is left on the meta device. Raises
+    CheckpointError for damaged files, and for names and shapes that do not fit, all of them listed, InvalidValueError
+    for a config of other weights, InvalidTypeError for what is no config; then nothing has changed.
     """
     from microfloat import checkpoint
 
     if config is not None:
         check_config("", config, False)
+    check_bool("strict", strict)
+    target = _device(device)
     loaded = checkpoint.load(path, format=format)
     for finding in loaded.scale_findings:
         if finding.id == "fused-mismatch":
             warnings.warn(f"load_quantized: {finding}", UserWarning, stacklevel=2)
     if model is None:
-        target = torch.device("cpu" if device is None else device)
         return {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
     _check_names(model, loaded, strict)
     stored = {record.format.name for record in loaded.values() if record.format is not None}
     if config is not None and _weight_format(config).name not in stored:
         raise invalid_value("config", f"{config!r}", f"one for weights as they are stored: {sorted(stored) or 'plain'}")
-    rows = []
-    for name, record in loaded.items():
-        row = _load_one(model, name, record, loaded, config, device)
+    rows, tied = [], _tied(model)
+    names = {name: name for name in loaded} | {  # by whose record each is loaded; files often hold one name of several
+        name: first for group in tied if (first := next((one for one in group if one in loaded), None)) is not None
+        for name in group if name not in loaded
+    }  # fmt: skip
+    for name, first in names.items():
+        row = _load_one(model, name, loaded[first], loaded, config, target)
         rows += [] if row is None else [row]
+    _tie_again(model, tied)
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
+    bare = [name for name, value in _named(model).items() if value.is_meta]
+    if bare and target.type != "meta":
+        warnings.warn(
+            f"load_quantized: the checkpoint does not have {', '.join(bare)}, which are on the meta device still: "
+            "buffers that no state dict holds, or what strict=False has left out. Give them values before the model is "
+            "called, or build it with them on a device.", UserWarning, stacklevel=2,
+        )  # fmt: skip
     return report_of(model, rows)
+
+
+def _device(device: object) -> torch.device:
+    needed = "a torch.device, its name, such as 'cuda:0', or None"
+    if not isinstance(device, torch.device | str | int | None):
+        raise invalid_type("device", kind_of(device), needed)
+    try:
+        return torch.device("cpu" if device is None else device)
+    except RuntimeError:
+        raise invalid_value("device", repr(device), needed) from None
 
 
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by every name that they have."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
+    """Make one parameter again of those that were one and have the same values; others were stored apart."""
+    for first, *others in tied:
+        kept = model.get_parameter(first)
+        for name in others:
+            parent, _, key = name.rpartition(".")
+            module, own = model.get_submodule(parent), model.get_parameter(name)
+            if own is not kept and not own.is_meta and _is_same(own, kept):
+                setattr(module, key, kept)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same_kind = isinstance(a, QuantizedTensor) == isinstance(b, QuantizedTensor) and a.dtype == b.dtype
+    return same_kind and a.device == b.device and torch.equal(a, b)
 
 
 def _check_names(model: nn.Module, loaded: Mapping[str, "Record"], strict: bool) -> None:
@@ -134,7 +188,7 @@ def _is_taken(name: str, existing: Mapping[str, torch.Tensor]) -> bool:
 @torch.no_grad()
 def _load_one(
     model: nn.Module, name: str, record: "Record", loaded: Mapping[str, "Record"], config: Config | None,
-    device: "Device",
+    device: torch.device,
 ) -> ConversionRow | None:  # fmt: skip
     """Load one record of those `loaded`; the row of a quantized one."""
     parent, _, key = name.rpartition(".")
@@ -144,7 +198,7 @@ def _load_one(
     old = getattr(module, key, None)
     if not isinstance(old, torch.Tensor):
         return None
-    target = old.device if not old.is_meta else torch.device("cpu" if device is None else device)
+    target = device if old.is_meta else old.device
     tensor = _tensor_of(record, old.dtype).to(target)
     if not isinstance(tensor, QuantizedTensor):
         _take(module, key, old, tensor)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from microfloat.arguments import check_int
+from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.operands import OPERANDS_OF, TENSORS, Operand
 from microfloat.passes import CastInputs
@@ -106,6 +107,7 @@ class watch(RecordLog):
         self._model = model
         self._count, self._sampled = -1, 0  # the number of this step, and of samples so far
         self._explicit, self._trains = False, False
+        self._caller_in_place: Callable[..., object] | None = None
         self._readings = Readings()  # of the sample that is being taken
         self._samples: list[Sample] = []
         self._names: dict[nn.Module, str] = {}
@@ -119,19 +121,25 @@ class watch(RecordLog):
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def __enter__(self) -> "watch":
+        if self._caller_in_place is not None:
+            raise invalid_value("watch", "one that is open already", "one that is not", "Make a second mf.watch.")
         root = getattr(self._model, "_orig_mod", self._model)
         self._names = {module: name for name, module in root.named_modules()}
         self._owners = Owners([module for module in self._names if isinstance(module, RecipeLayer)])
         own = self._model.__dict__
         self._before = own.get("_compiled_call_impl")
-        own["_compiled_call_impl"] = self._caller(self._before or self._model._call_impl)
+        self._caller_in_place = own["_compiled_call_impl"] = self._caller(self._before or self._model._call_impl)
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self._end_step()
-        own = self._model.__dict__
-        if self._before is None:
-            own.pop("_compiled_call_impl", None)
+        own, mine, self._caller_in_place = self._model.__dict__, self._caller_in_place, None
+        if (
+            own.get("_compiled_call_impl") is not mine
+        ):  # a later watch is still open; it calls ours, which begins no step
+            pass
+        elif self._before is None:
+            del own["_compiled_call_impl"]
         else:
             own["_compiled_call_impl"] = self._before
         if self._count < 0 and kind is None:
@@ -144,6 +152,9 @@ class watch(RecordLog):
 
     def step(self, number: int | None = None) -> None:
         """Begin a step, the next one or that of this number; from now on calls of the model do not count as steps."""
+        if self._caller_in_place is None:
+            needed = "one inside of its with statement: with mf.watch(model) as w"
+            raise invalid_value("w.step", "a call of a watch that is not open", needed)
         self._explicit = True
         self._begin_step(self._count + 1 if number is None else check_int("number", number, 0, 2**63 - 1))
 
@@ -151,7 +162,10 @@ class watch(RecordLog):
         """The call of the model, before which a step begins."""
 
         def run(*arguments: Takes.args, **options: Takes.kwargs) -> Result:
-            if not (self._explicit or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1):
+            is_over = self._caller_in_place is None
+            if not (
+                is_over or self._explicit or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
+            ):
                 with_grad = torch.is_grad_enabled()
                 self._trains |= with_grad
                 if with_grad or not self._trains:
@@ -281,9 +295,10 @@ class watch(RecordLog):
     def _read(self) -> None:
         if self._readings:
             self._close()
-        samples, self._samples = self._samples, []
-        for sample in samples:
-            for entry, found in sample.read():
+        while self._samples:
+            made = self._samples[0].read()
+            del self._samples[0]  # no sooner: Ctrl-C while the device is waited for leaves it
+            for entry, found in made:
                 if (entry.step, entry.module.split("#")[0]) not in self._mistaken:
                     self.take(entry, found)
 
