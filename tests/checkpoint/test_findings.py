@@ -21,6 +21,10 @@ def layer(name, **changes):
     ("config", "ignored", "kept"),
     [
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.mtp*"]}, "model.mtp.0", "a.model.mtp"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["a.gate"],
+          "producer": {"name": "modelopt", "version": "0.33.0"}}, "a.gate_proj", "a.up"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["a.gate"],
+          "producer": {"name": "microfloat", "version": "0.1.0"}}, "a.gate", "a.gate_proj"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["re:.*gate$", "b"]},
          "x.gate", "x.gate_proj"),
         ({"quant_method": "fp8", "modules_to_not_convert": ["gate"]}, "a.gate.b", "a.up"),

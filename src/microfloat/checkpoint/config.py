@@ -162,14 +162,15 @@ _ALGORITHMS = {
     "W4A16_MXFP4": _Algorithm("modelopt:mxfp4", "none", None),
     "W4A8_MXFP4_FP8": _Algorithm("modelopt:mxfp4", "dynamic", FP8_TENSOR),
 }
-_SUBSTRINGS_UNTIL = (0, 39)
+_SUBSTRINGS_UNTIL = (0, 39)  # versions of ModelOpt that leave out what has a pattern in its name
 
 
 def _modelopt(file: str, config: dict[str, Any]) -> Announcement:
     """Both configurations of ModelOpt: `ignore` or `exclude_modules`, and a table of layers where algorithms differ."""
     algorithm = config.get("quant_algo")
     producer = config.get("producer")
-    version = str(producer.get("version", "")) if isinstance(producer, dict) else ""
+    is_own = isinstance(producer, dict) and producer.get("name") == "microfloat"  # whose versions say nothing of that
+    version = str(producer.get("version", "")) if isinstance(producer, dict) and not is_own else ""
     numbers = re.match(r"(\d{1,6})\.(\d{1,6})", version)
     part = numbers is not None and tuple(map(int, numbers.groups())) < _SUBSTRINGS_UNTIL
     patterns = _strings(config.get("ignore")) or _strings(config.get("exclude_modules"))
