@@ -510,6 +510,33 @@ def test_watches_of_one_model_close_in_any_order():
     model(torch.ones(4, 32))
     assert [{one.step for one in w.records} for w in (first, second)] == [{0}, {0, 1}]
     assert not OBSERVERS
+    assert "_compiled_call_impl" not in vars(model)  # a watch of a model around it would take it for compiled
+
+
+def test_a_watch_is_opened_again_while_a_later_one_is_open():
+    model = mf.Linear(32, 16, recipe="mxfp8")
+    first, second = (mf.watch(model, every=1, what_if=()) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    model(torch.ones(4, 32))
+    first.__exit__(None, None, None)
+    first.__enter__()
+    model(torch.ones(4, 32))
+    second.__exit__(None, None, None)
+    model(torch.ones(4, 32))
+    first.__exit__(None, None, None)
+    assert [{one.step for one in w.records} for w in (first, second)] == [{0, 1, 2}, {0, 1}]
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def test_a_watch_that_is_closed_twice():
+    """As a cell of a notebook does that is run again."""
+    w = mf.watch(model := mf.Linear(32, 16, recipe="mxfp8"), what_if=())
+    w.__enter__()
+    model(torch.ones(4, 32))
+    for _ in range(2):
+        w.__exit__(None, None, None)
+    assert {one.step for one in w.records} == {0}
 
 
 def test_a_watch_that_is_open_already_or_not_is_refused():
