@@ -6,7 +6,7 @@ them. Experts [E, N, K] keep a scale each.
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -93,12 +93,8 @@ def load_quantized(
     if config is not None and _weight_format(config).name not in stored:
         raise invalid_value("config", f"{config!r}", f"one for weights as they are stored: {sorted(stored) or 'plain'}")
     rows, tied = [], _tied(model)
-    names = {name: name for name in loaded} | {  # by whose record each is loaded; files often hold one name of several
-        name: first for group in tied if (first := next((one for one in group if one in loaded), None)) is not None
-        for name in group if name not in loaded
-    }  # fmt: skip
-    for name, first in names.items():
-        row = _load_one(model, name, loaded[first], loaded, config, target)
+    for name, source in _sources(model, loaded, tied).items():
+        row = _load_one(model, name, loaded[source], loaded, config, target)
         rows += [] if row is None else [row]
     _tie_again(model, tied)
     if hasattr(model, "tie_weights"):
@@ -106,7 +102,7 @@ def load_quantized(
     bare = [name for name, value in _named(model).items() if value.is_meta]
     if bare and target.type != "meta":
         warnings.warn(
-            f"load_quantized: the checkpoint does not have {', '.join(bare)}, which are on the meta device still: "
+            f"load_quantized: the checkpoint does not have {_some(bare)}, which are on the meta device still: "
             "buffers that no state dict holds, or what strict=False has left out. Give them values before the model is "
             "called, or build it with them on a device.", UserWarning, stacklevel=2,
         )  # fmt: skip
@@ -119,7 +115,7 @@ def _device(device: object) -> torch.device:
         raise invalid_type("device", kind_of(device), needed)
     try:
         return torch.device("cpu" if device is None else device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # of a name or number, and of a bool
         raise invalid_value("device", repr(device), needed) from None
 
 
@@ -128,12 +124,36 @@ def _named(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
+def _some(names: Sequence[str], most: int = 10) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def _tied(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
+
+
+def _sources(model: nn.Module, loaded: Iterable[str], tied: Sequence[Sequence[str]]) -> dict[str, str]:
+    """By the name of each parameter or buffer, the record that it is loaded from: its own, or that of another name of
+    it, of which files often hold one. A layer of several names is loaded under the first one, as it is converted.
+    """
+    first: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first.setdefault(id(module), name)
+
+    def of_layer(name: str) -> str:
+        parent, dot, key = name.rpartition(".")
+        return f"{first[id(model.get_submodule(parent))]}{dot}{key}" if _has(model, parent) else name
+
+    sources = {of_layer(name): name for name in loaded} | {name: name for name in loaded if of_layer(name) == name}
+    for group in tied:
+        source = next((one for one in group if one in loaded), None)
+        for name in group if source is not None else ():
+            sources.setdefault(of_layer(name), source)
+    return sources
 
 
 def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
@@ -216,7 +236,8 @@ def _load_one(
                 if role in record.extras:
                     setattr(module, role, float(np.asarray(record.extras[role], np.float32).reshape(-1)[0]))
             if chosen.is_static:
-                amax = loaded.get(f"{parent}.input_amax")
+                places = (parent, record.name.rpartition(".")[0])  # the second one holds what it is shared with
+                amax = next((loaded[at] for one in places if (at := f"{one}.input_amax") in loaded), None)
                 kept = _static_amax(record, chosen) if amax is None else _tensor_of(amax, torch.float32)
                 module.register_buffer("input_amax", kept.to(target))
             return ConversionRow(parent, shape, "loaded", chosen, reason)
