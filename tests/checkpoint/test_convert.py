@@ -623,12 +623,13 @@ def test_values_beyond_the_range_of_a_target_are_named_as_that(tmp_path):
         convert(tmp_path / "source", tmp_path / "out", to="f16")
 
 
-@pytest.mark.parametrize("value", [2.0**127, 3 * 2.0**-140])
-def test_errors_of_large_and_of_tiny_weights_are_measured(tmp_path, value):
-    """Their squares are none in float32."""
+@pytest.mark.parametrize("to", ["bf16", "microfloat:fp8_row_e5m2"])
+@pytest.mark.parametrize("value", [2.0**127, 2.0**-66, 3 * 2.0**-140])
+def test_errors_of_large_and_of_tiny_weights_are_measured(tmp_path, value, to):
+    """Their squares are none in float32, or those of their errors."""
     values = np.float32(value) * np.linspace(0.5, 1, 1024, dtype=np.float32).reshape(32, 32)
     save([Record("a.weight", values, logical_shape=(32, 32))], tmp_path / "source", format="plain")
-    worst = convert(tmp_path / "source", tmp_path / "out", to="microfloat:fp8_row_e5m2").worst
+    worst = convert(tmp_path / "source", tmp_path / "out", to=to).worst
     q = load(tmp_path / "out")["a.weight"].dequantize()
     expected = metrics.sqnr_db(values, q)
     assert worst.sqnr_db == pytest.approx(expected, rel=1e-6)
