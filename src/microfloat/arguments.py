@@ -63,7 +63,9 @@ def as_path(argument: str, value: Any, needed: str = "a str or a pathlib.Path, t
 
 
 def check_new_file(argument: str, path: Path) -> None:
-    """InvalidValueError for a file in a folder that does not exist: before work whose result would be lost."""
+    """InvalidValueError for a folder, or a file in one that does not exist: before work whose result would be lost."""
+    if path.is_dir():
+        raise invalid_value(argument, path, "the name of a file", "This is a folder.")
     if not path.parent.is_dir():
         raise invalid_value(argument, path, "a file in a folder that exists", f"Create {path.parent} first.")
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import csv
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -495,6 +496,8 @@ def test_sinks_that_are_refused(tmp_path):
         InvalidValueError, match=r"path: got .*x.csv, needed a file in a folder .* Create .*there first"
     ):
         w.to_csv(tmp_path / "there" / "x.csv")
+    with pytest.raises(InvalidValueError, match=r"path: got .*, needed the name of a file. This is a folder"):
+        w.to_csv(tmp_path)
 
 
 def test_watches_of_one_model_close_in_any_order():
@@ -585,9 +588,36 @@ def test_an_interrupted_file_leaves_the_earlier_one(tmp_path):
         assert path.read_bytes() == whole
         assert sorted(tmp_path.iterdir()) == [link, path]
     w.records.pop()
+    path.chmod(0o640)
     w.to_csv(link)
     assert link.is_symlink()
     assert path.read_bytes() == whole
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_two_processes_write_one_file(tmp_path, monkeypatch):
+    """As ranks of one program do: the second one is whole before the first one gets its name."""
+    w, path = mf.watch(nn.Linear(8, 8)), tmp_path / "records.csv"
+    write = w._write_csv
+
+    def both(to):
+        write(to)
+        monkeypatch.setattr(w, "_write_csv", write)
+        w.to_csv(path)
+
+    monkeypatch.setattr(w, "_write_csv", both)
+    w.to_csv(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_written_where_no_other_can_be_made(tmp_path, monkeypatch):
+    w, path = mf.watch(nn.Linear(8, 8)), tmp_path / "records.csv"
+    path.touch()
+    inode = path.stat().st_ino
+    monkeypatch.setattr(os, "access", lambda *_: False)  # whoever runs the tests may be root
+    w.to_csv(path)
+    assert path.stat().st_ino == inode
+    assert path.read_text().startswith("step,")
 
 
 def test_layers_of_a_joined_weight_are_found_by_values_once(monkeypatch):
