@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value, kind_of, unknown_name
 
 __all__ = [
+    "as_bool",
     "as_float",
     "as_int",
     "as_path",
@@ -77,6 +80,13 @@ def check_word(argument: str, value: object) -> int:
     if not 0 <= number < 1 << 32:
         raise error
     return number
+
+
+def as_bool(argument: str, value: object) -> bool:
+    """True or False of Python or of NumPy as a bool; refuses what `check_bool` refuses."""
+    value = bool(value) if isinstance(value, np.bool_) else value
+    check_bool(argument, value)
+    return value is True
 
 
 def as_float(argument: str, value: numbers.Real, needed: str = "a number in float32's range") -> float:

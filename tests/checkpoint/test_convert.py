@@ -1,5 +1,6 @@
 """`save` and `convert`: every format that is written, fused groups, exact bytes, memory, interruption and errors."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from microfloat import metrics, reference
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint._saving import SAVED
+from microfloat.checkpoint._verification import check_unchanged
 from microfloat.checkpoint.families import WRITTEN
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, MicrofloatError
 from microfloat.formats import FORMATS, decode, encode
@@ -605,6 +607,23 @@ def test_a_source_that_is_written_to_meanwhile_is_not_converted(source, tmp_path
             os.replace(source / "new", file)
 
     assert convert(source, tmp_path / "out", to="ct:nvfp4", progress=replace_by_another).verified
+
+
+@pytest.mark.parametrize(("moved", "is_written_to"), [(-1, False), (-3, True), (1, True)])
+def test_a_time_that_is_rounded_down_is_no_change(tmp_path, moved, is_written_to):
+    """Some file systems keep whole seconds, or two, and show more of them while a file is in memory."""
+    (file := tmp_path / "model.safetensors").touch()
+    before = file.stat()
+    os.utime(file, ns=(0, before.st_mtime_ns + moved * 10**9))
+    with pytest.raises(CheckpointError, match="was written to") if is_written_to else contextlib.nullcontext():
+        check_unchanged({file: before})
+
+
+def test_true_and_false_may_be_those_of_numpy(source, tmp_path):
+    no, yes = np.bool_(False), np.bool_(True)
+    report = convert(source, tmp_path / "out", to="ct:nvfp4", verify=no, resume=yes, four_over_six=no)
+    assert report.verified is False
+    assert load(tmp_path / "out", strict=yes).detection.family == "ct:nvfp4"
 
 
 def test_whole_numbers_of_a_module_that_is_ignored_are_no_codes(tmp_path):

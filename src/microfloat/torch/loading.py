@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from microfloat.arguments import check_bool
+from microfloat.arguments import as_bool
 from microfloat.errors import (
     CheckpointError,
     InvalidValueError,
@@ -79,7 +79,7 @@ def load_quantized(
 
     if config is not None:
         check_config("", config, False)
-    check_bool("strict", strict)
+    strict = as_bool("strict", strict)
     target = _device(device)
     loaded = checkpoint.load(path, format=format)
     for finding in loaded.scale_findings:
