@@ -186,6 +186,27 @@ def test_a_static_scale_comes_with_the_weight_that_is_shared(tmp_path) -> None:
     assert other[1].input_amax == other[0].input_amax == model[0].input_amax == 1
 
 
+@pytest.mark.filterwarnings("ignore:load_quantized. the checkpoint does not have angles:UserWarning")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_plain_weights_are_shared_where_the_file_has_the_same_ones(factor, device, tmp_path) -> None:
+    """Copied one after the other into one memory, both would have the values of the last; NaN is no difference."""
+    model = Shared().requires_grad_(False)
+    model.embed.weight[0, 0] = torch.nan
+    model.head.weight = nn.Parameter(factor * model.embed.weight)
+    mf.save_quantized(model, tmp_path / "model")
+    with torch.device(device):
+        other = Shared()
+    before = other.embed.weight
+    mf.load_quantized(tmp_path / "model", other)
+    for name in ("embed", "head"):
+        torch.testing.assert_close(
+            getattr(other, name).weight, getattr(model, name).weight, rtol=0, atol=0, equal_nan=True, check_stride=True
+        )
+    assert (other.head.weight is other.embed.weight) == (factor == 1)
+    assert device == "meta" or other.embed.weight is before  # an optimizer may have it
+
+
 def test_weights_that_were_stored_apart_are_not_shared(tmp_path) -> None:
     model = Shared()
     model.second.weight = nn.Parameter(2 * model.first.weight.detach())

@@ -93,7 +93,9 @@ def load_quantized(
     if config is not None and _weight_format(config).name not in stored:
         raise invalid_value("config", f"{config!r}", f"one for weights as they are stored: {sorted(stored) or 'plain'}")
     rows, tied = [], _tied(model)
-    for name, source in _sources(model, loaded, tied).items():
+    sources = _sources(model, loaded, tied)
+    _untie(model, loaded, sources, tied)
+    for name, source in sources.items():
         row = _load_one(model, name, loaded[source], loaded, config, target)
         rows += [] if row is None else [row]
     _tie_again(model, tied)
@@ -156,6 +158,31 @@ def _sources(model: nn.Module, loaded: Iterable[str], tied: Sequence[Sequence[st
     return sources
 
 
+def _untie(
+    model: nn.Module, loaded: Mapping[str, "Record"], sources: Mapping[str, str], tied: Sequence[Sequence[str]]
+) -> None:
+    """Give memory of its own to what is one parameter of the model, and in the file several with other values."""
+    for first, *others in tied:
+        for name in others:
+            if name in sources and not _is_same_plain(loaded[sources[name]], loaded[sources[first]]):
+                parent, _, key = name.rpartition(".")
+                old = model.get_parameter(name)
+                if not old.is_meta and not isinstance(old, QuantizedTensor):
+                    own = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
+                    setattr(model.get_submodule(parent), key, own)
+
+
+def _is_same_plain(a: "Record", b: "Record") -> bool:
+    if a is b:
+        return True
+    plain = a.format is None and b.format is None and a.codes.dtype == b.codes.dtype
+    return plain and np.array_equal(_bytes_of(a.codes), _bytes_of(b.codes))
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
 def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
     """Make one parameter again of those that were one and have the same values; others were stored apart."""
     for first, *others in tied:
@@ -168,8 +195,12 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same_kind = isinstance(a, QuantizedTensor) == isinstance(b, QuantizedTensor) and a.dtype == b.dtype
-    return same_kind and a.device == b.device and torch.equal(a, b)
+    is_quantized = isinstance(a, QuantizedTensor)
+    if is_quantized != isinstance(b, QuantizedTensor) or (a.dtype, a.device) != (b.dtype, b.device):
+        return False
+    if is_quantized:
+        return torch.equal(a, b)
+    return torch.equal(*(one.detach().reshape(-1).view(torch.uint8) for one in (a, b)))  # the bits, NaN's too
 
 
 def _check_names(model: nn.Module, loaded: Mapping[str, "Record"], strict: bool) -> None:
