@@ -583,6 +583,9 @@ def test_a_file_in_place_of_the_partial_folder_is_named(source, tmp_path):
     with pytest.raises(CheckpointError, match="is in the way"):
         convert(source, tmp_path / "out", to="ct:nvfp4")
     assert (tmp_path / "out.partial").read_text() == "mine"
+    (tmp_path / "other.partial").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="is in the way"):
+        convert(source, tmp_path / "other", to="ct:nvfp4")
 
 
 def test_a_source_that_is_written_to_meanwhile_is_not_converted(source, tmp_path):
