@@ -6,7 +6,7 @@ them. Experts [E, N, K] keep a scale each.
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -138,7 +138,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _sources(model: nn.Module, loaded: Iterable[str], tied: Sequence[Sequence[str]]) -> dict[str, str]:
+def _sources(model: nn.Module, loaded: Mapping[str, "Record"], tied: Sequence[Sequence[str]]) -> dict[str, str]:
     """By the name of each parameter or buffer, the record that it is loaded from: its own, or that of another name of
     it, of which files often hold one. A layer of several names is loaded under the first one, as it is converted.
     """
@@ -152,9 +152,9 @@ def _sources(model: nn.Module, loaded: Iterable[str], tied: Sequence[Sequence[st
 
     sources = {of_layer(name): name for name in loaded} | {name: name for name in loaded if of_layer(name) == name}
     for group in tied:
-        source = next((one for one in group if one in loaded), None)
-        for name in group if source is not None else ():
-            sources.setdefault(of_layer(name), source)
+        found = [name for name in group if name in loaded]
+        for name in group if found else ():
+            sources.setdefault(of_layer(name), found[0])
     return sources
 
 
