@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value, kind_of, unknown_name
 
 __all__ = [
+    "as_bool",
     "as_float",
     "as_int",
     "as_path",
@@ -63,7 +66,9 @@ def as_path(argument: str, value: Any, needed: str = "a str or a pathlib.Path, t
 
 
 def check_new_file(argument: str, path: Path) -> None:
-    """InvalidValueError for a file in a folder that does not exist: before work whose result would be lost."""
+    """InvalidValueError for a folder, or a file in one that does not exist: before work whose result would be lost."""
+    if path.is_dir():
+        raise invalid_value(argument, path, "the name of a file", "This is a folder.")
     if not path.parent.is_dir():
         raise invalid_value(argument, path, "a file in a folder that exists", f"Create {path.parent} first.")
 
@@ -75,6 +80,13 @@ def check_word(argument: str, value: object) -> int:
     if not 0 <= number < 1 << 32:
         raise error
     return number
+
+
+def as_bool(argument: str, value: object) -> bool:
+    """True or False of Python or of NumPy as a bool; refuses what `check_bool` refuses."""
+    value = bool(value) if isinstance(value, np.bool_) else value
+    check_bool(argument, value)
+    return value is True
 
 
 def as_float(argument: str, value: numbers.Real, needed: str = "a number in float32's range") -> float:

@@ -8,6 +8,8 @@ import csv
 import functools
 import math
 import os
+import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
@@ -297,13 +299,15 @@ class RecordLog:
         """
         checked = as_path("path", path)
         check_new_file("path", checked)
-        if checked.exists() and not checked.is_file():  # a folder is refused by the system, a pipe is written to
+        target = checked.resolve()  # of a link, which stays one
+        if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):  # a pipe, or no new files
             self._write_csv(checked)
             return
-        target = checked.resolve()  # of a link, which stays one
-        partial = target.with_name(f"{target.name}.partial")
+        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.partial")  # ranks may write one file at once
         try:
             self._write_csv(partial)
+            if target.exists():
+                shutil.copymode(target, partial)
             os.replace(partial, target)
         except BaseException:
             partial.unlink(missing_ok=True)

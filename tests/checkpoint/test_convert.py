@@ -1,5 +1,6 @@
 """`save` and `convert`: every format that is written, fused groups, exact bytes, memory, interruption and errors."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from microfloat import metrics, reference
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint._saving import SAVED
+from microfloat.checkpoint._verification import check_unchanged
 from microfloat.checkpoint.families import WRITTEN
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, MicrofloatError
 from microfloat.formats import FORMATS, decode, encode
@@ -581,6 +583,9 @@ def test_a_file_in_place_of_the_partial_folder_is_named(source, tmp_path):
     with pytest.raises(CheckpointError, match="is in the way"):
         convert(source, tmp_path / "out", to="ct:nvfp4")
     assert (tmp_path / "out.partial").read_text() == "mine"
+    (tmp_path / "other.partial").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="is in the way"):
+        convert(source, tmp_path / "other", to="ct:nvfp4")
 
 
 def test_a_source_that_is_written_to_meanwhile_is_not_converted(source, tmp_path):
@@ -607,6 +612,23 @@ def test_a_source_that_is_written_to_meanwhile_is_not_converted(source, tmp_path
     assert convert(source, tmp_path / "out", to="ct:nvfp4", progress=replace_by_another).verified
 
 
+@pytest.mark.parametrize(("moved", "is_written_to"), [(-1, False), (-3, True), (1, True)])
+def test_a_time_that_is_rounded_down_is_no_change(tmp_path, moved, is_written_to):
+    """Some file systems keep whole seconds, or two, and show more of them while a file is in memory."""
+    (file := tmp_path / "model.safetensors").touch()
+    before = file.stat()
+    os.utime(file, ns=(0, before.st_mtime_ns + moved * 10**9))
+    with pytest.raises(CheckpointError, match="was written to") if is_written_to else contextlib.nullcontext():
+        check_unchanged({file: before})
+
+
+def test_true_and_false_may_be_those_of_numpy(source, tmp_path):
+    no, yes = np.bool_(False), np.bool_(True)
+    report = convert(source, tmp_path / "out", to="ct:nvfp4", verify=no, resume=yes, four_over_six=no)
+    assert report.verified is False
+    assert load(tmp_path / "out", strict=yes).detection.family == "ct:nvfp4"
+
+
 def test_whole_numbers_of_a_module_that_is_ignored_are_no_codes(tmp_path):
     """The family that was asked for would take them for FP4 codes without a scale."""
     plain_bytes = Record("count.weight", np.ones((32, 32), np.uint8), logical_shape=(32, 32))
@@ -623,12 +645,13 @@ def test_values_beyond_the_range_of_a_target_are_named_as_that(tmp_path):
         convert(tmp_path / "source", tmp_path / "out", to="f16")
 
 
-@pytest.mark.parametrize("value", [2.0**127, 3 * 2.0**-140])
-def test_errors_of_large_and_of_tiny_weights_are_measured(tmp_path, value):
-    """Their squares are none in float32."""
+@pytest.mark.parametrize("to", ["bf16", "microfloat:fp8_row_e5m2"])
+@pytest.mark.parametrize("value", [2.0**127, 2.0**-66, 3 * 2.0**-140])
+def test_errors_of_large_and_of_tiny_weights_are_measured(tmp_path, value, to):
+    """Their squares are none in float32, or those of their errors."""
     values = np.float32(value) * np.linspace(0.5, 1, 1024, dtype=np.float32).reshape(32, 32)
     save([Record("a.weight", values, logical_shape=(32, 32))], tmp_path / "source", format="plain")
-    worst = convert(tmp_path / "source", tmp_path / "out", to="microfloat:fp8_row_e5m2").worst
+    worst = convert(tmp_path / "source", tmp_path / "out", to=to).worst
     q = load(tmp_path / "out")["a.weight"].dequantize()
     expected = metrics.sqnr_db(values, q)
     assert worst.sqnr_db == pytest.approx(expected, rel=1e-6)

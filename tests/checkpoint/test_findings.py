@@ -61,6 +61,12 @@ def test_a_configuration_of_no_weights_is_that_of_a_plain_checkpoint(config, tmp
     assert (found.detection.family, sorted(found), found.findings) == ("plain", sorted(tensors), [])
 
 
+def test_an_empty_configuration_hides_none_of_the_text_model():
+    config = {"quantization_config": {}, "text_config": {"quantization_config": {"quant_method": "fp8"}}}
+    (found,) = announced({"config.json": config})
+    assert "quant_method 'fp8'" in found.text
+
+
 @pytest.mark.parametrize("text", ["[1]", '"x"', "3", "null"])
 def test_a_configuration_that_is_no_object_says_nothing(text, tmp_path):
     path = write(tmp_path / "model.safetensors", layer("a"))

@@ -105,6 +105,7 @@ def test_shapes_by_name():
         (["--baseline", "nowhere.json"], "nowhere.json"),
         (["--plot", "roof.txt"], "--plot"),
         (["--csv", "nowhere/table.csv"], "Create nowhere first"),
+        (["--csv", "."], "This is a folder"),
     ],
 )
 def test_a_wrong_question_exits_2(microfloat, words, named):

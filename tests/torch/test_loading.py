@@ -146,6 +146,67 @@ def test_shared_weights_stay_shared_whatever_names_the_file_has(device, left_out
     assert torch.equal(other(TOKENS), model(TOKENS))
 
 
+@pytest.mark.parametrize("kept", ["first", "second"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer_of_two_names_is_loaded_by_either(device, kept, tmp_path) -> None:
+    """With what is stored beside its weight, here the amax of a static scale."""
+
+    def shared() -> nn.Module:
+        model = nn.Sequential()
+        model.first = model.second = nn.Linear(64, 64)
+        return model
+
+    x = torch.linspace(-3, 3, 256).reshape(4, 64)
+    mf.quantize_(model := shared(), WeightActivation("fp8_tensor", scales="static"))
+    with mf.calibrate(model):
+        model(x)
+    mf.save_quantized(model, tmp_path / "model")
+    records = [record for record in checkpoint.load(tmp_path / "model").values() if record.name.startswith(kept)]
+    checkpoint.save(records, tmp_path / "part", format="microfloat:native")
+    with torch.device(device):
+        other = shared()
+    report = mf.load_quantized(tmp_path / "part", other)
+    assert [row.name for row in report.rows] == ["first"]
+    assert other.first is other.second
+    assert torch.equal(other(x), model(x))
+
+
+def test_a_static_scale_comes_with_the_weight_that_is_shared(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[1].weight = model[0].weight
+    other = copy.deepcopy(model)
+    mf.quantize_(model, WeightActivation("fp8_tensor", scales="static"))
+    with mf.calibrate(model):
+        model(torch.ones(4, 64))
+    mf.save_quantized(model, tmp_path / "model")
+    records = [record for record in checkpoint.load(tmp_path / "model").values() if record.name.startswith("0")]
+    checkpoint.save(records, tmp_path / "part", format="microfloat:native")
+    mf.load_quantized(tmp_path / "part", other)
+    assert other[1].weight is other[0].weight
+    assert other[1].input_amax == other[0].input_amax == model[0].input_amax == 1
+
+
+@pytest.mark.filterwarnings("ignore:load_quantized. the checkpoint does not have angles:UserWarning")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_plain_weights_are_shared_where_the_file_has_the_same_ones(factor, device, tmp_path) -> None:
+    """Copied one after the other into one memory, both would have the values of the last; NaN is no difference."""
+    model = Shared().requires_grad_(False)
+    model.embed.weight[0, 0] = torch.nan
+    model.head.weight = nn.Parameter(factor * model.embed.weight)
+    mf.save_quantized(model, tmp_path / "model")
+    with torch.device(device):
+        other = Shared()
+    before = other.embed.weight
+    mf.load_quantized(tmp_path / "model", other)
+    for name in ("embed", "head"):
+        torch.testing.assert_close(
+            getattr(other, name).weight, getattr(model, name).weight, rtol=0, atol=0, equal_nan=True, check_stride=True
+        )
+    assert (other.head.weight is other.embed.weight) == (factor == 1)
+    assert device == "meta" or other.embed.weight is before  # an optimizer may have it
+
+
 def test_weights_that_were_stored_apart_are_not_shared(tmp_path) -> None:
     model = Shared()
     model.second.weight = nn.Parameter(2 * model.first.weight.detach())
@@ -164,11 +225,17 @@ def test_what_stays_on_the_meta_device_is_named(tmp_path) -> None:
         mf.load_quantized(tmp_path / "model", model)
     with warnings.catch_warnings(action="error"):
         mf.load_quantized(tmp_path / "model", model, device="meta")  # as was asked for
+    checkpoint.save([], tmp_path / "nothing", format="microfloat:native")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    with pytest.warns(UserWarning, match=r"does not have 0.weight, .* 4.bias and 6 more, which"):
+        mf.load_quantized(tmp_path / "nothing", model, strict=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [({"device": "qpu"}, "device: got 'qpu', needed a torch.device"), ({"device": 3.5}, "device: got float, needed"),
+     ({"device": True}, "device: got True, needed"),
      ({"strict": "no"}, "strict: got str, needed True or False")],
 )  # fmt: skip
 def test_wrong_arguments_are_named(arguments, words, tmp_path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import csv
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -495,6 +496,8 @@ def test_sinks_that_are_refused(tmp_path):
         InvalidValueError, match=r"path: got .*x.csv, needed a file in a folder .* Create .*there first"
     ):
         w.to_csv(tmp_path / "there" / "x.csv")
+    with pytest.raises(InvalidValueError, match=r"path: got .*, needed the name of a file. This is a folder"):
+        w.to_csv(tmp_path)
 
 
 def test_watches_of_one_model_close_in_any_order():
@@ -510,6 +513,33 @@ def test_watches_of_one_model_close_in_any_order():
     model(torch.ones(4, 32))
     assert [{one.step for one in w.records} for w in (first, second)] == [{0}, {0, 1}]
     assert not OBSERVERS
+    assert "_compiled_call_impl" not in vars(model)  # a watch of a model around it would take it for compiled
+
+
+def test_a_watch_is_opened_again_while_a_later_one_is_open():
+    model = mf.Linear(32, 16, recipe="mxfp8")
+    first, second = (mf.watch(model, every=1, what_if=()) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    model(torch.ones(4, 32))
+    first.__exit__(None, None, None)
+    first.__enter__()
+    model(torch.ones(4, 32))
+    second.__exit__(None, None, None)
+    model(torch.ones(4, 32))
+    first.__exit__(None, None, None)
+    assert [{one.step for one in w.records} for w in (first, second)] == [{0, 1, 2}, {0, 1}]
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def test_a_watch_that_is_closed_twice():
+    """As a cell of a notebook does that is run again."""
+    w = mf.watch(model := mf.Linear(32, 16, recipe="mxfp8"), what_if=())
+    w.__enter__()
+    model(torch.ones(4, 32))
+    for _ in range(2):
+        w.__exit__(None, None, None)
+    assert {one.step for one in w.records} == {0}
 
 
 def test_a_watch_that_is_open_already_or_not_is_refused():
@@ -558,9 +588,36 @@ def test_an_interrupted_file_leaves_the_earlier_one(tmp_path):
         assert path.read_bytes() == whole
         assert sorted(tmp_path.iterdir()) == [link, path]
     w.records.pop()
+    path.chmod(0o640)
     w.to_csv(link)
     assert link.is_symlink()
     assert path.read_bytes() == whole
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_two_processes_write_one_file(tmp_path, monkeypatch):
+    """As ranks of one program do: the second one is whole before the first one gets its name."""
+    w, path = mf.watch(nn.Linear(8, 8)), tmp_path / "records.csv"
+    write = w._write_csv
+
+    def both(to):
+        write(to)
+        monkeypatch.setattr(w, "_write_csv", write)
+        w.to_csv(path)
+
+    monkeypatch.setattr(w, "_write_csv", both)
+    w.to_csv(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_written_where_no_other_can_be_made(tmp_path, monkeypatch):
+    w, path = mf.watch(nn.Linear(8, 8)), tmp_path / "records.csv"
+    path.touch()
+    inode = path.stat().st_ino
+    monkeypatch.setattr(os, "access", lambda *_: False)  # whoever runs the tests may be root
+    w.to_csv(path)
+    assert path.stat().st_ino == inode
+    assert path.read_text().startswith("step,")
 
 
 def test_layers_of_a_joined_weight_are_found_by_values_once(monkeypatch):

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat._version import __version__
-from microfloat.arguments import check_bool, check_name
+from microfloat.arguments import as_bool, check_name
 from microfloat.checkpoint._casting import (
     cast_slab,
     experts_of,
@@ -187,7 +187,6 @@ class Target:
 def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
     """The target of a name such as "ct:nvfp4"; ValueError for an unknown one, or a scale rule that does not fit it."""
     check_name("to", to)
-    check_bool("four_over_six", four_over_six)
     if to in PLAIN:
         if scale_rule is not None or four_over_six:
             raise invalid_value("scale_rule", scale_rule or "four_over_six", f"None, as {to} has no scales")
@@ -505,8 +504,8 @@ def convert(
     read back as it was written.
     """
     started = time.perf_counter()
-    check_bool("verify", verify)
-    check_bool("resume", resume)
+    verify, resume = as_bool("verify", verify), as_bool("resume", resume)
+    four_over_six = as_bool("four_over_six", four_over_six)
     target = target_of(to, scale_rule, four_over_six)
     patterns, kinds, limit = check_ignore(ignore), check_fuse(fuse), byte_count(max_shard_size)
     checkpoint = load(src)

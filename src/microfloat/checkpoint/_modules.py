@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
 
+_PATTERNS = "names of modules, wildcards or 're:' patterns"
+
 # Serving engines multiply the members of such a group as one matrix, under one global scale (vllm-project/vllm#54974).
 # A group's key is its members' name with the part that differs replaced.
 FUSED = {
@@ -67,9 +69,6 @@ def check_ignore(ignore: Iterable[str] | str) -> tuple[str, ...]:
             except re.error as error:
                 raise invalid_value("ignore", f"{pattern!r} ({error})", "a regular expression after 're:'") from None
     return patterns
-
-
-_PATTERNS = "names of modules, wildcards or 're:' patterns"
 
 
 def ignored_by(module: str, ignore: Sequence[str]) -> str | None:

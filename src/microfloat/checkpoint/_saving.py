@@ -118,7 +118,7 @@ def write(
     if _is_finished(target, partial, plan, shards, identity):
         return Written([shard.name for shard in shards], len(shards), size)
     _check_absent(target)
-    if partial.exists() and not partial.is_dir():
+    if os.path.lexists(partial) and not partial.is_dir():
         raise _in_the_way(partial)
     if not partial.exists():
         _check_room(target, size)  # before the source is read for an hour

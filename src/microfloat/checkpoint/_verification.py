@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 def check_unchanged(files: Mapping[Path, os.stat_result]) -> None:
     """Raise CheckpointError where a source was written to in place since it had this status.
 
-    Files that were replaced or removed are still mapped as they were.
+    Files that were replaced or removed are still mapped as they were. A time that goes back by less than two seconds is
+    the same one, rounded down when a file system that keeps whole seconds reads it from the disk again.
     """
     for path, before in files.items():
         now = path.stat() if path.exists() else before
-        if (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino) and now.st_mtime_ns != before.st_mtime_ns:
+        is_same_file = (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
+        is_rounded = now.st_size == before.st_size and 0 <= before.st_mtime_ns - now.st_mtime_ns < 2_000_000_000
+        if is_same_file and not is_rounded:
             raise CheckpointError(
                 f"{path} was written to while it was converted. Convert it again when it is complete; to replace a "
                 "checkpoint, rename the new one over it."

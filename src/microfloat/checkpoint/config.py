@@ -65,9 +65,9 @@ def announced(configs: Mapping[str, Any]) -> list[Announcement]:
     if isinstance(config, dict):
         inner = config.get("text_config")
         places = (config, inner if isinstance(inner, dict) else {})
-        found = next((place[key] for place in places for key in KEYS if isinstance(place.get(key), dict)), None)
+        found = [place[key] for place in places for key in KEYS if isinstance(place.get(key), dict) and place[key]]
         if found:
-            made.append(_announcement("config.json", found))
+            made.append(_announcement("config.json", found[0]))
     second = configs.get("hf_quant_config.json")
     if isinstance(second, dict) and isinstance(second.get("quantization"), dict):
         producer = second.get("producer")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from microfloat.arguments import check_bool, check_choice
+from microfloat.arguments import as_bool, check_choice
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.detect import Contents, contents_of, detection_of
 from microfloat.checkpoint.folder import Folder, locate
@@ -107,7 +107,7 @@ def load(
     Raises CheckpointError, which lists all findings, for damaged files and unknown formats of others.
     """
     check_choice("nan", nan, ("keep", "zero"))
-    check_bool("strict", strict)
+    strict = as_bool("strict", strict)
     folder = locate(path)
     tensors = folder.open()
     contents = contents_of(folder, tensors, format)

@@ -154,7 +154,9 @@ class RecordLog(common.RecordLog):
         self._pending: list[tuple[int, Readings]] = []
 
     def add(self, step: int, readings: Readings) -> None:
-        """Keep the readings of a step. Nothing waits for the device before somebody asks for records."""
+        """Keep the readings of a step. Nothing waits for the device before somebody asks for records, unless `step` is
+        an array.
+        """
         if not isinstance(readings, Readings):
             raise invalid_type("readings", kind_of(readings), "the second result of a function of watch_outputs")
         number = as_int(step, invalid_value("step", repr(step), "the number of a step"))
@@ -163,7 +165,7 @@ class RecordLog(common.RecordLog):
     def _read(self) -> None:
         while self._pending:
             step, readings = self._pending[0]
-            made = list(readings.entries(step))
+            made = readings.entries(step)
             del self._pending[0]  # no sooner: Ctrl-C while the device is waited for leaves it
             for entry, found in made:
                 kept = {name: value for name, value in found.items() if _is_of(name, readings.metrics)}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from microfloat.arguments import check_bool
+from microfloat.arguments import as_bool
 from microfloat.errors import (
     CheckpointError,
     InvalidValueError,
@@ -79,7 +79,7 @@ def load_quantized(
 
     if config is not None:
         check_config("", config, False)
-    check_bool("strict", strict)
+    strict = as_bool("strict", strict)
     target = _device(device)
     loaded = checkpoint.load(path, format=format)
     for finding in loaded.scale_findings:
@@ -93,12 +93,10 @@ def load_quantized(
     if config is not None and _weight_format(config).name not in stored:
         raise invalid_value("config", f"{config!r}", f"one for weights as they are stored: {sorted(stored) or 'plain'}")
     rows, tied = [], _tied(model)
-    names = {name: name for name in loaded} | {  # by whose record each is loaded; files often hold one name of several
-        name: first for group in tied if (first := next((one for one in group if one in loaded), None)) is not None
-        for name in group if name not in loaded
-    }  # fmt: skip
-    for name, first in names.items():
-        row = _load_one(model, name, loaded[first], loaded, config, target)
+    sources = _sources(model, loaded, tied)
+    _untie(model, loaded, sources, tied)
+    for name, source in sources.items():
+        row = _load_one(model, name, loaded[source], loaded, config, target)
         rows += [] if row is None else [row]
     _tie_again(model, tied)
     if hasattr(model, "tie_weights"):
@@ -106,7 +104,7 @@ def load_quantized(
     bare = [name for name, value in _named(model).items() if value.is_meta]
     if bare and target.type != "meta":
         warnings.warn(
-            f"load_quantized: the checkpoint does not have {', '.join(bare)}, which are on the meta device still: "
+            f"load_quantized: the checkpoint does not have {_some(bare)}, which are on the meta device still: "
             "buffers that no state dict holds, or what strict=False has left out. Give them values before the model is "
             "called, or build it with them on a device.", UserWarning, stacklevel=2,
         )  # fmt: skip
@@ -119,7 +117,7 @@ def _device(device: object) -> torch.device:
         raise invalid_type("device", kind_of(device), needed)
     try:
         return torch.device("cpu" if device is None else device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # of a name or number, and of a bool
         raise invalid_value("device", repr(device), needed) from None
 
 
@@ -128,12 +126,61 @@ def _named(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
+def _some(names: Sequence[str], most: int = 10) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def _tied(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
+
+
+def _sources(model: nn.Module, loaded: Mapping[str, "Record"], tied: Sequence[Sequence[str]]) -> dict[str, str]:
+    """By the name of each parameter or buffer, the record that it is loaded from: its own, or that of another name of
+    it, of which files often hold one. A layer of several names is loaded under the first one, as it is converted.
+    """
+    first: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first.setdefault(id(module), name)
+
+    def of_layer(name: str) -> str:
+        parent, dot, key = name.rpartition(".")
+        return f"{first[id(model.get_submodule(parent))]}{dot}{key}" if _has(model, parent) else name
+
+    sources = {of_layer(name): name for name in loaded} | {name: name for name in loaded if of_layer(name) == name}
+    for group in tied:
+        found = [name for name in group if name in loaded]
+        for name in group if found else ():
+            sources.setdefault(of_layer(name), found[0])
+    return sources
+
+
+def _untie(
+    model: nn.Module, loaded: Mapping[str, "Record"], sources: Mapping[str, str], tied: Sequence[Sequence[str]]
+) -> None:
+    """Give memory of its own to what is one parameter of the model, and in the file several with other values."""
+    for first, *others in tied:
+        for name in others:
+            if name in sources and not _is_same_plain(loaded[sources[name]], loaded[sources[first]]):
+                parent, _, key = name.rpartition(".")
+                old = model.get_parameter(name)
+                if not old.is_meta and not isinstance(old, QuantizedTensor):
+                    own = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
+                    setattr(model.get_submodule(parent), key, own)
+
+
+def _is_same_plain(a: "Record", b: "Record") -> bool:
+    if a is b:
+        return True
+    plain = a.format is None and b.format is None and a.codes.dtype == b.codes.dtype
+    return plain and np.array_equal(_bytes_of(a.codes), _bytes_of(b.codes))
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
@@ -148,8 +195,12 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same_kind = isinstance(a, QuantizedTensor) == isinstance(b, QuantizedTensor) and a.dtype == b.dtype
-    return same_kind and a.device == b.device and torch.equal(a, b)
+    is_quantized = isinstance(a, QuantizedTensor)
+    if is_quantized != isinstance(b, QuantizedTensor) or (a.dtype, a.device) != (b.dtype, b.device):
+        return False
+    if is_quantized:
+        return torch.equal(a, b)
+    return torch.equal(*(one.detach().reshape(-1).view(torch.uint8) for one in (a, b)))  # the bits, NaN's too
 
 
 def _check_names(model: nn.Module, loaded: Mapping[str, "Record"], strict: bool) -> None:
@@ -216,7 +267,8 @@ def _load_one(
                 if role in record.extras:
                     setattr(module, role, float(np.asarray(record.extras[role], np.float32).reshape(-1)[0]))
             if chosen.is_static:
-                amax = loaded.get(f"{parent}.input_amax")
+                places = (parent, record.name.rpartition(".")[0])  # the second one holds what it is shared with
+                amax = next((loaded[at] for one in places if (at := f"{one}.input_amax") in loaded), None)
                 kept = _static_amax(record, chosen) if amax is None else _tensor_of(amax, torch.float32)
                 module.register_buffer("input_amax", kept.to(target))
             return ConversionRow(parent, shape, "loaded", chosen, reason)

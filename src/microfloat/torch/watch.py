@@ -28,7 +28,7 @@ from microfloat.recipes.explanation import operands_of as formats_of
 from microfloat.routes import entries_of
 from microfloat.torch import backends
 from microfloat.torch._checks import check_model
-from microfloat.torch._typing import Options, Result, Takes
+from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Backend, capturing, dtype_name
 from microfloat.torch.measuring import (
     Reading,
@@ -107,6 +107,7 @@ class watch(RecordLog):
         self._model = model
         self._count, self._sampled = -1, 0  # the number of this step, and of samples so far
         self._explicit, self._trains = False, False
+        self._before: Callable[..., object] | None = None
         self._caller_in_place: Callable[..., object] | None = None
         self._readings = Readings()  # of the sample that is being taken
         self._samples: list[Sample] = []
@@ -128,20 +129,12 @@ class watch(RecordLog):
         self._owners = Owners([module for module in self._names if isinstance(module, RecipeLayer)])
         own = self._model.__dict__
         self._before = own.get("_compiled_call_impl")
-        self._caller_in_place = own["_compiled_call_impl"] = self._caller(self._before or self._model._call_impl)
+        self._caller_in_place = own["_compiled_call_impl"] = self._caller()
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self._end_step()
-        own, mine, self._caller_in_place = self._model.__dict__, self._caller_in_place, None
-        if (
-            own.get("_compiled_call_impl") is not mine
-        ):  # a later watch is still open; it calls ours, which begins no step
-            pass
-        elif self._before is None:
-            del own["_compiled_call_impl"]
-        else:
-            own["_compiled_call_impl"] = self._before
+        self._take_out()
         if self._count < 0 and kind is None:
             warnings.warn(
                 f"watch: the {type(self._model).__name__} was never called, so that nothing was recorded. Watch the "
@@ -158,25 +151,41 @@ class watch(RecordLog):
         self._explicit = True
         self._begin_step(self._count + 1 if number is None else check_int("number", number, 0, 2**63 - 1))
 
-    def _caller(self, call: Callable[Takes, Result]) -> Callable[Takes, Result]:
+    def _caller(self) -> Callable[..., object]:
         """The call of the model, before which a step begins."""
 
-        def run(*arguments: Takes.args, **options: Takes.kwargs) -> Result:
-            is_over = self._caller_in_place is None
-            if not (
-                is_over or self._explicit or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
-            ):
+        def run(*arguments: object, **options: object) -> object:
+            if not (self._explicit or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1):
                 with_grad = torch.is_grad_enabled()
                 self._trains |= with_grad
                 if with_grad or not self._trains:
                     self._begin_step(self._count + 1)
                 else:
                     self._end_step()
-            return call(*arguments, **options)
+            return (self._before or self._model._call_impl)(*arguments, **options)
 
+        run.watch = self  # type: ignore[attr-defined]
         if "torch._dynamo" in sys.modules:  # Dynamo may be on its way to the forward: it is to pass through this frame
             return sys.modules["torch._dynamo"].decorators.skip(run)
         return run
+
+    def _take_out(self) -> None:
+        """Take this watch out of the call of the model, where later watches that are still open may stand before it."""
+        own, mine, self._caller_in_place = self._model.__dict__, self._caller_in_place, None
+        caller = own.get("_compiled_call_impl")
+        if mine is None:
+            return
+        if caller is mine:
+            if self._before is None:
+                del own["_compiled_call_impl"]
+            else:
+                own["_compiled_call_impl"] = self._before
+            return
+        while isinstance(later := getattr(caller, "watch", None), watch):
+            if later._before is mine:
+                later._before = self._before
+                return
+            caller = later._before
 
     def _begin_step(self, number: int) -> None:
         self._end_step()
