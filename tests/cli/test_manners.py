@@ -69,9 +69,17 @@ def test_quiet_prints_nothing_but_errors(microfloat):
 
 def test_an_error_of_the_system_is_a_sentence(microfloat, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    name = tmp_path / ("x" * 300 + ".png")
+    done = microfloat("formats", "--plot", name, columns=800)
+    done.refuses(f"error: {name}: file name too long.")
+
+
+def test_a_folder_in_place_of_a_picture_is_named_before_anything_is_printed(microfloat, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     (tmp_path / "x.png").mkdir()
     done = microfloat("formats", "--plot", tmp_path / "x.png", columns=400)
-    done.refuses(f"error: {tmp_path}/x.png: is a directory.")
+    done.refuses(f"error: --plot: got {tmp_path}/x.png, needed the name of a file. This is a folder.")
+    assert not done.out
 
 
 def test_a_pipe_gets_whole_lines_without_colours(microfloat):
