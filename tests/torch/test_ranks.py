@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+import gc
 import warnings
 
 import pytest
@@ -230,6 +231,23 @@ def shapes_that_differ(rank: int) -> tuple[str, float]:
     with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
         other(full(rank + 1))
     return message, newest(other)[0]
+
+
+def deleted_on_one_rank(rank: int) -> tuple[list[str], float, float]:
+    """A layer whose dy waits for the next autocast ends on rank 0, as where a garbage collector comes earlier."""
+    layer, other = mf.Linear(8, 8, recipe=RECIPE), mf.Linear(8, 8)
+    layer(full(1)).sum().backward()
+    if rank == 0:
+        del layer
+        gc.collect()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(2):
+            with mf.autocast(recipe=RECIPE):
+                y = other(full(rank + 2 * step + 1))
+            y.sum().backward()
+        mf.update_scaling(other)
+    return [str(one.message) for one in told], newest(other)[0], newest(other, "dy")[0]
 
 
 def a_region_of_its_own(rank: int) -> tuple[list[str], str]:
@@ -521,7 +539,7 @@ CASES = (
     one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe,
     reentrant_checkpoint, a_group_of_its_own, beside_ddp, With(noise, compiles=False), master_shards, different_points,
     after_a_group_is_gone, waiting_alone, a_region_of_its_own, survived, different_layers_without_a_region,
-    under_fsdp1, delayed_wgrad_beside_ddp, shapes_that_differ,
+    under_fsdp1, delayed_wgrad_beside_ddp, deleted_on_one_rank, shapes_that_differ,
 )  # fmt: skip
 
 
@@ -542,6 +560,12 @@ def test_shards_of_master_weights_become_the_codes_of_the_whole(ranks) -> None:
 def test_layers_without_a_region_share_their_amaxes(ranks) -> None:
     first, second = of(ranks, without_a_region)
     assert first == second == ([0.0, 0.0, 2.0, 3.0], [0.0, 0.0, 11.0, 11.0])
+
+
+def test_a_layer_that_was_deleted_on_one_rank_does_not_part_the_ranks(ranks) -> None:
+    for told, x, dy in of(ranks, deleted_on_one_rank):
+        assert told == []
+        assert (x, dy) == (4.0, 1.0)
 
 
 def test_ranks_that_call_different_layers_agree(ranks) -> None:

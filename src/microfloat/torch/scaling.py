@@ -450,7 +450,9 @@ def take_shared() -> Shared:
 def flush_backward() -> None:
     """Roll what backward passes have recorded in layers of this thread whose region has closed.
 
-    Not into a CUDA graph, where `begin_forward` rolls the layers that the graph runs, and no others.
+    Not into a CUDA graph, where `begin_forward` rolls the layers that the graph runs, and no others. Nor what ranks
+    share of a layer that was called outside of any region: its next call rolls that, or `update_scaling`. Here one rank
+    might be alone with it, as where the garbage collector of another one has ended the layer already.
     """
     waiting, inside = _waiting(), capturing()
     shared = {} if inside else take_shared()
@@ -461,11 +463,12 @@ def flush_backward() -> None:
         waiting.clear()
         for state in states:
             state.waits_in = None
-    _roll(
-        states, SLOTS,
-        lambda entry: _is_due(entry) and (not inside or reduces(entry.delayed, entry.group)),
-        "backward", shared,
-    )  # fmt: skip
+
+    def is_ready(entry: Pending) -> bool:
+        is_shared = reduces(entry.delayed, entry.group)
+        return _is_due(entry) and (is_shared if inside else not (is_shared and entry.region is CLOSED_REGION))
+
+    _roll(states, SLOTS, is_ready, "backward", shared)
 
 
 def begin_forward(layer: nn.Module, region: Region | None, group: Group) -> None:
