@@ -500,14 +500,20 @@ def test_sinks_that_are_refused(tmp_path):
         w.to_csv(tmp_path)
 
 
-def test_watches_of_one_model_close_in_any_order():
-    """The first one to be opened took the other one away, and came back for good when that was closed."""
+def the_first_of_two_watches_closed():
+    """A layer and two watches of it, which have both seen a call before the first one was closed."""
     model = mf.Linear(32, 16, recipe="mxfp8")
     first, second = (mf.watch(model, every=1, what_if=()) for _ in range(2))
     first.__enter__()
     second.__enter__()
     model(torch.ones(4, 32))
     first.__exit__(None, None, None)
+    return model, first, second
+
+
+def test_watches_of_one_model_close_in_any_order():
+    """The first one to be opened took the other one away, and came back for good when that was closed."""
+    model, first, second = the_first_of_two_watches_closed()
     model(torch.ones(4, 32))
     second.__exit__(None, None, None)
     model(torch.ones(4, 32))
@@ -517,12 +523,7 @@ def test_watches_of_one_model_close_in_any_order():
 
 
 def test_a_watch_is_opened_again_while_a_later_one_is_open():
-    model = mf.Linear(32, 16, recipe="mxfp8")
-    first, second = (mf.watch(model, every=1, what_if=()) for _ in range(2))
-    first.__enter__()
-    second.__enter__()
-    model(torch.ones(4, 32))
-    first.__exit__(None, None, None)
+    model, first, second = the_first_of_two_watches_closed()
     first.__enter__()
     model(torch.ones(4, 32))
     second.__exit__(None, None, None)

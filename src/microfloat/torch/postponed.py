@@ -113,7 +113,7 @@ class _Later:
 
 
 def without_rows(layer: "RecipeLayer", weight: torch.Tensor, overwrites: bool) -> torch.Tensor:
-    """What takes the place of a weight, for a call without rows: its gradient of zeros goes where that of others goes.
+    """A stand-in for a weight, for a call without rows: its gradient of zeros goes where that of others goes.
 
     `weight`: its values; `overwrites`: as of `MainGrad`.
     """

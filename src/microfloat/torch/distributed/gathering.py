@@ -211,7 +211,7 @@ class _Shared:
         return _Shared, ()
 
     def made_in(self, state: tuple) -> Maybe:
-        """What was made, if it still exists and was made in this state."""
+        """The object that was made, if it still exists and was made in this state."""
         return self._made() if self.state == state else None
 
 
