@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, parallel
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.layout import folded_format
 from microfloat.recipes import WeightActivation, WeightOnly
 from microfloat.torch.distributed.shards import block_along
 from microfloat.torch.nn.linear import Linear
@@ -23,7 +24,6 @@ from microfloat.torch.tensor import QuantizedTensor
 __all__ = ["shard_stored"]
 
 _Style = parallel.ColwiseParallel | parallel.RowwiseParallel
-_FOLDED_TOGETHER = 128
 _MANY = 2**31 - 1  # rows of a call, for which a config may have other casts
 
 
@@ -103,7 +103,8 @@ def _check_parts(layer: Linear, weight: QuantizedTensor, ranks: int, by_rows: bo
     used = [(cast, (axes[0], axes[1])) for cast, axes in casts if cast is not None and letter in axes]
     block, name = max((block_along(cast, axes, letter), cast.format.name) for cast, axes in used)
     if ranks > 1 and any(one.path == "folded" for one in read):  # some chips do, and parts are the same for all
-        block, name = _FOLDED_TOGETHER, f"{weight.format.name}, folded"
+        block = max(size or 1 for size in folded_format(weight.format, "tiles").block)
+        name = f"{weight.format.name}, folded"
     if size % ranks or size // ranks % block:
         path = layer.__dict__.get("_path")
         raise invalid_value(
