@@ -222,9 +222,7 @@ def _compile(launch: Any, passes: Passes, stored: Stored) -> None:
         assert made is not None
         dtypes[At.MADE + at] = getattr(torch, made.dtype)
     tensors = [None if at == At.NOTHING else torch.empty(64, dtype=dtypes[at]) for at in launch.tensors]
-    kernel = kernel_of(
-        launch.kernel, launch.cooperative, launch.cluster, launch.dependent, launch.shared_bytes, launch.spread
-    )
+    kernel = kernel_of(launch.kernel, launch.cooperative, launch.dependent, launch.shared_bytes, launch.spread)
     kernel.warm_up(launch.programs, tuple(tensors), launch.scalars, launch.constants, launch.warps)
 
 

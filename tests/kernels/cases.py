@@ -764,7 +764,7 @@ def traced(device):
 
 
 def norms_alone(device, kind, name):
-    """Norms of long rows, of whole tiles and by clusters (tests/kernels/norm_cases.py)."""
+    """Norms of long rows and of whole tiles (tests/kernels/norm_cases.py)."""
     from tests.kernels import norm_cases
 
     norm_cases.check(device, kind, name)

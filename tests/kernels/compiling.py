@@ -62,17 +62,6 @@ def unwritten_reads(instructions):
     return wrong
 
 
-def scattered_units(ttgir):
-    """Layouts in which no thread has all four words that it takes from shared memory (`clusters.take_words`).
-
-    The compiler does not look at what the instruction does: elsewhere it would be a wrong result without a message.
-    """
-    taken = re.findall(r'"ld\.shared\.v4\.b32 [^\n]*packed_element = 4 [^\n]*-> tensor<[^\n,]*, (#\w+)>', ttgir)
-    assert taken, "no words are taken"
-    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[([^\]]*)\]", ttgir, re.MULTILINE))
-    return {layout for layout in taken if not layouts.get(layout, "").endswith(" 4")}
-
-
 def _launchers(capability):
     """`torch.program`, all launchers made to believe in a GPU of that capability."""
     import torch
@@ -80,8 +69,7 @@ def _launchers(capability):
 
     driver.set_active(NamedTarget(capability))
     program = answer(scratch=lambda device: torch.zeros(8, dtype=torch.int64))
-    numbers = {"conversions": capability >= 89, "largest_cluster": 16 if capability >= 90 else 0}
-    program.DEVICES[-1] = program.device_of(-1)._replace(**numbers)
+    program.DEVICES[-1] = program.device_of(-1)._replace(conversions=capability >= 89)
     return program
 
 
@@ -107,9 +95,6 @@ def compile_all(workloads, capability=HOPPER):
         hows = [getattr(constant, "HOW", constant) for constant in constants]
         how = next((how for how in hows if isinstance(how, How)), How(0, 0, False, False, False, 128, 128))
         elements = how.BM * how.BN / (32 * warps.number)
-        if isinstance(self, program.PlacedKernel):  # so many pieces of that size
-            elements *= constants[-2].PIECES
-            assert scattered_units(compiled.asm["ttgir"]) == set()
         conversions = re.findall(r"cvt\.\S*(?:e4m3|e5m2|e2m1)\S*", compiled.asm["ptx"])
         launched.append((len(instructions), elements, unwritten_reads(instructions), conversions))
 

@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from microfloat.passes.matrix import kernel_cast
-from microfloat.passes.tables import pieces_of_norm
 from microfloat.recipes import Cast, Hadamard
 
 
@@ -27,26 +26,6 @@ def test_both_operands_of_tiles_have_the_same_values_unless_something_depends_on
     ):  # fmt: skip
         assert not is_one(other, other), other
     assert not is_one(tiles, Cast("nvfp4_2d", scale_rule="two_level_torchao"))
-
-
-@pytest.mark.parametrize("name", ["norm_scaled", "norm_squares"])
-def test_clusters_hold_whole_rows_in_whole_pieces(name: str) -> None:
-    from microfloat.passes.tables import NORM_PIECES, TILES
-
-    rows, columns, _ = TILES[name]
-    for count in range(1, 200):
-        for largest in (1, 2, 16):
-            pieces = pieces_of_norm((name,), rows, count * columns, largest)
-            if pieces is None:
-                assert count > largest * NORM_PIECES[name]
-                continue
-            assert pieces.programs <= min(largest, count)
-            assert pieces.each <= NORM_PIECES[name]
-            assert pieces.programs * (pieces.each - 1) < count <= pieces.programs * pieces.each
-            assert pieces.miss is (count < pieces.programs * pieces.each)
-    assert pieces_of_norm((name,), rows, columns, 0) is None
-    assert pieces_of_norm((name,), rows + 1, columns, 16) is None
-    assert pieces_of_norm((name,), rows, columns + 2, 16) is None
 
 
 def test_only_equal_casts_of_large_whole_tiles_are_converted_once() -> None:

@@ -1,8 +1,7 @@
 """The hardware forms of all kernels against the oracle without a GPU: in the interpreter, their PTX by a model of it.
 
 `tests/ptx` says what the model is. Compiled kernels stay the judge of it, where there is a GPU (`test_kernels.py`): the
-same cases run there. Not here: clusters (`norm_clusters`), layouts of Triton's compiler, and whatever happens between
-threads that run at once.
+same cases run there. Not here: layouts of Triton's compiler, and whatever happens between threads that run at once.
 """
 
 import pytest

@@ -32,7 +32,7 @@ def begin():
 
 
 def choose_hardware():
-    """Launchers choose the hardware forms; clusters, of which the model knows nothing, are never taken.
+    """Launchers choose the hardware forms.
 
     Kernels prefetch the next tile instead of one so far ahead that small matrices have none.
     """
@@ -41,7 +41,7 @@ def choose_hardware():
     from microfloat.kernels.device import tiles
 
     program = answer()
-    program.DEVICES[-1] = program.device_of(-1)._replace(conversions=True, largest_cluster=0)
+    program.DEVICES[-1] = program.device_of(-1)._replace(conversions=True)
     tiles.PREFETCH_AHEAD = tl.constexpr(1)
 
 

@@ -109,12 +109,10 @@ def texts_of(module):
 _OF_WARPS = ("bar.warp.sync", "cp.async", "mbarrier", "mma.sync", "shfl.sync", "wgmma.wait_group")
 
 
-def test_all_assembly_of_the_kernels_is_known_but_that_of_clusters_and_warps(repository):
+def test_all_assembly_of_the_kernels_is_known_but_that_of_warps(repository):
     known = set()
     for module in sorted((repository / "src/microfloat/kernels").rglob("*.py")):
         for line, text, constraints in texts_of(module):
-            if "clusters" in module.name:
-                continue
             if isinstance(text, ast.Constant) and any(name in text.value for name in _OF_WARPS):
                 continue  # of a whole warp or program, which one lane cannot run; test_decode.py compiles it
             assert isinstance(text, ast.Constant), f"{module.name}:{line} is no text"

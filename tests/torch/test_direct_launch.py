@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-import triton  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 
@@ -82,26 +81,6 @@ def test_installed_hooks_are_called_tritons_way(compiled) -> None:
     assert compiled.run.launch.calls[-1][10:13] == (None, None, None)
 
 
-@needs_known_launcher
-def test_the_size_of_a_cluster_stands_where_triton_has_that_of_its_own(compiled) -> None:
-    bind = program.starter(compiled, 8)
-    assert bind is not None
-    launched(bind)
-    launched_under_a_hook(bind)
-    assert [call[9] for call in compiled.run.launch.calls] == [(4, 8, 0)] * 2
-
-
-@needs_known_launcher
-def test_clusters_are_refused_where_their_size_has_no_place(compiled) -> None:
-    for metadata in ((4, 2, 0), (4, 1), (4, 1, 0, 0), [4, 1, 0]):
-        compiled.packed_metadata = metadata
-        assert program.starter(compiled, 8) is None
-    compiled.packed_metadata = (4, 1, 0)
-    assert program.starter(compiled, 8) is not None
-    compiled.run = Recorder()
-    assert program.starter(compiled, 8) is None
-
-
 class Driver:
     """The driver's answers about functions that declare so many bytes of shared memory."""
 
@@ -128,7 +107,7 @@ def asks(compiled, monkeypatch):
 
     def ask(answers: Driver, needed: int, spread: int) -> int | None:
         monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: answers)
-        bind = program.starter(compiled, 1, needed, spread)
+        bind = program.starter(compiled, needed, spread)
         if bind is None:
             return None
         launched(bind)
@@ -218,22 +197,9 @@ def test_only_what_a_driver_does_not_begin_counts_as_refused(monkeypatch, text: 
     monkeypatch.setattr(program, "starter", lambda *_: lambda *_: start)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernel = program.PlacedKernel(types.SimpleNamespace(warmup=lambda *_, **__: None), size=2)
+    kernel = program.PlacedKernel(types.SimpleNamespace(warmup=lambda *_, **__: None), spread=2)
     with pytest.raises(program.PlacingRefused if is_refused else RuntimeError, match=None if is_refused else text):
         kernel.compile((), 1, (), (), (), program.Warps(4))
-
-
-@triton.jit
-def _nothing(x_ptr):
-    pass
-
-
-@pytest.mark.gpu
-def test_a_gpu_refuses_a_cluster_of_64_and_runs_on():
-    x = torch.zeros(4, device="cuda")
-    with pytest.raises(program.PlacingRefused):
-        program.kernel_of(_nothing, cluster=64).prepared((), 1, (), ())(torch.cuda.current_stream().cuda_stream, x)
-    assert float((x + 1).sum()) == 4
 
 
 @needs_known_launcher
@@ -242,7 +208,7 @@ def test_without_a_driver_there_is_no_more_shared_memory(compiled, monkeypatch) 
         raise OSError(name)
 
     monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
-    assert program.starter(compiled, 1, 1024) is None
+    assert program.starter(compiled, 1024) is None
     assert program.starter(compiled) is not None
 
 

@@ -7,7 +7,7 @@ powers of two. `GRADIENT`: scales are those of an output gradient (`scales.unles
 
 from typing import NamedTuple
 
-__all__ = ["Band", "BlockCast", "DecodeCodes", "DecodeCut", "How", "MeasuredCodes", "Nvfp4Cast", "Pass", "ScaledCast"]
+__all__ = ["BlockCast", "DecodeCodes", "DecodeCut", "How", "MeasuredCodes", "Nvfp4Cast", "Pass", "ScaledCast"]
 
 
 class How(NamedTuple):
@@ -87,18 +87,6 @@ class Pass(NamedTuple):
     ROW: ScaledCast | Nvfp4Cast | None
     COLUMN: ScaledCast | Nvfp4Cast | None
     HOW: How
-
-
-class Band(NamedTuple):
-    """Division of a band of rows among CTAS programs of a cluster (`norm_clusters`): each has PIECES of it, the first
-    HELD in registers, ROWS rows to a lane. MISSING: some of them do not have the last piece.
-    """
-
-    ROWS: int
-    CTAS: int
-    PIECES: int
-    HELD: int
-    MISSING: bool
 
 
 class DecodeCodes(NamedTuple):

@@ -45,18 +45,17 @@ class At:
 class Device(NamedTuple):
     """Properties of a device that passes depend on.
 
-    `conversions`: the hardware forms of `kernels.device.convert` exist. `largest_cluster`: programs in a cluster, 0 for
-    none. `warpgroups`: it is a Hopper, which multiplies by them and begins launches early. `at_once`: programs of one
-    launch that surely run at once, so that they may wait for each other; 0 where none may. `measures`: the amax of a
-    matrix is a pass; elsewhere it is an input. `orders_scales`: block scales lie as their GEMM reads them; elsewhere in
-    rows, and codes and values of a matrix come from one pass. `places`: a launch may ask for more shared memory than
-    its kernel declares, and for how many of its programs share a multiprocessor (`Pass`).
+    `conversions`: the hardware forms of `kernels.device.convert` exist. `warpgroups`: it is a Hopper, which multiplies
+    by them and begins launches early. `at_once`: programs of one launch that surely run at once, so that they may wait
+    for each other; 0 where none may. `measures`: the amax of a matrix is a pass; elsewhere it is an input.
+    `orders_scales`: block scales lie as their GEMM reads them; elsewhere in rows, and codes and values of a matrix come
+    from one pass. `places`: a launch may ask for more shared memory than its kernel declares, and for how many of its
+    programs share a multiprocessor (`Pass`).
     """
 
     number: int
     multiprocessors: int
     conversions: bool
-    largest_cluster: int = 0
     at_once: int = 0
     measures: bool = True
     orders_scales: bool = True
@@ -250,10 +249,10 @@ class Pass(NamedTuple):
     """One launch of a kernel, whose parameters are tensors, then scalars, then constants.
 
     `key`: of the compiled version, together with the alignment of addresses. `tensors`: positions in the table, slices
-    of buffers negative. `cooperative`: all programs run at once, so that they may wait for each other. `cluster`: so
-    many programs run as a cluster, and `programs` counts clusters (0: none). `dependent`: it begins while the launch
-    before it ends, and waits for that one itself. `shared_bytes`: of shared memory that each program has behind what
-    the kernel declares. `spread`: a multiprocessor takes so many of the programs at most (0: as many as fit).
+    of buffers negative. `cooperative`: all programs run at once, so that they may wait for each other. `dependent`: it
+    begins while the launch before it ends, and waits for that one itself. `shared_bytes`: of shared memory that each
+    program has behind what the kernel declares. `spread`: a multiprocessor takes so many of the programs at most (0: as
+    many as fit).
     """
 
     kernel: Any
@@ -264,7 +263,6 @@ class Pass(NamedTuple):
     constants: tuple
     warps: Warps = Warps(4)
     cooperative: bool = False
-    cluster: int = 0
     dependent: bool = False
     shared_bytes: int = 0
     spread: int = 0

@@ -13,21 +13,18 @@ from typing import NamedTuple
 
 from microfloat.errors import NotSupportedError, unknown_name
 from microfloat.kernels.casts import scaled
-from microfloat.kernels.constants import Band, How
+from microfloat.kernels.constants import How
 from microfloat.kernels.device import convert, produce
-from microfloat.kernels.device.squares import takes
-from microfloat.kernels.producers import fused, norm_clusters
+from microfloat.kernels.producers import fused
 from microfloat.layout import Part
 from microfloat.passes import OperandSpec, tables
 from microfloat.passes.casts import (
-    Both,
     block_casts,
     operands_of,
     scaled_casts,
     shared_scale,
 )
 from microfloat.passes.matrix import SCALAR, At, Buffer, KernelCast, Matrix, Pass, Passes, kernel_cast
-from microfloat.passes.tables import Pieces
 from microfloat.recipes import Cast
 
 __all__ = ["BIAS", "GRADIENT", "SECOND_AMAX", "UP", "WEIGHT", "Producer", "cast_passes", "fuses", "values_passes"]
@@ -44,12 +41,6 @@ _ACTIVATIONS = {
 _RMS, _LAYER = produce.RMS_NORM.value, produce.LAYER_NORM.value
 # A program measures so many elements of rows at once; of a row at most so many, and at least those of one warp's words.
 _ELEMENTS, _MOST_COLUMNS, _LEAST_COLUMNS = 16384, 8192, 256
-# Tiles under which clusters hold rows, by what is cast to and the norm. With two sums to exchange there is space for
-# the smaller ones only. LayerNorms to FP8 per tensor compile with "norm_scaled_long", and have not run on a GPU yet.
-TILES_BY_CLUSTERS = {
-    ("scaled", _RMS): ("norm_scaled", "norm_scaled_long"), ("squares", _RMS): ("norm_squares", "norm_squares_long"),
-    ("squares", _LAYER): ("norm_squares_long",),
-}  # fmt: skip
 
 
 class Producer(NamedTuple):
@@ -149,8 +140,6 @@ def cast_passes(
     passes = Passes(results + (2 if work.parameter_dtype else 0))
     statistics = _statistics(passes, matrix, work)
     produced = [operands_of(passes, matrix, (row, column), (at, at + 3)) for at in ((0, 6) if work.two else (0,))]
-    if work.parameter_dtype and _by_clusters(passes, matrix, work, statistics, produced[0], records[0], given):
-        return passes
     _measure(passes, matrix, work, statistics)
     inputs = (At.SOURCE, work.y, work.z, *statistics)
     streams = produced[0].streams
@@ -246,46 +235,3 @@ def _measure(passes: Passes, matrix: Matrix, work: Producer, statistics: _Statis
         fused.measure_rows, (matrix.key, constants, not work.is_layer_norm), -(-matrix.rows // rows),
         (At.SOURCE, statistics.mean, statistics.inverse), (work.eps, *matrix.sizes), constants,
     ))  # fmt: skip
-
-
-def _by_clusters(
-    passes: Passes, matrix: Matrix, work: Producer, statistics: _Statistics, both: Both, records: bool, given: str
-) -> bool:
-    """The launch that makes statistics and operands of a norm from one reading; False where no cluster can."""
-    per_tensor = both.one.numbers.family == "scaled"
-    casts = scaled_casts(both) if per_tensor else block_casts(both)
-    pieces = _pieces(matrix, work, casts, per_tensor)
-    if pieces is None:
-        return False
-    tile_rows, tile_columns, warps = tables.TILES[pieces.name]
-    codes, scales = both.codes, both.scales
-    mode = source = record = At.NOTHING
-    if per_tensor:
-        mode, source = _mode(given), At.SCALE_ENC if given == "scale_enc" else At.AMAX
-        record = At.RECORD if records else At.NOTHING
-        scales = (shared_scale(passes, both),) * 2
-    how = matrix.how(tile_rows, tile_columns, units=True)
-    held = max(1, pieces.each // 2) if how.HW else pieces.each
-    band = Band(4 if per_tensor else 8, pieces.programs, pieces.each, held, pieces.miss)
-    constants = (*casts, mode, record != At.NOTHING, work.number, band, how)
-    streams = both.streams
-    passes.launches.append(Pass(
-        norm_clusters.norm_pieces, (matrix.key, constants, warps, *streams), matrix.rows // tile_rows,
-        (At.SOURCE, *statistics, codes[0], scales[0], codes[1], scales[1], source, record,
-         At.NOTHING if record == At.NOTHING else At.WORDS, both.seed),
-        (*streams, work.eps, *matrix.sizes[:3]), constants, warps, cluster=pieces.programs,
-    ))  # fmt: skip
-    return True
-
-
-def _pieces(matrix: Matrix, work: Producer, casts: tuple, per_tensor: bool) -> Pieces | None:
-    """The pieces in which clusters hold the rows of a norm's input; None where `norm_clusters` does not serve it."""
-    words, largest = convert.WORDS_BF16.value, matrix.device.largest_cluster
-    if not largest or matrix.kind != words or work.parameter_dtype != matrix.dtype:
-        return None
-    if matrix.index64 or matrix.sizes[2] & 7 or matrix.alignment < 16:
-        return None
-    if not per_tensor and not takes(*casts, words, True):
-        return None
-    names = TILES_BY_CLUSTERS.get(("scaled" if per_tensor else "squares", work.number), ())
-    return tables.pieces_of_norm(names, matrix.rows, matrix.columns, largest)

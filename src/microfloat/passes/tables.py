@@ -9,8 +9,8 @@ from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.squares import takes
 
 __all__ = [
-    "AMAX_PIECES", "ENOUGH_PROGRAMS", "SHARED_BYTES", "SYSTEM_BYTES", "TILES", "Pieces", "Warps", "ceil_div",
-    "pieces_of_norm", "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
+    "AMAX_PIECES", "ENOUGH_PROGRAMS", "SHARED_BYTES", "SYSTEM_BYTES", "TILES", "Warps", "ceil_div",
+    "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
 ]  # fmt: skip
 
 # Shared memory of a Hopper's multiprocessor, of which each program takes some for the system (CUDA C++ Programming
@@ -59,11 +59,6 @@ TILES = {
     "fused_blocks": (128, 128, Warps(8)),
     "fused_squares": (128, 64, Warps(4, 112)),
     "fused_values": (32, 256, Warps(4)),
-    # Pieces of `kernels.producers.norm_clusters`: of rows that 16 programs hold, and of longer ones.
-    "norm_scaled": (64, 128, Warps(8, 80)),
-    "norm_scaled_long": (32, 128, Warps(4, 128)),
-    "norm_squares": (64, 128, Warps(4, 128)),
-    "norm_squares_long": (32, 256, Warps(4, 128)),
 }
 # The number of tiles that a program of `casts.nvfp4` casts, where so many programs are left that a GPU has enough of
 # them: what it computes once for all its tiles costs as much as an eighth of one.
@@ -72,8 +67,6 @@ ENOUGH_PROGRAMS = 1024
 # Of `amax.amax_contiguous`: elements that a program reads at once, how often in a piece; programs to a multiprocessor,
 # as many as fit; its warps.
 AMAX_PIECES = (4096, 4, 4, Warps(16))
-# The most pieces that a program of `kernels.producers.norm_clusters` holds.
-NORM_PIECES = {"norm_scaled": 4, "norm_scaled_long": 8, "norm_squares": 4, "norm_squares_long": 4}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -126,28 +119,6 @@ def tile_of_produced_blocks(
     if not two and takes(row, column, kind, fills(squares[0], squares[1])):
         return squares
     return TILES["fused_blocks"]
-
-
-class Pieces(NamedTuple):
-    """The way a cluster holds rows: so many `programs`, so many pieces `each`, of which some `miss` the last."""
-
-    name: str
-    programs: int
-    each: int
-    miss: bool
-
-
-def pieces_of_norm(names: tuple[str, ...], rows: int, columns: int, largest_cluster: int) -> Pieces | None:
-    """The fewest programs that hold rows of so many columns under the first tile of TILES under which one does."""
-    for name in names:
-        pieces, rest = divmod(columns, TILES[name][1])
-        programs = 1
-        while programs < largest_cluster and programs * NORM_PIECES[name] < pieces:
-            programs *= 2
-        each = ceil_div(pieces, programs)
-        if not rest and not rows % TILES[name][0] and each <= NORM_PIECES[name] and largest_cluster:
-            return Pieces(name, programs, each, pieces % programs != 0)
-    return None
 
 
 def tile_of_nvfp4(

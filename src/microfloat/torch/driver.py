@@ -11,9 +11,9 @@ __all__ = ["is_refusal", "shared_memory"]
 
 # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, which a kernel declares, and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _DECLARED, _MOST_ASKED = 1, 8
-# CUDA_ERROR_INVALID_VALUE, _LAUNCH_OUT_OF_RESOURCES, _NOT_SUPPORTED and _INVALID_CLUSTER_SIZE: what the driver says of
+# CUDA_ERROR_INVALID_VALUE, _LAUNCH_OUT_OF_RESOURCES and _NOT_SUPPORTED: what the driver says of
 # launches that it does not begin. It says others of a kernel that has failed, perhaps an earlier one.
-_REFUSALS = 1, 701, 801, 912
+_REFUSALS = 1, 701, 801
 _asked: dict[tuple[int, int], int] = {}  # device and function: the most that was allowed
 _LOCK = threading.Lock()
 

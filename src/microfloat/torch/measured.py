@@ -151,7 +151,7 @@ class _Plan:
             self._needs_scratch |= At.WORDS in launch.tensors
             aligned = tuple(field is None or self._is_aligned(field) for field in taken)
             kernel = self._programs.kernel_of(
-                launch.kernel, launch.cooperative, launch.cluster, launch.dependent, launch.shared_bytes, launch.spread
+                launch.kernel, launch.cooperative, launch.dependent, launch.shared_bytes, launch.spread
             )
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
             self._prepared.append((kernel.prepared(*arguments), self._pick(taken)))

@@ -32,8 +32,8 @@ from microfloat.torch._typing import Options, Parts
 __all__ = [
     "DEVICES", "INTERPRETED", "Bind", "CastInputs", "Kernel", "PlacedKernel", "PlacingRefused", "Prepared", "Program",
     "cast_program", "device_of", "fast_empty", "forget_programs", "is_known", "is_one_pass", "kernel_of",
-    "matrix_of", "misaligned_of", "pair_program", "plan_groups", "refuse_clusters", "refuse_placing",
-    "run_passes", "scratch", "split_words",
+    "matrix_of", "misaligned_of", "pair_program", "plan_groups", "refuse_placing", "run_passes",
+    "scratch", "split_words",
 ]  # fmt: skip
 
 # True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
@@ -52,13 +52,12 @@ _LAUNCHER_FORMAT = "iiiKKppOOOOOO"
 _LAUNCHER_PARTS = ("launch", "launch_cooperative_grid", "launch_pdl")
 
 
-def starter(compiled: Any, cluster: int = 1, shared_bytes: int = 0, spread: int = 0) -> Bind | None:
+def starter(compiled: Any, shared_bytes: int = 0, spread: int = 0) -> Bind | None:
     """A way to start a compiled kernel with raw addresses on the current device; None where only Triton's is safe.
 
     Launch hooks (a profiler's) are called as Triton calls them: while any is installed, a start goes its way.
-    `cluster`: so many programs run at once as a cluster, and `programs` counts clusters. `shared_bytes`: each program
-    has so many bytes of shared memory behind what the kernel declares. `spread`: a multiprocessor takes so many of them
-    at most, since more than that do not fit into its shared memory; 0: as many as fit.
+    `shared_bytes`: each program has so many bytes of shared memory behind what the kernel declares. `spread`: a
+    multiprocessor takes so many of them at most, since more do not fit into its shared memory; 0: as many as fit.
     """
     launcher = getattr(compiled, "run", None)  # loads the binary on first use
     function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
@@ -76,16 +75,14 @@ def starter(compiled: Any, cluster: int = 1, shared_bytes: int = 0, spread: int 
         return lambda stream, *addresses: ordinary(programs, stream, addresses, rest)
 
     knows = is_known(launcher)
-    if cluster > 1 or shared_bytes or spread:
-        # Triton's launcher takes the size of a cluster, and shared memory, from what a kernel was compiled for.
+    if shared_bytes or spread:
+        # Triton's launcher takes the shared memory of a launch from what its kernel was compiled for.
         if not knows or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
             return None
-        size = metadata[2] + shared_bytes
-        if shared_bytes or spread:
-            size = driver.shared_memory(function, size, spread)
-            if size is None:
-                return None
-        metadata = (metadata[0], cluster, size)
+        size = driver.shared_memory(function, metadata[2] + shared_bytes, spread)
+        if size is None:
+            return None
+        metadata = (metadata[0], metadata[1], size)
     if not knows:
         return bind_ordinary
     launch, cooperative, dependent = (getattr(launcher, name) for name in _LAUNCHER_PARTS)
@@ -185,13 +182,10 @@ class PlacingRefused(Exception):
 
 @dataclass(eq=False)
 class PlacedKernel(Kernel):
-    """A kernel whose programs run in clusters of `size`, at once and in reach of each other's shared memory, with
-    `shared_bytes` more than it declares, or `spread` over multiprocessors (`starter`).
-
-    A call counts clusters, and raises `PlacingRefused` where there is no such launch.
+    """A kernel whose programs have `shared_bytes` more shared memory than it declares, or are `spread` over
+    multiprocessors (`starter`); a call raises `PlacingRefused` where the driver offers no such launch.
     """
 
-    size: int = 1
     shared_bytes: int = 0
     spread: int = 0
 
@@ -199,9 +193,9 @@ class PlacedKernel(Kernel):
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
         warps: Warps,
     ) -> Bind:  # fmt: skip
-        """Compile the kernel without starting it, which Triton would do one program at a time, and start it."""
+        """Compile the kernel without starting it, which Triton would do without its placing, and start it."""
         compiled = self.warm_up(programs, tensors, scalars, constants, warps)
-        bind = starter(compiled, self.size, self.shared_bytes, self.spread)
+        bind = starter(compiled, self.shared_bytes, self.spread)
         if bind is None:
             raise PlacingRefused
         addresses = [None if t is None else t.data_ptr() for t in tensors]
@@ -209,7 +203,7 @@ class PlacedKernel(Kernel):
         try:
             bind(programs, (*scalars, *constants))(stream, *addresses)
         except RuntimeError as error:
-            if driver.is_refusal(error):  # a cluster does not fit on what there is of the GPU
+            if driver.is_refusal(error):
                 raise PlacingRefused from error
             raise
         self.compiled[key] = bind
@@ -320,28 +314,21 @@ DEVICES: dict[int, Device] = {}  # by number, those that were asked for
 def device_of(index: int) -> Device:
     """A CUDA device (-1: the CPU) as passes see it.
 
-    The hardware forms of `kernels.device.convert` exist from compute capability 8.9 on. Clusters have one program in
-    the interpreter; there are none before Hopper, nor after it until they have run there.
+    The hardware forms of `kernels.device.convert` exist from compute capability 8.9 on.
     """
     device = DEVICES.get(index)
     if device is None:
         major, minor = (0, 0) if index < 0 else torch.cuda.get_device_capability(index)
         processors = 1 if index < 0 else torch.cuda.get_device_properties(index).multi_processor_count
         is_hopper = INTERPRETED or (major, minor) == (9, 0)
-        cluster = 1 if INTERPRETED else 16 if is_hopper else 0
         conversions = not INTERPRETED and (major, minor) >= (8, 9)
         # Three programs of a cooperative launch fit on a multiprocessor; two leave space beside kernels that wait for
         # other GPUs, which a launch that needs the whole GPU would have to wait for in turn.
         at_once = 1 if index < 0 else 2 * processors
         device = DEVICES[index] = Device(
-            index, processors, conversions, cluster, at_once, warpgroups=is_hopper, places=is_hopper
+            index, processors, conversions, at_once, warpgroups=is_hopper, places=is_hopper
         )
     return device
-
-
-def refuse_clusters(index: int) -> None:
-    """Ask this device for no cluster again: it, or this Triton, has refused one."""
-    DEVICES[index] = device_of(index)._replace(largest_cluster=0)
 
 
 def refuse_placing(index: int) -> None:
@@ -361,14 +348,11 @@ def matrix_of(x: torch.Tensor) -> Matrix:
 
 @functools.cache
 def kernel_of(
-    function: Callable, cooperative: bool = False, cluster: int = 0, dependent: bool = False, shared_bytes: int = 0,
-    spread: int = 0,
-) -> Kernel:  # fmt: skip
+    function: Callable, cooperative: bool = False, dependent: bool = False, shared_bytes: int = 0, spread: int = 0
+) -> Kernel:
     """The launcher of a kernel, which keeps its compiled versions."""
-    if cluster or shared_bytes or spread:
-        return PlacedKernel(
-            function, dependent=dependent, size=max(cluster, 1), shared_bytes=shared_bytes, spread=spread
-        )
+    if shared_bytes or spread:
+        return PlacedKernel(function, dependent=dependent, shared_bytes=shared_bytes, spread=spread)
     return Kernel(function, cooperative, dependent)
 
 
@@ -425,9 +409,7 @@ class Program:
                 at not in misaligned if at >= 0 else passes.slices[~at].aligned for at in launch.tensors
             )  # fmt: skip
             table = tuple(at if at >= 0 else first_slice + ~at for at in launch.tensors)
-            kernel = kernel_of(
-                launch.kernel, launch.cooperative, launch.cluster, launch.dependent, launch.shared_bytes, launch.spread
-            )
+            kernel = kernel_of(launch.kernel, launch.cooperative, launch.dependent, launch.shared_bytes, launch.spread)
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
             self._prepared.append((kernel.prepared(*arguments), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None

@@ -127,7 +127,7 @@ class _Run:
         return found
 
     def _start(self, launch: Pass) -> None:
-        asked = launch.cooperative, launch.cluster, launch.dependent, launch.shared_bytes, launch.spread
+        asked = launch.cooperative, launch.dependent, launch.shared_bytes, launch.spread
         assert not any(asked), "XLA starts kernels in no such way, so the device of these passes has none"
         names = launch.kernel.arg_names
         arguments: dict[str, Any] = {}

@@ -43,7 +43,7 @@ from microfloat.torch import program, reference
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, capturing, dtype_name
 from microfloat.torch.producers import Activation, Both, Norm, Producer, Statistics, Valued
-from microfloat.torch.program import PlacingRefused, device_of, matrix_of, refuse_clusters, run_passes
+from microfloat.torch.program import device_of, matrix_of, run_passes
 from microfloat.torch.reference._hadamard import inverse
 
 __all__ = [
@@ -338,22 +338,15 @@ def codes(
     """Both operands of each value that a producer makes, in one pass; the statistics of a norm.
 
     `given`: the inputs of the casts of each value, since each gradient of a gate belongs to a layer of its own
-    (docs/numerics.md 5.3). Rows of a norm are read once where there are clusters.
+    (docs/numerics.md 5.3).
     """
     work, inputs = _work_of(producer)
     known = "scale_enc" if given[0].scale_enc is not None else "amax" if given[0].amax is not None else ""
     records = given[0].record is not None, len(given) > 1 and given[1].record is not None
 
-    def run() -> list:
-        matrix, options = inputs.matrix, {"records": records, "given": known}
-        key = work, row, column, records, known, inputs.is_norm and matrix.device.largest_cluster
-        return inputs.run(key, lambda: producer_passes.cast_passes(matrix, work, row, column, **options), given)
-
-    try:
-        made = run()
-    except PlacingRefused:
-        refuse_clusters(inputs.x.get_device())
-        made = run()
+    options = {"records": records, "given": known}
+    passes = functools.partial(producer_passes.cast_passes, inputs.matrix, work, row, column, **options)
+    made = inputs.run((work, row, column, records, known), passes, given)
     rows, columns = inputs.x.shape
     both = [
         (_operand_of(row, made[at : at + 3], rows, columns), _operand_of(column, made[at + 3 : at + 6], columns, rows))
