@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import InvalidTypeError  # noqa: E402
 
 pytestmark = pytest.mark.slow("needs a training package that make test does not install")
 
@@ -79,6 +80,26 @@ def test_accelerate_saves_and_loads_its_state(accelerate, fresh_state, recipe, t
     torch.manual_seed(99)  # the generator's state comes from the folder, too
     rest = _accelerate(accelerate, recipe, steps=slice(4, 8), accumulate=1, resume=folder)
     assert first + rest == whole
+
+
+@pytest.mark.parametrize(
+    "config", [mf.WeightOnly("mxfp8"), mf.WeightOnly("nvfp4", prefill="dequantized"), mf.WeightActivation("fp8_row")]
+)
+def test_accelerate_offloads_stored_weights(accelerate, config, tmp_path):
+    """It makes parameters of the class that it finds, and moves values in and out around every call."""
+    model, x = _network(), torch.randn(80, 32)
+    mf.quantize_(model, config, exclude=())
+    y, few = model(x), model(x[:2])
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    for _ in range(2):
+        assert torch.equal(model(x), y)
+        assert torch.equal(model(x[:2]), few)
+        assert model[0].weight.is_meta
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    other = _network()
+    mf.quantize_(other, config, exclude=())
+    with pytest.raises(InvalidTypeError, match="got a QuantizedTensor"):
+        accelerate.disk_offload(other, tmp_path, execution_device=torch.device("cpu"))
 
 
 # ----------------------------------------------------------------------------------------------------------- Lightning

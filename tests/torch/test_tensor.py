@@ -844,6 +844,23 @@ def test_parts_are_replaced_by_parts_that_fit():
     assert torch.equal(q, other)
 
 
+def test_its_class_makes_a_parameter_of_another_one():
+    """Packages take ``type(parameter)(values, requires_grad=...)`` for the constructor of any parameter."""
+    layer = nn.Linear(64, 32)
+    mf.quantize_(layer, mf.WeightOnly("nvfp4"))
+    kind, q = type(layer.weight), mf.quantize(randn(64, 32), "mxfp8", axis=0)
+    for value, requires_grad in ((q, False), (layer.weight, True), (layer.weight.detach().to("meta"), False)):
+        made = kind(value, requires_grad=requires_grad)
+        assert isinstance(made, nn.Parameter)
+        assert (type(made), made.requires_grad, made.axis) == (QuantizedTensor, requires_grad, value.axis)
+        pairs = zip(made.part_list(), value.part_list(), strict=True)
+        assert all(part.data_ptr() == other.data_ptr() and part.shape == other.shape for part, other in pairs)
+    assert not kind(q).requires_grad
+    for value, text in ((torch.ones(2), "a tensor of torch.float32"), ([1.0], "list")):
+        with pytest.raises(InvalidTypeError, match=f"data: got .*{text}.*, needed a QuantizedTensor.*from_parts"):
+            kind(value, requires_grad=False)
+
+
 def test_data_takes_over_the_parts_of_another():
     parameter = nn.Parameter(mf.quantize(randn(32, 64), "mxfp8"))
     other = mf.quantize(randn(16, 32), "nvfp4")

@@ -39,13 +39,15 @@ _OWN = frozenset({"codes", "scale", "tensor_scale", "cast", "axis", "root", "who
 _NO_STORAGE = (
     "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
     "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model); "
-    "microfloat.torch.save_quantized(model, path) writes codes and scales."
+    "microfloat.torch.save_quantized(model, path) writes codes and scales. accelerate's cpu_offload moves it; its "
+    "dispatch_model and disk_offload ask for addresses."
 )
 _NO_ORDER = (
     "Call .dequantize() first; nothing dequantizes in silence. Where torch.nn.init.trunc_normal_ asked, which draws "
     "again what is out of bounds: q.copy_(torch.nn.init.trunc_normal_(torch.empty_like(q)))."
 )
 _NOTHING = contextlib.nullcontext()
+_ABSENT: NoReturn = None  # type: ignore[assignment]  # an argument of a call as that of a Parameter
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
 
 
@@ -67,11 +69,13 @@ class QuantizedTensor(torch.Tensor):
     * `root`: the tensor that a slice was cut from, None for a tensor with scales of its own.
     * `stride()` is that of the codes, counted in elements; the contraction axis is the innermost one in memory.
 
-    Made by `microfloat.torch.quantize` or `QuantizedTensor.from_parts`. Knows moving, cloning, saving, shape operations
-    that respect the blocks, and products with another QuantizedTensor. Any other operation raises InvalidTypeError:
-    nothing dequantizes in silence. In-place arithmetic (an optimizer's step) dequantizes, applies and requantizes with
-    the same Cast. Writing into a slice leaves the rest of the tensor as it is: where both share one scale, the values
-    are quantized under that scale, which grows by a power of two first if it is too small. Source: docs/numerics.md 7.
+    Made by `microfloat.torch.quantize` or `QuantizedTensor.from_parts`. ``QuantizedTensor(q, requires_grad=False)`` is
+    the Parameter of another one, as packages make it that take the class of the parameter in its place. Knows moving,
+    cloning, saving, shape operations that respect the blocks, and products with another QuantizedTensor. Any other
+    operation raises InvalidTypeError: nothing dequantizes in silence. In-place arithmetic (an optimizer's step)
+    dequantizes, applies and requantizes with the same Cast. Writing into a slice leaves the rest of the tensor as it
+    is: where both share one scale, the values are quantized under that scale, which grows by a power of two first if it
+    is too small. Source: docs/numerics.md 7.
     """
 
     codes: torch.Tensor
@@ -85,9 +89,12 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
-        axis: int, shape: Sequence[int], dtype: torch.dtype, root: "QuantizedTensor | None" = None,
+        cls: type, codes: torch.Tensor, scale: torch.Tensor = _ABSENT, tensor_scale: torch.Tensor | None = None,
+        cast: Cast = _ABSENT, *, axis: int = -1, shape: Sequence[int] = (), dtype: torch.dtype = _ABSENT,
+        root: "QuantizedTensor | None" = None, requires_grad: bool = False,
     ) -> "QuantizedTensor":  # fmt: skip
+        if scale is _ABSENT:
+            return _parameter_of(codes, requires_grad)
         strides = strides_of(codes, axis, shape, cast.format)
         # A view that inference mode makes of an ordinary tensor is ordinary too, as its codes are.
         with torch.inference_mode(codes.is_inference()) if torch.is_inference_mode_enabled() else _NOTHING:
@@ -98,9 +105,12 @@ class QuantizedTensor(torch.Tensor):
         return wrapper
 
     def __init__(
-        self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, cast: Cast, *,
-        axis: int, shape: Sequence[int], dtype: torch.dtype, root: "QuantizedTensor | None" = None,
+        self, codes: torch.Tensor, scale: torch.Tensor = _ABSENT, tensor_scale: torch.Tensor | None = None,
+        cast: Cast = _ABSENT, *, axis: int = -1, shape: Sequence[int] = (), dtype: torch.dtype = _ABSENT,
+        root: "QuantizedTensor | None" = None, requires_grad: bool = False,
     ) -> None:  # fmt: skip
+        if scale is _ABSENT:  # a parameter over a tensor that has its parts
+            return
         self.codes, self.scale, self.tensor_scale = codes, scale, tensor_scale
         # Delayed scaling has done its work once codes exist; requantizing has only the tensor itself to go by.
         self.cast = dataclasses.replace(cast, scaling=Current()) if isinstance(cast.scaling, Delayed) else cast
@@ -445,6 +455,15 @@ class QuantizedTensor(torch.Tensor):
         )  # a slice is saved as a tensor of its own
         codes = whole.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
         return _rebuild_quantized_tensor, (codes, whole.scale, whole.tensor_scale, description)
+
+
+def _parameter_of(q: object, requires_grad: bool) -> QuantizedTensor:
+    """The Parameter of a QuantizedTensor."""
+    if not isinstance(q, QuantizedTensor):
+        got = f"a tensor of {q.dtype}" if isinstance(q, torch.Tensor) else type(q)
+        remedy = "microfloat.torch.quantize makes one of values, QuantizedTensor.from_parts one of codes and scales."
+        raise invalid_type("data", got, "a QuantizedTensor", remedy)
+    return torch.nn.Parameter(q, requires_grad=requires_grad)  # type: ignore[return-value]
 
 
 def tensors_of(
