@@ -45,7 +45,6 @@ TARGETS: dict[str, Target] = {
     "q.mxfp8.qdq": _copy(0.85, 0.92),
     "q.mxfp8.fold": _copy(0.80, 0.90),
     "q.mxfp4.row": _copy(0.70, 0.85, "torchao compiled 0.29"),
-    "q.mxfp6.row": _copy(0.60, 0.80),
     "q.nvfp4.row": _copy(0.70, 0.85, "torchao compiled 0.16 (one level)"),
     "q.nvfp4.train": _copy(0.60, 0.75),
     "q.nvfp4.2d": _copy(0.60, 0.80),

@@ -167,12 +167,6 @@ def dequantized(row_id: str, cast: Cast, size: float, instructions: float) -> Ca
     )  # fmt: skip
 
 
-def packed(x: torch.Tensor, cast: Cast) -> Any:
-    """The reference's codes, packed by the oracle, and scales."""
-    operand = reference.quantize(x, cast)
-    return oracle.pack_fp6(operand.codes.cpu().numpy()), operand.scale
-
-
 def folded(x: torch.Tensor, cast: Cast) -> Any:
     """The oracle's folded operands of both axes, and how many elements changed."""
     parts, counts = [], []
@@ -192,7 +186,7 @@ def flat_fold(x: torch.Tensor, cast: Cast) -> Any:
 
 def cases() -> list[Case]:
     """Every id of casts, decoding and scale layout."""
-    mx8, mx6, mx4 = Cast("mxfp8"), Cast("mxfp6_e3m2"), Cast("mxfp4")
+    mx8, mx4 = Cast("mxfp8"), Cast("mxfp4")
     nv, nv_sr = Cast("nvfp4"), Cast("nvfp4", rounding="stochastic")
     nv_rht_sr = Cast("nvfp4", rounding="stochastic", hadamard=Hadamard())
 
@@ -216,11 +210,6 @@ def cases() -> list[Case]:
             "q.mxfp8.fold", lambda x, s: flat_fold(x, mx8), lambda x, s: folded(x, mx8), 4.0625, instructions=23.5
         ),
         both("q.mxfp4.row", mx4, 2.53125, 9.5, column=None),
-        # Four codes in three bytes, as files hold them; `quantize` keeps codes of six bits a byte each.
-        Case(
-            "q.mxfp6.row", lambda x, s: backend.quantize_packed(x, mx6), lambda x, s: packed(x, mx6), 2.78125,
-            instructions=15.6,
-        ),
         replace(both("q.nvfp4.row", nv, 2.5625, 17.7, column=None), state=given_amax),
         both("q.nvfp4.train", nv_sr, 5.125, 58.1, column=nv_rht_sr, stochastic=True),
         both("q.nvfp4.2d", Cast("nvfp4_2d"), 5.125, 17.6, shapes=WEIGHT),

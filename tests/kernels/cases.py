@@ -450,27 +450,6 @@ def turned_codes(device):
             assert torch.equal(got.view(torch.uint8).cpu(), codes.t()), f"{shape} {dtype}"
 
 
-def packed_codes(device, name, options=()):
-    """Six-bit codes four in three bytes, as the oracle packs its own, and the values that they decode to."""
-    cast = make_cast(name, options)
-    plain, special = {}, {"special": True}
-    for shape, dtype, kind in (
-        ((37, 75), "float32", special), ((64, 256), "bfloat16", plain), ((33, 80), "bfloat16", special),
-        ((40, 46), "bfloat16", special), ((32, 64), "float16", plain), ((40, 72), "bfloat16", {"transposed": True}),
-        ((1, 1), "bfloat16", plain), ((5, 0), "bfloat16", plain),
-    ):  # fmt: skip
-        x = matrix(shape, dtype, **kind)
-        want = oracle.quantize(x.float().numpy(), cast, seed=SEED, stream=3)
-        packed, scale = triton.quantize_packed(x.to(device), cast, seed=seed_words(device), stream=3)
-        for field, got, needed in (("codes", packed, oracle.pack_fp6(want.codes)), ("scale", scale, want.scale)):
-            assert tuple(got.shape) == needed.shape, f"{name} {shape}: {field} {tuple(got.shape)}"
-            assert np.array_equal(got.cpu().numpy(), needed), f"{name} {shape} {dtype}: {field}"
-        operand = reference.quantize(x, cast, seed=seed_words("cpu"), stream=3)
-        for out in (torch.float32, torch.bfloat16, torch.float16):
-            got = triton.dequantize_packed(packed, scale, cast.format, shape[1], out)
-            check_values(got, reference.dequantize(operand, out), f"{name} {shape} {out}")
-
-
 def odd_alignments(device):
     """Matrices that begin anywhere, with rows of any length, and operands whose codes do."""
     storage = matrix((1, 6000), "bfloat16").reshape(-1)
@@ -502,7 +481,6 @@ def wide_offsets(device):
         for name in ("fp8_tensor", "mxfp8", "nvfp4"):
             operands(device, name, (37, 75), "float32", noisy)
         operands(device, "nvfp4", (48, 72), "bfloat16", (("rht", True), *noisy))
-        packed_codes(device, "mxfp6_e3m2", noisy)
         values_in_bf16(device, "nvfp4", (("rht", True),))
         values_in_bf16(device, "mxfp4")
         dequantized(device, "nvfp4")
@@ -794,8 +772,6 @@ def refusals(device):
     assert triton.refusal(Cast("mxfp8")) == ""
     for call in (
         lambda: triton.quantize(x, odd),
-        lambda: triton.quantize_packed(x, Cast("mxfp4")),
-        lambda: triton.quantize_packed(x, Cast("mxfp6_e3m2", hadamard=Hadamard())),
         lambda: calls.folded(x, Cast("fp8_1x128"), None),
         lambda: calls.codes(Activation(x, None, "silu"), Cast("nvfp4"), None),
         lambda: calls.codes(Activation(x, None, "silu"), Cast("fp8_tensor"), None),

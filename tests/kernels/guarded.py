@@ -74,7 +74,7 @@ def check(device):
 
 
 def _forms_for_gemms(x):
-    """Folded codes, values in bfloat16, packed codes, swizzled scales: their bytes have cases of their own."""
+    """Folded codes, values in bfloat16, swizzled scales: their bytes have cases of their own."""
     with guard_zones():
         calls.folded(x, Cast("mxfp8"), Cast("mxfp8"))
         if x.shape[0] % 4 == x.shape[1] % 4 == 0:
@@ -83,9 +83,7 @@ def _forms_for_gemms(x):
             calls.folded_codes(triton.quantize(x, Cast("mxfp8")), Cast("mxfp8"), tile=tile)
         for name in ("mxfp8", "nvfp4_2d"):
             calls.cast_to("values", x, Cast(name), Cast(name))
-        packed, scale = triton.quantize_packed(x, Cast("mxfp6_e2m3"))
-        triton.dequantize_packed(packed, scale, Cast("mxfp6_e2m3").format, x.shape[1])
-        triton.swizzle_scales(scale)
+        triton.swizzle_scales(triton.quantize(x, Cast("mxfp6_e2m3")).scale)
 
 
 def _producers(x):

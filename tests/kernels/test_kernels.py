@@ -105,7 +105,6 @@ CASES = [
     case("turned_codes"),
     *[case("dequantized", name) for name in ("fp8_tensor", "fp8_row_e5m2", "fp8_1x128", "fp8_128x128")],
     *[case("dequantized", name) for name in ("mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d")],
-    *[case("packed_codes", name, options) for name in ("mxfp6_e2m3", "mxfp6_e3m2") for options in ((), STOCHASTIC)],
     # All exponents: factors of blocks from the smallest normal number to the largest.
     *[
         case("operands", "nvfp4", (80, 144), dtype, options, spread=125)
@@ -168,13 +167,13 @@ LONG = (
     "norms_alone-layer-*",
     "gradients-nvfp4_2d-()-*", "gradients-nvfp4-((rht,*", "operands-nvfp4-(80,144)-float32-*", "folded-mxfp8_e5m2-*",
     "folded-mxfp6_e3m2-*", "folded-mxfp4-True", "operands-nvfp4-*mse_448*", "operands-nvfp4_2d-(33,47)-*",
-    "operands-nvfp4-(40,72)-*one_level*rht*", "operands-nvfp4-(40,72)-*17_16*rht*", "packed_codes-mxfp6_e3m2-()",
-    "packed_codes-mxfp6_e2m3-((*", "traced", "fused_linears-triton-delayed",
+    "operands-nvfp4-(40,72)-*one_level*rht*", "operands-nvfp4-(40,72)-*17_16*rht*",
+    "traced", "fused_linears-triton-delayed",
     "fused_casts-*stochastic", "folded-mxfp6_e2m3-*", "operands-nvfp4-(40,72)-*one_level*",
     "operands-nvfp4-(40,72)-*17_16*", "operands-nvfp4_2d-(64,64)-*", "operands-nvfp4-(80,144)-*",
     "operands-nvfp4-(64,128)-*", "operands-mxfp8-(128,128)-*", "operands-nvfp4_2d-(128,128)-*",
     "folded-mxfp8-False-*", "folded-mxfp4-False", "fused_linears-native-*", "fused_gradients-delayed",
-    "hidden_by_nan-nvfp4_row", "fused_linears-triton-noisy", "packed_codes-mxfp6_e3m2-((*", "gradients-nvfp4",
+    "hidden_by_nan-nvfp4_row", "fused_linears-triton-noisy", "gradients-nvfp4",
     "gradients-nvfp4_row", "gradients-nvfp4-*", "fused_casts-delayed", "fused_casts-fp8_tensor", "fused_casts-mxfp4",
     "gradients-fp8_tensor_e5m2-*",
 )  # fmt: skip

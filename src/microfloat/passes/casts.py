@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from microfloat.errors import NotSupportedError
 from microfloat.kernels.casts import amax as amax_kernels
-from microfloat.kernels.casts import blocks, fold, fp6, groups, nvfp4, pair, scaled
+from microfloat.kernels.casts import blocks, fold, groups, nvfp4, pair, scaled
 from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.constants import Pass as MatrixConstants
 from microfloat.kernels.device import nvfp4_2d
@@ -38,7 +38,7 @@ from microfloat.recipes import Cast
 from microfloat.routes import WRITES_VALUES
 
 __all__ = [
-    "Both", "block_casts", "cast_passes", "operands_of", "packed_passes", "pair_passes", "scaled_casts",
+    "Both", "block_casts", "cast_passes", "operands_of", "pair_passes", "scaled_casts",
     "shared_scale",
 ]  # fmt: skip
 
@@ -171,22 +171,6 @@ def pair_passes(
     if any(one.numbers.bare is not None for one in operands):
         return None
     _together(passes, matrices, records)
-    return passes
-
-
-def packed_passes(matrix: Matrix, spec: OperandSpec, batch: int = 0) -> Passes:
-    """The pass that packs four codes of 6 bits into three bytes: uint8 [R, 3 * ceil(C / 4)], and their scales."""
-    passes = Passes(2)
-    one = operands_of(passes, matrix, (spec, None)).one
-    width = 3 * ceil_div(matrix.columns, 4)
-    codes = passes.put(0, Part((matrix.rows, width), (width, 1), "uint8"))
-    rows, columns, warps = tables.TILES["block_rows"]
-    constants = (one.block_cast, matrix.columns % 16 == 0, matrix.how(rows, columns))
-    passes.launches.append(Pass(
-        fp6.quantize_packed, (matrix.key, constants, warps, spec.stream, batch), matrix.tiles(rows, columns),
-        (At.SOURCE, codes, one.scale, At.SEED if spec.cast.is_stochastic else At.NOTHING),
-        (spec.stream, batch, *matrix.sizes), constants, warps,
-    ))  # fmt: skip
     return passes
 
 

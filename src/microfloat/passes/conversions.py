@@ -2,23 +2,19 @@
 
 import math
 
-from microfloat.errors import NotSupportedError
 from microfloat.formats import ScaledFormat
-from microfloat.kernels.casts import dequantize, fp6, turn
+from microfloat.kernels.casts import dequantize, turn
 from microfloat.kernels.gemm import swizzle
 from microfloat.layout import Part, codes_dtype, folded_format
 from microfloat.passes import tables
 from microfloat.passes.matrix import INT32_MAX, At, Device, Pass, Passes, specialization
-from microfloat.recipes import Hadamard
 
 __all__ = [
     "SCALE",
     "SCALE_KINDS",
     "TENSOR_SCALE",
-    "check_packed",
     "dequantize_passes",
     "fold_codes_passes",
-    "packed_values_passes",
     "swizzle_passes",
     "turn_codes_passes",
 ]
@@ -89,32 +85,6 @@ def turn_codes_passes(rows: int, columns: int, dtype: str, device: Device) -> Pa
     key = (device.number, constants, specialization(rows), specialization(columns))
     programs = -(-rows // tile_rows) * -(-columns // tile_columns)
     passes.launches.append(Pass(turn.turn_codes, key, programs, (At.SOURCE, out), (rows, columns), constants, warps))
-    return passes
-
-
-def check_packed(fmt: ScaledFormat, hadamard: Hadamard | None = None) -> None:
-    """NotSupportedError for a format that is not stored as four codes of 6 bits in three bytes."""
-    if fmt.element.bits != 6 or fmt.scale.name != "E8M0" or fmt.block not in ((1, 32), (1, 16)) or hadamard is not None:
-        raise NotSupportedError(
-            f"packed codes: got {fmt.name} (blocks {fmt.block_text}, hadamard {hadamard}), needed an MX format of 6 "
-            "bits with blocks of 16 or 32 elements in a row and no transform, such as mxfp6_e3m2."
-        )
-
-
-def packed_values_passes(fmt: ScaledFormat, rows: int, length: int, dtype: str, device: Device) -> Passes:
-    """The pass that decodes packed codes of 6 bits (docs/numerics.md 1.4): ``f32(dec(code) * 2^(b - 127))``."""
-    passes = Passes(1)
-    out = passes.put(0, Part((rows, length), (length, 1), dtype))
-    tile_rows, tile_columns, warps = tables.TILES["dequantize"]
-    constants = (
-        fmt.element.mantissa_bits, fmt.element.bias, fmt.block[1], dtype == "bfloat16",
-        max(tile_rows * length, rows) > INT32_MAX, device.conversions, tile_rows, tile_columns,
-    )  # fmt: skip
-    key = (device.number, dtype, constants, specialization(rows), specialization(length))
-    programs = -(-rows // tile_rows) * -(-length // tile_columns)
-    passes.launches.append(Pass(
-        fp6.dequantize_packed, key, programs, (At.SOURCE, SCALE, out), (rows, length), constants, warps
-    ))  # fmt: skip
     return passes
 
 

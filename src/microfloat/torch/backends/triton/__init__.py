@@ -19,19 +19,16 @@ from typing import NamedTuple
 
 import torch
 
-from microfloat.formats import ScaledFormat
 from microfloat.kernels.casts import scaled as kernels
 from microfloat.kernels.producers import rotary
 from microfloat.layout import Part, folded_format
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
 from microfloat.passes.amaxes import amax_passes
-from microfloat.passes.casts import cast_passes, packed_passes
+from microfloat.passes.casts import cast_passes
 from microfloat.passes.conversions import (
-    check_packed,
     dequantize_passes,
     fold_codes_passes,
-    packed_values_passes,
     swizzle_passes,
     turn_codes_passes,
 )
@@ -47,8 +44,8 @@ from microfloat.torch.program import device_of, matrix_of, run_passes
 from microfloat.torch.reference._hadamard import inverse
 
 __all__ = [
-    "amax", "cast_parts", "codes", "dequantize", "dequantize_packed", "fold_codes", "fuses", "quantize",
-    "quantize_both", "quantize_packed", "refusal", "rotate", "scaled_matmul", "slots_of", "swizzle_scales",
+    "amax", "cast_parts", "codes", "dequantize", "fold_codes", "fuses", "quantize",
+    "quantize_both", "refusal", "rotate", "scaled_matmul", "slots_of", "swizzle_scales",
     "turned", "update_delayed", "values",
 ]  # fmt: skip
 
@@ -104,26 +101,6 @@ def quantize_both(
     return _operand_of(row, made[:3], rows, columns), _operand_of(column, made[3:], columns, rows)
 
 
-def quantize_packed(
-    x: torch.Tensor, cast: Cast, *, seed: torch.Tensor | None = None, stream: int = 0, batch: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of matrix `x` [R, C]: packed codes uint8 [R, 3 * ceil(C / 4)] and scales uint8 [R, ceil(C / block)].
-
-    ``pack_fp6`` of the codes that `quantize` gives, in one pass. Raises NotSupportedError for other formats.
-    """
-    check_packed(cast.format, cast.hadamard)
-    if x.numel() == 0:
-        widths = 3 * -(-x.shape[1] // 4), -(-x.shape[1] // (cast.format.block[1] or 1))
-        packed, scale = (torch.empty((x.shape[0], width), dtype=torch.uint8, device=x.device) for width in widths)
-        return packed, scale
-    spec = OperandSpec(cast, stream=stream)
-    packed, scale = run_passes(
-        ("packed", spec, batch, *_like(x)), lambda: packed_passes(matrix_of(x), spec, batch), x.device,
-        (None, x, None, None, seed),
-    )  # fmt: skip
-    return packed, scale
-
-
 def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values of an operand, [R, C] in `dtype` (bfloat16, float16 or float32), rounded once from float32.
 
@@ -133,21 +110,6 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Te
         values = inverse(_dequantize(operand, torch.float32), operand.hadamard)
         return values[:, : operand.length].to(dtype).contiguous()
     return _dequantize(operand, dtype)
-
-
-def dequantize_packed(
-    packed: torch.Tensor, scale: torch.Tensor, fmt: ScaledFormat, length: int, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Values [R, `length`] in `dtype` of packed codes and their scales: ``f32(dec(code) * 2^(b - 127))``, rounded."""
-    check_packed(fmt)
-    rows = packed.shape[0]
-    if rows * length == 0:
-        return torch.empty((rows, length), dtype=dtype, device=packed.device)
-    return run_passes(
-        ("packed values", fmt, rows, length, dtype),
-        lambda: packed_values_passes(fmt, rows, length, dtype_name(dtype), device_of(packed.get_device())),
-        packed.device, (None, packed.contiguous(), None, scale.contiguous()),
-    )[0]  # fmt: skip
 
 
 def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
