@@ -223,6 +223,58 @@ def test_blobs_of_transformer_engine_are_left_out(kind) -> None:
     assert torch.equal(module.weight, plain.weight)
 
 
+WITH_BLOBS = {
+    "norm and Linear": (lambda: mf.LayerNormLinear(16, 8, split={"q": 4, "k": 4}), ["", "q."]),
+    "MLP": (lambda: mf.LayerNormMLP(16, 32), [""]),
+    "attention": (lambda: mf.MultiheadAttention(16, 2), ["core_attention.", ""]),
+    "decoder layer": (
+        lambda: mf.TransformerLayer(16, 32, 2), ["self_attn.core_attention.", "self_attn.", "mlp.", "layernorm."]
+    ),
+    "experts": (lambda: mf.GroupedLinear(2, 16, 8), [""]),
+    "a model": (
+        lambda: torch.nn.Sequential(mf.LayerNorm(16), torch.nn.Sequential(mf.TransformerLayer(16, 32, 2))),
+        ["0.", "1.0.self_attn.core_attention.", "1.0.mlp.", "1.0.unknown.deeper."],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WITH_BLOBS)
+def test_blobs_are_left_out_of_every_module_with_one_warning(kind) -> None:
+    """Features K2: also where another library has a module, with a blob of its own, and this one has none."""
+    make, owners = WITH_BLOBS[kind]
+    source, module = make(), make()
+    blobs = {f"{owner}_extra_state": torch.zeros(3) for owner in owners}
+    with pytest.warns(UserWarning, match="_extra_state") as caught:
+        module.load_state_dict({**source.state_dict(), **blobs})
+    assert len(caught) == 1
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in source.state_dict().items())
+
+
+def test_blobs_do_not_hide_that_delayed_scaling_starts_fresh() -> None:
+    module = mf.LayerNormMLP(16, 32, recipe=DelayedScaling())
+    with pytest.warns(UserWarning) as caught:
+        module.load_state_dict({**mf.LayerNormMLP(16, 32).state_dict(), "_extra_state": torch.zeros(3)})
+    blobs, fresh = sorted(str(one.message) for one in caught)
+    assert "_extra_state" in blobs and "starts fresh" in fresh
+
+
+def test_a_child_with_an_extra_state_of_its_own_keeps_it() -> None:
+    class Counting(torch.nn.Identity):
+        count = 0
+
+        def get_extra_state(self) -> int:
+            return self.count
+
+        def set_extra_state(self, state: int) -> None:
+            self.count = state
+
+    source, module = mf.MultiheadAttention(16, 2), mf.MultiheadAttention(16, 2)
+    source.extra, module.extra = Counting(), Counting()
+    source.extra.count = 3
+    module.load_state_dict(source.state_dict())
+    assert module.extra.count == 3
+
+
 def test_partial_scaling_state_is_named() -> None:
     state = mf.Linear(8, 8, recipe=DelayedScaling()).state_dict()
     del state["scaling_dy_scale"]

@@ -14,9 +14,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from microfloat.recipes import Recipe
-from microfloat.torch._typing import Context, Maybe
+from microfloat.torch._typing import Context, Maybe, StateDict
 from microfloat.torch.context import Ambient
-from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.linear import Linear, drop_extra_state
 from microfloat.torch.postponed import stand_in
 
 __all__ = [
@@ -180,3 +180,7 @@ class Composite(nn.Module):
         """Draw fresh parameters."""
         for module in self.children():
             module.reset_parameters()  # type: ignore[operator]
+
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
+        drop_extra_state(self, state_dict, prefix, arguments[-1])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -512,7 +512,7 @@ pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str]) -> None:
     """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
-    drop_extra_state(state_dict, prefix, load)
+    drop_extra_state(layer, state_dict, prefix, load)
     names = layer_state.BUFFER_NAMES
     present = [name for name in names if prefix + name in state_dict]
     pinned = layer.pinned
@@ -548,9 +548,17 @@ def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, 
         )
 
 
-def drop_extra_state(state_dict: StateDict, prefix: str, load: list[str]) -> None:
-    """Leave out the entry that TransformerEngine's modules of the same names save beside their parameters."""
-    if state_dict.pop(prefix + "_extra_state", None) is not None:
+def drop_extra_state(module: nn.Module, state_dict: StateDict, prefix: str, load: list[str]) -> None:
+    """Leave out the entries that TransformerEngine's modules save beside their parameters, below `module` too.
+
+    Those of a submodule with a `set_extra_state` of its own stay.
+    """
+    names = [key for key in state_dict if key.startswith(prefix) and f".{key}".endswith("._extra_state")]
+    children = dict(module.named_modules()) if names else {}
+    takes = {f"{prefix}{name}." if name else prefix for name, child in children.items()
+             if type(child).set_extra_state is not nn.Module.set_extra_state}  # fmt: skip
+    dropped = [state_dict.pop(key) for key in names if key.removesuffix("_extra_state") not in takes]
+    if any(value is not None for value in dropped):
         _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
 
 
@@ -580,11 +588,11 @@ def _check_scaling_entry(key: str, value: object) -> None:
     )
 
 
-# The list of error messages is one object per load_state_dict call; keeping the last one tells loads apart.
-_LAST_WARNED_LOAD: list[object] = [None]
+# The list of error messages is one object per load_state_dict call; keeping the last one of a text tells loads apart.
+_WARNED_LOADS: dict[str, list[str]] = {}
 
 
 def _warn_once_per_load(load: list[str], text: str) -> None:
-    if _LAST_WARNED_LOAD[0] is not load:
-        _LAST_WARNED_LOAD[0] = load
+    if _WARNED_LOADS.get(text) is not load:
+        _WARNED_LOADS[text] = load
         warnings.warn(text, UserWarning, stacklevel=2)

@@ -25,7 +25,7 @@ class _ZeroCentred(nn.Module):
             nn.init.zeros_(self.weight)
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
-        drop_extra_state(state_dict, prefix, arguments[-1])
+        drop_extra_state(self, state_dict, prefix, arguments[-1])
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
