@@ -27,6 +27,7 @@ from microfloat.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
+    WeightOnly,
     from_name,
     get_default_recipe,
 )
@@ -384,6 +385,7 @@ def test_a_toggle_that_is_neither_on_nor_off(monkeypatch, text):
     assert NVFP4BlockScaling(disable_rht=True).disable_rht
 
 
+@pytest.mark.filterwarnings("ignore:environment variable NVTE_")
 def test_no_other_variable_changes_a_recipe(monkeypatch):
     for variable in (
         "NVTE_NVFP4_DISABLE_RHT",
@@ -394,6 +396,112 @@ def test_no_other_variable_changes_a_recipe(monkeypatch):
     assert NVFP4BlockScaling() == NVFP4BlockScaling(False, False, False)
     assert Float8CurrentScaling() == Float8CurrentScaling(use_power_2_scales=False)
     assert Float8BlockScaling() == Float8BlockScaling(use_f32_scales=False)
+
+
+# Variables of TransformerEngine, a recipe that they are about, and the end of the one warning.
+PEERS = {
+    "NVTE_NVFP4_DISABLE_RHT=1": ("NVFP4BlockScaling()", "Set MICROFLOAT_NVFP4_DISABLE_RHT=1."),
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1": (
+        "NVFP4BlockScaling(disable_stochastic_rounding=False)", "Set MICROFLOAT_NVFP4_DISABLE_2D_QUANTIZATION=1."
+    ),
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1": (
+        "NVFP4BlockScaling(disable_rht=True)", "Set MICROFLOAT_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1."
+    ),
+    "NVTE_NVFP4_4OVER6=weights": ("NVFP4BlockScaling()", "docs/migration.md, 'Options of NVFP4'."),
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION=1": ("NVFP4BlockScaling()", "docs/migration.md, 'Options of NVFP4'."),
+    "NVTE_BACKWARD_OVERRIDE=dequantized": ("MXFP8BlockScaling()", "Give the recipe backward=."),
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1": ("Float8CurrentScaling()", "Give the recipe use_power_2_scales=."),
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1": ("Float8BlockScaling()", "Give the recipe use_f32_scales=."),
+}  # fmt: skip
+_ASK = """
+import json, os, sys, warnings
+from microfloat.recipes import *
+told = {}
+for setting, code in json.loads(sys.argv[1]).items():
+    name, _, value = setting.partition("=")
+    counts = []
+    for text in ("", "0", "none", value, value):
+        os.environ[name] = text
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            eval(code)
+        counts.append([str(one.message) for one in caught])
+    del os.environ[name]
+    told[setting] = counts
+print(json.dumps(told))
+"""
+
+
+def test_variables_of_transformer_engine_are_told_of_once(fresh_python):
+    """They change numerics there and nothing here: a ported script would train otherwise, and be told nothing."""
+    asked = {setting: code for setting, (code, _) in PEERS.items()}
+    told = json.loads(fresh_python(_ASK, json.dumps(asked)).stdout)
+    for setting, (_, end) in PEERS.items():
+        name, _, value = setting.partition("=")
+        *off, first, second = told[setting]
+        assert [*off, second] == [[], [], [], []], setting
+        assert len(first) == 1, setting
+        assert first[0].startswith(f"environment variable {name}: got {value!r}"), first
+        assert first[0].endswith(end), first
+
+
+def test_who_has_asked_for_it_here_is_told_nothing(monkeypatch):
+    for setting in PEERS:
+        if "4OVER6" not in setting and "ROW" not in setting:
+            monkeypatch.setenv(*setting.split("="))
+    Float8CurrentScaling(use_power_2_scales=True, backward="dequantized")  # warnings are errors
+    Float8BlockScaling(use_f32_scales=True, backward="high_precision")
+    WeightOnly("mxfp8")
+    NVFP4BlockScaling(True, False, False, backward="dequantized")
+    for variable in TOGGLES.values():
+        monkeypatch.setenv(variable, "0")
+    NVFP4BlockScaling(backward="dequantized")
+
+
+def test_a_recipe_by_name_is_made_once_for_each_state_of_the_toggles(monkeypatch):
+    """Making and checking one takes longer than entering the autocast that asks for it."""
+    first = from_name("nvfp4")
+    assert from_name("nvfp4") is first
+    monkeypatch.setenv(TOGGLES["disable_rht"], "1")
+    second = from_name("nvfp4")
+    assert second.disable_rht
+    assert from_name("nvfp4") is second
+    monkeypatch.delenv(TOGGLES["disable_rht"])
+    assert from_name("nvfp4") is first
+    monkeypatch.setenv(TOGGLES["disable_rht"], "yes")
+    for _ in range(2):
+        with pytest.raises(InvalidValueError, match="needed '0' or '1'"):
+            from_name("nvfp4")
+
+
+# --- questions of ported code
+
+_MX8, _TILE = Cast("mxfp8", "floor"), Cast("nvfp4_2d")
+KINDS = {
+    "delayed": [DelayedScaling(), DelayedScaling(fp8_format=Format.E4M3, backward="high_precision")],
+    "float8_current_scaling": [Float8CurrentScaling(), Float8CurrentScaling(use_power_2_scales=True)],
+    "float8_block_scaling": [Float8BlockScaling(), Float8BlockScaling(x=(128, 128), w=(1, 128))],
+    "mxfp8": [
+        MXFP8BlockScaling(Format.HYBRID), MXFP8BlockScaling(backward="dequantized"),
+        CustomRecipe(Gemm(_MX8, None), Gemm(None, None), Gemm("mxfp8", "mxfp8")),
+    ],
+    "nvfp4": [
+        NVFP4BlockScaling(True, True, True), CustomRecipe(Gemm(_TILE, _TILE), Gemm(None, None), Gemm(None, None))
+    ],
+    "custom": [
+        Float8RowScaling(), Float8RowScaling(wgrad="high_precision"), MXFP6BlockScaling(), MXFP4BlockScaling(),
+        CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None)),
+        CustomRecipe(Gemm("mxfp8", "mxfp8"), Gemm("nvfp4", "nvfp4"), Gemm(None, None)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_questions_of_ported_code(kind):
+    """Features R23: answered from the casts, whatever the class."""
+    for recipe in KINDS[kind]:
+        assert [name for name in KINDS if getattr(recipe, name)()] == [kind], recipe
+        assert recipe.float8_per_tensor_scaling() == (kind in ("delayed", "float8_current_scaling"))
 
 
 # --- refusals

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from microfloat._environment import warn_of_peer
 from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.contents import contents_of_cast
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of, unknown_name
 from microfloat.formats import E5M2, FORMATS, ScaledFormat
 from microfloat.operands import GEMMS, OPERANDS
+from microfloat.recipes._ported import PortedQuestions
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 
 __all__ = [
@@ -360,7 +362,7 @@ class Gemm(HashOnce):
 
 
 @dataclass(frozen=True)
-class Recipe(HashOnce):
+class Recipe(HashOnce, PortedQuestions):
     """The table of three GEMMs. It is immutable, hashable and comparable; ``print(recipe)`` shows its six rows."""
 
     fprop: Gemm
@@ -473,6 +475,8 @@ class NamedRecipe(Recipe):
     backward: str | None = field(default=None, kw_only=True)
     # Fields that are numbers, as text. Compiled code takes text for a constant, but numbers of an object for variables.
     _numbers: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
+    # Variables of TransformerEngine's environment -> the field that does the same here, or the advice.
+    _of_peers: ClassVar[Mapping[str, str]] = MappingProxyType({"NVTE_BACKWARD_OVERRIDE": "backward"})
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -498,6 +502,10 @@ class NamedRecipe(Recipe):
             if isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
         })  # fmt: skip
         super().__post_init__()
+        for name, advice in self._of_peers.items():
+            if not getattr(self, advice, None):
+                given = f"Give the recipe {advice}=."
+                warn_of_peer(name, given if advice.isidentifier() else advice)
 
     def _check_class(self) -> None:
         """Refuse a class whose recipes would not compare by their fields, since caches find recipes by comparison."""

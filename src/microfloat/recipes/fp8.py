@@ -1,8 +1,10 @@
 """FP8 recipes: a scale per tensor (from earlier steps or its own amax), per row, or per block."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 from microfloat.arguments import check_bool, check_choice
 from microfloat.errors import invalid_type, invalid_value, unknown_name
@@ -84,6 +86,9 @@ class Float8CurrentScaling(NamedRecipe):
     `use_power_2_scales` rounds the encode factor down to a power of two. Source: docs/numerics.md 2.3, 3.2.
     """
 
+    _of_peers: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**NamedRecipe._of_peers, "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "use_power_2_scales"}
+    )
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
     amax_epsilon: float = 0.0
@@ -152,6 +157,9 @@ class Float8BlockScaling(NamedRecipe):
     Source: docs/numerics.md 3.4; DeepSeek-V3 (arXiv 2412.19437).
     """
 
+    _of_peers: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**NamedRecipe._of_peers, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "use_f32_scales"}
+    )
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
     x: tuple[int, int] = (1, 128)

@@ -10,6 +10,7 @@ gradient of the weight is refused (`Gemm.path`).
 
 import functools
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 
 from microfloat.arguments import check_choice, check_int
 from microfloat.errors import invalid_value, unknown_name
@@ -73,6 +74,8 @@ def _dequantized(wgrad: Gemm) -> Recipe:
 
 class _Inference(NamedRecipe):
     """Base of both: a weight that is stored in the format, by whichever scale rule, is read as it is."""
+
+    _of_peers = MappingProxyType({})  # the variables of TransformerEngine are about training
 
     @property
     def _usual(self) -> dict[str, object]:

@@ -1,13 +1,15 @@
 """The names of the stock recipes, and how a recipe argument is interpreted."""
 
+import functools
 from collections.abc import Callable
 
+from microfloat._environment import state_of
 from microfloat.errors import invalid_type, kind_of, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes.core import Recipe
 from microfloat.recipes.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowScaling
 from microfloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
-from microfloat.recipes.nvfp4 import NVFP4BlockScaling
+from microfloat.recipes.nvfp4 import TOGGLES, NVFP4BlockScaling
 
 __all__ = ["FAMILIES", "RECIPES", "as_recipe", "from_name", "get_default_recipe", "hint_of_format", "hint_of_recipe"]
 
@@ -48,6 +50,12 @@ def _named(name: str, argument: str) -> Recipe:
     maker = RECIPES.get(name) or ALIASES.get(name)
     if maker is None:
         raise unknown_name(argument, name, [*RECIPES, *ALIASES], hint_of_format(name) or _hint_of_class(name))
+    return _made(maker, state_of(TOGGLES.values()))
+
+
+@functools.lru_cache(maxsize=256)
+def _made(maker: Callable[[], Recipe], toggles: tuple[str | None, ...]) -> Recipe:
+    """What `maker` makes under these toggles of the environment: one object, since recipes are values."""
     return maker()
 
 

@@ -1,20 +1,24 @@
 """NVFP4: four-bit elements, E4M3 scales per 16 under a tensor scale, and the training recipe's three techniques."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 from microfloat._environment import toggle
 from microfloat.arguments import check_bool
 from microfloat.formats import NVFP4, NVFP4_2D
 from microfloat.recipes.core import Cast, Gemm, Hadamard, NamedRecipe
 
-__all__ = ["NVFP4BlockScaling"]
+__all__ = ["TOGGLES", "NVFP4BlockScaling"]
 
 # field -> environment variable that gives its default when the argument is not given (docs/numerics.md, section 10)
-_TOGGLES = {
+TOGGLES = {
     "disable_rht": "MICROFLOAT_NVFP4_DISABLE_RHT",
     "disable_stochastic_rounding": "MICROFLOAT_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
     "disable_2d_quantization": "MICROFLOAT_NVFP4_DISABLE_2D_QUANTIZATION",
 }
+_CUSTOM = "A CustomRecipe does it: docs/migration.md, 'Options of NVFP4'."
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,15 @@ class NVFP4BlockScaling(NamedRecipe):
     2509.25149.
     """
 
+    _of_peers: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**NamedRecipe._of_peers, "NVTE_NVFP4_ROW_SCALED_ACTIVATION": _CUSTOM, "NVTE_NVFP4_4OVER6": _CUSTOM}
+    )
     disable_rht: bool | None = None
     disable_stochastic_rounding: bool | None = None
     disable_2d_quantization: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, variable in _TOGGLES.items():
+        for name, variable in TOGGLES.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, toggle(variable))
             check_bool(name, getattr(self, name))
