@@ -75,6 +75,38 @@ def test_a_result_that_differs_is_not_timed(microfloat, monkeypatch):
     assert "gemm_ms" not in row
 
 
+def test_a_gpu_multiplies_operands_as_a_layer_makes_them(microfloat):
+    """As on a Hopper: every recipe, and formats of no recipe; operands folded, decoded or as they are."""
+    from microfloat.recipes import RECIPES
+    from microfloat.torch import backends
+    from tests.torch.scheduled.setting import block_gemms
+
+    names = [*RECIPES, "mxfp6_e2m3", "nvfp4_row"]
+    with backends.pretend(chip="h200", interpreted=False), block_gemms("cpu", []):
+        done = microfloat("bench", "--shapes", "32x48x64", "--formats", ",".join(names), *SMALL, "--json")
+    assert done.code == 0
+    rows = {row["format"]: row for row in done.json["rows"]}
+    assert list(rows) == names
+    assert "vendor FP8 GEMM" in rows["fp8_row"]["kernel"]
+    assert "fold" in rows["mxfp4"]["kernel"]
+    assert all(row["gemm_ms"] > 0 for row in rows.values())
+
+
+def test_a_kernel_that_does_not_compile_is_a_row_with_its_problem(microfloat, monkeypatch):
+    from microfloat.torch.measure import Maker
+
+    class CompilationError(Exception):
+        """Triton's are no RuntimeErrors."""
+
+    def fails(self, x, w):
+        raise CompilationError("at 12:3:\n  store(scale_ptr, scale)")
+
+    monkeypatch.setattr(Maker, "operands", fails)
+    done = microfloat("bench", "--shapes", "64x64x64", "--formats", "mxfp8", *SMALL, "--json")
+    assert done.code == 1
+    assert done.json["rows"][0]["problem"] == "CompilationError: at 12:3: store(scale_ptr, scale)"
+
+
 def test_a_table_file_and_a_picture(microfloat, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     table, picture = tmp_path / "rows.csv", tmp_path / "roof.png"

@@ -18,15 +18,15 @@ from microfloat.kernels.casts import blocks
 from microfloat.kernels.device import tiles
 from microfloat.passes import matrix as passes_matrix
 from microfloat.passes import tables as casts
-from microfloat.recipes import Cast, Delayed, Hadamard, from_name
+from microfloat.recipes import RECIPES, Cast, Delayed, Gemm, Hadamard, from_name
 from microfloat.routes import entries_of, routes_of
-from microfloat.torch import attention, backends, fused, program, reference, schedule
+from microfloat.torch import attention, backends, fused, measure, program, reference, schedule
 from microfloat.torch.backends import triton
 from microfloat.torch.gathered import Gather, Gathered
 from microfloat.torch.producers import Activation, ActivationGradient, Norm
 from microfloat.torch.stored_casts import GatheredCast
 from tests.kernels import calls
-from tests.torch.scheduled.setting import native_on
+from tests.torch.scheduled.setting import block_gemms, native_on
 
 SEED = 0x89ABCDEF01234567
 CUSTOM = {
@@ -816,6 +816,18 @@ def forms_of_gathered_weights(device, names):
                         assert ours.stride() == theirs.stride(), (name, row)
                         ours, theirs = (part.reshape(-1).view(torch.uint8) for part in (ours, theirs))
                         assert torch.equal(ours, theirs), (name, row)
+
+
+def measured_products(device, names):
+    """Operands as `microfloat bench` makes them, and their product: that of the reference."""
+    around = contextlib.nullcontext() if device == "cuda" else backends.pretend(chip="h200")
+    with around, block_gemms(device, []):
+        for name in names:
+            fprop = from_name(name).fprop if name in RECIPES else Gemm(Cast(name), Cast(name))
+            casts = [Cast(cast.format, cast.scale_rule, hadamard=cast.hadamard) for cast in fprop.casts]
+            maker = measure.Maker(Gemm(*casts), device)
+            assert maker.backend == "native"
+            assert maker.difference((64, 128, 96)) < 4e-3, name
 
 
 def run(case, device):

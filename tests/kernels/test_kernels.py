@@ -38,6 +38,9 @@ CASES = [
     *[case("operands", name, (256, 192), "bfloat16", **SPECIAL) for name in ("mxfp8", "mxfp8_e5m2", "mxfp6_e2m3")],
     *[case("operands", "mxfp8", EVEN, "bfloat16", _rule(rule), **SPECIAL) for rule in ("floor", "ceil", "even", "oas")],
     case("scale_orders"),
+    # What `microfloat bench` multiplies.
+    case("measured_products", ("delayed", "mxfp4", "nvfp4_row")),
+    pytest.param(("measured_products", (("fp8_row", "fp8_block", "mxfp8", "mxfp6", "nvfp4", "mxfp6_e2m3"),), {}), id="measured_products-further", marks=pytest.mark.slow("further formats")),
     # Of gradients, whose scales tell of overflow.
     *[case("gradients", name) for name in ("fp8_tensor", "fp8_row", "fp8_128x128", "fp8_1x128", "mxfp8", "nvfp4",
     "nvfp4_row", "nvfp4_2d")],

@@ -193,13 +193,13 @@ def _measured(name: str, gemm: Gemm, shape: Shape, device: str, milliseconds: fl
         times = maker.times(sizes, measure.rotations(operand) if device == "cuda" else 2, milliseconds)
         assert gemm.lhs is not None
         cast = measure.quantize_times((shape.m, shape.k), gemm.lhs, device, milliseconds)
-    except RuntimeError as error:  # out of memory, or a kernel that this machine lacks
+    except Exception as error:  # out of memory, or a kernel that this machine lacks or Triton does not compile
         return row | {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     ours, bf16, flop = times["ours"], times["bf16"], 2 * shape.m * shape.n * shape.k
     element = gemm.lhs.format.bits_per_element / 8
     moved = shape.m * shape.k * (2 + element)
     return row | {
-        "kernel": maker.route.kernel if device == "cuda" else "decode to float32, float32 matmul",
+        "kernel": maker.route.kernel if maker.backend == "native" else "decode to float32, float32 matmul",
         "quantize_ms": cast.median, "quantize_p10_ms": cast.p10, "quantize_p90_ms": cast.p90,
         "quantize_gbs": moved / cast.median / 1e6,
         "gemm_ms": ours.median, "gemm_p10_ms": ours.p10, "gemm_p90_ms": ours.p90,

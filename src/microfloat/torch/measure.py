@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from microfloat import reference as oracle
-from microfloat.passes import OperandSpec
-from microfloat.recipes import Cast, Gemm
-from microfloat.routes import Route, route_of
-from microfloat.torch import backends, gemms, program, reference
+from microfloat.passes import CastInputs
+from microfloat.recipes import Cast, CustomRecipe, Gemm
+from microfloat.routes import Route, Routes, entries_of, route_of
+from microfloat.torch import backends, gemms, reference
+from microfloat.torch.backends.base import Backend
 from microfloat.torch.ops import quantize, scaled_matmul
+from microfloat.torch.schedule import CastStep
 
 __all__ = [
     "L2_BYTES", "Maker", "Times", "against_oracle", "copy_gbs", "cuda_version", "difference", "in_turn", "matrices",
@@ -139,31 +141,34 @@ class Maker:
     gemm: Gemm
     device: str
 
-    @property
+    @functools.cached_property
     def backend(self) -> str:
-        return "native" if self.device == "cuda" else "reference"
+        """The name of the backend that a layer would take on this device."""
+        return backends.resolve("auto", torch.device(self.device))[0]
 
     def operands(self, x: torch.Tensor, w: torch.Tensor) -> tuple:
-        """x and w as this GEMM reads them."""
+        """x and w as this GEMM reads them: what a layer's schedule would make of them."""
         if self.backend == "reference":
             return reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
-        stream, words = torch.cuda.current_stream().cuda_stream, program.scratch(torch.cuda.current_device())
-        made, turned = [], (False, self.route.turned)
-        for matrix, cast, form, turn in zip((x, w), self.gemm.casts, self.route.forms, turned, strict=True):
-            cast_once = program.cast_program(matrix, OperandSpec(cast, form, turn), None)  # type: ignore[arg-type]
-            parts = cast_once.run(stream, (None, matrix, words, *[None] * 10))[:3]
-            made.append(_Made(tuple(parts), matrix.shape[0], matrix.shape[1]))
+        backend = backends.choose(self.backend, x.device)
+        resources = _resources(backend, x.device)
+        recipe, routes = CustomRecipe(self.gemm, self.gemm, self.gemm), Routes(self.route, self.route, self.route)
+        made = []
+        for tensor, matrix in (("x", x), ("w", w)):
+            step = CastStep(backend, matrix, entries_of(recipe, routes, tensor, True, False))
+            made.append(_Made(tuple(step(matrix, *resources, CastInputs())[:3]), *matrix.shape))
         return tuple(made)
 
     @functools.cached_property
     def route(self) -> Route:
-        """The route of the GEMM on the current GPU."""
-        return route_of(self.gemm, backends.chip_of(torch.device("cuda", torch.cuda.current_device())))
+        """The route of the GEMM on the chip behind the device."""
+        return route_of(self.gemm, backends.chip_of(torch.device(self.device)))
 
     def multiply(self, a: Any, b: Any) -> torch.Tensor:
         if self.backend == "reference":
             return reference.scaled_matmul(a, b, out_dtype=torch.bfloat16, accumulate=self.gemm.accumulate)
-        return _product(self.gemm, self.route, (a.rows, a.length, b.rows))(a.parts, b.parts, None)
+        shape, device = (a.rows, a.length, b.rows), a.parts[0].device
+        return _product(self.gemm, self.route, shape, device)(a.parts, b.parts, None)
 
     def difference(self, shape: tuple[int, int, int] = (256, 512, 384)) -> float:
         """Relative difference to the exact product of the reference's operands."""
@@ -191,9 +196,19 @@ class _Made(NamedTuple):
     length: int
 
 
+def _resources(backend: Backend, device: torch.device) -> tuple[int, torch.Tensor | None]:
+    """The current stream, and scratch words of it, for launches of a backend's programs."""
+    if backend.programs is None:
+        return 0, None
+    index = backends.device_index(device)
+    return torch.cuda.current_stream(device).cuda_stream if index >= 0 else 0, backend.programs.scratch(index)
+
+
 @functools.lru_cache(64)
-def _product(gemm: Gemm, route: Route, shape: tuple[int, int, int]) -> Callable[..., torch.Tensor]:
-    return gemms.product(gemm, route, shape, None, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
+def _product(
+    gemm: Gemm, route: Route, shape: tuple[int, int, int], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    return gemms.product(gemm, route, shape, None, torch.bfloat16, device)
 
 
 def matrices(shape: tuple[int, int, int], device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -415,13 +415,14 @@ class Program:
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None
 
     def run(self, stream: int, table: tuple[torch.Tensor | None, ...]) -> Parts:
-        """`table`: up to MADE. On a stream of the current device, which is the matrix's."""
+        """`table`: all positions up to MADE. On a stream of the current device, which is the matrix's."""
         empty = self._empty
         made: Parts = [None if one is None else empty(*one) for one in self._allocations]
         for index in self._cleared:
             made[index].zero_()
         starts = self._starts
         if starts is None:  # with tensors: what compiles the kernels, and the only way in the interpreter
+            assert len(table) == At.MADE, f"{self.names}: a table of {len(table)} tensors, not of {At.MADE}"
             tensors = [*table, *made]
             for index, offset, _, dtype in self._slices:
                 part = made[index].view(-1)[offset:]
@@ -550,7 +551,9 @@ def run_passes(
             _PROGRAMS.clear()
         program = _PROGRAMS[key] = Program(make(), device, misaligned)
     stream = 0 if index < 0 else torch._C._cuda_getCurrentRawStream(index)
-    return program.run(stream, (None, tensors[1], scratch(index), *tensors[3:], *(None,) * (At.MADE - len(tensors))))
+    given = tensors[At.WORDS + 1 :]
+    missing = (None,) * (At.MADE - At.WORDS - 1 - len(given))
+    return program.run(stream, (None, tensors[1], scratch(index), *given, *missing))
 
 
 def split_words(draw: torch.Tensor) -> torch.Tensor:
