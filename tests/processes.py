@@ -83,6 +83,19 @@ def process_queue():
     return _context().Queue()
 
 
+def once(function, *arguments, seconds=SECONDS):
+    """``function(*arguments)`` in a new process that does nothing else; what it returns or raises comes back."""
+    with ProcessPoolExecutor(1, mp_context=_context(), initializer=_enter, initargs=(dict(os.environ),)) as pool:
+        future = pool.submit(function, *arguments)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if not future.done():
+                for child in multiprocessing.active_children():
+                    child.kill()
+            raise
+
+
 @functools.cache
 def other_process(first=None):
     """``call(function, *arguments)`` in a new process that has called `first`; one for the rest of the run.

@@ -18,6 +18,7 @@ __all__ = [
     "PlacementError",
     "RankError",
     "checkpoint_error",
+    "install_hint",
     "invalid_type",
     "invalid_value",
     "kind_of",
@@ -107,11 +108,15 @@ def kind_of(value: object) -> object:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value)
 
 
+def install_hint(*extras: str) -> str:
+    """The command that installs extras of microfloat, which is installed from a checkout."""
+    return f'pip install ".[{",".join(extras)}]" in a checkout of microfloat'
+
+
 def missing_package(package: str, part: str, extra: str) -> MissingPackageError:
     """Build the error for a `part` of microfloat whose package is not installed; it names the extra to install."""
     return MissingPackageError(
-        f"{part} needs the package {package}, which is not installed. "
-        f'Install it with: pip install "microfloat[{extra}]".',
+        f"{part} needs the package {package}, which is not installed. Install it with: {install_hint(extra)}.",
         name=package,
     )
 

@@ -73,6 +73,20 @@ def test_a_machine_path_is_found(before, path):
     assert list(offences(f"{before}/{path}"))
 
 
+def test_hints_install_from_a_checkout(tracked, repository):
+    """No package index has microfloat: whoever takes the name there would own whoever follows the hint."""
+    named = re.compile(r"pip install (?:-\S+ )*[\"']?micro" + r"float\b|\bmicro" + r"float\[[a-z]")
+    assert all(map(named.search, ['pip install "micro' + 'float[cli]"', "pip install -U micro" + "float"]))
+    rows = [
+        f"{path.relative_to(repository)}:{number}: {line.strip()}"
+        for path in tracked
+        if path.suffix in (".py", ".md", ".toml") and path.name != "CHANGELOG.md"
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if named.search(line)
+    ]
+    assert not rows, "write errors.install_hint(extra):\n" + "\n".join(rows)
+
+
 def test_a_registry_host_is_found():
     assert list(offences("https://" + "pypi" + ".org/simple"))
 

@@ -134,7 +134,7 @@ def test_the_torch_front_end_without_torch_names_the_extra(fresh_python):
     assert imported.startswith(
         "MissingPackageError True microfloat.torch needs the package torch, which is not installed"
     )
-    assert 'pip install "microfloat[torch]"' in imported
+    assert 'pip install ".[torch]"' in imported
     assert attribute == (
         "AttributeError False module 'microfloat' has no attribute 'torch'; "
         "it is imported on its own: import microfloat.torch"
@@ -159,7 +159,7 @@ for part, package in (("jax", "jax"), ("jax.linen", "flax"), ("jax.nnx", "flax")
     for line, (part, package) in zip(done.stdout.splitlines(), needed, strict=True):
         expected = f"MissingPackageError microfloat.{part} needs the package {package}, which is not installed"
         assert line.startswith(expected)
-        assert 'pip install "microfloat[jax]"' in line
+        assert 'pip install ".[jax]"' in line
 
 
 def test_a_front_end_that_was_not_imported_is_no_attribute():

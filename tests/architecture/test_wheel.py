@@ -96,7 +96,7 @@ def test_the_wheel_runs_with_its_core_dependencies_alone(wheel_python, tmp_path)
     assert done.returncode == 0, _output(done)
     command = _run([wheel_python.with_name("microfloat"), "--help"], tmp_path)  # features O10
     assert command.returncode == 2
-    assert 'pip install "microfloat[cli]"' in command.stderr
+    assert 'pip install ".[cli]"' in command.stderr
     version = Path(__file__).parents[2].joinpath("src/microfloat/_version.py").read_text()
     assert f'"{done.stdout.strip()}"' in version
 

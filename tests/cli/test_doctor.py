@@ -52,7 +52,7 @@ def test_a_device_that_does_not_fit_is_wrong_usage(microfloat, words):
 
 
 def test_a_front_end_that_cannot_be_imported_is_an_answer(microfloat, monkeypatch):
-    monkeypatch.setattr(doctor, "import_front_end", lambda name: f'{name} is broken: pip install "microfloat[{name}]"')
+    monkeypatch.setattr(doctor, "import_front_end", lambda name: f'{name} is broken: pip install ".[{name}]"')
     document = microfloat("doctor", "--json").json
     rows = {row["front_end"]: row for row in document["support"]}
     assert not rows["torch"]["available"]

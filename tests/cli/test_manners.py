@@ -146,7 +146,7 @@ def test_formats_needs_no_framework_and_no_matplotlib(repository):
     assert json.loads(done.stdout)["formats"]
     done = fresh(repository, ["formats", "--plot", "lines.png"], hidden)
     assert done.returncode == 2
-    assert 'pip install "microfloat[plot]"' in done.stderr
+    assert 'pip install ".[plot]"' in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -154,7 +154,7 @@ def test_without_its_packages_the_command_names_the_extra(repository, missing):
     done = fresh(repository, ["formats"], [missing])
     assert done.returncode == 2
     assert missing in done.stderr
-    assert 'pip install "microfloat[cli]"' in done.stderr
+    assert 'pip install ".[cli]"' in done.stderr
 
 
 HELP = """

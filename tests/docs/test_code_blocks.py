@@ -93,7 +93,7 @@ def missing_in(block, root):
         for word in words:
             if re.fullmatch(r"(?:\./)?[\w./-]+/[\w.-]+\.(?:py|sh|md|txt|toml)", word) and not (root / word).exists():
                 yield word
-            for extra in re.findall(r"^(?:microfloat|\.)\[([\w,]+)\]$", word):
+            for extra in re.findall(r"^\.\[([\w,]+)\]$", word):
                 yield from (f"extra {name}" for name in extra.split(",") if name not in extras)
 
 
@@ -185,7 +185,7 @@ def test_bash_blocks_with_wrong_names_are_found(tmp_path):
         "make no-such-target PYTHON=python3  # remark",
         "make test",
         "python examples/no_such.py",
-        'pip install "microfloat[nope,torch]"',
+        'pip install ".[nope,torch]"',
     ]
     (block,) = code_blocks(_page(tmp_path, "\n".join(["```bash", *commands, "```"])), "bash")
     assert list(missing_in(block, ROOT)) == ["make no-such-target", "examples/no_such.py", "extra nope"]

@@ -195,7 +195,7 @@ def test_without_triton_this_machine_is_told_what_to_install_and_another_one_is_
     """Features B3."""
     reason, refusal = processes.other_process(_forget_triton)(_without_triton)
     for text in (reason, refusal):
-        assert 'the package triton, which is not installed (on Linux: pip install "microfloat[triton]")' in text
+        assert 'the package triton, which is not installed (on Linux: pip install ".[triton]" in a checkout' in text
     assert refusal.startswith("backend='native'")
 
 

@@ -11,7 +11,7 @@ from microfloat import recipes
 from microfloat.chips import chip_named
 from microfloat.cli.machine import LARGEST_DIFFERENCE, PACKAGES, gpus, versions
 from microfloat.cli.output import Column, Output
-from microfloat.errors import InvalidValueError, MicrofloatError, NotSupportedError, invalid_value
+from microfloat.errors import InvalidValueError, MicrofloatError, NotSupportedError, install_hint, invalid_value
 from microfloat.recipes import from_name
 from microfloat.support import Support
 
@@ -87,7 +87,7 @@ def _packages(output: Output, front_ends: dict[str, ModuleType | str]) -> None:
         {
             "package": name,
             "version": version,
-            "remedy": None if version else f'pip install "microfloat[{PACKAGES[name]}]"',
+            "remedy": None if version else install_hint(PACKAGES[name]),
         }
         for name, version in found.items()
     ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from microfloat import reference
 from microfloat.arguments import check_int
-from microfloat.errors import invalid_type
+from microfloat.errors import install_hint, invalid_type
 from microfloat.formats import E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, decode
 from microfloat.recipes import Cast, Current, as_cast
 from microfloat.recipes.usages import CastLike, Usage, usages_of
@@ -92,7 +92,7 @@ def _kernels() -> ModuleType | str:
 
         from microfloat.cpu import _kernels
     except ImportError as error:
-        return f'numba cannot be imported ({error}); install it with: pip install "microfloat[cpu]"'
+        return f"numba cannot be imported ({error}); install it with: {install_hint('cpu')}"
     return "numba compiles nothing under NUMBA_DISABLE_JIT" if getattr(config, "DISABLE_JIT", 0) else _kernels
 
 

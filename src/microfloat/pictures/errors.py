@@ -44,9 +44,9 @@ def error_against_magnitude(
 ) -> "Figure":
     """Left: density of relative errors by magnitude, their median, and the share of exact values. Right: the worst
     tensors by SQNR, with the threshold."""
+    figure = new_figure(13, 5.2)
     from matplotlib.colors import LogNorm
 
-    figure = new_figure(13, 5.2)
     density, bars = figure.subplots(1, 2, width_ratios=(1.5, 1))
     total = counts.counts.sum(1)
     used = np.flatnonzero(total + counts.exact)

@@ -18,10 +18,10 @@ def roofline(rows: Sequence[Mapping[str, Any]], copy_gbs: float, device: str) ->
 
     `rows`: with the keys of `microfloat bench --json`; rows without times are left out.
     """
-    from matplotlib.ticker import LogLocator
-
     rows = [row for row in rows if row.get("tflops")]
     figure = new_figure(9, 5.5)
+    from matplotlib.ticker import LogLocator
+
     axes = figure.subplots()
     best = max((row["bf16_tflops"] for row in rows), default=1.0)
     everything = [row["intensity"] for row in rows] + [row["bf16_intensity"] for row in rows] or [1.0]

@@ -24,11 +24,17 @@ def new_figure(width: float, height: float) -> "Figure":
 
     Raises MissingPackageError without matplotlib.
     """
+    _need_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _need_matplotlib() -> None:
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
         raise missing_package("matplotlib", "A picture", "plot") from None
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def clean(axes: "Axes", *sides: str) -> None:
@@ -38,12 +44,13 @@ def clean(axes: "Axes", *sides: str) -> None:
 
 
 def check_path(path: str | Path, argument: str = "path") -> Path:
-    """The path of a picture, if its ending is one of `SUFFIXES` and its folder exists."""
+    """The path of a picture, if its ending is one of `SUFFIXES`, its folder exists and matplotlib can draw it."""
     checked = as_path(argument, path)
     if checked.suffix.lower() not in SUFFIXES:
         endings = ", ".join(SUFFIXES)
         raise invalid_value(argument, checked, f"a file that ends in one of {endings}", f"Try {checked.name}.png.")
     check_new_file(argument, checked)
+    _need_matplotlib()
     return checked
 
 

@@ -23,6 +23,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
+from microfloat.errors import install_hint
 from microfloat.jax.backends import cuda
 from microfloat.jax.backends.shards import why_not_whole
 from microfloat.jax.transformations import batched_by, in_common_variance, like_in_variance
@@ -137,7 +138,7 @@ def why_unavailable(capability: tuple[int, int]) -> str:
     try:
         import triton
     except ImportError:
-        return "triton is not installed"
+        return f"triton is not installed ({install_hint('triton')})"
     release = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if release < (3, 6):
         return f"triton {triton.__version__} is older than 3.6"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from microfloat.chips import Chip, chip_named
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
+from microfloat.errors import NotSupportedError, install_hint, invalid_type, invalid_value, unknown_name
 from microfloat.layout import Layout, layout_of
 from microfloat.routes import Entries, OperandSpec, family_of
 from microfloat.support import Support
@@ -39,11 +39,11 @@ def _why_no_kernels(device: torch.device) -> str:
     if _PRETENDED and device.type == "cpu":
         return ""
     if device.type != "cuda":
-        return f"an NVIDIA GPU, and the tensor is on {device.type}"
+        return f"an NVIDIA GPU, and the device is {device.type}"
     if torch.version.hip is not None:
         return "an NVIDIA GPU, and this torch is a ROCm build, for AMD GPUs"
     if importlib.util.find_spec("triton") is None:
-        return 'the package triton, which is not installed (on Linux: pip install "microfloat[triton]")'
+        return f"the package triton, which is not installed (on Linux: {install_hint('triton')})"
     return ""
 
 
