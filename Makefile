@@ -3,7 +3,7 @@
 #   make demo       train a small transformer in bf16 and under three recipes: two minutes on two free cores, after set-up
 #   make test       what CI runs: the test suite without the tests marked slow
 #   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example,
-#                   the training packages around (Accelerate, Lightning, PEFT, transformers)
+#                   the training packages around (Accelerate, Lightning, PEFT, the newest and the oldest transformers)
 #   make lint       ruff and pyright
 #   make fuzz       damaged checkpoints against their reader, for SECONDS=600; inputs that fail are kept
 #
@@ -55,6 +55,7 @@ test: setup-test
 
 test-all: setup-test-all
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(TESTS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_oldest.py
 
 # All of it in an environment that is already there, for instance on a GPU machine: no set-up, no network.
 test-installed:

@@ -109,6 +109,55 @@ def test_generation_saving_copies_and_revert(family, tmp_path):
     assert torch.equal(model(IDS).logits, plain(IDS).logits)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["dynamic", "static", "by a recipe"])
+def test_steps_through_a_cache_are_the_whole_sequence(family, kind):
+    from transformers import DynamicCache, StaticCache
+
+    model = _model(family).float().eval()
+    mf.convert(model, "fp8_row", fuse=True)
+    ids = IDS[:, :11]
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0  # padding on the left, of which logits say nothing
+    caches = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=16),
+        "by a recipe": lambda: None,
+    }
+    cache = caches[kind]()
+    with torch.no_grad(), mf.autocast(enabled=kind == "by a recipe"):
+        want = model(ids, attention_mask=mask, use_cache=False).logits
+        steps = []
+        for first, last in ((0, 6), (6, 7), (7, 10), (10, 11)):
+            out = model(ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    assert cache.get_seq_length() == 11
+    got = torch.cat(steps, 1)
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_a_call_with_an_argument_that_nobody_knows_runs_the_own_forward():
+    plain, model = _model("Qwen2"), _model("Qwen2")
+    mf.convert(model, "mxfp8", fuse=True)
+    heard = []
+    original = type(plain.model.layers[0]).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(plain.model.layers[0]), "forward", lambda *a, **k: heard.append(k) or original(*a, **k))
+        model(IDS, some_new_argument=3)
+        assert [one["some_new_argument"] for one in heard] == [3, 3]
+        model(IDS, num_items_in_batch=3)
+        assert len(heard) == 2
+
+
+def test_under_autocast_the_norms_of_heads_take_their_own_dtype(recwarn):
+    model = _model("Qwen3").float()
+    mf.convert(model, "mxfp8", fuse=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(IDS, labels=IDS).loss.backward()
+    assert not [one for one in recwarn if "dtype" in str(one.message)]
+
+
 def test_who_listens_to_the_parts_hears_them():
     model = _model("Llama")
     mf.convert(model, "mxfp8", fuse=True)
@@ -155,5 +204,6 @@ def test_other_gated_mlps_are_fused(transformers):
     model = transformers.GemmaForCausalLM(config).bfloat16()
     plain = copy.deepcopy(model)
     report = mf.convert(model, "mxfp8", fuse=True)
-    assert [(row.action, row.reason) for row in report.blocks] == [("fused", "gated MLP")]
+    layer = "GemmaDecoderLayer is not a block that is known; of its parts: gated MLP"
+    assert [(row.action, row.reason) for row in report.blocks] == [("fused", "gated MLP"), ("not fused", layer)]
     assert _relative(model(IDS).logits, plain(IDS).logits) < 0.1

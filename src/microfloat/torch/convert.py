@@ -80,8 +80,7 @@ def convert(
             "filter(name, module), the name first.", UserWarning, stacklevel=2,
         )  # fmt: skip
     blocks = tuple(
-        ConversionRow(name, None, "not fused" if what.startswith("left") else "fused", None, what)
-        for name, what in (fuse_blocks(model) if fuse else ())
+        ConversionRow(name, None, action, None, what) for name, action, what in (fuse_blocks(model) if fuse else ())
     )
     return report_of(model, rows, blocks)
 

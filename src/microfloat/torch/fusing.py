@@ -2,25 +2,29 @@
 
 | block | recognised by | what runs instead |
 |---|---|---|
-| decoder layer | transformers' Llama, Mistral, Qwen2 and Qwen3 classes | the steps of `TransformerLayer` |
+| decoder layer | transformers' Llama, Mistral, Qwen2, Qwen3 classes; known forwards | the steps of `TransformerLayer` |
 | gated MLP | its four children and the forward that transformers gives it | the MLP with a cast activation |
 | nn.Sequential | a norm or an activation right before a Linear | the two as one |
 
 A block keeps its identity: its class becomes a subclass of its own, of the same name, whose forward is fused. Where its
 parts are no longer what was recognised (a child was replaced or hooked, by PEFT for example, or its outputs are
-recorded), the forward of its own class runs. `unfuse` puts the class back.
+recorded), and where a call has an argument that the fused forward does not read, the forward of its own class runs, so
+that what another version of a package adds is right without being known. `unfuse` puts the class back.
 """
 
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from microfloat.torch._typing import Options
 from microfloat.torch.fused import NormOf, activation_linear, mlp, norm_linear, project
 from microfloat.torch.joined import can_join, is_bare, join_
 from microfloat.torch.nn.attention import heads_of
@@ -35,6 +39,89 @@ _ACTIVATIONS = {
     "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu", "QuickGELUActivation": "qgelu",
     "ReLUSquaredActivation": "srelu",
 }  # fmt: skip
+
+
+class _Forward(NamedTuple):
+    """A forward that a fused one can replace, by the names that it takes, reads and passes on.
+
+    A forward with another name is one of another version, or of somebody's own: what it does with it is not known.
+    """
+
+    needs: frozenset[str]
+    may_use: frozenset[str] = frozenset()
+
+    def why_not(self, function: Any) -> str:
+        """The reason why a function is not this one, "" if it is."""
+        own, wrappers = _unwrapped(function)
+        where = getattr(own, "__qualname__", "a forward")
+        foreign = [one for one in wrappers if one not in _WRAPPERS]
+        if foreign or not hasattr(own, "__code__"):
+            return f"{where} is wrapped by {' and '.join(foreign) or 'an object'}, which the fused form would leave out"
+        names = _names_in(own)
+        if unknown := sorted(names - self.needs - self.may_use):
+            return f"{where} has {', '.join(map(repr, unknown))}, which the fused form does not know"
+        if missing := sorted(self.needs - names):
+            return f"{where} does without {', '.join(map(repr, missing))}, which the fused form computes"
+        return ""
+
+
+def _set(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_CACHES = ("cache", "past_key_values")  # the name of one argument, in newer and in older versions of transformers
+_LAYER = _Forward(
+    _set("self hidden_states attention_mask position_ids use_cache position_embeddings kwargs input_layernorm "
+         "self_attn post_attention_layernorm mlp"),
+    frozenset(_CACHES),
+)  # fmt: skip
+_ATTENTION = _Forward(
+    _set("self hidden_states position_embeddings attention_mask kwargs shape head_dim q_proj k_proj v_proj o_proj "
+         "transpose apply_rotary_pos_emb update layer_idx ALL_ATTENTION_FUNCTIONS get_interface config "
+         "_attn_implementation eager_attention_forward training attention_dropout dropout scaling reshape"),
+    _set("view contiguous q_norm k_norm sliding_window getattr cache past_key_values"),
+)  # fmt: skip
+_NORM = _Forward(
+    _set("self hidden_states variance_epsilon weight mean pow rsqrt dtype to"), _set("float32 torch keepdim")
+)
+_ROTARY = _Forward(_set("q k cos sin unsqueeze_dim unsqueeze rotate_half"))
+_HALF = _Forward(_set("x shape torch cat dim"))
+# Modules whose wrappers a fused forward may leave out: they rename an argument, or stand around ours as well.
+_WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
+# Arguments that every layer of transformers hands to the function of attention, or to nobody.
+_PASSED_ON = _set(
+    "num_items_in_batch output_hidden_states output_attentions output_router_logits cu_seq_lens_q cu_seq_lens_k "
+    "max_length_q max_length_k is_causal seq_idx"
+)
+
+
+def _unwrapped(function: Any) -> tuple[Any, list[str]]:
+    """The function below its wrappers, and the modules in which those were written."""
+    modules = []
+    while hasattr(function, "__wrapped__"):
+        modules.append(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
+        function = function.__wrapped__
+    return function, modules
+
+
+def _arguments_of(function: Any) -> tuple[str, ...]:
+    """The names of the arguments of a function, but for `*args` and `**kwargs`."""
+    code = inspect.unwrap(function).__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _names_in(function: Any) -> frozenset[str]:
+    """The names of what a function takes, reads, and passes by keyword; "<function>" for functions inside of it."""
+    code: CodeType = function.__code__
+    several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    names = {*code.co_names, *code.co_freevars, *code.co_varnames[: len(_arguments_of(function)) + several]}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.add("<function>")
+        elif isinstance(constant, tuple) or (isinstance(constant, str) and constant != function.__doc__):
+            words = constant if isinstance(constant, tuple) else (constant,)
+            names |= {word for word in words if isinstance(word, str)}
+    return frozenset(names)
 
 
 class Fused:
@@ -65,9 +152,13 @@ def _rebuilt(original: type) -> object:
     return kind.__new__(kind)
 
 
-def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Fuse every block of `model` that is known; gives (name, what was fused), and for known ones left alone why."""
+def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Fuse every block of `model` that is known; gives (name, "fused" or "not fused", what or why).
+
+    Of a block that is not known, a member of an nn.ModuleList with Linears of ours, says which of its parts are fused.
+    """
     inside: set[int] = set()
+    found: list[tuple[str, str, str]] = []
     for name, module in model.named_modules():
         children = {id(child) for child in module.modules()}
         if isinstance(module, Fused):
@@ -80,7 +171,7 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str]]:
             continue
         why = _why_not(module)
         if why:
-            yield name, f"left as it is: {why}"
+            found.append((name, "not fused", f"left as it is: {why}"))
             continue
         parts = tuple((child, type(part)) for child, part in module.named_modules() if child)
         object.__setattr__(module, "_children_types", parts)
@@ -90,10 +181,33 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str]]:
             layers = attention.q_proj, attention.k_proj, attention.v_proj
             join_(layers)
             apart = "" if can_join(layers) else " (q/k/v as three products)"
-            yield name, f"norms, q/k/v, rotary embedding and MLP{apart}"
+            found.append((name, "fused", f"norms, q/k/v, rotary embedding and MLP{apart}"))
             inside |= children
         else:
-            yield name, "gated MLP" if issubclass(made, _GatedMLP) else "norms and activations before Linears"
+            what = "gated MLP" if issubclass(made, _GatedMLP) else "norms and activations before Linears"
+            found.append((name, "fused", what))
+    yield from found
+    yield from _unknown_blocks(model, found)
+
+
+def _unknown_blocks(model: nn.Module, found: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """The outermost members of lists of modules that no row speaks of, and which of their parts are fused."""
+    seen = {name for name, *_ in found}
+    members = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules() if isinstance(module, nn.ModuleList) for key in module._modules
+    ]  # fmt: skip
+    outer: list[str] = []
+    for name in members:
+        block = model.get_submodule(name)
+        if any(name.startswith(f"{other}.") for other in outer) or type(block) is Linear:
+            continue
+        outer.append(name)
+        if name in seen or isinstance(block, Fused) or not any(type(part) is Linear for part in block.modules()):
+            continue
+        parts = sorted({what for part, action, what in found if action == "fused" and part.startswith(f"{name}.")})
+        rest = f"; of its parts: {', '.join(parts)}" if parts else ""
+        yield name, "not fused", f"{type(block).__name__} is not a block that is known{rest}"
 
 
 def unfuse(model: nn.Module) -> None:
@@ -112,8 +226,15 @@ def _fused_class(kind: type) -> type | None:
     path = kind.__module__.split(".")
     family = path[2] if path[:2] == ["transformers", "models"] and len(path) == 4 else ""
     base: type | None = None
+    more: dict[str, Any] = {}
     if family in _DECODERS and kind.__name__ == f"{_DECODERS[family]}DecoderLayer":
         base = _DecoderLayer
+        more["_arguments"] = _arguments_of(kind.forward)[2:]  # behind self and hidden_states
+        more["_reads"] = frozenset(more["_arguments"]) | _PASSED_ON
+        more["_cache_name"] = next((name for name in _CACHES if name in more["_arguments"]), "")
+        attention = getattr(sys.modules[kind.__module__], f"{_DECODERS[family]}Attention", None)
+        more["_attention"] = attention
+        more["_tells_cache"] = attention is not None and "kwargs" in _called_with(attention.forward)
     elif family and kind.__name__.endswith("MLP") and _computes_gated_mlp(kind):
         base = _GatedMLP
     elif kind is nn.Sequential:
@@ -121,15 +242,21 @@ def _fused_class(kind: type) -> type | None:
     if base is None:
         return None
     namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
-                 "_original": kind}  # fmt: skip
+                 "_original": kind, **more}  # fmt: skip
     return type(kind.__name__, (base, Fused, kind), namespace)
+
+
+def _called_with(function: Any) -> set[str]:
+    """The names by which a function passes arguments on."""
+    constants = inspect.unwrap(function).__code__.co_consts
+    return {name for one in constants if isinstance(one, tuple) for name in one if isinstance(name, str)}
 
 
 def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _gated_with_a_name(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _named_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 
@@ -137,28 +264,52 @@ def _gated_with_a_name(self: Any, x: torch.Tensor) -> torch.Tensor:
 def _computes_gated_mlp(kind: type) -> bool:
     """True if the forward of a class is one of the two above, by its bytecode: names alone would not tell a swap."""
     code = getattr(vars(kind).get("forward"), "__code__", None)
-    return code is not None and any(
-        (code.co_code, code.co_names) == (known.__code__.co_code, known.__code__.co_names)
-        for known in (_gated, _gated_with_a_name)
-    )
+    return code is not None and any(_computed_by(code) == _computed_by(one.__code__) for one in (_gated, _named_gated))
+
+
+def _computed_by(code: CodeType) -> tuple:
+    several = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return code.co_code, code.co_names, code.co_argcount, code.co_kwonlyargcount, several
 
 
 def _why_not(module: Any) -> str:
     """The reason not to fuse a block of a known class, "" if there is none."""
     if isinstance(module, nn.Sequential):
         return "" if any(_steps(module)) else "nothing here stands right before a Linear"
-    holder = module.mlp if hasattr(module, "mlp") else module
+    holder = getattr(module, "mlp", module)
     linears = [getattr(holder, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if holder is not module:
-        attention = module.self_attn
-        linears += [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
-        for norm in (module.input_layernorm, module.post_attention_layernorm):
-            if not hasattr(norm, "variance_epsilon"):
-                return "its norms are not those of its model"
+        if why := _why_not_layer(module):
+            return why
+        linears += [getattr(module.self_attn, f"{name}_proj", None) for name in "qkvo"]
     if any(type(layer) is not Linear for layer in linears):
         return "not all of its Linears were converted"
     if type(holder.act_fn).__name__ not in _ACTIVATIONS:
         return f"its activation {type(holder.act_fn).__name__} has no fused form"
+    return ""
+
+
+def _why_not_layer(layer: Any) -> str:
+    """The reason why a decoder layer is not computed as the fused one computes it, "" if it is."""
+    made: Any = _fused_class(type(layer))
+    attention, mlp_of_it = layer.self_attn, layer.mlp
+    source = vars(sys.modules[type(layer).__module__])
+    if type(attention) is not made._attention:
+        return f"its attention is a {type(attention).__name__} that is not of its model"
+    forwards = [
+        (_LAYER, type(layer).forward), (_ATTENTION, type(attention).forward),
+        (_ROTARY, source["apply_rotary_pos_emb"]), (_HALF, source["rotate_half"]),
+    ]  # fmt: skip
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    for norm in norms:
+        if not hasattr(norm, "variance_epsilon"):
+            return "its norms are not those of its model"
+        forwards.append((_NORM, type(norm).forward))
+    if why := next(filter(None, (known.why_not(forward) for known, forward in forwards)), ""):
+        return why
+    if _fused_class(type(mlp_of_it)) is None or not made._cache_name:
+        return f"its MLP is a {type(mlp_of_it).__name__}" if made._cache_name else "its forward takes no cache"
     return ""
 
 
@@ -168,45 +319,59 @@ def _norm_of(norm: Any) -> NormOf:
 
 
 def _head_norm(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm of a head as one function of torch, which wants x and weight in one dtype; else the module."""
     if torch.compiler.is_compiling():
         return norm
-    return lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    def value(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != norm.weight.dtype:
+            return norm(x)
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    return value
 
 
 class _DecoderLayer(nn.Module):
     """``h = x + o_proj(attention(norm(x)));  y = h + mlp(norm(h))`` of a layer of transformers."""
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: object = None, position_ids: object = None,
-        past_key_values: Any = None, use_cache: object = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, **kwargs: object,
-    ) -> torch.Tensor:  # fmt: skip
-        """The arguments are those of the original layer."""
+    _arguments: tuple[str, ...]  # of the original's forward, behind the first
+    _reads: frozenset[str]
+    _cache_name: str
+    _tells_cache: bool  # whether the original's attention hands its other arguments to the cache
+    _attention: type
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: Any) -> torch.Tensor:
+        """The arguments are those of the original layer, whose forward runs where one of them is not known here."""
         me: Any = self
         x = hidden_states
-        if not me._is_whole() or position_embeddings is None or not isinstance(x, torch.Tensor):
-            return super().forward(
-                hidden_states, attention_mask=attention_mask, position_ids=position_ids,
-                past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
-            )  # fmt: skip
+        given = {**dict(zip(me._arguments, args, strict=False)), **kwargs}
+        if (
+            not me._is_whole() or given.get("position_embeddings") is None or not isinstance(x, torch.Tensor)
+            or len(given) != len(args) + len(kwargs) or any(name not in me._reads for name in given)
+        ):  # fmt: skip
+            return super().forward(hidden_states, *args, **kwargs)
+        position_embeddings, attention_mask = given.pop("position_embeddings"), given.pop("attention_mask", None)
+        cache = given.pop(me._cache_name, None)
+        others = {"position_ids": None, "use_cache": False, **given}
         attn = me.self_attn
         source = sys.modules[type(attn).__module__]
         qkv = project(x, _norm_of(me.input_layernorm), (attn.q_proj, attn.k_proj, attn.v_proj), True)
         counts = attn.q_proj.out_features // attn.head_dim, attn.k_proj.out_features // attn.head_dim
         norms = (_head_norm(attn.q_norm), _head_norm(attn.k_norm)) if hasattr(attn, "q_norm") else (None, None)
         q, k, v = (part.transpose(1, 2) for part in heads_of(qkv, counts, attn.head_dim, position_embeddings, norms))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, attn.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, attn.layer_idx, **({"kwargs": others} if me._tells_cache else {}))
+        window: Options = {}
         if hasattr(attn, "sliding_window"):
-            kwargs["sliding_window"] = attn.sliding_window
+            window["sliding_window"] = attn.sliding_window
         elif type(attn).__name__.startswith("Mistral"):
-            kwargs["sliding_window"] = getattr(attn.config, "sliding_window", None)
+            window["sliding_window"] = getattr(attn.config, "sliding_window", None)
         attend = source.ALL_ATTENTION_FUNCTIONS.get_interface(
             attn.config._attn_implementation, source.eager_attention_forward
         )
         y, _ = attend(
             attn, q, k, v, attention_mask, dropout=attn.attention_dropout if me.training else 0.0,
-            scaling=attn.scaling, position_ids=position_ids, use_cache=use_cache, **kwargs,
+            scaling=attn.scaling, **window, **others,
         )  # fmt: skip
         h = x + attn.o_proj(y.reshape(*x.shape[:-1], -1))
         inner = me.mlp
@@ -219,11 +384,12 @@ class _DecoderLayer(nn.Module):
 class _GatedMLP(nn.Module):
     """``y = down_proj(f(gate_proj(x)) * up_proj(x))``; the product is cast as it is computed."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y in the shape of x."""
+    def forward(self, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """y in the shape of x, the one argument; its name is that of the original."""
         me: Any = self
-        if not me._is_whole():
-            return super().forward(x)
+        if not me._is_whole() or len(args) != 1 or kwargs:
+            return super().forward(*args, **kwargs)
+        (x,) = args
         kind = _ACTIVATIONS[type(me.act_fn).__name__]
         return activation_linear(me.gate_proj(x), me.down_proj, up=me.up_proj(x), activation=kind)
 
