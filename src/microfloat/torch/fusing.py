@@ -17,8 +17,8 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,12 +50,12 @@ class _Forward(NamedTuple):
     needs: frozenset[str]
     may_use: frozenset[str] = frozenset()
 
-    def why_not(self, function: Any) -> str:
+    def why_not(self, function: object) -> str:
         """The reason why a function is not this one, "" if it is."""
         own, wrappers = _unwrapped(function)
         where = getattr(own, "__qualname__", "a forward")
         foreign = [one for one in wrappers if one not in _WRAPPERS]
-        if foreign or not hasattr(own, "__code__"):
+        if foreign or not isinstance(own, FunctionType):
             return f"{where} is wrapped by {' and '.join(foreign) or 'an object'}, which the fused form would leave out"
         names = _names_in(own)
         if unknown := sorted(names - self.needs - self.may_use):
@@ -95,7 +95,7 @@ _PASSED_ON = _set(
 )
 
 
-def _unwrapped(function: Any) -> tuple[Any, list[str]]:
+def _unwrapped(function: object) -> tuple[object, list[str]]:
     """The function below its wrappers, and the modules in which those were written."""
     modules = []
     while hasattr(function, "__wrapped__"):
@@ -104,13 +104,13 @@ def _unwrapped(function: Any) -> tuple[Any, list[str]]:
     return function, modules
 
 
-def _arguments_of(function: Any) -> tuple[str, ...]:
+def _arguments_of(function: Callable) -> tuple[str, ...]:
     """The names of the arguments of a function, but for `*args` and `**kwargs`."""
     code = inspect.unwrap(function).__code__
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _names_in(function: Any) -> frozenset[str]:
+def _names_in(function: FunctionType) -> frozenset[str]:
     """The names of what a function takes, reads, and passes by keyword; "<function>" for functions inside of it."""
     code: CodeType = function.__code__
     several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -226,12 +226,12 @@ def _fused_class(kind: type) -> type | None:
     path = kind.__module__.split(".")
     family = path[2] if path[:2] == ["transformers", "models"] and len(path) == 4 else ""
     base: type | None = None
-    more: dict[str, Any] = {}
+    more: dict[str, object] = {}
     if family in _DECODERS and kind.__name__ == f"{_DECODERS[family]}DecoderLayer":
         base = _DecoderLayer
-        more["_arguments"] = _arguments_of(kind.forward)[2:]  # behind self and hidden_states
-        more["_reads"] = frozenset(more["_arguments"]) | _PASSED_ON
-        more["_cache_name"] = next((name for name in _CACHES if name in more["_arguments"]), "")
+        arguments = _arguments_of(kind.forward)[2:]  # type: ignore[attr-defined]  # behind self and hidden_states
+        more["_arguments"], more["_reads"] = arguments, frozenset(arguments) | _PASSED_ON
+        more["_cache_name"] = next((name for name in _CACHES if name in arguments), "")
         attention = getattr(sys.modules[kind.__module__], f"{_DECODERS[family]}Attention", None)
         more["_attention"] = attention
         more["_tells_cache"] = attention is not None and "kwargs" in _called_with(attention.forward)
@@ -246,7 +246,7 @@ def _fused_class(kind: type) -> type | None:
     return type(kind.__name__, (base, Fused, kind), namespace)
 
 
-def _called_with(function: Any) -> set[str]:
+def _called_with(function: Callable) -> set[str]:
     """The names by which a function passes arguments on."""
     constants = inspect.unwrap(function).__code__.co_consts
     return {name for one in constants if isinstance(one, tuple) for name in one if isinstance(name, str)}
@@ -291,7 +291,7 @@ def _why_not(module: Any) -> str:
 
 def _why_not_layer(layer: Any) -> str:
     """The reason why a decoder layer is not computed as the fused one computes it, "" if it is."""
-    made: Any = _fused_class(type(layer))
+    made = cast(type[_DecoderLayer], _fused_class(type(layer)))
     attention, mlp_of_it = layer.self_attn, layer.mlp
     source = vars(sys.modules[type(layer).__module__])
     if type(attention) is not made._attention:
@@ -340,11 +340,11 @@ class _DecoderLayer(nn.Module):
     _tells_cache: bool  # whether the original's attention hands its other arguments to the cache
     _attention: type
 
-    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """The arguments are those of the original layer, whose forward runs where one of them is not known here."""
         me: Any = self
         x = hidden_states
-        given = {**dict(zip(me._arguments, args, strict=False)), **kwargs}
+        given: Options = {**dict(zip(me._arguments, args, strict=False)), **kwargs}
         if (
             not me._is_whole() or given.get("position_embeddings") is None or not isinstance(x, torch.Tensor)
             or len(given) != len(args) + len(kwargs) or any(name not in me._reads for name in given)
@@ -384,7 +384,7 @@ class _DecoderLayer(nn.Module):
 class _GatedMLP(nn.Module):
     """``y = down_proj(f(gate_proj(x)) * up_proj(x))``; the product is cast as it is computed."""
 
-    def forward(self, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         """y in the shape of x, the one argument; its name is that of the original."""
         me: Any = self
         if not me._is_whole() or len(args) != 1 or kwargs:
