@@ -11,7 +11,7 @@ CLASSES = {
     "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "Hadamard", "Placement", "QuantizedTensor", "Recipe",
     "Record", "Support", "WeightActivation", "WeightOnly",
 }  # fmt: skip
-MODULES = {"formats", "recipes"}
+DATA = {"FLOP_FORMULAS", "formats", "recipes"}
 
 
 def torch_calls(folder):

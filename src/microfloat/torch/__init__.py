@@ -38,7 +38,7 @@ from microfloat.torch.explain import (
     is_nvfp4_available,
 )
 from microfloat.torch.exported import export
-from microfloat.torch.flops import register_formulas
+from microfloat.torch.flops import FLOP_FORMULAS
 from microfloat.torch.inference import calibrate, quantize_
 from microfloat.torch.loading import load_quantized, save_quantized
 from microfloat.torch.model_init import fp8_model_init, quantized_model_init, update_quantized
@@ -57,6 +57,7 @@ from microfloat.torch.tensor import QuantizedTensor
 from microfloat.torch.watch import Record, watch
 
 __all__ = [
+    "FLOP_FORMULAS",
     "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear", "Hadamard", "KVCache", "LayerNorm",
     "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "Placement", "QuantizedTensor", "RMSNorm",
     "Recipe", "Record", "RotaryEmbedding", "Support", "TransformerLayer", "WeightActivation", "WeightOnly",
@@ -68,8 +69,6 @@ __all__ = [
     "reset_scaling", "revert", "save_quantized", "scaled_matmul", "set_seed_rank", "to_blocked", "unpack_fp4",
     "unpack_fp6", "update_quantized", "update_scaling", "watch",
 ]  # fmt: skip
-
-register_formulas()
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,23 +1,21 @@
-"""Floating-point operations of the library's operators, as ``torch.utils.flop_counter`` counts those of torch's own.
+"""Floating-point operations of the library's operators, for ``torch.utils.flop_counter``.
+
+    with FlopCounterMode(custom_mapping=mf.FLOP_FORMULAS) as counter: ...
 
 A product of [M, K] and [K, N] counts 2 M N K, as it does in high precision: whatever the recipe, the backend, and how
 sizes are filled up. Casts count nothing. Under a dispatch mode, which the counter is, eager calls are operators too
 (`microfloat.torch.named`).
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import torch
 
-__all__ = ["FORMULAS", "register_formulas"]
+from microfloat.torch import _operators, compiled, compiled_grouped, named  # noqa: F401  (they define the operators)
 
-_COUNTER = "torch.utils.flop_counter"
+__all__ = ["FLOP_FORMULAS"]
+
 Shape = Sequence[int]
 
 
@@ -41,48 +39,16 @@ def _of_backward(dy: Shape, *settings: object, out_shape: Sequence[Shape], **oth
     return 2 * math.prod(dy) * out_shape[int(bool(records))][-1] * products if products else 0
 
 
-# Operator -> its formula, of the shapes of its arguments and results.
-FORMULAS: dict[str, Callable[..., int]] = {
-    "multiply_operands": _as_given,
-    "multiply_groups": _as_given,
-    "scaled_matmul": _of_scaled_matmul,
-    "linear_forward": _of_forward,
-    "linear_backward": _of_backward,
-    "grouped_forward": _of_forward,
-    "grouped_backward": _of_backward,
+# Operator -> the formula of the shapes of its arguments and results, as torch's counter takes them.
+FLOP_FORMULAS: dict[object, Callable[..., int]] = {
+    getattr(torch.ops.microfloat, name): formula
+    for name, formula in {
+        "multiply_operands": _as_given,
+        "multiply_groups": _as_given,
+        "scaled_matmul": _of_scaled_matmul,
+        "linear_forward": _of_forward,
+        "linear_backward": _of_backward,
+        "grouped_forward": _of_forward,
+        "grouped_backward": _of_backward,
+    }.items()
 }
-
-
-def _register(counter: ModuleType) -> None:
-    for name, formula in FORMULAS.items():
-        counter.register_flop_formula(getattr(torch.ops.microfloat, name))(formula)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Registers the formulas when somebody imports the counter, which imports Triton: too early for this library."""
-
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The module's own spec, which registers the formulas after it has run."""
-        if fullname != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_register(module: ModuleType) -> None:
-                run(module)
-                _register(module)
-
-            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
-        return spec
-
-
-def register_formulas() -> None:
-    """Tell torch's counter of the formulas, now or once it is imported."""
-    if _COUNTER in sys.modules:
-        _register(sys.modules[_COUNTER])
-    else:
-        sys.meta_path.insert(0, _AfterImport())
