@@ -73,9 +73,9 @@ class QuantizedTensor(torch.Tensor):
     the Parameter of another one, as packages make it that take the class of the parameter in its place. Knows moving,
     cloning, saving, shape operations that respect the blocks, and products with another QuantizedTensor. Any other
     operation raises InvalidTypeError: nothing dequantizes in silence. In-place arithmetic (an optimizer's step)
-    dequantizes, applies and requantizes with the same Cast. Writing into a slice leaves the rest of the tensor as it
-    is: where both share one scale, the values are quantized under that scale, which grows by a power of two first if it
-    is too small. Source: docs/numerics.md 7.
+    dequantizes, applies and requantizes with the same Cast; float32 scales that still serve are kept. Writing into a
+    slice leaves the rest of the tensor as it is: where both share one scale, the values are quantized under that scale,
+    which grows by a power of two first if it is too small. Source: docs/numerics.md 7.
     """
 
     codes: torch.Tensor

@@ -1,5 +1,6 @@
 """Operators that write into a QuantizedTensor: bytes of its own kind, or values that its Cast quantizes."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ from microfloat.torch._tensor_ops.table import (
     upper_name,
     values_of_weights,
 )
+from microfloat.torch._tensor_ops.updates import code_mask, requantized
 from microfloat.torch.tensor import INIT_VAL, UNKNOWN, QuantizedTensor
 
 __all__ = ["keep_init_val", "quantize_stored", "store_all", "store_shard", "take"]
@@ -32,6 +34,8 @@ aten = torch.ops.aten
 _AVERAGES = (aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar, aten._foreach_lerp_.ScalarList,
              aten._foreach_lerp_.List)  # fmt: skip
 _DRAWS = (aten.normal_.default, aten.uniform_.default)
+_NEW_VALUES = (*_DRAWS, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten._foreach_zero_.default)
+_PRODUCTS = ("aten::mul_", "aten::div_", "aten::_foreach_mul_", "aten::_foreach_div_")
 _ROUNDING = 1 + 2.0**-20  # an amax that went through a scale and back may come out a little smaller
 
 
@@ -95,12 +99,18 @@ def _alone_under_scales(q: QuantizedTensor) -> torch.Tensor | None:
     return in_root == _nonzero_bytes(q, q.codes, own)
 
 
-def _store(q: QuantizedTensor, values: torch.Tensor) -> QuantizedTensor:
-    """Quantize plain `values` with q's Cast, into q's storage; a scale that q shares with its root is the root's."""
+def _store(q: QuantizedTensor, values: torch.Tensor, is_update: bool = False) -> QuantizedTensor:
+    """Quantize plain `values` with q's Cast, into q's storage; a scale that q shares with its root is the root's.
+
+    An update of q's own values keeps float32 scales that still serve (`requantized`).
+    """
     values = values.to(device=q.device, dtype=torch.float32)
     if q._is_shard:
-        return store_all([q], [values])[0]
+        return store_all([q], [values], is_update=is_update)[0]
     if not _shares_a_scale(q):
+        if is_update:
+            take(q, requantized(q, _along_axis(q, values), functools.partial(_quantized_as, q)))
+            return q
         return _overwrite(q, values)
     is_of_rows = q.upper.dim() == 2
     if is_of_rows and not _operators.is_tracing(q.codes) and _takes_bytes(q, _quantized_like(q, values, None)):
@@ -123,9 +133,16 @@ def _overwrite(
 
 def _quantized_like(q: QuantizedTensor, values: torch.Tensor, amax: float | None) -> QuantizedTensor:
     """Plain `values` of q's shape, or of its rows, under q's Cast: the parts are those of q."""
-    if q.axis != max(q.dim() - 1, 0):
-        values = values.movedim(q.axis, -1)
-    return quantize_stored(values, q.cast, amax, q.is_per_expert)
+    return quantize_stored(_along_axis(q, values), q.cast, amax, q.is_per_expert)
+
+
+def _quantized_as(q: QuantizedTensor, values: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> QuantizedTensor:
+    return quantize_stored(values, cast, amax, q.is_per_expert)
+
+
+def _along_axis(q: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
+    """Values of q's shape with the contraction axis last, as codes have it."""
+    return values if q.axis == max(q.dim() - 1, 0) else values.movedim(q.axis, -1)
 
 
 def quantize_stored(
@@ -138,7 +155,9 @@ def quantize_stored(
     # Replicas of a parameter on other ranks must round alike.
     seed = draw_seed(values.device, folds=False) if cast.is_stochastic and not values.is_meta else None
     if of_experts:
-        return torch.stack([quantize(one, cast, seed=seed) for one in values])  # type: ignore[return-value]
+        each = [None] * len(values) if amax is None else amax  # type: ignore[assignment]
+        made = [quantize(one, cast, amax=own, seed=seed) for one, own in zip(values, each, strict=True)]
+        return torch.stack(made)  # type: ignore[return-value]
     return quantize(values, cast, amax=amax, seed=seed)
 
 
@@ -243,7 +262,7 @@ def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTen
     aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default,
 )  # fmt: skip
 def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
-    """Dequantize to float32, apply, requantize with the same Cast: what an optimizer's step needs.
+    """Dequantize to float32, apply, requantize with the same Cast, as the step of an optimizer does.
 
     Averages, which `lerp_` makes of weights of one kind, take quantized sources too, and so does the weight decay that
     is added to a plain gradient.
@@ -262,7 +281,15 @@ def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> to
     values = func(q.dequantize(torch.float32), *widened, **kwargs)
     if func in _DRAWS and INIT_VAL in q._about_parameter():
         keep_init_val(q, values)
-    return _store(q, values)
+    return _store(q, values, _is_update(func, others))
+
+
+def _is_update(func: Operator, others: object) -> bool:
+    """False for new values, and for a product with one number, which is exact in float32 scales: no code changes."""
+    if func in _NEW_VALUES:
+        return False
+    factors = [one for one in tree_leaves(others) if isinstance(one, torch.Tensor)]
+    return func._schema.name not in _PRODUCTS or any(one.dim() for one in factors)
 
 
 def keep_init_val(q: QuantizedTensor, values: torch.Tensor) -> None:
@@ -292,7 +319,7 @@ def _in_place_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
     wide = [q.dequantize(torch.float32) if its else q for q, its in zip(targets, quantized, strict=True)]
     func(wide, *(widened(value) for value in others), **{name: widened(value) for name, value in kwargs.items()})
     made = [(q, values) for q, values, its in zip(targets, wide, quantized, strict=True) if its]
-    store_all([q for q, _ in made], [values for _, values in made])
+    store_all([q for q, _ in made], [values for _, values in made], is_update=_is_update(func, others))
 
 
 @register_family(r"aten::_fused_(adam|adamw|sgd|adagrad)_")
@@ -307,23 +334,26 @@ def _fused_step(func: Operator, args: Arguments, kwargs: Options) -> None:
     plain = [q.dequantize() if isinstance(q, QuantizedTensor) else q for q in targets]
     func(plain, *others, **kwargs)
     made = [(q, values) for q, values in zip(targets, plain, strict=True) if isinstance(q, QuantizedTensor)]
-    store_all([q for q, _ in made], [values for _, values in made], kwargs.get("found_inf"))
+    store_all([q for q, _ in made], [values for _, values in made], kwargs.get("found_inf"), is_update=True)
 
 
 def store_all(
-    targets: Sequence[QuantizedTensor], values: Sequence[torch.Tensor], flag: torch.Tensor | None = None
-) -> Sequence[QuantizedTensor]:
+    targets: Sequence[QuantizedTensor], values: Sequence[torch.Tensor], flag: torch.Tensor | None = None, *,
+    is_update: bool = False,
+) -> Sequence[QuantizedTensor]:  # fmt: skip
     """Quantize plain values into tensors, which are returned; the amaxes of shards go through one all-reduce.
 
-    `flag`: one number that the device alone reads; where it is not zero, nothing changes.
+    `flag`: one number that the device alone reads; where it is not zero, nothing changes. `is_update`: the values are
+    those of the tensors after a step, which keeps float32 scales that still serve.
     """
     written = targets if flag is None else [q.map_parts(torch.clone) for q in targets]
     shards = [(q, own) for q, own in zip(written, values, strict=True) if q._is_shard]
     for q, own in zip(written, values, strict=True):
         if not q._is_shard:
-            _store(q, own)
+            _store(q, own, is_update)
     if shards:
-        type(shards[0][0]).store_all([q for q, _ in shards], [own for _, own in shards])  # type: ignore[attr-defined]
+        store = type(shards[0][0]).store_all  # type: ignore[attr-defined]
+        store([q for q, _ in shards], [own for _, own in shards], is_update)
     if flag is not None:
         for q, fresh in zip(targets, written, strict=True):
             take(q, fresh, flag)
@@ -350,20 +380,17 @@ def store_shard(
     height = q.format.block[0] or (q.shape[-2] if q.is_per_expert else rows)
     width = q.format.block[1] or columns
     values = torch.zeros(rows * columns, dtype=torch.float32, device=q.device)
-    inside = torch.zeros(rows * columns, dtype=torch.uint8, device=q.device)
+    inside = torch.zeros(rows * columns, dtype=torch.bool, device=q.device)
     values[offset : offset + shard.numel()] = shard.reshape(-1).to(values)
-    inside[offset : offset + shard.numel()] = 0xFF
+    inside[offset : offset + shard.numel()] = True
     values, inside = values.view(rows, columns), inside.view(rows, columns)
     padded = torch.nn.functional.pad(values.abs(), (0, -columns % width, 0, -rows % height))
     amaxes = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).amax((1, 3))
     torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
     spread = amaxes.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
-    fresh = _quantized_like(q, torch.where(inside != 0, values, spread).view(q.shape), None)
+    fresh = _quantized_like(q, torch.where(inside, values, spread).view(q.shape), None)
     codes = fresh.codes.view(torch.uint8)
-    if q.format.element.codes_per_byte == 2:
-        inside = torch.nn.functional.pad(inside, (0, -columns % 2))
-        inside = (inside[:, 0::2] & 0x0F) | (inside[:, 1::2] & 0xF0)
-    own = codes & inside.view(codes.shape)
+    own = codes & code_mask(inside, q.format).view(codes.shape)
     torch.distributed.all_reduce(own, torch.distributed.ReduceOp.SUM, group)
     codes.copy_(own)
     take(q, fresh, flag)

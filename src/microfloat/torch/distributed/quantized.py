@@ -19,8 +19,9 @@ from torch import nn
 
 from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.layout import array_layout
+from microfloat.recipes import Cast
 from microfloat.torch import _operators, backends
-from microfloat.torch._tensor_ops import quantize_stored, take
+from microfloat.torch._tensor_ops import quantize_stored, requantized, take
 from microfloat.torch.distributed.sharded import largest, refuse_fewer_ranks
 from microfloat.torch.microbatches import fsdp_parameters
 from microfloat.torch.tensor import INIT_VAL, QuantizedTensor
@@ -102,7 +103,7 @@ class QuantizedShard(QuantizedTensor):
     # ------------------------------------------------------------------------------------------------------- writes
 
     @staticmethod
-    def store_all(shards: "Sequence[QuantizedShard]", values: Sequence[torch.Tensor]) -> None:
+    def store_all(shards: "Sequence[QuantizedShard]", values: Sequence[torch.Tensor], is_update: bool = False) -> None:
         """Quantize plain values into shards; the amaxes of all of them go through one all-reduce of a group."""
         amaxes: dict[int, torch.Tensor] = {}
         by_group: dict[dist.ProcessGroup, list[int]] = {}
@@ -113,7 +114,11 @@ class QuantizedShard(QuantizedTensor):
             found = [_amax(values[i]) for i in members]
             amaxes.update(zip(members, largest(torch.stack(found), (group,)).unbind(), strict=True))
         for index, (shard, own) in enumerate(zip(shards, values, strict=True)):
-            take(shard, shard._quantized(own, amaxes.get(index)))
+            own, amax = own.to(device=shard.device, dtype=torch.float32), amaxes.get(index)
+            if is_update:
+                take(shard, requantized(shard, own, shard._quantized, amax))
+            else:
+                take(shard, shard._quantized(own, shard.cast, amax))
 
     def writing_group(self) -> dist.ProcessGroup:
         """The ranks that write together; raises for a part of the rows, and where they are not known."""
@@ -132,13 +137,12 @@ class QuantizedShard(QuantizedTensor):
         assert whole.group is not None
         return whole.group
 
-    def _quantized(self, values: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
-        """Plain `values` of these rows as the whole parameter has them."""
-        values = values.to(device=self.device, dtype=torch.float32)
+    def _quantized(self, values: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> QuantizedTensor:
+        """Plain float32 `values` of these rows under a Cast as the whole parameter has them."""
         first = self.whole.first_row if self.cast.is_stochastic and not self.is_per_expert else 0
         if first:  # rows in front of them, for the counters of the noise alone
             values = torch.cat([values.new_zeros((first, *values.shape[1:])), values])
-        made = quantize_stored(values, self.cast, amax, self.is_per_expert)
+        made = quantize_stored(values, cast, amax, self.is_per_expert)
         return made[first:] if first else made  # type: ignore[return-value]
 
     # ----------------------------------------------------------------------------------------------- hooks of FSDP2
