@@ -111,7 +111,7 @@ def test_saving(tmp_path):
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingPackageError, match=r"microfloat\[plot\]"):
+    with pytest.raises(MissingPackageError, match=r'pip install "\.\[plot\]"'):
         pictures.number_lines()
 
 
