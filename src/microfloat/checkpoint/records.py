@@ -11,7 +11,7 @@ import numpy as np
 
 from microfloat.cpu._casts import Matrix, decode_into
 from microfloat.errors import checkpoint_error, invalid_type, invalid_value
-from microfloat.formats import NVFP4_ROW, ScaledFormat
+from microfloat.formats import FORMATS, NVFP4_ROW, ScaledFormat
 from microfloat.layout import leading_axes
 from microfloat.reference import Quantized, unpack_fp6
 
@@ -161,27 +161,38 @@ class Record:
         shape = (codes.shape[0], *self.logical_shape[1:])
         return replace(self, codes=codes, scale=scale, tensor_scale=level, logical_shape=shape, source=source)
 
-    def parts(self) -> Parts:
-        """The arrays that `from_parts` of a front end takes with ``packed=True``; views where the layout allows it."""
+    def parts(self, *, per_expert: bool = False) -> Parts:
+        """The arrays that `from_parts` of a front end takes with ``packed=True``; views where the layout allows it.
+
+        Of experts that have a scale each in place of the one of a tensor, every row gets that of its expert; with
+        `per_expert` they stay as they are, [E]. Experts that end inside of a tile get the scales of their rows.
+        """
         fmt = self._known_format()
         if self.problem is not None or self.scale is None:
             raise checkpoint_error(self.name, [self.problem])
         leading = leading_axes(self.logical_shape, self._axis)
         scale, level = self.scale, self.tensor_scale
+        per_expert = per_expert and len(leading) == 2
+        has_levels = level is not None and level.ndim > 0
         if fmt.is_tile and len(leading) > 1:
-            if leading[-1] % fmt.block[0]:  # type: ignore[operator]
-                raise invalid_value(
-                    self.name, f"{list(leading)} rows in tiles of {fmt.block[0]}", "experts of whole tiles",
-                    "Take one expert at a time: record.narrow(i, i + 1).",
-                )  # fmt: skip
-            scale = scale.reshape(-1, scale.shape[-1])
+            rows = fmt.block[0] or 1
+            if leading[-1] % rows or (has_levels and not per_expert):
+                scale = np.repeat(scale, rows, -2)[..., : leading[-1], :]
+                fmt = _by_rows(fmt)
+            else:
+                scale = scale.reshape(-1, scale.shape[-1])
         if fmt.is_per_tensor and scale.ndim:
-            # Experts with one scale each are rows with equal scales.
-            fmt = replace(fmt, name=fmt.name.replace("tensor", "row"), block=(1, None))
-            scale = np.broadcast_to(scale, (*leading, 1))
-        if level is not None and level.ndim:
-            fmt = NVFP4_ROW if fmt.block == NVFP4_ROW.block else fmt
-            level = np.ascontiguousarray(np.broadcast_to(level, (*leading, 1))).reshape(-1, 1)
+            if per_expert:
+                scale = scale.reshape(-1)
+            else:  # rows with equal scales
+                fmt = _by_rows(fmt)
+                scale = np.broadcast_to(scale, (*leading, 1))
+        if level is not None and has_levels:
+            if per_expert and fmt.tensor_scale != "row":
+                level = level.reshape(-1)
+            else:
+                fmt = NVFP4_ROW if fmt.block == NVFP4_ROW.block else fmt
+                level = np.ascontiguousarray(np.broadcast_to(level, (*leading, 1))).reshape(-1, 1)
         scale = np.require(scale, requirements="C")  # which leaves a scale without axes one
         return Parts(self.codes.reshape(*leading, self.codes.shape[-1]), scale, level, fmt)
 
@@ -228,6 +239,16 @@ class Record:
         outers = [None] * experts if outer is None else self._per_matrix(outer, experts)
         for codes, grid, one in zip(codes_ERC, scale_EGH, outers, strict=True):
             yield Matrix(codes, self._length, fmt, grid, None, one, divisor is not None)
+
+
+def _by_rows(fmt: ScaledFormat) -> ScaledFormat:
+    """The format with blocks of one row: the stock one, or one of its own name."""
+    block = (1, fmt.block[1])
+    rest = (fmt.element, fmt.scale, fmt.tensor_scale)
+    stock = (
+        one for one in FORMATS.values() if one.block == block and (one.element, one.scale, one.tensor_scale) == rest
+    )
+    return next(stock, replace(fmt, name=f"{fmt.name}_rows", block=block))
 
 
 def _per_expert(scale: np.ndarray, experts: int, per_tensor: bool) -> np.ndarray:

@@ -169,7 +169,7 @@ class QuantizedTensor(torch.Tensor):
         `dtype`: what `dequantize` returns. Raises CheckpointError for a record whose scales are missing or do not fit,
         InvalidTypeError for a plain one.
         """
-        codes, scale, level, fmt = record.parts()
+        codes, scale, level, fmt = record.parts(per_expert=True)
         wrapped = codes_dtype(fmt.element)
         return cls.from_parts(
             _wrapped(codes).view(wrapped), _wrapped(scale), None if level is None else _wrapped(level), fmt,
@@ -185,6 +185,10 @@ class QuantizedTensor(torch.Tensor):
         scale, level = (part if part is None else part.detach().cpu() for part in (self.scale, self.tensor_scale))
         if self.is_per_expert:
             scale, level = (part if part is None or part.dim() != 1 else part[:, None, None] for part in (scale, level))
+        if self.format.is_tile and self.codes.dim() > 2:
+            if self.codes.shape[-2] % (self.format.block[0] or 1):
+                raise self._refusal("to_record", "Its tiles reach over several matrices; quantize them one by one.")
+            scale = scale.reshape(*self.codes.shape[:-2], -1, scale.shape[-1])  # type: ignore[union-attr]
         if level is not None and self.format.tensor_scale == "row":
             level = level.reshape(*self.codes.shape[:-1], 1)
         return Record(
