@@ -3,18 +3,25 @@
 import copy
 import io
 import warnings
+from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import checkpoint  # noqa: E402
+from microfloat.checkpoint.families import WRITTEN  # noqa: E402
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, MicrofloatError  # noqa: E402
+from microfloat.formats import FORMATS  # noqa: E402
 from microfloat.recipes import MXFP8BlockScaling, WeightActivation, WeightOnly  # noqa: E402
+from tests.checkpoint.files import QUANTIZED, as_checkpoint, write  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -127,7 +134,6 @@ class Shared(nn.Module):
         return self.head(self.second(self.first(self.embed(tokens) * self.angles)))
 
 
-@pytest.mark.filterwarnings("ignore:load_quantized. the checkpoint does not have angles:UserWarning")
 @pytest.mark.parametrize("left_out", [(), ("head.weight", "second.weight"), ("embed.weight", "first.weight")])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_shared_weights_stay_shared_whatever_names_the_file_has(device, left_out, tmp_path) -> None:
@@ -139,10 +145,10 @@ def test_shared_weights_stay_shared_whatever_names_the_file_has(device, left_out
     checkpoint.save(records, tmp_path / "part", format="microfloat:native")
     with torch.device(device):
         other = Shared()
+    other.angles = torch.ones(64)
     mf.load_quantized(tmp_path / "part", other)
     assert other.first.weight is other.second.weight
     assert other.embed.weight is other.head.weight
-    other.angles = torch.ones(64)
     assert torch.equal(other(TOKENS), model(TOKENS))
 
 
@@ -186,7 +192,6 @@ def test_a_static_scale_comes_with_the_weight_that_is_shared(tmp_path) -> None:
     assert other[1].input_amax == other[0].input_amax == model[0].input_amax == 1
 
 
-@pytest.mark.filterwarnings("ignore:load_quantized. the checkpoint does not have angles:UserWarning")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("factor", [1, 2])
 def test_plain_weights_are_shared_where_the_file_has_the_same_ones(factor, device, tmp_path) -> None:
@@ -197,6 +202,7 @@ def test_plain_weights_are_shared_where_the_file_has_the_same_ones(factor, devic
     mf.save_quantized(model, tmp_path / "model")
     with torch.device(device):
         other = Shared()
+    other.angles = torch.ones(64)
     before = other.embed.weight
     mf.load_quantized(tmp_path / "model", other)
     for name in ("embed", "head"):
@@ -216,20 +222,76 @@ def test_weights_that_were_stored_apart_are_not_shared(tmp_path) -> None:
     assert torch.equal(other(TOKENS), model(TOKENS))
 
 
-def test_what_stays_on_the_meta_device_is_named(tmp_path) -> None:
-    """Tables of angles are buffers that no checkpoint holds; the model would fail, or give no numbers, when called."""
+def test_buffers_of_the_meta_device_that_no_checkpoint_holds_are_refused(tmp_path) -> None:
+    """Tables of angles, for instance; the model would fail, or give no numbers, when it is called."""
     mf.save_quantized(Shared(), tmp_path / "model")
     with torch.device("meta"):
-        model = Shared()
-    with pytest.warns(UserWarning, match="the checkpoint does not have angles, which are on the meta device still"):
-        mf.load_quantized(tmp_path / "model", model)
+        model = nn.ModuleDict({"inner": Shared()})
+        model.register_buffer("offsets", torch.arange(4), persistent=False)
+    before = dict(model.named_parameters()) | dict(model.named_buffers())
+    records = [replace(record, name=f"inner.{record.name}") for record in checkpoint.load(tmp_path / "model").values()]
+    checkpoint.save(records, tmp_path / "inner", format="microfloat:native")
+    with pytest.raises(CheckpointError, match=r"no checkpoint holds: offsets, inner\.angles\..*init_empty_weights"):
+        mf.load_quantized(tmp_path / "inner", model)
+    after = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert all(after[name] is value for name, value in before.items())
     with warnings.catch_warnings(action="error"):
-        mf.load_quantized(tmp_path / "model", model, device="meta")  # as was asked for
+        mf.load_quantized(tmp_path / "inner", model, device="meta")  # as was asked for
     checkpoint.save([], tmp_path / "nothing", format="microfloat:native")
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
-    with pytest.warns(UserWarning, match=r"does not have 0.weight, .* 4.bias and 6 more, which"):
+    with (
+        pytest.warns(UserWarning, match="strict=False has loaded nothing of the 0 names"),
+        pytest.warns(UserWarning, match=r"does not have 0.weight, .* 4.bias and 6 more, which"),
+    ):
         mf.load_quantized(tmp_path / "nothing", model, strict=False)
+
+
+class Angles(nn.Module):
+    """A table that its owner writes, as models of transformers do, and one of positions."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.register_buffer("table", self.made(size), persistent=False)
+        self.register_buffer("is_even", torch.arange(size) % 2 == 0, persistent=False)
+
+    @staticmethod
+    def made(size: int) -> torch.Tensor:
+        return 100.0 ** -torch.arange(size)
+
+
+class Rotated(nn.Module):
+    """A model with `_init_weights`; `forgets`: a buffer that it does not write."""
+
+    def __init__(self, forgets: str = "") -> None:
+        super().__init__()
+        self.forgets, self.angles, self.layer = forgets, Angles(), nn.Linear(8, 8)
+        self.rotary = mf.RotaryEmbedding(8)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Angles):
+            if self.forgets != "table":
+                module.table.copy_(Angles.made(8))
+            if self.forgets != "is_even":
+                module.is_even.copy_(torch.arange(8) % 2 == 0)
+
+
+@pytest.mark.parametrize("forgets", ["", "table", "is_even"])
+def test_buffers_of_the_meta_device_are_initialized_by_the_model(forgets, tmp_path) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"part": Rotated(forgets)})
+    whole = nn.ModuleDict({"part": Rotated()})
+    mf.save_quantized(whole, tmp_path / "model")
+    state = torch.get_rng_state()
+    if forgets:
+        with pytest.raises(CheckpointError, match=r"no checkpoint holds: part\.angles\.table, part\.angles\.is_even\."):
+            mf.load_quantized(tmp_path / "model", model)
+        assert all(value.is_meta for value in (*model.parameters(), *model.buffers()))
+    else:
+        mf.load_quantized(tmp_path / "model", model)
+        for name, buffer in whole.named_buffers():
+            assert torch.equal(model.get_buffer(name), buffer)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +350,266 @@ def test_experts_keep_a_scale_each(tmp_path) -> None:
     mf.load_quantized(tmp_path / "model", fresh)
     assert fresh["experts"].weight.tensor_scale.shape == (3,)
     assert torch.equal(fresh["experts"].weight, model["experts"].weight)
+
+
+def built(tensors: dict) -> nn.Module:
+    """A model with tensors of these names and shapes, linear layers where a weight is a matrix."""
+    root = nn.Module()
+    for name, shape in tensors.items():
+        *parents, key = name.split(".")
+        module = root
+        for depth, part in enumerate(parents):
+            if part not in module._modules:
+                is_linear = depth == len(parents) - 1 and key == "weight" and len(shape) == 2
+                child = nn.Linear(*shape[::-1], bias=False, dtype=torch.bfloat16) if is_linear else nn.Module()
+                module.add_module(part, child)
+            module = module._modules[part]
+        if key not in module._parameters:
+            module.register_parameter(key, nn.Parameter(torch.zeros(shape), requires_grad=False))
+    return root
+
+
+def loads_as_it_is_read(path, **options) -> mf.ConversionReport:
+    """Load a checkpoint into a model of its names, and without one; the values are those of `checkpoint.load`."""
+    records = dict(checkpoint.load(path).items())
+    model = built({name: tuple(record.logical_shape) for name, record in records.items()})
+    report = mf.load_quantized(path, model, **options)
+    tensors = mf.load_quantized(path)
+    for name, record in records.items():
+        if record.format is None:
+            continue
+        values, module = torch.from_numpy(record.dequantize()), model.get_submodule(name.rpartition(".")[0])
+        weight = getattr(module, name.rpartition(".")[2])
+        alone = tensors[name].dequantize(torch.float32)
+        torch.testing.assert_close(alone, values, rtol=2e-7, atol=0, equal_nan=True)
+        if isinstance(weight, mf.QuantizedTensor):
+            assert torch.equal(weight.codes.view(torch.uint8), tensors[name].codes.view(torch.uint8))
+            torch.testing.assert_close(weight.dequantize(torch.float32), values, rtol=2e-7, atol=0, equal_nan=True)
+            y = module(torch.ones(3, values.shape[-1]).bfloat16())
+            assert y.shape == (3, values.shape[0])
+        else:
+            torch.testing.assert_close(
+                weight.float(), values.to(weight.dtype).float(), rtol=2e-7, atol=0, equal_nan=True
+            )
+    return report
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_every_family_that_is_read_is_loaded(name, tmp_path) -> None:
+    report = loads_as_it_is_read(as_checkpoint(name, tmp_path))
+    assert len(report) > 0
+    assert all(row.action == "loaded" or row.reason for row in report)
+
+
+@pytest.mark.parametrize("to", [name for name in WRITTEN if not name.startswith("microfloat:")])
+def test_every_target_of_convert_is_loaded(to, tmp_path) -> None:
+    torch.manual_seed(3)
+    experts = ("gate_up_proj", (2, 192, 128)), ("down_proj", (2, 128, 96))
+    tensors = {f"model.layers.0.mlp.experts.{name}": torch.randn(shape).numpy() for name, shape in experts}
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.randn(160, 128).numpy()
+    write(tmp_path / "model.safetensors", tensors)
+    checkpoint.convert(tmp_path, tmp_path / "out", to=to)
+    loads_as_it_is_read(tmp_path / "out")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_experts_of_every_format_are_saved_and_loaded(fmt, tmp_path) -> None:
+    torch.manual_seed(4)
+    model = nn.ModuleDict({"experts": mf.GroupedLinear(3, 64, 128, dtype=torch.bfloat16)})
+    with torch.no_grad():
+        model["experts"].weight.mul_(torch.rand(3, 128, 1) * 9)
+    fresh = copy.deepcopy(model)
+    mf.quantize_(model, WeightOnly(fmt))
+    mf.save_quantized(model, tmp_path / "model")
+    mf.load_quantized(tmp_path / "model", fresh)
+    assert torch.equal(fresh["experts"].weight, model["experts"].weight)
+
+
+def fp8(rows: int, columns: int, *, tile: tuple[int, int], dtype=np.float32, leading: tuple[int, ...] = ()) -> dict:
+    """Codes and scales of FP8 tiles, by the ends of their names."""
+    rng = np.random.default_rng(rows)
+    grid = (*leading, -(-rows // tile[0]), -(-columns // tile[1]))
+    scale = rng.integers(118, 124, grid, np.uint8)
+    scale = scale.view(dtype) if dtype != np.float32 else np.exp2(scale.astype(np.float32) - 127) * np.float32(1.25)
+    return {
+        "": rng.uniform(-400, 400, (*leading, rows, columns)).astype(ml_dtypes.float8_e4m3fn), "_scale_inv": scale,
+    }  # fmt: skip
+
+
+E8M0 = ml_dtypes.float8_e8m0fnu
+
+
+@pytest.mark.parametrize(
+    ("weight", "name", "tile", "action", "words"),
+    [
+        (fp8(256, 384, tile=(128, 128), dtype=E8M0), "up.weight", 128, "loaded", ""),
+        (fp8(200, 144, tile=(128, 128), dtype=E8M0), "up.weight", 128, "loaded", ""),
+        (fp8(96, 128, tile=(64, 64)), "up.weight", 64, "dequantized", "fp8_64x64 is no format that a layer stores"),
+        (fp8(96, 128, tile=(64, 64), dtype=E8M0), "up.weight", 64, "dequantized", "fp8_64x64_e8m0 is no format"),
+        (fp8(160, 256, tile=(128, 128), leading=(3,)), "experts.gate", 128, "dequantized", "no linear layer"),
+        (fp8(160, 256, tile=(128, 128), leading=(3,), dtype=E8M0), "experts.gate", 128, "dequantized", "no linear"),
+        (fp8(96, 64, tile=(64, 64), leading=(2,)), "experts.gate", 64, "dequantized", "no linear layer"),
+    ],
+)
+def test_tiles_of_any_scale_and_size_are_loaded(weight, name, tile, action, words, tmp_path) -> None:
+    announced = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [tile, tile]}
+    write(tmp_path / "model.safetensors", {name + end: array for end, array in weight.items()}, config=announced)
+    (row,) = loads_as_it_is_read(tmp_path)
+    assert (row.action, words in row.reason) == (action, True)
+    if action == "loaded":
+        assert row.recipe == WeightActivation("fp8_1x128", weight="fp8_128x128")
+
+
+def test_experts_of_part_tiles_are_a_grouped_layer(tmp_path) -> None:
+    """Their rows take the scales of their tiles, since one tile would reach over two experts."""
+    weight = fp8(160, 256, tile=(128, 128), leading=(3,))
+    announced = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    write(
+        tmp_path / "model.safetensors", {f"experts.weight{end}": one for end, one in weight.items()}, config=announced
+    )
+    model = nn.ModuleDict({"experts": mf.GroupedLinear(3, 256, 160, bias=False, dtype=torch.bfloat16)})
+    (row,) = mf.load_quantized(tmp_path, model)
+    assert row.recipe == WeightActivation("fp8_1x128", weight="fp8_1x128")
+    record = checkpoint.load(tmp_path)["experts.weight"]
+    values, x = torch.from_numpy(record.dequantize()), torch.randn(7, 256).bfloat16()
+    y = model["experts"](x, [4, 0, 3])
+    exact = torch.cat([x[:4].float() @ values[0].T, x[4:].float() @ values[2].T])
+    assert (y.float() - exact).square().mean() < 2e-3 * exact.square().mean()
+
+
+def test_a_model_that_cannot_hold_the_values_is_refused(tmp_path) -> None:
+    write(tmp_path / "model.safetensors", {f"up.weight{end}": one for end, one in fp8(8, 8, tile=(8, 8)).items()},
+          config={"quant_method": "fp8", "weight_block_size": [8, 8]})  # fmt: skip
+    for dtype in (torch.float8_e4m3fn, torch.uint8):
+        model = nn.ModuleDict({"up": nn.Module()})
+        model["up"].weight = nn.Parameter(torch.zeros(8, 8, dtype=dtype), requires_grad=False)
+        with pytest.raises(CheckpointError, match=f"up.weight is quantized, the model's has {dtype}"):
+            mf.load_quantized(tmp_path, model)
+    (row,) = mf.load_quantized(tmp_path, model := nn.ModuleDict({"up": nn.Linear(8, 8, bias=False).double()}))
+    assert (row.action, row.reason) == ("dequantized", "its weight has torch.float64")
+    assert model["up"].weight.dtype == torch.float64
+
+
+def saved(tensors: dict, folder, config=None):
+    """A folder with these tensors."""
+    folder.mkdir()
+    write(folder / "model.safetensors", tensors, config=config)
+    return folder
+
+
+def static_fp8(name: str, *, input_scale: float | None = None) -> dict:
+    """A weight in FP8 with one scale, as ModelOpt stores it."""
+    made = {f"{name}.weight": np.ones((32, 32), ml_dtypes.float8_e4m3fn), f"{name}.weight_scale": np.float32(0.5)}
+    return made if input_scale is None else {**made, f"{name}.input_scale": np.float32(input_scale)}
+
+
+MODELOPT_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
+PLAIN = np.ones((32, 32), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name", "value"),
+    [
+        ({**static_fp8("attn.k_proj"), "attn.k_proj.k_scale": np.float32(0.5)}, "attn.k_proj.k_scale", 0.5),
+        ({"attn.k_proj.weight": PLAIN, "attn.v_proj.v_scale": np.float32([0.25])}, "attn.v_proj.v_scale", 0.25),
+        ({"attn.k_proj.weight": PLAIN, "attn.q_scale": np.float32([[2]])}, "attn.q_scale", 2.0),
+        ({"attn.k_proj.weight": PLAIN, "k_scale": np.float32(4).astype(ml_dtypes.bfloat16)}, "k_scale", 4.0),
+        ({"attn.k_proj.weight": PLAIN, "attn.kv_scale": np.float32([0.5])}, "attn.kv_scale", 0.5),
+        ({"attn.k_proj.weight": PLAIN, "attn.k_scale": np.float32([[1], [2]])}, "attn.k_scale", [1.0, 2.0]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("strict", [True, False])
+def test_scales_of_a_cache_belong_to_the_module_of_their_name(tensors, name, value, strict, tmp_path) -> None:
+    path = saved(tensors, tmp_path / "model", MODELOPT_FP8 if "attn.k_proj.weight_scale" in tensors else None)
+
+    def model(*layers: str) -> nn.Module:
+        return nn.ModuleDict({"attn": nn.ModuleDict({one: nn.Linear(32, 32, bias=False) for one in layers})})
+
+    other = model("k_proj", *(["v_proj"] if "v_proj" in name else []))
+    if "v_proj" in name:
+        other["attn"]["v_proj"].weight = None
+    mf.load_quantized(path, other, strict=strict)
+    module, _, key = name.rpartition(".")
+    found = getattr(other.get_submodule(module), key)
+    assert (found.tolist() if isinstance(found, torch.Tensor) else found) == value
+    alone = mf.load_quantized(path)[name].float().reshape(-1).tolist()
+    assert alone == (value if isinstance(value, list) else [value])
+    assert isinstance(copy.deepcopy(other), nn.Module)
+
+
+def test_a_scale_of_a_cache_whose_module_is_not_there_is_named(tmp_path) -> None:
+    path = saved({"k_proj.weight": PLAIN, "attn.k_scale": np.float32(1)}, tmp_path / "model")
+    model = nn.ModuleDict({"k_proj": nn.Linear(32, 32, bias=False)})
+    with pytest.raises(CheckpointError, match=r"attn\.k_scale is unknown to the model"):
+        mf.load_quantized(path, model)
+    with pytest.warns(UserWarning, match=r"has loaded 1 of the 2 names .*; unknown to the model: attn\.k_scale\.$"):
+        mf.load_quantized(path, model, strict=False)
+    model["attn"] = nn.Module()
+    model["attn"].register_buffer("k_scale", torch.zeros(()))  # a model that has a place for it
+    mf.load_quantized(path, model)
+    assert model["attn"].k_scale.item() == 1
+    assert dict(model["attn"].named_buffers())
+
+
+def test_static_activations_without_a_scale_stay_in_high_precision(tmp_path) -> None:
+    tensors = {**static_fp8("one", input_scale=0.25), **static_fp8("two")}
+    path, x = saved(tensors, tmp_path / "model", MODELOPT_FP8), torch.ones(4, 32)
+
+    def model() -> nn.Module:
+        return nn.Sequential(OrderedDict((name, nn.Linear(32, 32, bias=False)) for name in ("one", "two")))
+
+    first, second = model(), model()
+    rows = {row.name: row for row in mf.load_quantized(path, first)}
+    assert rows["one"].recipe == WeightActivation("fp8_tensor", weight="fp8_tensor", scales="static")
+    assert first.one.input_amax == 0.25 * 448
+    assert rows["two"].recipe == WeightOnly("fp8_tensor")
+    assert "announces a static scale and has none; config=WeightActivation" in rows["two"].reason
+    assert torch.equal(first(x), torch.full((4, 32), 256.0))
+    static = WeightActivation("fp8_tensor", scales="static")
+    assert [row.reason for row in mf.load_quantized(path, second, config=static)] == ["", ""]
+    assert second.two.input_amax is None
+    with mf.calibrate(second):
+        second(x)
+    assert second.two.input_amax == 16
+    assert torch.equal(second(x), torch.full((4, 32), 256.0))
+
+
+def test_the_family_may_be_named(tmp_path) -> None:
+    """A method that is not read, over tensors of a family that is."""
+    mf.save_quantized(made(WeightOnly("mxfp4")), tmp_path / "model", format="ct:mxfp4")
+    (tmp_path / "model" / "config.json").write_text('{"quantization_config": {"quant_method": "auto-round"}}')
+    with pytest.raises(CheckpointError, match=r"auto-round.*format="):
+        mf.load_quantized(tmp_path / "model", made())
+    report = mf.load_quantized(tmp_path / "model", model := made(), format="ct:mxfp4")
+    assert [row.action for row in report] == ["loaded"] * 3
+    assert torch.equal(model(TOKENS), made(WeightOnly("mxfp4"))(TOKENS))
+    with pytest.raises(MicrofloatError, match="format: got 'ct:mxfp5'"):
+        mf.load_quantized(tmp_path / "model", made(), format="ct:mxfp5")
+
+
+@pytest.mark.parametrize(
+    ("names", "own", "words"),
+    [
+        (["model.language_model.layers.0.up.weight", "model.language_model.layers.1.up.weight"],
+         ["model.layers.0.up.weight", "model.layers.1.up.weight", "head.weight"],
+         r"loaded nothing of the 2 names .*unknown to the model: model\.language_model\.layers\.0\.up\.weight, .*"
+         r"not in the checkpoint: .*head\.weight\. 2 would fit with the prefix 'model' in place of "
+         "'model.language_model': load into a module whose 'model.language_model' is the model's 'model'"),
+        (["layers.0.up.weight", "head.weight"], ["model.layers.0.up.weight", "head.weight"],
+         r"loaded 1 of the 2 names .* 1 would fit with the prefix 'model' in place of '': load into "
+         r"model\.get_submodule\('model'\)"),
+        (["module.up.weight", "module.down.weight"], ["up.weight"],
+         r"1 would fit with the prefix '' in place of 'module': load into a module whose 'module' is the model"),
+        (["a.weight"], ["b.weight"], r"unknown to the model: a\.weight; not in the checkpoint: b\.weight\.$"),
+        (["up.weight"], ["up.weight", "score.weight"], r"loaded 1 of the 1 names .*; not in the checkpoint: score"),
+    ],
+)  # fmt: skip
+def test_names_that_are_left_out_are_named_with_the_prefix_that_fits(names, own, words, tmp_path) -> None:
+    path = saved(dict.fromkeys(names, PLAIN), tmp_path / "model")
+    with pytest.warns(UserWarning, match=words):
+        mf.load_quantized(path, built(dict.fromkeys(own, (32, 32))), strict=False)
+    with pytest.raises(CheckpointError, match=words.partition("would fit")[2] or "Needed the names"):
+        mf.load_quantized(path, built(dict.fromkeys(own, (32, 32))))
 
 
 @pytest.mark.slow_cases(

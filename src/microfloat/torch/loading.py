@@ -6,10 +6,12 @@ them. Experts [E, N, K] keep a scale each.
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import nn
@@ -18,19 +20,19 @@ from microfloat.arguments import as_bool
 from microfloat.errors import (
     CheckpointError,
     InvalidValueError,
-    NotSupportedError,
     invalid_type,
     invalid_value,
     kind_of,
 )
-from microfloat.formats import ScaledFormat
+from microfloat.formats import FORMATS, SCALE_FP32, ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.recipes.inference import WeightActivation, WeightOnly
 from microfloat.recipes.placement import ConversionReport, ConversionRow
-from microfloat.torch._checks import check_model
+from microfloat.torch._checks import INPUT_DTYPES, check_model
 from microfloat.torch.backends.base import dtype_name
 from microfloat.torch.convert import pin_layers, report_of
 from microfloat.torch.inference import LAYERS, Config, check_config
+from microfloat.torch.meta_buffers import initialize_tables
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -65,15 +67,17 @@ def load_quantized(
     Without a model: a dictionary from name to tensor, quantized ones as QuantizedTensors that present `dtype`, on
     `device` (None: the CPU). With one: its parameters and buffers take the values in their own dtypes, linear layers
     whose weights are stored quantized become quantized layers, and a report is returned; other quantized tensors are
-    dequantized. Scales of a KV cache become the attributes `k_scale` and `v_scale` of the layer they were stored with.
-    `model` may be on the meta device, then its tensors are made on `device`. Of a weight that several layers share, one
-    name in the file is enough, and it stays shared. `config`: of the layers whose weights are stored in its format;
-    None quantizes activations as the checkpoint says. `format`: the family, where that is ambiguous. `strict` False
-    loads the names that both have.
+    dequantized. Scales of a KV cache become attributes, such as `k_scale` and `v_scale`, of the module that they are
+    stored under. `model` may be on the meta device, then its tensors are made on `device`, and buffers that no
+    checkpoint holds are initialized by the model where it can (models of transformers). Of a weight that several layers
+    share, one name in the file is enough, and it stays shared. `config`: of the layers whose weights are stored in its
+    format; None quantizes activations as the checkpoint says. `format`: the family, as in `microfloat.checkpoint.load`.
+    `strict` False loads the names that both have, and warns of the others.
 
     Warns of layers that engines join and whose scales differ, and of what is left on the meta device. Raises
-    CheckpointError for damaged files, and for names and shapes that do not fit, all of them listed, InvalidValueError
-    for a config of other weights, InvalidTypeError for what is no config; then nothing has changed.
+    CheckpointError for damaged files, for names and shapes that do not fit, all of them listed, and for buffers of the
+    meta device that nothing gives values, InvalidValueError for a config of other weights, InvalidTypeError for what is
+    no config; then nothing has changed.
     """
     from microfloat import checkpoint
 
@@ -85,13 +89,18 @@ def load_quantized(
     for finding in loaded.scale_findings:
         if finding.id == "fused-mismatch":
             warnings.warn(f"load_quantized: {finding}", UserWarning, stacklevel=2)
+    beside = _beside(loaded)
     if model is None:
-        return {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
+        tensors = {name: _plain(array).to(target) for name, array in beside.items()}
+        return tensors | {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
-    _check_names(model, loaded, strict)
-    stored = {record.format.name for record in loaded.values() if record.format is not None}
+    attached = {name: array for name, array in beside.items() if _is_attached(model, name)}
+    _check_names(model, loaded, attached, strict)
+    stored = {_in_stock(record).format.name for record in loaded.values() if record.format is not None}  # type: ignore[union-attr]
     if config is not None and _weight_format(config).name not in stored:
         raise invalid_value("config", f"{config!r}", f"one for weights as they are stored: {sorted(stored) or 'plain'}")
+    if target.type != "meta":
+        initialize_tables(model, target, strict)
     rows, tied = [], _tied(model)
     sources = _sources(model, loaded, tied)
     _untie(model, loaded, sources, tied)
@@ -99,16 +108,44 @@ def load_quantized(
         row = _load_one(model, name, loaded[source], loaded, config, target)
         rows += [] if row is None else [row]
     _tie_again(model, tied)
+    for name, array in attached.items():
+        parent, _, key = name.rpartition(".")
+        values = _plain(array).float().reshape(-1)
+        setattr(model.get_submodule(parent), key, values.item() if values.numel() == 1 else values)
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     bare = [name for name, value in _named(model).items() if value.is_meta]
     if bare and target.type != "meta":
         warnings.warn(
-            f"load_quantized: the checkpoint does not have {_some(bare)}, which are on the meta device still: "
-            "buffers that no state dict holds, or what strict=False has left out. Give them values before the model is "
-            "called, or build it with them on a device.", UserWarning, stacklevel=2,
+            f"load_quantized: the checkpoint does not have {_some(bare)}, which are on the meta device still: what "
+            "strict=False has left out, or buffers that no state dict holds. Give them values before the model is "
+            "called.", UserWarning, stacklevel=2,
         )  # fmt: skip
     return report_of(model, rows)
+
+
+# Scales that files hold for engines, beside a projection or under its attention module.
+_ATTACHED = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
+
+
+def _beside(loaded: Mapping[str, "Record"]) -> dict[str, np.ndarray]:
+    """The arrays that belong to modules, by name: scales for engines, and all that stands beside a quantized weight."""
+    made = {}
+    for name, record in loaded.items():
+        parent, dot, key = name.rpartition(".")
+        if record.format is None and key in _ATTACHED:
+            made[name] = record.codes
+        made |= {f"{parent}{dot}{other}": array for other, array in record.extras.items()}
+    return made
+
+
+def _is_attached(model: nn.Module, name: str) -> bool:
+    """True for a scale that becomes an attribute of a module, which has no tensor of that name."""
+    parent, _, key = name.rpartition(".")
+    if key not in _ATTACHED or not _has(model, parent):
+        return False
+    module = model.get_submodule(parent)
+    return key not in module._parameters and key not in module._buffers
 
 
 def _device(device: object) -> torch.device:
@@ -203,22 +240,34 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(one.detach().reshape(-1).view(torch.uint8) for one in (a, b)))  # the bits, NaN's too
 
 
-def _check_names(model: nn.Module, loaded: Mapping[str, "Record"], strict: bool) -> None:
-    """Raise CheckpointError where names or shapes do not fit."""
+def _check_names(model: nn.Module, loaded: Mapping[str, "Record"], attached: Collection[str], strict: bool) -> None:
+    """Raise CheckpointError where names or shapes do not fit; of names, warn if not `strict`."""
     existing, needed = _named(model), {}
     for name in model.state_dict():
         if name in existing:
             needed.setdefault(id(existing[name]), []).append(name)  # tied ones need one of their names
-    problems = []
+    missing = [names[0] for names in needed.values() if not any(one in loaded for one in names)]
+    unknown = [name for name in loaded if name not in attached and not _is_taken(name, existing)]
+    problems, hint = [], _other_prefix(unknown, missing)
     if strict:
-        problems += [f"{names[0]} is missing" for names in needed.values() if not any(one in loaded for one in names)]
-        problems += [f"{name} is unknown to the model" for name in loaded if not _is_taken(name, existing)]
+        problems = [f"{name} is missing" for name in missing] + [f"{name} is unknown to the model" for name in unknown]
+    elif missing or unknown:
+        count = len(loaded) - len(unknown)
+        parts = [f"unknown to the model: {_some(unknown)}"] if unknown else []
+        parts += [f"not in the checkpoint: {_some(missing)}"] if missing else []
+        warnings.warn(
+            f"load_quantized: strict=False has loaded {count or 'nothing'} of the {len(loaded)} names of the "
+            f"checkpoint; {'; '.join(parts)}.{hint}", UserWarning, stacklevel=3,
+        )  # fmt: skip
     for name, record in loaded.items():
         shape = tuple(record.logical_shape)
         # Experts of some families are stored the other way round.
         turned = (shape[0], shape[2], shape[1]) if record.format is not None and len(shape) == 3 else shape
         if name in existing and tuple(existing[name].shape) not in (shape, turned):
             problems.append(f"{name} has shape {shape}, the model's {tuple(existing[name].shape)}")
+        kind = existing[name].dtype if name in existing else torch.float32
+        if record.format is not None and not (kind.is_floating_point and kind.itemsize > 1):
+            problems.append(f"{name} is quantized, the model's has {kind}, which does not hold its values")
         # AWQ multiplies the input of a layer, SVDQuant adds a low-rank branch: the weight alone gives wrong results.
         beside = sorted(set(record.extras) & {"pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b"})
         if beside:
@@ -228,12 +277,37 @@ def _check_names(model: nn.Module, loaded: Mapping[str, "Record"], strict: bool)
     if problems:
         raise CheckpointError(
             f"load_quantized: got a checkpoint that does not fit the {type(model).__name__}: {'; '.join(problems)}. "
-            "Needed the names and shapes of the model; strict=False loads the names that both have."
+            f"Needed the names and shapes of the model; strict=False loads the names that both have.{hint}"
         )
 
 
 def _is_taken(name: str, existing: Mapping[str, torch.Tensor]) -> bool:
     return name in existing or (name.endswith("input_amax") and name.removesuffix("input_amax") + "weight" in existing)
+
+
+def _other_prefix(unknown: Iterable[str], missing: Iterable[str]) -> str:
+    """A sentence about the prefix under which most names of the file would be those of the model, or nothing."""
+    ends: dict[str, str] = {}
+    for name in missing:
+        for start, end in _cuts(name):
+            ends.setdefault(end, start)
+    votes: Counter[tuple[str, str]] = Counter()
+    for name in unknown:
+        found = next(((start, ends[end]) for start, end in _cuts(name) if end in ends), None)
+        votes.update([] if found is None else [found])
+    if not votes:
+        return ""
+    (theirs, ours), count = votes.most_common(1)[0]
+    remedy = f"a module whose {theirs!r} is the model" + (f"'s {ours!r}" if ours else "")
+    if not theirs:
+        remedy = f"model.get_submodule({ours!r})"
+    return f" {count} would fit with the prefix {ours!r} in place of {theirs!r}: load into {remedy}."
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """A name cut in two at each dot, the shortest beginning first; the end has a module in it."""
+    parts = name.split(".")
+    return ((".".join(parts[:at]), ".".join(parts[at:])) for at in range(max(len(parts) - 1, 1)))
 
 
 @torch.no_grad()
@@ -250,27 +324,25 @@ def _load_one(
     if not isinstance(old, torch.Tensor):
         return None
     target = device if old.is_meta else old.device
-    tensor = _tensor_of(record, old.dtype).to(target)
+    tensor = _tensor_of(record, old.dtype if old.dtype in INPUT_DTYPES else torch.float32).to(target)
     if not isinstance(tensor, QuantizedTensor):
         _take(module, key, old, tensor)
         return None
-    shape, why = (tensor.shape[-2], tensor.shape[-1]), "it belongs to no linear layer"
+    shape, why = (tensor.shape[-2], tensor.shape[-1]) if tensor.dim() > 1 else None, "it belongs to no linear layer"
     if key == "weight" and isinstance(module, LAYERS) and tensor.shape == old.shape:
-        chosen, reason = _config_of(record, tensor, config)
-        if not isinstance(module, RecipeLayer):
+        places = (parent, record.name.rpartition(".")[0])  # the second one holds what it is shared with
+        amax = next((loaded[at] for one in places if (at := f"{one}.input_amax") in loaded), None)
+        chosen, reason = _config_of(record, tensor, config, amax is not None)
+        why = reason if old.dtype in INPUT_DTYPES else f"its weight has {old.dtype}"
+        if chosen is not None and old.dtype in INPUT_DTYPES and not isinstance(module, RecipeLayer):
             why = pin_layers(model, chosen, LAYERS, lambda one, _: one == parent, ())[_index(model, parent)].reason
-        if isinstance(module, RecipeLayer):
+        if chosen is not None and old.dtype in INPUT_DTYPES and isinstance(module, RecipeLayer):
             module.weight = nn.Parameter(tensor, requires_grad=old.requires_grad)
             module.pin(chosen)
             module._path = parent
-            for role in ("k_scale", "v_scale"):  # of a KVCache, for whoever makes one
-                if role in record.extras:
-                    setattr(module, role, float(np.asarray(record.extras[role], np.float32).reshape(-1)[0]))
             if chosen.is_static:
-                places = (parent, record.name.rpartition(".")[0])  # the second one holds what it is shared with
-                amax = next((loaded[at] for one in places if (at := f"{one}.input_amax") in loaded), None)
                 kept = _static_amax(record, chosen) if amax is None else _tensor_of(amax, torch.float32)
-                module.register_buffer("input_amax", kept.to(target))
+                module.register_buffer("input_amax", None if kept is None else kept.to(target))
             return ConversionRow(parent, shape, "loaded", chosen, reason)
     values = tensor.dequantize(old.dtype)
     _take(module, key, old, values if values.shape == old.shape else values.transpose(-1, -2).contiguous())
@@ -302,28 +374,35 @@ def _take(module: nn.Module, key: str, old: torch.Tensor, values: torch.Tensor) 
 def _tensor_of(record: "Record", dtype: torch.dtype) -> torch.Tensor:
     """The QuantizedTensor of a record, which presents `dtype`; a plain record as it is stored."""
     if record.format is None:
-        array = np.ascontiguousarray(record.codes).reshape(record.codes.shape)
-        if array.dtype.name in _UNKNOWN_TO_NUMPY:
-            integers = array.view(f"u{array.itemsize}")
-            return torch.from_numpy(integers.copy()).view(getattr(torch, array.dtype.name))
-        return torch.from_numpy(array.copy())
-    q = QuantizedTensor.from_record(record, dtype=dtype)
-    codes, scale, level, fmt = q.codes, q.scale, q.tensor_scale, record.format
-    if len(record.logical_shape) == 3:  # the reader repeats the scale of an expert for its rows
-        if fmt.is_per_tensor and record.scale is not None and record.scale.ndim:
-            scale = scale.reshape(scale.shape[0], -1)[:, 0].contiguous()
-        if level is not None and level.dim():
-            level = level.reshape(q.shape[0], -1)[:, 0].contiguous()
+        return _plain(record.codes)
+    q = QuantizedTensor.from_record(_in_stock(record), dtype=dtype)
     # Nobody says that float32 scales of a file are powers of two, as those of the default rules are.
-    cast = Cast(fmt, "amax" if fmt.scale.name == "FP32" else "one_level_e4m3" if _is_one_level(q) else None)
-    return QuantizedTensor(codes, scale, level, cast, axis=q.axis, shape=q.shape, dtype=dtype)
+    is_one_level = q.format.scale.name == "E4M3" and q.tensor_scale is None
+    cast = Cast(q.format, "amax" if q.format.scale.name == "FP32" else "one_level_e4m3" if is_one_level else None)
+    return QuantizedTensor(q.codes, q.scale, q.tensor_scale, cast, axis=q.axis, shape=q.shape, dtype=dtype)
+
+
+def _plain(array: np.ndarray) -> torch.Tensor:
+    """A tensor with the values of an array, in torch's dtype of that name."""
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    if array.dtype.name in _UNKNOWN_TO_NUMPY:
+        return torch.from_numpy(array.view(f"u{array.itemsize}").copy()).view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(array.copy())
+
+
+def _in_stock(record: "Record") -> "Record":
+    """The record in the stock format of its values: E8M0 scales of FP8 tiles, rows and tensors are float32 there."""
+    fmt = record.format
+    if fmt is None or record.scale is None or fmt.scale.name != "E8M0" or FORMATS.get(fmt.name) == fmt:
+        return record
+    kind = (fmt.element, SCALE_FP32, fmt.block, fmt.tensor_scale)
+    stock = (one for one in FORMATS.values() if (one.element, one.scale, one.block, one.tensor_scale) == kind)
+    if (made := next(stock, None)) is None:
+        return record
+    return replace(record, format=made, scale=record.scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
 
 
 _UNKNOWN_TO_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
-
-
-def _is_one_level(q: QuantizedTensor) -> bool:
-    return q.format.scale.name == "E4M3" and q.tensor_scale is None
 
 
 def _weight_format(config: Config) -> ScaledFormat:
@@ -332,30 +411,41 @@ def _weight_format(config: Config) -> ScaledFormat:
     return cast.format
 
 
-def _config_of(record: "Record", tensor: QuantizedTensor, config: Config | None) -> tuple[Config, str]:
-    """The config of a layer, and why it is not the one that its checkpoint asks for."""
-    fmt = tensor.format.name
-    if config is not None and _weight_format(config) == record.format:
+def _config_of(
+    record: "Record", tensor: QuantizedTensor, config: Config | None, has_amax: bool
+) -> tuple[Config | None, str]:
+    """The config of a layer, and why it is not the one that its checkpoint asks for; None: it has to be dequantized."""
+    fmt = tensor.format
+    if config is not None and _weight_format(config) == fmt:
         return config, ""
+    if FORMATS.get(fmt.name) != fmt:
+        return None, f"{fmt.name} is no format that a layer stores: the weight is dequantized"
     scheme, inputs = record.activation.get("scheme", "none"), record.activation.get("format")
     if scheme == "none":
-        return WeightOnly(fmt), ""
-    named = fmt.replace("128x128", "1x128") if inputs is None else inputs.name
+        return WeightOnly(fmt.name), ""
+    kept = "activations stay in high precision: "
+    if scheme == "static" and record.activation.get("scale") is None and not has_amax:
+        return WeightOnly(fmt.name), (
+            f"{kept}the checkpoint announces a static scale and has none; config=WeightActivation(..., "
+            "scales='static') and microfloat.torch.calibrate measure it"
+        )
+    named = fmt.name.replace("128x128", "1x128") if inputs is None else inputs.name
     try:
-        return WeightActivation(named, weight=fmt, scales=scheme), ""
+        return WeightActivation(named, weight=fmt.name, scales=scheme), ""
     except InvalidValueError as error:
-        return WeightOnly(fmt), f"activations stay in high precision: {str(error).partition('.')[0]}"
+        return WeightOnly(fmt.name), f"{kept}{str(error).partition('.')[0]}"
 
 
-def _static_amax(record: "Record", config: Config) -> torch.Tensor:
-    """The amax whose scale the checkpoint holds: f32(scale * capacity) (spec of the families: amax / capacity)."""
+def _static_amax(record: "Record", config: Config) -> torch.Tensor | None:
+    """The amax whose scale the checkpoint holds: f32(scale * capacity) (spec of the families: amax / capacity), the
+    largest of several; None without a scale, which `calibrate` then measures.
+    """
     x = config.fprop.lhs
     scale = record.activation.get("scale")
     if x is None or scale is None:
-        raise NotSupportedError(f"{record.name}: got static activations without a scale.")
+        return None
     capacity = x.format.element.max if x.rule.two_level is None else x.rule.two_level.capacity
-    amax = np.float32(np.asarray(scale).reshape(-1)[0]) * np.float32(capacity)
-    return torch.tensor(amax, dtype=torch.float32)
+    return torch.tensor(np.float32(np.asarray(scale).max()) * np.float32(capacity), dtype=torch.float32)
 
 
 def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:native", **options: Any) -> list[str]:
@@ -400,8 +490,6 @@ def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
         value = value.detach().cpu().contiguous()
         known = dtype_name(value.dtype)
         if known in _UNKNOWN_TO_NUMPY:
-            import ml_dtypes
-
             integers = value.view({1: torch.uint8, 2: torch.uint16}[value.element_size()]).numpy()
             return Record(name, integers.view(getattr(ml_dtypes, known)), logical_shape=tuple(value.shape))
         return Record(name, value.numpy(), logical_shape=tuple(value.shape))
