@@ -122,11 +122,11 @@ def missing_package(package: str, part: str, extra: str) -> MissingPackageError:
 
 
 def unknown_name(
-    argument: str, got: object, known: Iterable[str], remedy: str = "", *, or_none: bool = False
+    argument: str, got: object, known: Iterable[str], remedy: str = "", *, or_none: bool = False, listed: str = ""
 ) -> InvalidValueError:
     """Build the error for an unknown name: the whole list, then `remedy`, or the nearest known names.
 
-    `or_none`: None is accepted too.
+    `or_none`: None is accepted too. `listed`: the list as text, where it is long.
     """
     names = list(known)
     originals, lower = {name.lower(): name for name in names}, str(got).lower()
@@ -136,5 +136,5 @@ def unknown_name(
     *first, last = (repr(originals[name]) for name in near) if near else ("",)
     meant = f"{', '.join(first)} or {last}" if first else last
     hint = remedy or (f"Did you mean {meant}?" if near else "")
-    needed = ("None or " if or_none else "") + "one of " + ", ".join(repr(name) for name in names)
+    needed = ("None or " if or_none else "") + "one of " + (listed or ", ".join(repr(name) for name in names))
     return invalid_value(argument, repr(got), needed, hint)

@@ -155,7 +155,8 @@ def test_carried_over_groups_with_scales_of_their_own_are_quantized_again(source
     actions = {layer.name.split(".")[-2]: layer.action for layer in report.layers}
     assert actions["q_proj"] == actions["up_proj"] == "cast"
     assert actions["down_proj"] == "carried"
-    assert len(report.notes) == 2
+    (note,) = report.notes  # one line for both groups
+    assert "2 in all, such as model.layers.0.mlp.gate_up_proj" in note
     assert "q" in str(report)
 
 
@@ -300,6 +301,8 @@ def test_plain_tensors_beside_a_weight_are_verified_where_they_are_read_as_its_e
     beside = Record("a.k_scale", np.ones((), np.float32)), Record("a.weight_mask", np.ones((64, 64), np.uint8))
     save([plain("a.weight", (64, 64)), *beside], tmp_path / "source", format="plain")
     for to in WRITTEN:
+        if to == "gptoss:hf":  # which has no place for a matrix
+            continue
         convert(tmp_path / "source", tmp_path / to, to=to)
         stored = load(tmp_path / to).tensors
         assert {"a.k_scale", "a.weight_mask"} <= set(stored)

@@ -113,6 +113,14 @@ def test_fused_groups_share_one_tensor_scale() -> None:
     assert len({float(getattr(alone, name).weight.tensor_scale) for name in QKV}) == 3
 
 
+@pytest.mark.parametrize("names", [("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_b", "in_proj_a"), ("query", "value")])
+def test_other_layers_that_engines_join_share_one_too(names) -> None:
+    model = nn.ModuleDict({name: nn.Linear(32, 16 * (i + 1)) for i, name in enumerate((*names, "o_proj"))})
+    mf.quantize_(model, WeightOnly("nvfp4"))
+    scales = [float(layer.weight.tensor_scale) for layer in model.values()]
+    assert scales[0] == scales[1] != scales[2]
+
+
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8", "fp8_tensor", "fp8_row", "fp8_128x128"])
 def test_searched_scales_err_no_more_in_any_block(fmt) -> None:
     torch.manual_seed(2)

@@ -2,8 +2,8 @@
 
 One idea per module: `records` (one tensor in the library's words), `container` (safetensors over mmap), `families`
 (one row of data each), `config` (what configurations announce), `detect`, `integrity`, `load`; to write, `_writer`
-(files), `_saving` (a folder that one rename makes visible), `_casting` (slabs of rows), `_conversion`, and `_modules`
-(names that stay in high precision or share a scale).
+(files), `_saving` (a folder that one rename makes visible), `_casting` (slabs of rows), `_planning` (what becomes of
+each parameter), `_conversion`, and `_modules` (names of modules, and patterns of those that are ignored).
 """
 
 from microfloat.checkpoint._conversion import Layer, Report, convert

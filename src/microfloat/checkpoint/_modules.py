@@ -1,26 +1,12 @@
-"""Names of modules: which of them stay in high precision by default, and which share one scale when served."""
+"""Names of modules, and the patterns that keep them in high precision."""
 
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
-from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
+from microfloat.errors import invalid_type, invalid_value, kind_of
 
 _PATTERNS = "names of modules, wildcards or 're:' patterns"
-
-# Serving engines multiply the members of such a group as one matrix, under one global scale (vllm-project/vllm#54974).
-# A group's key is its members' name with the part that differs replaced.
-FUSED = {
-    "qkv": ((r"(^|\.)[qkv]_proj$", r"\1qkv_proj"),),
-    "gate_up": ((r"(^|\.)(?:gate|up)_proj$", r"\1gate_up_proj"), (r"(^|\.)w[13]$", r"\1w13")),
-    "experts": ((r"(^|\.)experts\.\d+\.", r"\1experts.*."),),
-}
-DEFAULT_FUSE = ("qkv", "gate_up")
-# Embeddings, output layers, routers and gates of experts, norms; `gate_proj` is an ordinary layer.
-_KEPT = re.compile(
-    r"(^|\.)(lm_head|(\w*_)?embed(ding)?s?(_\w+)?|wte|wpe|relative_attention_bias|gate|shared_expert_gate"
-    r"|(\w*_)?(layer)?norm\d*(_\w+)?|ln_\w+)$|^(output|score)$|(^|\.)(\w*_)?router(\.|$)"
-)
 
 
 def module_of(name: str) -> str:
@@ -28,31 +14,6 @@ def module_of(name: str) -> str:
     that is named nothing else, are named by themselves.
     """
     return name.removesuffix(".weight")
-
-
-def check_fuse(fuse: Iterable[str] | str | None) -> tuple[str, ...]:
-    """The kinds of fused groups as a tuple; InvalidValueError for one that is not in FUSED."""
-    if fuse is not None and not isinstance(fuse, Iterable):
-        raise invalid_type("fuse", kind_of(fuse), f"None, or names among {', '.join(FUSED)}")
-    kinds = () if fuse is None else (fuse,) if isinstance(fuse, str) else tuple(fuse)
-    for kind in kinds:
-        if kind not in FUSED:
-            raise unknown_name("fuse", kind, FUSED)
-    return kinds
-
-
-def fused_group(module: str, fuse: Sequence[str] = DEFAULT_FUSE) -> str | None:
-    """The key that the members of a fused group have in common, None for a module that belongs to none."""
-    key = module
-    for kind in fuse:
-        for pattern, replacement in FUSED[kind]:
-            key = re.sub(pattern, replacement, key)
-    return None if key == module else key
-
-
-def is_kept(module: str) -> bool:
-    """True for a module that stays in high precision unless asked for otherwise."""
-    return _KEPT.search(module) is not None
 
 
 def check_ignore(ignore: Iterable[str] | str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,10 +33,10 @@ from microfloat.checkpoint._writer import (
 )
 from microfloat.checkpoint.config import KEYS
 from microfloat.checkpoint.container import DTYPES
-from microfloat.checkpoint.families import FAMILIES, Family, torchao
-from microfloat.checkpoint.families.writing import Manifest, Member
-from microfloat.checkpoint.records import Record
-from microfloat.errors import CheckpointError, checkpoint_error, invalid_type, invalid_value, kind_of, unknown_name
+from microfloat.checkpoint.families import FAMILIES, WRITTEN, Family, family_named, torchao, unknown_target
+from microfloat.checkpoint.families.writing import Manifest, Member, lacks_scale
+from microfloat.checkpoint.records import NO_ACTIVATION, Record
+from microfloat.errors import CheckpointError, checkpoint_error, invalid_type, invalid_value, kind_of
 
 JOURNAL = ".microfloat.json"
 PARTIAL = ".partial"
@@ -45,7 +46,8 @@ Put = Callable[[str, np.ndarray, int], None]
 class Progress(NamedTuple):
     """Position of a running save or conversion, in bytes of output; `name` is the tensor, `shard` counts from one.
 
-    While `convert` measures the weights, before it writes, `shard` is 0 and the bytes are those of the weights.
+    While `convert` measures the weights, before it writes, `shard` is 0, and while it verifies, afterwards, it is
+    `shards` + 1; the bytes are then those of the weights.
     """
 
     done: int
@@ -364,8 +366,9 @@ def save(
     * `records`: a Checkpoint, a dictionary, or records one after the other; plain ones are written as they are.
     * `path`: a folder, or a name that ends in ".safetensors"; it must not exist. A folder appears when it is whole; an
       interrupted attempt is continued by the same call.
-    * `format`: a family that is written, such as "ct:nvfp4"; "ct:mixed" for several formats of compressed-tensors;
-      "microfloat:native" for every format; "plain" for records without one.
+    * `format`: a family that is written, such as "ct:nvfp4"; a target of `convert`, such as "ct:fp8_dynamic", for
+      records of its format; "ct:mixed" for several formats of compressed-tensors; "microfloat:native" for every format;
+      "plain" for records without one.
     * `config`: write the configurations of the family. A dictionary is the model's own config.json to be completed;
       True takes that of a Checkpoint.
     * `producer`: name and version of who writes; microfloat's own by default.
@@ -374,8 +377,8 @@ def save(
     for a destination that exists or a full disk.
     """
     limit = byte_count(max_shard_size)
-    if format not in (*SAVED, "plain"):
-        raise unknown_name("format", format, [*SAVED, "plain"])
+    if format not in (*SAVED, *WRITTEN, "plain"):
+        raise unknown_target("format", str(format), [*SAVED, *WRITTEN, "plain"])
     every = list(records.values() if isinstance(records, Mapping) else records)
     for record in every:
         if not isinstance(record, Record):
@@ -393,20 +396,41 @@ def save(
     made: dict[str, Any] = {}
     if config is not False:
         existing = getattr(records, "configs", {}) if config is True else {"config.json": dict(config)}
-        members = [
-            Member(module_of(record.name), record.format, record.activation)
-            for record, family in zip(every, families, strict=True)
-            if family is not None and record.format is not None
-        ]
+        quantized = [one for one, family in zip(every, families, strict=True) if family is not None and one.format]
+        members = _members(quantized, format)
         kept = [module_of(record.name) for record in every if record.format is None and is_linear(record)]
         named = next((family for family in families if family is not None), None)
         made = documents(named, members, kept, existing, producer_of(producer))
-    if format == torchao.NATIVE.name:
+    if family_named(format) == torchao.NATIVE.name:
         metadata[torchao.NATIVE_KEY] = torchao.native_metadata({record.name: record for record in every})
     return write(path, Plan(jobs, made, {}, metadata), max_shard_size=limit, progress=progress).shards
 
 
 _FLOATS = ("bfloat16", "float16", "float32")
+
+
+def _members(records: Sequence[Record], format: str) -> list[Member]:
+    """Quantized records as configurations name them.
+
+    A layer whose input has no scale where the family stores one is weight-only, with a warning; a record that was read
+    from a file says what that file said.
+    """
+    native = family_named(format) == torchao.NATIVE.name
+    lost = [
+        one.name for one in records
+        if not native and one.source is None and one.format is not None and lacks_scale(one.format, one.activation)
+    ]  # fmt: skip
+    if lost:
+        warnings.warn(
+            f"save: {len(lost)} layers, such as {module_of(lost[0])}, quantize their inputs with a scale that {format} "
+            "stores, and have none: they are written as weight-only. mf.calibrate measures such scales.", UserWarning,
+            stacklevel=3,
+        )  # fmt: skip
+    bare = set(lost)
+    return [
+        Member(module_of(one.name), one.format, NO_ACTIVATION if one.name in bare else one.activation)
+        for one in records if one.format is not None
+    ]  # fmt: skip
 
 
 def _put_all(tensors: Mapping[str, np.ndarray]) -> Callable[[Put], None]:
@@ -436,6 +460,8 @@ def family_for(record: Record, format: str) -> Family | None:
     if record.format is None:
         return None
     able = [name for name, families in SAVED.items() if any(family.holds(record.format) for family in families)]
+    if format not in SAVED and WRITTEN[format][1].cast.format == record.format:
+        return WRITTEN[format][0]
     if format not in able:
         raise invalid_value(
             record.name, f"the format {record.format.name} for {format}", f"a format that {format} can hold",
@@ -487,13 +513,22 @@ def documents(
 
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {key: _without_quantization(value) for key, value in config.items() if key == "text_config" and value}
+    inner = {
+        key: _without_quantization(value) for key, value in config.items()
+        if key == "text_config" and isinstance(value, dict)
+    }  # fmt: skip
     return {key: inner.get(key, value) for key, value in config.items() if key not in KEYS}
 
 
 def _has_cache(existing: Mapping[str, Any]) -> bool:
     """True where the configurations of the source speak of scales for the KV cache."""
-    config, second = existing.get("config.json") or {}, existing.get("hf_quant_config.json") or {}
-    quantization = next((config[key] for key in KEYS if isinstance(config.get(key), dict)), {})
-    other = second.get("quantization") if isinstance(second, dict) else {}
-    return bool(quantization.get("kv_cache_scheme") or (other or {}).get("kv_cache_quant_algo"))
+    config, second = (_object(existing.get(name)) for name in ("config.json", "hf_quant_config.json"))
+    places = (config, _object(config.get("text_config")))
+    quantization = [_object(place.get(key)) for place in places for key in KEYS]
+    other = _object(second.get("quantization"))
+    return any(one.get("kv_cache_scheme") for one in quantization) or bool(other.get("kv_cache_quant_algo"))
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """A JSON object, and an empty one for a value of another type."""
+    return value if isinstance(value, dict) else {}

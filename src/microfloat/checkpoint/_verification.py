@@ -1,7 +1,7 @@
 """The look at a converted checkpoint after it was written: carried bytes, and the error of every cast parameter."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from microfloat.checkpoint._casting import slabs, values
+from microfloat.checkpoint._saving import Progress
 from microfloat.checkpoint.load import Checkpoint, load
 from microfloat.checkpoint.records import Record
 from microfloat.cpu._casts import energies
 from microfloat.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from microfloat.checkpoint._conversion import Step, Target
+    from microfloat.checkpoint._planning import Notes, Step, Target
 
 
 def check_unchanged(files: Mapping[Path, os.stat_result]) -> None:
@@ -35,16 +36,22 @@ def check_unchanged(files: Mapping[Path, os.stat_result]) -> None:
             )
 
 
-def verify_written(steps: Sequence["Step"], path: Path, target: "Target", notes: list[str]) -> dict[str, float]:
+def verify_written(
+    steps: Sequence["Step"], path: Path, target: "Target", notes: "Notes",
+    progress: Callable[[Progress], object] | None = None,
+) -> dict[str, float]:  # fmt: skip
     """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are others.
 
     `notes` take what the written configuration gets wrong, such as a name in its list of ignored modules that is part
     of the name of a quantized one.
     """
     written = load(path, format="auto" if target.family is None else target.family.name)
-    notes += [str(finding) for finding in written.findings if finding.id == "config-disagrees"]
+    disagreeing = [str(finding) for finding in written.findings if finding.id == "config-disagrees"]
+    for finding in disagreeing:
+        notes.add("the configuration that was written may be read otherwise", finding)
     found, wrong = {}, []
-    for step in steps:
+    done, total, beyond = 0, sum(step.record.nbytes for step in steps), len(written.files) + 1
+    for step in (one for one in steps if one.action != "dropped"):
         again = _read_back(written, step.record.name)
         if step.action in ("kept", "carried"):
             parts = [(getattr(step.record, name), getattr(again, name)) for name in ("codes", "scale")]
@@ -62,6 +69,9 @@ def verify_written(steps: Sequence["Step"], path: Path, target: "Target", notes:
                     "keep it as it is with ignore= (--ignore), or choose another target" if lost
                     else f"{step.record.name} has other values than zero, where the source is all zero"
                 )  # fmt: skip
+        done += step.record.nbytes
+        if progress is not None:
+            progress(Progress(done, total, step.record.name, beyond, beyond - 1))
     if wrong:
         raise CheckpointError("\n  ".join([f"{path}: {len(wrong)} parameters were not written well.", *wrong]))
     return found

@@ -184,6 +184,11 @@ def _modelopt(file: str, config: dict[str, Any]) -> Announcement:
             else {}
         )
         rows = [(name, entry.get("quant_algo"), entry.get("group_size")) for name, entry in table.items()]
+    if algorithm == "FP8" and _is_weight_only(config.get("config_groups")):
+        rule = Rule("*", lambda module: True, Scheme(("modelopt:fp8",)))
+        return Announcement(
+            file, "modelopt", "quant_method 'modelopt', quant_algo 'FP8' of weights alone", [rule], ignore
+        )
     if algorithm is None:  # nothing but the KV cache is quantized
         rows = []
     unknown = sorted({str(one)[:60] for _, one, _ in rows if not isinstance(one, str) or one not in _ALGORITHMS})
@@ -193,6 +198,14 @@ def _modelopt(file: str, config: dict[str, Any]) -> Announcement:
         return Announcement(file, "modelopt", words, ignore=ignore, refusal=refusal)
     findings = _unread(file, [*patterns, *(name for name, _, _ in rows)])
     return Announcement(file, "modelopt", words, [_modelopt_rule(*row) for row in rows], ignore, findings=findings)
+
+
+def _is_weight_only(groups: Any) -> bool:
+    """True for groups that quantize weights and no inputs."""
+    inner = list(groups.values()) if isinstance(groups, dict) else []
+    return bool(inner) and all(
+        isinstance(one, dict) and "weights" in one and not one.get("input_activations") for one in inner
+    )
 
 
 def _modelopt_rule(pattern: str, algorithm: str, group: Any) -> Rule:
@@ -279,7 +292,7 @@ def _fp8(file: str, config: dict[str, Any]) -> Announcement:
     """DeepSeek-V3 and transformers share a method; keys that only transformers writes tell them apart."""
     static = config.get("activation_scheme") == "static"
     later = static or any(key in config for key in _FINEGRAINED)
-    families = ("hf:finegrained_fp8" if later else "deepseek:fp8", "hf:ue8m0")
+    families = ("hf:finegrained_fp8", "deepseek:fp8", "hf:ue8m0") if later else ("deepseek:fp8", "hf:ue8m0")
     if config.get("scale_fmt") == "ue8m0" or config.get("expert_dtype") == "fp4":
         families = families[::-1]
     tile = _tile(config.get("weight_block_size"))

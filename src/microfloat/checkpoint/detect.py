@@ -9,11 +9,10 @@ from typing import Any
 from microfloat.checkpoint._modules import module_of
 from microfloat.checkpoint.config import Announcement, announced
 from microfloat.checkpoint.container import Container
-from microfloat.checkpoint.families import FAMILIES, Entry, Family, Scheme, torchao
+from microfloat.checkpoint.families import FAMILIES, Entry, Family, Scheme, family_named, torchao, unknown_target
 from microfloat.checkpoint.families.row import BYTES, FP8
 from microfloat.checkpoint.folder import Folder, locate
 from microfloat.checkpoint.records import Detection, Finding, Stored
-from microfloat.errors import unknown_name
 
 __all__ = ["Contents", "contents_of", "detect"]
 
@@ -61,9 +60,9 @@ def detect(path: str | os.PathLike[str]) -> Detection:
 
 def contents_of(folder: Folder, tensors: Container, format: str = "auto") -> Contents:
     """Group the tensors of a checkpoint into parameters; `format` names the family where the evidence is ambiguous."""
-    names = [family.name for family in FAMILIES]
+    names, format = [family.name for family in FAMILIES], family_named(format)
     if format != "auto" and format not in names:
-        raise unknown_name("format", format, ["auto", *dict.fromkeys(names)])
+        raise unknown_target("format", format, ["auto", *names])
     announcements = announced(folder.configs)
     return _Grouping(tensors, announcements, format).contents()
 

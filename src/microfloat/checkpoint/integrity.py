@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from microfloat.checkpoint._modules import fused_group, module_of
+from microfloat.checkpoint._modules import module_of
 from microfloat.checkpoint.detect import Contents
 from microfloat.checkpoint.families import Entry
 from microfloat.checkpoint.records import Finding, Record
 from microfloat.cpu._casts import scale_values
 from microfloat.formats import ScaledFormat, decode
+from microfloat.recipes.placement import fused_group
 
 __all__ = ["code_findings", "scale_findings", "structure_findings", "without_nan"]
 

@@ -137,7 +137,8 @@ def _tensors(output: Output, checkpoint: "Checkpoint", together: bool) -> list[d
 
 def _is_measured(checkpoint: "Checkpoint", row: dict[str, Any], chosen: bool) -> bool:
     """True for quantized parameters, and for plain ones that a conversion would cast; or that were `chosen`."""
-    from microfloat.checkpoint._modules import is_kept, module_of
+    from microfloat.checkpoint._modules import module_of
+    from microfloat.recipes.placement import is_kept
 
     if row["family"] is not None:
         return checkpoint[row["name"]].problem is None

@@ -53,8 +53,9 @@ def plan(
     microfloat plan model/ --bits 6 --format nvfp4,mxfp6_e3m2,mxfp8 --out placement.json
     """
     from microfloat.checkpoint import load
-    from microfloat.checkpoint._modules import fused_group, is_kept, module_of
+    from microfloat.checkpoint._modules import module_of
     from microfloat.cli.survey import chosen_formats, survey
+    from microfloat.recipes.placement import fused_group, is_kept
 
     if not 0 < bits < math.inf:
         raise invalid_value("--bits", bits, "a finite number > 0")

@@ -1,4 +1,7 @@
-"""Which layer gets which recipe: name patterns, and the report of a conversion, the same in every front end."""
+"""Which layer gets which recipe: name patterns, and the report of a conversion, the same in every front end.
+
+Names of layers stand here alone: those that stay in high precision, and those that engines join.
+"""
 
 import inspect
 import re
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from microfloat.errors import PlacementError, invalid_type
+from microfloat.errors import PlacementError, invalid_type, kind_of, unknown_name
 from microfloat.operands import GEMMS
 from microfloat.recipes.core import CustomRecipe, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
@@ -15,13 +18,18 @@ from microfloat.support import text_table
 
 __all__ = [
     "DEFAULT_EXCLUDE",
+    "DEFAULT_FUSE",
     "FILTERED",
+    "FUSED",
     "ConversionReport",
     "ConversionRow",
     "Placement",
     "check_exclude",
     "check_filter",
+    "check_fuse",
+    "fused_group",
     "gates_of_mlps",
+    "is_kept",
     "why_left_out",
 ]
 
@@ -39,9 +47,42 @@ DEFAULT_EXCLUDE = (
     *_anywhere("lm_head", "lm_head.*", "embed_out", "classifier", "score", "head", "qa_outputs", "output_projection"),
     *_anywhere("predictions.decoder"),
     *(prefix + name for name in ("output", "proj_out") for prefix in ("", "model.", "module.", "_orig_mod.")),
-    *_anywhere("router", "router.*", "gate", "gate.wg", "shared_expert_gate"),
+    *_anywhere("router", "router.*", "*_router", "*_router.*", "gate", "gate.wg", "shared_expert_gate"),
     *_anywhere("lora_*"),
 )
+# Embeddings and norms, for readers of files, who see names and no classes. `shared` is the embedding of T5 and BART.
+_NO_LINEAR = re.compile(
+    r"(^|\.)((\w*_)?embed(ding)?s?(_\w+)?|(\w*_)?emb|wte|wpe|shared|relative_attention_bias"
+    r"|(\w*_)?(layer)?norm\d*(_\w+)?|ln_\w+)$"
+)
+
+# Serving engines multiply the members of such a group as one matrix, under one global scale (vllm-project/vllm#54974):
+# the packed_modules_mapping and stacked_params_mapping of their models. The key of a group is the name of its members
+# with the part that differs replaced; the first pattern that matches a name decides.
+FUSED = {
+    "qkv": (
+        (r"(^|\.)(?:[qkv]|b|f_a)_proj$", r"\1qkv_proj"),  # b and f_a beside them: Kimi's linear attention
+        (r"(^|\.)(?:q_a_proj|kv_a_proj_with_mqa)$", r"\1fused_qkv_a_proj"),
+        (r"(^|\.)compressor\.(?:wkv|wgate)$", r"\1compressor.fused_wkv_wgate"),
+        (r"(^|\.)indexer\.(?:wk|weights_proj)$", r"\1indexer.wk_weights_proj"),
+        (r"(^|\.)(?:wq_a|wkv|wkv_a|wkv_a_with_mqa)$", r"\1fused_wqa_wkv"),
+        (r"(^|\.)w[qkv]$", r"\1wqkv"),
+        (r"(^|\.)to_[qkv]$", r"\1to_qkv"),
+        (r"(^|\.)add_[qkv]_proj$", r"\1to_added_qkv"),
+        (r"(^|\.)(?:query|key|value)$", r"\1qkv"),
+        (r"(^|\.)in_proj_(?:qkv|z)$", r"\1in_proj_qkvz"),
+        (r"(^|\.)in_proj_[ba]$", r"\1in_proj_ba"),
+    ),
+    "gate_up": (
+        (r"(^|\.)(?:gate|up)_proj$", r"\1gate_up_proj"),
+        (r"(^|\.)(h\.\d+\.mlp)\.w[12]$", r"\1\2.w12"),  # Qwen 1, whose down projection is c_proj
+        (r"(^|\.)w[13]$", r"\1w13"),
+        (r"(^|\.)c_fc_[01]$", r"\1c_fc"),
+        (r"(^|\.)fc1[12]$", r"\1fc1"),
+    ),
+    "experts": ((r"(^|\.)experts\.\d+\.", r"\1experts.*."),),
+}
+DEFAULT_FUSE = ("qkv", "gate_up")
 
 
 @dataclass(frozen=True)
@@ -241,6 +282,36 @@ def check_filter(keep: object) -> None:
         return
     if len(names) == 2 and names[1] in ("name", "fqn"):  # comparing a module with names would keep every layer
         raise invalid_type("filter", f"a callable ({', '.join(names)})", needed, "The name comes first.")
+
+
+def check_fuse(fuse: Iterable[str] | str | None) -> tuple[str, ...]:
+    """The kinds of fused groups as a tuple; InvalidValueError for one that is not in FUSED."""
+    if fuse is not None and not isinstance(fuse, Iterable):
+        raise invalid_type("fuse", kind_of(fuse), f"None, or names among {', '.join(FUSED)}")
+    kinds = () if fuse is None else (fuse,) if isinstance(fuse, str) else tuple(fuse)
+    for kind in kinds:
+        if kind not in FUSED:
+            raise unknown_name("fuse", kind, FUSED)
+    return kinds
+
+
+def fused_group(name: str, fuse: Sequence[str] = DEFAULT_FUSE) -> str | None:
+    """The key that the members of a fused group have in common, None for a layer that belongs to none."""
+    key = name
+    for kind in fuse:
+        for pattern, replacement in FUSED[kind]:
+            key, count = re.subn(pattern, replacement, key)
+            if count:
+                break
+    return None if key == name else key
+
+
+def is_kept(name: str, gates: frozenset[str] = frozenset()) -> bool:
+    """True for a matrix of a file that stays in high precision by default: a layer that DEFAULT_EXCLUDE covers, an
+    embedding, or a norm. `gates`: `gates_of_mlps`, which stay in.
+    """
+    excluded = name not in gates and any(fnmatchcase(name, pattern) for pattern in DEFAULT_EXCLUDE)
+    return excluded or _NO_LINEAR.search(name) is not None
 
 
 def gates_of_mlps(exclude: Sequence[str], shapes: Mapping[str, tuple[int, int] | None]) -> frozenset[str]:

@@ -23,7 +23,14 @@ from torch import nn
 from microfloat.errors import MicrofloatError, invalid_type, invalid_value, kind_of
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Placement, Recipe, WeightActivation, WeightOnly
-from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport, ConversionRow
+from microfloat.recipes.placement import (
+    DEFAULT_EXCLUDE,
+    DEFAULT_FUSE,
+    ConversionReport,
+    ConversionRow,
+    check_fuse,
+    fused_group,
+)
 from microfloat.torch import backends
 from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch._typing import Options
@@ -47,7 +54,7 @@ def quantize_(
     filter: Callable[[str, nn.Module], bool] | None = None,
     *,
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    fuse: Sequence[str] = ("qkv", "gate_up"),
+    fuse: Sequence[str] = DEFAULT_FUSE,
 ) -> ConversionReport:
     """Store the weight of every nn.Linear and GroupedLinear of `model` quantized, in place; returns a report.
 
@@ -67,8 +74,6 @@ def quantize_(
     each plain one is let go: after an error in between (memory, Ctrl-C) a layer is quantized or as it was, and a second
     call goes on.
     """
-    from microfloat.checkpoint._modules import check_fuse
-
     check_model(model)
     if isinstance(config, Mapping):
         for pattern, one in config.items():
@@ -151,8 +156,6 @@ def _nothing_to_quantize(
 
 def _groups(configs: Mapping[str, Config], fused: Sequence[str]) -> list[list[str]]:
     """The names of layers whose weights share a scale, and each other one for itself."""
-    from microfloat.checkpoint._modules import fused_group
-
     groups: dict[object, list[str]] = {}
     for name, recipe in configs.items():
         key = fused_group(name, fused)

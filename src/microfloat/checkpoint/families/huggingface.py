@@ -12,7 +12,7 @@ from microfloat.formats import FP8_ROW, FP8_TENSOR, MXFP4, FP8_1x128, FP8_128x12
 from microfloat.recipes import Cast
 
 _INV = "_scale_inv"
-_TILES = Written(Cast(FP8_128x128, "amax"), "dynamic", FP8_1x128)
+_TILES = Written(Cast(FP8_128x128, "amax"), "dynamic", FP8_1x128, stacked="rows")
 _TENSOR = Written(Cast(FP8_TENSOR, "amax"), "dynamic", FP8_ROW)
 _NOT_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
@@ -87,7 +87,7 @@ FAMILIES = (
     Family("hf:ue8m0", MXFP4, ("", BYTES), (_INV, E8M0), input_scales=("activation_scale",), method="fp8"),
     Family(
         "gptoss:hf", MXFP4, ("_blocks", ("U8",)), ("_scales", E8M0), method="mxfp4", announced=("mxfp4",),
-        decode=decode_blocks, writes={"gptoss:hf": Written(Cast(MXFP4))}, encode=encode_blocks,
+        decode=decode_blocks, writes={"gptoss:hf": Written(Cast(MXFP4), stacked="any")}, encode=encode_blocks,
         configure=configure_gptoss, experts_only=True,
     ),
     Family("gptoss:original", MXFP4, (".blocks", ("U8",)), (".scales", E8M0), method="mxfp4", decode=decode_blocks),

@@ -4,6 +4,7 @@ from typing import Any
 
 from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family
 from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
+from microfloat.errors import invalid_value
 from microfloat.formats import FP8_TENSOR, MXFP4, MXFP8, NVFP4, ScaledFormat
 from microfloat.recipes import Cast
 
@@ -19,7 +20,18 @@ def _algorithm(fmt: ScaledFormat, scheme: str) -> dict[str, Any]:
 
 
 def configure(manifest: Manifest) -> Configuration:
-    """config.json and hf_quant_config.json, which say the same twice; a table of layers where formats differ."""
+    """config.json and hf_quant_config.json, which say the same twice; a table of layers where formats differ.
+
+    The algorithm FP8 means static inputs, but for groups in config.json that name none: weight-only FP8 is announced
+    there alone, and cannot stand beside other algorithms.
+    """
+    bare = [modules for (fmt, scheme, _), modules in manifest.kinds.items() if fmt == FP8_TENSOR and scheme != "static"]
+    if bare and len(manifest.kinds) > 1:
+        raise invalid_value(
+            bare[0][0], "FP8 weights without a static input scale, beside others",
+            "such a scale, which modelopt:fp8 announces",
+            "Measure it with mf.calibrate, or store the layer in high precision.",
+        )  # fmt: skip
     algorithms = [(_algorithm(fmt, scheme), modules) for (fmt, scheme, _), modules in manifest.kinds.items()]
     words: dict[str, Any] = dict(algorithms[0][0]) if len(algorithms) == 1 else {"quant_algo": "MIXED_PRECISION"}
     if len(algorithms) > 1:
@@ -37,13 +49,13 @@ def configure(manifest: Manifest) -> Configuration:
         size = {key: value for key, value in words.items() if key == "group_size"}
         made = {"dynamic": False, "num_bits": 4 if size else 8, "type": "float", **size}
         groups = {"weights": made, "targets": ["Linear"]}
-        if words["quant_algo"] != "W4A16_NVFP4":
+        if words["quant_algo"] != "W4A16_NVFP4" and not bare:
             groups["input_activations"] = dict(made)
         first["config_groups"] = {"group_0": groups}
     producer = dict(manifest.producer)
     return Configuration(
         {**first, "producer": producer, "quant_method": _METHOD},
-        {"hf_quant_config.json": {"producer": producer, "quantization": second}},
+        {} if bare else {"hf_quant_config.json": {"producer": producer, "quantization": second}},
     )
 
 

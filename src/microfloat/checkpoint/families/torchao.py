@@ -82,7 +82,7 @@ FAMILIES = (
     Family("torchao", None, ("_qdata", ()), ("_scale", (*REAL, *E8M0, "F8_E4M3")), decode=decode_flat),
     Family(
         "microfloat:native", None, ("", ()), ("_scale", (*REAL, *E8M0, "F8_E4M3")), encode=encode_native,
-        writes={f"microfloat:{fmt.name}": Written(Cast(fmt)) for fmt in FORMATS.values()},
+        writes={f"microfloat:{fmt.name}": Written(Cast(fmt), stacked="any") for fmt in FORMATS.values()},
     ),
 )  # fmt: skip
 _TORCHAO, NATIVE = FAMILIES
@@ -182,6 +182,8 @@ def native_metadata(records: Mapping[str, Record]) -> str:
             continue
         about[name] = {"format": format_to_data(record.format), "shape": list(record.logical_shape)}
         scheme, of_input = record.activation.get("scheme", "none"), record.activation.get("format")
+        if scheme == "static" and record.activation.get("scale") is None:
+            continue
         if scheme != "none" and of_input is not None:
             about[name]["activation"] = {"scheme": scheme, "format": format_to_data(of_input)}
     return json.dumps({"version": NATIVE_VERSION, "tensors": about}, sort_keys=True)

@@ -23,12 +23,16 @@ class Written(NamedTuple):
     """The cast that a family is written with, and what its configuration says about activations without a scale.
 
     `joint`: members of a fused group share one scale though the format has no tensor scale, as its producer does.
+    `stacked`: the readers that expect the experts of a layer as one tensor: none (""), those of models whose experts
+    are [E, N, K] ("rows"), or of every model that has them ("any"). `experts`: the reader that fails on numbered ones.
     """
 
     cast: Cast
     activation: str = "none"
     activation_format: ScaledFormat | None = None
     joint: bool = False
+    stacked: str = ""
+    experts: str = ""
 
 
 class Member(NamedTuple):
@@ -71,6 +75,17 @@ class Configuration(NamedTuple):
 
 
 Configure = Callable[[Manifest], Configuration]
+
+
+def lacks_scale(fmt: ScaledFormat, activation: Activation) -> bool:
+    """True for the input of a layer whose scale a file stores, and that has none.
+
+    The block scales of an input of NVFP4 are computed on the way, and its tensor scale is stored.
+    """
+    scheme = activation.get("scheme", "none")
+    if scheme == "none" or activation.get("scale") is not None:
+        return False
+    return scheme == "static" or activation_format(fmt, activation).tensor_scale is not None
 
 
 def activation_format(fmt: ScaledFormat, activation: Activation) -> ScaledFormat:

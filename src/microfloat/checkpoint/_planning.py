@@ -1,0 +1,420 @@
+"""What becomes of each parameter in a conversion: a step of its own, decided before anything is written."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import ml_dtypes
+import numpy as np
+
+from microfloat.arguments import check_name
+from microfloat.checkpoint._casting import outline
+from microfloat.checkpoint._modules import ignored_by, module_of
+from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
+from microfloat.checkpoint.families.writing import Written
+from microfloat.checkpoint.load import Checkpoint
+from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Record
+from microfloat.errors import CheckpointError, invalid_value
+from microfloat.recipes import Cast
+from microfloat.recipes.placement import DEFAULT_EXCLUDE, fused_group, gates_of_mlps, is_kept
+
+PLAIN = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
+QUANTIZED = ("cast", "carried")  # the actions whose result the target holds in its format
+
+
+class Notes:
+    """Sentences about a conversion, one for each kind of remark with the number of its subjects."""
+
+    def __init__(self) -> None:
+        self._subjects: dict[str, list[str]] = {}
+
+    def add(self, text: str, subject: str = "") -> None:
+        """Remark `text`, about `subject` if it is named."""
+        self._subjects.setdefault(text, []).extend([subject] if subject else [])
+
+    def lines(self) -> list[str]:
+        """One line for each kind: the text, how many subjects it has, and the first of them."""
+        return [f"{text}{_such_as(subjects)}" for text, subjects in self._subjects.items()]
+
+
+def _such_as(subjects: Sequence[str]) -> str:
+    if not subjects:
+        return ""
+    return f": {subjects[0]}" if len(subjects) == 1 else f": {len(subjects)} in all, such as {subjects[0]}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One parameter: its record, what happens to it, and under which cast, family and group of one tensor scale.
+
+    `extras`: tensors of its module that are written beside it. `activation`: that of the result of a cast, and of the
+    source of what is carried over.
+    """
+
+    record: Record
+    action: str
+    reason: str = ""
+    family: Family | None = None
+    cast: Cast | None = None
+    dtype: np.dtype = PLAIN["f32"]
+    group: str | None = None
+    activation: Activation = field(default_factory=NO_ACTIVATION.copy)
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    turned: bool = False
+
+    @property
+    def made(self) -> Record:
+        """The record that will be written: the source itself, or one without data."""
+        if self.cast is None:
+            return self.record
+        return replace(outline(self.record, self.cast.format), activation=self.activation, extras=self.extras)
+
+    @property
+    def beside(self) -> dict[str, np.ndarray]:
+        """The tensors that a plain result has beside it, by name."""
+        folder = self.record.name.rpartition(".")[0]
+        return {f"{folder}.{last}" if folder else last: array for last, array in self.extras.items()}
+
+    def encode(self, record: Record) -> dict[str, np.ndarray]:
+        """The tensors of a record, or of a slab of it, in the target's family."""
+        if self.family is None:
+            return {record.name: record.codes}
+        if self.cast is not None:
+            record = replace(record, activation=self.activation, extras=self.extras)
+        return self.family.encode(self.family, record, self.dtype)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The format of a conversion: a family and a cast, or a plain dtype."""
+
+    name: str
+    family: Family | None = None
+    written: Written | None = None
+    dtype: np.dtype | None = None
+
+    @property
+    def cast(self) -> Cast | None:
+        """The cast of the weights."""
+        return None if self.written is None else self.written.cast
+
+
+def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
+    """The target of a name such as "ct:nvfp4"; ValueError for an unknown one, or a scale rule that does not fit it."""
+    check_name("to", to)
+    if to in PLAIN:
+        if scale_rule is not None or four_over_six:
+            raise invalid_value("scale_rule", scale_rule or "four_over_six", f"None, as {to} has no scales")
+        return Target(to, dtype=PLAIN[to])
+    if to not in WRITTEN:
+        raise unknown_target("to", to, [*WRITTEN, *PLAIN], _hint_of(to))
+    if four_over_six and scale_rule is not None:
+        raise invalid_value("four_over_six", f"True with scale_rule={scale_rule!r}", "one of them")
+    family, written = WRITTEN[to]
+    rule = "four_over_six" if four_over_six else written.cast.scale_rule if scale_rule is None else scale_rule
+    cast = Cast(written.cast.format, rule)
+    if cast.tensor_scale != written.cast.tensor_scale:  # the format has a tensor for it, or has none
+        needed = f"a rule with {'a' if written.cast.tensor_scale else 'no'} tensor scale, as {to} stores it"
+        raise invalid_value("scale_rule", repr(rule), needed)
+    return Target(to, family, written._replace(cast=cast))
+
+
+def _hint_of(to: str) -> str:
+    """A hint for a format without its family, or for our own container without a format; "" for other names."""
+    if to.lower() in ("native", "microfloat:native"):
+        return "That is the container alone; its targets name the format in it, such as microfloat:nvfp4_row."
+    *first, last = [repr(name) for name in WRITTEN if name.partition(":")[2] == to.lower()] or [""]
+    return f"Did you mean {', '.join(first) + ' or ' if first else ''}{last}?" if last else ""
+
+
+# ---- the steps ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Facts about a source that decide about its parameters.
+
+    `dtype`: that of the model. `turned`: its plain experts are stored [E, K, N]. `gates`: `gates_of_mlps`.
+    `left`: the reason why the source leaves a module in high precision, or "".
+    """
+
+    dtype: np.dtype
+    turned: bool
+    is_quantized: bool
+    gates: frozenset[str]
+    left: Callable[[str], str]
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> "_Source":
+        """The facts about a checkpoint."""
+        contents = checkpoint.contents
+        first = next((one for one in contents.announcements if not one.refusal), None)
+
+        def left(module: str) -> str:
+            pattern = None if first is None or not contents.entries else first.ignored(module)
+            if pattern is not None:
+                return f"left out by the source ({pattern!r})"
+            return "plain in the source, which is quantized" if contents.entries else ""
+
+        shapes = {
+            module_of(name): (stored.shape[0], stored.shape[1])
+            for name, stored in contents.plain.items() if len(stored.shape) == 2
+        }  # fmt: skip
+        model_type = checkpoint.config.get("model_type")
+        turned = isinstance(model_type, str) and model_type in _TURNED_EXPERTS
+        is_quantized = bool(contents.entries or contents.announcements)
+        return _Source(_model_dtype(checkpoint), turned, is_quantized, gates_of_mlps(DEFAULT_EXCLUDE, shapes), left)
+
+
+_TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text"}  # their experts are stored [E, K, N]
+
+
+def _model_dtype(checkpoint: Checkpoint) -> np.dtype:
+    """The dtype of the model: that of its configuration, bfloat16 without one."""
+    config = checkpoint.config
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return next((dtype for dtype in PLAIN.values() if dtype.name == name), PLAIN["bf16"])
+
+
+def decide(
+    checkpoint: Checkpoint, target: Target, ignore: Sequence[str], fuse: Sequence[str], notes: Notes
+) -> list[Step]:
+    """A step for each parameter, in the order of the files.
+
+    Raises InvalidValueError where nothing would be stored in the target's format.
+    """
+    source, records = _Source.of(checkpoint), list(checkpoint.values())
+    steps = [_step(record, target, ignore, source) for record in records]
+    modules = [module_of(name) for name in checkpoint]
+    unused = [pattern for pattern in ignore if not any(ignored_by(module, [pattern]) for module in modules)]
+    if unused:
+        notes.add(f"ignore: no parameter is covered by {', '.join(map(repr, unused))}")
+    if target.written is None:
+        _note_plain(steps, target, notes)
+        return steps
+    groups: dict[str, list[int]] = {}
+    for index, step in enumerate(steps):
+        key = fused_group(module_of(step.record.name), fuse)
+        if key is not None and step.action in QUANTIZED:
+            groups.setdefault(key, []).append(index)
+    for key, members in groups.items():
+        _share(steps, members, key, target, notes)
+    if target.written.activation == "static":
+        _keep_bare(steps, records, target, source, notes)
+    if not any(step.action in QUANTIZED for step in steps):
+        reasons = sorted({step.reason for step in steps if step.reason}) or ["it has no weight of a linear layer"]
+        raise invalid_value(
+            "src", f"{checkpoint.path} without a parameter to store as {target.name} ({'; '.join(reasons[:4])})",
+            "one that it has a place for", _NOTHING,
+        )  # fmt: skip
+    _note_activations(steps, target, notes)
+    _note_experts(steps, target, source, notes)
+    return steps
+
+
+_NOTHING = "Choose another target; what a quantized source leaves plain is cast after a conversion to bf16."
+
+
+def _note_plain(steps: Sequence[Step], target: Target, notes: Notes) -> None:
+    """Notes about a plain target: scales of a KV cache that it has no place for, and that nothing changes."""
+    for step in steps:
+        names = [step.record.name] if step.action == "dropped" else []
+        if step.action == "dequantized":
+            names = [f"{step.record.name.rpartition('.')[0]}.{last}" for last in step.record.extras if last in CACHE]
+        for name in names:
+            notes.add(f"scales of a KV cache are left out, as {target.name} has no configuration for them", name)
+    if all(step.action == "kept" for step in steps):
+        notes.add(f"nothing was converted: every parameter is as {target.name} has it")
+
+
+def _note_activations(steps: Sequence[Step], target: Target, notes: Notes) -> None:
+    """Notes about layers whose inputs the target quantizes and the source did not."""
+    assert target.written is not None
+    for step in steps:
+        before, now = (one.get("scheme", "none") for one in (step.activation, step.record.activation))
+        if step.action == "carried" and (before, now) == ("none", "dynamic"):
+            notes.add(f"{target.name} quantizes inputs on the way, as the source does not", step.record.name)
+
+
+def _note_experts(steps: Sequence[Step], target: Target, source: _Source, notes: Notes) -> None:
+    """Notes about experts in a layout that known readers of the target do not read."""
+    assert target.written is not None
+    layout, wrongly = target.written.stacked, target.written.experts
+    able = [name for name, (_, one) in WRITTEN.items() if one.stacked and not name.startswith("microfloat:")]
+    for step in steps:
+        name = step.record.name
+        if step.action not in QUANTIZED:
+            continue
+        of_gptoss = source.turned or (step.record.source is not None and step.record.source.family[:7] == "gptoss:")
+        if len(step.record.logical_shape) > 2 and (not layout or (layout == "rows" and of_gptoss)):
+            if of_gptoss:
+                able = [one for one in able if WRITTEN[one][1].stacked == "any"]
+            notes.add(
+                f"no known reader of {target.name} expects the experts of a layer as one tensor; {', '.join(able)} and "
+                "microfloat: have a layout for them", name,
+            )  # fmt: skip
+        elif wrongly and ".experts." in f".{name}":
+            notes.add(f"{wrongly}; experts", name)
+
+
+def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source) -> Step:
+    module = module_of(record.name)
+    pattern = ignored_by(module, ignore)
+    if record.format is None:
+        return _step_of_plain(record, target, module, pattern, source)
+    if _LOW_RANK & set(record.extras):
+        raise CheckpointError(
+            f"{record.name}: a low-rank branch (SVDQuant) cannot be converted; no other format has it."
+        )
+    if target.written is None or target.cast is None:
+        return _dequantized(record, "", target.dtype or source.dtype, keeps_cache=False)
+    unsuitable = _why_not(record, target) if pattern is None else f"ignored by {pattern!r}"
+    if unsuitable:
+        return _dequantized(record, unsuitable, source.dtype)
+    if record.format == target.cast.format and "pre_quant_scale" not in record.extras:
+        carried = _with_activation(record, _activation_under(record, target))
+        return Step(
+            carried, "carried", family=target.family, dtype=_scale_dtype(record, source.dtype),
+            activation=record.activation,
+        )  # fmt: skip
+    return _cast_step(record, target, source.dtype)
+
+
+def _dequantized(record: Record, reason: str, dtype: np.dtype, keeps_cache: bool = True) -> Step:
+    """A step to a plain tensor; transformers stores the plain experts of gpt-oss the other way round, [E, K, N]."""
+    turned = record.source is not None and record.source.family == "gptoss:hf" and len(record.logical_shape) == 3
+    extras = _cache_scales(record) if keeps_cache else {}
+    return Step(record, "dequantized", reason, dtype=dtype, turned=turned, extras=extras)
+
+
+_LOW_RANK = {"svdquant_lora_a", "svdquant_lora_b"}
+_CAPACITY = {True: 2688.0, False: 448.0}  # of a format with a tensor scale, and of FP8
+CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale")  # scales of a KV cache and of attention
+
+
+def _cache_scales(record: Record) -> dict[str, np.ndarray]:
+    return {name: array for name, array in record.extras.items() if name in CACHE}
+
+
+def _cast_step(record: Record, target: Target, dtype: np.dtype) -> Step:
+    assert target.cast is not None
+    activation = _activation_under(record, target)
+    return Step(
+        record, "cast", "", target.family, target.cast, dtype, activation=activation, extras=_cache_scales(record)
+    )
+
+
+def _activation_under(record: Record, target: Target) -> Activation:
+    """The input of a layer under the target, whatever the source: a static scale is kept where the target has such
+    scales, in the unit of its format; other inputs are what the target's name says.
+    """
+    assert target.written is not None
+    cast, scheme, fmt = target.written.cast, target.written.activation, target.written.activation_format
+    stored, of_input = record.activation.get("scale"), record.activation.get("format")
+    takes = cast.format.tensor_scale is not None or cast.format.is_per_tensor
+    if record.activation.get("scheme") == "static" and stored is not None and takes and record.format is not None:
+        two_level = (of_input or record.format).tensor_scale is not None
+        unit = np.float32(_CAPACITY[two_level] / _CAPACITY[cast.format.tensor_scale is not None])
+        if unit == 1 and record.format == cast.format:
+            return record.activation
+        return {"scheme": "static", "scale": np.asarray(stored * unit, np.float32), "format": cast.format}
+    if scheme == "static":  # of which there is no scale
+        return NO_ACTIVATION.copy()
+    return {"scheme": scheme, "scale": None, "format": fmt}
+
+
+def _with_activation(record: Record, activation: Activation) -> Record:
+    """The record with another scale of its input; a divisor that it was read with is none any more."""
+    if activation is record.activation:
+        return record
+    source = record.source and record.source._replace(
+        divisors={role: array for role, array in record.source.divisors.items() if role != "input_scale"}
+    )
+    return replace(record, activation=activation, source=source)
+
+
+def _step_of_plain(record: Record, target: Target, module: str, pattern: str | None, source: _Source) -> Step:
+    floating = record.codes.dtype in (*PLAIN.values(), np.dtype(np.float64))
+    if target.cast is None:
+        if source.is_quantized and record.codes.size == 1 and record.name.rpartition(".")[2] in CACHE:
+            return Step(record, "dropped")
+        same = not floating or record.codes.dtype == target.dtype
+        return Step(record, "kept") if same else Step(record, "dequantized", dtype=target.dtype or PLAIN["f32"])
+    stacked = record.codes.ndim == 3 and ".experts." in f".{record.name}."
+    is_weight = floating and (stacked or (record.codes.ndim == 2 and record.name.rpartition(".")[2] == "weight"))
+    if not is_weight:
+        return Step(record, "kept")
+    turned = record
+    if source.turned and stacked:
+        codes = np.swapaxes(record.codes, 1, 2)
+        turned = replace(record, codes=codes, logical_shape=codes.shape)
+    reason = "kept by default" if is_kept(module, source.gates) else source.left(module) or _why_not(turned, target)
+    if pattern is not None:
+        reason = f"ignored by {pattern!r}"
+    if reason:
+        return Step(record, "kept", reason)
+    return _cast_step(turned, target, record.codes.dtype if record.codes.dtype in PLAIN.values() else PLAIN["f32"])
+
+
+def _why_not(record: Record, target: Target) -> str:
+    """The reason why the target cannot store a parameter, or nothing."""
+    assert target.cast is not None
+    assert target.family is not None
+    fmt, length = target.cast.format, record.logical_shape[-1]
+    block = fmt.block[1]
+    if target.family.experts_only and len(record.logical_shape) != 3:
+        return f"{target.family.name} quantizes stacked experts alone"
+    if fmt.scale.bits == 8 and block is not None and length % block:
+        return f"{length} columns are no multiple of {block}"
+    return "it has no elements" if not record.codes.size else ""
+
+
+def _scale_dtype(record: Record, model_dtype: np.dtype) -> np.dtype:
+    """The dtype of the scales of a record that is carried over: the one it has."""
+    stored = record.source.tensors.get("scale") if record.source else None
+    return {"BF16": PLAIN["bf16"], "F16": PLAIN["f16"]}.get(stored.dtype if stored else "", PLAIN["f32"])
+
+
+def _share(steps: list[Step], members: list[int], key: str, target: Target, notes: Notes) -> None:
+    """Give the members of a fused group one tensor scale, or one scale, and one input scale."""
+    assert target.cast is not None
+    assert target.written is not None
+    if target.cast.format.tensor_scale == "tensor":
+        levels = {np.asarray(steps[i].record.tensor_scale).tobytes() for i in members if steps[i].action == "carried"}
+        mixed = len({steps[i].action for i in members}) > 1
+        if len(levels) > 1 or mixed:
+            notes.add("members of a fused group had tensor scales of their own and were quantized again under one", key)
+            for i in members:
+                if steps[i].action == "carried":
+                    steps[i] = _cast_step(steps[i].record, target, steps[i].dtype)
+    if target.written.joint or target.cast.format.tensor_scale == "tensor":
+        for i in members:  # of which those that are carried keep their scales: another would round them twice
+            steps[i] = replace(steps[i], group=key)
+    scales = [steps[i].made.activation.get("scale") for i in members]
+    found = [scale for scale in scales if scale is not None]
+    if found and len({None if scale is None else scale.tobytes() for scale in scales}) > 1:
+        largest = max(found, key=lambda scale: float(np.max(scale)))
+        notes.add("members of a fused group had input scales of their own and share the largest", key)
+        holder = next(i for i, scale in zip(members, scales, strict=True) if scale is not None)
+        fmt = steps[holder].made.activation.get("format")
+        for i in members:
+            activation = Activation(scheme="static", scale=largest, format=fmt)
+            record = _with_activation(steps[i].record, activation)
+            steps[i] = replace(steps[i], activation=activation, record=record)
+
+
+def _keep_bare(steps: list[Step], records: Sequence[Record], target: Target, source: _Source, notes: Notes) -> None:
+    """Layers without the static input scale that the target announces: beside others that have one they stay in high
+    precision; where none has one all are weight-only, and announced so.
+    """
+    bare = [i for i, step in enumerate(steps) if step.action in QUANTIZED and step.made.activation.get("scale") is None]
+    if len(bare) == sum(step.action in QUANTIZED for step in steps):
+        for i in bare:
+            notes.add(
+                f"{target.name} announces static input scales, of which the source has none, so that these layers are "
+                "weight-only (ct:fp8_dynamic needs no such scales; mf.calibrate measures them)", steps[i].record.name,
+            )  # fmt: skip
+        return
+    reason = f"it has no input scale, which {target.name} announces"
+    for i in bare:
+        record = records[i]
+        steps[i] = _dequantized(record, reason, source.dtype) if record.format else Step(record, "kept", reason)

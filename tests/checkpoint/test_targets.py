@@ -1,0 +1,362 @@
+"""What a target of `convert` means whatever the source, what stays as it is, and what the result announces."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from microfloat.checkpoint import Record, convert, load, save
+from microfloat.checkpoint.families import WRITTEN
+from microfloat.errors import InvalidValueError
+from microfloat.formats import FP8_TENSOR, NVFP4
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+Q, ROUTER = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"
+CACHE = "model.layers.0.self_attn.k_scale"
+
+
+def matrix(name, shape=(128, 128), factor=1.0):
+    """A record of random numbers in bfloat16."""
+    values = np.random.default_rng(list(name.encode())).standard_normal(shape) * factor
+    return Record(name, values.astype(BF16), logical_shape=tuple(shape))
+
+
+def scalar(name, value, dtype=np.float32):
+    return Record(name, np.asarray(value, dtype), logical_shape=())
+
+
+def stored(folder, records, config=None):
+    """A checkpoint of plain records in a folder, with its path."""
+    save(records, folder, format="plain", config=config or {"model_type": "llama"})
+    return folder
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+
+
+def announces_stored_scales(checkpoint):
+    """True where the configurations promise a stored scale of inputs."""
+    config = checkpoint.config.get("quantization_config", {})
+    second = checkpoint.configs.get("hf_quant_config.json", {}).get("quantization", {})
+    inputs = [group.get("input_activations") for group in config.get("config_groups", {}).values()]
+    groups = any(one and one["dynamic"] is not True for one in inputs)
+    return groups or config.get("activation_scheme") == "static" or second.get("quant_algo") in ("FP8", "NVFP4")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """The same two layers by kind of source; static scales of inputs stand in two of them."""
+    folder = tmp_path_factory.mktemp("sources")
+    plain = stored(folder / "plain", [matrix(UP), matrix(DOWN)])
+    for to in ("ct:fp8_dynamic", "modelopt:mxfp8"):
+        convert(plain, folder / to, to=to)
+    for name, target, fmt in (("static_fp8", "microfloat:fp8_tensor", FP8_TENSOR), ("static_nvfp4", "ct:nvfp4", NVFP4)):
+        convert(plain, folder / f"{name}_weights", to=target)
+        static = {"scheme": "static", "scale": np.float32(0.5), "format": fmt}
+        records = [
+            Record(one.name, one.codes, one.scale, one.tensor_scale, one.format, one.logical_shape, activation=static)
+            for one in load(folder / f"{name}_weights").values()
+        ]
+        save(records, folder / name, format="ct:fp8" if fmt is FP8_TENSOR else "ct:nvfp4")
+    return folder
+
+
+KINDS = ("plain", "ct:fp8_dynamic", "modelopt:mxfp8", "static_fp8", "static_nvfp4")
+TARGETS = [name for name in WRITTEN if name != "gptoss:hf" and not name.startswith("microfloat:")]
+TARGETS += ["microfloat:fp8_row", "microfloat:nvfp4", "microfloat:mxfp4"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_target_means_one_thing_whatever_the_source_and_announces_only_scales_that_it_holds(sources, tmp_path, to):
+    _, written = WRITTEN[to]
+    takes = written.cast.format.tensor_scale is not None or written.cast.format.is_per_tensor
+    usual = "none" if written.activation == "static" else written.activation
+    for kind in KINDS:
+        folder = tmp_path / kind
+        convert(sources / kind, folder, to=to)
+        made = load(folder)
+        expected = "static" if takes and kind.startswith("static") else usual
+        for record in made.values():
+            assert record.activation["scheme"] == expected, kind
+            assert (record.activation["scale"] is not None) == (expected == "static"), kind
+        assert announces_stored_scales(made) == (expected == "static" and not to.startswith("microfloat:")), kind
+        assert not [one for one in made.findings if one.severity != "info"], kind
+
+
+def test_fp8_without_input_scales_is_written_as_weight_only_and_says_so(tmp_path):
+    source = stored(tmp_path / "source", [matrix(UP), matrix(DOWN)])
+    report = convert(source, tmp_path / "out", to="modelopt:fp8")
+    (note,) = report.notes
+    assert "these layers are weight-only" in note
+    assert "2 in all" in note
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()  # which has no word for it
+    assert "input_activations" not in config_of(tmp_path / "out")["config_groups"]["group_0"]
+
+
+def test_beside_layers_with_input_scales_those_without_stay_in_high_precision(sources, tmp_path):
+    """modelopt:fp8 has no word for weight-only layers beside others."""
+    static = load(sources / "static_fp8")
+    bare = load(sources / "static_fp8_weights")[DOWN]
+    save([static[UP], bare], tmp_path / "source", format="microfloat:native")
+    report = convert(tmp_path / "source", tmp_path / "out", to="modelopt:fp8")
+    assert {layer.name: layer.action for layer in report.layers} == {UP: "carried", DOWN: "dequantized"}
+    assert "no input scale, which modelopt:fp8 announces" in {layer.name: layer.reason for layer in report.layers}[DOWN]
+    with pytest.raises(InvalidValueError, match=r"down_proj: got FP8 weights without a static input scale, beside"):
+        save(load(tmp_path / "source"), tmp_path / "never", format="modelopt:fp8")
+
+
+def test_inputs_that_only_the_target_quantizes_are_noted(sources, tmp_path):
+    convert(sources / "plain", tmp_path / "weights", to="microfloat:mxfp8")
+    report = convert(tmp_path / "weights", tmp_path / "out", to="ct:mxfp8")
+    assert {layer.action for layer in report.layers} == {"carried"}
+    assert [note for note in report.notes if "quantizes inputs on the way, as the source does not: 2 in all" in note]
+
+
+def test_save_never_announces_scales_that_its_records_lack(sources, tmp_path):
+    codes = load(sources / "static_nvfp4")[UP]
+    dynamic = {"scheme": "dynamic", "scale": None, "format": NVFP4}
+    record = Record(UP, codes.codes, codes.scale, codes.tensor_scale, NVFP4, codes.logical_shape, activation=dynamic)
+    for to in ("ct:nvfp4", "modelopt:nvfp4"):
+        with pytest.warns(UserWarning, match=r"save: 1 layers, such as model.layers.0.mlp.up_proj, .* weight-only"):
+            save([record], tmp_path / to, format=to)
+        assert load(tmp_path / to)[UP].activation["scheme"] == "none"
+    save([record], tmp_path / "native", format="microfloat:native")
+    assert load(tmp_path / "native")[UP].activation["scheme"] == "dynamic"
+
+
+@pytest.mark.parametrize("name", ["ct:fp8_dynamic", "ct:fp8_block", "microfloat:nvfp4", "hf:finegrained_fp8_tensor"])
+def test_save_and_load_know_the_targets_of_convert(sources, tmp_path, name):
+    family, written = WRITTEN[name]
+    convert(sources / "plain", tmp_path / "made", to=name)
+    save(load(tmp_path / "made"), tmp_path / "out", format=name)
+    assert load(tmp_path / "out", format=name).detection.family == family.name
+    convert(sources / "plain", tmp_path / "other", to="ct:mxfp4")
+    with pytest.raises(InvalidValueError, match=f"the format mxfp4 for {name}, needed a format that {name} can hold"):
+        save(load(tmp_path / "other"), tmp_path / "never", format=name)
+    assert written.cast.format.name != "mxfp4"
+
+
+def test_unknown_targets_are_listed_by_producer(sources, tmp_path):
+    with pytest.raises(InvalidValueError) as caught:
+        convert(sources / "plain", tmp_path / "out", to="ct:int4")
+    assert "ct:{nvfp4, mxfp4, mxfp6, mxfp8, fp8, fp8_dynamic, fp8_block}" in str(caught.value)
+    assert len(str(caught.value)) < 800
+
+
+# ---- what stays --------------------------------------------------------------------------------------------------
+
+IGNORING = {
+    "ct": ("ct:fp8_dynamic", "ignore", ["lm_head", "re:.*self_attn.*"]),
+    "modelopt": ("modelopt:mxfp8", "ignore", ["lm_head", "*self_attn*"]),
+    "hf": ("hf:finegrained_fp8", "modules_to_not_convert", ["self_attn"]),
+}
+
+
+@pytest.mark.parametrize("kind", IGNORING)
+@pytest.mark.parametrize("to", ["ct:nvfp4", "deepseek:fp8"])
+def test_what_the_source_leaves_out_stays(tmp_path, kind, to):
+    first, key, patterns = IGNORING[kind]
+    source = stored(tmp_path / "source", [matrix(UP), matrix(Q), matrix("visual.merger.fc.weight")])
+    convert(source, tmp_path / "first", to=first, ignore=["self_attn", "visual"])
+    path = tmp_path / "first" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"][key] = patterns
+    path.write_text(json.dumps(config))
+    report = convert(tmp_path / "first", tmp_path / "out", to=to)
+    reasons = {layer.name: layer.reason for layer in report.skipped}
+    assert reasons == {
+        Q: f"left out by the source ({patterns[-1]!r})",
+        "visual.merger.fc.weight": "plain in the source, which is quantized",
+    }
+    convert(tmp_path / "first", tmp_path / "plain", to="bf16")
+    again = convert(tmp_path / "plain", tmp_path / "all", to=to)  # after which all of it is cast
+    assert {layer.action for layer in again.layers} == {"cast"}
+
+
+def test_heads_and_embeddings_stay_and_gates_of_mlps_are_cast(tmp_path):
+    kept = ["model.shared", "classifier", "tok_emb", "cls.predictions.decoder", "mlp.moe_router", "q_proj.lora_A"]
+    cast = ["shared_experts.up_proj", "dense.gate", "dense.up", "output.dense", "time_emb_proj"]
+    source = stored(tmp_path / "source", [matrix(f"{name}.weight") for name in kept + cast])
+    report = convert(source, tmp_path / "out", to="ct:nvfp4")
+    assert {layer.name.removesuffix(".weight"): layer.action for layer in report.layers} == {
+        **dict.fromkeys(kept, "kept"), **dict.fromkeys(cast, "cast"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), ("attn.wq_a", "attn.wkv"),
+        ("attn.wq", "attn.wk", "attn.wv"),
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), ("linear_attn.in_proj_a", "linear_attn.in_proj_b"),
+        ("attention.self.query", "attention.self.key", "attention.self.value"), ("attn.to_q", "attn.to_k", "attn.to_v"),
+        ("mlp.c_fc_0", "mlp.c_fc_1"), ("mlp.experts.3.w1", "mlp.experts.3.w3"),
+    ],
+)  # fmt: skip
+def test_layers_that_engines_join_share_a_tensor_scale(tmp_path, names):
+    records = [matrix(f"model.layers.0.{name}.weight", (32, 64), 10.0**i) for i, name in enumerate(names)]
+    other = matrix("model.layers.0.mlp.w2.weight", (32, 64), 100.0)
+    source = stored(tmp_path / "source", [*records, other])
+    convert(source, tmp_path / "out", to="ct:nvfp4")
+    made = load(tmp_path / "out")
+    assert len({float(made[record.name].tensor_scale) for record in records}) == 1
+    assert len({float(record.tensor_scale) for record in made.values()}) == 2
+
+
+# ---- scales of a KV cache ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """An FP8 source with scales of a KV cache beside a plain module, a plain layer and a quantized one."""
+    beside = [scalar(CACHE, 0.123456789), scalar("model.layers.0.attn.k_proj.k_scale", 0.7)]
+    source = stored(tmp_path / "plain", [matrix(UP), matrix("model.layers.0.self_attn.v_proj.weight")])
+    convert(source, tmp_path / "fp8", to="ct:fp8_dynamic")
+    quantized = list(load(tmp_path / "fp8").values())
+    extra = [Record(**{**vars(one), "extras": {"v_scale": np.float32(0.3)}}) if "v_proj" in one.name else one
+             for one in quantized]  # fmt: skip
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    save([*extra, *beside, matrix("model.layers.0.attn.k_proj.weight")], tmp_path / "source", format="ct:fp8")
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("to", ["bf16", "f16"])
+def test_a_plain_target_leaves_out_the_scales_of_a_cache_with_one_line(cached, tmp_path, to):
+    report = convert(cached, tmp_path / "out", to=to)
+    assert not [name for name in load(tmp_path / "out").tensors if name.endswith("_scale")]
+    (note,) = report.notes
+    assert "scales of a KV cache are left out" in note
+    assert "3 in all" in note
+    assert CACHE not in {layer.name for layer in report.converted}
+
+
+@pytest.mark.parametrize("to", ["ct:nvfp4", "modelopt:mxfp8", "hf:finegrained_fp8"])
+def test_a_quantized_target_keeps_them_to_the_bit(cached, tmp_path, to):
+    report = convert(cached, tmp_path / "out", to=to, ignore=["v_proj"])
+    tensors = load(tmp_path / "out").tensors
+    assert tensors[CACHE].tobytes() == np.float32(0.123456789).tobytes()
+    assert tensors["model.layers.0.self_attn.v_proj.v_scale"].tobytes() == np.float32(0.3).tobytes()
+    assert not [note for note in report.notes if "KV cache" in note]
+    if to == "ct:nvfp4":
+        assert config_of(tmp_path / "out")["kv_cache_scheme"]
+
+
+def test_a_parameter_of_such_a_name_in_a_plain_model_is_none(tmp_path):
+    source = stored(tmp_path / "source", [scalar("attn.q_scale", 0.5), matrix(UP)])
+    convert(source, tmp_path / "out", to="f32")
+    assert "attn.q_scale" in load(tmp_path / "out")
+
+
+# ---- experts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("to", "model_type", "notes"),
+    [
+        ("ct:mxfp4", "gpt_oss", ["experts of a layer as one tensor; gptoss:hf and microfloat:"]),
+        ("modelopt:nvfp4", "llama4", ["experts of a layer as one tensor; gptoss:hf and microfloat:"]),
+        ("hf:finegrained_fp8", "gpt_oss", ["experts of a layer as one tensor"]),
+        ("ct:fp8", "qwen3_moe", ["gptoss:hf, hf:finegrained_fp8, deepseek:fp8"]),
+        ("hf:finegrained_fp8", "qwen3_moe", []), ("gptoss:hf", "gpt_oss", []), ("microfloat:mxfp4", "gpt_oss", []),
+    ],
+)  # fmt: skip
+def test_stacked_experts_are_noted_where_no_reader_expects_them(tmp_path, to, model_type, notes):
+    experts = [matrix(f"model.layers.{i}.mlp.experts.down_proj", (2, 128, 128)) for i in range(3)]
+    source = stored(tmp_path / "source", experts, {"model_type": model_type})
+    found = convert(source, tmp_path / "out", to=to).notes
+    assert len(found) == len(notes)
+    for note, words in zip(found, notes, strict=True):
+        assert "3 in all" in note
+        assert set(words.split(", ")[0].split()) <= set(note.replace(",", " ").split()) or words in note
+
+
+@pytest.mark.parametrize(("to", "count"), [("ct:nvfp4", 1), ("ct:mxfp8", 1), ("ct:fp8_dynamic", 0), ("ct:mxfp4", 0)])
+def test_numbered_experts_are_noted_where_a_known_reader_fails(tmp_path, to, count):
+    names = [f"model.layers.0.mlp.experts.{i}.down_proj.weight" for i in range(4)]
+    notes = convert(stored(tmp_path / "source", map(matrix, names)), tmp_path / "out", to=to).notes
+    assert len(notes) == count
+    assert all("transformers 5.24" in note and "4 in all" in note for note in notes)
+
+
+# ---- nothing to convert, ambiguous sources, odd configurations ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("to", "names", "reason"),
+    [
+        ("gptoss:hf", [UP, Q], "gptoss:hf quantizes stacked experts alone"),
+        ("ct:nvfp4", ["lm_head.weight", "model.embed_tokens.weight"], "kept by default"),
+        ("ct:mxfp8", ["model.norm.bias"], "it has no weight of a linear layer"),
+    ],
+)
+def test_a_conversion_that_converts_nothing_is_refused_before_it_writes(tmp_path, to, names, reason):
+    source = stored(tmp_path / "source", map(matrix, names))
+    with pytest.raises(InvalidValueError, match=f"src: got .* without a parameter to store as {to} .*{reason}"):
+        convert(source, tmp_path / "out", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_plain_target_says_that_it_changed_nothing(tmp_path):
+    source = stored(tmp_path / "source", [matrix(UP)])
+    report = convert(source, tmp_path / "out", to="bf16")
+    assert (report.converted, report.notes) == ([], ["nothing was converted: every parameter is as bf16 has it"])
+    convert(source, tmp_path / "low", to="ct:mxfp4")
+    back = convert(tmp_path / "low", tmp_path / "back", to="bf16")
+    assert [layer.action for layer in back.converted] == ["dequantized"]
+    assert not back.notes
+
+
+@pytest.mark.parametrize("method", ["auto-round", "quark"])
+def test_a_source_of_another_method_is_converted_as_the_family_that_is_named(tmp_path, method):
+    convert(stored(tmp_path / "source", [matrix(UP)]), tmp_path / "made", to="ct:nvfp4")
+    path = tmp_path / "made" / "config.json"
+    path.write_text(json.dumps({"quantization_config": {"quant_method": method, "bits": 4}}))
+    report = convert(tmp_path / "made", tmp_path / "out", to="bf16", format="ct:nvfp4")
+    assert [layer.action for layer in report.layers] == ["dequantized"]
+    with pytest.raises(InvalidValueError, match="format: got 'nvfp5', needed one of"):
+        convert(tmp_path / "made", tmp_path / "other", to="bf16", format="nvfp5")
+
+
+ODD = [["llama"], 3, True, {"a": 1}, None, "x"]
+
+
+@pytest.mark.parametrize("value", ODD, ids=str)
+def test_values_of_another_type_in_configurations_are_no_python_errors(tmp_path, value):
+    source = stored(tmp_path / "source", [matrix(UP)])
+    config = dict.fromkeys(("model_type", "dtype", "torch_dtype", "text_config", "quantization_config"), value)
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": value, "producer": value}))
+    for to in ("modelopt:nvfp4", "ct:fp8", "f32"):
+        if isinstance(value, dict):  # it is a configuration then, which names no method that is read
+            convert(source, tmp_path / to, to=to, format=WRITTEN[to][0].name if to in WRITTEN else "ct:fp8")
+        else:
+            assert convert(source, tmp_path / to, to=to).verified
+
+
+def test_the_output_of_convert_is_no_finding_of_its_own(tmp_path):
+    """A router beside ordinary layers is named in modules_to_not_convert, a key of transformers."""
+    names = [UP, ROUTER, *(f"model.layers.0.mlp.experts.{i}.gate_proj.weight" for i in range(4))]
+    report = convert(stored(tmp_path / "source", map(matrix, names)), tmp_path / "out", to="deepseek:fp8")
+    assert report.notes == []
+    assert [one for one in load(tmp_path / "out").findings if one.severity != "info"] == []
+
+
+def test_an_exact_conversion_has_no_worst_layer_of_infinite_decibels(tmp_path):
+    source = stored(tmp_path / "source", [Record(UP, np.ones((64, 64), BF16), logical_shape=(64, 64))])
+    report = convert(source, tmp_path / "out", to="ct:mxfp8")
+    assert report.summary()["worst layer"] == "all are exact"
+
+
+def test_the_verification_reports_its_progress(tmp_path):
+    source, seen = stored(tmp_path / "source", [matrix(UP), matrix(DOWN)]), []
+    convert(source, tmp_path / "out", to="ct:mxfp8", progress=seen.append)
+    assert [one.shard for one in seen if one.done == one.total] == [0, 1, 2]
+    verifying = [one for one in seen if one.shard > one.shards > 0]
+    assert [one.name for one in verifying] == [UP, DOWN] or [one.name for one in verifying] == [DOWN, UP]
+    convert(source, tmp_path / "fast", to="ct:mxfp8", verify=False, progress=seen.append)
+    assert seen[-1].shard == 1
