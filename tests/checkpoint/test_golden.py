@@ -10,6 +10,8 @@ from microfloat.formats import E4M3, decode
 from tests.checkpoint.files import GOLDEN, NAMES, QUANTIZED, as_checkpoint, family_of
 
 TORCHAO = "torchao_safetensors_flat"
+# Files of static activations that hold a weight alone: load says so.
+pytestmark = pytest.mark.filterwarnings("ignore:.*announces activations:UserWarning")
 
 
 def reference_of(checkpoint, name):
@@ -69,9 +71,10 @@ def test_tensors_alone_leave_the_family_among_the_candidates(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_golden_file_has_an_error(name, tmp_path):
+def test_no_golden_file_has_an_error_but_the_scales_that_were_not_written(name, tmp_path):
     findings = load(as_checkpoint(name, tmp_path)).findings
-    assert not [finding for finding in findings if finding.severity == "error"]
+    lacks = name.startswith(("ct_fp8_16x128", "ct_nvfp4_16x128"))
+    assert [one.id for one in findings if one.severity == "error"] == ["missing-input-scale"] * lacks
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

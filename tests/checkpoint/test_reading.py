@@ -35,7 +35,7 @@ def test_what_is_no_path_is_named():
 
 def test_mixed_precision_of_modelopt(tmp_path):
     mx = {"b.weight": fp8(4, 64), "b.weight_scale": np.full((4, 2), 126, np.uint8)}
-    table = {"a": {"quant_algo": "NVFP4", "group_size": 16}, "b": {"quant_algo": "MXFP8", "group_size": 32},
+    table = {"a": {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "b": {"quant_algo": "MXFP8", "group_size": 32},
              "c": {"quant_algo": "FP8"}}  # fmt: skip
     tensors = {**layer("a"), **mx, "c.weight": fp8(4, 32), "c.weight_scale": np.float32(0.5),
                "c.input_scale": np.float32(2), "lm_head.weight": np.ones((4, 32), np.float32)}  # fmt: skip
@@ -46,7 +46,7 @@ def test_mixed_precision_of_modelopt(tmp_path):
     assert checkpoint.detection.confidence == 1.0
     formats = {name: record.format.name for name, record in checkpoint.items() if record.format}
     assert formats == {"a.weight": "nvfp4", "b.weight": "mxfp8", "c.weight": "fp8_tensor"}
-    assert [checkpoint[f"{name}.weight"].activation["scheme"] for name in "abc"] == ["dynamic", "dynamic", "static"]
+    assert [checkpoint[f"{name}.weight"].activation["scheme"] for name in "abc"] == ["none", "dynamic", "static"]
     values = decode(mx["b.weight"].view(np.uint8), E4M3) / 2
     np.testing.assert_array_equal(checkpoint["b.weight"].dequantize(), values)
     assert not [finding for finding in checkpoint.findings if finding.severity != "info"]
@@ -98,8 +98,8 @@ EXTRAS = {
 
 @pytest.mark.parametrize(("algorithm", "names"), [("NVFP4_AWQ", ["pre_quant_scale"]), ("NVFP4_SVD", list(EXTRAS))])
 def test_what_awq_and_svd_keep_beside_a_weight_arrives(algorithm, names, tmp_path):  # features I7
-    extras = {name: EXTRAS[name] for name in names}
-    tensors = {**layer("x", **extras), **layer("x.k_proj", k_scale=np.float32(0.5))}
+    extras, of_input = {name: EXTRAS[name] for name in names}, {"input_scale": np.float32(2)}
+    tensors = {**layer("x", **of_input, **extras), **layer("x.k_proj", **of_input, k_scale=np.float32(0.5))}
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     checkpoint = load(write(tmp_path / "model.safetensors", tensors, config=config))
     record = checkpoint["x.weight"]

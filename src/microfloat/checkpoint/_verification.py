@@ -10,7 +10,7 @@ import numpy as np
 
 from microfloat.checkpoint._casting import slabs, values
 from microfloat.checkpoint._saving import Progress
-from microfloat.checkpoint.load import Checkpoint, load
+from microfloat.checkpoint.load import Checkpoint, opened
 from microfloat.checkpoint.records import Record
 from microfloat.cpu._casts import energies
 from microfloat.errors import CheckpointError
@@ -45,7 +45,7 @@ def verify_written(
     `notes` take what the written configuration gets wrong, such as a name in its list of ignored modules that is part
     of the name of a quantized one.
     """
-    written = load(path, format="auto" if target.family is None else target.family.name)
+    written = opened(path, format="auto" if target.family is None else target.family.name)
     disagreeing = [str(finding) for finding in written.findings if finding.id == "config-disagrees"]
     for finding in disagreeing:
         notes.add("the configuration that was written may be read otherwise", finding)

@@ -1,17 +1,19 @@
 """The family of a checkpoint: what its configuration announces, what its tensors show, and both as evidence."""
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from microfloat.checkpoint._modules import module_of
-from microfloat.checkpoint.config import Announcement, announced
+from microfloat.checkpoint.config import Announcement, announced, misread
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.families import FAMILIES, Entry, Family, Scheme, family_named, torchao, unknown_target
-from microfloat.checkpoint.families.row import BYTES, FP8
+from microfloat.checkpoint.families.row import BYTES, FP8, REAL, missing_roles
 from microfloat.checkpoint.folder import Folder, locate
+from microfloat.checkpoint.patterns import parents_of
 from microfloat.checkpoint.records import Detection, Finding, Stored
 
 __all__ = ["Contents", "contents_of", "detect"]
@@ -29,16 +31,23 @@ _EXTRAS = frozenset(
     )
 )
 _SCALE_SUFFIXES = ("_scale", "_scale_2", "_scale_inv", "_global_scale", "_scales", ".scales", "_zero_point", "_g_idx")
+# What stands beside codes in the dialects of many libraries, whatever it is called exactly.
+_SCALE_WORDS = re.compile(r"scale|zero|absmax|g_idx|bitmask|codebook|quant_map|(^|_)scb$|(^|_)s$", re.IGNORECASE)
+_NOT_CODES = (*REAL, "BOOL", "C64")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The parameters of a checkpoint: quantized ones with their tensors, plain ones, and what was found on the way."""
+    """The parameters of a checkpoint: quantized ones with their tensors, plain ones, and what was found on the way.
+
+    `format` is the family that the caller named.
+    """
 
     entries: dict[str, Entry]
     plain: dict[str, Stored]
     findings: list[Finding]
     announcements: list[Announcement]
+    format: str = "auto"
 
     @property
     def families(self) -> Counter[str]:
@@ -59,12 +68,60 @@ def detect(path: str | os.PathLike[str]) -> Detection:
 
 
 def contents_of(folder: Folder, tensors: Container, format: str = "auto") -> Contents:
-    """Group the tensors of a checkpoint into parameters; `format` names the family where the evidence is ambiguous."""
+    """Group the tensors of a checkpoint into parameters; `format` names the family where the evidence is ambiguous.
+
+    Where configurations differ, the first one counts that the tensors agree with; it stands first in the result.
+    """
     names, format = [family.name for family in FAMILIES], family_named(format)
     if format != "auto" and format not in names:
         raise unknown_target("format", format, ["auto", *names])
     announcements = announced(folder.configs)
-    return _Grouping(tensors, announcements, format).contents()
+    made = _Grouping(tensors, announcements, format).contents()
+    if len(announcements) > 1 and (first := _contradictions(made)) != (0, 0):
+        others = []
+        for index in range(1, len(announcements)):
+            order = [announcements[index], *announcements[:index], *announcements[index + 1 :]]
+            others.append(_Grouping(tensors, order, format).contents())
+        best = min(others, key=_contradictions)
+        made = best if _contradictions(best) < first else made
+    return replace(made, findings=[*folder.findings, *misread(folder.configs), *made.findings])
+
+
+def _contradictions(contents: Contents) -> tuple[int, int]:
+    """Number of quantized parameters that the first configuration describes wrongly, and of scales that it announces
+    in vain; every one, and one more, where it is not read or describes another file.
+    """
+    first, entries = contents.announcements[0], contents.entries.values()
+    if first.refusal or (first.families and not entries):
+        return len(entries) + 1, 0
+    return sum(bool(contradiction(first, entry)) for entry in entries), sum(map(lacks_input_scale, entries))
+
+
+def lacks_input_scale(entry: Entry) -> bool:
+    """True where the activations of a parameter are announced with a scale that the file does not hold."""
+    return (entry.scheme.needs_scale or entry.scheme.activation == "static") and "input_scale" not in entry.tensors
+
+
+def contradiction(first: Announcement, entry: Entry) -> str:
+    """The contradiction between a configuration and the tensors of an entry, or an empty text."""
+    module = module_of(entry.name)
+    stored = ", ".join(f"{one.name} {one.dtype}{list(one.shape)}" for one in entry.tensors.values())
+    ignored = first.ignored(module)
+    if ignored is not None:
+        return f"{first.file} ignores {module!r} ({ignored!r}), but it is quantized: {stored}."
+    scheme = first.scheme_of(module)
+    if not scheme.families:
+        return f"{first.file} names no format for {module!r}, but it is quantized: {stored}."
+    if entry.family.name not in (*scheme.families, *scheme.also):
+        return f"{first.file} says {' or '.join(scheme.families)}, the tensors are {entry.family.name}: {stored}."
+    block = entry.family.format.block[1] if entry.family.format else None
+    if block and scheme.group and scheme.group != block:
+        return f"{first.file} says group_size {scheme.group}, {entry.family.name} has blocks of {block}: {stored}."
+    scale = entry.tensors.get("scale")
+    made = entry.family.layout_of(entry.tensors["codes"], scale, entry.scheme) if scale is not None else None
+    if scheme.tile and made and made[0].block != scheme.tile:
+        return f"{first.file} says tiles of {list(scheme.tile)}, the scales are for {made[0].block_text}: {stored}."
+    return ""
 
 
 class _Grouping:
@@ -76,6 +133,7 @@ class _Grouping:
         self.claimed: set[str] = set()
         self.entries: dict[str, Entry] = {}
         self.findings: list[Finding] = []
+        self.unused: dict[str, list[str]] = {}  # input scales that are not used, by the scheme of the activations
 
     def contents(self) -> Contents:
         described, found = torchao.entries_of(self.tensors)
@@ -86,6 +144,7 @@ class _Grouping:
             if name not in self.claimed:
                 self._match(name, stored)
         self._attach_extras()
+        self._attach_unknown()
         left = {name: stored for name, stored in self.stored.items() if name not in self.claimed}
         states = [name for name in left if name.rpartition(".")[2] == "_extra_state"]
         if states:
@@ -93,11 +152,14 @@ class _Grouping:
             self.findings.append(Finding("extra-state", "warn", states[0], message))
         for name in states:
             del left[name]
+        shown = self._unread_codes(left) | {one.name for entry in self.entries.values() for one in entry.beside}
         self.findings += [
             Finding("orphan", "info", name, "a scale that belongs to no weight; it is read as a plain tensor.")
-            for name in left if name.endswith(_SCALE_SUFFIXES) and name.rpartition(".")[2] not in _EXTRAS
+            for name in left
+            if name.endswith(_SCALE_SUFFIXES) and name.rpartition(".")[2] not in _EXTRAS and name not in shown
         ]  # fmt: skip
-        return Contents(self.entries, left, self.findings, self.announcements)
+        self._say_unused()
+        return Contents(self.entries, left, self.findings, self.announcements, self.format)
 
     def _add(self, entry: Entry) -> None:
         self.entries[entry.name] = entry
@@ -123,6 +185,7 @@ class _Grouping:
         if not best:
             return
         score, entry = max(best, key=lambda one: one[0])
+        entry = self._without_unused(entry)
         rivals = {other.family.name: 0 for rank, other in best if (*rank[:3], rank[4]) == (*score[:3], score[4])}
         self._add(replace(entry, candidates=(entry.family.name, *(one for one in rivals if one != entry.family.name))))
 
@@ -141,6 +204,8 @@ class _Grouping:
         scheme = self.scheme_of(module_of(parameter))
         scale = found.get("scale")
         right = scale is not None and scale.dtype in family.scale[1]
+        if not right:  # a tensor of another meaning, that is shown as one beside the codes
+            found.pop("scale", None)
         preferred = family.name in scheme.families
         is_weight = parameter.rpartition(".")[2] == "weight"
         if not (right or "tensor_scale" in found or family.codes[0]):
@@ -150,10 +215,78 @@ class _Grouping:
             if scale is not None and codes.dtype in BYTES:
                 return None
         fits = right and scale is not None and family.layout_of(codes, scale, scheme) is not None
-        order = len(scheme.families) - scheme.families.index(family.name) if preferred else 0
+        order = len(scheme.families) - scheme.families.index(family.name) + 1 if preferred else 0
+        order = order or int(family.name in scheme.also)
         style = scale is not None and _style(family.name, scale)
         score = (int(right), int(fits), int("tensor_scale" in found), order, int(style))
         return score, Entry(parameter, family, found, scheme=scheme)
+
+    def _without_unused(self, entry: Entry) -> Entry:
+        """The entry without a stored input scale that its configuration has no use for."""
+        scale = entry.tensors.get("input_scale")
+        if scale is None or not entry.scheme.activation or entry.scheme.needs_scale:
+            return entry
+        self.claimed.add(scale.name)
+        self.unused.setdefault(entry.scheme.activation, []).append(scale.name)
+        return replace(entry, tensors={role: one for role, one in entry.tensors.items() if role != "input_scale"})
+
+    def _say_unused(self) -> None:
+        """One finding about all input scales that are not used."""
+        file = self.announcements[0].file if self.announcements else ""
+        for scheme, names in self.unused.items():
+            words = "leaves activations in high precision" if scheme == "none" else "scales activations as they come"
+            are = "is" if len(names) == 1 else "are"
+            message = f"{file} {words}: {some(names)}, stored all the same, {are} not used."
+            self.findings.append(Finding("unused-input-scale", "info", names[0], message))
+
+    def _attach_unknown(self) -> None:
+        """Give parameters that lack a scale the other tensors of their module, so that these can be named."""
+        bare = [entry for entry in self.entries.values() if missing_roles(entry)]
+        left: dict[str, list[Stored]] = {}
+        for name, stored in self.stored.items() if bare else ():
+            if name not in self.claimed and name.rpartition(".")[2] not in (*_EXTRAS, "bias", "_extra_state"):
+                for parent in parents_of(name) or [""]:
+                    left.setdefault(parent, []).append(stored)
+        for entry in bare:
+            module, _, leaf = entry.name.rpartition(".")
+            module = module if leaf == "weight" else entry.name
+            around = left.get(module.rpartition(".")[0], ())
+            beside = [
+                *(stored for last, stored in entry.extras.items() if last not in _EXTRAS), *left.get(module, ()),
+                *(stored for stored in around if module and stored.name.startswith(f"{module}_")),
+            ]  # fmt: skip
+            found = [one for one in beside if _SCALE_WORDS.search(one.name[len(module) :])]
+            found = found or [one for one in beside if "." not in one.name[len(module) + 1 :]]
+            self.entries[entry.name] = replace(entry, beside=tuple(found))
+
+    def _unread_codes(self, left: Mapping[str, Stored]) -> set[str]:
+        """Findings about plain tensors that seem to be codes: FP8 ones, and integers beside a scale; their names."""
+        shown: set[str] = set()
+        kinds: dict[tuple[str, str], list[tuple[Stored, list[Stored]]]] = {}
+        folders: dict[str, list[Stored]] = {}
+        for name, stored in left.items():
+            folders.setdefault(name.rpartition(".")[0], []).append(stored)
+        for name, stored in left.items():
+            if stored.dtype in _NOT_CODES or len(stored.shape) < 2:
+                continue
+            folder, _, leaf = name.rpartition(".")
+            around = [*folders[folder], *folders.get(name, ())]
+            scales = [one for one in around if one != stored and _SCALE_WORDS.search(one.name[len(folder) :])]
+            if _SCALE_WORDS.search(leaf) or not (scales or stored.dtype.startswith("F")):
+                continue
+            kinds.setdefault((leaf, stored.dtype), []).append((stored, scales))
+            shown.update(one.name for one in (stored, *scales))
+        for (_, dtype), members in kinds.items():
+            stored, scales = members[0]
+            beside = f", beside {', '.join(f'{one.name} {one.dtype}{list(one.shape)}' for one in scales[:4])}"
+            count = f"{len(members)} tensors such as " if len(members) > 1 else ""
+            message = (
+                f"{count}{stored.name} {dtype}{list(stored.shape)}{beside if scales else ''}: these seem to be codes "
+                "in a layout that is not read; they are read as plain tensors of integers or FP8."
+            )
+            remedy = "Convert the checkpoint with its own library, or name the family with format=."
+            self.findings.append(Finding("unread-codes", "warn", stored.name, message, remedy))
+        return shown
 
     def _attach_extras(self) -> None:
         """Give every quantized parameter the other tensors of its module that belong to it."""
@@ -175,6 +308,11 @@ class _Grouping:
                         self.findings.append(Finding("orphan", "info", parameter, message))
             if extras:
                 self.entries[parameter] = replace(entry, extras=extras)
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """The first of many names, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _beside(parameter: str, last: str) -> str:
@@ -201,16 +339,23 @@ def detection_of(tensors: Container, contents: Contents) -> Detection:
     if any(name.startswith("torchao") for name in counts) or "tensor_names" in tensors.metadata:
         evidence.append("metadata: tensor_names, as torchao writes it")
     evidence += [_shown(family, count, contents.entries.values()) for family, count in counts.most_common()]
+    bare = [entry for entry in contents.entries.values() if missing_roles(entry)]
+    if bare:
+        names = some([entry.name for entry in bare])
+        evidence.append(f"tensors: {len(bare)} x codes without a scale of a known name: {names}")
     first = contents.announcements[0] if contents.announcements else None
-    if first is not None and first.refusal:
+    if first is not None and first.refusal and contents.format == "auto":
         return Detection(first.method, None, [*evidence, first.refusal], 1.0, (first.method,))
     if not counts:
         families = tuple(name for group in (first.families if first else []) for name in group)
         if families:
             return Detection(families[0], None, [*evidence, "no tensor is quantized"], 0.3, families)
         return Detection("plain", None, [*evidence, "no tensor is quantized"], 1.0 if tensors else 0.5, ("plain",))
+    if len(bare) == len(contents.entries):
+        likely = tuple(dict.fromkeys(name for entry in bare for name in entry.candidates))
+        return Detection("unknown", None, evidence, 0.0, likely)
     producers = {family.partition(":")[0] for family in counts}
-    named = {name for group in (first.families if first else []) for name in group}
+    named = first.accepted if first else set()
     order = [family.name for family in FAMILIES]
     leading = max(counts, key=lambda name: (name in named, counts[name], -order.index(name)))
     likely = tuple(dict.fromkeys(name for entry in contents.entries.values() for name in entry.candidates))
@@ -221,7 +366,7 @@ def detection_of(tensors: Container, contents: Contents) -> Detection:
     formats = {_format_of(entry) for entry in contents.entries.values()}
     fmt = formats.pop() if len(formats) == 1 else None
     if first is not None:
-        confidence = 1.0 if set(counts) <= named else 0.5
+        confidence = 1.0 if set(counts) <= named and not bare else 0.5
     elif leading in ("torchao", "microfloat:native"):
         confidence = 1.0
     else:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from microfloat.checkpoint._modules import module_of
-from microfloat.checkpoint.detect import Contents
+from microfloat.checkpoint.config import Announcement
+from microfloat.checkpoint.detect import Contents, contradiction, lacks_input_scale, some
 from microfloat.checkpoint.families import Entry
 from microfloat.checkpoint.records import Finding, Record
 from microfloat.cpu._casts import scale_values
@@ -28,62 +29,107 @@ _REEXPORT = "Quantize or export the layer again; microfloat.checkpoint.convert d
 def structure_findings(contents: Contents, names: Container[str]) -> Iterator[Finding]:
     """Findings about names of tensors, and about configurations that contradict the tensors or each other."""
     yield from contents.findings
+    shown = {name: entry for name, entry in contents.entries.items() if name in names}
+    yield from _missing_input_scales(contents, shown)
     if not contents.announcements:
         return
-    for announcement in contents.announcements:
-        yield from announcement.findings
     first = contents.announcements[0]
+    yield from first.findings
+    yield from _sparse(first, contents)
     for other in contents.announcements[1:]:
-        sides = [(sorted(one.families), sorted(text for text, _ in one.ignore)) for one in (first, other)]
-        if sides[0] != sides[1]:
-            message = f"{first.file} says {_quoted(*sides[0])}, {other.file} says {_quoted(*sides[1])}."
-            yield Finding("config-disagrees", "warn", other.file, message, f"{first.file} is believed.")
-    for name, entry in contents.entries.items():
-        if name in names and (message := _contradiction(contents, entry)):
+        yield from _other_words(first, other, [module_of(name) for name in (*contents.entries, *contents.plain)])
+    for name, entry in shown.items():
+        if message := contradiction(first, entry):
             remedy = "The tensors are believed; correct the configuration before an engine reads it."
             yield Finding("config-disagrees", "warn", name, message, remedy)
     if not contents.entries and first.families:
         message = f"{first.text}, but no tensor is quantized."
         yield Finding("config-disagrees", "warn", first.file, message, "Remove the configuration, or quantize.")
-    kinds = {name: _kind(name) for name in contents.entries}
-    quantized = set(kinds.values())
+    quantized = {_kind(name) for name in contents.entries}
     for name, stored in contents.plain.items():
         module = module_of(name)
         is_layer = name.endswith(".weight") and len(stored.shape) == 2 and _kind(name) in quantized
-        if is_layer and name in names and first.scheme_of(module).families:
+        if is_layer and name in names and not first.leaves_plain(module):
             message = f"{first.file} does not ignore {module!r}, but {name} is plain {stored.dtype}."
             yield Finding("config-disagrees", "warn", name, message, "Add the module to the list of ignored ones.")
+
+
+def _missing_input_scales(contents: Contents, entries: Mapping[str, Entry]) -> Iterator[Finding]:
+    """One finding about the activations that are announced with a scale, and have none."""
+    file = contents.announcements[0].file if contents.announcements else "the metadata of the file"
+    kinds: dict[str, list[Entry]] = {}
+    for entry in entries.values():
+        if lacks_input_scale(entry):
+            kinds.setdefault(entry.family.input_scales[0], []).append(entry)
+    for last, found in kinds.items():
+        count = f"{len(found)} layers" if len(found) > 1 else "a layer"
+        message = (
+            f"{file} announces activations whose global scale is stored, but no {last} stands beside {count}: "
+            f"{some([entry.name for entry in found])}. The weights can be read; an engine would scale the inputs by "
+            "memory that nobody wrote."
+        )
+        remedy = (
+            "Measure the scales and write them (mf.calibrate), or announce dynamic activations, or none where the "
+            "weights alone are quantized."
+        )
+        yield Finding("missing-input-scale", "error", found[0].name, message, remedy)
+
+
+_SPARSE_PARTS = (".bitmask", ".compressed", ".row_offsets", "_bitmask")
+
+
+def _sparse(first: Announcement, contents: Contents) -> Iterator[Finding]:
+    """An error where the tensors are compressed sparse ones, and for groups of a format that is not read."""
+    parts = [name for name in contents.plain if name.endswith(_SPARSE_PARTS)]
+    if first.sparse and parts:
+        message = f"sparsity_config has the format {first.sparse!r}, by which {parts[0]} and others are compressed."
+        remedy = "Sparse weights are not read: decompress the checkpoint with its own library."
+        yield Finding("unsupported", "error", first.file, message, remedy)
+    elif first.sparse:
+        message = f"sparsity_config has the format {first.sparse!r}, but no tensor is compressed by it."
+        yield Finding("config-disagrees", "warn", first.file, message, "The tensors are believed.")
+    unread: dict[str, list[str]] = {}
+    for name, stored in contents.plain.items():
+        word = "" if stored.dtype in _PLAIN else first.scheme_of(name.rpartition(".")[0]).unread
+        if word:
+            unread.setdefault(word, []).append(name)
+    for word, names in unread.items():
+        message = f"format {word!r} of a group is not read; it covers {some(names)}, which are read as plain tensors."
+        remedy = "Convert the checkpoint with its own library."
+        yield Finding("unsupported", "error", first.file, message, remedy)
+
+
+_PLAIN = ("F64", "F32", "F16", "BF16", "BOOL", "I64", "C64")
+
+
+def _other_words(first: Announcement, other: Announcement, modules: list[str]) -> Iterator[Finding]:
+    """A finding where another configuration says something else about a module of the file."""
+    remedy = f"{first.file} is believed, with which the tensors agree; correct or remove the other."
+    if other.refusal:
+        yield Finding("config-disagrees", "warn", other.file, f"{first.text}. {other.refusal}", remedy)
+        return
+    said = [{module: _said(one, module) for module in modules} for one in (first, other)]
+    differing = [module for module in modules if said[0][module] != said[1][module]]
+    if differing:
+        module = differing[0]
+        sides = [f"{one.file} says {_in_words(words[module])}" for one, words in zip((first, other), said, strict=True)]
+        message = f"of {some(differing)}, {', '.join(sides)}."
+        yield Finding("config-disagrees", "warn", other.file, message, remedy)
+
+
+def _said(announcement: Announcement, module: str) -> tuple[str, str]:
+    """The family and the activations of a module by one configuration."""
+    scheme = announcement.scheme_of(module)
+    return scheme.families[0] if scheme.families else "", scheme.activation if scheme.families else ""
+
+
+def _in_words(said: tuple[str, str]) -> str:
+    return f"{said[0]}, activations {said[1] or 'unsaid'}" if said[0] else "high precision"
 
 
 def _kind(name: str) -> str:
     """The last part of the name of a parameter's module: the same in every block of a model."""
     return module_of(name).rpartition(".")[2]
-
-
-def _quoted(families: object, ignore: list[str]) -> str:
-    return f"{families} and ignores {ignore[:8]}"
-
-
-def _contradiction(contents: Contents, entry: Entry) -> str:
-    """The contradiction between the first configuration and the tensors of an entry, or an empty text."""
-    first, module = contents.announcements[0], module_of(entry.name)
-    stored = ", ".join(f"{one.name} {one.dtype}{list(one.shape)}" for one in entry.tensors.values())
-    ignored = first.ignored(module)
-    if ignored is not None:
-        return f"{first.file} ignores {module!r} ({ignored!r}), but it is quantized: {stored}."
-    scheme = first.scheme_of(module)
-    if not scheme.families:
-        return f"{first.file} names no format for {module!r}, but it is quantized: {stored}."
-    if entry.family.name not in scheme.families:
-        return f"{first.file} says {' or '.join(scheme.families)}, the tensors are {entry.family.name}: {stored}."
-    block = entry.family.format.block[1] if entry.family.format else None
-    if block and scheme.group and scheme.group != block:
-        return f"{first.file} says group_size {scheme.group}, {entry.family.name} has blocks of {block}: {stored}."
-    scale = entry.tensors.get("scale")
-    made = entry.family.layout_of(entry.tensors["codes"], scale, entry.scheme) if scale is not None else None
-    if scheme.tile and made and made[0].block != scheme.tile:
-        return f"{first.file} says tiles of {list(scheme.tile)}, the scales are for {made[0].block_text}: {stored}."
-    return ""
 
 
 # ---- scales ------------------------------------------------------------------------------------------------------
@@ -111,6 +157,7 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Fin
         for name, extra in record.extras.items():
             if name.endswith("_scale") and extra.dtype.kind in "fV":
                 yield from _nonfinite(record.name, name, extra.astype(np.float32), None, softened)
+        yield from _reordered(record)
         yield from _ragged(record, fmt)
         group = fused_group(module_of(record.name))
         if group is not None:
@@ -158,6 +205,18 @@ def _nonfinite(name: str, what: str, scale: np.ndarray, fmt: ScaledFormat | None
             message = f"{count} of {scale.size} {what} are {word}." if scale.size > 1 else f"{what} is {word}."
             remedy = f'{_REEXPORT} load(..., nan="zero") reads them as zeros.' if word == "NaN" else _REEXPORT
             yield Finding(id, weight, name, message, remedy)
+
+
+def _reordered(record: Record) -> Iterator[Finding]:
+    """Errors about other tensors of a module that change what its codes mean, and that are not carried out."""
+    remedy = "Convert the checkpoint with its own library; load(strict=False) reads the values without it."
+    for name, extra in record.extras.items():
+        if name.endswith("zero_point") and "input" not in name and np.any(extra.astype(np.float32) != 0):
+            message = f"{name} is not 0, but zero points are not read."
+            yield Finding("unsupported", "error", record.name, message, remedy)
+        if name.endswith("g_idx") and np.any(np.diff(extra.reshape(-1).astype(np.int64)) < 0):
+            message = f"{name} puts the columns into another order, which is not read."
+            yield Finding("unsupported", "error", record.name, message, remedy)
 
 
 def _ragged(record: Record, fmt: ScaledFormat) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ import numpy as np
 from microfloat.arguments import as_bool, check_choice
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.detect import Contents, contents_of, detection_of
+from microfloat.checkpoint.families.row import missing_roles
 from microfloat.checkpoint.folder import Folder, locate
 from microfloat.checkpoint.integrity import code_findings, scale_findings, structure_findings, without_nan
 from microfloat.checkpoint.records import Detection, Finding, Record
@@ -104,8 +105,25 @@ def load(
     * `strict`: errors of integrity raise; False leaves them in `findings`, and records without usable scales raise when
       they are dequantized.
 
-    Raises CheckpointError, which lists all findings, for damaged files and unknown formats of others.
+    Warns of entries that are ignored, and of activations that are announced with scales that the file does not hold:
+    its weights can be read. Raises CheckpointError, which lists all findings, for damaged files, for unknown formats of
+    others, and for configurations that ask for more than the values of the tensors.
     """
+    checkpoint = opened(path, format=format, pattern=pattern, dequantize=dequantize, nan=nan, strict=strict)
+    for finding in checkpoint.scale_findings:
+        if finding.id in _SAID:
+            warnings.warn(finding.message, stacklevel=2)
+    return checkpoint
+
+
+_SAID = ("extra-state", "missing-input-scale")
+
+
+def opened(
+    path: str | os.PathLike[str], *, format: str = "auto", pattern: str | None = None, dequantize: Any = False,
+    nan: str = "keep", strict: bool = True,
+) -> Checkpoint:  # fmt: skip
+    """`load` without its warnings."""
     check_choice("nan", nan, ("keep", "zero"))
     strict = as_bool("strict", strict)
     folder = locate(path)
@@ -114,18 +132,32 @@ def load(
     if format == "auto":
         refusals = [one for one in contents.announcements[:1] if one.refusal]
         if refusals:
-            remedy = "Name the family with format= if the tensors are those of one, or convert it with its own library."
+            family = _likely(contents)
+            remedy = "Convert it with its own library."
+            if family:
+                remedy = f'Its tensors have the names and shapes of {family}: format="{family}" reads them as such.'
             raise checkpoint_error(
                 path, [Finding("unsupported", "error", refusals[0].file, refusals[0].refusal, remedy)]
             )
     checkpoint = Checkpoint(folder, tensors, contents, pattern, dequantize, nan)
-    errors = [finding for finding in checkpoint.scale_findings if finding.severity == "error"]
+    found = checkpoint.scale_findings
+    errors = [finding for finding in found if finding.severity == "error" and finding.id not in _SAID]
     if strict and errors:
         raise checkpoint_error(path, errors)
-    for finding in contents.findings:
-        if finding.id == "extra-state":
-            warnings.warn(finding.message, stacklevel=2)
     return checkpoint
+
+
+def _likely(contents: Contents) -> str:
+    """The family of most parameters, where all of them fit one; else an empty text."""
+    entries = contents.entries.values()
+    fit = [
+        one
+        for one in entries
+        if (scale := one.tensors.get("scale"))
+        and not missing_roles(one)
+        and one.family.layout_of(one.tensors["codes"], scale, one.scheme)
+    ]
+    return contents.families.most_common(1)[0][0] if entries and len(fit) == len(entries) else ""
 
 
 def _matcher(pattern: str | None) -> Callable[[str], bool]:

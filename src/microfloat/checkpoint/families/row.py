@@ -27,17 +27,32 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 E8M0 = ("U8", "F8_E8M0")
 REAL = ("F32", "BF16", "F16", "F64")
 _TILES = ((128, 128), (1, 128), (1, 32))  # of FP8 where no configuration says its tile
-_INCOMPLETE = "The file is damaged, or an exporter left tensors out; export the model again."
+_NO_SCALE = (
+    "An exporter left it out, or the codes are the values themselves, cast without a scale, which is not read: export "
+    "the model again, or write it in a dtype of 16 bits first."
+)
+_OTHER_ORDER = (
+    "This order of scales is not read, which says nothing against the file; read are one scale for a tensor, a row, a "
+    "tile or a block along the last axis of the weight. Convert it with its own library."
+)
 
 
 class Scheme(NamedTuple):
-    """One module by its configuration: its families, the likeliest first, its tile, its activations."""
+    """One module by its configuration: its families, the likeliest first, its tile, its activations.
+
+    * `activation`: "none", "static" or "dynamic"; "" where no configuration says anything.
+    * `needs_scale`: the activations need a scale that is stored.
+    * `also`: other families that the words of the configuration stand for. `unread`: a format that is not read.
+    """
 
     families: tuple[str, ...] = ()
     tile: tuple[int, int] | None = None
-    activation: str = "none"
+    activation: str = ""
     activation_format: ScaledFormat | None = None
     group: int | None = None
+    needs_scale: bool = False
+    also: tuple[str, ...] = ()
+    unread: str = ""
 
 
 NO_SCHEME = Scheme()
@@ -56,6 +71,7 @@ class Entry:
     format: ScaledFormat | None = None  # where metadata states it
     shape: Shape | None = None
     swizzled: bool = False
+    beside: tuple[Stored, ...] = ()  # other tensors of the module, where the scales that the family needs are missing
 
 
 @dataclass(frozen=True)
@@ -236,20 +252,28 @@ def global_scale(
 def activation_of(entry: Entry, tensors: Container, divisors: dict[str, np.ndarray]) -> Activation:
     """The activation of a module: what its configuration says, or static where a scale is stored."""
     scale = global_scale(tensors, entry.tensors.get("input_scale"), "input_scale", entry.family.divides, divisors)
-    scheme = "static" if scale is not None else entry.scheme.activation
+    scheme = "static" if scale is not None else entry.scheme.activation or "none"
     return {"scheme": scheme, "scale": scale, "format": entry.scheme.activation_format}
 
 
 def missing_roles(entry: Entry) -> list[Finding]:
-    """A finding for each scale that the family needs and the checkpoint lacks."""
+    """A finding for each scale that the family needs and the checkpoint lacks; one where other tensors may hold it."""
     needed = {"scale": entry.family.scale[0], "tensor_scale": entry.family.tensor_scale}
-    return [
-        Finding(
-            "missing-scale", "error", entry.name,
-            f"{entry.family.name} codes ({entry.tensors['codes'].name}) without {entry.name + suffix}.", _INCOMPLETE,
+    codes = entry.tensors["codes"]
+    missing = [entry.name + suffix for role, suffix in needed.items() if suffix and role not in entry.tensors]
+    if missing and entry.beside:
+        shown = ", ".join(f"{one.name} {one.dtype}{list(one.shape)}" for one in entry.beside[:6])
+        message = (
+            f"{codes.name} {codes.dtype}{list(codes.shape)} holds codes, but none of the names of scales that are read "
+            f"({missing[0]} and others) stands beside it with a dtype of scales; there are {shown}."
         )
-        for role, suffix in needed.items() if suffix is not None and role not in entry.tensors
-    ]  # fmt: skip
+        remedy = (
+            "This layout is not known, which says nothing against the file. Convert it with its own library, or, where "
+            f"one of them is the factor of the codes, rename it to {missing[0]} and name the family with format=."
+        )
+        return [Finding("unknown-layout", "error", entry.name, message, remedy)]
+    words = f"{entry.family.name} codes ({codes.name}) without"
+    return [Finding("missing-scale", "error", entry.name, f"{words} {name}.", _NO_SCALE) for name in missing]
 
 
 def misfit(entry: Entry, role: str = "scale") -> Finding:
@@ -258,6 +282,19 @@ def misfit(entry: Entry, role: str = "scale") -> Finding:
     tile = f", tiles of {list(entry.scheme.tile)}" if entry.scheme.tile else ""
     message = (
         f"{entry.family.name}: {scale.name} is {scale.dtype}{list(scale.shape)}, which fits no blocks of "
-        f"{codes.name}, {codes.dtype}{list(codes.shape)}{tile}."
+        f"{codes.name}, {codes.dtype}{list(codes.shape)}{tile}{_other_order(entry, codes, scale)}."
     )
-    return Finding("shape", "error", entry.name, message, _INCOMPLETE)
+    return Finding("shape", "error", entry.name, message, _OTHER_ORDER)
+
+
+def _other_order(entry: Entry, codes: Stored, scale: Stored) -> str:
+    """The order in which scales would fit the codes, in words: turned, or padded for a kernel; or an empty text."""
+    if len(scale.shape) < 2 or entry.format is not None:
+        return ""
+    turned = scale._replace(shape=(*scale.shape[:-2], scale.shape[-1], scale.shape[-2]))
+    if entry.family.layout_of(codes, turned, entry.scheme):
+        return "; they would with their last two axes swapped"
+    fmt = entry.family.format
+    grid = block_grid(fmt, entry.family.shape_of(codes)) if fmt else ()
+    padded = tuple(-(-size // unit) * unit for size, unit in zip(grid[-2:], (128, 4), strict=False))
+    return "; they seem to be padded to 128 rows and 4 columns for a kernel" if scale.shape == padded else ""

@@ -1,0 +1,97 @@
+"""Patterns over names of modules, each matched as the engine of its dialect matches it."""
+
+import re
+from collections.abc import Callable, Iterable
+from fnmatch import translate
+from typing import NamedTuple
+
+__all__ = ["EXACT", "PARTS", "SHELL", "SUBSTRING", "Dialect", "Patterns", "parents_of", "safe_regex"]
+
+Matcher = Callable[[str], object]
+_LONGEST_PATTERN = 300
+_MOST_STARS = 8
+
+
+def safe_regex(text: str) -> re.Pattern[str] | None:
+    """A regular expression that cannot take exponential time, or None: few repeats, none of what repeats."""
+    repeats = len(re.findall(r"[*+{]", text))
+    if len(text) > _LONGEST_PATTERN or repeats > 6 or repeats_repeats(text) or re.search(r"\\\d|\(\?P=", text):
+        return None
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return None
+
+
+def repeats_repeats(text: str) -> bool:
+    """True where a group that repeats holds a repeat, or a group in a group: the time may be exponential."""
+    return bool(re.search(r"[*+}][^()]*\)[*+{?]", text) or re.search(r"\([^()]*\([^()]*\)[^()]*\)[*+{]", text))
+
+
+def parents_of(module: str) -> list[str]:
+    """The modules around a module, the nearest first."""
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+class Dialect(NamedTuple):
+    """One way to match: `is_name` of a pattern that is a whole name, and the matcher of any other (None: not safe)."""
+
+    is_name: Callable[[str], bool]
+    matcher: Callable[[str], Matcher | None]
+
+
+def _shell(pattern: str) -> Matcher | None:
+    return None if pattern.count("*") > _MOST_STARS else re.compile(translate(pattern)).match
+
+
+def _expression(pattern: str) -> Matcher | None:
+    compiled = safe_regex(pattern.removeprefix("re:"))
+    return None if compiled is None else compiled.match
+
+
+def _parts(pattern: str) -> Matcher | None:
+    """The rule of transformers: an expression from the start to the end of a part, or the end of the name; and, as the
+    names of a file may have other prefixes than those of a model, whole parts anywhere.
+    """
+    if re.fullmatch(r"[\w.-]*", pattern):
+        return lambda module: f".{pattern}." in f".{module}." or module.endswith(pattern)
+    if safe_regex(pattern) is None:
+        return _shell(pattern) if pattern.startswith(("*", "?")) else None
+    return re.compile(rf"(?:{pattern})(?=\.|$)").match
+
+
+# ModelOpt: a shell pattern for the whole name. Before version 0.39 it covered every name that it is a part of.
+SHELL = Dialect(lambda pattern: not any(sign in pattern for sign in "*?["), _shell)
+SUBSTRING = Dialect(lambda pattern: False, lambda pattern: _shell(f"*{pattern}*"))
+# compressed-tensors: a whole name, or after "re:" an expression that matches from the start.
+EXACT = Dialect(lambda pattern: not pattern.startswith("re:"), _expression)
+PARTS = Dialect(lambda pattern: False, _parts)
+
+
+class Patterns:
+    """Patterns of one dialect. `unread`: those that are no regular expression, or might take very long."""
+
+    def __init__(self, texts: Iterable[str], dialect: Dialect) -> None:
+        self.texts = list(dict.fromkeys(texts))
+        self.names = {text for text in self.texts if dialect.is_name(text)}
+        found = {text: dialect.matcher(text) for text in self.texts if text not in self.names}
+        self.matchers = [(text, matches) for text, matches in found.items() if matches is not None]
+        self.unread = [text for text, matches in found.items() if matches is None]
+        self._seen: dict[str, str | None] = {}
+
+    def first(self, module: str) -> str | None:
+        """The pattern that covers a module, its own name before others; None where none does."""
+        if module not in self._seen:
+            others = (text for text, matches in self.matchers if matches(module))
+            self._seen[module] = module if module in self.names else next(others, None)
+        return self._seen[module]
+
+    def around(self, module: str) -> str | None:
+        """The pattern of a module around this one, the nearest first: its name or a wildcard, no expression, of which
+        one that excludes names would cover whole models.
+        """
+        if not self.texts:
+            return None
+        found = (self.first(parent) for parent in parents_of(module))
+        return next((text for text in found if text is not None and not text.startswith("re:")), None)
