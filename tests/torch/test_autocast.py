@@ -1,6 +1,7 @@
 """autocast: nesting, islands, exceptions, threads, async tasks, precedence, re-entry, backward afterwards."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
 import copy
@@ -152,6 +153,51 @@ def test_async_tasks_do_not_see_each_other(layer) -> None:
         return await asyncio.gather(*tasks)
 
     assert asyncio.run(main()) == [MX8, MX4]
+
+
+def test_the_state_is_readable_at_any_depth() -> None:
+    """In its own thread, task and recomputation alike, also after an exception."""
+    outside = mf.get_autocast_state()
+    assert outside == mf.AutocastState() == mf.AutocastState(0, None, False, False, None, "auto")
+    with contextlib.suppress(KeyError), mf.autocast(recipe="mxfp8", backend="reference"):
+        with mf.autocast(enabled=False, recipe="fp8_row", calibrating=True):
+            assert mf.get_autocast_state() == mf.AutocastState(2, None, is_island=True, calibrating=True)
+            with mf.autocast(recipe=NVFP4BlockScaling()):
+                assert mf.get_autocast_state() == mf.AutocastState(3, NVFP4BlockScaling())
+                with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                    assert pool.submit(mf.get_autocast_state).result() == outside
+                raise KeyError
+        raise AssertionError
+    assert mf.get_autocast_state() == outside
+
+    depths = []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        with mf.autocast(recipe="fp8_row"):
+            depths.append(mf.get_autocast_state().depth)
+        depths.append(mf.get_autocast_state().depth)
+        return x.sin()
+
+    mf.checkpoint(noted, torch.ones(2, requires_grad=True)).sum().backward()
+    with mf.autocast(recipe="mxfp8"):
+        y = mf.checkpoint(noted, torch.ones(2, requires_grad=True))
+    y.sum().backward()
+    assert depths == [1, 0] * 2 + [2, 1] * 2
+
+
+def test_the_state_of_tasks_is_their_own() -> None:
+    async def nested(depth: int) -> int:
+        if depth == 0:
+            await asyncio.sleep(0)
+            return mf.get_autocast_state().depth
+        with mf.autocast(recipe="mxfp8"):
+            await asyncio.sleep(0)
+            return await nested(depth - 1)
+
+    async def together() -> list[int]:
+        return await asyncio.gather(*[nested(depth) for depth in (3, 0, 1)])
+
+    assert asyncio.run(together()) == [3, 0, 1]
 
 
 def test_one_instance_sequentially_but_not_nested(layer) -> None:  # features P5

@@ -1,5 +1,6 @@
 """`with mf.autocast(...)` inside functions of torch.compile: one graph, the bits of eager, and what ends the graph."""
 
+import contextlib
 import functools
 
 import pytest
@@ -308,3 +309,36 @@ def test_a_program_of_plain_operations_holds_its_autocasts() -> None:  # feature
 
     model = Model()
     assert torch.equal(mf.export(model, (X,)).module()(X), model(X))
+
+
+def test_the_state_is_that_of_the_call_and_of_the_code():
+    """`get_autocast_state`: its caller's autocasts, which may change, and those of the compiled function itself."""
+
+    def asked(x):
+        outside = mf.get_autocast_state()
+        with mf.autocast(enabled=False), mf.autocast(recipe="fp8_row", backend="reference"):
+            inside = mf.get_autocast_state()
+        return x + 1, outside, inside
+
+    compiled = torch.compile(asked, backend="eager", fullgraph=True)
+    for names in ([], ["mxfp8"], ["mxfp8", "nvfp4"], [None], []):
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(mf.autocast(enabled=name is not None, recipe=name, calibrating=name is None))
+            assert compiled(X)[1:] == asked(X)[1:]
+
+
+def test_the_state_names_the_group_of_its_caller():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        groups = [torch.distributed.new_group([0]), None, torch.distributed.new_group([0])]
+
+        def asked(x):
+            return x + 1, mf.get_autocast_state()
+
+        compiled = torch.compile(asked, backend="eager", fullgraph=True)
+        for group in groups:
+            with mf.autocast(recipe="delayed", amax_reduction_group=group):
+                assert compiled(X)[1].amax_reduction_group is asked(X)[1].amax_reduction_group is group
+    finally:
+        torch.distributed.destroy_process_group()

@@ -27,7 +27,15 @@ from microfloat.recipes import (
 )
 from microfloat.support import Support
 from microfloat.torch.attention import apply_rotary
-from microfloat.torch.autocast import autocast, checkpoint, fp8_autocast, get_autocast_recipe, is_autocast_enabled
+from microfloat.torch.autocast import (
+    AutocastState,
+    autocast,
+    checkpoint,
+    fp8_autocast,
+    get_autocast_recipe,
+    get_autocast_state,
+    is_autocast_enabled,
+)
 from microfloat.torch.convert import ConversionReport, convert, plain_state_dict, revert
 from microfloat.torch.explain import (
     explain,
@@ -57,17 +65,16 @@ from microfloat.torch.tensor import QuantizedTensor
 from microfloat.torch.watch import Record, watch
 
 __all__ = [
-    "FLOP_FORMULAS",
-    "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear", "Hadamard", "KVCache", "LayerNorm",
-    "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "Placement", "QuantizedTensor", "RMSNorm",
-    "Recipe", "Record", "RotaryEmbedding", "Support", "TransformerLayer", "WeightActivation", "WeightOnly",
-    "apply_rotary", "autocast", "backward_dw", "calibrate", "checkpoint", "convert", "dequantize", "explain", "export",
-    "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "from_blocked", "get_align_size_for_quantization",
-    "get_autocast_recipe", "get_default_recipe", "grouped_matmul", "is_autocast_enabled", "is_fp8_available",
-    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "linear", "load_quantized",
-    "pack_fp4", "pack_fp6", "plain_state_dict", "quantize", "quantize_", "quantized_model_init", "recipes",
-    "reset_scaling", "revert", "save_quantized", "scaled_matmul", "set_seed_rank", "to_blocked", "unpack_fp4",
-    "unpack_fp6", "update_quantized", "update_scaling", "watch",
+    "FLOP_FORMULAS", "AutocastState", "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear",
+    "Hadamard", "KVCache", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "Placement",
+    "QuantizedTensor", "RMSNorm", "Recipe", "Record", "RotaryEmbedding", "Support", "TransformerLayer",
+    "WeightActivation", "WeightOnly", "apply_rotary", "autocast", "backward_dw", "calibrate", "checkpoint", "convert",
+    "dequantize", "explain", "export", "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "from_blocked",
+    "get_align_size_for_quantization", "get_autocast_recipe", "get_autocast_state", "get_default_recipe",
+    "grouped_matmul", "is_autocast_enabled", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
+    "is_nvfp4_available", "linear", "load_quantized", "pack_fp4", "pack_fp6", "plain_state_dict", "quantize",
+    "quantize_", "quantized_model_init", "recipes", "reset_scaling", "revert", "save_quantized", "scaled_matmul",
+    "set_seed_rank", "to_blocked", "unpack_fp4", "unpack_fp6", "update_quantized", "update_scaling", "watch",
 ]  # fmt: skip
 
 

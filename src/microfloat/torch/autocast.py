@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import Token
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.context import Ambient, Tape, ambient, canonical, entered, reset_ambient, set_ambient
 from microfloat.torch.reduction import Group, exists
 
-__all__ = ["autocast", "checkpoint", "fp8_autocast", "get_autocast_recipe", "is_autocast_enabled"]
+__all__ = [
+    "AutocastState", "autocast", "checkpoint", "fp8_autocast", "get_autocast_recipe", "get_autocast_state",
+    "is_autocast_enabled",
+]  # fmt: skip
 
 _default_recipe = functools.cache(get_default_recipe)
 
@@ -132,7 +136,8 @@ class autocast:
             is_traced = torch.compiler.is_compiling()
             if is_traced and (calibrating or (enabled and recipe is not None and recipe.is_delayed)):
                 context.refuse_state()
-            state = Ambient(enabled, recipe, calibrating, group, backend, region, *tapes, self, outer, is_traced)
+            depth = 1 if outer is None else outer.depth + 1
+            state = Ambient(enabled, recipe, calibrating, group, backend, region, *tapes, self, outer, is_traced, depth)
             self._entered = region, set_ambient(state)
         except BaseException:
             self._busy.release()
@@ -280,6 +285,41 @@ def _stepped_async(function: Callable, enter: Callable[[], autocast]) -> Callabl
                 step, sent = generator.athrow, error
 
     return steps
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """What the autocasts around a place in the code ask of the layers there, as `get_autocast_state` returns it.
+
+    `depth`: autocasts that were entered and not left, 0 outside of all; the innermost one decides the rest. `recipe`:
+    that of layers without one of their own, None in high precision. `is_island`: layers with a recipe of their own run
+    in high precision too. `calibrating`, `amax_reduction_group` (None: all ranks) and `backend`: its arguments.
+    """
+
+    depth: int = 0
+    recipe: Recipe | None = None
+    is_island: bool = False
+    calibrating: bool = False
+    amax_reduction_group: "Group" = None
+    backend: str = "auto"
+
+
+def get_autocast_state() -> AutocastState:
+    """The autocasts around the caller, of its thread and task. Also in compiled code, which follows what changes."""
+    if not torch.compiler.is_compiling():
+        state = ambient()
+        if state is None:
+            return AutocastState()
+        recipe = state.recipe if state.enabled else None
+        return AutocastState(
+            state.depth, recipe, not state.enabled, state.calibrating, state.group, state.backend
+        )  # fmt: skip
+    views, traced, depth = context.asked(), context.TRACED, int(context.DEPTH)
+    group = None if traced is not None else context.GROUP
+    while traced is not None:
+        traced, depth = traced.outer, depth + 1
+    calibrating = views.CALIBRATED != context.PLAIN
+    return AutocastState(depth, get_autocast_recipe(), views.ISLAND, calibrating, group, views.BACKEND)
 
 
 def get_autocast_recipe() -> Recipe | None:

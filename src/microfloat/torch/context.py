@@ -61,6 +61,7 @@ class Ambient(NamedTuple):
     owner: object = None  # who leaves this state again
     outer: "Ambient | None" = None
     is_traced: bool = False  # entered by code that `torch.export` runs to trace it, so that it is part of the program
+    depth: int = 0  # autocasts that were entered and not left, this one included
 
 
 _AMBIENT: ContextVar[Ambient | None] = ContextVar("microfloat_autocast", default=None)
@@ -203,6 +204,9 @@ _VIEWS: dict[str, Callable[[Ambient | None], Any]] = {
     # The token of the recipe for which layers in high precision record their amaxes.
     "CALIBRATED": lambda state: token_of(state.recipe) if state is not None and state.calibrating else PLAIN,
     "BACKEND": lambda state: "auto" if state is None else state.backend,
+    # The number of autocasts around this, as text: Dynamo takes numbers of a module for variables.
+    "DEPTH": lambda state: "0" if state is None else str(state.depth),
+    "GROUP": lambda state: None if state is None else state.group,
 }
 
 
