@@ -165,7 +165,7 @@ def test_the_state_is_readable_at_any_depth() -> None:
             with mf.autocast(recipe=NVFP4BlockScaling()):
                 assert mf.get_autocast_state() == mf.AutocastState(3, NVFP4BlockScaling())
                 with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                    assert pool.submit(mf.get_autocast_state).result() == outside
+                    assert pool.submit(mf.get_autocast_state).result(timeout=60) == outside
                 raise KeyError
         raise AssertionError
     assert mf.get_autocast_state() == outside
