@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.without import hide
 
 CLASSES = {
-    "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "Hadamard", "Placement", "QuantizedTensor", "Recipe",
-    "Record", "Support", "WeightActivation", "WeightOnly",
+    "AutocastState", "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "Hadamard", "Placement",
+    "QuantizedTensor", "Recipe", "Record", "Support", "WeightActivation", "WeightOnly",
 }  # fmt: skip
 DATA = {"FLOP_FORMULAS", "formats", "recipes"}
 
@@ -105,6 +105,7 @@ def torch_calls(folder):
         "from_blocked": lambda: mf.from_blocked(mf.to_blocked(q.scale), *q.scale.shape),
         "get_align_size_for_quantization": lambda: mf.get_align_size_for_quantization("mxfp8"),
         "get_autocast_recipe": mf.get_autocast_recipe,
+        "get_autocast_state": mf.get_autocast_state,
         "get_default_recipe": mf.get_default_recipe,
         "grouped_matmul": lambda: mf.grouped_matmul(x, torch.randn(2, 48, 64), ids, recipe="mxfp8"),
         "is_autocast_enabled": mf.is_autocast_enabled,
