@@ -124,6 +124,64 @@ def test_regions_of_several_microbatches_and_calls_in_between(form, options) -> 
     assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def two_losses(y, x, model):
+    y[:, 0].sum().backward(retain_graph=True)
+    y[:, 1].sum().backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def parts(y, x, model):
+    """Gradients of x, then of one weight alone, then of all, then the penalty of x by a second loss."""
+    weights = list(model.parameters())
+    first = torch.autograd.grad(y[:2].sum(), x, retain_graph=True)
+    second = torch.autograd.grad(y[2:].square().sum(), weights[:1], retain_graph=True)
+    third = torch.autograd.grad(y.sum(), [x, *weights], retain_graph=True)
+    return [*first, *second, *third, *torch.autograd.grad(y.tanh().sum(), x)]
+
+
+@pytest.mark.parametrize("backward", [two_losses, parts])
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4", "delayed", RECIPE])
+@pytest.mark.parametrize("form", ["ours", "ours in ours", "ours in later", "fused"])
+def test_several_backwards_recompute_the_same_forward(form, recipe, backward) -> None:
+    """Each but the first was an AttributeError. The amaxes of x and w are those of one forward."""
+    found = []
+    for run in (plain, FORMS.get(form, plain)):
+        torch.manual_seed(0)
+        if form == "fused":
+            model = mf.LayerNormMLP(32, 64, recompute=run is not plain or bool(found), recipe=recipe)
+        else:
+            model = block(recipe) if recipe else torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Linear(48, 32))
+        torch.manual_seed(1)
+        x = torch.randn(8, 32, requires_grad=True)
+        with mf.autocast(enabled=recipe is not None, recipe=recipe):
+            y = run(model, x)
+        gradients = backward(y, x, model)
+        mf.update_scaling(model)
+        found.append([y, *gradients, *model.buffers()])
+    assert same(*found)
+
+
+def test_a_recomputation_that_fails_leaves_the_autocast_as_it_was() -> None:
+    fails = []
+
+    def function(x):
+        if fails:
+            raise ValueError("on purpose")
+        return model(x)
+
+    model, x = block("mxfp8"), torch.randn(8, 32, requires_grad=True)
+    with mf.autocast(recipe="nvfp4"):
+        y = mf.checkpoint(function, x)
+        fails.append(True)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="on purpose"):
+                y.sum().backward(retain_graph=True)
+            assert mf.get_autocast_recipe() == NVFP4BlockScaling()
+        fails.clear()
+        y.sum().backward()
+    assert mf.get_autocast_recipe() is None
+
+
 def test_a_fused_function_in_a_reentrant_checkpoint_records_its_parts() -> None:
     states = []
     for run in (plain, reentrant):

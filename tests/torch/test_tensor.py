@@ -651,6 +651,44 @@ def test_from_parts_with_a_transform_and_without_a_tensor_scale():
     assert torch.equal(made.dequantize(), one_level.dequantize())
 
 
+@every_format
+def test_a_plain_tensor_takes_no_quantized_data(fmt):
+    """The next use of the plain tensor was a segmentation fault."""
+    q = mf.quantize(randn(32, 64), fmt)
+    for plain_one in (torch.zeros(32, 64), nn.Parameter(randn(32, 64)), nn.Linear(64, 32).weight, randn(64, 32).t()):
+        kept = plain_one.detach().clone()
+        with pytest.raises(InvalidTypeError, match=rf"data: got a QuantizedTensor \({q.format}.*copy_\(q.dequantize"):
+            plain_one.data = q
+        for other in (nn.Parameter(q), q.t(), mf.quantize(randn(4, 4), "mxfp4")):
+            with pytest.raises(RuntimeError, match="incompatible tensor type"):
+                setattr(plain_one, "data", other)  # noqa: B010  # no statement that assigns
+        assert torch.equal(plain_one, kept)
+        with pytest.raises(InvalidTypeError, match=r"data: got a tensor of torch.float32, needed a QuantizedTensor"):
+            q.data = plain_one
+    compatible = torch._has_compatible_shallow_copy_type
+    assert [compatible(kept, q), compatible(q, kept), compatible(q, q.clone()), compatible(kept, randn(2))] == [
+        False, False, True, True
+    ]  # fmt: skip
+
+
+def test_loaders_put_quantized_parameters_in_the_place_of_plain_ones_and_back():
+    def swapped(layer, value):
+        torch.utils.swap_tensors(layer.weight, nn.Parameter(value, requires_grad=False))
+
+    q, values = mf.quantize(randn(4, 32), "mxfp8"), randn(4, 32)
+    for put in (
+        swapped, lambda layer, value: layer.load_state_dict({"weight": value}, assign=True),
+        lambda layer, value: layer._apply(lambda _: value),
+        lambda layer, value: setattr(layer, "weight", nn.Parameter(value, requires_grad=False)),
+    ):  # fmt: skip
+        layer = nn.Linear(32, 4, bias=False).requires_grad_(False)
+        put(layer, q)
+        assert torch.equal(plain(layer.weight), q.dequantize())
+        put(layer, values)
+        assert not isinstance(layer.weight.data, QuantizedTensor)
+        assert torch.equal(layer.weight, values)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -402,13 +402,30 @@ def _replayed(context_fn: Callable | None, function: Callable[..., Result], args
 
     def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
         tape = Tape(None if state is None else state.record_tape)
-        ours = entered(state, record_tape=tape), entered(state, record_tape=None, replay=tape.replay())
-        return ours if context_fn is None else tuple(map(_both, ours, context_fn()))  # type: ignore[return-value]
+        first, again = (None, None) if context_fn is None else context_fn()
+        return (
+            _Reentered(lambda: entered(state, record_tape=tape), first),
+            _Reentered(lambda: entered(state, record_tape=None, replay=tape.replay()), again),
+        )
 
     return torch_checkpoint.checkpoint(function, *args, context_fn=contexts, **options)
 
 
-@contextlib.contextmanager
-def _both(first: contextlib.AbstractContextManager, second: contextlib.AbstractContextManager) -> Iterator[None]:
-    with first, second:
-        yield
+class _Reentered(threading.local):
+    """A context that is made anew whenever it is entered, as each backward through a kept graph does, and another."""
+
+    def __init__(
+        self, make: Callable[[], contextlib.AbstractContextManager], other: contextlib.AbstractContextManager | None
+    ) -> None:
+        self._make, self._other = make, other
+        self._open: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._make())
+            if self._other is not None:
+                stack.enter_context(self._other)
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: object) -> bool | None:
+        return self._open.pop().__exit__(*error)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """Operators that read a QuantizedTensor: copies, rows by index, tensors like it, comparison, products, collectives."""
 
+import dis
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -42,6 +44,29 @@ def _to_copy(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTenso
     options = {name: kwargs[name] for name in ("non_blocking",) if name in kwargs}
     moved = args[0].map_parts(lambda part: part.to(device=device or part.device, copy=True, **options), dtype)
     return moved.map_parts(torch.Tensor.pin_memory) if kwargs.get("pin_memory") else moved
+
+
+def _takes_data(own: torch.Tensor, other: torch.Tensor) -> bool:
+    """False for a plain tensor that takes a quantized one as its ``.data``, which would leave it without memory.
+
+    The operator reaches no table. It is registered for tensors that Python dispatches, so that plain ones pay nothing.
+    """
+    quantized = [one for one in (own, other) if isinstance(one, QuantizedTensor)]
+    if len(quantized) != 1:
+        with torch._C._ExcludeDispatchKeyGuard(_SNAPSHOT):  # pyright: ignore[reportAttributeAccessIssue]
+            return aten._has_compatible_shallow_copy_type.default(own, other)
+    asks = sys._getframe(1)
+    if asks.f_code.co_code[asks.f_lasti] == dis.opmap["STORE_ATTR"]:  # ``p.data = q``, whose refusal names neither
+        raise invalid_type(
+            "data", f"a QuantizedTensor ({quantized[0].format}) for a plain tensor", "a plain tensor",
+            "Write its values, p.copy_(q.dequantize()), or replace the parameter: module.weight = nn.Parameter(q).",
+        )  # fmt: skip
+    return False
+
+
+_SNAPSHOT = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+_library = torch.library.Library("aten", "IMPL")
+_library.impl("_has_compatible_shallow_copy_type", _takes_data, "PythonTLSSnapshot")
 
 
 @register(aten._pin_memory.default)
