@@ -1,9 +1,12 @@
-"""Measures of what quantization did to an array: one definition each, NumPy arrays in, floats out.
+"""Measures of what quantization did to an array: one definition each, arrays in, floats out.
 
+An array is one of NumPy, a number or list of them, a tensor of torch (of any float dtype, on any device, with a
+gradient or without), an array of JAX, or a QuantizedTensor or QuantizedArray, which counts as its dequantized values.
 In every formula x is the reference and q what became of it (codes, decoded), both of one shape. Sums and shares are
 those of the elements whose reference is finite, in float64; `non_finite` counts the others. Source: docs/watching.md.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -108,7 +111,7 @@ def clip(x: np.ndarray, limit: np.ndarray | float) -> float:
 def at_limit(codes: np.ndarray, element: ElementFormat | str) -> float:
     """Share of unpacked codes that are +-max: the saturated ones and those that hit the maximum exactly."""
     fmt = get_element(element)
-    return _share(np.abs(decode(codes, fmt)) == np.float32(fmt.max))
+    return _share(np.abs(decode(_codes("codes", codes), fmt)) == np.float32(fmt.max))
 
 
 class NonFinite(NamedTuple):
@@ -183,7 +186,7 @@ class ScaleHistogram:
 
 def scale_histogram(scale: np.ndarray, scale_format: ScaleFormat | None = None) -> ScaleHistogram:
     """Distribution of stored scales over powers of two; uint8 bytes need their `scale_format`, float32 does not."""
-    stored, numbers = np.asarray(scale), ()
+    stored, numbers = _numpy("scale", scale), ()
     if stored.dtype == np.uint8:
         if scale_format not in (SCALE_E8M0, SCALE_E4M3):
             raise invalid_value("scale_format", scale_format, "SCALE_E8M0 or SCALE_E4M3 for scale bytes")
@@ -219,7 +222,7 @@ def max_ulp(x: np.ndarray, q: np.ndarray, dtype: np.dtype | str | None = None) -
     `dtype`: float32, float16, bfloat16 or another float of NumPy or ml_dtypes; None is q's. The spacing at zero is the
     smallest subnormal. NaN where a q of a finite x is NaN; 0 for equal and for empty arrays.
     """
-    info = _finfo(np.asarray(q).dtype if dtype is None else dtype)
+    info = _finfo(_numpy("q", q).dtype if dtype is None else dtype)
     a, b = _pair(x, q)
     lowest = int(info.minexp)  # subnormals have the spacing of the first binade, and so has zero, where frexp gives 0
     exponents = np.where(a == 0, lowest, np.maximum(np.frexp(a)[1] - 1, lowest))
@@ -249,7 +252,8 @@ def sr_noise(x: np.ndarray, draws: Sequence[np.ndarray] | np.ndarray) -> SRNoise
     `draws` [K, ...x]: q under each key. The deviation is the root of the mean, over elements, of their variance over
     the keys; ``z = mean / (std / sqrt(K n))``, since the draws of n elements are independent: |z| above 4 is a bias.
     """
-    a, many = _array("x", x), _array("draws", np.asarray(draws))
+    several = [_array("draws", draw) for draw in draws] if isinstance(draws, list | tuple) else draws
+    a, many = _array("x", x), _array("draws", several)
     if many.ndim != a.ndim + 1 or many.shape[1:] != a.shape or len(many) < 2:
         raise invalid_value("draws", f"shape {many.shape}", f"shape (K, *{a.shape}) with K >= 2, a draw for each key")
     errors = (many - a)[:, np.isfinite(a)]
@@ -289,7 +293,8 @@ def first_difference(
     `element`: the format of unpacked codes, for the values; arrays of floats need none. Raises InvalidValueError for
     arrays of different shape or dtype: those have no common index.
     """
-    arrays = np.asarray(a), np.asarray(b)
+    as_arrays = _numpy if element is None else _codes
+    arrays = as_arrays("a", a), as_arrays("b", b)
     first, second = arrays
     if first.shape != second.shape or first.dtype != second.dtype:
         raise invalid_value(
@@ -314,8 +319,34 @@ def first_difference(
     return Difference(index, int(first[index]), int(second[index]), len(places), bits.itemsize, *values)
 
 
+def _numpy(argument: str, value: Any) -> np.ndarray:
+    """The elements in the dtype that they have. No framework is imported: that of a tensor is loaded already."""
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "codes") and hasattr(value, "dequantize"):
+        value = value.dequantize()
+    if not hasattr(value, "detach"):
+        return np.asarray(value)
+    name = str(value.dtype).removeprefix("torch.")
+    try:
+        value = value.detach().cpu().contiguous()
+        if not hasattr(ml_dtypes, name):
+            return value.numpy()
+        raw = value.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        return raw.view(getattr(ml_dtypes, name)).reshape(value.shape)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        got = f"a tensor of {name} ({str(value.layout).removeprefix('torch.')}, {value.device})"
+        raise invalid_type(argument, got, "a tensor with values in memory, such as x.to_dense()") from error
+
+
+def _codes(argument: str, value: Any) -> np.ndarray:
+    """Unpacked codes as bytes, those of FP8 dtypes too."""
+    codes = _numpy(argument, value)
+    return codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes
+
+
 def _array(argument: str, value: np.ndarray | float) -> np.ndarray:
-    array = np.asarray(value)
+    array = _numpy(argument, value)
     try:
         if array.dtype.kind in "cOSUMm":
             raise TypeError

@@ -283,3 +283,44 @@ def test_blocks_and_limits_that_are_refused():
         metrics.block_dynamic_range(np.ones(4), 4.0)
     with pytest.raises(InvalidValueError, match=r"limit: got shape \(3,\), needed a shape that broadcasts to \(4,\)"):
         metrics.clip(np.ones(4), np.ones(3))
+
+
+def test_tensors_of_torch_are_taken_as_they_are():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    mf = pytest.importorskip("microfloat.torch")
+    plain = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
+    x = torch.tensor(plain, requires_grad=True)
+    q = mf.quantize(x, "mxfp8")
+    for q_like, as_numpy in (
+        (x.bfloat16(), plain.astype(ml_dtypes.bfloat16)), (x.half() * 2, plain.astype(np.float16) * 2),
+        (x.double(), plain), (x.to(torch.float8_e4m3fn), plain.astype(ml_dtypes.float8_e4m3fn)),
+        (torch.nn.Parameter(q), q.dequantize().numpy()), (x.t().contiguous().t(), plain),
+    ):  # fmt: skip
+        for metric in (*PAIRED, metrics.max_ulp):
+            assert metric(x, q_like) == metric(plain, as_numpy)
+        assert metrics.crest(q_like) == metrics.crest(as_numpy)
+    assert metrics.crest(x.sum()) == 1.0
+    assert metrics.clip(x, torch.tensor(1.0)) == metrics.clip(plain, 1.0)
+    assert metrics.sr_noise(x, [x, x + 1]) == metrics.sr_noise(x, torch.stack([x, x + 1]))
+    assert metrics.sr_noise(x, [x, x + 1]).mean == pytest.approx(0.5, rel=1e-6)
+    codes = q.codes.view(torch.uint8).numpy()
+    assert metrics.at_limit(q.codes, "E4M3") == metrics.at_limit(codes, "E4M3")
+    assert metrics.first_difference(x.bfloat16(), x.bfloat16()) is None
+    other = q.codes.clone()
+    other.view(torch.uint8)[1, 3] ^= 1
+    found = metrics.first_difference(q.codes, other, "E4M3")
+    assert found.index == (1, 3)
+    assert (found.value_a, found.value_b) == tuple(float(one[1, 3].float()) for one in (q.codes, other))
+    for nothing in (x.to("meta"), x.to_sparse()):
+        with pytest.raises(InvalidTypeError, match=r"x: got a tensor of float32 \((strided, meta|sparse_coo, cpu)\)"):
+            metrics.crest(nothing)
+
+
+def test_arrays_of_jax_are_taken_as_they_are():
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+    mj = pytest.importorskip("microfloat.jax")
+    plain = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
+    x, narrow = jnp.asarray(plain), jnp.asarray(plain, dtype=jnp.bfloat16)
+    assert metrics.sqnr_db(x, narrow) == metrics.sqnr_db(plain, plain.astype(ml_dtypes.bfloat16))
+    q = mj.quantize(x, "nvfp4")
+    assert metrics.sqnr_db(plain, q) == metrics.sqnr_db(plain, np.asarray(q.dequantize()))
