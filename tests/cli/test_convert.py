@@ -82,11 +82,53 @@ def test_options_are_passed_on(microfloat, model, convert):
     del options["progress"]
     assert options == {
         "to": "ct:nvfp4", "scale_rule": "amax", "ignore": ["a", "re:b,c"], "fuse": ["qkv", "experts"],
-        "four_over_six": True, "verify": False, "resume": False, "max_shard_size": "1GB",
+        "four_over_six": True, "verify": False, "resume": False, "max_shard_size": "1GB", "format": "auto",
     }  # fmt: skip
     microfloat("convert", model, "out", "--to", "bf16", "--fuse", "none")
     options = calls[1][1]
     assert (options["fuse"], options["ignore"], options["resume"], options["verify"]) == ([], (), True, True)
+
+
+def test_the_family_of_the_source_may_be_named(microfloat, model, tmp_path):
+    """As the error about a configuration of another method asks for."""
+    assert microfloat("convert", model, tmp_path / "nvfp4", "--to", "ct:nvfp4").code == 0
+    (tmp_path / "nvfp4" / "config.json").write_text('{"quantization_config": {"quant_method": "auto-round"}}')
+    words = ["convert", tmp_path / "nvfp4", tmp_path / "out", "--to", "bf16"]
+    assert "auto-round" in microfloat(*words).err
+    assert microfloat(*words, "--from", "ct:nvfp4").code == 0
+    microfloat(*words[:2], tmp_path / "other", "--to", "bf16", "--from", "ct:nvfp5").refuses("--from: got 'ct:nvfp5'")
+
+
+def test_nothing_to_convert_is_the_last_line_and_the_exit_status(microfloat, model, tmp_path):
+    done = microfloat("convert", model, tmp_path / "same", "--to", "bf16")
+    assert done.code == 1
+    assert "Nothing was converted" in " ".join(done.out.split("\n\n")[-1].split())
+    microfloat("convert", model, tmp_path / "out", "--to", "gptoss:hf").refuses("quantizes stacked experts alone")
+    assert not (tmp_path / "out").exists()
+    assert microfloat("convert", model, tmp_path / "f32", "--to", "f32").code == 0
+
+
+def test_a_wrong_target_is_a_short_list(microfloat, model, tmp_path):
+    done = microfloat("convert", model, tmp_path / "out", "--to", "x", columns=80)
+    assert len(done.err.splitlines()) < 12
+    assert "modelopt:{nvfp4, fp8, mxfp8}" in " ".join(done.err.split())
+
+
+def test_the_stage_is_named_in_words():
+    from microfloat.cli.convert import _stage
+
+    shown = [_stage(position(1, shard=shard, shards=shards)) for shard, shards in ((0, 0), (2, 3), (4, 3))]
+    assert shown == ["measuring", "writing file 2 of 3", "verifying"]
+
+
+def test_ctrl_c_while_the_result_is_verified(microfloat, model, convert):
+    def stop(progress):
+        progress(position(4, shard=2, shards=1))
+        raise KeyboardInterrupt
+
+    convert(stop)
+    done = microfloat("convert", model, "out", "--to", "bf16")
+    assert "stopped: while the result was verified. Its files stay in out.partial. To go on:" in done.err
 
 
 def test_ctrl_c_tells_how_to_go_on(microfloat, model, convert, monkeypatch):

@@ -31,6 +31,10 @@ def convert(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint in any format.")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder, or a .safetensors file, that does not exist.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="ct:nvfp4, modelopt:fp8, deepseek:fp8, bf16, ...")],
+    source: Annotated[
+        str, typer.Option("--from", metavar="FAMILY",
+                          help="Family of the source, as load(format=) has it, where its files do not tell.")
+    ] = "auto",
     scale_rule: Annotated[
         str | None, typer.Option("--scale-rule", metavar="RULE", help="Instead of the format's own: rceil, even, ...")
     ] = None,
@@ -56,6 +60,8 @@ def convert(
 ) -> int:  # fmt: skip
     """Convert a checkpoint to another format; one piece of a tensor is in memory at a time.
 
+    Exits with 1 where nothing was converted, since every tensor has the target's dtype already.
+
     \b
     microfloat convert model/ model-nvfp4/ --to ct:nvfp4
     microfloat convert model/ model-fp8/ --to deepseek:fp8 --ignore 're:.*layers\\.0\\.'
@@ -65,30 +71,40 @@ def convert(
 
     kinds = [kind.strip() for kind in fuse.split(",") if kind.strip() not in ("", "none")]
     seen: Progress | None = None
-    with output.progress(f"to {to}", None) as advance:
+    with output.progress(f"to {to}", None, of_bytes=True) as advance:
 
         def follow(progress: "Progress") -> None:
             nonlocal seen
             seen = progress
-            label = f"file {progress.shard}/{progress.shards}" if progress.shard else "measuring"
-            advance(0, label, done=progress.done, total=progress.total)
+            advance(0, _stage(progress), done=progress.done, total=progress.total)
 
         try:
             report = checkpoint.convert(
                 local(src, hub, "SRC"), dst, to=to, scale_rule=scale_rule, ignore=ignore or (), fuse=kinds,
                 four_over_six=four_over_six, verify=verify, resume=resume, max_shard_size=max_shard_size,
-                progress=follow,
+                format=source, progress=follow,
             )  # fmt: skip
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_stopped(dst, seen)) from None
         except CheckpointError as error:
-            if error.findings or (seen is not None and seen.shard and seen.done == seen.total):
+            if error.findings or (seen is not None and (_is_written(seen) or seen.shard > seen.shards)):
                 raise  # the source is damaged, or the result is not what was written
             raise NotSupportedError(str(error)) from None  # no space, or a destination that exists
         except (InvalidTypeError, InvalidValueError) as error:
             raise type(error)(_as_option(str(error))) from None
     _show(output, report)
-    return 0
+    return 0 if report.converted else 1
+
+
+def _is_written(progress: "Progress") -> bool:
+    return progress.shard > 0 and progress.done == progress.total
+
+
+def _stage(progress: "Progress") -> str:
+    """The work that is going on, in words."""
+    if progress.shard > progress.shards:
+        return "verifying"
+    return f"writing file {progress.shard} of {progress.shards}" if progress.shard else "measuring"
 
 
 def _as_option(message: str) -> str:
@@ -96,6 +112,8 @@ def _as_option(message: str) -> str:
     argument, colon, rest = message.partition(":")
     if argument == "path":
         return f"DST{colon}{rest}"
+    if argument in ("src", "format"):
+        return f"{'SRC' if argument == 'src' else '--from'}{colon}{rest}"
     is_option = argument in ("to", "scale_rule", "ignore", "fuse", "four_over_six", "max_shard_size")
     return f"--{argument.replace('_', '-')}{colon}{rest}" if is_option else message
 
@@ -105,6 +123,8 @@ def _stopped(dst: Path, seen: "Progress | None") -> str:
     again = shlex.join(["microfloat", *(word for word in sys.argv[1:] if word != "--no-resume")])
     if seen is None or not seen.shard:
         return f"before writing. To go on:\n    {again}"
+    if seen.shard > seen.shards:
+        return f"while the result was verified. Its files stay in {dst}.partial. To go on:\n    {again}"
     where = f"at {seen.done / max(seen.total, 1):.0%}, file {seen.shard} of {seen.shards}"
     if seen.shards == 1 and seen.done < seen.total:
         return f"{where}, which is not complete. To start again:\n    {again}"
@@ -116,7 +136,8 @@ def _show(output: Output, report: "Report") -> None:
     output.put(**document)
     if not output.shows:
         return
-    converted = [row for row in document["layers"] if row["action"] != "kept"]
+    names = {layer.name for layer in report.converted}
+    converted = [row for row in document["layers"] if row["name"] in names]
     many = len(document["layers"]) > MOST_LINES
     keys = ("action", "source", "format")
     shown = list(together(converted, keys)) if many else converted
@@ -128,4 +149,7 @@ def _show(output: Output, report: "Report") -> None:
     output.pairs(report.summary())
     for note in report.notes:
         output.warn(note)
+    if not converted:
+        output.say(f"Nothing was converted: every tensor of {report.source} is as {report.format} has it already.")
+        return
     output.say(f"Next: microfloat inspect {report.destination}; microfloat diff {report.source} {report.destination}")

@@ -271,14 +271,26 @@ class Output:
         self.say(f"Picture: {path}")
 
     @contextmanager
-    def progress(self, title: str, total: float | None) -> Iterator[Callable[..., None]]:
-        """A bar with the time left, on stderr where that is a terminal; yields `advance(amount, title=None)`."""
+    def progress(self, title: str, total: float | None, of_bytes: bool = False) -> Iterator[Callable[..., None]]:
+        """A bar with the time left, on stderr where that is a terminal; yields `advance(amount, title=None)`.
+
+        `of_bytes`: amounts are bytes, shown with their rate. A position before the last one begins another stage.
+        """
         if self.quiet or not self.errors.is_terminal:
             yield lambda amount=1, title=None, **absolute: None
             return
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
+        rate = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (TaskProgressColumn(),)
+        columns = (TextColumn("{task.description}"), BarColumn(None), *rate, TimeRemainingColumn())
         with Progress(*columns, console=self.errors, transient=True) as bar:
             task = bar.add_task(title, total=total)
 
@@ -286,6 +298,8 @@ class Output:
                 amount: float = 1, title: str | None = None, *, done: float | None = None, total: float | None = None
             ) -> None:
                 step = amount if done is None else None
+                if done is not None and done < bar.tasks[0].completed:
+                    bar.reset(task)
                 bar.update(task, advance=step, completed=done, total=total, description=title)
 
             yield advance
