@@ -115,9 +115,9 @@ def test_a_wrong_target_is_a_short_list(microfloat, model, tmp_path):
 
 
 def test_the_stage_is_named_in_words():
-    from microfloat.cli.convert import _stage
+    from microfloat.cli.convert import stage
 
-    shown = [_stage(position(1, shard=shard, shards=shards)) for shard, shards in ((0, 0), (2, 3), (4, 3))]
+    shown = [stage(position(1, shard=shard, shards=shards)) for shard, shards in ((0, 0), (2, 3), (4, 3))]
     assert shown == ["measuring", "writing file 2 of 3", "verifying"]
 
 

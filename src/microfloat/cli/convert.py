@@ -76,7 +76,7 @@ def convert(
         def follow(progress: "Progress") -> None:
             nonlocal seen
             seen = progress
-            advance(0, _stage(progress), done=progress.done, total=progress.total)
+            advance(0, stage(progress), done=progress.done, total=progress.total)
 
         try:
             report = checkpoint.convert(
@@ -100,7 +100,7 @@ def _is_written(progress: "Progress") -> bool:
     return progress.shard > 0 and progress.done == progress.total
 
 
-def _stage(progress: "Progress") -> str:
+def stage(progress: "Progress") -> str:
     """The work that is going on, in words."""
     if progress.shard > progress.shards:
         return "verifying"
