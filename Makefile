@@ -35,15 +35,15 @@ setup-demo:
 	@$(SETUP) torch,examples
 
 setup-test:
-	@$(SETUP) torch,triton,jax,cli,plot,cpu,examples,dev
+	@$(SETUP) torch,triton,jax,cli,plot,examples,dev
 
 # pyright comes with all of Node.js, which no test needs.
 setup-lint:
-	@$(SETUP) torch,triton,jax,cli,plot,cpu,examples,dev,lint
+	@$(SETUP) torch,triton,jax,cli,plot,examples,dev,lint
 
 # The packages of tests/integrations, which skip in `make test` where they are not installed.
 setup-test-all:
-	@$(SETUP) torch,triton,jax,cli,plot,cpu,examples,dev,integrations
+	@$(SETUP) torch,triton,jax,cli,plot,examples,dev,integrations
 
 demo: setup-demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO)

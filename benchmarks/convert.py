@@ -31,9 +31,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import microfloat.torch  # noqa: F401 -- its casts are used, as by the command
 from benchmarks._report import printable_command
 from benchmarks.cpu_quantize import processor
-from microfloat import cpu
+from microfloat import casters
 from microfloat._version import __version__
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint.families import WRITTEN
@@ -47,7 +48,7 @@ LAYER = {
 }  # fmt: skip
 # Functions of a profile by what their own time is; the rest is Python.
 KINDS = {
-    "kernels": ("cast_blocks", "cast_rows", "row_amax", "decode", "energies", "acquire", "sleep"),
+    "kernels": ("quantize_operand", "decode_into", "energies", "acquire", "sleep"),
     "disk": ("pwrite", "fsync", "posix_fallocate", "ftruncate", "read", "replace"),
     "amaxes": ("amax_of", "reduce"),
 }  # fmt: skip
@@ -102,7 +103,7 @@ def floors(source: Path, target: str, written: int, folder: Path) -> dict[str, f
     """Seconds of the casts alone, and of writing and syncing as many bytes."""
     cast = WRITTEN[target][1].cast
     weights = [record.codes for record in load(source).values()]
-    kernel = sum(timed(lambda weight=weight: cpu.quantize(weight, cast))[0] for weight in weights)
+    kernel = sum(timed(lambda weight=weight: casters.quantize(weight, cast))[0] for weight in weights)
     piece = np.random.default_rng(1).integers(0, 256, 1 << 26, np.uint8).data
 
     def write() -> None:
@@ -161,8 +162,6 @@ def main(given: list[str] | None = None) -> int:
         print(f"{needed / 1e9:.1f} GB of disk are needed, {free / 1e9:.1f} GB are free; name another --folder")
         return 2
     load_before, rows = os.getloadavg(), []
-    for name in ("mxfp8", "nvfp4"):  # compiled before anything is timed
-        cpu.dequantize(cpu.quantize(np.ones((32, 32), np.float32), name))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         source = Path(name) / "source"
         save(records(arguments.gigabytes), source, format="plain", max_shard_size="500MB")

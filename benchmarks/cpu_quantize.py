@@ -1,15 +1,13 @@
-"""Quantize and dequantize on a CPU: microfloat's torch reference and `microfloat.cpu` beside torchao, in one process.
+"""Quantize and dequantize on a CPU: microfloat's torch reference beside torchao, in one process.
 
     python -m benchmarks cpu [--json benchmarks/results/cpu_quantize.json] [--threads 2] [--clock wall]
 
 One row per format and direction: Melem/s of a bfloat16 matrix, median of the repetitions. Where torchao is importable
 its eager path for the same format is timed beside it, A B A B, and its codes are compared first: the share of equal
-bytes is recorded (torchao 0.18 computes some scales with float log2). Rows of `microfloat.cpu` stand beside its eager
-and its compiled path; their bytes are compared with those of the NumPy oracle first. Rows c.* are those of
-docs/performance.md with a target. Data are normal-distributed, never constants; allocating the result is part of every
+bytes is recorded (torchao 0.18 computes some scales with float log2). Rows c.* are those of docs/performance.md with a
+target. Data are normal-distributed, never constants; allocating the result is part of every
 call on both sides. Every timed call comes after a pause, on both sides: the OpenMP threads of torch's kernels, eager or
-compiled, go on spinning for some milliseconds after their work, and would keep a core from whoever is timed next. In
-rows of `microfloat.cpu` both sides run untimed for some milliseconds more, until their threads have a core each.
+compiled, go on spinning for some milliseconds after their work, and would keep a core from whoever is timed next.
 `--clock cpu` counts processor time instead of wall time: for one thread on a machine busy with other work.
 """
 
@@ -26,13 +24,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import ml_dtypes
 import torch
 
 from benchmarks._report import printable_command
 from benchmarks.cpu_imports import import_rows
-from microfloat import cpu
-from microfloat import reference as oracle
 from microfloat._version import __version__
 from microfloat.formats import FORMATS
 from microfloat.recipes import Cast, Hadamard
@@ -41,7 +36,6 @@ from microfloat.torch.backends.base import Operand
 
 SEED = (0x01234567, 0x89ABCDEF)
 PAUSE_S = 0.02  # before every timed call; libgomp's threads spin for about 5 ms (GOMP_SPINCOUNT)
-SETTLE_S = 0.01  # of calls that are not timed, after the pause: threads woken together can share a core for some ms
 
 
 @dataclass
@@ -78,7 +72,6 @@ class Case:
     peer: Callable[[], object] | None = None
     equal_bytes: float | None = None
     target: float | None = None
-    settles: bool = False
     times: list[float] = field(default_factory=list)
     peer_times: list[float] = field(default_factory=list)
 
@@ -168,59 +161,6 @@ def cases(x: torch.Tensor, quantizers: dict, wrapped: dict) -> list[Case]:
     return found
 
 
-# What torchao has beside a cast of microfloat.cpu; FP8 tiles stand beside plain torch operations (`fp8_tiles`).
-CPU_CASTS = (Cast("mxfp8"), Cast("mxfp4"), Cast("nvfp4"), Cast("nvfp4", "two_level_torchao"), Cast("nvfp4_2d"),
-             Cast("nvfp4", "four_over_six"), Cast("fp8_tensor"), Cast("fp8_row"), Cast("fp8_1x128"),
-             Cast("fp8_128x128"))  # fmt: skip
-CPU_PEERS = {"mxfp8": ("c.q.mxfp8", ("mxfp8", "rceil")), "nvfp4": ("c.q.nvfp4", ("nvfp4", "two_level_torchao")),
-             "mxfp4": ("c.q.mxfp4", ("mxfp4", "even")),
-             "fp8_128x128": ("c.q.fp8_128x128", ("fp8_128x128", ""))}  # fmt: skip
-
-
-def fp8_tiles(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """128x128 tiles in E4M3 as torchao's float8 blockwise casts write them, in plain torch operations."""
-    rows, columns = x.shape
-    tiles = x.float().view(rows // 128, 128, columns // 128, 128)
-    scale = 448.0 / tiles.abs().amax((1, 3), keepdim=True).clamp(min=1e-12)
-    codes = (tiles * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return codes.view(rows, columns), (1.0 / scale).squeeze()
-
-
-def cpu_cases(x: torch.Tensor, quantizers: dict) -> list[Case]:
-    """`microfloat.cpu` on the same matrix, beside the peer's eager and compiled casts where it has one."""
-    array = x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    peers = {**quantizers, ("fp8_128x128", ""): fp8_tiles} if quantizers and x.shape[0] % 128 == 0 else quantizers
-    found = []
-    for cast in CPU_CASTS:
-        small = array[:256, :512]
-        assert cpu.quantize(small, cast).codes.tobytes() == oracle.quantize(small, cast).codes.tobytes()
-        name = f"{cast.format.name} {cast.scale_rule}"
-        run = lambda cast=cast: cpu.quantize(array, cast, threads=torch.get_num_threads())  # noqa: E731
-        row_id, key = CPU_PEERS.get(cast.format.name, ("", None))
-        peer = peers.get(key)
-        if peer is None:
-            found.append(Case("", "microfloat.cpu quantize", name, run))
-            continue
-        text = "plain torch" if peer is fp8_tiles else "torchao"
-        eager = lambda peer=peer: peer(x)  # noqa: E731
-        found.append(Case(row_id, "microfloat.cpu quantize", name, run, f"{text} eager", eager, target=6.0))
-        try:
-            peer_compiled = torch.compile(peer)
-            peer_compiled(x)
-        except Exception as error:  # what the peer's code does not compile to is a row without a peer
-            print(f"{name}: {text} does not compile: {type(error).__name__}")
-            continue
-        compiled = lambda peer=peer_compiled: peer(x)  # noqa: E731
-        found.append(Case(row_id, "microfloat.cpu quantize", name, run, f"{text} compiled", compiled, target=1.2))
-    for fmt in ("mxfp8", "nvfp4", "fp8_128x128"):
-        q = cpu.quantize(array, fmt)
-        values = lambda q=q: cpu.dequantize(q, ml_dtypes.bfloat16, threads=torch.get_num_threads())  # noqa: E731
-        found.append(Case("", "microfloat.cpu dequantize", fmt, values))
-    for case in found:
-        case.settles = True
-    return found
-
-
 def matmul_row(repetitions: int) -> Row:
     """c.mm: both casts and the emulated product of 2048^3, in units of one float32 product of that size."""
     a, b = (torch.randn(2048, 2048, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
@@ -240,12 +180,9 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 clock = CLOCKS["wall"]
 
 
-def timed(run: Callable[[], object], settles: bool) -> float:
-    """Seconds of a call, after a pause and, where it settles, untimed calls."""
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of a call, after a pause."""
     time.sleep(PAUSE_S)
-    begin = time.perf_counter()
-    while settles and time.perf_counter() - begin < SETTLE_S:
-        run()
     start = clock()
     run()
     return clock() - start
@@ -257,9 +194,9 @@ def measure(case: Case, elements: int, repetitions: int) -> Row:
     if case.peer is not None:
         case.peer()
     for _ in range(repetitions):
-        case.times.append(timed(case.run, case.settles))
+        case.times.append(timed(case.run))
         if case.peer is not None:
-            case.peer_times.append(timed(case.peer, case.settles))
+            case.peer_times.append(timed(case.peer))
     times = sorted(case.times)
     median = statistics.median(times)
     row = Row(
@@ -304,7 +241,7 @@ def main(given: list[str] | None = None) -> int:
     before = os.getloadavg()
     copy = torch.empty_like(x)
     copy_case = Case("", "copy", "bfloat16", lambda: copy.copy_(x))
-    listed = (copy_case, *cases(x, quantizers, wrapped), *cpu_cases(x, quantizers))
+    listed = (copy_case, *cases(x, quantizers, wrapped))
     rows = [measure(case, x.numel(), arguments.repetitions) for case in listed]
     rows.append(matmul_row(arguments.repetitions))
     for row in rows:
@@ -331,7 +268,6 @@ def main(given: list[str] | None = None) -> int:
             "shape": list(x.shape), "dtype": "bfloat16", "repetitions": arguments.repetitions,
             "torchao": why_not or "eager and compiled, same process, interleaved",
             "pause_s": PAUSE_S, "pause": "before every timed call of both sides, for OpenMP's threads to stop spinning",
-            "settle_s": SETTLE_S, "settle": "untimed calls of the same side after the pause, rows of microfloat.cpu",
             "rows": [asdict(row) for row in rows], "imports": [asdict(entry) for entry in imports],
         }  # fmt: skip
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

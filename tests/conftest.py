@@ -118,10 +118,8 @@ def _sort_by_effort(items):
 
 @functools.cache
 def _group_of(path, root):
-    """One process runs a file: others would make its fixtures and compile its programs once more. What calls the
-    compiled casts is one group, since they take 17 s to compile in a fresh checkout."""
-    path = path.relative_to(root)
-    return "numba" if set(path.parts[1:2]) & {"checkpoint", "cli", "cpu"} else path.as_posix()
+    """One process runs a file: others would make its fixtures and compile its programs once more."""
+    return path.relative_to(root).as_posix()
 
 
 def _leave_out_without_gpu(config, items):

@@ -32,7 +32,7 @@ BACKEND = ("hatchling", "editables")
 # A third of all code that is installed: folders by their names, or below others.
 RARELY_IMPORTED = (
     "_unicode_data", "_vendor", "distutils", "fontTools", "fsspec/implementations", "google/protobuf",
-    "hypothesis/extra", "jax/experimental", "numba/cuda", "physics", "pip", "pydantic", "pygments", "scipy",
+    "hypothesis/extra", "jax/experimental", "physics", "pip", "pydantic", "pygments", "scipy",
     "setuptools", "sympy/categories", "sympy/codegen", "sympy/parsing", "sympy/plotting", "sympy/stats", "sympy/vector",
     "testing", "torch/sparse", "torchgen",
 )  # fmt: skip

@@ -65,7 +65,7 @@ def cpu_quantize_table(path: Path = CPU_QUANTIZE) -> str:
     if "pause_s" in data:
         text += (
             f" Before every timed call, on both sides, is a pause of {data['pause_s'] * 1e3:.0f} ms, in which OpenMP's "
-            f"threads stop spinning; in rows of microfloat.cpu {data['settle_s'] * 1e3:.0f} ms of untimed calls follow."
+            "threads stop spinning."
         )
     return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{provenance(data)}"
 

@@ -15,7 +15,7 @@ LAYERS = (
     ("recipes",),
     ("layout",),
     ("metrics", "reference"),
-    ("cpu", "pictures"),
+    ("casters", "pictures"),
     ("watching",),
     ("kernels", "checkpoint", "routes"),
     ("passes",),
@@ -30,7 +30,6 @@ NUMERIC = frozenset({"numpy", "ml_dtypes"})
 # What a layer may import from outside the standard library, where it is not just NUMERIC.
 THIRD_PARTY = {
     "kernels": frozenset({"triton"}),
-    "cpu": NUMERIC | {"numba", "llvmlite"},
     "pictures": NUMERIC | {"matplotlib"},
     "checkpoint": NUMERIC | {"safetensors"},
     "torch": NUMERIC | {"torch", "triton"},

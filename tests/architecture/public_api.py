@@ -16,7 +16,6 @@ MODULES = (
     "microfloat.formats",
     "microfloat.recipes",
     "microfloat.reference",
-    "microfloat.cpu",
     "microfloat.metrics",
     "microfloat.checkpoint",
     "microfloat.torch",

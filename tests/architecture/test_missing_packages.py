@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 # What `pip install ".[torch,cli]"` brings nothing of, under the names by which it is imported.
 OTHERS = (
-    "triton", "numba", "jax", "jaxlib", "flax", "matplotlib", "safetensors", "transformers", "huggingface_hub",
+    "triton", "jax", "jaxlib", "flax", "matplotlib", "safetensors", "transformers", "huggingface_hub",
     "accelerate",
 )  # fmt: skip
 _SINGLE = pytest.mark.slow("one package at a time, where all at once are tried")
@@ -21,7 +21,7 @@ each = pytest.mark.parametrize(
     "packages",
     [
         pytest.param(OTHERS, id="torch alone"),
-        *(pytest.param((name,), id=f"no {name}", marks=_SINGLE) for name in ("triton", "numba", "matplotlib", "jax")),
+        *(pytest.param((name,), id=f"no {name}", marks=_SINGLE) for name in ("triton", "matplotlib", "jax")),
     ],
 )
 # Words that a command line has where it needs a package -> that package.

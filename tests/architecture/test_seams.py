@@ -1,8 +1,8 @@
 """How many test files reach into modules of the library: such a test breaks when code moves that still does its work.
 
 What counts is the import of a name or of a module with a leading underscore, and a name with one that is read from, or
-patched into, something that was imported from the library. Tests of private modules by their own kind (`tests/cpu`
-reads `microfloat.cpu._casts`) count as all others do.
+patched into, something that was imported from the library. Tests of private modules by their own kind
+(`tests/checkpoint` reads `microfloat.checkpoint._arrays`) count as all others do.
 """
 
 import ast

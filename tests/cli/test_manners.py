@@ -140,7 +140,7 @@ def fresh(repository, words, hidden=(), **variables):
 
 def test_formats_needs_no_framework_and_no_matplotlib(repository):
     pytest.importorskip("typer", reason="typer is not installed")
-    hidden = ("torch", "jax", "triton", "matplotlib", "numba")
+    hidden = ("torch", "jax", "triton", "matplotlib")
     done = fresh(repository, ["formats", "--json"], hidden)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["formats"]

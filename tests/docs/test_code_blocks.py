@@ -30,9 +30,6 @@ COMPILING = dict.fromkeys(("jax.md", "training.md", "watching.md", "migration.md
 # transformers asks its models by a name that it deprecates itself.
 NOISE = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 
-# The page on checkpoints converts: one process compiles those kernels.
-GROUPS = {"checkpoints.md": pytest.mark.xdist_group("numba")}
-
 
 def pages(slow=None):
     """A test of every page, by the path from the root; `slow`: reasons by name of the page."""
@@ -40,7 +37,7 @@ def pages(slow=None):
     slow = {name: pytest.mark.slow(why) for name, why in (slow or {}).items()}
 
     def marks(name):
-        return [kind[name] for kind in (GROUPS, slow) if name in kind]
+        return [kind[name] for kind in (slow,) if name in kind]
 
     ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
     return pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page.name)) for page in PAGES], ids=ids)

@@ -10,9 +10,9 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 
-from microfloat import cpu
+from microfloat.casters import quantize
+from microfloat.checkpoint._arrays import scale_in_place
 from microfloat.checkpoint.records import Record
-from microfloat.cpu._casts import scale_in_place
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.layout import scale_grid
 from microfloat.recipes import Cast
@@ -110,7 +110,7 @@ def measure(record: Record) -> tuple[np.ndarray, int]:
 def cast_slab(slab: Record, cast: Cast, amax: np.float32 | None, scale_dtype: np.dtype) -> Record:
     """The record of a slab under `cast`. FP32 scales are rounded to `scale_dtype` first: codes fit the stored scale."""
     x, fmt = values(slab), cast.format
-    made = cpu.quantize(x, cast, amax=amax)
+    made = quantize(x, cast, None if amax is None else np.asarray(amax))
     codes, scale = made.codes, made.scale
     if fmt.scale.bits == 32 and scale_dtype != np.float32:
         with np.errstate(all="ignore"):
@@ -119,7 +119,7 @@ def cast_slab(slab: Record, cast: Cast, amax: np.float32 | None, scale_dtype: np
             )
             x = x.astype(np.float32)
             scale_in_place(x, np.float32(1) / np.atleast_2d(scale), fmt.block)
-            codes = cpu.quantize(x, _UNIT[fmt.element.has_inf], amax=np.float32(fmt.element.max)).codes
+            codes = quantize(x, _UNIT[fmt.element.has_inf], np.asarray(fmt.element.max, np.float32)).codes
     if fmt.element.bits == 6:
         codes = pack_fp6(codes)
     return Record(slab.name, codes.view(np.uint8), scale, made.tensor_scale, fmt, slab.logical_shape)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from microfloat.checkpoint._arrays import energies
 from microfloat.checkpoint._casting import slabs, values
 from microfloat.checkpoint._saving import Progress
 from microfloat.checkpoint.load import Checkpoint, opened
 from microfloat.checkpoint.records import Record
-from microfloat.cpu._casts import energies
 from microfloat.errors import CheckpointError
 
 if TYPE_CHECKING:

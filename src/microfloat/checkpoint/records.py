@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from microfloat.cpu._casts import Matrix, decode_into
+from microfloat.checkpoint._arrays import Matrix, decode_into
 from microfloat.errors import checkpoint_error, invalid_type, invalid_value
 from microfloat.formats import FORMATS, NVFP4_ROW, ScaledFormat
 from microfloat.layout import leading_axes
@@ -238,7 +238,7 @@ class Record:
         outer = level if divisor is None else divisor
         outers = [None] * experts if outer is None else self._per_matrix(outer, experts)
         for codes, grid, one in zip(codes_ERC, scale_EGH, outers, strict=True):
-            yield Matrix(codes, self._length, fmt, grid, None, one, divisor is not None)
+            yield Matrix(codes, self._length, fmt, grid, one, divisor is not None)
 
 
 def _by_rows(fmt: ScaledFormat) -> ScaledFormat:

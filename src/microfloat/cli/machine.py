@@ -1,5 +1,7 @@
 """The machine: versions of packages, GPUs and what they do right now. Frameworks are not imported."""
 
+import importlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -7,10 +9,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from microfloat import casters
 from microfloat._version import __version__
 from microfloat.chips import Chip
 
-__all__ = ["LARGEST_DIFFERENCE", "PACKAGES", "clocks", "gpus", "processor", "smi", "threads", "versions"]
+__all__ = ["LARGEST_DIFFERENCE", "PACKAGES", "clocks", "gpus", "load_casts", "processor", "smi", "threads", "versions"]
 
 # Of a GEMM whose operands are the same bytes: two roundings to bfloat16 (1.7e-3 rms each) and the FP8 accumulator of
 # Hopper without promotion (1.3e-3); docs/numerics.md 8.3.
@@ -18,7 +21,7 @@ LARGEST_DIFFERENCE = 6e-3
 # Package -> the extra of microfloat that brings it; "" for what is always there.
 PACKAGES = {
     "numpy": "", "ml_dtypes": "", "torch": "torch", "triton": "triton", "jax": "jax", "flax": "jax",
-    "typer": "cli", "rich": "cli", "matplotlib": "plot", "numba": "cpu",
+    "typer": "cli", "rich": "cli", "matplotlib": "plot",
 }  # fmt: skip
 
 
@@ -55,6 +58,15 @@ def processor() -> str:
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return (names or [platform.processor() or platform.machine()])[0]
+
+
+def load_casts() -> str:
+    """Import the front end whose casts of arrays are fastest; its name, "numpy" where there is none."""
+    for name in ("torch", "jax"):
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(f"microfloat.{name}")
+            break
+    return casters.loaded()
 
 
 def threads() -> int:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from microfloat import cpu, metrics
+from microfloat import casters, metrics, reference
 from microfloat.checkpoint import Checkpoint, Record
+from microfloat.cli.machine import load_casts
 from microfloat.errors import unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes import Cast
@@ -60,6 +61,7 @@ def survey(
     advance: Callable[..., None] = lambda amount=1, title=None: None,
 ) -> Survey:  # fmt: skip
     """Measure the named matrices, at most about `rows` rows of each (0: all), cast to each of `formats`."""
+    load_casts()
     found = Survey()
     for name in names:
         advance(0, name)
@@ -75,8 +77,8 @@ def survey(
         for fmt in formats:
             row[fmt.name] = None
             if fits(x_RC.shape, fmt):
-                q = cpu.quantize(x_RC, cast_of(fmt))
-                row[fmt.name] = metrics.sqnr_db(x_RC, cpu.dequantize(q))
+                q = casters.quantize(x_RC, cast_of(fmt))
+                row[fmt.name] = metrics.sqnr_db(x_RC, reference.dequantize(q))
                 _count(found, fmt.name, q.scale, fmt)
         found.rows.append(row)
         advance(1)

@@ -9,7 +9,7 @@ from microfloat.errors import missing_package
 if find_spec("jax") is None:
     raise missing_package("jax", "microfloat.jax", "jax")
 
-from microfloat.jax import checkpoint_policies, scaling
+from microfloat.jax import array_casts, checkpoint_policies, scaling  # noqa: F401  (array_casts registers them)
 from microfloat.jax.array import QuantizedArray
 from microfloat.jax.autocast import autocast, get_autocast_recipe, is_autocast_enabled
 from microfloat.jax.dot_general import DotGeneral, Einsum, dot_general, einsum

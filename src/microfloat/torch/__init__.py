@@ -26,6 +26,7 @@ from microfloat.recipes import (
     get_default_recipe,
 )
 from microfloat.support import Support
+from microfloat.torch import array_casts  # noqa: F401  (registers them)
 from microfloat.torch.attention import apply_rotary
 from microfloat.torch.autocast import (
     AutocastState,

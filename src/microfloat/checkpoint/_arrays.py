@@ -1,0 +1,163 @@
+"""Stored matrices as NumPy arrays: their values, and how far those are from others, in bands of rows on all cores."""
+
+import functools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from microfloat.formats import E4M3, SCALE_E8M0, ElementFormat, ScaledFormat, decode
+from microfloat.reference import unpack_fp4, unpack_fp6
+
+__all__ = ["Matrix", "decode_into", "energies", "scale_in_place", "scale_values"]
+
+_BAND = 1 << 18  # elements that a thread takes at a time: their float32 values stay in its cache
+_F32 = np.float32
+
+
+class Matrix(NamedTuple):
+    """A matrix [R, C] as it is stored: ``value = dec(code) * scale * outer``, every product rounded.
+
+    * `codes`: [R, bytes], FP4 packed, FP6 packed or a byte each. `length`: C. `format`: element, scale and block.
+    * `scale`: [G, H] of the blocks, bytes or float32.
+    * `outer`: float32, () or [R, 1], or None. With `divides` the value is divided by it.
+    """
+
+    codes: np.ndarray
+    length: int
+    format: ScaledFormat
+    scale: np.ndarray
+    outer: np.ndarray | None = None
+    divides: bool = False
+
+
+def decode_into(matrix: Matrix, out: np.ndarray) -> None:
+    """Put the values of a stored matrix into `out` [R, C], each rounded to float32 and from there to its dtype."""
+    rows, columns = out.shape
+    fmt = matrix.format
+    outer = None if matrix.outer is None else np.array(matrix.outer, _F32).reshape(-1, 1)
+
+    def work(band: slice) -> None:
+        height = fmt.block[0]
+        tiles = slice(None) if height is None else slice(band.start // height, -(-band.stop // height))
+        with np.errstate(all="ignore"):
+            values = _values_of(matrix.codes[band], fmt.element, columns)
+            scale_in_place(values, scale_values(matrix.scale[tiles], fmt), fmt.block)
+            if outer is not None:
+                level = outer[band] if len(outer) > 1 else outer
+                (np.divide if matrix.divides else np.multiply)(values, level, values)
+            out[band] = values
+
+    _spread(work, _bands(rows, columns, fmt.block[0] or 1))
+
+
+def _values_of(codes: np.ndarray, element: ElementFormat, columns: int) -> np.ndarray:
+    """float32 [R, C] of codes [R, bytes]."""
+    if element.bits == 4 and columns % 2 == 0:
+        return _pairs(element)[codes].view(_F32)
+    if element.bits == 6 and codes.shape[1] != columns:
+        return decode(unpack_fp6(codes, columns), element)
+    return decode(unpack_fp4(codes, columns) if element.bits == 4 else codes, element)
+
+
+@functools.cache
+def _pairs(element: ElementFormat) -> np.ndarray:
+    """Both float32 values of every byte of packed 4-bit codes, as one word of 64 bits: one lookup instead of two."""
+    return decode(unpack_fp4(np.arange(256, dtype=np.uint8)[:, None], 2), element).view(np.uint64)[:, 0]
+
+
+@functools.cache
+def _scale_table(name: str) -> np.ndarray:
+    """The float32 value of every byte of E8M0 or E4M3 scales."""
+    if name != SCALE_E8M0.name:
+        return decode(np.arange(256), E4M3)
+    return np.append(np.ldexp(_F32(1), np.arange(255) - 127), np.nan).astype(_F32)
+
+
+def scale_values(scale: np.ndarray, fmt: ScaledFormat) -> np.ndarray:
+    """Stored scales as float32."""
+    return scale if fmt.scale.bits == 32 else _scale_table(fmt.scale.name)[scale]
+
+
+def scale_in_place(values_RC: np.ndarray, scale_GH: np.ndarray, block: tuple[int | None, int | None]) -> None:
+    """Multiply every block of `values_RC` by its scale; blocks at the edges are short."""
+    (rows, length), (block_rows, block_cols) = values_RC.shape, block
+    if block_cols is None:
+        values_RC *= scale_GH
+    elif block_rows == 1:
+        whole = length // block_cols
+        blocks = values_RC[:, : whole * block_cols].reshape(rows, whole, block_cols)
+        blocks *= scale_GH[:, :whole, None]
+        if length % block_cols:
+            values_RC[:, whole * block_cols :] *= scale_GH[:, whole:]
+    else:
+        assert block_rows is not None
+        for index, scale_H in enumerate(scale_GH):
+            values_RC[index * block_rows : (index + 1) * block_rows] *= np.repeat(scale_H, block_cols)[:length]
+
+
+def energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Sums of x * x and of (y - x) * (y - x) over the finite elements of x [R, C]; y is float32."""
+    sums = np.zeros((len(x), 2))
+
+    def work(band: slice) -> None:
+        with np.errstate(all="ignore"):
+            values = x[band].astype(_F32)
+            sums[band, 0] = np.vecdot(values, values)
+            error = np.subtract(y[band], values, out=values)
+            sums[band, 1] = np.vecdot(error, error)
+
+    _spread(work, _bands(*x.shape, 1))
+    signal, noise = (float(total) for total in sums.sum(0))
+    # Squares in float32: of large numbers they are infinite, of errors below 2^-63 (2^-24 of 2^-39) subnormal or zero.
+    if x.size * 2.0**-78 < signal < np.inf and noise < np.inf:
+        return signal, noise
+    with np.errstate(all="ignore"):
+        x_32 = x.astype(_F32)
+        finite = np.isfinite(x_32)
+        x_32, error = x_32[finite], y[finite] - x_32[finite]
+        return float(np.square(x_32, dtype=np.float64).sum()), float(np.square(error, dtype=np.float64).sum())
+
+
+# ---- threads -----------------------------------------------------------------------------------------------------
+
+
+def _bands(rows: int, columns: int, multiple: int) -> list[slice]:
+    """The rows of a matrix in bands of about _BAND elements, each of a multiple of so many rows but the last."""
+    height = max(_BAND // max(columns, 1) // multiple, 1) * multiple
+    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+
+
+def _workers() -> int:
+    """Number of threads that may work at a time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _spread(work: Callable[[slice], None], bands: Iterable[slice]) -> None:
+    """Do `work` for every band, several at a time, in this thread and others; NumPy lets go of the interpreter."""
+    left = deque(bands)
+
+    def drain() -> None:
+        while left:
+            try:
+                band = left.popleft()
+            except IndexError:  # another thread took it
+                return
+            work(band)
+
+    helpers = [_pool(os.getpid()).submit(drain) for _ in range(min(_workers(), len(left)) - 1)]
+    try:
+        drain()
+    finally:
+        for helper in helpers:  # one that has not begun, as other calls keep the threads busy, has nothing left to do
+            if not helper.cancel():
+                helper.result()
+
+
+@functools.cache
+def _pool(_process: int) -> ThreadPoolExecutor:
+    """Threads that stay, as starting one for every call is a twentieth of a cast; a forked process has its own."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, "microfloat")
