@@ -4,6 +4,7 @@
     activation_linear(x, layer, up=up)            y = layer(f(x) * up);  without `up`, layer(f(x))
     norm_mlp(x, norm, gate, down, up=up)          y = down(f(gate(h)) * up(h)) of h = norm(x)
     rms_norm_quantize, layer_norm_quantize, swiglu_quantize, gelu_quantize      codes of the value, in both layouts
+    dbias_quantize, dact_quantize, dact_dbias_quantize      codes of a gradient, with the gradient of a bias
 
 They compute what the modules would one by one, with the same casts, seeds and scaling states: the value is rounded to
 its dtype before it is cast (docs/numerics.md, section 6). What they save is memory and traffic: neither the normed
@@ -22,22 +23,33 @@ from torch import nn
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import ScaledFormat
-from microfloat.recipes import Cast
+from microfloat.operands import OPERANDS_OF
+from microfloat.recipes import Cast, as_cast
 from microfloat.torch._checks import check_beside, check_features, check_like, check_rows, is_abstract
-from microfloat.torch._operators import refuse_transforms
-from microfloat.torch._typing import Maybe, Seed
+from microfloat.torch._operators import is_tracing, refuse_transforms
+from microfloat.torch._typing import Maybe, Options, Seed
 from microfloat.torch.context import ambient
 from microfloat.torch.joined import Unit, call_layer, can_join, is_bare, joined, returned_bias, units_of
 from microfloat.torch.linear import Run, apply, begin_apart, end
 from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear, check_first_microbatch
+from microfloat.torch.ops import quantize
 from microfloat.torch.produced_linear import ActivationRun, GradientLink, NormRun
-from microfloat.torch.producers import ACTIVATIONS, Produced, activate, produce
+from microfloat.torch.producers import (
+    ACTIVATIONS,
+    ActivationGradient,
+    Produced,
+    activate,
+    codes_of,
+    produce,
+    rows_of,
+    sum_of_rows,
+)
 from microfloat.torch.schedule import autocast_dtype
 from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = [
-    "Produced", "activation_linear", "gelu_quantize", "layer_norm_quantize", "norm_linear", "norm_mlp",
-    "rms_norm_quantize", "swiglu_quantize",
+    "Produced", "activation_linear", "dact_dbias_quantize", "dact_quantize", "dbias_quantize", "gelu_quantize",
+    "layer_norm_quantize", "norm_linear", "norm_mlp", "rms_norm_quantize", "swiglu_quantize",
 ]  # fmt: skip
 
 
@@ -352,3 +364,73 @@ def gelu_quantize(
         raise unknown_name("approximate", approximate, ("none", "tanh"))
     kind = "gelu" if approximate == "none" else "gelu_tanh"
     return produce(kind, x, None, None, 0.0, (cast, column_cast), seed, scale_enc, backend)
+
+
+def dbias_quantize(
+    dy: torch.Tensor, cast: Cast | ScaledFormat | str, *, column_cast: Cast | ScaledFormat | str | None = None,
+    seed: Seed = None, scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
+) -> Produced:  # fmt: skip
+    """Codes of an output gradient dy [..., N] in both layouts, and `bias_grad` [N], the sum of its rows.
+
+    Cast as the operands of dy in a layer are, with their random streams; the sum is float32 inside and has dy's dtype.
+    The other arguments as in `rms_norm_quantize`. Source: docs/numerics.md 5.3 and 6.
+
+    >>> made = dbias_quantize(torch.ones(3, 32), "mxfp8")
+    >>> made.row.shape, made.column.axis, made.bias_grad[0].item()
+    (torch.Size([3, 32]), 0, 3.0)
+    """
+    return _of_gradient(rows_of("dy", dy), (cast, column_cast), seed, scale_enc, backend, True)
+
+
+def dact_quantize(
+    dy: torch.Tensor, x: torch.Tensor, cast: Cast | ScaledFormat | str, *, activation: str = "silu",
+    up: torch.Tensor | None = None, column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
+    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
+) -> Produced | tuple[Produced, Produced]:  # fmt: skip
+    """Codes of ``round(dy * f'(x))``, the gradient that an activation passes back, in both layouts.
+
+    dy, x, up [..., F] of one shape and dtype. With `up`, of ``f(x) * up``: a pair, the codes of ``round(round(dy * up)
+    * f'(x))``, the gradient of x, and of ``round(dy * round(f(x)))``, that of up. `activation` as in
+    `activation_linear`; the other arguments as in `dbias_quantize`, whose casts these are.
+    """
+    return _of_activation(dy, x, up, activation, (cast, column_cast), seed, scale_enc, backend, False)
+
+
+def dact_dbias_quantize(
+    dy: torch.Tensor, x: torch.Tensor, cast: Cast | ScaledFormat | str, *, activation: str = "silu",
+    up: torch.Tensor | None = None, column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
+    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
+) -> Produced | tuple[Produced, Produced]:  # fmt: skip
+    """The codes of `dact_quantize` and, as `bias_grad` [F], the sum of the rows of each rounded gradient."""
+    return _of_activation(dy, x, up, activation, (cast, column_cast), seed, scale_enc, backend, True)
+
+
+_Casts = tuple[Cast | ScaledFormat | str, Cast | ScaledFormat | str | None]
+
+
+def _of_activation(
+    dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, activation: str, casts: _Casts, seed: Seed,
+    scale_enc: float | torch.Tensor | None, backend: str, sums: bool,
+) -> Produced | tuple[Produced, Produced]:  # fmt: skip
+    _check_activation(activation)
+    rows = rows_of("dy", dy)
+    for name, other in (("x", x), ("up", dy if up is None else up)):
+        check_like(name, other, dy, "dy")
+    producer = ActivationGradient(rows, rows_of("x", x), None if up is None else rows_of("up", up), activation)
+    if is_tracing(dy):
+        made = [_of_gradient(one, casts, seed, scale_enc, backend, sums) for one in producer.by_torch()[0]]
+    else:
+        row, column = as_cast(casts[0]), as_cast(casts[0] if casts[1] is None else casts[1])
+        made = codes_of(producer, "dy", row, column, seed, scale_enc, backend, sums)
+    return made[0] if up is None else (made[0], made[1])
+
+
+def _of_gradient(
+    value: torch.Tensor, casts: _Casts, seed: Seed, scale_enc: float | torch.Tensor | None, backend: str, sums: bool
+) -> Produced:
+    """The codes of a gradient [M, N] at hand."""
+    pair = casts[0], casts[0] if casts[1] is None else casts[1]
+    streams = OPERANDS_OF["dy"][0].stream, OPERANDS_OF["dy"][1].stream
+    options: Options = {"seed": seed, "stream": streams, "scale_enc": scale_enc, "backend": backend}
+    row, column = quantize(value, pair, axis=(-1, -2), **options)
+    return Produced(row, column, bias_grad=sum_of_rows(value) if sums else None)

@@ -43,7 +43,8 @@ from microfloat.torch.tensor import QuantizedTensor, tensors_of
 
 __all__ = [
     "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Produced", "Producer", "Statistics", "Valued",
-    "activate", "input_of", "norm_gradients", "produce", "values_of", "waits_for_amax",
+    "activate", "codes_of", "input_of", "norm_gradients", "produce", "rows_of", "sum_of_rows", "values_of",
+    "waits_for_amax",
 ]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu", "sigmoid")
@@ -215,7 +216,7 @@ class ActivationGradient:
 Producer: TypeAlias = Norm | Activation | ActivationGradient
 
 
-def input_of(producer: Norm | Activation) -> torch.Tensor:
+def input_of(producer: Producer) -> torch.Tensor:
     """x, whose shape and dtype are those of the value."""
     return producer.x_MK if isinstance(producer, Norm) else producer.x_MF
 
@@ -242,12 +243,16 @@ _NORMS = ("rms", "layer")
 
 @dataclass(eq=False)
 class Produced:
-    """The codes of a value: `row` contracts its last axis, `column` its rows; statistics of a norm, float32 [M]."""
+    """The codes of a value: `row` contracts its last axis, `column` its rows; statistics of a norm, float32 [M].
+
+    `bias_grad`: the sum of the rows of a gradient, in its dtype, where it was asked for.
+    """
 
     row: QuantizedTensor
     column: QuantizedTensor
     mean: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
+    bias_grad: torch.Tensor | None = None
 
 
 def produce(
@@ -279,46 +284,73 @@ def _produce_values(
     scale_enc: float | Maybe, backend: str,
 ) -> Produced:  # fmt: skip
     """`produce` where values are at hand: checks every argument."""
-    producer = _producer(kind, x, second, bias, eps)
+    (made,) = codes_of(_producer(kind, x, second, bias, eps), "x", row, column, seed, scale_enc, backend)
+    return made
+
+
+def codes_of(
+    producer: Producer, tensor: str, row: Cast, column: Cast, seed: Seed, scale_enc: float | Maybe, backend: str,
+    sums: bool = False,
+) -> list[Produced]:  # fmt: skip
+    """The codes of each value that a producer makes, cast as operands of `tensor` ("x" or "dy").
+
+    `sums`: with the sum of its rows, which is the gradient of a bias.
+    """
     x = input_of(producer)
     module = backends.choose(backend, x.device)
-    specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), OPERANDS_OF["x"], strict=True)]
-    words = None
-    if row.is_stochastic or column.is_stochastic:
-        words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
+    specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), OPERANDS_OF[tensor], strict=True)]
     encode_scale = check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
+    given = []
+    for _ in range(2 if isinstance(producer, ActivationGradient) and producer.up_MF is not None else 1):
+        words = None
+        if row.is_stochastic or column.is_stochastic:
+            words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
+        given.append(CastInputs(encode_scale, words))
     kernels = module.producers
     fusing = kernels if kernels is not None and kernels.fuses(row, column) else None
-    if fusing is not None and not waits_for_amax(row, column):
-        (both,), statistics = fusing.codes(producer, *specs, CastInputs(encode_scale, words))
+    found: list[Maybe] = [None] * len(given)
+    if fusing is not None and not (sums or waits_for_amax(row, column)):
+        made, statistics = fusing.codes(producer, *specs, *given)
     else:
-        ((value, amax),), statistics = values_of(producer, kernels)
-        options: Options = {"scale_enc": encode_scale, "amax": None if fusing is None else amax}
-        streams = {"row_stream": specs[0].stream, "column_stream": specs[1].stream}
-        both = module.quantize_both(value, row, column, seed=words, **streams, **options)
-    first, last = (
-        QuantizedTensor.from_operand(operand, made, axis=axis, shape=x.shape, dtype=x.dtype)  # type: ignore[arg-type]
-        for operand, made, axis in zip(both, (row, column), (1, 0), strict=True)
-    )
+        values, statistics = values_of(producer, kernels)
+        streams: Options = {"row_stream": specs[0].stream, "column_stream": specs[1].stream, "scale_enc": encode_scale}
+        made = [
+            module.quantize_both(
+                value, row, column, seed=of_cast.seed, amax=None if fusing is None else amax, **streams
+            ) for (value, amax), of_cast in zip(values, given, strict=True)
+        ]  # fmt: skip
+        if sums:
+            found = [sum_of_rows(value) for value, _ in values]
     mean, inverse = (None, None) if statistics is None else (statistics.mean, statistics.inverse)
-    return Produced(first, last, mean, inverse)
+    codes = [
+        [
+            QuantizedTensor.from_operand(operand, cast, axis=axis, shape=x.shape, dtype=x.dtype)
+            for operand, cast, axis in zip(both, (row, column), (1, 0), strict=True)
+        ] for both in made
+    ]  # fmt: skip
+    return [Produced(*both, mean, inverse, total) for both, total in zip(codes, found, strict=True)]
+
+
+def sum_of_rows(value: torch.Tensor) -> torch.Tensor:
+    """The gradient of a bias whose output has the gradient `value`, in its dtype (float32 inside)."""
+    return value.sum(0, dtype=torch.float32).to(value.dtype)
 
 
 def _producer(kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float) -> Norm | Activation:
     first = "gate" if kind == "silu" else "x"
-    rows = _rows(first, x)
+    rows = rows_of(first, x)
     if kind not in _NORMS:
         if kind == "silu":  # SwiGLU
             check_tensor("up", second)
             check_like("up", second, x, first)
-        return Activation(rows, None if second is None else _rows("up", second), kind)
+        return Activation(rows, None if second is None else rows_of("up", second), kind)
     for name, parameter in (("weight", second), ("bias", bias)):
         check_parameter(name, parameter, rows)
     weight, bias = (None if parameter is None else parameter.detach() for parameter in (second, bias))
     return Norm(rows, weight, bias, check_eps(eps), kind)
 
 
-def _rows(argument: str, x: torch.Tensor) -> torch.Tensor:
+def rows_of(argument: str, x: torch.Tensor) -> torch.Tensor:
     """The matrix that the last dimension of x makes, without its history."""
     check_tensor(argument, x)
     check_rows(argument, x)
