@@ -10,6 +10,9 @@ from microfloat.recipes import WeightActivation, WeightOnly  # noqa: E402
 pytestmark = [
     pytest.mark.slow("needs a training package that make test does not install"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.past_key_values. is deprecated:FutureWarning"
+    ),  # which the oldest version takes
 ]
 CONFIGS = [
     *(WeightOnly(fmt) for fmt in ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "fp8_tensor", "fp8_row",

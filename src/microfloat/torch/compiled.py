@@ -229,14 +229,15 @@ def recorded(
 
 
 def abstract_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, backend: str, compute: torch.dtype
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, backend: str,
+    compute: torch.dtype, origin: str = "layer",
+) -> torch.Tensor:  # fmt: skip
     """A call on tensors without values: y and what backward keeps as they would be; no state is read or recorded."""
     token = context.token_of(recipe)
     seed = _seed_for(x) if context.is_stochastic(token) else None
     scale = x.new_empty((), dtype=torch.float32) if context.is_delayed(token) else None
     state = seed, scale, scale, scale, None
-    settings = settings_of(x, weight, token, "layer", backend, state)._replace(backend=backend, compute=compute)
+    settings = settings_of(x, weight, token, origin, backend, state)._replace(backend=backend, compute=compute)
     return _CompiledLinear.apply(x, weight, bias, *state, -1, *settings)
 
 
@@ -499,9 +500,13 @@ def check_caller(token: str, origin: str) -> None:
     """Raise where the recipe that was compiled is not the one that the caller's autocast asks for.
 
     `origin`: who has named the recipe. That of "code", an autocast inside what was compiled, holds for every caller.
+    "product": a function of torch, which takes none.
     """
-    if origin == "code" or torch._C._current_graph_task_id() != -1 or token == token_of_high_precision():
+    if origin == "code" or torch._C._current_graph_task_id() != -1:
         return  # or run again by a backward, whose context is not that of the forward
+    if token == token_of_high_precision() and origin != "product":
+        return
+    token = context.PLAIN if origin == "product" else token
     stale = context.ISLAND is not (token == context.PLAIN) if origin == "layer" else token != context.RECIPE
     if stale:
         raise NotSupportedError(

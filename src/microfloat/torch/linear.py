@@ -169,10 +169,13 @@ def find(
     one made; `late`: backward casts the weight again; `cut`: `RecipeLayer._cut`; `routes`: other ones than the recipe
     has there.
     """
+    if isinstance(weight, QuantizedTensor):
+        codes = weight.codes
+        of_weight = weight.cast, weight._shape, codes.stride(), weight._dtype, codes.get_device()
+    else:
+        of_weight = weight.data_ptr() & 15, weight.shape, weight.stride(), weight.dtype, weight.get_device()
     key = (
-        recipe._key, name, compute, wants_dx, wants_dw, late, cut, x_key, routes,
-        weight.cast if isinstance(weight, QuantizedTensor) else weight.data_ptr() & 15,
-        weight.shape, weight.stride(), weight.dtype, weight.get_device(),
+        recipe._key, name, compute, wants_dx, wants_dw, late, cut, x_key, routes, of_weight,
         None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
     )  # fmt: skip
     schedule = SCHEDULES.get(key)

@@ -30,12 +30,14 @@ from microfloat.torch.reference._elements import codes_dtype
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
 
-__all__ = ["INIT_VAL", "UNKNOWN", "Decoded", "QuantizedTensor", "attached_to", "tensors_of"]
+__all__ = ["INIT_VAL", "PRODUCTS", "UNKNOWN", "Decoded", "QuantizedTensor", "attached_to", "tensors_of"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIXED = ("cast", "axis")
 INIT_VAL = "_high_precision_init_val"  # the attribute of a parameter that `quantized_model_init` has asked to keep it
-_OWN = frozenset({"codes", "scale", "tensor_scale", "cast", "axis", "root", "whole", "_is_filled", "_is_param"})
+_OWN = frozenset(
+    {"codes", "scale", "tensor_scale", "cast", "axis", "root", "whole", "_shape", "_dtype", "_is_filled", "_is_param"}
+)
 _NO_STORAGE = (
     "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
     "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model); "
@@ -48,6 +50,8 @@ _NO_ORDER = (
 )
 _NOTHING = contextlib.nullcontext()
 _ABSENT: NoReturn = None  # type: ignore[assignment]  # an argument of a call as that of a Parameter
+# Functions of torch -> those that `_tensor_ops.products` has in their place, which give None for what is not theirs.
+PRODUCTS: dict[Callable, Callable[..., torch.Tensor | None]] = {}
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
 
 
@@ -84,6 +88,8 @@ class QuantizedTensor(torch.Tensor):
     cast: Cast
     axis: int
     root: "QuantizedTensor | None"
+    _shape: Sequence[int]
+    _dtype: torch.dtype
     _is_shard = False  # of a parameter that ranks share: `microfloat.torch.distributed.quantized`
     _is_filled = False  # by a checkpoint, piece by piece, so that what stands beside a piece need not keep its value
 
@@ -115,6 +121,7 @@ class QuantizedTensor(torch.Tensor):
         # Delayed scaling has done its work once codes exist; requantizing has only the tensor itself to go by.
         self.cast = dataclasses.replace(cast, scaling=Current()) if isinstance(cast.scaling, Delayed) else cast
         self.axis, self.root = axis, root
+        self._shape, self._dtype = shape, dtype  # as torch presents them, for readers in every call
 
     # ---- construction and the operand form -------------------------------------------------------------------------
 
@@ -226,7 +233,7 @@ class QuantizedTensor(torch.Tensor):
             codes = codes.reshape(rows, codes.shape[-1])
         if scale.dim() > 2:
             scale = scale.reshape(rows, scale.shape[-1])
-        length = self.shape[self.axis] if self.shape else 1
+        length = self._shape[self.axis] if self._shape else 1
         return Operand(codes, scale, tensor_scale, fmt, rows, length, self.hadamard)
 
     @property
@@ -325,7 +332,16 @@ class QuantizedTensor(torch.Tensor):
 
     # ---- what torch asks of a tensor subclass ----------------------------------------------------------------------
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: object, args: Sequence[object] = (), kwargs: Options | None = None
+    ) -> object:
+        """Products with a plain tensor are those of `microfloat.torch.linear`; all else is torch's own."""
+        product = PRODUCTS.get(func)
+        if product is not None and (result := product(*args, **(kwargs or {}))) is not None:
+            return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(
@@ -406,7 +422,7 @@ class QuantizedTensor(torch.Tensor):
                 "data", got, "a QuantizedTensor", "Write values with copy_(values), which quantizes them."
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        taken = ("codes", "scale", "tensor_scale", "cast", "axis", "root")
+        taken = ("codes", "scale", "tensor_scale", "cast", "axis", "root", "_shape", "_dtype")
         vars(self).update({name: vars(value)[name] for name in taken})
 
     def share_memory_(self) -> "QuantizedTensor":

@@ -95,8 +95,9 @@ def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
         remedy += " torch.equal(a, b) compares codes and scales."
     elif name.startswith(("mm", "addmm")):
         remedy += (
-            " Or quantize the other operand too. A plain nn.Linear whose weight is quantized: call "
-            "microfloat.torch.convert(model, recipe), or microfloat.torch.linear(x, weight, bias)."
+            " Or quantize the other operand too. With a plain tensor, a product contracts the axis along which the "
+            "blocks of the weight run, as microfloat.torch.linear(x, w) does: x @ w.t() or w @ x of one cast along its "
+            "last axis."
         )
     elif name.startswith("_grouped_mm"):
         remedy += (
@@ -104,7 +105,10 @@ def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
             "offs.diff(prepend=offs.new_zeros(1))."
         )
     elif name.startswith("embedding"):
-        remedy += " weight[indices].dequantize() reads the rows of these indices alone."
+        remedy += (
+            " weight[indices].dequantize() reads the rows of these indices alone, as torch.nn.functional.embedding does "
+            "of a matrix cast along its last axis, without max_norm and sparse."
+        )
     elif name.startswith("as_strided"):
         remedy += (
             " Where torch.compile asked, for a view of a quantized argument that compiled code returns: return "
