@@ -106,7 +106,7 @@ def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
         )
     elif name.startswith("embedding"):
         remedy += (
-            " weight[indices].dequantize() reads the rows of these indices alone, as torch.nn.functional.embedding does "
+            " weight[indices].dequantize() reads the rows of these indices alone, as F.embedding does "
             "of a matrix cast along its last axis, without max_norm and sparse."
         )
     elif name.startswith("as_strided"):
