@@ -1,9 +1,13 @@
-"""compressed-tensors and transformers read the files of `convert`: weights and logits of our own dequantization."""
+"""compressed-tensors and transformers read the files of `convert` and `save_quantized`; their models load ours."""
+
+import warnings
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import microfloat.torch as mf  # noqa: E402
+from microfloat import metrics  # noqa: E402
 from microfloat.checkpoint import convert  # noqa: E402
 
 pytestmark = [
@@ -44,3 +48,96 @@ def test_transformers_reads_what_we_write(transformers, tmp_path, to):  # featur
         assert torch.equal(theirs(ids).logits, ours(ids).logits)
         source = loaded(transformers, tmp_path / "source")(ids).logits
         assert not torch.equal(ours(ids).logits, source)
+
+
+WRITTEN = [
+    ("ct:nvfp4", mf.WeightOnly("nvfp4"), ""), ("ct:nvfp4", mf.WeightActivation("nvfp4"), "weight-only"),
+    ("ct:nvfp4", mf.WeightActivation("nvfp4_row"), "weight-only"),
+    ("ct:nvfp4", mf.WeightActivation("nvfp4", scales="static"), ""), ("ct:mxfp4", mf.WeightActivation("mxfp4"), ""),
+    ("ct:mxfp8", mf.WeightActivation("mxfp8"), ""), ("ct:fp8_dynamic", mf.WeightActivation("fp8_row"), ""),
+    ("ct:fp8_block", mf.WeightActivation("fp8_1x128"), ""),
+    ("ct:fp8", mf.WeightActivation("fp8_tensor", scales="static"), ""),
+    ("deepseek:fp8", mf.WeightOnly("fp8_128x128"), ""), ("hf:finegrained_fp8", mf.WeightActivation("fp8_1x128"), ""),
+]  # fmt: skip
+
+
+def sized(transformers, **options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize(("to", "config", "warned"), WRITTEN)
+def test_transformers_opens_what_save_quantized_writes(transformers, tmp_path, to, config, warned):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    model, ids = sized(transformers), torch.arange(16)[None]
+    with torch.no_grad():
+        plain = model(ids).logits
+    model.generation_config.temperature = 0.25
+    mf.quantize_(model, config)
+    if config.is_static:
+        with mf.calibrate(model), torch.no_grad():
+            model(ids)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mf.save_quantized(model, tmp_path / "out", format=to)
+    assert [warned in str(one.message) for one in caught] == ([True] if warned else [])
+    theirs = loaded(transformers, tmp_path / "out").eval()
+    assert type(theirs) is transformers.LlamaForCausalLM
+    assert theirs.generation_config.temperature == 0.25
+    mf.load_quantized(tmp_path / "out", ours := sized(transformers))
+    with torch.no_grad():
+        logits, own = theirs(ids).logits, ours(ids).logits
+    assert logits.isfinite().all()
+    error = metrics.rel_mse(plain.float().numpy(), own.float().numpy())
+    assert metrics.rel_mse(own.float().numpy(), logits.float().numpy()) < error  # as far apart as roundings of inputs
+    assert 0.3 * error < metrics.rel_mse(plain.float().numpy(), logits.float().numpy()) < 3 * error
+
+
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["Llama", "Llama3", "Gemma3", "Bert", "CLIPText"])
+@pytest.mark.parametrize("how", ["meta", "init_empty_weights", "from_config"])
+def test_models_are_built_without_memory_and_loaded(transformers, accelerate, llama, tmp_path, family, how):
+    """Tables of angles and of positions are in no checkpoint."""
+    if family in ("Bert", "CLIPText"):
+        kind = transformers.BertModel if family == "Bert" else transformers.CLIPTextModel
+        config = kind.config_class(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=32,
+        )  # fmt: skip
+    elif family == "Gemma3":  # two tables of angles, and one of a single number
+        kind, sizes = transformers.Gemma3ForCausalLM, llama().config
+        config = kind.config_class(**{key: getattr(sizes, key) for key in SIZES})
+    else:
+        options = {"rope_parameters": ROPE} if family == "Llama3" else {}
+        config, kind = llama(**options).config, transformers.LlamaForCausalLM
+
+    def built(config):  # whose tables of angles are in bfloat16, or in float32
+        made = kind._from_config(config, dtype=torch.bfloat16) if how == "from_config" else kind(config).bfloat16()
+        return made.eval()
+
+    torch.manual_seed(0)
+    mf.quantize_(model := built(config), mf.WeightOnly("mxfp8"))
+    mf.save_quantized(model, tmp_path / "out")
+    with accelerate.init_empty_weights() if how == "init_empty_weights" else torch.device("meta"):
+        empty = built(transformers.AutoConfig.from_pretrained(tmp_path / "out"))
+    assert empty.config.architectures == [kind.__name__]
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    mf.load_quantized(tmp_path / "out", empty)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(empty(ids)[0], model(ids)[0])

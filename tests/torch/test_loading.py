@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import warnings
 from collections import OrderedDict
 from dataclasses import replace
@@ -612,6 +613,96 @@ def test_names_that_are_left_out_are_named_with_the_prefix_that_fits(names, own,
         mf.load_quantized(path, built(dict.fromkeys(own, (32, 32))), strict=False)
     with pytest.raises(CheckpointError, match=words.partition("would fit")[2] or "Needed the names"):
         mf.load_quantized(path, built(dict.fromkeys(own, (32, 32))))
+
+
+class Document:
+    """A configuration that writes itself, as those of transformers do."""
+
+    def __init__(self, **values) -> None:
+        self.values = values
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.values)
+
+
+def described(config=None, **values) -> Model:
+    """A model with the configurations that models of transformers have."""
+    model = made(config)
+    model.config = Document(model_type="tiny", hidden_size=64, **values)
+    model.generation_config, model.dtype = Document(do_sample=True), torch.bfloat16
+    return model
+
+
+def json_of(path) -> dict:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("family", ["microfloat:native", "ct:mxfp8", "modelopt:mxfp8"])
+def test_a_saved_folder_has_the_configurations_of_its_model(family, tmp_path) -> None:
+    model = described(WeightActivation("mxfp8"), torch_dtype="float32", quantization_config={"quant_method": "other"})
+    assert mf.save_quantized(model, tmp_path / "model", format=family) == ["model.safetensors"]
+    config = json_of(tmp_path / "model" / "config.json")
+    quantization = config.pop("quantization_config", {"quant_method": None})
+    assert (
+        quantization["quant_method"] == {"c": "compressed-tensors", "m": "modelopt"}.get(family[0])
+        or "native" in family
+    )
+    assert config == {"model_type": "tiny", "hidden_size": 64, "architectures": ["Model"], "torch_dtype": "bfloat16"}
+    assert json_of(tmp_path / "model" / "generation_config.json") == {"do_sample": True}
+    mf.load_quantized(tmp_path / "model", other := made())
+    assert torch.equal(other(TOKENS), model(TOKENS))
+
+
+def test_a_given_configuration_is_taken_in_place_of_the_models(tmp_path) -> None:
+    model = described(WeightOnly("mxfp8"))
+    mf.save_quantized(model, tmp_path / "given", format="ct:mxfp8", config={"model_type": "mine"})
+    assert json_of(tmp_path / "given" / "config.json").keys() == {"model_type", "quantization_config"}
+    mf.save_quantized(model, tmp_path / "none", config=False)
+    assert [one.name for one in (tmp_path / "none").iterdir()] == ["model.safetensors"]
+    mf.save_quantized(model, tmp_path / "file" / "x.safetensors", format="ct:mxfp8")
+    assert {one.name for one in (tmp_path / "file").iterdir()} == {"x.safetensors", "config.json"}
+    assert json_of(tmp_path / "file" / "config.json").keys() == {"quantization_config"}
+    model = made(WeightOnly("mxfp8"))
+    model.config = {"of": "somebody else"}
+    mf.save_quantized(model, tmp_path / "own", format="ct:mxfp8")
+    assert json_of(tmp_path / "own" / "config.json").keys() == {"quantization_config"}
+
+
+def test_an_untied_head_is_saved_as_one(tmp_path) -> None:
+    model = described(tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match="tied no longer"):
+        mf.quantize_(model, WeightOnly("mxfp8"), exclude=())
+    with warnings.catch_warnings(action="error"):
+        mf.save_quantized(model, tmp_path / "model", format="ct:mxfp8")
+    assert json_of(tmp_path / "model" / "config.json")["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "scheme"),
+    [
+        (WeightActivation("nvfp4"), "ct:nvfp4", None), (WeightActivation("nvfp4_row"), "ct:nvfp4", None),
+        (WeightActivation("nvfp4"), "modelopt:nvfp4", None),
+        (WeightActivation("nvfp4", scales="static"), "ct:nvfp4", None),
+        (WeightActivation("fp8_tensor", scales="static"), "modelopt:fp8", None),
+        (WeightActivation("fp8_tensor", scales="static"), "ct:fp8", None),
+        (WeightActivation("nvfp4"), "microfloat:native", WeightActivation("nvfp4")),
+        (WeightActivation("nvfp4", scales="static"), "microfloat:native", None),
+        (WeightActivation("fp8_row"), "ct:fp8_dynamic", WeightActivation("fp8_row")),
+        (WeightActivation("fp8_1x128"), "ct:fp8_block", WeightActivation("fp8_1x128")),
+    ],
+)  # fmt: skip
+def test_a_file_announces_only_the_input_scales_that_it_holds(config, target, scheme, tmp_path) -> None:
+    model = made()
+    mf.quantize_(model, config)  # and no `calibrate`
+    warns = scheme is None and "native" not in target
+    words = r"written as weight-only\. WeightActivation\(\.\.\., scales='static'\) and mf.calibrate"
+    with pytest.warns(UserWarning, match=words) if warns else warnings.catch_warnings(action="error"):
+        mf.save_quantized(model, tmp_path / "model", format=target)
+    assert not [one for one in checkpoint.load(tmp_path / "model").findings if one.severity != "info"]
+    mf.load_quantized(tmp_path / "model", other := made())
+    expected = WeightOnly(model.up_proj.weight.format.name) if scheme is None else scheme
+    assert other.up_proj.pinned.fprop == expected.fprop
+    assert other(TOKENS).isfinite().all()
 
 
 @pytest.mark.slow_cases(

@@ -423,8 +423,8 @@ def _members(records: Sequence[Record], format: str) -> list[Member]:
     if lost:
         warnings.warn(
             f"save: {len(lost)} layers, such as {module_of(lost[0])}, quantize their inputs with a scale that {format} "
-            "stores, and have none: they are written as weight-only. mf.calibrate measures such scales.", UserWarning,
-            stacklevel=3,
+            "stores, and have none: they are written as weight-only. WeightActivation(..., scales='static') and "
+            "mf.calibrate measure such scales.", UserWarning, stacklevel=3,
         )  # fmt: skip
     bare = set(lost)
     return [

@@ -4,7 +4,9 @@ A record becomes a QuantizedTensor without a change of its bytes, and its layer 
 them. Experts [E, N, K] keep a scale each.
 """
 
+import json
 import os
+import pathlib
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -451,36 +453,68 @@ def _static_amax(record: "Record", config: Config) -> torch.Tensor | None:
 def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:native", **options: Any) -> list[str]:
     """Write a model whose weights are quantized as a checkpoint of the family `format`; returns the names of shards.
 
-    The default holds every format; "ct:nvfp4", "modelopt:nvfp4" and others are what serving engines read. Plain
-    parameters are written as they are, static scales as the family's input scales. `options`: those of
-    `microfloat.checkpoint.save` (config, max_shard_size, producer, progress). Raises as that does.
+    The default holds every format; "ct:nvfp4", "modelopt:nvfp4" and other targets of `microfloat.checkpoint.convert`
+    are what serving engines read. Plain parameters are written as they are, static scales as the family's input scales.
+    A folder gets config.json and generation_config.json of a model of transformers, so that transformers and engines
+    open it; the files of the tokenizer are the caller's (``tokenizer.save_pretrained(path)``). `options`: those of
+    `microfloat.checkpoint.save` (config, max_shard_size, producer, progress); `config` is taken in place of the model's
+    own. Raises as that does.
 
     Warns, for the families of serving engines, of layers that engines join and whose scales differ: `quantize_` gives
-    them one, and a plain state dict that is loaded later gives each its own again. Warns too where the configuration
-    ties a head to an embedding which `quantize_` has untied.
+    them one, and a plain state dict that is loaded later gives each its own again; and of layers that are written as
+    weight-only because the scale of their inputs was not measured. Warns too where a given configuration ties a head to
+    an embedding which `quantize_` has untied.
     """
     from microfloat import checkpoint
+    from microfloat.checkpoint.families import family_named
     from microfloat.checkpoint.integrity import scale_findings
 
     check_model(model)
-    amaxes = () if format == "microfloat:native" else "input_amax"  # elsewhere they are scales of the family
+    is_native = isinstance(format, str) and family_named(format) == "microfloat:native"
+    amaxes = () if is_native else "input_amax"  # elsewhere they are scales of the family
     records = [
         _record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)
     ]
     quantized = [record for record in records if record.format is not None]
-    for finding in scale_findings(quantized, "keep") if amaxes else ():
+    for finding in () if is_native else scale_findings(quantized, "keep"):
         if finding.id == "fused-mismatch":
             warnings.warn(f"save_quantized: {finding}", UserWarning, stacklevel=2)
+    untied = [name for name, layer in model.named_modules() if "_untied_from" in vars(layer)]
+    is_folder = not str(path).endswith(".safetensors")
+    made = _config_of_model(model, not untied) if is_folder and options.get("config", True) is True else None
+    if made is not None:
+        options["config"] = made
     own, given = getattr(model, "config", None), options.get("config")
     ties = given if isinstance(given, Mapping) else {"tie_word_embeddings": getattr(own, "tie_word_embeddings", False)}
-    untied = [name for name, layer in model.named_modules() if "_untied_from" in vars(layer)]
     if untied and ties.get("tie_word_embeddings"):
         warnings.warn(
             f"save_quantized: the configuration has tie_word_embeddings, while quantize_ gave {', '.join(untied)} "
             "codes of its own, in whose place readers would take the embedding. Set it to False.", UserWarning,
             stacklevel=2,
         )  # fmt: skip
-    return checkpoint.save(records, path, format=format, **options)
+    shards = checkpoint.save(records, path, format=format, **options)
+    generation = getattr(model, "generation_config", None)
+    if is_folder and given is not False and hasattr(generation, "to_json_string"):
+        (pathlib.Path(path) / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
+    return shards
+
+
+def _config_of_model(model: nn.Module, is_tied: bool) -> dict[str, object] | None:
+    """The contents of config.json for a model of transformers, as its `save_pretrained` writes them; None for others.
+
+    `is_tied`: its head may be tied to its embedding, if it says so.
+    """
+    config = getattr(model, "config", None)
+    if not callable(getattr(config, "to_json_string", None)):
+        return None
+    made = json.loads(config.to_json_string())
+    made["architectures"] = [type(model).__name__]
+    dtype = getattr(model, "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        made["torch_dtype" if "torch_dtype" in made else "dtype"] = dtype_name(dtype)
+    if not is_tied:
+        made["tie_word_embeddings"] = False
+    return made
 
 
 def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
@@ -502,5 +536,5 @@ def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
     amax, capacity = getattr(layer, "input_amax", None), x.format.element.max
     capacity = capacity if x.rule.two_level is None else x.rule.two_level.capacity
     scale = None if amax is None else np.float32(amax.item()) / np.float32(capacity)
-    scheme = "dynamic" if scale is None else "static"
+    scheme = "static" if recipe is not None and recipe.is_static else "dynamic"
     return replace(record, activation={"scheme": scheme, "scale": scale, "format": x.format})

@@ -17,6 +17,8 @@ __all__ = ["initialize_tables"]
 def initialize_tables(model: nn.Module, device: torch.device, strict: bool) -> None:
     """Give buffers on the meta device that no state dict holds their values, on `device`, by the model's own means.
 
+    Buffers with values move there from a model whose parameters are on the meta device.
+
     Raises CheckpointError, and changes nothing, where `strict` and one of them cannot be made.
     """
     saved = model.state_dict().keys()
@@ -35,6 +37,11 @@ def initialize_tables(model: nn.Module, device: torch.device, strict: bool) -> N
             "Build it under accelerate.init_empty_weights(), which makes buffers with their values and only parameters "
             "on the meta device, or give them values first."
         )
+    if all(parameter.is_meta for parameter in model.parameters()):  # and its buffers were made where torch makes them
+        for name, buffer in model.named_buffers():
+            parent, _, key = name.rpartition(".")
+            if not buffer.is_meta:
+                _put(model.get_submodule(parent), {key: buffer.to(device)})
 
 
 def _put(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
