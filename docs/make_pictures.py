@@ -19,7 +19,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from microfloat import reference
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.pictures import number_lines
-from microfloat.pictures.style import BLUE, GREEN, GREY, ORANGE, clean, new_figure
+from microfloat.pictures.style import BLUE, GREEN, GREY, ORANGE, clean, colors_of, new_figure, save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
@@ -158,8 +158,8 @@ CUTS = {
 
 def across_ranks() -> Figure:
     """The halves of x, w and y that two ranks hold under each kind of parallelism, and their reductions."""
-    figure = Figure(figsize=(12, 2.9))  # its parts have fixed positions
-    figure.subplots_adjust(left=0.005, right=0.995, top=0.88, bottom=0.02, wspace=0.02)
+    figure = Figure(figsize=(12.6, 2.9))  # its parts have fixed positions
+    figure.subplots_adjust(left=0.005, right=0.985, top=0.88, bottom=0.02, wspace=0.05)
     for axes, (title, (cuts, text)) in zip(figure.subplots(1, len(CUTS)), CUTS.items(), strict=True):
         left = 0.3
         for name, cut, rows, cols in zip("xwy", cuts, (1.6, 1.2, 1.6), (0.9, 0.9, 1.2), strict=True):
@@ -171,7 +171,7 @@ def across_ranks() -> Figure:
                     axes.add_patch(Rectangle((x, y), width, height, facecolor=color, alpha=0.45, edgecolor=color))
             axes.text(left + cols / 2, 0.16, name, ha="center", size=12, weight="bold")
             left += cols + 0.35
-        axes.text(left / 2, -1.85, text, ha="center", va="top", size=9)
+        axes.text(left / 2, -1.85, text, ha="center", va="top", size=8.5)
         axes.set_title(title, size=12)
         axes.set(xlim=(0, left), ylim=(-2.75, 0.5), aspect="equal")
         axes.axis("off")
@@ -179,12 +179,12 @@ def across_ranks() -> Figure:
     return figure
 
 
-LIBRARY_COLORS = dict(zip(peers_table.LIBRARIES, (BLUE, "#BBBBBB", "#555555"), strict=True))
+LIBRARY_COLORS = dict(zip(peers_table.LIBRARIES, ("#004B7A", "#8A8A8A", "#3A3A3A"), strict=True))
 
 
 def speed_and_loss() -> Figure:
     """Speed over bf16's on an H200 beside peers, and the loss of the demo under each recipe."""
-    figure = new_figure(12, 4)
+    figure = new_figure(12, 4.4)
     speed, loss = figure.subplots(1, 2, width_ratios=(2.5, 1))
     draw_speed(speed)
     draw_loss(loss)
@@ -194,36 +194,31 @@ def speed_and_loss() -> Figure:
 def draw_speed(axes: Axes) -> None:
     """A group of bars per piece of work and recipe, a bar per library; the line at 1 is bf16."""
     left, ticks, labels = 0.0, [], []
-    for work in peers_table.WORK:
+    for work in (work for work in peers_table.WORKS if work.is_drawn):
         start = left
-        for recipe in peers_table.RECIPES:
-            bars = [ratio for ratio in peers_table.ratios() if (ratio.work, ratio.recipe) == (work, recipe)]
-            bars = [bar for bar in bars if bar.value is not None or bar.refused]
+        for recipe in work.recipes:
+            bars = [bar for bar in peers_table.ratios() if (bar.work, bar.recipe) == (work.title, recipe)]
+            bars = [bar for bar in bars if bar.value is not None]
             for offset, bar in enumerate(bars):
-                x, color = left + offset, LIBRARY_COLORS[bar.library]
-                if bar.refused:
-                    axes.text(x, 0.03, "refuses", rotation=90, ha="center", va="bottom", size=8.5, color=GREY)
-                    continue
-                axes.bar(x, bar.value, 0.94, color=color)
-                axes.text(x, bar.value + 0.02, f"{bar.value:.2f}", ha="center", size=7.5)
-                if bar.beside is not None:
-                    beside = f"in a run where\nmicrofloat had {bar.beside:.2f}"
-                    axes.text(x, 0.03, beside, rotation=90, ha="center", va="bottom", size=7, color="white")
+                x = left + offset
+                axes.bar(x, bar.value, 0.92, color=LIBRARY_COLORS[bar.library])
+                axes.text(x, 0.05, f"{bar.value:.2f}", ha="center", va="bottom", size=10, color="white",
+                          rotation=90)  # fmt: skip
             ticks.append(left + (len(bars) - 1) / 2)
-            labels.append(recipe)
-            left += len(bars) + 0.6
-        title = textwrap.fill(work, 20)
-        axes.text((start + left - 1.6) / 2, 2.42, title, ha="center", va="top", size=9.5, weight="bold")
-        left += 0.9
+            labels.append(recipe.replace("_", "\n"))
+            left += len(bars) + 0.7
+        title = textwrap.fill(work.title, 22)
+        axes.text((start + left - 1.7) / 2, 2.32, title, ha="center", va="top", size=10, weight="bold")
+        left += 1.1
     for library, color in LIBRARY_COLORS.items():
         axes.bar(0, 0, color=color, label=library)
     axes.axhline(1, color="black", linestyle="--", linewidth=1)
-    axes.text(left - 0.4, 1.03, "bf16", size=8.5, ha="right")
-    axes.set_xticks(ticks, labels, size=8, rotation=20)
+    axes.text(left - 1.5, 1.02, "bf16", size=9, ha="left", va="bottom")
+    axes.set_xticks(ticks, labels, size=9)
     axes.tick_params(bottom=False)
-    axes.set(ylim=(0, 2.45), xlim=(-0.8, left - 0.4), ylabel="times as fast as bf16")
-    axes.set_title("speed, forward + backward, one H200", size=11)
-    axes.legend(frameon=False, ncols=3, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13))
+    axes.set(ylim=(0, 2.35), xlim=(-0.8, left - 0.6), ylabel="times as fast as bf16")
+    axes.set_title("Speed of forward + backward on one H200 (TransformerEngine refuses mxfp8)", size=11)
+    axes.legend(frameon=False, ncols=3, fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.13))
     clean(axes)
 
 
@@ -232,11 +227,12 @@ def draw_loss(axes: Axes) -> None:
     recipes = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text(encoding="utf-8"))["recipes"]
     window, baseline = 25, np.array(recipes["bf16"]["train_loss"])
     axes.axhline(0, color="black", linestyle="--", linewidth=1, label="bf16")
-    for (name, result), color in zip(list(recipes.items())[1:], (BLUE, GREEN, ORANGE), strict=True):
+    colors = colors_of(recipes)
+    for name, result in list(recipes.items())[1:]:
         gap = np.convolve(result["train_loss"] - baseline, np.full(window, 1 / window), mode="valid")
-        axes.plot(np.arange(len(gap)) + (window + 1) / 2, gap, color=color, label=name, linewidth=1.8)
+        axes.plot(np.arange(len(gap)) + (window + 1) / 2, gap, color=colors[name], label=name, linewidth=1.8)
     axes.set(xlabel="step", ylabel="training loss - bf16's, nats per byte")
-    axes.set_title("what it costs in loss: make demo", size=11)
+    axes.set_title("Loss that it costs: make demo", size=11)
     axes.legend(frameon=False, fontsize=9)
     clean(axes)
 
@@ -267,9 +263,7 @@ def main(folder: Path = FOLDER) -> None:
     """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     for draw in (number_lines, blocks, three_gemms, across_ranks, speed_and_loss, watching):
-        draw().savefig(
-            folder / f"{draw.__name__}.png", dpi=100, metadata={"Software": None}, pil_kwargs={"optimize": True}
-        )
+        save(draw(), folder / f"{draw.__name__}.png")
 
 
 if __name__ == "__main__":

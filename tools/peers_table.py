@@ -1,10 +1,11 @@
-"""microfloat beside TransformerEngine and torchao: the ratios of README's table and picture, from results/peers.
+"""microfloat beside TransformerEngine and torchao: the ratios of the pages' tables and of README's picture.
 
-Nothing is measured here. Standard library only.
+They come from benchmarks/results/peers. Nothing is measured here. Standard library only.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from marked_block import ROOT, table
@@ -12,98 +13,140 @@ from marked_block import ROOT, table
 RESULTS = ROOT / "benchmarks" / "results" / "peers"
 LIBRARIES = ("microfloat", "TransformerEngine", "torchao")
 
-# What was measured -> (section, shape) in the files. The layer of microfloat is that of transformers, converted.
-WORK = {
-    "Linear, 16384 x 4096 to 14336": ("linear", "16384x4096x14336"),
-    "the five Linears of a Llama block": ("block", "eager"),
-    "a Llama decoder layer with attention": ("layer", "4x4096 GQA"),
-}
-# Recipe -> its name in the files; torchao's "tensorwise" scales per tensor from the current amax.
-RECIPES = {"delayed": "delayed", "fp8_current": "current", "fp8_block": "block", "mxfp8": "mxfp8.auto"}
-TORCHAO = {"fp8_current": "ao.tensorwise.compile"}
-# `microfloat.torch.TransformerLayer`, measured in another run beside a layer of the same plain operations.
-DECODER = ROOT / "benchmarks" / "results" / "decoder.json"
-OWN_LAYER = {
-    "delayed": "d.layer.delayed", "fp8_current": "d.layer.current", "fp8_block": "d.layer.block",
-    "mxfp8": "d.layer.mxfp8.folded",
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class Work:
+    """What was measured: a section and a shape in the files.
+
+    `sources`: library -> the file with its rows and the pattern of their names. `base`: the file whose bf16 time all
+    ratios are taken to; "" for the ratio that each row has to the bf16 of its own turn. `recipes`: recipe -> its name
+    in patterns, and for torchao its own word. `is_drawn`: README's picture has it.
+    """
+
+    title: str
+    section: str
+    shape: str
+    sources: Mapping[str, tuple[str, str]]
+    base: str = ""
+    recipes: Mapping[str, str] = field(default_factory=dict)
+    is_drawn: bool = True
+
+
+_RECIPES = {"delayed": "delayed", "fp8_current": "current", "fp8_block": "block", "mxfp8": "mxfp8.auto"}
+_TORCHAO = {"fp8_current": "current", "fp8_row": "row"}
+_TORCHAO_WORDS = {"current": "tensorwise", "row": "rowwise"}
+LAYER = Work(
+    "a Llama decoder layer", "layer", "4x4096 GQA",
+    {"microfloat": ("layer", "mf.{}.fuse"), "TransformerEngine": ("layer_te", "te.{}")}, "layer", _RECIPES,
+)  # fmt: skip
+WORKS = (
+    Work("a Linear, 16384 x 4096 to 14336", "linear", "16384x4096x14336",
+         {"microfloat": ("pairs_te", "mf.{}"), "TransformerEngine": ("pairs_te", "te.{}")}, "", _RECIPES),
+    LAYER,
+    Work("a step of a three-layer Llama, compiled", "hf_llama_3x4096_step", "compiled",
+         {"microfloat": ("layer_te", "mf.{}.fuse"), "torchao": ("layer_te", "ao.{}")}, "layer_te", _TORCHAO),
+    Work("the five Linears of a Llama block", "block", "eager",
+         {"microfloat": ("pairs", "mf.{}"), "TransformerEngine": ("pairs_te_block", "te.{}")}, "", _RECIPES, False),
+    Work("a Linear, 16384 x 4096 to 14336; torchao compiled", "linear", "16384x4096x14336",
+         {"microfloat": ("all_in_turn", "mf.{}"), "torchao": ("all_in_turn", "ao.{}.compile")}, "", _TORCHAO, False),
+)  # fmt: skip
+# Where a row is not in its library's first file.
+_OTHERWISE = {("pairs_te", "te.block"): "pairs_te_block", ("pairs_te", "mf.mxfp8.auto"): "pairs",
+              ("pairs_te", "mf.block"): "pairs"}  # fmt: skip
 REFUSED = {("TransformerEngine", "mxfp8")}
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """bf16's time over that of a library, or None where it was not measured; `refused`: it does not run there.
-
-    `beside`: microfloat's ratio in the same run, where that is not the run of microfloat's own entry.
-    """
+    """bf16's time over that of a library, or None where it was not measured; `refused`: it does not run there."""
 
     work: str
     recipe: str
     library: str
     value: float | None
     refused: bool = False
-    beside: float | None = None
 
 
 def ratios() -> list[Ratio]:
     """Every library on every piece of work under every recipe."""
-    ours, theirs, their_blocks, in_turn = (
-        _rows(name) for name in ("pairs", "pairs_te", "pairs_te_block", "all_in_turn")
-    )
     found = []
-    for work, place in WORK.items():
-        for recipe, name in RECIPES.items():
-            # Measured beside TransformerEngine, where that was done.
-            microfloat = theirs.get((*place, f"mf.{name}"), ours.get((*place, f"mf.{name}")))
-            te = {**theirs, **their_blocks}.get((*place, f"te.{name}"))
-            torchao = in_turn.get((*place, TORCHAO[recipe])) if recipe in TORCHAO else None
-            for library, value in zip(LIBRARIES, (microfloat, te, torchao), strict=True):
-                beside = in_turn[*place, f"mf.{name}"] if library == "torchao" and value is not None else None
-                found.append(Ratio(work, recipe, library, value, (library, recipe) in REFUSED, beside))
+    for work in WORKS:
+        for recipe, name in work.recipes.items():
+            for library in LIBRARIES:
+                value = None
+                if library in work.sources:
+                    file, pattern = work.sources[library]
+                    value = ratio_of(work, file, pattern.format(_TORCHAO_WORDS[name] if library == "torchao" else name))
+                found.append(Ratio(work.title, recipe, library, value, (library, recipe) in REFUSED))
     return found
+
+
+def ratio_of(work: Work, file: str, name: str) -> float | None:
+    """bf16's time over that of a candidate in a file."""
+    row = _row(_OTHERWISE.get((file, name), file), work, name) or _row(file, work, name)
+    if row is None or not work.base:
+        return row and row["ratio"]
+    bf16 = _row(work.base, work, "bf16")
+    assert bf16 is not None
+    return bf16["ms"] / row["ms"]
+
+
+def layer_ratio(recipe: str) -> float | None:
+    """The decoder layer under `convert(fuse=True)`: how many times as fast as bf16; None where it was not measured."""
+    names = {**_RECIPES, "fp8_row": "row", "nvfp4": "nvfp4"}
+    return ratio_of(LAYER, "layer", f"mf.{names[recipe]}.fuse") if recipe in names else None
+
+
+def layer_source() -> str:
+    """What the figures of the decoder layer are, and where they come from."""
+    data = _data("layer")
+    ms = {row["name"]: row["ms"] for row in data["rows"]}
+    return (
+        f"a Llama decoder layer (4096 wide, 4 x 4096 tokens) under `convert(..., fuse=True)`, forward and backward, "
+        f"beside transformers' own in bf16 ({ms['mf.delayed.fuse']:.1f} ms under `delayed`, {ms['bf16']:.1f} in bf16; "
+        f"the fused parts alone, all in bf16, {ms['mf.bf16.own']:.1f}): {_provenance(data)}"
+    )
 
 
 def peers_table() -> str:
     """A row per piece of work and recipe."""
     rows, cells = [], {(ratio.work, ratio.recipe, ratio.library): _cell(ratio) for ratio in ratios()}
-    for work in WORK:
-        for recipe in RECIPES:
-            first = work if recipe == next(iter(RECIPES)) else ""
-            rows.append([first, f"`{recipe}`", *(cells[work, recipe, library] for library in LIBRARIES)])
-    header = ["forward + backward, eager", "recipe", "microfloat", "TransformerEngine 2.20.2", "torchao 0.18, compiled"]
-    data = json.loads((RESULTS / "pairs_te.json").read_text(encoding="utf-8"))
+    for work in WORKS:
+        for number, recipe in enumerate(work.recipes):
+            first = "" if number else work.title
+            rows.append([first, f"`{recipe}`", *(cells[work.title, recipe, library] for library in LIBRARIES)])
+    header = ["forward + backward", "recipe", "microfloat", "TransformerEngine 2.20.2", "torchao 0.18"]
     text = (
-        "How many times as fast as bf16 in plain PyTorch (the layer: transformers' own); -: not measured. Each "
-        "candidate took turns with bf16, torchao with all candidates in one run, in which microfloat had the figure "
-        "beside it. The decoder layer of microfloat is transformers' own, converted layer by layer, and after the "
-        "comma `TransformerLayer`, of another run beside a layer of the same plain operations "
-        f"(`benchmarks/results/decoder.json`: {_own_layer('delayed')['median_ms']:.1f} ms under delayed scaling); that "
-        "of TransformerEngine is its own."
+        "How many times as fast as bf16 in plain PyTorch; -: not measured. Eager, but where it says compiled; the step "
+        "of three layers includes AdamW, and there bf16 is compiled too. Each candidate took turns with bf16; in the "
+        "last rows all took turns in one run, which slows each. The decoder layer of microfloat is transformers' own "
+        "under `convert(..., fuse=True)`, that of TransformerEngine its own `TransformerLayer`; each ran in a process "
+        "of its own, since torch's attention is slower once TransformerEngine is imported, and both are compared with "
+        "bf16 in the process without it. The script is not part of this repository, so these rows cannot be repeated "
+        "from it; `python -m benchmarks linear --only l.torchao` and `python -m benchmarks decoder` measure the same "
+        "work of this library, and torchao's."
     )
-    versions = data["versions"]
-    where = (
-        f"`{data['command']}` (a script outside this repository; `benchmarks/results/peers`) on one "
-        f"{data['machine']['gpu']}, {data['date']}; microfloat {versions['microfloat']}, torch {versions['torch']}."
-    )
+    where = "\n\n".join(_provenance(_data(name)) for name in ("pairs", "pairs_te", "pairs_te_block", "all_in_turn",
+                                                               "layer", "layer_te"))  # fmt: skip
     return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{where}"
 
 
 def _cell(ratio: Ratio) -> str:
-    if ratio.refused:
-        return "refuses"
-    if ratio.value is None:
-        return "-"
-    if ratio.library == "microfloat" and WORK[ratio.work][0] == "layer":
-        return f"{ratio.value:.2f}, {_own_layer(ratio.recipe)['ratio']:.2f}"
-    return f"{ratio.value:.2f}" + ("" if ratio.beside is None else f" (beside {ratio.beside:.2f})")
+    return "refuses" if ratio.refused else "-" if ratio.value is None else f"{ratio.value:.2f}"
 
 
-def _own_layer(recipe: str) -> dict[str, Any]:
-    rows = json.loads(DECODER.read_text(encoding="utf-8"))["rows"]
-    return next(row for row in rows if row["id"] == OWN_LAYER[recipe])
+def _provenance(data: dict[str, Any]) -> str:
+    versions = data["versions"]
+    return (
+        f"`{data['command']}` on one {data['machine']['gpu']}, {data['date']}; microfloat {versions['microfloat']}, "
+        f"torch {versions['torch']}."
+    )
 
 
-def _rows(name: str) -> dict[tuple[str, str, str], Any]:
-    """(section, shape, candidate) -> ratio."""
-    data = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return {(row["section"], row["shape"], row["name"]): row["ratio"] for row in data["rows"]}
+def _row(name: str, work: Work, candidate: str) -> dict[str, Any] | None:
+    place = work.section, work.shape, candidate
+    return next((row for row in _data(name)["rows"] if (row["section"], row["shape"], row["name"]) == place), None)
+
+
+def _data(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))

@@ -1,6 +1,5 @@
 """Report of a run: progress, the table, loss_curves.png and results.json."""
 
-import itertools
 import json
 import os
 import platform
@@ -20,7 +19,7 @@ from gpt.files import Arrays, write_atomically
 from gpt.options import BASELINE, Options
 from microfloat import metrics, reference
 from microfloat.cli.machine import processor
-from microfloat.pictures.style import CYCLE, clean, new_figure
+from microfloat.pictures.style import DPI, clean, colors_of, new_figure
 from microfloat.pictures.watch import loss_gap, smoothed
 from microfloat.recipes import Recipe
 
@@ -126,14 +125,17 @@ def draw_curves(path: Path, results: Results, title: str) -> None:
     window = max([1, *(len(values) // 20 for values in losses.values())])
     figure = new_figure(12, 4.6)
     left, right = figure.subplots(1, 2)
-    colors = dict(zip((name for name in losses if name != BASELINE), itertools.cycle(CYCLE)))
+    colors = colors_of(losses)
     for name, values in losses.items():
-        style = {"color": colors.get(name, "black"), "label": name}
+        style = {"color": colors[name], "label": name}
         left.plot(np.arange(len(values)) + 1, values, color=style["color"], alpha=0.15, linewidth=0.8)
         if name == BASELINE:  # dashed and on top, since the curves lie close together
             style |= {"linestyle": "--", "linewidth": 1, "zorder": 3}
         smoothed(left, values, window, **style)
     left.set(xlabel="step", ylabel="training loss (nats per byte)", title="loss")
+    started = [max(values[len(values) // 20 :], default=0.0) for values in losses.values()]
+    if len(losses[BASELINE]) >= 40 and np.isfinite(started).all():  # the first drop would be all that is seen
+        left.set_ylim(top=max(started))
     left.legend(title=f"mean over {window} steps" if window > 1 else None, frameon=False)
     loss_gap(right, losses, BASELINE, window)
     right.set_title("gap to bf16, same batches")
@@ -141,7 +143,7 @@ def draw_curves(path: Path, results: Results, title: str) -> None:
         axes.grid(alpha=0.3)
         clean(axes)
     figure.suptitle(title)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=130))
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=DPI))
 
 
 def environment(options: Options) -> dict[str, dict[str, Any]]:

@@ -8,10 +8,12 @@ import pytest
 
 from microfloat import pictures
 from microfloat.errors import InvalidValueError, MissingPackageError
-from microfloat.formats import E2M1, ELEMENTS, FORMATS
+from microfloat.formats import E2M1, ELEMENTS, FORMATS, ElementFormat
 from microfloat.pictures.checkpoints import Layer, overview
 from microfloat.pictures.errors import ErrorCounts, error_against_magnitude
 from microfloat.pictures.formats import magnitudes
+from microfloat.pictures.speed import roofline
+from microfloat.recipes import RECIPES
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
@@ -95,6 +97,50 @@ def test_errors_are_counted_by_magnitude():
     np.testing.assert_array_equal(np.argwhere(counts.counts)[1:] - np.argwhere(counts.counts)[1], [[0, 0], [4, 0]])
     assert np.argwhere(counts.counts)[0].tolist() == [0, 0]
     assert error_against_magnitude(counts, {"w": float("nan"), "v": 20.0}, 21.0).axes
+
+
+@pytest.mark.parametrize("fields", [("E3M4", 3, 4, 3, 31.0), ("E1M6", 1, 6, -1, 7.9375), ("E4M2", 4, 2, 7, 448.0)])
+def test_no_curve_of_gaps_is_cut_off(fields):
+    """Elements finer and coarser than the stock ones."""
+    element = ElementFormat(*fields, False, False)
+    (curve,) = (axes := pictures.relative_gaps([element]).axes[1]).lines
+    gaps = curve.get_ydata()[:-1]
+    low, high = axes.get_ylim()
+    assert low < gaps.min() <= gaps.max() < high
+    assert len([tick for tick in axes.get_yticks() if low <= tick <= high]) >= 2
+
+
+def test_no_legend_covers_a_line_or_a_label():
+    figure = pictures.number_lines([*ELEMENTS.values(), ElementFormat("E3M4", 3, 4, 3, 31.0, False, False)])
+    figure.canvas.draw()
+    (legend,) = [one.get_window_extent() for one in figure.legends]
+    assert not any(legend.overlaps(axes.get_window_extent()) for axes in figure.axes)
+    axes = pictures.relative_gaps().axes[1]
+    axes.figure.canvas.draw()
+    assert axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1
+
+
+def test_a_recipe_has_one_colour_everywhere():
+    from microfloat.pictures.style import color_of, colors_of
+
+    assert color_of("nvfp4_2d") == color_of("nvfp4") != color_of("mxfp4")
+    assert color_of("fp8_current") == color_of("fp8_tensor_e5m2")
+    assert color_of("custom") is None
+    for names in (["bf16", "nvfp4"], ["mxfp8", "fp8_row", "nvfp4"], ["custom", "nvfp4", "mine"]):
+        assert colors_of(names)["nvfp4"] == color_of("nvfp4")
+    many = [*RECIPES, "nvfp4_2d", "custom"]
+    assert len(set(colors_of(many).values())) == len(many)
+
+
+def test_a_roofline_ends_at_its_roof_and_names_shapes():
+    row = {
+        "shape": "8x8x8", "format": "mxfp8", "intensity": 100.0, "tflops": 4.0, "bf16_intensity": 60.0,
+        "bf16_tflops": 2.0,
+    }  # fmt: skip
+    axes = roofline([row, {**row, "shape": "9x9x9", "intensity": 300.0}], 40.0, "a GPU").axes[0]
+    memory = axes.lines[0].get_xydata()
+    assert memory[-1].tolist() == [100.0, 4.0]  # where a copy's rate allows the best product
+    assert {"8x8x8", "9x9x9"} <= {text.get_text() for text in axes.texts}
 
 
 def test_saving(tmp_path):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from microfloat.pictures.style import BLUE, CYCLE, GREY, ORANGE, clean, new_figure, short
+from microfloat.pictures.style import BLUE, CYCLE, GREY, ORANGE, clean, colors_of, new_figure, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -159,11 +159,12 @@ def _histogram(axes: "Axes", exponents: Mapping[str, Mapping[int, float]]) -> No
     """The share of block scales in each power of two."""
     from matplotlib.ticker import MaxNLocator
 
-    for number, (name, shares) in enumerate(exponents.items()):
+    colors = colors_of(exponents)
+    for name, shares in exponents.items():
         if shares:
             places = np.arange(min(shares) - 1, max(shares) + 2)
             heights = [100 * shares.get(int(place), 0.0) for place in places]
-            axes.step(places, heights, where="mid", color=CYCLE[number % len(CYCLE)], label=name)
+            axes.step(places, heights, where="mid", color=colors[name], label=name)
     axes.set(xlabel="block scale", ylabel="% of the scales", title="exponents of block scales")
     axes.set_ylim(0, 1.3 * max([axes.get_ylim()[1], 1.0]))
     axes.set_yticks([share for share in axes.get_yticks() if share <= 100])

@@ -15,6 +15,7 @@ __all__ = ["ErrorCounts", "error_against_magnitude"]
 _LEAST, _MOST, _PER_BINADE = -40, 24, 4  # magnitudes, in powers of two
 _LEAST_ERROR, _MOST_ERROR = -14, 2  # relative errors, in powers of two
 _WORST = 12
+_LEAST_SHARE = 1e-3  # of the elements of the most frequent magnitude: so many of another one have a median
 
 
 class ErrorCounts:
@@ -43,7 +44,7 @@ def error_against_magnitude(
     counts: ErrorCounts, sqnr_db: Mapping[str, float], threshold: float | None = None
 ) -> "Figure":
     """Left: density of relative errors by magnitude, their median, and the share of exact values. Right: the worst
-    tensors by SQNR, with the threshold."""
+    tensors by SQNR, with the threshold, on an axis that does not begin at zero."""
     figure = new_figure(13, 5.2)
     from matplotlib.colors import LogNorm
 
@@ -57,7 +58,8 @@ def error_against_magnitude(
     if shown.any():
         mesh = density.pcolormesh(edges, heights, np.where(shown, shown, np.nan), norm=LogNorm(), cmap="Blues")
         figure.colorbar(mesh, ax=density, label="elements", pad=0.01)
-        middle = np.array([_median(line, heights) for line in counts.counts[first:last]])
+        least = _LEAST_SHARE * total.max()
+        middle = np.array([_median(line, heights, least) for line in counts.counts[first:last]])
         centres = (edges[:-1] + edges[1:]) / 2
         density.plot(centres, middle, color=ORANGE, linewidth=1.8, label="median of what is not exact")
         density.set_ylim(heights[np.flatnonzero(shown.any(1))[0]] - 1, _MOST_ERROR - 0.5)
@@ -71,24 +73,27 @@ def error_against_magnitude(
     worst = sorted(sqnr_db.items(), key=lambda item: (item[1] == item[1], item[1]))[:_WORST]
     names = [short(name.removesuffix(".weight")) for name, _ in worst]
     values = [value if np.isfinite(value) else 0.0 for _, value in worst]
-    bars.barh(range(len(worst)), values, 0.7, color=[ORANGE if threshold and v < threshold else BLUE for v in values])
+    # Dots on an axis that is cut: bars from zero look all alike.
+    colors = [ORANGE if threshold and value < threshold else BLUE for value in values]
+    bars.scatter(values, range(len(worst)), s=36, color=colors, zorder=3)
     for row, value in enumerate(values):
-        bars.text(value, row, f" {value:.2f}", va="center", size=8)
+        bars.text(value, row, f"   {value:.2f}", va="center", size=8)
+    bars.grid(axis="y", alpha=0.3)
     if threshold is not None:
         bars.axvline(threshold, color=ORANGE, linestyle="--", linewidth=1)
     bars.set_yticks(range(len(names)), names, size=8)
     bars.invert_yaxis()
     bars.set(xlabel="SQNR, dB", title="the worst tensors" if len(sqnr_db) > _WORST else "tensors that differ")
-    bars.margins(x=0.12)
+    bars.margins(x=0.25)
     clean(density)
     clean(bars)
     return figure
 
 
-def _median(counts: np.ndarray, edges: np.ndarray) -> float:
-    """The middle of the bin that holds the median; NaN without counts."""
+def _median(counts: np.ndarray, edges: np.ndarray, least: float) -> float:
+    """The middle of the bin that holds the median; NaN of fewer counts than `least`, and of none."""
     total = counts.sum()
-    if not total:
+    if not total or total < least:
         return float("nan")
     place = int(np.searchsorted(np.cumsum(counts), total / 2))
     return float(edges[place] + edges[place + 1]) / 2

@@ -16,6 +16,10 @@ __all__ = ["magnitudes", "number_lines", "relative_gaps"]
 
 _HALF = 0.32  # of the height of a line's ticks, in rows
 _LABEL = 0.027  # of the width of an axis that the label of a value takes
+# Blue and orange are the values on a number line. Curves that hide each other differ in width and in dashes.
+_CURVES = tuple(color for color in CYCLE if color not in (BLUE, ORANGE))
+_WIDTHS, _DASHES = (3.0, 2.4, 1.9, 1.5, 1.1), ("-", "--", "-.", ":")
+_PERCENT = (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 def magnitudes(element: ElementFormat) -> np.ndarray:
@@ -43,7 +47,7 @@ def number_lines(elements: Sequence[ElementFormat] = tuple(ELEMENTS.values())) -
     binary.set(xlabel="log2 of the value", title="how wide: exponent bits buy range")
     binary.plot([], [], color=BLUE, label="normal")
     binary.plot([], [], color=ORANGE, label="subnormal")
-    binary.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, -0.02))
+    figure.legend(*binary.get_legend_handles_labels(), frameon=False, loc="outside lower right", ncols=2)
     return figure
 
 
@@ -67,20 +71,25 @@ def relative_gaps(elements: Sequence[ElementFormat] = tuple(ELEMENTS.values())) 
     lines, gaps = figure.subplots(2, 1, sharex=True, height_ratios=(max(1.2, 0.55 * len(elements)), 2.6))
     _ticks(lines, elements, lambda values, element: np.log2(np.maximum(values, element.step / 2)))
     lines.tick_params(labelbottom=False)
+    shown: list[float] = []
     for number, element in enumerate(elements):
         values = magnitudes(element)[1:]
         upper = np.diff(values)
         gaps.step(
             np.log2(values), 100 * np.append(upper / values[:-1], np.nan), where="post",
-            color=CYCLE[number % len(CYCLE)], label=f"{element.name}: {element.step:g} to {element.max:g}",
+            color=_CURVES[number % len(_CURVES)], linewidth=_WIDTHS[min(number, len(_WIDTHS) - 1)],
+            linestyle=_DASHES[number % len(_DASHES)],
+            label=f"{element.name}: $2^{{{np.log2(element.step):g}}}$ to {element.max:g}",
         )  # fmt: skip
-    gaps.set(yscale="log", ylim=(5, 130), xlabel="value", ylabel="gap to the next value, % of it")
-    gaps.set_yticks([5, 10, 20, 50, 100])
+        shown += (100 * upper / values[:-1]).tolist()
+    low, high = (min(shown), max(shown)) if shown else (5, 100)
+    gaps.set(yscale="log", ylim=(low / 1.25, high * 1.25), xlabel="value", ylabel="gap to the next value, % of it")
+    gaps.set_yticks([tick for tick in _PERCENT if low / 1.25 <= tick <= high * 1.25])
     gaps.minorticks_off()
     gaps.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     gaps.xaxis.get_major_locator().set_params(integer=True)
     gaps.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
-    gaps.legend(frameon=False, loc="upper right", fontsize=9)
+    gaps.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
     gaps.grid(axis="y", alpha=0.3)
     clean(gaps)
     for row, element in enumerate(reversed(elements)):

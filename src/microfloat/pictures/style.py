@@ -1,5 +1,6 @@
 """The style that all pictures share: colours, a new figure, and saving it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BLUE", "CYCLE", "GREEN", "GREY", "ORANGE", "clean", "new_figure", "save", "short"]
+__all__ = [
+    "BLUE", "CYCLE", "DPI", "GREEN", "GREY", "ORANGE", "clean", "color_of", "colors_of", "new_figure", "save", "short",
+]  # fmt: skip
 
 # Okabe and Ito's palette, which stays apart for colour-blind readers.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
 CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B8A900", "#8C510A", "#542788")
+# What a recipe, or a format by the recipe that it is for, is drawn in everywhere: the longest beginning counts.
+_COLORS = {
+    "bf16": "#000000", "delayed": "#56B4E9", "fp8": BLUE, "fp8_row": "#CC79A7", "fp8_block": "#E69F00",
+    "fp8_1x128": "#E69F00", "fp8_128x128": "#E69F00", "mxfp8": GREEN, "mxfp6": "#8C510A", "mxfp4": "#542788",
+    "nvfp4": ORANGE,
+}  # fmt: skip
+DPI = 200
 SUFFIXES = (".pdf", ".png", ".svg")
 _MOST_LETTERS = 32
 
@@ -37,6 +47,23 @@ def _need_matplotlib() -> None:
         raise missing_package("matplotlib", "A picture", "plot") from None
 
 
+def color_of(name: str) -> str | None:
+    """The colour of a recipe or a format in every picture; None for other names."""
+    found = max((known for known in _COLORS if name.startswith(known)), key=len, default=None)
+    return None if found is None else _COLORS[found]
+
+
+def colors_of(names: Iterable[str]) -> dict[str, str]:
+    """Name -> its colour: that of a recipe where it is one, no colour twice while there are some left."""
+    found: dict[str, str] = {}
+    for name in names:
+        color = color_of(name)
+        if color is None or color in found.values():
+            color = next((one for one in CYCLE if one not in found.values()), CYCLE[len(found) % len(CYCLE)])
+        found.setdefault(name, color)
+    return found
+
+
 def clean(axes: "Axes", *sides: str) -> None:
     """Remove the spines that carry no figures: top and right, and those named in `sides`."""
     for side in ("top", "right", *sides):
@@ -54,7 +81,7 @@ def check_path(path: str | Path, argument: str = "path") -> Path:
     return checked
 
 
-def save(figure: "Figure", path: str | Path, dpi: int = 100) -> Path:
+def save(figure: "Figure", path: str | Path, dpi: int = DPI) -> Path:
     """Write the picture as PNG, SVG or PDF, by the ending of `path`; the same figure gives the same bytes."""
     checked = check_path(path)
     # Dates and versions of programs would make equal pictures differ.

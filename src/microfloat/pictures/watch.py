@@ -1,19 +1,22 @@
 """Pictures of what `mf.watch` recorded: records in, a Figure out. A record has the fields of `mf.Record`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from microfloat.pictures.style import CYCLE, SUFFIXES, clean, new_figure, save
+from microfloat.pictures.style import BLUE, CYCLE, GREEN, ORANGE, SUFFIXES, clean, colors_of, new_figure, save
 
 __all__ = [
     "amax_ribbon", "draw", "error_by_magnitude", "flushed", "gemm_error", "loss_gap", "scale_histogram", "sheet",
     "sqnr_heatmap",
 ]  # fmt: skip
 
+# Of x, w and dy as everywhere: in the recipe's format, then in those that might be used instead.
+_OPERANDS = {
+    "x": (BLUE, "#56B4E9", "#1B3A57"), "w": (GREEN, "#B8A900", "#004D38"), "dy": (ORANGE, "#CC79A7", "#8C510A"),
+}  # fmt: skip
 SHOWN_BINADES = 12  # below them stand too few elements for a median
 
 
@@ -22,9 +25,21 @@ def _of(records: Sequence[Any], metric: str) -> list[Any]:
 
 
 def _legend(axes: Any, **options: Any) -> None:
-    """The legend, unless nothing was recorded."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=7, **options)
+    """The legend below the axes, where it covers no line, unless nothing was recorded."""
+    if entries := axes.get_legend_handles_labels()[0]:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22), "ncols": min(3, len(entries)), **options}
+        axes.legend(frameon=False, fontsize=8, handlelength=1.2, columnspacing=1.0, **place)
+
+
+def _colors(names: Sequence[tuple[str, str]]) -> list[str]:
+    """The colour of each (operand, format)."""
+    seen: dict[str, int] = {}
+    found = []
+    for number, (operand, _) in enumerate(names):
+        own, at = _OPERANDS.get(operand, ()), seen.setdefault(operand, 0)
+        found.append(own[at] if at < len(own) else CYCLE[number % len(CYCLE)])
+        seen[operand] += 1
+    return found
 
 
 def sqnr_heatmap(axes: Any, records: Sequence[Any]) -> None:
@@ -54,16 +69,17 @@ def flushed(axes: Any, records: Sequence[Any]) -> None:
         for one in _of(records, metric):
             lines.setdefault((metric, one.operand, one.format), {}).setdefault(one.step, []).append(one.value)
     names = list(dict.fromkeys(key[1:] for key in lines))
+    colors = dict(zip(names, _colors(names), strict=True))
     for (metric, operand, fmt), values in lines.items():
         steps = sorted(values)
         shares = [100 * float(np.mean(values[step])) for step in steps]
-        color, is_underflow = CYCLE[names.index((operand, fmt)) % len(CYCLE)], metric == "underflow"
+        color, is_underflow = colors[operand, fmt], metric == "underflow"
         label = f"{operand} {fmt}" if is_underflow else None
         axes.plot(steps, shares, marker=".", color=color, linestyle="-" if is_underflow else ":", label=label)
     axes.set(title="underflow (solid) and clip (dotted)", xlabel="step", ylabel="% of elements, mean over layers")
-    _legend(axes, ncols=3, loc="upper center")
-    _, top = axes.get_ylim()
-    axes.set_ylim(0, max(1.0, 1.3 * top))  # above the lines, for the legend
+    _legend(axes)
+    top = max(1.0, axes.get_ylim()[1])
+    axes.set_ylim(-0.04 * top, top)  # a line at zero is seen above the axis
 
 
 def amax_ribbon(axes: Any, records: Sequence[Any]) -> None:
@@ -83,7 +99,8 @@ def _ribbons(axes: Any, records: Sequence[Any], labels: dict[str, str]) -> None:
     values: dict[str, dict[int, list[float]]] = {}
     for one in records:
         values.setdefault(one.operand, {}).setdefault(one.step, []).append(one.value)
-    for color, (operand, by_step) in zip(CYCLE, values.items(), strict=False):
+    for number, (operand, by_step) in enumerate(values.items()):
+        color = _OPERANDS.get(operand, (CYCLE[number % len(CYCLE)],))[0]
         steps = sorted(by_step)
         low, middle, high = np.array([np.percentile(by_step[step], [5, 50, 95]) for step in steps]).T
         axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
@@ -105,7 +122,7 @@ def _of_last_step(records: Sequence[Any], metric: str) -> tuple[int, dict[tuple[
 def scale_histogram(axes: Any, records: Sequence[Any]) -> None:
     """Block scales at the last step by powers of two: a line for each operand and format, the mean over layers."""
     last, found = _of_last_step(records, "scale_histogram")
-    for color, (name, histograms) in zip(CYCLE, found.items(), strict=False):
+    for color, (name, histograms) in zip(_colors(list(found)), found.items(), strict=True):
         layers = [dict(zip(one.exponents, one.fractions, strict=True)) for one in histograms]
         seen = {exponent for shares in layers for exponent in shares}
         exponents = range(min(seen) - 1, max(seen) + 2) if seen else ()
@@ -118,7 +135,7 @@ def scale_histogram(axes: Any, records: Sequence[Any]) -> None:
 def error_by_magnitude(axes: Any, records: Sequence[Any]) -> None:
     """Relative error of elements by binades below the largest one, at the last step: the median over layers."""
     last, found = _of_last_step(records, "error_by_magnitude")
-    for color, (name, rows) in zip(CYCLE, found.items(), strict=False):
+    for color, (name, rows) in zip(_colors(list(found)), found.items(), strict=True):
         table = np.array(rows)[:, :SHOWN_BINADES]
         columns = np.flatnonzero(np.isfinite(table).any(0))
         axes.plot(-columns, 100 * np.nanmedian(table[:, columns], 0), color=color, marker=".", label=" ".join(name))
@@ -139,7 +156,11 @@ def smoothed(axes: Any, values: Sequence[float] | np.ndarray, window: int, **sty
 def loss_gap(axes: Any, losses: Mapping[str, Sequence[float]], baseline: str, window: int = 1) -> None:
     """Each run's loss minus the baseline's, step by step; the legend names the smoothing."""
     reference = np.asarray(losses.get(baseline, ()), float)
-    for color, (name, own) in zip(cycle(CYCLE), (item for item in losses.items() if item[0] != baseline)):
+    colors = colors_of(losses)
+    for name, own in losses.items():
+        if name == baseline:
+            continue
+        color = colors[name]
         common = min(len(own), len(reference))
         smoothed(axes, np.asarray(own[:common], float) - reference[:common], window, color=color, label=name)
     axes.axhline(0, color="black", linestyle="--", linewidth=1, label=baseline)
