@@ -44,7 +44,7 @@ def configure_deepseek(manifest: Manifest) -> Configuration:
     """The words of DeepSeek-V3; modules in high precision are named where there are more than the output layer."""
     kinds = list(manifest.kinds)
     tile = next((list(fmt.block) for fmt, _, _ in kinds if not fmt.is_per_tensor), None)
-    scheme = "static" if any(scheme == "static" for _, scheme, _ in kinds) else "dynamic"
+    scheme = "static" if all(scheme == "static" for _, scheme, _ in kinds) else "dynamic"
     made = {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": tile, "fmt": "e4m3"}
     if set(manifest.ignore) - {"lm_head"}:
         made["modules_to_not_convert"] = manifest.ignore
