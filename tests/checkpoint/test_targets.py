@@ -125,6 +125,20 @@ def test_save_never_announces_scales_that_its_records_lack(sources, tmp_path):
         assert load(tmp_path / to)[UP].activation["scheme"] == "none"
     save([record], tmp_path / "native", format="microfloat:native")
     assert load(tmp_path / "native")[UP].activation["scheme"] == "dynamic"
+    convert(sources / "plain", tmp_path / "tokens", to="ct:fp8")
+    with pytest.warns(UserWarning, match=r"save: 2 layers, .* a scale that modelopt:fp8 stores"):
+        save(load(tmp_path / "tokens"), tmp_path / "fp8", format="modelopt:fp8")
+    assert load(tmp_path / "fp8")[UP].activation["scheme"] == "none"
+
+
+def test_one_scheme_for_all_layers_is_static_where_all_have_a_scale(sources, tmp_path):
+    """The configuration of transformers has one word for all layers."""
+    static = load(sources / "static_fp8")
+    bare = load(sources / "static_fp8_weights")[DOWN]
+    for name, records, scheme in (("all", static, "static"), ("some", [static[UP], bare], "dynamic")):
+        save(records, tmp_path / f"{name}_native", format="microfloat:native")
+        convert(tmp_path / f"{name}_native", tmp_path / name, to="hf:finegrained_fp8_tensor")
+        assert config_of(tmp_path / name)["activation_scheme"] == scheme
 
 
 @pytest.mark.parametrize("name", ["ct:fp8_dynamic", "ct:fp8_block", "microfloat:nvfp4", "hf:finegrained_fp8_tensor"])

@@ -396,8 +396,7 @@ def save(
     made: dict[str, Any] = {}
     if config is not False:
         existing = getattr(records, "configs", {}) if config is True else {"config.json": dict(config)}
-        quantized = [one for one, family in zip(every, families, strict=True) if family is not None and one.format]
-        members = _members(quantized, format)
+        members = _members([(one, family) for one, family in zip(every, families, strict=True) if family], format)
         kept = [module_of(record.name) for record in every if record.format is None and is_linear(record)]
         named = next((family for family in families if family is not None), None)
         made = documents(named, members, kept, existing, producer_of(producer))
@@ -409,17 +408,13 @@ def save(
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
-def _members(records: Sequence[Record], format: str) -> list[Member]:
+def _members(records: Sequence[tuple[Record, Family]], format: str) -> list[Member]:
     """Quantized records as configurations name them.
 
     A layer whose input has no scale where the family stores one is weight-only, with a warning; a record that was read
     from a file says what that file said.
     """
-    native = family_named(format) == torchao.NATIVE.name
-    lost = [
-        one.name for one in records
-        if not native and one.source is None and one.format is not None and lacks_scale(one.format, one.activation)
-    ]  # fmt: skip
+    lost = [one.name for one, family in records if _loses_inputs(one, family)]
     if lost:
         warnings.warn(
             f"save: {len(lost)} layers, such as {module_of(lost[0])}, quantize their inputs with a scale that {format} "
@@ -429,8 +424,18 @@ def _members(records: Sequence[Record], format: str) -> list[Member]:
     bare = set(lost)
     return [
         Member(module_of(one.name), one.format, NO_ACTIVATION if one.name in bare else one.activation)
-        for one in records if one.format is not None
+        for one, _ in records if one.format is not None
     ]  # fmt: skip
+
+
+def _loses_inputs(record: Record, family: Family) -> bool:
+    """True where the configurations of a family cannot say how the input of a layer is quantized."""
+    if family is torchao.NATIVE or record.format is None:
+        return False
+    is_static = any(one.activation == "static" for one in family.writes.values())
+    if is_static and record.activation.get("scheme") == "dynamic":
+        return True
+    return record.source is None and lacks_scale(record.format, record.activation)
 
 
 def _put_all(tensors: Mapping[str, np.ndarray]) -> Callable[[Put], None]:
