@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import os
+import re
 import stat
 import struct
 from collections.abc import Iterator, Mapping
@@ -51,7 +52,9 @@ _OTHERS = {
 
 
 def read_json(text: bytes, tensor: str) -> tuple[Any, list[Finding]]:
-    """Value of a JSON text and what is wrong with it: not UTF-8, no JSON, too deep, NaN, keys that occur twice."""
+    """Value of a JSON text and what is wrong with it: not UTF-8, no JSON, too deep, NaN, keys that occur twice, and
+    escapes for halves of characters, which no file and no terminal can hold.
+    """
     found: list[Finding] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,7 +77,22 @@ def read_json(text: bytes, tensor: str) -> tuple[Any, list[Finding]]:
         return None, [Finding("json", "error", tensor, "the JSON is nested too deep to be meant.", _DAMAGED)]
     except ValueError as error:
         return None, [Finding("json", "error", tensor, f"the text is no JSON: {str(error)[:200]}.", _DAMAGED)]
+    if half := _half_character(text):
+        message = f"the JSON has {half}, one half of a character, which UTF-8 cannot hold."
+        return None, [Finding("json", "error", tensor, message, "Write the name or text without it.")]
     return value, found
+
+
+def _half_character(text: bytes) -> str:
+    """The first escape of a surrogate that has no partner, or an empty text."""
+    if b"\\ud" not in text and b"\\uD" not in text:
+        return ""
+    for pair in re.finditer(
+        rb"\\(?:u([dD][89a-fA-F][0-9a-fA-F]{2})(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|.)", text, re.DOTALL
+    ):
+        if pair[1] and (pair[2] is None or pair[1][1:2] in b"cdefCDEF"):
+            return pair[0][:6].decode()
+    return ""
 
 
 def open_bounded(path: Path, largest: int | None = None) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from microfloat.checkpoint.families import FAMILIES, Entry, Family, Scheme, fami
 from microfloat.checkpoint.families.row import BYTES, FP8, REAL, missing_roles
 from microfloat.checkpoint.folder import Folder, locate
 from microfloat.checkpoint.patterns import parents_of
-from microfloat.checkpoint.records import Detection, Finding, Stored
+from microfloat.checkpoint.records import Detection, Finding, Stored, some
 
 __all__ = ["Contents", "contents_of", "detect"]
 
@@ -308,11 +308,6 @@ class _Grouping:
                         self.findings.append(Finding("orphan", "info", parameter, message))
             if extras:
                 self.entries[parameter] = replace(entry, extras=extras)
-
-
-def some(names: Sequence[str], most: int = 4) -> str:
-    """The first of many names, and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _beside(parameter: str, last: str) -> str:

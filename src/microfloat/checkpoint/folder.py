@@ -1,13 +1,14 @@
 """The files of a checkpoint: one file, a directory, or an index of shards; with the configurations beside them."""
 
 import os
+import re
 import stat
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 from microfloat.arguments import as_path
 from microfloat.checkpoint.container import Container, read_json_file
-from microfloat.checkpoint.records import Finding
+from microfloat.checkpoint.records import Finding, some
 from microfloat.errors import checkpoint_error
 
 __all__ = ["Folder", "locate"]
@@ -41,6 +42,10 @@ def locate(path: str | os.PathLike[str]) -> Folder:
         files, weight_map = _of_index(path, found)
     else:
         files, weight_map = {path.name: path}, None
+        if missing := _missing_parts([path.name]):
+            message = f"it is one of several files; {some(missing)} is not read with it."
+            remedy = "Name the folder, or its index, to read all of them."
+            found.append(Finding("part", "warn", path.name, message, remedy))
     read = {name: _json(root, name, found) for name in CONFIGS if (root / name).exists()}
     configs = {name: value for name, value in read.items() if isinstance(value, dict)}
     if any(finding.severity == "error" for finding in found):
@@ -53,8 +58,7 @@ def _in_directory(path: Path, found: list[Finding]) -> tuple[dict[str, Path], di
     preferred = f"model{_INDEX}"
     if indices:
         return _of_index(path / (preferred if preferred in indices else indices[0]), found)
-    names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
-    names = ["model.safetensors"] if "model.safetensors" in names else names
+    names = _one_set([entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors")], found)
     if not names:
         message = "no *.safetensors file and no *.safetensors.index.json stands in it."
         remedy = "Files with pickles (.bin, .pt) are not read: convert them to safetensors where you trust them."
@@ -62,11 +66,63 @@ def _in_directory(path: Path, found: list[Finding]) -> tuple[dict[str, Path], di
     return {name: _inside(path, name, found) for name in names}, None
 
 
+_SHARD = re.compile(r"(?P<stem>.*?)[-_](?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors")
+_MODELS = ("model", "consolidated", "pytorch_model", "diffusion_pytorch_model")  # the most usual one first
+_BESIDE = ("adapter_model", "adapter", "optimizer")  # files that stand beside those of a model
+
+
+def _one_set(names: list[str], found: list[Finding]) -> list[str]:
+    """The files of one model where no index lists them; findings name other weights in the folder, and lost parts."""
+    sets: dict[str, list[str]] = {}
+    for name in sorted(names):
+        shard = _SHARD.fullmatch(name)
+        sets.setdefault(shard["stem"] if shard else name.removesuffix(".safetensors"), []).append(name)
+    numbered = [stem for stem, files in sets.items() if any(map(_SHARD.fullmatch, files))]
+    known = [stem for stem in (*_MODELS, *(numbered if len(numbered) == 1 else ())) if stem in sets]
+    others = [stem for stem in sets if stem not in (*_MODELS, *numbered, *_BESIDE)]
+    if known and (numbered or "model" in known or not others):
+        first, *_ = known
+        whole = f"{first}.safetensors"
+        made = [whole] if whole in sets[first] else sets[first]
+        if made != [whole]:  # a file of a name of its own is a part that has no number
+            made = [*made, *(file for stem in others for file in sets[stem])]
+    else:
+        made = [file for stem, files in sets.items() if stem not in _BESIDE for file in files] or sorted(names)
+    if missing := _missing_parts(made):
+        are = "is" if len(missing) == 1 else "are"
+        message = f"no index stands beside it, and of its parts {some(missing)} {are} missing."
+        remedy = "Download the missing files; to read a part of a model, name the file."
+        found.append(Finding("file", "error", made[0], message, remedy))
+    left = [name for name in sorted(names) if name not in made]
+    if left:
+        message = f"the folder holds other weights too, which are not read: {some(left)}."
+        found.append(Finding("other-weights", "info", made[0], message, "To read them, name the file."))
+    return made
+
+
+def _missing_parts(names: list[str]) -> list[str]:
+    """The names of the other parts of shards that say how many there are."""
+    shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]
+    missing: dict[str, None] = {}
+    for shard in shards:
+        start, digits = shard.start("number"), len(shard["number"])
+        for number in range(1, min(int(shard["count"]), _MOST_PARTS) + 1):
+            name = f"{shard.string[:start]}{number:0{digits}d}{shard.string[start + digits :]}"
+            if name not in names:
+                missing[name] = None
+    return list(missing)
+
+
+_MOST_PARTS = 10_000
+
+
 def _of_index(path: Path, found: list[Finding]) -> tuple[dict[str, Path], dict[str, str] | None]:
     index = _json(path.parent, path.name, found)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        found.append(Finding("index", "error", path.name, "weight_map must map names of tensors to names of files."))
+        if not any(finding.tensor == path.name for finding in found):  # which says what is wrong with the text
+            message = "weight_map must map names of tensors to names of files."
+            found.append(Finding("index", "error", path.name, message))
         return {}, None
     files = {}
     for name in sorted(set(weight_map.values())):

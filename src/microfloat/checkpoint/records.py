@@ -3,7 +3,7 @@
 ``value = decode(codes) * scale * tensor_scale``. Legend: E = experts (leading axes), R = rows, C = contraction.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict
 
@@ -30,6 +30,11 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.severity} {self.id}: {self.tensor}: {self.message}" if self.tensor else self.message
         return f"{text} {self.remedy}" if self.remedy else text
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """The first of many names, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 @dataclass(frozen=True)

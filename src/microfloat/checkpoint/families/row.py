@@ -1,7 +1,9 @@
 """The row of a family, the tensors of one parameter, and the decoding that the rows share."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -131,6 +133,7 @@ class Family:
         return (self.format, grid) if stored == grid else None
 
 
+@lru_cache(4096)
 def fp8_format(
     codes: str, scale: str, shape: Shape, stored: Shape, tile: tuple[int, int] | None
 ) -> tuple[ScaledFormat, Shape] | None:
@@ -143,7 +146,7 @@ def fp8_format(
     leading, rows, length = shape[:-2], shape[-2] if len(shape) > 1 else 1, shape[-1] if shape else 1
     if len(stored) == len(leading) + 4 and stored[-3] == stored[-1] == 1:
         stored = (*stored[:-4], stored[-4], stored[-2])  # ModelOpt writes tiles as [rows, 1, columns, 1]
-    count = int(np.prod(stored, dtype=object))
+    count = math.prod(stored)
 
     def tiled(size: tuple[int, int]) -> tuple[ScaledFormat, Shape] | None:
         grid = (*leading, -(-rows // size[0]), -(-length // size[1]))
@@ -151,7 +154,7 @@ def fp8_format(
 
     if tile is not None and (made := tiled(tile)):
         return made
-    if count == 1 or (leading and count == int(np.prod(leading, dtype=object))):
+    if count == 1 or (leading and count == math.prod(leading)):
         return _format(element, (None, None), bytewise), () if count == 1 else (*leading, 1, 1)
     if stored in ((*leading, rows), (*leading, rows, 1)):
         return _format(element, (1, None), bytewise), (*leading, rows, 1)
@@ -192,7 +195,7 @@ def decode_parts(entry: Entry, tensors: Container) -> Record:
     level = global_scale(tensors, stored.get("tensor_scale"), "tensor_scale", family.divides, divisors)
     if level is not None:
         levels = (*shape[:-1], 1) if fmt.tensor_scale == "row" else (*shape[:-2], 1, 1) if level.ndim else ()
-        if level.size != np.prod(levels, dtype=object):
+        if level.size != math.prod(levels):
             return replace(record, format=fmt, problem=misfit(entry, "tensor_scale"))
         level = level.reshape(levels)
     return replace(record, format=fmt, scale=scale_array(tensors, scale, fmt, grid), tensor_scale=level)

@@ -1,0 +1,95 @@
+"""Folders without an index: which files are one model, and which parts of it are missing."""
+
+import json
+
+import numpy as np
+import pytest
+
+from microfloat.checkpoint import load
+from microfloat.errors import CheckpointError
+from tests.checkpoint.files import write
+
+
+def folder_of(tmp_path, names, index=None):
+    """Files that hold one tensor each, of the name of the file."""
+    for name in names:
+        write(tmp_path / f"{name}.safetensors", {name: np.ones(4, np.float32)})
+    if index:
+        text = json.dumps({"weight_map": {name: f"{name}.safetensors" for name in index}})
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+    return tmp_path
+
+
+PARTS = [f"model-0000{i}-of-00003" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["model", "consolidated", "adapter_model"], ["model"]),
+        (["model", *PARTS], ["model"]),
+        ([*PARTS, "consolidated"], PARTS),
+        ([*PARTS, "model.fp16-00001-of-00001", "adapter_model"], PARTS),
+        ([*PARTS, "mtp"], [*PARTS, "mtp"]),
+        (
+            ["consolidated-1-of-2", "consolidated-2-of-2", "pytorch_model"],
+            ["consolidated-1-of-2", "consolidated-2-of-2"],
+        ),
+        (["llama_01-of-02", "llama_02-of-02", "adapter"], ["llama_01-of-02", "llama_02-of-02"]),
+        (["consolidated", "pytorch_model"], ["consolidated"]),
+        (["adapter_model"], ["adapter_model"]),
+        (["a", "b"], ["a", "b"]),
+    ],
+)
+def test_one_set_of_files_is_read_and_the_others_are_named(names, read, tmp_path):
+    loaded = load(folder_of(tmp_path, names))
+    assert sorted(loaded) == sorted(read)
+    left = sorted(set(names) - set(read) - ({"adapter"} if "a" in names else set()))
+    assert [(one.id, one.severity) for one in loaded.findings] == [("other-weights", "info")] * bool(left)
+    assert all(f"{name}.safetensors" in loaded.findings[0].message for name in left)
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["model-00001-of-00002"], ["model-00002-of-00002"]),
+        (PARTS[1:], PARTS[:1]),
+        (["diffusion_pytorch_model-1-of-3"], ["diffusion_pytorch_model-2-of-3", "diffusion_pytorch_model-3-of-3"]),
+        (["a_001-of-002", "b"], ["a_002-of-002"]),
+    ],
+)
+def test_parts_without_their_index_and_the_other_parts_are_an_error(names, missing, tmp_path):
+    with pytest.raises(CheckpointError, match="no index stands beside it") as caught:
+        load(folder_of(tmp_path, names))
+    assert all(f"{name}.safetensors" in str(caught.value) for name in missing)
+    (finding,) = load(tmp_path / f"{names[0]}.safetensors").findings
+    assert (finding.id, finding.severity) == ("part", "warn")
+    assert missing[0] in finding.message
+
+
+def test_an_index_decides(tmp_path):
+    loaded = load(folder_of(tmp_path, [*PARTS[:2], "consolidated"], PARTS[:2]))
+    assert (sorted(loaded), loaded.findings) == (PARTS[:2], [])
+
+
+@pytest.mark.parametrize("text", ['"\\ud800"', '"a.\\uDFFF.weight"', '"\\ud83d\\ud83d"'])
+@pytest.mark.parametrize("place", ["header", "index", "config"])
+def test_halves_of_characters_are_refused_where_they_are_read(text, place, tmp_path):
+    """They are JSON, but no file name, no terminal and no other safetensors reader can hold them."""
+    name = json.loads(text) if place == "header" else "a"
+    write(
+        tmp_path / "model.safetensors",
+        {name: np.ones(4, np.float32)},
+        config={"ignore": [json.loads(text)]} if place == "config" else None,
+    )
+    if place == "index":
+        (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{text}: "model.safetensors"}}}}')
+    with pytest.raises(CheckpointError, match="one half of a character") as caught:
+        load(tmp_path)
+    str(caught.value).encode()
+    assert {one.id for one in caught.value.findings} == {"json"}
+
+
+def test_whole_characters_are_read_however_they_are_written(tmp_path):
+    write(tmp_path / "model.safetensors", {"\U0001f600\\ud800": np.ones(4, np.float32)})
+    assert list(load(tmp_path)) == ["\U0001f600\\ud800"]
