@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from microfloat import reference
-from microfloat.checkpoint import Record, convert, load, save
+from microfloat.checkpoint import Record, convert, detect, load, save
 from microfloat.checkpoint.config import announced
+from microfloat.checkpoint.families import WRITTEN
 from microfloat.errors import CheckpointError, InvalidTypeError
 from tests.checkpoint.files import nvfp4, write
 
@@ -129,3 +130,149 @@ def test_nan_becomes_zero_where_it_is_asked_for(tmp_path):
     assert not values[1].any()
     assert values[0].any()
     assert np.isfinite(values).all()
+
+
+# ---- layouts that are not known ----------------------------------------------------------------------------------
+
+
+def fp8(*shape):
+    return np.full(shape, 0x38, np.uint8).view(ml_dtypes.float8_e4m3fn)
+
+
+UE8M0 = ("F8_E8M0", np.full((1, 1), 127, np.uint8))
+
+
+ONES = np.ones((4, 1), np.float32)
+PACKED = {"a.weight_packed": np.ones((4, 16), np.uint8), "a.weight_scale": np.ones((4, 2), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        ({"a.q.weight": fp8(4, 32), "a.q.my_scale": np.float32(1)}, "a.q.my_scale F32[]"),
+        ({"a.q.weight": fp8(4, 32), "a.q.weight_quantizer.scale": ONES}, "a.q.weight_quantizer.scale F32[4, 1]"),
+        ({"a.q.weight": fp8(4, 32), "a.q.weight_quantizer._amax": ONES}, "a.q.weight_quantizer._amax F32[4, 1]"),
+        ({"a.q.weight": fp8(4, 32), "a.q.scale": UE8M0, "a.q.bias": ONES}, "a.q.scale F8_E8M0[1, 1]"),
+        ({"wq.weight": fp8(4, 32), "wq.qscale_weight": np.float32(1)}, "wq.qscale_weight F32[]"),
+        ({"a.fc.weight": fp8(4, 32), "a.fc_scale": ONES, "a.fc_norm.weight": ONES}, "a.fc_scale F32[4, 1]"),
+        ({"weight": fp8(4, 32), "scale_weight": np.float32(1)}, "scale_weight F32[]"),
+        ({"a.q.weight": fp8(4, 32), "a.q.weight_scale": ONES.astype(np.int32)}, "a.q.weight_scale I32[4, 1]"),
+        (PACKED, "a.weight_scale F32[4, 2]"),
+        ({"a.q.weight": fp8(4, 32), "a.q.alpha": np.float32(1), "a.q.lora_A.weight": ONES}, "a.q.alpha F32[]"),
+    ],
+)
+def test_a_scale_of_another_name_or_dtype_is_named_and_the_file_not_called_damaged(tensors, named, tmp_path):
+    path = write(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match="holds codes, but none of the names of scales that are read") as caught:
+        load(path)
+    (finding,) = caught.value.findings
+    assert (finding.id, finding.severity) == ("unknown-layout", "error")
+    assert named in finding.message
+    assert all(word not in str(caught.value) for word in ("damaged", "lora_A", "fc_norm", "bias"))
+    found = detect(path)
+    assert (found.family, found.confidence) == ("unknown", 0.0)
+    assert "codes without a scale of a known name" in found.evidence[-1]
+
+
+def test_the_layout_of_deepseek_v4_is_not_called_damaged(tmp_path):
+    expert = {"weight": np.ones((4, 16), np.int8), "scale": ("F8_E8M0", np.ones((4, 1), np.uint8))}
+    trunk = {"attn.wo.weight": fp8(128, 128), "attn.wo.scale": UE8M0, "attn.wo_norm.weight": ONES}
+    tensors = {**{f"ffn.experts.0.w1.{name}": array for name, array in expert.items()}, **trunk}
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    for one in (None, config):
+        found = load(write(tmp_path / "model.safetensors", tensors, config=one), strict=False)
+        text = "\n".join(map(str, found.findings))
+        assert found.detection.family == "unknown"
+        assert "ffn.experts.0.w1.scale F8_E8M0[4, 1]" in text
+        assert "attn.wo.scale F8_E8M0[1, 1]" in text
+        assert "damaged" not in text
+
+
+def test_codes_without_any_scale_may_be_the_values(tmp_path):
+    with pytest.raises(CheckpointError, match="or the codes are the values themselves") as caught:
+        load(write(tmp_path / "model.safetensors", {"a.weight": fp8(4, 32), "a.norm.weight": np.ones(4, np.float32)}))
+    assert [one.id for one in caught.value.findings] == ["missing-scale"]
+
+
+INT8, INT32 = np.ones((4, 32), np.int8), np.ones((4, 4), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"a.weight": INT8, "a.weight_scale": ONES}, "a.weight I8[4, 32], beside a.weight_scale F32[4, 1]"),
+        ({"a.qweight": INT32, "a.qzeros": INT32, "a.scales": ONES}, "beside a.qzeros I32[4, 4], a.scales F32[4, 1]"),
+        ({"a.weight": np.ones((64, 1), np.uint8), "a.weight.absmax": ONES}, "U8[64, 1], beside a.weight.absmax"),
+        ({f"{i}.w": INT8 for i in range(3)} | {f"{i}.w_s": ONES for i in range(3)}, "3 tensors such as 0.w I8[4, 32]"),
+        ({"a.w_fp8": fp8(4, 32)}, "a.w_fp8 F8_E4M3[4, 32]: these seem to be codes"),
+        ({"a.weight": ("F8_E4M3FNUZ", INT8.view(np.uint8))}, "a.weight F8_E4M3FNUZ[4, 32]"),
+    ],
+)
+def test_codes_that_no_family_has_are_named_where_they_are_read_as_plain_tensors(tensors, words, tmp_path):
+    found = load(write(tmp_path / "model.safetensors", tensors))
+    assert [(one.id, one.severity) for one in found.findings] == [("unread-codes", "warn")]
+    assert words in found.findings[0].message
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"position_ids": np.arange(8)[None], "a.weight": np.ones((4, 32), "f"), "a.num_batches_tracked": np.int64(3)},
+        {"norm.scale": np.ones(4, "f"), "a.mask": np.ones((4, 4), np.bool_), "logit_scale": np.float32(1)},
+    ],
+)
+def test_integers_that_are_no_codes_are_left_alone(tensors, tmp_path):
+    found = load(write(tmp_path / "model.safetensors", tensors)).findings
+    assert not [one for one in found if one.severity != "info"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "found"),
+    [
+        ({"weight_zero_point": np.zeros((4, 1), np.int8)}, []),
+        ({"weight_zero_point": np.full((4, 1), 2, np.int8)}, ["unsupported"]),
+        ({"weight_g_idx": np.arange(32, dtype=np.int32) // 16}, []),
+        ({"weight_g_idx": np.arange(32, dtype=np.int32)[::-1].copy()}, ["unsupported"]),
+    ],
+)
+def test_tensors_that_change_what_codes_mean_are_refused_by_name(extra, found, tmp_path):
+    path = write(tmp_path / "model.safetensors", layer("a") | {f"a.{name}": array for name, array in extra.items()})
+    assert [one.id for one in load(path, strict=False).findings if one.severity == "error"] == found
+    if found:
+        with pytest.raises(CheckpointError, match=next(iter(extra))):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (np.ones((2, 4), "f").astype(ml_dtypes.float8_e4m3fn), "with their last two axes swapped"),
+        (np.ones((128, 4), "f").astype(ml_dtypes.float8_e4m3fn), "padded to 128 rows and 4 columns for a kernel"),
+        (np.ones((3, 3), "f").astype(ml_dtypes.float8_e4m3fn), "This order of scales is not read"),
+    ],
+)
+def test_scales_in_another_order_say_which(scale, words, tmp_path):
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load(write(tmp_path / "model.safetensors", layer("a", scale=scale)))
+    assert "damaged" not in str(caught.value)
+
+
+# ---- our own files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", [name for name in WRITTEN if not name.startswith("microfloat:") and name != "gptoss:hf"])
+def test_no_false_alarm_about_our_own_files(to, tmp_path):
+    shapes = {
+        "model.layers.0.mlp.gate_proj": (128, 256), "model.layers.0.mlp.up_proj": (128, 256), "lm_head": (64, 256),
+        "model.layers.0.mlp.gate": (8, 256), "model.layers.0.self_attn.o_proj": (256, 128), "score": (2, 256),
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    records = [
+        Record(f"{name}.weight", rng.standard_normal(shape, np.float32), logical_shape=shape)
+        for name, shape in shapes.items()
+    ]
+    save(records, tmp_path / "plain", format="plain")
+    convert(tmp_path / "plain", tmp_path / "out", to=to)
+    found = load(tmp_path / "out")
+    assert found.findings == []
+    assert found.detection.confidence == 1.0

@@ -194,3 +194,40 @@ def test_it_needs_no_framework(repository, model):
     done = fresh(repository, ["inspect", str(model), "--json"], ("torch", "jax", "triton", "matplotlib"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["formats"]
+
+
+@pytest.fixture
+def other_dialect(tmp_path):
+    """The tensors of ct:nvfp4 under a method that is not read."""
+    nvfp4_file(tmp_path)
+    text = json.dumps({"quantization_config": {"quant_method": "auto-round", "bits": 4}})
+    (tmp_path / "config.json").write_text(text)
+    return tmp_path
+
+
+def test_a_method_that_is_not_read_is_named_with_the_option_that_helps(microfloat, other_dialect):
+    done = microfloat("inspect", other_dialect)
+    assert done.code == 1
+    assert "'auto-round' is not read" in done.err
+    assert "--from ct:nvfp4 reads them as such" in done.err
+    assert "format=" not in done.err
+    assert "--from" in microfloat("inspect", other_dialect, "--json").json["findings"][0]["remedy"]
+    assert microfloat("inspect", other_dialect, "--from", "ct:nvfp4", "--json").json["family"] == "ct:nvfp4"
+    file = other_dialect / "elsewhere"
+    file.mkdir()
+    nvfp4_file(file)
+    assert microfloat("diff", other_dialect, file, "--from", "ct:nvfp4").code == 0
+    microfloat("inspect", other_dialect, "--from", "ct:nvfp5").refuses("--from: got 'ct:nvfp5', needed one of")
+
+
+def test_activations_that_are_announced_without_their_scale_exit_1(microfloat, tmp_path):
+    nvfp4_file(tmp_path)
+    inputs = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": inputs}}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": groups}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    done = microfloat("inspect", tmp_path, "--json")
+    assert done.code == 1
+    (finding,) = [one for one in done.json["findings"] if one["severity"] == "error"]
+    assert finding["id"] == "missing-input-scale"
+    assert "no input_global_scale stands beside" in finding["message"]

@@ -32,7 +32,7 @@ _EXTRAS = frozenset(
 )
 _SCALE_SUFFIXES = ("_scale", "_scale_2", "_scale_inv", "_global_scale", "_scales", ".scales", "_zero_point", "_g_idx")
 # What stands beside codes in the dialects of many libraries, whatever it is called exactly.
-_SCALE_WORDS = re.compile(r"scale|zero|absmax|g_idx|bitmask|codebook|quant_map|(^|_)scb$|(^|_)s$", re.IGNORECASE)
+_SCALE_WORDS = re.compile(r"scale|zero|amax|absmax|g_idx|bitmask|codebook|quant_map|(^|_)scb$|(^|_)s$", re.IGNORECASE)
 _NOT_CODES = (*REAL, "BOOL", "C64")
 
 

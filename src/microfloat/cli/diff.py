@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from microfloat.cli.hub import Hub, local
+from microfloat.cli.hub import Hub, Source, read
 from microfloat.cli.inspect import layers_pattern
 from microfloat.cli.output import Column, Output, count, decibel, number
 from microfloat.errors import invalid_value
@@ -55,6 +55,7 @@ def diff(
         bool, typer.Option("--bytes", help="Compare stored bytes; name the first that differs in each tensor.")
     ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw error against magnitude.")] = None,
+    source: Source = "auto",
     hub: Hub = False,
 ) -> int:
     """Compare two checkpoints of one model: how far B's values are from A's, or which byte differs first.
@@ -63,8 +64,6 @@ def diff(
     microfloat diff model/ model-nvfp4/ --threshold-db 18
     microfloat diff a.safetensors b.safetensors --bytes
     """
-    from microfloat.checkpoint import load
-
     if plot is not None:
         from microfloat.pictures.style import check_path
 
@@ -75,8 +74,8 @@ def diff(
     if threshold_db is not None and not math.isfinite(threshold_db):
         raise invalid_value("--threshold-db", threshold_db, "a finite number")
     pattern = layers_pattern(layers)
-    first = load(local(a, hub, "A"), pattern=pattern, strict=False)
-    second = load(local(b, hub, "B"), pattern=pattern, strict=False)
+    first = read(a, hub, source, "A", pattern)
+    second = read(b, hub, "auto", "B", pattern)
     common = [name for name in first if name in second]
     if not common:
         fix = "Remove --layers, or name a part of a tensor's name." if layers else "Both must be of one model."

@@ -1,17 +1,35 @@
-"""A checkpoint's folder on this machine; with --hub, the copy of a repository of the Hugging Face Hub."""
+"""A checkpoint on this machine; with --hub, the copy of a repository of the Hugging Face Hub."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from microfloat.errors import invalid_value, missing_package
+from microfloat.errors import InvalidValueError, invalid_value, missing_package
 
-__all__ = ["Hub", "local"]
+if TYPE_CHECKING:
+    from microfloat.checkpoint import Checkpoint
+
+__all__ = ["Hub", "Source", "local", "read"]
 
 Hub = Annotated[bool, typer.Option("--hub", help="Read from the Hugging Face Hub: paths are OWNER/NAME.")]
+Source = Annotated[
+    str, typer.Option("--from", metavar="FAMILY",
+                      help="Family of the source, as load(format=) has it, where its files do not tell.")
+]  # fmt: skip
 # Weights, their index and configurations: what the readers read.
 _FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_config.json")
+
+
+def read(path: Path, hub: bool, source: str, argument: str = "PATH", pattern: str | None = None) -> "Checkpoint":
+    """The checkpoint at a path, with its findings as they are, errors among them; `source` is the value of --from."""
+    from microfloat.checkpoint.load import opened
+
+    folder = local(path, hub, argument)
+    try:
+        return opened(folder, format=source, pattern=pattern, strict=False)
+    except InvalidValueError as error:
+        raise InvalidValueError(str(error).replace("format: got", "--from: got", 1)) from None
 
 
 def local(path: Path, hub: bool, argument: str = "PATH") -> Path:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from microfloat.cli.hub import Hub, local
-from microfloat.cli.output import MOST_LINES, Column, Output, by_quality, count, decibel, size
+from microfloat.cli.hub import Hub, Source, read
+from microfloat.cli.output import MOST_LINES, Column, Output, by_quality, count, decibel, finding_row, size
 from microfloat.cli.output import together as together_rows
 from microfloat.errors import invalid_value
 
@@ -53,6 +53,7 @@ def inspect(
         int, typer.Option("--sample-rows", min=0, metavar="N", help="Rows of a matrix to measure; 0: all of them.")
     ] = 512,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 for warnings too.")] = False,
+    source: Source = "auto",
     hub: Hub = False,
 ) -> int:
     """Show the format of a checkpoint, its sizes, what is wrong with it, and its error in other formats.
@@ -62,7 +63,6 @@ def inspect(
     microfloat inspect model/ --format nvfp4,mxfp8 --plot model.png
     microfloat inspect model.safetensors --strict
     """
-    from microfloat.checkpoint import load
     from microfloat.cli.survey import chosen_formats, survey
 
     if plot is not None:
@@ -70,7 +70,7 @@ def inspect(
 
         check_path(plot, "--plot")
     formats = chosen_formats(format)
-    checkpoint = load(local(path, hub), pattern=layers_pattern(layers), strict=False)
+    checkpoint = read(path, hub, source, pattern=layers_pattern(layers))
     if layers and not len(checkpoint):
         raise invalid_value("--layers", repr(layers), "a regular expression that matches the name of a tensor")
     together = not layers and len(checkpoint) > MOST_LINES
@@ -227,7 +227,7 @@ def _findings(output: Output, checkpoint: "Checkpoint", strict: bool, more: Sequ
     """Show the findings, `more` among them, and return the exit code."""
     with output.progress("checking codes and scales", None):
         findings = [*checkpoint.findings, *more]
-    rows = [finding._asdict() for finding in findings]
+    rows = [finding_row(finding) for finding in findings]
     if strict:  # serving engines use one scale for a fused group, whatever its members say
         for row in rows:
             row["severity"] = "error" if row["id"] == "fused-mismatch" else row["severity"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -26,9 +26,12 @@ from rich.text import Text
 
 from microfloat.errors import CheckpointError, MicrofloatError
 
+if TYPE_CHECKING:
+    from microfloat.checkpoint import Finding
+
 __all__ = [
-    "MOST_LINES", "Column", "Output", "by_quality", "command", "count", "decibel", "number", "percent", "size",
-    "together", "words",
+    "MOST_LINES", "Column", "Output", "by_quality", "command", "count", "decibel", "finding_row", "number", "percent",
+    "size", "together", "words",
 ]  # fmt: skip
 
 _WIDE = 100_000  # a pipe has no edge
@@ -256,11 +259,12 @@ class Output:
 
     def fail(self, error: BaseException) -> None:
         """An error on stderr; in the document, where there is one."""
-        self.document = {"command": self.document["command"], "error": str(error), "type": type(error).__name__}
+        message = with_options(str(error))
+        self.document = {"command": self.document["command"], "error": message, "type": type(error).__name__}
         if isinstance(error, CheckpointError):
-            self.document["findings"] = [one._asdict() for one in error.findings]
+            self.document["findings"] = [finding_row(one) for one in error.findings]
         label = "stopped: " if isinstance(error, KeyboardInterrupt) else "error: "
-        for number, line in enumerate(str(error).split("\n")):
+        for number, line in enumerate(message.split("\n")):
             # A command to copy stays one line for the terminal to break.
             text = Text(label, "bold red") + safe(line) if number == 0 else safe(line)
             self.errors.print(text, soft_wrap=line.startswith("    "))
@@ -309,6 +313,17 @@ class Output:
         if self.as_json:
             sys.stdout.write(json.dumps(jsonable(self.document), indent=1, allow_nan=False) + "\n")
         sys.stdout.flush()
+
+
+def with_options(text: str) -> str:
+    """A remedy for callers of `checkpoint.load` and `convert` in the words of the commands: `--from` for `format=`."""
+    text = re.sub(r'\bformat="([^"]+)"', r"--from \1", text)
+    return re.sub(r"\b(format|fuse)=(?![\w\"'])", lambda word: {"format": "--from", "fuse": "--fuse"}[word[1]], text)
+
+
+def finding_row(finding: "Finding") -> dict[str, str]:
+    """A finding as a row of a table."""
+    return {**finding._asdict(), "remedy": with_options(finding.remedy)}
 
 
 def _widened(least: Sequence[int], most: Sequence[int], spare: int) -> list[int]:
