@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["Owners", "Supposed"]
+__all__ = ["Owners", "Supposed", "is_compiled", "joint_name"]
 
 
 class Supposed(NamedTuple):
@@ -79,6 +80,13 @@ class Owners:
         return found
 
 
+def joint_name(names: Sequence[str]) -> str:
+    """``a.q+k+v`` of a.q, a.k and a.v."""
+    prefix = names[0].rpartition(".")[0]
+    cut = len(prefix) + 1 if prefix else 0
+    return "+".join([names[0], *(name[cut:] for name in names[1:])])
+
+
 def _are_joined_in(layers: Sequence[RecipeLayer], weight: torch.Tensor) -> torch.Tensor:
     """float64 [1]: 1 where the first rows of the layers' weights are those of the parts of this one."""
     starts = itertools.accumulate((layer.weight.shape[0] for layer in layers[:-1]), initial=0)
@@ -89,3 +97,11 @@ def _are_joined_in(layers: Sequence[RecipeLayer], weight: torch.Tensor) -> torch
 
 def _address_of(weight: torch.Tensor) -> int:
     return (weight.part_list()[0] if isinstance(weight, QuantizedTensor) else weight).data_ptr()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """True for a model whose call, or that of a part of it, is compiled."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None and not isinstance(module, nn.Linear)
+        for module in model.modules() if module is not model
+    ) or hasattr(model, "_orig_mod") or hasattr(model.__dict__.get("_compiled_call_impl"), "compiled")  # fmt: skip

@@ -48,7 +48,7 @@ from microfloat.torch.measuring import (
 from microfloat.torch.named import are_named, outside_of_modes
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.observing import OBSERVERS, Listener
-from microfloat.torch.owners import Owners, Supposed
+from microfloat.torch.owners import Owners, Supposed, is_compiled, joint_name
 from microfloat.torch.schedule import Schedule, as_matrix
 from microfloat.torch.tensor import QuantizedTensor
 from microfloat.watching import (
@@ -130,14 +130,18 @@ class watch(RecordLog):
         own = self._model.__dict__
         self._before = own.get("_compiled_call_impl")
         self._caller_in_place = own["_compiled_call_impl"] = self._caller()
+        self._follows, self._seen_backward, self._leader = not self._explicit, False, ""
+        if self._follows:
+            OBSERVERS.append(self)
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
+        self._follows = False
         self._end_step()
         self._take_out()
         if self._count < 0 and kind is None:
             warnings.warn(
-                f"watch: the {type(self._model).__name__} was never called, so that nothing was recorded. Watch the "
+                f"watch: no call of the {type(self._model).__name__} was seen, so that nothing was recorded. Watch the "
                 "module that the loop calls, or call w.step() at the beginning of every step.",
                 UserWarning,
                 stacklevel=2,
@@ -148,7 +152,7 @@ class watch(RecordLog):
         if self._caller_in_place is None:
             needed = "one inside of its with statement: with mf.watch(model) as w"
             raise invalid_value("w.step", "a call of a watch that is not open", needed)
-        self._explicit = True
+        self._explicit, self._follows = True, False
         self._begin_step(self._count + 1 if number is None else check_int("number", number, 0, 2**63 - 1))
 
     def _caller(self) -> Callable[..., object]:
@@ -156,7 +160,7 @@ class watch(RecordLog):
 
         def run(*arguments: object, **options: object) -> object:
             if not (self._explicit or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1):
-                with_grad = torch.is_grad_enabled()
+                self._follows, with_grad = False, torch.is_grad_enabled()
                 self._trains |= with_grad
                 if with_grad or not self._trains:
                     self._begin_step(self._count + 1)
@@ -195,14 +199,16 @@ class watch(RecordLog):
         self._calls.clear()
         self._owners.begin()
         self._sampled += 1
+        if self._follows:
+            return
         OBSERVERS.append(self)
-        if not _is_compiled(self._model):
+        if not is_compiled(self._model):
             for module in self._names:
                 if isinstance(module, nn.Linear) and not isinstance(module, RecipeLayer):
                     self._hooks.append(module.register_forward_hook(self._see_plain_call))
 
     def _end_step(self) -> None:
-        if self in OBSERVERS:
+        if self in OBSERVERS and not self._follows:
             OBSERVERS.remove(self)
         for hook in self._hooks:
             hook.remove()
@@ -222,12 +228,15 @@ class watch(RecordLog):
         supposed = None
         if weight is not None:
             layers = self._owners.of(weight)
-            if not layers:
+            if not layers and (not self._follows or self._seen_backward or self._count < 0 or self._is_sampled()):
                 with _plainly():
                     layers, supposed = self._owners.joined_in(weight, is_backward)
         if not layers or any(layer not in self._names for layer in layers):
             return None
-        name = _joint([self._names[layer] for layer in layers])
+        name = joint_name([self._names[layer] for layer in layers])
+        again = torch._C._current_graph_task_id() != -1  # a recomputation: its forward was measured before
+        if self._follows and (weight is None or not self._follow(name, is_backward, again)):
+            return None
         if supposed is not None:
             self._check(name, supposed)
         if is_backward:
@@ -235,15 +244,34 @@ class watch(RecordLog):
             call = opened.pop() if opened else _Call(self, self._numbered(name), layers, schedule)
             call.schedule = schedule
             return call
-        again = torch._C._current_graph_task_id() != -1  # a recomputation: its forward was measured before
         call = _Call(self, name if again else self._numbered(name), layers, schedule, again)
         if weight is not None:
             self._open.setdefault(name, []).append(call)
         return call
 
+    def _follow(self, name: str, is_backward: bool, again: bool) -> bool:
+        """Count the steps of compiled code whose caller is not the watched module, but a wrapper of it or a function.
+
+        A forward after a backward begins one; in inference that of the layer that began one. True in sampled ones.
+        """
+        if is_backward:
+            self._seen_backward = self._trains = True
+        elif not again and (self._seen_backward or (not self._trains and self._leader in ("", name))):
+            self._seen_backward, self._leader = False, name
+            self._begin_step(self._count + 1)
+        return self._is_sampled()
+
+    def _is_sampled(self) -> bool:
+        return self._count >= 0 and self._count % self.every == 0
+
     def see_plain(self, layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         """The tensors of a call in high precision."""
-        if layer not in self._names or x.numel() == 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if (
+            self._follows
+            or layer not in self._names
+            or x.numel() == 0
+            or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
             return
         if torch._C._current_graph_task_id() != -1:
             return
@@ -317,20 +345,6 @@ def _plainly() -> Iterator[None]:
     """No gradients, and no modes of torch's dispatcher."""
     with torch.no_grad(), outside_of_modes():
         yield
-
-
-def _joint(names: Sequence[str]) -> str:
-    """``a.q+k+v`` of a.q, a.k and a.v."""
-    prefix = names[0].rpartition(".")[0]
-    cut = len(prefix) + 1 if prefix else 0
-    return "+".join([names[0], *(name[cut:] for name in names[1:])])
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None and not isinstance(module, nn.Linear)
-        for module in model.modules() if module is not model
-    ) or hasattr(model, "_orig_mod") or hasattr(model.__dict__.get("_compiled_call_impl"), "compiled")  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------------- a call
@@ -549,11 +563,8 @@ class _Call:
         return matrix[slices[self.group]]
 
     def _of_weight(self) -> CastInputs:
-        return (
-            self.of_w
-            if self.of_w.seed is not None or self.schedule is None
-            else self.of_w._replace(seed=self.of_x.seed)
-        )
+        has_own = self.of_w.seed is not None or self.schedule is None
+        return self.of_w if has_own else self.of_w._replace(seed=self.of_x.seed)
 
     def _weight(self) -> torch.Tensor:
         """The weight [N, K], of the group that is measured, in the dtype that its cast reads."""
