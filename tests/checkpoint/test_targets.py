@@ -6,10 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from microfloat import reference
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint.families import WRITTEN
-from microfloat.errors import InvalidValueError
-from microfloat.formats import FP8_TENSOR, NVFP4
+from microfloat.errors import CheckpointError, InvalidValueError
+from microfloat.formats import FP8_TENSOR, MXFP4, NVFP4
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -260,6 +261,18 @@ def test_a_quantized_target_keeps_them_to_the_bit(cached, tmp_path, to):
         assert config_of(tmp_path / "out")["kv_cache_scheme"]
 
 
+def test_scales_of_heads_are_scales_of_a_cache_where_the_source_announces_them(tmp_path):
+    """compressed-tensors stores one for each head; a plain model may have a parameter of that name."""
+    heads = Record("model.layers.0.self_attn.k_scale", np.ones((8, 1, 1), np.float32), logical_shape=(8, 1, 1))
+    scheme = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
+    for config, names in (({"quantization_config": scheme}, {UP}), ({"model_type": "x"}, {UP, heads.name})):
+        source = tmp_path / f"source{len(names)}"
+        save([matrix(UP), heads], source, format="plain")
+        (source / "config.json").write_text(json.dumps(config))
+        convert(source, tmp_path / f"out{len(names)}", to="f32", format="ct:fp8")
+        assert set(load(tmp_path / f"out{len(names)}")) == names
+
+
 def test_a_parameter_of_such_a_name_in_a_plain_model_is_none(tmp_path):
     source = stored(tmp_path / "source", [scalar("attn.q_scale", 0.5), matrix(UP)])
     convert(source, tmp_path / "out", to="f32")
@@ -350,6 +363,21 @@ def test_values_of_another_type_in_configurations_are_no_python_errors(tmp_path,
             convert(source, tmp_path / to, to=to, format=WRITTEN[to][0].name if to in WRITTEN else "ct:fp8")
         else:
             assert convert(source, tmp_path / to, to=to).verified
+
+
+def test_characters_that_utf8_cannot_hold_are_named_before_anything_is_written(tmp_path):
+    """JSON can, as escapes: a source whose header has them is read."""
+    made = reference.quantize(np.ones((4, 32), np.float32), "mxfp4")
+    record = Record("mlp.up_\ud800proj.weight", made.codes, made.scale, None, MXFP4, (4, 32))
+    with pytest.raises(
+        CheckpointError, match=r"the name 'mlp.up_\\ud800proj.weight_packed' has a character that UTF-8"
+    ):
+        save([record], tmp_path / "a", format="ct:mxfp4")
+    assert not list(tmp_path.iterdir())
+    source = stored(tmp_path / "source", [matrix(UP)])
+    (source / "config.json").write_text(json.dumps({"name": "x\ud801"}))
+    convert(source, tmp_path / "out", to="ct:mxfp8")
+    assert load(tmp_path / "out").config["name"] == "x\ud801"
 
 
 def test_the_output_of_convert_is_no_finding_of_its_own(tmp_path):

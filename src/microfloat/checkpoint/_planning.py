@@ -9,6 +9,7 @@ import numpy as np
 from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import outline
 from microfloat.checkpoint._modules import ignored_by, module_of
+from microfloat.checkpoint._saving import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
 from microfloat.checkpoint.families.writing import Written
 from microfloat.checkpoint.load import Checkpoint
@@ -133,13 +134,15 @@ def _hint_of(to: str) -> str:
 class _Source:
     """Facts about a source that decide about its parameters.
 
-    `dtype`: that of the model. `turned`: its plain experts are stored [E, K, N]. `gates`: `gates_of_mlps`.
-    `left`: the reason why the source leaves a module in high precision, or "".
+    `dtype`: that of the model. `has_cache`: its configurations speak of scales for the KV cache. `turned`: its plain
+    experts are stored [E, K, N]. `gates`: `gates_of_mlps`. `left`: the reason why the source leaves a module in high
+    precision, or "".
     """
 
     dtype: np.dtype
     turned: bool
     is_quantized: bool
+    has_cache: bool
     gates: frozenset[str]
     left: Callable[[str], str]
 
@@ -162,7 +165,8 @@ class _Source:
         model_type = checkpoint.config.get("model_type")
         turned = isinstance(model_type, str) and model_type in _TURNED_EXPERTS
         is_quantized = bool(contents.entries or contents.announcements)
-        return _Source(_model_dtype(checkpoint), turned, is_quantized, gates_of_mlps(DEFAULT_EXCLUDE, shapes), left)
+        gates = gates_of_mlps(DEFAULT_EXCLUDE, shapes)
+        return _Source(_model_dtype(checkpoint), turned, is_quantized, has_cache(checkpoint.configs), gates, left)
 
 
 _TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text"}  # their experts are stored [E, K, N]
@@ -288,7 +292,8 @@ def _dequantized(record: Record, reason: str, dtype: np.dtype, keeps_cache: bool
 
 _LOW_RANK = {"svdquant_lora_a", "svdquant_lora_b"}
 _CAPACITY = {True: 2688.0, False: 448.0}  # of a format with a tensor scale, and of FP8
-CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale")  # scales of a KV cache and of attention
+# Scales of a KV cache and of attention, under the names of its producers.
+CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
 
 
 def _cache_scales(record: Record) -> dict[str, np.ndarray]:
@@ -335,7 +340,8 @@ def _with_activation(record: Record, activation: Activation) -> Record:
 def _step_of_plain(record: Record, target: Target, module: str, pattern: str | None, source: _Source) -> Step:
     floating = record.codes.dtype in (*PLAIN.values(), np.dtype(np.float64))
     if target.cast is None:
-        if source.is_quantized and record.codes.size == 1 and record.name.rpartition(".")[2] in CACHE:
+        of_cache = floating and record.name.rpartition(".")[2] in CACHE
+        if of_cache and (source.has_cache or (source.is_quantized and record.codes.size == 1)):
             return Step(record, "dropped")
         same = not floating or record.codes.dtype == target.dtype
         return Step(record, "kept") if same else Step(record, "dequantized", dtype=target.dtype or PLAIN["f32"])

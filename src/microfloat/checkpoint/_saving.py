@@ -513,7 +513,7 @@ def documents(
         return {"config.json": base} if base else {}
     quantized = {member.module for member in members}
     ignore = sorted({*kept, "lm_head"} - quantized)
-    made = family.configure(Manifest(members, ignore, _has_cache(existing), producer))
+    made = family.configure(Manifest(members, ignore, has_cache(existing), producer))
     return {"config.json": {**base, "quantization_config": made.quantization}, **made.documents}
 
 
@@ -525,7 +525,7 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: inner.get(key, value) for key, value in config.items() if key not in KEYS}
 
 
-def _has_cache(existing: Mapping[str, Any]) -> bool:
+def has_cache(existing: Mapping[str, Any]) -> bool:
     """True where the configurations of the source speak of scales for the KV cache."""
     config, second = (_object(existing.get(name)) for name in ("config.json", "hf_quant_config.json"))
     places = (config, _object(config.get("text_config")))

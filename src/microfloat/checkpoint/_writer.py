@@ -111,12 +111,24 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) ->
             "dtype": _NAMES[entry.dtype.name], "shape": list(entry.shape), "data_offsets": [end, end + entry.nbytes],
         }  # fmt: skip
         end += entry.nbytes
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{name}: the name {_around(error)} has a character that UTF-8 cannot hold, and safetensors cannot store. "
+            "Rename the tensor."
+        ) from None
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return Shard(
         name, ordered, header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
     )
+
+
+def _around(error: UnicodeEncodeError) -> str:
+    """The word in which a text cannot be encoded, with its characters as escapes."""
+    before, after = error.object[: error.start], error.object[error.start :]
+    return ascii(before.rpartition('"')[2] + after.partition('"')[0])
 
 
 def index_of(shards: Sequence[Shard]) -> dict:
@@ -193,8 +205,11 @@ def is_complete(folder: Path, shard: Shard) -> bool:
 
 def write_json(path: Path, data: object) -> None:
     """Write a JSON file under a temporary name, then rename it."""
-    text = json.dumps(data, indent=2, ensure_ascii=False).encode() + b"\n"
-    write_bytes(path, text)
+    try:
+        text = json.dumps(data, indent=2, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a character that JSON can hold, as an escape, and UTF-8 cannot
+        text = json.dumps(data, indent=2).encode()
+    write_bytes(path, text + b"\n")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
