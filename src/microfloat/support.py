@@ -1,10 +1,12 @@
 """Answers about what runs here and how: the value that `explain` shows and every refusal carries."""
 
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["WIDTH", "Notes", "Support", "text_table", "wrapped"]
+__all__ = ["WIDTH", "Notes", "Support", "alike", "text_table", "wrapped"]
 
 # Columns of what `explain` prints, so that it fits a terminal.
 WIDTH = 110
@@ -27,6 +29,22 @@ class Support:
 
     def __iter__(self) -> Iterator[bool | str]:
         return iter((self.available, self.reason))
+
+
+_Row = TypeVar("_Row")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name between dots
+
+
+def alike(rows: Iterable[_Row], key: Callable[[_Row], tuple[str, ...]]) -> list[tuple[str, list[_Row]]]:
+    """The rows that differ only by numbers in their names, and the pattern of those names; a row alone keeps its name.
+
+    `key`: the name of a row, and all else in which the rows of a group agree.
+    """
+    groups: dict[tuple[str, ...], list[_Row]] = {}
+    for row in rows:
+        name, *others = key(row)
+        groups.setdefault((_NUMBER.sub("*", name), *others), []).append(row)
+    return [(pattern if len(group) > 1 else key(group[0])[0], group) for (pattern, *_), group in groups.items()]
 
 
 def text_table(cells: Sequence[Sequence[str]]) -> list[str]:

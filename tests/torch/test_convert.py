@@ -232,8 +232,9 @@ def test_heads_routers_and_adapters_are_excluded_by_default(name: str) -> None:
         parent.add_module(part, nn.Module())
         parent = getattr(parent, part)
     parent.add_module(last, nn.Linear(4, 4))
-    assert mf.convert(model, "mxfp8").converted == ([] if name in LEFT_ALONE else [name])
-    assert mf.convert(model, "mxfp8", exclude=()).converted == [name]
+    model.add_module("beside", nn.Linear(4, 4))
+    assert set(mf.convert(model, "mxfp8").converted) == {"beside", *([] if name in LEFT_ALONE else [name])}
+    assert set(mf.convert(model, "mxfp8", exclude=()).converted) == {"beside", name}
 
 
 def test_the_gate_of_a_gated_mlp_is_no_router() -> None:
@@ -253,7 +254,7 @@ def test_tied_and_parametrized_layers() -> None:
     embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
     head.weight = embedding.weight
     model = nn.ModuleDict({"embedding": embedding, "head": head})
-    mf.convert(model, "mxfp8")
+    mf.convert(model, "mxfp8", exclude=())
     assert model["head"].weight is model["embedding"].weight
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
     report = mf.convert(normed, "mxfp8")
@@ -407,7 +408,7 @@ def test_hooks_that_keep_the_forward_beside_their_own() -> None:
 
 
 def test_a_forward_replaced_on_the_instance() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     inner = model[0].forward
     model[0].forward = lambda x: inner(x) + 1
     assert "replaced on the instance" in mf.convert(model, "mxfp4").skipped["0"]
@@ -463,13 +464,48 @@ def test_the_report_names_what_convert_cannot_see_and_the_share_it_converted() -
     assert str(report).endswith(
         f"1 of 2 linear layers run in low precision: {report.share:.1%} of the model's parameters."
     )
-    assert "call the model once" in mf.convert(nn.Sequential(nn.LazyLinear(4)), "mxfp8").skipped["0"]
 
 
-def test_the_report_says_that_there_is_nothing_to_convert() -> None:
-    assert str(mf.convert(nn.Sequential(nn.ReLU()), "mxfp8")) == (
-        "No linear layers found: nothing runs in low precision."
-    )
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (nn.Sequential(nn.ReLU()), {}, "it has no nn.Linear"),
+        (nn.Sequential(nn.LazyLinear(4)), {}, "call the model once"),
+        (nn.ModuleDict({"lm_head": nn.Linear(8, 8)}), {}, "exclude=.. excludes nothing"),
+        (nn.Sequential(nn.Linear(8, 8)), {"filter": lambda name, layer: False}, "filter returned False.*name first"),
+        (nn.Sequential(nn.Bilinear(4, 4, 4)), {"fuse": True}, "needed an nn.Linear"),
+        (nn.MultiheadAttention(8, 2), {}, "multiplies with it without calling a Linear"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_conversion_of_nothing_is_an_error_as_quantizing_nothing_is(model, options, reason) -> None:
+    before = copy.deepcopy(model)
+    with pytest.raises(InvalidValueError, match=f"without a layer to convert.*{reason}"):
+        mf.convert(model, "mxfp8", **options)
+    assert str(model) == str(before)
+    options.pop("fuse", None)
+    with pytest.raises(InvalidValueError, match=f"without a layer to quantize.*{reason}"):
+        mf.quantize_(model, mf.WeightOnly("mxfp8"), **options)
+    # What a placement leaves in high precision by name is no mistake.
+    layers = nn.Sequential(nn.Linear(8, 8))
+    assert mf.convert(layers, mf.Placement([("*", None)])).converted == []
+
+
+def test_the_printed_report_has_a_row_for_layers_alike() -> None:
+    layers = [nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}) for _ in range(12)]
+    layers[11]["up"] = nn.Linear(8, 24)
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers), "lm_head": nn.Linear(8, 8)})
+    report = mf.convert(model, "mxfp8", fuse=True)
+    assert len(report) == 25
+    lines = [" ".join(line.split()) for line in str(report).splitlines()]
+    assert lines[0] == "layer layers in -> out action recipe reason"
+    assert "layers.*.up 11 8 -> 16 converted MXFP8BlockScaling" in lines
+    assert "layers.11.up 1 8 -> 24 converted MXFP8BlockScaling" in lines
+    assert "layers.*.down 12 16 -> 8 converted MXFP8BlockScaling" in lines
+    assert lines[-2] == "0 of 12 blocks are fused: ModuleDict is not a block that is known."
+    assert lines[-1] == f"24 of 25 linear layers run in low precision: {report.share:.1%} of the model's parameters."
+    short = str(mf.convert(nn.Sequential(nn.Linear(8, 8)), "mxfp8")).splitlines()
+    assert short[0].split() == ["layer", "in", "->", "out", "action", "recipe"]  # no column of blanks
 
 
 def test_a_tied_weight_counts_once() -> None:

@@ -295,7 +295,7 @@ def test_convert_pins_experts_and_revert_lets_them_go():
     mf.quantize_(model, mf.WeightOnly("mxfp8"))
     assert type(mf.revert(model)["experts"].weight) is nn.Parameter
     assert model["experts"].effective_recipe() is None
-    with pytest.warns(UserWarning, match="the name first"):
+    with pytest.raises(InvalidValueError, match="the name first"):
         mf.convert(model, "mxfp8", filter=lambda m, n: isinstance(m, nn.Linear))
 
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from microfloat.errors import CheckpointError, MicrofloatError
+from microfloat.support import alike
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Finding
@@ -38,7 +39,6 @@ _WIDE = 100_000  # a pipe has no edge
 _PROSE = 100
 _LEAST_TEXT = 24  # columns that a column of prose needs to stand in a table
 MOST_LINES = 16  # tensors that are listed one by one; of more, those alike are shown together
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name between dots
 _ADDED = ("bytes", "bytes_before", "bytes_after", "non_finite")
 _LARGEST = ("amax", "crest", "bits")
 
@@ -112,11 +112,8 @@ def together(rows: Iterable[dict[str, Any]], keys: Sequence[str]) -> Iterator[di
 
     Bytes are added; of other figures the worst is shown: NaN, the largest amax, the smallest SQNR.
     """
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((_NUMBER.sub("*", row["name"]), *(str(row.get(key)) for key in keys)), []).append(row)
-    for (pattern, *_), members in groups.items():
-        joined = {**members[0], "name": pattern if len(members) > 1 else members[0]["name"], "tensors": len(members)}
+    for name, members in alike(rows, lambda row: (row["name"], *(str(row.get(key)) for key in keys))):
+        joined = {**members[0], "name": name, "tensors": len(members)}
         for key in members[0]:
             values = [row[key] for row in members if isinstance(row[key], float)]
             if key in _ADDED:

@@ -14,7 +14,7 @@ from microfloat.errors import PlacementError, invalid_type, kind_of, unknown_nam
 from microfloat.operands import GEMMS
 from microfloat.recipes.core import CustomRecipe, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.support import text_table
+from microfloat.support import alike, text_table, wrapped
 
 __all__ = [
     "DEFAULT_EXCLUDE",
@@ -213,13 +213,19 @@ class ConversionRow:
     recipe: Recipe | None
     reason: str
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Name, shape, action, recipe and reason, for people."""
+        shape = f"{self.shape[1]} -> {self.shape[0]}" if self.shape else "-"
+        return self.name or "(root)", shape, self.action, self.recipe.label if self.recipe else "-", self.reason
+
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """One row per linear layer that was examined, and weights that `convert` cannot see; prints as a table.
+    """One row per linear layer that was examined, and weights that `convert` cannot see.
 
     `share`: the fraction of the model's parameters in layers that run a recipe. `blocks`: those that ``fuse=True``
-    found.
+    found. Prints as a table, in which layers that differ only by numbers in their names are one row.
     """
 
     rows: tuple[ConversionRow, ...]
@@ -246,13 +252,25 @@ class ConversionReport:
     def __str__(self) -> str:
         if not (self.rows or self.unseen or self.blocks):
             return "No linear layers found: nothing runs in low precision."
-        cells: list[tuple[str, ...]] = [("layer", "in -> out", "action", "recipe", "reason")]
-        for row in (*self.rows, *self.unseen, *self.blocks):
-            shape = f"{row.shape[1]} -> {row.shape[0]}" if row.shape else "-"
-            recipe = row.recipe.label if row.recipe is not None else "-"
-            cells.append((row.name or "(root)", shape, row.action, recipe, row.reason))
+        rows = (*self.rows, *self.unseen, *self.blocks)
+        cells: list[tuple[str, ...]] = [("layer", "layers", "in -> out", "action", "recipe", "reason")]
+        cells += [(name, str(len(group)), *group[0].cells[1:]) for name, group in alike(rows, lambda row: row.cells)]
+        columns = [column for column in zip(*cells, strict=True) if set(column[1:]) - {_SAYS_NOTHING.get(column[0])}]
+        lines = text_table(list(zip(*columns, strict=True)))
+        if self.blocks:
+            lines += wrapped(self._fused())
         total = f"{len(self.converted)} of {len(self.rows)} linear layers run in low precision"
-        return "\n".join([*text_table(cells), f"{total}: {self.share:.1%} of the model's parameters."])
+        return "\n".join([*lines, f"{total}: {self.share:.1%} of the model's parameters."])
+
+    def _fused(self) -> str:
+        """The number of blocks that are fused, and why the others are not."""
+        left = [row for row in self.blocks if row.action != "fused"]
+        why = "; ".join(dict.fromkeys(row.reason for row in left))
+        return f"{len(self.blocks) - len(left)} of {len(self.blocks)} blocks are fused{': ' if why else ''}{why}."
+
+
+# Columns of a report that are left out where each of their cells is this.
+_SAYS_NOTHING = {"layers": "1", "reason": ""}
 
 
 def check_exclude(exclude: object) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.errors import MicrofloatError, invalid_type, invalid_value
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import (
@@ -63,8 +63,8 @@ def convert(
     alone (docs/performance.md), so it answers the same on every machine; None (default): sizes do not matter. `fuse`:
     blocks that are known (`microfloat.torch.fusing`: decoder layers and MLPs of transformers, norms before Linears) run
     as fused modules, of the same parameters and keys; weights of q, k and v are moved next to each other. Returns a
-    report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments, PlacementError for
-    patterns that match no layer; then nothing changes.
+    report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments and where no layer
+    is left to convert, as `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
     """
     check_model(model)
     if not isinstance(recipe, Placement):
@@ -73,12 +73,10 @@ def convert(
         raise invalid_type("fuse", type(fuse), "True or False")
     if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
         raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
-    rows = pin_layers(model, recipe, (nn.Linear, GroupedLinear), filter, exclude, skip_small)
-    if rows and all(row.reason == FILTERED for row in rows):
-        warnings.warn(
-            "convert: filter returned False for every layer, so that nothing is converted. It is called as "
-            "filter(name, module), the name first.", UserWarning, stacklevel=2,
-        )  # fmt: skip
+    rows, wishes = planned_layers(model, recipe, (nn.Linear, GroupedLinear), filter, exclude, skip_small)
+    if all(row.action == "skipped" for row in rows):
+        raise nothing_left(model, rows, "convert")
+    pin_planned(model, wishes)
     blocks = tuple(
         ConversionRow(name, None, action, None, what) for name, action, what in (fuse_blocks(model) if fuse else ())
     )
@@ -101,10 +99,29 @@ def pin_layers(
 ) -> list[ConversionRow]:  # fmt: skip
     """Turn layers of these kinds into microfloat layers pinned to their recipes, as `convert` does; a row for each."""
     rows, wishes = planned_layers(model, recipe, kinds, filter, exclude, skip_small)
+    pin_planned(model, wishes)
+    return rows
+
+
+def pin_planned(model: nn.Module, wishes: Sequence[tuple[str, nn.Module, Recipe | None]]) -> None:
+    """Do what `planned_layers` has planned for the layers of a model."""
     for wish in wishes:
         pin_layer(*wish)
     keep_slow_paths(model)
-    return rows
+
+
+def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, remedy: str = "") -> MicrofloatError:
+    """The error of a function that finds no layer to work on, with the reasons of the rows; `verb`: what it does."""
+    unseen = [row.reason for row in _unseen(model)]
+    reasons = dict.fromkeys([row.reason for row in rows] + unseen) or ["it has no nn.Linear or GroupedLinear"]
+    if FILTERED in reasons:
+        remedy = remedy or "The filter is called as filter(name, module), the name first."
+    elif any("exclude=()" in reason for reason in reasons):
+        remedy = remedy or "exclude=() excludes nothing."
+    return invalid_value(
+        "model", f"a {type(model).__name__} without a layer to {verb} ({'; '.join(list(reasons)[:4])})",
+        "an nn.Linear or a GroupedLinear that filter and exclude leave in", remedy,
+    )  # fmt: skip
 
 
 def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:

@@ -186,8 +186,8 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
         else:
             what = "gated MLP" if issubclass(made, _GatedMLP) else "norms and activations before Linears"
             found.append((name, "fused", what))
-    yield from found
-    yield from _unknown_blocks(model, found)
+    found += _unknown_blocks(model, found)
+    yield from found or [("", "not fused", f"{type(model).__name__} has no block that is known")]
 
 
 def _unknown_blocks(model: nn.Module, found: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:

@@ -27,14 +27,13 @@ from microfloat.recipes.placement import (
     DEFAULT_EXCLUDE,
     DEFAULT_FUSE,
     ConversionReport,
-    ConversionRow,
     check_fuse,
     fused_group,
 )
 from microfloat.torch import backends
 from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch._typing import Options
-from microfloat.torch.convert import keep_slow_paths, pin_layer, planned_layers, report_of
+from microfloat.torch.convert import keep_slow_paths, nothing_left, pin_layer, planned_layers, report_of
 from microfloat.torch.layer_state import larger_amax
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
@@ -45,6 +44,10 @@ __all__ = ["LAYERS", "Config", "calibrate", "check_config", "quantize_", "search
 
 Config = WeightOnly | WeightActivation
 LAYERS = (nn.Linear, GroupedLinear)
+_QUANTIZED = (
+    "To quantize it anew, call microfloat.torch.revert(model) first, which gives the values of its codes; "
+    "to run its codes under another config, call microfloat.torch.convert(model, config)."
+)
 
 
 @torch.no_grad()
@@ -86,7 +89,8 @@ def quantize_(
     rows, wishes = planned_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored)
     configs = {row.name: cast(Config, row.recipe) for row in rows if row.action in ("converted", "repinned")}
     if not configs:
-        raise _nothing_to_quantize(model, layers, rows)
+        are_stored = any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values())
+        raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
     several = Counter(id(layers[name]._parameters["weight"]) for name in configs)
     untied = _untied(model, layers, configs)
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
@@ -136,22 +140,6 @@ def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, C
     }  # fmt: skip
     found = {name: keepers.get(id(layers[name]._parameters["weight"])) for name in configs}
     return {name: keeper for name, keeper in found.items() if keeper is not None}
-
-
-def _nothing_to_quantize(
-    model: nn.Module, layers: Mapping[str, nn.Module], rows: Sequence[ConversionRow]
-) -> MicrofloatError:  # fmt: skip
-    reasons = {row.reason for row in rows} or {"it has no nn.Linear or GroupedLinear"}
-    remedy = "exclude=() excludes nothing."
-    if any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values()):
-        remedy = (
-            "To quantize it anew, call microfloat.torch.revert(model) first, which gives the values of its codes; "
-            "to run its codes under another config, call microfloat.torch.convert(model, config)."
-        )
-    return invalid_value(
-        "model", f"a {type(model).__name__} without a layer to quantize ({'; '.join(sorted(reasons)[:4])})",
-        "an nn.Linear or a GroupedLinear that filter and exclude leave in", remedy,
-    )  # fmt: skip
 
 
 def _groups(configs: Mapping[str, Config], fused: Sequence[str]) -> list[list[str]]:
