@@ -480,6 +480,32 @@ def test_experts_of_part_tiles_are_a_grouped_layer(tmp_path) -> None:
     assert (y.float() - exact).square().mean() < 2e-3 * exact.square().mean()
 
 
+class Scaled(nn.Linear):
+    """A layer with a behaviour of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_layers_that_store_no_codes_are_dequantized_with_the_reason(tmp_path) -> None:
+    def model() -> nn.Module:
+        attention = nn.MultiheadAttention(32, 2, bias=False)
+        return nn.ModuleDict({"own": Scaled(32, 32), "attention": attention, "plain": nn.Linear(32, 32)})
+
+    layers = ("own", "attention.out_proj", "plain")
+    tensors = {name: value.detach().numpy() for name, value in model().state_dict().items()}
+    for name in layers:
+        tensors = {key: value for key, value in tensors.items() if key != f"{name}.weight"} | static_fp8(name)
+    path = saved(tensors, tmp_path / "model")
+    loaded = model()
+    rows = {row.name: row for row in mf.load_quantized(path, loaded)}
+    assert [rows[name].action for name in layers] == ["dequantized", "dequantized", "loaded"]
+    assert "Scaled is a subclass of nn.Linear with a behaviour of its own" in rows["own"].reason
+    assert "reads this layer's weight without calling it" in rows["attention.out_proj"].reason
+    for name in layers[:2]:
+        assert torch.equal(loaded.get_parameter(f"{name}.weight"), torch.full((32, 32), 0.5))
+
+
 def test_a_model_that_cannot_hold_the_values_is_refused(tmp_path) -> None:
     write(tmp_path / "model.safetensors", {f"up.weight{end}": one for end, one in fp8(8, 8, tile=(8, 8)).items()},
           config={"quant_method": "fp8", "weight_block_size": [8, 8]})  # fmt: skip
@@ -518,7 +544,7 @@ PLAIN = np.ones((32, 32), np.float32)
         ({"attn.k_proj.weight": PLAIN, "attn.q_scale": np.float32([[2]])}, "attn.q_scale", 2.0),
         ({"attn.k_proj.weight": PLAIN, "k_scale": np.float32(4).astype(ml_dtypes.bfloat16)}, "k_scale", 4.0),
         ({"attn.k_proj.weight": PLAIN, "attn.kv_scale": np.float32([0.5])}, "attn.kv_scale", 0.5),
-        ({"attn.k_proj.weight": PLAIN, "attn.k_scale": np.float32([[1], [2]])}, "attn.k_scale", [1.0, 2.0]),
+        ({"attn.k_proj.weight": PLAIN, "attn.k_scale": np.float32([[1], [2]])}, "attn.k_scale", [[1.0], [2.0]]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("strict", [True, False])
@@ -535,9 +561,14 @@ def test_scales_of_a_cache_belong_to_the_module_of_their_name(tensors, name, val
     module, _, key = name.rpartition(".")
     found = getattr(other.get_submodule(module), key)
     assert (found.tolist() if isinstance(found, torch.Tensor) else found) == value
-    alone = mf.load_quantized(path)[name].float().reshape(-1).tolist()
-    assert alone == (value if isinstance(value, list) else [value])
-    assert isinstance(copy.deepcopy(other), nn.Module)
+    alone = mf.load_quantized(path)[name].float()
+    assert alone.tolist() == value if isinstance(value, list) else alone.item() == value
+    for target, at in (("microfloat:native", ""), ("ct:fp8", "kv_cache_scheme"), ("modelopt:fp8", "kv_cache_scheme")):
+        mf.save_quantized(copy.deepcopy(other), again := tmp_path / target, format=target)  # and they are not lost
+        assert torch.equal(mf.load_quantized(again)[name].reshape(-1), alone.reshape(-1))
+        config = json_of(again / "config.json") if (again / "config.json").exists() else {}
+        is_quantized = any("weight_scale" in one for one in tensors)
+        assert bool(config.get("quantization_config", {}).get(at)) == (bool(at) and is_quantized)
 
 
 def test_a_scale_of_a_cache_whose_module_is_not_there_is_named(tmp_path) -> None:

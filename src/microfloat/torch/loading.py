@@ -32,8 +32,8 @@ from microfloat.recipes.inference import WeightActivation, WeightOnly
 from microfloat.recipes.placement import ConversionReport, ConversionRow
 from microfloat.torch._checks import INPUT_DTYPES, check_model
 from microfloat.torch.backends.base import dtype_name
-from microfloat.torch.convert import pin_layers, report_of
-from microfloat.torch.inference import LAYERS, Config, check_config
+from microfloat.torch.convert import keep_slow_paths, pin_layer, planned_layers, report_of
+from microfloat.torch.inference import LAYERS, Config, check_config, named_layers
 from microfloat.torch.meta_buffers import initialize_tables
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor import QuantizedTensor
@@ -103,17 +103,19 @@ def load_quantized(
         raise invalid_value("config", f"{config!r}", f"one for weights as they are stored: {sorted(stored) or 'plain'}")
     if target.type != "meta":
         initialize_tables(model, target, strict)
-    rows, tied = [], _tied(model)
+    rows, tied, refused = [], _tied(model), _refused(model)
     sources = _sources(model, loaded, tied)
     _untie(model, loaded, sources, tied)
     for name, source in sources.items():
-        row = _load_one(model, name, loaded[source], loaded, config, target)
+        row = _load_one(model, name, loaded[source], loaded, config, target, refused)
         rows += [] if row is None else [row]
+    keep_slow_paths(model)
     _tie_again(model, tied)
     for name, array in attached.items():
         parent, _, key = name.rpartition(".")
-        values = _plain(array).float().reshape(-1)
-        setattr(model.get_submodule(parent), key, values.item() if values.numel() == 1 else values)
+        values, module = _plain(array).float(), model.get_submodule(parent)
+        setattr(module, key, values.item() if values.numel() == 1 else values)
+        vars(module)[_OF_CACHE] = tuple(dict.fromkeys((*vars(module).get(_OF_CACHE, ()), key)))
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     bare = [name for name, value in _named(model).items() if value.is_meta]
@@ -126,6 +128,7 @@ def load_quantized(
     return report_of(model, rows)
 
 
+_OF_CACHE = "_scales_of_cache"  # the attribute of a module that names those which a checkpoint has given to it
 # Scales that files hold for engines, beside a projection or under its attention module.
 _ATTACHED = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
 
@@ -147,7 +150,8 @@ def _is_attached(model: nn.Module, name: str) -> bool:
     if key not in _ATTACHED or not _has(model, parent):
         return False
     module = model.get_submodule(parent)
-    return key not in module._parameters and key not in module._buffers
+    is_own = key in module._parameters or key in module._buffers
+    return not is_own and (key != "output_scale" or isinstance(module, LAYERS))  # of a projection: that of its cache
 
 
 def _device(device: object) -> torch.device:
@@ -315,7 +319,7 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
 @torch.no_grad()
 def _load_one(
     model: nn.Module, name: str, record: "Record", loaded: Mapping[str, "Record"], config: Config | None,
-    device: torch.device,
+    device: torch.device, refused: Mapping[str, str],
 ) -> ConversionRow | None:  # fmt: skip
     """Load one record of those `loaded`; the row of a quantized one."""
     parent, _, key = name.rpartition(".")
@@ -335,13 +339,10 @@ def _load_one(
         places = (parent, record.name.rpartition(".")[0])  # the second one holds what it is shared with
         amax = next((loaded[at] for one in places if (at := f"{one}.input_amax") in loaded), None)
         chosen, reason = _config_of(record, tensor, config, amax is not None)
-        why = reason if old.dtype in INPUT_DTYPES else f"its weight has {old.dtype}"
-        if chosen is not None and old.dtype in INPUT_DTYPES and not isinstance(module, RecipeLayer):
-            why = pin_layers(model, chosen, LAYERS, lambda one, _: one == parent, ())[_index(model, parent)].reason
-        if chosen is not None and old.dtype in INPUT_DTYPES and isinstance(module, RecipeLayer):
+        why = refused.get(parent, reason) if old.dtype in INPUT_DTYPES else f"its weight has {old.dtype}"
+        if chosen is not None and old.dtype in INPUT_DTYPES and parent not in refused:
+            pin_layer(parent, module, chosen)
             module.weight = nn.Parameter(tensor, requires_grad=old.requires_grad)
-            module.pin(chosen)
-            module._path = parent
             if chosen.is_static:
                 kept = _static_amax(record, chosen) if amax is None else _tensor_of(amax, torch.float32)
                 module.register_buffer("input_amax", None if kept is None else kept.to(target))
@@ -359,8 +360,11 @@ def _has(model: nn.Module, parent: str) -> bool:
     return True
 
 
-def _index(model: nn.Module, name: str) -> int:
-    return [one for one, module in model.named_modules() if isinstance(module, LAYERS)].index(name)
+def _refused(model: nn.Module) -> dict[str, str]:
+    """The layers that cannot store a quantized weight, each with the reason."""
+    layers = named_layers(model)
+    rows, _ = planned_layers(model, WeightOnly(), LAYERS, None, ())
+    return {row.name: row.reason for row in rows if row.reason and not isinstance(layers[row.name], RecipeLayer)}
 
 
 def _take(module: nn.Module, key: str, old: torch.Tensor, values: torch.Tensor) -> None:
@@ -454,11 +458,11 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     """Write a model whose weights are quantized as a checkpoint of the family `format`; returns the names of shards.
 
     The default holds every format; "ct:nvfp4", "modelopt:nvfp4" and other targets of `microfloat.checkpoint.convert`
-    are what serving engines read. Plain parameters are written as they are, static scales as the family's input scales.
-    A folder gets config.json and generation_config.json of a model of transformers, so that transformers and engines
-    open it; the files of the tokenizer are the caller's (``tokenizer.save_pretrained(path)``). `options`: those of
-    `microfloat.checkpoint.save` (config, max_shard_size, producer, progress); `config` is taken in place of the model's
-    own. Raises as that does.
+    are what serving engines read. Plain parameters are written as they are, static scales as the family's input scales,
+    and the scales of a KV cache that a checkpoint has given to modules under their names. A folder gets config.json and
+    generation_config.json of a model of transformers, so that transformers and engines open it; the files of the
+    tokenizer are the caller's (``tokenizer.save_pretrained(path)``). `options`: those of `microfloat.checkpoint.save`
+    (config, max_shard_size, producer, progress); `config` is taken in place of the model's own. Raises as that does.
 
     Warns, for the families of serving engines, of layers that engines join and whose scales differ: `quantize_` gives
     them one, and a plain state dict that is loaded later gives each its own again; and of layers that are written as
@@ -492,11 +496,27 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
             "codes of its own, in whose place readers would take the embedding. Set it to False.", UserWarning,
             stacklevel=2,
         )  # fmt: skip
-    shards = checkpoint.save(records, path, format=format, **options)
+    cached = _cache_scales(model)
+    if cached and options.get("config", True) is not False:  # as a source that announces them does
+        base = options["config"] if isinstance(options.get("config"), Mapping) else {}
+        options["config"] = {**base, "quantization_config": {"kv_cache_scheme": True}}
+    shards = checkpoint.save(records + cached, path, format=format, **options)
     generation = getattr(model, "generation_config", None)
     if is_folder and given is not False and hasattr(generation, "to_json_string"):
         (pathlib.Path(path) / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
     return shards
+
+
+def _cache_scales(model: nn.Module) -> list["Record"]:
+    """The scales of a KV cache that `load_quantized` has given to modules."""
+    from microfloat.checkpoint import Record
+
+    made = []
+    for name, module in model.named_modules():
+        for key in vars(module).get(_OF_CACHE, ()):
+            array = np.atleast_1d(np.asarray(getattr(module, key), np.float32))
+            made.append(Record(f"{name}.{key}".lstrip("."), array, logical_shape=array.shape))
+    return made
 
 
 def _config_of_model(model: nn.Module, is_tied: bool) -> dict[str, object] | None:
