@@ -92,7 +92,7 @@ def make_table(results: Results, title: str) -> Table:
         "bf16_again shows how much of a gap is chance). x, w, dy: share of each operand's values that the "
         "recipe flushes to zero."
     )
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("recipe", "train", "held-out", "gap to bf16", "x", "w", "dy", "time"):
         table.add_column(heading, justify="left" if heading == "recipe" else "right", no_wrap=True)
     for name, result in results.items():

@@ -66,7 +66,7 @@ class Training:
     def train(self, stopped: Callable[[], Any], show: Callable[[tuple], None]) -> Result:
         """Train to the last step and evaluate, or until `stopped`; the checkpoint is written either way."""
         options, result = self.options, self.result
-        show((self.name, self.step, None))
+        show(self.progress())
         while self.step < options.steps and not stopped():
             started = time.perf_counter()
             if self.step == options.bf16_from_step:
@@ -81,7 +81,7 @@ class Training:
             result.train_loss.append(self.train_step())
             self.step += 1
             result.seconds += time.perf_counter() - started
-            show((self.name, self.step, result.train_loss[-1]))
+            show(self.progress())
             if self.step % options.checkpoint_every == 0 or self.step == options.steps:
                 self.save()
         if self.step == options.steps:
@@ -96,6 +96,10 @@ class Training:
                     save_model(options.export_model, weights, {"model_type": "gpt_of_bytes", **sizes})
         self.save()
         return result
+
+    def progress(self) -> tuple[str, int, float | None]:
+        """The run's name, its steps so far, and the last one's loss: what the display shows."""
+        return self.name, self.step, self.result.train_loss[-1] if self.result.train_loss else None
 
     def batch(self) -> np.ndarray:
         """The windows of this step."""
@@ -124,7 +128,10 @@ def train_run(kind: type, name: str, options: Options, corpus: Corpus, stopped: 
     trainer = kind(name, options, corpus)
     if trainer.file.exists():
         trainer.restore()
-    return trainer.result if trainer.result.finished else trainer.train(stopped, show)
+    if trainer.result.finished:
+        show(trainer.progress())
+        return trainer.result
+    return trainer.train(stopped, show)
 
 
 # A run of a small model spends its time in many short operations, which a second core hardly speeds up and a busy one
@@ -149,8 +156,10 @@ def train_side_by_side(kind: type, options: Options, corpus: Corpus, caught: lis
     stop, steps = spawn.Event(), spawn.SimpleQueue()
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes to come
     with ProcessPoolExecutor(options.jobs, spawn, begin_worker, (stop, steps)) as pool:
-        # The last first: the baseline is short and fills the gaps.
-        runs = {name: pool.submit(train_in_worker, kind, name, options, corpus) for name in reversed(options.runs)}
+        # The baseline first, since all others are compared with it; then the last ones, which take longest.
+        order = [name for name in options.runs if name == BASELINE]
+        order += [name for name in reversed(options.runs) if name != BASELINE]
+        runs = {name: pool.submit(train_in_worker, kind, name, options, corpus) for name in order}
         try:
             pending: Any = True
             while pending:

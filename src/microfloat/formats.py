@@ -87,11 +87,8 @@ class ElementFormat:
             raise invalid_value("ElementFormat.bias", self.bias, needed)
         codes = range(1 << self.mantissa_bits, self.sign_code)  # of the normal values
         if self.max_code not in codes or self._magnitude(self.max_code) != self.max:
-            near = min((self._magnitude(code) for code in codes), key=lambda value: abs(value - self.max))
-            raise invalid_value(
-                "ElementFormat.max", f"{self.max:g}", f"a normal value of E{self.exponent_bits}M{self.mantissa_bits} "
-                f"with bias {self.bias}", f"The nearest is {near:g}.",
-            )  # fmt: skip
+            needed = f"a normal value of E{self.exponent_bits}M{self.mantissa_bits} with bias {self.bias}"
+            raise invalid_value("ElementFormat.max", f"{self.max:g}", needed, self._remedy_of_max(codes))
         above = self.sign_code - 1 - self.max_code
         taken = 1 << self.mantissa_bits if self.has_inf else above if self.has_nan else 0
         if above != taken or (self.has_nan and not above) or (self.has_inf and not self.has_nan):
@@ -102,6 +99,24 @@ class ElementFormat:
                 "those of the largest exponent with infinity and NaN (never infinity alone)",
                 f"The largest value of all codes is {self._magnitude(self.sign_code - 1):g}.",
             )
+
+    def _remedy_of_max(self, codes: range) -> str:
+        """What may be changed where `max` is no value: the bias with which it is the largest, or the nearest value.
+
+        A bias that is smaller by 1 doubles every value.
+        """
+        values = [self._magnitude(code) for code in codes]
+        shift = math.log2(values[-1] / self.max)
+        hints = []
+        if shift.is_integer() and abs(self.bias + shift) <= _LARGEST_EXPONENT:
+            hints.append(f"With bias={self.bias + int(shift)} it is the largest one.")
+        allowed = [value for value in values if value >= _LEAST_MAX]
+        if allowed:
+            hints.append(f"The nearest is {min(allowed, key=lambda value: abs(value - self.max)):g}.")
+        elif not hints:
+            fitting = self.bias - math.ceil(math.log2(_LEAST_MAX / values[-1]))
+            hints.append(f"No value reaches {_LEAST_MAX:g}: choose a bias of {fitting} or less.")
+        return " ".join(hints)
 
     def _magnitude(self, code: int) -> float:
         """The value of a positive code, were all codes numbers."""

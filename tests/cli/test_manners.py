@@ -121,6 +121,34 @@ def test_json_has_words_for_figures_that_are_no_numbers():
     assert jsonable({"a": [float("inf"), float("nan"), np.float32(0.5), np.int64(2)]}) == {"a": ["inf", "nan", 0.5, 2]}
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--json", "formats"], "error: --json: got it before the command, needed it behind."),
+        (["-q", "doctor"], "error: -q: got it before the command, needed it behind."),
+        (["plan", "model", "--bits", "abc"], "error: Invalid value for '--bits': "),
+        (["plan"], "error: Missing argument 'PATH'. Try: microfloat plan --help"),
+        (["formulas"], "error: No such command 'formulas'"),
+        (["bench", "--devise", "cpu"], "(Possible options: --device)"),
+        (["formats", "--plot"], "error: Option '--plot' requires an argument."),
+    ],
+)
+def test_wrong_words_are_answered_as_wrong_values_are(microfloat, words, named):
+    done = microfloat(*words, columns=80)
+    done.refuses(named)
+    assert not done.out
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert "╭" not in done.err
+
+
+@pytest.mark.parametrize("words", [[], ["formats"], ["convert"], ["doctor"]])
+def test_a_flag_takes_no_value(microfloat, words):
+    done = microfloat(*words, "--help", columns=90)
+    assert done.code == 0
+    assert "bool" not in done.out.lower()
+
+
 FRESH = """
 import sys
 import time

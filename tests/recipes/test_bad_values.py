@@ -178,6 +178,10 @@ def element(exponent_bits, mantissa_bits, bias, largest, has_inf=False, has_nan=
     [
         ((4, 3, 7, 449.0, False, True), r"ElementFormat\.max: got 449, .*The nearest is 448\."),
         ((4, 3, 7, 1e9, False, True), r"ElementFormat\.max: got 1e\+09.*The nearest is 480\."),
+        # A hint is one that the next call takes: with the bias, and never a value below 4.
+        ((1, 6, 0, 7.9375, False, False), r"got 7\.9375.* With bias=-1 it is the largest one\.$"),
+        ((2, 1, 4, 6.0, False, False), r"got 6, .* With bias=1 it is the largest one\.$"),
+        ((1, 2, 3, 30.0, False, False), r"got 30, .* No value reaches 4: choose a bias of -1 or less\.$"),
         ((4, 3, 7, 0.0, False, True), r"ElementFormat\.max: got 0\.0, needed the largest finite value"),
         ((4, 3, 7, -448.0, False, True), r"ElementFormat\.max: got -448"),
         ((4, 3, 7, math.nan, False, True), r"ElementFormat\.max: got nan"),

@@ -77,7 +77,8 @@ def relative_gaps(elements: Sequence[ElementFormat] = tuple(ELEMENTS.values())) 
         upper = np.diff(values)
         gaps.step(
             np.log2(values), 100 * np.append(upper / values[:-1], np.nan), where="post",
-            color=_CURVES[number % len(_CURVES)], linewidth=_WIDTHS[min(number, len(_WIDTHS) - 1)],
+            color=_CURVES[number % len(_CURVES)], 
+            linewidth=_WIDTHS[min(number, len(_WIDTHS) - 1)] if len(elements) > 1 else 1.5,
             linestyle=_DASHES[number % len(_DASHES)],
             label=f"{element.name}: $2^{{{np.log2(element.step):g}}}$ to {element.max:g}",
         )  # fmt: skip

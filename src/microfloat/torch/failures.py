@@ -166,6 +166,6 @@ def check_ranks(model: nn.Module, group: "Group" = None) -> None:
         shapes = {key: tuple(value.shape) for key, value in module.named_parameters(recurse=False)}
         if shapes:
             recipe = getattr(module, "pinned", None)
-            facts[f"layer {number}"] = f"{name!r} ({type(module).__name__} {shapes}, recipe {recipe})"
+            facts[f"layer {number}"] = f"{name!r} ({type(module).__name__} {shapes}, recipe {recipe!r})"
     _AGREED.setdefault(dist.group.WORLD if group is None else group, set()).discard("the model")
     agree(group, "the model", facts)
