@@ -18,7 +18,7 @@ _HALF = 0.32  # of the height of a line's ticks, in rows
 _LABEL = 0.027  # of the width of an axis that the label of a value takes
 # Blue and orange are the values on a number line. Curves that hide each other differ in width and in dashes.
 _CURVES = tuple(color for color in CYCLE if color not in (BLUE, ORANGE))
-_WIDTHS, _DASHES = (3.0, 2.4, 1.9, 1.5, 1.1), ("-", "--", "-.", ":")
+_WIDTHS, _DASHES = (3.0, 2.4, 1.9, 1.5, 1.1), ("-", "-", "--", ":")
 _PERCENT = (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
@@ -77,7 +77,7 @@ def relative_gaps(elements: Sequence[ElementFormat] = tuple(ELEMENTS.values())) 
         upper = np.diff(values)
         gaps.step(
             np.log2(values), 100 * np.append(upper / values[:-1], np.nan), where="post",
-            color=_CURVES[number % len(_CURVES)], 
+            color=_CURVES[number % len(_CURVES)],
             linewidth=_WIDTHS[min(number, len(_WIDTHS) - 1)] if len(elements) > 1 else 1.5,
             linestyle=_DASHES[number % len(_DASHES)],
             label=f"{element.name}: $2^{{{np.log2(element.step):g}}}$ to {element.max:g}",
