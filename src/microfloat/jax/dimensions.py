@@ -26,6 +26,13 @@ class DotDimensions(NamedTuple):
     contracted: tuple[int, ...]
 
     @property
+    def dimension_numbers(self) -> DimensionNumbers:
+        """The dimension numbers that these come from, all axes >= 0."""
+        batch, free = len(self.batch), len(self.batch) + len(self.lhs_free)
+        of_rhs = len(self.batch) + len(self.rhs_free)
+        return (self.lhs_order[free:], self.rhs_order[of_rhs:]), (self.lhs_order[:batch], self.rhs_order[:batch])
+
+    @property
     def rhs_is_transposed(self) -> bool:
         """True if the [N, K] of `matrices` is the transpose of rhs as it is stored, [K, N]."""
         count = len(self.contracted)

@@ -39,11 +39,12 @@ from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.jax.stored import times_stored
 from microfloat.jax.transformations import (
     by_maximum,
-    is_explicit,
+    explicit_mesh,
     max_over,
     no_derivative,
     run_automatically,
     sharding_axes,
+    spec_of_product,
     sum_to_type_of,
     told_axes,
     varying_axes,
@@ -148,8 +149,8 @@ class DotGeneral(Op):
             x = check_array("lhs", lhs)
             dtype = x.dtype if preferred_element_type is None else preferred_element_type
             dtype = check_dtype("preferred_element_type", dtype)
-            y = times_stored(x, rhs, dimension_numbers, recipe_here(self.recipe), dtype, self.backend)
-            return place(y, out_sharding)
+            options = recipe_here(self.recipe), dtype, self.backend, check_sharding(out_sharding)
+            return place(times_stored(x, rhs, dimension_numbers, *options), out_sharding)
         words = words_of(recipe_here(self.recipe), key, seed)
         options = precision, preferred_element_type, out_sharding
         return self.threaded(lhs, rhs, dimension_numbers, *options, words=words, state=state)[0]
@@ -174,16 +175,8 @@ class DotGeneral(Op):
         )
         state = check_state(recipe, state)
         config = self.config(recipe, dtype, w_is_transposed=dimensions.rhs_is_transposed)
-        run = partial(_apply, config=config, dimensions=dimensions)
-        if is_explicit(lhs, rhs):
-            plain = partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
-            spec = jax.eval_shape(plain, lhs, rhs.astype(lhs.dtype)).sharding.spec
-
-            def specs(shapes: tuple) -> tuple:
-                return spec, jax.tree.map(lambda _: PartitionSpec(), shapes[1])
-
-            return run_automatically(run, specs, lhs, rhs, words, state)
-        y, state = run(lhs, rhs, words, state)
+        specs = _Specs(dimensions.dimension_numbers, check_sharding(out_sharding))
+        y, state = run_automatically(_apply, specs, lhs, rhs, words, state, config=config, dimensions=dimensions)
         return place(y, out_sharding), state
 
     def with_amax(
@@ -214,13 +207,18 @@ class DotGeneral(Op):
         return y, amaxes
 
 
+def check_sharding(out_sharding: object) -> object:
+    """`out_sharding` itself if it is a sharding, a partition, a format or None; else InvalidTypeError."""
+    if out_sharding is None or isinstance(out_sharding, Sharding | PartitionSpec | Format):
+        return out_sharding
+    raise invalid_type("out_sharding", type(out_sharding), "a jax.sharding.NamedSharding, a PartitionSpec or None")
+
+
 def place(y: Array, out_sharding: object) -> Array:
     """`y` with the sharding that was asked for; None leaves it alone."""
-    if out_sharding is None:
+    if check_sharding(out_sharding) is None:
         return y
-    if not isinstance(out_sharding, Sharding | PartitionSpec | Format):
-        raise invalid_type("out_sharding", type(out_sharding), "a jax.sharding.NamedSharding, a PartitionSpec or None")
-    constrain = jax.sharding.reshard if is_explicit(y) else lax.with_sharding_constraint
+    constrain = lax.with_sharding_constraint if explicit_mesh(y) is None else jax.sharding.reshard
     return constrain(y, out_sharding)
 
 
@@ -262,6 +260,16 @@ class Config(NamedTuple):
     axis_names: tuple[str, ...]
     residuals: str
     w_is_transposed: bool
+
+
+class _Specs(NamedTuple):
+    """The partitions of the results of `_apply`, as `run_automatically` asks for them."""
+
+    dimension_numbers: DimensionNumbers
+    out_sharding: object
+
+    def __call__(self, lhs: Array, rhs: Array, *_: Any, **__: Any) -> tuple[PartitionSpec, PartitionSpec]:
+        return spec_of_product(jax.typeof(lhs), jax.typeof(rhs), *self), PartitionSpec()
 
 
 class Seed(NamedTuple):

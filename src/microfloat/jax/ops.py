@@ -27,8 +27,8 @@ from microfloat.jax.backends import casts, gemms, reference
 from microfloat.jax.numerics.bits import rounded
 from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.transformations import (
+    distinct,
     divided,
-    is_explicit,
     no_derivative,
     run_automatically,
     spec_of,
@@ -113,10 +113,7 @@ def _made(x: Array, usages: tuple[Usage, ...], words: Array | np.ndarray | None,
         traced.append(word if number is None else None)
         static.append((cast, normal - max(x.ndim, 1), number))
     arguments = (x, words, tuple(traced), given["amax"], given["scale_enc"])
-    run = partial(_quantize, usages=tuple(static), backend=backend)
-    if is_explicit(x):
-        return run_automatically(run, lambda shapes: [_quantized_specs(x, q.axis, q) for q in shapes], *arguments)
-    return run(*arguments)
+    return run_automatically(_quantize, _quantized_specs, *arguments, usages=tuple(static), backend=backend)
 
 
 _without_derivative = no_derivative(
@@ -157,11 +154,15 @@ def fake_quantize(
     return _straight_through(dequantize(q), x)
 
 
-def _quantized_specs(x: Array, axis: int, shapes: QuantizedArray) -> QuantizedArray:
-    """Codes as x is sharded; the scales of one-row blocks likewise, other scales on every device."""
-    spec = spec_of(x)
-    spec = (spec[1], spec[0]) if axis == -2 else ((None,) * (2 - len(spec)) + spec)
+def _quantized_specs(x: Array, *arguments: Any, **static: Any) -> list[QuantizedArray]:
+    """Of the results of `_quantize`: codes as x is sharded, scales of one-row blocks likewise, others everywhere."""
+    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (x, *arguments))
+    return [_quantized_spec(x, q) for q in jax.eval_shape(partial(_quantize, **static), *bare)]
 
+
+def _quantized_spec(x: Array, shapes: QuantizedArray) -> QuantizedArray:
+    spec = spec_of(x)
+    spec = (spec[1], spec[0]) if shapes.axis == -2 else ((None,) * (2 - len(spec)) + spec)
     one_row = not (shapes.format.is_per_tensor or shapes.format.is_tile)
     scale = divided(spec, shapes.scale.shape, x) if one_row else PartitionSpec()
     tensor_scale = None if shapes.tensor_scale is None else PartitionSpec()
@@ -203,15 +204,14 @@ def dequantize(q: QuantizedArray, dtype: DTypeLike | None = None) -> Array:
     """
     check_quantized("q", q)
     target = check_dtype("dtype", q.dtype if dtype is None else dtype)
-    if is_explicit(q.codes):
-        return run_automatically(partial(_dequantize, dtype=target), partial(_dequantized_spec, q), q)
-    return _dequantize(q, dtype=target)
+    return run_automatically(_dequantize, dequantized_spec, q, dtype=target)
 
 
-def _dequantized_spec(q: QuantizedArray, shape: jax.ShapeDtypeStruct) -> PartitionSpec:
+def dequantized_spec(q: QuantizedArray, **_: Any) -> PartitionSpec:
+    """The partition of the array that `q` stands for: that of its codes."""
     spec = spec_of(q.codes)
     spec = (spec[1], spec[0]) if q.axis == -2 else spec[q.added_axes :]
-    return divided(spec, shape.shape, q.codes)
+    return divided(spec, q.shape, q.codes)
 
 
 @partial(jax.jit, static_argnames=("dtype",))
@@ -237,31 +237,35 @@ def scaled_matmul(
     a, b = _factor("a_MK", a_MK), _factor("b_NK", b_NK)
     _check_pair(a, b)
     dtype = check_dtype("out_dtype", a.dtype if out_dtype is None else out_dtype)
-    rows_b = reference.rows_of(b.operand)
+    rows_b = math.prod(b.leading)
     if bias is not None:
         bias = check_array("bias", bias)
         if bias.shape != (rows_b,):
             raise invalid_value("bias", f"shape {bias.shape}", f"[N] = [{rows_b}], one value per row of b_NK")
     compute = b.dtype if a.kind is not None and b.kind is None else a.dtype
     plan = gemms.GemmPlan(a.kind, b.kind, accumulate, "auto", check_backend(backend), compute, dtype)
-    multiply, arguments = partial(_scaled_matmul, plan=plan), (a.operand, b.operand, bias)
-    if is_explicit(*jax.tree.leaves(arguments)):
-        rows = [spec_of(jax.tree.leaves(operand)[0])[0] for operand in arguments[:2]]
-        y = run_automatically(multiply, lambda _: PartitionSpec(*rows), *arguments)
-    else:
-        y = multiply(*arguments)
-    return y.reshape(*a.leading, rows_b) if len(a.leading) > 1 else y
+    return run_automatically(_scaled_matmul, _product_spec, a.value, b.value, bias, plan=plan)
+
+
+def _product_spec(a: QuantizedArray | Array, b: QuantizedArray | Array, *_: Any, **__: Any) -> PartitionSpec:
+    """The partition of the result of `_scaled_matmul`: the rows of both operands stay where they are."""
+    of_a, of_b = (spec_of(jax.tree.leaves(value)[0])[:-1] for value in (a, b))
+    return distinct((*of_a, of_b[0] if len(of_b) == 1 else None) if of_a else (None, *of_b))
 
 
 @partial(jax.jit, static_argnames=("plan",))
-def _scaled_matmul(a: reference.Operand, b: reference.Operand, bias: Array | None, *, plan: gemms.GemmPlan) -> Array:
-    return gemms.run_gemm(a, b, plan, bias)
+def _scaled_matmul(
+    a: QuantizedArray | Array, b: QuantizedArray | Array, bias: Array | None, *, plan: gemms.GemmPlan
+) -> Array:  # fmt: skip
+    y = gemms.run_gemm(as_matrix(a), as_matrix(b), plan, bias)
+    leading = (a.codes if isinstance(a, QuantizedArray) else a).shape[:-1]
+    return y.reshape(*leading, y.shape[-1]) if len(leading) > 1 else y
 
 
 class _Factor(NamedTuple):
-    """One side of a product: its operand form, its kind, its wide dtype, the axes that stand for its rows."""
+    """One side of a product: its kind, its wide dtype, the axes that stand for its rows."""
 
-    operand: reference.Operand
+    value: QuantizedArray | Array
     kind: reference.Kind | None
     dtype: np.dtype
     leading: tuple[int, ...]
@@ -270,12 +274,11 @@ class _Factor(NamedTuple):
 def _factor(argument: str, value: object) -> _Factor:
     if isinstance(value, QuantizedArray):
         kind = reference.Kind(value.format, value.hadamard, value.axis_size)
-        return _Factor(as_matrix(value), kind, jnp.dtype(value.dtype), value.codes.shape[:-1])
+        return _Factor(value, kind, jnp.dtype(value.dtype), value.codes.shape[:-1])
     array = check_array(argument, value)
     if array.ndim == 0:
         raise invalid_value(argument, "a 0-d array", "a matrix [R, C] in operand form", "Reshape it first.")
-    matrix = array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
-    return _Factor(matrix, None, array.dtype, array.shape[:-1] or (1,))
+    return _Factor(array, None, array.dtype, array.shape[:-1])
 
 
 def _check_pair(a: _Factor, b: _Factor) -> None:
@@ -294,8 +297,7 @@ def _check_pair(a: _Factor, b: _Factor) -> None:
             "the same Hadamard on both operands, or on neither", "Quantize both with one Cast.hadamard.",
         )  # fmt: skip
     lengths = [
-        typing.cast(Array, one.operand).shape[1] if one.kind is None else (one.kind.length if both else one.kind.cols)
-        for one in (a, b)
+        one.value.shape[-1] if one.kind is None else (one.kind.length if both else one.kind.cols) for one in (a, b)
     ]
     if lengths[0] != lengths[1]:
         raise invalid_value(
@@ -304,9 +306,19 @@ def _check_pair(a: _Factor, b: _Factor) -> None:
         )  # fmt: skip
 
 
-def as_matrix(q: QuantizedArray) -> reference.Matrix:
+@typing.overload
+def as_matrix(q: QuantizedArray) -> reference.Matrix: ...
+
+
+@typing.overload
+def as_matrix(q: QuantizedArray | Array) -> reference.Matrix | Array: ...
+
+
+def as_matrix(q: QuantizedArray | Array) -> reference.Matrix | Array:
     """The operand form of `q` as a backend reads it: two axes, one scale grid."""
-    rows = int(np.prod(q.codes.shape[:-1], dtype=np.int64))
+    if not isinstance(q, QuantizedArray):
+        return q.reshape(math.prod(q.shape[:-1]), q.shape[-1])
+    rows = math.prod(q.codes.shape[:-1])
     scale = q.scale
     if not (q.format.is_per_tensor or q.format.is_tile):
         scale = scale.reshape(rows, scale.shape[-1])

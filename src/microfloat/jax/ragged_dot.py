@@ -50,8 +50,8 @@ from microfloat.jax.numerics.bits import as_float, hadamard_transform, measured_
 from microfloat.jax.numerics.scales import block_amax_bits, to_tiles
 from microfloat.jax.scaling import DelayedState
 from microfloat.jax.transformations import (
+    distinct,
     in_common_variance,
-    is_explicit,
     max_over,
     run_automatically,
     spec_of,
@@ -118,16 +118,8 @@ class RaggedDot(Op):
         state = check_state(recipe, state, (rhs.shape[0],))
         if 0 in (lhs.shape[0], rhs.shape[0]):
             return place(jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype), out_sharding), state
-        run = partial(_apply, config=self.config(recipe, dtype, w_is_transposed=True))
-        if is_explicit(lhs, rhs):
-            spec = PartitionSpec(spec_of(lhs)[0], spec_of(rhs)[2])
-
-            def specs(shapes: tuple) -> tuple:
-                return spec, jax.tree.map(lambda _: PartitionSpec(), shapes[1])
-
-            y, state = run_automatically(run, specs, lhs, rhs, sizes, words, state)
-        else:
-            y, state = run(lhs, rhs, sizes, words, state)
+        config = self.config(recipe, dtype, w_is_transposed=True)
+        y, state = run_automatically(_apply, _specs, lhs, rhs, sizes, words, state, config=config)
         return place(y, out_sharding), state
 
 
@@ -225,6 +217,11 @@ def _rows_of_block(recipe: Recipe, rows: int, groups: int) -> int:
 
 
 # The differentiation rule
+
+
+def _specs(x_TK: Array, w_GKN: Array, *_: Any, **__: Any) -> tuple[PartitionSpec, PartitionSpec]:
+    """The partitions of the results of `_apply`, as `run_automatically` asks for them."""
+    return distinct((spec_of(x_TK)[0], spec_of(w_GKN)[2])), PartitionSpec()
 
 
 @partial(jax.jit, static_argnames=("config",))

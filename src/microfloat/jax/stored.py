@@ -2,16 +2,19 @@
 
 import math
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from microfloat.errors import invalid_value
 from microfloat.jax.array import QuantizedArray
 from microfloat.jax.dimensions import DimensionNumbers, canonical_dimensions
-from microfloat.jax.ops import quantize, scaled_matmul
+from microfloat.jax.ops import dequantized_spec, quantize, scaled_matmul
+from microfloat.jax.transformations import run_automatically, spec_of_product
 from microfloat.recipes import Cast, Recipe
 
 __all__ = ["times_stored"]
@@ -19,7 +22,7 @@ __all__ = ["times_stored"]
 
 def times_stored(
     lhs: Array, rhs: QuantizedArray, dimension_numbers: DimensionNumbers, recipe: Recipe | None, dtype: np.dtype,
-    backend: str,
+    backend: str, out_sharding: object = None,
 ) -> Array:  # fmt: skip
     """The product with a stored weight: [.., the free axes of lhs, those of rhs]."""
     dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
@@ -39,7 +42,27 @@ def times_stored(
             f"a format of the family of {cast.format} ({cast.format.scale} scales), as which fprop casts lhs",
             "Quantize rhs for this recipe, or use WeightOnly(...).",
         )  # fmt: skip
-    return _multiply(lhs.transpose(dimensions.lhs_order), rhs, cast, dtype, backend)
+    specs = _Spec(dimensions.dimension_numbers, out_sharding)
+    options = {"order": dimensions.lhs_order, "cast": cast, "dtype": dtype, "backend": backend}
+    return run_automatically(_transposed, specs, lhs, rhs, **options)
+
+
+class _Spec(NamedTuple):
+    """The partition of the product: that of `lax.dot_general` with the array that rhs stands for."""
+
+    dimension_numbers: DimensionNumbers
+    out_sharding: object
+
+    def __call__(self, lhs: Array, rhs: QuantizedArray, **_: Any) -> PartitionSpec:
+        sharding = NamedSharding(jax.typeof(rhs.codes).sharding.mesh, dequantized_spec(rhs))
+        values = jax.ShapeDtypeStruct(rhs.shape, rhs.dtype, sharding=sharding)
+        return spec_of_product(jax.typeof(lhs), values, *self)
+
+
+def _transposed(
+    lhs: Array, rhs: QuantizedArray, *, order: tuple[int, ...], cast: Cast | None, dtype: np.dtype, backend: str
+) -> Array:  # fmt: skip
+    return _multiply(lhs.transpose(order), rhs, cast, dtype, backend)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -7,6 +7,7 @@ import builtins
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import jax
@@ -15,16 +16,16 @@ import numpy as np
 from jax import Array, dtypes, lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from microfloat.errors import NotSupportedError
 
 __all__ = [
-    "CAN_USE_EARRAY", "Fp8MetaTyRules", "batched_by", "by_maximum", "divided", "fm32", "fp8_meta_dtype",
-    "fp32_max_grad", "from_max_grad", "in_common_variance", "is_explicit", "is_max_grad", "like_in_variance",
+    "CAN_USE_EARRAY", "Fp8MetaTyRules", "batched_by", "by_maximum", "distinct", "divided", "explicit_mesh", "fm32",
+    "fp8_meta_dtype", "fp32_max_grad", "from_max_grad", "in_common_variance", "is_max_grad", "like_in_variance",
     "max_over", "no_derivative", "notice_fixed_state", "on_first_device", "once", "run_automatically", "sharding_axes",
-    "spec_of", "straight_through", "sum_to_type_of", "told_axes", "varying_axes",
+    "spec_of", "spec_of_product", "straight_through", "sum_to_type_of", "told_axes", "varying_axes",
 ]  # fmt: skip
 
 _Tree = TypeVar("_Tree")
@@ -146,16 +147,35 @@ def by_maximum(value: Array, leaf: Array, incoming: Array, told: frozenset[str] 
 # automatic sharding. Codes and scales are sharded as their operand is, a product as `lax.dot_general` shards it.
 
 
-def is_explicit(*arrays: Array | None) -> bool:
-    """True if any of the arrays lives on a mesh with an explicit axis."""
-    meshes = (jax.typeof(array).sharding.mesh for array in arrays if array is not None)
-    return any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
+def explicit_mesh(*arrays: Array) -> AbstractMesh | None:
+    """The mesh with explicit axes on which one of the arrays lives; None without one."""
+    meshes = (jax.typeof(array).sharding.mesh for array in arrays)
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def spec_of(array: Array) -> tuple:
     """The partition of every axis of `array`, padded to its rank."""
     spec = tuple(jax.typeof(array).sharding.spec)
     return spec + (None,) * (array.ndim - len(spec))
+
+
+def spec_of_product(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: object = None) -> PartitionSpec:
+    """The partition that `lax.dot_general` gives the product of two operands, whose shapes and shardings are read."""
+    kinds = [jax.ShapeDtypeStruct(one.shape, jnp.float32, sharding=one.sharding) for one in (lhs, rhs)]
+    plain = partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+    (product,) = jax.make_jaxpr(plain)(*kinds).out_avals
+    return product.sharding.spec
+
+
+def distinct(spec: Sequence[Any]) -> PartitionSpec:
+    """`spec` without the mesh axes that an earlier axis of the array has."""
+    taken: set[str] = set()
+    kept = []
+    for axis in spec:
+        names = tuple(name for name in (axis if isinstance(axis, tuple) else (axis,)) if name not in taken | {None})
+        taken.update(names)
+        kept.append(names if len(names) > 1 else next(iter(names), None))
+    return PartitionSpec(*kept)
 
 
 def divided(spec: tuple, shape: tuple[int, ...], array: Array) -> PartitionSpec:
@@ -174,11 +194,34 @@ def divided(spec: tuple, shape: tuple[int, ...], array: Array) -> PartitionSpec:
     return PartitionSpec(*(kept(axis, size) for axis, size in zip(spec, shape, strict=True)))
 
 
-def run_automatically(function: Callable[..., Any], out_specs: Callable[[Any], Any], *arguments: Any) -> Any:
-    """``function(*arguments)`` under automatic sharding; ``out_specs(shapes)`` gives every result its PartitionSpec."""
-    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
-    specs = out_specs(jax.eval_shape(function, *bare))
-    return jax.sharding.auto_axes(function, out_sharding=specs)(*arguments)
+def run_automatically(
+    function: Callable[..., Any], out_specs: Callable[..., Any], *arguments: Any, **static: Any
+) -> Any:
+    """``function(*arguments, **static)``, with the explicit axes of the mesh of its arguments under automatic sharding.
+
+    ``out_specs(*arguments, **static)`` gives the results their PartitionSpecs. Without such a mesh the function runs
+    as it is. Both functions and the static arguments are hashable by value, so that eager calls trace once.
+    """
+    if explicit_mesh(*jax.tree.leaves(arguments)) is None:
+        return function(*arguments, **static)
+    return _automatically(*arguments, function=function, out_specs=out_specs, static=tuple(static.items()))
+
+
+# Under jit also where a call is eager: the context of an eager call does not say on which devices its mesh lies.
+@partial(jax.jit, static_argnames=("function", "out_specs", "static"))
+def _automatically(
+    *arguments: Any, function: Callable[..., Any], out_specs: Callable[..., Any], static: tuple[tuple[str, Any], ...]
+) -> Any:  # fmt: skip
+    options = dict(static)
+    mesh = cast(AbstractMesh, explicit_mesh(*jax.tree.leaves(arguments)))
+    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    # The mesh is named with every result, since the caller need not have entered it (`jax.set_mesh`).
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), out_specs(*arguments, **options),
+        is_leaf=lambda spec: isinstance(spec, PartitionSpec),
+    )  # fmt: skip
+    run = jax.sharding.auto_axes(partial(function, **options), axes=axes, out_sharding=shardings)
+    return run(*arguments)
 
 
 # Identities that say something where JAX differentiates through them
