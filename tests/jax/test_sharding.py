@@ -101,6 +101,110 @@ def test_explicit_meshes(layout):
         assert relative_error(actual, wanted) < 1e-6
 
 
+def on_mesh(mesh, array, *spec):
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+# Kinds of the mesh axes, then x, w and dy: axes of which JAX infers one, all, or none from the types of arrays.
+UNENTERED = {
+    "data_tensor": ((EXPLICIT, EXPLICIT), *LAYOUTS["tensor_N_data"]),
+    "tensor_K": ((EXPLICIT, EXPLICIT), P("data", "model"), P(None, "model"), P("data", None)),
+    "x_alone_in_K": ((EXPLICIT, EXPLICIT), P(None, "model"), P(None, None), P(None, None)),
+    "two_axes_in_M": ((EXPLICIT, EXPLICIT), P(("data", "model"), None), P(None, None), P(("data", "model"), None)),
+    "automatic_data": ((AUTO, EXPLICIT), P("data", None), P("model", None), P("data", "model")),
+    "automatic_model": ((EXPLICIT, AUTO), P("data", "model"), P(None, "model"), P("data", None)),
+}
+UNENTERED_CASES = [("current", name) for name in UNENTERED]
+UNENTERED_CASES += [("nvfp4", "data_tensor"), ("nvfp4", "tensor_K"), ("mxfp8", "data_tensor"), ("delayed", "tensor_K")]
+
+
+@pytest.mark.slow_cases(
+    "further JAX programs of a checked kind", all_but=("current-data_tensor", "current-automatic_data")
+)
+@pytest.mark.parametrize(("name", "layout"), UNENTERED_CASES)
+def test_explicit_mesh_that_is_not_entered(name, layout):
+    """The mesh of `jax.make_mesh`, without `jax.set_mesh`: values of one device, shardings of lax.dot_general."""
+    kinds, *specs = UNENTERED[layout]
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds, devices=CPUS[:4])
+    operands = [on_mesh(mesh, array, *spec) for array, spec in zip((X, W, DY), specs, strict=True)]
+    out = NamedSharding(mesh, specs[2]) if layout == "tensor_K" else None
+    results = jax.jit(three_gemms(RECIPES[name], out))(*operands)
+
+    def plain(x, w, dy):
+        y, back = jax.vjp(lambda x, w: lax.dot_general(x, w, PLAIN, out_sharding=out), x, w)
+        return y, *back(dy)
+
+    for actual, alike in zip(results, jax.jit(plain)(*operands), strict=True):
+        assert jax.typeof(actual) == jax.typeof(alike)
+    for actual, wanted in zip(results, jax.jit(three_gemms(RECIPES[name]))(X, W, DY), strict=True):
+        assert relative_error(actual, wanted) < 1e-6
+
+
+def test_eager_calls_on_an_explicit_mesh():
+    """An eager call has no context that says on which devices an abstract mesh lies; state is on one device."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=CPUS[:4])
+    x, w = on_mesh(mesh, X, "data", None), on_mesh(mesh, W, "model", None)
+    op, state = mj.dot_general(DELAYED), mj.scaling.init(DELAYED)
+
+    def pulled(x, w, dy):
+        y, back = jax.vjp(lambda x, w, state: op(x, w, PLAIN, state=state), x, w, state)
+        return y, *back(dy)
+
+    results = pulled(x, w, on_mesh(mesh, DY, "data", "model"))
+    assert [value.sharding.spec for value in results[:3]] == [P("data", "model"), P("data", None), P("model", None)]
+    for actual, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(pulled(X, W, DY)), strict=True):
+        assert relative_error(actual, wanted) < 1e-6
+    moved = mj.scaling.apply(state, results[3])  # a state of one device and one of four
+    np.testing.assert_array_equal(moved.x.amax_history, [np.abs(X).max(), 0, 0])
+
+
+def test_stored_weights_on_an_explicit_mesh():
+    """quantize, the product with a stored weight and its dx, scaled_matmul with leading axes, packed bytes."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=CPUS[:4])
+    x = on_mesh(mesh, X.reshape(4, 16, 128), "data", "model", None)
+    q, plain = mj.quantize(on_mesh(mesh, W, None, "model"), "mxfp8"), mj.quantize(W, "mxfp8")
+    assert_same_bytes(q, reference.quantize(W, "mxfp8"))
+    op = mj.dot_general("mxfp8")
+
+    def run(x, w):
+        y, back = jax.vjp(lambda x: op(x, w, (((2,), (1,)), ((), ()))), x)
+        return y, *back(y), mj.scaled_matmul(mj.quantize(x, "mxfp8"), w), w.dequantize()
+
+    results = jax.jit(run)(x, q)
+    assert [value.sharding.spec for value in results[:2]] == [P("data", "model", None)] * 2
+    for actual, wanted in zip(results, jax.jit(run)(np.asarray(x), plain), strict=True):
+        assert relative_error(actual, wanted) < 1e-6
+    tiles = mj.to_blocked(q.scale, [24, 40])
+    np.testing.assert_array_equal(tiles, mj.to_blocked(plain.scale, [24, 40]))
+    np.testing.assert_array_equal(mj.from_blocked(tiles, 64, 4, [24, 40]), q.scale)
+
+
+@pytest.mark.slow("further JAX programs of a checked kind")
+def test_other_ops_on_an_explicit_mesh():
+    """ragged_dot, einsum with batch axes, vmap, and the direct op of Flax, which fails there in Flax."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=CPUS[:4])
+    x, w = X.reshape(4, 16, 128), np.stack([W, W + 1, 2 - W, W * W])
+    sizes = np.array([20, 0, 30, 10], np.int32)
+    ragged, contract = mj.ragged_dot("nvfp4"), mj.einsum("mxfp8")
+    direct = fp8_ops.Fp8DirectDotGeneralOp(amax_history_length=3)
+    variables = direct.init(jax.random.key(0), X, W, PLAIN)
+    cases = (
+        (lambda x, w: ragged(x, w, sizes, seed=5), (X, w.swapaxes(1, 2)), (("data",), (None, None, "model"))),
+        (lambda x, w: contract("bmk,bnk->nbm", x, w), (x, w), (("data", "model"), ("data",))),
+        (jax.vmap(lambda x, w: contract("mk,nk->mn", x, w)), (x, w), (("data", "model"), ("data",))),
+        (lambda x, w: direct.apply(variables, x, w, PLAIN), (X, W), (("data",), ("model",))),
+    )
+    for function, plain, specs in cases:
+        run = jax.jit(jax.value_and_grad(lambda x, w, function=function: jnp.sum(function(x, w) ** 2), (0, 1)))
+        operands = [on_mesh(mesh, array, *spec) for array, spec in zip(plain, specs, strict=True)]
+        value, gradients = run(*operands)
+        for gradient, operand in zip(gradients, operands, strict=True):
+            assert gradient.sharding.is_equivalent_to(operand.sharding, operand.ndim)
+        for actual, wanted in zip((value, *gradients), jax.tree.leaves(run(*plain)), strict=True):
+            assert relative_error(actual, wanted) < 1e-5
+
+
 @pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_quantize_sharded(kind):

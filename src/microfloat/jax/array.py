@@ -17,6 +17,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.jax.numerics.bits import FLOAT8, as_code_dtype, code_bytes, widened
 from microfloat.jax.packing import pack_fp6, unpack_fp6
+from microfloat.jax.transformations import rows_apart, run_automatically
 from microfloat.layout import Part, Storage, array_layout, stored_length
 from microfloat.recipes import Hadamard
 from microfloat.recipes.core import as_scaled_format
@@ -142,7 +143,8 @@ class QuantizedArray:
 
     def unpacked_codes(self) -> Array:
         """The codes of the operand form, one uint8 per element: [..., length]."""
-        return code_bytes(self.codes, self.format.element, self.length)
+        options = {"element": self.format.element, "length": self.length}
+        return run_automatically(code_bytes, rows_apart, self.codes, **options)
 
     def packed_codes(self) -> Array:
         """The codes as uint8 bytes without gaps, operand form: FP6 four in three bytes, others as they are stored."""

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from microfloat.arguments import check_packable, check_packed
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax.numerics import bits
+from microfloat.jax.transformations import rows_apart, run_automatically
 from microfloat.layout import blocked_sizes, blocked_windows, check_scale_bytes
 
 __all__ = ["from_blocked", "pack_fp4", "pack_fp6", "to_blocked", "unpack_fp4", "unpack_fp6"]
@@ -28,12 +30,12 @@ def pack_fp4(codes: ArrayLike) -> Array:
     Integers [..., C] -> uint8 [..., ceil(C / 2)]; an odd C leaves the last high nibble 0. Raises InvalidTypeError for
     anything but integers, InvalidValueError for a code above 15; the upper bits of traced ones are dropped instead.
     """
-    return bits.pack_fp4(_checked_codes(codes, 4))
+    return run_automatically(bits.pack_fp4, rows_apart, _checked_codes(codes, 4))
 
 
 def unpack_fp4(data: ArrayLike, length: int) -> Array:
     """The first `length` codes of FP4 bytes: uint8 [..., ceil(length / 2)] -> uint8 [..., length], one per byte."""
-    return bits.unpack_fp4(_checked_bytes(data, length, 2, 1), length)
+    return run_automatically(bits.unpack_fp4, rows_apart, _checked_bytes(data, length, 2, 1), length=length)
 
 
 def pack_fp6(codes: ArrayLike) -> Array:
@@ -43,7 +45,10 @@ def pack_fp6(codes: ArrayLike) -> Array:
     InvalidTypeError for anything but integers, InvalidValueError for a code above 63; the upper bits of traced ones
     are dropped instead.
     """
-    array = _checked_codes(codes, 6)
+    return run_automatically(_pack_fp6, rows_apart, _checked_codes(codes, 6))
+
+
+def _pack_fp6(array: Array) -> Array:
     array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % 4)]).astype(jnp.uint32)
     words = array[..., 0::4] | array[..., 1::4] << 6 | array[..., 2::4] << 12 | array[..., 3::4] << 18
     data = jnp.stack([words & 255, words >> 8 & 255, words >> 16], axis=-1).astype(jnp.uint8)
@@ -52,7 +57,11 @@ def pack_fp6(codes: ArrayLike) -> Array:
 
 def unpack_fp6(data: ArrayLike, length: int) -> Array:
     """The first `length` codes of FP6 bytes: uint8 [..., 3 * ceil(length / 4)] -> uint8 [..., length]."""
-    wide = _checked_bytes(data, length, 4, 3).astype(jnp.uint32)
+    return run_automatically(_unpack_fp6, rows_apart, _checked_bytes(data, length, 4, 3), length=length)
+
+
+def _unpack_fp6(data: Array, *, length: int) -> Array:
+    wide = data.astype(jnp.uint32)
     words = wide[..., 0::3] | wide[..., 1::3] << 8 | wide[..., 2::3] << 16
     codes = jnp.stack([words >> shift & 63 for shift in (0, 6, 12, 18)], axis=-1).astype(jnp.uint8)
     return codes.reshape(*codes.shape[:-2], 4 * codes.shape[-2])[..., :length]
@@ -70,15 +79,31 @@ def to_blocked(scale: ArrayLike, group_sizes: Sizes = None, *, dim: int = 0) -> 
     scale_RC = _scale_bytes("scale", scale)
     if scale_RC.ndim != 2:
         raise invalid_value("scale", f"shape {scale_RC.shape}", "[R, C], one byte per block of a row")
-    windows = blocked_windows(scale_RC.shape, _static(group_sizes), dim)
-    flat = jnp.concatenate([jnp.zeros(0, jnp.uint8), *(_tiles(scale_RC[window]) for window in windows)])
+    sizes = _static(group_sizes, scale_RC.shape, dim)
+    flat = run_automatically(_blocked, _everywhere, scale_RC, sizes=sizes, dim=dim)
     return lax.bitcast_convert_type(flat, jnp.asarray(scale).dtype)
 
 
 def from_blocked(flat: ArrayLike, rows: int, cols: int, group_sizes: Sizes = None, *, dim: int = 0) -> Array:
     """The inverse of `to_blocked`: 1-D bytes -> [rows, cols], padding cropped; the sizes of groups as there."""
     stored = _scale_bytes("flat", flat)
-    windows = blocked_windows((rows, cols), _static(group_sizes), dim)
+    sizes = _static(group_sizes, (rows, cols), dim)
+    scale = run_automatically(_unblocked, _everywhere, stored, shape=(rows, cols), sizes=sizes, dim=dim)
+    return lax.bitcast_convert_type(scale, jnp.asarray(flat).dtype)
+
+
+def _everywhere(_: Array, **__: object) -> PartitionSpec:
+    """Every device has the result: tiles are read by the GEMM of one device."""
+    return PartitionSpec()
+
+
+def _blocked(scale_RC: Array, *, sizes: tuple[int, ...] | None, dim: int) -> Array:
+    windows = blocked_windows(scale_RC.shape, sizes, dim)
+    return jnp.concatenate([jnp.zeros(0, jnp.uint8), *(_tiles(scale_RC[window]) for window in windows)])
+
+
+def _unblocked(stored: Array, *, shape: tuple[int, int], sizes: tuple[int, ...] | None, dim: int) -> Array:
+    (rows, cols), windows = shape, blocked_windows(shape, sizes, dim)
     parts, start = [jnp.zeros((0, cols) if dim == 0 else (rows, 0), jnp.uint8)], 0
     for (of_rows, of_cols), size in zip(windows, blocked_sizes(windows, stored.shape), strict=True):
         height, width = of_rows.stop - of_rows.start, of_cols.stop - of_cols.start
@@ -86,7 +111,7 @@ def from_blocked(flat: ArrayLike, rows: int, cols: int, group_sizes: Sizes = Non
         tiles = stored[start : start + size].reshape(high, wide, 32, 4, 4).transpose(0, 3, 2, 1, 4)
         parts.append(tiles.reshape(128 * high, 4 * wide)[:height, :width])
         start += size
-    return lax.bitcast_convert_type(jnp.concatenate(parts, dim), jnp.asarray(flat).dtype)
+    return jnp.concatenate(parts, dim)
 
 
 def _tiles(scale_RC: Array) -> Array:
@@ -96,10 +121,12 @@ def _tiles(scale_RC: Array) -> Array:
     return padded.reshape(-(-rows // 128), 4, 32, -(-columns // 4), 4).transpose(0, 3, 2, 1, 4).reshape(-1)
 
 
-def _static(group_sizes: Sizes) -> Sizes:
+def _static(group_sizes: Sizes, shape: tuple[int, int], dim: int) -> tuple[int, ...] | None:
+    """The sizes of groups as ints, if they fit `shape`; None for one group."""
     if isinstance(group_sizes, Tracer):
         raise invalid_type("group_sizes", "a traced array", "known numbers: they decide shapes", "Pass ints.")
-    return group_sizes
+    windows = blocked_windows(shape, group_sizes, dim)
+    return None if group_sizes is None else tuple(window[dim].stop - window[dim].start for window in windows)
 
 
 def _scale_bytes(argument: str, scale: ArrayLike) -> Array:

@@ -24,8 +24,9 @@ from microfloat.errors import NotSupportedError
 __all__ = [
     "CAN_USE_EARRAY", "Fp8MetaTyRules", "batched_by", "by_maximum", "distinct", "divided", "explicit_mesh", "fm32",
     "fp8_meta_dtype", "fp32_max_grad", "from_max_grad", "in_common_variance", "is_max_grad", "like_in_variance",
-    "max_over", "no_derivative", "notice_fixed_state", "on_first_device", "once", "run_automatically", "sharding_axes",
-    "spec_of", "spec_of_product", "straight_through", "sum_to_type_of", "told_axes", "varying_axes",
+    "max_over", "no_derivative", "notice_fixed_state", "on_first_device", "once", "rows_apart", "run_automatically",
+    "sharding_axes", "sharding_of", "spec_of", "spec_of_product", "straight_through", "sum_to_type_of", "told_axes",
+    "varying_axes",
 ]  # fmt: skip
 
 _Tree = TypeVar("_Tree")
@@ -159,6 +160,12 @@ def spec_of(array: Array) -> tuple:
     return spec + (None,) * (array.ndim - len(spec))
 
 
+def sharding_of(array: Array, order: Sequence[int]) -> NamedSharding | None:
+    """The sharding of `array` with its axes in another order; None off a mesh with explicit axes."""
+    mesh = explicit_mesh(array)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*(spec_of(array)[axis] for axis in order)))
+
+
 def spec_of_product(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: object = None) -> PartitionSpec:
     """The partition that `lax.dot_general` gives the product of two operands, whose shapes and shardings are read."""
     kinds = [jax.ShapeDtypeStruct(one.shape, jnp.float32, sharding=one.sharding) for one in (lhs, rhs)]
@@ -176,6 +183,11 @@ def distinct(spec: Sequence[Any]) -> PartitionSpec:
         taken.update(names)
         kept.append(names if len(names) > 1 else next(iter(names), None))
     return PartitionSpec(*kept)
+
+
+def rows_apart(array: Array, **_: Any) -> PartitionSpec:
+    """The partition of a result whose rows are made from rows of `array`, each on one device."""
+    return PartitionSpec(*spec_of(array)[:-1], None)
 
 
 def divided(spec: tuple, shape: tuple[int, ...], array: Array) -> PartitionSpec:

@@ -62,6 +62,7 @@ from microfloat.jax.transformations import (
     fp32_max_grad,
     from_max_grad,
     like_in_variance,
+    sharding_of,
     straight_through,
     sum_to_type_of,
     told_axes,
@@ -194,7 +195,7 @@ _in_q_threaded = _differentiated(_in_q, _in_q_backward)
 
 def _empty_like(x: Array) -> Array:
     """Nothing of x but its dtype and its device variance."""
-    return x.reshape(-1)[:0]
+    return jnp.atleast_1d(x)[:0]
 
 
 def _in_q_checked_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
@@ -264,13 +265,13 @@ def dot_general_transpose_lhs(
     batch = range(len(x_batch))
     first_free = len(x_batch) if swap_ans else len(x_batch) + len(x_free)
     g_axes = range(first_free, first_free + len(y_free))
-    product = lax.dot_general(
-        g, y, ((tuple(g_axes), tuple(y_free)), (tuple(batch), tuple(y_batch))),
-        precision=precision, preferred_element_type=preferred_element_type,
-    )  # fmt: skip
     # The product's axes: batch, free axes of x, then contracted axes in y's order.
     contracted = [x_axis for _, x_axis in sorted(zip(y_contract, x_contract, strict=True))]
     produced = [*x_batch, *x_free, *contracted]
+    product = lax.dot_general(
+        g, y, ((tuple(g_axes), tuple(y_free)), (tuple(batch), tuple(y_batch))),
+        precision=precision, preferred_element_type=preferred_element_type, out_sharding=sharding_of(x, produced),
+    )  # fmt: skip
     return product.transpose([produced.index(axis) for axis in range(len(produced))])
 
 
