@@ -319,10 +319,11 @@ def test_numbered_experts_are_noted_where_a_known_reader_fails(tmp_path, to, cou
         ("gptoss:hf", [UP, Q], "gptoss:hf quantizes stacked experts alone"),
         ("ct:nvfp4", ["lm_head.weight", "model.embed_tokens.weight"], "kept by default"),
         ("ct:mxfp8", ["model.norm.bias"], "it has no weight of a linear layer"),
+        ("ct:fp8", ["h.0.attn.c_attn.weight", "h.0.mlp.c_proj.weight"], "a Conv1D stores it .in, out."),
     ],
 )
 def test_a_conversion_that_converts_nothing_is_refused_before_it_writes(tmp_path, to, names, reason):
-    source = stored(tmp_path / "source", map(matrix, names))
+    source = stored(tmp_path / "source", map(matrix, names), {"model_type": "gpt2"})
     with pytest.raises(InvalidValueError, match=f"src: got .* without a parameter to store as {to} .*{reason}"):
         convert(source, tmp_path / "out", to=to)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -366,7 +367,6 @@ def test_values_of_another_type_in_configurations_are_no_python_errors(tmp_path,
 
 
 def test_characters_that_utf8_cannot_hold_are_named_before_anything_is_written(tmp_path):
-    """JSON can, as escapes: a source whose header has them is read."""
     made = reference.quantize(np.ones((4, 32), np.float32), "mxfp4")
     record = Record("mlp.up_\ud800proj.weight", made.codes, made.scale, None, MXFP4, (4, 32))
     with pytest.raises(
@@ -374,10 +374,9 @@ def test_characters_that_utf8_cannot_hold_are_named_before_anything_is_written(t
     ):
         save([record], tmp_path / "a", format="ct:mxfp4")
     assert not list(tmp_path.iterdir())
-    source = stored(tmp_path / "source", [matrix(UP)])
-    (source / "config.json").write_text(json.dumps({"name": "x\ud801"}))
-    convert(source, tmp_path / "out", to="ct:mxfp8")
-    assert load(tmp_path / "out").config["name"] == "x\ud801"
+    with pytest.raises(CheckpointError, match=r"config.json: 'x\\ud801' has a character that UTF-8 cannot hold"):
+        save([matrix(UP)], tmp_path / "b", format="plain", config={"name": "x\ud801"})
+    assert not (tmp_path / "b").exists()
 
 
 def test_the_output_of_convert_is_no_finding_of_its_own(tmp_path):

@@ -231,3 +231,16 @@ def test_activations_that_are_announced_without_their_scale_exit_1(microfloat, t
     (finding,) = [one for one in done.json["findings"] if one["severity"] == "error"]
     assert finding["id"] == "missing-input-scale"
     assert "no input_global_scale stands beside" in finding["message"]
+
+
+def test_findings_for_information_are_one_line_for_each_kind(microfloat, tmp_path):
+    """Every layer of a model may end in part of a tile; JSON has them all."""
+    from tests.cli.checkpoints import llama
+
+    (tmp_path / "model").mkdir()
+    assert microfloat("convert", llama(tmp_path / "model"), tmp_path / "tiles", "--to", "deepseek:fp8").code == 0
+    shown = " ".join(microfloat("inspect", tmp_path / "tiles").out.split())
+    assert shown.count("ragged-tile") == 1
+    assert "and 13 more" in shown
+    found = microfloat("inspect", tmp_path / "tiles", "--json").json["findings"]
+    assert [one["id"] for one in found] == ["ragged-tile"] * 14

@@ -149,10 +149,13 @@ class _Source:
     @staticmethod
     def of(checkpoint: Checkpoint) -> "_Source":
         """The facts about a checkpoint."""
-        contents = checkpoint.contents
+        contents, model_type = checkpoint.contents, checkpoint.config.get("model_type")
+        turned, is_gpt = (isinstance(model_type, str) and model_type in some for some in (_TURNED_EXPERTS, _OF_CONV1D))
         first = next((one for one in contents.announcements if not one.refusal), None)
 
         def left(module: str) -> str:
+            if is_gpt and module.rpartition(".")[2] in _CONV1D:
+                return "a Conv1D stores it [in, out], which no reader of quantized layers expects"
             pattern = None if first is None or not contents.entries else first.ignored(module)
             if pattern is not None:
                 return f"left out by the source ({pattern!r})"
@@ -162,13 +165,13 @@ class _Source:
             module_of(name): (stored.shape[0], stored.shape[1])
             for name, stored in contents.plain.items() if len(stored.shape) == 2
         }  # fmt: skip
-        model_type = checkpoint.config.get("model_type")
-        turned = isinstance(model_type, str) and model_type in _TURNED_EXPERTS
         is_quantized = bool(contents.entries or contents.announcements)
         gates = gates_of_mlps(DEFAULT_EXCLUDE, shapes)
         return _Source(_model_dtype(checkpoint), turned, is_quantized, has_cache(checkpoint.configs), gates, left)
 
 
+_OF_CONV1D = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"}
+_CONV1D = {"c_attn", "q_attn", "c_proj", "c_fc"}  # their layers whose weights are stored [in, out]
 _TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text"}  # their experts are stored [E, K, N]
 
 

@@ -207,8 +207,10 @@ def write_json(path: Path, data: object) -> None:
     """Write a JSON file under a temporary name, then rename it."""
     try:
         text = json.dumps(data, indent=2, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a character that JSON can hold, as an escape, and UTF-8 cannot
-        text = json.dumps(data, indent=2).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{path.name}: {_around(error)} has a character that UTF-8 cannot hold. Write the text without it."
+        ) from None
     write_bytes(path, text + b"\n")
 
 

@@ -1,7 +1,7 @@
 """`microfloat inspect`: what a checkpoint is, what is wrong with it, and what other formats would do to it."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -233,12 +233,24 @@ def _findings(output: Output, checkpoint: "Checkpoint", strict: bool, more: Sequ
             row["severity"] = "error" if row["id"] == "fused-mismatch" else row["severity"]
     rows.sort(key=lambda row: ("error", "warn", "info").index(row["severity"]))
     if rows:
-        output.table("findings", rows, _FINDING_COLUMNS, "Findings")
+        output.put(findings=rows)
+        output.table(None, list(_one_of_each_kind(rows)), _FINDING_COLUMNS, "Findings")
     else:
         output.put(findings=rows)
         output.say("No findings: names, shapes, scales and codes are as they should be.")
     bad = ("error", "warn") if strict else ("error",)
     return int(any(row["severity"] in bad for row in rows))
+
+
+def _one_of_each_kind(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows, and in place of several for information that have one id the first, with their number."""
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        alone = () if row["severity"] == "info" else (row["tensor"], row["message"])
+        kinds.setdefault((row["severity"], row["id"], *alone), []).append(row)
+    for first, *others in kinds.values():
+        more = f" and {len(others)} more" if others else ""
+        yield {**first, "tensor": first["tensor"] + more}
 
 
 def _product(shape: Iterable[int]) -> int:
