@@ -250,6 +250,25 @@ def test_buffers_of_the_meta_device_that_no_checkpoint_holds_are_refused(tmp_pat
         mf.load_quantized(tmp_path / "nothing", model, strict=False)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_model_without_memory_is_loaded_where_it_is_asked_for(device, tmp_path) -> None:
+    """Also buffers that were made with their values, as `init_empty_weights` of accelerate leaves them."""
+    model = Rotated()
+    mf.quantize_(model, WeightOnly("mxfp8"))
+    mf.save_quantized(model, tmp_path / "model")
+    with torch.device(device):
+        empty = Rotated()
+    for module in empty.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.to("meta")))
+    mf.load_quantized(tmp_path / "model", empty, device="cuda")
+    tensors = dict(empty.named_parameters()) | dict(empty.named_buffers())
+    assert {name: tensor.device.type for name, tensor in tensors.items()} == dict.fromkeys(tensors, "cuda")
+    for name, buffer in model.named_buffers():
+        assert torch.equal(empty.get_buffer(name).cpu(), buffer)
+
+
 class Angles(nn.Module):
     """A table that its owner writes, as models of transformers do, and one of positions."""
 
@@ -461,6 +480,19 @@ def test_tiles_of_any_scale_and_size_are_loaded(weight, name, tile, action, word
     assert (row.action, words in row.reason) == (action, True)
     if action == "loaded":
         assert row.recipe == WeightActivation("fp8_1x128", weight="fp8_128x128")
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Conv2d(4, 8, 3, bias=False), (8, 4, 3, 3)), (nn.RMSNorm(64), (64,)), (nn.Embedding(16, 64), (16, 64))],
+)
+def test_weights_of_other_layers_are_dequantized(layer, shape, tmp_path) -> None:
+    codes = np.random.default_rng(5).uniform(-400, 400, shape).astype(ml_dtypes.float8_e4m3fn)
+    write(tmp_path / "model.safetensors", {"one.weight": codes, "one.weight_scale": np.float32(0.25)})
+    (row,) = report = mf.load_quantized(tmp_path, nn.ModuleDict({"one": layer}))
+    assert (row.action, row.reason) == ("dequantized", "it belongs to no linear layer")
+    assert "one" in str(report)
+    assert torch.equal(layer.weight, torch.from_numpy(codes.astype(np.float32) / 4))
 
 
 def test_experts_of_part_tiles_are_a_grouped_layer(tmp_path) -> None:
