@@ -13,6 +13,7 @@ compiled code. Sizes may be symbolic: nothing here compares them.
 Legend: R = rows of the operand, C = its contraction length.
 """
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from microfloat.formats import (
 from microfloat.recipes import Cast, Hadamard
 
 __all__ = [
-    "ALIGNMENT", "Layout", "Part", "Storage", "array_layout", "blocked_sizes", "blocked_windows",
+    "ALIGNMENT", "Layout", "Part", "Storage", "array_layout", "blocked_sizes", "blocked_windows", "group_windows",
     "check_scale_bytes", "codes_dtype", "folded_format", "layout_of", "leading_axes",
     "scale_grid", "scale_shape", "stored_length",
 ]  # fmt: skip
@@ -202,20 +203,28 @@ def blocked_windows(shape: Sequence[Size], group_sizes: Any, dim: int) -> Window
         raise invalid_value("dim", repr(dim), "0 (groups of rows) or 1 (groups of columns)")
     if group_sizes is None:
         return [(slice(0, shape[0]), slice(0, shape[1]))]
-    sizes, needed = group_sizes, f"ints >= 0 that add up to {shape[dim]}, the {('rows', 'columns')[dim]} of the scales"
+    what, remedy = "the rows of the scales", ""
+    if dim:
+        what, remedy = "the columns of the scales", "Sizes count scales: those of K groups are numbers of blocks."
+    whole = slice(0, shape[1 - dim])
+    parts = group_windows(group_sizes, shape[dim], what, remedy)
+    return [(whole, part) if dim else (part, whole) for part in parts]
+
+
+def group_windows(group_sizes: Any, total: int, what: str, remedy: str = "") -> list[slice]:
+    """The windows of consecutive groups of these sizes, which add up to `total`, in words `what`.
+
+    Sizes are ints, or an array or tensor of them, which is read back.
+    """
+    sizes, needed = group_sizes, f"ints >= 0 that add up to {total}, {what}"
     try:
         sizes = [operator.index(size) for size in (sizes.tolist() if hasattr(sizes, "tolist") else sizes)]
     except TypeError:
         raise invalid_type("group_sizes", type(group_sizes), needed) from None
-    if any(size < 0 for size in sizes) or sum(sizes) != shape[dim]:
-        remedy = "Sizes count scales: those of K groups are numbers of blocks." if dim else ""
+    if any(size < 0 for size in sizes) or sum(sizes) != total:
         raise invalid_value("group_sizes", f"{sizes}, which add up to {sum(sizes)}", needed, remedy)
-    windows, start = [], 0
-    for size in sizes:
-        part, whole = slice(start, start + size), slice(0, shape[1 - dim])
-        windows.append((whole, part) if dim else (part, whole))
-        start += size
-    return windows
+    ends = list(itertools.accumulate(sizes))
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _count(argument: str, value: Any) -> int:

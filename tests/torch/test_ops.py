@@ -328,7 +328,7 @@ def test_backends_by_name():
 def test_signatures_are_the_contract():
     """Features Q1."""
     parameters = inspect.signature(mf.quantize).parameters
-    assert list(parameters) == ["x", "cast", "axis", "seed", "stream", "amax", "scale_enc", "backend"]
+    assert list(parameters) == ["x", "cast", "axis", "seed", "stream", "amax", "scale_enc", "backend", "group_sizes"]
     parameters = inspect.signature(mf.scaled_matmul).parameters
     assert list(parameters) == ["a", "b", "bias", "out_dtype", "accumulate", "backend", "out", "beta"]
     assert parameters["accumulate"].default == "split"
@@ -730,3 +730,82 @@ def test_outs_that_are_refused(arguments, error, message):
     q = mf.quantize(X, "mxfp8")
     with pytest.raises(error, match=message):
         mf.scaled_matmul(q, q, **arguments)
+
+
+# --- groups of rows
+
+GROUPS = [5, 0, 17, 1]
+
+
+def same_parts(one, two):
+    assert (one.cast, one.axis, one.shape, one.dtype) == (two.cast, two.axis, two.shape, two.dtype)
+    parts = zip(one.part_list(), two.part_list(), strict=True)
+    return all(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in parts)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "mxfp8", "nvfp4", "fp8_row", "fp8_128x128"])
+@pytest.mark.parametrize("axis", [-1, -2, (-1, -2)])
+def test_groups_are_quantized_alone_in_one_call(name, axis):
+    """Features Q15: each with an amax of its own, as the tokens of an expert are."""
+    x = torch.randn(23, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[5:22] *= 100
+    for sizes in (GROUPS, torch.tensor(GROUPS), np.array(GROUPS)):
+        made = mf.quantize(x, name, axis=axis, group_sizes=sizes)
+        wanted = [mf.quantize(part, name, axis=axis) for part in x.split(GROUPS)]
+        assert len(made) == len(wanted)
+        for one, two in zip(made, wanted, strict=True):
+            pairs = zip(one, two, strict=True) if isinstance(axis, tuple) else [(one, two)]
+            assert all(same_parts(*pair) for pair in pairs)
+    (whole,) = mf.quantize(x.view(23, 5, 8), name, group_sizes=[23])  # of any dimensions
+    assert same_parts(whole, mf.quantize(x.view(23, 5, 8), name))
+    assert mf.quantize(x[:0], name, group_sizes=[]) == []
+
+
+def test_groups_have_numbers_of_their_own():
+    x, row = torch.randn(23, 32), torch.rand(23, 1) + 4
+    amaxes = torch.tensor([1.0, 2.0, 300.0, 4.0])
+    parts = x.split(GROUPS)
+    for one, part, amax in zip(mf.quantize(x, "nvfp4", amax=amaxes, group_sizes=GROUPS), parts, amaxes, strict=True):
+        assert same_parts(one, mf.quantize(part, "nvfp4", amax=amax))
+    for one, part, amax in zip(
+        mf.quantize(x, "nvfp4_row", amax=row, group_sizes=GROUPS), parts, row.split(GROUPS), strict=True
+    ):
+        assert same_parts(one, mf.quantize(part, "nvfp4_row", amax=amax))
+    delayed = Cast("fp8_tensor", scaling=Delayed())
+    made = mf.quantize(x, delayed, axis=(-1, -2), scale_enc=amaxes, group_sizes=GROUPS)
+    for (one, two), part, scale in zip(made, parts, amaxes, strict=True):
+        assert same_parts(one, mf.quantize(part, delayed, scale_enc=scale))
+        assert same_parts(two, mf.quantize(part, delayed, axis=-2, scale_enc=scale))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_groups_have_the_noise_of_the_experts_of_a_grouped_product(compiled):
+    cast, x = Cast("nvfp4", rounding="stochastic"), torch.ones(64, 1).expand(64, 32) * 0.7
+    run = torch.compile(mf.quantize, backend="eager", fullgraph=True) if compiled else mf.quantize
+    made = run(x, cast, seed=9, stream=3, group_sizes=[32, 32])
+    words = torch.tensor([9, 0])
+    for g, one in enumerate(made):
+        wanted = plain.quantize(x[:32], cast, seed=words, stream=3, batch=g)
+        assert torch.equal(one.codes, wanted.codes)
+    assert not torch.equal(made[0].codes, made[1].codes)
+    assert same_parts(made[0], mf.quantize(x[:32], cast, seed=9, stream=3))
+    torch.manual_seed(1)
+    drawn = run(x, cast, group_sizes=[32, 32])
+    torch.manual_seed(1)
+    assert same_parts(drawn[0], mf.quantize(x[:32], cast))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "match"),
+    [
+        ([3, 3], InvalidValueError, r"group_sizes: got \[3, 3\], which add up to 6, needed ints >= 0 that add up to 4"),
+        ([5, -1], InvalidValueError, "group_sizes"),
+        ([2.0, 2.0], InvalidTypeError, "group_sizes"),
+        (4, InvalidTypeError, "group_sizes"),
+    ],
+)
+def test_group_sizes_that_do_not_fit(sizes, error, match):
+    with pytest.raises(error, match=match):
+        mf.quantize(torch.ones(4, 32), "mxfp8", group_sizes=sizes)
+    with pytest.raises(InvalidValueError, match="x: got a 0-d tensor"):
+        mf.quantize(torch.tensor(1.0), "mxfp8", group_sizes=[1])

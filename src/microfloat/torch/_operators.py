@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
     "quantize(Tensor x, str[] casts, int[] axes, Tensor? seed, int[] streams, Tensor?[] amax, Tensor?[] scale_enc, "
-    "str backend) -> Tensor[]"
+    "str backend, int batch=0) -> Tensor[]"
 )
 _library.define(
     "dequantize(Tensor codes, Tensor scale, Tensor? tensor_scale, str cast, int axis, SymInt[] shape, ScalarType dtype)"
@@ -185,14 +185,14 @@ for _function in (
 
 def _quantize(
     x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
-    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str,
+    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,
 ) -> list[torch.Tensor]:  # fmt: skip
     from microfloat.torch.ops import quantize_values
 
     casts, both = [cast_of(token) for token in tokens], len(axes) == 2
     made: Any = quantize_values(
         x, one_or_pair(casts), one_or_pair(axes), seed, one_or_pair(streams), one_or_pair(amax),
-        one_or_pair(scale_enc), backend,
+        one_or_pair(scale_enc), backend, batch,
     )  # fmt: skip
     # Kernels write 1x128 scales column-major; a compiler relies on the strides that the fake promises.
     return [part.contiguous() for q in (made if both else [made]) for part in q.part_list()]
@@ -205,7 +205,7 @@ def one_or_pair(values: Sequence[Any]) -> Any:
 
 def _fake_quantize(
     x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
-    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str,
+    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,
 ) -> list[torch.Tensor]:  # fmt: skip
     axes_ = axes_of(one_or_pair(axes), x.dim())
     return [part for token, axis in zip(tokens, axes_, strict=True) for part in valueless_parts(x, token, axis)]

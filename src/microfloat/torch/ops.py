@@ -4,13 +4,14 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 """
 
 import math
-from typing import TypeAlias, overload
+from collections.abc import Sequence
+from typing import Any, TypeAlias, overload
 
 import torch
 
 from microfloat.arguments import check_number, check_word, for_each
 from microfloat.errors import invalid_type, invalid_value, unknown_name
-from microfloat.layout import leading_axes
+from microfloat.layout import group_windows, leading_axes
 from microfloat.recipes import as_cast
 from microfloat.recipes.usages import CastLike, Usage, usages_of
 from microfloat.torch import _operators, backends
@@ -53,10 +54,18 @@ def quantize(
 ) -> tuple[QuantizedTensor, QuantizedTensor]: ...  # fmt: skip
 
 
+@overload
+def quantize(
+    x: torch.Tensor, cast: Casts, *, axis: Axes = -1, seed: Seed = None, stream: Axes = 0, amax: Reals = None,
+    scale_enc: Reals = None, backend: str = "auto", group_sizes: Sequence[int] | torch.Tensor,
+) -> list[Any]: ...  # fmt: skip
+
+
 def quantize(
     x: torch.Tensor, cast: Casts, *, axis: Axes = -1, seed: Seed = None, stream: Axes = 0,
     amax: Reals = None, scale_enc: Reals = None, backend: str = "auto",
-) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
+    group_sizes: Sequence[int] | torch.Tensor | None = None,
+) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor] | list[Any]:  # fmt: skip
     """Quantize a tensor: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
 
     `x`: float32, bfloat16 or float16 of any shape and strides. `cast`: a Cast, a ScaledFormat or a format's name.
@@ -70,6 +79,11 @@ def quantize(
     bytes of two calls with the same seed and stream. `cast`, `stream`, `amax` and `scale_enc` may then be pairs too,
     one for each axis.
 
+    `group_sizes`: numbers of rows (of entries along the first axis) that are quantized each alone, as the tokens of an
+    expert are; gives a list of what separate calls would give, with the amax of each group. `amax` and `scale_enc` of
+    shape [G] hold one for each group. Under stochastic rounding group g has the noise of expert g of a grouped product
+    (docs/numerics.md 5.3). A tensor of sizes is read back.
+
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast, and
     NotSupportedError where `backend` cannot run. The bytes equal those of `microfloat.reference.quantize`.
     Source: docs/numerics.md 2 to 5 and 7.
@@ -78,12 +92,40 @@ def quantize(
     tensor([[162,   5]], dtype=torch.uint8)
     """
     run = _traced_quantize if _operators.is_tracing(x) else quantize_values
-    return run(x, cast, axis, seed, stream, amax, scale_enc, backend)
+    if group_sizes is None:
+        return run(x, cast, axis, seed, stream, amax, scale_enc, backend)
+    check_tensor("x", x)
+    if x.dim() == 0:
+        raise invalid_value("x", "a 0-d tensor", "at least one axis, whose entries group_sizes counts")
+    windows = group_windows(group_sizes, x.shape[0], "the rows of x (its first axis)")
+    if seed is None:
+        seed = _shared_seed(x, cast)
+
+    def of_group(value: Any, g: int) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple(of_group(one, g) for one in value)
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        return value[windows[g]] if value.dim() == 2 else value[g]
+
+    return [
+        run(x[rows], cast, axis, seed, stream, of_group(amax, g), of_group(scale_enc, g), backend, g)
+        for g, rows in enumerate(windows)
+    ]
+
+
+def _shared_seed(x: torch.Tensor, cast: Casts) -> Seed:
+    """One call seed for all groups of x, None where no cast needs any."""
+    casts = [as_cast(one) for one in (cast if isinstance(cast, tuple | list) else [cast])]
+    if not any(one.is_stochastic for one in casts):
+        return None
+    return _operators.drawn_seed(x) if _operators.is_tracing(x) else draw_seed(x.device)
 
 
 def quantize_values(
-    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str
-) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:
+    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str,
+    batch: int = 0,
+) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
     _operators.refuse_transforms("quantize", x, is_verb=True)
     if not isinstance(axis, tuple | list):
@@ -103,14 +145,15 @@ def quantize_values(
         row, column = sorted(usages, key=lambda usage: -usage.axis)
         given = {name: _given(name, row, column) for name in ("amax", "scale_enc")}
         made = module.quantize_both(
-            matrix, row.cast, column.cast, seed=words, row_stream=row.stream, column_stream=column.stream, **given
-        )
+            matrix, row.cast, column.cast, seed=words, row_stream=row.stream, column_stream=column.stream,
+            batch=batch, **given,
+        )  # fmt: skip
         made = made if usages[0].axis else made[::-1]
     else:
         made = [
             module.quantize(
-                matrix, usage.cast, transposed=is_turned, seed=words, stream=usage.stream, amax=usage.amax,
-                scale_enc=usage.scale_enc,
+                matrix, usage.cast, transposed=is_turned, seed=words, stream=usage.stream, batch=batch,
+                amax=usage.amax, scale_enc=usage.scale_enc,
             ) for usage, is_turned in zip(usages, turned, strict=True)
         ]  # fmt: skip
     first, *rest = (
@@ -211,8 +254,9 @@ def multiply_values(
 
 
 def _traced_quantize(
-    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str
-) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:
+    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str,
+    batch: int = 0,
+) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
     """`quantize` under a compiler: one opaque operator; values are checked when it runs."""
     check_tensor("x", x)
     _operators.refuse_transforms("quantize", x, is_verb=True)
@@ -232,7 +276,7 @@ def _traced_quantize(
         numbers.append([None if one is None else real_tensor(name, one, x.device) for one in values])  # type: ignore[arg-type]
     axes = list(axis) if isinstance(axis, tuple | list) else [axis]
     streams = list(stream) if count == 2 and isinstance(stream, tuple | list) else [stream]
-    parts = torch.ops.microfloat.quantize(x.detach(), tokens, axes, seed, streams, *numbers, backend)
+    parts = torch.ops.microfloat.quantize(x.detach(), tokens, axes, seed, streams, *numbers, backend, batch)
     made, _ = tensors_of(parts, resolved, tokens, [number % max(x.dim(), 1) for number in axes], x.shape, x.dtype)
     return (made[0], made[1]) if count == 2 else made[0]
 
