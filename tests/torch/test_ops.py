@@ -328,7 +328,18 @@ def test_backends_by_name():
 def test_signatures_are_the_contract():
     """Features Q1."""
     parameters = inspect.signature(mf.quantize).parameters
-    assert list(parameters) == ["x", "cast", "axis", "seed", "stream", "amax", "scale_enc", "backend", "group_sizes"]
+    assert list(parameters) == [
+        "x",
+        "cast",
+        "axis",
+        "seed",
+        "stream",
+        "amax",
+        "scale_enc",
+        "backend",
+        "group_sizes",
+        "out",
+    ]
     parameters = inspect.signature(mf.scaled_matmul).parameters
     assert list(parameters) == ["a", "b", "bias", "out_dtype", "accumulate", "backend", "out", "beta"]
     assert parameters["accumulate"].default == "split"
@@ -809,3 +820,40 @@ def test_group_sizes_that_do_not_fit(sizes, error, match):
         mf.quantize(torch.ones(4, 32), "mxfp8", group_sizes=sizes)
     with pytest.raises(InvalidValueError, match="x: got a 0-d tensor"):
         mf.quantize(torch.tensor(1.0), "mxfp8", group_sizes=[1])
+
+
+# --- casts into memory that is there
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "mxfp8", "nvfp4", "mxfp6_e2m3", "fp8_1x128"])
+def test_both_operands_are_written_into_an_existing_pair(name):
+    first, second = torch.randn(33, 64), 3 * torch.randn(33, 64)
+    pair = mf.quantize(first, name, axis=(-1, -2))
+    addresses = [part.data_ptr() for one in pair for part in one.part_list()]
+    row = pair[0].codes  # as a kernel or a graph holds them
+    assert mf.quantize(second, name, axis=(-1, -2), out=pair) is pair
+    assert addresses == [part.data_ptr() for one in pair for part in one.part_list()]
+    wanted = mf.quantize(second, name, axis=(-1, -2))
+    assert all(map(same_parts, pair, wanted))
+    assert torch.equal(row.view(torch.uint8), wanted[0].codes.view(torch.uint8))
+
+    groups = mf.quantize(first, name, group_sizes=[30, 3])
+    assert mf.quantize(second, name, group_sizes=[30, 3], out=groups) is groups
+    assert all(map(same_parts, groups, mf.quantize(second, name, group_sizes=[30, 3])))
+
+
+def test_out_of_another_kind_is_refused_and_stays():
+    x = torch.randn(32, 64)
+    pair = mf.quantize(x, "mxfp8", axis=(-1, -2))
+    whole = mf.quantize(torch.randn(64, 64), "fp8_tensor")
+    for options, error, match in (
+        ({"cast": "mxfp8", "out": pair}, InvalidTypeError, "out: got tuple, needed a QuantizedTensor"),
+        ({"cast": "mxfp8", "out": x}, InvalidTypeError, "out: got a tensor of torch.float32"),
+        ({"cast": "mxfp8", "axis": (-1, -2), "out": pair[0]}, InvalidValueError, "out: got .*, needed 2 results"),
+        ({"cast": "mxfp8", "axis": -2, "out": pair[0]}, InvalidValueError, "axis 1, .*needed .*axis 0"),
+        ({"cast": Cast("mxfp8", "floor"), "out": pair[0]}, InvalidValueError, "rceil.*needed .*floor"),
+        ({"cast": "fp8_tensor", "out": whole[:32]}, InvalidValueError, "a slice"),
+    ):
+        with pytest.raises(error, match=match):
+            mf.quantize(x * 5, **options)
+    assert same_parts(pair[0], mf.quantize(x, "mxfp8"))

@@ -4,8 +4,8 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, TypeAlias, overload
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, overload
 
 import torch
 
@@ -23,6 +23,7 @@ from microfloat.torch._checks import (
     real_tensor,
     row_count,
 )
+from microfloat.torch._tensor_ops import take
 from microfloat.torch._typing import Seed
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor, tensors_of
@@ -34,6 +35,7 @@ Real: TypeAlias = float | torch.Tensor | None
 Casts: TypeAlias = CastLike | tuple[CastLike, CastLike]
 Axes: TypeAlias = int | tuple[int, int]
 Reals: TypeAlias = Real | tuple[Real, Real]
+Made: TypeAlias = QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]
 _OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
 _LARGEST = torch.finfo(torch.float32).max
 _ACCUMULATE = ("fast", "split", "exact")
@@ -42,7 +44,7 @@ _ACCUMULATE = ("fast", "split", "exact")
 @overload
 def quantize(
     x: torch.Tensor, cast: CastLike, *, axis: int = -1, seed: Seed = None, stream: int = 0, amax: Real = None,
-    scale_enc: Real = None, backend: str = "auto",
+    scale_enc: Real = None, backend: str = "auto", out: QuantizedTensor | None = None,
 ) -> QuantizedTensor: ...  # fmt: skip
 
 
@@ -50,7 +52,7 @@ def quantize(
 def quantize(
     x: torch.Tensor, cast: Casts, *, axis: tuple[int, int], seed: Seed = None,
     stream: Axes = 0, amax: Reals = None,
-    scale_enc: Reals = None, backend: str = "auto",
+    scale_enc: Reals = None, backend: str = "auto", out: tuple[QuantizedTensor, QuantizedTensor] | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor]: ...  # fmt: skip
 
 
@@ -58,14 +60,15 @@ def quantize(
 def quantize(
     x: torch.Tensor, cast: Casts, *, axis: Axes = -1, seed: Seed = None, stream: Axes = 0, amax: Reals = None,
     scale_enc: Reals = None, backend: str = "auto", group_sizes: Sequence[int] | torch.Tensor,
-) -> list[Any]: ...  # fmt: skip
+    out: list[Made] | None = None,
+) -> list[Made]: ...  # fmt: skip
 
 
 def quantize(
     x: torch.Tensor, cast: Casts, *, axis: Axes = -1, seed: Seed = None, stream: Axes = 0,
     amax: Reals = None, scale_enc: Reals = None, backend: str = "auto",
-    group_sizes: Sequence[int] | torch.Tensor | None = None,
-) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor] | list[Any]:  # fmt: skip
+    group_sizes: Sequence[int] | torch.Tensor | None = None, out: Made | list[Made] | None = None,
+) -> Made | list[Made]:  # fmt: skip
     """Quantize a tensor: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
 
     `x`: float32, bfloat16 or float16 of any shape and strides. `cast`: a Cast, a ScaledFormat or a format's name.
@@ -84,6 +87,9 @@ def quantize(
     shape [G] hold one for each group. Under stochastic rounding group g has the noise of expert g of a grouped product
     (docs/numerics.md 5.3). A tensor of sizes is read back.
 
+    `out`: what an earlier call of this kind gave, a tensor, a pair or a list, whose memory takes the codes and scales;
+    it is returned.
+
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast, and
     NotSupportedError where `backend` cannot run. The bytes equal those of `microfloat.reference.quantize`.
     Source: docs/numerics.md 2 to 5 and 7.
@@ -93,7 +99,20 @@ def quantize(
     """
     run = _traced_quantize if _operators.is_tracing(x) else quantize_values
     if group_sizes is None:
-        return run(x, cast, axis, seed, stream, amax, scale_enc, backend)
+        made: Made | list[Made] = run(x, cast, axis, seed, stream, amax, scale_enc, backend)
+    else:
+        made = _of_groups(run, x, group_sizes, cast, axis, seed, stream, amax, scale_enc, backend)
+    if out is None:
+        return made
+    _take(out, made)
+    return out
+
+
+def _of_groups(
+    run: Callable[..., Made], x: torch.Tensor, group_sizes: Sequence[int] | torch.Tensor, cast: Casts, axis: Axes,
+    seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str,
+) -> list[Made]:  # fmt: skip
+    """`quantize` of each group of rows by `run`."""
     check_tensor("x", x)
     if x.dim() == 0:
         raise invalid_value("x", "a 0-d tensor", "at least one axis, whose entries group_sizes counts")
@@ -101,17 +120,42 @@ def quantize(
     if seed is None:
         seed = _shared_seed(x, cast)
 
-    def of_group(value: Any, g: int) -> Any:
-        if isinstance(value, tuple | list):
-            return tuple(of_group(one, g) for one in value)
+    def of_group(value: Real, g: int) -> Real:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         return value[windows[g]] if value.dim() == 2 else value[g]
 
     return [
-        run(x[rows], cast, axis, seed, stream, of_group(amax, g), of_group(scale_enc, g), backend, g)
-        for g, rows in enumerate(windows)
-    ]
+        run(x[rows], cast, axis, seed, stream, *(
+            tuple(of_group(one, g) for one in value) if isinstance(value, tuple | list) else of_group(value, g)
+            for value in (amax, scale_enc)
+        ), backend, g) for g, rows in enumerate(windows)
+    ]  # fmt: skip
+
+
+def _take(out: object, made: Made | Sequence[Made]) -> None:
+    """Write the codes and scales of `made` into the memory of `out`."""
+    if isinstance(made, tuple | list):
+        if not isinstance(out, tuple | list) or len(out) != len(made):
+            got = f"{len(out)} of them" if isinstance(out, tuple | list) else type(out)
+            raise invalid_value("out", got, f"{len(made)} results of an earlier call, as this one gives")
+        for old, new in zip(out, made, strict=True):
+            _take(old, new)
+        return
+    if not isinstance(out, QuantizedTensor):
+        _check_quantized("out", out, "Give what an earlier call of quantize returned.")
+        return
+    if out.root is not None:
+        remedy = "Give the whole tensor, or write values with out.copy_(values)."
+        raise invalid_value("out", "a slice, which shares its scales with the rest", "a tensor of its own", remedy)
+    kinds = [(one.cast, one.axis, tuple(one.shape), one.device) for one in (out, made)]
+    if kinds[0] != kinds[1]:
+        got, needed = (
+            f"{cast.format.name} ({cast.scale_rule}, {cast.rounding}), axis {axis}, shape {shape} on {device}"
+            for cast, axis, shape, device in kinds
+        )
+        raise invalid_value("out", got, needed)
+    take(out, made)
 
 
 def _shared_seed(x: torch.Tensor, cast: Casts) -> Seed:
@@ -125,7 +169,7 @@ def _shared_seed(x: torch.Tensor, cast: Casts) -> Seed:
 def quantize_values(
     x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str,
     batch: int = 0,
-) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
+) -> Made:  # fmt: skip
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
     _operators.refuse_transforms("quantize", x, is_verb=True)
     if not isinstance(axis, tuple | list):
@@ -256,7 +300,7 @@ def multiply_values(
 def _traced_quantize(
     x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str,
     batch: int = 0,
-) -> QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
+) -> Made:  # fmt: skip
     """`quantize` under a compiler: one opaque operator; values are checked when it runs."""
     check_tensor("x", x)
     _operators.refuse_transforms("quantize", x, is_verb=True)
