@@ -4,10 +4,10 @@
 
 torchtitan builds a model on the meta device, hands it to converters, and only then applies tensor parallelism,
 activation checkpointing, torch.compile and FSDP. A converter is a class of two methods, `ModelConverter` below, written
-out here so that nothing of torchtitan is imported: the protocol of releases until spring 2026. Inside torchtitan inherit
+out here so that nothing of torchtitan is imported: that of releases until spring 2026. Inside torchtitan inherit
 from its own, whose other methods have defaults. Releases that know converters by name take
 `register_model_converter(MicrofloatConverter, "microfloat")`; those after them take the settings in the list of
-converters, and call `Settings.build`. Later ones rewrite the configuration of a model, and have no converters of models.
+converters, and call `Settings.build`. Later ones rewrite the configuration of a model, and take no such converter.
 """
 
 from collections.abc import Callable, Sequence
