@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import json
+import math
 import types
 import warnings
 import weakref
@@ -714,6 +715,17 @@ def test_after_an_error_a_layer_is_quantized_or_as_it_was_and_a_second_call_goes
     mf.quantize_(model, config, exclude=())
     for name, values in wanted.items():
         assert torch.equal(model.get_parameter(name).dequantize(), values), name
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64), mf.GroupedLinear(2, 64, 32), nn.Linear(32, 32))
+    with torch.no_grad():
+        model[0].weight[3, 1] = math.nan
+        model[2].weight[1, 0, 5] = -math.inf
+        model[3].bias[0] = math.nan  # stays as it is
+    with pytest.warns(UserWarning, match=r"weights hold a NaN or an infinity: 0, 2\. .*filter=.*\['0', '2'\]"):
+        mf.quantize_(model, mf.WeightOnly("nvfp4"))
+    assert model[0].weight.dequantize().isnan().any()
 
 
 def test_a_model_without_a_layer_that_matches_is_an_error() -> None:

@@ -186,7 +186,10 @@ def test_axes_of_a_wrong_type(axis):
 
 def test_seeds_of_every_form():
     base = mf.quantize(X, STOCHASTIC, seed=3 | 5 << 32)
-    for seed in ((3, 5), [3, 5], torch.tensor([3, 5]), seeds.seed_words(3 | 5 << 32, "cpu")):
+    for seed in (
+        (3, 5), [3, 5], torch.tensor([3, 5]), seeds.seed_words(3 | 5 << 32, "cpu"), np.uint64(3 | 5 << 32),
+        torch.tensor([3, 5], dtype=torch.uint32), np.array([3, 5], np.uint32), np.array([3, 5], np.int64),
+    ):  # fmt: skip
         assert same(mf.quantize(X, STOCHASTIC, seed=seed), base)
     assert not same(mf.quantize(X, STOCHASTIC, seed=4), base)
     assert not same(mf.quantize(X, STOCHASTIC, seed=3 | 5 << 32, stream=1), base)
@@ -194,7 +197,8 @@ def test_seeds_of_every_form():
 
 @pytest.mark.parametrize(
     "seed", [-1, 2**64, (1,), (1, 2, 3), (-1, 0), (0, 2**32), 1.5, True, "seed", (1.5, 2), torch.tensor([-1, 0]),
-             torch.tensor([0, 1 << 32]), torch.tensor([1, 2, 3]), torch.tensor([[1, 2]])], ids=repr
+             torch.tensor([0, 1 << 32]), torch.tensor([1, 2, 3]), torch.tensor([[1, 2]]), np.array([[1, 2]]),
+             np.array([1.0, 2.0]), np.array([1, 2, 3], np.uint32)], ids=repr
 )  # fmt: skip
 def test_seeds_that_are_refused(seed):
     with pytest.raises(InvalidValueError, match="seed: got"):

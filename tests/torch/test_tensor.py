@@ -722,6 +722,13 @@ def test_from_parts_that_do_not_fit(changes, message):
         QuantizedTensor.from_parts(**(arguments | changes))
 
 
+def test_a_constructor_call_without_a_cast_names_from_parts():
+    q = mf.quantize(randn(4, 32), "mxfp8")
+    for arguments in ((q.codes, q.scale), (q.codes, q.scale, None, "mxfp8"), ("codes", "scale", None, q.cast)):
+        with pytest.raises(InvalidTypeError, match=r"needed a tensor and a Cast\. QuantizedTensor\.from_parts\("):
+            QuantizedTensor(*arguments, axis=1, shape=(4, 32), dtype=torch.float32)
+
+
 def test_from_parts_with_a_scale_too_many():
     q = mf.quantize(randn(6, 40), "mxfp8")
     with pytest.raises(InvalidValueError, match=r"tensor_scale: got a tensor, needed None for mxfp8"):

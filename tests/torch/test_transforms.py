@@ -58,6 +58,15 @@ def test_products_of_a_batch():
     assert torch.equal(vmap(lambda x: x * weight.dequantize()[0])(X), X * weight.dequantize()[0])
 
 
+@pytest.mark.parametrize(
+    "operation", [lambda q: q + 1, lambda q: 2.0 - q, lambda q: q / q, lambda q: q**2, torch.exp, lambda q: q > 0]
+)
+def test_arithmetic_of_a_quantized_batch_names_what_to_do(operation):
+    """Binary operators said "unsupported operand type(s) for +: 'Tensor' and 'int'"."""
+    with pytest.raises(NotSupportedError, match=r"got a QuantizedTensor \(mxfp8\).* outside of vmap"):
+        vmap(operation)(mf.quantize(X, "mxfp8"))
+
+
 def test_seeds_of_a_batch():
     seeds = torch.arange(6).view(3, 2)
     made = vmap(lambda x, seed: mf.quantize(x, STOCHASTIC, seed=seed).dequantize())(X, seeds)

@@ -92,7 +92,7 @@ def quantize_(
         are_stored = any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values())
         raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
     several = Counter(id(layers[name]._parameters["weight"]) for name in configs)
-    untied = _untied(model, layers, configs)
+    untied, spoiled = _untied(model, layers, configs), []
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
     try:
         for name, layer, wanted in wishes:
@@ -100,6 +100,7 @@ def quantize_(
                 pin_layer(name, layer, wanted)
         for members in _groups(configs, fused):
             weights = {name: layers[name]._parameters["weight"] for name in members}
+            spoiled += [name for name, weight in weights.items() if not _is_finite(weight)]
             stored = _stored_weights({name: (weight, configs[name]) for name, weight in weights.items()}, shared)
             shared |= {
                 id(plain): (plain, stored[name]) for name, plain in weights.items() if several[id(plain)] > 1
@@ -115,6 +116,12 @@ def quantize_(
                     layer.__dict__["_untied_from"] = untied[name]
     finally:
         keep_slow_paths(model)
+    if spoiled:
+        warnings.warn(
+            f"quantize_: these weights hold a NaN or an infinity: {', '.join(spoiled)}. Their codes hold NaN, of a "
+            "whole block where its scale tells of it, or values that saturate. Mend the checkpoint, or leave them out: "
+            f"filter=lambda name, layer: name not in {spoiled}.", UserWarning, stacklevel=3,
+        )  # fmt: skip
     if untied:
         pairs = ", ".join(f"{name} (that of {other})" for name, other in untied.items())
         warnings.warn(
@@ -127,6 +134,13 @@ def quantize_(
     return report_of(
         model, [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
     )
+
+
+def _is_finite(weight: object) -> bool:
+    """False for plain values at hand of which one is not finite. Codes have been looked at when they were made."""
+    if not isinstance(weight, torch.Tensor) or isinstance(weight, QuantizedTensor) or weight.is_meta:
+        return True
+    return bool(weight.isfinite().all())
 
 
 def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, Config]) -> dict[str, str]:

@@ -73,10 +73,10 @@ def quantize(
 
     `x`: float32, bfloat16 or float16 of any shape and strides. `cast`: a Cast, a ScaledFormat or a format's name.
     `axis`: the contraction axis, -1, or -2 of a matrix. `seed` (an int in [0, 2^64), or its two words, low first, as
-    int64 [2]) and `stream` feed stochastic rounding and are ignored by nearest; without a seed one is drawn from the
-    default generator of x's device. `amax` replaces the measured amax of a per-tensor or NVFP4 cast (float32 scalar;
-    [R, 1] for nvfp4_row). `scale_enc`: the encode scale of delayed scaling, required exactly then. Not
-    differentiable: what comes out requires no grad, in eager and compiled code alike.
+    two ints, int64 [2] or uint32 [2]) and `stream` feed stochastic rounding and are ignored by nearest; without a seed
+    one is drawn from the default generator of x's device. `amax` replaces the measured amax of a per-tensor or NVFP4
+    cast (float32 scalar; [R, 1] for nvfp4_row). `scale_enc`: the encode scale of delayed scaling, required exactly
+    then. Not differentiable: what comes out requires no grad, in eager and compiled code alike.
 
     ``axis=(-1, -2)`` gives the pair of both usages of a matrix, made in one pass where a kernel serves both casts: the
     bytes of two calls with the same seed and stream. `cast`, `stream`, `amax` and `scale_enc` may then be pairs too,

@@ -114,11 +114,13 @@ def _mask(rank: int) -> int:
 def seed_words(seed: int | Sequence[int] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A given call seed as int64 [2] on `device`: an int in [0, 2^64), or its two words, low first.
 
-    Raises InvalidValueError for anything else. The words of a tensor on an accelerator are not read back to check them.
+    Words may be a sequence, or an array or tensor of integers, such as the uint32 [2] of the other front ends. Raises
+    InvalidValueError for anything else. The words of a tensor on an accelerator are not read back to check them.
     """
     if isinstance(seed, torch.Tensor) and seed.dim() == 1:
         return _checked_words(seed, torch.device(device))
     error = invalid_value("seed", repr(seed), _NEEDED, "Leave it out to draw one from torch's default generator.")
+    seed = seed.tolist() if hasattr(seed, "tolist") and not isinstance(seed, torch.Tensor) else seed  # an array
     if isinstance(seed, Sequence) and not isinstance(seed, str | bytes):
         words = [as_int(word, error) for word in seed]
         if len(words) != 2 or not all(0 <= word <= _LOW for word in words):
@@ -143,10 +145,11 @@ def derive(seed64: int | Sequence[int] | torch.Tensor, step: int, site: int, sha
 
 
 def _checked_words(seed: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if seed.dtype != torch.int64:
-        raise invalid_value("seed", f"a tensor of {seed.dtype}", f"{_NEEDED}, as int64 [2]")
+    if seed.dtype not in (torch.int64, torch.uint32):
+        raise invalid_value("seed", f"a tensor of {seed.dtype}", f"{_NEEDED}, as int64 or uint32 [2]")
     if seed.shape != (2,):
         raise invalid_value("seed", f"shape {tuple(seed.shape)}", "shape (2,): its two 32-bit words, low first")
+    seed = seed.to(torch.int64)
     hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if seed.device.type == "cpu" and not hidden and bool(((seed < 0) | (seed > _LOW)).any()):
         raise invalid_value("seed", seed.tolist(), "two words in [0, 2^32), low first")

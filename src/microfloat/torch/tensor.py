@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from microfloat.arguments import check_sizes, normalize_axis
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.formats import ScaledFormat
 from microfloat.layout import array_layout, leading_axes, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
@@ -101,6 +101,11 @@ class QuantizedTensor(torch.Tensor):
     ) -> "QuantizedTensor":  # fmt: skip
         if scale is _ABSENT:
             return _parameter_of(codes, requires_grad)
+        if not (isinstance(cast, Cast) and isinstance(codes, torch.Tensor)):
+            raise invalid_type(
+                "QuantizedTensor", f"codes of {kind_of(codes)} under a cast of {kind_of(cast)}", "a tensor and a Cast",
+                "QuantizedTensor.from_parts(codes, scale, tensor_scale, format) checks and wraps parts.",
+            )  # fmt: skip
         strides = strides_of(codes, axis, shape, cast.format)
         # A view that inference mode makes of an ordinary tensor is ordinary too, as its codes are.
         with torch.inference_mode(codes.is_inference()) if torch.is_inference_mode_enabled() else _NOTHING:

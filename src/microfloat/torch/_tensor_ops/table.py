@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -9,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.errors import InvalidTypeError, NotSupportedError, invalid_type, invalid_value
 from microfloat.torch import _operators
 from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
@@ -34,10 +35,15 @@ def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
     if implementation is None:
         named = (one for pattern, one in _FAMILIES.items() if pattern.fullmatch(func._schema.name))
         implementation = next(named, None)
-    if implementation is None:
-        raise refusal(func, args, kwargs)
     try:
+        if implementation is None:
+            raise refusal(func, args, kwargs)
         result = implementation(func, args, kwargs)
+    except InvalidTypeError as error:
+        if func is not torch.ops.aten.dequantize.self and _is_in_vmap():
+            # Binary operators of the tensors that it wraps would swallow a TypeError.
+            raise NotSupportedError(f"{error} Do so outside of vmap, which maps over plain tensors.") from error
+        raise
     except NotImplementedError as error:  # torch's, of parts that vmap has wrapped
         flat = tree_leaves((args, kwargs))
         if any(isinstance(q, QuantizedTensor) and _operators.is_followed(q.codes) for q in flat):
@@ -59,6 +65,14 @@ def _count_writes(written: object) -> None:
             for part in q.part_list():
                 if not (part.is_inference() or _operators.is_followed(part)):
                     torch.autograd.graph.increment_version(part)
+
+
+def _is_in_vmap() -> bool:
+    """True below a call of `torch.vmap`, which is off while an operator of a wrapped tensor runs."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch._functorch.vmap":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _refusal_in_vmap(func: Operator) -> NotSupportedError:
