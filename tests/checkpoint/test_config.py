@@ -8,8 +8,8 @@ import pytest
 
 from microfloat.checkpoint import load
 from microfloat.checkpoint.config import announced
-from microfloat.checkpoint.patterns import EXACT, PARTS, SHELL, SUBSTRING, Patterns
-from microfloat.errors import CheckpointError
+from microfloat.checkpoint.patterns import EXACT, PARTS, SHELL, SUBSTRING, Patterns, users_regex
+from microfloat.errors import CheckpointError, InvalidValueError
 from tests.checkpoint.files import nvfp4, write
 
 BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -191,6 +191,19 @@ def test_a_plain_layer_inside_an_ignored_module_is_no_contradiction(tmp_path):
 def test_a_pattern_covers_what_the_engine_of_its_dialect_lets_it(dialect, pattern, covered, free):
     patterns = Patterns([pattern], dialect)
     assert [name for name in covered + free if patterns.first(name)] == covered
+
+
+@pytest.mark.parametrize("text", ["(.*.*)*x$", "re:(a+)+$", r"re:x(?:\w*[a-z]+)*", "((.*)*)", "re:(.{0,9}|b*){2,}"])
+def test_an_expression_of_a_caller_that_may_never_end_is_named(text):
+    with pytest.raises(InvalidValueError, match=r"ignore: got .*might take for ever"):
+        users_regex("ignore", text)
+
+
+@pytest.mark.parametrize(
+    "text", [r"re:model(\.\d+)*\.q", r"(\w+\.)*gate", "re:.*(a|b)+.*", "(layers.*)?", r"re:\(.*\)*", "re:[(a+)*]"]
+)
+def test_other_expressions_of_a_caller_are_taken(text):
+    assert users_regex("ignore", text).pattern == text.removeprefix("re:")
 
 
 def test_patterns_of_transformers_cover_what_transformers_says():

@@ -4,7 +4,8 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
-from microfloat.errors import invalid_type, invalid_value, kind_of
+from microfloat.checkpoint.patterns import users_regex
+from microfloat.errors import invalid_type, kind_of
 
 _PATTERNS = "names of modules, wildcards or 're:' patterns"
 
@@ -25,10 +26,7 @@ def check_ignore(ignore: Iterable[str] | str) -> tuple[str, ...]:
         if not isinstance(pattern, str):
             raise invalid_type("ignore", kind_of(pattern), _PATTERNS)
         if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                raise invalid_value("ignore", f"{pattern!r} ({error})", "a regular expression after 're:'") from None
+            users_regex("ignore", pattern)
     return patterns
 
 

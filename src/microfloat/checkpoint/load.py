@@ -1,7 +1,6 @@
 """`load`: a checkpoint as a lazy mapping of records over mapped memory."""
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -16,8 +15,9 @@ from microfloat.checkpoint.detect import Contents, contents_of, detection_of
 from microfloat.checkpoint.families.row import missing_roles
 from microfloat.checkpoint.folder import Folder, locate
 from microfloat.checkpoint.integrity import code_findings, scale_findings, structure_findings, without_nan
+from microfloat.checkpoint.patterns import users_regex
 from microfloat.checkpoint.records import Detection, Finding, Record
-from microfloat.errors import checkpoint_error, invalid_type, invalid_value, kind_of
+from microfloat.errors import checkpoint_error, invalid_type, kind_of
 
 __all__ = ["Checkpoint", "load"]
 
@@ -168,8 +168,5 @@ def _matcher(pattern: str | None) -> Callable[[str], bool]:
         raise invalid_type("pattern", kind_of(pattern), needed)
     if not pattern.startswith("re:"):
         return lambda name: fnmatchcase(name, pattern)
-    try:
-        compiled = re.compile(pattern[3:])
-    except re.error as error:
-        raise invalid_value("pattern", repr(pattern), "a regular expression after 're:'", f"{error}.") from None
+    compiled = users_regex("pattern", pattern)
     return lambda name: compiled.fullmatch(name) is not None

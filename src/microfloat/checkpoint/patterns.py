@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable
 from fnmatch import translate
 from typing import NamedTuple
 
-__all__ = ["EXACT", "PARTS", "SHELL", "SUBSTRING", "Dialect", "Patterns", "parents_of", "safe_regex"]
+from microfloat.errors import invalid_value
+
+__all__ = ["EXACT", "PARTS", "SHELL", "SUBSTRING", "Dialect", "Patterns", "parents_of", "safe_regex", "users_regex"]
 
 Matcher = Callable[[str], object]
 _LONGEST_PATTERN = 300
@@ -26,6 +28,30 @@ def safe_regex(text: str) -> re.Pattern[str] | None:
 def repeats_repeats(text: str) -> bool:
     """True where a group that repeats holds a repeat, or a group in a group: the time may be exponential."""
     return bool(re.search(r"[*+}][^()]*\)[*+{?]", text) or re.search(r"\([^()]*\([^()]*\)[^()]*\)[*+{]", text))
+
+
+# Parts of an expression, in the order in which they are taken out: what repeats, and what has no width.
+_CLASS = re.compile(r"(?<!\\)\[\^?\]?[^]]*\]")
+_REPEATED = re.compile(r"(?:\\.|[^\\()|^$?*+{}])(?:[*+]|\{\d*,\d*\})[?+]?")
+_NO_WIDTH = re.compile(r"\(\?[:=!]|[()|^$?]")
+_GROUP = re.compile(r"\((?:\?:)?((?:\\.|[^\\()])*)\)(?=[*+]|\{\d*,\d*\})")
+
+
+def users_regex(argument: str, pattern: str) -> re.Pattern[str]:
+    """The expression that a caller wrote, after "re:" or alone; InvalidValueError for one that is none or may not end.
+
+    A group that repeats, and of which every part repeats, such as ``(.*.*)*``, has exponentially many ways to match.
+    """
+    text = pattern.removeprefix("re:")
+    needed = "a regular expression after 're:'" if text != pattern else "a regular expression"
+    for group in _GROUP.finditer(_CLASS.sub(".", text)):
+        if _REPEATED.search(group[1]) and not _NO_WIDTH.sub("", _REPEATED.sub("", group[1])):
+            fix = f"{group[0]} might take for ever where it repeats: write .* for (.*)*."
+            raise invalid_value(argument, repr(pattern), f"{needed}, without repeats of nothing but repeats", fix)
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise invalid_value(argument, repr(pattern), needed, f"{error}.") from None
 
 
 def parents_of(module: str) -> list[str]:

@@ -1,6 +1,5 @@
 """`microfloat inspect`: what a checkpoint is, what is wrong with it, and what other formats would do to it."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,10 +93,9 @@ def layers_pattern(layers: str) -> str | None:
     """The pattern of `load` for --layers: a regular expression that may match anywhere in a name."""
     if not layers:
         return None
-    try:
-        re.compile(layers)
-    except re.error as error:
-        raise invalid_value("--layers", repr(layers), "a regular expression", f"{error}.") from None
+    from microfloat.checkpoint.patterns import users_regex
+
+    users_regex("--layers", layers)
     return f"re:.*(?:{layers}).*"
 
 
