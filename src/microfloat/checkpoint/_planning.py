@@ -72,8 +72,7 @@ class Step:
     @property
     def beside(self) -> dict[str, np.ndarray]:
         """The tensors that a plain result has beside it, by name."""
-        folder = self.record.name.rpartition(".")[0]
-        return {f"{folder}.{last}" if folder else last: array for last, array in self.extras.items()}
+        return {_sibling(self.record.name, last): array for last, array in self.extras.items()}
 
     def encode(self, record: Record) -> dict[str, np.ndarray]:
         """The tensors of a record, or of a slab of it, in the target's family."""
@@ -82,6 +81,12 @@ class Step:
         if self.cast is not None:
             record = replace(record, activation=self.activation, extras=self.extras)
         return self.family.encode(self.family, record, self.dtype)
+
+
+def _sibling(name: str, last: str) -> str:
+    """The name of another tensor of the module of a parameter."""
+    folder = name.rpartition(".")[0]
+    return f"{folder}.{last}" if folder else last
 
 
 @dataclass(frozen=True)
@@ -226,7 +231,7 @@ def _note_plain(steps: Sequence[Step], target: Target, notes: Notes) -> None:
     for step in steps:
         names = [step.record.name] if step.action == "dropped" else []
         if step.action == "dequantized":
-            names = [f"{step.record.name.rpartition('.')[0]}.{last}" for last in step.record.extras if last in CACHE]
+            names = [_sibling(step.record.name, last) for last in step.record.extras if last in CACHE]
         for name in names:
             notes.add(f"scales of a KV cache are left out, as {target.name} has no configuration for them", name)
     if all(step.action == "kept" for step in steps):

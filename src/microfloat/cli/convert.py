@@ -151,7 +151,8 @@ def _show(output: Output, report: "Report") -> None:
         output.table(None, list(together(skipped, ("reason",))), _SKIPPED, "Kept as they are")
     output.pairs(report.summary())
     for note in report.notes:
-        output.warn(note)
+        if converted or not note.startswith("nothing was converted"):  # which the last line says
+            output.warn(note)
     if not converted:
         output.say(f"Nothing was converted: every tensor of {report.source} is as {report.format} has it already.")
         return
