@@ -7,6 +7,7 @@ stay what they were.
 import logging
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,7 @@ from microfloat.recipes.placement import (
 from microfloat.torch import layer_state, scaling
 from microfloat.torch._checks import check_model
 from microfloat.torch.fusing import fuse_blocks, unfuse
+from microfloat.torch.nn.conv1d import TransposedLinear, as_conv1d, as_linear, is_conv1d, why_not_linear
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.small import predict
@@ -55,8 +57,9 @@ def convert(
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
     `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad").
-    Exactly nn.Linear is converted, not subclasses; layers that are microfloat Linears already, also under a
-    parametrization or FSDP2, and `GroupedLinear` are pinned anew. `filter(name, module) -> bool` keeps layers out,
+    Exactly nn.Linear is converted, not subclasses, and transformers' Conv1D, whose state dict stays what it is; layers
+    that are microfloat Linears already, also under a parametrization or FSDP2, and `GroupedLinear` are pinned anew.
+    `filter(name, module) -> bool` keeps layers out,
     `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). `skip_small`:
     rows (tokens) that a layer gets in one call; layers that low precision would slow down at that size, in eager mode
     on a GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes and the recipe
@@ -127,7 +130,7 @@ def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, rem
 def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:
     """Turn one layer into a microfloat layer that is pinned to a recipe; of None one that is none stays as it is."""
     if wanted is not None and not isinstance(module, RecipeLayer):
-        _change_class(module, nn.Linear, Linear)
+        as_linear(module) if is_conv1d(module) else _change_class(module, nn.Linear, Linear)
     if isinstance(module, RecipeLayer):
         module.pin(wanted)
         module._path = name
@@ -149,17 +152,24 @@ def planned_layers(
         for module in model.modules()
         if isinstance(module, nn.MultiheadAttention)
     }
-    layers: list[Any] = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    turned = {id(module) for module in model.modules() if nn.Linear in kinds and is_conv1d(module)}
+    held = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+    shared = {key for key, times in held.items() if times > 1}
+    layers: list[Any] = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, kinds) or id(module) in turned
+    ]
+    shapes = {name: _shape_of(module) for name, module in layers}
     chosen = None
     if isinstance(recipe, Placement):
         pinned = {name: getattr(module, "pinned", None) for name, module in layers}
         current = {name: one for name, one in pinned.items() if isinstance(one, Recipe)}
         chosen = recipe.resolve([name for name, _ in layers], current)
-    gates = gates_of_mlps(exclude, {name: (module.out_features, module.in_features) for name, module in layers})
+    gates = gates_of_mlps(exclude, shapes)
     rows, wishes = [], []
     for name, module in layers:
-        shape = (module.out_features, module.in_features)
-        reason = reserved.get(id(module)) or _refusal(name, module, exclude, filter, gates)
+        shape = shapes[name]
+        reason = reserved.get(id(module)) or (why_not_linear(module, shared) if is_conv1d(module) else "")
+        reason = reason or _refusal(name, module, exclude, filter, gates)
         if reason is None and chosen is not None and name not in chosen:
             reason = "no pattern of the placement matches"
         wanted = None if reason else chosen[name] if chosen is not None else cast(Recipe, recipe)
@@ -173,7 +183,7 @@ def planned_layers(
             continue
         reason = "the placement says None"
         if wanted is not None and skip_small is not None and getattr(module, "backend", "auto") != "native":
-            prediction = predict(wanted, (skip_small, module.in_features, module.out_features))
+            prediction = predict(wanted, (skip_small, shape[1], shape[0]))
             if prediction.is_small:
                 wanted, reason = None, str(prediction)
         action = "high precision" if wanted is None else "repinned" if isinstance(module, RecipeLayer) else "converted"
@@ -184,6 +194,11 @@ def planned_layers(
     return rows, wishes
 
 
+def _shape_of(layer: Any) -> tuple[int, int]:
+    """Out features and in features."""
+    return tuple(reversed(layer.weight.shape)) if is_conv1d(layer) else (layer.out_features, layer.in_features)
+
+
 def _refusal(
     name: str, module: nn.Module, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
 ) -> str | None:
@@ -191,7 +206,7 @@ def _refusal(
     kind = type(module)
     if isinstance(module, nn.LazyLinear):
         return "LazyLinear has no weight yet; call the model once, then convert it"
-    if not isinstance(module, RecipeLayer):
+    if not isinstance(module, RecipeLayer) and not is_conv1d(module):
         if _replaced(kind, nn.Linear, Linear) is None or _computes(kind, parametrize.is_parametrized(module)):
             return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
         if not _calls_forward_of(module, nn.Linear):
@@ -216,10 +231,10 @@ def _unseen(model: nn.Module) -> Iterator[ConversionRow]:
     """Weights that models multiply with outside any nn.Linear."""
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
-            if parameter is None or is_lazy(parameter) or isinstance(module, (nn.Linear, RecipeLayer)):
+            if parameter is None or is_lazy(parameter) or isinstance(module, nn.Linear | RecipeLayer):
                 continue
             reason = None
-            if type(module).__name__ == "Conv1D" and parameter.dim() == 2:
+            if type(module).__name__ == "Conv1D" and parameter.dim() == 2 and not is_conv1d(module):
                 reason = "Conv1D holds the transpose of a Linear's weight; replace it by an nn.Linear"
             elif isinstance(module, nn.MultiheadAttention) and parameter.dim() == 2:
                 reason = "nn.MultiheadAttention multiplies with it without calling a Linear"
@@ -304,7 +319,9 @@ def revert(model: nn.Module) -> nn.Module:
         if isinstance(module, Linear):
             scaling.drop_buffers(module)
             module._buffers.pop("input_amax", None)
-            if not module.return_bias and _change_class(module, Linear, nn.Linear):
+            if isinstance(module, TransposedLinear):
+                as_conv1d(module)
+            elif not module.return_bias and _change_class(module, Linear, nn.Linear):
                 for attribute in OWN_ATTRIBUTES:
                     module.__dict__.pop(attribute, None)
             else:

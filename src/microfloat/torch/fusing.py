@@ -17,8 +17,8 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
-from typing import Any, NamedTuple, cast
+from types import CodeType
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch import nn
 
 from microfloat.torch._typing import Options
 from microfloat.torch.fused import NormOf, activation_linear, mlp, norm_linear, project
+from microfloat.torch.fusing_rules import Forward, arguments_of, names_of
 from microfloat.torch.joined import can_join, is_bare, join_
 from microfloat.torch.nn.attention import heads_of
 from microfloat.torch.nn.linear import Linear
@@ -41,87 +42,28 @@ _ACTIVATIONS = {
 }  # fmt: skip
 
 
-class _Forward(NamedTuple):
-    """A forward that a fused one can replace, by the names that it takes, reads and passes on.
-
-    A forward with another name is one of another version, or of somebody's own: what it does with it is not known.
-    """
-
-    needs: frozenset[str]
-    may_use: frozenset[str] = frozenset()
-
-    def why_not(self, function: object) -> str:
-        """The reason why a function is not this one, "" if it is."""
-        own, wrappers = _unwrapped(function)
-        where = getattr(own, "__qualname__", "a forward")
-        foreign = [one for one in wrappers if one not in _WRAPPERS]
-        if foreign or not isinstance(own, FunctionType):
-            return f"{where} is wrapped by {' and '.join(foreign) or 'an object'}, which the fused form would leave out"
-        names = _names_in(own)
-        if unknown := sorted(names - self.needs - self.may_use):
-            return f"{where} has {', '.join(map(repr, unknown))}, which the fused form does not know"
-        if missing := sorted(self.needs - names):
-            return f"{where} does without {', '.join(map(repr, missing))}, which the fused form computes"
-        return ""
-
-
-def _set(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
 _CACHES = ("cache", "past_key_values")  # the name of one argument, in newer and in older versions of transformers
-_LAYER = _Forward(
-    _set("self hidden_states attention_mask position_ids use_cache position_embeddings kwargs input_layernorm "
+_LAYER = Forward(
+    names_of("self hidden_states attention_mask position_ids use_cache position_embeddings kwargs input_layernorm "
          "self_attn post_attention_layernorm mlp"),
     frozenset(_CACHES),
 )  # fmt: skip
-_ATTENTION = _Forward(
-    _set("self hidden_states position_embeddings attention_mask kwargs shape head_dim q_proj k_proj v_proj o_proj "
+_ATTENTION = Forward(
+    names_of("self hidden_states position_embeddings attention_mask kwargs shape head_dim q_proj k_proj v_proj o_proj "
          "transpose apply_rotary_pos_emb update layer_idx ALL_ATTENTION_FUNCTIONS get_interface config "
          "_attn_implementation eager_attention_forward training attention_dropout dropout scaling reshape"),
-    _set("view contiguous q_norm k_norm sliding_window getattr cache past_key_values"),
+    names_of("view contiguous q_norm k_norm sliding_window getattr cache past_key_values"),
 )  # fmt: skip
-_NORM = _Forward(
-    _set("self hidden_states variance_epsilon weight mean pow rsqrt dtype to"), _set("float32 torch keepdim")
+_NORM = Forward(
+    names_of("self hidden_states variance_epsilon weight mean pow rsqrt dtype to"), names_of("float32 torch keepdim")
 )
-_ROTARY = _Forward(_set("q k cos sin unsqueeze_dim unsqueeze rotate_half"))
-_HALF = _Forward(_set("x shape torch cat dim"))
-# Modules whose wrappers a fused forward may leave out: they rename an argument, or stand around ours as well.
-_WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
+_ROTARY = Forward(names_of("q k cos sin unsqueeze_dim unsqueeze rotate_half"))
+_HALF = Forward(names_of("x shape torch cat dim"))
 # Arguments that every layer of transformers hands to the function of attention, or to nobody.
-_PASSED_ON = _set(
+_PASSED_ON = names_of(
     "num_items_in_batch output_hidden_states output_attentions output_router_logits cu_seq_lens_q cu_seq_lens_k "
     "max_length_q max_length_k is_causal seq_idx"
 )
-
-
-def _unwrapped(function: object) -> tuple[object, list[str]]:
-    """The function below its wrappers, and the modules in which those were written."""
-    modules = []
-    while hasattr(function, "__wrapped__"):
-        modules.append(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
-        function = function.__wrapped__
-    return function, modules
-
-
-def _arguments_of(function: Callable) -> tuple[str, ...]:
-    """The names of the arguments of a function, but for `*args` and `**kwargs`."""
-    code = inspect.unwrap(function).__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
-def _names_in(function: FunctionType) -> frozenset[str]:
-    """The names of what a function takes, reads, and passes by keyword; "<function>" for functions inside of it."""
-    code: CodeType = function.__code__
-    several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    names = {*code.co_names, *code.co_freevars, *code.co_varnames[: len(_arguments_of(function)) + several]}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names.add("<function>")
-        elif isinstance(constant, tuple) or (isinstance(constant, str) and constant != function.__doc__):
-            words = constant if isinstance(constant, tuple) else (constant,)
-            names |= {word for word in words if isinstance(word, str)}
-    return frozenset(names)
 
 
 class Fused:
@@ -200,10 +142,10 @@ def _unknown_blocks(model: nn.Module, found: list[tuple[str, str, str]]) -> Iter
     outer: list[str] = []
     for name in members:
         block = model.get_submodule(name)
-        if any(name.startswith(f"{other}.") for other in outer) or type(block) is Linear:
+        if any(name.startswith(f"{other}.") for other in outer) or isinstance(block, Linear):
             continue
         outer.append(name)
-        if name in seen or isinstance(block, Fused) or not any(type(part) is Linear for part in block.modules()):
+        if name in seen or isinstance(block, Fused) or not any(isinstance(part, Linear) for part in block.modules()):
             continue
         parts = sorted({what for part, action, what in found if action == "fused" and part.startswith(f"{name}.")})
         rest = f"; of its parts: {', '.join(parts)}" if parts else ""
@@ -229,7 +171,7 @@ def _fused_class(kind: type) -> type | None:
     more: dict[str, object] = {}
     if family in _DECODERS and kind.__name__ == f"{_DECODERS[family]}DecoderLayer":
         base = _DecoderLayer
-        arguments = _arguments_of(kind.forward)[2:]  # type: ignore[attr-defined]  # behind self and hidden_states
+        arguments = arguments_of(kind.forward)[2:]  # type: ignore[attr-defined]  # behind self and hidden_states
         more["_arguments"], more["_reads"] = arguments, frozenset(arguments) | _PASSED_ON
         more["_cache_name"] = next((name for name in _CACHES if name in arguments), "")
         attention = getattr(sys.modules[kind.__module__], f"{_DECODERS[family]}Attention", None)

@@ -35,6 +35,7 @@ from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch._typing import Options
 from microfloat.torch.convert import keep_slow_paths, nothing_left, pin_layer, planned_layers, report_of
 from microfloat.torch.layer_state import larger_amax
+from microfloat.torch.nn.conv1d import as_linear, is_conv1d
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.ops import quantize
@@ -91,6 +92,9 @@ def quantize_(
     if not configs:
         are_stored = any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values())
         raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
+    for name, layer, _ in wishes:
+        if name in configs and is_conv1d(layer):
+            as_linear(layer)
     several = Counter(id(layers[name]._parameters["weight"]) for name in configs)
     untied, spoiled = _untied(model, layers, configs), []
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
@@ -207,7 +211,8 @@ def check_config(pattern: str, config: object, in_placement: bool) -> None:
 
 
 def named_layers(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
+    """The layers that have a weight to quantize, by name."""
+    return {one: module for one, module in model.named_modules() if isinstance(module, LAYERS) or is_conv1d(module)}
 
 
 def _why_not_stored(layer: nn.Module, config: Recipe | None) -> str | None:

@@ -1,0 +1,69 @@
+"""Forwards of other packages that ours can replace, known by the names that they take, read and pass on."""
+
+import inspect
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import NamedTuple
+
+__all__ = ["Forward", "arguments_of", "names_of"]
+
+# Modules whose wrappers a forward of ours may leave out: they rename an argument, or stand around ours as well.
+_WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
+
+
+class Forward(NamedTuple):
+    """A forward that a fused one can replace, by the names that it takes, reads and passes on.
+
+    A forward with another name is one of another version, or of somebody's own: what it does with it is not known.
+    """
+
+    needs: frozenset[str]
+    may_use: frozenset[str] = frozenset()
+
+    def why_not(self, function: object) -> str:
+        """The reason why a function is not this one, "" if it is."""
+        own, wrappers = _unwrapped(function)
+        where = getattr(own, "__qualname__", "a forward")
+        foreign = [one for one in wrappers if one not in _WRAPPERS]
+        if foreign or not isinstance(own, FunctionType):
+            return f"{where} is wrapped by {' and '.join(foreign) or 'an object'}, which ours would leave out"
+        names = _names_in(own)
+        if unknown := sorted(names - self.needs - self.may_use):
+            return f"{where} has {', '.join(map(repr, unknown))}, which the fused form does not know"
+        if missing := sorted(self.needs - names):
+            return f"{where} does without {', '.join(map(repr, missing))}, which the fused form computes"
+        return ""
+
+
+def names_of(names: str) -> frozenset[str]:
+    """Names that stand in a text, between blanks."""
+    return frozenset(names.split())
+
+
+def _unwrapped(function: object) -> tuple[object, list[str]]:
+    """The function below its wrappers, and the modules in which those were written."""
+    modules = []
+    while hasattr(function, "__wrapped__"):
+        modules.append(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
+        function = function.__wrapped__
+    return function, modules
+
+
+def arguments_of(function: Callable) -> tuple[str, ...]:
+    """The names of the arguments of a function, but for `*args` and `**kwargs`."""
+    code = inspect.unwrap(function).__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _names_in(function: FunctionType) -> frozenset[str]:
+    """The names of what a function takes, reads, and passes by keyword; "<function>" for functions inside of it."""
+    code: CodeType = function.__code__
+    several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    names = {*code.co_names, *code.co_freevars, *code.co_varnames[: len(arguments_of(function)) + several]}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.add("<function>")
+        elif isinstance(constant, tuple) or (isinstance(constant, str) and constant != function.__doc__):
+            words = constant if isinstance(constant, tuple) else (constant,)
+            names |= {word for word in words if isinstance(word, str)}
+    return frozenset(names)
