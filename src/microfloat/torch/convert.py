@@ -194,9 +194,12 @@ def planned_layers(
     return rows, wishes
 
 
-def _shape_of(layer: Any) -> tuple[int, int]:
+def _shape_of(layer: nn.Module) -> tuple[int, int]:
     """Out features and in features."""
-    return tuple(reversed(layer.weight.shape)) if is_conv1d(layer) else (layer.out_features, layer.in_features)
+    if is_conv1d(layer):
+        rows, columns = cast(torch.Tensor, layer.weight).shape
+        return columns, rows
+    return cast(int, layer.out_features), cast(int, layer.in_features)
 
 
 def _refusal(
