@@ -178,52 +178,6 @@ def compile_norms_of_one_column():
     return len(compiled)
 
 
-def compile_measures(names, capability=HOPPER):
-    """``{kernel: (versions, misread registers, most spills)}`` of what a watched step measures, compiled.
-
-    `names`: of formats whose casts are measured, of rows and of columns; "nvfp4 rht" is one under a Hadamard transform.
-    """
-    import torch
-
-    from microfloat.passes import CastInputs
-    from microfloat.recipes import Cast, Hadamard
-    from microfloat.torch import measured, measuring
-
-    program = _launchers(capability)
-    compiled = {}
-
-    def compile_only(self, key, programs, tensors, scalars, constants, warps):
-        if not self.function.fn.__module__.endswith(".measures"):  # a cast, which other tests compile
-            return
-        arguments = [program.as_bytes(tensor) for tensor in tensors]
-        options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
-        made = self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True)
-        instructions = instructions_of(made.asm["cubin"])
-        spilled = sum(bool(re.match(r"^(@!?U?P\d+ )?STL\b", line)) for line in instructions)
-        versions, others, most = compiled.get(self.function.fn.__name__, (0, [], 0))
-        compiled[self.function.fn.__name__] = versions + 1, others + unwritten_reads(instructions), max(most, spilled)
-
-    program.Kernel.compile = program.PlacedKernel.compile = compile_only
-    x = torch.zeros(256, 1024, dtype=torch.bfloat16)
-    readings, parts = measuring.Readings(), (slice(0, 128), slice(0, 128))
-
-    def place(dtype, size):
-        return readings.place(x.device, dtype, size)
-
-    for name in (None, *names):
-        cast = Cast("nvfp4", hadamard=Hadamard()) if name == "nvfp4 rht" else name and Cast(name)
-        rows = tuple(measuring.Rows(cast, turned) for turned in (False, True)[: 1 + bool(name)])
-        numbers = place(torch.float64, measured.NUMBERS * len(rows))
-        words = place(torch.int64, 4)
-        left, _ = measured.measure_operand(program, x, rows, parts, 0, CastInputs(), words, numbers)
-        measured.gather(program, x.device, left)
-    measured.measure_result(program, x[:, :100], words)
-    for bias in (None, x[0]):
-        factors = measuring.Slab(x, parts[0]), measuring.Slab(x.t().contiguous().t(), parts[0])
-        measured.measure_result(program, x, words, numbers, factors, (128, 0), bias)
-    return compiled
-
-
 def _every_launch(x, stream):
     """Named launches: a Cast of every format, rounding and transform, and every producer, decoder and folded form."""
     import functools

@@ -122,29 +122,6 @@ def test_norms_of_one_column_compile():
     assert other_process()(_norms_of_one_column) == 6
 
 
-def _measures(names, capability):
-    from tests.kernels.compiling import compile_measures
-
-    return compile_measures(names, capability)
-
-
-@pytest.mark.slow("what a watched step measures, compiled")
-@pytest.mark.xdist_group("triton-interpreter")
-@pytest.mark.parametrize(
-    ("names", "capability"),
-    [
-        pytest.param(("nvfp4",), 90, id="quick"),
-        pytest.param(("fp8_row_e5m2", "fp8_128x128", "mxfp8", "mxfp6_e2m3", "nvfp4_row", "nvfp4 rht"), 90, id="hopper"),
-        pytest.param(("mxfp8", "nvfp4 rht"), 80, id="ampere"),
-    ],
-)
-def test_measures_of_a_watched_step_compile(names, capability):
-    pytest.importorskip("triton", reason="triton is not installed")
-    made = other_process()(_measures, names, capability)
-    assert set(made) == {"count_whole", "measure_tiles", "gather_sums", "widen", "measure_product"}
-    assert {name: (wrong, spilled) for name, (_, wrong, spilled) in made.items()} == dict.fromkeys(made, ([], 0))
-
-
 def test_misread_registers_are_seen():
     from tests.kernels.compiling import unwritten_reads
 

@@ -1,6 +1,5 @@
 """`mf.watch`: the numbers of the NumPy metrics, the bits of unwatched steps (features O1, O2, U9)."""
 
-import contextlib
 import copy
 import csv
 import math
@@ -19,7 +18,6 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import from_name
 from microfloat.torch import measuring
 from microfloat.torch.observing import OBSERVERS
-from tests.interpreter import interpreting
 
 BF16 = torch.bfloat16
 MODULES = {
@@ -125,203 +123,6 @@ def test_numbers_are_those_of_the_numpy_metrics(name):
     assert (found["relative_error"], found["cosine"]) == pytest.approx(error, rel=1e-9)
 
 
-def _records(name, dtype, shape, backend, device="cpu"):
-    """Records of two steps, with and without numbers that are none, as plain tuples."""
-    import microfloat.torch as mf
-    from microfloat.torch import backends
-
-    with backends.pretend(chip="h200") if device == "cpu" else contextlib.nullcontext():
-        torch.manual_seed(0)
-        kind = {"dtype": dtype, "device": device}
-        recipe = None if name is None else from_name(name)
-        layer = nn.Linear(shape[1], 48, **kind)
-        if recipe is not None:
-            layer = mf.Linear(shape[1], 48, recipe=recipe, backend=backend, **kind)
-        x = torch.randn(shape, **kind) * torch.exp2(torch.randint(-20, 10, shape, device=device)).to(dtype)
-        x[3] = 0
-        what_if = ("nvfp4", "mxfp6_e2m3") if name in (None, "mxfp8") else ()
-        with mf.watch(layer, every=1, what_if=what_if) as w:
-            for step in range(2):
-                if step:
-                    x[5, 7], x[6, 9], x[7, 10] = math.nan, math.inf, -math.inf
-                torch.manual_seed(1)
-                y = layer(x.clone().requires_grad_())
-                y.backward(y.detach() if step else torch.ones((), **kind).expand_as(y))
-    return [tuple(one) for one in w.records]
-
-
-def _both_ways(case):
-    """Records by kernels and by torch operations."""
-    if case[0] is None:  # in high precision the device alone says which
-        from microfloat.torch import backends
-
-        by_kernels = _records(*case, "auto")
-        pretend = backends.pretend
-        backends.pretend = lambda chip: pretend(chip=chip, interpreted=False)
-        try:
-            return by_kernels, _records(*case, "auto")
-        finally:
-            backends.pretend = pretend
-    return _records(*case, "triton"), _records(*case, "reference")
-
-
-@pytest.fixture(scope="module")
-def both_ways():
-    pytest.importorskip("triton", reason="triton is not installed")
-    return interpreting(_both_ways)
-
-
-def _close(a, b):
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(_close, a, b))
-    return a == b or (a != a and b != b) or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-9))
-
-
-@pytest.mark.slow_cases(
-    "kernels of a watched step, of further recipes", all_but=("nvfp4-bfloat16",),
-)  # fmt: skip
-@pytest.mark.xdist_group("triton-interpreter")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
-        for name in ("mxfp8", "mxfp4", "nvfp4", "delayed", "fp8_current", "fp8_row", "fp8_block", None)
-        for dtype in (BF16, torch.float32)
-    ],
-)
-def test_kernels_measure_what_torch_operations_do(both_ways, name, dtype):
-    _check_equal(*both_ways((name, dtype, (40, 144) if dtype == BF16 else (37, 77))))
-
-
-@pytest.mark.slow("matrices of which a second step measures another part")
-@pytest.mark.xdist_group("triton-interpreter")
-@pytest.mark.parametrize(("name", "shape"), [("mxfp8", (130, 520)), ("nvfp4", (264, 264)), ("fp8_block", (264, 264))])
-def test_kernels_measure_every_part_as_torch_operations_do(both_ways, name, shape):
-    """The first one's rows are so long that a few elements of them are sorted into binades."""
-    _check_equal(*both_ways((name, BF16, shape)))
-
-
-def _addresses(parts):
-    """The arguments of all launches that measure an operand and a product, at each of these parts in turn.
-
-    As places in the tensors that were there. In the first call, and after None, launches are given tensors; in others
-    addresses.
-    """
-    import importlib
-
-    from microfloat.recipes import Cast, Hadamard
-    from microfloat.torch import measured, measuring, program
-
-    made, memory = [], {}
-
-    def launch(self, stream, *tensors):
-        self.at = lambda stream, *addresses: made.append(addresses)
-        self.at(stream, *[None if tensor is None else tensor.data_ptr() for tensor in tensors])
-
-    def kept(name, size, dtype):
-        return memory.setdefault(name, torch.zeros(size, dtype=dtype, device="cpu"))
-
-    def place_of(address):
-        places = ((name, address - tensor.data_ptr(), tensor.nbytes) for name, tensor in memory.items())
-        return address and next((name, offset) for name, offset, size in places if 0 <= offset < size)
-
-    program.Prepared.__call__ = launch
-    program.fast_empty = lambda device: lambda size, stride, dtype: kept((size, dtype), size, dtype)
-    program.scratch = lambda device: kept("scratch", 8, torch.int64)
-    casts = Cast("mxfp8"), Cast("nvfp4", hadamard=Hadamard()), Cast("nvfp4_2d", rounding="stochastic"), Cast("fp8_row")
-    rows = (measuring.Rows(None), *(measuring.Rows(cast, turned) for cast in casts for turned in (False, True)))
-    x, y = (kept(name, (640, 416), BF16) for name in "xy")
-    bias, inputs = kept("bias", 416, BF16), CastInputs(seed=kept("seed", 2, torch.int64))
-    chunks = [kept(str(dtype), 8000, dtype) for dtype in (torch.int64, torch.float64)]
-    words, numbers = (measuring.Place(chunk, chunk.data_ptr(), 0, 8000) for chunk in chunks)
-    found = []
-    for start in parts:
-        made.clear()
-        if start is None:
-            measured = importlib.reload(measured)  # which has no plans yet
-            continue
-        part = slice(start, start + 128)
-        measured.measure_operand(program, x, rows, (part, part), 0, inputs, words, numbers)
-        factors = measuring.Slab(x, part), measuring.Slab(y, part)
-        measured.measure_result(program, y, words, numbers, factors, (start, start), bias)
-        found.append([tuple(place_of(address) for address in one) for one in made])
-    return found
-
-
-@pytest.mark.xdist_group("triton-interpreter")
-def test_later_launches_are_given_the_addresses_of_the_first():
-    pytest.importorskip("triton", reason="triton is not installed")
-    first, again, moved, moved_first = interpreting(_addresses, _begin_alone)((0, 0, 256, None, 256))
-    assert len(first) > 20
-    assert first == again
-    assert moved == moved_first != first
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "delayed", "fp8_current", "fp8_row", "fp8_block"])
-def test_kernels_measure_on_a_gpu_what_torch_operations_do(name):
-    case = name, BF16, (520, 1040)
-    _check_equal(_records(*case, "triton", "cuda"), _records(*case, "reference", "cuda"))
-
-
-def _check_equal(by_kernels, by_torch):
-    assert len(by_kernels) == len(by_torch) > 100
-    wrong = [(a, b) for a, b in zip(by_kernels, by_torch, strict=True) if a[:6] != b[:6] or not _close(a[6], b[6])]
-    assert wrong == []
-    assert {"crest", "clip", "scale_histogram", "error_by_magnitude", "nan"} <= {one[5] for one in by_kernels}
-
-
-def _host_work(_case):
-    """Launches of kernels, and torch operations with those inside them, of a watched step beyond a plain one."""
-    import microfloat.torch as mf
-    from microfloat.torch import backends, program
-
-    launches = []
-
-    def launch(self, *_):
-        self.at = lambda *_: launches.append(self.kernel)  # as on a GPU, where later calls take addresses
-        self.at()
-
-    program.Prepared.__call__ = launch
-
-    def count(model, x):
-        launches.clear()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            model(x).float().sum().backward()
-        return len(launches), sum(event.name.startswith("aten::") for event in profile.events())
-
-    with backends.pretend(chip="h200"):
-        kind = {"dtype": BF16, "device": "cpu", "recipe": from_name("mxfp8"), "backend": "triton"}
-        model = nn.Sequential(*(mf.Linear(128, 128, **kind) for _ in range(2)))
-        x = torch.zeros(128, 128, dtype=BF16, device="cpu", requires_grad=True)
-        counts = [count(model, x) for _ in range(2)]
-        with mf.watch(model, every=1):
-            counts += [count(model, x) for _ in range(2)]
-    return [(watched - plain) / len(model) for plain, watched in zip(counts[1], counts[3], strict=True)]
-
-
-@pytest.mark.slow("launches of a watched step, interpreted and counted")
-@pytest.mark.xdist_group("triton-interpreter")
-def test_a_watched_step_launches_little():
-    """Of torch operations there were 4,900 for a Linear, and a step on a GPU took 35 times as long as a plain one."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    launches, operations = interpreting(_host_work, _begin_anew)(None)
-    assert launches <= 31
-    assert operations <= 57
-
-
-def _begin_anew():
-    """`begin` of a process that no other test shares: this one launches nothing."""
-    from tests.interpreter import begin
-
-    begin()
-
-
-def _begin_alone():
-    """The same for another test."""
-    _begin_anew()
-
-
 def test_elements_at_the_edge_of_a_binade_count_below_it():
     layer = mf.Linear(32, 32, bias=False, recipe="mxfp8")
     peak = 1.7
@@ -356,7 +157,7 @@ def test_many_spans_do_not_wait_for_the_end_of_a_step():
     smallest = torch.ones_like(largest)
     smallest[1, 0], largest[1, 0] = math.inf, 0  # no number in these
     for number in range(3):
-        spans = torch.stack([largest[number], smallest[number]])[..., None]
+        spans = torch.stack([largest[number], smallest[number]])
         numbers = torch.full((1,), float(number), dtype=torch.float64)
         readings.add(entry, Reading(numbers, lambda n: [("found", tuple(n))], spans))
     found = [values["found"] for _, values in readings.close().read()]
@@ -365,6 +166,26 @@ def test_many_spans_do_not_wait_for_the_end_of_a_step():
         binades = torch.log2(largest[number].double())[smallest[number] == 1]
         expected = [torch.quantile(binades, q).item() for q in (0.5, 0.99, 1.0)]
         assert list(one[1:]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_layers_are_measured_in_turn():
+    """Two of five layers in each sample, each in its next rows when its turn comes again; all of them in a snapshot."""
+    layers = [mf.Linear(32, 160, bias=False, recipe="mxfp8") for _ in range(4)]
+    model, x = nn.ModuleList([*layers, nn.Linear(32, 160)]), torch.zeros(160, 32)
+    x[128:] = 1
+    with mf.watch(model, every=1, layers=2, what_if=(), metrics=("amax", "zeros")) as w:
+        for step in range(7):
+            if step == 5:
+                w.snapshot()
+            w.step()
+            for layer in model:
+                layer(x).sum().backward()
+    of_x = [[one for one in w.records if one.step == step and one.operand == "x"] for step in range(7)]
+    seen = [sorted(one.module for one in found if one.metric == "amax") for found in of_x]
+    assert seen == [["0", "1"], ["2", "3"], ["0", "4"], ["1", "2"], ["3", "4"], ["0", "1", "2", "3", "4"], ["0", "1"]]
+    zeros = [{one.module: one.value for one in found if one[2::3] == ("fprop", "zeros")} for found in of_x]
+    assert zeros[:2] == [{"0": 1.0, "1": 1.0}, {"2": 1.0, "3": 1.0}]
+    assert zeros[3] == {"1": 0.0, "2": 0.0}
 
 
 @pytest.mark.gpu

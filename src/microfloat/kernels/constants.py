@@ -7,7 +7,7 @@ powers of two. `GRADIENT`: scales are those of an output gradient (`scales.unles
 
 from typing import NamedTuple
 
-__all__ = ["BlockCast", "DecodeCodes", "DecodeCut", "How", "MeasuredCodes", "Nvfp4Cast", "Pass", "ScaledCast"]
+__all__ = ["BlockCast", "DecodeCodes", "DecodeCut", "How", "Nvfp4Cast", "Pass", "ScaledCast"]
 
 
 class How(NamedTuple):
@@ -103,22 +103,6 @@ class DecodeCodes(NamedTuple):
     HEIGHT: int
     WIDTH: int
     LEVEL: bool
-
-
-class MeasuredCodes(NamedTuple):
-    """Codes of an operand as `casts.measures` reads them.
-
-    MAX: the largest value of a code. SCALE: what a stored scale is (`casts.dequantize`). HEIGHT, WIDTH: rows and
-    elements that share one, 1 where a stride of 0 says so. LEVELS: 2 with a tensor scale, else 1.
-    """
-
-    MB: int
-    BIAS: int
-    MAX: float
-    SCALE: int
-    HEIGHT: int
-    WIDTH: int
-    LEVELS: int
 
 
 class DecodeCut(NamedTuple):

@@ -2,28 +2,20 @@
 
 A `Reading` is a vector of sums on the device and the way from them to metrics, so that a watched step waits for no GPU.
 `Readings` are those of a sample: its end reduces many at once and copies them to the host, and whoever asks for records
-waits for the copy. Where a backend has kernels, `microfloat.torch.measured` sums by plans of launches, one for all
-that is asked of a tensor, whose numbers lie one after another in a few allocations of the sample; the torch operations
-here define what. Nothing here draws a random number or writes to its inputs, and no operation depends on torch's
+waits for the copy. Nothing here draws a random number or writes to its inputs, and no operation depends on torch's
 deterministic mode.
 
 Legend: R = rows of an operand form (of a part of it), C = its contraction length.
 """
 
 import dataclasses
-import functools
-import importlib
 import math
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from microfloat.formats import ScaleFormat
-from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
 from microfloat.torch._typing import Maybe, Options
 from microfloat.torch.backends.base import Backend, Operand
@@ -44,72 +36,23 @@ from microfloat.watching import (
 )
 
 __all__ = [
-    "Place", "Quantized", "Reading", "Readings", "Rows", "Sample", "Slab", "Source", "casts_whole", "quantized",
-    "read_noise", "read_operand", "read_product", "read_result", "read_rows", "serves",
+    "Quantized", "Reading", "Readings", "Sample", "Source", "quantized", "read_noise", "read_product", "read_rows",
 ]  # fmt: skip
 
 _QUANTILES = 0.5, 0.99, 1.0
-_MOST_KEPT = 1 << 26  # bytes that wait to be gathered
-_PLACED_TOGETHER = 1 << 20  # bytes in one allocation
-_WORDS = 4  # int64 in which a whole tensor is counted
-
-
-class Place:
-    """Elements of an allocation of a sample that a launch fills, divided among the readings that own them."""
-
-    __slots__ = ("_chunk", "_offset", "address", "owners", "size")
-
-    def __init__(self, chunk: torch.Tensor, address: int, offset: int, size: int) -> None:
-        self._chunk, self._offset, self.size = chunk, offset, size
-        self.address = address + offset * chunk.element_size()
-        self.owners: list[int] = []
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """These elements."""
-        return self._chunk[self._offset : self._offset + self.size]
-
-
-class _Chunk:
-    """An allocation that places are taken from."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, size: int) -> None:
-        self.tensor = torch.zeros(size, dtype=dtype, device=device)
-        self.places: list[Place] = []
-        self._address, self._used = self.tensor.data_ptr(), 0
-
-    def take(self, size: int) -> Place | None:
-        """So many elements, an even number, or None where they do not fit."""
-        if self._used + size > len(self.tensor):
-            return None
-        place = Place(self.tensor, self._address, self._used, size)
-        self._used += size
-        self.places.append(place)
-        return place
-
-    def copy(self) -> "_Copy":
-        """A copy on its way to the host."""
-        return _Copy.of(self.tensor[: self._used], [(place.owners, place.size) for place in self.places])
+_MOST_KEPT = 1 << 26  # bytes that wait to be reduced
 
 
 class Reading(NamedTuple):
-    """Numbers on a device, or their place, and the function that makes (metric, value) pairs of them.
+    """Numbers on a device, and the function that makes (metric, value) pairs of them.
 
-    `spans` [2, R, blocks, pieces]: the largest and the smallest magnitude of each piece of a block, 0 and inf where
-    none counts. Three quantiles of the binades that blocks span follow the numbers.
+    `spans` [2, R, blocks]: the largest and the smallest magnitude of each block, 0 and inf where none counts. Three
+    quantiles of the binades that blocks span follow the numbers.
     """
 
-    numbers: torch.Tensor | Place
+    numbers: torch.Tensor
     derive: Callable[[Sequence[float]], Iterable[tuple[str, object]]]
     spans: Maybe = None
-
-
-class _Left(NamedTuple):
-    """What launches have left to be gathered on a device: the table of it, and the memory that it points to."""
-
-    programs: ModuleType
-    rows: list[int]
-    memory: list[torch.Tensor]
 
 
 class Readings:
@@ -121,8 +64,6 @@ class Readings:
         self._waiting: dict[tuple, list[int]] = {}  # readings with spans, by the shape of these
         self._bytes = 0
         self._quantiles: list[tuple[list[int], torch.Tensor]] = []
-        self._left: dict[torch.device, _Left] = {}
-        self._chunks: dict[tuple[torch.device, torch.dtype], list[_Chunk]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -133,36 +74,12 @@ class Readings:
         if spans is not None:
             self._waiting.setdefault((spans.shape, spans.dtype, spans.device), []).append(len(self._readings))
             self._bytes += spans.numel() * spans.element_size()
-        if isinstance(reading.numbers, Place):
-            reading.numbers.owners.append(len(self._entries))
         self._entries.append(entry)
         self._readings.append(reading)
         if self._bytes > _MOST_KEPT:
             self._reduce()
 
-    def place(self, device: torch.device, dtype: torch.dtype, size: int) -> Place:
-        """So many elements, an even number: zeros, until a launch fills them."""
-        chunks = self._chunks.setdefault((device, dtype), [])
-        place = chunks[-1].take(size) if chunks else None
-        if place is None:
-            chunks.append(_Chunk(device, dtype, max(size, _PLACED_TOGETHER // dtype.itemsize)))
-            place = chunks[-1].take(size)
-        assert place is not None
-        return place
-
-    def leave(self, programs: ModuleType, rows: list[int], memory: torch.Tensor) -> None:
-        """Keep what `measured.gather` reads until there is much of it."""
-        left = self._left.setdefault(memory.device, _Left(programs, [], []))
-        left.rows.extend(rows)
-        left.memory.append(memory)
-        self._bytes += memory.nbytes
-        if self._bytes > _MOST_KEPT:
-            self._reduce()
-
     def _reduce(self) -> None:
-        for device, left in self._left.items():
-            _module().gather(left.programs, device, left.rows)
-        self._left.clear()
         for indices in self._waiting.values():
             spans = torch.stack([self._readings[index].spans for index in indices])  # type: ignore[misc]
             for index in indices:
@@ -175,16 +92,12 @@ class Readings:
         """The sample of these readings, on its way to the host."""
         self._reduce()
         vectors: dict[tuple, tuple[list[list[int]], list[torch.Tensor]]] = {}
-        numbers = [
-            ([index], reading.numbers) for index, reading in enumerate(self._readings)
-            if not isinstance(reading.numbers, Place)
-        ]  # fmt: skip
+        numbers = [([index], reading.numbers) for index, reading in enumerate(self._readings)]
         for indices, vector in (*numbers, *self._quantiles):
             owners, parts = vectors.setdefault((vector.device, vector.dtype), ([], []))
             owners.append(indices)
             parts.append(vector.reshape(-1))
-        copies = [chunk.copy() for chunks in self._chunks.values() for chunk in chunks]
-        copies += [
+        copies = [
             _Copy.of(torch.cat(parts), list(zip(owners, map(len, parts), strict=True)))
             for owners, parts in vectors.values()
         ]  # fmt: skip
@@ -245,7 +158,7 @@ class Sample(NamedTuple):
 
 def _quantiles_of(spans: torch.Tensor) -> torch.Tensor:
     """float64 [readings, 3]: quantiles of the binades that blocks span, NaN where no block has a number."""
-    largest, smallest = spans[:, 0].amax(-1).double(), spans[:, 1].amin(-1).double()
+    largest, smallest = spans[:, 0].double(), spans[:, 1].double()
     binades = largest.log2_().sub_(smallest.log2_()).flatten(1)  # of a block without a number: -inf
     binades.masked_fill_(binades < 0, math.nan)
     quantiles = torch.full((3,), _QUANTILES[2], dtype=torch.float64, device=spans.device)  # no copy from the host
@@ -256,16 +169,6 @@ def _quantiles_of(spans: torch.Tensor) -> torch.Tensor:
 
 def _stacked(*numbers: torch.Tensor) -> torch.Tensor:
     return torch.stack([number.double() for number in numbers])
-
-
-@functools.cache
-def _module() -> ModuleType:
-    return importlib.import_module("microfloat.torch.measured")
-
-
-def serves(backend: Backend, dtype: torch.dtype, cast: Cast | None = None) -> bool:
-    """True where launches measure tensors of this dtype, and what this cast makes of them."""
-    return backend.programs is not None and _module().serves(dtype, cast)
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors
@@ -295,46 +198,7 @@ class Source:
         return self._amax
 
 
-def _of_words(size: int, with_amax: bool, n: Sequence[float]) -> Iterable[tuple[str, object]]:
-    bits, nans, infinities = (int(number) for number in n[:3])
-    counts = size - nans - infinities, nans
-    amax = math.nan if nans else struct.unpack("<f", struct.pack("<i", bits))[0]
-    return of_tensor(size, (*counts, amax) if with_amax else counts)
-
-
 # -------------------------------------------------------------------------------------------------------------- casts
-
-
-class Rows(NamedTuple):
-    """Rows of an operand that are measured, and their cast; None: the tensor's rows alone, in blocks of 32.
-
-    `turned`: the operand is the transpose. `stream`: the word of its random counters. `in_use`: the layer casts so, by
-    a seed that is known.
-    """
-
-    cast: Cast | None
-    turned: bool = False
-    stream: int = 0
-    in_use: bool = True
-
-
-class Slab(NamedTuple):
-    """A factor of a product: rows of a matrix, all of them for a part that is None; `turned`: of its transpose."""
-
-    matrix: torch.Tensor
-    part: slice | None = None
-    turned: bool = False
-
-    @property
-    def length(self) -> int:
-        """R."""
-        return self.matrix.shape[int(self.turned)] if self.part is None else self.part.stop - self.part.start
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """[R, C]."""
-        matrix = self.matrix.t() if self.turned else self.matrix
-        return matrix if self.part is None else matrix[self.part]
 
 
 class Quantized(NamedTuple):
@@ -345,7 +209,7 @@ class Quantized(NamedTuple):
     cast: Cast
 
 
-def casts_whole(cast: Cast) -> bool:
+def _casts_whole(cast: Cast) -> bool:
     """True where rows of an operand cannot be cast alone: their bytes depend on more of the others than an amax."""
     takes_amax = cast.takes_amax and cast.tensor_scale != "row"
     return (
@@ -363,7 +227,7 @@ def quantized(
     Only these rows are cast where nothing in their bytes depends on the others but an amax.
     """
     backend, matrix = source.backend, source.matrix
-    takes_amax, is_whole = cast.takes_amax and cast.tensor_scale != "row", casts_whole(cast)
+    takes_amax, is_whole = cast.takes_amax and cast.tensor_scale != "row", _casts_whole(cast)
     own = matrix[:, part] if transposed else matrix[part]
     operand = backend.quantize(
         matrix if is_whole else own, cast, transposed=transposed, seed=seed if cast.is_stochastic else None,
@@ -419,13 +283,13 @@ def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, want
 
 
 def _spans(magnitudes: torch.Tensor, block: int | None) -> torch.Tensor:
-    """[2, R, blocks, 1]: the largest magnitude of each block of `block` elements (None: a row), and the smallest one
+    """[2, R, blocks]: the largest magnitude of each block of `block` elements (None: a row), and the smallest one
     above zero.
     """
     rows, length = magnitudes.shape
     block = block or length
     blocks = torch.nn.functional.pad(magnitudes, (0, -length % block)).view(rows, -1, block)
-    return torch.stack([blocks.amax(2), blocks.masked_fill(blocks == 0, math.inf).amin(2)])[..., None]
+    return torch.stack([blocks.amax(2), blocks.masked_fill(blocks == 0, math.inf).amin(2)])
 
 
 def _clipped(backend: Backend, made: Quantized) -> torch.Tensor:
@@ -492,64 +356,4 @@ def read_product(result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, b
     counted = exact.isfinite()
     a, b = (torch.where(counted, values.double(), 0).reshape(-1) for values in (exact, result))
     error = a - b
-    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), _of_parts)
-
-
-def _of_parts(n: Sequence[float]) -> Iterable[tuple[str, object]]:
-    return of_product([sum(n[number::4]) for number in range(4)])
-
-
-# ----------------------------------------------------------------------------------------------------------- launches
-
-
-def read_operand(
-    readings: Readings, backend: Backend, matrix: torch.Tensor, measured: tuple[Rows, ...],
-    parts: tuple[slice, slice], batch: int, inputs: CastInputs, wanted: frozenset[str],
-) -> list[Reading]:  # fmt: skip
-    """The readings of a whole matrix and of parts of it, by launches."""
-    module = _module()
-    words = readings.place(matrix.device, torch.int64, _WORDS)
-    numbers = readings.place(matrix.device, torch.float64, module.NUMBERS * len(measured)) if measured else None
-    rows, memory = module.measure_operand(backend.programs, matrix, measured, parts, batch, inputs, words, numbers)
-    if rows:
-        readings.leave(backend.programs, rows, memory)
-    found = [Reading(words, partial(_of_words, matrix.numel(), True))]
-    for one in measured:
-        derive = partial(_of_gathered, wanted, None if one.cast is None else one.cast.format.scale)
-        assert numbers is not None
-        found.append(Reading(numbers, derive))
-    return found
-
-
-def _of_gathered(
-    wanted: frozenset[str], fmt: ScaleFormat | None, n: Sequence[float]
-) -> Iterable[tuple[str, object]]:  # fmt: skip
-    """`of_rows` of sums, and of the ratios of the largest to the smallest magnitude of blocks: their number, those
-    beside two quantiles, and the largest.
-    """
-    count, *ratios = n[-6:]
-    quantiles = [math.nan] * 3
-    if count:
-        low, high, *others, largest = map(math.log2, ratios)
-        for index, (below, above) in enumerate(((low, high), others)):
-            weight = math.modf(_QUANTILES[index] * (count - 1))[0]
-            quantiles[index] = below + weight * (above - below)
-        quantiles[2] = largest
-    return of_rows(wanted, fmt, [*n[:-6], *quantiles])
-
-
-def read_result(
-    readings: Readings, backend: Backend, result: torch.Tensor, factors: tuple[Slab, Slab] | None = None,
-    starts: tuple[int, int] = (0, 0), bias: Maybe = None,
-) -> list[Reading]:  # fmt: skip
-    """The readings of a whole result, and of the part of it that is the product of these factors, by launches."""
-    module = _module()
-    words, numbers = readings.place(result.device, torch.int64, _WORDS), None
-    found = [Reading(words, partial(_of_words, result.numel(), False))]
-    if factors is not None:
-        a, b = factors
-        size = module.numbers_of_product(a.length, b.length)
-        numbers = readings.place(result.device, torch.float64, size)
-        found.append(Reading(numbers, _of_parts))
-    module.measure_result(backend.programs, result, words, numbers, factors, starts, bias)
-    return found
+    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), of_product)

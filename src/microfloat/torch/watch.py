@@ -33,17 +33,12 @@ from microfloat.torch.backends.base import Backend, capturing, dtype_name
 from microfloat.torch.measuring import (
     Reading,
     Readings,
-    Rows,
     Sample,
-    Slab,
     Source,
     quantized,
     read_noise,
-    read_operand,
     read_product,
-    read_result,
     read_rows,
-    serves,
 )
 from microfloat.torch.named import are_named, outside_of_modes
 from microfloat.torch.nn.linear import RecipeLayer
@@ -80,7 +75,9 @@ class watch(RecordLog):
     `tensors`: the operands that are measured, of x, w and dy. `metrics`: names of METRICS; "sr_noise" and "rel_mse" are
     computed on demand. `what_if`: formats or Casts that are not in use, whose metrics are computed for x, w and dy too.
     `rows`: rows of an operand that are measured in a sampled step, a multiple of 128; which ones moves on from sample
-    to sample. amax and the counts of NaN and infinity are those of whole tensors. `ema`: the decay of amax_ema.
+    to sample. amax and the counts of NaN and infinity are those of whole tensors. `layers`: the number of layers that
+    are measured in a sampled step, which move on likewise; None measures all, as ``w.snapshot()`` does once. `ema`: the
+    decay of amax_ema.
 
     Every layer under a recipe is watched (Linear, fused, attention, grouped: one group), and every nn.Linear in high
     precision outside compiled code, for its tensors and for `what_if`. Compiled code runs as it is: its operators are
@@ -98,14 +95,18 @@ class watch(RecordLog):
     def __init__(
         self, model: nn.Module, every: int = 100, tensors: Sequence[str] = TENSORS,
         metrics: Sequence[str] = DEFAULT_METRICS, what_if: Sequence[Cast | ScaledFormat | str] = ("nvfp4",), *,
-        rows: int = 128, ema: float = 0.9,
+        rows: int = 128, layers: int | None = 16, ema: float = 0.9,
     ) -> None:  # fmt: skip
         check_model(model)
         super().__init__(metrics, ema)
+        self.layers = None if layers is None else check_int("layers", layers, 1, 2**31 - 1)
         self.every, self.rows = check_int("every", every, 1, 2**63 - 1), check_rows(rows)
         self.tensors, self.what_if = check_names("tensors", tensors, TENSORS), what_if_casts(what_if)
         self._model = model
-        self._count, self._sampled = -1, 0  # the number of this step, and of samples so far
+        self._count, self._sampled = -1, 0  # the number of this step, and of samples of a layer so far
+        self._watched: list[nn.Module] = []  # in turn, and the number of those that have been measured
+        self._measured, self._is_whole = 0, False
+        self._chosen: frozenset[nn.Module] = frozenset()
         self._explicit, self._trains = False, False
         self._before: Callable[..., object] | None = None
         self._caller_in_place: Callable[..., object] | None = None
@@ -127,6 +128,7 @@ class watch(RecordLog):
         root = getattr(self._model, "_orig_mod", self._model)
         self._names = {module: name for name, module in root.named_modules()}
         self._owners = Owners([module for module in self._names if isinstance(module, RecipeLayer)])
+        self._watched = [module for module in self._names if isinstance(module, RecipeLayer | nn.Linear)]
         own = self._model.__dict__
         self._before = own.get("_compiled_call_impl")
         self._caller_in_place = own["_compiled_call_impl"] = self._caller()
@@ -154,6 +156,10 @@ class watch(RecordLog):
             raise invalid_value("w.step", "a call of a watch that is not open", needed)
         self._explicit, self._follows = True, False
         self._begin_step(self._count + 1 if number is None else check_int("number", number, 0, 2**63 - 1))
+
+    def snapshot(self) -> None:
+        """Measure every layer in the next sampled step, whatever `layers` says."""
+        self._is_whole = True
 
     def _caller(self) -> Callable[..., object]:
         """The call of the model, before which a step begins."""
@@ -198,7 +204,7 @@ class watch(RecordLog):
             return
         self._calls.clear()
         self._owners.begin()
-        self._sampled += 1
+        self._choose()
         if self._follows:
             return
         OBSERVERS.append(self)
@@ -206,6 +212,15 @@ class watch(RecordLog):
             for module in self._names:
                 if isinstance(module, nn.Linear) and not isinstance(module, RecipeLayer):
                     self._hooks.append(module.register_forward_hook(self._see_plain_call))
+
+    def _choose(self) -> None:
+        """Take the next layers in turn; a layer that they come back to is measured in its next rows."""
+        count = len(self._watched)
+        number = count if self.layers is None or self._is_whole else min(self.layers, count)
+        turn = [self._watched[(self._measured + index) % count] for index in range(number)]
+        self._chosen, self._is_whole = frozenset(turn), False
+        self._measured += number
+        self._sampled = -(-self._measured // max(count, 1))
 
     def _end_step(self) -> None:
         if self in OBSERVERS and not self._follows:
@@ -236,6 +251,8 @@ class watch(RecordLog):
         name = joint_name([self._names[layer] for layer in layers])
         again = torch._C._current_graph_task_id() != -1  # a recomputation: its forward was measured before
         if self._follows and (weight is None or not self._follow(name, is_backward, again)):
+            return None
+        if layers[0] not in self._chosen:
             return None
         if supposed is not None:
             self._check(name, supposed)
@@ -268,7 +285,7 @@ class watch(RecordLog):
         """The tensors of a call in high precision."""
         if (
             self._follows
-            or layer not in self._names
+            or layer not in self._chosen
             or x.numel() == 0
             or (x.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
@@ -309,15 +326,13 @@ class watch(RecordLog):
         start = (self._sampled - 1) % -(-size // self.rows) * self.rows
         return slice(start, min(start + self.rows, size))
 
-    def _ask(
-        self, schedule: Schedule | None, tensor: str, uses: tuple[bool, bool], backend: Backend, dtype: torch.dtype
-    ) -> "_Asked":
+    def _ask(self, schedule: Schedule | None, tensor: str, uses: tuple[bool, bool]) -> "_Asked":
         """All that is measured of x, w or dy in a call; `uses`: of its row and its column operand."""
         recipe, routes = (None, None) if schedule is None else (schedule.recipe, schedule.routes)
-        key = recipe, routes, tensor, uses, backend.programs is None, dtype
+        key = recipe, routes, tensor, uses
         found = self._asked.get(key)
         if found is None:
-            found = self._asked[key] = _Asked.of(self, schedule, tensor, uses, backend, dtype)
+            found = self._asked[key] = _Asked.of(self, schedule, tensor, uses)
         return found
 
     # ---------------------------------------------------------------------------------------------------------- records
@@ -351,33 +366,26 @@ def _plainly() -> Iterator[None]:
 
 
 class _Measured(NamedTuple):
-    """A cast of a tensor that is measured. `in_use`: the layer casts so. `is_served`: launches measure it."""
+    """A cast of a tensor that is measured. `in_use`: the layer casts so."""
 
     operand: Operand
     cast: Cast
     in_use: bool
-    is_served: bool
 
 
 class _Asked(NamedTuple):
     """All that is measured of a tensor: as the operand `first`, whose format is `name` ("": high precision).
 
-    `measures_rows`: its rows without a cast. `by_launches`: launches measure the tensor, and `rows` is what they
-    measure of its parts.
+    `measures_rows`: its rows without a cast.
     """
 
     first: Operand
     name: str
     measures_rows: bool
     casts: tuple[_Measured, ...]
-    by_launches: bool
-    rows: tuple[Rows, ...]
 
     @staticmethod
-    def of(
-        session: watch, schedule: Schedule | None, tensor: str, uses: tuple[bool, bool], backend: Backend,
-        dtype: torch.dtype,
-    ) -> "_Asked":  # fmt: skip
+    def of(session: watch, schedule: Schedule | None, tensor: str, uses: tuple[bool, bool]) -> "_Asked":
         """Those of a tensor that a session asks for, under a schedule or, None, in high precision."""
         operands, casts = OPERANDS_OF[tensor], [None, None]
         if schedule is not None:
@@ -387,19 +395,14 @@ class _Asked(NamedTuple):
         cast = casts[operands.index(first)]
         measures_rows = cast is None and not session._wanted.isdisjoint(OF_SAMPLE)
         measured = [
-            _Measured(operand, one, True, serves(backend, dtype, one))
+            _Measured(operand, one, True)
             for operand, one in zip(operands, casts, strict=True) if one is not None
         ] + [
-            _Measured(operands[0], one, False, serves(backend, dtype, one))
+            _Measured(operands[0], one, False)
             for one in session.what_if if all(other is None or other.format != one.format for other in casts)
         ]  # fmt: skip
-        rows = [Rows(None)] if measures_rows else []
-        rows += [
-            Rows(one, operand.transposed, operand.stream, in_use)
-            for operand, one, in_use, is_served in measured if is_served
-        ]  # fmt: skip
         name = "" if cast is None else cast.format.name
-        return _Asked(first, name, measures_rows, tuple(measured), serves(backend, dtype), tuple(rows))
+        return _Asked(first, name, measures_rows, tuple(measured))
 
 
 class _Call:
@@ -448,7 +451,7 @@ class _Call:
             if bias is not None:
                 bias = bias.detach() if self.group is None else bias.detach()[self.group]
             starts = self.rows.start, self.n.start
-            self._product("fprop", "y", y, Slab(x, self.rows), Slab(w, self.n), starts, bias)
+            self._product("fprop", "y", y, (x[self.rows], w[self.n]), starts, bias)
 
     # --------------------------------------------------------------------------------------------------------- backward
 
@@ -473,11 +476,11 @@ class _Call:
             if dx is not None:
                 dx = self._rows(dx, self.of_x)
                 starts = self.rows.start, self.k.start
-                self._product("dgrad", "dx", dx, Slab(dy, self.rows), Slab(self._weight(), self.k, True), starts)
+                self._product("dgrad", "dx", dx, (dy[self.rows], self._weight()[:, self.k].t()), starts)
             if dw is not None:
                 dw = dw.detach() if self.group is None else dw.detach()[self.group]
                 starts = self.n.start, self.k.start
-                self._product("wgrad", "dw", dw, Slab(dy, self.n, True), Slab(self.x_columns, None, True), starts)
+                self._product("wgrad", "dw", dw, (dy[:, self.n].t(), self.x_columns.t()), starts)
 
     # --------------------------------------------------------------------------------------------------------- measures
 
@@ -487,55 +490,40 @@ class _Call:
         if tensor not in session.tensors:
             return
         backend = self._backend(matrix.device)
-        asked = session._ask(self.schedule, tensor, uses, backend, matrix.dtype)
-        readings, add, batch = session._readings, session._readings.add, self.group or 0
+        asked = session._ask(self.schedule, tensor, uses)
+        add, batch = session._readings.add, self.group or 0
         parts = session.slab(matrix.shape[0]), session.slab(matrix.shape[1])
-        entry, found = self._entry(asked.first, asked.name or dtype_name(matrix.dtype)), iter(())
-        if asked.by_launches:
-            found = iter(read_operand(
-                readings, backend, matrix, asked.rows, parts, batch, inputs, session._wanted
-            ))  # fmt: skip
-            add(entry, next(found))
+        entry = self._entry(asked.first, asked.name or dtype_name(matrix.dtype))
         source = Source(backend, matrix)
-        if not asked.by_launches:
-            add(entry, source.read())
+        add(entry, source.read())
         if asked.measures_rows:
-            add(entry, next(found, None) or read_rows(backend, matrix[parts[0]], None, session._wanted))
-        for operand, cast, in_use, is_served in asked.casts:
+            add(entry, read_rows(backend, matrix[parts[0]], None, session._wanted))
+        for operand, cast, in_use in asked.casts:
             entry = self._entry(operand, cast.format.name)
             of_cast = inputs if in_use else _NOTHING
             if cast.is_stochastic and of_cast.seed is None:  # of a format that is not in use: any seed will do
                 of_cast = of_cast._replace(seed=torch.zeros(2, dtype=torch.int64, device=matrix.device))
             turned = operand.transposed
             options: Options = {"stream": operand.stream, "batch": batch, "scale_enc": of_cast.scale_enc}
-            if is_served:
-                add(entry, next(found))
-            else:
-                made = quantized(source, cast, turned, parts[turned], seed=of_cast.seed, **options)
-                add(entry, read_rows(backend, made.x, made, session._wanted))
+            made = quantized(source, cast, turned, parts[turned], seed=of_cast.seed, **options)
+            add(entry, read_rows(backend, made.x, made, session._wanted))
             if cast.is_stochastic and "sr_noise" in session._wanted:
                 add(entry, read_noise(source, cast, turned, parts[turned], options))
 
     def _product(
-        self, gemm: str, name: str, whole: torch.Tensor, a: Slab, b: Slab, starts: tuple[int, int],
-        bias: torch.Tensor | None = None,
+        self, gemm: str, name: str, whole: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor],
+        starts: tuple[int, int], bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The counts of a result, and the error of its part that is the product of two factors."""
+        """The counts of a result, and the error of its part that is the product ``a @ b.T`` of two factors."""
         formats = dtype_name(whole.dtype) if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
         entry, readings = Entry(self.step, self.name, gemm, name, formats), self.session._readings
         backend = self._backend(whole.device)
-        compares = self.schedule is not None and not self.session._wanted.isdisjoint(OF_PRODUCT)
-        dtypes = (whole.dtype, a.matrix.dtype, b.matrix.dtype, *(() if bias is None else (bias.dtype,)))
-        if all(serves(backend, dtype) for dtype in dtypes):
-            for reading in read_result(readings, backend, whole, (a, b) if compares else None, starts, bias):
-                readings.add(entry, reading)
-            return
         readings.add(entry, Source(backend, whole).read(with_amax=False))
-        if compares:
-            (row, column), parts = starts, (a.rows, b.rows)
-            result = whole[row : row + len(parts[0]), column : column + len(parts[1])]
-            bias = None if bias is None else bias[column : column + len(parts[1])]
-            readings.add(entry, read_product(result, *parts, bias))
+        if self.schedule is not None and not self.session._wanted.isdisjoint(OF_PRODUCT):
+            (row, column), (a, b) = starts, factors
+            result = whole[row : row + len(a), column : column + len(b)]
+            bias = None if bias is None else bias[column : column + len(b)]
+            readings.add(entry, read_product(result, a, b, bias))
 
     def _entry(self, operand: Operand, fmt: str) -> Entry:
         return Entry(self.step, self.name, operand.gemm, operand.tensor, fmt)
