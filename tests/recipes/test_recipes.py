@@ -402,7 +402,7 @@ def test_no_other_variable_changes_a_recipe(monkeypatch):
 PEERS = {
     "NVTE_NVFP4_DISABLE_RHT=1": ("NVFP4BlockScaling()", "Set MICROFLOAT_NVFP4_DISABLE_RHT=1."),
     "NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1": (
-        "NVFP4BlockScaling(disable_stochastic_rounding=False)", "Set MICROFLOAT_NVFP4_DISABLE_2D_QUANTIZATION=1."
+        "from_name('nvfp4')", "Set MICROFLOAT_NVFP4_DISABLE_2D_QUANTIZATION=1."
     ),
     "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1": (
         "NVFP4BlockScaling(disable_rht=True)", "Set MICROFLOAT_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1."

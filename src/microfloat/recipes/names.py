@@ -25,6 +25,11 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "nvfp4": NVFP4BlockScaling,
 }
 FAMILIES = tuple(maker for maker in RECIPES.values() if isinstance(maker, type))
+# The variables on which a recipe made without arguments depends, and those of which its making warns.
+_WATCHED = (
+    *TOGGLES.values(), *(name.replace("MICROFLOAT", "NVTE", 1) for name in TOGGLES.values()),
+    *sorted({name for family in FAMILIES for name in getattr(family, "_of_peers", ())}),
+)  # fmt: skip
 
 # Names that users of torchao and Megatron-LM know (docs/recipes.md).
 ALIASES: dict[str, Callable[[], Recipe]] = {
@@ -50,7 +55,7 @@ def _named(name: str, argument: str) -> Recipe:
     maker = RECIPES.get(name) or ALIASES.get(name)
     if maker is None:
         raise unknown_name(argument, name, [*RECIPES, *ALIASES], hint_of_format(name) or _hint_of_class(name))
-    return _made(maker, state_of(TOGGLES.values()))
+    return _made(maker, state_of(_WATCHED))
 
 
 @functools.lru_cache(maxsize=256)
