@@ -8,6 +8,8 @@
     python examples/train_gpt.py --preset 124m --device cuda --compile
     python examples/train_gpt.py --resume                            # after Ctrl-C: the same losses, bit for bit
 
+Ctrl-C or SIGTERM stops it after the step under way; a second one ends it at once, and the last checkpoint is whole.
+
 The text is the running Python's own standard library, byte by byte (gpt/data.py): nothing is downloaded. Every run
 starts from the same seed and sees the same batches. Parameters and optimizer are float32 and everything computes under
 ``torch.autocast(bfloat16)``; a recipe then quantizes the operands of the block's matrix products, and nothing else

@@ -22,6 +22,7 @@ from gpt.data import Corpus, load_corpus
 from gpt.files import Arrays, check_writable, load_checkpoint, load_weights, save_arrays, save_checkpoint, save_model
 from gpt.options import BASELINE, BASELINE_AGAIN, Options
 from gpt.report import Result, Results
+from gpt.stopping import SIGNALS, noted
 from microfloat.errors import CheckpointError, MicrofloatError, invalid_value
 
 
@@ -140,7 +141,7 @@ def train_run(kind: type, name: str, options: Options, corpus: Corpus, stopped: 
 
 def begin_worker(stop: Any, steps: Any) -> None:
     """Prepare a process that trains runs and sends its steps to the parent."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a terminal sends Ctrl-C to all of them; the parent passes it on
     train_in_worker.callbacks = stop.is_set, steps.put  # type: ignore[attr-defined]
 
@@ -179,31 +180,18 @@ def train_side_by_side(kind: type, options: Options, corpus: Corpus, caught: lis
 def train_all(kind: Any, options: Options, corpus: Corpus, console: Console) -> tuple[Results, list[int]]:
     """Results of the runs that were begun, and the signal that stopped them, if any.
 
-    The first Ctrl-C (or SIGTERM) is granted between two steps; the second one is final.
+    The first Ctrl-C (or SIGTERM) is granted between two steps; the second one ends the process at once.
     """
-    caught: list[int] = []
-    since = 0.0
-
-    def note(number: int, _: Any) -> None:
-        nonlocal since
-        if not caught:
-            caught.append(number)
-            since = time.monotonic()
-        elif time.monotonic() - since >= kind.patience:
-            raise KeyboardInterrupt
-
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with report.Display([*options.runs], options.steps, options.batch * options.context, console) as display:
-            if options.jobs > 1:
-                results = train_side_by_side(kind, options, corpus, caught, display.show)
-            else:
-                runs = (name for name in options.runs if not caught)
-                results = {name: train_run(kind, name, options, corpus, lambda: caught, display.show) for name in runs}
-        return {name: result for name, result in results.items() if result.train_loss}, caught
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with (
+        noted(console, kind.patience) as caught,
+        report.Display([*options.runs], options.steps, options.batch * options.context, console) as display,
+    ):
+        if options.jobs > 1:
+            results = train_side_by_side(kind, options, corpus, caught, display.show)
+        else:
+            runs = (name for name in options.runs if not caught)
+            results = {name: train_run(kind, name, options, corpus, lambda: caught, display.show) for name in runs}
+    return {name: result for name, result in results.items() if result.train_loss}, caught
 
 
 def check_outputs(options: Options) -> None:

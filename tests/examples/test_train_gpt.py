@@ -210,6 +210,38 @@ def test_an_interrupted_run_ends_with_the_same_losses(tmp_path, interrupt, recip
         assert losses(tmp_path / "halves", name) == losses(tmp_path / "whole", name)
 
 
+IN_A_LONG_CALL = """
+import hashlib, os, sys, threading, time
+sys.path.insert(0, {examples!r})
+from rich.console import Console
+from gpt.stopping import noted
+
+def interrupt():
+    for _ in range(2):
+        time.sleep(0.2)
+        os.kill(os.getpid(), {number})
+
+threading.Thread(target=interrupt, daemon=True).start()
+with noted(Console(), {patience}) as caught:
+    # A call of half a minute that no handler of Python interrupts.
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8) if {blocks} else time.sleep(0.8)
+print("caught", caught)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("patience", "blocks"), [(0.0, True), (30.0, False)])
+def test_a_second_signal_ends_a_step_at_once(number, patience, blocks):
+    """A step of minutes did not end before it was over, whatever came."""
+    examples = os.path.dirname(train_gpt.__file__)
+    script = IN_A_LONG_CALL.format(examples=examples, number=int(number), patience=patience, blocks=blocks)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("Stopping after this step, with a checkpoint. A second Ctrl-C or SIGTERM ends it")
+    assert ("Aborted. The last checkpoint" in done.stdout) is blocks
+    assert done.returncode == (128 + number if blocks else 0), done.stderr
+    assert blocks or f"caught [{int(number)}]" in done.stdout
+
+
 def test_an_interrupted_first_run_keeps_the_others_for_later(tmp_path, interrupt):
     interrupt("bf16", 2)
     assert train(tmp_path, "--recipe mxfp8 --steps 3") == 128 + signal.SIGINT
