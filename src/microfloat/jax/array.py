@@ -112,6 +112,11 @@ class QuantizedArray:
             raise invalid_value("hadamard", self.hadamard, "None, as no checkpoint holds a transform", "Dequantize.")
         level = None if self.tensor_scale is None else np.asarray(self.tensor_scale)
         codes, scale = np.asarray(self.packed_codes()), np.asarray(self.scale)
+        if self.format.is_tile and codes.ndim > 2:
+            if codes.shape[-2] % (self.format.block[0] or 1):
+                got = f"{codes.shape[-2]} rows in tiles of {self.format.block[0]}, which reach over several matrices"
+                raise invalid_value("array", got, "matrices of whole tiles", "Quantize them one by one.")
+            scale = scale.reshape(*codes.shape[:-2], -1, scale.shape[-1])
         if level is not None and self.format.tensor_scale == "row":
             level = level.reshape(*codes.shape[:-1], 1)
         return Record(name, codes, scale, level, self.format, self.shape, axis=self.axis)
