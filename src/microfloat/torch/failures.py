@@ -26,6 +26,7 @@ __all__ = ["agree", "check_ranks", "in_collective", "named_failures"]
 
 GRACE = 5.0  # seconds in which ranks that met the same failure have said so
 _MOST_SAID = 500
+_LONGEST = 200  # characters of a fact that is told before its rows
 _WAITS = "waited in "
 _ALIVE = "every rank is alive, but one came to it after the timeout, or a connection between them broke"
 _SAID: list[Callable[[], object]] = []  # take back what this rank has written into the store
@@ -133,7 +134,7 @@ def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
     if topic in topics:
         return
     topics.add(topic)
-    own = {name: str(value) for name, value in facts.items()}
+    own = dict(line for name, value in facts.items() for line in _lines(name, value))
     told: list = [None] * dist.get_world_size(group)
     with in_collective(f"the comparison of {topic} between ranks", group):
         dist.all_gather_object(told, (topic, own), group=group)
@@ -144,7 +145,7 @@ def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
             for name in {**first[1][1], **other} if first[1][1].get(name) != other.get(name)
         ]  # fmt: skip
         if differing:
-            name, ours, theirs = differing[0]
+            name, ours, theirs = (text[:_MOST_SAID] for text in differing[0])
             topics.discard(topic)
             more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
             raise NotSupportedError(
@@ -152,6 +153,13 @@ def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
                 "every rank of the group. Build the model from the same code and options on all ranks, or pass the "
                 "group of the ranks that share it."
             )
+
+
+def _lines(name: str, value: object) -> list[tuple[str, str]]:
+    """A fact, and each further line of it as one of its own: a recipe without a short name by the row that differs."""
+    first, *rest = [" ".join(line.split()) for line in str(value).splitlines()] or [""]
+    rows = [(f"row {number} of {name}", line) for number, line in enumerate(rest)]
+    return [(name, first), *rows] if len(first) <= _LONGEST else [*rows, (name, first)]
 
 
 def check_ranks(model: nn.Module, group: "Group" = None) -> None:
@@ -165,7 +173,7 @@ def check_ranks(model: nn.Module, group: "Group" = None) -> None:
     for number, (name, module) in enumerate(model.named_modules()):
         shapes = {key: tuple(value.shape) for key, value in module.named_parameters(recurse=False)}
         if shapes:
-            recipe = getattr(module, "pinned", None)
-            facts[f"layer {number}"] = f"{name!r} ({type(module).__name__} {shapes}, recipe {recipe!r})"
+            facts[f"layer {number}"] = f"{name!r} ({type(module).__name__} {shapes})"
+            facts[f"the recipe of layer {number}, {name!r},"] = getattr(module, "pinned", None)
     _AGREED.setdefault(dist.group.WORLD if group is None else group, set()).discard("the model")
     agree(group, "the model", facts)

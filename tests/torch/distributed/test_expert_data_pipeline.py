@@ -191,6 +191,8 @@ def disagreements(rank: int) -> dict[str, str]:
     for name, model in models.items():
         mf.convert(model, "nvfp4" if rank and name == "recipe" else "mxfp8")
         note(name, mfd.check_ranks, model)
+    own = CustomRecipe(*[Gemm("mxfp8", "mxfp8")] * 2, Gemm("mxfp4" if rank else "mxfp8", "mxfp8"))
+    note("custom", mfd.check_ranks, mf_converted(nn.Sequential(nn.Linear(32, 32)), own))
     note("delayed", delayed_step, 32, DelayedScaling(margin=rank))
     return said
 
@@ -395,13 +397,17 @@ def test_what_cannot_be_dispatched_is_named(ranks) -> None:
 
 def test_ranks_that_differ_are_named_at_the_first_collective(ranks) -> None:
     for said in of(ranks, disagreements):
-        assert sorted(said) == ["delayed", "features", "order", "payloads", "recipe"]
+        assert sorted(said) == ["custom", "delayed", "features", "order", "payloads", "recipe"]
         assert "recipe is MXFP4BlockScaling" in said["payloads"]
         assert "on rank 0 and MXFP8BlockScaling" in said["payloads"]
         assert "features is 16 on rank 0 and 32 on rank 1" in said["features"]
         assert "'up' (" in said["order"]
         assert "and 'down' (" in said["order"]
-        assert "NVFP4BlockScaling" in said["recipe"]
+        assert "'up', is MXFP8BlockScaling(" in said["recipe"]
+        assert "on rank 0 and NVFP4BlockScaling(" in said["recipe"]
+        assert "wgrad" in said["custom"]  # the row in which they differ
+        assert "mxfp4" in said["custom"]
+        assert all(len(text.splitlines()) == 1 and len(text) < 500 for text in said.values()), said
         assert "margin=1" in said["delayed"]
 
 
