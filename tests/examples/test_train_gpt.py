@@ -25,6 +25,7 @@ from gpt import report  # noqa: E402
 from gpt.files import save_arrays  # noqa: E402
 from gpt.runs import command_to_resume  # noqa: E402
 
+from tests import processes  # noqa: E402
 from tests.examples.small_run import arguments, losses, results, train, trainer_of  # noqa: E402
 
 
@@ -303,6 +304,25 @@ def test_ctrl_c_in_a_real_process(tmp_path, repository, jobs):
 
 
 @pytest.mark.slow("examples: runs with further settings")
+def test_runs_that_are_done_are_shown_as_done(tmp_path, monkeypatch):
+    shown = []
+    assert train(tmp_path, "--recipe mxfp8 --steps 2") == 0
+    monkeypatch.setattr(report.Display, "show", lambda self, step: shown.append(step))
+    assert train(tmp_path, "--recipe mxfp8 --steps 2 --resume") == 0
+    assert [(name, count) for name, count, _ in shown] == [("bf16", 2), ("mxfp8", 2)]
+    assert all(loss > 0 for _, _, loss in shown)
+
+
+@pytest.mark.parametrize("package", ["safetensors", "rich", "matplotlib"])
+def test_without_a_package_the_example_names_the_extra(repository, package):
+    code = f"import sys; sys.modules[{package!r}] = None; sys.path.insert(0, 'examples'); import gpt"
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    done = processes.run([sys.executable, "-c", code], cwd=repository, env=environment)
+    assert done.returncode == 1
+    assert f"This example needs the package {package}, which is not installed" in done.stderr
+    assert 'pip install ".[examples]"' in done.stderr
+
+
 def test_runs_side_by_side_end_with_the_losses_of_runs_in_turn(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
