@@ -1,6 +1,8 @@
 """Configurations beside a checkpoint: which of several counts, what they mean for a module, what they cannot mean."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -71,7 +73,7 @@ def ids(loaded, *, but=("info",)):
         (layer("a", input_scale=True), {"text_config": {"quantization_config": INT4}},
          {"quantization": {"quant_algo": "NVFP4"}}, "modelopt:nvfp4", "config.json (text_config)"),
         (layer("a", "ct"), {"quantization_config": INT4, "text_config": {"quantization_config": ct()}}, None,
-         "ct:nvfp4", "'pack-quantized' is not read"),
+         "ct:nvfp4", "format 'pack-quantized', which is not read; config.json (text_config) says"),
         (layer("a", "ct"), {"quantization_config": modelopt(), "llm_config": {"quantization_config": ct()}}, None,
          "ct:nvfp4", "config.json says modelopt:nvfp4"),
         (layer("a"), {"quantization_config": modelopt("FP8")}, {"quantization": {"quant_algo": "W4A16_NVFP4"}},
@@ -181,6 +183,7 @@ def test_a_plain_layer_inside_an_ignored_module_is_no_contradiction(tmp_path):
         (PARTS, "model.layers.1", ["model.layers.1.q", "model.layers.1"], ["model.layers.11.q"]),
         (PARTS, "model.layers.*.self_attn", ["model.layers.12.self_attn.q"], ["model.layers.12.self_attn_norm"]),
         (PARTS, "model.layers.[0-3].mlp|lm_head", ["model.layers.2.mlp.up", "lm_head"], ["model.layers.4.mlp.up"]),
+        (PARTS, "model.visual", ["visual.fc", "a.model.visual"], ["a.visual", "visuals"]),
         (PARTS, "*.visual.*", ["model.visual.fc"], ["model.visuals"]),
         (EXACT, "a.gate", ["a.gate"], ["a.gate.b", "b.a.gate"]),
         (EXACT, "re:.*gate$", ["x.gate"], ["x.gate_proj"]),
@@ -207,7 +210,12 @@ def test_other_expressions_of_a_caller_are_taken(text):
 
 
 def test_patterns_of_transformers_cover_what_transformers_says():
-    utils = pytest.importorskip("transformers.quantizers.quantizers_utils")
+    package = importlib.util.find_spec("transformers")
+    if package is None:
+        pytest.skip("transformers is not installed")
+    place = Path(package.submodule_search_locations[0]) / "quantizers" / "quantizers_utils.py"
+    spec = importlib.util.spec_from_file_location("quantizers_utils", place)  # alone: the package takes seconds
+    spec.loader.exec_module(utils := importlib.util.module_from_spec(spec))
     names = [f"model.layers.{i}.{name}" for i in (1, 11) for name in ("mlp.gate", "mlp.gate_proj", "self_attn.q_proj")]
     names += ["lm_head", "gate", "model.visual.merger.fc", "score"]
     for pattern in ("gate", "mlp.gate", "model.layers.1", "layers.1", "model.layers.*.mlp", "lm_head", "proj", "e"):

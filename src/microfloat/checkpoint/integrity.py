@@ -106,7 +106,8 @@ def _other_words(first: Announcement, other: Announcement, modules: list[str]) -
     """A finding where another configuration says something else about a module of the file."""
     remedy = f"{first.file} is believed, with which the tensors agree; correct or remove the other."
     if other.refusal:
-        yield Finding("config-disagrees", "warn", other.file, f"{first.text}. {other.refusal}", remedy)
+        message = f"it says {other.words}, which is not read; {first.file} says {first.words}."
+        yield Finding("config-disagrees", "warn", other.file, message, remedy)
         return
     said = [{module: _said(one, module) for module in modules} for one in (first, other)]
     differing = [module for module in modules if said[0][module] != said[1][module]]

@@ -77,11 +77,16 @@ def _expression(pattern: str) -> Matcher | None:
 
 
 def _parts(pattern: str) -> Matcher | None:
-    """The rule of transformers: an expression from the start to the end of a part, or the end of the name; and, as the
-    names of a file may have other prefixes than those of a model, whole parts anywhere.
+    """The rule of transformers: an expression from the start to the end of a part, or the end of the name.
+
+    As the names of a file may have other prefixes than those of a model: whole parts anywhere too, and a beginning
+    without "model".
     """
     if re.fullmatch(r"[\w.-]*", pattern):
-        return lambda module: f".{pattern}." in f".{module}." or module.endswith(pattern)
+        inner = pattern.removeprefix("model.")
+        return lambda module: (
+            f".{pattern}." in f".{module}." or module.endswith(pattern) or f"{module}.".startswith(f"{inner}.")
+        )
     if safe_regex(pattern) is None:
         return _shell(pattern) if pattern.startswith(("*", "?")) else None
     return re.compile(rf"(?:{pattern})(?=\.|$)").match
