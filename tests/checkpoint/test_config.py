@@ -442,3 +442,35 @@ def test_a_description_that_is_no_object_is_named(value, tmp_path):
     assert loaded.detection.family == "modelopt:nvfp4"
     assert ids(loaded) == ["config-disagrees"] * 2
     assert "needed an object; it is not read" in loaded.findings[0].message
+
+
+# ---- a configuration of another family ---------------------------------------------------------------------------
+
+
+def test_activations_of_another_family_are_not_those_of_the_tensors(tmp_path):
+    """An FP8 layer under a rule for NVFP4 keeps its own static scale; NVFP4 under a rule for FP8 is weight-only."""
+    tensors = {**layer("a", input_scale=True), **fp8("k", weight_scale=np.float32(1), input_scale=np.float32(2))}
+    loaded = load(folder_of(tmp_path, tensors, {"quantization_config": modelopt()}))
+    assert ids(loaded) == ["config-disagrees"]
+    assert loaded["k.weight"].activation == {"scheme": "static", "scale": 2, "format": None}
+    loaded = load(folder_of(tmp_path, layer("a", "ct"), {"quantization_config": BLOCK}))
+    assert loaded["a.weight"].activation["scheme"] == "none"
+
+
+def test_a_family_that_the_caller_names_is_no_contradiction(tmp_path):
+    folder = folder_of(tmp_path, layer("a", "ct"), {"quantization_config": {"quant_method": "quark"}})
+    assert load(folder, format="ct:nvfp4").findings == []
+
+
+def test_codes_that_are_announced_and_not_read_are_an_error(tmp_path):
+    tensors = {"a.weight": np.ones((4, 32), np.int8), "a.weight_scale_inv": np.ones((4, 1), np.float32)}
+    folder = folder_of(tmp_path, tensors, {"quantization_config": BLOCK})
+    with pytest.raises(CheckpointError, match=r"a.weight I8\[4, 32\], beside a.weight_scale_inv"):
+        load(folder)
+    assert ids(load(folder, strict=False)) == ["unread-codes"]
+
+
+def test_scales_of_inputs_under_other_names_are_named(tmp_path):
+    tensors = fp8("a", weight_scale=np.float32(1), qscale_act=np.float32(1))
+    with pytest.warns(UserWarning, match=r"a.weight \(there are a.qscale_act, which are not read\)"):
+        load(folder_of(tmp_path, tensors, {"quantization_config": modelopt("FP8")}))

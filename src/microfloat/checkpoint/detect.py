@@ -185,7 +185,7 @@ class _Grouping:
         if not best:
             return
         score, entry = max(best, key=lambda one: one[0])
-        entry = self._without_unused(entry)
+        entry = self._without_unused(_of_its_own(entry))
         rivals = {other.family.name: 0 for rank, other in best if (*rank[:3], rank[4]) == (*score[:3], score[4])}
         self._add(replace(entry, candidates=(entry.family.name, *(one for one in rivals if one != entry.family.name))))
 
@@ -285,7 +285,8 @@ class _Grouping:
                 "in a layout that is not read; they are read as plain tensors of integers or FP8."
             )
             remedy = "Convert the checkpoint with its own library, or name the family with format=."
-            self.findings.append(Finding("unread-codes", "warn", stored.name, message, remedy))
+            severity = "error" if any(one.families for one in self.announcements[:1]) else "warn"
+            self.findings.append(Finding("unread-codes", severity, stored.name, message, remedy))
         return shown
 
     def _attach_extras(self) -> None:
@@ -308,6 +309,14 @@ class _Grouping:
                         self.findings.append(Finding("orphan", "info", parameter, message))
             if extras:
                 self.entries[parameter] = replace(entry, extras=extras)
+
+
+def _of_its_own(entry: Entry) -> Entry:
+    """The entry without the activations of a configuration that speaks of another family than its tensors are."""
+    scheme = entry.scheme
+    if not scheme.families or entry.family.name in (*scheme.families, *scheme.also):
+        return entry
+    return replace(entry, scheme=scheme._replace(activation="", activation_format=None, needs_scale=False))
 
 
 def _beside(parameter: str, last: str) -> str:

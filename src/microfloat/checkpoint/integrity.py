@@ -3,6 +3,7 @@
 Everything is read in pieces, so that no file, however large its header says it is, has anything large allocated.
 """
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -38,11 +39,11 @@ def structure_findings(contents: Contents, names: Container[str]) -> Iterator[Fi
     yield from _sparse(first, contents)
     for other in contents.announcements[1:]:
         yield from _other_words(first, other, [module_of(name) for name in (*contents.entries, *contents.plain)])
-    for name, entry in shown.items():
+    for name, entry in shown.items() if not first.refusal else ():  # of which the caller has named the family
         if message := contradiction(first, entry):
             remedy = "The tensors are believed; correct the configuration before an engine reads it."
             yield Finding("config-disagrees", "warn", name, message, remedy)
-    if not contents.entries and first.families:
+    if not contents.entries and first.families and not any(one.id == "unread-codes" for one in contents.findings):
         message = f"{first.text}, but no tensor is quantized."
         yield Finding("config-disagrees", "warn", first.file, message, "Remove the configuration, or quantize.")
     quantized = {_kind(name) for name in contents.entries}
@@ -63,10 +64,11 @@ def _missing_input_scales(contents: Contents, entries: Mapping[str, Entry]) -> I
             kinds.setdefault(entry.family.input_scales[0], []).append(entry)
     for last, found in kinds.items():
         count = f"{len(found)} layers" if len(found) > 1 else "a layer"
+        others = _of_inputs(contents, found)
         message = (
             f"{file} announces activations whose global scale is stored, but no {last} stands beside {count}: "
-            f"{some([entry.name for entry in found])}. The weights can be read; an engine would scale the inputs by "
-            "memory that nobody wrote."
+            f"{some([entry.name for entry in found])}{others}. The weights can be read; an engine would scale the "
+            "inputs by memory that nobody wrote."
         )
         remedy = (
             "Measure the scales and write them (mf.calibrate), or announce dynamic activations, or none where the "
@@ -75,6 +77,14 @@ def _missing_input_scales(contents: Contents, entries: Mapping[str, Entry]) -> I
         yield Finding("missing-input-scale", "error", found[0].name, message, remedy)
 
 
+def _of_inputs(contents: Contents, found: list[Entry]) -> str:
+    """Tensors beside the first of some layers that seem to be scales of their inputs, in words."""
+    folder = found[0].name.rpartition(".")[0]
+    names = [name for name in contents.plain if name.rpartition(".")[0] == folder and _OF_INPUT.search(name)]
+    return f" (there are {some(names)}, which are not read)" if names else ""
+
+
+_OF_INPUT = re.compile(r"(act|inp|(^|\.)a_|_x)[^.]*$")
 _SPARSE_PARTS = (".bitmask", ".compressed", ".row_offsets", "_bitmask")
 
 

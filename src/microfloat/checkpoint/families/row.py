@@ -29,6 +29,7 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 E8M0 = ("U8", "F8_E8M0")
 REAL = ("F32", "BF16", "F16", "F64")
 _TILES = ((128, 128), (1, 128), (1, 32))  # of FP8 where no configuration says its tile
+_LEFT_OUT = "An exporter left it out; export the model again."
 _NO_SCALE = (
     "An exporter left it out, or the codes are the values themselves, cast without a scale, which is not read: export "
     "the model again, or write it in a dtype of 16 bits first."
@@ -276,7 +277,8 @@ def missing_roles(entry: Entry) -> list[Finding]:
         )
         return [Finding("unknown-layout", "error", entry.name, message, remedy)]
     words = f"{entry.family.name} codes ({codes.name}) without"
-    return [Finding("missing-scale", "error", entry.name, f"{words} {name}.", _NO_SCALE) for name in missing]
+    remedy = _NO_SCALE if codes.dtype in FP8 and "scale" not in entry.tensors else _LEFT_OUT
+    return [Finding("missing-scale", "error", entry.name, f"{words} {name}.", remedy) for name in missing]
 
 
 def misfit(entry: Entry, role: str = "scale") -> Finding:
