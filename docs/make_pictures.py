@@ -217,7 +217,7 @@ def draw_speed(axes: Axes) -> None:
     axes.set_xticks(ticks, labels, size=9)
     axes.tick_params(bottom=False)
     axes.set(ylim=(0, 2.35), xlim=(-0.8, left - 0.6), ylabel="times as fast as bf16")
-    axes.set_title("Speed of forward + backward on one H200 (TransformerEngine refuses mxfp8)", size=11)
+    axes.set_title("Speed on one H200, forward + backward (TransformerEngine refuses mxfp8)", size=11)
     axes.legend(frameon=False, ncols=3, fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.13))
     clean(axes)
 

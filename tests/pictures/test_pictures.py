@@ -140,7 +140,9 @@ def test_a_roofline_ends_at_its_roof_and_names_shapes():
     axes = roofline([row, {**row, "shape": "9x9x9", "intensity": 300.0}], 40.0, "a GPU").axes[0]
     memory = axes.lines[0].get_xydata()
     assert memory[-1].tolist() == [100.0, 4.0]  # where a copy's rate allows the best product
-    assert {"8x8x8", "9x9x9"} <= {text.get_text() for text in axes.texts}
+    assert "8x8x8\n9x9x9" in {text.get_text() for text in axes.texts}  # their bf16 products have one mark
+    apart = roofline([row, {**row, "shape": "9x9x9", "bf16_intensity": 80.0}], 40.0, "a GPU").axes[0]
+    assert {"8x8x8", "9x9x9"} <= {text.get_text() for text in apart.texts}
 
 
 def test_saving(tmp_path):

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["roofline"]
 
+_TOGETHER = 1.08  # FLOP per byte, in proportion, of marks that share a label
+
 
 def roofline(rows: Sequence[Mapping[str, Any]], copy_gbs: float, device: str) -> "Figure":
     """TFLOP/s of every product against its FLOP per byte, under what a copy and the best bf16 product allow.
@@ -32,7 +34,7 @@ def roofline(rows: Sequence[Mapping[str, Any]], copy_gbs: float, device: str) ->
     slope = np.array([reach[0], min(ridge, reach[1])])  # beyond it products, and no longer memory, limit the rate
     axes.plot(slope, copy_gbs / 1e3 * slope, color="black", linewidth=1, label=f"memory: {copy_gbs:.0f} GB/s")
     axes.axhline(best, color=GREY, linestyle="--", linewidth=1)
-    axes.text(1.1 * reach[0], best * 1.03, f"best bf16: {best:.3g} TFLOP/s", size=8.5, color=GREY)
+    axes.text(0.95 * reach[1], best * 1.03, f"best bf16: {best:.3g} TFLOP/s", size=8.5, color=GREY, ha="right")
     axes.scatter(
         [row["bf16_intensity"] for row in rows], [row["bf16_tflops"] for row in rows], s=26, marker="x", color=GREY,
         label="bf16",
@@ -41,11 +43,9 @@ def roofline(rows: Sequence[Mapping[str, Any]], copy_gbs: float, device: str) ->
         mine = [row for row in rows if row["format"] == name]
         places = [row["intensity"] for row in mine], [row["tflops"] for row in mine]
         axes.scatter(*places, s=40, color=color, label=name, zorder=3)
-    for shape in dict.fromkeys(row["shape"] for row in rows):  # by its bf16 product, below all of its others
-        lowest = min((row for row in rows if row["shape"] == shape), key=lambda row: row["bf16_tflops"])
-        place = lowest["bf16_intensity"], lowest["bf16_tflops"]
+    for label, place in _labels(rows):
         axes.annotate(
-            shape, place, (0, -7), textcoords="offset points", ha="right", va="top", size=7.5, color=GREY, rotation=30,
+            label, place, (0, -7), textcoords="offset points", ha="right", va="top", size=7.5, color=GREY, rotation=45,
             rotation_mode="anchor",
         )  # fmt: skip
     axes.set(
@@ -60,3 +60,17 @@ def roofline(rows: Sequence[Mapping[str, Any]], copy_gbs: float, device: str) ->
     axes.legend(fontsize=9, framealpha=0.7, loc="center left", bbox_to_anchor=(1, 0.5))
     clean(axes)
     return figure
+
+
+def _labels(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[float, float]]]:
+    """The shapes, each below its slowest bf16 product; those whose marks lie one above the other in one label."""
+    slowest: dict[str, tuple[float, float]] = {}
+    for row in sorted(rows, key=lambda row: row["bf16_tflops"]):
+        slowest.setdefault(row["shape"], (row["bf16_intensity"], row["bf16_tflops"]))
+    groups: list[list[str]] = []
+    for shape in sorted(slowest, key=lambda shape: slowest[shape][0]):
+        if groups and slowest[shape][0] <= _TOGETHER * slowest[groups[-1][0]][0]:
+            groups[-1].append(shape)
+        else:
+            groups.append([shape])
+    return [("\n".join(group), min((slowest[one] for one in group), key=lambda place: place[1])) for group in groups]
