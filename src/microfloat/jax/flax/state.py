@@ -5,6 +5,7 @@ index 0 of the last axis). What an optimizer does with the gradient of such a pa
 everything in a new state but one amax follows from the old state, so only ``gradient_history[0]`` is taken over.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import Array, lax
+from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value
 from microfloat.formats import E4M3, E5M2
 from microfloat.jax.flax.fp8_casts import compute_scale
 from microfloat.jax.scaling import OVERWRITE_WITH_GRADIENT, largest, listed, next_scale
@@ -102,11 +104,51 @@ class StateVariables:
         """(scale, history) for this use: handed through by an earlier one, or the variables."""
         scale, history = (variable.value for variable in self.pairs[name])
         threaded = self._memo.get((self._path, name))
-        return threaded.pair if threaded is not None and threaded.is_of(history) else (scale, history)
+        if threaded is not None and threaded.is_of(history):
+            return threaded.pair
+        # An optimizer that steps on the state does so to every slot: one of them tells.
+        return (scale, _with_amaxes(history)) if name == SLOT_NAMES["w"] else (scale, history)
 
     def hand_on(self, name: str, pair: tuple[Array, Array]) -> None:
         """Remember the state that this use handed through, for a later use in the same trace."""
         self._memo[self._path, name] = Threaded(self.pairs[name][1].value, trace_state(), pair)
+
+
+_STEPPED_ON = (
+    "_overwrite_with_gradient: got a negative amax in a history of delayed scaling, needed amaxes. The gradient of this "
+    "collection is its new value, and an optimizer has stepped on it instead. Use microfloat.jax.linen.TrainState, or "
+    "optimize with linen.overwrite_with_gradient(tx) or linen.MultiSteps(tx, k), and start from "
+    "fp8_ops.reset_state(collection)."
+)
+
+
+@jax.custom_vjp
+def _with_amaxes(history: Array) -> Array:
+    """`history`; where a gradient is taken, a negative amax in it is InvalidValueError, or a warning under jit.
+
+    Under jit on a GPU nothing is said: a callback would hold up every step.
+    """
+    return history
+
+
+def _check_amaxes(history: Array) -> tuple[Array, None]:
+    negative = jnp.any(from_max_grad(history) < 0)
+    if not isinstance(negative, Tracer):
+        if negative:
+            raise InvalidValueError(_STEPPED_ON)
+        return history, None
+    lax.platform_dependent(
+        negative, cpu=lambda negative: jax.debug.callback(_warn_of_step, negative), default=lambda negative: None
+    )
+    return history, None
+
+
+def _warn_of_step(negative: Any) -> None:
+    if np.any(negative):
+        warnings.warn(_STEPPED_ON, stacklevel=2)
+
+
+_with_amaxes.defvjp(_check_amaxes, lambda _, cotangent: (cotangent,))
 
 
 # Collections
