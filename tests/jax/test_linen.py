@@ -327,6 +327,46 @@ def test_optax_transformation():
         tx.update(variables, opt_state)
 
 
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+    "multi_steps": optax.MultiSteps(optax.lion(1e-3), 2),
+    "whole": ml.overwrite_with_gradient(optax.adamw(1e-2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "is_jitted"),
+    [
+        (ml.dot_general_cls("delayed"), "adamw", False),
+        (fp8_ops.Fp8DotGeneralOp, "clipped", False),
+        (ml.dot_general_cls("delayed"), "multi_steps", True),
+        (fp8_ops.Fp8DotGeneralOp, "adamw", True),
+        (ml.dot_general_cls("delayed"), "whole", True),
+    ],
+)
+def test_an_optimizer_that_stepped_on_the_state_is_named(op, name, is_jitted):
+    """Its gradient is its new value: histories became negative in silence."""
+    if is_jitted and jax.default_backend() != "cpu":
+        pytest.skip("a callback would hold up every step on a GPU")
+    dense, x = nn.Dense(4, dot_general_cls=op), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    variables, tx = dense.init(jax.random.key(0), x), OPTIMIZERS[name]
+    gradients, optimizer = jax.tree.map(jnp.ones_like, variables), tx.init(variables)
+    for _ in range(2):
+        updates, optimizer = jax.jit(tx.update)(gradients, optimizer, variables)
+        variables = optax.apply_updates(variables, updates)
+    run = jax.jit if is_jitted else lambda function: function
+    gradient = run(jax.grad(lambda variables: jnp.sum(dense.apply(variables, x) ** 2)))
+    message = "_overwrite_with_gradient: got a negative amax.*linen.TrainState"
+    if name == "whole":
+        jax.block_until_ready(gradient(variables))
+        return jax.effects_barrier()
+    with pytest.warns(UserWarning, match=message) if is_jitted else pytest.raises(ValueError, match=message):
+        jax.block_until_ready(gradient(variables))
+        jax.effects_barrier()
+    dense.apply(variables, x)  # no gradient, no word
+
+
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_by_injection(name):

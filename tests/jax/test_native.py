@@ -149,6 +149,20 @@ def test_explain_without_a_gpu():
 
 
 @pytest.mark.skipif(gemms.capability() is not None, reason="a CUDA device is there")
+def test_explain_an_einsum():
+    op = mj.einsum("mxfp8")
+    lhs, rhs = jax.ShapeDtypeStruct((4, 8, 40), jnp.float32), jax.ShapeDtypeStruct((40, 16), jnp.bfloat16)
+    explained = mj.explain(op, "bmk,kn->nbm", lhs, rhs)
+    assert str(explained) == str(mj.explain("mxfp8", "cpu", (32, 40, 16)))
+    assert str(mj.explain(op, "mk,nk", W, W)) == str(mj.explain(op, shape=(len(W), W.shape[1], len(W))))
+    with pytest.raises(ValueError, match=r"arguments: got 2 of them, needed an equation, lhs and rhs"):
+        mj.explain(op, lhs, rhs)
+    with pytest.raises(ValueError, match="eqn: got 'mk,jn->mn'"):
+        mj.explain(op, "mk,jn->mn", lhs, rhs)
+    with pytest.raises(TypeError, match=r"arguments: got str, needed arrays.*lambda x: function"):
+        mj.explain(lambda x, name: x, W, "a")
+
+
 def test_explain_a_gpu_that_is_not_there():
     """By its name, generation or architecture, as torch's explain: complete there, whatever is installed here."""
     hopper = mj.explain("mxfp8", "h200", (8192, 4096, 4096))

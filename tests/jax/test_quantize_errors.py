@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import microfloat.jax as mj
-from microfloat.errors import MicrofloatError
+from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.recipes import Cast, Delayed, Hadamard, MXFP8BlockScaling
 
 X = np.ones((4, 32), np.float32)
+NUMBERS = (((1,), (1,)), ((), ()))
 STOCHASTIC = Cast("mxfp8", rounding="stochastic")
 DELAYED = Cast("fp8_tensor", scaling=Delayed())
 
@@ -82,6 +83,8 @@ def test_seed_and_key_together_are_refused():
         mj.quantize(X, STOCHASTIC, key=1)
     with pytest.raises(ValueError, match="key: got shape"):
         mj.quantize(X, STOCHASTIC, key=jax.random.split(jax.random.key(0)))
+    with pytest.raises(TypeError, match=r"seed: got a jax.random key.*key="):
+        mj.quantize(X, STOCHASTIC, seed=jax.random.key(0))
 
 
 def test_a_recipe_is_not_a_cast():
@@ -92,6 +95,30 @@ def test_a_recipe_is_not_a_cast():
 def test_errors_come_at_trace_time():
     with pytest.raises(ValueError, match="key: got None"):
         jax.jit(lambda x: mj.quantize(x, STOCHASTIC))(X)
+
+
+@pytest.mark.parametrize("convert", [float, str, lambda leaf: None, lambda leaf: np.zeros(np.shape(leaf), np.float32)])
+@pytest.mark.parametrize("cast", ["fp8_tensor", "nvfp4"])
+def test_arrays_that_a_map_over_a_tree_has_changed(cast, convert):
+    q = mj.quantize(np.ones((1, 32), np.float32), cast)
+    leaves = [convert(leaf) if convert is not float else 1.0 for leaf in jax.tree.leaves(q)]
+    changed = jax.tree.unflatten(jax.tree.structure(q), leaves)
+    with pytest.raises(TypeError, match=r"q: got codes of (float|str|None).* and uint8|float32 for .*dequantize first"):
+        changed.dequantize()
+    with pytest.raises(TypeError, match=r"b_NK: got codes of (float|str|None)"):
+        mj.scaled_matmul(q, changed)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="this machine has a GPU")
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_native_backend_needs_a_gpu(run):
+    for function in (mj.quantize, mj.fake_quantize):
+        with pytest.raises(NotSupportedError, match=r"backend: got 'native', needed a CUDA device"):
+            run(lambda x, function=function: function(x, "mxfp8", backend="native"))(X)
+    with pytest.raises(NotSupportedError, match="backend: got 'native'"):
+        run(lambda x: mj.dot_general("mxfp8", backend="native")(x, mj.quantize(X, "mxfp8"), NUMBERS))(X)
+    with pytest.raises(NotSupportedError, match="backend: got 'native'"):
+        run(lambda x: mj.quantize(x, ("mxfp8", "nvfp4"), axis=(-1, -2), backend="native"))(X)
 
 
 def test_dequantize_and_matmul_refuse():

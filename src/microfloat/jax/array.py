@@ -186,6 +186,15 @@ def check_quantized(argument: str, value: object) -> QuantizedArray:
     """`value` itself if it is a QuantizedArray, else InvalidTypeError."""
     if not isinstance(value, QuantizedArray):
         raise invalid_type(argument, type(value), "a QuantizedArray", "Call microfloat.jax.quantize(x, cast) first.")
+    storage = Storage.of(value.format, value.hadamard, None)
+    kinds = FLOAT8.get(value.format.element.name, jnp.uint8), storage.scale_dtype
+    needed = [jnp.dtype(kind) for kind in kinds]
+    got = [getattr(leaf, "dtype", type(leaf).__name__) for leaf in (value.codes, value.scale)]
+    if got != needed:
+        raise invalid_type(
+            argument, f"codes of {got[0]} and scales of {got[1]}", f"{needed[0]} and {needed[1]} for {value.format}",
+            "What maps over the arrays of a tree maps over codes and scales: dequantize first.",
+        )  # fmt: skip
     return value
 
 

@@ -16,7 +16,7 @@ from microfloat.jax.backends import gemms, reference
 from microfloat.jax.backends.casts import reads_values
 from microfloat.jax.backends.gemms import GemmPlan, route_of_plan
 from microfloat.jax.backends.kernels import why_no_kernel
-from microfloat.jax.dimensions import canonical_dimensions
+from microfloat.jax.dimensions import DimensionNumbers, canonical_dimensions, parse_einsum
 from microfloat.jax.dot_general import DotGeneral, Einsum, Op
 from microfloat.jax.ops import check_backend
 from microfloat.jax.ragged_dot import RaggedDot
@@ -102,17 +102,18 @@ def explain(
     * ``explain(op, device=None, shape=None)``: the same of what `dot_general`, `einsum` or `ragged_dot` returned, with
       the recipe and the backend of the op; of ragged_dot, the products of a group.
     * ``explain(recipe, lhs, rhs, dimension_numbers)``: the same for these operands (arrays or jax.ShapeDtypeStruct);
-      also of what `dot_general` returned.
+      also of what `dot_general` returned, and of what `einsum` returned: ``explain(op, equation, lhs, rhs)``.
     * ``explain(function, *arguments)``: compiles the function and lists its dots; `calls_fp8` says whether an FP8
       GEMM is called, on any platform.
 
     `device` and `shape` may also be given by position. Raises InvalidTypeError or InvalidValueError for other
     arguments.
     """
-    op = subject.op if isinstance(subject, Einsum) else subject
-    grouped = False
+    op, grouped = subject, False
     is_called = any(hasattr(argument, "shape") for argument in arguments)
-    if isinstance(op, Op) and (not is_called or (isinstance(subject, DotGeneral) and len(arguments) == 3)):
+    if isinstance(subject, Einsum):
+        op, arguments = subject.op, _operands(*arguments) if is_called else arguments
+    if isinstance(op, Op) and (not is_called or (isinstance(op, DotGeneral) and len(arguments) == 3)):
         grouped, backend = isinstance(op, RaggedDot), op.backend if backend == "auto" else backend
         subject = as_recipe(recipe_here(op.recipe))  # type: ignore[arg-type]
     if not isinstance(subject, Recipe | str):
@@ -145,6 +146,15 @@ def explain(
             replace(row, kernel="XLA's operations", reason="ragged_dot casts blocks of rows") for row in cast_rows
         )
     return Explanation(recipe, target.name, rows, cast_rows)
+
+
+def _operands(*arguments: Any) -> tuple[Any, Any, DimensionNumbers]:
+    """lhs, rhs and the dimension numbers of the product that an einsum of these arguments makes."""
+    if len(arguments) != 3:
+        raise invalid_value("arguments", f"{len(arguments)} of them", "an equation, lhs and rhs")
+    equation, lhs, rhs = arguments
+    plan = parse_einsum(equation, tuple(lhs.shape), tuple(rhs.shape))
+    return *jax.eval_shape(plan.operands, lhs, rhs), plan.dimension_numbers
 
 
 class _Target(NamedTuple):
@@ -229,6 +239,12 @@ def _padding(kinds: list[reference.Kind | None], cols: int, shape: tuple[int, in
 
 
 def _program_dots(function: Callable, *arguments: Any) -> ProgramDots:
+    for leaf in jax.tree.leaves(arguments):
+        if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
+            raise invalid_type(
+                "arguments", type(leaf), "arrays, jax.ShapeDtypeStructs or numbers, on which the function is compiled",
+                "Put others into the function: explain(lambda x: function(x, other), x).",
+            )  # fmt: skip
     compiled = jax.jit(function).lower(*arguments).compile()
     return ProgramDots(jax.default_backend(), dots_of(cast(str, compiled.as_text())))
 

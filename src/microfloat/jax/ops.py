@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.arguments import check_choice, check_word
-from microfloat.errors import invalid_value
+from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.jax.array import (
     QuantizedArray,
     check_array,
@@ -23,7 +23,7 @@ from microfloat.jax.array import (
     check_quantized,
     real_array,
 )
-from microfloat.jax.backends import casts, gemms, reference
+from microfloat.jax.backends import casts, cuda, gemms, reference
 from microfloat.jax.numerics.bits import rounded
 from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.transformations import (
@@ -76,14 +76,17 @@ def quantize(
     pairs too, one for each axis.
 
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast,
-    NotSupportedError where it is differentiated: `dot_general` trains, and `fake_quantize` has a gradient. Source:
-    docs/numerics.md, sections 2 to 5 and 7.
+    NotSupportedError where it is differentiated (`dot_general` trains, and `fake_quantize` has a gradient), and for
+    ``backend="native"`` without a CUDA device. Source: docs/numerics.md, sections 2 to 5 and 7.
     """
     if not isinstance(axis, tuple | list):
         cast = as_cast(cast)
     x = check_array("x", x)
     usages = usages_of(cast, axis, x.ndim, stream, amax, scale_enc)
-    check_backend(backend)
+    if check_backend(backend) == "native" and cuda.capability() is None:
+        raise NotSupportedError(
+            "backend: got 'native', needed a CUDA device, whose kernels cast. Use backend='auto' or 'reference'."
+        )
     words = None
     if stochastic := next((usage.cast for usage in usages if usage.cast.is_stochastic), None):
         words = call_seed(seed, key, f"the stochastic Cast on {stochastic.format.name} (or rounding='nearest')")
@@ -273,6 +276,7 @@ class _Factor(NamedTuple):
 
 def _factor(argument: str, value: object) -> _Factor:
     if isinstance(value, QuantizedArray):
+        check_quantized(argument, value)
         kind = reference.Kind(value.format, value.hadamard, value.axis_size)
         return _Factor(value, kind, jnp.dtype(value.dtype), value.codes.shape[:-1])
     array = check_array(argument, value)

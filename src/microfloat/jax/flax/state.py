@@ -115,8 +115,8 @@ class StateVariables:
 
 
 _STEPPED_ON = (
-    "_overwrite_with_gradient: got a negative amax in a history of delayed scaling, needed amaxes. The gradient of this "
-    "collection is its new value, and an optimizer has stepped on it instead. Use microfloat.jax.linen.TrainState, or "
+    "_overwrite_with_gradient: got a negative amax in a history of delayed scaling, needed amaxes. The gradient of "
+    "this collection is its new value, and an optimizer has stepped on it. Use microfloat.jax.linen.TrainState, or "
     "optimize with linen.overwrite_with_gradient(tx) or linen.MultiSteps(tx, k), and start from "
     "fp8_ops.reset_state(collection)."
 )
