@@ -875,3 +875,72 @@ def test_compiled_experts_give_the_bits_of_eager(config) -> None:
     )
     assert torch.equal(y, again)
     assert torch.equal(dx, dx_again)
+
+
+# ---- embeddings
+
+
+class _Speaker(nn.Module):
+    """An embedding, a layer and a head that may share the embedding's weight."""
+
+    def __init__(self, tied=False, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.up, self.lm_head = nn.Embedding(40, 64, **options), nn.Linear(64, 64), nn.Linear(64, 40)
+        if tied:
+            self.lm_head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.lm_head(self.up(self.words(ids)))
+
+
+IDS = torch.tensor([[1, 39, 7], [0, 3, 3]])
+
+
+def test_embeddings_are_quantized_where_asked_for():
+    left, model = _Speaker(), _Speaker()
+    values = mf.quantize(model.words.weight.detach(), "nvfp4").dequantize()
+    report = mf.quantize_(left, mf.WeightOnly("nvfp4"))
+    assert [(row.name, row.shape, row.action) for row in report.unseen] == [("words", (64, 40), "not seen")]
+    assert "embeddings=True" in str(report)
+    report = mf.quantize_(model, mf.WeightActivation("nvfp4", scales="static"), embeddings=True)
+    assert [(row.name, row.action) for row in report] == [
+        ("words", "quantized"), ("up", "quantized"), ("lm_head", "skipped"),
+    ]  # fmt: skip
+    assert report.unseen == ()
+    assert "input_amax" not in model.words._buffers
+    assert torch.equal(model.words(IDS), values[IDS])
+    assert torch.equal(mf.plain_state_dict(model)["words.weight"], values)
+    loaded = _Speaker()
+    loaded.load_state_dict(mf.plain_state_dict(model), strict=False)
+    assert torch.equal(loaded.words(IDS), model.words(IDS))
+    parameter = mf.revert(model).words.weight
+    assert type(parameter) is nn.Parameter
+    assert torch.equal(parameter, values)
+    with pytest.raises(InvalidTypeError, match="embeddings"):
+        mf.quantize_(_Speaker(), mf.WeightOnly("nvfp4"), embeddings="words")
+
+
+def test_a_tied_head_stays_tied_to_a_quantized_embedding():
+    model = _Speaker(tied=True)
+    mf.quantize_(model, mf.WeightOnly("mxfp8"), exclude=(), embeddings=True)
+    assert model.lm_head.weight is model.words.weight
+    assert model(IDS).shape == (2, 3, 40)
+    tied = _Speaker(tied=True)
+    with pytest.warns(UserWarning, match="words .that of lm_head.weight"):  # the head is left out by default
+        mf.quantize_(tied, mf.WeightOnly("mxfp8"), embeddings=True)
+    assert type(tied.lm_head.weight) is nn.Parameter
+
+
+def test_embeddings_that_cannot_be_looked_up_in_codes_are_left():
+    for model, config, reason in (
+        (_Speaker(), mf.WeightOnly("fp8_128x128"), "a tile of fp8_128x128 has several"),
+        (_Speaker(max_norm=1.0), mf.WeightOnly("mxfp8"), "max_norm"),
+        (_Speaker(sparse=True), mf.WeightOnly("mxfp8"), "sparse"),
+    ):
+        report = mf.quantize_(model, config, embeddings=True)
+        assert report.converted == ["up"]
+        assert reason in report.skipped["words"]
+    both = {"words": mf.WeightOnly("mxfp8"), "up": mf.WeightOnly("nvfp4"), "lm_head": None}
+    report = mf.quantize_(_Speaker(), both, exclude=(), embeddings=True)
+    assert [row.recipe and row.recipe.label for row in report] == ["WeightOnly(mxfp8)", "WeightOnly(nvfp4)", None]

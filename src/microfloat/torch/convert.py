@@ -87,11 +87,12 @@ def convert(
 
 
 def report_of(
-    model: nn.Module, rows: Sequence[ConversionRow], blocks: tuple[ConversionRow, ...] = ()
-) -> ConversionReport:
+    model: nn.Module, rows: Sequence[ConversionRow], blocks: tuple[ConversionRow, ...] = (),
+    unseen: Sequence[ConversionRow] = (),
+) -> ConversionReport:  # fmt: skip
     """The report of these rows, which is logged too."""
     running = {id(model.get_submodule(row.name)) for row in rows if row.recipe is not None}
-    report = ConversionReport(tuple(rows), _share(model, running), tuple(_unseen(model)), blocks)
+    report = ConversionReport(tuple(rows), _share(model, running), (*unseen, *_unseen(model)), blocks)
     logging.getLogger("microfloat").info("%s", report)
     return report
 
@@ -158,7 +159,7 @@ def planned_layers(
     layers: list[Any] = [
         (name, module) for name, module in model.named_modules() if isinstance(module, kinds) or id(module) in turned
     ]
-    shapes = {name: _shape_of(module) for name, module in layers}
+    shapes = {name: layer_shape(module) for name, module in layers}
     chosen = None
     if isinstance(recipe, Placement):
         pinned = {name: getattr(module, "pinned", None) for name, module in layers}
@@ -194,11 +195,13 @@ def planned_layers(
     return rows, wishes
 
 
-def _shape_of(layer: nn.Module) -> tuple[int, int]:
+def layer_shape(layer: nn.Module) -> tuple[int, int]:
     """Out features and in features."""
     if is_conv1d(layer):
         rows, columns = cast(torch.Tensor, layer.weight).shape
         return columns, rows
+    if isinstance(layer, nn.Embedding):
+        return layer.embedding_dim, layer.num_embeddings
     return cast(int, layer.out_features), cast(int, layer.in_features)
 
 
@@ -209,7 +212,7 @@ def _refusal(
     kind = type(module)
     if isinstance(module, nn.LazyLinear):
         return "LazyLinear has no weight yet; call the model once, then convert it"
-    if not isinstance(module, RecipeLayer) and not is_conv1d(module):
+    if not isinstance(module, RecipeLayer | nn.Embedding) and not is_conv1d(module):
         if _replaced(kind, nn.Linear, Linear) is None or _computes(kind, parametrize.is_parametrized(module)):
             return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
         if not _calls_forward_of(module, nn.Linear):
@@ -317,7 +320,7 @@ def revert(model: nn.Module) -> nn.Module:
         module.__dict__.pop("_weight_cache", None)
     for name, module in model.named_modules():
         stored = isinstance(module._parameters.get("weight"), QuantizedTensor)
-        if stored and isinstance(module, RecipeLayer) and not _dequantize_weight(module):
+        if stored and isinstance(module, RecipeLayer | nn.Embedding) and not _dequantize_weight(module):
             replaced.append(name or "(root)")
         if isinstance(module, Linear):
             scaling.drop_buffers(module)
@@ -349,7 +352,7 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _dequantize_weight(layer: RecipeLayer) -> bool:
+def _dequantize_weight(layer: RecipeLayer | nn.Embedding) -> bool:
     """Turn a weight that exists as codes into its values; False if that took a new Parameter.
 
     Else the object stays the one that optimizers and layers tied to this one hold.

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from microfloat.arguments import check_bool
 from microfloat.errors import MicrofloatError, invalid_type, invalid_value, kind_of
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Placement, Recipe, WeightActivation, WeightOnly
@@ -27,13 +28,14 @@ from microfloat.recipes.placement import (
     DEFAULT_EXCLUDE,
     DEFAULT_FUSE,
     ConversionReport,
+    ConversionRow,
     check_fuse,
     fused_group,
 )
 from microfloat.torch import backends
 from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch._typing import Options
-from microfloat.torch.convert import keep_slow_paths, nothing_left, pin_layer, planned_layers, report_of
+from microfloat.torch.convert import keep_slow_paths, layer_shape, nothing_left, pin_layer, planned_layers, report_of
 from microfloat.torch.layer_state import larger_amax
 from microfloat.torch.nn.conv1d import as_linear, is_conv1d
 from microfloat.torch.nn.grouped_linear import GroupedLinear
@@ -59,6 +61,7 @@ def quantize_(
     *,
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
     fuse: Sequence[str] = DEFAULT_FUSE,
+    embeddings: bool = False,
 ) -> ConversionReport:
     """Store the weight of every nn.Linear and GroupedLinear of `model` quantized, in place; returns a report.
 
@@ -66,8 +69,9 @@ def quantize_(
     pattern, None being high precision. `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name
     patterns (default: heads, routers and LoRA adapters). `fuse`: layers whose weights share one tensor scale, because
     serving engines multiply them as one: q, k and v ("qkv"), gate and up ("gate_up"). The experts of a GroupedLinear
-    have a scale each. Weights that several layers share stay shared; biases, embeddings and norms stay as they are. A
-    layer whose weight is an embedding's too, or that of a layer that is left out, gets codes of its own, and a warning.
+    have a scale each. Weights that several layers share stay shared; biases and norms stay as they are. `embeddings`:
+    every nn.Embedding too is quantized, its weight alone; a lookup dequantizes the rows that it reads. A layer whose
+    weight is that of a module that is left out gets codes of its own, and a warning.
     Codes of the format in question stay as they are too, in a layer that has no recipe yet: one whose state dict was
     loaded with ``assign=True``, or that trained under `quantized_model_init`.
 
@@ -86,8 +90,10 @@ def quantize_(
         config = Placement(list(config.items()))
     for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
         check_config(pattern, one, isinstance(config, Placement))
-    fused, layers = check_fuse(fuse), named_layers(model)
-    rows, wishes = planned_layers(model, config, LAYERS, filter, exclude, refuse=_why_not_stored)
+    check_bool("embeddings", embeddings)
+    kinds = (*LAYERS, nn.Embedding) if embeddings else LAYERS
+    fused, layers = check_fuse(fuse), named_layers(model, kinds)
+    rows, wishes = planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)
     configs = {row.name: cast(Config, row.recipe) for row in rows if row.action in ("converted", "repinned")}
     if not configs:
         are_stored = any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values())
@@ -114,7 +120,7 @@ def quantize_(
                 layer = layers[name]
                 pin_layer(name, layer, configs[name])
                 layer.weight = weight
-                if configs[name].is_static:
+                if configs[name].is_static and not isinstance(layer, nn.Embedding):
                     layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
                 if name in untied:
                     layer.__dict__["_untied_from"] = untied[name]
@@ -135,9 +141,8 @@ def quantize_(
             f"leave them as they were: filter=lambda name, layer: name not in {list(untied)}.", UserWarning,
             stacklevel=3,
         )  # fmt: skip
-    return report_of(
-        model, [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
-    )
+    rows = [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
+    return report_of(model, rows, unseen=() if embeddings else _embeddings_left(model))
 
 
 def _is_finite(weight: object) -> bool:
@@ -210,9 +215,18 @@ def check_config(pattern: str, config: object, in_placement: bool) -> None:
     raise invalid_type("config", got, "WeightOnly(...), WeightActivation(...), or a Placement of them", remedy)
 
 
-def named_layers(model: nn.Module) -> dict[str, Any]:
+def named_layers(model: nn.Module, kinds: tuple[type, ...] = LAYERS) -> dict[str, Any]:
     """The layers that have a weight to quantize, by name."""
-    return {one: module for one, module in model.named_modules() if isinstance(module, LAYERS) or is_conv1d(module)}
+    return {one: module for one, module in model.named_modules() if isinstance(module, kinds) or is_conv1d(module)}
+
+
+def _embeddings_left(model: nn.Module) -> list[ConversionRow]:
+    """A row for each embedding that keeps its values."""
+    return [
+        ConversionRow(name, layer_shape(module), "not seen", None, "an embedding; embeddings=True quantizes it")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and not isinstance(module.weight, QuantizedTensor)
+    ]
 
 
 def _why_not_stored(layer: nn.Module, config: Recipe | None) -> str | None:
@@ -228,6 +242,10 @@ def _why_not_stored(layer: nn.Module, config: Recipe | None) -> str | None:
         return "its weight is no plain Parameter (a parametrization, or a distributed tensor)"
     if weight.dtype not in INPUT_DTYPES:
         return f"its weight has {weight.dtype}"
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
+        return "it renormalises its rows, or has sparse gradients (max_norm, sparse)"
+    if isinstance(layer, nn.Embedding) and config is not None and config.fprop.rhs.format.is_tile:  # type: ignore[union-attr]
+        return f"a lookup reads rows, and a tile of {config.fprop.rhs.format} has several"  # type: ignore[union-attr]
     return None
 
 
