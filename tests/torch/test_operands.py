@@ -273,8 +273,9 @@ def test_dtensors_are_refused_by_name_where_no_plan_is() -> None:
             assert torch.equal(model(X), plain)
         with pytest.raises(InvalidTypeError, match=r"^x: got a DTensor.*parallelize_module"):
             whole(distribute_tensor(X, mesh))
+        assert torch.equal(mf.quantize(distribute_tensor(X, mesh), "mxfp8").to_local(), mf.quantize(X, "mxfp8"))
         with pytest.raises(NotSupportedError, match=r"^x: got a DTensor.*to_local"):
-            mf.quantize(distribute_tensor(X, mesh), "mxfp8")
+            mf.quantize(distribute_tensor(X, mesh), "mxfp8", group_sizes=[X.shape[0]])
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -126,12 +126,7 @@ def quantize_(
                     layer.__dict__["_untied_from"] = untied[name]
     finally:
         keep_slow_paths(model)
-    if spoiled:
-        warnings.warn(
-            f"quantize_: these weights hold a NaN or an infinity: {', '.join(spoiled)}. Their codes hold NaN, of a "
-            "whole block where its scale tells of it, or values that saturate. Mend the checkpoint, or leave them out: "
-            f"filter=lambda name, layer: name not in {spoiled}.", UserWarning, stacklevel=3,
-        )  # fmt: skip
+    _name_spoiled(spoiled)
     if untied:
         pairs = ", ".join(f"{name} (that of {other})" for name, other in untied.items())
         warnings.warn(
@@ -150,6 +145,15 @@ def _is_finite(weight: object) -> bool:
     if not isinstance(weight, torch.Tensor) or isinstance(weight, QuantizedTensor) or weight.is_meta:
         return True
     return bool(weight.isfinite().all())
+
+
+def _name_spoiled(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"quantize_: these weights hold a NaN or an infinity: {', '.join(names)}. Their codes hold NaN, of a whole "
+            "block where its scale tells of it, or values that saturate. Mend the checkpoint, or leave them out: "
+            f"filter=lambda name, layer: name not in {list(names)}.", UserWarning, stacklevel=4,
+        )  # fmt: skip
 
 
 def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, Config]) -> dict[str, str]:

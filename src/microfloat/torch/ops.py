@@ -90,6 +90,8 @@ def quantize(
     `out`: what an earlier call of this kind gave, a tensor, a pair or a list, whose memory takes the codes and scales;
     it is returned.
 
+    A DTensor gives one, placed alike: every rank casts its part, to the bytes of the whole (docs/distributed.md).
+
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast, and
     NotSupportedError where `backend` cannot run. The bytes equal those of `microfloat.reference.quantize`.
     Source: docs/numerics.md 2 to 5 and 7.
@@ -97,6 +99,10 @@ def quantize(
     >>> quantize(torch.tensor([[1.0, -2.0, 3.0]]), "mxfp4").codes
     tensor([[162,   5]], dtype=torch.uint8)
     """
+    if hasattr(type(x), "placements") and group_sizes is None and out is None:  # a DTensor
+        from microfloat.torch.distributed.quantizing import quantize_sharded  # imported by those alone who shard
+
+        return quantize_sharded(x, cast, axis, seed, stream, amax, scale_enc, backend)  # type: ignore[arg-type, return-value]
     run = _traced_quantize if _operators.is_tracing(x) else quantize_values
     if group_sizes is None:
         made: Made | list[Made] = run(x, cast, axis, seed, stream, amax, scale_enc, backend)
