@@ -530,7 +530,7 @@ def test_torchs_own_checks_of_the_layers_operators() -> None:  # features G2
         token = context.token_of(recipe)
         seed = torch.tensor([1, 2]) if context.is_stochastic(token) else None
         scales = (scale, scale) if records else (None, None)
-        settings = "", token, "layer", "reference", torch.float32, torch.float32, "", True, True, records
+        settings = "", token, "layer", "reference", torch.float32, torch.float32, True, True, records
         call = x, [weight], None, seed, *scales, *settings
         torch.library.opcheck(operators.linear_forward.default, call, test_utils=checks)
         _, *saved = operators.linear_forward(*call)

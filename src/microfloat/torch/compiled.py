@@ -50,7 +50,7 @@ class Settings(NamedTuple):
 
     `stored`: the description of a stored weight (`describe`), whose parts are given in its place. `origin`: who has
     named the recipe (`check_caller`). `records`: a float32 [8] comes with the results, whose elements `_LIVE` are the
-    amaxes of the call's delayed casts, taken by the casts themselves. `cut`: `RecipeLayer._cut`.
+    amaxes of the call's delayed casts, taken by the casts themselves.
     """
 
     stored: str
@@ -59,7 +59,6 @@ class Settings(NamedTuple):
     backend: str
     compute: torch.dtype
     x_dtype: torch.dtype
-    cut: str
     wants_dx: bool
     wants_dw: bool
     records: bool
@@ -76,7 +75,7 @@ def settings_in(flat: Sequence[object]) -> Settings:
 
 
 SETTINGS = (
-    "str stored, str token, str origin, str backend, ScalarType compute, ScalarType x_dtype, str cut, "
+    "str stored, str token, str origin, str backend, ScalarType compute, ScalarType x_dtype, "
     "bool wants_dx, bool wants_dw, bool records"
 )
 _LIVE = {"x": 0, "w": 4, "dy": 0}
@@ -176,9 +175,9 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         scales = (layer.scaling_x_scale, layer.scaling_w_scale) if context.is_delayed(token) else (None, None)
         if context.is_static(token):
             scales = layer_state.static_amax(layer), None
-        return exported.in_torch_operations(x, weight, layer.added_bias, token, scales, layer._cut)
+        return exported.in_torch_operations(x, weight, layer.added_bias, token, scales)
     state, number = state_of(layer, x, token)
-    settings = settings_of(x, weight, token, origin, layer.backend, state, layer._cut)
+    settings = settings_of(x, weight, token, origin, layer.backend, state)
     y = _CompiledLinear.apply(x, weight, layer.added_bias, *state, number, *settings)
     return recorded(layer, y, token, number)
 
@@ -203,8 +202,7 @@ def _seed_for(x: torch.Tensor) -> torch.Tensor:
 
 
 def settings_of(
-    x: torch.Tensor, weight: torch.Tensor, token: str, origin: str, backend: str, state: tuple[Maybe, ...],
-    cut: str = "",
+    x: torch.Tensor, weight: torch.Tensor, token: str, origin: str, backend: str, state: tuple[Maybe, ...]
 ) -> Settings:  # fmt: skip
     """The settings of a call of operators; `state`: as `state_of` gives it."""
     backend = context.asked().BACKEND if backend == "auto" else backend
@@ -213,7 +211,7 @@ def settings_of(
     wants = x.requires_grad and grad, weight.requires_grad and grad
     records = grad and state[-1] is not None
     compute = autocast_dtype(x.device.type) or x.dtype
-    return Settings(stored, token, origin, backend, compute, x.dtype, cut, *wants, records)
+    return Settings(stored, token, origin, backend, compute, x.dtype, *wants, records)
 
 
 def recorded(
@@ -374,7 +372,7 @@ def _schedule(call: Settings, shape: Sequence[int], x: Maybe, weight: torch.Tens
     else:
         key = (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg())
     wants = call.wants_dx, call.wants_dw
-    schedule = find(key, x, weight, bias, call.recipe, call.backend, call.compute, *wants, cut=call.cut)
+    schedule = find(key, x, weight, bias, call.recipe, call.backend, call.compute, *wants)
     assert schedule is not None
     return schedule
 

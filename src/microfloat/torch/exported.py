@@ -48,21 +48,13 @@ def export(
 
 
 def in_torch_operations(
-    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, token: str, scales: tuple[Maybe, Maybe],
-    cut: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, token: str, scales: tuple[Maybe, Maybe]
 ) -> torch.Tensor:  # fmt: skip
-    """``x @ weight.T + bias`` in such a program; `scales`: encode scales of x and w, or the static amax of x; `cut`:
-    `RecipeLayer._cut`."""
+    """``x @ weight.T + bias`` in such a program; `scales`: encode scales of x and w, or the static amax of x."""
     recipe, module = context.recipe_of(token)._keeping_nothing(), backends.choose("reference", x.device)
     if any(cast is not None and cast.is_stochastic for cast in recipe.fprop.casts):
         raise NotSupportedError(
             "export: got a recipe whose fprop rounds stochastically, needed nearest rounding in an exported program."
-        )
-    lhs = recipe.fprop.lhs
-    if cut.startswith("K") and lhs is not None and not lhs.is_static and (lhs.takes_amax or None in lhs.format.block):
-        raise NotSupportedError(
-            f"export: got a layer of which this rank has some columns, whose inputs ({lhs.format.name}) have scales "
-            "from the amaxes of all ranks, needed static scales or scales of blocks. Export the model before it is cut."
         )
     routes = routes_of(recipe, module.chip_of(x.device))
     compute = autocast_dtype(x.device.type) or x.dtype

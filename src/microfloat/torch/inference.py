@@ -390,7 +390,7 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
     def measure(layer: nn.Module, arguments: tuple, options: Options) -> None:
         x = arguments[0] if arguments else options.get("input")
         if isinstance(x, torch.Tensor) and x.numel():
-            measured[layer] = larger_amax(x, measured.get(layer), getattr(layer, "_cut", ""))
+            measured[layer] = larger_amax(x, measured.get(layer))
 
     hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in (static or layers).values()]
     pinned = {layer: layer.pinned for layer in static.values()}

@@ -14,7 +14,7 @@ from torch import nn
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.recipes import Delayed
 from microfloat.torch import backends
-from microfloat.torch.reduction import Group, maxima
+from microfloat.torch.reduction import Group
 from microfloat.torch.rolling import NAMES, Slot
 
 if TYPE_CHECKING:
@@ -151,16 +151,9 @@ def static_amax(layer: nn.Module) -> torch.Tensor:
     return amax
 
 
-def larger_amax(x: torch.Tensor, before: torch.Tensor | None, cut: str = "") -> torch.Tensor:
-    """The larger of the amax of x and `before`, float32 (); an amax that is not finite is not taken.
-
-    `cut`: that of the layer which reads x (`RecipeLayer._cut`); where ranks have some columns each, the amax is of all.
-    """
+def larger_amax(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """The larger of the amax of x and `before`, float32 (); an amax that is not finite is not taken."""
     amax = backends.choose("auto", x.device).amax(x.detach().reshape(-1, x.shape[-1])).reshape(())
-    if cut.startswith("K"):
-        from microfloat.torch.distributed.schedule import group_of
-
-        (amax,) = maxima(group_of(cut), [amax])
     before = torch.zeros_like(amax) if before is None else before.to(amax.device)
     return torch.where(torch.isfinite(amax), torch.maximum(before, amax), before)
 

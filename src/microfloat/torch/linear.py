@@ -11,7 +11,6 @@ GEMM will run are cast (docs/numerics.md, 6).
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,7 +142,7 @@ def _of_call(
     name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
     late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
     needs = grad and x.requires_grad, grad and weight.requires_grad, late
-    call = x_key, x, weight, bias, recipe, name, compute, *needs, layer._cut
+    call = x_key, x, weight, bias, recipe, name, compute, *needs
     schedule = find(*call)
     if schedule is None or not schedule.folds:
         return schedule
@@ -160,14 +159,13 @@ def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedu
 
 def find(
     x_key: tuple, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, name: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool, late: bool = False, cut: str = "",
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool, late: bool = False,
     routes: Routes | None = None,
 ) -> Schedule | None:  # fmt: skip
     """The schedule of a call, made where there is none yet; None where there are no elements to multiply.
 
     `x_key`: shape, strides, dtype, device index, alignment and negation bit of x; `x`: an example, or None to have
-    one made; `late`: backward casts the weight again; `cut`: `RecipeLayer._cut`; `routes`: other ones than the recipe
-    has there.
+    one made; `late`: backward casts the weight again; `routes`: other ones than the recipe has there.
     """
     if isinstance(weight, QuantizedTensor):
         codes = weight.codes
@@ -175,7 +173,7 @@ def find(
     else:
         of_weight = weight.data_ptr() & 15, weight.shape, weight.stride(), weight.dtype, weight.get_device()
     key = (
-        recipe._key, name, compute, wants_dx, wants_dw, late, cut, x_key, routes, of_weight,
+        recipe._key, name, compute, wants_dx, wants_dw, late, x_key, routes, of_weight,
         None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
     )  # fmt: skip
     schedule = SCHEDULES.get(key)
@@ -189,13 +187,8 @@ def find(
     backend = backends.choose(name, x.device)
     if routes is None:
         routes = routes_of(recipe, backend.chip_of(x.device))
-    made: Callable[..., Schedule] = Schedule
-    if cut:
-        from microfloat.torch.distributed.schedule import PartSchedule
-
-        made = functools.partial(PartSchedule, cut)
     options = compute, wants_dx, wants_dw, 0, late
-    return remember(key, made(recipe, backend, routes, x.detach(), weight.detach(), bias, *options))
+    return remember(key, Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, *options))
 
 
 def counts_of(layer: nn.Module) -> FoldCounts:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from microfloat.chips import Chip
 from microfloat.layout import ALIGNMENT, Layout
 from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
@@ -195,7 +194,7 @@ class Schedule:
             chosen = recipe.for_call(self.rows, weight.cast)
             is_other, recipe = chosen is not recipe, chosen
             chip = backend.chip_of(x.device)
-            routes = self.routes_of_part(recipe, routes_of(recipe, chip) if is_other else routes, chip)
+            routes = routes_of(recipe, chip) if is_other else routes
             routes = routes.of_stored(recipe) if weight.cast == recipe.fprop.rhs else routes
         self.recipe, self.backend, self.routes, self._batch = recipe, backend, routes, batch
         self.wants_dx, self.wants_dw, self.late = wants_dx, wants_dw, late and wants_dx
@@ -292,10 +291,6 @@ class Schedule:
         words = draw_seed(torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device), rank=rank)
         x, w, dy = (one._replace(seed=words) for one in inputs)
         return x, w, dy
-
-    def routes_of_part(self, recipe: Recipe, routes: Routes, chip: Chip | None) -> Routes:
-        """The routes for the part of a stored weight that this process has: these, since it has the whole."""
-        return routes
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed, drawn as `microfloat.torch.seeds` draws it.

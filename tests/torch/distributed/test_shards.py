@@ -7,7 +7,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
-from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
@@ -16,7 +15,6 @@ from microfloat.errors import InvalidValueError  # noqa: E402
 from microfloat.recipes import MXFP8BlockScaling  # noqa: E402
 from microfloat.routes import routes_of  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
-from microfloat.torch.distributed import ColwiseParallel  # noqa: E402
 from microfloat.torch.distributed.shards import Axis, Rows, Shards, routes_of_shards  # noqa: E402
 
 CHIP = chip_named("h200")
@@ -52,14 +50,9 @@ def test_ranks_fold_only_what_one_of_them_has_all_of(case: str, torn: tuple[str,
             assert route == getattr(one_process, gemm)
 
 
-def test_a_single_rank_cuts_nothing(mesh) -> None:
+def test_a_single_rank_cuts_nothing() -> None:
     one_process, whole = routed("folded", "N", 96, ranks=1)
     assert whole == one_process
-    model = torch.nn.Sequential(torch.nn.Linear(128, 96)).requires_grad_(False)
-    mf.quantize_(model, mf.WeightOnly("mxfp4", prefill="folded"))
-    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "alone"))["alone"]
-    parallelize_module(model, alone, {"0": ColwiseParallel()}, src_data_rank=None)
-    assert model[0].weight.shape == (96, 128)
 
 
 def test_rows_of_every_run_are_whole_folds() -> None:
@@ -119,17 +112,12 @@ def mesh():
 def test_layers_fold_as_their_parts_allow(mesh, part: int, kind: str) -> None:
     """features D4"""
     x = torch.zeros(128, 128, dtype=torch.bfloat16)
-    stored = torch.nn.Linear(128, 2 * part, dtype=torch.bfloat16).requires_grad_(False)
-    served = torch.nn.Sequential(stored)
-    mf.quantize_(served, mf.WeightActivation("mxfp8"))
-    parallelize_module(served, mesh, {"0": ColwiseParallel()}, src_data_rank=None)
     trained = mf.Linear(128, part, bias=False, dtype=torch.bfloat16, recipe="mxfp8")
     whole = DTensor.from_local(trained.weight.detach(), mesh, [Shard(0)], run_check=False)
     trained.weight = torch.nn.Parameter(whole)
     with backends.pretend(chip="h200", interpreted=False):
         x_whole = DTensor.from_local(x, mesh, run_check=False)
-        for schedule in (served[0].schedule(x), trained.schedule(x_whole)):
-            assert schedule.routes.fprop.kind == kind
+        assert trained.schedule(x_whole).routes.fprop.kind == kind
 
 
 def test_a_rank_has_the_sinks_of_its_heads(mesh) -> None:
@@ -147,16 +135,3 @@ def test_a_rank_has_the_sinks_of_its_heads(mesh) -> None:
     y.sum().backward()
     assert torch.equal(y, want)
     assert torch.equal(attention.softmax_offset.grad.to_local(), goal)
-
-
-def test_a_weight_that_prompts_fold_is_cut_at_multiples_of_128(mesh) -> None:
-    """features D4"""
-    for part in (96, 128):
-        model = torch.nn.Sequential(torch.nn.Linear(128, 2 * part)).requires_grad_(False)
-        mf.quantize_(model, mf.WeightOnly("mxfp4", prefill="folded"))
-        if part == 96:
-            with pytest.raises(InvalidValueError, match=r"192 over 2 ranks, needed parts .* multiples of 128, whole"):
-                parallelize_module(model, mesh, {"0": ColwiseParallel()}, src_data_rank=None)
-        else:
-            parallelize_module(model, mesh, {"0": ColwiseParallel()}, src_data_rank=None)
-        assert model[0].weight.shape == (192 if part == 96 else 128, 128)

@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import io
-import pickle
 from pathlib import Path
 
 import pytest
@@ -571,147 +569,6 @@ def other_ways(rank: int, compiles: bool = True):
     )
 
 
-def served(rank: int) -> dict[str, bool]:
-    """Layers of `quantize_` under both styles: their parts, y and dx.
-
-    Scales of these integers, whose amax is 7, are powers of two but for NVFP4's, and sums are exact in any order.
-    """
-    world, found = dist.get_world_size(), {}
-    mesh = init_device_mesh(torch.get_default_device().type, (world,))
-    configs = {
-        "mxfp4": mf.WeightOnly("mxfp4"), "nvfp4": mf.WeightOnly("nvfp4"), "tiles": mf.WeightOnly("fp8_128x128"),
-        "mxfp8": mf.WeightActivation("mxfp8"), "static": mf.WeightActivation("fp8_tensor", scales="static"),
-        "dynamic": mf.WeightActivation("fp8_tensor"), "two scales": mf.WeightActivation("nvfp4"),
-        "dequantized": mf.WeightOnly("mxfp8", prefill="dequantized", prefill_rows=2),
-        "folded": mf.WeightOnly("fp8_128x128", prefill="folded", prefill_rows=2),
-    }  # fmt: skip
-    for name, config in configs.items():
-        for style in (ours.ColwiseParallel, ours.RowwiseParallel):
-            torch.manual_seed(0)
-            one, x = (
-                nn.Sequential(nn.Linear(128 * world, 128 * world)).requires_grad_(False),
-                torch.empty(4, 128 * world),
-            )
-            for tensor in (x, *one.parameters()):
-                tensor.random_(-7, 8)
-            x[:, :128].clamp_(-3, 3), x[:, -1].fill_(7)  # the last rank has the largest
-            mf.quantize_(one, config)
-            if config.is_static:
-                with mf.calibrate(one):
-                    one(x)
-            mine, whole = copy.deepcopy(one), one[0].weight
-            if rank:  # the first one has what is to be served
-                mine[0].weight.fill_(1), mine[0].bias.fill_(1)
-            layouts = {"input_layouts": Replicate(), "output_layouts": Replicate()}
-            theirs.parallelize_module(mine, mesh, {"0": style(**layouts)})
-            key, part, dim = f"{name} {style.__name__}", mine[0].weight, int(style is ours.RowwiseParallel)
-            found[key + ", sizes"] = (mine[0].out_features, mine[0].in_features) == part.shape
-            found[key] = torch.equal(part.dequantize(), whole.dequantize().chunk(world, dim)[rank])
-            found[key + ", bytes"] = part.codes.untyped_storage().nbytes() * world == whole.codes.nbytes
-            # FP8 tensor cores cut what they add up, so that the order of their sums shows.
-            found[key + ", no rows"] = mine(x[:0]).shape == one(x[:0]).shape
-            kept = one.state_dict().keys() - ({"0.bias"} if mine[0].bias is None else set())
-            found[key + ", keys"] = mine.state_dict().keys() == kept
-            if name not in ("nvfp4", "two scales") and (
-                whole.device.type == "cpu" or isinstance(config, mf.WeightOnly)
-            ):
-                x.requires_grad_()
-                y, wanted = mine(x), one(x)
-                found[key + ", y"] = torch.equal(y, wanted)
-                (dx,), (wanted,) = (torch.autograd.grad(result.sum(), x) for result in (y, wanted))
-                found[key + ", dx"] = torch.equal(dx, wanted)
-    local = nn.Sequential(nn.Linear(64, 64 * world)).requires_grad_(False)
-    local[0].weight.fill_(float(rank))
-    mf.quantize_(local, mf.WeightOnly("mxfp8"))
-    theirs.parallelize_module(local, mesh, {"0": ours.ColwiseParallel(use_local_output=False)}, src_data_rank=None)
-    y = local(torch.ones(2, 64))
-    found["its own"] = bool((local[0].weight.dequantize() == rank).all())
-    found["a DTensor"] = isinstance(y, DTensor) and tuple(y.shape) == (2, 64 * world)
-    return found
-
-
-def codes_of(model, x, **options):
-    """The codes and scales that a call casts x to."""
-    with pytest.MonkeyPatch.context() as patch, torch.autocast(x.device.type, torch.bfloat16, **options):
-        casts = Casts.__new__(Casts)
-        casts.made = {}
-        casts._of(patch, CastStep), casts._of(patch, sharded.ShardedCast)
-        y = model(x)
-    return casts.made["x"], y
-
-
-def served_codes(rank: int) -> dict[tuple, list[str]]:
-    """What differs in the codes of activations of a row-parallel layer from those of one process, by format and input;
-    then in results whose sums are exact in any order."""
-    world, found = dist.get_world_size(), {}
-    mesh = init_device_mesh(torch.get_default_device().type, (world,))
-    names = ("fp8_tensor", "fp8_row", "nvfp4", "nvfp4_row")
-    on_gpu = torch.get_default_device().type == "cuda"  # where scales of blocks lie in forms of their own
-    for name in names if on_gpu else (*names, "mxfp8", "fp8_1x128"):
-        one = nn.Sequential(nn.Linear(128 * world, 64)).bfloat16().requires_grad_(False)
-        one[0].weight.random_(-7, 8), one[0].bias.random_(-7, 8)
-        mf.quantize_(one, mf.WeightActivation(name))
-        mine = theirs.parallelize_module(copy.deepcopy(one), mesh, {"0": ours.RowwiseParallel()})
-        x = seeded(4, 128 * world, seed=1)
-        some_nan, exact = x.clone(), torch.randint(-7, 8, x.shape).float()
-        some_nan[0, -1], some_nan[1, 3] = float("nan"), float("inf")
-        exact[:, :128].clamp_(-3, 3), exact[:, -1].fill_(7)
-        inputs = {"x": x, "NaN": some_nan, "leading": x.view(2, 2, -1), "autocast": x.float() * 1.01, "exact": exact}
-        for key, whole in inputs.items():
-            part, on = whole.chunk(world, -1)[rank], {"enabled": key == "autocast"}
-            (expected, wanted), (made, y) = codes_of(one, whole, **on), codes_of(mine, part, **on)
-            found[name, key] = differing({"x": expected}, {"x": made}, {"x": "K"}, rank, world)
-            if key == "exact" and not name.startswith("nvfp4") and not x.is_cuda:  # whose tensor cores cut sums
-                found[name, key] += [] if torch.equal(y, wanted) else ["y"]
-        mf.convert(mine, mf.WeightActivation(name, path="auto"))  # pinned anew
-        made, _ = codes_of(mine, x.chunk(world, -1)[rank], enabled=False)
-        expected, _ = codes_of(one, x, enabled=False)
-        found[name, "converted"] = differing({"x": expected}, {"x": made}, {"x": "K"}, rank, world)
-        says = f"amax over {world} ranks" in str(mine[0].schedule(x.chunk(world, -1)[rank]))
-        found[name, "said"] = [] if says is (name not in ("mxfp8", "fp8_1x128")) else [str(says)]
-    mf.quantize_(one := nn.Sequential(nn.Linear(128 * world, 64)), mf.WeightActivation("fp8_tensor", scales="static"))
-    with mf.calibrate(theirs.parallelize_module(one, mesh, {"0": ours.RowwiseParallel()})), torch.no_grad():
-        one(exact.chunk(world, -1)[rank])
-    found["calibrated"] = [] if one[0].input_amax == 7 else [str(one[0].input_amax)]
-    return found
-
-
-def served_and_copied(rank: int) -> dict[str, bool]:
-    """Models that are served by parts, saved and loaded whole, pickled and copied: the bytes of their results."""
-    world, found = dist.get_world_size(), {}
-    mesh = init_device_mesh(torch.get_default_device().type, (world,))
-    model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
-    mf.quantize_(model, mf.WeightActivation("fp8_row"))
-    theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
-    x = drawn(4, 64, seed=1)
-    wanted, file = model(x), io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    copies = {"saved": torch.load(file, weights_only=False), "pickled": pickle.loads(pickle.dumps(model))}
-    for name, one in (copies | {"copied": copy.deepcopy(model)}).items():
-        found[name] = torch.equal(one(x), wanted) and one[0].weight.shape == model[0].weight.shape
-    lost = copy.deepcopy(model)
-    lost[2]._cut = "K another"  # as in a process that has no such group
-    try:
-        lost(x)
-    except MicrofloatError as error:
-        found["lost"] = "got a process without this group" in str(error)
-    return found
-
-
-def served_and_compiled(rank: int) -> bool:
-    """True if one graph of both styles, with the reductions between ranks in it, gives the bytes of eager mode."""
-    world, is_right = dist.get_world_size(), []
-    mesh = init_device_mesh(torch.get_default_device().type, (world,))
-    for format in ("mxfp8", "fp8_tensor", "fp8_row"):
-        model = nn.Sequential(nn.Linear(64, 64 * world), nn.ReLU(), nn.Linear(64 * world, 32)).requires_grad_(False)
-        mf.quantize_(model, mf.WeightActivation(format))
-        theirs.parallelize_module(model, mesh, {"0": ours.ColwiseParallel(), "2": ours.RowwiseParallel()})
-        x, wanted = drawn(4, 64, seed=1), model(drawn(4, 64, seed=1))
-        is_right.append(torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), wanted))
-    return all(is_right)
-
-
 def refusals(rank: int):
     """The messages that bad input meets, on every rank."""
     world = dist.get_world_size()
@@ -742,26 +599,9 @@ def refusals(rank: int):
     attempt("stored", lambda: theirs.parallelize_module(stored, mesh, ours.ColwiseParallel()))
     attempt("stored, rowwise", lambda: theirs.parallelize_module(stored, mesh, ours.RowwiseParallel()))
     stored.weight = nn.Parameter(DTensor.from_local(stored.weight.detach(), mesh, [Replicate()], run_check=False))
-    tiles = nn.Sequential(mf.Linear(K, 64 * world))
-    mf.quantize_(tiles, mf.WeightOnly("fp8_128x128"))
-    folded = nn.Sequential(mf.Linear(64 * world, K))
-    mf.quantize_(folded, mf.WeightOnly("nvfp4", prefill="folded"))
-    attempt("folded", lambda: theirs.parallelize_module(folded, mesh, {"0": ours.RowwiseParallel()}))
-    mf.convert(folded, mf.WeightOnly("nvfp4"))
-    theirs.parallelize_module(folded, mesh, {"0": ours.RowwiseParallel()})
-    mf.convert(folded, mf.WeightOnly("nvfp4", prefill="folded"))
-    attempt("folded later", lambda: folded(torch.ones(128, 64)))
-    attempt("tiles", lambda: theirs.parallelize_module(tiles, mesh, {"0": ours.ColwiseParallel()}))
-    experts = mf.GroupedLinear(2, K, 64 * world)
-    mf.quantize_(experts, mf.WeightOnly("mxfp8"))
-    attempt("experts", lambda: theirs.parallelize_module(experts, mesh, ours.ColwiseParallel()))
-    cut = nn.Sequential(mf.Linear(K, 64 * world))
-    mf.quantize_(cut, mf.WeightOnly("mxfp8"))
-    theirs.parallelize_module(cut, mesh, {"0": ours.ColwiseParallel()})
-    attempt("cut twice", lambda: theirs.parallelize_module(cut, mesh, {"0": ours.RowwiseParallel()}))
-    attempt("by keyword", lambda: cut[0](input=torch.ones(2, K)))
-    two = init_device_mesh(torch.get_default_device().type, (1, world))
-    attempt("two axes", lambda: theirs.parallelize_module(tiles, two, {"0": ours.ColwiseParallel()}))
+    served = nn.Sequential(mf.Linear(K, 64 * world))
+    mf.quantize_(served, mf.WeightOnly("nvfp4"))
+    attempt("served", lambda: theirs.parallelize_module(served, mesh, {"0": ours.ColwiseParallel()}))
     attempt("stored replicas", lambda: stored(DTensor.from_local(seeded(4, K, seed=2).float(), mesh, [Shard(0)])))
     other = layer_on(
         DeviceMesh(torch.get_default_device().type, list(reversed(range(world)))),
@@ -781,9 +621,6 @@ def refusals(rank: int):
     beside = mf.Linear(64, 64, return_bias=True)
     theirs.parallelize_module(beside, mesh, ours.RowwiseParallel(output_layouts=Partial()))
     attempt("return_bias, sums", lambda: beside(torch.ones(2, 64 // world)))
-    served = nn.Sequential(mf.Linear(64, 64, return_bias=True))
-    mf.quantize_(served, mf.WeightOnly("mxfp8"))
-    attempt("return_bias, served", lambda: theirs.parallelize_module(served, mesh, {"0": ours.ColwiseParallel()}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_linear, "apply", fail)
         try:
@@ -815,8 +652,8 @@ def recipes_differ(rank: int):
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), scales_across_the_cut, modules_take_part,
-    returned_biases, streams, delayed_state, wire, noise, With(other_ways, compiles=False), served, served_codes,
-    served_and_copied, refusals, forms_of_a_hopper, decoded_operands, decoded_and_gathered,
+    returned_biases, streams, delayed_state, wire, noise, With(other_ways, compiles=False), refusals,
+    forms_of_a_hopper, decoded_operands, decoded_and_gathered,
 )  # fmt: skip
 
 
@@ -922,9 +759,8 @@ def test_replicas_round_alike_and_shards_do_not(ranks) -> None:
 @pytest.mark.slow("further programs across ranks")
 def test_compiled_layers(tmp_path) -> None:
     """features D10: compiled code runs sharded layers between its graphs."""
-    made = run_ranks((other_ways, served_and_compiled), str(tmp_path / "store"))
+    made = run_ranks((other_ways,), str(tmp_path / "store"))
     test_modules_functional_and_explained(made)
-    assert of(made, served_and_compiled) == [True, True]
 
 
 def test_modules_functional_and_explained(ranks) -> None:
@@ -941,10 +777,9 @@ def test_modules_functional_and_explained(ranks) -> None:
 @pytest.mark.slow("four processes of torch")
 def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
     """features D2, D12"""
-    cases = groups_of_one, bytes_of_one_process, delayed_state, served_codes
+    cases = groups_of_one, bytes_of_one_process, delayed_state
     made = run_ranks(cases, str(tmp_path / "store"), world=4)
     test_every_rank_makes_the_bytes_of_one_process(made)
-    test_served_activations_have_the_codes_of_one_process(made)
     test_delayed_scaling_has_the_state_of_one_process(made)
 
 
@@ -958,24 +793,14 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("empty", "dimension 0 of size 1 over 2 ranks, needed elements for every rank"),
         ("plain x", "InvalidTypeError: x: got a plain tensor, while the weight is on"),
         ("outside", "while the weight is a plain tensor"),
-        ("stored", "ColwiseParallel: got a layer whose weight is stored as codes (mxfp8) and trains, needed values"),
-        ("stored, rowwise", "RowwiseParallel: got a layer whose weight is stored as codes (mxfp8) and trains, needed"),
-        ("tiles", "weight, sharded along N (out_features) of 0: got 128 over 2 ranks, needed parts of one size that "
-                  "are multiples of 128, whole blocks of fp8_128x128. Make out_features a multiple of 256"),
-        ("folded", "weight, sharded along K (in_features) of 0: got 128 over 2 ranks, needed parts of one size that "
-                   "are multiples of 128, whole blocks of fp8_1"),
-        ("folded later", "x, sharded along K (in_features): got 128 over 2 ranks, in parts of 64, needed parts that "
-                         "are multiples of 128"),
-        ("experts", "got a GroupedLinear whose weight is stored as codes (mxfp8), needed a Linear of microfloat"),
-        ("two axes", "a mesh of 2 dimensions"),
-        ("cut twice", "of which this rank already has a part, of (64, 256), needed a whole one, of (128, 256)"),
-        ("by keyword", "InvalidTypeError: x: got none by position"),
+        ("stored", "ColwiseParallel: got a Linear whose weight is stored as codes (mxfp8), needed values"),
+        ("stored, rowwise", "RowwiseParallel: got a Linear whose weight is stored as codes (mxfp8), needed values"),
+        ("served", "let vLLM or SGLang shard it"),
         ("stored replicas", "weight: got a DTensor of stored codes (mxfp8), needed a DTensor of values"),
         ("mesh", "needed a DTensor on the mesh of the weight"),
         ("main_grad", "fuse_wgrad_accumulation"),
         ("return_bias", "return_bias: got True for a layer that a parallel style of torch lays out"),
         ("return_bias, sums", "return_bias: got output_layouts=Partial()"),
-        ("return_bias, served", "got return_bias=True for a layer whose weight is stored as codes (mxfp8)"),
         ("of its own", "an error of its own"),
     ],
 )  # fmt: skip
@@ -984,25 +809,6 @@ def test_bad_input_is_named_on_every_rank(ranks, name, words) -> None:
     for said in of(ranks, refusals):
         assert words in said[name]
         assert said["high precision"] == [4, N]
-
-
-def test_quantized_layers_are_served_by_parts(ranks) -> None:
-    """features D4: serving a model of `quantize_` on several ranks"""
-    for found in of(ranks, served):
-        assert len(found) > 20
-        assert not [key for key, is_right in found.items() if not is_right]
-
-
-def test_models_that_are_served_by_parts_are_saved_whole(ranks) -> None:
-    """features D4, K1"""
-    for found in of(ranks, served_and_copied):
-        assert found == dict.fromkeys(("saved", "pickled", "copied", "lost"), True)
-
-
-def test_served_activations_have_the_codes_of_one_process(ranks) -> None:
-    """features D2, D4: scales of whole inputs and of whole rows are those of all ranks' columns"""
-    for found in of(ranks, served_codes):
-        assert not {key: wrong for key, wrong in found.items() if wrong}
 
 
 def test_recipes_that_differ_are_named(ranks) -> None:
@@ -1017,13 +823,10 @@ def test_ranks_on_gpus(tmp_path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, sees {torch.cuda.device_count()}")
     cases = (
-        on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise, served,
-        served_codes,
+        on_gpus, recipes_differ, groups_of_one, bytes_of_one_process, modules_take_part, delayed_state, noise,
     )  # fmt: skip
     made = run_ranks(cases, str(tmp_path / "store"), backend="nccl")
     for found in of(made, bytes_of_one_process):
         assert max(max(errors) for _, errors in found.values()) < 3 * 2.0**-9
     test_delayed_scaling_has_the_state_of_one_process(made)
     test_recipes_that_differ_are_named(made)
-    test_quantized_layers_are_served_by_parts(made)
-    test_served_activations_have_the_codes_of_one_process(made)

@@ -28,8 +28,6 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from microfloat.chips import Chip
-from microfloat.errors import NotSupportedError
 from microfloat.layout import Part
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.passes import CastInputs
@@ -47,35 +45,17 @@ from microfloat.torch.distributed.shards import (
     Axis,
     Shards,
     block_read,
-    check_blocks,
-    routes_of_shards,
     scales_read,
 )
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.schedule import CastStep, Inputs, Schedule, as_matrix
 
 __all__ = [
-    "PartSchedule", "ShardedSchedule", "arrived", "group_named", "group_of", "why_not_gathered",
+    "ShardedSchedule", "arrived", "group_named", "why_not_gathered",
 ]  # fmt: skip
 
 group_named: Callable[..., torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 _ALIGNED = 16  # elements, by which a matrix is widened
-
-
-def group_of(cut: str) -> torch.distributed.ProcessGroup:
-    """The ranks that have the other parts of a layer's stored weight (`RecipeLayer._cut`).
-
-    Raises NotSupportedError for a layer that was loaded where there is no group of this name.
-    """
-    name = cut.split(" ", 1)[1]
-    try:
-        return group_named(name)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise NotSupportedError(
-            f"a layer that was cut over the ranks of the process group {name!r}: got a process without this group, "
-            "needed the meshes of the process that has saved it. Call init_process_group and init_device_mesh in the "
-            "same order there, before the first call."
-        ) from error
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
@@ -504,40 +484,3 @@ class ShardedSchedule(Schedule):
         if self.note:
             lines.append(f"gathered in high precision: {self.note}")
         return "\n".join(lines)
-
-
-class PartSchedule(Schedule):
-    """The schedule of a layer that has this rank's part of a stored weight (`shard_stored`).
-
-    x and y are plain tensors, laid out by hooks of the layer; amaxes are those of the whole tensors, which casts of x
-    (of a row-parallel layer, which has some of its columns) reduce over the ranks. One is made for each kind of call,
-    as of any layer. Raises InvalidValueError where a part ends inside a block.
-    """
-
-    def __init__(self, cut: str, recipe: Recipe, *call: Any) -> None:
-        """`cut`: the case, N or K, and the name of the group of ranks; `call`: as of `Schedule`."""
-        (case, name), group = cut.split(" ", 1), group_of(cut)
-        self._axis = Axis(case, name, group.size(), group.rank())
-        self._shards = Shards((self._axis,), None, True, (0, 0, 0))
-        self.cast_step = functools.partial(_part_step, self._shards)
-        super().__init__(recipe, *call)
-        dy = entries_of(self.recipe, self.routes, "dy", self.wants_dx, self.wants_dw)
-        check_blocks({"x": self.x_cast.entries, "w": self.w_cast.entries, "dy": dy}, self._shards, self._whole_sizes())
-
-    def _whole_sizes(self) -> dict[str, int]:
-        return {"N": self.out_features * self._axis.size, "K": self.in_features * self._axis.size}
-
-    def routes_of_part(self, recipe: Recipe, routes: Routes, chip: Chip | None) -> Routes:
-        """See `Schedule.routes_of_part`: no product folds elements together of which other ranks have some."""
-        return routes_of_shards(recipe, routes, chip, self._shards, self._whole_sizes())
-
-
-def _part_step(
-    shards: Shards, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0
-) -> "CastStep | ShardedCast":
-    """The step that casts a tensor of which this rank may have a part; the ordinary one where no amax is reduced."""
-    if any(entry is not None and entry.cast is not None for entry in entries):
-        made = ShardedCast(shards, None, backend, x, entries, batch)
-        if made.measures:
-            return made
-    return CastStep(backend, x, entries, batch)

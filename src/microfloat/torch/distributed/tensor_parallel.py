@@ -17,13 +17,25 @@ from microfloat.errors import NotSupportedError
 from microfloat.torch._typing import Arguments, WithBias
 from microfloat.torch.distributed.linear import Border
 from microfloat.torch.distributed.placed import AsPlaced, Placed, ToLocal, from_the_front
-from microfloat.torch.distributed.stored_parallel import shard_stored
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import LayerNorm, RMSNorm
+from microfloat.torch.tensor import QuantizedTensor
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "beside"]
 
 Layouts = tuple[Placement, ...]
+
+
+def _refuse_codes(module: nn.Module, style: parallel.ParallelStyle) -> None:
+    """NotSupportedError for a layer whose weight is stored as codes."""
+    weight = module._parameters.get("weight")
+    if isinstance(weight, QuantizedTensor):
+        raise NotSupportedError(
+            f"{type(style).__name__}: got a {type(module).__name__} whose weight is stored as codes ({weight.format}), "
+            "needed values, which every rank casts. To train, shard the layer before it is quantized, or shard it by "
+            "fully_shard. To serve on several GPUs, write the model by microfloat.torch.save_quantized, in a format "
+            "that a serving engine reads (ct:nvfp4, say), and let vLLM or SGLang shard it."
+        )
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
@@ -35,8 +47,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if shard_stored(module, device_mesh, self):
-            return module
+        _refuse_codes(module, self)
         return _told(super()._apply(module, device_mesh), self)
 
     @staticmethod
@@ -70,8 +81,7 @@ class RowwiseParallel(parallel.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if shard_stored(module, device_mesh, self):
-            return module
+        _refuse_codes(module, self)
         return _told(super()._apply(module, device_mesh), self)
 
     @staticmethod

@@ -52,7 +52,7 @@ _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fr
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
                   "_followed", "fuse_wgrad_accumulation", "delay_wgrad_compute", "_waiting", "_shards",
-                  "_whole_shape", "_cut", "_untied_from", "init_method")  # fmt: skip
+                  "_untied_from", "init_method")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
@@ -72,7 +72,6 @@ class RecipeLayer(nn.Module):
     return_bias: bool = False  # True: a call gives (y, bias), and its product adds none
     init_method: InitMethod | None = None  # draws the weight in place
     # Of a layer with a rank's part of a stored weight: the case, N or K, and the name of the group of ranks.
-    _cut: str = ""
     _number: int = -1
     _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
     weight: torch.Tensor
@@ -200,7 +199,7 @@ class RecipeLayer(nn.Module):
             return
         if recipe.is_static:
             before = getattr(self, "input_amax", None)
-            self.register_buffer("input_amax", layer_state.larger_amax(x, before, self._cut))
+            self.register_buffer("input_amax", layer_state.larger_amax(x, before))
             return
         layer_state.ensure_buffers(self, delayed_of(recipe))
         scaling.calibrate(self, recipe, x.detach(), self.weight.detach(), state.group)
@@ -433,7 +432,6 @@ class _Call:
 
     _followed, _path, _number, fuse_wgrad_accumulation, delay_wgrad_compute = False, "", -1, False, False
     return_bias, added_bias = False, RecipeLayer.added_bias
-    _cut = ""
     _load_state_dict_post_hooks: ClassVar[dict] = {}
 
     def __init__(
