@@ -292,6 +292,31 @@ def test_flax_train_state_works_unchanged():
     assert state_of(state.params[OWG])["input_amax_history"][0] == np.abs(X).max()
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
+def test_flaxs_train_state_over_a_scan_with_shared_state():
+    """A sum over the iterations, unless the loss accumulates by maximum, as docs/jax.md says."""
+
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return ml.Dense(8, recipe=DelayedScaling(amax_history_len=4))(x), None
+
+    shared = ("params", fp8_ops.OVERWRITE_WITH_GRADIENT)
+    scanned = nn.scan(Body, variable_broadcast=shared, split_rngs={"params": False}, length=3)()
+    variables = scanned.init(jax.random.key(0), np.ones((4, 8), np.float32), None)
+    state = train_state.TrainState.create(apply_fn=scanned.apply, params=variables, tx=optax.sgd(0.1))
+
+    def loss(variables):
+        y, _ = state.apply_fn(ml.max_accumulate(variables), np.ones((4, 8), np.float32), None)
+        return jnp.sum(y**2)
+
+    after = state.apply_gradients(grads=jax.jit(jax.grad(loss))(variables))
+    (slots,) = after.params[fp8_ops.OVERWRITE_WITH_GRADIENT]["Dense_0"].values()
+    kernel = variables["params"]["Dense_0"]["kernel"]
+    assert slots["kernel_scale"] == 1
+    assert slots["kernel_amax_history"][0] == jnp.max(jnp.abs(kernel))
+
+
 def test_the_train_state_serves_flaxs_own_ops():
     """Its cast of the state is one to Flax's dtype, so that a layer used twice leaves the maximum there too."""
     model = Twice(flax_ops.Fp8DirectDotGeneralOp)
