@@ -77,6 +77,10 @@ def run_linear(
         or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):  # fmt: skip
         refuse_transforms("forward", x, weight, bias)
+        if isinstance(x, QuantizedTensor):
+            from microfloat.torch.cast_inputs import multiply
+
+            return multiply(x, weight, bias, recipe, backend_name(layer, state))
         if _is_sharded(x) or _is_sharded(weight):
             from microfloat.torch.distributed.linear import run_sharded
 
