@@ -40,7 +40,7 @@ def multiply(
     if (x.format, stored) != (lhs.format, rhs.format) or not fits:
         raise invalid_value(
             "x", f"{got} beside a weight in {stored}",
-            f"{lhs.format} with blocks along the last axis, {weight.shape[1]} long, beside {rhs.format}, as fprop casts",
+            f"{lhs.format} with blocks along the last axis ({weight.shape[1]}), beside {rhs.format}, as fprop casts",
             "Quantize x so: microfloat.torch.quantize(x, recipe.fprop.lhs), or pass x.dequantize().",
         )  # fmt: skip
     codes = weight if isinstance(weight, QuantizedTensor) else quantize(weight, rhs, backend=backend)
