@@ -79,3 +79,44 @@ def test_a_saved_model_is_loaded_into_a_model_of_transformers(llama, tmp_path, f
             parameter.zero_()
     mf.load_quantized(tmp_path / "model", fresh)
     assert torch.equal(fresh(PROMPT).logits, model(PROMPT).logits)
+
+
+STATE_SPACE = {
+    "Mamba": {"state_size": 8}, "FalconMamba": {"state_size": 8},
+    "Mamba2": {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 32},
+    "Jamba": {
+        "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 2,
+        "mamba_d_state": 8, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "expert_layer_period": 2, "expert_layer_offset": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", list(STATE_SPACE))
+@pytest.mark.parametrize("config", [WeightOnly("mxfp8"), WeightActivation("fp8_row")], ids=["weights", "both"])
+def test_models_that_multiply_with_a_weight_themselves(transformers, family, config):
+    """The slow path of Mamba computes ``dt_proj.weight @ x``."""
+    torch.manual_seed(0)
+    options = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, **STATE_SPACE[family]}
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**options)).eval()
+    with torch.no_grad():
+        want = model(PROMPT).logits
+        assert mf.quantize_(model, config).converted
+        got = model(PROMPT).logits
+    assert float((got - want).norm() / want.norm()) < 0.15
+    assert generate(model).shape == (2, 13)
+
+
+def test_gpt2_converts_saves_and_reverts(transformers, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64, n_positions=64)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    want = model(PROMPT).logits.detach()
+    report = mf.convert(model, "mxfp8")
+    assert len(report.converted) == 8
+    assert report.share > 0.8
+    assert 0.0 < float((model(PROMPT).logits.detach() - want).norm() / want.norm()) < 0.1
+    model.save_pretrained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(PROMPT).logits, want)
+    assert torch.equal(mf.revert(model)(PROMPT).logits, want)
