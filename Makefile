@@ -5,6 +5,7 @@
 #   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example,
 #                   the training packages around (Accelerate, Lightning, PEFT, the newest and the oldest transformers)
 #   make lint       ruff and pyright
+#   make tables     regenerate every generated table of README.md and docs/
 #   make fuzz       damaged checkpoints against their reader, for SECONDS=600; inputs that fail are kept
 #
 # Settings: PYTHON=python3.12 (what to build the environment with), JOBS=8 (test processes), TESTS="tests/torch -k linear",
@@ -26,7 +27,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo fuzz test test-all test-installed lint format api setup-demo setup-test setup-test-all setup-lint clean
+.PHONY: help demo fuzz test test-all test-installed lint format api tables setup-demo setup-test setup-test-all setup-lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +77,10 @@ format: setup-test
 # Regenerate the public-API snapshot after a change that is meant; the diff belongs into the same commit.
 api: setup-test
 	$(VENV)/bin/python -m tests.architecture.public_api --write
+
+# Nothing is measured: the figures come from benchmarks/results, the rest from the library itself.
+tables: setup-test
+	$(VENV)/bin/python tools/tables.py --write
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

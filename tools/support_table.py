@@ -96,5 +96,7 @@ def short_table() -> str:
     return f"{table(['recipe', *COLUMNS], rows)}\n\n{text}"
 
 
+BLOCKS = ((README, SHORT, short_table), (PAGE, BLOCK, support_table))
+
 if __name__ == "__main__":
-    sys.exit(command("What runs where.", [(README, SHORT, short_table), (PAGE, BLOCK, support_table)]))
+    sys.exit(command("What runs where.", BLOCKS))

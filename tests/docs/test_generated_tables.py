@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.docs.test_code_blocks import ROOT
+from tests.docs.test_code_blocks import PAGES, ROOT
 
 
 @pytest.fixture
@@ -101,6 +101,21 @@ def test_the_bytes_on_the_wire_are_those_of_the_layouts(tool):
     assert committed == wire.wire_table(), "run: python tools/wire_table.py --write"
     assert "| `nvfp4` | 0.563 (0.28x) |" in committed  # 4 bits, and 8 for every 16 values
     assert "| `mxfp8` | 1.031 (0.52x) |" in committed
+
+
+def test_make_tables_regenerates_every_block_of_the_pages(tool):
+    """Those of each tool, and none is left in a page that no tool writes."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    tables = tool("tables")
+    written = [(page.relative_to(ROOT).as_posix(), name) for page, name, _ in tables.BLOCKS]
+    tools = [path.stem for path in sorted((ROOT / "tools").glob("*.py")) if "\nBLOCKS" in path.read_text()]
+    own = [(page.relative_to(ROOT).as_posix(), name)
+           for name in tools if name != "tables" for page, name, _ in tool(name).BLOCKS]  # fmt: skip
+    found = [(page.relative_to(ROOT).as_posix(), name)
+             for page in PAGES for name in re.findall(r"^<!-- /(.+) -->$", page.read_text(), re.MULTILINE)]  # fmt: skip
+    assert sorted(written) == sorted(own)
+    assert sorted(written) == sorted(found)
+    assert "tools/tables.py --write" in (ROOT / "Makefile").read_text().split("\ntables:", 1)[1].split("\n\n", 1)[0]
 
 
 @pytest.fixture
