@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from microfloat.torch import _operators, compiled, compiled_grouped, named  # noqa: F401  (they define the operators)
+from microfloat.torch import _operators, compiled, compiled_grouped, named
 
 __all__ = ["FLOP_FORMULAS"]
 
+_DEFINING = _operators, compiled, compiled_grouped, named  # the operators, when they are imported
 Shape = Sequence[int]
 
 
