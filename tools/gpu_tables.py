@@ -1,7 +1,7 @@
-"""Tables of the files that `python -m benchmarks` writes: the figures of docs/performance.md.
+"""Tables of the files that `python -m benchmarks` writes: the figures of docs/laboratory.
 
 A row of such a file says what was measured, beside which target, by which command. A figure beyond its physical limit
-is marked, and a target that was missed stays in its table.
+is marked, and a target that was missed stays in its table. The shorter tables of other pages: `user_tables`.
 """
 
 import json
@@ -317,7 +317,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 PAGES = {
     "decode": "inference.md", "decode_h200": "inference.md", "fsdp": "distributed.md",
     "fsdp_h100": "distributed.md", "tp": "distributed.md", "tp_h100": "distributed.md", "nccl": "distributed.md",
-}  # fmt: skip  # others: performance.md
+}  # fmt: skip  # others: laboratory/performance.md
 
 
 def generated(name: str) -> str:

@@ -104,7 +104,7 @@ BLOCKS = [
     (ROOT / "docs" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
     *(
         (
-            ROOT / "docs" / gpu_tables.PAGES.get(name, "performance.md"),
+            ROOT / "docs" / gpu_tables.PAGES.get(name, "laboratory/performance.md"),
             f"measured: {name}",
             functools.partial(gpu_tables.generated, name),
         )

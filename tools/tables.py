@@ -9,10 +9,12 @@ import sys
 import jax_tables
 import measured_table
 import support_table
+import user_tables
 import wire_table
 from marked_block import command
 
-BLOCKS = [*measured_table.BLOCKS, *jax_tables.BLOCKS, *wire_table.BLOCKS, *support_table.BLOCKS]
+TOOLS = (user_tables, measured_table, jax_tables, wire_table, support_table)
+BLOCKS = [block for tool in TOOLS for block in tool.BLOCKS]
 
 if __name__ == "__main__":
     sys.exit(command("Every generated table.", BLOCKS))
