@@ -69,11 +69,6 @@ def torch_calls(folder):
     def cached():
         mf.KVCache(2, 32, 4, 16, format="mxfp8").update(heads, heads)
 
-    def later():
-        made = mf.Linear(64, 48, recipe="mxfp8", delay_wgrad_compute=True)
-        made(x).sum().backward()
-        mf.backward_dw(made)
-
     def initialised(context=mf.quantized_model_init):
         with context(recipe="mxfp8"):
             made = mf.Linear(64, 48)
@@ -92,7 +87,6 @@ def torch_calls(folder):
         "TransformerLayer": lambda: trained(mf.TransformerLayer(64, 96, num_heads=4), tokens),
         "apply_rotary": lambda: mf.apply_rotary(heads, heads, *mf.RotaryEmbedding(16)(16)),
         "autocast": lambda: under(mf.autocast(recipe="mxfp8")),
-        "backward_dw": later,
         "calibrate": calibrated,
         "checkpoint": lambda: mf.checkpoint(converted("nvfp4"), x.clone().requires_grad_()).sum().backward(),
         "convert": lambda: converted()(x).sum().backward(),

@@ -453,20 +453,6 @@ def under_fsdp1(rank: int):
     return [newest(model.module[0], slot) for slot in ("x", "dy")]
 
 
-def delayed_wgrad_beside_ddp(rank: int):
-    """The gradients that DDP averages with and without `delay_wgrad_compute`."""
-    made = []
-    for delays in (False, True):
-        torch.manual_seed(0)
-        layer = mf.Linear(8, 8, recipe="mxfp8", delay_wgrad_compute=delays)
-        wrapped = DistributedDataParallel(layer)
-        for value in (1, 3):
-            wrapped(full(value + rank)).sum().backward()
-            mf.backward_dw(wrapped)
-        made.append(layer.weight.grad.tolist())
-    return made
-
-
 def noise(rank: int, compiles: bool = True):
     """The seeds and gradients that ranks of one `manual_seed` draw."""
     layer, x = mf.Linear(64, 64, recipe="nvfp4"), torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
@@ -539,7 +525,7 @@ CASES = (
     one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe,
     reentrant_checkpoint, a_group_of_its_own, beside_ddp, With(noise, compiles=False), master_shards, different_points,
     after_a_group_is_gone, waiting_alone, a_region_of_its_own, survived, different_layers_without_a_region,
-    under_fsdp1, delayed_wgrad_beside_ddp, deleted_on_one_rank, shapes_that_differ,
+    under_fsdp1, deleted_on_one_rank, shapes_that_differ,
 )  # fmt: skip
 
 
@@ -636,12 +622,6 @@ def test_reentrant_checkpoints_reduce_too(ranks) -> None:
 
 def test_layers_under_fsdp1_share_their_amaxes(ranks) -> None:
     assert of(ranks, under_fsdp1) == [[(4.0, 112.0), (1.0, 57344.0)]] * WORLD
-
-
-def test_ddp_averages_a_delayed_wgrad(ranks) -> None:
-    first, second = of(ranks, delayed_wgrad_beside_ddp)
-    assert first == second
-    assert first[0] == first[1]
 
 
 def test_a_recomputation_reduces_over_the_group_of_its_first_pass(ranks) -> None:

@@ -59,7 +59,6 @@ from microfloat.torch.nn.norms import LayerNorm, RMSNorm
 from microfloat.torch.nn.transformer import TransformerLayer
 from microfloat.torch.ops import dequantize, fake_quantize, quantize, scaled_matmul
 from microfloat.torch.packing import from_blocked, pack_fp4, pack_fp6, to_blocked, unpack_fp4, unpack_fp6
-from microfloat.torch.postponed import backward_dw
 from microfloat.torch.scaling import reset_scaling, update_scaling
 from microfloat.torch.seeds import set_seed_rank
 from microfloat.torch.tensor import QuantizedTensor
@@ -69,7 +68,7 @@ __all__ = [
     "FLOP_FORMULAS", "AutocastState", "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear",
     "Hadamard", "KVCache", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "Placement",
     "QuantizedTensor", "RMSNorm", "Recipe", "Record", "RotaryEmbedding", "Support", "TransformerLayer",
-    "WeightActivation", "WeightOnly", "apply_rotary", "autocast", "backward_dw", "calibrate", "checkpoint", "convert",
+    "WeightActivation", "WeightOnly", "apply_rotary", "autocast", "calibrate", "checkpoint", "convert",
     "dequantize", "explain", "export", "fake_quantize", "formats", "fp8_autocast", "fp8_model_init", "from_blocked",
     "get_align_size_for_quantization", "get_autocast_recipe", "get_autocast_state", "get_default_recipe",
     "grouped_matmul", "is_autocast_enabled", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",

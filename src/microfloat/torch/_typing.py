@@ -44,6 +44,8 @@ class Context(Protocol):
 
     saved_tensors: tuple[torch.Tensor, ...]
     needs_input_grad: tuple[bool, ...]
+    next_functions: tuple[tuple[torch.autograd.graph.Node | None, int], ...]
+    wanted: list[bool]
 
     run: "Run | NormRun | ActivationRun"
     dy_state: tuple  # encode scale and history of delayed scaling

@@ -99,9 +99,9 @@ _library.define(
 )
 
 OWN_WGRAD = (
-    "fuse_wgrad_accumulation, delay_wgrad_compute: got True in compiled code, needed eager mode, since "
-    "a compiled backward cannot see weight.main_grad, or what waits for backward_dw. Leave fullgraph=True out, so that "
-    "such layers run in eager mode between the graphs, or set it to False there."
+    "fuse_wgrad_accumulation: got True in compiled code, needed eager mode, since a compiled backward cannot see "
+    "weight.main_grad. Leave fullgraph=True out, so that such layers run in eager mode between the graphs, or set it "
+    "to False there."
 )
 
 # A buffer that the check of a plain layer mutates, so that no compiler drops the check.
@@ -137,7 +137,7 @@ _make_eager_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """`Linear.forward` as Dynamo traces it: the same bits as in eager mode (docs/recipes.md)."""
-    own_wgrad = (layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute) and torch.is_grad_enabled()
+    own_wgrad = layer.fuse_wgrad_accumulation and torch.is_grad_enabled()
     shards = getattr(layer, "_shards", None)
     is_gathered = shards is not None and not shards.reason  # by FSDP2 as codes, which no graph takes
     if (own_wgrad or is_gathered) and not torch.compiler.is_exporting():

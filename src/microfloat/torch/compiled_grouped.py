@@ -54,8 +54,7 @@ def compiled_grouped(
     backend: str,
 ) -> torch.Tensor:  # fmt: skip
     """A grouped call as Dynamo traces it; `layer`: the holder of delayed-scaling state, or None."""
-    asked = getattr(layer, "fuse_wgrad_accumulation", False) or getattr(layer, "delay_wgrad_compute", False)
-    if asked and torch.is_grad_enabled():
+    if getattr(layer, "fuse_wgrad_accumulation", False) and torch.is_grad_enabled():
         raise NotSupportedError(OWN_WGRAD)
     if exported.PLAINLY:
         raise NotSupportedError(

@@ -105,7 +105,7 @@ def project(
 
 def _joins_in_graph(layers: Sequence[Linear]) -> bool:
     """Layers whose dw is not for autograd run apart, in eager mode."""
-    return can_join(layers) and not (layers[0].fuse_wgrad_accumulation or layers[0].delay_wgrad_compute)
+    return can_join(layers) and not layers[0].fuse_wgrad_accumulation
 
 
 def activation_linear(

@@ -17,7 +17,6 @@ from microfloat.recipes import Recipe
 from microfloat.torch._typing import Context, Maybe, StateDict
 from microfloat.torch.context import Ambient
 from microfloat.torch.nn.linear import Linear, drop_extra_state
-from microfloat.torch.postponed import stand_in
 
 __all__ = [
     "Composite", "Unit", "are_neighbours", "call_layer", "can_join", "is_bare", "join_", "joined", "returned_bias",
@@ -69,13 +68,11 @@ def units_of(layers: Sequence[Linear], state: Ambient | None, join: bool) -> lis
     """One unit for all layers if they can be one (and `join`), else one for each."""
     recipes = [layer._resolve(state) for layer in layers]
     if join and all(recipe == recipes[0] for recipe in recipes[1:]) and can_join(layers):
-        units = [Unit(layers[0], tuple(layers), recipes[0], *joined(layers))]
-    else:
-        units = [
-            Unit(layer, (layer,), recipe, layer.weight, layer.added_bias)
-            for layer, recipe in zip(layers, recipes, strict=True)
-        ]  # fmt: skip
-    return [unit._replace(weight=stand_in(unit.weight)) if unit.layer.delay_wgrad_compute else unit for unit in units]
+        return [Unit(layers[0], tuple(layers), recipes[0], *joined(layers))]
+    return [
+        Unit(layer, (layer,), recipe, layer.weight, layer.added_bias)
+        for layer, recipe in zip(layers, recipes, strict=True)
+    ]  # fmt: skip
 
 
 def _types_to_join() -> tuple[type, ...]:
@@ -96,8 +93,7 @@ def can_join(layers: Sequence[Linear]) -> bool:
         and weight.shape[1] == first.shape[1] and weight.requires_grad == first.requires_grad
         and (layer.bias is None) == (head.bias is None) and layer.return_bias == head.return_bias
         and layer.backend == head.backend and layer._pin_token == head._pin_token
-        and layer.fuse_wgrad_accumulation == head.fuse_wgrad_accumulation
-        and layer.delay_wgrad_compute == head.delay_wgrad_compute and is_bare(layer)
+        and layer.fuse_wgrad_accumulation == head.fuse_wgrad_accumulation and is_bare(layer)
         for layer in layers
     )  # fmt: skip
 

@@ -35,7 +35,6 @@ from microfloat.torch.gathered import Gathered
 from microfloat.torch.microbatches import MainGrad, casts_late, fsdp_parameters, keep_weight, weights_of
 from microfloat.torch.named import are_named, multiply_groups, outside_of_modes, quantize_operands
 from microfloat.torch.observing import OBSERVERS, observed
-from microfloat.torch.postponed import Postponed, stand_in
 from microfloat.torch.reduction import Group
 from microfloat.torch.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor
@@ -70,8 +69,6 @@ def run_linear(
         weight, bias = layer.weight, layer.bias
     if layer.return_bias:
         bias = None
-    if layer.delay_wgrad_compute:
-        weight = stand_in(weight)
     if (
         type(x) not in _PLAIN_TYPES or type(weight) not in _WEIGHT_TYPES or x.is_meta
         or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -275,7 +272,7 @@ class Run:
 
     def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
         """The gradients of x, weight and bias."""
-        _, wants_dx, wants_dw, wants_db = ctx.needs_input_grad
+        _, wants_dx, wants_dw, wants_db = ctx.wanted if ctx.run is self else ctx.needs_input_grad
         schedule, dx, dw = self.schedule, None, None
         if wants_dx or wants_dw:
             try:
@@ -330,6 +327,17 @@ class Scheduled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
+        # A pipeline asks for the gradients of inputs first and for those of weights later, and a `main_grad` is added
+        # to once: `wanted` is `needs_input_grad`, of the gradients that this backward asks for.
+        wanted, place = list(ctx.needs_input_grad), -1
+        for node, _ in ctx.next_functions:
+            if node is not None:  # of an input that needs a gradient
+                place = wanted.index(True, place + 1)
+                try:  # noqa: SIM105
+                    wanted[place] = torch._C._will_engine_execute_node(node)
+                except RuntimeError:  # torch has no answer for a leaf that autograd.grad asks for
+                    pass
+        ctx.wanted = wanted
         try:
             refuse_double_backward()
             return None, *ctx.run.backward(ctx, *gradients)
@@ -366,8 +374,6 @@ def begin(
         run.x = run.x._replace(amax=aligned(layer_state.static_amax(layer)))
     if schedule.wants_dw and layer.fuse_wgrad_accumulation:
         run.into = MainGrad(layer, weight, is_first_microbatch is True)
-    if schedule.wants_dw and layer.delay_wgrad_compute:
-        run.schedule = Postponed(schedule, layer, weight)  # type: ignore[assignment]
     if schedule.is_delayed and are_named():
         with outside_of_modes():  # which expect the same operators of a recomputation, and it records elsewhere
             _begin_delayed(run, layer, weight, state, is_first_microbatch)

@@ -17,14 +17,12 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     from microfloat.torch.linear import Run
+    from microfloat.torch.nn.linear import RecipeLayer
 
 __all__ = [
-    "WGRAD_OPTIONS", "KeptWeight", "MainGrad", "NoRows", "casts_late", "fsdp_parameters", "keep_weight", "latest_step",
-    "weights_of",
+    "KeptWeight", "MainGrad", "NoRows", "casts_late", "fsdp_parameters", "keep_weight", "latest_step",
+    "weights_of", "without_rows",
 ]  # fmt: skip
-
-# Attributes of a layer that say what becomes of its dw.
-WGRAD_OPTIONS = "fuse_wgrad_accumulation", "delay_wgrad_compute"
 
 
 def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -116,6 +114,14 @@ class NoRows(torch.autograd.Function):
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
         (dw,) = gradients
         return ctx.into.add(torch.zeros((), device=dw.device).expand(dw.shape)), None
+
+
+def without_rows(layer: "RecipeLayer", weight: torch.Tensor, overwrites: bool) -> torch.Tensor:
+    """Zeros in place of a weight, for a call without rows, whose gradient of zeros goes to its `main_grad`.
+
+    `weight`: its values; `overwrites`: as of `MainGrad`.
+    """
+    return NoRows.apply(weight, MainGrad(layer, layer.weight, overwrites))  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------------ kept operands

@@ -68,11 +68,14 @@ class Reader:
         self.saved = slice(start, len(saved))
         return schedule.fprop(x[0:3], w[0:3], bias)
 
-    def backward(self, dy: Parts, tensors: _Saved) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(dx, dw), given both operands of dy."""
+    def backward(
+        self, dy: Parts, tensors: _Saved, wants_dx: bool, wants_dw: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(dx, dw), of those that are wanted, given both operands of dy."""
         schedule = self.schedule
         saved = schedule.read_later(tensors[self.saved], self.run.later)
-        return schedule.gradients(dy, saved, schedule.wants_dx, schedule.wants_dw, self.run.into)
+        wants = schedule.wants_dx and wants_dx, schedule.wants_dw and wants_dw
+        return schedule.gradients(dy, saved, *wants, self.run.into)
 
     def cast_dy(self, dy_MN: torch.Tensor) -> Parts:
         """Both operands of a gradient at hand; nothing where no gradient is asked for."""
@@ -275,7 +278,7 @@ class NormRun:
         x, weight, bias, mean, inverse, *saved = ctx.saved_tensors
         link, tensors = self.link, tuple(saved)
         operands, amaxes = (None, None) if link is None else link.take()
-        total, outer = None, []
+        (_, *wanted), total, outer = ctx.wanted, None, []
         with self.runs[0].schedule.scope():
             for index, (reader, dy) in enumerate(zip(self.readers, gradients, strict=True)):
                 if operands is not None:
@@ -284,10 +287,10 @@ class NormRun:
                     made = link.cast_with_amax(reader, as_matrix(dy), amaxes[index])  # type: ignore[arg-type]
                 else:
                     made = reader.cast_dy(as_matrix(dy))
-                dx, dw = reader.backward(made, tensors)
+                dx, dw = reader.backward(made, tensors, any(wanted[:3]), wanted[3 + 2 * index])
                 del made
                 total = dx if total is None else total if dx is None else total + dx
-                outer += [dw, bias_gradient(dy, reader.bias_dtype) if ctx.needs_input_grad[5 + 2 * index] else None]
+                outer += [dw, bias_gradient(dy, reader.bias_dtype) if wanted[4 + 2 * index] else None]
             grads: tuple[Maybe, ...] = (None, None, None)
             if total is not None:
                 norm = Norm(as_matrix(x), weight, bias, self.eps, self.kind)
@@ -320,10 +323,10 @@ class ActivationRun:
     def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
         """The gradients of x, up, weight and bias."""
         x, up, *saved = ctx.saved_tensors
-        reader = self.reader
+        reader, (_, *wanted) = self.reader, ctx.wanted
         grads: list[torch.Tensor | None] = [None, None]
         with self.run.schedule.scope():
-            dvalue, dw = reader.backward(reader.cast_dy(as_matrix(dy)), tuple(saved))
+            dvalue, dw = reader.backward(reader.cast_dy(as_matrix(dy)), tuple(saved), any(wanted[:2]), wanted[2])
             if dvalue is not None:
                 second = None if up is None else as_matrix(up)
                 producer = ActivationGradient(dvalue, as_matrix(x), second, self.activation)
@@ -333,6 +336,6 @@ class ActivationRun:
                 else:
                     values = self.link.pass_back(producer)
                 for index, value in enumerate(values):
-                    grads[index] = value.reshape(x.shape) if ctx.needs_input_grad[1 + index] else None
-        db = bias_gradient(dy, reader.bias_dtype) if ctx.needs_input_grad[4] else None
+                    grads[index] = value.reshape(x.shape) if wanted[index] else None
+        db = bias_gradient(dy, reader.bias_dtype) if wanted[3] else None
         return *grads, dw, db

@@ -218,9 +218,6 @@ def stored_and_refused(rank: int) -> dict[str, str]:
     made["whole"] = said(lambda: model[0].weight.full_tensor())
     if world > 2:
         made["fewer"] = said(lambda: shard(stored("mxfp8"), reshard_after_forward=2)(example()))
-    waits = shard(stored("mxfp8"))
-    waits[0].delay_wgrad_compute = True
-    made["waits"] = said(lambda: waits(example()))
     return made
 
 

@@ -911,7 +911,6 @@ def test_shards_of_codes_say_what_they_refuse(ranks) -> None:
         assert "parts of 64 rows of a quantized parameter (fp8_128x128)" in made["tiles"]
         assert "multiples of 128 rows, so that no tile is cut. Where fully_shard asked" in made["tiles"]
         assert "a shard whose ranks are not known yet" in made["unknown"]
-        assert "delay_wgrad_compute: got True for a layer with a weight that FSDP shards" in made["waits"]
         assert "16 of the 128 rows of a shard under one scale for all ranks" in made["part"]
         assert "Where full_tensor or a full state dict did: save shards" in made["whole"]
 

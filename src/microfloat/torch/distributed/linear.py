@@ -42,7 +42,7 @@ from microfloat.torch.distributed.schedule import ShardedSchedule, arrived, grou
 from microfloat.torch.distributed.shards import CASES, Axis, Rows, Shards, check_blocks, routes_of_shards
 from microfloat.torch.failures import agree
 from microfloat.torch.linear import Run, apply, backend_name, begin, end
-from microfloat.torch.microbatches import WGRAD_OPTIONS, casts_late
+from microfloat.torch.microbatches import casts_late
 from microfloat.torch.observing import OBSERVERS, observed
 from microfloat.torch.schedule import SCHEDULES, autocast_dtype, remember
 from microfloat.torch.tensor import QuantizedTensor
@@ -107,11 +107,10 @@ def run_sharded(
     if case is None:
         return None
     schedule, read = case.schedule, x
-    asked = [name for name in WGRAD_OPTIONS if getattr(layer, name, False)]
-    if asked and schedule.wants_dw:
+    if schedule.wants_dw and layer.fuse_wgrad_accumulation:
         raise NotSupportedError(
-            f"{asked[0]}: got True for a layer whose weight is a DTensor, needed a plain weight, to whose gradient one "
-            "process adds. Leave it out of this layer."
+            "fuse_wgrad_accumulation: got True for a layer whose weight is a DTensor, needed a plain weight, to whose "
+            "gradient one process adds. Leave it out of this layer."
         )
     if case.values is not None:
         read = gathering_values(x, case.values)

@@ -238,7 +238,7 @@ class MultiheadAttention(Composite):
         causal: bool = True, dropout: float = 0.0, eps: float = 1e-6, kv_hidden_size: int | None = None,
         interleaved: bool = False, device: Device = None, dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False, return_bias: bool = False, init_method: InitMethod | None = None,
+        return_bias: bool = False, init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None, qk_norm_before_rope: bool = True,
         softmax_type: str = "vanilla",
     ) -> None:  # fmt: skip
@@ -261,7 +261,7 @@ class MultiheadAttention(Composite):
         source = hidden_size if kv_hidden_size is None else kv_hidden_size
         options: Options = {
             "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
         }  # fmt: skip
         inner: Options = {**options, "init_method": init_method}
         self.q_proj = Linear(hidden_size, num_heads * size, bias, **inner)

@@ -89,7 +89,7 @@ class LayerNormLinear(Composite):
         eps: float = 1e-5, zero_centered_gamma: bool = False, return_norm_output: bool = False,
         split: Mapping[str, int] | None = None, device: Device = None, dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False, return_bias: bool = False, init_method: InitMethod | None = None,
+        return_bias: bool = False, init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         _check_bias(bias)
@@ -105,7 +105,7 @@ class LayerNormLinear(Composite):
         for name, size in parts.items():
             layer = Linear(
                 in_features, size, bias, device, dtype, recipe=recipe, backend=backend,
-                fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
                 return_bias=return_bias, init_method=init_method,
             )  # fmt: skip
             self.add_module(name, layer)
@@ -208,14 +208,14 @@ class MLP(_Projections):
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
         device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
-        backend: str = "auto", fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False,
+        backend: str = "auto", fuse_wgrad_accumulation: bool = False,
         activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         options: Options = {
             "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
         }  # fmt: skip
         sizes = hidden_size, ffn_hidden_size, bias
         down = {"init_method": output_layer_init_method}
@@ -249,7 +249,7 @@ class LayerNormMLP(_Projections):
         return_norm_output: bool = False, recompute: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False, return_bias: bool = False,
+        return_bias: bool = False,
         activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
@@ -257,7 +257,7 @@ class LayerNormMLP(_Projections):
         self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
         options: Options = {
             "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "delay_wgrad_compute": delay_wgrad_compute,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
         }  # fmt: skip
         down: Options = {"return_bias": return_bias, "init_method": output_layer_init_method}
         sizes = hidden_size, ffn_hidden_size, bias

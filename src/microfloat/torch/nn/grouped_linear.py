@@ -19,7 +19,6 @@ from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plai
 from microfloat.torch.linear import backend_name
 from microfloat.torch.model_init import draw_parameters, quantize_parameter
 from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, check_first_microbatch, pinned_to
-from microfloat.torch.postponed import stand_in
 
 __all__ = ["GroupedLinear", "grouped_matmul"]
 
@@ -42,12 +41,12 @@ class GroupedLinear(RecipeLayer):
     def __init__(
         self, num_groups: int, in_features: int, out_features: int, bias: bool = False, *, device: Device = None,
         dtype: torch.dtype | None = None, recipe: Recipe | str | None = None, backend: str = "auto",
-        fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False, return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False, return_bias: bool = False,
         init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._set_call_options(return_bias, init_method)
-        self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._set_fuse_wgrad(fuse_wgrad_accumulation)
         check_bool("bias", bias)
         self.num_groups = check_int("num_groups", num_groups, 1, 2**31 - 1)
         self.in_features = check_int("in_features", in_features, 0, 2**31 - 1)
@@ -92,15 +91,14 @@ class GroupedLinear(RecipeLayer):
                 self._note_plain(state)
                 if state is not None and state.calibrating:
                     self._calibrate(x, state)
-                if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+                if not self.fuse_wgrad_accumulation:
                     y = grouped_plain(x, self.weight, self.added_bias, groups)
                     return self._with_bias(y) if self.return_bias else y
                 recipe, state = HIGH_PRECISION, None
             elif self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             name = backend_name(self, state)
-            weight = stand_in(self.weight) if self.delay_wgrad_compute else self.weight
-            arguments = x, weight, self.added_bias, groups, recipe, name, state, is_first_microbatch
+            arguments = x, self.weight, self.added_bias, groups, recipe, name, state, is_first_microbatch
             y = run_grouped(self, *arguments)
             return self._with_bias(y) if self.return_bias else y
         except MicrofloatError as error:

@@ -21,10 +21,9 @@ from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.gathered import NoValues, values_of
 from microfloat.torch.linear import find_for, run_linear
-from microfloat.torch.microbatches import WGRAD_OPTIONS, fsdp_parameters
+from microfloat.torch.microbatches import fsdp_parameters, without_rows
 from microfloat.torch.model_init import draw_parameters, quantize_parameter
 from microfloat.torch.observing import OBSERVERS
-from microfloat.torch.postponed import without_rows
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import Decoded, QuantizedTensor, attached_to
 
@@ -51,8 +50,7 @@ UNPINNED = _Unpinned()
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
-                  "_followed", "fuse_wgrad_accumulation", "delay_wgrad_compute", "_waiting", "_shards",
-                  "_untied_from", "init_method")  # fmt: skip
+                  "_followed", "fuse_wgrad_accumulation", "_shards", "_untied_from", "init_method")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
@@ -67,8 +65,6 @@ class RecipeLayer(nn.Module):
     _path: str = ""  # the layer's name in the model that was converted, for messages
     # True: dw is added to `weight.main_grad` in float32, and autograd gets none (docs/training.md).
     fuse_wgrad_accumulation: bool = False
-    # True: backward leaves wgrad to `backward_dw` (docs/training.md).
-    delay_wgrad_compute: bool = False
     return_bias: bool = False  # True: a call gives (y, bias), and its product adds none
     init_method: InitMethod | None = None  # draws the weight in place
     # Of a layer with a rank's part of a stored weight: the case, N or K, and the name of the group of ranks.
@@ -133,12 +129,11 @@ class RecipeLayer(nn.Module):
                 raise invalid_type("init_method", type(init_method), needed)
             self.__dict__["init_method"] = init_method
 
-    def _set_wgrad_options(self, *values: bool) -> None:
-        """Set what was asked for of WGRAD_OPTIONS, in this order; the rest stays the attribute of the class."""
-        for name, value in zip(WGRAD_OPTIONS, values, strict=True):
-            check_bool(name, value)
-            if value:
-                setattr(self, name, True)
+    def _set_fuse_wgrad(self, value: bool) -> None:
+        """Set `fuse_wgrad_accumulation`; False stays the attribute of the class."""
+        check_bool("fuse_wgrad_accumulation", value)
+        if value:
+            self.fuse_wgrad_accumulation = True
 
     @property
     def added_bias(self) -> torch.Tensor | None:
@@ -224,7 +219,7 @@ class RecipeLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(super().__getstate__())
-        for name in ("_weight_cache", "_fold_counts", "_pin_token", "_path", "_followed", "_waiting"):
+        for name in ("_weight_cache", "_fold_counts", "_pin_token", "_path", "_followed"):
             state.pop(name, None)
         return state
 
@@ -271,7 +266,7 @@ class RecipeLayer(nn.Module):
 
     def extra_repr(self) -> str:
         pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
-        options = [name for name in (*WGRAD_OPTIONS, "return_bias") if getattr(self, name)]
+        options = [name for name in ("fuse_wgrad_accumulation", "return_bias") if getattr(self, name)]
         return super().extra_repr() + pinned + "".join(f", {name}=True" for name in options)
 
 
@@ -293,12 +288,12 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, recipe: Recipe | str | None = None, backend: str = "auto",
-        fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False, return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False, return_bias: bool = False,
         init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
         self._set_call_options(return_bias, init_method)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._set_fuse_wgrad(fuse_wgrad_accumulation)
         layer_state.number_layer(self)
         backends.check_name(backend)
         self.backend = backend
@@ -384,11 +379,11 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         else:
             options = recipe, autocast_dtype(x.device.type) or x.dtype, x.requires_grad
             weight = values_of(self.weight, lambda gathered: NoValues.apply(gathered, *options))
-        if isinstance(weight, QuantizedTensor) or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+        if isinstance(weight, QuantizedTensor) or self.fuse_wgrad_accumulation:
             y = run_linear(self, x, HIGH_PRECISION, None, is_first_microbatch)
             if y is not None:
                 return y
-            if not hasattr(weight, "placements"):
+            if self.fuse_wgrad_accumulation and not hasattr(weight, "placements"):
                 weight = without_rows(self, weight, is_first_microbatch is True)
         if isinstance(weight, QuantizedTensor):
             weight, bias = Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
@@ -430,7 +425,7 @@ def check_first_microbatch(value: object) -> None:
 class _Call:
     """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
 
-    _followed, _path, _number, fuse_wgrad_accumulation, delay_wgrad_compute = False, "", -1, False, False
+    _followed, _path, _number, fuse_wgrad_accumulation = False, "", -1, False
     return_bias, added_bias = False, RecipeLayer.added_bias
     _load_state_dict_post_hooks: ClassVar[dict] = {}
 

@@ -51,7 +51,7 @@ class TransformerLayer(Composite):
         interleaved: bool = False,
         device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
         backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False, output_layernorm: bool = False,
+        output_layernorm: bool = False,
         apply_residual_connection_post_layernorm: bool = False, drop_path_rate: float = 0.0,
         activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None, qk_norm_before_rope: bool = True,
@@ -73,7 +73,6 @@ class TransformerLayer(Composite):
         where = {"device": device, "dtype": dtype}
         options: Options = {
             **where, "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "delay_wgrad_compute": delay_wgrad_compute,
         }  # fmt: skip
         attention: Options = {
             "head_dim": head_dim, "bias": bias, "out_bias": out_bias, "dropout": dropout, "eps": eps, **options,
