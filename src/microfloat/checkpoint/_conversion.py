@@ -15,12 +15,22 @@ from microfloat.arguments import as_bool
 from microfloat.checkpoint._casting import cast_slab, experts_of, matrix_of, measure, needs_amax, slabs, values
 from microfloat.checkpoint._modules import check_ignore, module_of
 from microfloat.checkpoint._planning import PLAIN, QUANTIZED, Notes, Step, decide, target_of
-from microfloat.checkpoint._saving import Job, Plan, Progress, Put, documents, is_linear, producer_of, write
+from microfloat.checkpoint._saving import (
+    Job,
+    Plan,
+    Progress,
+    Put,
+    documents,
+    is_linear,
+    metadata_for,
+    producer_of,
+    write,
+)
 from microfloat.checkpoint._verification import check_unchanged, verify_written
 from microfloat.checkpoint._writer import Entry, byte_count
-from microfloat.checkpoint.families import torchao
+from microfloat.checkpoint.config import FILES
 from microfloat.checkpoint.families.writing import Member
-from microfloat.checkpoint.folder import CONFIGS, locate
+from microfloat.checkpoint.folder import locate
 from microfloat.checkpoint.load import load
 from microfloat.checkpoint.records import Finding
 from microfloat.errors import checkpoint_error
@@ -281,13 +291,11 @@ def convert(
         for step in steps if step.family is not None and (made := step.made).format is not None
     ]  # fmt: skip
     kept = [module_of(layer.record.name) for layer in steps if layer.family is None and is_linear(layer.record)]
-    made = documents(target.family, members, kept, checkpoint.configs, producer_of())
+    name = target.family.name if target.family is not None else ""
+    made = documents(name, members, kept, checkpoint.configs, producer_of())
     if target.dtype is not None:
         made["config.json"] = _with_dtype(made.get("config.json", {}), target.dtype)
-    metadata = {"format": "pt"}
-    if target.family is torchao.NATIVE:
-        about = {step.record.name: step.made for step in steps if step.family is not None}
-        metadata[torchao.NATIVE_KEY] = torchao.native_metadata(about)
+    metadata = metadata_for(name, {step.record.name: step.made for step in steps if step.family is not None})
 
     def prepare() -> None:
         amaxes.update(_measured(steps, src, progress))
@@ -336,5 +344,5 @@ def _copies(src: Path) -> dict[str, Path]:
         path.name: path
         for path in sorted(src.iterdir())
         if path.is_file() and path.stat().st_size <= _LARGEST_COPY and not path.name.startswith(".")
-        and not path.name.endswith(_WEIGHTS) and path.name not in CONFIGS
+        and not path.name.endswith(_WEIGHTS) and path.name not in FILES
     }  # fmt: skip

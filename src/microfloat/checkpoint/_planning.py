@@ -9,7 +9,7 @@ import numpy as np
 from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import outline
 from microfloat.checkpoint._modules import ignored_by, module_of
-from microfloat.checkpoint._saving import has_cache
+from microfloat.checkpoint.config import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
 from microfloat.checkpoint.families.writing import Written
 from microfloat.checkpoint.load import Checkpoint

@@ -31,9 +31,9 @@ from microfloat.checkpoint._writer import (
     sync_folder,
     write_json,
 )
-from microfloat.checkpoint.config import KEYS
+from microfloat.checkpoint.config import has_cache, without_quantization
 from microfloat.checkpoint.container import DTYPES
-from microfloat.checkpoint.families import FAMILIES, WRITTEN, Family, family_named, torchao, unknown_target
+from microfloat.checkpoint.families import DIALECTS, FAMILIES, WRITTEN, Family, dialect_of, family_named, unknown_target
 from microfloat.checkpoint.families.writing import Manifest, Member, lacks_scale
 from microfloat.checkpoint.records import NO_ACTIVATION, Record
 from microfloat.errors import CheckpointError, checkpoint_error, invalid_type, invalid_value, kind_of
@@ -385,23 +385,20 @@ def save(
             raise invalid_type("records", type(record), "Records, as load(path).values() gives them")
     families = [family_for(record, format) for record in every]
     dtype = next((one.codes.dtype for one in every if one.format is None and one.codes.dtype.name in _FLOATS), None)
-    jobs, metadata = [], {"format": "pt"}
+    jobs = []
     for record, family in zip(every, families, strict=True):
-        tensors = (
-            {record.name: record.codes}
-            if family is None
-            else family.encode(family, record, _scale_dtype(record, dtype))
-        )
+        tensors = {record.name: record.codes}
+        if family is not None:
+            tensors = dict(family.encode(family, record, _scale_dtype(record, dtype)))
         jobs.append(Job(tuple(Entry.of(name, array) for name, array in tensors.items()), _put_all(tensors)))
     made: dict[str, Any] = {}
     if config is not False:
         existing = getattr(records, "configs", {}) if config is True else {"config.json": dict(config)}
         members = _members([(one, family) for one, family in zip(every, families, strict=True) if family], format)
         kept = [module_of(record.name) for record in every if record.format is None and is_linear(record)]
-        named = next((family for family in families if family is not None), None)
+        named = next((family.name for family in families if family is not None), "")
         made = documents(named, members, kept, existing, producer_of(producer))
-    if family_named(format) == torchao.NATIVE.name:
-        metadata[torchao.NATIVE_KEY] = torchao.native_metadata({record.name: record for record in every})
+    metadata = metadata_for(family_named(format), {record.name: record for record in every})
     return write(path, Plan(jobs, made, {}, metadata), max_shard_size=limit, progress=progress).shards
 
 
@@ -430,7 +427,7 @@ def _members(records: Sequence[tuple[Record, Family]], format: str) -> list[Memb
 
 def _loses_inputs(record: Record, family: Family) -> bool:
     """True where the configurations of a family cannot say how the input of a layer is quantized."""
-    if family is torchao.NATIVE or record.format is None:
+    if dialect_of(family.name).write is None or record.format is None:
         return False
     is_static = any(one.activation == "static" for one in family.writes.values())
     if is_static and record.activation.get("scheme") == "dynamic":
@@ -479,10 +476,9 @@ SAVED: dict[str, list[Family]] = {}
 for _family in FAMILIES:
     if _family.writes:
         SAVED.setdefault(_family.name, []).append(_family)
-SAVED["ct:mixed"] = [family for name, families in SAVED.items() if name.startswith("ct:") for family in families]
-SAVED["modelopt:mixed"] = [
-    family for name, families in SAVED.items() if name.startswith("modelopt:") for family in families
-]
+SAVED |= {
+    dialect.mixed: [family for family in dialect.families if family.writes] for dialect in DIALECTS if dialect.mixed
+}
 
 
 # ---- configurations ----------------------------------------------------------------------------------------------
@@ -500,7 +496,7 @@ def is_linear(record: Record) -> bool:
 
 
 def documents(
-    family: Family | None, members: list[Member], kept: list[str], existing: Mapping[str, Any], producer: dict[str, str]
+    family: str, members: list[Member], kept: list[str], existing: Mapping[str, Any], producer: dict[str, str]
 ) -> dict[str, Any]:
     """The JSON files of a checkpoint: the model's configuration (`existing`, by file name) with what `members` are.
 
@@ -508,32 +504,17 @@ def documents(
     and then has no tensor of its own.
     """
     base = existing.get("config.json")
-    base = _without_quantization(base) if isinstance(base, dict) else {}
-    if family is None or family.configure is None or not members:
+    base = without_quantization(base) if isinstance(base, dict) else {}
+    write = dialect_of(family).write
+    if write is None or not members:
         return {"config.json": base} if base else {}
     quantized = {member.module for member in members}
     ignore = sorted({*kept, "lm_head"} - quantized)
-    made = family.configure(Manifest(members, ignore, has_cache(existing), producer))
+    made = write(Manifest(family, members, ignore, has_cache(existing), producer))
     return {"config.json": {**base, "quantization_config": made.quantization}, **made.documents}
 
 
-def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {
-        key: _without_quantization(value) for key, value in config.items()
-        if key == "text_config" and isinstance(value, dict)
-    }  # fmt: skip
-    return {key: inner.get(key, value) for key, value in config.items() if key not in KEYS}
-
-
-def has_cache(existing: Mapping[str, Any]) -> bool:
-    """True where the configurations of the source speak of scales for the KV cache."""
-    config, second = (_object(existing.get(name)) for name in ("config.json", "hf_quant_config.json"))
-    places = (config, _object(config.get("text_config")))
-    quantization = [_object(place.get(key)) for place in places for key in KEYS]
-    other = _object(second.get("quantization"))
-    return any(one.get("kv_cache_scheme") for one in quantization) or bool(other.get("kv_cache_quant_algo"))
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    """A JSON object, and an empty one for a value of another type."""
-    return value if isinstance(value, dict) else {}
+def metadata_for(family: str, records: Mapping[str, Record]) -> dict[str, str]:
+    """The metadata of the files of a checkpoint that is written in a family."""
+    describe = dialect_of(family).metadata
+    return {"format": "pt", **(describe(records) if describe is not None else {})}

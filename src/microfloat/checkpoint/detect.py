@@ -8,9 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from microfloat.checkpoint._modules import module_of
-from microfloat.checkpoint.config import Announcement, announced, misread
+from microfloat.checkpoint.config import announced, misread
 from microfloat.checkpoint.container import Container
-from microfloat.checkpoint.families import FAMILIES, Entry, Family, Scheme, family_named, torchao, unknown_target
+from microfloat.checkpoint.families import (
+    DIALECTS,
+    FAMILIES,
+    Announcement,
+    Entry,
+    Family,
+    Scheme,
+    dialect_of,
+    family_named,
+    unknown_target,
+)
 from microfloat.checkpoint.families.row import BYTES, FP8, REAL, missing_roles
 from microfloat.checkpoint.folder import Folder, locate
 from microfloat.checkpoint.patterns import parents_of
@@ -18,18 +28,8 @@ from microfloat.checkpoint.records import Detection, Finding, Stored, some
 
 __all__ = ["Contents", "contents_of", "detect"]
 
-_EXTRAS = frozenset(
-    (
-        "k_scale",
-        "v_scale",
-        "q_scale",
-        "prob_scale",
-        "output_scale",
-        "pre_quant_scale",
-        "svdquant_lora_a",
-        "svdquant_lora_b",
-    )
-)
+_LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
+_EXTRAS = {"k_scale", "v_scale", "q_scale", "prob_scale", "output_scale", "pre_quant_scale", *_LOW_RANK}
 _SCALE_SUFFIXES = ("_scale", "_scale_2", "_scale_inv", "_global_scale", "_scales", ".scales", "_zero_point", "_g_idx")
 # What stands beside codes in the dialects of many libraries, whatever it is called exactly.
 _SCALE_WORDS = re.compile(r"scale|zero|amax|absmax|g_idx|bitmask|codebook|quant_map|(^|_)scb$|(^|_)s$", re.IGNORECASE)
@@ -136,10 +136,9 @@ class _Grouping:
         self.unused: dict[str, list[str]] = {}  # input scales that are not used, by the scheme of the activations
 
     def contents(self) -> Contents:
-        described, found = torchao.entries_of(self.tensors)
-        self.findings += found
-        for entry in described:
-            self._add(entry)
+        for dialect in DIALECTS:
+            for entry in dialect.parameters(self.tensors, self.findings) if dialect.parameters is not None else ():
+                self._add(entry)
         for name, stored in self.stored.items():
             if name not in self.claimed:
                 self._match(name, stored)
@@ -217,7 +216,7 @@ class _Grouping:
         fits = right and scale is not None and family.layout_of(codes, scale, scheme) is not None
         order = len(scheme.families) - scheme.families.index(family.name) + 1 if preferred else 0
         order = order or int(family.name in scheme.also)
-        style = scale is not None and _style(family.name, scale)
+        style = scale is not None and family.usual(scale.shape)
         score = (int(right), int(fits), int("tensor_scale" in found), order, int(style))
         return score, Entry(parameter, family, found, scheme=scheme)
 
@@ -324,24 +323,12 @@ def _beside(parameter: str, last: str) -> str:
     return last if parameter == "weight" else f"{module_of(parameter)}.{last}"
 
 
-def _style(family: str, scale: Stored) -> bool:
-    """The shape of FP8 scales is the one that this producer writes."""
-    rank = len(scale.shape)
-    is_grid, is_inv = rank >= 2 and scale.shape[-1] != 1, rank in (0, 2, 3)
-    styles = {
-        "modelopt:fp8": rank == 0, "modelopt:fp8_pc_pt": rank == 1 and scale.shape != (1,),
-        "modelopt:fp8_pb_wo": is_grid, "ct:fp8": scale.shape == (1,) or rank >= 2,
-        "ct:naive": scale.shape == (1,) or rank >= 2, "deepseek:fp8": rank == 2, "hf:finegrained_fp8": is_inv,
-    }  # fmt: skip
-    return styles.get(family, False)
-
-
 def detection_of(tensors: Container, contents: Contents) -> Detection:
     """The Detection that contents and announcements amount to."""
     counts = contents.families
     evidence = [announcement.text for announcement in contents.announcements]
-    if any(name.startswith("torchao") for name in counts) or "tensor_names" in tensors.metadata:
-        evidence.append("metadata: tensor_names, as torchao writes it")
+    found = (dialect.evidence for dialect in DIALECTS if dialect.evidence is not None)
+    evidence += [words for key, words in found if key in tensors.metadata]
     evidence += [_shown(family, count, contents.entries.values()) for family, count in counts.most_common()]
     bare = [entry for entry in contents.entries.values() if missing_roles(entry)]
     if bare:
@@ -371,7 +358,7 @@ def detection_of(tensors: Container, contents: Contents) -> Detection:
     fmt = formats.pop() if len(formats) == 1 else None
     if first is not None:
         confidence = 1.0 if set(counts) <= named and not bare else 0.5
-    elif leading in ("torchao", "microfloat:native"):
+    elif dialect_of(leading).parameters is not None:  # the metadata says it
         confidence = 1.0
     else:
         confidence = 0.9 if len(likely) == 1 else 0.5

@@ -7,13 +7,13 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 from microfloat.arguments import as_path
+from microfloat.checkpoint.config import FILES
 from microfloat.checkpoint.container import Container, read_json_file
 from microfloat.checkpoint.records import Finding, some
 from microfloat.errors import checkpoint_error
 
 __all__ = ["Folder", "locate"]
 
-CONFIGS = ("config.json", "hf_quant_config.json")
 _INDEX = ".safetensors.index.json"
 
 
@@ -46,7 +46,7 @@ def locate(path: str | os.PathLike[str]) -> Folder:
             message = f"it is one of several files; {some(missing)} is not read with it."
             remedy = "Name the folder, or its index, to read all of them."
             found.append(Finding("part", "warn", path.name, message, remedy))
-    read = {name: _json(root, name, found) for name in CONFIGS if (root / name).exists()}
+    read = {name: _json(root, name, found) for name in FILES if (root / name).exists()}
     configs = {name: value for name, value in read.items() if isinstance(value, dict)}
     if any(finding.severity == "error" for finding in found):
         raise checkpoint_error(path, found)

@@ -11,9 +11,8 @@ import numpy as np
 
 from microfloat.checkpoint._arrays import scale_values
 from microfloat.checkpoint._modules import module_of
-from microfloat.checkpoint.config import Announcement
 from microfloat.checkpoint.detect import Contents, contradiction, lacks_input_scale
-from microfloat.checkpoint.families import Entry
+from microfloat.checkpoint.families import Announcement, Entry
 from microfloat.checkpoint.records import Finding, Record, some
 from microfloat.formats import ScaledFormat, decode
 from microfloat.recipes.placement import fused_group

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from microfloat.errors import invalid_value
 
-__all__ = ["EXACT", "PARTS", "SHELL", "SUBSTRING", "Dialect", "Patterns", "parents_of", "safe_regex", "users_regex"]
+__all__ = ["EXACT", "PARTS", "SHELL", "SUBSTRING", "Syntax", "Patterns", "parents_of", "safe_regex", "users_regex"]
 
 Matcher = Callable[[str], object]
 _LONGEST_PATTERN = 300
@@ -60,7 +60,7 @@ def parents_of(module: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
-class Dialect(NamedTuple):
+class Syntax(NamedTuple):
     """One way to match: `is_name` of a pattern that is a whole name, and the matcher of any other (None: not safe)."""
 
     is_name: Callable[[str], bool]
@@ -93,20 +93,20 @@ def _parts(pattern: str) -> Matcher | None:
 
 
 # ModelOpt: a shell pattern for the whole name. Before version 0.39 it covered every name that it is a part of.
-SHELL = Dialect(lambda pattern: not any(sign in pattern for sign in "*?["), _shell)
-SUBSTRING = Dialect(lambda pattern: False, lambda pattern: _shell(f"*{pattern}*"))
+SHELL = Syntax(lambda pattern: not any(sign in pattern for sign in "*?["), _shell)
+SUBSTRING = Syntax(lambda pattern: False, lambda pattern: _shell(f"*{pattern}*"))
 # compressed-tensors: a whole name, or after "re:" an expression that matches from the start.
-EXACT = Dialect(lambda pattern: not pattern.startswith("re:"), _expression)
-PARTS = Dialect(lambda pattern: False, _parts)
+EXACT = Syntax(lambda pattern: not pattern.startswith("re:"), _expression)
+PARTS = Syntax(lambda pattern: False, _parts)
 
 
 class Patterns:
-    """Patterns of one dialect. `unread`: those that are no regular expression, or might take very long."""
+    """Patterns of one syntax. `unread`: those that are no regular expression, or might take very long."""
 
-    def __init__(self, texts: Iterable[str], dialect: Dialect) -> None:
+    def __init__(self, texts: Iterable[str], syntax: Syntax) -> None:
         self.texts = list(dict.fromkeys(texts))
-        self.names = {text for text in self.texts if dialect.is_name(text)}
-        found = {text: dialect.matcher(text) for text in self.texts if text not in self.names}
+        self.names = {text for text in self.texts if syntax.is_name(text)}
+        found = {text: syntax.matcher(text) for text in self.texts if text not in self.names}
         self.matchers = [(text, matches) for text, matches in found.items() if matches is not None]
         self.unread = [text for text, matches in found.items() if matches is None]
         self._seen: dict[str, str | None] = {}

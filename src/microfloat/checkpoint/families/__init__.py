@@ -1,26 +1,37 @@
-"""The families of checkpoints, one row of data each: names and dtypes of tensors, words of configurations.
+"""The dialects of checkpoints, one file each: rows of families, and the reading and writing of configurations.
 
-A row is read by `decode` and written by `encode`; nearly all share `decode_parts`, which reads the numbers of the row.
+A row is read by `decode` and written by `encode`; nearly all share `decode_parts` and `encode_parts`, which go by the
+numbers of the row. A new dialect is one more file here, and one line in `DIALECTS`.
 """
 
 from collections.abc import Iterable
 
-from microfloat.checkpoint.families import compressed_tensors, huggingface, modelopt, torchao
+from microfloat.checkpoint.families import compressed_tensors, gptoss, huggingface, microfloat, modelopt, torchao
+from microfloat.checkpoint.families.dialect import Announcement, Dialect, Read
 from microfloat.checkpoint.families.row import Entry, Family, Scheme, decode_parts
 from microfloat.checkpoint.families.writing import Written
 from microfloat.errors import InvalidValueError, unknown_name
 
 __all__ = [
-    "FAMILIES", "Entry", "Family", "Scheme", "WRITTEN", "Written", "decode_parts", "family_named", "unknown_target",
+    "DIALECTS", "FAMILIES", "WRITTEN", "Announcement", "Dialect", "Entry", "Family", "Read", "Scheme",
+    "Written", "decode_parts", "dialect_of", "family_named", "unknown_target",
 ]  # fmt: skip
 
-FAMILIES: tuple[Family, ...] = tuple(
-    family for module in (modelopt, compressed_tensors, huggingface, torchao) for family in module.FAMILIES
+# The first one counts where tensors fit several.
+DIALECTS: tuple[Dialect, ...] = tuple(
+    module.DIALECT for module in (modelopt, compressed_tensors, huggingface, gptoss, torchao, microfloat)
 )
+FAMILIES: tuple[Family, ...] = tuple(family for dialect in DIALECTS for family in dialect.families)
 # What can be written: the name of a target -> its family, and how its weights are cast.
 WRITTEN: dict[str, tuple[Family, Written]] = {
     name: (family, written) for family in FAMILIES for name, written in family.writes.items()
 }
+
+
+def dialect_of(family: str) -> Dialect:
+    """The dialect of a family; one that writes no configurations for other names."""
+    found = (dialect for dialect in DIALECTS if any(one.name == family for one in dialect.families))
+    return next(found, Dialect(()))
 
 
 def family_named(name: str) -> str:

@@ -2,8 +2,19 @@
 
 from typing import Any
 
-from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family
+from microfloat.checkpoint.families.dialect import (
+    Announcement,
+    Dialect,
+    strings,
+    tile_of,
+    unknown_entries,
+    unread_patterns,
+    unsupported,
+)
+from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
+from microfloat.checkpoint.patterns import EXACT, Patterns
+from microfloat.checkpoint.records import Finding
 from microfloat.formats import (
     FP8_ROW,
     FP8_TENSOR,
@@ -20,6 +31,121 @@ from microfloat.recipes import Cast
 _METHOD = "compressed-tensors"
 _WRONG = "transformers 5.24 reads the numbered experts of ct:nvfp4 with wrong values, those of ct:fp8_dynamic rightly"
 _FAILS = "transformers 5.24 fails on the numbered experts of ct:mxfp8, and reads those of ct:fp8_dynamic"
+_FAMILY_OF = {
+    "nvfp4-pack-quantized": "ct:nvfp4",
+    "mxfp4-pack-quantized": "ct:mxfp4",
+    "mxfp6-pack-quantized": "ct:mxfp6",
+    "mxfp8-quantized": "ct:mxfp8",
+    "float-quantized": "ct:fp8",
+    "naive-quantized": "ct:naive",
+}
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+_KNOWN = (
+    "quant_method", "format", "quantization_status", "global_compression_ratio", "ignore", "kv_cache_scheme",
+    "moe_sparsity_config", "config_groups", "sparsity_config", "transform_config", "version", "run_compressed",
+)  # fmt: skip
+_OF_GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
+_OF_ARGUMENTS = (
+    "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder", "scale_dtype",
+    "zp_dtype", "observer", "observer_kwargs",
+)  # fmt: skip
+_DENSE = ("dense", "", "none")
+_FOLDED = ("weight_input", "weight_output")  # transforms that were multiplied into the weights
+
+
+def read(file: str, config: dict[str, Any]) -> Announcement:
+    """Groups of targets with a format each; a group that names a module wins over one that names a class of modules."""
+    groups = config.get("config_groups")
+    groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    rules: dict[str, Scheme] = {}
+    general: list[Scheme] = []
+    refused = []
+    top = config.get("format")
+    findings = unknown_entries(file, config, _KNOWN) + _online_transforms(file, config.get("transform_config"))
+    for group in groups or [{"targets": ["Linear"]}]:
+        if "weights" in group and not group["weights"]:  # of a KV cache, or of activations alone
+            continue
+        word = group.get("format") or top
+        if word is None:
+            scheme = _scheme(tuple(_FAMILY_OF.values()), group)
+        elif isinstance(word, str) and word in _FAMILY_OF:
+            scheme = _scheme((_FAMILY_OF[word],), group)
+        else:
+            refused.append(str(word)[:60])
+            scheme = Scheme(unread=str(word)[:60])
+        for target in strings(group.get("targets")) or ["Linear"]:
+            if not target.startswith("re:") and "." not in target and target[:1].isupper():
+                general.append(scheme)
+            else:
+                rules.setdefault(target, scheme)
+        findings += unknown_entries(file, group, _OF_GROUP)
+        for part in ("weights", "input_activations"):
+            if isinstance(group.get(part), dict):
+                findings += unknown_entries(file, group[part], _OF_ARGUMENTS)
+    words = f"quant_method {_METHOD!r}, format {str(top)[:60]!r}"
+    ignore = Patterns(strings(config.get("ignore")), EXACT)
+    refusal = ""
+    if refused and not any(scheme.families for scheme in (*rules.values(), *general)):
+        refusal = f"format {', '.join(map(repr, sorted(set(refused))))} is not read; read are {', '.join(_FAMILY_OF)}."
+    findings = unread_patterns(file, [*ignore.unread, *Patterns(rules, EXACT).unread]) + list(dict.fromkeys(findings))
+    sparsity = config.get("sparsity_config")
+    sparse = str(sparsity.get("format") or "")[:60] if isinstance(sparsity, dict) else ""
+    return Announcement(
+        file, _METHOD, words, rules, next(iter(general), None), ignore, EXACT, refusal, findings,
+        "" if sparse in _DENSE else sparse,
+    )  # fmt: skip
+
+
+def _online_transforms(file: str, config: Any) -> list[Finding]:
+    """An error for transforms of activations, without which the weights give other results.
+
+    Those that were multiplied into the weights are only announced, and change nothing.
+    """
+    if not config:
+        return []
+    groups = config.get("config_groups") if isinstance(config, dict) else None
+    places: dict[str, list[str]] = {}
+    for name, scheme in groups.items() if isinstance(groups, dict) else [("transform_config", config)]:
+        applied = scheme.get("apply") if isinstance(scheme, dict) else None
+        for one in applied if isinstance(applied, list) else [None]:
+            location = one.get("location") if isinstance(one, dict) else "an unknown place"
+            if location not in _FOLDED:
+                targets = ", ".join(strings(one.get("targets"))[:4]) if isinstance(one, dict) else ""
+                places.setdefault(name, []).append(str(location)[:40] + (f" of {targets[:200]}" if targets else ""))
+    return [
+        unsupported(
+            file, f"transform_config: {name[:60]} transforms activations ({', '.join(found[:4])}), which is not "
+            "carried out; the weights alone give other results.",
+        )
+        for name, found in places.items()
+    ]  # fmt: skip
+
+
+def _scheme(families: tuple[str, ...], group: dict[str, Any]) -> Scheme:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    is_said = isinstance(weights, dict) or isinstance(inputs, dict)
+    weights = weights if isinstance(weights, dict) else {}
+    tile, group_size = tile_of(weights.get("block_structure")), weights.get("group_size")
+    own = group_size if type(group_size) is int else None
+    if not isinstance(inputs, dict):
+        return Scheme(families, tile, "none" if is_said else "", group=own)
+    size, bits = inputs.get("group_size"), inputs.get("num_bits")
+    by_group = {16: NVFP4, 32: {4: MXFP4, 6: MXFP6_E2M3, 8: MXFP8}.get(bits if type(bits) is int else 0)}
+    by_group[128] = FP8_1x128
+    by_strategy = {"tensor": FP8_TENSOR, "token": FP8_ROW}
+    strategy = inputs.get("strategy")
+    fmt = by_strategy.get(strategy if isinstance(strategy, str) else "")
+    fmt = fmt or by_group.get(size if type(size) is int else 0)
+    dynamic = inputs.get("dynamic")
+    needs_scale = not dynamic or dynamic == "local"
+    return Scheme(families, tile, "dynamic" if dynamic else "static", fmt, own, needs_scale)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
 _SCALE_DTYPES = {"E4M3": "torch.float8_e4m3fn", "E8M0": "torch.uint8"}
 
 
@@ -46,10 +172,11 @@ def _arguments(fmt: ScaledFormat, dynamic: bool | str, of_input: bool) -> dict[s
 
 def _word(fmt: ScaledFormat) -> str:
     """The name of a compression format."""
-    return next((family.announced[0] for family in FAMILIES if family.format == fmt), "float-quantized")
+    name = next((family.name for family in FAMILIES if family.format == fmt), "ct:fp8")
+    return next(word for word, other in _FAMILY_OF.items() if other == name)
 
 
-def configure(manifest: Manifest) -> Configuration:
+def write(manifest: Manifest) -> Configuration:
     """One group for each kind of layer; modules are named only where there are several kinds."""
     groups = {}
     for number, ((fmt, scheme, inputs), modules) in enumerate(manifest.kinds.items()):
@@ -76,32 +203,32 @@ def configure(manifest: Manifest) -> Configuration:
     )  # fmt: skip
 
 
+def _is_usual(shape: tuple[int, ...]) -> bool:
+    return shape == (1,) or len(shape) >= 2
+
+
 FAMILIES = (
     Family(
         "ct:nvfp4", NVFP4, ("_packed", BYTES), ("_scale", ("F8_E4M3",)), "_global_scale", divides=True,
-        input_scales=("input_global_scale",), method=_METHOD, announced=("nvfp4-pack-quantized",),
-        writes={"ct:nvfp4": Written(Cast(NVFP4), experts=_WRONG)}, configure=configure, scalars=(1,),
+        input_scales=("input_global_scale",), writes={"ct:nvfp4": Written(Cast(NVFP4), experts=_WRONG)}, scalars=(1,),
+    ),
+    Family("ct:mxfp4", MXFP4, ("_packed", BYTES), ("_scale", E8M0), writes={"ct:mxfp4": Written(Cast(MXFP4))}),
+    Family(
+        "ct:mxfp6", MXFP6_E2M3, ("_packed", ("U8",)), ("_scale", E8M0), writes={"ct:mxfp6": Written(Cast(MXFP6_E2M3))},
     ),
     Family(
-        "ct:mxfp4", MXFP4, ("_packed", BYTES), ("_scale", E8M0), method=_METHOD, announced=("mxfp4-pack-quantized",),
-        writes={"ct:mxfp4": Written(Cast(MXFP4))}, configure=configure,
+        "ct:mxfp8", MXFP8, ("", FP8), ("_scale", E8M0),
+        writes={"ct:mxfp8": Written(Cast(MXFP8), "dynamic", MXFP8, experts=_FAILS)},
     ),
     Family(
-        "ct:mxfp6", MXFP6_E2M3, ("_packed", ("U8",)), ("_scale", E8M0), method=_METHOD,
-        announced=("mxfp6-pack-quantized",), writes={"ct:mxfp6": Written(Cast(MXFP6_E2M3))}, configure=configure,
-    ),
-    Family(
-        "ct:mxfp8", MXFP8, ("", FP8), ("_scale", E8M0), method=_METHOD, announced=("mxfp8-quantized",),
-        writes={"ct:mxfp8": Written(Cast(MXFP8), "dynamic", MXFP8, experts=_FAILS)}, configure=configure,
-    ),
-    Family(
-        "ct:fp8", None, ("", FP8), ("_scale", REAL), method=_METHOD, announced=("float-quantized",),
+        "ct:fp8", None, ("", FP8), ("_scale", REAL), usual=_is_usual,
         writes={
             "ct:fp8": Written(Cast(FP8_TENSOR, "amax"), "dynamic", FP8_ROW),
             "ct:fp8_dynamic": Written(Cast(FP8_ROW, "amax"), "dynamic", FP8_ROW),
             "ct:fp8_block": Written(Cast(FP8_128x128, "amax"), "dynamic", FP8_1x128),
         },
-        configure=configure, scalars=(1,), model_scales=True,
+        scalars=(1,), model_scales=True,
     ),
-    Family("ct:naive", None, ("", FP8), ("_scale", REAL), method=_METHOD, announced=("naive-quantized",)),
+    Family("ct:naive", None, ("", FP8), ("_scale", REAL), usual=_is_usual),
 )  # fmt: skip
+DIALECT = Dialect(FAMILIES, (_METHOD,), ("config_groups",), read=read, write=write, mixed="ct:mixed")

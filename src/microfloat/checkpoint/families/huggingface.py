@@ -1,61 +1,67 @@
-"""FP8 of DeepSeek-V3 and of transformers, and MXFP4 of gpt-oss. `weight_scale_inv` multiplies, despite its name."""
+"""FP8 of DeepSeek-V3 and of transformers, under one quant_method. `weight_scale_inv` multiplies, despite its name."""
 
-from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
-from microfloat.checkpoint.container import Container, byte_shape
-from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Entry, Family, decode_parts
-from microfloat.checkpoint.families.writing import Arrays, Configuration, Manifest, Written, encode_parts
-from microfloat.checkpoint.records import Record, Stored
+from microfloat.checkpoint.families.dialect import (
+    Announcement,
+    Dialect,
+    strings,
+    tile_of,
+    unknown_entries,
+    unread_patterns,
+    unsupported,
+)
+from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
+from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
+from microfloat.checkpoint.patterns import PARTS, Patterns
 from microfloat.formats import FP8_ROW, FP8_TENSOR, MXFP4, FP8_1x128, FP8_128x128
 from microfloat.recipes import Cast
 
-_INV = "_scale_inv"
-_TILES = Written(Cast(FP8_128x128, "amax"), "dynamic", FP8_1x128, stacked="rows")
-_TENSOR = Written(Cast(FP8_TENSOR, "amax"), "dynamic", FP8_ROW)
-_NOT_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+# The entries that only transformers writes.
+_FINEGRAINED = (
+    "scale_fmt", "expert_dtype", "modules_to_not_convert", "ignored_layers", "modules_to_convert", "dequantize",
+)  # fmt: skip
+_KNOWN = ("quant_method", "activation_scheme", "weight_block_size", "fmt", "kv_cache_scheme", *_FINEGRAINED)
+# The dialect of AutoFP8 and vLLM has the same method, and scales named weight_scale.
+_OTHERS = (
+    "deepseek:fp8", "hf:finegrained_fp8", "modelopt:fp8", "modelopt:fp8_pc_pt", "modelopt:fp8_pb_wo", "ct:fp8",
+    "ct:naive",
+)  # fmt: skip
 
 
-def _joined(stored: Stored) -> Stored:
-    """Codes [.., groups, 16] as [.., groups * 16]: the 16 bytes of a block stand on an axis of their own."""
-    shape = byte_shape(stored)
-    return stored._replace(dtype="U8", shape=(*shape[:-2], shape[-2] * shape[-1]))
+def read(file: str, config: dict[str, Any]) -> Announcement:
+    """DeepSeek-V3 and transformers share a method; keys that only transformers writes tell them apart."""
+    static = config.get("activation_scheme") == "static"
+    later = static or any(key in config for key in _FINEGRAINED)
+    families = ("hf:finegrained_fp8" if later else "deepseek:fp8", "hf:ue8m0")
+    if config.get("scale_fmt") == "ue8m0" or config.get("expert_dtype") == "fp4":
+        families = families[::-1]
+    tile = tile_of(config.get("weight_block_size"))
+    fmt = FP8_TENSOR if tile is None or static else FP8_1x128
+    also = tuple(name for name in _OTHERS if name not in families)
+    scheme = Scheme(families, tile, "static" if static else "dynamic", fmt, needs_scale=static, also=also)
+    ignore = Patterns(strings(config.get("modules_to_not_convert")) or strings(config.get("ignored_layers")), PARTS)
+    words = f"quant_method 'fp8', weight_block_size {list(tile) if tile else None}"
+    findings = unread_patterns(file, ignore.unread) + unknown_entries(file, config, _KNOWN)
+    codes = config.get("fmt")
+    if isinstance(codes, str) and "fnuz" in codes.lower():
+        what = f"fmt {codes[:40]!r}: these codes mean half of what E4M3 says; they are not read."
+        findings.append(unsupported(file, what))
+    return Announcement(file, "fp8", words, general=scheme, ignore=ignore, findings=findings)
 
 
-def decode_blocks(entry: Entry, tensors: Container) -> Record:
-    """The record of gpt-oss codes [E, rows, K / 32, 16], as [E, rows, K]."""
-    codes = entry.tensors["codes"]
-    joined = replace(entry, tensors={**entry.tensors, "codes": _joined(codes)}) if len(codes.shape) > 1 else entry
-    record = decode_parts(joined, tensors)
-    assert record.source is not None
-    return replace(record, source=record.source._replace(tensors=entry.tensors))
-
-
-def encode_blocks(family: Family, record: Record, dtype: np.dtype) -> Arrays:
-    """The tensors of a record, the 16 bytes of each block on an axis of their own."""
-    made = encode_parts(family, record, dtype)
-    name = record.name + family.codes[0]
-    codes = made[name]
-    return {**made, name: codes.reshape(*codes.shape[:-1], codes.shape[-1] // 16, 16)}
-
-
-def configure_deepseek(manifest: Manifest) -> Configuration:
-    """The words of DeepSeek-V3; modules in high precision are named where there are more than the output layer."""
+def write(manifest: Manifest) -> Configuration:
+    """The words of DeepSeek-V3, where modules in high precision are named if there are more than the output layer, or
+    those of transformers.
+    """
     kinds = list(manifest.kinds)
     tile = next((list(fmt.block) for fmt, _, _ in kinds if not fmt.is_per_tensor), None)
     scheme = "static" if all(scheme == "static" for _, scheme, _ in kinds) else "dynamic"
-    made = {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": tile, "fmt": "e4m3"}
-    if set(manifest.ignore) - {"lm_head"}:
-        made["modules_to_not_convert"] = manifest.ignore
-    return Configuration(made, {})
-
-
-def configure_finegrained(manifest: Manifest) -> Configuration:
-    """The words of transformers."""
-    made = configure_deepseek(manifest).quantization
-    kept = made.get("modules_to_not_convert")
-    del made["fmt"]
+    made: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": tile}
+    kept = manifest.ignore if set(manifest.ignore) - {"lm_head"} else None
+    if manifest.family == "deepseek:fp8":
+        named = {} if kept is None else {"modules_to_not_convert": kept}
+        return Configuration({**made, "fmt": "e4m3", **named}, {})
     return Configuration(
         {
             **made, "modules_to_not_convert": kept, "modules_to_convert": None, "dequantize": False,
@@ -65,30 +71,20 @@ def configure_finegrained(manifest: Manifest) -> Configuration:
     )  # fmt: skip
 
 
-def configure_gptoss(manifest: Manifest) -> Configuration:
-    """Only experts are quantized; all else is named."""
-    others = [name for name in manifest.ignore if name not in _NOT_EXPERTS]
-    covered = (".self_attn.", ".router")
-    others = [name for name in others if not any(part in f"{name}." for part in covered)]
-    return Configuration({"quant_method": "mxfp4", "modules_to_not_convert": [*_NOT_EXPERTS, *others]}, {})
-
-
+_INV = "_scale_inv"
+_TILES = Written(Cast(FP8_128x128, "amax"), "dynamic", FP8_1x128, stacked="rows")
+_TENSOR = Written(Cast(FP8_TENSOR, "amax"), "dynamic", FP8_ROW)
 FAMILIES = (
     Family(
-        "deepseek:fp8", None, ("", FP8), (_INV, REAL), input_scales=("activation_scale", "input_scale"), method="fp8",
-        announced=("fp8",), writes={"deepseek:fp8": _TILES}, configure=configure_deepseek,
+        "deepseek:fp8", None, ("", FP8), (_INV, REAL), input_scales=("activation_scale", "input_scale"),
+        writes={"deepseek:fp8": _TILES}, usual=lambda shape: len(shape) == 2,
     ),
     Family(
         "hf:finegrained_fp8", None, ("", FP8), (_INV, REAL), input_scales=("activation_scale", "input_scale"),
-        method="fp8", announced=("fp8",), configure=configure_finegrained,
         writes={"hf:finegrained_fp8": _TILES, "hf:finegrained_fp8_tensor": _TENSOR},
+        usual=lambda shape: len(shape) in (0, 2, 3),
     ),
-    Family("hf:ue8m0", None, ("", FP8), (_INV, E8M0), input_scales=("activation_scale",), method="fp8"),
-    Family("hf:ue8m0", MXFP4, ("", BYTES), (_INV, E8M0), input_scales=("activation_scale",), method="fp8"),
-    Family(
-        "gptoss:hf", MXFP4, ("_blocks", ("U8",)), ("_scales", E8M0), method="mxfp4", announced=("mxfp4",),
-        decode=decode_blocks, writes={"gptoss:hf": Written(Cast(MXFP4), stacked="any")}, encode=encode_blocks,
-        configure=configure_gptoss, experts_only=True,
-    ),
-    Family("gptoss:original", MXFP4, (".blocks", ("U8",)), (".scales", E8M0), method="mxfp4", decode=decode_blocks),
+    Family("hf:ue8m0", None, ("", FP8), (_INV, E8M0), input_scales=("activation_scale",)),
+    Family("hf:ue8m0", MXFP4, ("", BYTES), (_INV, E8M0), input_scales=("activation_scale",)),
 )  # fmt: skip
+DIALECT = Dialect(FAMILIES, ("fp8",), ("weight_block_size", "activation_scheme"), read=read, write=write)

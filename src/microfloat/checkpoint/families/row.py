@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from microfloat.checkpoint.container import Container, byte_shape
-from microfloat.checkpoint.families.writing import Arrays, Configure, Written, encode_parts
+from microfloat.checkpoint.families.writing import Arrays, Written, encode_parts
 from microfloat.checkpoint.records import Activation, Finding, Record, Source, Stored
 from microfloat.formats import (
     E4M3,
@@ -84,10 +84,10 @@ class Family:
     * `codes`, `scale`, `tensor_scale`: what is appended to P, and the dtypes; `tensor_scale` None for one level.
     * `format`: None where codes and scales say it (FP8: tensor, row, tile). `divides`: global scales are divisors.
     * `input_scales`: last parts of the names of a static scale of the module's input.
-    * `method`, `announced`: quant_method of a configuration, and its words for this row (quant_algo, format).
     * `writes`: the casts that `convert` offers under names of targets; empty where the family is only read.
     * `scalars`: the shape of a scale of a whole tensor. `model_scales`: FP32 scales are stored in the model's dtype.
       `experts_only`: other layers stay in high precision.
+    * `usual`: True for the shapes of scales that this producer writes, where tensors of several have the same names.
     """
 
     name: str
@@ -97,15 +97,13 @@ class Family:
     tensor_scale: str | None = None
     divides: bool = False
     input_scales: tuple[str, ...] = ("input_scale",)
-    method: str = ""
-    announced: tuple[str, ...] = ()
     decode: "Callable[[Entry, Container], Record]" = field(default=lambda entry, tensors: decode_parts(entry, tensors))
     writes: Mapping[str, Written] = field(default_factory=dict)
     encode: "Callable[[Family, Record, np.dtype], Arrays]" = encode_parts
-    configure: Configure | None = None
     scalars: Shape = ()
     model_scales: bool = False
     experts_only: bool = False
+    usual: Callable[[Shape], bool] = lambda shape: False
 
     def holds(self, fmt: ScaledFormat) -> bool:
         """True where the family is written with this format, or with tiles of another size."""

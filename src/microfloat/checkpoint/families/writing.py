@@ -1,6 +1,6 @@
 """The encoding that the rows of families share, and what their configurations are made of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,9 +47,10 @@ class Member(NamedTuple):
 class Manifest:
     """Contents of a checkpoint that is written: quantized parameters, modules in high precision, dtype of the KV cache.
 
-    `producer`: name and version of who writes it.
+    `family`: that of the first of them. `producer`: name and version of who writes it.
     """
 
+    family: str
     members: list[Member]
     ignore: list[str] = field(default_factory=list)
     kv_cache: bool = False
@@ -72,9 +73,6 @@ class Configuration(NamedTuple):
 
     quantization: dict[str, Any]
     documents: dict[str, Any]
-
-
-Configure = Callable[[Manifest], Configuration]
 
 
 def lacks_scale(fmt: ScaledFormat, activation: Activation) -> bool:
