@@ -315,9 +315,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "fsdp_h100": distributed_table, "tp": distributed_table, "tp_h100": distributed_table, "nccl": checks_table,
 }  # fmt: skip
 PAGES = {
-    "decode": "inference.md", "decode_h200": "inference.md", "fsdp": "distributed.md",
-    "fsdp_h100": "distributed.md", "tp": "distributed.md", "tp_h100": "distributed.md", "nccl": "distributed.md",
-}  # fmt: skip  # others: laboratory/performance.md
+    **dict.fromkeys(("decode", "decode_h200"), "laboratory/inference.md"),
+    **dict.fromkeys(("fsdp", "fsdp_h100", "tp", "tp_h100", "nccl"), "laboratory/distributed.md"),
+}  # others: laboratory/performance.md
 
 
 def generated(name: str) -> str:

@@ -6,6 +6,7 @@ Every figure comes from a file under benchmarks/results. Targets, limits and ids
 docs/laboratory, by `gpu_tables`.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -89,8 +90,8 @@ def choice_table() -> str:
     text = (
         "Speed: forward and backward of a Llama decoder layer (4096 wide, 4 x 4096 tokens) under "
         "`mf.convert(..., fuse=True)`, bf16 = 1 (`benchmarks/results/peers/layer.json`, one H200); a Linear alone: "
-        f"`benchmarks/results/linear.json`. Loss: held-out loss of the demo above that of bf16, in nats per byte "
-        f"({config}, on a CPU, "
+        "`benchmarks/results/linear.json`. Loss: held-out loss of the demo (`make demo`) less that of bf16, in nats "
+        f"per byte ({config}, on a CPU, "
         "whose products are exact; `benchmarks/results/demo.json`). One seed and a short run: a gap of this size says "
         "that the recipe trains, and differences of some thousandths are chance."
     )
@@ -264,14 +265,15 @@ def prompt_table() -> str:
 
 
 def ranks_table(*files: str) -> str:
-    """A step on two GPUs of each kind, beside bf16's; bytes and memory are those of the first file."""
+    """A step on two GPUs of each kind, beside bf16's; bytes and memory are those of the last file, the newest."""
     by_file = [{row["id"]: row for row in rows_of(RESULTS / f"{name}.json") if "median_ms" in row} for name in files]
     devices = [next(iter(rows.values()))["device"].split()[1] for rows in by_file]
-    plain = next(row for name, row in by_file[0].items() if name.endswith(".bf16"))
+    plain = next(row for name, row in by_file[-1].items() if name.endswith(".bf16"))
     cells = []
-    for name, row in by_file[0].items():
+    for name, row in by_file[-1].items():
+        if row.get("recipe") == "mxfp8.folded" and name.startswith("tp."):
+            continue  # `mxfp8` folds by itself
         words = [RECIPES[row.get("recipe") or "bf16"]]
-        words += ["exact or folded"] if row.get("recipe") == "mxfp8" else []
         words += ["fused"] if ".fused" in name else []
         words += ["codes gathered"] if name.endswith(".low") else []
         times = [cell for rows in by_file for cell in (number(rows[name]["median_ms"], 1),
@@ -311,6 +313,12 @@ BLOCKS = [
     (_page("performance.md"), "measured: decoder", models_table),
     (_page("performance.md"), "measured: train", train_table),
     (_page("performance.md"), "measured: host", host_table),
+    (_page("inference.md"), "choosing for serving", serving_table),
+    (_page("inference.md"), "measured: decode", functools.partial(decode_table, "decode")),
+    (_page("inference.md"), "measured: decode_h200", functools.partial(decode_table, "decode_h200")),
+    (_page("inference.md"), "measured: prompts", prompt_table),
+    (_page("distributed.md"), "measured: fsdp", functools.partial(ranks_table, "fsdp", "fsdp_h100")),
+    (_page("distributed.md"), "measured: tp", functools.partial(ranks_table, "tp", "tp_h100")),
 ]
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.test_code_blocks import PAGES, ROOT
 
-PENDING = ("distributed.md", "inference.md", "jax.md", "recipes.md")
+PENDING = ("jax.md", "recipes.md")
 USER_PAGES = [page for page in PAGES if page.parent.name != "laboratory" and page.name not in PENDING]
 LABORATORY_WORDS = {"id", "target", "stretch", "limit"}
 
