@@ -250,7 +250,7 @@ def deleted_on_one_rank(rank: int) -> tuple[list[str], float, float]:
     return [str(one.message) for one in told], newest(other)[0], newest(other, "dy")[0]
 
 
-def a_region_of_its_own(rank: int) -> tuple[list[str], str]:
+def a_region_of_its_own(rank: int) -> str:
     """Rank 0 enters a region alone: it meets rank 1 in the next one, and nobody in the last one."""
     layer, group = mf.Linear(8, 8), dist.new_group([0, 1])
 
@@ -260,8 +260,7 @@ def a_region_of_its_own(rank: int) -> tuple[list[str], str]:
 
     step()
     ends_after(1, group)
-    with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("always")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(failures, "GRACE", 0.1)
         if rank == 0:
             with mf.autocast(recipe=RECIPE, amax_reduction_group=group):
@@ -274,7 +273,7 @@ def a_region_of_its_own(rank: int) -> tuple[list[str], str]:
     scaling.take_shared()
     dist.barrier()
     forget_failures()
-    return [str(one.message) for one in told if "reduces amaxes in" in str(one.message)], message
+    return message
 
 
 def survived(rank: int) -> list[str]:
@@ -570,7 +569,7 @@ def check_a_second_model(made) -> None:
         assert x == [2.0, 4.0, 8.0]
         assert dy == [4.0, 4.0, 4.0]
         assert seen[3]
-        assert exchanges == 1  # for the layer that one rank alone had called
+        assert exchanges == 3  # one at either point, and one for the layer that one rank alone had called
 
 
 def test_layers_that_all_ranks_begin_to_use_count_at_once(ranks) -> None:
@@ -635,14 +634,10 @@ def test_shapes_that_differ_are_named_on_every_rank(ranks) -> None:
         assert "(8, 8) on rank 0 and (8, 16) on rank 1" in message
 
 
-def test_a_region_of_one_rank_alone_is_named_at_once_and_after_the_timeout(ranks) -> None:
-    (told, message), (others, none) = of(ranks, a_region_of_its_own)
-    assert len({*told}) == len({*others}) == 1
-    assert all("this rank reduces amaxes in test_ranks.py:" in text for text in (*told, *others))
-    assert told != others
+def test_a_region_of_one_rank_alone_is_named_after_the_timeout(ranks) -> None:
+    message, none = of(ranks, a_region_of_its_own)
     assert not none
     assert "the maximum of amaxes under delayed scaling, at the entry of an autocast" in message
-    assert "(test_ranks.py:" in message
     assert "rank 1 died, or did not come to it within the timeout" in message
 
 

@@ -7,6 +7,7 @@ that write nothing died or hang.
 
 import contextlib
 import functools
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ from microfloat.torch._checks import check_model
 if TYPE_CHECKING:
     from microfloat.torch.reduction import Group
 
-__all__ = ["agree", "check_ranks", "in_collective", "named_failures"]
+__all__ = ["agree", "check_ranks", "compare", "in_collective", "named_failures", "without_addresses"]
 
 GRACE = 5.0  # seconds in which ranks that met the same failure have said so
 _MOST_SAID = 500
@@ -126,54 +127,65 @@ def _abort(group: "Group") -> None:
 
 
 def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
-    """Compare facts over the ranks of a group, the first time that it is asked for a topic; later calls do nothing.
+    """`compare`, the first time that it is asked for a topic over a group; later calls do nothing."""
+    topics = _AGREED.setdefault(dist.group.WORLD if group is None else group, set())
+    if topic not in topics:
+        compare(group, topic, facts)
+        topics.add(topic)
+
+
+def compare(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
+    """Compare facts over the ranks of a group, by one small gather.
 
     Raises NotSupportedError, on every rank, that names the first fact in which a rank differs from the first one.
     """
-    topics = _AGREED.setdefault(dist.group.WORLD if group is None else group, set())
-    if topic in topics:
-        return
-    topics.add(topic)
-    own = dict(line for name, value in facts.items() for line in _lines(name, value))
+    own = {"what is called": topic, **dict(line for name, value in facts.items() for line in _lines(name, value))}
     told: list = [None] * dist.get_world_size(group)
     with in_collective(f"the comparison of {topic} between ranks", group):
-        dist.all_gather_object(told, (topic, own), group=group)
-    first, *others = zip(dist.get_process_group_ranks(group), told, strict=True)
-    for rank, (other_topic, other) in others:
-        differing = [("what is called", first[1][0], other_topic)] if other_topic != first[1][0] else [
-            (name, first[1][1].get(name, "nothing"), other.get(name, "nothing"))
-            for name in {**first[1][1], **other} if first[1][1].get(name) != other.get(name)
-        ]  # fmt: skip
+        dist.all_gather_object(told, own, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, other in zip(ranks[1:], told[1:], strict=True):
+        differing = [name for name in {**told[0], **other} if told[0].get(name) != other.get(name)]
         if differing:
-            name, ours, theirs = (text[:_MOST_SAID] for text in differing[0])
-            topics.discard(topic)
-            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+            name, more = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+            ours, theirs = (facts.get(name, "nothing")[:_MOST_SAID] for facts in (told[0], other))
             raise NotSupportedError(
-                f"{topic}: {name} is {ours} on rank {first[0]} and {theirs} on rank {rank}{more}, needed the same on "
-                "every rank of the group. Build the model from the same code and options on all ranks, or pass the "
-                "group of the ranks that share it."
+                f"{topic}: {name[:_MOST_SAID]} is {ours} on rank {ranks[0]} and {theirs} on rank {rank}{more}, needed "
+                "the same on every rank of the group. Build the model from the same code and options on all ranks, or "
+                "pass the group of the ranks that share it."
             )
 
 
 def _lines(name: str, value: object) -> list[tuple[str, str]]:
     """A fact, and each further line of it as one of its own: a recipe without a short name by the row that differs."""
-    first, *rest = [" ".join(line.split()) for line in str(value).splitlines()] or [""]
+    lines = without_addresses(value).splitlines()
+    first, *rest = [" ".join(line.split()) for line in lines] or [""]
     rows = [(f"row {number} of {name}", line) for number, line in enumerate(rest)]
     return [(name, first), *rows] if len(first) <= _LONGEST else [*rows, (name, first)]
 
 
-def check_ranks(model: nn.Module, group: "Group" = None) -> None:
-    """Compare the layers of `model`, their order, shapes and recipes, over the ranks of `group` (None: all).
+def without_addresses(value: object) -> str:
+    """The value in words, functions without their addresses, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
-    Once after the model is built, on every rank; one small collective. Raises NotSupportedError, on every rank, that
-    names the first layer in which two ranks differ; InvalidTypeError for anything but a module.
+
+def check_ranks(model: nn.Module, group: "Group" = None) -> None:
+    """Compare the layers of `model`, their order, weights, buffers and recipes, over the ranks of `group` (None: all).
+
+    Once after the model is built, on every rank, before it is wrapped: `DistributedDataParallel` ends the process where
+    ranks send it buffers of different sizes. One small collective. Raises NotSupportedError, on every rank, that names
+    the first layer in which two ranks differ; InvalidTypeError for anything but a module.
     """
     check_model(model)
     facts = {}
     for number, (name, module) in enumerate(model.named_modules()):
-        shapes = {key: tuple(value.shape) for key, value in module.named_parameters(recurse=False)}
-        if shapes:
-            facts[f"layer {number}"] = f"{name!r} ({type(module).__name__} {shapes})"
+        weights, buffers = (
+            {key: f"{getattr(value, 'format', value.dtype)} {tuple(value.shape)}" for key, value in tensors}
+            for tensors in (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        )
+        if weights:
+            facts[f"layer {number}"] = f"{name!r} ({type(module).__name__} {weights})"
             facts[f"the recipe of layer {number}, {name!r},"] = getattr(module, "pinned", None)
-    _AGREED.setdefault(dist.group.WORLD if group is None else group, set()).discard("the model")
-    agree(group, "the model", facts)
+        for key, text in buffers.items():
+            facts[f"the buffer {key!r} of layer {number}, {name!r},"] = text
+    compare(group, "the model", facts)

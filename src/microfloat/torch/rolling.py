@@ -129,14 +129,11 @@ class Batch(NamedTuple):
         table = self.part.table
         return torch.stack([history[0] for history in self.histories]) if table is None else table.gather_live()
 
-    def roll(self, live: torch.Tensor | None = None, are_sure: bool = True) -> list[Job]:
-        """Roll the slots with these amaxes (None: those that stand in the histories); returns the jobs.
-
-        `are_sure`: False where an amax that is negative leaves its slot as it is.
-        """
+    def roll(self, live: torch.Tensor | None = None) -> list[Job]:
+        """Roll the slots with these amaxes (None: those that stand in the histories); returns the jobs."""
         kernel, table, _ = self.part
-        if table is None or not are_sure:
-            previous = _update_by_torch(self, live, where_recorded=not are_sure)
+        if table is None:
+            previous = _update_by_torch(self, live)
         else:
             previous = kernel.update_delayed(table, self.jobs[0][2].delayed, live)
             torch._C._increment_version(self.histories + self.scales)  # a kernel's writes are not counted by themselves

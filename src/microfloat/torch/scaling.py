@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from microfloat.errors import NotSupportedError
-from microfloat.operands import OPERANDS
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.torch import backends, reduction
 from microfloat.torch._checks import check_model
 from microfloat.torch.backends.base import capturing, record_amax_
+from microfloat.torch.failures import without_addresses
 from microfloat.torch.layer_state import (
     BUFFER_NAMES,
     SLOTS,
@@ -243,9 +243,9 @@ def roll_alone(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, re
     entry = dy.pending
     if entry is not None and _is_due(entry) and (records or not reduces(entry.delayed, entry.group)):
         jobs.append((layer, dy, entry))
-    _update(jobs, None)
-    for _, slot, _ in jobs:
-        slot.pending = None  # of x and w too, which may have been pending since a region that an exception has left
+    rolled = {slot for _, slot, _ in _update(jobs, None)}
+    for _, slot, entry in jobs:  # of x and w too, which may have been pending since a region that an exception has left
+        slot.pending = None if slot in rolled else entry
 
 
 def calibrate(
@@ -297,19 +297,9 @@ def _key(job: Job) -> Key:
 
 def _words(job: Job) -> str:
     """The layer and its scaling, as an error names them."""
-    layer, _, entry = job
-    return f"{getattr(layer, '_path', '') or type(layer).__name__!r} under {entry.delayed}"
-
-
-def _largest(layer: nn.Module) -> dict[str, float]:
-    """Slot -> largest element, by the recipe that is pinned to a layer."""
-    recipe = getattr(layer, "pinned", None)
-    casts = recipe.casts if isinstance(recipe, Recipe) else {}
-    return {
-        operand.tensor: casts[operand.key].format.element.max  # type: ignore[union-attr]
-        for operand in OPERANDS
-        if casts.get(operand.key) is not None
-    }
+    layer, slot, entry = job
+    name = getattr(layer, "_path", "") or type(layer).__name__
+    return f"{name!r} under {without_addresses(entry.delayed)}, {slot.name} up to {entry.maximum:g}"
 
 
 def _shape(layer: nn.Module) -> tuple[int, ...]:
@@ -335,10 +325,15 @@ def _roll(
             entry = slot.pending
             if entry is not None and ready(entry) and layer is not None:
                 jobs.append((layer, slot, entry))
-    for layer, slot, _ in _update(jobs, direction, shared):
+    rolled = _update(jobs, direction, shared)
+    for layer, slot, _ in rolled:
         slot.pending = None
         if LATE:
             LATE.discard(layer.__dict__["_number"])
+    if len(rolled) < len(jobs):  # what the ranks have yet to agree on comes again with the next update of all ranks
+        for layer, slot, _ in jobs:
+            if slot.pending is not None:
+                _await_backward(state_of(layer))
 
 
 def _update(jobs: list[Job], direction: str | None, also: "Shared | None" = None) -> list[Job]:
@@ -367,40 +362,21 @@ def _update_shared(group: Group, batches: list[Batch], direction: str | None, ex
     `example`: how a layer that has never run here is taken to scale.
     """
     jobs = [job for batch in batches for job in batch.jobs]
-    if direction is not None and not capturing() and (again := _not_counted(group, direction, jobs)):
-        batches, jobs = [*batches, *batches_of(again)], [*jobs, *again]
     lives = [batch.live() for batch in batches]
     devices = [live.device for live in lives] or [as_tensor(layer.weight).device for layer in layers()]
     device = next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))
     live = torch.cat([torch.empty(0, device=device), *(part.to(device) for part in lives)])
     keys = [_key(job) for job in jobs]
-    if direction is None:
-        known = {key.slot: key for key in keys}
-        largest = _largest(jobs[0][0])
-        all_keys = [known.get(slot, keys[0]._replace(slot=slot, maximum=largest.get(slot, 0.0))) for slot in SLOTS]
-        reduced = reduction.reduce_alone(group, keys, live, all_keys)
-    else:
-        reduced = reduction.reduce_together(group, direction, keys, live, lambda index: _words(jobs[index]))
+    point = keys[0].number if direction is None else direction
+    reduced = reduction.reduce_together(group, point, keys, live, lambda index: _words(jobs[index]))
     amaxes = [(jobs[index], amax) for index, amax in zip(reduced.known, reduced.live.unbind(), strict=True)]
     for batch, live in _with_amaxes(amaxes):
-        batch.roll(live, reduced.are_sure)
+        batch.roll(live)
     for (_, slot, entry), _ in amaxes:
         slot.rolled = entry
     for batch, live in _with_amaxes(_recorded_elsewhere(reduced.others, example)):
         batch.roll_recorded(live)
     return [job for job, _ in amaxes]
-
-
-def _not_counted(group: Group, direction: str, jobs: list[Job]) -> list[Job]:
-    """Slots that this rank has sent before and did not roll, besides those that it rolls now; see `reduction`."""
-    slots = {slot for _, slot, _ in jobs}
-    found = []
-    for key in reduction.not_counted(group, direction):
-        layer = layer_of(key.number)
-        slot = None if layer is None else state_of(layer).slots[key.slot]
-        if slot is not None and slot not in slots and slot.rolled is not None:
-            found.append((layer, slot, slot.rolled))
-    return found
 
 
 def _with_amaxes(amaxes: list[tuple[Job, torch.Tensor]]) -> Iterator[tuple[Batch, torch.Tensor]]:
@@ -418,8 +394,6 @@ def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: Pending) -> li
         if layer is None or _shape(layer) != key.shape or (amax.device.type == "cpu" and amax < 0):
             continue
         slot = state_of(layer).slots[key.slot]
-        if slot.rolled is None and not key.maximum:  # nothing here says what the slot holds
-            continue
         # As it was rolled before; a layer that has never run here is taken to follow the recipe of the others.
         entry = slot.rolled or example._replace(maximum=key.maximum)
         ensure_buffers(layer, entry.delayed)

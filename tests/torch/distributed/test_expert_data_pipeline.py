@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -191,16 +193,62 @@ def disagreements(rank: int) -> dict[str, str]:
     for name, model in models.items():
         mf.convert(model, "nvfp4" if rank and name == "recipe" else "mxfp8")
         note(name, mfd.check_ranks, model)
+    state, stored, width = (nn.Sequential(nn.Linear(32, 32)).requires_grad_(False) for _ in range(3))
+    mf.convert(state, "mxfp8" if rank else "delayed")
+    note("state", mfd.check_ranks, state)
+    note("stored", mfd.check_ranks, mf.quantize_(stored, mf.WeightOnly("nvfp4" if rank else "mxfp4")) and stored)
+    note("width", mfd.check_ranks, width.bfloat16() if rank else width)
+    used = mf.Linear(32, 32)
+    with mf.autocast(enabled=bool(rank), recipe=DelayedScaling(reduce_amax=False)):
+        used(torch.ones(2, 32))
+    note("buffers", mfd.check_ranks, used)
     own = CustomRecipe(*[Gemm("mxfp8", "mxfp8")] * 2, Gemm("mxfp4" if rank else "mxfp8", "mxfp8"))
     note("custom", mfd.check_ranks, mf_converted(nn.Sequential(nn.Linear(32, 32)), own))
     note("delayed", delayed_step, 32, DelayedScaling(margin=rank))
+    note("length", delayed_step, 32, DelayedScaling(amax_history_len=4 + rank))
+    note("elements", delayed_step, 32, DelayedScaling(fp8_format="E4M3" if rank else "HYBRID"))
+    for _ in range(1 + rank):  # at another address on either rank
+
+        def largest(history: torch.Tensor) -> torch.Tensor:
+            return history.max()
+
+        unused.append(largest)
+    note("equal", delayed_step, 32, DelayedScaling(amax_compute_algo=unused[-1]))
+    note("equal", mfd.check_ranks, mf_converted(make_mlp("mxfp8"), DelayedScaling(amax_compute_algo=unused[-1])))
+    return said
+
+
+unused: list = []
+
+
+def gathered(rank: int) -> dict[str, str]:
+    """Message of the first forward where ranks hold other weights under `fully_shard`, by what differs."""
+    said, mesh = {}, init_device_mesh("cpu", (WORLD,))
+    cases: dict[str, tuple] = {
+        "recipe": (("fp8_current", "mxfp8"), None), "delayed": (("delayed", "nvfp4"), None),
+        "stored": (None, ("mxfp4", "nvfp4")), "rows": (None, ("fp8_row", "mxfp8")), "equal": (["mxfp8"] * 2, None),
+    }  # fmt: skip
+    for name, (recipes, stored) in cases.items():
+        model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(stored is None)
+        if recipes:
+            mf.convert(model, recipes[rank])
+            mfd.low_precision_all_gather(model)
+        else:
+            mf.quantize_(model, mf.WeightOnly(stored[rank]))
+        fully_shard(model, mesh=mesh)
+        try:
+            model(torch.ones(2, 64))
+        except NotSupportedError as error:
+            said[name] = str(error)
     return said
 
 
 def delayed_step(size: int, recipe) -> None:
     layer = mf.Linear(size, size)
     with mf.autocast(recipe=recipe, amax_reduction_group=dist.new_group([0, 1])):
-        layer(torch.ones(2, size))
+        y = layer(torch.ones(2, size))
+    y.sum().backward()
+    mf.update_scaling(layer)
 
 
 def make_mlp(recipe) -> nn.Sequential:
@@ -344,7 +392,8 @@ def gathers(rank: int) -> dict[str, object]:
 # Every format travels in `payloads` too.
 SOME = ("plain", "mxfp8", "nvfp4", "fp8_block")
 CASES = (
-    payloads, gathers, With(mixtures, names=SOME), bad_dispatches, disagreements, beside_no_sync, with_nan, pipelines,
+    payloads, gathers, With(mixtures, names=SOME), bad_dispatches, disagreements, gathered, beside_no_sync, with_nan,
+    pipelines,
 )  # fmt: skip
 
 
@@ -397,7 +446,10 @@ def test_what_cannot_be_dispatched_is_named(ranks) -> None:
 
 def test_ranks_that_differ_are_named_at_the_first_collective(ranks) -> None:
     for said in of(ranks, disagreements):
-        assert sorted(said) == ["custom", "delayed", "features", "order", "payloads", "recipe"]
+        assert sorted(said) == [
+            "buffers", "custom", "delayed", "elements", "features", "length", "order", "payloads", "recipe", "state",
+            "stored", "width",
+        ]  # fmt: skip
         assert "recipe is MXFP4BlockScaling" in said["payloads"]
         assert "on rank 0 and MXFP8BlockScaling" in said["payloads"]
         assert "features is 16 on rank 0 and 32 on rank 1" in said["features"]
@@ -409,6 +461,24 @@ def test_ranks_that_differ_are_named_at_the_first_collective(ranks) -> None:
         assert "mxfp4" in said["custom"]
         assert all(len(text.splitlines()) == 1 and len(text) < 500 for text in said.values()), said
         assert "margin=1" in said["delayed"]
+        assert "amax_history_len=4" in said["length"]
+        assert "amax_history_len=5" in said["length"]
+        assert "dy up to 57344 on rank 0 and 'Linear' under" in said["elements"]
+        assert "the recipe of layer 1, '0', is DelayedScaling(" in said["state"]
+        assert "the buffer 'scaling_x_scale' of layer 0, '', is nothing on rank 0 and torch.float32" in said["buffers"]
+        assert "{'weight': 'mxfp4 (32, 32)'" in said["stored"]
+        assert "torch.float32 (32, 32)" in said["width"]
+
+
+def test_ranks_whose_weights_differ_are_named_before_the_first_gather(ranks) -> None:
+    for said in of(ranks, gathered):
+        assert sorted(said) == ["delayed", "recipe", "rows", "stored"]
+        assert all(text.startswith("fully_shard: ") and len(text) < 600 for text in said.values()), said
+        assert "the recipe of '0' is Float8CurrentScaling(" in said["recipe"]
+        assert "on rank 0 and MXFP8BlockScaling(" in said["recipe"]
+        assert "the recipe of '0' is DelayedScaling(" in said["delayed"]
+        assert "mxfp4" in said["stored"].lower()
+        assert "on rank 1" in said["rows"]
 
 
 def test_ddp_accumulates_and_keeps_one_state(ranks) -> None:

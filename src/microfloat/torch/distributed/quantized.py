@@ -22,7 +22,7 @@ from microfloat.layout import array_layout
 from microfloat.recipes import Cast
 from microfloat.torch import _operators, backends
 from microfloat.torch._tensor_ops import quantize_stored, requantized, take
-from microfloat.torch.distributed.sharded import largest, refuse_fewer_ranks
+from microfloat.torch.distributed.sharded import compare_weight, largest, refuse_fewer_ranks
 from microfloat.torch.microbatches import fsdp_parameters
 from microfloat.torch.tensor import INIT_VAL, QuantizedTensor
 
@@ -36,11 +36,12 @@ __all__ = ["QuantizedShard", "shard_of_zeros", "tell_ranks"]
 class Whole:
     """What the views of a shard know of the parameter that it is cut from.
 
-    `shape`: of the parameter; `rows`: n; `group`: the ranks that have its shards, None before FSDP2 has told.
+    `shape`: of the parameter; `rows`: n; `group`: the ranks that have its shards, None before FSDP2 has told;
+    `is_compared`: True once these ranks have found that they hold the same parameter.
     """
 
     def __init__(self, shape: torch.Size, rows: int) -> None:
-        self.shape, self.rows = shape, rows
+        self.shape, self.rows, self.is_compared = shape, rows, False
         self.group: dist.ProcessGroup | None = None
 
     @property
@@ -154,6 +155,10 @@ class QuantizedShard(QuantizedTensor):
         """Codes and scales of this shard as bytes: each by itself, or as one buffer where shards are uneven."""
         refuse_fewer_ranks(module)
         self.whole.group = mesh.get_group()
+        if not self.whole.is_compared:
+            weight = f"{self.format} {tuple(outer_size)}, presented in {mp_policy.param_dtype or self.dtype}"
+            compare_weight(mesh, module, getattr(module, "pinned", None), weight)
+            self.whole.is_compared = True
         parts = [part.contiguous().view(-1).view(torch.uint8) for part in self.part_list()]
         rows, ranks = self.whole.rows, mesh.size()
         if ranks == 1:  # FSDP2 has no gather then, and copies the first input alone

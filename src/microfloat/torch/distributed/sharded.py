@@ -36,7 +36,7 @@ from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.context import ambient
 from microfloat.torch.distributed.collectives import all_gather
 from microfloat.torch.distributed.coming import side_by_side
-from microfloat.torch.failures import in_collective
+from microfloat.torch.failures import compare, in_collective
 from microfloat.torch.fusing import Fused
 from microfloat.torch.gathered import Gather, Gathered
 from microfloat.torch.joined import can_join
@@ -50,7 +50,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["ShardedWeight", "largest", "low_precision_all_gather", "precompute_scales", "refuse_fewer_ranks"]
+__all__ = [
+    "ShardedWeight", "compare_weight", "largest", "low_precision_all_gather", "precompute_scales",
+    "refuse_fewer_ranks",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -239,6 +242,8 @@ class ShardedWeight(torch.Tensor):
                 "made. Pin recipes first, then call low_precision_all_gather and fully_shard."
             )
         refuse_fewer_ranks(module)
+        if state.mesh is None:
+            compare_weight(mesh, module, recipe, f"{mp_policy.param_dtype or self.dtype} {tuple(outer_size)}")
         state.mesh, state.dtype = mesh, mp_policy.param_dtype
         values, is_backward = state.cast_from(self.plain), torch._C._current_graph_task_id() != -1
         backend = backends.choose(module.backend, values.device)
@@ -484,6 +489,16 @@ def operand_of(outputs: Sequence[torch.Tensor], metadata: Metadata) -> Operand:
         made.append(output.view(dtype).view(part.shape))
     scale = made[1] if metadata.scale is None else metadata.scale
     return Operand(made[0], scale, metadata.tensor_scale, cast.format, rows, length)
+
+
+def compare_weight(mesh: "DeviceMesh", layer: nn.Module, recipe: object, weight: str) -> None:
+    """Compare a layer's weight between the ranks of its shards before its first gather.
+
+    Parts of different sizes would end the process.
+    """
+    name = getattr(layer, "_path", "") or type(layer).__name__
+    facts = {"the layer": repr(name), f"the recipe of {name!r}": recipe, f"the weight of {name!r}": weight}
+    compare(mesh.get_group(), "fully_shard", facts)
 
 
 def largest(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
