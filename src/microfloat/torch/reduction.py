@@ -92,10 +92,10 @@ class _Table:
         self.new.clear()  # also on an error, which every rank raises: a step without these layers agrees again
         met: dict[tuple[int, str], tuple[object, str]] = {}
         for key in self.places:
-            met[key.number, "the shape of its weight"] = key.shape, "at an earlier step"
+            met[key.number, "the weight's shape"] = key.shape, "at an earlier step"
         for rank, rows in enumerate(told):
             for key, text in rows:
-                for what, value in (("the shape of its weight", key.shape), (f"the recipe of its {key.slot}", text)):
+                for what, value in (("the weight's shape", key.shape), (f"the recipe for {key.slot}", text)):
                     first, where = met.setdefault((key.number, what), (value, f"on rank {rank}"))
                     if first != value:
                         raise NotSupportedError(
