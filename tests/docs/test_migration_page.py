@@ -45,10 +45,8 @@ def _theirs(bias):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_comes_over(rename, bias):  # features B5
     theirs = _theirs(bias)
-    theirs["self_attention.core_attention.softmax_offset"] = torch.randn(HEADS)
-    layer = mf.TransformerLayer(HIDDEN, FFN, HEADS, GROUPS, bias=bias, eps=1e-5, softmax_type="learnable")
+    layer = mf.TransformerLayer(HIDDEN, FFN, HEADS, GROUPS, bias=bias, eps=1e-5)
     layer.load_state_dict(rename(theirs))
-    assert torch.equal(layer.self_attn.softmax_offset, theirs["self_attention.core_attention.softmax_offset"])
     gate, up = theirs["layernorm_mlp.fc1_weight"].chunk(2)
     assert torch.equal(layer.mlp.gate_proj.weight, gate)
     assert torch.equal(layer.mlp.up_proj.weight, up)
@@ -69,24 +67,16 @@ def test_fused_parameters_of_q_k_and_v_come_over(rename):
     assert all(torch.equal(value, apart[key]) for key, value in fused.items())
 
 
-def test_a_decoder_with_a_norm_behind_comes_over(rename):
+def test_a_decoder_comes_over(rename):
     theirs = _theirs(True)
-    for name in SIZES:
-        for kind in ("weight", "bias"):
-            theirs[f"self_attention.qkv.{name}_{kind}"] = theirs.pop(f"self_attention.layernorm_qkv.{name}_{kind}")
-    del theirs["self_attention.layernorm_qkv.layer_norm_weight"]
-    theirs |= {"layernorm.weight": torch.randn(HIDDEN), "layernorm._extra_state": None}
     cross = "inter_attention"
     theirs |= {f"{cross}.layernorm_query.layer_norm_weight": torch.randn(HIDDEN)}
     sizes = {f"{cross}.layernorm_query.query_": HIDDEN, f"{cross}.key_value.key_": HIDDEN // 2,
              f"{cross}.key_value.value_": HIDDEN // 2, f"{cross}.proj.": HIDDEN}  # fmt: skip
     for stem, size in sizes.items():
         theirs |= {f"{stem}weight": torch.randn(size, HIDDEN), f"{stem}bias": torch.randn(size)}
-    layer = mf.TransformerLayer(
-        HIDDEN, FFN, HEADS, GROUPS, bias=True, eps=1e-5, cross_attention=True, output_layernorm=True
-    )
+    layer = mf.TransformerLayer(HIDDEN, FFN, HEADS, GROUPS, bias=True, eps=1e-5, cross_attention=True)
     layer.load_state_dict(rename(theirs))
-    assert torch.equal(layer.output_layernorm.weight, theirs["layernorm.weight"])
     assert torch.equal(layer.cross_attn.v_proj.bias, theirs[f"{cross}.key_value.value_bias"])
 
 

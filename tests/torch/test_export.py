@@ -104,12 +104,12 @@ MODULES = {
     "norm_linear": lambda recipe: (mf.LayerNormLinear(64, 32, split={"a": 16, "b": 16}, recipe=recipe), {}),
     "mlp": lambda recipe: (mf.LayerNormMLP(64, 96, activation="swiglu", recipe=recipe), {}),
     "attention": lambda recipe: (
-        mf.MultiheadAttention(64, 4, 2, qk_norm=True, softmax_type="learnable", recipe=recipe),
+        mf.MultiheadAttention(64, 4, 2, qk_norm=True, recipe=recipe),
         {"position_embeddings": mf.RotaryEmbedding(16)(8)},
     ),
     "packed": lambda recipe: (
         mf.TransformerLayer(64, 96, 4, 2, recipe=recipe),
-        {"cu_seqlens": torch.tensor([0, 6, 14]), "cu_seqlens_padded": torch.tensor([0, 8, 16])},
+        {"cu_seqlens": torch.tensor([0, 6, 16])},
     ),
     "experts": lambda recipe: (mf.GroupedLinear(2, 64, 32, recipe=recipe), {"group_sizes": torch.tensor([6, 10])}),
 }

@@ -10,13 +10,11 @@ Legend: B = sequences, S = tokens of a sequence, T = tokens of all sequences, H 
 of a head, R = elements of a head that are rotated.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from microfloat.arguments import check_int
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
@@ -25,7 +23,7 @@ from microfloat.torch._checks import check_beside
 from microfloat.torch._typing import Context, Maybe
 
 __all__ = [
-    "Packed", "apply_rotary", "attend", "attention_kernel", "check_together", "is_for_flash", "joint_mask", "piece_of",
+    "Packed", "apply_rotary", "attend", "attention_kernel", "check_together", "is_for_flash", "joint_mask",
     "rotate_heads", "rotated_by_torch", "split_heads",
 ]  # fmt: skip
 
@@ -161,8 +159,6 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, mask: torch.Tensor | None = None,
     window: int | None = None, cu_seqlens: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
     dropout: float = 0.0, scale: float | None = None, max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
-    cu_seqlens_padded: torch.Tensor | None = None, cu_seqlens_kv_padded: torch.Tensor | None = None,
-    softmax_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(q k^T * scale + mask) v``, [B, S, H, D] in q's dtype; H a multiple of the heads G of k and v.
 
@@ -171,51 +167,26 @@ def attend(
     [B, S'], [S, S'] or [B, 1 or H, S, S']. `cu_seqlens` int32 [n + 1]: B = 1, and the tokens are those of n sequences
     one after another, which do not see each other (`cu_seqlens_kv` for k and v, where theirs differ). `max_seqlen`,
     `max_seqlen_kv`: the most tokens that one of them has, without which a GPU is asked, and waited for.
-    `cu_seqlens_padded`, `cu_seqlens_kv_padded` int32 [n + 1]: where sequences begin, if there is padding between or
-    after them, which gets zeros and no gradient. `softmax_offset` [H]: an attention sink, ``exp(s) / (exp(offset) + sum
-    exp(s))`` of scores s in place of their softmax. Source: arXiv 2309.17453, section 3.3.
     """
     if q.shape[2] % k.shape[2]:
         raise invalid_value("num_kv_heads", str(k.shape[2]), f"a divisor of the {q.shape[2]} heads of q")
-    if softmax_offset is not None:
-        _check_offset(softmax_offset, q)
-    of_q = Packed(cu_seqlens, max_seqlen, cu_seqlens_padded)
-    of_kv = Packed(cu_seqlens_kv, max_seqlen_kv, cu_seqlens_kv_padded)
+    of_q, of_kv = Packed(cu_seqlens, max_seqlen), Packed(cu_seqlens_kv, max_seqlen_kv)
     check_together(of_q, of_kv)
     if cu_seqlens is not None:
         of_kv = of_q if cu_seqlens_kv is None else of_kv
-        return _packed(q, k, v, causal, window, of_q, of_kv, mask, dropout, scale, softmax_offset)
+        return _packed(q, k, v, causal, window, of_q, of_kv, mask, dropout, scale)
     (batch, length), length_kv = q.shape[:2], k.shape[1]
-    if softmax_offset is not None and mask is None and is_for_flash(q, v, dropout):
-        starts = torch.arange(batch + 1, device=q.device, dtype=torch.int32)
-        cu, longest = (starts * length, starts * length_kv), (length, length_kv)
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        y = _varlen(q, k, v, cu, longest, causal, window, scale, softmax_offset, None)
-        return y.unflatten(0, (batch, length))
     is_causal = causal and mask is None and window is None
     if length != length_kv:  # a branch, since in compiled code of any length a comparison is no bool
         is_causal = False
-    if softmax_offset is not None:
-        is_causal = False
     combined = None if is_causal else joint_mask(length, length_kv, q.device, causal, window, mask, batch)
-    return _attention(q, k, v, combined, is_causal, dropout, scale, softmax_offset)
-
-
-def _check_offset(offset: torch.Tensor, q: torch.Tensor) -> None:
-    needed = f"a floating-point tensor [{q.shape[2]}], one number for each head of q"
-    if not isinstance(offset, torch.Tensor) or not offset.is_floating_point():
-        raise invalid_type("softmax_offset", type(offset), needed)
-    if tuple(offset.shape) != (q.shape[2],):
-        raise invalid_value("softmax_offset", f"shape {tuple(offset.shape)}", needed)
-    check_beside("softmax_offset", offset, q, "")
+    return _attention(q, k, v, combined, is_causal, dropout, scale)
 
 
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, dropout: float,
-    scale: float | None, offset: torch.Tensor | None,
+    scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    if offset is not None:
-        return _with_sink(q, k, v, mask, dropout, scale, offset)
     grouped = q.shape[2] != k.shape[2]
     if grouped and (q.dtype == torch.float32 and q.is_cuda):  # no kernel of torch's shares heads in float32
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
@@ -227,27 +198,6 @@ def _attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
     return y.transpose(1, 2)
-
-
-def _with_sink(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, scale: float | None,
-    offset: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """Attention with one more score for each head, whose share goes to no token: scores in memory, in float32."""
-    shared, wide = q.shape[2] // k.shape[2], torch.promote_types(q.dtype, torch.float32)
-    # Heads that share keys are rows of one product: [B, G, H / G * S, D] times [B, G, D, S'].
-    rows = q.to(wide).transpose(1, 2).unflatten(1, (-1, shared)).flatten(2, 3)
-    # Under torch.autocast products would be rounded to bfloat16. There is none for meta.
-    with contextlib.nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
-        scores = rows @ k.to(wide).permute(0, 2, 3, 1) * (q.shape[3] ** -0.5 if scale is None else scale)
-        scores = scores.unflatten(2, (shared, -1)).flatten(1, 2)
-        if mask is not None:
-            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
-        sink = offset.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-        weights = F.dropout(weights, dropout).unflatten(1, (-1, shared)).flatten(2, 3)
-        y = weights @ v.to(wide).transpose(1, 2)
-    return y.unflatten(2, (shared, -1)).flatten(1, 2).transpose(1, 2).to(q.dtype)
 
 
 def joint_mask(
@@ -287,12 +237,10 @@ def joint_mask(
 
 
 class Packed(NamedTuple):
-    """Sequences one after another: cumulative lengths int32 [n + 1], the most tokens of one (None: unknown), and where
-    they begin, int32 [n + 1], if there is padding between them (else None)."""
+    """Sequences one after another: cumulative lengths int32 [n + 1], and the most tokens of one (None: unknown)."""
 
     cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
-    padded: torch.Tensor | None
 
     def longest(self) -> int:
         """The length of the longest; without `max_seqlen` the host waits for a GPU to read it."""
@@ -301,42 +249,24 @@ class Packed(NamedTuple):
 
     def check(self, suffix: str, x: torch.Tensor) -> torch.Tensor:
         """`cu_seqlens`. Raises for what is no tensor of integers and, on a CPU, for values that do not fit x."""
-        name, name_padded, name_max = f"cu_seqlens{suffix}", f"cu_seqlens{suffix}_padded", f"max_seqlen{suffix}"
-        cu, padded, tokens = self.cu_seqlens, self.padded, x.shape[1]
-        for each, given in ((name, cu), (name_padded, padded)):
-            if given is None and each is name_padded:
-                continue
-            if not isinstance(given, torch.Tensor) or given.dtype not in (torch.int32, torch.int64):
-                got = f"dtype {given.dtype}" if isinstance(given, torch.Tensor) else type(given)
-                raise invalid_type(each, got, "an int32 tensor [n + 1]")
-            if given.dim() != 1 or not len(given):
-                raise invalid_value(each, f"shape {tuple(given.shape)}", "[n + 1]")
-        assert cu is not None
+        name, name_max = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
+        cu, tokens = self.cu_seqlens, x.shape[1]
+        if not isinstance(cu, torch.Tensor) or cu.dtype not in (torch.int32, torch.int64):
+            got = f"dtype {cu.dtype}" if isinstance(cu, torch.Tensor) else type(cu)
+            raise invalid_type(name, got, "an int32 tensor [n + 1]")
+        if cu.dim() != 1 or not len(cu):
+            raise invalid_value(name, f"shape {tuple(cu.shape)}", "[n + 1]")
         if x.shape[0] != 1:
             raise invalid_value("x", f"{x.shape[0]} rows of tokens", f"one row [T, ...] of sequences with {name}")
-        if padded is not None and len(padded) != len(cu):
-            raise invalid_value(name_padded, f"{len(padded)} numbers", f"{len(cu)}, as many as {name} has")
-        if _is_known(cu) and (int(cu[0]) != 0 or bool((cu.diff() < 0).any()) or (padded is None and cu[-1] != tokens)):
-            needed = "numbers that ascend from 0" + (f" to {tokens}, the number of tokens" if padded is None else "")
-            raise invalid_value(name, str(cu.tolist()), needed)
-        if padded is not None and _is_known(cu) and _is_known(padded):
-            is_apart = bool((padded.diff() >= cu.diff()).all())
-            needed = f"numbers from 0 to at most {tokens}, as far apart as those of {name} or farther"
-            if int(padded[0]) != 0 or int(padded[-1]) > tokens or not is_apart:
-                raise invalid_value(name_padded, str(padded.tolist()), needed)
+        if _is_known(cu) and (int(cu[0]) != 0 or bool((cu.diff() < 0).any()) or cu[-1] != tokens):
+            needed = f"numbers that ascend from 0 to {tokens}, the number of tokens"
+            remedy = "Padding between or after sequences is a sequence of its own, or an attention_mask."
+            raise invalid_value(name, str(cu.tolist()), needed, remedy)
         if self.max_seqlen is not None:
             check_int(name_max, self.max_seqlen, 0, 1 << 31)
             if _is_known(cu) and self.max_seqlen < (most := _longest_of(cu)):
                 raise invalid_value(name_max, self.max_seqlen, f"at least {most}, the tokens of the longest sequence")
         return cu
-
-    def pieces(self, tokens: int) -> torch.Tensor:
-        """[2 n + 2]: where sequences and the padding around them begin, and `tokens`; odd pieces are the sequences."""
-        assert self.cu_seqlens is not None
-        cu = self.cu_seqlens
-        starts = (cu if self.padded is None else self.padded)[:-1]
-        ends = starts.new_zeros(1), starts.new_full((1,), tokens)
-        return torch.cat([ends[0], torch.stack([starts, starts + cu.diff()], 1).flatten(), ends[1]])
 
 
 def _longest_of(cu_seqlens: torch.Tensor) -> int:
@@ -346,20 +276,18 @@ def _longest_of(cu_seqlens: torch.Tensor) -> int:
 def check_together(of_q: Packed, of_kv: Packed) -> None:
     """Raise InvalidValueError for what describes packed sequences without the `cu_seqlens` that it belongs to."""
     for suffix, of in (("", of_q), ("_kv", of_kv)):
-        for name, value in ((f"max_seqlen{suffix}", of.max_seqlen), (f"cu_seqlens{suffix}_padded", of.padded)):
-            if value is not None and of.cu_seqlens is None:
-                got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-                raise invalid_value(
-                    name,
-                    f"{got} without cu_seqlens{suffix}",
-                    f"None, or both: cu_seqlens{suffix} says where sequences end",
-                )
+        if of.max_seqlen is not None and of.cu_seqlens is None:
+            raise invalid_value(
+                f"max_seqlen{suffix}",
+                f"{of.max_seqlen!r} without cu_seqlens{suffix}",
+                f"None, or both: cu_seqlens{suffix} says where sequences end",
+            )
     if of_kv.cu_seqlens is not None and of_q.cu_seqlens is None:
         raise invalid_value("cu_seqlens_kv", "a tensor without cu_seqlens", "None, or both")
 
 
-def piece_of(cu: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The number of the piece of `cu` [m + 1] to which each token belongs, [tokens]; m for those after the last."""
+def _sequence_of(cu: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The number of the sequence of `cu` [n + 1] to which each token belongs, [tokens]."""
     return torch.searchsorted(cu[1:], torch.arange(tokens, dtype=cu.dtype, device=cu.device), right=True)
 
 
@@ -370,7 +298,7 @@ def _is_known(cu_seqlens: torch.Tensor) -> bool:
 
 def _packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, of_q: Packed, of_kv: Packed,
-    mask: torch.Tensor | None, dropout: float, scale: float | None, offset: torch.Tensor | None,
+    mask: torch.Tensor | None, dropout: float, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Sequences one after another in one row of tokens."""
     cu_q, cu_k = of_q.check("", q), of_kv.check("" if of_kv is of_q else "_kv", k)
@@ -381,18 +309,11 @@ def _packed(
         )  # fmt: skip
     if mask is not None:
         raise invalid_value("attention_mask", "a mask beside cu_seqlens", "one of the two")
-    unused = None
-    if of_q.padded is not None or of_kv.padded is not None:
-        cu_q, cu_k = of_q.pieces(q.shape[1]), of_kv.pieces(k.shape[1])
-        unused, unused_kv = (piece_of(cu, x.shape[1]) % 2 == 0 for cu, x in ((cu_q, q), (cu_k, k)))
-        # Padding may hold NaN, and a kernel may write no gradient for it: zeros in both directions.
-        q = q.masked_fill(unused[:, None, None], 0.0)
-        k, v = (x.masked_fill(unused_kv[:, None, None], 0.0) for x in (k, v))
     if is_for_flash(q, v, dropout):
         longest = of_q.longest(), of_kv.longest()
-        y = _varlen(q[0], k[0], v[0], (cu_q.int(), cu_k.int()), longest, causal, window, scale, offset, unused)
+        y = _varlen(q[0], k[0], v[0], (cu_q.int(), cu_k.int()), longest, causal, window, scale)
         return y.unsqueeze(0)
-    ids_q, ids_k = piece_of(cu_q, q.shape[1]), piece_of(cu_k, k.shape[1])
+    ids_q, ids_k = _sequence_of(cu_q, q.shape[1]), _sequence_of(cu_k, k.shape[1])
     seen = ids_q[:, None] == ids_k[None, :]
     if causal or window is not None:  # positions counted from the end of each sequence
         at, of = (cu[ids + 1] - torch.arange(len(ids), device=cu.device) for cu, ids in ((cu_q, ids_q), (cu_k, ids_k)))
@@ -400,8 +321,7 @@ def _packed(
             seen = seen & (of[None, :] >= at[:, None])
         if window is not None:
             seen = seen & ((of[None, :] - at[:, None]).abs() < window)
-    y = _attention(q, k, v, seen, False, dropout, scale, offset)
-    return y if unused is None else y.masked_fill(unused[:, None, None], 0.0)
+    return _attention(q, k, v, seen, False, dropout, scale)
 
 
 # ------------------------------------------------------------------------------------------------ flash attention
@@ -417,67 +337,17 @@ def is_for_flash(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
 
 def _varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: tuple[torch.Tensor, torch.Tensor], longest: tuple[int, int],
-    causal: bool, window: int | None, scale: float | None, offset: torch.Tensor | None, unused: torch.Tensor | None,
+    causal: bool, window: int | None, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """y [T, H, D] of the pieces `cu`, and zeros where tokens are `unused` [T]: of a piece of them that has more tokens
-    than `longest` the kernels leave the rest unwritten."""
+    """y [T, H, D], by torch's attention of variable length."""
     reach = (-1, -1) if window is None else (window - 1, window - 1)
     reach = (reach[0], 0) if causal else reach
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    if offset is not None:
-        return _Sink.apply(q, k, v, offset, *cu, longest, reach, scale, unused)  # type: ignore[no-any-return]
     from torch.nn.attention.varlen import varlen_attn
 
     y: torch.Tensor = varlen_attn(q, k, v, *cu, *longest, scale=scale, window_size=reach)  # type: ignore[assignment]
-    return y if unused is None else y.masked_fill(unused[:, None, None], 0.0)
-
-
-class _Sink(torch.autograd.Function):
-    """Flash attention, then each row times the share of the softmax that its sink leaves to tokens.
-
-    With lse the logarithm of a row's sum of exponentials, ``lse' = log(exp(lse) + exp(offset))`` and ``y' = y exp(lse -
-    lse')``. The backward of flash attention takes weights from lse and its row sums from y: given lse' and y' it makes
-    the gradients of q, k and v, and that of an offset is ``-sum(exp(offset - lse') (dy y'))`` over rows of its head.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Context,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        offset: torch.Tensor,
-        cu_q: torch.Tensor,
-        cu_k: torch.Tensor,
-        longest: tuple[int, int],
-        reach: tuple[int, int],
-        scale: float | None,
-        unused: torch.Tensor | None,
-    ) -> torch.Tensor:
-        call = *longest, 0.0, reach == (-1, 0)
-        options = {"scale": scale, "window_size_left": reach[0], "window_size_right": reach[1]}
-        y, lse, state, other, _ = torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, *call, False, **options)
-        if unused is not None:  # the kernel may have left these unwritten
-            y, lse = y.masked_fill(unused[:, None, None], 0.0), lse.masked_fill(unused, float("inf"))
-        # [H, T]; infinite in a row that sees nothing, whose y is 0.
-        total = torch.logaddexp(lse, offset.float()[:, None])
-        y = (y * (lse - total).exp().nan_to_num_(0.0).T[:, :, None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, offset, cu_q, cu_k, y, total, state, other)
-        ctx.settings = call, options
-        return y
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:  # type: ignore[override]
-        q, k, v, offset, cu_q, cu_k, y, total, state, other = ctx.saved_tensors
-        call, options = ctx.settings
-        gradients = torch.ops.aten._flash_attention_backward(
-            dy, q, k, v, y, total, cu_q, cu_k, *call, state, other, **options
-        )
-        share = (offset.float()[:, None] - total).exp()
-        d_offset = -(share * (dy.float() * y.float()).sum(-1).T).sum(1).to(offset.dtype)
-        return *gradients, d_offset, None, None, None, None, None, None
+    return y
 
 
 def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> str:

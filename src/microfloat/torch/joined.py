@@ -175,7 +175,8 @@ class Composite(nn.Module):
     def reset_parameters(self) -> None:
         """Draw fresh parameters."""
         for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
+            if next(module.parameters(), None) is not None:  # else it may have no such method: a module as `attention`
+                module.reset_parameters()  # type: ignore[operator]
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
         drop_extra_state(self, state_dict, prefix, arguments[-1])

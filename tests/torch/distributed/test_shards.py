@@ -118,20 +118,3 @@ def test_layers_fold_as_their_parts_allow(mesh, part: int, kind: str) -> None:
     with backends.pretend(chip="h200", interpreted=False):
         x_whole = DTensor.from_local(x, mesh, run_check=False)
         assert trained.schedule(x_whole).routes.fprop.kind == kind
-
-
-def test_a_rank_has_the_sinks_of_its_heads(mesh) -> None:
-    attention = mf.MultiheadAttention(16, 4, softmax_type="learnable")
-    for name in "qkv":
-        setattr(attention, f"{name}_proj", mf.Linear(16, 8, False))  # two of the four heads, as ColwiseParallel leaves
-    attention.o_proj, x = mf.Linear(8, 16, False), torch.randn(1, 3, 16)
-    local = torch.tensor([-1.0, 2.0])
-    attention.softmax_offset = torch.nn.Parameter(local)
-    want = attention(x)
-    want.sum().backward()
-    goal = attention.softmax_offset.grad
-    attention.softmax_offset = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
-    y = attention(x)
-    y.sum().backward()
-    assert torch.equal(y, want)
-    assert torch.equal(attention.softmax_offset.grad.to_local(), goal)

@@ -415,29 +415,6 @@ def returned_biases(rank: int):
     return found
 
 
-def streams(rank: int):
-    """Relative difference of a layer under sequence parallelism that leaves sequences out, from one process."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh(torch.get_default_device().type, (world,))
-    torch.manual_seed(1)
-    options = {"drop_path_rate": 0.5, "output_layernorm": True, "normalization": "LayerNorm", "recipe": "mxfp8"}
-    layer = mf.TransformerLayer(64, 64 * world, 2 * world, **options)
-    whole = copy.deepcopy(layer)
-    plan = {key: style for key, style in plan_of(True).items() if has(layer, key) and "input" not in key}
-    plan |= {"output_layernorm": ours.SequenceParallel()}
-    for name in "qkv":
-        plan[f"self_attn.{name}_proj"] = ours.ColwiseParallel(input_layouts=Shard(1))
-    theirs.parallelize_module(layer, mesh, plan)
-    x = drawn(16, 4 * world, 64, seed=2)
-    errors = []
-    for attempt in range(2):
-        torch.manual_seed(attempt)
-        y = whole_of(layer(on_sequence(x, mesh)))
-        torch.manual_seed(attempt)
-        errors.append(relative(y, whole(x)))
-    return errors
-
-
 def delayed_state(rank: int):
     """Scaling state of a column and a row parallel layer after three regions, and that of one process."""
     world, found = dist.get_world_size(), {}
@@ -652,7 +629,7 @@ def recipes_differ(rank: int):
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), scales_across_the_cut, modules_take_part,
-    returned_biases, streams, delayed_state, wire, noise, With(other_ways, compiles=False), refusals,
+    returned_biases, delayed_state, wire, noise, With(other_ways, compiles=False), refusals,
     forms_of_a_hopper, decoded_operands, decoded_and_gathered,
 )  # fmt: skip
 
@@ -710,12 +687,6 @@ def test_a_returned_bias_lies_as_the_output_does(ranks) -> None:
     """features D2, D4"""
     for found in of(ranks, returned_biases):
         assert max(found.values()) < 2.0**-16, found  # as above
-
-
-def test_ranks_leave_out_the_same_sequences(ranks) -> None:
-    """features D2, D4"""
-    for errors in of(ranks, streams):
-        assert max(errors) < 2.0**-16, errors  # as above
 
 
 def test_delayed_scaling_has_the_state_of_one_process(ranks) -> None:

@@ -8,14 +8,13 @@ Legend: B = sequences, S = tokens of a sequence, T = tokens of all sequences, H 
 of a head.
 """
 
-import typing
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.types import Device
 
-from microfloat.arguments import check_bool, check_choice, check_int, check_number
+from microfloat.arguments import check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.formats import FP8_TENSOR
 from microfloat.recipes import Cast, Delayed, Recipe, as_cast
@@ -28,10 +27,9 @@ from microfloat.torch.nn.norms import RMSNorm
 from microfloat.torch.ops import quantize
 from microfloat.torch.tensor import QuantizedTensor
 
-if typing.TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+Attention = Callable[..., torch.Tensor]
 
-__all__ = ["KVCache", "MultiheadAttention", "RotaryEmbedding"]
+__all__ = ["Attention", "KVCache", "MultiheadAttention", "RotaryEmbedding"]
 
 
 class RotaryEmbedding(nn.Module):
@@ -222,14 +220,14 @@ class MultiheadAttention(Composite):
     """Attention with `num_heads` heads, which share `num_kv_heads` heads of keys and values (None: as many).
 
     Children `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` `q_norm` and `k_norm` (RMSNorm over a head,
-    before the rotation, or with `qk_norm_before_rope=False` after it): the keys of transformers' Llama and Qwen3
-    attention. `head_dim` None: hidden_size / num_heads.
+    before the rotation): the keys of transformers' Llama and Qwen3 attention. `head_dim` None: hidden_size / num_heads.
     `window`: a token sees that many nearest ones only. `causal`: those before it only. `dropout`: of the attention, in
     training. `out_bias` None: `bias`. `return_bias`: returns (y, bias of `o_proj`), y without it. `init_method` draws
-    the weights of q, k and v, `output_layer_init_method` that of `o_proj`, as in `Linear`. `softmax_type`: with
-    "off-by-one" or "learnable" each head has an attention sink, ``exp(s) / (exp(a) + sum exp(s))`` of its scores s: a
-    is 0, or the parameter `softmax_offset` [num_heads], at first 0. Raises InvalidValueError where heads do not divide.
-    Source: docs/modules.md.
+    the weights of q, k and v, `output_layer_init_method` that of `o_proj`, as in `Linear`. `attention`: a
+    function of (q, k, v, causal=, mask=, window=, dropout=) in place of torch's scaled_dot_product_attention: q [B, S,
+    H, D] and k, v [B, S', G, D], normed and rotated, to [B, S, H, D]; a call with packed sequences adds `cu_seqlens`
+    and its relatives as they were given. An nn.Module becomes a child, with parameters of its own. Raises
+    InvalidValueError where heads do not divide. Source: docs/modules.md.
     """
 
     def __init__(
@@ -239,13 +237,12 @@ class MultiheadAttention(Composite):
         interleaved: bool = False, device: Device = None, dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False, init_method: InitMethod | None = None,
-        output_layer_init_method: InitMethod | None = None, qk_norm_before_rope: bool = True,
-        softmax_type: str = "vanilla",
+        output_layer_init_method: InitMethod | None = None, attention: Attention | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_bool("qk_norm_before_rope", qk_norm_before_rope)
-        check_choice("softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
-        self.softmax_type = softmax_type
+        if attention is not None and not callable(attention):
+            raise invalid_type("attention", kind_of(attention), "a function of q, k and v, or None")
+        self.attention = attention
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise invalid_value("num_kv_heads", str(num_kv_heads), f"a divisor of num_heads = {num_heads}")
@@ -269,20 +266,11 @@ class MultiheadAttention(Composite):
         self.v_proj = Linear(source, num_kv_heads * size, bias, **inner)
         options |= {"return_bias": return_bias, "init_method": output_layer_init_method}
         self.o_proj = Linear(num_heads * size, hidden_size, bias if out_bias is None else out_bias, **options)
-        self.return_bias, self.qk_norm_before_rope = return_bias, qk_norm_before_rope
+        self.return_bias = return_bias
         if qk_norm:
             self.q_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
-        self.softmax_offset: nn.Parameter | None = None
-        if softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
         self._join()
-
-    def reset_parameters(self) -> None:
-        """Draw fresh parameters; `softmax_offset` is 0."""
-        super().reset_parameters()
-        if self.softmax_offset is not None:
-            nn.init.zeros_(self.softmax_offset)
 
     def _join(self) -> None:
         if self.q_proj.in_features == self.k_proj.in_features:
@@ -294,7 +282,6 @@ class MultiheadAttention(Composite):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, cu_seqlens: torch.Tensor | None = None,
         cu_seqlens_kv: torch.Tensor | None = None, max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
         cache: KVCache | None = None, norm: nn.Module | None = None, is_first_microbatch: bool | None = None,
-        cu_seqlens_padded: torch.Tensor | None = None, cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> WithBias:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`; `return_bias`: (y, bias).
 
@@ -302,28 +289,29 @@ class MultiheadAttention(Composite):
         True where a token is seen, or added to the scores; [B, S'] (padding), [S, S'] or [B, 1 or H, S, S'].
         `position_embeddings`: cos and sin of `RotaryEmbedding`. `cu_seqlens` int32 [n + 1]: tokens of n sequences one
         after another, and `max_seqlen` the most tokens of one, which spares the host a wait for the GPU;
-        `cu_seqlens_kv`, `max_seqlen_kv`: those of a context [T', hidden]. `cu_seqlens_padded`, `cu_seqlens_kv_padded`
-        [n + 1]: where sequences begin if there is padding between or after them, whose attention is 0. `cache`: a
-        `KVCache`, or anything with its `update`. `norm`: applied to hidden_states first, and cast as it is computed.
+        `cu_seqlens_kv`, `max_seqlen_kv`: those of a context [T', hidden]. `cache`: a `KVCache`, or anything with
+        its `update`. `norm`: applied to hidden_states first, and cast as it is computed.
         `is_first_microbatch`: as in `Linear`, of all of them.
         """
         if hidden_states.dim() not in (2, 3):
             raise invalid_value("hidden_states", f"shape {tuple(hidden_states.shape)}", "[B, S, hidden] or [T, hidden]")
         if isinstance(cache, type) or not (cache is None or callable(getattr(cache, "update", None))):
             raise invalid_type("cache", kind_of(cache), "a KVCache, or anything with its update(k, v)")
-        of_x = Packed(cu_seqlens, max_seqlen, cu_seqlens_padded)
-        _check_packed(hidden_states, context, of_x, Packed(cu_seqlens_kv, max_seqlen_kv, cu_seqlens_kv_padded))
+        packed: Options = {
+            "cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv, "max_seqlen": max_seqlen,
+            "max_seqlen_kv": max_seqlen_kv,
+        }  # fmt: skip
+        _check_packed(hidden_states, context, Packed(cu_seqlens, max_seqlen), Packed(cu_seqlens_kv, max_seqlen_kv))
         qkv = self.projected(hidden_states, context, norm, is_first_microbatch)
         q, k, v = self.rotated(qkv, position_embeddings)
         count = cache.count if isinstance(cache, KVCache) else 0
         if cache is not None:
             k, v = cache.update(k, v)
         try:
-            y = attend(
+            y = (attend if self.attention is None else self.attention)(
                 q, k, v, causal=self.causal and context is None, mask=attention_mask, window=self.window,
-                cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv, dropout=self.dropout if self.training else 0.0,
-                max_seqlen=max_seqlen, max_seqlen_kv=max_seqlen_kv, cu_seqlens_padded=cu_seqlens_padded,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded, softmax_offset=self._offset(q),
+                dropout=self.dropout if self.training else 0.0,
+                **{name: value for name, value in packed.items() if value is not None},
             )  # fmt: skip
             # Not in the shape of hidden_states: where they are sharded by their sequence, y has more rows.
             y = y.flatten(-2) if hidden_states.dim() == 3 else y.flatten(-2).squeeze(0)
@@ -355,29 +343,11 @@ class MultiheadAttention(Composite):
     ) -> tuple[torch.Tensor, ...]:
         """q [B, S, H, D], k and v [B, S', G, D], normed and rotated."""
         norms = getattr(self, "q_norm", None), getattr(self, "k_norm", None)
-        call = qkv, (self.num_heads, self.num_kv_heads), self.head_dim, position_embeddings
-        if self.qk_norm_before_rope or norms[0] is None or norms[1] is None:
-            return heads_of(*call, norms, self.interleaved)
-        q, k, v = heads_of(*call, (None, None), self.interleaved)
-        return norms[0](q), norms[1](k), v
-
-    def _offset(self, q: torch.Tensor) -> torch.Tensor | None:
-        """The score of the sink of each head that this rank has, [H]; None without sinks."""
-        offset: Maybe = self.softmax_offset
-        if self.softmax_type == "off-by-one":
-            return q.new_zeros(q.shape[2])
-        if hasattr(offset, "to_local"):
-            offset = typing.cast("DTensor", offset).to_local()
-        if offset is not None and offset.shape[0] != q.shape[2]:
-            raise invalid_value(
-                "softmax_offset", f"{offset.shape[0]} numbers for {q.shape[2]} heads", "one for each head of q_proj",
-                "Where q_proj is sharded by rows, shard it too: distribute_tensor(softmax_offset, mesh, [Shard(0)]).",
-            )  # fmt: skip
-        return offset
+        heads = self.num_heads, self.num_kv_heads
+        return heads_of(qkv, heads, self.head_dim, position_embeddings, norms, self.interleaved)
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
-        window += "" if self.softmax_type == "vanilla" else f", softmax_type={self.softmax_type!r}"
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         return f"{heads}, causal={self.causal}{window}"
 
