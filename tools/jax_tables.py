@@ -1,4 +1,4 @@
-"""The table of JAX figures in docs/jax.md, from benchmarks/results/jax_linear.json.
+"""The table of JAX figures in docs/laboratory/jax.md, from benchmarks/results/jax_linear.json.
 
     python tools/jax_tables.py           # print it
     python tools/jax_tables.py --write   # rewrite the block in the page
@@ -40,10 +40,10 @@ def _row(entry: dict[str, Any]) -> list[str]:
     target = f"{entry['target']:.2f}" if entry["target"] else ""
     memory = f"{entry['temporary_ratio']:.2f}" if "temporary_ratio" in entry else ""
     times = [f"{rival:.2f}", f"{entry['median_ms']:.2f}", f"{entry['ratio']:.2f}"]
-    return [f"`{entry['id']}`", shape, *times, target, _gemms(entry.get("hlo")), memory]
+    return [f"`{entry['id']}`", shape, *times, target, gemms(entry.get("hlo")), memory]
 
 
-def _gemms(hlo: dict[str, Any] | None) -> str:
+def gemms(hlo: dict[str, Any] | None) -> str:
     """The GEMM that serves each role; one name where all are alike."""
     if hlo is None:
         return ""
@@ -56,7 +56,7 @@ def _gemms(hlo: dict[str, Any] | None) -> str:
     return ", ".join(f"{role} {name}" for role, name in names.items())
 
 
-BLOCKS = [(ROOT / "docs" / "jax.md", "measured: jax_linear", jax_linear_table)]
+BLOCKS = [(ROOT / "docs" / "laboratory" / "jax.md", "measured: jax_linear", jax_linear_table)]
 
 if __name__ == "__main__":
     sys.exit(command("The table of JAX figures.", BLOCKS))

@@ -101,7 +101,7 @@ def _missing(path: Path, what: str) -> str:
 BLOCKS = [
     (ROOT / "docs" / "performance.md", "measured: peers", peers_table.peers_table),
     (ROOT / "README.md", "measured: demo", demo_table),
-    (ROOT / "docs" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
+    (ROOT / "docs" / "laboratory" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
     *(
         (
             ROOT / "docs" / gpu_tables.PAGES.get(name, "laboratory/performance.md"),

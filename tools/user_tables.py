@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax_tables
 import peers_table
 from gpu_tables import RESULTS, Rows, number, rows_of
 from marked_block import ROOT, command, table
@@ -302,6 +303,24 @@ def cpu_table() -> str:
     return f"{table(['million elements / s', *kinds], cells, right=(1, 2, 3))}\n\n{text}"
 
 
+def jax_table() -> str:
+    """A Linear in JAX, in the recipe's name: time beside bf16's, the GEMMs that XLA chose, and temporary memory."""
+    data = json.loads((RESULTS / "jax_linear.json").read_text(encoding="utf-8"))
+    cells = []
+    for entry in data["rows"]:
+        name = entry["id"].removeprefix("j.l.")
+        who = "Flax's `Fp8DirectDotGeneralOp`" if name == "flax_direct" else RECIPES.get(name)
+        if who is None or "bf16_ms" not in entry or name == "mxfp8.folded":  # which runs as the exact path does
+            continue
+        memory = number(entry.get("temporary_ratio"), 1)
+        times = [number(entry[key]) for key in ("bf16_ms", "median_ms", "ratio")]
+        cells.append([who.partition(",")[0], *times, jax_tables.gemms(entry.get("hlo")), memory])
+    header = ["16384 tokens, 4096 to 14336", "bf16, ms", "ms", "times as fast", "GEMMs", "temporary memory, of bf16"]
+    versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("jax", "flax"))
+    where = f"From `benchmarks/results/jax_linear.json` ({data['machine'].split()[1]}, {data['date']}; {versions})."
+    return f"{table(header, cells, right=(1, 2, 3, 5))}\n\n{where}"
+
+
 def _page(name: str) -> Path:
     return ROOT / "docs" / name
 
@@ -317,6 +336,8 @@ BLOCKS = [
     (_page("inference.md"), "measured: decode", functools.partial(decode_table, "decode")),
     (_page("inference.md"), "measured: decode_h200", functools.partial(decode_table, "decode_h200")),
     (_page("inference.md"), "measured: prompts", prompt_table),
+    (_page("recipes.md"), "measured: cpu_quantize", cpu_table),
+    (_page("jax.md"), "measured: jax_linear", jax_table),
     (_page("distributed.md"), "measured: fsdp", functools.partial(ranks_table, "fsdp", "fsdp_h100")),
     (_page("distributed.md"), "measured: tp", functools.partial(ranks_table, "tp", "tp_h100")),
 ]

@@ -1,4 +1,4 @@
-"""The table of docs/jax.md is what its generator gives, and the generator says what a result holds."""
+"""The table of docs/laboratory/jax.md is what its generator gives, and the generator says what a result holds."""
 
 import importlib
 import json
