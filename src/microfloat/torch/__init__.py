@@ -27,6 +27,8 @@ from microfloat.recipes import (
 )
 from microfloat.support import Support
 from microfloat.torch import array_casts  # noqa: F401  (registers them)
+from microfloat.torch._tensor_ops import products  # noqa: F401  (fills its table)
+from microfloat.torch._upper import tell
 from microfloat.torch.attention import apply_rotary
 from microfloat.torch.autocast import (
     AutocastState,
@@ -63,6 +65,17 @@ from microfloat.torch.scaling import reset_scaling, update_scaling
 from microfloat.torch.seeds import set_seed_rank
 from microfloat.torch.tensor import QuantizedTensor
 from microfloat.torch.watch import Record, watch
+
+tell({
+    "run_sharded": "microfloat.torch.distributed.linear:run_sharded",
+    "find_sharded": "microfloat.torch.distributed.linear:find_sharded",
+    "beside": "microfloat.torch.distributed.tensor_parallel:beside",
+    "tell_ranks": "microfloat.torch.distributed.quantized:tell_ranks",
+    "shard_of_zeros": "microfloat.torch.distributed.quantized:shard_of_zeros",
+    "quantize_sharded": "microfloat.torch.distributed.quantizing:quantize_sharded",
+    "abstract_linear": "microfloat.torch.compiled:abstract_linear",
+    "forget_schedules": "microfloat.torch.schedule:forget",
+})  # fmt: skip
 
 __all__ = [
     "FLOP_FORMULAS", "AutocastState", "Cast", "ConversionReport", "Current", "Delayed", "Gemm", "GroupedLinear",

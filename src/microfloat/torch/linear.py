@@ -28,6 +28,7 @@ from microfloat.torch import backends, layer_state, scaling
 from microfloat.torch._checks import check_linear, is_abstract, with_path
 from microfloat.torch._operators import refusal_of_transforms, refuse_transforms
 from microfloat.torch._typing import Context, Maybe, Parts
+from microfloat.torch._upper import upper
 from microfloat.torch.backends.base import aligned
 from microfloat.torch.context import Ambient
 from microfloat.torch.folding import FoldCounts, routes_after
@@ -79,17 +80,13 @@ def run_linear(
 
             return multiply(x, weight, bias, recipe, backend_name(layer, state))
         if _is_sharded(x) or _is_sharded(weight):
-            from microfloat.torch.distributed.linear import run_sharded
-
-            return run_sharded(layer, x, weight, bias, recipe, state, is_first_microbatch)
+            return upper("run_sharded")(layer, x, weight, bias, recipe, state, is_first_microbatch)
         check_linear(x, weight, bias)
         if x.numel() == 0 or weight.numel() == 0:
             return None
         if is_abstract(x):
-            from microfloat.torch.compiled import abstract_linear
-
             name = "auto" if x.is_meta else backend_name(layer, state)
-            return abstract_linear(x, weight, bias, recipe, name, autocast_dtype(x.device.type) or x.dtype)
+            return upper("abstract_linear")(x, weight, bias, recipe, name, autocast_dtype(x.device.type) or x.dtype)
     schedule = _of_call(layer, x, weight, bias, recipe, state)
     if schedule is None:
         return None
@@ -112,9 +109,7 @@ def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | 
     """The schedule that a call of `layer` with `x` would run; None where there are no elements to multiply."""
     weight, bias = layer.weight, layer.added_bias
     if _is_sharded(x) or _is_sharded(weight):
-        from microfloat.torch.distributed.linear import find_sharded
-
-        return find_sharded(layer, x, recipe, state)
+        return upper("find_sharded")(layer, x, recipe, state)
     check_linear(x, weight, bias)
     if is_abstract(x):
         raise NotSupportedError("x: got a tensor without values, needed one whose memory a schedule can be made for.")

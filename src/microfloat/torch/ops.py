@@ -25,6 +25,7 @@ from microfloat.torch._checks import (
 )
 from microfloat.torch._tensor_ops import take
 from microfloat.torch._typing import Seed
+from microfloat.torch._upper import upper
 from microfloat.torch.seeds import draw_seed, seed_words
 from microfloat.torch.tensor import QuantizedTensor, tensors_of
 
@@ -100,9 +101,7 @@ def quantize(
     tensor([[162,   5]], dtype=torch.uint8)
     """
     if hasattr(type(x), "placements") and group_sizes is None and out is None:  # a DTensor
-        from microfloat.torch.distributed.quantizing import quantize_sharded  # imported by those alone who shard
-
-        return quantize_sharded(x, cast, axis, seed, stream, amax, scale_enc, backend)  # type: ignore[arg-type, return-value]
+        return upper("quantize_sharded")(x, cast, axis, seed, stream, amax, scale_enc, backend)
     run = _traced_quantize if _operators.is_tracing(x) else quantize_values
     if group_sizes is None:
         made: Made | list[Made] = run(x, cast, axis, seed, stream, amax, scale_enc, backend)

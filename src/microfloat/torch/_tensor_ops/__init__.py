@@ -1,6 +1,6 @@
 """The operators of torch on a QuantizedTensor: a table from operator to function, and an error for the rest."""
 
-from microfloat.torch._tensor_ops import products, reads, shapes  # noqa: F401  # they fill the table
+from microfloat.torch._tensor_ops import reads, shapes  # noqa: F401  # they fill the table
 from microfloat.torch._tensor_ops.shapes import contraction_unit
 from microfloat.torch._tensor_ops.table import dispatch
 from microfloat.torch._tensor_ops.updates import requantized

@@ -21,6 +21,7 @@ from microfloat.torch._tensor_ops.table import (
     register,
     values_of_weights,
 )
+from microfloat.torch._upper import upper
 from microfloat.torch.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -143,9 +144,7 @@ def _like(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """
     q = args[0]
     if func is aten.new_zeros.default and not kwargs.keys() - {"pin_memory"} and _are_rows(q, args[1]):
-        from microfloat.torch.distributed.quantized import shard_of_zeros
-
-        return shard_of_zeros(q, args[1][0])
+        return upper("shard_of_zeros")(q, args[1][0])
     device = kwargs.get("device")
     if func is aten.empty_like.default and q.codes.is_meta and device is not None and device.type != "meta":
         return q.map_parts(lambda part: torch.empty_like(part, device=device))

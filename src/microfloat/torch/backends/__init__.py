@@ -20,6 +20,7 @@ from microfloat.errors import NotSupportedError, install_hint, invalid_type, inv
 from microfloat.layout import Layout, layout_of
 from microfloat.routes import Entries, OperandSpec, family_of
 from microfloat.support import Support
+from microfloat.torch._upper import upper
 from microfloat.torch.backends.base import Backend
 
 __all__ = [
@@ -96,10 +97,8 @@ def pretend(*, chip: str, interpreted: bool = True) -> Iterator[None]:
 
 def _forget() -> None:
     """Drop what was worked out for another chip."""
-    from microfloat.torch import schedule
-
     CHOSEN.clear()
-    schedule.forget()
+    upper("forget_schedules")()
 
 
 def chip_of(device: torch.device) -> Chip:

@@ -17,6 +17,7 @@ from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context, layer_state, scaling
 from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
 from microfloat.torch._typing import InitMethod, StateDict, WithBias
+from microfloat.torch._upper import upper
 from microfloat.torch.compiled import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.gathered import NoValues, values_of
@@ -146,9 +147,7 @@ class RecipeLayer(nn.Module):
         if bias is None:
             return y, None
         if hasattr(bias, "placements"):
-            from microfloat.torch.distributed.tensor_parallel import beside
-
-            bias = beside(self, bias, y.dim())
+            bias = upper("beside")(self, bias, y.dim())
         if bias.dtype != y.dtype:
             return y, bias.to(y.dtype)
         # FSDP2 frees the memory of a parameter when the forward of its module ends, which may be this one.
@@ -210,9 +209,7 @@ class RecipeLayer(nn.Module):
     def _tell_ranks(self) -> None:
         """Before values are written: shards of codes that FSDP2 has made learn which ranks have the others."""
         if any(isinstance(getattr(one, "_local_tensor", None), QuantizedTensor) for one in self._parameters.values()):
-            from microfloat.torch.distributed.quantized import tell_ranks
-
-            tell_ranks(self)
+            upper("tell_ranks")(self)
 
     def _drop_weight_cache(self) -> None:
         self.__dict__.pop("_weight_cache", None)
