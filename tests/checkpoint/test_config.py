@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from microfloat.checkpoint import load
+from microfloat.checkpoint import convert, load
 from microfloat.checkpoint.config import announced
 from microfloat.checkpoint.patterns import EXACT, PARTS, SHELL, SUBSTRING, Patterns, users_regex
 from microfloat.errors import CheckpointError, InvalidValueError
@@ -474,3 +474,21 @@ def test_scales_of_inputs_under_other_names_are_named(tmp_path):
     tensors = fp8("a", weight_scale=np.float32(1), qscale_act=np.float32(1))
     with pytest.warns(UserWarning, match=r"a.weight \(there are a.qscale_act, which are not read\)"):
         load(folder_of(tmp_path, tensors, {"quantization_config": modelopt("FP8")}))
+
+
+@pytest.mark.parametrize(
+    ("place", "to"), [(("thinker_config", "text_config"), "bf16"), (("language_config",), "ct:mxfp4")]
+)
+def test_what_is_said_inside_a_model_is_read_and_not_written_again(place, to, tmp_path):
+    config = {"quantization_config": modelopt("W4A16_NVFP4", kv_cache_scheme={"num_bits": 8}), "hidden_size": 32}
+    for key in reversed(place):
+        config = {key: config}
+    (tmp_path / "source").mkdir()
+    source = folder_of(tmp_path / "source", layer("a"), config)
+    assert load(source).detection.confidence == 1.0
+    convert(source, tmp_path / "out", to=to)
+    made = inner = load(tmp_path / "out").config
+    for key in place:
+        inner = inner[key]
+    assert inner == {"hidden_size": 32}
+    assert to == "bf16" or made["quantization_config"]["kv_cache_scheme"]

@@ -103,6 +103,13 @@ def test_the_bytes_on_the_wire_are_those_of_the_layouts(tool):
     assert "| `mxfp8` | 1.031 (0.52x) |" in committed
 
 
+def test_the_families_of_checkpoints_are_the_rows_of_the_library(tool):
+    families, block = tool("families_table"), tool("marked_block")
+    committed = block.read_block(families.PAGE.read_text(), families.BLOCK)
+    assert committed.strip() == families.families_table(), "run: python tools/families_table.py --write"
+    assert "| P_packed, P_scale (E4M3) | P_global_scale, divides | `compressed-tensors` |" in committed
+
+
 def test_make_tables_regenerates_every_block_of_the_pages(tool):
     """Those of each tool, and none is left in a page that no tool writes."""
     pytest.importorskip("torch", reason="torch is not installed")
