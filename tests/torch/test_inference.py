@@ -478,7 +478,7 @@ def test_a_dequantized_weight_follows_writes_and_is_never_saved(dequantized) -> 
     assert not twin.up_proj(x.half()).any()
 
 
-@pytest.mark.parametrize("write", ["copy_", "slices", "foreach", "load_plain"])
+@pytest.mark.parametrize("write", ["copy_", "slices", "load_plain"])
 @pytest.mark.parametrize("prefill", ["dequantized", "folded"])
 def test_what_is_kept_follows_writes_through_data(prefill, write) -> None:
     """Weight loaders write ``weight.data``, whose version is not that of the weight."""
@@ -493,8 +493,6 @@ def test_what_is_kept_follows_writes_through_data(prefill, write) -> None:
         assert not layer(x).any()
         data.narrow(0, 0, 48).copy_(new[:48])
         data[48:].copy_(new[48:])
-    elif write == "foreach":
-        torch._foreach_copy_([data], [new])
     else:
         data.copy_(new.dequantize())
     fresh = copy.deepcopy(layer)

@@ -489,40 +489,11 @@ def noise(rank: int, compiles: bool = True):
     return made
 
 
-STORED = ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_2d")
-
-
-def master_shards(rank: int):
-    """features S8: each rank casts its part of float32 masters; the cut lies inside of tiles, blocks, bytes."""
-    found = {}
-    for name in STORED:
-        for cut in (0, 1, 5003, 130 * 97):
-            master = torch.randn(130, 97, generator=torch.Generator().manual_seed(3))
-            q = mf.quantize(torch.ones(130, 97), name)
-            offset, end = (0, cut) if rank == 0 else (cut, master.numel())
-            shard = master.reshape(-1)[offset:end]
-            skipped = mf.quantize(torch.ones(130, 97), name)
-            mf.update_quantized(skipped, shard, offset=offset, group=dist.group.WORLD, noop_flag=torch.ones(1))
-            mf.update_quantized(q, shard, offset=offset, group=dist.group.WORLD)
-            expected, kept = mf.quantize(master, name), mf.quantize(torch.ones(130, 97), name)
-            found[name, cut] = torch.equal(q, expected), torch.equal(skipped, kept)
-    for name in ("fp8_tensor", "nvfp4", "nvfp4_2d"):  # experts, each with a scale of its own; the cut is in the second
-        master = torch.randn(3, 48, 97, generator=torch.Generator().manual_seed(4)) * torch.tensor(
-            [[[1.0]], [[9]], [[3]]]
-        )
-        q = torch.stack([mf.quantize(torch.ones(48, 97), name) for _ in range(3)])
-        offset, end = (0, 7001) if rank == 0 else (7001, master.numel())
-        mf.update_quantized(q, master.reshape(-1)[offset:end], offset=offset, group=dist.group.WORLD)
-        expected = torch.stack([mf.quantize(one, name) for one in master])
-        found[name, "experts"] = torch.equal(q, expected), q.is_per_expert
-    return found
-
-
 CASES = (
     without_a_region, other_layers_on_other_ranks, a_second_model, read_later, recipes_in_another_order,
     saving_and_evaluating_alone,
     one_backward_alone, nothing_on_one_rank, evaluation_and_a_nested_recipe,
-    reentrant_checkpoint, a_group_of_its_own, beside_ddp, With(noise, compiles=False), master_shards, different_points,
+    reentrant_checkpoint, a_group_of_its_own, beside_ddp, With(noise, compiles=False), different_points,
     after_a_group_is_gone, waiting_alone, a_region_of_its_own, survived, different_layers_without_a_region,
     under_fsdp1, deleted_on_one_rank, shapes_that_differ,
 )  # fmt: skip
@@ -535,11 +506,6 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 def scale(amax: float, largest: float = 448) -> float:
     return float(torch.tensor(largest) / torch.tensor(amax))
-
-
-def test_shards_of_master_weights_become_the_codes_of_the_whole(ranks) -> None:
-    for found in of(ranks, master_shards):
-        assert not [key for key, outcome in found.items() if outcome != (True, True)]
 
 
 def test_layers_without_a_region_share_their_amaxes(ranks) -> None:

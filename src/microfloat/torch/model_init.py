@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from microfloat.arguments import check_int
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch._tensor_ops import keep_init_val, quantize_stored, store_all, store_shard
+from microfloat.torch._tensor_ops import keep_init_val, quantize_stored, store
 from microfloat.torch._typing import InitMethod
 from microfloat.torch.tensor import INIT_VAL, QuantizedTensor
 
 if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
-    from microfloat.torch.reduction import Group
 
 __all__ = [
     "ModelInit", "active_model_init", "draw_parameters", "fp8_model_init", "quantize_parameter", "quantized_model_init",
@@ -126,19 +125,14 @@ def draw_parameters(layer: "RecipeLayer", draw: InitMethod) -> None:
 
 @torch.no_grad()
 def update_quantized(
-    param: torch.Tensor, src: torch.Tensor, *, offset: int = 0, noop_flag: torch.Tensor | None = None,
-    group: "Group" = None,
-) -> None:  # fmt: skip
+    param: torch.Tensor, src: torch.Tensor, *, offset: int = 0, noop_flag: torch.Tensor | None = None
+) -> None:
     """Quantize high-precision values into a QuantizedTensor in place, under its Cast: a whole one, or a shard of it.
 
     `src`: values of `param`, or of the ``src.numel()`` elements from `offset` on in row-major order, flat or as
-    whole rows, such as the shard of float32 master weights that an optimizer owns on this rank; elements outside
-    keep their values, and are quantized anew where they share a scale with those inside. `group`: the ranks that
-    together hold all elements, each once. All of them must call; their scales are those of the whole tensor, and
-    `param` is complete and equal on each afterwards. `noop_flag`: one number on the device; where it is not zero
-    nothing changes, without a wait for the device, so that a step in a CUDA graph can be skipped. Raises
-    InvalidTypeError and InvalidValueError for arguments that do not fit, NotSupportedError for a group where the
-    Cast chooses scales by the error of all elements.
+    whole rows; elements outside keep their values, and are quantized anew where they share a scale with those inside.
+    `noop_flag`: one number on the device; where it is not zero nothing changes, without a wait for the device, so that
+    a step in a CUDA graph can be skipped. Raises InvalidTypeError and InvalidValueError for arguments that do not fit.
     """
     if not isinstance(param, QuantizedTensor):
         raise invalid_type("param", type(param), "a QuantizedTensor", "Plain parameters take copy_().")
@@ -157,20 +151,12 @@ def update_quantized(
             f"The parameter has shape {tuple(param.shape)}.",
         )  # fmt: skip
     q: Any = param.detach()
-    if group is not None:
-        if q.cast.chooses_by_error or q.hadamard is not None or q.axis != q.dim() - 1:
-            raise NotSupportedError(
-                f"update_quantized: got a group and {q.cast.format} under {q.cast.scale_rule!r}, needed blocks along "
-                "the last axis whose scales follow from amaxes alone. Gather the master weights first."
-            )
-        store_shard(q, src, offset, group, noop_flag)
-        return
     values = src.to(device=q.device, dtype=torch.float32)
     if src.numel() != q.numel():
         whole = q.dequantize(torch.float32).reshape(-1)
         whole[offset : offset + src.numel()] = values.reshape(-1)
         values = whole
-    store_all([q], [values.view(q.shape)], noop_flag)
+    store(q, values.view(q.shape), noop_flag)
 
 
 def fp8_model_init(

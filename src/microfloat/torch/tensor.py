@@ -38,16 +38,6 @@ INIT_VAL = "_high_precision_init_val"  # the attribute of a parameter that `quan
 _OWN = frozenset(
     {"codes", "scale", "tensor_scale", "cast", "axis", "root", "whole", "_shape", "_dtype", "_is_filled", "_is_param"}
 )
-_NO_STORAGE = (
-    "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
-    "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model); "
-    "microfloat.torch.save_quantized(model, path) writes codes and scales. accelerate's cpu_offload moves it; its "
-    "dispatch_model and disk_offload ask for addresses."
-)
-_NO_ORDER = (
-    "Call .dequantize() first; nothing dequantizes in silence. Where torch.nn.init.trunc_normal_ asked, which draws "
-    "again what is out of bounds: q.copy_(torch.nn.init.trunc_normal_(torch.empty_like(q)))."
-)
 _NOTHING = contextlib.nullcontext()
 _ABSENT: NoReturn = None  # type: ignore[assignment]  # an argument of a call as that of a Parameter
 # Functions of torch -> those that `_tensor_ops.products` has in their place, which give None for what is not theirs.
@@ -541,35 +531,6 @@ def _rebuild_quantized_tensor(
     return torch.nn.Parameter(q, requires_grad=description["requires_grad"])  # type: ignore[return-value]
 
 
-def _refuse_methods() -> None:
-    """Replace what torch would answer past `__torch_dispatch__`.
-
-    It turns a TypeError inside a binary operator into NotImplemented, so that ``q == x`` would fall back to identity;
-    and what asks for memory would read address zero, since a QuantizedTensor has no storage but those of its parts.
-    """
-
-    def refusing(name: str, *remedy: str) -> Callable[..., NoReturn]:
-        def method(self: QuantizedTensor, *arguments: object, **options: object) -> NoReturn:
-            raise self._refusal(name, *remedy)
-
-        method.__name__ = name
-        return method
-
-    for name in ("numpy", "item", "tolist", "__array__", "apply_", "map_"):
-        setattr(QuantizedTensor, name, refusing(name))
-    for name in ("storage", "_typed_storage", "data_ptr", "const_data_ptr", "__dlpack__", "__dlpack_device__"):
-        setattr(QuantizedTensor, name, refusing(name, _NO_STORAGE))
-    arithmetic = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
-    for stem in (*arithmetic, *(f"r{stem}" for stem in arithmetic), "eq", "ne"):
-        setattr(QuantizedTensor, f"__{stem}__", refusing(f"__{stem}__"))
-    for stem in ("lt", "le", "gt", "ge"):
-        setattr(QuantizedTensor, f"__{stem}__", refusing(f"__{stem}__", _NO_ORDER))
-    QuantizedTensor.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
-    QuantizedTensor.__matmul__ = lambda self, other: torch.matmul(self, other)  # type: ignore[method-assign]
-    QuantizedTensor.__rmatmul__ = lambda self, other: torch.matmul(other, self)  # type: ignore[method-assign]
-
-
-_refuse_methods()
 torch.serialization.add_safe_globals([_rebuild_quantized_tensor, QuantizedTensor])
 
 

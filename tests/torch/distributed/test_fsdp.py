@@ -911,6 +911,9 @@ def test_shards_of_codes_say_what_they_refuse(ranks) -> None:
         assert "parts of 64 rows of a quantized parameter (fp8_128x128)" in made["tiles"]
         assert "multiples of 128 rows, so that no tile is cut. Where fully_shard asked" in made["tiles"]
         assert "a shard whose ranks are not known yet" in made["unknown"]
+        assert "a weight of shape (256, 128) that fully_shard has cut and that has one scale for" in made["steps"]
+        assert "call low_precision_all_gather before fully_shard" in made["steps"]
+        assert "give it foreach=False, and no fused=True" in made["foreach"]
         assert "16 of the 128 rows of a shard under one scale for all ranks" in made["part"]
         assert "Where full_tensor or a full state dict did: save shards" in made["whole"]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.torch._tensor_ops.refusals import refusal
 from microfloat.torch._tensor_ops.shapes import permute
 from microfloat.torch._tensor_ops.table import (
     Arguments,
@@ -16,10 +17,8 @@ from microfloat.torch._tensor_ops.table import (
     check_rows,
     is_decay,
     raw,
-    refusal,
     refuse_experts,
     register,
-    values_of_weights,
 )
 from microfloat.torch._upper import upper
 from microfloat.torch.tensor import QuantizedTensor
@@ -86,13 +85,13 @@ def _record_stream(func: Operator, args: Arguments, kwargs: Options) -> None:
         part.record_stream(args[1])
 
 
-@register(aten.add.Tensor, aten._foreach_add.List)
-def _decay(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor | list[torch.Tensor]:
-    """Plain gradients plus `alpha` times quantized weights: an optimizer's weight decay. Other sums are refused."""
-    gradients, weights = args
-    if not is_decay(gradients, kwargs):
+@register(aten.add.Tensor)
+def _decay(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
+    """A plain gradient plus `alpha` times a quantized weight: an optimizer's weight decay. Other sums are refused."""
+    gradient, weight = args
+    if not is_decay(gradient, kwargs):
         raise refusal(func, args, kwargs)
-    return func(gradients, values_of_weights(weights), **kwargs)
+    return func(gradient, weight.dequantize(), **kwargs)
 
 
 @register(aten.linalg_vector_norm.default)

@@ -12,13 +12,13 @@ import torch
 from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.layout import leading_axes, scale_shape
 from microfloat.torch import _operators
+from microfloat.torch._tensor_ops.refusals import refusal
 from microfloat.torch._tensor_ops.table import (
     Arguments,
     Operator,
     Options,
     check_kinds,
     raw,
-    refusal,
     refuse_experts,
     register,
     register_view,

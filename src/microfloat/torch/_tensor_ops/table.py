@@ -1,7 +1,6 @@
-"""The table, its two ways to enter an operator, the refusal of others, and what the functions share."""
+"""The table, the two ways to enter an operator, and what the functions share."""
 
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
@@ -10,31 +9,26 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
-from microfloat.errors import InvalidTypeError, NotSupportedError, invalid_type, invalid_value
+from microfloat.errors import InvalidTypeError, NotSupportedError, invalid_value
 from microfloat.torch import _operators
+from microfloat.torch._tensor_ops.refusals import Operator, refusal, refusal_in_vmap
 from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.tensor import UNKNOWN, QuantizedTensor
 
 __all__ = [
-    "Arguments", "Operator", "Options", "check_kinds", "check_rows", "dispatch", "is_decay", "raw", "refusal",
-    "refuse_experts", "register", "register_family", "register_view", "upper_name", "valueless", "values_of_weights",
-    "view_of",
+    "Arguments", "Operator", "Options", "check_kinds", "check_rows", "dispatch", "is_decay", "raw", "refuse_experts",
+    "register", "register_view", "upper_name", "valueless", "view_of",
 ]  # fmt: skip
 
-Operator: TypeAlias = torch._ops.OpOverload
 _Run: TypeAlias = Callable[[Operator, Arguments, Options], object]
 Implementation = TypeVar("Implementation", bound=Callable[..., object])
 
 _TABLE: dict[Operator, _Run] = {}
-_FAMILIES: dict[re.Pattern[str], _Run] = {}  # by the names of their schemas
 
 
 def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
     """Run `func` if it is known, else raise InvalidTypeError."""
     implementation = _TABLE.get(func)
-    if implementation is None:
-        named = (one for pattern, one in _FAMILIES.items() if pattern.fullmatch(func._schema.name))
-        implementation = next(named, None)
     try:
         if implementation is None:
             raise refusal(func, args, kwargs)
@@ -47,7 +41,7 @@ def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
     except NotImplementedError as error:  # torch's, of parts that vmap has wrapped
         flat = tree_leaves((args, kwargs))
         if any(isinstance(q, QuantizedTensor) and _operators.is_followed(q.codes) for q in flat):
-            raise _refusal_in_vmap(func) from error
+            raise refusal_in_vmap(func) from error
         raise
     if func._schema.is_mutable:
         _count_writes(args[0])
@@ -75,81 +69,11 @@ def _is_in_vmap() -> bool:
     return frame is not None
 
 
-def _refusal_in_vmap(func: Operator) -> NotSupportedError:
-    name = str(func).removeprefix("aten.")
-    return NotSupportedError(
-        f"{name}: got a QuantizedTensor inside vmap, or one that leaves it, needed plain tensors, which torch batches. "
-        "Inside, call dequantize or scaled_matmul with it; return q.dequantize(), or the tensors of q.parts() and make "
-        "QuantizedTensor.from_parts of them outside."
-    )
-
-
-def refusal(func: Operator, args: Arguments, kwargs: Options) -> Exception:
-    name, remedy = str(func).removeprefix("aten."), "Call .dequantize() first; nothing dequantizes in silence."
-    flat = tree_leaves((args, kwargs))
-    formats = sorted({str(value.format) for value in flat if isinstance(value, QuantizedTensor)})
-    asgd = " Where the optimizer ASGD did: step with another one, and average by torch.optim.swa_utils.AveragedModel."
-    if name.startswith(("_foreach_", "_fused_")):
-        remedy = "Compute on q.dequantize(). Clip gradients, which are plain, as usual."
-        remedy += asgd if name.startswith("_foreach_sub") else ""
-    elif name.startswith("dequantize"):  # of a tensor that a transform of torch.func wraps, so not our method
-        remedy = "A transform of torch.func hides that it is quantized: call .dequantize() outside of the transform."
-    elif (
-        "c10d" in name
-        or name.startswith("constant_pad_nd")
-        or (name.startswith("copy_") and not isinstance(args[0], QuantizedTensor))
-    ):
-        remedy += (
-            " Where load_state_dict asked for it: load microfloat.torch.plain_state_dict(model), or take the quantized "
-            "weights over with assign=True. Where DistributedDataParallel or distribute_tensor did: use fully_shard, "
-            "or build the layers without quantized_model_init and let a recipe quantize them. Where full_tensor or a "
-            "full state dict did: save shards with torch.distributed.checkpoint, or plain_state_dict(model)." + asgd
-        )
-    elif name.startswith(("isclose", "allclose")):  # where torch.testing.assert_close arrives
-        remedy += " torch.equal(a, b) compares codes and scales."
-    elif name.startswith(("mm", "addmm")):
-        remedy += (
-            " Or quantize the other operand too. With a plain tensor, a product contracts the axis along which the "
-            "blocks of the weight run, as microfloat.torch.linear(x, w) does: x @ w.t() or w @ x of one cast along its "
-            "last axis."
-        )
-    elif name.startswith("_grouped_mm"):
-        remedy += (
-            " microfloat.torch.grouped_matmul(x, weight, group_sizes) multiplies experts [E, N, K], with group_sizes = "
-            "offs.diff(prepend=offs.new_zeros(1))."
-        )
-    elif name.startswith("embedding"):
-        remedy += (
-            " weight[indices].dequantize() reads the rows of these indices alone, as F.embedding does "
-            "of a matrix cast along its last axis, without max_norm and sparse."
-        )
-    elif name.startswith("as_strided"):
-        remedy += (
-            " Where torch.compile asked, for a view of a quantized argument that compiled code returns: return "
-            "view.clone(), or take the view outside of it."
-        )
-    elif name.startswith(("bmm", "baddbmm")):
-        remedy += " Quantized matrices are multiplied one by one, or by microfloat.torch.grouped_matmul."
-    elif name.split(".")[0].endswith("_") and isinstance(args[0], QuantizedTensor):
-        remedy = "Compute on q.dequantize(), then write the result with q.copy_(values), which quantizes it."
-    return invalid_type(name, f"a QuantizedTensor ({', '.join(formats)})", "a plain tensor", remedy)
-
-
 def register(*operators: Operator) -> Callable[[Implementation], Implementation]:
     """Enter ``implementation(func, args, kwargs)`` into the table for all of these operators."""
 
     def add(implementation: Implementation) -> Implementation:
         _TABLE.update(dict.fromkeys(operators, implementation))
-        return implementation
-
-    return add
-
-
-def register_family(pattern: str) -> Callable[[Implementation], Implementation]:
-    """Enter an implementation for all operators whose names match, but for those in the table."""
-
-    def add(implementation: Implementation) -> Implementation:
-        _FAMILIES[re.compile(pattern)] = implementation
         return implementation
 
     return add
@@ -218,16 +142,9 @@ def refuse_experts(q: QuantizedTensor, operation: str) -> None:
         )  # fmt: skip
 
 
-def is_decay(gradients: object, kwargs: Options) -> bool:
-    """True for a sum by which an optimizer decays weights: with a factor, and into gradients, which are plain."""
-    return kwargs.get("alpha", 1) != 1 and not any(isinstance(one, QuantizedTensor) for one in tree_leaves(gradients))
-
-
-def values_of_weights(weights: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    """Weights as plain tensors of the dtypes that they present, of one or of a list."""
-    if isinstance(weights, torch.Tensor):
-        return weights.dequantize() if isinstance(weights, QuantizedTensor) else weights
-    return [weight.dequantize() if isinstance(weight, QuantizedTensor) else weight for weight in weights]
+def is_decay(gradient: object, kwargs: Options) -> bool:
+    """True for a sum by which an optimizer decays a weight: with a factor, and into a gradient, which is plain."""
+    return kwargs.get("alpha", 1) != 1 and not isinstance(gradient, QuantizedTensor)
 
 
 def check_kinds(

@@ -16,25 +16,20 @@ from microfloat.torch import _operators, backends
 from microfloat.torch._tensor_ops.table import raw, upper_name
 from microfloat.torch.tensor import QuantizedTensor
 
-__all__ = ["code_mask", "requantized"]
+__all__ = ["requantized"]
 
 # Plain values in operand order, a Cast, and an amax or None.
 Quantize: TypeAlias = Callable[[torch.Tensor, Cast, torch.Tensor | None], QuantizedTensor]
 
 
-def requantized(
-    q: QuantizedTensor, values: torch.Tensor, quantize: Quantize, amax: torch.Tensor | None = None
-) -> QuantizedTensor:
-    """Values that an update of q has made, float32 in operand order, under q's Cast and those of its scales that serve.
-
-    `amax`: that of all ranks, where q is a part of a tensor with one scale.
-    """
+def requantized(q: QuantizedTensor, values: torch.Tensor, quantize: Quantize) -> QuantizedTensor:
+    """The values of q after an update, float32 in operand order, under q's Cast and its scales that still serve."""
     cast = q.cast
-    if not _inflates(cast) or (amax is None and not values.numel()):
-        return quantize(values, cast, amax)
+    if not _inflates(cast) or not values.numel():
+        return quantize(values, cast, None)
     largest = cast.format.element.max if cast.rule.two_level is None else cast.rule.two_level.capacity
     if cast.takes_amax:
-        measured = _amax(q, values) if amax is None else amax
+        measured = _amax(q, values)
         is_kept = _serves(q, measured, largest)
         made = quantize(values, cast, torch.where(is_kept, q.upper * largest, measured))
     else:
@@ -44,7 +39,7 @@ def requantized(
         unit = dataclasses.replace(cast, format=dataclasses.replace(cast.format, block=(None, None)), scaling=Current())
         scaled = values * _spread(q, 1 / q.scale).view(values.shape)
         kept = raw(quantize(scaled, unit, torch.full((), largest, device=values.device)).codes)
-        mask = code_mask(_spread(q, is_kept), cast.format).view(kept.shape)
+        mask = _code_mask(_spread(q, is_kept), cast.format).view(kept.shape)
         raw(made.codes).copy_(kept & mask | raw(made.codes) & ~mask)
     name = upper_name(q)
     setattr(made, name, torch.where(is_kept, getattr(q, name), getattr(made, name)))
@@ -90,7 +85,7 @@ def _spread(q: QuantizedTensor, scale: torch.Tensor) -> torch.Tensor:
     return scale.repeat_interleave(width or operand.length, 1)[:, : operand.length]
 
 
-def code_mask(chosen: torch.Tensor, fmt: ScaledFormat) -> torch.Tensor:
+def _code_mask(chosen: torch.Tensor, fmt: ScaledFormat) -> torch.Tensor:
     """Bytes of codes whose bits are set for the chosen elements of [R, C]."""
     mask = chosen.to(torch.uint8) * 0xFF
     if fmt.element.codes_per_byte == 1:

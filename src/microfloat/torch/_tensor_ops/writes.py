@@ -5,37 +5,30 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Cast
 from microfloat.torch import _operators
+from microfloat.torch._tensor_ops.refusals import refusal
 from microfloat.torch._tensor_ops.table import (
     Arguments,
     Operator,
     Options,
     check_kinds,
-    check_rows,
     is_decay,
     raw,
-    refusal,
-    refuse_experts,
     register,
-    register_family,
     upper_name,
-    values_of_weights,
 )
-from microfloat.torch._tensor_ops.updates import code_mask, requantized
+from microfloat.torch._tensor_ops.updates import requantized
 from microfloat.torch.tensor import INIT_VAL, UNKNOWN, QuantizedTensor
 
-__all__ = ["keep_init_val", "quantize_stored", "store_all", "store_shard", "take"]
+__all__ = ["keep_init_val", "quantize_stored", "store", "take"]
 
 aten = torch.ops.aten
-_AVERAGES = (aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar, aten._foreach_lerp_.ScalarList,
-             aten._foreach_lerp_.List)  # fmt: skip
 _DRAWS = (aten.normal_.default, aten.uniform_.default)
-_NEW_VALUES = (*_DRAWS, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten._foreach_zero_.default)
-_PRODUCTS = ("aten::mul_", "aten::div_", "aten::_foreach_mul_", "aten::_foreach_div_")
+_NEW_VALUES = (*_DRAWS, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+_PRODUCTS = (aten.mul_.Tensor, aten.div_.Tensor)
 _ROUNDING = 1 + 2.0**-20  # an amax that went through a scale and back may come out a little smaller
 
 
@@ -106,7 +99,8 @@ def _store(q: QuantizedTensor, values: torch.Tensor, is_update: bool = False) ->
     """
     values = values.to(device=q.device, dtype=torch.float32)
     if q._is_shard:
-        return store_all([q], [values], is_update=is_update)[0]
+        take(q, q.quantized(values, is_update))  # type: ignore[attr-defined]
+        return q
     if not _shares_a_scale(q):
         if is_update:
             take(q, requantized(q, _along_axis(q, values), functools.partial(_quantized_as, q)))
@@ -221,62 +215,23 @@ def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor, scales: torch.Tensor
     return is_nonzero.sum(-1).view(scales.shape)
 
 
-@register(aten.index_put_.default)
-def _index_put(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    """Replace whole rows, chosen by indices or masks of the leading axes, by plain or quantized ones."""
-    q, indices, values, *accumulate = args
-    if isinstance(q, QuantizedTensor):
-        refuse_experts(q, "index_put_")
-    if not isinstance(q, QuantizedTensor) or any(accumulate) or kwargs.get("accumulate"):
-        raise refusal(func, args, kwargs)
-    leading, rows = q.shape[:-1], check_rows(q, indices)
-    is_shared = _shares_a_scale(q) or q.upper.dim() == 0
-    if isinstance(values, QuantizedTensor):
-        replaced_shape = (*rows.shape, q.shape[-1])
-        if values.numel() == math.prod(replaced_shape):  # torch leaves leading axes of one entry away
-            replaced_shape = replaced_shape[-values.dim() :]
-        elif values.dim() <= len(replaced_shape):
-            values = values.expand(replaced_shape)
-        check_kinds("index_put_", q, values, tuple(values.shape), replaced_shape)  # type: ignore[arg-type]
-    if is_shared or not isinstance(values, QuantizedTensor):
-        plain = values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values
-        values = plain.to(device=q.device, dtype=torch.float32).expand(*rows.shape, q.shape[-1])
-    places, amax, kept = torch.unravel_index(rows.reshape(-1), leading), None, None
-    if is_shared:
-        _check_shared(q)
-        replaced = raw(q.codes)[torch.unravel_index(rows.unique(), leading)]
-        amax, kept = _shared_amax(q if q.root is None else q.root, replaced, values), upper_name(q)
-    if not isinstance(values, QuantizedTensor):
-        values = _quantized_like(q, values.reshape(rows.numel(), q.shape[-1]), amax)
-    for name, part in q.parts().items():
-        if name != kept:
-            fresh = raw(values.parts()[name])
-            at = (rows.reshape(-1),) if name == "tensor_scale" else places
-            raw(part)[at] = fresh.reshape(rows.numel(), fresh.shape[-1])
-    return q
-
-
 @register(
     aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.addcmul_.default,
     aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor, aten.zero_.default, aten.fill_.Scalar,
     aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default,
 )  # fmt: skip
 def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
-    """Dequantize to float32, apply, requantize with the same Cast, as the step of an optimizer does.
+    """Dequantize to float32, apply, requantize with the same Cast: the step of an optimizer, or an initializer.
 
-    Averages, which `lerp_` makes of weights of one kind, take quantized sources too, and so does the weight decay that
-    is added to a plain gradient.
+    The weight decay that an optimizer adds to a plain gradient takes a quantized weight too.
     """
-    q = args[0]
-    others = args[1:]
+    q, *others = args
     if func is aten.add_.Tensor and is_decay(q, kwargs):
-        return func(q, values_of_weights(others[0]), **kwargs)
-    if func in _AVERAGES:
-        others = [one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one for one in others]
-        if not isinstance(q, QuantizedTensor):
-            return func(q, *(one.to(q.dtype) if _is_floating(one) else one for one in others), **kwargs)
+        return func(q, others[0].dequantize(), **kwargs)
     if not isinstance(q, QuantizedTensor) or any(isinstance(other, QuantizedTensor) for other in others):
         raise refusal(func, args, kwargs)
+    if func not in _NEW_VALUES and q._is_shard:
+        q.check_steps()  # type: ignore[attr-defined]
     widened = [other.to(torch.float32) if _is_floating(other) else other for other in others]
     values = func(q.dequantize(torch.float32), *widened, **kwargs)
     if func in _DRAWS and INIT_VAL in q._about_parameter():
@@ -284,12 +239,11 @@ def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> to
     return _store(q, values, _is_update(func, others))
 
 
-def _is_update(func: Operator, others: object) -> bool:
+def _is_update(func: Operator, others: Sequence[object]) -> bool:
     """False for new values, and for a product with one number, which is exact in float32 scales: no code changes."""
     if func in _NEW_VALUES:
         return False
-    factors = [one for one in tree_leaves(others) if isinstance(one, torch.Tensor)]
-    return func._schema.name not in _PRODUCTS or any(one.dim() for one in factors)
+    return func not in _PRODUCTS or any(isinstance(one, torch.Tensor) and one.dim() for one in others)
 
 
 def keep_init_val(q: QuantizedTensor, values: torch.Tensor) -> None:
@@ -297,67 +251,15 @@ def keep_init_val(q: QuantizedTensor, values: torch.Tensor) -> None:
     q._about_parameter()[INIT_VAL] = None if values.is_meta else values.to("cpu", copy=True)
 
 
-@register_family(r"aten::_foreach_\w+_")  # in place
-def _in_place_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
-    """`_in_place_arithmetic` of every tensor of a list: the ``torch._foreach_*_`` functions."""
-    targets, *others = args
-    if func in _AVERAGES:
-        plain = [one.dequantize(one.dtype) if isinstance(one, QuantizedTensor) else one for one in others[0]]
-        others = [plain, *others[1:]]
-    elif func is aten._foreach_add_.List and is_decay(targets, kwargs):
-        others = [values_of_weights(others[0])]
-    if any(isinstance(value, QuantizedTensor) for value in tree_leaves((others, kwargs))):
-        raise refusal(func, args, kwargs)
-    quantized = [isinstance(target, QuantizedTensor) for target in targets]
+def store(q: QuantizedTensor, values: torch.Tensor, flag: torch.Tensor | None = None) -> None:
+    """Quantize plain values into q.
 
-    def widened(value: object) -> object:
-        if not isinstance(value, list | tuple):
-            return value
-        pairs = zip(value, quantized, strict=True)
-        return [one.to(torch.float32) if its and _is_floating(one) else one for one, its in pairs]
-
-    wide = [q.dequantize(torch.float32) if its else q for q, its in zip(targets, quantized, strict=True)]
-    func(wide, *(widened(value) for value in others), **{name: widened(value) for name, value in kwargs.items()})
-    made = [(q, values) for q, values, its in zip(targets, wide, quantized, strict=True) if its]
-    store_all([q for q, _ in made], [values for _, values in made], is_update=_is_update(func, others))
-
-
-@register_family(r"aten::_fused_(adam|adamw|sgd|adagrad)_")
-def _fused_step(func: Operator, args: Arguments, kwargs: Options) -> None:
-    """The step of a fused optimizer, on values in the presented dtype, which the kernel asks all tensors to share.
-
-    Where `found_inf` says so the step changes nothing, no byte of the codes either.
+    `flag`: one number that the device alone reads; where it is not zero, nothing changes.
     """
-    targets, *others = args
-    if any(isinstance(value, QuantizedTensor) for value in tree_leaves(others)):
-        raise refusal(func, args, kwargs)
-    plain = [q.dequantize() if isinstance(q, QuantizedTensor) else q for q in targets]
-    func(plain, *others, **kwargs)
-    made = [(q, values) for q, values in zip(targets, plain, strict=True) if isinstance(q, QuantizedTensor)]
-    store_all([q for q, _ in made], [values for _, values in made], kwargs.get("found_inf"), is_update=True)
-
-
-def store_all(
-    targets: Sequence[QuantizedTensor], values: Sequence[torch.Tensor], flag: torch.Tensor | None = None, *,
-    is_update: bool = False,
-) -> Sequence[QuantizedTensor]:  # fmt: skip
-    """Quantize plain values into tensors, which are returned; the amaxes of shards go through one all-reduce.
-
-    `flag`: one number that the device alone reads; where it is not zero, nothing changes. `is_update`: the values are
-    those of the tensors after a step, which keeps float32 scales that still serve.
-    """
-    written = targets if flag is None else [q.map_parts(torch.clone) for q in targets]
-    shards = [(q, own) for q, own in zip(written, values, strict=True) if q._is_shard]
-    for q, own in zip(written, values, strict=True):
-        if not q._is_shard:
-            _store(q, own, is_update)
-    if shards:
-        store = type(shards[0][0]).store_all  # type: ignore[attr-defined]
-        store([q for q, _ in shards], [own for _, own in shards], is_update)
+    written = q if flag is None else q.map_parts(torch.clone)
+    _store(written, values)
     if flag is not None:
-        for q, fresh in zip(targets, written, strict=True):
-            take(q, fresh, flag)
-    return targets
+        take(q, written, flag)
 
 
 def take(q: QuantizedTensor, fresh: QuantizedTensor, flag: torch.Tensor | None = None) -> None:
@@ -365,41 +267,6 @@ def take(q: QuantizedTensor, fresh: QuantizedTensor, flag: torch.Tensor | None =
     for part, new in zip(q.part_list(), fresh.part_list(), strict=True):
         kept = raw(part)
         kept.copy_(raw(new) if flag is None else torch.where(flag.reshape(()).to(kept.device) != 0, kept, raw(new)))
-
-
-def store_shard(
-    q: QuantizedTensor, shard: torch.Tensor, offset: int, group: torch.distributed.ProcessGroup,
-    flag: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Quantize this rank's part of the flattened values, under scales that all ranks agree on, and share the codes.
-
-    Where other ranks have the elements of a block, its amax stands in their place: the scales, and the codes of the
-    shard, are then those of the whole.
-    """
-    rows, columns = math.prod(q.shape[:-1]), q.shape[-1]
-    height = q.format.block[0] or (q.shape[-2] if q.is_per_expert else rows)
-    width = q.format.block[1] or columns
-    values = torch.zeros(rows * columns, dtype=torch.float32, device=q.device)
-    inside = torch.zeros(rows * columns, dtype=torch.bool, device=q.device)
-    values[offset : offset + shard.numel()] = shard.reshape(-1).to(values)
-    inside[offset : offset + shard.numel()] = True
-    values, inside = values.view(rows, columns), inside.view(rows, columns)
-    padded = torch.nn.functional.pad(values.abs(), (0, -columns % width, 0, -rows % height))
-    amaxes = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).amax((1, 3))
-    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
-    spread = amaxes.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
-    fresh = _quantized_like(q, torch.where(inside, values, spread).view(q.shape), None)
-    codes = fresh.codes.view(torch.uint8)
-    own = codes & code_mask(inside, q.format).view(codes.shape)
-    torch.distributed.all_reduce(own, torch.distributed.ReduceOp.SUM, group)
-    codes.copy_(own)
-    take(q, fresh, flag)
-
-
-@register(aten._foreach_copy_.default)
-def _copy_lists(func: Operator, args: Arguments, kwargs: Options) -> None:
-    for destination, source in zip(args[0], args[1], strict=True):
-        destination.copy_(source)
 
 
 def _is_floating(value: object) -> bool:

@@ -1,8 +1,9 @@
-"""Shards of parameters that exist as codes only: FSDP2 cuts them, gathers codes and scales, and steps on them.
+"""Shards of parameters that exist as codes only: FSDP2 cuts them, and gathers codes and scales.
 
     sharded     each rank holds codes and scales of its rows           `QuantizedShard`, inside of FSDP2's DTensor
     gathered    the bytes of the whole parameter, for a layer's call   `QuantizedTensor`, as in one process
-    stepped     each rank quantizes its rows                           under the amax of all ranks, if a scale needs it
+    loaded      each rank quantizes its rows                           under the amax of all ranks, if a scale needs it
+    stepped     as in one process, where scales are those of rows      refused where one scale covers all ranks
 
 Rows are cut as `torch.chunk` cuts them, so that the gathered rows of all ranks, one after another, are the parameter
 and behind it what fills up the last shards. Tiles that a cut would tear are refused when `fully_shard` cuts them.
@@ -74,9 +75,9 @@ class Metadata(NamedTuple):
 class QuantizedShard(QuantizedTensor):
     """Rows of a quantized parameter that one rank holds, or memory for them.
 
-    Reads and copies as a QuantizedTensor. Values that are written into it, by an optimizer's step or a plain
-    checkpoint, are quantized as a part of the whole: where one scale covers all of it, every rank takes part in an
-    all-reduce of the amax, and noise of stochastic rounding is that of the element in the whole parameter.
+    Reads and copies as a QuantizedTensor. New values, such as those of a plain checkpoint, are quantized as a part of
+    the whole: where one scale covers all of it, every rank takes part in an all-reduce of the amax, and noise of
+    stochastic rounding is that of the element in the whole parameter. An optimizer's step needs scales within rows.
     """
 
     whole: Whole
@@ -103,23 +104,28 @@ class QuantizedShard(QuantizedTensor):
 
     # ------------------------------------------------------------------------------------------------------- writes
 
-    @staticmethod
-    def store_all(shards: "Sequence[QuantizedShard]", values: Sequence[torch.Tensor], is_update: bool = False) -> None:
-        """Quantize plain values into shards; the amaxes of all of them go through one all-reduce of a group."""
-        amaxes: dict[int, torch.Tensor] = {}
-        by_group: dict[dist.ProcessGroup, list[int]] = {}
-        for index, shard in enumerate(shards):
-            if shard.cast.takes_amax and not shard.is_per_expert and shard.upper.dim() == 0 and shard.whole.is_cut:
-                by_group.setdefault(shard.writing_group(), []).append(index)
-        for group, members in by_group.items():
-            found = [_amax(values[i]) for i in members]
-            amaxes.update(zip(members, largest(torch.stack(found), (group,)).unbind(), strict=True))
-        for index, (shard, own) in enumerate(zip(shards, values, strict=True)):
-            own, amax = own.to(device=shard.device, dtype=torch.float32), amaxes.get(index)
-            if is_update:
-                take(shard, requantized(shard, own, shard._quantized, amax))
-            else:
-                take(shard, shard._quantized(own, shard.cast, amax))
+    @property
+    def shares_a_scale(self) -> bool:
+        """True where one scale covers rows of several ranks."""
+        return self.cast.takes_amax and not self.is_per_expert and self.upper.dim() == 0 and self.whole.is_cut
+
+    def check_steps(self) -> None:
+        """Refuse arithmetic of an optimizer that would need the amax of all ranks at every write."""
+        if self.shares_a_scale:
+            raise NotSupportedError(
+                f"step on a QuantizedTensor: got rows of a weight of shape {tuple(self.whole.shape)} that fully_shard "
+                f"has cut and that has one scale for all ranks ({self.format}), needed a frozen weight, or scales "
+                "within rows or blocks (mxfp8). Train master weights: build the layer without quantized_model_init, "
+                "pin a recipe by convert, and call low_precision_all_gather before fully_shard, so that codes are "
+                "gathered. A weight that stays as it is: weight.requires_grad_(False)."
+            )
+
+    def quantized(self, values: torch.Tensor, is_update: bool) -> QuantizedTensor:
+        """Plain float32 `values` of these rows as a part of the whole parameter."""
+        if is_update:
+            return requantized(self, values, self._quantized)
+        amax = largest(_amax(values), (self.writing_group(),)) if self.shares_a_scale else None
+        return self._quantized(values, self.cast, amax)
 
     def writing_group(self) -> dist.ProcessGroup:
         """The ranks that write together; raises for a part of the rows, and where they are not known."""
