@@ -49,7 +49,7 @@ def said(call, **changed):
 
 print(json.dumps({
     "verified": report.verified, "family": detect("made").family,
-    "actions": [layer.action for layer in report.layers], "confidence": loaded.detection.confidence,
+    "actions": {layer.name: layer.action for layer in report.layers}, "confidence": loaded.detection.confidence,
     "findings": [str(one) for one in loaded.findings], "activation": loaded[names[0]].activation["scheme"],
     "values": len({load(folder)[names[0]].dequantize().tobytes() for folder in folders}),
     "errors": [
@@ -92,7 +92,8 @@ def outcome(tmp_path_factory):
 
 def test_a_dialect_of_one_file_is_written_verified_and_read(outcome):
     assert outcome["verified"]
-    assert outcome["actions"] == ["cast", "cast", "kept"]
+    layers = [f"model.layers.0.mlp.{name}.weight" for name in ("up_proj", "down_proj")]
+    assert outcome["actions"] == {**dict.fromkeys(layers, "cast"), "lm_head.weight": "kept"}
     assert (outcome["family"], outcome["confidence"], outcome["findings"]) == ("quark:mxfp4", 1.0, [])
     assert outcome["activation"] == "dynamic"
 
