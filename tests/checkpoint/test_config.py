@@ -278,6 +278,16 @@ def test_sparse_weights_are_refused_by_name(tmp_path):
         load(folder_of(tmp_path, tensors, config))
 
 
+@pytest.mark.parametrize("more", [{}, {"ignore": ["lm_head"], "config_groups": None}])
+def test_a_configuration_of_a_cache_alone_leaves_the_weights_plain(more, tmp_path):
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head"}
+    config = ct(format="dense", config_groups={}, kv_cache_scheme=scheme) | more
+    tensors = {"attn.k_proj.weight": np.ones((4, 32), np.float32), "attn.k_scale": np.ones((2, 1, 1), np.float32)}
+    found = load(folder_of(tmp_path, tensors, {"quantization_config": config}))
+    assert found.findings == []
+    assert found["attn.k_proj.weight"].format is None
+
+
 @pytest.mark.parametrize(
     ("sparsity", "found"),
     [({"format": "dense", "sparsity_structure": "2:4"}, []), ({"format": "sparse-bitmask"}, ["config-disagrees"])],

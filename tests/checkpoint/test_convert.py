@@ -316,6 +316,36 @@ def test_patterns_that_cover_nothing_are_noted(source, tmp_path):
     assert report.notes == ["ignore: no parameter is covered by 're:.*down_porj', '*.layers.7.*'"]
 
 
+UNREAD = {
+    "b.qweight": Record("b.qweight", np.ones((64, 8), np.int32), logical_shape=(64, 8)),
+    "b.codes": Record("b.codes", np.ones((64, 8), np.int8), logical_shape=(64, 8)),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_codes_that_are_not_read_are_an_error_of_the_source_or_a_note(name, tmp_path):
+    scales = Record("b.scales", np.ones((1, 64), np.float32), logical_shape=(1, 64))
+    save([plain("a.weight", (64, 64)), UNREAD[name], scales], tmp_path / "source", format="plain")
+    for to in ("ct:nvfp4", "hf:finegrained_fp8"):
+        with pytest.raises(CheckpointError, match=rf"source: 1 problem found\.\s+error unread-codes: {name}") as caught:
+            convert(tmp_path / "source", tmp_path / "out", to=to)
+        assert caught.value.findings
+        assert not (tmp_path / "out.partial").exists()
+    report = convert(tmp_path / "source", tmp_path / "plain", to="f32")
+    assert [note for note in report.notes if name in note and "these seem to be codes" in note]
+
+
+def test_entries_of_the_source_that_are_not_read_are_noted(tmp_path):
+    save([plain("a.weight", (64, 64))], tmp_path / "plain", format="plain")
+    convert(tmp_path / "plain", tmp_path / "source", to="ct:mxfp8")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    config["quantization_config"]["rotation"] = "hadamard"
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    for to in ("bf16", "ct:nvfp4"):
+        (note,) = convert(tmp_path / "source", tmp_path / to, to=to).notes
+        assert note.startswith("of the source: 'rotation': hadamard is not read.")
+
+
 def test_weights_of_zeros_give_zeros(tmp_path):
     save([Record("a.weight", np.zeros((32, 64), BF16), logical_shape=(32, 64))], tmp_path / "source", format="plain")
     for to in WRITTEN:

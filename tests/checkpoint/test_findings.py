@@ -197,6 +197,14 @@ def test_codes_without_any_scale_may_be_the_values(tmp_path):
 INT8, INT32 = np.ones((4, 32), np.int8), np.ones((4, 4), np.int32)
 
 
+@pytest.mark.parametrize("names", [("attn.relative_position_index", "attn.logit_scale"), ("a.ids", "a.scales")])
+def test_indices_beside_a_scale_are_no_codes(names, tmp_path):
+    index, scale = names
+    tensors = {index: np.zeros((4, 4), np.int64), scale: ONES}
+    found = load(write(tmp_path / "model.safetensors", tensors)).findings
+    assert not [one for one in found if one.severity != "info"]
+
+
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [

@@ -261,6 +261,19 @@ def test_a_quantized_target_keeps_them_to_the_bit(cached, tmp_path, to):
         assert config_of(tmp_path / "out")["kv_cache_scheme"]
 
 
+@pytest.mark.parametrize("last", ["q_zero_point", "k_zero_point"])
+def test_zero_points_of_a_cache_go_with_its_scales(last, cached, tmp_path):
+    name = f"model.layers.0.self_attn.{last}"
+    config = (cached / "config.json").read_text()
+    zero = Record(name, np.zeros((4, 1, 1), np.int8), logical_shape=(4, 1, 1))
+    save([*load(cached).values(), zero], tmp_path / "more", format="ct:fp8")
+    (tmp_path / "more" / "config.json").write_text(config)
+    assert not [finding for finding in load(tmp_path / "more").findings if finding.id == "orphan"]
+    for to, holds in (("bf16", False), ("ct:nvfp4", True)):
+        convert(tmp_path / "more", tmp_path / to, to=to)
+        assert (name in load(tmp_path / to).tensors) == holds
+
+
 def test_scales_of_heads_are_scales_of_a_cache_where_the_source_announces_them(tmp_path):
     """compressed-tensors stores one for each head; a plain model may have a parameter of that name."""
     heads = Record("model.layers.0.self_attn.k_scale", np.ones((8, 1, 1), np.float32), logical_shape=(8, 1, 1))

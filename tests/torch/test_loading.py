@@ -603,6 +603,14 @@ def test_scales_of_a_cache_belong_to_the_module_of_their_name(tensors, name, val
         assert bool(config.get("quantization_config", {}).get(at)) == (bool(at) and is_quantized)
 
 
+@pytest.mark.parametrize("name", ["l.attn.attn.k_scale", "l.attn.mla_attn.v_zero_point", "l.attn.impl.kv_scale"])
+def test_scales_of_a_cache_under_an_engines_module_belong_to_the_module_around_it(name, tmp_path) -> None:
+    path = saved({"l.attn.k_proj.weight": PLAIN, name: np.float32(0.5)}, tmp_path / "model")
+    model = nn.ModuleDict({"l": nn.ModuleDict({"attn": nn.ModuleDict({"k_proj": nn.Linear(32, 32, bias=False)})})})
+    mf.load_quantized(path, model)
+    assert getattr(model["l"]["attn"], name.rpartition(".")[2]) == 0.5
+
+
 def test_a_scale_of_a_cache_whose_module_is_not_there_is_named(tmp_path) -> None:
     path = saved({"k_proj.weight": PLAIN, "attn.k_scale": np.float32(1)}, tmp_path / "model")
     model = nn.ModuleDict({"k_proj": nn.Linear(32, 32, bias=False)})

@@ -7,6 +7,11 @@ from collections.abc import Iterable, Sequence
 from microfloat.checkpoint.patterns import users_regex
 from microfloat.errors import invalid_type, kind_of
 
+# Scales and zero points of a KV cache and of attention, under the names of their producers.
+CACHE = (
+    "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point",
+    "q_zero_point",
+)  # fmt: skip
 _PATTERNS = "names of modules, wildcards or 're:' patterns"
 
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import outline
-from microfloat.checkpoint._modules import ignored_by, module_of
+from microfloat.checkpoint._modules import CACHE, ignored_by, module_of
 from microfloat.checkpoint.config import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
 from microfloat.checkpoint.families.writing import Written
 from microfloat.checkpoint.load import Checkpoint
 from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Record
-from microfloat.errors import CheckpointError, invalid_value
+from microfloat.errors import CheckpointError, checkpoint_error, invalid_value
 from microfloat.recipes import Cast
 from microfloat.recipes.placement import DEFAULT_EXCLUDE, fused_group, gates_of_mlps, is_kept
 
@@ -192,8 +192,10 @@ def decide(
 ) -> list[Step]:
     """A step for each parameter, in the order of the files.
 
-    Raises InvalidValueError where nothing would be stored in the target's format.
+    Raises InvalidValueError where nothing would be stored in the target's format, and CheckpointError where a source
+    that shall be quantized holds codes of a layout that is not read.
     """
+    _note_unread(checkpoint, target, notes)
     source, records = _Source.of(checkpoint), list(checkpoint.values())
     steps = [_step(record, target, ignore, source) for record in records]
     modules = [module_of(name) for name in checkpoint]
@@ -224,6 +226,16 @@ def decide(
 
 
 _NOTHING = "Choose another target; what a quantized source leaves plain is cast after a conversion to bf16."
+
+
+def _note_unread(checkpoint: Checkpoint, target: Target, notes: Notes) -> None:
+    """Notes about codes and entries of the source that are not read; CheckpointError for codes beside others."""
+    found = [finding for finding in checkpoint.scale_findings if finding.id in ("unread-codes", "unknown-entry")]
+    codes = [finding._replace(severity="error") for finding in found if finding.id == "unread-codes"]
+    if codes and target.written is not None:  # whose configuration would announce them
+        raise checkpoint_error(checkpoint.path, codes)
+    for finding in found:
+        notes.add(f"of the source: {finding.message} {finding.remedy}".rstrip())
 
 
 def _note_plain(steps: Sequence[Step], target: Target, notes: Notes) -> None:
@@ -300,8 +312,6 @@ def _dequantized(record: Record, reason: str, dtype: np.dtype, keeps_cache: bool
 
 _LOW_RANK = {"svdquant_lora_a", "svdquant_lora_b"}
 _CAPACITY = {True: 2688.0, False: 448.0}  # of a format with a tensor scale, and of FP8
-# Scales of a KV cache and of attention, under the names of its producers.
-CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
 
 
 def _cache_scales(record: Record) -> dict[str, np.ndarray]:
@@ -348,7 +358,7 @@ def _with_activation(record: Record, activation: Activation) -> Record:
 def _step_of_plain(record: Record, target: Target, module: str, pattern: str | None, source: _Source) -> Step:
     floating = record.codes.dtype in (*PLAIN.values(), np.dtype(np.float64))
     if target.cast is None:
-        of_cache = floating and record.name.rpartition(".")[2] in CACHE
+        of_cache = record.name.rpartition(".")[2] in CACHE
         if of_cache and (source.has_cache or (source.is_quantized and record.codes.size == 1)):
             return Step(record, "dropped")
         same = not floating or record.codes.dtype == target.dtype

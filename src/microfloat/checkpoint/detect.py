@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from microfloat.checkpoint._modules import module_of
+from microfloat.checkpoint._modules import CACHE, module_of
 from microfloat.checkpoint.config import announced, misread
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.families import (
@@ -29,11 +29,11 @@ from microfloat.checkpoint.records import Detection, Finding, Stored, some
 __all__ = ["Contents", "contents_of", "detect"]
 
 _LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
-_EXTRAS = {"k_scale", "v_scale", "q_scale", "prob_scale", "output_scale", "pre_quant_scale", *_LOW_RANK}
+_EXTRAS = {*CACHE, "pre_quant_scale", *_LOW_RANK}
 _SCALE_SUFFIXES = ("_scale", "_scale_2", "_scale_inv", "_global_scale", "_scales", ".scales", "_zero_point", "_g_idx")
 # What stands beside codes in the dialects of many libraries, whatever it is called exactly.
 _SCALE_WORDS = re.compile(r"scale|zero|amax|absmax|g_idx|bitmask|codebook|quant_map|(^|_)scb$|(^|_)s$", re.IGNORECASE)
-_NOT_CODES = (*REAL, "BOOL", "C64")
+_NOT_CODES = (*REAL, "BOOL", "C64", "I64", "U64")  # integers of 64 bits are indices
 
 
 @dataclass(frozen=True)
@@ -266,11 +266,14 @@ class _Grouping:
         for name, stored in left.items():
             folders.setdefault(name.rpartition(".")[0], []).append(stored)
         for name, stored in left.items():
-            if stored.dtype in _NOT_CODES or len(stored.shape) < 2:
-                continue
             folder, _, leaf = name.rpartition(".")
+            if stored.dtype in _NOT_CODES or len(stored.shape) < 2 or leaf.endswith("_mask"):
+                continue
             around = [*folders[folder], *folders.get(name, ())]
-            scales = [one for one in around if one != stored and _SCALE_WORDS.search(one.name[len(folder) :])]
+            scales = [
+                one for one in around if one != stored and _SCALE_WORDS.search(one.name[len(folder) :])
+                and one.name.rpartition(".")[2] not in CACHE
+            ]  # fmt: skip
             if _SCALE_WORDS.search(leaf) or not (scales or stored.dtype.startswith("F")):
                 continue
             kinds.setdefault((leaf, stored.dtype), []).append((stored, scales))

@@ -96,7 +96,7 @@ def load_quantized(
         tensors = {name: _plain(array).to(target) for name, array in beside.items()}
         return tensors | {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
-    attached = {name: array for name, array in beside.items() if _is_attached(model, name)}
+    attached = {name: (place, array) for name, array in beside.items() if (place := _place_of(model, name)) is not None}
     _check_names(model, loaded, attached, strict)
     stored = {_in_stock(record).format.name for record in loaded.values() if record.format is not None}  # type: ignore[union-attr]
     if config is not None and _weight_format(config).name not in stored:
@@ -111,9 +111,8 @@ def load_quantized(
         rows += [] if row is None else [row]
     keep_slow_paths(model)
     _tie_again(model, tied)
-    for name, array in attached.items():
-        parent, _, key = name.rpartition(".")
-        values, module = _plain(array).float(), model.get_submodule(parent)
+    for name, (place, array) in attached.items():
+        key, values, module = name.rpartition(".")[2], _plain(array).float(), model.get_submodule(place)
         setattr(module, key, values.item() if values.numel() == 1 else values)
         vars(module)[_OF_CACHE] = tuple(dict.fromkeys((*vars(module).get(_OF_CACHE, ()), key)))
     if hasattr(model, "tie_weights"):
@@ -129,29 +128,37 @@ def load_quantized(
 
 
 _OF_CACHE = "_scales_of_cache"  # the attribute of a module that names those which a checkpoint has given to it
-# Scales that files hold for engines, beside a projection or under its attention module.
-_ATTACHED = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
 
 
 def _beside(loaded: Mapping[str, "Record"]) -> dict[str, np.ndarray]:
     """The arrays that belong to modules, by name: scales for engines, and all that stands beside a quantized weight."""
+    from microfloat.checkpoint._modules import CACHE
+
     made = {}
     for name, record in loaded.items():
         parent, dot, key = name.rpartition(".")
-        if record.format is None and key in _ATTACHED:
+        if record.format is None and key in CACHE:
             made[name] = record.codes
         made |= {f"{parent}{dot}{other}": array for other, array in record.extras.items()}
     return made
 
 
-def _is_attached(model: nn.Module, name: str) -> bool:
-    """True for a scale that becomes an attribute of a module, which has no tensor of that name."""
+def _place_of(model: nn.Module, name: str) -> str | None:
+    """The module that a scale of a KV cache becomes an attribute of; None where it is no such scale, or has no place.
+
+    It is the one of its name, or the one around that, where the name is that of an engine's module for attention.
+    """
+    from microfloat.checkpoint._modules import CACHE
+
     parent, _, key = name.rpartition(".")
-    if key not in _ATTACHED or not _has(model, parent):
-        return False
-    module = model.get_submodule(parent)
+    around = parent.rpartition(".")[0]
+    place = parent if _has(model, parent) or not around else around
+    if key not in CACHE or not _has(model, place):
+        return None
+    module = model.get_submodule(place)
     is_own = key in module._parameters or key in module._buffers
-    return not is_own and (key != "output_scale" or isinstance(module, LAYERS))  # of a projection: that of its cache
+    is_of_cache = key != "output_scale" or isinstance(module, LAYERS)  # of a projection: that of its cache
+    return place if is_of_cache and not is_own else None
 
 
 def _device(device: object) -> torch.device:

@@ -65,7 +65,7 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
     refused = []
     top = config.get("format")
     findings = unknown_entries(file, config, _KNOWN) + _online_transforms(file, config.get("transform_config"))
-    for group in groups or [{"targets": ["Linear"]}]:
+    for group in groups or ([] if top in _DENSE else [{"targets": ["Linear"]}]):  # none: of a KV cache alone
         if "weights" in group and not group["weights"]:  # of a KV cache, or of activations alone
             continue
         word = group.get("format") or top
