@@ -80,6 +80,7 @@ def torch_calls(folder):
         "LayerNorm": lambda: trained(mf.LayerNorm(64), x),
         "LayerNormLinear": lambda: trained(mf.LayerNormLinear(64, 48), x),
         "LayerNormMLP": lambda: trained(mf.LayerNormMLP(64, 96), x),
+        "LayerOptions": lambda: trained(mf.TransformerLayer(64, 96, 4, options=mf.LayerOptions(dropout=0.1)), tokens),
         "Linear": lambda: trained(mf.Linear(64, 48), x),
         "MultiheadAttention": lambda: trained(mf.MultiheadAttention(64, 4), tokens),
         "RMSNorm": lambda: trained(mf.RMSNorm(64), x),

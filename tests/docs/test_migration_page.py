@@ -75,7 +75,9 @@ def test_a_decoder_comes_over(rename):
              f"{cross}.key_value.value_": HIDDEN // 2, f"{cross}.proj.": HIDDEN}  # fmt: skip
     for stem, size in sizes.items():
         theirs |= {f"{stem}weight": torch.randn(size, HIDDEN), f"{stem}bias": torch.randn(size)}
-    layer = mf.TransformerLayer(HIDDEN, FFN, HEADS, GROUPS, bias=True, eps=1e-5, cross_attention=True)
+    layer = mf.TransformerLayer(
+        HIDDEN, FFN, HEADS, GROUPS, bias=True, eps=1e-5, options=mf.LayerOptions(cross_attention=True)
+    )
     layer.load_state_dict(rename(theirs))
     assert torch.equal(layer.cross_attn.v_proj.bias, theirs[f"{cross}.key_value.value_bias"])
 

@@ -107,8 +107,10 @@ def test_generation_with_a_cache_is_that_without(llama, family, recipe):  # feat
         assert torch.allclose(step, other, atol=1e-4)
 
 
-LAYERS = {"Llama": {}, "Mistral": {}, "Qwen2": {"bias": True, "out_bias": False, "mlp_bias": False},
-          "Qwen3": {"qk_norm": True}}  # fmt: skip
+LAYERS = {
+    "Llama": {}, "Mistral": {}, "Qwen3": {"qk_norm": True},
+    "Qwen2": {"bias": True, "options": mf.LayerOptions(out_bias=False, mlp_bias=False)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

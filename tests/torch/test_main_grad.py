@@ -155,7 +155,9 @@ def test_compiled_code_leaves_it_to_eager_mode():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # read by Dynamo
 def test_joint_layers_keep_to_it_in_compiled_code():
-    module = mf.LayerNormLinear(K, N, split={"q": 32, "k": 8}, recipe="mxfp8", fuse_wgrad_accumulation=True)
+    module = mf.LayerNormLinear(
+        K, N, split={"q": 32, "k": 8}, recipe="mxfp8", options=mf.LayerOptions(fuse_wgrad_accumulation=True)
+    )
     for layer in module.layers:
         layer.weight.main_grad = torch.zeros(layer.weight.shape)
     torch._dynamo.reset()
@@ -183,7 +185,7 @@ def test_every_module_accumulates(name, kind, flagged):
     }[kind]
     torch.manual_seed(0)
     plain = make_one()
-    module = make_one(fuse_wgrad_accumulation=True)
+    module = make_one(options=mf.LayerOptions(fuse_wgrad_accumulation=True))
     module.load_state_dict(plain.state_dict())
     x = torch.randn(2, 5, 32)
     for one in (plain, module):

@@ -609,11 +609,11 @@ def fused_modules(rank: int) -> dict[str, list]:
 def returned_biases(rank: int) -> dict[str, list[bool]]:
     """Whether modules of which one part is wrapped alone return the bias of the module that is not wrapped, and its
     gradient is this rank's part of the mean over the ranks."""
-    mesh, made = init_device_mesh(kind(), (dist.get_world_size(),)), {}
+    mesh, made, returned = init_device_mesh(kind(), (dist.get_world_size(),)), {}, mf.LayerOptions(return_bias=True)
     for child, make in {
-        "down_proj": lambda: mf.LayerNormMLP(32, 64, return_bias=True, recipe="fp8_current"),
-        "o_proj": lambda: mf.MultiheadAttention(32, 4, bias=True, return_bias=True, recipe="fp8_current"),
-        "q": lambda: mf.LayerNormLinear(32, 8, split={"q": 4, "k": 4}, return_bias=True, recipe="fp8_current"),
+        "down_proj": lambda: mf.LayerNormMLP(32, 64, options=returned, recipe="fp8_current"),
+        "o_proj": lambda: mf.MultiheadAttention(32, 4, bias=True, options=returned, recipe="fp8_current"),
+        "q": lambda: mf.LayerNormLinear(32, 8, split={"q": 4, "k": 4}, options=returned, recipe="fp8_current"),
     }.items():
         torch.manual_seed(1)
         whole, x = make(), torch.randn(2, 4, 32)

@@ -376,7 +376,7 @@ def returned_biases(rank: int):
     for name, style in RETURNING.items():
         for recipe in (None, "fp8_current"):
             torch.manual_seed(1)
-            layer = mf.Linear(64 * world, 64 * world, return_bias=True, recipe=recipe)
+            layer = mf.Linear(64 * world, 64 * world, options=mf.LayerOptions(return_bias=True), recipe=recipe)
             whole = copy.deepcopy(layer)
             made = style()
             theirs.parallelize_module(layer, mesh, made)
@@ -397,7 +397,7 @@ def returned_biases(rank: int):
             found[name, recipe] = max(errors)
     for style in (None, ours.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)):
         torch.manual_seed(1)
-        mlp = mf.LayerNormMLP(64, 64 * world, return_bias=True, recipe="mxfp8")
+        mlp = mf.LayerNormMLP(64, 64 * world, options=mf.LayerOptions(return_bias=True), recipe="mxfp8")
         whole = copy.deepcopy(mlp)
         plan = {"up_proj": ours.ColwiseParallel(), "down_proj": style or ours.RowwiseParallel()}
         theirs.parallelize_module(mlp, mesh, plan)

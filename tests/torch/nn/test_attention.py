@@ -96,7 +96,7 @@ def test_a_function_is_told_what_the_call_was():
         told.append(options)
         return q
 
-    layer = mf.MultiheadAttention(16, 2, attention=told_of, dropout=0.25, window=3)
+    layer = mf.MultiheadAttention(16, 2, attention=told_of, window=3, options=mf.LayerOptions(dropout=0.25))
     packed, mask = {"cu_seqlens": torch.tensor([0, 2, 5]), "max_seqlen": 3}, torch.ones(1, 5)
     layer(torch.randn(5, 16), **packed)
     layer.eval()(torch.randn(1, 5, 16), attention_mask=mask, context=torch.randn(1, 5, 16))
@@ -109,7 +109,9 @@ def test_a_function_is_told_what_the_call_was():
 
 
 def test_cross_attention_stays_that_of_torch():
-    layer = mf.TransformerLayer(16, 24, 2, cross_attention=True, attention=lambda q, k, v, **options: q)
+    layer = mf.TransformerLayer(
+        16, 24, 2, attention=lambda q, k, v, **options: q, options=mf.LayerOptions(cross_attention=True)
+    )
     assert layer.cross_attn.attention is None
     assert layer(torch.randn(1, 3, 16), context=torch.randn(1, 5, 16)).shape == (1, 3, 16)
 

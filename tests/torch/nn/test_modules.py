@@ -577,7 +577,13 @@ def test_packed_sequences_are_those_apart():
 def test_cross_attention_and_parallel_layers():
     torch.manual_seed(0)
     layer = mf.TransformerLayer(
-        32, 48, 4, cross_attention=True, normalization="LayerNorm", activation="gelu", bias=True
+        32,
+        48,
+        4,
+        normalization="LayerNorm",
+        activation="gelu",
+        bias=True,
+        options=mf.LayerOptions(cross_attention=True),
     )
     x, context = torch.randn(2, 5, 32), torch.randn(2, 7, 32)
     y = layer(x, context=context, context_mask=torch.arange(7)[None] < torch.tensor([[7], [3]]))
@@ -585,14 +591,16 @@ def test_cross_attention_and_parallel_layers():
     changed[1, 3:] = 0
     mask = torch.arange(7)[None] < torch.tensor([[7], [3]])
     assert torch.equal(y, layer(x, context=changed, context_mask=mask))
-    beside = mf.TransformerLayer(32, 48, 4, parallel=True)
+    beside = mf.TransformerLayer(32, 48, 4, options=mf.LayerOptions(parallel=True))
     want = x + beside.self_attn(beside.input_layernorm(x)) + beside.mlp(beside.post_attention_layernorm(x))
     assert torch.allclose(beside(x), want, atol=1e-5)
 
 
 def test_hidden_dropout_is_of_what_is_added_to_the_residual_stream():
     torch.manual_seed(0)
-    layer = mf.TransformerLayer(32, 48, 4, cross_attention=True, hidden_dropout=0.5, recipe="mxfp8")
+    layer = mf.TransformerLayer(
+        32, 48, 4, recipe="mxfp8", options=mf.LayerOptions(cross_attention=True, hidden_dropout=0.5)
+    )
     x, context = torch.randn(2, 5, 32), torch.randn(2, 3, 32)
     torch.manual_seed(1)
     y = layer(x, context=context)
@@ -601,7 +609,7 @@ def test_hidden_dropout_is_of_what_is_added_to_the_residual_stream():
     want = want + F.dropout(layer.cross_attn(want, context=context, norm=layer.cross_attention_layernorm), 0.5)
     want = want + F.dropout(layer.mlp(want, layer.post_attention_layernorm), 0.5)
     assert torch.equal(y, want)
-    plain = mf.TransformerLayer(32, 48, 4, cross_attention=True, recipe="mxfp8")
+    plain = mf.TransformerLayer(32, 48, 4, recipe="mxfp8", options=mf.LayerOptions(cross_attention=True))
     plain.load_state_dict(layer.state_dict())
     assert torch.equal(layer.eval()(x, context=context), plain(x, context=context))
 
@@ -610,7 +618,10 @@ def test_hidden_dropout_is_of_what_is_added_to_the_residual_stream():
     ("make", "match"),
     [
         (lambda: mf.MultiheadAttention(32, 4, 3), "num_kv_heads: got 3"),
-        (lambda: mf.TransformerLayer(32, 48, 4, hidden_dropout=-0.1), "hidden_dropout: got -0.1"),
+        (
+            lambda: mf.TransformerLayer(32, 48, 4, options=mf.LayerOptions(hidden_dropout=-0.1)),
+            "hidden_dropout: got -0.1",
+        ),
         (lambda: mf.MultiheadAttention(30, 4), "num_heads: got 4"),
         (lambda: mf.MultiheadAttention(32, 4, window=0), "window"),
         (lambda: mf.LayerNormMLP(8, 8, activation="swigelu"), "activation.*swiglu"),
@@ -620,7 +631,7 @@ def test_hidden_dropout_is_of_what_is_added_to_the_residual_stream():
         (lambda: mf.TransformerLayer(32, 48, 4)(torch.randn(1, 3, 32), torch.ones(2, 9)), "attention_mask"),
         (lambda: mf.TransformerLayer(32, 48, 4)(torch.randn(1, 2, 3, 32)), r"hidden_states: got shape \(1, 2, 3, 32\)"),
         (lambda: mf.MultiheadAttention(32, 4)(torch.randn(32)), r"hidden_states: got shape \(32,\)"),
-        (lambda: mf.MultiheadAttention(32, 4, dropout=1.5), "dropout: got 1.5"),
+        (lambda: mf.MultiheadAttention(32, 4, options=mf.LayerOptions(dropout=1.5)), "dropout: got 1.5"),
         (lambda: mf.MultiheadAttention(32, 4, window="3"), "window: got str"),  # type: ignore[arg-type]
         (lambda: mf.RotaryEmbedding(8, theta=-1.0), "theta: got -1"),
         (lambda: mf.RotaryEmbedding(8)(2.5), "positions: got float"),  # type: ignore[arg-type]

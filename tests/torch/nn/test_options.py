@@ -1,7 +1,9 @@
 """Options of the modules: biases that are returned, weights that are drawn otherwise, packed contexts."""
 
 import copy
+import dataclasses
 import functools
+import inspect
 
 import pytest
 
@@ -18,17 +20,26 @@ from microfloat.torch.fused import norm_linear  # noqa: E402
 
 BF16 = {"dtype": torch.bfloat16}
 NAMES = list(RECIPES)
+RETURNED = mf.LayerOptions(return_bias=True)
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 SIZES = [3, 0, 7]  # rows of experts
 
+
 # Each with the place of its bias, the parameter that a call leaves to the caller.
+def made(kind, *sizes, recipe=None, split=None, activation=None, bias=None, **settings):
+    """A module with settings as options."""
+    given = {"recipe": recipe, "split": split, "activation": activation, "bias": bias}
+    given = {name: value for name, value in given.items() if value is not None}
+    return kind(*sizes, **given, **BF16, options=mf.LayerOptions(**settings))
+
+
 MODULES = {
     "linear": (lambda **o: mf.Linear(32, 48, **BF16, **o), ["bias"]),
-    "norm_linear": (lambda **o: mf.LayerNormLinear(32, 48, **BF16, **o), ["linear.bias"]),
-    "split": (lambda **o: mf.LayerNormLinear(32, 48, split={"a": 32, "b": 16}, **BF16, **o), ["a.bias", "b.bias"]),
-    "mlp": (lambda **o: mf.LayerNormMLP(32, 48, activation="swiglu", **BF16, **o), ["down_proj.bias"]),
-    "attention": (lambda **o: mf.MultiheadAttention(32, 4, 2, bias=True, **BF16, **o), ["o_proj.bias"]),
+    "norm_linear": (lambda **o: made(mf.LayerNormLinear, 32, 48, **o), ["linear.bias"]),
+    "split": (lambda **o: made(mf.LayerNormLinear, 32, 48, split={"a": 32, "b": 16}, **o), ["a.bias", "b.bias"]),
+    "mlp": (lambda **o: made(mf.LayerNormMLP, 32, 48, activation="swiglu", **o), ["down_proj.bias"]),
+    "attention": (lambda **o: made(mf.MultiheadAttention, 32, 4, 2, bias=True, **o), ["o_proj.bias"]),
     "experts": (lambda **o: mf.GroupedLinear(3, 32, 48, bias=True, **BF16, **o), ["bias"]),
 }  # fmt: skip
 
@@ -103,8 +114,8 @@ def test_a_returned_bias_adds_up_to_the_output(kind):
 def test_order_of_what_is_returned():
     x = torch.randn(3, 16)
     for module, bias in (
-        (mf.LayerNormLinear(16, 8, return_bias=True, return_norm_output=True), "linear.bias"),
-        (mf.LayerNormMLP(16, 8, return_bias=True, return_norm_output=True), "down_proj.bias"),
+        (mf.LayerNormLinear(16, 8, return_norm_output=True, options=RETURNED), "linear.bias"),
+        (mf.LayerNormMLP(16, 8, return_norm_output=True, options=RETURNED), "down_proj.bias"),
     ):
         _, returned, value = module(x)
         assert returned is module.get_parameter(bias)
@@ -112,7 +123,7 @@ def test_order_of_what_is_returned():
     y, bias = mf.Linear(16, 8, bias=False, return_bias=True)(x)
     assert y.shape == (3, 8)
     assert bias is None
-    assert mf.LayerNormLinear(16, 8, False, split={"a": 4, "b": 4}, return_bias=True)(x)[1] is None
+    assert mf.LayerNormLinear(16, 8, False, split={"a": 4, "b": 4}, options=RETURNED)(x)[1] is None
 
 
 @pytest.mark.parametrize("name", [None, "fp8_current"])
@@ -128,7 +139,7 @@ def test_a_returned_bias_has_the_dtype_of_the_output(name):
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_a_returned_bias_and_recomputation(name):
     torch.manual_seed(0)
-    module = mf.LayerNormMLP(32, 48, return_bias=True, **BF16)
+    module = mf.LayerNormMLP(32, 48, options=RETURNED, **BF16)
     again = copy.deepcopy(module)
     x = torch.randn(6, 32, **BF16)
     results = []
@@ -145,7 +156,7 @@ def test_a_returned_bias_and_recomputation(name):
 @pytest.mark.parametrize("name", [None, "fp8_row"])
 def test_a_returned_bias_in_compiled_code(name):
     torch._dynamo.reset()
-    module, x = mf.LayerNormLinear(32, 48, split={"a": 32, "b": 16}, return_bias=True), torch.randn(3, 32)
+    module, x = mf.LayerNormLinear(32, 48, split={"a": 32, "b": 16}, options=RETURNED), torch.randn(3, 32)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     with mf.autocast(enabled=name is not None, recipe=name):
         (y, bias), (want, want_bias) = compiled(x), module(x)
@@ -168,7 +179,7 @@ def test_a_returned_bias_of_a_layer_between_compiled_graphs():
 
 
 def test_a_layer_that_returns_its_bias_is_not_reverted():
-    module = mf.LayerNormLinear(16, 8, return_bias=True, recipe="mxfp8")
+    module = mf.LayerNormLinear(16, 8, options=RETURNED, recipe="mxfp8")
     x = torch.randn(3, 16)
     with pytest.warns(UserWarning, match="they return their bias: linear"):
         mf.revert(module)
@@ -178,7 +189,7 @@ def test_a_layer_that_returns_its_bias_is_not_reverted():
 
 def test_a_part_in_the_place_of_one_that_returns_its_bias_adds_its_own():
     x = torch.randn(3, 16)
-    module = mf.LayerNormLinear(16, 8, split={"a": 4, "b": 4}, return_bias=True)
+    module = mf.LayerNormLinear(16, 8, split={"a": 4, "b": 4}, options=RETURNED)
     module.a = nn.Linear(16, 4)
     y, bias = module(x)
     assert torch.equal(bias, torch.cat([torch.zeros(4), module.b.bias]))
@@ -227,7 +238,7 @@ def test_weights_are_drawn_by_init_method(kind):
     if has_output:
         options["output_layer_init_method"] = _threes
     if kind == "layer":
-        module = mf.TransformerLayer(32, 48, 4, cross_attention=True, bias=True, **options)
+        module = made(mf.TransformerLayer, 32, 48, 4, cross_attention=True, bias=True, **options)
     else:
         module = MODULES[kind][0](**options)
     for _ in range(2):
@@ -267,12 +278,13 @@ def test_draws_of_weights_without_values_and_of_codes():
 def test_parameters_of_an_activation():
     torch.manual_seed(0)
     parameters = {"limit": 0.5, "alpha": 1.0, "glu_linear_offset": 0.25}
-    module = mf.LayerNormMLP(16, 24, activation="clamped_swiglu", activation_params=parameters)
+    options = mf.LayerOptions(activation_params=parameters)
+    module = mf.LayerNormMLP(16, 24, activation="clamped_swiglu", options=options)
     x = torch.randn(5, 16)
     h = module.norm(x)
     g, u = module.gate_proj(h).clamp(max=0.5), module.up_proj(h).clamp(-0.5, 0.5)
     torch.testing.assert_close(module(x), module.down_proj(F.silu(g) * (u + 0.25)))
-    layer = mf.TransformerLayer(16, 24, 2, activation="clamped_swiglu", activation_params=parameters)
+    layer = mf.TransformerLayer(16, 24, 2, activation="clamped_swiglu", options=options)
     assert layer.mlp.activation_params == parameters
 
 
@@ -282,7 +294,7 @@ def test_parameters_of_an_activation():
 @pytest.mark.parametrize("name", [None, "fp8_row"])
 def test_packed_sequences_see_their_own_context(name):
     torch.manual_seed(0)
-    layer = mf.TransformerLayer(32, 48, 4, 2, cross_attention=True, recipe=name)
+    layer = mf.TransformerLayer(32, 48, 4, 2, recipe=name, options=mf.LayerOptions(cross_attention=True))
     x, context = torch.randn(11, 32), torch.randn(9, 32)
     packed = {"cu_seqlens": torch.tensor([0, 4, 11]), "cu_seqlens_kv": torch.tensor([0, 7, 9])}
     leaf = context.clone().requires_grad_()
@@ -321,14 +333,14 @@ def test_compiled_attention_is_told_the_longest_sequence():
     [
         (lambda: mf.Linear(4, 4, return_bias="yes"), "return_bias: got str"),
         (lambda: mf.Linear(4, 4, init_method=0.02), "init_method: got float"),
-        (lambda: mf.TransformerLayer(8, 8, 2, output_layer_init_method="xavier"), "init_method: got str"),
-        (lambda: mf.LayerNormMLP(8, 8, activation_params={"limit": 7.0}), "activation_params.*'gelu'"),
+        (lambda: made(mf.TransformerLayer, 8, 8, 2, output_layer_init_method="xavier"), "init_method: got str"),
+        (lambda: made(mf.LayerNormMLP, 8, 8, activation_params={"limit": 7.0}), "activation_params.*'gelu'"),
         (
-            lambda: mf.LayerNormMLP(8, 8, activation="clamped_swiglu", activation_params={"beta": 1}),
+            lambda: made(mf.LayerNormMLP, 8, 8, activation="clamped_swiglu", activation_params={"beta": 1}),
             "activation_params: got 'beta'",
         ),
         (
-            lambda: mf.LayerNormMLP(8, 8, activation="clamped_swiglu", activation_params={"limit": -1}),
+            lambda: made(mf.LayerNormMLP, 8, 8, activation="clamped_swiglu", activation_params={"limit": -1}),
             r"activation_params\['limit'\]: got -1",
         ),
         (
@@ -344,3 +356,66 @@ def test_compiled_attention_is_told_the_longest_sequence():
 def test_errors_name_the_argument(make, match):
     with pytest.raises((InvalidTypeError, InvalidValueError), match=match):
         make()
+
+
+# ---------------------------------------------------------------------------------------------------- LayerOptions
+
+
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"])
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(mf.LayerOptions)])
+def test_a_keyword_that_moved_is_told_where(kind, name):
+    if name in inspect.signature(getattr(mf, kind)).parameters:
+        return
+    needed = rf"{name}: got a keyword that {kind} does not .* needed options=LayerOptions\({name}=\.\.\.\)"
+    with pytest.raises(TypeError, match=needed):
+        getattr(mf, kind)(16, 2, 2, **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: mf.Linear(8, 8, delay_wgrad_compute=True), "delay_wgrad_compute.*two halves.*training.md"),
+        (lambda: mf.GroupedLinear(2, 8, 8, delay_wgrad_compute=True), "a keyword that GroupedLinear does not have"),
+        (lambda: mf.MultiheadAttention(8, 2, softmax_type="learnable"), "softmax_type: .* as attention="),
+        (lambda: mf.TransformerLayer(8, 8, 2, drop_path_rate=0.1), "drop_path_rate: .*a layer of your own"),
+        (lambda: mf.TransformerLayer(8, 8, 2, output_layernorm=True), "output_layernorm: .*migration.md"),
+        (lambda: mf.TransformerLayer(8, 8, 2, hidden_dropuot=0.1), "unexpected keyword argument 'hidden_dropuot'"),
+        (lambda: mf.TransformerLayer(8, 8, 2, options={"dropout": 0.1}), "options: got dict, needed a .*LayerOptions"),
+    ],
+)
+def test_a_keyword_that_went_is_told_what_to_write(make, match):
+    with pytest.raises(TypeError, match=match):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("LayerNormLinear", {"hidden_dropout": 0.5}), ("LayerNormMLP", {"interleaved": True}),
+        ("MultiheadAttention", {"cross_attention": True}), ("TransformerLayer", {"return_bias": True}),
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_module_is_refused(kind, setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(InvalidValueError, match=f"options: got {name}={value} for a {kind}, needed settings of it"):
+        getattr(mf, kind)(16, 2, 2, options=mf.LayerOptions(**setting))
+
+
+def test_a_layer_gives_its_settings_to_its_parts():
+    options = mf.LayerOptions(
+        backend="reference", fuse_wgrad_accumulation=True, zero_centered_gamma=True, head_dim=16, out_bias=True,
+        mlp_bias=False, dropout=0.25, interleaved=True, cross_attention=True, parallel=True,
+    )  # fmt: skip
+    layer = mf.TransformerLayer(32, 48, 4, 2, options=options)
+    for attention in (layer.self_attn, layer.cross_attn):
+        assert (attention.head_dim, attention.dropout, attention.interleaved) == (16, 0.25, True)
+        assert attention.o_proj.bias is not None
+        assert attention.q_proj.bias is None
+    assert layer.mlp.up_proj.bias is None
+    assert layer.parallel
+    assert layer.input_layernorm.zero_centered_gamma
+    linears = [one for one in layer.modules() if isinstance(one, mf.Linear)]
+    assert len(linears) == 11
+    assert all(one.backend == "reference" and one.fuse_wgrad_accumulation for one in linears)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.dropout = 0.5

@@ -18,18 +18,23 @@ from microfloat.arguments import check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.formats import FP8_TENSOR
 from microfloat.recipes import Cast, Delayed, Recipe, as_cast
-from microfloat.torch._typing import InitMethod, Maybe, Options, WithBias
+from microfloat.torch._typing import Maybe, Options, WithBias
 from microfloat.torch.attention import Packed, attend, check_together, rotate_heads, split_heads
 from microfloat.torch.fused import norm_of, project
 from microfloat.torch.joined import Composite, call_layer, join_
+from microfloat.torch.nn.fused import OF_LINEAR
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import RMSNorm
+from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
 from microfloat.torch.ops import quantize
 from microfloat.torch.tensor import QuantizedTensor
 
 Attention = Callable[..., torch.Tensor]
 
-__all__ = ["Attention", "KVCache", "MultiheadAttention", "RotaryEmbedding"]
+__all__ = ["OF_ATTENTION", "Attention", "KVCache", "MultiheadAttention", "RotaryEmbedding"]
+
+# The settings of `LayerOptions` that attention in a layer has.
+OF_ATTENTION = (*OF_LINEAR, "init_method", "output_layer_init_method", "out_bias", "dropout", "interleaved")
 
 
 class RotaryEmbedding(nn.Module):
@@ -221,25 +226,23 @@ class MultiheadAttention(Composite):
 
     Children `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` `q_norm` and `k_norm` (RMSNorm over a head,
     before the rotation): the keys of transformers' Llama and Qwen3 attention. `head_dim` None: hidden_size / num_heads.
-    `window`: a token sees that many nearest ones only. `causal`: those before it only. `dropout`: of the attention, in
-    training. `out_bias` None: `bias`. `return_bias`: returns (y, bias of `o_proj`), y without it. `init_method` draws
-    the weights of q, k and v, `output_layer_init_method` that of `o_proj`, as in `Linear`. `attention`: a
+    `window`: a token sees that many nearest ones only. `causal`: those before it only. `kv_hidden_size`: of a context.
+    `options`: with its `return_bias` returns (y, bias of `o_proj`), y without it. `attention`: a
     function of (q, k, v, causal=, mask=, window=, dropout=) in place of torch's scaled_dot_product_attention: q [B, S,
     H, D] and k, v [B, S', G, D], normed and rotated, to [B, S, H, D]; a call with packed sequences adds `cu_seqlens`
     and its relatives as they were given. An nn.Module becomes a child, with parameters of its own. Raises
     InvalidValueError where heads do not divide. Source: docs/modules.md.
     """
 
+    @names_moved
     def __init__(
         self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, *, head_dim: int | None = None,
-        bias: bool = False, out_bias: bool | None = None, qk_norm: bool = False, window: int | None = None,
-        causal: bool = True, dropout: float = 0.0, eps: float = 1e-6, kv_hidden_size: int | None = None,
-        interleaved: bool = False, device: Device = None, dtype: torch.dtype | None = None,
-        recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        return_bias: bool = False, init_method: InitMethod | None = None,
-        output_layer_init_method: InitMethod | None = None, attention: Attention | None = None,
+        kv_hidden_size: int | None = None, bias: bool = False, qk_norm: bool = False, window: int | None = None,
+        causal: bool = True, eps: float = 1e-6, attention: Attention | None = None, device: Device = None,
+        dtype: torch.dtype | None = None, recipe: Recipe | str | None = None, options: LayerOptions | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        options = options_of(self, options, (*OF_ATTENTION, "return_bias"))
         if attention is not None and not callable(attention):
             raise invalid_type("attention", kind_of(attention), "a function of q, k and v, or None")
         self.attention = attention
@@ -251,22 +254,22 @@ class MultiheadAttention(Composite):
             raise invalid_value("num_heads", str(num_heads), needed, "Or give head_dim.")
         if window is not None:
             check_int("window", window, 1, 1 << 31)
-        check_number("dropout", dropout, "a probability in [0, 1]", 0.0, 1.0)
+        check_number("dropout", options.dropout, "a probability in [0, 1]", 0.0, 1.0)
         size = hidden_size // num_heads if head_dim is None else head_dim
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, size
-        self.window, self.causal, self.dropout, self.interleaved = window, causal, dropout, interleaved
+        self.window, self.causal = window, causal
+        self.dropout, self.interleaved = options.dropout, options.interleaved
         source = hidden_size if kv_hidden_size is None else kv_hidden_size
-        options: Options = {
-            "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-        }  # fmt: skip
-        inner: Options = {**options, "init_method": init_method}
+        of_all: Options = {"device": device, "dtype": dtype, "recipe": recipe}
+        of_all |= {name: getattr(options, name) for name in OF_LINEAR}
+        inner: Options = {**of_all, "init_method": options.init_method}
         self.q_proj = Linear(hidden_size, num_heads * size, bias, **inner)
         self.k_proj = Linear(source, num_kv_heads * size, bias, **inner)
         self.v_proj = Linear(source, num_kv_heads * size, bias, **inner)
-        options |= {"return_bias": return_bias, "init_method": output_layer_init_method}
-        self.o_proj = Linear(num_heads * size, hidden_size, bias if out_bias is None else out_bias, **options)
-        self.return_bias = return_bias
+        out_bias = bias if options.out_bias is None else options.out_bias
+        of_all |= {"return_bias": options.return_bias, "init_method": options.output_layer_init_method}
+        self.o_proj = Linear(num_heads * size, hidden_size, out_bias, **of_all)
+        self.return_bias = options.return_bias
         if qk_norm:
             self.q_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(size, eps=eps, device=device, dtype=dtype)

@@ -17,14 +17,19 @@ from torch.types import Device
 from microfloat.arguments import check_number
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.recipes import Recipe
-from microfloat.torch._typing import InitMethod, Maybe, Options
+from microfloat.torch._typing import Maybe, Options
 from microfloat.torch.autocast import checkpoint
 from microfloat.torch.fused import activated, mlp, norm_of, project
 from microfloat.torch.joined import Composite, call_layer, join_
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import make_norm
+from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
 
-__all__ = ["ACTIVATIONS", "LayerNormLinear", "LayerNormMLP", "MLP"]
+__all__ = ["ACTIVATIONS", "MLP", "OF_LINEAR", "OF_MLP", "LayerNormLinear", "LayerNormMLP"]
+
+# The settings of `LayerOptions` that every Linear has, and those of an MLP.
+OF_LINEAR = "backend", "fuse_wgrad_accumulation"
+OF_MLP = (*OF_LINEAR, "init_method", "output_layer_init_method", "activation_params")
 
 
 class _Kind(NamedTuple):
@@ -76,22 +81,23 @@ class LayerNormLinear(Composite):
     Children `norm` and `linear`: the state dict is that of the two modules. `normalization`: "LayerNorm" or "RMSNorm".
     `split`: names and sizes of the outputs, adding up to `out_features`, for example ``{"q_proj": 4096, "k_proj":
     1024}``; each is a Linear of its own in the state dict, and all are one product (`microfloat.torch.joined`).
-    `return_norm_output`: returns (y, norm(x)); the norm is then computed apart from its cast. `return_bias`: returns
-    (``norm(x) @ weight.T``, bias), before norm(x) where that is returned too. `init_method` draws each weight, as in
-    `Linear`. Raises InvalidValueError for sizes that do not add up. Source: docs/modules.md.
+    `return_norm_output`: returns (y, norm(x)); the norm is then computed apart from its cast. `options`: with its
+    `return_bias` returns (``norm(x) @ weight.T``, bias), before norm(x) where that is returned too. Raises
+    InvalidValueError for sizes that do not add up. Source: docs/modules.md.
 
     >>> LayerNormLinear(8, 6, split={"q": 4, "k": 2})(torch.ones(3, 8)).shape
     torch.Size([3, 6])
     """
 
+    @names_moved
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, normalization: str = "LayerNorm",
-        eps: float = 1e-5, zero_centered_gamma: bool = False, return_norm_output: bool = False,
-        split: Mapping[str, int] | None = None, device: Device = None, dtype: torch.dtype | None = None,
-        recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        return_bias: bool = False, init_method: InitMethod | None = None,
+        eps: float = 1e-5, return_norm_output: bool = False, split: Mapping[str, int] | None = None,
+        device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
+        options: LayerOptions | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        options = options_of(self, options, (*OF_LINEAR, "return_bias", "init_method", "zero_centered_gamma"))
         _check_bias(bias)
         parts = {"linear": out_features} if split is None else dict(split)
         if sum(parts.values()) != out_features or not parts or min(parts.values()) < 1:
@@ -99,14 +105,15 @@ class LayerNormLinear(Composite):
         if "norm" in parts or any("." in name or hasattr(self, name) for name in parts):
             raise invalid_value("split", f"the names {list(parts)}", "names of submodules other than 'norm'")
         self.in_features, self.out_features = in_features, out_features
-        self.return_norm_output, self.return_bias = return_norm_output, return_bias
-        self.norm = make_norm(normalization, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
+        self.return_norm_output, self.return_bias = return_norm_output, options.return_bias
+        norm = normalization, in_features, eps, options.zero_centered_gamma
+        self.norm = make_norm(*norm, device=device, dtype=dtype)
         self._parts = tuple(parts)
         for name, size in parts.items():
             layer = Linear(
-                in_features, size, bias, device, dtype, recipe=recipe, backend=backend,
-                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-                return_bias=return_bias, init_method=init_method,
+                in_features, size, bias, device, dtype, recipe=recipe, backend=options.backend,
+                fuse_wgrad_accumulation=options.fuse_wgrad_accumulation, return_bias=options.return_bias,
+                init_method=options.init_method,
             )  # fmt: skip
             self.add_module(name, layer)
         self._join()
@@ -166,19 +173,20 @@ class _Projections(Composite):
     down_proj: Linear
 
     def _build(
-        self, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str,
-        activation_params: Mapping[str, float] | None, init_method: InitMethod | None, options: Options, down: Options,
-    ) -> None:  # fmt: skip
-        """`options`: of all Linears; `down`: of the last one alone."""
+        self, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, options: LayerOptions, **of_all: Any
+    ) -> None:
+        """`of_all`: keywords of all Linears."""
         _check_bias(bias)
         if activation not in ACTIVATIONS:
             raise unknown_name("activation", activation, ACTIVATIONS)
-        self.activation, self.activation_params = activation, _checked_parameters(activation, activation_params)
-        outer = {**options, "init_method": init_method}
+        self.activation, self.activation_params = activation, _checked_parameters(activation, options.activation_params)
+        of_all |= {name: getattr(options, name) for name in OF_LINEAR}
+        outer: Options = {**of_all, "init_method": options.init_method}
+        down: Options = {"return_bias": options.return_bias, "init_method": options.output_layer_init_method}
         if ACTIVATIONS[activation].gated:
             self.gate_proj = Linear(hidden_size, ffn_hidden_size, bias, **outer)
         self.up_proj = Linear(hidden_size, ffn_hidden_size, bias, **outer)
-        self.down_proj = Linear(ffn_hidden_size, hidden_size, bias, **options, **down)
+        self.down_proj = Linear(ffn_hidden_size, hidden_size, bias, **of_all, **down)
 
     def _project(
         self, x: torch.Tensor, norm: nn.Module | None, first: bool | None, biases: list[Maybe] | None = None
@@ -206,20 +214,12 @@ class MLP(_Projections):
     """
 
     def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
-        device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
-        backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
-        output_layer_init_method: InitMethod | None = None,
+        self, hidden_size: int, ffn_hidden_size: int, bias: bool, *, activation: str, options: LayerOptions,
+        **of_all: Any,
     ) -> None:  # fmt: skip
+        """`of_all`: keywords of all Linears."""
         super().__init__()
-        options: Options = {
-            "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-        }  # fmt: skip
-        sizes = hidden_size, ffn_hidden_size, bias
-        down = {"init_method": output_layer_init_method}
-        self._build(*sizes, activation, activation_params, init_method, options, down)
+        self._build(hidden_size, ffn_hidden_size, bias, activation, options, **of_all)
 
     def forward(
         self, x: torch.Tensor, norm: nn.Module | None = None, is_first_microbatch: bool | None = None
@@ -233,36 +233,29 @@ class LayerNormMLP(_Projections):
 
     Children `norm`, `gate_proj` (gated activations), `up_proj`, `down_proj`. `activation`: gelu, gelu_tanh, qgelu,
     relu, srelu, silu, or gated: geglu, geglu_tanh, qgeglu, reglu, sreglu, swiglu, glu, clamped_swiglu. gelu is the
-    exact one, as in torch; TransformerEngine's is gelu_tanh. `activation_params`: limit, alpha and glu_linear_offset of
-    clamped_swiglu. `recompute`: keep x only, and run the forward again in backward. `return_norm_output`: returns (y,
-    norm(x)). `return_bias`: returns (y without the bias of `down_proj`, that bias), before norm(x). `init_method` draws
-    the weights of `gate_proj` and `up_proj`, `output_layer_init_method` that of `down_proj`, as in `Linear`. Source:
-    docs/modules.md.
+    exact one, as in torch; TransformerEngine's is gelu_tanh. `recompute`: keep x only, and run the forward again in
+    backward. `return_norm_output`: returns (y, norm(x)). `options`: with its `return_bias` returns (y without the bias
+    of `down_proj`, that bias), before norm(x); `activation_params` are limit, alpha and glu_linear_offset of
+    clamped_swiglu. Source: docs/modules.md.
 
     >>> LayerNormMLP(8, 16, activation="swiglu")(torch.ones(3, 8)).shape
     torch.Size([3, 8])
     """
 
+    @names_moved
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, bias: bool = True, *, activation: str = "gelu",
-        normalization: str = "LayerNorm", eps: float = 1e-5, zero_centered_gamma: bool = False,
-        return_norm_output: bool = False, recompute: bool = False, device: Device = None,
-        dtype: torch.dtype | None = None,
-        recipe: Recipe | str | None = None, backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        return_bias: bool = False,
-        activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
-        output_layer_init_method: InitMethod | None = None,
+        normalization: str = "LayerNorm", eps: float = 1e-5, return_norm_output: bool = False, recompute: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
+        options: LayerOptions | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
-        options: Options = {
-            "device": device, "dtype": dtype, "recipe": recipe, "backend": backend,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-        }  # fmt: skip
-        down: Options = {"return_bias": return_bias, "init_method": output_layer_init_method}
-        sizes = hidden_size, ffn_hidden_size, bias
-        self._build(*sizes, activation, activation_params, init_method, options, down)
-        self.return_norm_output, self.recompute, self.return_bias = return_norm_output, recompute, return_bias
+        options = options_of(self, options, (*OF_MLP, "return_bias", "zero_centered_gamma"))
+        where: Options = {"device": device, "dtype": dtype}
+        self.norm = make_norm(normalization, hidden_size, eps, options.zero_centered_gamma, **where)
+        self._build(hidden_size, ffn_hidden_size, bias, activation, options, **where, recipe=recipe)
+        self.return_norm_output, self.recompute = return_norm_output, recompute
+        self.return_bias = options.return_bias
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y in the shape of x; a tuple with what else is returned: bias, norm(x)."""

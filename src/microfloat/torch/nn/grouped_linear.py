@@ -19,6 +19,7 @@ from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plai
 from microfloat.torch.linear import backend_name
 from microfloat.torch.model_init import draw_parameters, quantize_parameter
 from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, check_first_microbatch, pinned_to
+from microfloat.torch.nn.options import names_moved
 
 __all__ = ["GroupedLinear", "grouped_matmul"]
 
@@ -38,6 +39,7 @@ class GroupedLinear(RecipeLayer):
     docs/numerics.md, 5.3 and 6.
     """
 
+    @names_moved
     def __init__(
         self, num_groups: int, in_features: int, out_features: int, bias: bool = False, *, device: Device = None,
         dtype: torch.dtype | None = None, recipe: Recipe | str | None = None, backend: str = "auto",

@@ -24,6 +24,7 @@ from microfloat.torch.gathered import NoValues, values_of
 from microfloat.torch.linear import find_for, run_linear
 from microfloat.torch.microbatches import fsdp_parameters, without_rows
 from microfloat.torch.model_init import draw_parameters, quantize_parameter
+from microfloat.torch.nn.options import names_moved
 from microfloat.torch.observing import OBSERVERS
 from microfloat.torch.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor import Decoded, QuantizedTensor, attached_to
@@ -282,6 +283,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     torch.jit. With DTensors: docs/distributed.md. Source: docs/numerics.md, section 6.
     """
 
+    @names_moved
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, recipe: Recipe | str | None = None, backend: str = "auto",

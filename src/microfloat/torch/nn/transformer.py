@@ -7,7 +7,7 @@
 Every norm is cast as it is computed, unless the residual stream takes its value.
 """
 
-from collections.abc import Mapping
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,12 @@ from torch.types import Device
 from microfloat.arguments import check_number
 from microfloat.errors import invalid_value
 from microfloat.recipes import Recipe
-from microfloat.torch._typing import InitMethod, Options
+from microfloat.torch._typing import Options
 from microfloat.torch.joined import Composite
-from microfloat.torch.nn.attention import Attention, KVCache, MultiheadAttention
-from microfloat.torch.nn.fused import MLP
+from microfloat.torch.nn.attention import OF_ATTENTION, Attention, KVCache, MultiheadAttention
+from microfloat.torch.nn.fused import MLP, OF_MLP
 from microfloat.torch.nn.norms import make_norm
+from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
 
 __all__ = ["TransformerLayer"]
 
@@ -30,51 +31,43 @@ class TransformerLayer(Composite):
 
     ``input_layernorm, self_attn.{q,k,v,o}_proj, post_attention_layernorm, mlp.{gate,up,down}_proj``: state dicts of
     Llama, Mistral, Qwen2 (`bias`) and Qwen3 (`qk_norm`) layers load strictly, both ways. Both norms are cast as they
-    are computed. `parallel`: the MLP reads x beside the attention, ``y = x + self_attn(input_layernorm(x)) +
-    mlp(post_attention_layernorm(x))``. `cross_attention`: a second attention reads `context`. `hidden_dropout`:
-    of what attention and MLP add to the residual stream, in training. `attention`: of the self attention alone.
-    The other arguments are those of `MultiheadAttention` and `LayerNormMLP`. Source: docs/modules.md.
+    are computed. `attention`: of the self attention alone. `options`: with `parallel` the MLP reads x beside the
+    attention, ``y = x + self_attn(input_layernorm(x)) + mlp(post_attention_layernorm(x))``; with `cross_attention` a
+    second attention reads `context`. The other arguments are those of `MultiheadAttention` and `LayerNormMLP`. Source:
+    docs/modules.md.
     """
 
+    @names_moved
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_heads: int, num_kv_heads: int | None = None, *,
-        head_dim: int | None = None, bias: bool = False, mlp_bias: bool | None = None, out_bias: bool | None = None,
-        normalization: str = "RMSNorm", activation: str = "swiglu", eps: float = 1e-6,
-        zero_centered_gamma: bool = False, qk_norm: bool = False, window: int | None = None, causal: bool = True,
-        cross_attention: bool = False, parallel: bool = False, dropout: float = 0.0, hidden_dropout: float = 0.0,
-        interleaved: bool = False,
+        bias: bool = False, normalization: str = "RMSNorm", activation: str = "swiglu", eps: float = 1e-6,
+        qk_norm: bool = False, window: int | None = None, causal: bool = True, attention: Attention | None = None,
         device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
-        backend: str = "auto", fuse_wgrad_accumulation: bool = False,
-        activation_params: Mapping[str, float] | None = None, init_method: InitMethod | None = None,
-        output_layer_init_method: InitMethod | None = None, attention: Attention | None = None,
+        options: LayerOptions | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_number("hidden_dropout", hidden_dropout, "a probability in [0, 1]", 0.0, 1.0)
-        self.hidden_dropout = hidden_dropout
-        where = {"device": device, "dtype": dtype}
-        options: Options = {
-            **where, "recipe": recipe, "backend": backend, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-        }  # fmt: skip
+        names = (field.name for field in fields(LayerOptions) if field.name != "return_bias")
+        options = options_of(self, options, tuple(names))
+        check_number("hidden_dropout", options.hidden_dropout, "a probability in [0, 1]", 0.0, 1.0)
+        self.hidden_dropout, self.parallel = options.hidden_dropout, options.parallel
+        where: Options = {"device": device, "dtype": dtype}
+        norm = normalization, hidden_size, eps, options.zero_centered_gamma
+        heads = hidden_size, num_heads, num_kv_heads
         of_attention: Options = {
-            "head_dim": head_dim, "bias": bias, "out_bias": out_bias, "dropout": dropout, "eps": eps, **options,
-            "init_method": init_method, "output_layer_init_method": output_layer_init_method,
+            "head_dim": options.head_dim, "bias": bias, "eps": eps, "recipe": recipe, **where,
+            "options": options.only(OF_ATTENTION),
         }  # fmt: skip
-        norm = normalization, hidden_size, eps, zero_centered_gamma
-        self.parallel = parallel
         self.input_layernorm = make_norm(*norm, **where)
         self.self_attn = MultiheadAttention(
-            hidden_size, num_heads, num_kv_heads, qk_norm=qk_norm, window=window, causal=causal,
-            interleaved=interleaved, attention=attention, **of_attention,
-        )  # fmt: skip
-        if cross_attention:
+            *heads, qk_norm=qk_norm, window=window, causal=causal, attention=attention, **of_attention
+        )
+        if options.cross_attention:
             self.cross_attention_layernorm = make_norm(*norm, **where)
-            self.cross_attn = MultiheadAttention(hidden_size, num_heads, num_kv_heads, causal=False, **of_attention)
+            self.cross_attn = MultiheadAttention(*heads, causal=False, **of_attention)
         self.post_attention_layernorm = make_norm(*norm, **where)
-        self.mlp = MLP(
-            hidden_size, ffn_hidden_size, bias if mlp_bias is None else mlp_bias, activation=activation,
-            activation_params=activation_params, init_method=init_method,
-            output_layer_init_method=output_layer_init_method, **options,
-        )  # fmt: skip
+        mlp_bias = bias if options.mlp_bias is None else options.mlp_bias
+        of_mlp: Options = {"options": options.only(OF_MLP), "recipe": recipe, **where}
+        self.mlp = MLP(hidden_size, ffn_hidden_size, mlp_bias, activation=activation, **of_mlp)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
@@ -89,7 +82,7 @@ class TransformerLayer(Composite):
         """
         x = hidden_states
         if context is not None and not hasattr(self, "cross_attn"):
-            remedy = "Make the layer with cross_attention=True."
+            remedy = "Make the layer with options=LayerOptions(cross_attention=True)."
             raise invalid_value("context", "a tensor", "None for a layer without cross attention", remedy)
         of_context: Options = {"cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_kv": max_seqlen_kv}
         for name, value in of_context.items():
