@@ -4,9 +4,9 @@
 
 One row per format and direction: Melem/s of a bfloat16 matrix, median of the repetitions. Where torchao is importable
 its eager path for the same format is timed beside it, A B A B, and its codes are compared first: the share of equal
-bytes is recorded (torchao 0.18 computes some scales with float log2). Rows c.* are those of docs/performance.md with a
-target. Data are normal-distributed, never constants; allocating the result is part of every
-call on both sides. Every timed call comes after a pause, on both sides: the OpenMP threads of torch's kernels, eager or
+bytes is recorded (torchao 0.18 computes some scales with float log2). Rows c.* have a target
+(docs/laboratory/recipes.md). Data are normal-distributed, never constants; allocating the result is part of every call
+on both sides. Every timed call comes after a pause, on both sides: the OpenMP threads of torch's kernels, eager or
 compiled, go on spinning for some milliseconds after their work, and would keep a core from whoever is timed next.
 `--clock cpu` counts processor time instead of wall time: for one thread on a machine busy with other work.
 """
@@ -40,7 +40,7 @@ PAUSE_S = 0.02  # before every timed call; libgomp's threads spin for about 5 ms
 
 @dataclass
 class Row:
-    """One measurement; `ratio` is our rate over the peer's, `target` what docs/performance.md asks of it.
+    """One measurement; `ratio` is our rate over the peer's, `target` the least that it should be.
 
     c.mm states its target the other way round: our time over that of a float32 matmul, at most 1.3.
     """
