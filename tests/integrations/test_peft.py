@@ -137,3 +137,22 @@ def test_adapters_around_weights_that_are_stored_quantized(peft):
         assert isinstance(merged.proj.weight.data, mf.QuantizedTensor)
         z = merged(x)
     assert float(((z - y).norm() / y.norm()).detach()) < 0.25  # E2M1
+
+
+@pytest.mark.parametrize("order", ["convert first", "adapters first", "reverted"])
+def test_adapters_of_a_conv1d_merge(peft, order):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=16)).eval()
+    of_conv1d = order == "adapters first"
+    config = peft.LoraConfig(r=2, target_modules=["c_proj", "c_fc"], fan_in_fan_out=of_conv1d, init_lora_weights=False)
+    if not of_conv1d:
+        mf.convert(model, "mxfp8")
+    model = peft.get_peft_model(model, config).eval()
+    if of_conv1d:
+        mf.convert(model, "mxfp8")
+    if order == "reverted":
+        mf.revert(model)
+    with torch.no_grad(), mf.autocast(enabled=False):
+        want = model(torch.arange(8)[None]).logits
+        torch.testing.assert_close(model.merge_and_unload()(torch.arange(8)[None]).logits, want)

@@ -33,7 +33,7 @@ from microfloat.recipes.placement import (
 from microfloat.torch import layer_state, scaling
 from microfloat.torch._checks import check_model
 from microfloat.torch.fusing import fuse_blocks, unfuse
-from microfloat.torch.nn.conv1d import TransposedLinear, as_conv1d, as_linear, is_conv1d, why_not_linear
+from microfloat.torch.nn.conv1d import TransposedLinear, as_conv1d, as_linear, is_conv1d, tell_adapters, why_not_linear
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.small import predict
@@ -111,6 +111,7 @@ def pin_planned(model: nn.Module, wishes: Sequence[tuple[str, nn.Module, Recipe 
     """Do what `planned_layers` has planned for the layers of a model."""
     for wish in wishes:
         pin_layer(*wish)
+    tell_adapters(model)
     keep_slow_paths(model)
 
 
@@ -341,6 +342,7 @@ def revert(model: nn.Module) -> nn.Module:
                 handle.remove()
         if module.__dict__.pop("_microfloat_nested", False):
             module.use_nested_tensor = True  # type: ignore[assignment]
+    tell_adapters(model)
     for layers, message in (
         (left, "these layers are pinned to high precision, but stay microfloat Linears, because their class was "
                "subclassed, their forward replaced on the instance, or they return their bias: {}."),

@@ -37,7 +37,7 @@ from microfloat.torch._checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch._typing import Options
 from microfloat.torch.convert import keep_slow_paths, layer_shape, nothing_left, pin_layer, planned_layers, report_of
 from microfloat.torch.layer_state import larger_amax
-from microfloat.torch.nn.conv1d import as_linear, is_conv1d
+from microfloat.torch.nn.conv1d import as_linear, is_conv1d, tell_adapters
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.ops import quantize
@@ -125,6 +125,7 @@ def quantize_(
                 if name in untied:
                     layer.__dict__["_untied_from"] = untied[name]
     finally:
+        tell_adapters(model)
         keep_slow_paths(model)
     _name_spoiled(spoiled)
     if untied:

@@ -122,3 +122,30 @@ def test_layers_that_stay_as_they_are():
     pair = nn.Sequential(Conv1D(16, 16), Conv1D(16, 16), nn.Linear(16, 16))
     pair[1].weight = pair[0].weight  # which would be transposed twice
     assert mf.convert(pair, "fp8_row").converted == ["2"]
+
+
+class _Adapted(nn.Module):
+    """An adapter as PEFT writes it: its own product is transposed before it is merged where the base says so."""
+
+    def __init__(self, base, transposed=True):
+        super().__init__()
+        self.base_layer, self.fan_in_fan_out = base, transposed
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: mf.convert(model, "mxfp8"), lambda model: mf.quantize_(model, mf.WeightOnly("fp8_row"))]
+)
+def test_adapters_around_a_layer_are_told_which_way_its_weight_lies(change):
+    model = nn.ModuleDict({
+        "one": _Adapted(Conv1D(32, 32)), "two": _Adapted(_Adapted(Conv1D(48, 32))),
+        "kept": _Adapted(Conv1D(32, 32)), "linear": _Adapted(nn.Linear(32, 32), False),
+    })  # fmt: skip
+    model["kept"].base_layer.forward = lambda x: x
+    change(model)
+    told = {name: part.fan_in_fan_out for name, part in model.items()}
+    assert told == {"one": False, "two": False, "kept": True, "linear": False}
+    assert not model["two"].base_layer.fan_in_fan_out
+    mf.revert(model)
+    told = {name: part.fan_in_fan_out for name, part in model.items()}
+    assert told == {"one": True, "two": True, "kept": True, "linear": False}
+    assert model["two"].base_layer.fan_in_fan_out

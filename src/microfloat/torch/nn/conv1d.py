@@ -11,7 +11,7 @@ from microfloat.torch._typing import StateDict
 from microfloat.torch.fusing_rules import Forward, names_of
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear
 
-__all__ = ["TransposedLinear", "as_conv1d", "as_linear", "is_conv1d", "why_not_linear"]
+__all__ = ["TransposedLinear", "as_conv1d", "as_linear", "is_conv1d", "tell_adapters", "why_not_linear"]
 
 _FORWARD = Forward(names_of("self x nf size view weight bias torch addmm"))
 
@@ -65,6 +65,18 @@ def as_conv1d(module: TransposedLinear) -> None:
     for name in ("out_features", "in_features", *OWN_ATTRIBUTES):
         module.__dict__.pop(name, None)
     module.__class__ = kind
+
+
+def tell_adapters(model: nn.Module) -> None:
+    """Tell PEFT's layers which way the weight below each of them lies; they compute and merge their own by that."""
+    for module in model.modules():
+        if not isinstance(module.__dict__.get("fan_in_fan_out"), bool):
+            continue
+        base: nn.Module | None = module
+        while base is not None and "base_layer" in base._modules:  # adapters of one kind around those of another
+            base = base._modules["base_layer"]
+        if isinstance(base, TransposedLinear) or (base is not None and is_conv1d(base)):
+            module.__dict__["fan_in_fan_out"] = not isinstance(base, TransposedLinear)
 
 
 def _transpose(module: nn.Module) -> None:
