@@ -120,7 +120,7 @@ class _Table:
 _TABLES: "weakref.WeakKeyDictionary[object, dict[Point, _Table]]" = weakref.WeakKeyDictionary()  # by process group
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(4096)  # a capture must find its header made
 def _header(point: Point, is_new: bool, device: torch.device) -> torch.Tensor:
     # Of a layer's number as much as float32 holds exactly.
     code = len(_POINTS) + point % 16777213 if isinstance(point, int) else [*_POINTS].index(point)
