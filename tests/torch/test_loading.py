@@ -434,6 +434,24 @@ def test_every_target_of_convert_is_loaded(to, tmp_path) -> None:
     loads_as_it_is_read(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("inner", "leaves"), [(64, ["gate_up_proj", "down_proj"]), (32, ["gate_up_proj", "down_proj"]), (64, ["down_proj"])]
+)
+def test_square_experts_are_turned_as_the_others_of_their_module(inner, leaves, tmp_path) -> None:
+    """gpt-oss is as wide inside as outside: the shape of down_proj does not tell how the file stores it."""
+    torch.manual_seed(6)
+    shapes = {"gate_up_proj": (2, 2 * inner, 64), "down_proj": (2, 64, inner)}
+    (tmp_path / "plain").mkdir()
+    experts = {f"experts.{leaf}": torch.randn(shapes[leaf]).numpy() for leaf in leaves}
+    write(tmp_path / "plain" / "model.safetensors", experts)
+    checkpoint.convert(tmp_path / "plain", tmp_path / "out", to="gptoss:hf")
+    model = built({f"experts.{leaf}": (2, shapes[leaf][2], shapes[leaf][1]) for leaf in leaves})
+    mf.load_quantized(tmp_path / "out", model)
+    for name, record in checkpoint.load(tmp_path / "out").items():
+        values = torch.from_numpy(record.dequantize()).transpose(1, 2)
+        assert torch.equal(model.get_parameter(name).float(), values.bfloat16().float())
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_experts_of_every_format_are_saved_and_loaded(fmt, tmp_path) -> None:
     torch.manual_seed(4)

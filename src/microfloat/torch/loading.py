@@ -103,11 +103,11 @@ def load_quantized(
         raise invalid_value("config", f"{config!r}", f"one for weights as they are stored: {sorted(stored) or 'plain'}")
     if target.type != "meta":
         initialize_tables(model, target, strict)
-    rows, tied, refused = [], _tied(model), _refused(model)
+    rows, tied, refused, turned = [], _tied(model), _refused(model), _turned(model, loaded)
     sources = _sources(model, loaded, tied)
     _untie(model, loaded, sources, tied)
     for name, source in sources.items():
-        row = _load_one(model, name, loaded[source], loaded, config, target, refused)
+        row = _load_one(model, name, loaded[source], loaded, config, target, refused, turned)
         rows += [] if row is None else [row]
     keep_slow_paths(model)
     _tie_again(model, tied)
@@ -326,7 +326,7 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
 @torch.no_grad()
 def _load_one(
     model: nn.Module, name: str, record: "Record", loaded: Mapping[str, "Record"], config: Config | None,
-    device: torch.device, refused: Mapping[str, str],
+    device: torch.device, refused: Mapping[str, str], turned: Collection[str],
 ) -> ConversionRow | None:  # fmt: skip
     """Load one record of those `loaded`; the row of a quantized one."""
     parent, _, key = name.rpartition(".")
@@ -355,8 +355,28 @@ def _load_one(
                 module.register_buffer("input_amax", None if kept is None else kept.to(target))
             return ConversionRow(parent, shape, "loaded", chosen, reason)
     values = tensor.dequantize(old.dtype)
-    _take(module, key, old, values if values.shape == old.shape else values.transpose(-1, -2).contiguous())
+    is_turned = parent in turned or values.shape != old.shape
+    _take(module, key, old, values.transpose(-1, -2).contiguous() if is_turned else values)
     return ConversionRow(parent, shape, "dequantized", None, why)
+
+
+def _turned(model: nn.Module, loaded: Mapping[str, "Record"]) -> set[str]:
+    """The modules whose stacked experts the file stores the other way round, as [experts, out, in].
+
+    The shapes tell, of one weight for all of its module: some are square, as gpt-oss's down_proj. Where all are, those
+    of the family of gpt-oss are turned.
+    """
+    existing, votes = _named(model), dict[str, set[bool]]()
+    square = set()
+    for name, record in loaded.items():
+        shape, parent = tuple(record.logical_shape), name.rpartition(".")[0]
+        if record.format is None or len(shape) != 3 or name not in existing:
+            continue
+        if shape[1] != shape[2]:
+            votes.setdefault(parent, set()).add(tuple(existing[name].shape) != shape)
+        elif record.source is not None and record.source.family.startswith("gptoss:"):
+            square.add(parent)
+    return {parent for parent, found in votes.items() if found == {True}} | (square - votes.keys())
 
 
 def _has(model: nn.Module, parent: str) -> bool:
