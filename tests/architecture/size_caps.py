@@ -18,7 +18,7 @@ _HOLDS_STATEMENTS = ast.stmt | ast.excepthandler | ast.match_case
 KERNEL_CAPS = Caps(module_lines=700, function_lines=120, parameters=24)
 
 
-def _count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     arguments = function.args
     return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
 
@@ -41,8 +41,8 @@ def _overgrown_module(name: str, source: str) -> list[str]:
         length = (node.end_lineno or node.lineno) - node.lineno + 1
         if length > caps.function_lines:
             rows.append(f"{where}: {length} lines, cap {caps.function_lines}")
-        if _count_parameters(node) > caps.parameters:
-            rows.append(f"{where}: {_count_parameters(node)} parameters, cap {caps.parameters}")
+        if count_parameters(node) > caps.parameters:
+            rows.append(f"{where}: {count_parameters(node)} parameters, cap {caps.parameters}")
     return rows
 
 

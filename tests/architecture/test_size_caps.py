@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.architecture.size_caps import CAPS, KERNEL_CAPS, overgrown
+from tests.architecture.size_caps import CAPS, KERNEL_CAPS, count_parameters, overgrown
 
 
 def _write(folder, name, source):
@@ -45,6 +45,20 @@ def test_what_outgrew_a_cap_is_named_after_the_run_and_no_module_by_much(reposit
         record_property("size cap", row)
     modules = [row for row in rows if row.split(": ")[0].endswith(".py")]
     assert all(int(row.split()[1]) <= 1.05 * int(row.split()[-1]) for row in modules), modules
+
+
+# Of a constructor of a module, besides `self`; what is more goes into `LayerOptions`.
+MOST_OF_A_CONSTRUCTOR = 16
+
+
+def test_constructors_of_modules_are_not_wide(repository):
+    made = {}
+    for path in (repository / "src" / "microfloat" / "torch" / "nn").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                made[f"{path.name}:{node.lineno}"] = count_parameters(node) - 1
+    assert len(made) > 8
+    assert {where: count for where, count in made.items() if count > MOST_OF_A_CONSTRUCTOR} == {}
 
 
 # `Any` stands where torch, transformers or Triton have no type of their own. A smaller number may replace this one.

@@ -376,7 +376,7 @@ def returned_biases(rank: int):
     for name, style in RETURNING.items():
         for recipe in (None, "fp8_current"):
             torch.manual_seed(1)
-            layer = mf.Linear(64 * world, 64 * world, options=mf.LayerOptions(return_bias=True), recipe=recipe)
+            layer = mf.Linear(64 * world, 64 * world, return_bias=True, recipe=recipe)
             whole = copy.deepcopy(layer)
             made = style()
             theirs.parallelize_module(layer, mesh, made)
