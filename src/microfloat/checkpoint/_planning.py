@@ -9,6 +9,7 @@ import numpy as np
 from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import outline
 from microfloat.checkpoint._modules import CACHE, ignored_by, module_of
+from microfloat.checkpoint._saving import scale_dtype
 from microfloat.checkpoint.config import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
 from microfloat.checkpoint.families.writing import Written
@@ -297,7 +298,7 @@ def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source
     if record.format == target.cast.format and "pre_quant_scale" not in record.extras:
         carried = _with_activation(record, _activation_under(record, target))
         return Step(
-            carried, "carried", family=target.family, dtype=_scale_dtype(record, source.dtype),
+            carried, "carried", family=target.family, dtype=scale_dtype(record),
             activation=record.activation,
         )  # fmt: skip
     return _cast_step(record, target, source.dtype)
@@ -390,12 +391,6 @@ def _why_not(record: Record, target: Target) -> str:
     if fmt.scale.bits == 8 and block is not None and length % block:
         return f"{length} columns are no multiple of {block}"
     return "it has no elements" if not record.codes.size else ""
-
-
-def _scale_dtype(record: Record, model_dtype: np.dtype) -> np.dtype:
-    """The dtype of the scales of a record that is carried over: the one it has."""
-    stored = record.source.tensors.get("scale") if record.source else None
-    return {"BF16": PLAIN["bf16"], "F16": PLAIN["f16"]}.get(stored.dtype if stored else "", PLAIN["f32"])
 
 
 def _share(steps: list[Step], members: list[int], key: str, target: Target, notes: Notes) -> None:

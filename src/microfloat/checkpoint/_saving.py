@@ -389,7 +389,7 @@ def save(
     for record, family in zip(every, families, strict=True):
         tensors = {record.name: record.codes}
         if family is not None:
-            tensors = dict(family.encode(family, record, _scale_dtype(record, dtype)))
+            tensors = dict(family.encode(family, record, scale_dtype(record, dtype)))
         jobs.append(Job(tuple(Entry.of(name, array) for name, array in tensors.items()), _put_all(tensors)))
     made: dict[str, Any] = {}
     if config is not False:
@@ -443,7 +443,7 @@ def _put_all(tensors: Mapping[str, np.ndarray]) -> Callable[[Put], None]:
     return fill
 
 
-def _scale_dtype(record: Record, dtype: np.dtype | None) -> np.dtype:
+def scale_dtype(record: Record, dtype: np.dtype | None = None) -> np.dtype:
     """The dtype of FP32 scales in a family that stores the model's: the stored one, or `dtype` if no scale changes."""
     stored = record.source.tensors.get("scale") if record.source else None
     if stored is not None and stored.dtype in ("F32", "F16", "BF16"):

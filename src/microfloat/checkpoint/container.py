@@ -161,9 +161,8 @@ class Container(Mapping[str, np.ndarray]):
         if not count:
             return np.empty(shape, dtype)
         memory = self._memory[stored.file]
-        if (
-            memory.size() < stored.start + stored.nbytes
-        ):  # that of the file, now; a look beyond its end kills the process
+        # The size is that of the file, now; a look beyond its end kills the process.
+        if memory.size() < stored.start + stored.nbytes:
             message = f"{stored.file} has become shorter since it was opened: {memory.size()} bytes."
             raise checkpoint_error(stored.file, [Finding("file", "error", stored.name, message, "Load it again.")])
         array = np.frombuffer(memory, dtype, count, stored.start).reshape(shape)

@@ -117,10 +117,9 @@ def contradiction(first: Announcement, entry: Entry) -> str:
     block = entry.family.format.block[1] if entry.family.format else None
     if block and scheme.group and scheme.group != block:
         return f"{first.file} says group_size {scheme.group}, {entry.family.name} has blocks of {block}: {stored}."
-    scale = entry.tensors.get("scale")
-    made = entry.family.layout_of(entry.tensors["codes"], scale, entry.scheme) if scale is not None else None
-    if scheme.tile and made and made[0].block != scheme.tile:
-        return f"{first.file} says tiles of {list(scheme.tile)}, the scales are for {made[0].block_text}: {stored}."
+    if scheme.tile and entry.layout and entry.layout[0].block != scheme.tile:
+        block_text = entry.layout[0].block_text
+        return f"{first.file} says tiles of {list(scheme.tile)}, the scales are for {block_text}: {stored}."
     return ""
 
 
@@ -372,9 +371,7 @@ def detection_of(tensors: Container, contents: Contents) -> Detection:
 def _format_of(entry: Entry) -> Any:
     if entry.format is not None:
         return entry.format
-    scale = entry.tensors.get("scale")
-    made = entry.family.layout_of(entry.tensors["codes"], scale, entry.scheme) if scale is not None else None
-    return made[0] if made else entry.family.format
+    return entry.layout[0] if entry.layout else entry.family.format
 
 
 def _shown(family: str, count: int, entries: Iterable[Entry]) -> str:

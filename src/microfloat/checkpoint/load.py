@@ -77,8 +77,7 @@ class Checkpoint(Mapping[str, Record]):
     def scale_findings(self) -> list[Finding]:
         """The findings that need no look at codes; all errors are among them."""
         records = (self._record(name) for name in self._quantized())
-        found = [*structure_findings(self.contents, self._names), *scale_findings(records, self._nan)]
-        return found
+        return [*structure_findings(self.contents, self._names), *scale_findings(records, self._nan)]
 
     def _quantized(self) -> Iterator[str]:
         return (name for name in self._names if name in self.contents.entries)
@@ -150,14 +149,8 @@ def opened(
 def _likely(contents: Contents) -> str:
     """The family of most parameters, where all of them fit one; else an empty text."""
     entries = contents.entries.values()
-    fit = [
-        one
-        for one in entries
-        if (scale := one.tensors.get("scale"))
-        and not missing_roles(one)
-        and one.family.layout_of(one.tensors["codes"], scale, one.scheme)
-    ]
-    return contents.families.most_common(1)[0][0] if entries and len(fit) == len(entries) else ""
+    fit = entries and all(one.layout and not missing_roles(one) for one in entries)
+    return contents.families.most_common(1)[0][0] if fit else ""
 
 
 def _matcher(pattern: str | None) -> Callable[[str], bool]:

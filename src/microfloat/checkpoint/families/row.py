@@ -11,15 +11,7 @@ import numpy as np
 from microfloat.checkpoint.container import Container, byte_shape
 from microfloat.checkpoint.families.writing import Arrays, Written, encode_parts
 from microfloat.checkpoint.records import Activation, Finding, Record, Source, Stored
-from microfloat.formats import (
-    E4M3,
-    E5M2,
-    FORMATS,
-    SCALE_E8M0,
-    SCALE_FP32,
-    ElementFormat,
-    ScaledFormat,
-)
+from microfloat.formats import E4M3, E5M2, FORMATS, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat
 
 __all__ = ["Entry", "Family", "Scheme", "decode_parts", "fp8_format"]
 
@@ -75,6 +67,12 @@ class Entry:
     shape: Shape | None = None
     swizzled: bool = False
     beside: tuple[Stored, ...] = ()  # other tensors of the module, where the scales that the family needs are missing
+
+    @property
+    def layout(self) -> tuple[ScaledFormat, Shape] | None:
+        """The format by codes and scales, and the shape of its record's scales; None where they do not fit."""
+        scale = self.tensors.get("scale")
+        return None if scale is None else self.family.layout_of(self.tensors["codes"], scale, self.scheme)
 
 
 @dataclass(frozen=True)
