@@ -252,8 +252,9 @@ def sr_noise(x: np.ndarray, draws: Sequence[np.ndarray] | np.ndarray) -> SRNoise
     `draws` [K, ...x]: q under each key. The deviation is the root of the mean, over elements, of their variance over
     the keys; ``z = mean / (std / sqrt(K n))``, since the draws of n elements are independent: |z| above 4 is a bias.
     """
-    several = [_array("draws", draw) for draw in draws] if isinstance(draws, list | tuple) else draws
-    a, many = _array("x", x), _array("draws", several)
+    if isinstance(draws, list | tuple):
+        draws = np.stack([_array("draws", draw) for draw in draws])
+    a, many = _array("x", x), _array("draws", draws)  # type: ignore[arg-type]
     if many.ndim != a.ndim + 1 or many.shape[1:] != a.shape or len(many) < 2:
         raise invalid_value("draws", f"shape {many.shape}", f"shape (K, *{a.shape}) with K >= 2, a draw for each key")
     errors = (many - a)[:, np.isfinite(a)]

@@ -106,11 +106,12 @@ def energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     def work(band: slice) -> None:
         with np.errstate(all="ignore"):
             values = x[band].astype(_F32)
-            sums[band, 0] = np.vecdot(values, values)
+            sums[band, 0] = np.einsum("rc,rc->r", values, values)
             error = np.subtract(y[band], values, out=values)
-            sums[band, 1] = np.vecdot(error, error)
+            sums[band, 1] = np.einsum("rc,rc->r", error, error)
 
-    _spread(work, _bands(*x.shape, 1))
+    rows, columns = x.shape
+    _spread(work, _bands(rows, columns, 1))
     signal, noise = (float(total) for total in sums.sum(0))
     # Squares in float32: of large numbers they are infinite, of errors below 2^-63 (2^-24 of 2^-39) subnormal or zero.
     if x.size * 2.0**-78 < signal < np.inf and noise < np.inf:

@@ -79,7 +79,8 @@ def to_blocked(scale: ArrayLike, group_sizes: Sizes = None, *, dim: int = 0) -> 
     scale_RC = _scale_bytes("scale", scale)
     if scale_RC.ndim != 2:
         raise invalid_value("scale", f"shape {scale_RC.shape}", "[R, C], one byte per block of a row")
-    sizes = _static(group_sizes, scale_RC.shape, dim)
+    rows, columns = scale_RC.shape
+    sizes = _static(group_sizes, (rows, columns), dim)
     flat = run_automatically(_blocked, _everywhere, scale_RC, sizes=sizes, dim=dim)
     return lax.bitcast_convert_type(flat, jnp.asarray(scale).dtype)
 

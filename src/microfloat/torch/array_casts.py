@@ -23,7 +23,7 @@ def quantize(x: np.ndarray, cast: Cast, amax: np.ndarray | None) -> Quantized:
 
 def _tensor(x: np.ndarray) -> torch.Tensor:
     """A tensor that shares the memory of an array of floats; torch knows no bfloat16 of NumPy."""
-    array = np.require(x, requirements="CAW")
+    array = np.require(x, requirements=["C", "A", "W"])
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -45,7 +45,7 @@ def _unwrapped(function: object) -> tuple[object, list[str]]:
     modules = []
     while hasattr(function, "__wrapped__"):
         modules.append(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
-        function = function.__wrapped__
+        function = function.__wrapped__  # type: ignore[attr-defined]
     return function, modules
 
 

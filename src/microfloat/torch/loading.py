@@ -529,7 +529,7 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
         options["config"] = {**base, "quantization_config": {"kv_cache_scheme": True}}
     shards = checkpoint.save(records + cached, path, format=format, **options)
     generation = getattr(model, "generation_config", None)
-    if is_folder and given is not False and hasattr(generation, "to_json_string"):
+    if is_folder and given is not False and generation is not None and hasattr(generation, "to_json_string"):
         (pathlib.Path(path) / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
     return shards
 
@@ -552,7 +552,7 @@ def _config_of_model(model: nn.Module, is_tied: bool) -> dict[str, object] | Non
     `is_tied`: its head may be tied to its embedding, if it says so.
     """
     config = getattr(model, "config", None)
-    if not callable(getattr(config, "to_json_string", None)):
+    if config is None or not callable(getattr(config, "to_json_string", None)):
         return None
     made = json.loads(config.to_json_string())
     made["architectures"] = [type(model).__name__]

@@ -153,6 +153,7 @@ def _take(out: object, made: Made | Sequence[Made]) -> None:
     if out.root is not None:
         remedy = "Give the whole tensor, or write values with out.copy_(values)."
         raise invalid_value("out", "a slice, which shares its scales with the rest", "a tensor of its own", remedy)
+    assert isinstance(made, QuantizedTensor)
     kinds = [(one.cast, one.axis, tuple(one.shape), one.device) for one in (out, made)]
     if kinds[0] != kinds[1]:
         got, needed = (

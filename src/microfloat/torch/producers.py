@@ -328,7 +328,7 @@ def codes_of(
             for operand, cast, axis in zip(both, (row, column), (1, 0), strict=True)
         ] for both in made
     ]  # fmt: skip
-    return [Produced(*both, mean, inverse, total) for both, total in zip(codes, found, strict=True)]
+    return [Produced(both[0], both[1], mean, inverse, total) for both, total in zip(codes, found, strict=True)]
 
 
 def sum_of_rows(value: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,8 @@ def seed_words(seed: object) -> Array | np.ndarray:
         "seed", _shown(seed), "an int in [0, 2^64), or its two words as uint32[2], low first",
         "Under jit pass the two words: a 64-bit integer does not fit a traced argument without x64.",
     )  # fmt: skip
-    if jnp.issubdtype(getattr(seed, "dtype", None), jax.dtypes.prng_key):
+    dtype = getattr(seed, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise invalid_type("seed", "a jax.random key", "an int, or two uint32 words", "Pass the key as key=.")
     if isinstance(seed, jax.Array):
         if seed.shape != (2,) or seed.dtype != jnp.uint32:

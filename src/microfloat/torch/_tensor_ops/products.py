@@ -32,7 +32,7 @@ def _linear(
     from microfloat.torch.nn.linear import linear
 
     if torch.compiler.is_compiling():
-        return _traced(input, weight, bias)
+        return _traced(input, weight, bias)  # type: ignore[arg-type]
     return linear(input, weight, bias)
 
 
@@ -87,13 +87,13 @@ class _Rows(torch.autograd.Function):
         ctx: Context, weight: QuantizedTensor, ids: torch.Tensor, padding: int, by_frequency: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.options = weight.shape[0], padding, by_frequency
+        ctx.settings = weight.shape[0], padding, by_frequency
         return weight.detach()[ids].dequantize()
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (ids,) = ctx.saved_tensors
-        return torch.ops.aten.embedding_dense_backward(gradients[0], ids, *ctx.options), None, None, None
+        return torch.ops.aten.embedding_dense_backward(gradients[0], ids, *ctx.settings), None, None, None
 
 
 def _embedding(

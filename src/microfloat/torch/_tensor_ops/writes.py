@@ -1,6 +1,7 @@
 """Operators that write into a QuantizedTensor: bytes of its own kind, or values that its Cast quantizes."""
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -149,8 +150,8 @@ def quantize_stored(
     # Replicas of a parameter on other ranks must round alike.
     seed = draw_seed(values.device, folds=False) if cast.is_stochastic and not values.is_meta else None
     if of_experts:
-        each = [None] * len(values) if amax is None else amax  # type: ignore[assignment]
-        made = [quantize(one, cast, amax=own, seed=seed) for one, own in zip(values, each, strict=True)]
+        of_each = itertools.repeat(None) if amax is None else iter(amax)  # type: ignore[arg-type]
+        made = [quantize(one, cast, amax=next(of_each), seed=seed) for one in values]
         return torch.stack(made)  # type: ignore[return-value]
     return quantize(values, cast, amax=amax, seed=seed)
 

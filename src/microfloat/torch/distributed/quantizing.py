@@ -54,7 +54,9 @@ def quantize_sharded(
     made = quantize_values(local, cast, axis, seed, stream, amax, scale_enc, backend)
     shape = [*x.shape[:last], *x.shape[last + 1 :], x.shape[last]]  # in the order of the codes
     stride = torch.empty(shape, device="meta").movedim(-1, last).stride()
-    return DTensor.from_local(made, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=stride)
+    return DTensor.from_local(
+        made, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=stride,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _check_cast(cast: Cast, seed: Seed, amax: Real, cut: list[tuple[int, int]], ranks: int) -> None:

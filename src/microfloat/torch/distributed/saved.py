@@ -48,7 +48,7 @@ class distribute_saved_activations(torch.autograd.graph.saved_tensors_hooks):
         self._packed = WeakIdKeyDictionary()  # of tensors that several nodes save, with their versions
         self.whole_bytes = self.kept_bytes = 0
 
-    def __enter__(self) -> "distribute_saved_activations":
+    def __enter__(self) -> "distribute_saved_activations":  # pyright: ignore[reportIncompatibleMethodOverride]
         super().__enter__()
         return self
 
@@ -59,7 +59,7 @@ class distribute_saved_activations(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Part":
         if self._stays(tensor):
             return tensor
-        version, packed = self._packed.get(tensor, (-1, tensor))
+        version, packed = self._packed.get(tensor) or (-1, tensor)
         if version != tensor._version:
             packed = self._part_of(tensor.detach())
             self._packed[tensor] = tensor._version, packed
