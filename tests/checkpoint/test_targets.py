@@ -15,6 +15,7 @@ from microfloat.formats import FP8_TENSOR, MXFP4, NVFP4
 BF16 = np.dtype(ml_dtypes.bfloat16)
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 Q, ROUTER = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"
+EXPERTS = "model.layers.0.mlp.experts"
 CACHE = "model.layers.0.self_attn.k_scale"
 
 
@@ -298,8 +299,8 @@ def test_a_parameter_of_such_a_name_in_a_plain_model_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("to", "model_type", "notes"),
     [
-        ("ct:mxfp4", "gpt_oss", ["experts of a layer as one tensor; gptoss:hf and microfloat:"]),
-        ("modelopt:nvfp4", "llama4", ["experts of a layer as one tensor; gptoss:hf and microfloat:"]),
+        ("ct:mxfp4", "gpt_oss", ["experts of a layer as one tensor; gptoss:hf and microfloat's own families"]),
+        ("modelopt:nvfp4", "llama4", ["experts of a layer as one tensor; gptoss:hf and microfloat's own families"]),
         ("hf:finegrained_fp8", "gpt_oss", ["experts of a layer as one tensor"]),
         ("ct:fp8", "qwen3_moe", ["gptoss:hf, hf:finegrained_fp8, deepseek:fp8"]),
         ("hf:finegrained_fp8", "qwen3_moe", []), ("gptoss:hf", "gpt_oss", []), ("microfloat:mxfp4", "gpt_oss", []),
@@ -313,6 +314,39 @@ def test_stacked_experts_are_noted_where_no_reader_expects_them(tmp_path, to, mo
     for note, words in zip(found, notes, strict=True):
         assert "3 in all" in note
         assert set(words.split(", ")[0].split()) <= set(note.replace(",", " ").split()) or words in note
+
+
+@pytest.mark.parametrize(
+    ("model_type", "to"),
+    [
+        ("gpt_oss", "ct:mxfp4"), ("gpt_oss", "ct:fp8"), ("gpt_oss", "microfloat:nvfp4"), ("gpt_oss", "gptoss:hf"),
+        ("llama4", "ct:nvfp4"), ("qwen3_vl_moe", "hf:finegrained_fp8"), ("openai_privacy_filter", "modelopt:mxfp8"),
+    ],
+)  # fmt: skip
+def test_a_plain_target_gives_experts_the_layout_that_transformers_stores(tmp_path, model_type, to):
+    down, up = f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"  # [E, K, N], of which down_proj is square in gpt-oss
+    plain = [matrix(down, (2, 128, 128)), matrix(up, (2, 128, 256))]
+    text = {"hidden_size": 128}
+    config = {"model_type": model_type, **({"text_config": text} if model_type == "llama4" else text)}
+    convert(stored(tmp_path / "source", plain, config), tmp_path / "low", to=to)
+    convert(tmp_path / "low", tmp_path / "back", to="bf16")
+    back, low = load(tmp_path / "back"), load(tmp_path / "low")
+    for one in plain:
+        assert back[one.name].logical_shape == one.logical_shape
+        np.testing.assert_array_equal(back[one.name].codes, np.swapaxes(low[one.name].dequantize(), 1, 2).astype(BF16))
+        assert np.corrcoef(*(x.astype(float).ravel() for x in (back[one.name].codes, one.codes)))[0, 1] > 0.98
+
+
+def test_fp8_experts_that_lie_as_the_plain_ones_stay_so(tmp_path):
+    """Other tools store the FP8 codes of Llama 4 as [E, K, N]; their one scale does not tell, the hidden size does."""
+    plain = [matrix(f"{EXPERTS}.down_proj", (2, 192, 64)), matrix(f"{EXPERTS}.gate_up_proj", (2, 64, 384))]
+    convert(stored(tmp_path / "source", plain, {"model_type": "mixtral"}), tmp_path / "low", to="modelopt:fp8")
+    made = json.loads((tmp_path / "low" / "config.json").read_text())
+    made |= {"model_type": "llama4", "text_config": {"hidden_size": 64}}
+    (tmp_path / "low" / "config.json").write_text(json.dumps(made))
+    convert(tmp_path / "low", tmp_path / "back", to="bf16")
+    for one in plain:
+        assert load(tmp_path / "back")[one.name].logical_shape == one.logical_shape
 
 
 @pytest.mark.parametrize(("to", "count"), [("ct:nvfp4", 1), ("ct:mxfp8", 1), ("ct:fp8_dynamic", 0), ("ct:mxfp4", 0)])
@@ -340,6 +374,14 @@ def test_a_conversion_that_converts_nothing_is_refused_before_it_writes(tmp_path
     with pytest.raises(InvalidValueError, match=f"src: got .* without a parameter to store as {to} .*{reason}"):
         convert(source, tmp_path / "out", to=to)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("to", ["ct:nvfp4", "microfloat:mxfp8"])
+def test_a_model_of_conv1d_alone_is_shown_the_way_in_python(tmp_path, to):
+    source = stored(tmp_path / "source", [matrix("h.0.attn.c_attn.weight")], {"model_type": "imagegpt"})
+    with pytest.raises(InvalidValueError, match=r"quantize_.*save_quantized.*load_quantized") as caught:
+        convert(source, tmp_path / "out", to=to)
+    assert "another target" not in str(caught.value)
 
 
 def test_a_plain_target_says_that_it_changed_nothing(tmp_path):

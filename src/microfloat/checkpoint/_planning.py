@@ -141,12 +141,13 @@ class _Source:
     """Facts about a source that decide about its parameters.
 
     `dtype`: that of the model. `has_cache`: its configurations speak of scales for the KV cache. `turned`: its plain
-    experts are stored [E, K, N]. `gates`: `gates_of_mlps`. `left`: the reason why the source leaves a module in high
-    precision, or "".
+    experts are stored [E, K, N]. `hidden`: its hidden size, if it tells. `gates`: `gates_of_mlps`. `left`: the reason
+    why the source leaves a module in high precision, or "".
     """
 
     dtype: np.dtype
     turned: bool
+    hidden: object
     is_quantized: bool
     has_cache: bool
     gates: frozenset[str]
@@ -161,7 +162,7 @@ class _Source:
 
         def left(module: str) -> str:
             if is_gpt and module.rpartition(".")[2] in _CONV1D:
-                return "a Conv1D stores it [in, out], which no reader of quantized layers expects"
+                return _CONV1D_LEFT
             pattern = None if first is None or not contents.entries else first.ignored(module)
             if pattern is not None:
                 return f"left out by the source ({pattern!r})"
@@ -173,12 +174,21 @@ class _Source:
         }  # fmt: skip
         is_quantized = bool(contents.entries or contents.announcements)
         gates = gates_of_mlps(DEFAULT_EXCLUDE, shapes)
-        return _Source(_model_dtype(checkpoint), turned, is_quantized, has_cache(checkpoint.configs), gates, left)
+        dtype, hidden, cache = _model_dtype(checkpoint), _hidden_size(checkpoint.config), has_cache(checkpoint.configs)
+        return _Source(dtype, turned, hidden, is_quantized, cache, gates, left)
 
 
 _OF_CONV1D = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"}
+_CONV1D_LEFT = "a Conv1D stores it [in, out], which no reader of quantized layers expects"
 _CONV1D = {"c_attn", "q_attn", "c_proj", "c_fc"}  # their layers whose weights are stored [in, out]
-_TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text"}  # their experts are stored [E, K, N]
+# Their experts are stored [E, K, N].
+_TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text", "openai_privacy_filter", "qwen3_vl_moe", "qwen3_vl_moe_text"}
+
+
+def _hidden_size(config: Mapping[str, object]) -> object:
+    """The hidden size of the language model; None where the configuration does not tell."""
+    inner = config.get("text_config")
+    return inner.get("hidden_size") if isinstance(inner, Mapping) else config.get("hidden_size")
 
 
 def _model_dtype(checkpoint: Checkpoint) -> np.dtype:
@@ -219,13 +229,17 @@ def decide(
         reasons = sorted({step.reason for step in steps if step.reason}) or ["it has no weight of a linear layer"]
         raise invalid_value(
             "src", f"{checkpoint.path} without a parameter to store as {target.name} ({'; '.join(reasons[:4])})",
-            "one that it has a place for", _NOTHING,
+            "one that it has a place for", _NO_LINEAR if _CONV1D_LEFT in reasons else _NOTHING,
         )  # fmt: skip
     _note_activations(steps, target, notes)
     _note_experts(steps, target, source, notes)
     return steps
 
 
+_NO_LINEAR = (
+    "No target takes it: engines read [out, in]. In Python, microfloat.torch.quantize_(model, config) quantizes "
+    "transformers' Conv1D, save_quantized(model, path) stores it, and load_quantized(path, model) reads it."
+)
 _NOTHING = "Choose another target; what a quantized source leaves plain is cast after a conversion to bf16."
 
 
@@ -275,7 +289,7 @@ def _note_experts(steps: Sequence[Step], target: Target, source: _Source, notes:
                 able = [one for one in able if WRITTEN[one][1].stacked == "any"]
             notes.add(
                 f"no known reader of {target.name} expects the experts of a layer as one tensor; {', '.join(able)} and "
-                "microfloat: have a layout for them", name,
+                "microfloat's own families (such as microfloat:nvfp4) have a layout for them", name,
             )  # fmt: skip
         elif wrongly and ".experts." in f".{name}":
             notes.add(f"{wrongly}; experts", name)
@@ -291,10 +305,10 @@ def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source
             f"{record.name}: a low-rank branch (SVDQuant) cannot be converted; no other format has it."
         )
     if target.written is None or target.cast is None:
-        return _dequantized(record, "", target.dtype or source.dtype, keeps_cache=False)
+        return _dequantized(record, "", source, target.dtype, keeps_cache=False)
     unsuitable = _why_not(record, target) if pattern is None else f"ignored by {pattern!r}"
     if unsuitable:
-        return _dequantized(record, unsuitable, source.dtype)
+        return _dequantized(record, unsuitable, source)
     if record.format == target.cast.format and "pre_quant_scale" not in record.extras:
         carried = _with_activation(record, _activation_under(record, target))
         return Step(
@@ -304,11 +318,31 @@ def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source
     return _cast_step(record, target, source.dtype)
 
 
-def _dequantized(record: Record, reason: str, dtype: np.dtype, keeps_cache: bool = True) -> Step:
-    """A step to a plain tensor; transformers stores the plain experts of gpt-oss the other way round, [E, K, N]."""
-    turned = record.source is not None and record.source.family == "gptoss:hf" and len(record.logical_shape) == 3
+def _dequantized(
+    record: Record, reason: str, source: _Source, dtype: np.dtype | None = None, keeps_cache: bool = True
+) -> Step:
+    """A step to a plain tensor, in the layout that transformers stores: of some models the experts are [E, K, N]."""
     extras = _cache_scales(record) if keeps_cache else {}
-    return Step(record, "dequantized", reason, dtype=dtype, turned=turned, extras=extras)
+    turned = _lies_turned(record, source)
+    return Step(record, "dequantized", reason, dtype=dtype or source.dtype, turned=turned, extras=extras)
+
+
+def _lies_turned(record: Record, source: _Source) -> bool:
+    """True for the codes [E, N, K] of experts whose plain values transformers stores [E, K, N].
+
+    Blocks and rows lie along K. One scale of a matrix or tile leaves it open, and other tools store such codes as the
+    values were: there the side of the hidden size tells, which is N of `down_proj` and K of the others.
+    """
+    shape, fmt = record.logical_shape, record.format
+    if len(shape) != 3 or fmt is None:
+        return False
+    if record.source is not None and record.source.family == "gptoss:hf":
+        return True
+    if not source.turned or ".experts." not in f".{record.name}.":
+        return False
+    if source.hidden not in shape[1:] or not (fmt.is_per_tensor or fmt.is_tile):
+        return True
+    return shape[1 if "down_proj" in record.name else 2] == source.hidden
 
 
 _LOW_RANK = {"svdquant_lora_a", "svdquant_lora_b"}
@@ -436,4 +470,4 @@ def _keep_bare(steps: list[Step], records: Sequence[Record], target: Target, sou
     reason = f"it has no input scale, which {target.name} announces"
     for i in bare:
         record = records[i]
-        steps[i] = _dequantized(record, reason, source.dtype) if record.format else Step(record, "kept", reason)
+        steps[i] = _dequantized(record, reason, source) if record.format else Step(record, "kept", reason)
