@@ -19,13 +19,7 @@ import torch
 from torch import nn
 
 from microfloat.arguments import as_bool
-from microfloat.errors import (
-    CheckpointError,
-    InvalidValueError,
-    invalid_type,
-    invalid_value,
-    kind_of,
-)
+from microfloat.errors import CheckpointError, InvalidValueError, invalid_type, invalid_value, kind_of
 from microfloat.formats import FORMATS, SCALE_FP32, ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.recipes.inference import WeightActivation, WeightOnly
@@ -35,6 +29,7 @@ from microfloat.torch.backends.base import dtype_name
 from microfloat.torch.convert import keep_slow_paths, pin_layer, planned_layers, report_of
 from microfloat.torch.inference import LAYERS, Config, check_config, named_layers
 from microfloat.torch.meta_buffers import initialize_tables
+from microfloat.torch.nn.conv1d import TransposedLinear, as_linear, is_conv1d, tell_adapters
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor import QuantizedTensor
 
@@ -97,18 +92,20 @@ def load_quantized(
         return tensors | {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
     attached = {name: (place, array) for name, array in beside.items() if (place := _place_of(model, name)) is not None}
-    _check_names(model, loaded, attached, strict)
+    turned = _turned(model, loaded)
+    _check_names(model, loaded, attached, strict, turned)
     stored = {_in_stock(record).format.name for record in loaded.values() if record.format is not None}  # type: ignore[union-attr]
     if config is not None and _weight_format(config).name not in stored:
         raise invalid_value("config", f"{config!r}", f"one for weights as they are stored: {sorted(stored) or 'plain'}")
     if target.type != "meta":
         initialize_tables(model, target, strict)
-    rows, tied, refused, turned = [], _tied(model), _refused(model), _turned(model, loaded)
+    rows, tied, refused = [], _tied(model), _refused(model)
     sources = _sources(model, loaded, tied)
     _untie(model, loaded, sources, tied)
     for name, source in sources.items():
         row = _load_one(model, name, loaded[source], loaded, config, target, refused, turned)
         rows += [] if row is None else [row]
+    tell_adapters(model)
     keep_slow_paths(model)
     _tie_again(model, tied)
     for name, (place, array) in attached.items():
@@ -253,7 +250,9 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(one.detach().reshape(-1).view(torch.uint8) for one in (a, b)))  # the bits, NaN's too
 
 
-def _check_names(model: nn.Module, loaded: Mapping[str, "Record"], attached: Collection[str], strict: bool) -> None:
+def _check_names(
+    model: nn.Module, loaded: Mapping[str, "Record"], attached: Collection[str], strict: bool, turned: Collection[str]
+) -> None:
     """Raise CheckpointError where names or shapes do not fit; of names, warn if not `strict`."""
     existing, needed = _named(model), {}
     for name in model.state_dict():
@@ -274,9 +273,10 @@ def _check_names(model: nn.Module, loaded: Mapping[str, "Record"], attached: Col
         )  # fmt: skip
     for name, record in loaded.items():
         shape = tuple(record.logical_shape)
-        # Experts of some families are stored the other way round.
-        turned = (shape[0], shape[2], shape[1]) if record.format is not None and len(shape) == 3 else shape
-        if name in existing and tuple(existing[name].shape) not in (shape, turned):
+        # Experts of some families are stored the other way round, and the weights of a Conv1D are.
+        may_turn = record.format is not None and (len(shape) == 3 or name.rpartition(".")[0] in turned)
+        other = (*shape[:-2], shape[-1], shape[-2]) if may_turn else shape
+        if name in existing and tuple(existing[name].shape) not in (shape, other):
             problems.append(f"{name} has shape {shape}, the model's {tuple(existing[name].shape)}")
         kind = existing[name].dtype if name in existing else torch.float32
         if record.format is not None and not (kind.is_floating_point and kind.itemsize > 1):
@@ -342,12 +342,15 @@ def _load_one(
         _take(module, key, old, tensor)
         return None
     shape, why = (tensor.shape[-2], tensor.shape[-1]) if tensor.dim() > 1 else None, "it belongs to no linear layer"
-    if key == "weight" and isinstance(module, LAYERS) and tensor.shape == old.shape:
+    of_conv1d = parent in turned and is_conv1d(module)
+    if key == "weight" and (of_conv1d or (isinstance(module, LAYERS) and tensor.shape == old.shape)):
         places = (parent, record.name.rpartition(".")[0])  # the second one holds what it is shared with
         amax = next((loaded[at] for one in places if (at := f"{one}.input_amax") in loaded), None)
         chosen, reason = _config_of(record, tensor, config, amax is not None)
         why = refused.get(parent, reason) if old.dtype in INPUT_DTYPES else f"its weight has {old.dtype}"
         if chosen is not None and old.dtype in INPUT_DTYPES and parent not in refused:
+            if of_conv1d:
+                as_linear(module)
             pin_layer(parent, module, chosen)
             module.weight = nn.Parameter(tensor, requires_grad=old.requires_grad)
             if chosen.is_static:
@@ -361,21 +364,26 @@ def _load_one(
 
 
 def _turned(model: nn.Module, loaded: Mapping[str, "Record"]) -> set[str]:
-    """The modules whose stacked experts the file stores the other way round, as [experts, out, in].
+    """The modules whose weights the file stores the other way round: a Conv1D's, and experts [experts, out, in].
 
     The shapes tell, of one weight for all of its module: some are square, as gpt-oss's down_proj. Where all are, those
     of the family of gpt-oss are turned.
     """
     existing, votes = _named(model), dict[str, set[bool]]()
-    square = set()
+    square, flat = set(), {}
     for name, record in loaded.items():
         shape, parent = tuple(record.logical_shape), name.rpartition(".")[0]
-        if record.format is None or len(shape) != 3 or name not in existing:
+        if record.format is None or name not in existing:
             continue
-        if shape[1] != shape[2]:
+        if len(shape) != 3:
+            if is_conv1d(model.get_submodule(parent)):
+                flat[parent] = shape, tuple(existing[name].shape)
+        elif shape[1] != shape[2]:
             votes.setdefault(parent, set()).add(tuple(existing[name].shape) != shape)
         elif record.source is not None and record.source.family.startswith("gptoss:"):
             square.add(parent)
+    if {stored != old for stored, old in flat.values() if stored[0] != stored[1]} != {False}:  # as `save_quantized`
+        square |= {parent for parent, (stored, old) in flat.items() if stored == old[::-1]}
     return {parent for parent, found in votes.items() if found == {True}} | (square - votes.keys())
 
 
@@ -574,8 +582,10 @@ def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
             integers = value.view({1: torch.uint8, 2: torch.uint16}[value.element_size()]).numpy()
             return Record(name, integers.view(getattr(ml_dtypes, known)), logical_shape=tuple(value.shape))
         return Record(name, value.numpy(), logical_shape=tuple(value.shape))
-    record = value.to_record(name)
     layer = model.get_submodule(name.rpartition(".")[0])
+    record = (value.t() if isinstance(layer, TransposedLinear) else value).to_record(
+        name
+    )  # [out, in], as of any Linear
     recipe = layer.pinned if isinstance(layer, RecipeLayer) else None
     x = recipe.fprop.lhs if isinstance(recipe, Config) else None
     if x is None:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.errors import InvalidValueError  # noqa: E402
+from microfloat.errors import CheckpointError, InvalidValueError  # noqa: E402
 
 
 class Conv1D(nn.Module):
@@ -99,6 +99,34 @@ def test_quantized_weights():
     mf.revert(model)
     assert type(model[2]) is Conv1D
     torch.testing.assert_close(model(x), linears(x))
+
+
+@pytest.mark.parametrize(("config", "device"), [("mxfp8", "cpu"), ("nvfp4", "cpu"), ("mxfp6_e3m2", "meta")])
+def test_quantized_weights_load_into_a_plain_model(tmp_path, config, device):
+    model = nn.Sequential(Conv1D(96, 64), Conv1D(96, 96), Conv1D(32, 96))  # the one in the middle is square
+    x = torch.randn(4, 64)
+    mf.quantize_(model, mf.WeightOnly(config))
+    mf.save_quantized(model, tmp_path / "low")
+    with torch.device(device):
+        fresh = nn.Sequential(Conv1D(96, 64), Conv1D(96, 96), Conv1D(32, 96))
+    report = mf.load_quantized(tmp_path / "low", fresh)
+    assert [row.action for row in report] == ["loaded"] * 3
+    assert torch.equal(fresh(x), model(x))
+    hooked = nn.Sequential(Conv1D(96, 64), Conv1D(96, 96), Conv1D(32, 96))
+    hooked[1].forward = hooked[1].forward  # which can be no Linear: its values are loaded
+    report = mf.load_quantized(tmp_path / "low", hooked)
+    assert [row.action for row in report] == ["loaded", "dequantized", "loaded"]
+    torch.testing.assert_close(hooked(x), model(x))
+    with pytest.raises(CheckpointError, match=r"0.weight has shape"):
+        mf.load_quantized(tmp_path / "low", nn.Sequential(Conv1D(96, 32), Conv1D(96, 96), Conv1D(32, 96)))
+
+
+def test_square_quantized_weights_alone_load_as_they_are_saved(tmp_path):
+    model, fresh, x = nn.Sequential(Conv1D(64, 64)), nn.Sequential(Conv1D(64, 64)), torch.randn(3, 64)
+    mf.quantize_(model, mf.WeightActivation("fp8_row"))
+    mf.save_quantized(model, tmp_path / "low", format="ct:fp8_dynamic")
+    mf.load_quantized(tmp_path / "low", fresh)
+    assert torch.equal(fresh(x), model(x))
 
 
 def test_layers_that_stay_as_they_are():
