@@ -531,14 +531,10 @@ def test_refusals_say_what_does_the_same():
     assert torch.equal(torch.cat(parameter.detach().chunk(2, 1), 1), weight)
 
 
-def test_a_quantized_input_of_a_quantized_layer_names_the_product_of_both():
+def test_a_quantized_input_of_a_quantized_layer_is_multiplied_as_it_is():
     model, x = nn.Sequential(nn.Linear(64, 32)).requires_grad_(False), mf.quantize(randn(4, 64), "mxfp8")
     mf.quantize_(model, mf.WeightActivation("mxfp8"))
-    with pytest.raises(
-        InvalidTypeError, match=r"multiply both as they are: torch.nn.functional.linear\(x, weight, bias"
-    ):
-        model(x)
-    assert F.linear(x, model[0].weight, model[0].bias).shape == (4, 32)
+    assert torch.equal(model(x), F.linear(x, model[0].weight, model[0].bias))
 
 
 def test_a_view_that_compiled_code_returns_is_named():
