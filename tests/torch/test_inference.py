@@ -924,10 +924,25 @@ def test_a_tied_head_stays_tied_to_a_quantized_embedding():
     mf.quantize_(model, mf.WeightOnly("mxfp8"), exclude=(), embeddings=True)
     assert model.lm_head.weight is model.words.weight
     assert model(IDS).shape == (2, 3, 40)
-    tied = _Speaker(tied=True)
-    with pytest.warns(UserWarning, match="words .that of lm_head.weight"):  # the head is left out by default
-        mf.quantize_(tied, mf.WeightOnly("mxfp8"), embeddings=True)
-    assert type(tied.lm_head.weight) is nn.Parameter
+
+
+def test_an_embedding_stays_tied_to_a_head_that_is_left_out():
+    for tied, options in (
+        (_Speaker(tied=True), {}),  # the head is left out by default
+        (_Speaker(tied=True), {"exclude": (), "filter": lambda name, layer: name != "lm_head"}),
+    ):
+        held, values = tied.words.weight, tied.words.weight.detach().clone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = mf.quantize_(tied, mf.WeightOnly("mxfp8"), embeddings=True, **options)
+        assert report.converted == ["up"]
+        assert "its weight is lm_head.weight too" in report.skipped["words"]
+        assert tied.lm_head.weight is tied.words.weight is held
+        assert torch.equal(held, values)
+    with pytest.raises(InvalidValueError, match=r"lm_head.weight too"):
+        mf.quantize_(
+            nn.ModuleDict({"words": tied.words, "lm_head": tied.lm_head}), mf.WeightOnly("mxfp8"), embeddings=True
+        )
 
 
 def test_embeddings_that_cannot_be_looked_up_in_codes_are_left():

@@ -70,8 +70,9 @@ def quantize_(
     patterns (default: heads, routers and LoRA adapters). `fuse`: layers whose weights share one tensor scale, because
     serving engines multiply them as one: q, k and v ("qkv"), gate and up ("gate_up"). The experts of a GroupedLinear
     have a scale each. Weights that several layers share stay shared; biases and norms stay as they are. `embeddings`:
-    every nn.Embedding too is quantized, its weight alone; a lookup dequantizes the rows that it reads. A layer whose
-    weight is that of a module that is left out gets codes of its own, and a warning.
+    every nn.Embedding too is quantized, its weight alone; a lookup dequantizes the rows that it reads. One that is
+    tied to a module which is left out, such as a head, stays as it is. Another layer whose weight is that of a module
+    that is left out gets codes of its own, and a warning.
     Codes of the format in question stay as they are too, in a layer that has no recipe yet: one whose state dict was
     loaded with ``assign=True``, or that trained under `quantized_model_init`.
 
@@ -94,7 +95,8 @@ def quantize_(
     kinds = (*LAYERS, nn.Embedding) if embeddings else LAYERS
     fused, layers = check_fuse(fuse), named_layers(model, kinds)
     rows, wishes = planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)
-    configs = {row.name: cast(Config, row.recipe) for row in rows if row.action in ("converted", "repinned")}
+    rows = _with_tied_kept(model, layers, rows)
+    configs = _configs_of(rows)
     if not configs:
         are_stored = any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values())
         raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
@@ -106,7 +108,7 @@ def quantize_(
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
     try:
         for name, layer, wanted in wishes:
-            if name not in configs:
+            if wanted is None:
                 pin_layer(name, layer, wanted)
         for members in _groups(configs, fused):
             weights = {name: layers[name]._parameters["weight"] for name in members}
@@ -155,6 +157,24 @@ def _name_spoiled(names: Sequence[str]) -> None:
             "block where its scale tells of it, or values that saturate. Mend the checkpoint, or leave them out: "
             f"filter=lambda name, layer: name not in {list(names)}.", UserWarning, stacklevel=4,
         )  # fmt: skip
+
+
+def _configs_of(rows: Sequence[ConversionRow]) -> dict[str, Config]:
+    """The config of each layer to quantize, by name."""
+    return {row.name: cast(Config, row.recipe) for row in rows if row.action in ("converted", "repinned")}
+
+
+def _with_tied_kept(model: nn.Module, layers: Mapping[str, Any], rows: list[ConversionRow]) -> list[ConversionRow]:
+    """The rows, in which an embedding keeps the weight that a module keeps which is left out: codes beside it would
+    cost memory.
+    """
+    kept = {
+        name: f"its weight is {keeper} too, which keeps its values; quantize both (exclude=()), or neither"
+        for name, keeper in _untied(model, layers, _configs_of(rows)).items() if isinstance(layers[name], nn.Embedding)
+    }  # fmt: skip
+    return [
+        ConversionRow(row.name, row.shape, "skipped", None, kept[row.name]) if row.name in kept else row for row in rows
+    ]
 
 
 def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, Config]) -> dict[str, str]:
