@@ -44,6 +44,15 @@ def test_the_table_fits_80_columns_and_numbers_its_reasons(microfloat):
     assert "not yet run on the hardware" in " ".join(text.split())
 
 
+def test_the_first_line_says_by_which_backend_every_recipe_trains_on_a_cpu(microfloat, monkeypatch):
+    first = microfloat("doctor", "--device", "cpu", columns=120).out.splitlines()[0]
+    assert first.startswith("Every recipe trains here, by torch reference")
+    assert first.endswith("not accelerated.")
+    assert "trains here" not in microfloat("doctor", "--device", "b200").out  # which is not here
+    monkeypatch.setattr(doctor, "import_front_end", lambda name: f"{name} is broken")
+    assert "trains here" not in microfloat("doctor", "--device", "cpu").out
+
+
 @pytest.mark.parametrize("words", [["--device", "h2000"], ["--device", "h200", "--check"]])
 def test_a_device_that_does_not_fit_is_wrong_usage(microfloat, words):
     done = microfloat("doctor", *words)

@@ -58,6 +58,9 @@ def doctor(
     if check and chip_named(device):
         raise invalid_value("--device", device, "a device of this machine for --check, such as cpu or cuda")
     front_ends = {name: import_front_end(name) for name in _FRONT_ENDS}
+    rows = [_row(place, recipe, front_ends, device or None) for place in PLACES for recipe in RECIPES]
+    if not chip_named(device):
+        _first_words(output, rows)
     _packages(output, front_ends)
     output.put(gpus=gpus())
     if output.document["gpus"]:
@@ -66,7 +69,6 @@ def doctor(
     else:
         output.say("No NVIDIA GPU: nvidia-smi is not there or lists none. Everything runs on the CPU.")
         output.say()
-    rows = [_row(place, recipe, front_ends, device or None) for place in PLACES for recipe in RECIPES]
     _matrix(output, rows, device)
     return _check(output, rows, device) if check else 0
 
@@ -79,6 +81,18 @@ def import_front_end(name: str) -> ModuleType | str:
         return str(error) if isinstance(error, MicrofloatError) else f"import {name} fails: {error}"
     except Exception as error:  # a broken installation is what a doctor is for
         return f"import {name} fails: {type(error).__name__}: {error}"
+
+
+def _first_words(output: Output, rows: list[dict[str, Any]]) -> None:
+    """The line of a machine on which every recipe trains, and none on tensor cores of its format."""
+    able = [
+        f"{place.front_end} {place.backend}"
+        for place in PLACES if place.front_end in _FRONT_ENDS
+        and all(row["available"] for row in rows if (row["front_end"], row["backend"]) == place)
+    ]  # fmt: skip
+    if rows and able and not any(row["accelerated"] for row in rows):
+        output.say(f"Every recipe trains here, by {' and '.join(able)} (the same bytes), not accelerated.")
+        output.say()
 
 
 def _packages(output: Output, front_ends: dict[str, ModuleType | str]) -> None:
