@@ -164,7 +164,9 @@ def _configs_of(rows: Sequence[ConversionRow]) -> dict[str, Config]:
     return {row.name: cast(Config, row.recipe) for row in rows if row.action in ("converted", "repinned")}
 
 
-def _with_tied_kept(model: nn.Module, layers: Mapping[str, Any], rows: list[ConversionRow]) -> list[ConversionRow]:
+def _with_tied_kept(
+    model: nn.Module, layers: Mapping[str, nn.Module], rows: list[ConversionRow]
+) -> list[ConversionRow]:
     """The rows, in which an embedding keeps the weight that a module keeps which is left out: codes beside it would
     cost memory.
     """
