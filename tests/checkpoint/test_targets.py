@@ -320,7 +320,7 @@ def test_stacked_experts_are_noted_where_no_reader_expects_them(tmp_path, to, mo
     ("model_type", "to"),
     [
         ("gpt_oss", "ct:mxfp4"), ("gpt_oss", "ct:fp8"), ("gpt_oss", "microfloat:nvfp4"), ("gpt_oss", "gptoss:hf"),
-        ("llama4", "ct:nvfp4"), ("qwen3_vl_moe", "hf:finegrained_fp8"), ("openai_privacy_filter", "modelopt:mxfp8"),
+        ("llama4", "ct:nvfp4"), ("llama4_text", "hf:finegrained_fp8"), ("openai_privacy_filter", "modelopt:mxfp8"),
     ],
 )  # fmt: skip
 def test_a_plain_target_gives_experts_the_layout_that_transformers_stores(tmp_path, model_type, to):

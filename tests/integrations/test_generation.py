@@ -120,3 +120,14 @@ def test_gpt2_converts_saves_and_reverts(transformers, tmp_path):
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
     assert torch.equal(loaded(PROMPT).logits, want)
     assert torch.equal(mf.revert(model)(PROMPT).logits, want)
+
+
+@pytest.mark.parametrize("format", ["microfloat:native", "ct:mxfp8"])
+def test_gpt2_quantized_loads_into_a_plain_model(transformers, tmp_path, format):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64, n_positions=64)
+    model, fresh = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
+    mf.quantize_(model, mf.WeightOnly("mxfp8"))
+    mf.save_quantized(model, tmp_path / "low", format=format)
+    mf.load_quantized(tmp_path / "low", fresh, config=mf.WeightOnly("mxfp8"))
+    assert torch.equal(fresh(PROMPT).logits, model(PROMPT).logits)

@@ -181,8 +181,7 @@ class _Source:
 _OF_CONV1D = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"}
 _CONV1D_LEFT = "a Conv1D stores it [in, out], which no reader of quantized layers expects"
 _CONV1D = {"c_attn", "q_attn", "c_proj", "c_fc"}  # their layers whose weights are stored [in, out]
-# Their experts are stored [E, K, N].
-_TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text", "openai_privacy_filter", "qwen3_vl_moe", "qwen3_vl_moe_text"}
+_TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text", "openai_privacy_filter"}  # their experts are stored [E, K, N]
 
 
 def _hidden_size(config: Mapping[str, object]) -> object:
