@@ -583,9 +583,8 @@ def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
             return Record(name, integers.view(getattr(ml_dtypes, known)), logical_shape=tuple(value.shape))
         return Record(name, value.numpy(), logical_shape=tuple(value.shape))
     layer = model.get_submodule(name.rpartition(".")[0])
-    record = (value.t() if isinstance(layer, TransposedLinear) else value).to_record(
-        name
-    )  # [out, in], as of any Linear
+    stored = value.t() if isinstance(layer, TransposedLinear) else value  # [out, in], as of any Linear
+    record = stored.to_record(name)  # type: ignore[union-attr,attr-defined]
     recipe = layer.pinned if isinstance(layer, RecipeLayer) else None
     x = recipe.fprop.lhs if isinstance(recipe, Config) else None
     if x is None:
