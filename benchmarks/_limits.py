@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from microfloat.recipes import Cast, Recipe
-from microfloat.torch.measure import Maker, matrices
+from microfloat.torch.timing import Maker, matrices
 
 __all__ = ["bare_gemms", "limit_of_run"]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from microfloat import recipes
 from microfloat.cli.machine import LARGEST_DIFFERENCE
-from microfloat.torch.measure import difference
+from microfloat.torch.timing import difference
 
 __all__ = ["LARGEST_DIFFERENCE", "RECIPES", "difference", "sqnr_db"]
 

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks._targets import Target, target_of
 from microfloat.cli import machine
-from microfloat.torch.measure import Times
+from microfloat.torch.timing import Times
 
 __all__ = ["Report", "Row", "merge", "printable_command", "wanted"]
 

@@ -21,8 +21,8 @@ from benchmarks import _torchao
 from benchmarks._recipes import RECIPES, difference, sqnr_db
 from benchmarks._report import Report, Row
 from benchmarks.linear import backend_of
-from microfloat.torch import fused
-from microfloat.torch.measure import in_turn
+from microfloat.torch.nn import functional as fused
+from microfloat.torch.timing import in_turn
 
 TOKENS, SIZES = 16384, {"width": 4096, "qkv": 6144, "hidden": 14336}
 QUICK_TOKENS, QUICK_SIZES = 64, {"width": 64, "qkv": 96, "hidden": 128}

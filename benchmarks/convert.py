@@ -34,10 +34,10 @@ import numpy as np
 import microfloat.torch  # noqa: F401 -- its casts are used, as by the command
 from benchmarks._report import printable_command
 from benchmarks.cpu_quantize import processor
-from microfloat import casters
 from microfloat._version import __version__
 from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint.families import WRITTEN
+from microfloat.reference import casters
 
 TARGETS = ("ct:nvfp4", "modelopt:mxfp8")
 # Llama 3 8B: rows and columns of the matrices of a layer.

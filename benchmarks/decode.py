@@ -23,7 +23,7 @@ import microfloat.torch as mf
 from benchmarks._recipes import difference, sqnr_db
 from benchmarks._report import Report, Row
 from microfloat.recipes import WeightActivation, WeightOnly
-from microfloat.torch.measure import in_turn
+from microfloat.torch.timing import in_turn
 
 # N, K: two square and the up and down projections of models of 8 and 70 billion parameters.
 SHAPES, QUICK = ((8192, 8192), (28672, 8192), (4096, 14336)), ((64, 256),)

@@ -29,9 +29,9 @@ from microfloat.passes import products
 from microfloat.passes.matrix import At, Device, Passes
 from microfloat.recipes import WeightOnly
 from microfloat.routes import MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS, encoding_of
-from microfloat.torch.measure import Times
-from microfloat.torch.program import Program, device_of
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch.launch.program import Program, device_of
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+from microfloat.torch.timing import Times
 
 TOKENS = (256, 128, 1, 64, 16, 32, 4, 8)
 HOPPER, PROCESSORS = (9, 0), 132  # what is compiled for where there is no GPU
@@ -213,8 +213,8 @@ def compile_one(job: Job) -> str:
 
 
 def _compile(launch: Any, passes: Passes, stored: Stored) -> None:
-    """As `microfloat.torch.program.Kernel` has it compiled, for tensors that begin at multiples of 16 bytes."""
-    from microfloat.torch.program import kernel_of
+    """As `microfloat.torch.launch.program.Kernel` has it compiled, for tensors that begin at multiples of 16 bytes."""
+    from microfloat.torch.launch.program import kernel_of
 
     dtypes = {At.SOURCE: torch.bfloat16, products.CODES: torch.uint8, products.LEVEL: torch.float32}
     dtypes[products.SCALE] = torch.uint8 if stored.codes.SCALE else torch.float32

@@ -25,7 +25,7 @@ import microfloat.torch as mf
 from benchmarks import _torchao
 from benchmarks._recipes import RECIPES
 from benchmarks._report import Report, Row
-from microfloat.torch.measure import in_turn
+from microfloat.torch.timing import in_turn
 
 SIZES = {"width": 4096, "hidden": 14336, "heads": 32, "kv": 8, "batch": 4, "tokens": 4096}
 QUICK = {"width": 64, "hidden": 96, "heads": 4, "kv": 2, "batch": 2, "tokens": 16}

@@ -39,8 +39,9 @@ import microfloat.torch.distributed as microfloat_styles
 from benchmarks import _recipes
 from benchmarks._report import Report, Row, wanted
 from microfloat.recipes import Recipe, from_name
-from microfloat.torch import fused
-from microfloat.torch.distributed import collectives, low_precision_all_gather, precompute_scales, sharded
+from microfloat.torch.distributed import collectives, low_precision_all_gather, precompute_scales
+from microfloat.torch.distributed import fsdp as sharded
+from microfloat.torch.nn import functional as fused
 
 RECIPES: dict[str, str | Recipe] = {
     "current": "fp8_current", "delayed": "delayed", "mxfp8": "mxfp8", "mxfp8.folded": _recipes.RECIPES["mxfp8.folded"],

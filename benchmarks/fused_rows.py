@@ -13,8 +13,8 @@ from benchmarks.quantize_rows import Case, State, delayed_state, specs
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch import reference
-from microfloat.torch.backends import triton as backend
-from microfloat.torch.producers import Activation, ActivationGradient, Norm, Producer
+from microfloat.torch.launch import triton as backend
+from microfloat.torch.launch.prologues import Activation, ActivationGradient, Norm, Producer
 
 EPS = 1e-5
 

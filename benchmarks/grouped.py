@@ -15,7 +15,7 @@ from benchmarks._recipes import LARGEST_DIFFERENCE, RECIPES, difference, sqnr_db
 from benchmarks._report import Report, Row
 from benchmarks.linear import backend_of
 from microfloat.recipes import Recipe
-from microfloat.torch.measure import in_turn
+from microfloat.torch.timing import in_turn
 
 Shape = tuple[int, int, int]
 JUDGED, CHECKED, QUICK = (32768, 7168, 2048), (1024, 512, 384), (96, 256, 128)

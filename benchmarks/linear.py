@@ -16,7 +16,7 @@ from benchmarks._limits import bare_gemms, limit_of_run
 from benchmarks._recipes import LARGEST_DIFFERENCE, RECIPES, difference, sqnr_db
 from benchmarks._report import Report, Row
 from microfloat.recipes import Recipe
-from microfloat.torch.measure import Times, copy_gbs, in_turn, rotations
+from microfloat.torch.timing import Times, copy_gbs, in_turn, rotations
 
 Shape = tuple[int, int, int]
 JUDGED, SQUARE, SMALL = (16384, 4096, 14336), (16384, 8192, 8192), (4096, 2048, 2048)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from benchmarks._recipes import LARGEST_DIFFERENCE, sqnr_db
 from benchmarks._report import Report, Row
 from microfloat.recipes import Cast, Gemm
-from microfloat.torch.measure import Maker, rotations
+from microfloat.torch.timing import Maker, rotations
 
 SHAPES = ((8192, 8192, 8192), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096), (4096, 4096, 4096))
 SMALL = (256, 512, 384)

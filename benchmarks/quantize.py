@@ -17,7 +17,7 @@ import torch
 from benchmarks import _torchao, fused_rows, quantize_rows
 from benchmarks._report import Report, Row, wanted
 from benchmarks.quantize_rows import Case, first_difference
-from microfloat.torch.measure import copy_gbs, in_turn
+from microfloat.torch.timing import copy_gbs, in_turn
 
 CHECKED_SHAPE, QUICK_SHAPE = (256, 512), (32, 64)
 COPIED = 1 << 30

@@ -14,8 +14,8 @@ from microfloat import reference as oracle
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch import reference
-from microfloat.torch.backends import triton as backend
 from microfloat.torch.backends.base import Operand
+from microfloat.torch.launch import triton as backend
 
 SHAPES = ((16384, 4096), (16384, 8192), (16384, 14336))
 WEIGHT = ((4096, 14336),)

@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.quantize_rows import Case
 from microfloat.passes import tables
-from microfloat.torch import program
-from microfloat.torch.measure import copy_gbs, in_turn
+from microfloat.torch.launch import program
+from microfloat.torch.timing import copy_gbs, in_turn
 
 # Name in TILES -> ids that run it, and tiles to try: rows, columns, warps, registers of a thread (0: any).
 SWEEPS = {

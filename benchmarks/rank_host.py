@@ -30,7 +30,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import fsdp
-from microfloat.torch import backends, schedule
+from microfloat.torch import backends
+from microfloat.torch.linear import schedule
 
 _TURNS, _STEPS, _COUNTED = 25, 4, 5
 _CALLS = ("from_local", "to_local", "redistribute", "wrap")

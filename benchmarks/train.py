@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks._report import Report, Row
-from microfloat.torch.measure import Times
+from microfloat.torch.timing import Times
 
 NAMES = ("delayed", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
 STEPS, WARM, ROUNDS = 10, 6, 5

@@ -43,7 +43,7 @@ from gpt.runs import Training, run_command
 from torch import Tensor, nn
 
 import microfloat.torch as mf
-from microfloat.torch.seeds import draw_seed
+from microfloat.torch.tensor.seeds import draw_seed
 
 
 class Trainer(Training):

@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from microfloat import Cast, casters, reference
+from microfloat import Cast, reference
 from microfloat.formats import FORMATS
+from microfloat.reference import casters
 
 X = np.random.default_rng(5).standard_normal((40, 208), dtype=np.float32)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

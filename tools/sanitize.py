@@ -99,7 +99,7 @@ def plant(tool: str) -> None:
     from microfloat.passes.casts import cast_passes
     from microfloat.passes.matrix import At
     from microfloat.recipes import Cast
-    from microfloat.torch.program import Program, matrix_of, scratch
+    from microfloat.torch.launch.program import Program, matrix_of, scratch
 
     x = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
     matrix = matrix_of(x)

@@ -15,7 +15,7 @@ from marked_block import ROOT, command, table
 
 import microfloat.torch as mf
 from microfloat.recipes import RECIPES, Recipe
-from microfloat.torch.explain import Explanation
+from microfloat.torch.convert.explain import Explanation
 
 BLOCK, SHORT = "support table", "recipes by hardware"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "recipes.md"

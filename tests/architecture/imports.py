@@ -15,7 +15,7 @@ LAYERS = (
     ("recipes",),
     ("layout",),
     ("metrics", "reference"),
-    ("casters", "pictures"),
+    ("pictures",),
     ("watching",),
     ("kernels", "checkpoint", "routes"),
     ("passes",),

@@ -16,7 +16,7 @@ from tests.interpreter import begin, interpreting
 
 SOURCES = Path(__file__).parents[2] / "src" / "microfloat"
 _COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
-_BACKEND = "microfloat.torch.backends.native"
+_BACKEND = "microfloat.torch.launch.native"
 
 
 class Bound(NamedTuple):

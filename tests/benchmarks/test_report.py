@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 from benchmarks import _report
 from benchmarks._report import Report, Row, printable_command
 from benchmarks._targets import TARGETS, Target
-from microfloat.torch.measure import Times, in_turn, rotations
+from microfloat.torch.timing import Times, in_turn, rotations
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_regression_against_a_baseline_exits_1(microfloat, measured, tmp_path)
 
 
 def test_a_result_that_differs_is_not_timed(microfloat, monkeypatch):
-    from microfloat.torch.measure import Maker
+    from microfloat.torch.timing import Maker
 
     monkeypatch.setattr(Maker, "difference", lambda self, shape: 0.5)
     done = microfloat("bench", "--shapes", "64x64x64", "--formats", "mxfp8", *SMALL, "--json")
@@ -93,7 +93,7 @@ def test_a_gpu_multiplies_operands_as_a_layer_makes_them(microfloat):
 
 
 def test_a_kernel_that_does_not_compile_is_a_row_with_its_problem(microfloat, monkeypatch):
-    from microfloat.torch.measure import Maker
+    from microfloat.torch.timing import Maker
 
     class CompilationError(Exception):
         """Triton's are no RuntimeErrors."""

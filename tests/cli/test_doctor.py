@@ -70,7 +70,7 @@ def test_a_front_end_that_cannot_be_imported_is_an_answer(microfloat, monkeypatc
 
 
 def test_check_finds_a_backend_that_computes_something_else(microfloat, monkeypatch):
-    import microfloat.torch.measure as measure
+    import microfloat.torch.timing as measure
 
     monkeypatch.setattr(doctor, "RECIPES", ("mxfp8",))
     monkeypatch.setattr(doctor, "PLACES", tuple(place for place in doctor.PLACES if place.front_end == "torch"))
@@ -109,7 +109,7 @@ def test_jax_is_checked_too(microfloat, monkeypatch):
 @pytest.mark.parametrize("front_end", ["torch", "jax"])
 def test_delayed_scaling_is_checked_with_a_scale_of_its_own(front_end, monkeypatch):
     pytest.importorskip(front_end, reason=f"{front_end} is not installed")
-    measure = importlib.import_module(f"microfloat.{front_end}.measure")
+    measure = importlib.import_module(f"microfloat.{front_end}.timing")
     found, cast = [], measure.oracle.quantize
     monkeypatch.setattr(
         measure.oracle, "quantize", lambda *args, **named: found.append(cast(*args, **named)) or found[-1]

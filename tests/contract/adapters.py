@@ -133,7 +133,7 @@ class TorchAdapter(Adapter):
     def supports(self, cast: Cast, dtype: str = "any") -> bool:
         if self.backend != "triton" or cast.format in FORMATS.values():
             return True
-        from microfloat.torch.backends import triton
+        from microfloat.torch.launch import triton
 
         return not triton.refusal(cast)
 
@@ -149,7 +149,7 @@ class TorchAdapter(Adapter):
         return HOPPER_SPLIT if has_fp8 else EMULATED
 
     def quantize(self, x: np.ndarray, cast: Cast, **arguments: Any) -> Bytes:
-        from microfloat.torch.ops import quantize
+        from microfloat.torch.tensor.ops import quantize
 
         for name in ("amax", "scale_enc"):
             if arguments.get(name) is not None:
@@ -167,7 +167,7 @@ class TorchAdapter(Adapter):
     def scaled_matmul(self, a: Any, b: Any, out_dtype: str, accumulate: str = "split") -> np.ndarray:
         import torch
 
-        from microfloat.torch.ops import scaled_matmul
+        from microfloat.torch.tensor.ops import scaled_matmul
 
         product = scaled_matmul(
             a, b, out_dtype=getattr(torch, out_dtype), accumulate=accumulate, backend=self.backend

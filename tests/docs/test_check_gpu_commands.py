@@ -37,7 +37,7 @@ def test_every_command_every_example_and_every_page_is_in_a_chain(tool, tmp_path
         ("failed with status 1", "Traceback ...", "failed with status 1"),
         ("failed with status 1", "No module named 'equinox'", "left out: equinox is not installed"),
         ("failed with status 2", "needs the package rich, which is not installed", "left out: rich is not installed"),
-        ("failed with status 1", "No module named 'microfloat.torch.program'", "failed with status 1"),
+        ("failed with status 1", "No module named 'microfloat.torch.launch.program'", "failed with status 1"),
         ("failed with status 1", "No module named 'nothing'", "failed with status 1"),
         ("ended after 60 seconds", "No module named 'jax'", "ended after 60 seconds"),
     ],

@@ -57,7 +57,7 @@ def test_the_support_table_shows_what_explain_changes(tool, monkeypatch):
     pytest.importorskip("torch", reason="torch is not installed")
     support = tool("support_table")
     from microfloat.support import Support
-    from microfloat.torch.explain import Explanation, GemmRow
+    from microfloat.torch.convert.explain import Explanation, GemmRow
 
     asked = []
 

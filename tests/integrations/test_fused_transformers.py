@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.torch.fusing import Fused  # noqa: E402
+from microfloat.torch.convert.fuse import Fused  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow("needs a training package that make test does not install"),

@@ -11,7 +11,7 @@ from jax import lax
 import microfloat.jax as mj
 from microfloat import reference
 from microfloat.errors import InvalidValueError
-from microfloat.jax.dimensions import einsum_by
+from microfloat.jax.numerics.dimensions import einsum_by
 from microfloat.recipes import (
     RECIPES,
     CustomRecipe,

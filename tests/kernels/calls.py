@@ -17,7 +17,7 @@ def cast_to(form, x, row, column, *, seed=None, row_stream=0, column_stream=0):
     import torch
 
     from microfloat.passes import CastInputs
-    from microfloat.torch.backends import triton
+    from microfloat.torch.launch import triton
 
     lossy = torch.empty(2, dtype=torch.int64, device=x.device)
     both = specs(row, column, form=form, row_stream=row_stream, column_stream=column_stream)
@@ -45,7 +45,7 @@ def folded(x, row, column, *, tile=False, **options):
 def codes(producer, row, column, *, row_stream=0, column_stream=0, second=None, **given):
     """Both operands of each value of a producer, and the statistics of a norm; `second`: inputs of the second."""
     from microfloat.passes import CastInputs
-    from microfloat.torch.backends import triton
+    from microfloat.torch.launch import triton
 
     both = specs(row, column, row_stream=row_stream, column_stream=column_stream)
     inputs = [CastInputs(**one) for one in (given, second) if one is not None]
@@ -55,7 +55,7 @@ def codes(producer, row, column, *, row_stream=0, column_stream=0, second=None, 
 def folded_codes(operand, cast, *, tile):
     """An MX operand of codes, folded from these to 1x128 or 128x128 blocks, with what fills up its scales."""
     from microfloat.layout import layout_of
-    from microfloat.torch.backends import triton
+    from microfloat.torch.launch import triton
 
     form = "tiles" if tile else "folded"
     return triton.fold_codes(operand, form, layout_of(cast, operand.rows, operand.length, form).scale)

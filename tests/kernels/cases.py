@@ -20,11 +20,15 @@ from microfloat.passes import matrix as passes_matrix
 from microfloat.passes import tables as casts
 from microfloat.recipes import RECIPES, Cast, Delayed, Gemm, Hadamard, from_name
 from microfloat.routes import entries_of, routes_of
-from microfloat.torch import attention, backends, fused, measure, program, reference, schedule
-from microfloat.torch.backends import triton
-from microfloat.torch.gathered import Gather, Gathered
-from microfloat.torch.producers import Activation, ActivationGradient, Norm
-from microfloat.torch.stored_casts import GatheredCast
+from microfloat.torch import backends, reference
+from microfloat.torch import timing as measure
+from microfloat.torch.launch import program, triton
+from microfloat.torch.launch.prologues import Activation, ActivationGradient, Norm
+from microfloat.torch.linear import schedule
+from microfloat.torch.linear.gathered_weight import Gather, Gathered
+from microfloat.torch.linear.quantized_weight import GatheredCast
+from microfloat.torch.nn import functional as fused
+from microfloat.torch.nn import sdpa as attention
 from tests.kernels import calls
 from tests.torch.scheduled.setting import block_gemms, native_on
 

@@ -63,7 +63,7 @@ def unwritten_reads(instructions):
 
 
 def _launchers(capability):
-    """`torch.program`, all launchers made to believe in a GPU of that capability."""
+    """`torch.launch.program`, all launchers made to believe in a GPU of that capability."""
     import torch
     from triton.runtime import driver
 
@@ -166,8 +166,8 @@ def compile_norms_of_one_column():
         compiled.append(self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True))
 
     program.Kernel.compile = program.PlacedKernel.compile = compile_only
-    from microfloat.torch.backends import triton
-    from microfloat.torch.producers import Norm
+    from microfloat.torch.launch import triton
+    from microfloat.torch.launch.prologues import Norm
     from tests.kernels import calls
 
     x, weight, casts = torch.zeros(5, 1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16), _casts()
@@ -185,8 +185,8 @@ def _every_launch(x, stream):
     import torch
 
     from microfloat.recipes import Cast
-    from microfloat.torch.backends import triton
-    from microfloat.torch.producers import Activation, ActivationGradient, Norm
+    from microfloat.torch.launch import triton
+    from microfloat.torch.launch.prologues import Activation, ActivationGradient, Norm
     from tests.contract.cases import EVERY_CAST, cast_id
     from tests.kernels import calls
 
@@ -231,7 +231,7 @@ def _quantize(row, column):
     def workload(x):
         import torch
 
-        from microfloat.torch.backends import triton
+        from microfloat.torch.launch import triton
 
         casts = _casts()
         options = {"seed": torch.zeros(2, dtype=torch.int64)}
@@ -248,7 +248,7 @@ def _fused(name):
     def workload(x):
         import torch
 
-        from microfloat.torch.producers import Activation, ActivationGradient, Norm
+        from microfloat.torch.launch.prologues import Activation, ActivationGradient, Norm
         from tests.kernels import calls
 
         cast, delayed = _casts()["mxfp8"], _casts()["delayed"]
@@ -279,7 +279,7 @@ def _together(delayed):
 
         from microfloat.passes import OperandSpec
         from microfloat.recipes import Cast
-        from microfloat.torch.program import pair_program, scratch
+        from microfloat.torch.launch.program import pair_program, scratch
 
         specs = (OperandSpec(_casts()["delayed"] if delayed else Cast("fp8_tensor")),) * 2
         program = pair_program(x, specs, x, specs, records=delayed)
@@ -298,7 +298,7 @@ def _values_together(transposed):
 
         from microfloat.passes import OperandSpec
         from microfloat.recipes import Cast, Hadamard
-        from microfloat.torch.program import pair_program, scratch
+        from microfloat.torch.launch.program import pair_program, scratch
 
         rows, tiles = OperandSpec(Cast("nvfp4"), "values"), OperandSpec(Cast("nvfp4_2d"), "values")
         columns = OperandSpec(Cast("nvfp4", hadamard=Hadamard()), "values", False, 5)

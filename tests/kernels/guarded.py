@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 from microfloat.recipes import Cast, Hadamard
-from microfloat.torch import program, reference
-from microfloat.torch.backends import triton
-from microfloat.torch.producers import Activation, ActivationGradient, Norm
+from microfloat.torch import reference
+from microfloat.torch.launch import program, triton
+from microfloat.torch.launch.prologues import Activation, ActivationGradient, Norm
 from tests.kernels import calls
 
 ZONE, MARK = 512, 0xA5

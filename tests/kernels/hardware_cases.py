@@ -12,7 +12,7 @@ from microfloat.formats import ELEMENTS
 from microfloat.kernels.device import convert, scales
 from microfloat.kernels.device import packed as packed_words
 from microfloat.recipes import Cast
-from microfloat.torch.backends import triton as backend
+from microfloat.torch.launch import triton as backend
 from tests.ptx import instructions, program
 
 COUNT = 1 << 17

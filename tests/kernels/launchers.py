@@ -4,9 +4,11 @@ import sys
 
 
 def answer(**functions):
-    """Put functions in the place of those of `torch.program`, wherever they are imported; that module itself."""
-    from microfloat.torch import program
-    from microfloat.torch.backends import triton  # noqa: F401
+    """Put functions in the place of those of `torch.launch.program`, wherever they are imported; that module itself."""
+    from microfloat.torch.launch import (
+        program,
+        triton,  # noqa: F401
+    )
 
     for name, module in list(sys.modules.items()):
         if name.startswith("microfloat."):

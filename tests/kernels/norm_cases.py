@@ -6,8 +6,9 @@ import torch
 
 from microfloat.passes import producers
 from microfloat.recipes import Cast, Delayed
-from microfloat.torch import program, reference
-from microfloat.torch.producers import Norm
+from microfloat.torch import reference
+from microfloat.torch.launch import program
+from microfloat.torch.launch.prologues import Norm
 from tests.kernels import calls
 from tests.kernels.cases import check_operand
 

@@ -7,7 +7,7 @@ import torch
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.recipes import Cast, Delayed, Hadamard
 from microfloat.torch import reference
-from microfloat.torch.program import cast_program, scratch
+from microfloat.torch.launch.program import cast_program, scratch
 from tests.kernels.cases import bytes_of, check_values, matrix, seed_words
 
 ROTATED = {"hadamard": Hadamard(), "rounding": "stochastic"}

@@ -17,9 +17,11 @@ from microfloat.chips import Chip  # noqa: E402
 from microfloat.passes.matrix import Device  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
 from microfloat.routes import route_of  # noqa: E402
-from microfloat.torch import backends, gemms, own_gemm, reference  # noqa: E402
-from microfloat.torch import program as programs  # noqa: E402
-from microfloat.torch.own_gemm import OWN_GEMMS, own_gemm_is_faster  # noqa: E402
+from microfloat.torch import backends, reference  # noqa: E402
+from microfloat.torch.launch import block_gemm as own_gemm  # noqa: E402
+from microfloat.torch.launch import gemms  # noqa: E402
+from microfloat.torch.launch import program as programs  # noqa: E402
+from microfloat.torch.launch.block_gemm import OWN_GEMMS, own_gemm_is_faster  # noqa: E402
 from tests.contract.adapters import HOPPER_SPLIT  # noqa: E402
 from tests.contract.comparison import SUBNORMAL_OUT, UNIT_OUT  # noqa: E402
 from tests.processes import other_process  # noqa: E402

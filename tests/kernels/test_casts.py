@@ -47,7 +47,7 @@ def test_only_equal_casts_of_large_whole_tiles_are_converted_once() -> None:
 def test_a_shared_operand_has_a_layout_of_its_own() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from microfloat.passes import OperandSpec
-    from microfloat.torch.program import cast_program
+    from microfloat.torch.launch.program import cast_program
 
     specs = [OperandSpec(Cast("nvfp4_2d"), "values", True, stream) for stream in (1, 3)]
     program = cast_program(torch.zeros(48, 32, dtype=torch.bfloat16), *specs)

@@ -177,7 +177,7 @@ def _wide_product(case):
     from microfloat.passes import products
     from microfloat.passes.matrix import At
     from microfloat.routes import encoding_of
-    from microfloat.torch.program import Program, device_of
+    from microfloat.torch.launch.program import Program, device_of
 
     name, kind, special = case
     m, n, k, dtype, cut = {**WIDE, **GROUPS}[kind]
@@ -220,7 +220,7 @@ def _reads_behind(name):
     from microfloat.passes import products
     from microfloat.passes.matrix import At
     from microfloat.routes import encoding_of
-    from microfloat.torch.program import Program, device_of
+    from microfloat.torch.launch.program import Program, device_of
 
     n, cut = 16, DecodeCut(1, 2, 1, 1, 2, 2, False, False, False, False)
     k = 2 * (256 if "4" in name else 128)

@@ -1,6 +1,6 @@
 """Fused Linears against the same values cast and multiplied one by one: equal bits, on any backend.
 
-The values, and the gradients of norm and activation, are those of `microfloat.torch.producers` on both sides (they are
+The values, and the gradients of norm and activation, are those of `launch.prologues` on both sides (they are
 in the tolerance class and have tests of their own); everything after them must not differ in a single bit.
 """
 
@@ -13,10 +13,19 @@ from torch import nn
 
 import microfloat.torch as mf
 from microfloat.recipes import Cast, CustomRecipe, Gemm, from_name
-from microfloat.torch import backends, fused, scaling
-from microfloat.torch.folding import FoldCounts
-from microfloat.torch.produced_linear import NormRun
-from microfloat.torch.producers import Activation, ActivationGradient, Norm, Statistics, norm_gradients, values_of
+from microfloat.torch import backends
+from microfloat.torch.launch.prologues import (
+    Activation,
+    ActivationGradient,
+    Norm,
+    Statistics,
+    norm_gradients,
+    values_of,
+)
+from microfloat.torch.linear.fold_counts import FoldCounts
+from microfloat.torch.linear.fused_input import NormRun
+from microfloat.torch.nn import functional as fused
+from microfloat.torch.scaling import regions as scaling
 from tests.torch.scheduled.setting import block_gemms
 
 TOKENS, WIDTH, HIDDEN, OUT = 40, 48, 80, 32

@@ -9,7 +9,7 @@ from torch import nn  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
 from microfloat.recipes import Cast, Delayed, DelayedScaling, Hadamard  # noqa: E402
-from microfloat.torch import fused  # noqa: E402
+from microfloat.torch.nn import functional as fused  # noqa: E402
 
 X, W = torch.randn(4, 32), torch.ones(32)
 DELAYED = Cast("fp8_tensor", scaling=Delayed())

@@ -16,8 +16,9 @@ import torch.nn.functional as F  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat import formats, reference  # noqa: E402
 from microfloat.recipes import Cast, CustomRecipe, Float8BlockScaling, Gemm  # noqa: E402
-from microfloat.torch import backends, block_scaled  # noqa: E402
+from microfloat.torch import backends  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
+from microfloat.torch.launch import blackwell as block_scaled  # noqa: E402
 
 AS_THEY_ARE = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "nvfp4_2d")
 AS_MXFP8 = ("mxfp6_e2m3", "mxfp6_e3m2", "fp8_1x128", "fp8_128x128", "fp8_1x128_e5m2")

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.recipes import DelayedScaling  # noqa: E402
-from microfloat.torch import scaling  # noqa: E402
+from microfloat.torch.scaling import regions as scaling  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=8)
 

@@ -27,8 +27,9 @@ from microfloat.recipes import (  # noqa: E402
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from microfloat.torch import backends, context, schedule  # noqa: E402
+from microfloat.torch import backends, context  # noqa: E402
 from microfloat.torch.backends.base import laid  # noqa: E402
+from microfloat.torch.linear import schedule  # noqa: E402
 from tests import processes  # noqa: E402
 
 # What torch says of its own code: Dynamo instantiates every autograd Function that it traces, Inductor uses torch.jit.

@@ -21,7 +21,7 @@ from microfloat.recipes import (  # noqa: E402
     NVFP4BlockScaling,
     Placement,
 )
-from microfloat.torch import fused  # noqa: E402
+from microfloat.torch.nn import functional as fused  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 

@@ -102,7 +102,7 @@ def _refused(case):
     a first and of a second Linear, and what the device is asked for then."""
     from unittest import mock
 
-    from microfloat.torch import program
+    from microfloat.torch.launch import program
 
     def refuse(self, *_):
         if isinstance(self.kernel, program.PlacedKernel):
@@ -173,7 +173,7 @@ def experts(name, sizes, shape, dtype, device, behind=0):
     `behind`: rows of x behind the last group, whose sizes then stand on the device alone, and which give zeros.
     """
     from microfloat.passes import CastInputs
-    from microfloat.torch.grouped import Groups
+    from microfloat.torch.linear.grouped import Groups
 
     n, k = shape
     torch.manual_seed(k)

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.torch.attention import attend  # noqa: E402
+from microfloat.torch.nn.sdpa import attend  # noqa: E402
 
 RECIPES = ("fp8_current", "delayed", "mxfp8", "nvfp4", "fp8_row", "fp8_block")
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton import knobs  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 
-from microfloat.torch import driver as cuda  # noqa: E402
-from microfloat.torch import program  # noqa: E402
+from microfloat.torch.launch import driver as cuda  # noqa: E402
+from microfloat.torch.launch import program  # noqa: E402
 
 needs_known_launcher = pytest.mark.skipif(
     not hasattr(driver, "_BASE_ARGS_FORMAT"), reason="this Triton's launcher is not the one that is called directly"

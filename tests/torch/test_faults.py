@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import microfloat.torch as mf
 from microfloat.recipes import RECIPES, DelayedScaling
-from microfloat.torch import layer_state
 from microfloat.torch.context import ambient
+from microfloat.torch.scaling import buffers as layer_state
 
 
 class RunsOut(TorchDispatchMode):

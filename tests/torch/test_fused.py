@@ -10,7 +10,7 @@ from torch import nn
 import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.recipes import Cast, CustomRecipe, Delayed, Gemm, from_name
-from microfloat.torch import fused
+from microfloat.torch.nn import functional as fused
 from tests.torch import fused_cases
 from tests.torch.fused_cases import RECIPES, Mlp, check
 

@@ -15,8 +15,8 @@ from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError  # noqa: E402
-from microfloat.torch import fusing  # noqa: E402
-from microfloat.torch.fusing import Fused  # noqa: E402
+from microfloat.torch.convert import fuse as fusing  # noqa: E402
+from microfloat.torch.convert.fuse import Fused  # noqa: E402
 
 
 def _model():

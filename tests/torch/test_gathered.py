@@ -30,9 +30,9 @@ def _both(case):
     from microfloat.passes import CastInputs
     from microfloat.routes import entries_of, routes_of
     from microfloat.torch import backends
-    from microfloat.torch.gathered import Gather, Gathered
-    from microfloat.torch.schedule import CastStep
-    from microfloat.torch.stored_casts import GatheredCast
+    from microfloat.torch.linear.gathered_weight import Gather, Gathered
+    from microfloat.torch.linear.quantized_weight import GatheredCast
+    from microfloat.torch.linear.schedule import CastStep
 
     name, options, shape = case
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 import microfloat.torch as mf
 from microfloat import reference
 from microfloat.recipes import RECIPES, Cast, MXFP8BlockScaling, NVFP4BlockScaling
-from microfloat.torch import layer_state
+from microfloat.torch.scaling import buffers as layer_state
 from tests import processes
 
 pytestmark = pytest.mark.gpu
@@ -377,7 +377,8 @@ def _as_ampere():
     """This process takes its GPU for one without FP8. Triton knows better, and compiles what the GPU can run."""
     from unittest import mock
 
-    from microfloat.torch import backends, program
+    from microfloat.torch import backends
+    from microfloat.torch.launch import program
 
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         program.device_of(0)
@@ -386,7 +387,7 @@ def _as_ampere():
 
 
 def _without_fp8():
-    from microfloat.torch import program
+    from microfloat.torch.launch import program
     from tests.contract.cases import EVERY_CAST
 
     assert not program.device_of(0).conversions

@@ -18,8 +18,8 @@ from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedE
 from microfloat.operands import OPERANDS_OF  # noqa: E402
 from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, from_name  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
-from microfloat.torch import schedule  # noqa: E402
-from microfloat.torch.seeds import draw_seed  # noqa: E402
+from microfloat.torch.linear import schedule  # noqa: E402
+from microfloat.torch.tensor.seeds import draw_seed  # noqa: E402
 from tests.torch.test_linear import RECIPE_CASES  # noqa: E402
 
 pytestmark = [  # of compiled tests: noise of Dynamo's own

@@ -29,7 +29,7 @@ from microfloat.recipes import (  # noqa: E402
     WeightActivation,
     WeightOnly,
 )
-from microfloat.torch import inference  # noqa: E402
+from microfloat.torch.inference import quantize as inference  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),

@@ -26,7 +26,7 @@ from microfloat.recipes import (  # noqa: E402
     NVFP4BlockScaling,
     Recipe,
 )
-from microfloat.torch.seeds import draw_seed  # noqa: E402
+from microfloat.torch.tensor.seeds import draw_seed  # noqa: E402
 from tests.torch.arrays import to_float64, to_numpy  # noqa: E402
 
 RECIPE_CASES = {

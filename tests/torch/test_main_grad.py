@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, from_name  # noqa: E402
-from microfloat.torch import fused  # noqa: E402
+from microfloat.torch.nn import functional as fused  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 K, N = 48, 40

@@ -24,9 +24,13 @@ from microfloat.recipes import (  # noqa: E402
     MXFP8BlockScaling,
 )
 from microfloat.routes import route_of, routes_of  # noqa: E402
-from microfloat.torch import backends, folding, gemms  # noqa: E402
+from microfloat.torch import backends  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
-from microfloat.torch.backends import native  # noqa: E402
+from microfloat.torch.launch import (  # noqa: E402
+    gemms,
+    native,
+)
+from microfloat.torch.linear import fold_counts as folding  # noqa: E402
 
 AMPERE, ADA, HOPPER, BLACKWELL = Chip((8, 0)), Chip((8, 9)), Chip((9, 0)), Chip((10, 0))
 

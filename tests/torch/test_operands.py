@@ -11,7 +11,8 @@ from torch.autograd import forward_ad  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, DelayedScaling  # noqa: E402
-from microfloat.torch import fused, layer_state  # noqa: E402
+from microfloat.torch.nn import functional as fused  # noqa: E402
+from microfloat.torch.scaling import buffers as layer_state  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 X = torch.randn(4, 64)

@@ -9,7 +9,9 @@ import microfloat.torch as mf
 from microfloat.errors import InvalidValueError
 from microfloat.formats import E4M3, FORMATS, MXFP8, MXFP8_E5M2, NVFP4, SCALE_E8M0, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
-from microfloat.torch import QuantizedTensor, _operators, fused
+from microfloat.torch import QuantizedTensor
+from microfloat.torch.nn import functional as fused
+from microfloat.torch.tensor import custom_ops as _operators
 
 X = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
 W = torch.randn(32, 96, generator=torch.Generator().manual_seed(2))

@@ -13,9 +13,10 @@ from microfloat import formats, reference
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard, MXFP8BlockScaling
-from microfloat.torch import backends, seeds
+from microfloat.torch import backends
 from microfloat.torch import reference as plain
 from microfloat.torch.reference import _grid, _values
+from microfloat.torch.tensor import seeds
 from tests.torch.format_cases import every_format
 
 STOCHASTIC = Cast("mxfp8", rounding="stochastic")

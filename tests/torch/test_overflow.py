@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
 from microfloat.recipes import RECIPES, Cast, CustomRecipe, Gemm  # noqa: E402
-from microfloat.torch import fused  # noqa: E402
+from microfloat.torch.nn import functional as fused  # noqa: E402
 
 M, K, N = 40, 64, 48
 ROW, COLUMN = 5, 7

@@ -19,7 +19,9 @@ import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as mfd  # noqa: E402
 from microfloat.errors import InvalidValueError, NotSupportedError, RankError  # noqa: E402
 from microfloat.recipes import Cast, DelayedScaling  # noqa: E402
-from microfloat.torch import failures, reduction, scaling  # noqa: E402
+from microfloat.torch.scaling import amax_reduction as reduction  # noqa: E402
+from microfloat.torch.scaling import rank_errors as failures  # noqa: E402
+from microfloat.torch.scaling import regions as scaling  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES, DelayedScaling, NVFP4BlockScaling  # noqa: E402
-from microfloat.torch import fused, schedule  # noqa: E402
+from microfloat.torch.linear import schedule  # noqa: E402
+from microfloat.torch.nn import functional as fused  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=4)
 # Of Dynamo, about its own doings.

@@ -14,7 +14,9 @@ from microfloat import formats, recipes, reference  # noqa: E402
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.operands import GEMMS  # noqa: E402
 from microfloat.recipes import CustomRecipe, DelayedScaling, MXFP8BlockScaling  # noqa: E402
-from microfloat.torch import layer_state, rolling, scaling  # noqa: E402
+from microfloat.torch.scaling import buffers as layer_state  # noqa: E402
+from microfloat.torch.scaling import history as rolling  # noqa: E402
+from microfloat.torch.scaling import regions as scaling  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 KEYS = {f"scaling_{slot}_{kind}" for slot in ("x", "w", "dy") for kind in ("scale", "amax_history")}
@@ -566,7 +568,7 @@ def test_what_a_capture_prepares_is_not_kept(monkeypatch) -> None:
 
 def test_tables_of_a_capture_are_filled_without_a_copy_from_the_host(monkeypatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from microfloat.torch.backends import triton
+    from microfloat.torch.launch import triton
 
     histories, scales = [torch.zeros(4), torch.zeros(4)], [torch.ones(()), torch.ones(())]
     monkeypatch.setattr(triton, "capturing", lambda: True)

@@ -18,8 +18,8 @@ from microfloat.passes import CastInputs  # noqa: E402
 from microfloat.recipes import RECIPES  # noqa: E402
 from microfloat.routes import entries_of, routes_of  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
-from microfloat.torch.schedule import CastStep  # noqa: E402
-from microfloat.torch.stored_casts import StoredCast  # noqa: E402
+from microfloat.torch.linear.quantized_weight import StoredCast  # noqa: E402
+from microfloat.torch.linear.schedule import CastStep  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),

@@ -16,8 +16,8 @@ from microfloat.errors import InvalidTypeError, InvalidValueError
 from microfloat.formats import get_format
 from microfloat.passes import CastInputs
 from microfloat.recipes import from_name
-from microfloat.torch import measuring
-from microfloat.torch.observing import OBSERVERS
+from microfloat.torch.linear.observer import OBSERVERS
+from microfloat.torch.watch import readings as measuring
 
 BF16 = torch.bfloat16
 MODULES = {
@@ -149,7 +149,7 @@ def test_a_block_without_a_scale_hides_no_other_binade():
 
 @pytest.mark.slow("many spans of watched steps")
 def test_many_spans_do_not_wait_for_the_end_of_a_step():
-    from microfloat.torch.measuring import Reading, Readings
+    from microfloat.torch.watch.readings import Reading, Readings
     from microfloat.watching import Entry
 
     entry, readings = Entry(0, "a", "fprop", "x", "mxfp8"), Readings()
@@ -218,7 +218,7 @@ def test_the_first_nan_is_located():
 
 
 def test_steps_are_counted_and_nothing_listens_between_them():
-    from microfloat.torch.observing import OBSERVERS
+    from microfloat.torch.linear.observer import OBSERVERS
 
     model = mf.Linear(32, 32, recipe="mxfp8")
     with mf.watch(model, every=3) as w:
@@ -475,7 +475,7 @@ def test_layers_of_a_joined_weight_are_found_by_values_once(monkeypatch):
 @pytest.mark.parametrize("calls", ["a wrapper", "a function"])
 def test_compiled_code_is_watched_whose_caller_is_not_the_model(calls):
     """The last of four steps was lost where w.step() ends a step, and all of them where nobody calls it."""
-    from microfloat.torch.observing import OBSERVERS
+    from microfloat.torch.linear.observer import OBSERVERS
 
     model = nn.Sequential(mf.Linear(32, 64), mf.Linear(64, 32))
     mf.convert(model, "mxfp8")

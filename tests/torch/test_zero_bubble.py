@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.distributed.pipelining import _backward as pipelines  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.torch.schedule import Schedule  # noqa: E402
+from microfloat.torch.linear.schedule import Schedule  # noqa: E402
 
 MAKES = {
     "linear": lambda **o: mf.Linear(32, 48, **o),

@@ -10,13 +10,13 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 
-from microfloat.casters import quantize
 from microfloat.checkpoint._arrays import scale_in_place
 from microfloat.checkpoint.records import Record
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.layout import scale_grid
 from microfloat.recipes import Cast
 from microfloat.reference import pack_fp6
+from microfloat.reference.casters import quantize
 
 _SLAB = 1 << 22  # elements
 _UNIT = Cast(FORMATS["fp8_tensor"], "amax"), Cast(FORMATS["fp8_tensor_e5m2"], "amax")

@@ -4,7 +4,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
-from microfloat.checkpoint.patterns import users_regex
+from microfloat.checkpoint.families.patterns import users_regex
 from microfloat.errors import invalid_type, kind_of
 
 # Scales and zero points of a KV cache and of attention, under the names of their producers.

@@ -21,9 +21,9 @@ from microfloat.checkpoint.families import (
     family_named,
     unknown_target,
 )
+from microfloat.checkpoint.families.patterns import parents_of
 from microfloat.checkpoint.families.row import BYTES, FP8, REAL, missing_roles
 from microfloat.checkpoint.folder import Folder, locate
-from microfloat.checkpoint.patterns import parents_of
 from microfloat.checkpoint.records import Detection, Finding, Stored, some
 
 __all__ = ["Contents", "contents_of", "detect"]

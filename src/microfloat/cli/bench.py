@@ -96,7 +96,7 @@ def bench(
         check_new_file("--csv", csv_file)
     earlier = None if baseline is None else _read(baseline)
     import microfloat.torch  # noqa: F401 -- names the extra where torch is missing
-    from microfloat.torch import measure
+    from microfloat.torch import timing as measure
 
     if device not in ("", "cpu", "cuda") or (device == "cuda" and not measure.has_cuda()):
         raise invalid_value("--device", repr(device), "cpu, or cuda on a machine with an NVIDIA GPU")
@@ -179,7 +179,7 @@ def _machine(output: Output, device: str) -> None:
 
 def _measured(name: str, gemm: Gemm, shape: Shape, device: str, milliseconds: float) -> dict[str, Any]:
     """One row; what differs from the reference, or fails, has a problem and no times."""
-    from microfloat.torch import measure
+    from microfloat.torch import timing as measure
 
     row: dict[str, Any] = {"shape": str(shape), "m": shape.m, "n": shape.n, "k": shape.k, "format": name}
     row |= {"operands": [cast.format.name for cast in gemm.casts if cast is not None], "problem": None}

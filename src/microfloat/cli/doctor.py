@@ -106,7 +106,7 @@ def _packages(output: Output, front_ends: dict[str, ModuleType | str]) -> None:
         for name, version in found.items()
     ]
     if isinstance(front_ends["torch"], ModuleType):
-        from microfloat.torch.measure import cuda_version
+        from microfloat.torch.timing import cuda_version
 
         cuda = cuda_version()
         remedy = None if cuda else "this torch is built without CUDA"
@@ -222,7 +222,7 @@ def _checked(row: dict[str, Any], device: str) -> dict[str, Any]:
     found |= {"bytes_equal": None, "difference": None, "passed": False, "problem": None}
     gemm = from_name(row["recipe"]).fprop
     try:
-        measure = importlib.import_module(f"microfloat.{row['front_end']}.measure")
+        measure = importlib.import_module(f"microfloat.{row['front_end']}.timing")
         found["bytes_equal"], found["difference"] = measure.against_oracle(gemm, row["backend"], device or None)
     except Exception as error:  # a backend that fails is a finding
         found["problem"] = f"{type(error).__name__}: {error}"

@@ -93,7 +93,7 @@ def layers_pattern(layers: str) -> str | None:
     """The pattern of `load` for --layers: a regular expression that may match anywhere in a name."""
     if not layers:
         return None
-    from microfloat.checkpoint.patterns import users_regex
+    from microfloat.checkpoint.families.patterns import users_regex
 
     users_regex("--layers", layers)
     return f"re:.*(?:{layers}).*"

@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from microfloat import casters
 from microfloat._version import __version__
 from microfloat.chips import Chip
+from microfloat.reference import casters
 
 __all__ = ["LARGEST_DIFFERENCE", "PACKAGES", "clocks", "gpus", "load_casts", "processor", "smi", "threads", "versions"]
 

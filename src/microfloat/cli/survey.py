@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from microfloat import casters, metrics, reference
+from microfloat import metrics, reference
 from microfloat.checkpoint import Checkpoint, Record
 from microfloat.cli.machine import load_casts
 from microfloat.errors import unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes import Cast
+from microfloat.reference import casters
 
 __all__ = ["Survey", "cast_of", "chosen_formats", "sampled", "survey"]
 

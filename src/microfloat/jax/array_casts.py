@@ -1,12 +1,11 @@
-"""Casts of NumPy arrays by JAX, for conversions of checkpoints (`microfloat.casters`)."""
+"""Casts of NumPy arrays by JAX, for conversions of checkpoints (`microfloat.reference.casters`)."""
 
 import jax.numpy as jnp
 import numpy as np
 
-from microfloat import casters
 from microfloat.jax.ops import quantize as quantize_array
 from microfloat.recipes import Cast
-from microfloat.reference import Quantized
+from microfloat.reference import Quantized, casters
 
 __all__ = ["quantize"]
 

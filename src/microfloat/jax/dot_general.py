@@ -30,7 +30,7 @@ from microfloat.jax import scaling
 from microfloat.jax.array import QuantizedArray, check_array, check_dtype, real_array
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import casts, cuda, gemms, reference
-from microfloat.jax.dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, einsum_by
+from microfloat.jax.numerics.dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, einsum_by
 from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.observing import observe_backward, observe_forward, seen_by_backward

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from microfloat.errors import invalid_value
 from microfloat.jax.array import QuantizedArray
-from microfloat.jax.dimensions import DimensionNumbers, canonical_dimensions
+from microfloat.jax.numerics.dimensions import DimensionNumbers, canonical_dimensions
 from microfloat.jax.ops import dequantized_spec, quantize, scaled_matmul
 from microfloat.jax.transformations import run_automatically, spec_of_product
 from microfloat.recipes import Cast, Recipe

@@ -26,10 +26,7 @@ from microfloat.recipes import (
     get_default_recipe,
 )
 from microfloat.support import Support
-from microfloat.torch import array_casts  # noqa: F401  (registers them)
-from microfloat.torch._tensor_ops import products  # noqa: F401  (fills its table)
 from microfloat.torch._upper import tell
-from microfloat.torch.attention import apply_rotary
 from microfloat.torch.autocast import (
     AutocastState,
     autocast,
@@ -39,8 +36,9 @@ from microfloat.torch.autocast import (
     get_autocast_state,
     is_autocast_enabled,
 )
-from microfloat.torch.convert import ConversionReport, convert, plain_state_dict, revert
-from microfloat.torch.explain import (
+from microfloat.torch.compile.export import export
+from microfloat.torch.compile.flops import FLOP_FORMULAS
+from microfloat.torch.convert.explain import (
     explain,
     get_align_size_for_quantization,
     is_fp8_available,
@@ -48,34 +46,36 @@ from microfloat.torch.explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from microfloat.torch.exported import export
-from microfloat.torch.flops import FLOP_FORMULAS
-from microfloat.torch.inference import calibrate, quantize_
-from microfloat.torch.loading import load_quantized, save_quantized
-from microfloat.torch.model_init import fp8_model_init, quantized_model_init, update_quantized
+from microfloat.torch.convert.swap import ConversionReport, convert, plain_state_dict, revert
+from microfloat.torch.inference.load import load_quantized, save_quantized
+from microfloat.torch.inference.quantize import calibrate, quantize_
+from microfloat.torch.nn import quantized_products as products  # noqa: F401  (fills its table)
 from microfloat.torch.nn.attention import KVCache, MultiheadAttention, RotaryEmbedding
 from microfloat.torch.nn.fused import LayerNormLinear, LayerNormMLP
 from microfloat.torch.nn.grouped_linear import GroupedLinear, grouped_matmul
 from microfloat.torch.nn.linear import Linear, linear
 from microfloat.torch.nn.norms import LayerNorm, RMSNorm
 from microfloat.torch.nn.options import LayerOptions
+from microfloat.torch.nn.quantized_init import fp8_model_init, quantized_model_init, update_quantized
+from microfloat.torch.nn.sdpa import apply_rotary
 from microfloat.torch.nn.transformer import TransformerLayer
-from microfloat.torch.ops import dequantize, fake_quantize, quantize, scaled_matmul
-from microfloat.torch.packing import from_blocked, pack_fp4, pack_fp6, to_blocked, unpack_fp4, unpack_fp6
-from microfloat.torch.scaling import reset_scaling, update_scaling
-from microfloat.torch.seeds import set_seed_rank
-from microfloat.torch.tensor import QuantizedTensor
-from microfloat.torch.watch import Record, watch
+from microfloat.torch.reference import array_casts  # noqa: F401  (registers them)
+from microfloat.torch.scaling.regions import reset_scaling, update_scaling
+from microfloat.torch.tensor.ops import dequantize, fake_quantize, quantize, scaled_matmul
+from microfloat.torch.tensor.packing import from_blocked, pack_fp4, pack_fp6, to_blocked, unpack_fp4, unpack_fp6
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+from microfloat.torch.tensor.seeds import set_seed_rank
+from microfloat.torch.watch.session import Record, watch
 
 tell({
-    "run_sharded": "microfloat.torch.distributed.linear:run_sharded",
-    "find_sharded": "microfloat.torch.distributed.linear:find_sharded",
-    "beside": "microfloat.torch.distributed.tensor_parallel:beside",
-    "tell_ranks": "microfloat.torch.distributed.quantized:tell_ranks",
-    "shard_of_zeros": "microfloat.torch.distributed.quantized:shard_of_zeros",
-    "quantize_sharded": "microfloat.torch.distributed.quantizing:quantize_sharded",
-    "abstract_linear": "microfloat.torch.compiled:abstract_linear",
-    "forget_schedules": "microfloat.torch.schedule:forget",
+    "run_sharded": "microfloat.torch.distributed.tp_linear:run_sharded",
+    "find_sharded": "microfloat.torch.distributed.tp_linear:find_sharded",
+    "beside": "microfloat.torch.distributed.tp_styles:beside",
+    "tell_ranks": "microfloat.torch.distributed.fsdp_quantized:tell_ranks",
+    "shard_of_zeros": "microfloat.torch.distributed.fsdp_quantized:shard_of_zeros",
+    "quantize_sharded": "microfloat.torch.distributed.quantize_dtensor:quantize_sharded",
+    "abstract_linear": "microfloat.torch.compile.linear:abstract_linear",
+    "forget_schedules": "microfloat.torch.linear.schedule:forget",
 })  # fmt: skip
 
 __all__ = [

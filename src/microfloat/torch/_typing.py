@@ -7,10 +7,10 @@ import torch
 
 if TYPE_CHECKING:
     from microfloat.recipes import Cast
+    from microfloat.torch.distributed.dtensor import Placed
     from microfloat.torch.distributed.expert_parallel import _Route
-    from microfloat.torch.distributed.placed import Placed
-    from microfloat.torch.linear import Run
-    from microfloat.torch.produced_linear import ActivationRun, NormRun
+    from microfloat.torch.linear.function import Run
+    from microfloat.torch.linear.fused_input import ActivationRun, NormRun
 
 __all__ = [
     "Arguments", "Context", "InitMethod", "Maybe", "Options", "Parts", "Result", "Seed", "Sink", "StateDict", "Takes",

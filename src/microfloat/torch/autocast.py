@@ -22,10 +22,12 @@ from microfloat.errors import NotSupportedError, invalid_type, invalid_value, ki
 from microfloat.recipes import Recipe, get_default_recipe
 from microfloat.recipes.core import delayed_of
 from microfloat.recipes.names import as_recipe
-from microfloat.torch import backends, context, layer_state, scaling
+from microfloat.torch import backends, context
 from microfloat.torch._typing import Options, Result, Takes
 from microfloat.torch.context import Ambient, Tape, ambient, canonical, entered, reset_ambient, set_ambient
-from microfloat.torch.reduction import Group, exists
+from microfloat.torch.scaling import buffers as layer_state
+from microfloat.torch.scaling import regions as scaling
+from microfloat.torch.scaling.amax_reduction import Group, exists
 
 __all__ = [
     "AutocastState", "autocast", "checkpoint", "fp8_autocast", "get_autocast_recipe", "get_autocast_state",

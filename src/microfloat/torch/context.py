@@ -19,8 +19,8 @@ from microfloat.errors import InvalidValueError, MicrofloatError, NotSupportedEr
 from microfloat.recipes import CustomRecipe, Gemm, Recipe, get_default_recipe
 from microfloat.recipes.core import constants_of, recipe_of_constants
 from microfloat.recipes.names import as_recipe
-from microfloat.torch import scaling
-from microfloat.torch.reduction import Group
+from microfloat.torch.scaling import regions as scaling
+from microfloat.torch.scaling.amax_reduction import Group
 
 __all__ = [
     "HIGH_PRECISION", "PLAIN", "Ambient", "Tape", "Traced", "ambient", "asked", "canonical", "entered", "is_delayed",

@@ -35,7 +35,7 @@ from microfloat.torch.distributed import (  # noqa: E402
     low_precision_all_gather,
     precompute_scales,
 )
-from microfloat.torch.distributed import sharded as gathering  # noqa: E402
+from microfloat.torch.distributed import fsdp as gathering  # noqa: E402
 from tests.torch.distributed import quantized_cases  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat.torch.distributed import ColwiseParallel, gathering  # noqa: E402
+from microfloat.torch.distributed import ColwiseParallel  # noqa: E402
+from microfloat.torch.distributed import tp_gather as gathering  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 SIZE = 32

@@ -20,9 +20,11 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
-from microfloat.torch.distributed import collectives, gathering, placed  # noqa: E402
-from microfloat.torch.distributed import schedule as sharded  # noqa: E402
-from microfloat.torch.schedule import SCHEDULES  # noqa: E402
+from microfloat.torch.distributed import collectives  # noqa: E402
+from microfloat.torch.distributed import dtensor as placed  # noqa: E402
+from microfloat.torch.distributed import tp_gather as gathering  # noqa: E402
+from microfloat.torch.distributed import tp_schedule as sharded  # noqa: E402
+from microfloat.torch.linear.schedule import SCHEDULES  # noqa: E402
 from tests.torch.distributed.ranks import With, of, run_ranks  # noqa: E402
 
 SIZE, TOKENS = 64, 32

@@ -22,10 +22,10 @@ from microfloat import formats, recipes  # noqa: E402
 from microfloat.errors import MicrofloatError  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
 from microfloat.torch.distributed import collectives  # noqa: E402
-from microfloat.torch.distributed import linear as sharded_linear  # noqa: E402
-from microfloat.torch.distributed import schedule as sharded  # noqa: E402
-from microfloat.torch.distributed.coming import land  # noqa: E402
-from microfloat.torch.schedule import SCHEDULES, CastStep  # noqa: E402
+from microfloat.torch.distributed import tp_linear as sharded_linear  # noqa: E402
+from microfloat.torch.distributed import tp_schedule as sharded  # noqa: E402
+from microfloat.torch.distributed.handles import land  # noqa: E402
+from microfloat.torch.linear.schedule import SCHEDULES, CastStep  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 from tests.torch.scheduled.setting import block_gemms  # noqa: E402
 

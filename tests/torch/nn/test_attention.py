@@ -10,8 +10,8 @@ from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
-from microfloat.torch import attention  # noqa: E402
-from microfloat.torch.attention import attend  # noqa: E402
+from microfloat.torch.nn import sdpa as attention  # noqa: E402
+from microfloat.torch.nn.sdpa import attend  # noqa: E402
 
 
 def _sink_reference(q, k, v, seen, offset, bias=0.0):

@@ -14,7 +14,9 @@ from torch import nn  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
 from microfloat.recipes import RECIPES  # noqa: E402
-from microfloat.torch import attention, joined, schedule  # noqa: E402
+from microfloat.torch.linear import schedule  # noqa: E402
+from microfloat.torch.nn import merged as joined  # noqa: E402
+from microfloat.torch.nn import sdpa as attention  # noqa: E402
 from microfloat.torch.nn.fused import ACTIVATIONS, clamped_swiglu  # noqa: E402
 
 BF16 = {"dtype": torch.bfloat16}

@@ -15,8 +15,8 @@ from torch import nn  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
 from microfloat.recipes import RECIPES  # noqa: E402
-from microfloat.torch.attention import attend  # noqa: E402
-from microfloat.torch.fused import norm_linear  # noqa: E402
+from microfloat.torch.nn.functional import norm_linear  # noqa: E402
+from microfloat.torch.nn.sdpa import attend  # noqa: E402
 
 BF16 = {"dtype": torch.bfloat16}
 NAMES = list(RECIPES)

@@ -20,7 +20,7 @@ from microfloat.recipes import (
     Gemm,
     MXFP8BlockScaling,
 )
-from microfloat.torch import schedule
+from microfloat.torch.linear import schedule
 from tests.torch.scheduled.setting import (
     K,
     M,

@@ -9,7 +9,10 @@ import microfloat.torch as mf
 from microfloat.passes import CastInputs
 from microfloat.recipes import RECIPES
 from microfloat.routes import entries_of, routes_of
-from microfloat.torch import backends, grouped, own_gemm, program, schedule
+from microfloat.torch import backends
+from microfloat.torch.launch import block_gemm as own_gemm
+from microfloat.torch.launch import program
+from microfloat.torch.linear import grouped, schedule
 from microfloat.torch.nn import grouped_linear
 from tests.torch.scheduled.setting import block_gemms, native_on
 

@@ -7,7 +7,9 @@ import torch
 
 import microfloat.torch as mf
 from microfloat.recipes import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
-from microfloat.torch import layer_state, scaling, schedule
+from microfloat.torch.linear import schedule
+from microfloat.torch.scaling import buffers as layer_state
+from microfloat.torch.scaling import regions as scaling
 from tests.torch.scheduled.setting import (
     K,
     M,

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 import microfloat.torch as mf
 from microfloat import reference
 from microfloat.recipes import RECIPES, MXFP8BlockScaling
-from microfloat.torch import backends, gemms, program, schedule
+from microfloat.torch import backends
 from microfloat.torch import reference as torch_reference
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import record_amax_
+from microfloat.torch.launch import gemms, program
+from microfloat.torch.linear import schedule
 
 M, K, N = 32, 48, 64
 

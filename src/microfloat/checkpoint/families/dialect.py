@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from microfloat.checkpoint.container import Container, read_json
+from microfloat.checkpoint.families.patterns import EXACT, Patterns, Syntax
 from microfloat.checkpoint.families.row import NO_SCHEME, Entry, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest
-from microfloat.checkpoint.patterns import EXACT, Patterns, Syntax
 from microfloat.checkpoint.records import Finding, Record
 
 __all__ = ["Announcement", "Dialect", "Read"]

@@ -7,9 +7,9 @@ import numpy as np
 
 from microfloat.checkpoint.container import Container, byte_shape
 from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, unknown_entries, unread_patterns
+from microfloat.checkpoint.families.patterns import PARTS, Patterns
 from microfloat.checkpoint.families.row import E8M0, Entry, Family, Scheme, decode_parts
 from microfloat.checkpoint.families.writing import Arrays, Configuration, Manifest, Written, encode_parts
-from microfloat.checkpoint.patterns import PARTS, Patterns
 from microfloat.checkpoint.records import Record, Stored
 from microfloat.formats import MXFP4
 from microfloat.recipes import Cast

@@ -11,9 +11,9 @@ from microfloat.checkpoint.families.dialect import (
     unread_patterns,
     unsupported,
 )
+from microfloat.checkpoint.families.patterns import PARTS, Patterns
 from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
-from microfloat.checkpoint.patterns import PARTS, Patterns
 from microfloat.formats import FP8_ROW, FP8_TENSOR, MXFP4, FP8_1x128, FP8_128x128
 from microfloat.recipes import Cast
 

@@ -4,9 +4,9 @@ import re
 from typing import Any, NamedTuple
 
 from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, unknown_entries, unread_patterns
+from microfloat.checkpoint.families.patterns import SHELL, SUBSTRING, Patterns
 from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
-from microfloat.checkpoint.patterns import SHELL, SUBSTRING, Patterns
 from microfloat.errors import invalid_value
 from microfloat.formats import FP8_ROW, FP8_TENSOR, MXFP4, MXFP8, NVFP4, ScaledFormat
 from microfloat.recipes import Cast

@@ -25,7 +25,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.jax.dimensions import DimensionNumbers, canonical_dimensions, einsum_by
 from microfloat.jax.flax.fp8_casts import (
     as_float_dtype,
     as_fp8_dtype,
@@ -53,6 +52,7 @@ from microfloat.jax.flax.state import (
     reset_state,
 )
 from microfloat.jax.numerics.bits import quotient, widened
+from microfloat.jax.numerics.dimensions import DimensionNumbers, canonical_dimensions, einsum_by
 from microfloat.jax.transformations import (
     CAN_USE_EARRAY,
     Fp8MetaTyRules,

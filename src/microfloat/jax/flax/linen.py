@@ -23,7 +23,6 @@ from jax.typing import DTypeLike
 from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.jax.array import check_array
 from microfloat.jax.autocast import get_autocast_recipe, recipe_here
-from microfloat.jax.dimensions import DimensionNumbers, einsum_by
 from microfloat.jax.dot_general import DotGeneral, dot_general, einsum, words_of
 from microfloat.jax.flax.state import (
     OVERWRITE_WITH_GRADIENT,
@@ -38,6 +37,7 @@ from microfloat.jax.flax.state import (
     next_state,
     step_counts,
 )
+from microfloat.jax.numerics.dimensions import DimensionNumbers, einsum_by
 from microfloat.jax.ragged_dot import RaggedDot, ragged_dot
 from microfloat.jax.scaling import Slot, slot_rules, slots_of, state_of
 from microfloat.jax.transformations import notice_fixed_state

@@ -29,7 +29,6 @@ from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax.array import check_array
 from microfloat.jax.autocast import recipe_here
-from microfloat.jax.dimensions import einsum_by
 from microfloat.jax.dot_general import dot_general, einsum, place, words_of
 from microfloat.jax.flax.state import (
     SLOT_NAMES,
@@ -39,6 +38,7 @@ from microfloat.jax.flax.state import (
     step_counts,
     trace_state,
 )
+from microfloat.jax.numerics.dimensions import einsum_by
 from microfloat.jax.ragged_dot import ragged_dot
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.jax.transformations import fp32_max_grad, notice_fixed_state

@@ -62,8 +62,8 @@ def _kernel_support(name: str, device: torch.device) -> Support:
 
 # name -> (what can be said without importing it, its module), in the order in which "auto" prefers them.
 _REGISTRY: dict[str, tuple[Callable[[torch.device], Support], str]] = {
-    "native": (functools.partial(_kernel_support, "native"), "microfloat.torch.backends.native"),
-    "triton": (functools.partial(_kernel_support, "triton"), "microfloat.torch.backends.triton"),
+    "native": (functools.partial(_kernel_support, "native"), "microfloat.torch.launch.native"),
+    "triton": (functools.partial(_kernel_support, "triton"), "microfloat.torch.launch.triton"),
     "reference": (_reference_support, "microfloat.torch.reference"),
 }
 NAMES = ("auto", *reversed(_REGISTRY))

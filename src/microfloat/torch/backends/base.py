@@ -24,7 +24,7 @@ _Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
 class Backend(Protocol):
     """A module that runs casts and products: an executor of passes, or plain torch operations.
 
-    `programs`: the module that binds passes to launches (`microfloat.torch.program`), None where torch operations cast,
+    `programs`: the module that binds passes to launches (`launch.program`), None where torch operations cast,
     for the reason `no_programs`. `is_strict`: a cast without a kernel is refused; else torch operations make it.
     `producers`: the module of kernels that produce a value and cast it at once, or None. `chip_of`: the chip whose
     GEMMs multiply on a device, by which `microfloat.routes` decides in which form operands enter them; None where

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.distributed import distributed_c10d
 
-from microfloat.torch.failures import in_collective
+from microfloat.torch.scaling.rank_errors import in_collective
 
 __all__ = [
     "UnderWay", "all_gather", "all_gather_together", "gather_bytes", "gather_rows", "reduce_scatter", "scatter_sum",

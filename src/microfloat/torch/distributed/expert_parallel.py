@@ -22,14 +22,14 @@ import torch.distributed as dist
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.recipes import Cast, Current, Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch._checks import check_tensor
 from microfloat.torch._typing import Context
-from microfloat.torch.failures import agree, in_collective
-from microfloat.torch.grouped import groups_of
-from microfloat.torch.ops import quantize
-from microfloat.torch.reduction import Group
-from microfloat.torch.schedule import autocast_dtype
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch.linear.grouped import groups_of
+from microfloat.torch.linear.schedule import autocast_dtype
+from microfloat.torch.scaling.amax_reduction import Group
+from microfloat.torch.scaling.rank_errors import agree, in_collective
+from microfloat.torch.tensor.checks import check_tensor
+from microfloat.torch.tensor.ops import quantize
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["Dispatched", "dispatch"]
 

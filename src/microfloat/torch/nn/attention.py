@@ -19,15 +19,15 @@ from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.formats import FP8_TENSOR
 from microfloat.recipes import Cast, Delayed, Recipe, as_cast
 from microfloat.torch._typing import Maybe, Options, WithBias
-from microfloat.torch.attention import Packed, attend, check_together, rotate_heads, split_heads
-from microfloat.torch.fused import norm_of, project
-from microfloat.torch.joined import Composite, call_layer, join_
+from microfloat.torch.nn.functional import norm_of, project
 from microfloat.torch.nn.fused import OF_LINEAR
 from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.merged import Composite, call_layer, join_
 from microfloat.torch.nn.norms import RMSNorm
 from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
-from microfloat.torch.ops import quantize
-from microfloat.torch.tensor import QuantizedTensor
+from microfloat.torch.nn.sdpa import Packed, attend, check_together, rotate_heads, split_heads
+from microfloat.torch.tensor.ops import quantize
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 Attention = Callable[..., torch.Tensor]
 

@@ -19,9 +19,9 @@ from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.recipes import Recipe
 from microfloat.torch._typing import Maybe, Options
 from microfloat.torch.autocast import checkpoint
-from microfloat.torch.fused import activated, mlp, norm_of, project
-from microfloat.torch.joined import Composite, call_layer, join_
+from microfloat.torch.nn.functional import activated, mlp, norm_of, project
 from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.merged import Composite, call_layer, join_
 from microfloat.torch.nn.norms import make_norm
 from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
 
@@ -80,7 +80,7 @@ class LayerNormLinear(Composite):
 
     Children `norm` and `linear`: the state dict is that of the two modules. `normalization`: "LayerNorm" or "RMSNorm".
     `split`: names and sizes of the outputs, adding up to `out_features`, for example ``{"q_proj": 4096, "k_proj":
-    1024}``; each is a Linear of its own in the state dict, and all are one product (`microfloat.torch.joined`).
+    1024}``; each is a Linear of its own in the state dict, and all are one product (`microfloat.torch.nn.merged`).
     `return_norm_output`: returns (y, norm(x)); the norm is then computed apart from its cast. `options`: with its
     `return_bias` returns (``norm(x) @ weight.T``, bias), before norm(x) where that is returned too. Raises
     InvalidValueError for sizes that do not add up. Source: docs/modules.md.

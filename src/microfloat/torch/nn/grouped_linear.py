@@ -10,16 +10,18 @@ from microfloat.arguments import check_bool, check_int
 from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch import backends, layer_state, scaling
-from microfloat.torch._checks import check_grouped, with_path
+from microfloat.torch import backends
 from microfloat.torch._typing import InitMethod, WithBias
-from microfloat.torch.compiled_grouped import compiled_grouped
+from microfloat.torch.compile.grouped import compiled_grouped
 from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
-from microfloat.torch.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
-from microfloat.torch.linear import backend_name
-from microfloat.torch.model_init import draw_parameters, quantize_parameter
+from microfloat.torch.linear.function import backend_name
+from microfloat.torch.linear.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
 from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, check_first_microbatch, pinned_to
 from microfloat.torch.nn.options import names_moved
+from microfloat.torch.nn.quantized_init import draw_parameters, quantize_parameter
+from microfloat.torch.scaling import buffers as layer_state
+from microfloat.torch.scaling import regions as scaling
+from microfloat.torch.tensor.checks import check_grouped, with_path
 
 __all__ = ["GroupedLinear", "grouped_matmul"]
 

@@ -14,20 +14,22 @@ from microfloat.errors import CheckpointError, MicrofloatError, NotSupportedErro
 from microfloat.recipes import Recipe
 from microfloat.recipes.core import delayed_of
 from microfloat.recipes.names import as_recipe
-from microfloat.torch import backends, context, layer_state, scaling
-from microfloat.torch._checks import check_linear, check_linear_parameters, is_abstract, with_path
+from microfloat.torch import backends, context
 from microfloat.torch._typing import InitMethod, StateDict, WithBias
 from microfloat.torch._upper import upper
-from microfloat.torch.compiled import compiled_linear
+from microfloat.torch.compile.linear import compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
-from microfloat.torch.gathered import NoValues, values_of
-from microfloat.torch.linear import find_for, run_linear
-from microfloat.torch.microbatches import fsdp_parameters, without_rows
-from microfloat.torch.model_init import draw_parameters, quantize_parameter
+from microfloat.torch.linear.function import find_for, run_linear
+from microfloat.torch.linear.gathered_weight import NoValues, values_of
+from microfloat.torch.linear.observer import OBSERVERS
+from microfloat.torch.linear.schedule import Schedule, autocast_dtype
+from microfloat.torch.linear.weight_cache import fsdp_parameters, without_rows
 from microfloat.torch.nn.options import names_moved
-from microfloat.torch.observing import OBSERVERS
-from microfloat.torch.schedule import Schedule, autocast_dtype
-from microfloat.torch.tensor import Decoded, QuantizedTensor, attached_to
+from microfloat.torch.nn.quantized_init import draw_parameters, quantize_parameter
+from microfloat.torch.scaling import buffers as layer_state
+from microfloat.torch.scaling import regions as scaling
+from microfloat.torch.tensor.checks import check_linear, check_linear_parameters, is_abstract, with_path
+from microfloat.torch.tensor.quantized_tensor import Decoded, QuantizedTensor, attached_to
 
 __all__ = ["UNPINNED", "Linear", "RecipeLayer", "check_first_microbatch", "drop_extra_state", "linear", "pinned_to"]
 

@@ -17,9 +17,9 @@ from microfloat.arguments import check_number
 from microfloat.errors import invalid_value
 from microfloat.recipes import Recipe
 from microfloat.torch._typing import Options
-from microfloat.torch.joined import Composite
 from microfloat.torch.nn.attention import OF_ATTENTION, Attention, KVCache, MultiheadAttention
 from microfloat.torch.nn.fused import MLP, OF_MLP
+from microfloat.torch.nn.merged import Composite
 from microfloat.torch.nn.norms import make_norm
 from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
 

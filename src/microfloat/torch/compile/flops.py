@@ -1,0 +1,58 @@
+"""Floating-point operations of the library's operators, for ``torch.utils.flop_counter``.
+
+    with FlopCounterMode(custom_mapping=mf.FLOP_FORMULAS) as counter: ...
+
+A product of [M, K] and [K, N] counts 2 M N K, as it does in high precision: whatever the recipe, the backend, and how
+sizes are filled up. Casts count nothing. Under a dispatch mode, which the counter is, eager calls are operators too
+(`microfloat.torch.tensor.dispatch_modes`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from microfloat.torch.compile import grouped as compiled_grouped
+from microfloat.torch.compile import linear as compiled
+from microfloat.torch.tensor import custom_ops as _operators
+from microfloat.torch.tensor import dispatch_modes as named
+
+__all__ = ["FLOP_FORMULAS"]
+
+_DEFINING = _operators, compiled, compiled_grouped, named  # the operators, when they are imported
+Shape = Sequence[int]
+
+
+def _as_given(x: object, weight: object, bias: object, flops: int, call: int, **_: object) -> int:
+    return flops
+
+
+def _of_scaled_matmul(
+    a: object, token: str, axis: int, shape: Shape, *_: object, out_shape: Shape, **others: object
+) -> int:
+    return 2 * math.prod(out_shape) * shape[axis]
+
+
+def _of_forward(x: Shape, *_: object, out_shape: Sequence[Shape], **others: object) -> int:
+    return 2 * math.prod(out_shape[0]) * x[-1]
+
+
+def _of_backward(dy: Shape, *settings: object, out_shape: Sequence[Shape], **others: object) -> int:
+    wants_dx, wants_dw, records = settings[-3:]
+    products = int(bool(wants_dx)) + int(bool(wants_dw))
+    return 2 * math.prod(dy) * out_shape[int(bool(records))][-1] * products if products else 0
+
+
+# Operator -> the formula of the shapes of its arguments and results, as torch's counter takes them.
+FLOP_FORMULAS: dict[object, Callable[..., int]] = {
+    getattr(torch.ops.microfloat, name): formula
+    for name, formula in {
+        "multiply_operands": _as_given,
+        "multiply_groups": _as_given,
+        "scaled_matmul": _of_scaled_matmul,
+        "linear_forward": _of_forward,
+        "linear_backward": _of_backward,
+        "grouped_forward": _of_forward,
+        "grouped_backward": _of_backward,
+    }.items()
+}

@@ -1,0 +1,370 @@
+"""`convert(fuse=True)`: blocks of other people's models that run on the fused functions, in place.
+
+| block | recognised by | what runs instead |
+|---|---|---|
+| decoder layer | transformers' Llama, Mistral, Qwen2, Qwen3 classes; known forwards | the steps of `TransformerLayer` |
+| gated MLP | its four children and the forward that transformers gives it | the MLP with a cast activation |
+| nn.Sequential | a norm or an activation right before a Linear | the two as one |
+
+A block keeps its identity: its class becomes a subclass of its own, of the same name, whose forward is fused. Where its
+parts are no longer what was recognised (a child was replaced or hooked, by PEFT for example, or its outputs are
+recorded), and where a call has an argument that the fused forward does not read, the forward of its own class runs, so
+that what another version of a package adds is right without being known. `unfuse` puts the class back.
+"""
+
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from microfloat.torch._typing import Options
+from microfloat.torch.nn.attention import heads_of
+from microfloat.torch.nn.forward_rules import Forward, arguments_of, names_of
+from microfloat.torch.nn.functional import NormOf, activation_linear, mlp, norm_linear, project
+from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.merged import can_join, is_bare, join_
+
+__all__ = ["fuse_blocks", "unfuse"]
+
+_DECODERS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# Classes of transformers and torch -> the activation that they compute.
+_ACTIVATIONS = {
+    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "PytorchGELUTanh": "gelu_tanh",
+    "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu", "QuickGELUActivation": "qgelu",
+    "ReLUSquaredActivation": "srelu",
+}  # fmt: skip
+
+
+_CACHES = ("cache", "past_key_values")  # the name of one argument, in newer and in older versions of transformers
+_LAYER = Forward(
+    names_of("self hidden_states attention_mask position_ids use_cache position_embeddings kwargs input_layernorm "
+         "self_attn post_attention_layernorm mlp"),
+    frozenset(_CACHES),
+)  # fmt: skip
+_ATTENTION = Forward(
+    names_of("self hidden_states position_embeddings attention_mask kwargs shape head_dim q_proj k_proj v_proj o_proj "
+         "transpose apply_rotary_pos_emb update layer_idx ALL_ATTENTION_FUNCTIONS get_interface config "
+         "_attn_implementation eager_attention_forward training attention_dropout dropout scaling reshape"),
+    names_of("view contiguous q_norm k_norm sliding_window getattr cache past_key_values"),
+)  # fmt: skip
+_NORM = Forward(
+    names_of("self hidden_states variance_epsilon weight mean pow rsqrt dtype to"), names_of("float32 torch keepdim")
+)
+_ROTARY = Forward(names_of("q k cos sin unsqueeze_dim unsqueeze rotate_half"))
+_HALF = Forward(names_of("x shape torch cat dim"))
+# Arguments that every layer of transformers hands to the function of attention, or to nobody.
+_PASSED_ON = names_of(
+    "num_items_in_batch output_hidden_states output_attentions output_router_logits cu_seq_lens_q cu_seq_lens_k "
+    "max_length_q max_length_k is_causal seq_idx"
+)
+
+
+class Fused:
+    """First base of a block whose forward is fused; `_original`: its own class."""
+
+    _original: type
+    _children_types: tuple[tuple[str, type], ...]
+
+    def __reduce_ex__(self, protocol: object) -> tuple:
+        """Copies and pickles name the original class, which can be found again."""
+        return _rebuilt, (self._original,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+
+    def _is_whole(self: Any) -> bool:
+        """True while every part is what was recognised, and nobody listens to it."""
+        for name, kind in self._children_types:
+            part = self
+            for step in name.split("."):
+                part = part._modules.get(step)
+                if part is None:
+                    return False
+            if type(part) is not kind or not is_bare(part):
+                return False
+        return True
+
+
+def _rebuilt(original: type) -> object:
+    kind: Any = _fused_class(original)
+    return kind.__new__(kind)
+
+
+def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Fuse every block of `model` that is known; gives (name, "fused" or "not fused", what or why).
+
+    Of a block that is not known, a member of an nn.ModuleList with Linears of ours, says which of its parts are fused.
+    """
+    inside: set[int] = set()
+    found: list[tuple[str, str, str]] = []
+    for name, module in model.named_modules():
+        children = {id(child) for child in module.modules()}
+        if isinstance(module, Fused):
+            inside |= children
+            continue
+        if id(module) in inside:
+            continue
+        made = _fused_class(type(module))
+        if made is None:
+            continue
+        why = _why_not(module)
+        if why:
+            found.append((name, "not fused", f"left as it is: {why}"))
+            continue
+        parts = tuple((child, type(part)) for child, part in module.named_modules() if child)
+        object.__setattr__(module, "_children_types", parts)
+        module.__class__ = made
+        if issubclass(made, _DecoderLayer):
+            attention: Any = module.self_attn
+            layers = attention.q_proj, attention.k_proj, attention.v_proj
+            join_(layers)
+            apart = "" if can_join(layers) else " (q/k/v as three products)"
+            found.append((name, "fused", f"norms, q/k/v, rotary embedding and MLP{apart}"))
+            inside |= children
+        else:
+            what = "gated MLP" if issubclass(made, _GatedMLP) else "norms and activations before Linears"
+            found.append((name, "fused", what))
+    found += _unknown_blocks(model, found)
+    yield from found or [("", "not fused", f"{type(model).__name__} has no block that is known")]
+
+
+def _unknown_blocks(model: nn.Module, found: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """The outermost members of lists of modules that no row speaks of, and which of their parts are fused."""
+    seen = {name for name, *_ in found}
+    members = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules() if isinstance(module, nn.ModuleList) for key in module._modules
+    ]  # fmt: skip
+    outer: list[str] = []
+    for name in members:
+        block = model.get_submodule(name)
+        if any(name.startswith(f"{other}.") for other in outer) or isinstance(block, Linear):
+            continue
+        outer.append(name)
+        if name in seen or isinstance(block, Fused) or not any(isinstance(part, Linear) for part in block.modules()):
+            continue
+        parts = sorted({what for part, action, what in found if action == "fused" and part.startswith(f"{name}.")})
+        rest = f"; of its parts: {', '.join(parts)}" if parts else ""
+        yield name, "not fused", f"{type(block).__name__} is not a block that is known{rest}"
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give every fused block its own class back."""
+    for module in model.modules():
+        if isinstance(module, Fused):
+            module.__class__ = module._original  # type: ignore[assignment]
+            module.__dict__.pop("_children_types", None)
+
+
+@functools.cache
+def _fused_class(kind: type) -> type | None:
+    """The class of a fused block of this class; None for classes that are not known."""
+    if issubclass(kind, Fused):
+        return kind
+    path = kind.__module__.split(".")
+    family = path[2] if path[:2] == ["transformers", "models"] and len(path) == 4 else ""
+    base: type | None = None
+    more: dict[str, object] = {}
+    if family in _DECODERS and kind.__name__ == f"{_DECODERS[family]}DecoderLayer":
+        base = _DecoderLayer
+        arguments = arguments_of(kind.forward)[2:]  # type: ignore[attr-defined]  # behind self and hidden_states
+        more["_arguments"], more["_reads"] = arguments, frozenset(arguments) | _PASSED_ON
+        more["_cache_name"] = next((name for name in _CACHES if name in arguments), "")
+        attention = getattr(sys.modules[kind.__module__], f"{_DECODERS[family]}Attention", None)
+        more["_attention"] = attention
+        more["_tells_cache"] = attention is not None and "kwargs" in _called_with(attention.forward)
+    elif family and kind.__name__.endswith("MLP") and _computes_gated_mlp(kind):
+        base = _GatedMLP
+    elif kind is nn.Sequential:
+        base = _Sequential
+    if base is None:
+        return None
+    namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
+                 "_original": kind, **more}  # fmt: skip
+    return type(kind.__name__, (base, Fused, kind), namespace)
+
+
+def _called_with(function: Callable) -> set[str]:
+    """The names by which a function passes arguments on."""
+    constants = inspect.unwrap(function).__code__.co_consts
+    return {name for one in constants if isinstance(one, tuple) for name in one if isinstance(name, str)}
+
+
+def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _named_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj
+
+
+def _computes_gated_mlp(kind: type) -> bool:
+    """True if the forward of a class is one of the two above, by its bytecode: names alone would not tell a swap."""
+    code = getattr(vars(kind).get("forward"), "__code__", None)
+    return code is not None and any(_computed_by(code) == _computed_by(one.__code__) for one in (_gated, _named_gated))
+
+
+def _computed_by(code: CodeType) -> tuple:
+    several = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return code.co_code, code.co_names, code.co_argcount, code.co_kwonlyargcount, several
+
+
+def _why_not(module: Any) -> str:
+    """The reason not to fuse a block of a known class, "" if there is none."""
+    if isinstance(module, nn.Sequential):
+        return "" if any(_steps(module)) else "nothing here stands right before a Linear"
+    holder = getattr(module, "mlp", module)
+    linears = [getattr(holder, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if holder is not module:
+        if why := _why_not_layer(module):
+            return why
+        linears += [getattr(module.self_attn, f"{name}_proj", None) for name in "qkvo"]
+    if any(type(layer) is not Linear for layer in linears):
+        return "not all of its Linears were converted"
+    if type(holder.act_fn).__name__ not in _ACTIVATIONS:
+        return f"its activation {type(holder.act_fn).__name__} has no fused form"
+    return ""
+
+
+def _why_not_layer(layer: Any) -> str:
+    """The reason why a decoder layer is not computed as the fused one computes it, "" if it is."""
+    made = cast(type[_DecoderLayer], _fused_class(type(layer)))
+    attention, mlp_of_it = layer.self_attn, layer.mlp
+    source = vars(sys.modules[type(layer).__module__])
+    if type(attention) is not made._attention:
+        return f"its attention is a {type(attention).__name__} that is not of its model"
+    forwards = [
+        (_LAYER, type(layer).forward), (_ATTENTION, type(attention).forward),
+        (_ROTARY, source["apply_rotary_pos_emb"]), (_HALF, source["rotate_half"]),
+    ]  # fmt: skip
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    for norm in norms:
+        if not hasattr(norm, "variance_epsilon"):
+            return "its norms are not those of its model"
+        forwards.append((_NORM, type(norm).forward))
+    if why := next(filter(None, (known.why_not(forward) for known, forward in forwards)), ""):
+        return why
+    if _fused_class(type(mlp_of_it)) is None or not made._cache_name:
+        return f"its MLP is a {type(mlp_of_it).__name__}" if made._cache_name else "its forward takes no cache"
+    return ""
+
+
+def _norm_of(norm: Any) -> NormOf:
+    """An RMSNorm of transformers; its value is rounded once here, and before and after the weight there."""
+    return NormOf(norm, "rms", norm.variance_epsilon, norm.weight, None)
+
+
+def _head_norm(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm of a head as one function of torch, which wants x and weight in one dtype; else the module."""
+    if torch.compiler.is_compiling():
+        return norm
+
+    def value(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != norm.weight.dtype:
+            return norm(x)
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    return value
+
+
+class _DecoderLayer(nn.Module):
+    """``h = x + o_proj(attention(norm(x)));  y = h + mlp(norm(h))`` of a layer of transformers."""
+
+    _arguments: tuple[str, ...]  # of the original's forward, behind the first
+    _reads: frozenset[str]
+    _cache_name: str
+    _tells_cache: bool  # whether the original's attention hands its other arguments to the cache
+    _attention: type
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """The arguments are those of the original layer, whose forward runs where one of them is not known here."""
+        me: Any = self
+        x = hidden_states
+        given: Options = {**dict(zip(me._arguments, args, strict=False)), **kwargs}
+        if (
+            not me._is_whole() or given.get("position_embeddings") is None or not isinstance(x, torch.Tensor)
+            or len(given) != len(args) + len(kwargs) or any(name not in me._reads for name in given)
+        ):  # fmt: skip
+            return super().forward(hidden_states, *args, **kwargs)
+        position_embeddings, attention_mask = given.pop("position_embeddings"), given.pop("attention_mask", None)
+        cache = given.pop(me._cache_name, None)
+        others = {"position_ids": None, "use_cache": False, **given}
+        attn = me.self_attn
+        source = sys.modules[type(attn).__module__]
+        qkv = project(x, _norm_of(me.input_layernorm), (attn.q_proj, attn.k_proj, attn.v_proj), True)
+        counts = attn.q_proj.out_features // attn.head_dim, attn.k_proj.out_features // attn.head_dim
+        norms = (_head_norm(attn.q_norm), _head_norm(attn.k_norm)) if hasattr(attn, "q_norm") else (None, None)
+        q, k, v = (part.transpose(1, 2) for part in heads_of(qkv, counts, attn.head_dim, position_embeddings, norms))
+        if cache is not None:
+            k, v = cache.update(k, v, attn.layer_idx, **({"kwargs": others} if me._tells_cache else {}))
+        window: Options = {}
+        if hasattr(attn, "sliding_window"):
+            window["sliding_window"] = attn.sliding_window
+        elif type(attn).__name__.startswith("Mistral"):
+            window["sliding_window"] = getattr(attn.config, "sliding_window", None)
+        attend = source.ALL_ATTENTION_FUNCTIONS.get_interface(
+            attn.config._attn_implementation, source.eager_attention_forward
+        )
+        y, _ = attend(
+            attn, q, k, v, attention_mask, dropout=attn.attention_dropout if me.training else 0.0,
+            scaling=attn.scaling, **window, **others,
+        )  # fmt: skip
+        h = x + attn.o_proj(y.reshape(*x.shape[:-1], -1))
+        inner = me.mlp
+        kind = _ACTIVATIONS[type(inner.act_fn).__name__]
+        return h + mlp(
+            h, _norm_of(me.post_attention_layernorm), (inner.gate_proj, inner.up_proj), inner.down_proj, kind
+        )
+
+
+class _GatedMLP(nn.Module):
+    """``y = down_proj(f(gate_proj(x)) * up_proj(x))``; the product is cast as it is computed."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        """y in the shape of x, the one argument; its name is that of the original."""
+        me: Any = self
+        if not me._is_whole() or len(args) != 1 or kwargs:
+            return super().forward(*args, **kwargs)
+        (x,) = args
+        kind = _ACTIVATIONS[type(me.act_fn).__name__]
+        return activation_linear(me.gate_proj(x), me.down_proj, up=me.up_proj(x), activation=kind)
+
+
+def _steps(modules: nn.Sequential) -> Iterator[tuple[int, str]]:
+    """Positions of norms ("norm") and activations (their names) right before a Linear of ours."""
+    for index, (first, second) in enumerate(itertools.pairwise(modules)):
+        if type(second) is not Linear or second.return_bias:
+            continue
+        if isinstance(first, (nn.LayerNorm, nn.RMSNorm)) and tuple(first.normalized_shape) == (second.in_features,):
+            yield index, "norm"
+        elif type(first) is nn.GELU:
+            yield index, "gelu" if first.approximate == "none" else "gelu_tanh"
+        elif type(first) in (nn.SiLU, nn.ReLU):
+            yield index, type(first).__name__.lower()
+
+
+class _Sequential(nn.Module):
+    """The modules one after another, norms and activations with the Linear that follows them."""
+
+    def forward(self, input: Any) -> Any:
+        """The output of the last module."""
+        me: Any = self
+        if not me._is_whole():
+            return super().forward(input)
+        steps, parts, index, x = dict(_steps(me)), list(me), 0, input
+        while index < len(parts):
+            kind = steps.get(index)
+            if kind is None:
+                x = parts[index](x)
+                index += 1
+                continue
+            first, layer = parts[index], parts[index + 1]
+            x = norm_linear(x, first, layer) if kind == "norm" else activation_linear(x, layer, activation=kind)
+            index += 2
+        return x

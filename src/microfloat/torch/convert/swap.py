@@ -1,0 +1,415 @@
+"""`convert` and `revert`: turn the nn.Linear layers of a model into microfloat layers, in place, and back.
+
+A layer keeps its identity: only its class changes, so parameters, hooks, optimizers and references to the module
+stay what they were.
+"""
+
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from microfloat.errors import MicrofloatError, invalid_type, invalid_value
+from microfloat.recipes import Placement, Recipe
+from microfloat.recipes.names import as_recipe
+from microfloat.recipes.placement import (
+    DEFAULT_EXCLUDE,
+    FILTERED,
+    ConversionReport,
+    ConversionRow,
+    check_exclude,
+    check_filter,
+    gates_of_mlps,
+    why_left_out,
+)
+from microfloat.torch.convert.fuse import fuse_blocks, unfuse
+from microfloat.torch.convert.predict import predict
+from microfloat.torch.nn.conv1d import TransposedLinear, as_conv1d, as_linear, is_conv1d, tell_adapters, why_not_linear
+from microfloat.torch.nn.grouped_linear import GroupedLinear
+from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
+from microfloat.torch.scaling import buffers as layer_state
+from microfloat.torch.scaling import regions as scaling
+from microfloat.torch.tensor.checks import check_model
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "plain_state_dict", "revert"]
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | Placement | str,
+    *,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+    exclude: Sequence[str] = DEFAULT_EXCLUDE,
+    skip_small: int | None = None,
+    fuse: bool = False,
+) -> ConversionReport:
+    """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
+
+    `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad").
+    Exactly nn.Linear is converted, not subclasses, and transformers' Conv1D, whose state dict stays what it is; layers
+    that are microfloat Linears already, also under a parametrization or FSDP2, and `GroupedLinear` are pinned anew.
+    `filter(name, module) -> bool` keeps layers out,
+    `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). `skip_small`:
+    rows (tokens) that a layer gets in one call; layers that low precision would slow down at that size, in eager mode
+    on a GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes and the recipe
+    alone (docs/performance.md), so it answers the same on every machine; None (default): sizes do not matter. `fuse`:
+    blocks that are known (`convert.fuse`: decoder layers and MLPs of transformers, norms before Linears) run
+    as fused modules, of the same parameters and keys; weights of q, k and v are moved next to each other. Returns a
+    report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments and where no layer
+    is left to convert, as `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
+    """
+    check_model(model)
+    if not isinstance(recipe, Placement):
+        recipe = as_recipe(recipe)
+    if not isinstance(fuse, bool):
+        raise invalid_type("fuse", type(fuse), "True or False")
+    if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
+        raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
+    rows, wishes = planned_layers(model, recipe, (nn.Linear, GroupedLinear), filter, exclude, skip_small)
+    if all(row.action == "skipped" for row in rows):
+        raise nothing_left(model, rows, "convert")
+    pin_planned(model, wishes)
+    blocks = tuple(
+        ConversionRow(name, None, action, None, what) for name, action, what in (fuse_blocks(model) if fuse else ())
+    )
+    return report_of(model, rows, blocks)
+
+
+def report_of(
+    model: nn.Module, rows: Sequence[ConversionRow], blocks: tuple[ConversionRow, ...] = (),
+    unseen: Sequence[ConversionRow] = (),
+) -> ConversionReport:  # fmt: skip
+    """The report of these rows, which is logged too."""
+    running = {id(model.get_submodule(row.name)) for row in rows if row.recipe is not None}
+    report = ConversionReport(tuple(rows), _share(model, running), (*unseen, *_unseen(model)), blocks)
+    logging.getLogger("microfloat").info("%s", report)
+    return report
+
+
+def pin_layers(
+    model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
+    filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
+) -> list[ConversionRow]:  # fmt: skip
+    """Turn layers of these kinds into microfloat layers pinned to their recipes, as `convert` does; a row for each."""
+    rows, wishes = planned_layers(model, recipe, kinds, filter, exclude, skip_small)
+    pin_planned(model, wishes)
+    return rows
+
+
+def pin_planned(model: nn.Module, wishes: Sequence[tuple[str, nn.Module, Recipe | None]]) -> None:
+    """Do what `planned_layers` has planned for the layers of a model."""
+    for wish in wishes:
+        pin_layer(*wish)
+    tell_adapters(model)
+    keep_slow_paths(model)
+
+
+def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, remedy: str = "") -> MicrofloatError:
+    """The error of a function that finds no layer to work on, with the reasons of the rows; `verb`: what it does."""
+    unseen = [row.reason for row in _unseen(model)]
+    reasons = dict.fromkeys([row.reason for row in rows] + unseen) or ["it has no nn.Linear or GroupedLinear"]
+    if FILTERED in reasons:
+        remedy = remedy or "The filter is called as filter(name, module), the name first."
+    elif any("exclude=()" in reason for reason in reasons):
+        remedy = remedy or "exclude=() excludes nothing."
+    return invalid_value(
+        "model", f"a {type(model).__name__} without a layer to {verb} ({'; '.join(list(reasons)[:4])})",
+        "an nn.Linear or a GroupedLinear that filter and exclude leave in", remedy,
+    )  # fmt: skip
+
+
+def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:
+    """Turn one layer into a microfloat layer that is pinned to a recipe; of None one that is none stays as it is."""
+    if wanted is not None and not isinstance(module, RecipeLayer):
+        as_linear(module) if is_conv1d(module) else _change_class(module, nn.Linear, Linear)
+    if isinstance(module, RecipeLayer):
+        module.pin(wanted)
+        module._path = name
+
+
+def planned_layers(
+    model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
+    filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
+    refuse: Callable[[nn.Module, Recipe | None], str | None] = lambda module, recipe: None,
+) -> tuple[list[ConversionRow], list[tuple[str, nn.Module, Recipe | None]]]:  # fmt: skip
+    """A row for each layer of these kinds, and name, layer and recipe of those that `pin_layer` is to change.
+
+    `refuse`: why a layer is left as it is although a recipe is given to it, or None.
+    """
+    exclude = check_exclude(exclude)
+    check_filter(filter)
+    reserved = {
+        id(module.out_proj): "nn.MultiheadAttention reads this layer's weight without calling it"
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    turned = {id(module) for module in model.modules() if nn.Linear in kinds and is_conv1d(module)}
+    held = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+    shared = {key for key, times in held.items() if times > 1}
+    layers: list[Any] = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, kinds) or id(module) in turned
+    ]
+    shapes = {name: layer_shape(module) for name, module in layers}
+    chosen = None
+    if isinstance(recipe, Placement):
+        pinned = {name: getattr(module, "pinned", None) for name, module in layers}
+        current = {name: one for name, one in pinned.items() if isinstance(one, Recipe)}
+        chosen = recipe.resolve([name for name, _ in layers], current)
+    gates = gates_of_mlps(exclude, shapes)
+    rows, wishes = [], []
+    for name, module in layers:
+        shape = shapes[name]
+        reason = reserved.get(id(module)) or (why_not_linear(module, shared) if is_conv1d(module) else "")
+        reason = reason or _refusal(name, module, exclude, filter, gates)
+        if reason is None and chosen is not None and name not in chosen:
+            reason = "no pattern of the placement matches"
+        wanted = None if reason else chosen[name] if chosen is not None else cast(Recipe, recipe)
+        reason = reason or refuse(module, wanted)
+        if reason is not None:
+            pinned = module.pinned if isinstance(module, RecipeLayer) and id(module) not in reserved else None
+            if isinstance(pinned, Recipe):
+                rows.append(ConversionRow(name, shape, "kept", pinned, f"pinned before; {reason}"))
+            else:
+                rows.append(ConversionRow(name, shape, "skipped", None, reason))
+            continue
+        reason = "the placement says None"
+        if wanted is not None and skip_small is not None and getattr(module, "backend", "auto") != "native":
+            prediction = predict(wanted, (skip_small, shape[1], shape[0]))
+            if prediction.is_small:
+                wanted, reason = None, str(prediction)
+        action = "high precision" if wanted is None else "repinned" if isinstance(module, RecipeLayer) else "converted"
+        if wanted is not None:
+            reason = recipe.of_gemms(name) if isinstance(recipe, Placement) else ""
+        rows.append(ConversionRow(name, shape, action, wanted, reason))
+        wishes.append((name, module, wanted))
+    return rows, wishes
+
+
+def layer_shape(layer: nn.Module) -> tuple[int, int]:
+    """Out features and in features."""
+    if is_conv1d(layer):
+        rows, columns = cast(torch.Tensor, layer.weight).shape
+        return columns, rows
+    if isinstance(layer, nn.Embedding):
+        return layer.embedding_dim, layer.num_embeddings
+    return cast(int, layer.out_features), cast(int, layer.in_features)
+
+
+def _refusal(
+    name: str, module: nn.Module, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
+) -> str | None:
+    """The reason for which a layer is left out, or None."""
+    kind = type(module)
+    if isinstance(module, nn.LazyLinear):
+        return "LazyLinear has no weight yet; call the model once, then convert it"
+    if not isinstance(module, RecipeLayer | nn.Embedding) and not is_conv1d(module):
+        if _replaced(kind, nn.Linear, Linear) is None or _computes(kind, parametrize.is_parametrized(module)):
+            return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
+        if not _calls_forward_of(module, nn.Linear):
+            return "its forward was replaced on the instance (by a hook?); convert the model before that"
+    return why_left_out(name, module, exclude, keep, gates)
+
+
+def _share(model: nn.Module, running: set[int]) -> float:
+    """The share of the model's parameters that lies in the modules of these ids."""
+    everything: dict[int, int] = {}
+    inside: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=id(module) in running):
+            if not is_lazy(parameter):
+                everything[id(parameter)] = parameter.numel()
+                if id(module) in running:
+                    inside.add(id(parameter))
+    return sum(everything[key] for key in inside) / max(sum(everything.values()), 1)
+
+
+def _unseen(model: nn.Module) -> Iterator[ConversionRow]:
+    """Weights that models multiply with outside any nn.Linear."""
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or is_lazy(parameter) or isinstance(module, nn.Linear | RecipeLayer):
+                continue
+            reason = None
+            if type(module).__name__ == "Conv1D" and parameter.dim() == 2 and not is_conv1d(module):
+                reason = "Conv1D holds the transpose of a Linear's weight; replace it by an nn.Linear"
+            elif isinstance(module, nn.MultiheadAttention) and parameter.dim() == 2:
+                reason = "nn.MultiheadAttention multiplies with it without calling a Linear"
+            elif not type(module).__module__.startswith("torch.") and parameter.dim() == 3 and parameter.shape[0] > 1:
+                reason = f"{parameter.shape[0]} matrices in one parameter (experts?), which no nn.Linear holds"
+            if reason is not None:
+                yield ConversionRow(f"{name}.{key}" if name else key, None, "not seen", None, reason)
+
+
+# ---------------------------------------------------------------------------------------------- the class of a layer
+
+
+def _replaced(kind: type, old: type, new: type) -> type | None:
+    """`kind` with `old` among its bases replaced by `new`; None where a class between them was written by somebody.
+
+    Parametrizations and FSDP2 put a class between a layer and its own, made by a call of ``type``: it can be made anew.
+    """
+    if kind is old:
+        return new
+    written = "<locals>" in kind.__qualname__ or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    functions = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+    if written or not issubclass(kind, old) or any("__class__" in f.__code__.co_freevars for f in functions):
+        return None
+    bases = [_replaced(base, old, new) if issubclass(base, old) else base for base in kind.__bases__]
+    if any(base is None for base in bases):
+        return None
+    namespace = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
+    return type(kind)(kind.__name__, tuple(bases), namespace)  # type: ignore[arg-type]
+
+
+def _computes(kind: type, is_parametrized: bool) -> bool:
+    """True if a class between a layer and nn.Linear makes the output, or a parameter that torch does not compute."""
+    between = kind.__mro__[: kind.__mro__.index(nn.Linear)]
+    own = ("forward",) if is_parametrized else ("forward", "weight", "bias")
+    return any(name in vars(base) for base in between for name in own)
+
+
+# Attributes of a module whose `forward` accelerate's hooks replace: theirs, and the one that is put back.
+_KEPT_FORWARDS = ("forward", "_old_forward")
+
+
+def _calls_forward_of(module: nn.Module, kind: type) -> bool:
+    """True if a call of `module` ends in the forward of its class `kind`, also through a hook of accelerate's."""
+    own = module.__dict__
+    if "forward" not in own:
+        return True
+    kept = own.get("_old_forward") if "_hf_hook" in own else own["forward"]
+    return isinstance(kept, MethodType) and kept.__self__ is module and kept.__func__ is kind.forward
+
+
+def _change_class(module: nn.Module, old: type, new: type) -> bool:
+    """Replace `old` in the class of `module` by `new`; False, and nothing done, where that is not possible."""
+    kind = _replaced(type(module), old, new)
+    if kind is None or not _calls_forward_of(module, old):
+        return False
+    for name in _KEPT_FORWARDS:
+        kept = module.__dict__.get(name)
+        if isinstance(kept, MethodType) and kept.__func__ is old.forward:
+            module.__dict__[name] = MethodType(new.forward, module)
+    module.__class__ = kind
+    return True
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Put plain nn.Linear layers back, with the same parameters; delayed-scaling state is dropped. Returns `model`.
+
+    A `GroupedLinear`, which torch has not, stays what it is and follows the autocast again.
+    Weights that exist as codes only are dequantized, and stay the parameters that an optimizer holds (a warning names
+    those that could not). A layer whose class cannot be changed back (a subclass of Linear, its forward was replaced on
+    the instance, or it returns its bias) stays what it is, pinned to high precision, and a warning names it.
+    Raises InvalidTypeError for anything but a module.
+    """
+    check_model(model)
+    unfuse(model)
+    left, replaced = [], []
+    for module in model.modules():  # what is kept of a weight refers to it
+        module.__dict__.pop("_weight_cache", None)
+    for name, module in model.named_modules():
+        stored = isinstance(module._parameters.get("weight"), QuantizedTensor)
+        if stored and isinstance(module, RecipeLayer | nn.Embedding) and not _dequantize_weight(module):
+            replaced.append(name or "(root)")
+        if isinstance(module, Linear):
+            scaling.drop_buffers(module)
+            module._buffers.pop("input_amax", None)
+            if isinstance(module, TransposedLinear):
+                as_conv1d(module)
+            elif not module.return_bias and _change_class(module, Linear, nn.Linear):
+                for attribute in OWN_ATTRIBUTES:
+                    module.__dict__.pop(attribute, None)
+            else:
+                module.pin(None)
+                left.append(f"{name or '(root)'} ({type(module).__name__})")
+        elif isinstance(module, GroupedLinear):
+            module.unpin()
+        if isinstance(module, nn.TransformerEncoderLayer):
+            handle = module.__dict__.pop("_microfloat_slow_path", None)
+            if handle is not None:
+                handle.remove()
+        if module.__dict__.pop("_microfloat_nested", False):
+            module.use_nested_tensor = True  # type: ignore[assignment]
+    tell_adapters(model)
+    for layers, message in (
+        (left, "these layers are pinned to high precision, but stay microfloat Linears, because their class was "
+               "subclassed, their forward replaced on the instance, or they return their bias: {}."),
+        (replaced, "the weights of these layers are new parameters, because views or weak references to the quantized "
+                   "ones are alive. Make optimizers and tie weights anew: {}."),
+    ):  # fmt: skip
+        if layers:
+            warnings.warn("revert: " + message.format(", ".join(layers)), UserWarning, stacklevel=2)
+    return model
+
+
+def _dequantize_weight(layer: RecipeLayer | nn.Embedding) -> bool:
+    """Turn a weight that exists as codes into its values; False if that took a new Parameter.
+
+    Else the object stays the one that optimizers and layers tied to this one hold.
+    """
+    weight = layer.weight
+    values = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
+    values.grad = weight.grad
+    try:
+        torch.utils.swap_tensors(weight, values)
+    except RuntimeError:
+        layer.weight = values
+        return False
+    return True
+
+
+def _no_op_hook(module: nn.Module, arguments: object) -> None:
+    """Present only because torch's fused encoder path is not taken by a module that has hooks."""
+
+
+def keep_slow_paths(model: nn.Module) -> None:
+    """Switch off torch's inference paths of encoders, which read weights past our forward or pass nested tensors on."""
+    for module in model.modules():
+        nests = isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False)
+        if nests and any(isinstance(child, Linear) for child in module.modules()):
+            module.use_nested_tensor = False  # type: ignore[assignment]
+            module.__dict__["_microfloat_nested"] = True
+        if not isinstance(module, nn.TransformerEncoderLayer) or "_microfloat_slow_path" in module.__dict__:
+            continue
+        if any(isinstance(child, Linear) for child in (module.linear1, module.linear2)):
+            module.__dict__["_microfloat_slow_path"] = module.register_forward_pre_hook(_no_op_hook)
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict that the same model of plain nn.Linear layers loads strictly.
+
+    Delayed-scaling entries are left out and quantized parameters dequantized, those that FSDP2 has sharded shard by
+    shard. Raises InvalidTypeError for anything but a module.
+    """
+    check_model(model)
+    dropped = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in ("input_amax", *layer_state.BUFFER_NAMES)
+        if isinstance(module, Linear)
+    }
+    return {name: _plain(value) for name, value in model.state_dict().items() if name not in dropped}
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    local = getattr(value, "_local_tensor", None)
+    if isinstance(local, QuantizedTensor):
+        sharded = cast("DTensor", value)
+        return type(sharded).from_local(
+            local.dequantize(), sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
+            stride=sharded.stride(),
+        )  # fmt: skip
+    return value.dequantize() if isinstance(value, QuantizedTensor) else value

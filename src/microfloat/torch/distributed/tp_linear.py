@@ -1,0 +1,486 @@
+"""A Linear on DTensors: unwrapped, run as one rank's `ShardedSchedule`, and wrapped again.
+
+The weight's placement decides the case (`distributed.tp_schedule`); x is redistributed to what the case
+needs, as torch's own operators do. Nothing quantized is ever a DTensor, and no DTensor is quantized.
+
+DTensors are taken apart and put together inside of the layer's one node of autograd (`_ShardedRun`). A style of ours
+tells a layer how plain inputs lie and that its result is to be plain (`Border`); a call between such borders makes no
+DTensor but the weight's gradient.
+
+Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.recipes import Recipe
+from microfloat.routes import entries_of, routes_of
+from microfloat.torch import backends
+from microfloat.torch._typing import Context, Maybe
+from microfloat.torch.context import Ambient
+from microfloat.torch.distributed.collectives import sum_over
+from microfloat.torch.distributed.dtensor import Placed, from_the_front, of_gradient
+from microfloat.torch.distributed.shards import CASES, Axis, Rows, Shards, check_blocks, routes_of_shards
+from microfloat.torch.distributed.tp_gather import (
+    Beside,
+    Readers,
+    Values,
+    gather_values,
+    gathering,
+    gathering_values,
+    scatter_values,
+    with_shard,
+    without_memory,
+)
+from microfloat.torch.distributed.tp_schedule import ShardedSchedule, arrived, group_named, why_not_gathered
+from microfloat.torch.linear.function import Run, apply, backend_name, begin, end
+from microfloat.torch.linear.observer import OBSERVERS, observed
+from microfloat.torch.linear.schedule import SCHEDULES, autocast_dtype, remember
+from microfloat.torch.linear.weight_cache import casts_late
+from microfloat.torch.scaling import buffers as layer_state
+from microfloat.torch.scaling.rank_errors import agree
+from microfloat.torch.tensor.checks import check_linear
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from microfloat.torch.nn.linear import Linear
+
+__all__ = ["Border", "find_sharded", "run_sharded"]
+
+_NEEDED = "a DTensor on the mesh of the weight"
+_REMEDY = (
+    "Put the layer into the plan of parallelize_module, or wrap the call's input: DTensor.from_local(x, mesh, ...)."
+)
+
+_Placements = tuple[Placement, ...]
+
+
+class Border(NamedTuple):
+    """The word of a style to a layer (its `_border`): how a plain x lies, how y is to lie, and if it is to be plain."""
+
+    x: Placement
+    y: Placement
+    is_plain: bool
+
+
+class _Case(NamedTuple):
+    """A call that is decided: its schedule, and how what goes in and comes out of it lies."""
+
+    schedule: ShardedSchedule
+    told: _Placements  # how x lies
+    x: _Placements  # how the schedule takes it
+    bias: _Placements
+    dx: Placed
+    dw: Placed
+    db: Placed | None
+    y: Placed
+    dy: Placed
+    is_plain: bool  # y is a plain tensor
+    x_shape: torch.Size  # of this rank's part of x, gathered where the schedule gathers
+    values: Values | None  # the gather of x in high precision, where one runs
+    dy_values: Values | None  # that of dy, whose y is added up and scattered
+    sums_over: str | None  # the name of the group over which y is added up, where every rank is to have all of it
+
+
+def run_sharded(
+    layer: "Linear",
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    state: Ambient | None,
+    first: bool | None,
+) -> torch.Tensor | None:
+    """``x @ weight.T + bias`` of DTensors under `recipe`; None where there are no elements to multiply.
+
+    y is a DTensor: sharded by columns for a weight that is sharded by its rows (N), partial sums for one that is
+    sharded by its columns (K), as from torch's own operators. Of a layer with a `Border` x and y may be plain.
+    """
+    case = _case_of(layer, x, weight, bias, recipe, state)
+    if case is None:
+        return None
+    schedule, read = case.schedule, x
+    if schedule.wants_dw and layer.fuse_wgrad_accumulation:
+        raise NotSupportedError(
+            "fuse_wgrad_accumulation: got True for a layer whose weight is a DTensor, needed a plain weight, to whose "
+            "gradient one process adds. Leave it out of this layer."
+        )
+    if case.values is not None:
+        read = gathering_values(x, case.values)
+    else:
+        if not isinstance(x, DTensor) and case.x != case.told:
+            x = DTensor.from_local(x, case.dw.mesh, case.told, run_check=False)
+        if isinstance(x, DTensor):
+            read = x if x.placements == case.x else x.redistribute(placements=case.x)
+            axis = schedule.shards.gathers("x")
+            read = read if axis is None else gathering(read, case.x_shape, _dim_of(case.x), axis, case.dx)
+    if bias is not None:
+        assert isinstance(bias, DTensor)
+        bias = bias if bias.placements == case.bias else bias.redistribute(placements=case.bias)
+    if schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice():
+        with torch.cuda.device(schedule.device):
+            return _run(layer, case, read, weight, bias, state, first)
+    return _run(layer, case, read, weight, bias, state, first)
+
+
+def _run(
+    layer: "Linear", case: _Case, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, state: Ambient | None,
+    first: bool | None,
+) -> torch.Tensor:  # fmt: skip
+    schedule = observed(case.schedule, (layer,)) if OBSERVERS else case.schedule
+    run = begin(layer, schedule, _plain_of(weight), state, first, apart=True)
+    y = apply(_ShardedRun(run, case), x, weight, bias)
+    if run.delayed is not None:
+        end(run, layer)
+    return y
+
+
+@dataclass(slots=True, eq=False)
+class _ShardedRun:
+    """A `Run` of this rank's parts: takes DTensors apart and puts them together, in one node with the products.
+
+    ``x.to_local()``, the call and ``DTensor.from_local(y)`` were three nodes, which cost more than the call itself.
+    """
+
+    run: Run
+    case: _Case
+    wraps_dx: bool = False
+    readers: Readers | None = None  # of the gathered x
+    held: Maybe = None  # the gathered x, until backward, where x refers to it weakly
+    scatters_dx: bool = False  # itself, since x has no node that does
+    y_shape: torch.Size | None = None  # of the partial sums, where they are scattered
+    result: torch.Tensor | None = None  # of the shape and dtype of this rank's part of y, without memory
+
+    @property
+    def path(self) -> str:
+        """The name of the layer in its model."""
+        return self.run.path
+
+    def forward(self, ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Maybe) -> torch.Tensor:
+        """y, plain or a DTensor."""
+        case = self.case
+        axis = case.schedule.shards.gathers("x")
+        if isinstance(x, DTensor):
+            x, self.wraps_dx = x._local_tensor, True
+        elif axis is not None and not hasattr(x, "shard"):
+            x = with_shard(arrived(x), case.x_shape, Readers(_dim_of(case.x), axis))
+            self.scatters_dx = True
+        elif axis is None:
+            x = arrived(x)
+        y = self.run.forward(ctx, x, _plain_of(weight), None if bias is None else _plain_of(bias))
+        self.readers = getattr(x, "readers", None)
+        self.held = x if getattr(x, "is_held_by_readers", False) else None
+        if self.readers is not None:
+            if ctx.needs_input_grad[1]:
+                self.readers.expect()
+            self.run.schedule = Beside(self.run.schedule, self.readers)  # type: ignore[assignment, arg-type]
+        axis = case.schedule.shards.gathers("dy")
+        if axis is not None:
+            self.y_shape = y.shape
+            y = scatter_values(y, _dim_of(case.y.placements), axis).wait()
+        elif case.dy_values is not None:
+            y = scatter_values(y, case.dy_values.dim, case.dy_values.axis).wait()
+        elif case.sums_over is not None:
+            y = sum_over(y, group_named(case.sums_over), is_fresh=True)
+        ctx.set_materialize_grads(False)  # torch would make a plain one of the whole shape
+        self.result = without_memory(y, y.shape)
+        return y if case.is_plain else case.y.wrap(y)
+
+    def backward(self, ctx: Context, dy: Maybe) -> tuple[Maybe, ...]:
+        """The gradients of x, weight and bias, DTensors where these are."""
+        case, self.held = self.case, None
+        if dy is None:  # of a result whose reader has no gradient
+            assert self.result is not None
+            dy = self.result.contiguous()
+        elif isinstance(dy, DTensor):
+            dy = case.dy.local_of(dy)
+        if self.y_shape is not None:  # the schedule gets the shard of dy, and gathers its codes
+            dy = with_shard(dy, self.y_shape)
+        elif case.dy_values is not None:
+            dy = gather_values(arrived(dy), case.dy_values.dim, case.dy_values.axis)
+        dx, dw, db = self.run.backward(ctx, dy)
+        if self.scatters_dx:
+            assert self.readers is not None
+            dx = self.readers.result()
+        if dx is not None and self.wraps_dx:
+            dx = case.dx.wrap(dx)
+        assert db is None or case.db is not None
+        return dx, None if dw is None else case.dw.wrap(dw), None if db is None else case.db.wrap(db)  # type: ignore
+
+
+def _plain_of(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, as operators see it: a shard that gathers values is a plain tensor to them."""
+    assert isinstance(parameter, DTensor)
+    local = parameter._local_tensor
+    if type(local) is torch.Tensor:
+        return local
+    with torch.no_grad():
+        return local.view_as(local)
+
+
+def find_sharded(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> ShardedSchedule | None:
+    """The schedule that a call of `layer` with the DTensor `x` would run; None where there are no elements."""
+    case = _case_of(layer, x, layer.weight, layer.added_bias, recipe, state)
+    return None if case is None else case.schedule
+
+
+# ------------------------------------------------------------------------------------------------------- one case
+
+
+def _case_of(
+    layer: "Linear", x: torch.Tensor, weight: torch.Tensor, bias: Maybe, recipe: Recipe, state: Ambient | None
+) -> _Case | None:
+    """The plan of a call, decided alike on all ranks: by the shapes and placements of the whole tensors."""
+    if isinstance(layer, torch.nn.Module):  # not of a function
+        layer_state.unwrap_buffers(layer)
+    border: Border | None = getattr(layer, "_border", None)
+    # A style of ours has said how a plain x lies. What other ranks have too needs its gradient reduced, by a DTensor.
+    is_told = not isinstance(x, DTensor) and border is not None and type(border.x) is Shard
+    if (
+        not isinstance(weight, DTensor) or isinstance(weight._local_tensor, QuantizedTensor)
+        or weight.device_mesh.get_coordinate() is None
+        or not (is_told or isinstance(x, DTensor)) or not (bias is None or isinstance(bias, DTensor))
+    ):  # fmt: skip
+        _checked(x, weight, bias, border if is_told else None)
+    assert isinstance(weight, DTensor)
+    assert bias is None or isinstance(bias, DTensor)
+    if isinstance(x, DTensor):
+        local = x._local_tensor = arrived(x._local_tensor)
+        lies: object = x._spec
+    else:
+        local, lies = arrived(x), border
+    grad, kind = torch.is_grad_enabled(), x.device.type
+    compute = autocast_dtype(kind) or x.dtype
+    name = backend_name(layer, state)
+    needs = grad and x.requires_grad, grad and weight.requires_grad
+    late = bool(getattr(layer, "_load_state_dict_post_hooks", None)) and casts_late(layer, weight)
+    w_local, mesh = weight._local_tensor, weight.device_mesh
+    groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))  # equal ones may have their own
+    key = (
+        groups, recipe, name, compute, *needs, lies, weight._spec, None if bias is None else bias._spec, border,
+        local.shape, local.stride(), local.data_ptr() & 15, w_local.stride(), w_local.data_ptr() & 15, type(w_local),
+        x.device, x.dtype, late,
+    )  # fmt: skip
+    found: Any = SCHEDULES.get(key)
+    if found is None:
+        whole, path = _checked(x, weight, bias, border if is_told else None), getattr(layer, "_path", "")
+        if whole[0].numel() == 0 or weight.numel() == 0:
+            return None
+        found = remember(key, _decided(*whole, recipe, name, compute, needs, late, border, path))  # type: ignore
+    return found
+
+
+def _checked(
+    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, border: Border | None
+) -> tuple[DTensor, DTensor, DTensor | None]:
+    """The tensors, x as a DTensor if `border` says how it lies; raises where some are DTensors and some are not, or on
+    different meshes."""
+    if border is not None and isinstance(weight, DTensor):
+        x = DTensor.from_local(arrived(x).detach(), weight.device_mesh, (border.x,), run_check=False)
+    if not isinstance(weight, DTensor):
+        assert isinstance(x, DTensor)
+        placed = f"a DTensor on {x.device_mesh}, while the weight is a plain tensor"
+        raise invalid_type("x", placed, "a plain tensor, or a weight on the same mesh", _REMEDY)
+    for name, tensor in (("x", x), ("bias", bias)):
+        if tensor is None or (isinstance(tensor, DTensor) and tensor.device_mesh == weight.device_mesh):
+            continue
+        got = f"one on {tensor.device_mesh}" if isinstance(tensor, DTensor) else "a plain tensor"
+        raise invalid_type(name, f"{got}, while the weight is on {weight.device_mesh}", _NEEDED, _REMEDY)
+    if weight.device_mesh.get_coordinate() is None:
+        raise invalid_value("weight", f"a DTensor on {weight.device_mesh}", "a mesh that this rank is part of")
+    local = weight._local_tensor
+    if isinstance(local, QuantizedTensor):
+        raise invalid_type(
+            "weight", f"a DTensor of stored codes ({local.format})", "a DTensor of values, which the recipe quantizes",
+            "Build the layer without quantized_model_init or quantize_, or shard it by fully_shard alone.",
+        )  # fmt: skip
+    assert isinstance(x, DTensor)
+    assert bias is None or isinstance(bias, DTensor)
+    return x, weight, bias
+
+
+def _decided(
+    x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, name: str, compute: torch.dtype,
+    needs: tuple[bool, bool], late: bool, border: Border | None, path: str,
+) -> _Case:  # fmt: skip
+    mesh, last = weight.device_mesh, x.dim() - 1
+    facts = {"layer": path, "recipe": repr(recipe), "x": _placed(x), "weight": _placed(weight)}
+    for axis in range(mesh.ndim):
+        agree(mesh.get_group(axis), "the first sharded layer", facts)
+    check_linear(x._local_tensor.new_empty(()).expand(x.shape), weight._local_tensor.new_empty(()).expand(weight.shape),
+                 None if bias is None else bias._local_tensor.new_empty(()).expand(bias.shape))  # fmt: skip
+    cases = [_letter(x.placements[i], weight.placements[i], last) for i in range(mesh.ndim)]
+    note, scatter = "", None
+    if border is not None and type(border.y) is Shard and cases == ["K"]:
+        scatter = border.y.dim % x.dim()
+        cases = ["S"] if scatter < last else cases
+    for axis in range(mesh.ndim):  # gathers and scatters are those of one group
+        if cases[axis] == "G" and mesh.ndim > 1:
+            cases[axis], note = "N", "a mesh of more than one dimension"
+    call = x, weight, bias, recipe, name, compute, needs, late
+    made = _make(*call, scatter, cases)
+    if isinstance(made, str):
+        note = made
+        made = _make(*call, None, ["N" if c == "G" else "K" for c in cases])
+        assert not isinstance(made, str)
+    made.schedule.note = note
+    return made if mesh.ndim > 1 else _at_the_border(made, x, border)
+
+
+def _at_the_border(case: _Case, x: DTensor, border: Border | None) -> _Case:
+    """The case with the gathers of values that a schedule without gathers of codes needs around it."""
+    (axis, *_), (of_x,), mesh = (*case.schedule.shards.axes, None), x.placements, case.y.mesh
+    if axis is not None and type(of_x) is Shard and case.x == (Replicate(),) and x.shape[of_x.dim] % axis.size == 0:
+        case = case._replace(values=Values(of_x.dim, axis, Placed(mesh, x.placements, x.shape)))
+    if border is None:
+        return case
+    asked = from_the_front((border.y,), x.dim())
+    if axis is not None and axis.case == "K" and type(asked[0]) is Shard and asked[0].dim < x.dim() - 1:
+        shard, dim = Placed(mesh, asked, case.y.shape), asked[0].dim
+        if case.y.shape[dim] % axis.size == 0:
+            case = case._replace(y=shard, dy=shard, dy_values=Values(dim, axis, shard))
+    if axis is not None and axis.case == "K" and asked == (Replicate(),):
+        case = case._replace(y=case.dy, sums_over=axis.group)
+    return case._replace(is_plain=border.is_plain and asked == case.y.placements)
+
+
+def _placed(tensor: DTensor) -> str:
+    return f"{tuple(tensor.shape)} as {tensor.placements}"
+
+
+def _letter(of_x: Placement, of_w: Placement, last: int) -> str:
+    """The case of one dimension of the mesh."""
+    by_rows = type(of_x) is Shard and of_x.dim < last
+    if type(of_w) is Shard:
+        return ("G" if by_rows else "N") if of_w.dim == 0 else "K"
+    if of_w.is_replicate():
+        return "M" if by_rows else ""
+    raise NotSupportedError(
+        f"weight: got the placement {of_w}, needed Shard(0), Shard(1) or Replicate(). Redistribute the weight."
+    )
+
+
+def _make(
+    x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, name: str, compute: torch.dtype,
+    needs: tuple[bool, bool], late: bool, scatter: int | None, cases: list[str],
+) -> "_Case | str":  # fmt: skip
+    """A decided call; a text that says why codes cannot be gathered."""
+    mesh, last = weight.device_mesh, x.dim() - 1
+    whole = Replicate(), Partial()
+    placed: dict[str, list[Placement]] = {name: [] for name in ("x", "dx", "dw", "bias", "db", "y")}
+    for i, case in enumerate(cases):
+        by_rows, columns = x.placements[i], Shard(last)
+        row = {
+            "": (whole[0],) * 6,
+            "N": (whole[0], whole[1], Shard(0), Shard(0), Shard(0), columns),
+            "K": (columns, columns, Shard(1), whole[0], whole[0], whole[1]),
+            "M": (by_rows, by_rows, whole[1], whole[0], whole[1], by_rows),
+            "G": (by_rows, by_rows, Shard(0), Shard(0), Shard(0), columns),
+            "S": (columns, columns, Shard(1), whole[0], whole[1], Shard(scatter or 0)),
+        }[case]
+        for key, placement in zip(placed, row, strict=True):
+            placed[key].append(placement)
+    local, inner = _local_shape(x.shape, placed["x"], mesh), x.shape[-1]
+    along = zip(placed["x"], cases, strict=True)
+    sharded_dim = next((one.dim for one, case in along if isinstance(one, Shard) and case in ("M", "G")), None)
+    sharded_dim = scatter if "S" in cases else sharded_dim
+    y_shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    rows = None
+    if sharded_dim is not None:
+        over = math.prod(mesh.size(i) for i, c in enumerate(cases) if c in ("M", "G", "S"))
+        behind = math.prod(x.shape[sharded_dim + 1 : -1])
+        chunk = -(-x.shape[sharded_dim] // over)
+        part = _local_shape(y_shape, placed["y"], mesh)[sharded_dim] if "S" in cases else local[sharded_dim]
+        outer = math.prod(x.shape[:sharded_dim])
+        rows = Rows(outer, x.shape[sharded_dim] * behind, part * behind, chunk * behind)
+    for tensor, shape, placements in (("x", x.shape, placed["x"]), ("weight", weight.shape, weight.placements),
+                                      ("y", y_shape, placed["y"])):  # fmt: skip
+        _refuse_empty(tensor, shape, placements, mesh)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    axes = tuple(
+        Axis(case, mesh.get_group(i).group_name, mesh.size(i), coordinate[i]) for i, case in enumerate(cases) if case
+    )
+    sums = [i for i, case in enumerate(cases) if case in ("K", "S")]
+    shards = Shards(axes, rows, all(coordinate[i] == 0 for i in sums), _seed_ranks(mesh, coordinate, cases))
+    backend = backends.choose(name, x.device)
+    sizes, chip = {"N": weight.shape[0], "K": inner}, backend.chip_of(x.device)
+    routes = routes_of_shards(recipe, routes_of(recipe, chip), chip, shards, sizes)
+    entries = {
+        "x": entries_of(recipe, routes, "x", True, needs[1]), "w": entries_of(recipe, routes, "w", True, needs[0]),
+        "dy": entries_of(recipe, routes, "dy", *needs),
+    }  # fmt: skip
+    shard = x._local_tensor if list(x.placements) == placed["x"] else x._local_tensor.new_empty(local)
+    example, x_shape = shard, torch.Size(local)
+    gathers = next((tensor for tensor in ("x", "dy") if shards.gathers(tensor)), None)
+    if gathers is not None:
+        x_shape = torch.Size((*x.shape[:-1], local[-1]))
+        assert rows is not None
+        width = inner if gathers == "x" else weight.shape[0]
+        of_shard = rows.outer * rows.part, width
+        why = why_not_gathered(backend, entries[gathers], shards, gathers, of_shard, shard.element_size())
+        if why:
+            return why
+    if gathers == "x":
+        example = shard.new_empty(()).expand(x_shape)
+    check_blocks(entries, shards, sizes)
+    # A decoded operand is as large as the weight itself, which is there anyhow.
+    late = late or (needs[0] and routes.dgrad.rhs == "values")
+    schedule = ShardedSchedule(
+        shards, shard.detach(), "", recipe, backend, routes, example.detach(), weight._local_tensor.detach(),
+        None if bias is None else bias._local_tensor.detach(), compute, *needs, late,
+    )  # fmt: skip
+    shapes = {"dx": x.shape, "dw": weight.shape, "y": y_shape, "dy": y_shape}
+    lie = {"dy": of_gradient(tuple(placed["y"])), **{key: tuple(one) for key, one in placed.items()}}
+    db = None if bias is None else Placed(mesh, lie["db"], bias.shape)
+    made = {key: Placed(mesh, lie[key], shape) for key, shape in shapes.items()}
+    return _Case(
+        schedule, x.placements, lie["x"], lie["bias"], db=db, is_plain=False, x_shape=x_shape, values=None,
+        dy_values=None, sums_over=None, **made,
+    )  # fmt: skip
+
+
+def _local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> list[int]:
+    """The shape of this rank's part."""
+    local, coordinate = list(shape), mesh.get_coordinate()
+    assert coordinate is not None
+    for i, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            size = local[placement.dim]
+            chunk = -(-size // mesh.size(i))
+            local[placement.dim] = max(0, min(chunk, size - chunk * coordinate[i]))
+    return local
+
+
+def _refuse_empty(tensor: str, shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> None:
+    """Raise, on every rank, where a rank has no elements of a tensor: it could not take part in what the others do."""
+    for i, placement in enumerate(placements):
+        if (
+            isinstance(placement, Shard)
+            and -(-shape[placement.dim] // mesh.size(i)) * (mesh.size(i) - 1) >= shape[placement.dim]
+        ):
+            raise invalid_value(
+                tensor, f"dimension {placement.dim} of size {shape[placement.dim]} over {mesh.size(i)} ranks",
+                "elements for every rank", "Shard it over fewer ranks, or leave the layer out of the plan.",
+            )  # fmt: skip
+
+
+def _seed_ranks(mesh: "DeviceMesh", coordinate: Sequence[int], cases: list[str]) -> tuple[int, int, int]:
+    """The first ranks of the mesh that hold the same shard of x, w and dy."""
+    found = []
+    for tensor in ("x", "w", "dy"):
+        at = [c if tensor in CASES[case] else 0 for c, case in zip(coordinate, cases, strict=True)]
+        found.append(int(mesh.mesh[tuple(at)]))
+    return found[0], found[1], found[2]
+
+
+def _dim_of(placements: _Placements) -> int:
+    return next(placement.dim for placement in placements if isinstance(placement, Shard))

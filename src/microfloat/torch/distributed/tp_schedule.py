@@ -1,0 +1,487 @@
+"""The schedule of a Linear whose tensors are sharded: the casts and products of one rank, and collectives between them.
+
+    case  x [M, K]             w [N, K]      y [M, N]             sharded besides    collectives of the schedule
+    N     whole                by its rows   by columns           dy by columns      amaxes of w; of dy
+    K     by columns           by columns    partial sums         -                  amaxes of x and w together
+    M     by its rows          whole         by its rows          dy by rows         amaxes of x; of dy
+    G     by its rows          by its rows   by columns           dy by columns      amaxes of x and w; parts of x
+    S     by columns           by columns    partial, scattered   dy by rows         amaxes of x, w; of dy; parts of dy
+
+On a CPU gathers run beside casts and products that do not read them (`collectives`). A column operand of x that is not
+the transpose of the other one is gathered in backward.
+
+Every rank makes the bytes that one process makes of the whole tensor. An amax is measured of the shard and reduced
+over the ranks that hold the others, all amaxes of one direction in one collective. Block scales need nothing where
+shards are whole blocks, and are refused elsewhere. Under G and S an operand is cast before it is gathered: codes and
+scales travel as bytes. docs/numerics.md 3.5.
+
+Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
+"""
+
+import functools
+import math
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from microfloat.layout import Part
+from microfloat.operands import OPERANDS, TENSORS
+from microfloat.passes import CastInputs
+from microfloat.recipes import Cast, Recipe
+from microfloat.routes import Entries, Routes, entries_of
+from microfloat.torch import reference
+from microfloat.torch._typing import Parts, Sink, Triple
+from microfloat.torch.backends import layouts_of
+from microfloat.torch.backends.base import Backend, laid
+from microfloat.torch.distributed.collectives import gather_bytes
+from microfloat.torch.distributed.handles import Bytes, Coming, land
+from microfloat.torch.distributed.shards import (
+    AXES_OF,
+    CASES,
+    Axis,
+    Shards,
+    block_read,
+    scales_read,
+)
+from microfloat.torch.linear.schedule import CastStep, Inputs, Schedule, as_matrix
+from microfloat.torch.reference._hadamard import transform
+from microfloat.torch.scaling import amax_reduction as reduction
+
+__all__ = [
+    "ShardedSchedule", "arrived", "group_named", "why_not_gathered",
+]  # fmt: skip
+
+group_named: Callable[..., torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+_ALIGNED = 16  # elements, by which a matrix is widened
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor, in memory: casts read addresses, and torch's collectives return promises."""
+    tensor = getattr(tensor, "shard", tensor)
+    return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
+
+
+# ------------------------------------------------------------------------------------------------------------- amaxes
+
+
+class _Measure(NamedTuple):
+    """An amax that a cast needs of the whole tensor. `kind`: "tensor", "transformed" (of the Hadamard transform) or
+    "rows" (one for each row of the operand); `column`: of the column operand, for which alone it is; `sees_nan`: NaN is
+    larger than infinity, as for scales that store it, and is not ignored."""
+
+    kind: str
+    column: bool
+    axes: tuple[Axis, ...]
+    sees_nan: bool = False
+
+
+def _measures_of(
+    tensor: str, column: bool, cast: Cast | None, shards: Shards
+) -> tuple[_Measure | None, _Measure | None]:
+    """The amaxes behind a scale that a cast is given, and behind block scales whose blocks the ranks have parts of."""
+    if cast is None or cast.is_delayed or cast.is_static:
+        return None, None
+    anywhere, along = shards.axes_of(tensor), shards.axes_of(tensor, AXES_OF[tensor][column][1])
+    given, crossed, fmt = None, None, cast.format
+    if cast.tensor_scale == "row":
+        given = _Measure("rows", column, along) if along else None
+    elif cast.takes_amax and anywhere:
+        plain = cast.hadamard is None
+        given = _Measure("tensor", False, anywhere) if plain else _Measure("transformed", column, anywhere)
+    sees_nan = fmt.scale.name != "FP32"
+    if fmt.is_per_tensor and not cast.takes_amax and anywhere:
+        crossed = _Measure("tensor", False, anywhere, sees_nan)
+    elif fmt.block[0] is not None and fmt.block[1] is None and along:
+        crossed = _Measure("rows", column, along, sees_nan)
+    return given, crossed
+
+
+def _measured(backend: Backend, x: torch.Tensor, measure: _Measure, cast: Cast) -> torch.Tensor:
+    if measure.kind == "tensor" and not measure.sees_nan:
+        return backend.amax(x)
+    if measure.kind == "transformed":
+        assert cast.hadamard is not None
+        return reference.amax(transform(x.t() if measure.column else x, cast.hadamard))
+    magnitudes = x.detach().abs()
+    if not measure.sees_nan:
+        magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=float("inf"))
+    amax = magnitudes.amax() if measure.kind == "tensor" else magnitudes.amax(0 if measure.column else 1)
+    return torch.where(amax.isnan(), torch.nan, amax).float()  # of one sign, so that its bits are the largest
+
+
+def _reduced(measures: Sequence[_Measure], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The maxima over all ranks that hold a shard: one collective for each axis of the mesh."""
+    for axis in dict.fromkeys(axis for measure in measures for axis in measure.axes):
+        which = [index for index, measure in enumerate(measures) if axis in measure.axes]
+        made = reduction.maxima(group_named(axis.group), [parts[index] for index in which])
+        for index, part in zip(which, made, strict=True):
+            parts[index] = part
+    return parts
+
+
+# -------------------------------------------------------------------------------------------------------------- casts
+
+
+class ShardedCast:
+    """Both operands of a tensor of which this rank has a shard, by the steps of `CastStep`.
+
+    ``step(x, stream, words, inputs)`` as there; `inputs.amax` may be the list that `measure` and a reduction made, so
+    that tensors of one direction share a collective.
+    """
+
+    program, is_bound = None, False
+
+    def __init__(
+        self,
+        shards: Shards,
+        shard: torch.Tensor | None,
+        backend: Backend,
+        x: torch.Tensor,
+        entries: Entries,
+        batch: int = 0,
+    ) -> None:
+        """`x`: an example of the tensor; `shard`: of what is cast of it, where it is x that is gathered then."""
+        self.entries, self._backend = entries, backend
+        tensor = next((entry.operand.tensor for entry in entries if entry is not None), "")
+        if tensor == "x" and shards.gathers(tensor) is not None and shard is not None:
+            x = shard
+        self._axis, self._rows = shards.gathers(tensor), shards.rows
+        casts = tuple(None if entry is None else entry.cast for entry in entries)
+        # The codes of the transpose are transposed after they are gathered.
+        self._shares = self._axis is not None and casts[0] is not None and casts[0] == casts[1] and casts[0].transposes
+        # Wgrad alone reads the column operand, so that its gather has time until then.
+        self.gathers_late = tensor == "x" and self._axis is not None and None not in casts and not self._shares
+        made = (entries[0], None) if self._shares else entries
+        both = [
+            (None, None) if entry is None else _measures_of(tensor, column, entry.cast, shards)
+            for column, entry in zip((False, True), made, strict=True)
+        ]
+        of_cast = {
+            measure: casts[column] for column in (1, 0) for measure in both[column] if measure is not None
+        }  # fmt: skip
+        self.measures = [*dict.fromkeys(measure for pair in both for measure in pair if measure is not None)]
+        self._casts = [of_cast[measure] for measure in self.measures]
+        # A decoded operand takes as many bytes as values: that of wgrad is made when dgrad has let go of its own. One
+        # of float32, which takes half of them, is gathered, and its gather begins before dgrad.
+        decodes = all(entry is not None and entry.form == "values" for entry in entries)
+        self._waits = tensor == "dy" and self._axis is None and decodes
+        takers = {given for (given, _), cast in zip(both, casts, strict=True) if cast is not None and cast.takes_amax}
+        apart = len(takers) > 1 or any(crossed is not None for _, crossed in both) or self._waits
+        halves = ((made[0], None), (None, made[1])) if apart else (made,)
+        self._steps: list[tuple[CastStep, int | None, int | None]] = []
+        for half in halves:
+            if not any(half):
+                continue
+            pairs = [pair for entry, pair in zip(half, both, strict=True) if entry is not None]
+            numbers = [[None if one is None else self.measures.index(one) for one in pair] for pair in pairs]
+            given, crossed = (next((one[at] for one in numbers if one[at] is not None), None) for at in (0, 1))
+            example = x
+            if crossed is not None:
+                shape = (x.shape[0], x.shape[1] + _ALIGNED) if half[0] else (x.shape[0] + _ALIGNED, x.shape[1])
+                example = x.new_empty(shape)
+            step = CastStep(backend, example, half, batch, given_amax=given is not None)
+            self._steps.append((step, given, crossed))
+        self._local = layouts_of(backend, entries, *x.shape)
+        self._whole = self._local
+        if self._axis is not None:
+            self._whole = layouts_of(backend, entries, x.shape[0] * self._axis.size, x.shape[1])
+
+    @property
+    def reason(self) -> str:
+        """Reason for casts by torch operations, "" if launches cast."""
+        return next((step.reason for step, _, _ in self._steps if step.reason), "")
+
+    @property
+    def names(self) -> str:
+        """The steps in words."""
+        words = [f"amax over {'/'.join(str(a.size) for a in one.axes)} ranks" for one in self.measures[:1]]
+        words += [" + ".join(dict.fromkeys(step.names for step, _, _ in self._steps))]
+        return ", ".join(words + (["gather codes and scales"] if self._axis is not None else []))
+
+    @property
+    def delayed(self) -> Cast | None:
+        """The first delayed cast, by whose scaling the amax is recorded."""
+        return next((step.delayed for step, _, _ in self._steps if step.delayed is not None), None)
+
+    def measure(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The amaxes of this rank's shard, one for each of `measures`."""
+        pairs = zip(self.measures, self._casts, strict=True)
+        return [_measured(self._backend, x, measure, cast) for measure, cast in pairs]  # type: ignore[arg-type]
+
+    def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
+        """Codes, scale and tensor scale of the row operand, then of the column's."""
+        amaxes = inputs.amax
+        if self.measures and not isinstance(amaxes, list):
+            amaxes = _reduced(self.measures, self.measure(x))
+        made: Parts = [None] * 6
+        for index, (step, _, _) in enumerate(self._steps):
+            row, column = step.entries
+            cast = functools.partial(self._by_step, index, x, amaxes, stream, words, inputs)
+            if self._waits and row is None:
+                later = functools.cache(cast)
+                for at, part in enumerate(self._local[1] or (), 3):
+                    made[at] = None if part is None else Coming(functools.partial(_part_of, later, at))
+                continue
+            parts = cast()
+            made[0:3] = parts[0:3] if row is not None else made[0:3]
+            made[3:6] = parts[3:6] if column is not None else made[3:6]
+            inputs = inputs._replace(record=None)  # the first step has recorded
+        if self._axis is not None:
+            self.gather(made, 0)
+            if self._shares:
+                made[3:6] = Coming(functools.partial(self._turned, made[0])), made[1], made[2]
+            elif not self.gathers_late:
+                self.gather(made, 1)
+        return made
+
+    def _by_step(
+        self,
+        index: int,
+        x: torch.Tensor,
+        amaxes: list[torch.Tensor],
+        stream: int,
+        words: torch.Tensor | None,
+        inputs: CastInputs,
+    ) -> Parts:
+        """The operands that one of the steps makes."""
+        step, given, crossed = self._steps[index]
+        if self.measures:
+            amax = None if given is None else amaxes[given]
+            inputs = inputs._replace(amax=amax if amax is None or amax.dim() == 0 else amax[:, None])
+        if crossed is None:
+            return step(x, stream, words, inputs)
+        return self._widened(step, x, amaxes[crossed], stream, words, inputs)
+
+    def _widened(
+        self, step: CastStep, x: torch.Tensor, amax: torch.Tensor, stream: int, words: torch.Tensor | None,
+        inputs: CastInputs,
+    ) -> Parts:  # fmt: skip
+        """An operand whose blocks go on elsewhere: their amaxes stand in columns that no product will read."""
+        column = step.entries[0] is None
+        rows, length = x.shape
+        amax = amax.to(x.dtype)  # that of an element, so that it is exact
+        of_rows = amax if amax.dim() == 0 or column else amax[:, None]
+        added = of_rows.expand(_ALIGNED, length) if column else of_rows.expand(rows, _ALIGNED)
+        parts = step(torch.cat([x, added], 0 if column else 1), stream, words, inputs)
+        at, entry, layout = 3 * column, step.entries[column], self._local[column]
+        assert entry is not None
+        assert layout is not None
+        along = 0 if entry.turned else 1
+        codes = parts[at].narrow(along, 0, layout.codes.shape[along])
+        parts[at] = laid(codes.contiguous() if layout.codes.strides[-1] == 1 else codes, layout.codes)
+        return parts
+
+    # ------------------------------------------------------------------------------------------------- gathering
+
+    def gather(self, parts: Parts, which: int) -> None:
+        """Start the gathers of the row operand (0) or the column's (1), whose parts `land` has then."""
+        axis, rows, local, whole = self._axis, self._rows, self._local[which], self._whole[which]
+        assert axis is not None
+        assert rows is not None
+        if local is None or whole is None:
+            return
+        gathers = [
+            (at, goal, Bytes.of(laid(parts[at], part), _differing(part, goal), rows.outer))
+            for at, (part, goal) in enumerate(zip(local, whole, strict=True), 3 * which)
+            if part is not None and goal is not None and part.shape != goal.shape
+        ]
+        if not gathers:  # of one rank
+            return
+        under_way = gather_bytes([one.sent for _, _, one in gathers], axis.size, group_named(axis.group))
+        for index, (at, goal, one) in enumerate(gathers):
+            parts[at] = Coming(functools.partial(one.landed, under_way, index, goal, axis.size))
+
+    def _turned(self, codes: Coming | torch.Tensor) -> torch.Tensor:
+        """The codes of the column operand, of those of the row operand."""
+        row, column = self.entries
+        layout = self._whole[1]
+        assert row is not None
+        assert column is not None
+        assert layout is not None
+        codes = codes.land() if isinstance(codes, Coming) else codes
+        made = laid(codes if row.turned == (not column.turned) else codes.t(), layout.codes, self._backend)
+        assert made is not None
+        return made
+
+
+def _part_of(cast: Callable[[], Parts], at: int) -> torch.Tensor:
+    return cast()[at]
+
+
+def _differing(part: Part, goal: Part) -> int:
+    return next(at for at, (one, other) in enumerate(zip(part.shape, goal.shape, strict=True)) if one != other)
+
+
+def why_not_gathered(
+    backend: Backend, entries: Entries, shards: Shards, tensor: str, sizes: tuple[int, int], itemsize: int
+) -> str:
+    """Reason for gathering a tensor in high precision and casting it then, "" if its codes and scales travel.
+
+    `sizes`: rows and columns of a rank's shard of `itemsize` bytes an element.
+    """
+    axis, rows = shards.gathers(tensor), shards.rows
+    assert axis is not None
+    assert rows is not None
+    if rows.chunk * axis.size != rows.whole:
+        return f"{rows.whole} rows are no multiple of {axis.size} ranks"
+    if any(entry is not None and entry.cast is None for entry in entries):
+        return "a GEMM reads it in high precision"
+    for column, entry in enumerate(entries):
+        extent = 1 if entry is None else block_read(entry, AXES_OF[tensor][column])
+        if rows.chunk % extent:
+            return f"shards of {rows.chunk} rows are no multiple of the block of {extent}"
+    local = layouts_of(backend, entries, *sizes)
+    whole = layouts_of(backend, entries, sizes[0] * axis.size, sizes[1])
+    casts = [None if entry is None else entry.cast for entry in entries]
+    shares = casts[0] is not None and casts[0] == casts[1] and casts[0].transposes
+    for which, (one, other) in enumerate(zip(local, whole, strict=True)):
+        if one is None or other is None or (which and shares):
+            continue
+        entry, count = entries[which], 0
+        assert entry is not None
+        if one.scale is not None and math.prod(one.scale.shape) != scales_read(entry, sizes[:: -1 if which else 1]):
+            return "its scales are padded"
+        for part, goal in zip(one, other, strict=True):
+            if part is None or goal is None or part.shape == goal.shape:
+                continue
+            dim = _differing(part, goal)
+            if part.shape[dim] * axis.size != goal.shape[dim] or part.shape[dim] % rows.outer:
+                return "its scales are padded"
+            count += math.prod(part.shape) * getattr(torch, part.dtype).itemsize
+        if count >= sizes[0] * sizes[1] * itemsize:
+            return f"an operand takes {count} bytes, no fewer than the {sizes[0] * sizes[1] * itemsize} of its values"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------------- schedule
+
+
+class ShardedSchedule(Schedule):
+    """fprop, dgrad and wgrad of one rank's part of a Linear. ``print(schedule)`` shows casts, products, collectives.
+
+    x of a call under G is a tensor of the whole shape without memory, whose `shard` is this rank's; dy under S likewise
+    (`microfloat.torch.distributed.tp_linear`).
+    """
+
+    def __init__(
+        self, shards: Shards, x_shard: torch.Tensor, note: str, recipe: Recipe, backend: Backend, routes: Routes,
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool,
+        wants_dw: bool, late: bool,
+    ) -> None:  # fmt: skip
+        """`x_shard`: an example of what is cast, `x` of what is multiplied; `note`: why x is not gathered as codes.
+
+        `late`: FSDP2 has gathered this rank's part of the weight, and frees it between forward and backward.
+        """
+        self.shards, self.note, self.dtype = shards, note, compute
+        self.cast_step = functools.partial(ShardedCast, shards, as_matrix(x_shard, self.dtype))
+        super().__init__(
+            recipe, backend, routes, x, weight, bias if shards.adds_bias else None, compute, wants_dx, wants_dw,
+            late=late,
+        )  # fmt: skip
+        self.cast_step = functools.partial(ShardedCast, shards, None)
+        both = enumerate(entries_of(recipe, routes, "w", True, wants_dx))
+        measures = {_measures_of("w", bool(column), entry.cast, shards) for column, entry in both if entry is not None}
+        self._keeps_w_amax = self.late and len(measures) == 1  # for a cast in backward, which would reduce it again
+        # Layers that read one gathered x and cast it alike share its operands.
+        casts = [entry.cast for entry in self.x_cast.entries if entry is not None and entry.cast is not None]
+        self.shares_x = not any(cast.is_stochastic or cast.is_delayed or cast.is_static for cast in casts)
+        self.x_key = self.x_cast.entries, backend.name, compute
+        self.gathers_late = self.x_cast.gathers_late and self.x_saved.start == 3
+
+    def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
+        """The same with a call seed: one for all ranks that round replicas, another for each shard."""
+        casts = self.recipe.casts
+        rounded = [one.tensor for one in OPERANDS if (cast := casts[one.key]) is not None and cast.is_stochastic]
+        rank = min(self.shards.seed_ranks[TENSORS.index(tensor)] for tensor in rounded)
+        return self._with_seed(inputs, rank)
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
+        w_inputs: CastInputs, kept: Parts | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
+        """y, and the operands of x and w that backward reads; the amaxes of both in one collective."""
+        shared: dict | None = getattr(x, "gathered", None) if self.shares_x else None
+        x_made: Any = None if shared is None else shared.get(self.x_key)
+        x, given = as_matrix(arrived(x), self.dtype), weight
+        weight = weight.to(self.dtype) if self._converts_w else weight
+        steps: list[tuple[Any, torch.Tensor]] = [(self.x_cast, x)] if x_made is None else []
+        steps += [(self.w_cast, weight)] if kept is None else []
+        measures = [measure for step, _ in steps for measure in step.measures]
+        if measures:
+            own = [part for step, tensor in steps if step.measures for part in step.measure(tensor)]
+            parts = _reduced(measures, own)
+            first = 0 if x_made is not None else len(self.x_cast.measures)
+            x_inputs = x_inputs if first == 0 else x_inputs._replace(amax=parts[:first])
+            w_inputs = w_inputs if first == len(measures) else w_inputs._replace(amax=parts[first:])
+        if x_made is None:
+            x_made = self.x_cast(x, *self.resources(), x_inputs)
+            if shared is not None:
+                shared[self.x_key] = x_made
+        w_made = self.w_cast(weight, *self.resources(), w_inputs) if kept is None else kept
+        land(x_made)
+        y = self.products["fprop"](x_made[0:3], w_made[0:3], bias if self.shards.adds_bias else None)
+        land(x_made, 1)
+        y = y if self.y_shape is None else torch.ops.aten._unsafe_view(y, self.y_shape)
+        if not self.late:
+            return y, (*x_made[self.x_saved], *w_made[self.w_saved])
+        keeps = self._keeps_w_amax and self.w_cast.measures
+        amaxes = typing.cast(Sequence[torch.Tensor], w_inputs.amax) if keeps else ()
+        return y, (*x_made[self.x_saved], given, *amaxes)
+
+    def read_later(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Sequence[torch.Tensor | None]:
+        """See `Schedule.read_later`; after the weight come its amaxes over the ranks, if they serve."""
+        if len(saved) > 4 and self.late:
+            inputs = inputs._replace(amax=[*saved[4:]])  # pyright: ignore[reportArgumentType]
+        return super().read_later(saved[:4] if self.late else saved, inputs)
+
+    def cast_operands(
+        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
+    ) -> Parts:
+        """See `Schedule.cast_operands`."""
+        made = super().cast_operands(arrived(x), weight, x_inputs, w_inputs, kept)
+        land(made)
+        land(made, 1)
+        return made
+
+    def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
+        """y [M, N] of this rank, from the row operands of x and w."""
+        return super().fprop(x, w, bias if self.shards.adds_bias else None)
+
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+        """Both operands of a gradient, of this rank's shard, or on their way from all ranks."""
+        return super().cast_dy(arrived(dy), inputs, wants_dx, wants_dw)
+
+    def gather_saved(self, saved: Sequence[torch.Tensor | None]) -> Parts:
+        """The operand of x that wgrad reads, of all ranks, whose gather has begun; `saved`: this rank's."""
+        parts: Parts = [None] * 3 + list(saved)
+        self.x_cast.gather(parts, 1)
+        return parts[3:]
+
+    def gradients(
+        self, dy: Parts, saved: Triple, wants_dx: bool, wants_dw: bool, into: Sink | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """See `Schedule.gradients`; waits for an operand before its product, so that others come beside it."""
+        dx = dw = None
+        if wants_dx:
+            land(dy)
+            dx, _ = super().gradients(dy, saved, True, False)
+        if wants_dw:
+            land(dy, 1)
+            saved = [*saved]
+            land(saved)
+            _, dw = super().gradients(dy, saved, False, True, into)
+        return dx, dw
+
+    def __str__(self) -> str:
+        """`Schedule.__str__`, and how the tensors are sharded."""
+        lines = [super().__str__()]
+        for axis in self.shards.axes:
+            held = [f"{tensor} along {letter}" for tensor, letter in CASES[axis.case].items()]
+            lines.append(f"rank {axis.rank} of {axis.size}: " + (", ".join(held) or "whole tensors"))
+        if self.note:
+            lines.append(f"gathered in high precision: {self.note}")
+        return "\n".join(lines)

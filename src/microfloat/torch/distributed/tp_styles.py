@@ -1,0 +1,275 @@
+"""Tensor and sequence parallel styles for `torch.distributed.tensor.parallel.parallelize_module`.
+
+torch's own styles serve converted layers too. These gather under sequence parallelism what they can as codes and
+scales: x of a column-parallel layer in forward, dy of a row-parallel one in backward. Between layers they leave tensors
+plain where torch's make DTensors, each of which costs the host about as much as a product.
+"""
+
+import types
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, parallel
+
+from microfloat.errors import NotSupportedError
+from microfloat.torch._typing import Arguments, WithBias
+from microfloat.torch.distributed.dtensor import AsPlaced, Placed, ToLocal, from_the_front
+from microfloat.torch.distributed.tp_linear import Border
+from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.norms import LayerNorm, RMSNorm
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "beside"]
+
+Layouts = tuple[Placement, ...]
+
+
+def _refuse_codes(module: nn.Module, style: parallel.ParallelStyle) -> None:
+    """NotSupportedError for a layer whose weight is stored as codes."""
+    weight = module._parameters.get("weight")
+    if isinstance(weight, QuantizedTensor):
+        raise NotSupportedError(
+            f"{type(style).__name__}: got a {type(module).__name__} whose weight is stored as codes ({weight.format}), "
+            "needed values, which every rank casts. To train, shard the layer before it is quantized, or shard it by "
+            "fully_shard. To serve on several GPUs, write the model by microfloat.torch.save_quantized, in a format "
+            "that a serving engine reads (ct:nvfp4, say), and let vLLM or SGLang shard it."
+        )
+
+
+class ColwiseParallel(parallel.ColwiseParallel):
+    """Shard a Linear's weight by its rows, as torch's style of the name, whose arguments it has.
+
+    An input that is sharded by its sequence (``input_layouts=Shard(1)``) is cast first and gathered as codes and
+    scales, to the same bytes, where these are fewer bytes and a layer's recipe casts it; ``print(layer.schedule(x))``
+    says why not elsewhere. Layers that read one DTensor share what was gathered. Source: docs/distributed.md.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _refuse_codes(module, self)
+        return _told(super()._apply(module, device_mesh), self)
+
+    @staticmethod
+    def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
+        input_layouts: Layouts, desired_input_layouts: Layouts, mod: nn.Module, inputs: Arguments,
+        device_mesh: DeviceMesh,
+    ) -> torch.Tensor | None:  # fmt: skip
+        x = inputs[0]
+        if _is_taken(mod, x):
+            return None
+        if not isinstance(x, DTensor):
+            x = _whole_of(mod, x, input_layouts, device_mesh)
+        if isinstance(mod, Linear) and mod.effective_recipe() is not None and _is_sequence(x):
+            return x
+        prepare = parallel.ColwiseParallel._prepare_input_fn
+        return prepare(x.placements, desired_input_layouts, mod, (x, *inputs[1:]), device_mesh)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: WithBias, device_mesh: DeviceMesh
+    ) -> WithBias:
+        prepare = parallel.ColwiseParallel._prepare_output_fn
+        return _laid_out(prepare, output_layouts, use_local_output, mod, outputs, device_mesh)
+
+
+class RowwiseParallel(parallel.RowwiseParallel):
+    """Shard a Linear's weight by its columns, as torch's style of the name, whose arguments it has.
+
+    With an output that is sharded by its sequence (``output_layouts=Shard(1)``) the gradient is cast first and gathered
+    as codes and scales, to the same bytes, where these are fewer bytes. Source: docs/distributed.md.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _refuse_codes(module, self)
+        return _told(super()._apply(module, device_mesh), self)
+
+    @staticmethod
+    def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
+        input_layouts: Layouts, desired_input_layouts: Layouts, mod: nn.Module, inputs: Arguments,
+        device_mesh: DeviceMesh,
+    ) -> torch.Tensor | None:  # fmt: skip
+        if _is_taken(mod, inputs[0]):
+            return None
+        prepare = parallel.RowwiseParallel._prepare_input_fn
+        return prepare(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: WithBias, device_mesh: DeviceMesh
+    ) -> WithBias:
+        prepare = parallel.RowwiseParallel._prepare_output_fn
+        return _laid_out(prepare, output_layouts, use_local_output, mod, outputs, device_mesh)
+
+
+class SequenceParallel(parallel.SequenceParallel):
+    """Run a norm or a dropout on inputs that are sharded by their sequence, as torch's style of the name.
+
+    Its result is a DTensor, which the `ColwiseParallel` layers behind it gather as codes and scales. A norm of rows
+    runs on each rank's rows as a plain tensor, to the bytes and the gradients that DTensors have.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        made = super()._apply(module, device_mesh)
+        (sharding,) = self.sequence_sharding
+        if type(made) in _NORMS and device_mesh.ndim == 1 and isinstance(sharding, Shard):
+            made.__dict__["_rows"] = _Rows(device_mesh, sharding.dim)
+            made.forward = types.MethodType(_norm_of_rows, made)
+        return made
+
+    @staticmethod
+    def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
+        sequence_sharding: Layouts, mod: nn.Module, inputs: Arguments, device_mesh: DeviceMesh
+    ) -> torch.Tensor | None:
+        x = inputs[0]
+        rows: _Rows | None = mod.__dict__.get("_rows")
+        if rows is not None and rows.serves(mod, x):
+            return None
+        return parallel.SequenceParallel._prepare_input_fn(sequence_sharding, mod, inputs, device_mesh)
+
+
+# ------------------------------------------------------------------------------------------------------------ Linears
+
+
+def _told(layer: nn.Module, style: ColwiseParallel | RowwiseParallel) -> nn.Module:
+    """The layer, which knows how its plain inputs lie and its result is to lie."""
+    if isinstance(layer, Linear):
+        (x,), (y,) = style.input_layouts, style.output_layouts
+        layer.__dict__["_border"] = Border(x, y, style.use_local_output)
+    return layer
+
+
+def _laid_out(
+    prepare: Callable[..., torch.Tensor], layouts: Layouts, use_local_output: bool, layer: nn.Module, outputs: WithBias,
+    mesh: DeviceMesh,
+) -> WithBias:  # fmt: skip
+    """y as the style lays it out; the bias that `return_bias` puts beside it was laid out by the layer."""
+    if isinstance(outputs, tuple):
+        y, bias = outputs
+        return _laid_out(prepare, layouts, use_local_output, layer, y, mesh), bias
+    if not isinstance(outputs, DTensor):  # the layer knew that it is to be plain
+        return outputs
+    return prepare(from_the_front(layouts, outputs.dim()), use_local_output, layer, outputs, mesh)
+
+
+def beside(layer: nn.Module, bias: torch.Tensor, dims: int) -> torch.Tensor:
+    """The bias that a layer with `return_bias` gives beside y of `dims` dimensions: plain where y will be plain.
+
+    The gradient of a plain one is that of this rank's part of y: where ranks hold rows of y it is a part of the sum.
+    """
+    assert isinstance(bias, DTensor)
+    border: Border | None = layer.__dict__.get("_border")
+    if border is None and any(
+        getattr(hook, "__module__", "") == "torch.distributed.tensor._api" for hook in layer._forward_hooks.values()
+    ):
+        raise NotSupportedError(
+            "return_bias: got True for a layer that a parallel style of torch lays out, which takes one result, needed "
+            "one of microfloat.torch.distributed: ColwiseParallel or RowwiseParallel."
+        )
+    if border is None or not border.is_plain:
+        return bias
+    if border.y.is_partial():
+        raise NotSupportedError(
+            "return_bias: got output_layouts=Partial(), of which every rank would add the bias once, needed "
+            "Replicate() or Shard(...)."
+        )
+    by_columns = type(border.y) is Shard and border.y.dim % dims == dims - 1
+    lies = Shard(0) if by_columns else Replicate()
+    gradient = Partial() if type(border.y) is Shard and not by_columns else lies
+    return bias.redistribute(placements=(lies,)).to_local(grad_placements=(gradient,))
+
+
+def _is_taken(layer: nn.Module, x: object) -> bool:
+    """True where the layer takes a plain x as it is: eager, under a recipe, of a shard of x.
+
+    A layer that was converted after the style was applied knows of no border, and takes DTensors.
+    """
+    border: Border | None = layer.__dict__.get("_border")
+    return (
+        border is not None and type(border.x) is Shard and isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+        and isinstance(layer, Linear) and not torch.compiler.is_compiling() and layer.effective_recipe() is not None
+    )  # fmt: skip
+
+
+def _whole_of(layer: nn.Module, x: torch.Tensor, layouts: Layouts, mesh: DeviceMesh) -> DTensor:
+    """The DTensor of a plain input."""
+    is_replica = layouts[0].is_replicate() and mesh.ndim == 1 and not torch.compiler.is_compiling()
+    if not is_replica or not isinstance(x, torch.Tensor) or not x.is_contiguous() or x.device.type != mesh.device_type:
+        return DTensor.from_local(x, mesh, layouts, run_check=False)
+    known: dict[torch.Size, Placed] = layer.__dict__.setdefault("_wholes", {})
+    placed = known.get(x.shape)
+    if placed is None:
+        known.clear()  # shapes made anew for every call must not pile up
+        placed = known[x.shape] = Placed(mesh, layouts, x.shape)
+    return AsPlaced.apply(x, placed, placed)
+
+
+def _is_sequence(x: DTensor) -> bool:
+    """True for a tensor of rows that are sharded, and nothing else."""
+    placement = x.placements[0]
+    return len(x.placements) == 1 and type(placement) is Shard and placement.dim < x.dim() - 1
+
+
+# -------------------------------------------------------------------------------------------------------------- norms
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm)
+
+
+class _Rows:
+    """How the tensors of a norm lie whose inputs are sharded along `dim`, before those that it normalizes over."""
+
+    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
+        self.mesh, self.dim = mesh, dim
+        self._whole: dict[tuple, Placed] = {}
+        self._parameters: dict[str, Placed] = {}
+
+    def __deepcopy__(self, memo: object) -> "_Rows":
+        return self  # a copied norm is on the same mesh
+
+    def serves(self, norm: nn.Module, x: object) -> bool:
+        """True where rows are normalized one by one, outside of a compiler's trace."""
+        if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not x.dim():
+            return False
+        dim, over = self.dim % x.dim(), norm.normalized_shape
+        if dim >= x.dim() - len(over):  # pyright: ignore[reportArgumentType]
+            return False
+        return not isinstance(x, DTensor) or x.placements == (Shard(dim),)
+
+    def whole(self, local: torch.Tensor) -> Placed:
+        """The placement of the tensor of which every rank has as many rows as this one."""
+        found = self._whole.get(local.shape)
+        if found is None:
+            dim, shape = self.dim % local.dim(), list(local.shape)
+            shape[dim] *= self.mesh.size()
+            found = self._whole[local.shape] = Placed(self.mesh, (Shard(dim),), torch.Size(shape))
+        return found
+
+    def local_parameters(self, norm: nn.Module) -> dict[str, torch.Tensor | None]:
+        """The parameters of this rank, whose gradients are sums over rows, of which it has a part."""
+        made: dict[str, torch.Tensor | None] = {}
+        for name, parameter in norm._parameters.items():
+            if isinstance(parameter, DTensor):
+                placed = self._parameters.get(name)
+                if placed is None or placed.shape != parameter.shape:
+                    placed = self._parameters[name] = Placed(self.mesh, (Partial(),), parameter.shape)
+                made[name] = ToLocal.apply(parameter, placed)
+            else:
+                made[name] = parameter
+        return made
+
+
+def _norm_of_rows(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`norm` of this rank's rows, as a DTensor."""
+    rows: _Rows = norm.__dict__["_rows"]
+    if not rows.serves(norm, x):
+        return type(norm).forward(norm, x)
+    if isinstance(x, DTensor):
+        placed = Placed(x.device_mesh, x.placements, x.shape)
+        local = ToLocal.apply(x, placed)
+    else:
+        placed = rows.whole(x)
+        local = x.view_as(x)  # where the gradients of a norm of several operations are added, before that of others
+    # The same module with other parameters: what others read of it meanwhile stays as it is.
+    twin = object.__new__(type(norm))
+    twin.__dict__ = {**norm.__dict__, "_parameters": rows.local_parameters(norm)}
+    return AsPlaced.apply(type(norm).forward(twin, local), placed, placed)

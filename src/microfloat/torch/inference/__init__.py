@@ -1,0 +1,1 @@
+"""Models for serving: quantized in place, loaded and saved."""

@@ -1,0 +1,451 @@
+"""Inference: weights stored quantized, scales searched for them, and amaxes of activations measured beforehand.
+
+    quantize_(model, WeightOnly("nvfp4"))      every Linear keeps codes and scales in place of its weight
+    with calibrate(model): model(batch)        amaxes of activations, for scales="static"
+
+A quantized layer is a `Linear` (or a `GroupedLinear`) like any other: its weight is a QuantizedTensor, its recipe one
+of `microfloat.recipes.inference`, and its calls run the schedule of that recipe. Its state dict holds the quantized
+weight under the name of the plain one.
+
+Legend: N = out features, K = in features, E = experts.
+"""
+
+import contextlib
+import dataclasses
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from microfloat.arguments import check_bool
+from microfloat.errors import MicrofloatError, invalid_type, invalid_value, kind_of
+from microfloat.operands import GEMMS
+from microfloat.recipes import Cast, Placement, Recipe, WeightActivation, WeightOnly
+from microfloat.recipes.placement import (
+    DEFAULT_EXCLUDE,
+    DEFAULT_FUSE,
+    ConversionReport,
+    ConversionRow,
+    check_fuse,
+    fused_group,
+)
+from microfloat.torch import backends
+from microfloat.torch._typing import Options
+from microfloat.torch.convert.swap import (
+    keep_slow_paths,
+    layer_shape,
+    nothing_left,
+    pin_layer,
+    planned_layers,
+    report_of,
+)
+from microfloat.torch.nn.conv1d import as_linear, is_conv1d, tell_adapters
+from microfloat.torch.nn.grouped_linear import GroupedLinear
+from microfloat.torch.nn.linear import RecipeLayer
+from microfloat.torch.scaling.buffers import larger_amax
+from microfloat.torch.tensor.checks import INPUT_DTYPES, check_model, with_path
+from microfloat.torch.tensor.ops import quantize
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+__all__ = ["LAYERS", "Config", "calibrate", "check_config", "quantize_", "searched"]
+
+Config = WeightOnly | WeightActivation
+LAYERS = (nn.Linear, GroupedLinear)
+_QUANTIZED = (
+    "To quantize it anew, call microfloat.torch.revert(model) first, which gives the values of its codes; "
+    "to run its codes under another config, call microfloat.torch.convert(model, config)."
+)
+
+
+@torch.no_grad()
+def quantize_(
+    model: nn.Module,
+    config: Config | Placement | Mapping[str, Config | None],
+    filter: Callable[[str, nn.Module], bool] | None = None,
+    *,
+    exclude: Sequence[str] = DEFAULT_EXCLUDE,
+    fuse: Sequence[str] = DEFAULT_FUSE,
+    embeddings: bool = False,
+) -> ConversionReport:
+    """Store the weight of every nn.Linear and GroupedLinear of `model` quantized, in place; returns a report.
+
+    `config`: a `WeightOnly` or a `WeightActivation` for all layers, or a Placement (or dictionary) of them by name
+    pattern, None being high precision. `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name
+    patterns (default: heads, routers and LoRA adapters). `fuse`: layers whose weights share one tensor scale, because
+    serving engines multiply them as one: q, k and v ("qkv"), gate and up ("gate_up"). The experts of a GroupedLinear
+    have a scale each. Weights that several layers share stay shared; biases and norms stay as they are. `embeddings`:
+    every nn.Embedding too is quantized, its weight alone; a lookup dequantizes the rows that it reads. One that is
+    tied to a module which is left out, such as a head, stays as it is. Another layer whose weight is that of a module
+    that is left out gets codes of its own, and a warning.
+    Codes of the format in question stay as they are too, in a layer that has no recipe yet: one whose state dict was
+    loaded with ``assign=True``, or that trained under `quantized_model_init`.
+
+    A layer keeps its identity and ``isinstance(layer, nn.Linear)``. Its weight requires grad as before, and a backward
+    that asks for that gradient raises: freeze the model to train adapters. Raises InvalidTypeError and
+    InvalidValueError for other arguments and where no layer is left to quantize, PlacementError for patterns that
+    match no layer; then nothing changes. Weights are quantized one after the other, or a group of `fuse` together, and
+    each plain one is let go: after an error in between (memory, Ctrl-C) a layer is quantized or as it was, and a second
+    call goes on.
+    """
+    check_model(model)
+    if isinstance(config, Mapping):
+        for pattern, one in config.items():
+            if isinstance(one, str):  # which a Placement would take for the name of a recipe for training
+                check_config(pattern, one, True)
+        config = Placement(list(config.items()))
+    for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
+        check_config(pattern, one, isinstance(config, Placement))
+    check_bool("embeddings", embeddings)
+    kinds = (*LAYERS, nn.Embedding) if embeddings else LAYERS
+    fused, layers = check_fuse(fuse), named_layers(model, kinds)
+    rows, wishes = planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)
+    rows = _with_tied_kept(model, layers, rows)
+    configs = _configs_of(rows)
+    if not configs:
+        are_stored = any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values())
+        raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
+    for name, layer, _ in wishes:
+        if name in configs and is_conv1d(layer):
+            as_linear(layer)
+    several = Counter(id(layers[name]._parameters["weight"]) for name in configs)
+    untied, spoiled = _untied(model, layers, configs), []
+    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
+    try:
+        for name, layer, wanted in wishes:
+            if wanted is None:
+                pin_layer(name, layer, wanted)
+        for members in _groups(configs, fused):
+            weights = {name: layers[name]._parameters["weight"] for name in members}
+            spoiled += [name for name, weight in weights.items() if not _is_finite(weight)]
+            stored = _stored_weights({name: (weight, configs[name]) for name, weight in weights.items()}, shared)
+            shared |= {
+                id(plain): (plain, stored[name]) for name, plain in weights.items() if several[id(plain)] > 1
+            }  # fmt: skip
+            del weights
+            for name, weight in stored.items():
+                layer = layers[name]
+                pin_layer(name, layer, configs[name])
+                layer.weight = weight
+                if configs[name].is_static and not isinstance(layer, nn.Embedding):
+                    layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
+                if name in untied:
+                    layer.__dict__["_untied_from"] = untied[name]
+    finally:
+        tell_adapters(model)
+        keep_slow_paths(model)
+    _name_spoiled(spoiled)
+    if untied:
+        pairs = ", ".join(f"{name} (that of {other})" for name, other in untied.items())
+        warnings.warn(
+            f"quantize_: these layers had a weight that another module reads, and keeps with its values: {pairs}. "
+            "They have codes of their own now, and are tied no longer; in a model of transformers set "
+            "config.tie_word_embeddings = False, or tie_weights() and readers of a checkpoint put the values back. To "
+            f"leave them as they were: filter=lambda name, layer: name not in {list(untied)}.", UserWarning,
+            stacklevel=3,
+        )  # fmt: skip
+    rows = [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
+    return report_of(model, rows, unseen=() if embeddings else _embeddings_left(model))
+
+
+def _is_finite(weight: object) -> bool:
+    """False for plain values at hand of which one is not finite. Codes have been looked at when they were made."""
+    if not isinstance(weight, torch.Tensor) or isinstance(weight, QuantizedTensor) or weight.is_meta:
+        return True
+    return bool(weight.isfinite().all())
+
+
+def _name_spoiled(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"quantize_: these weights hold a NaN or an infinity: {', '.join(names)}. Their codes hold NaN, of a whole "
+            "block where its scale tells of it, or values that saturate. Mend the checkpoint, or leave them out: "
+            f"filter=lambda name, layer: name not in {list(names)}.", UserWarning, stacklevel=4,
+        )  # fmt: skip
+
+
+def _configs_of(rows: Sequence[ConversionRow]) -> dict[str, Config]:
+    """The config of each layer to quantize, by name."""
+    return {row.name: cast(Config, row.recipe) for row in rows if row.action in ("converted", "repinned")}
+
+
+def _with_tied_kept(
+    model: nn.Module, layers: Mapping[str, nn.Module], rows: list[ConversionRow]
+) -> list[ConversionRow]:
+    """The rows, in which an embedding keeps the weight that a module keeps which is left out: codes beside it would
+    cost memory.
+    """
+    kept = {
+        name: f"its weight is {keeper} too, which keeps its values; quantize both (exclude=()), or neither"
+        for name, keeper in _untied(model, layers, _configs_of(rows)).items() if isinstance(layers[name], nn.Embedding)
+    }  # fmt: skip
+    return [
+        ConversionRow(row.name, row.shape, "skipped", None, kept[row.name]) if row.name in kept else row for row in rows
+    ]
+
+
+def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, Config]) -> dict[str, str]:
+    """The layers to quantize whose plain weight another module keeps: its name by theirs."""
+    weights = {id(weight) for name in configs if type(weight := layers[name]._parameters["weight"]) is nn.Parameter}
+    taken = {id(layers[name]) for name in configs}
+    keepers = {
+        id(parameter): f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules() if id(module) not in taken
+        for key, parameter in module._parameters.items() if id(parameter) in weights
+    }  # fmt: skip
+    found = {name: keepers.get(id(layers[name]._parameters["weight"])) for name in configs}
+    return {name: keeper for name, keeper in found.items() if keeper is not None}
+
+
+def _groups(configs: Mapping[str, Config], fused: Sequence[str]) -> list[list[str]]:
+    """The names of layers whose weights share a scale, and each other one for itself."""
+    groups: dict[object, list[str]] = {}
+    for name, recipe in configs.items():
+        key = fused_group(name, fused)
+        groups.setdefault(name if key is None else (key, recipe.fprop.rhs, recipe.scale_search), []).append(name)
+    return list(groups.values())
+
+
+def _stored_weights(
+    members: Mapping[str, tuple[torch.Tensor, Config]], shared: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The stored weights of layers that share a scale, by name, each of a plain one and its config."""
+    plain = [weight.detach() for weight, _ in members.values() if not isinstance(weight, QuantizedTensor)]
+    _, recipe = next(iter(members.values()))
+    rhs, search = recipe.fprop.rhs, recipe.scale_search
+    assert rhs is not None, "a config quantizes weights"
+    amax = _shared_amax(plain, rhs, search)
+    search = None if amax is not None and rhs.format.is_per_tensor else search
+    made: dict[int, torch.Tensor] = {}
+    for name, (weight, _) in members.items():
+        if isinstance(weight, QuantizedTensor):
+            made[id(weight)] = weight
+        elif id(weight) in shared:
+            made[id(weight)] = shared[id(weight)][1]
+        elif id(weight) not in made:
+            try:
+                q = searched(weight.detach(), rhs, amax, search)
+            except MicrofloatError as error:
+                raise with_path(error, name) from None
+            made[id(weight)] = nn.Parameter(q, requires_grad=weight.requires_grad)
+    return {name: made[id(weight)] for name, (weight, _) in members.items()}
+
+
+def check_config(pattern: str, config: object, in_placement: bool) -> None:
+    """Refuse what is no config of inference; `in_placement`: None, high precision, is one there."""
+    if pattern.endswith(tuple(f":{gemm}" for gemm in GEMMS)):
+        raise invalid_value("config", f"the pattern {pattern!r}", "patterns of whole layers: a weight is stored once")
+    if isinstance(config, Config) or (in_placement and config is None):
+        return
+    got, remedy = kind_of(config), ""
+    if isinstance(config, str):
+        got, remedy = repr(config), f"Write WeightOnly({config!r})."
+    elif isinstance(config, type) and issubclass(config, Config):
+        remedy = f"Call the class: {config.__name__}('nvfp4')."
+    elif isinstance(config, Recipe):
+        remedy = "A recipe for training goes to microfloat.torch.convert."
+    raise invalid_type("config", got, "WeightOnly(...), WeightActivation(...), or a Placement of them", remedy)
+
+
+def named_layers(model: nn.Module, kinds: tuple[type, ...] = LAYERS) -> dict[str, Any]:
+    """The layers that have a weight to quantize, by name."""
+    return {one: module for one, module in model.named_modules() if isinstance(module, kinds) or is_conv1d(module)}
+
+
+def _embeddings_left(model: nn.Module) -> list[ConversionRow]:
+    """A row for each embedding that keeps its values."""
+    return [
+        ConversionRow(name, layer_shape(module), "not seen", None, "an embedding; embeddings=True quantizes it")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and not isinstance(module.weight, QuantizedTensor)
+    ]
+
+
+def _why_not_stored(layer: nn.Module, config: Recipe | None) -> str | None:
+    """Reason why the weight of a layer cannot become codes of `config`, or None."""
+    weight = layer._parameters.get("weight")
+    if isinstance(weight, QuantizedTensor):
+        is_free = not isinstance(getattr(layer, "pinned", None), Recipe)
+        wanted = None if config is None or config.fprop.rhs is None else config.fprop.rhs.format
+        if is_free and (weight.format, weight.hadamard, weight.axis) == (wanted, None, weight.dim() - 1):
+            return None
+        return f"its weight is quantized already ({weight.format})"
+    if type(weight) is not nn.Parameter:
+        return "its weight is no plain Parameter (a parametrization, or a distributed tensor)"
+    if weight.dtype not in INPUT_DTYPES:
+        return f"its weight has {weight.dtype}"
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
+        return "it renormalises its rows, or has sparse gradients (max_norm, sparse)"
+    if isinstance(layer, nn.Embedding) and config is not None and config.fprop.rhs.format.is_tile:  # type: ignore[union-attr]
+        return f"a lookup reads rows, and a tile of {config.fprop.rhs.format} has several"  # type: ignore[union-attr]
+    return None
+
+
+def _shared_amax(weights: Sequence[torch.Tensor], cast: Cast, search: str | None) -> torch.Tensor | None:
+    """The amax behind the scale that weights share, float32 (), or [E] of experts; None where they share none.
+
+    The largest of theirs; where the one scale of a tensor is searched, that of the smallest error of all together.
+    """
+    if len(weights) < 2 or not cast.takes_amax or cast.tensor_scale == "row" or weights[0].is_meta:
+        return None
+    if len({weight.shape[:-2] for weight in weights}) > 1:
+        return None
+    measured = []
+    for weight in weights:
+        amax = backends.choose("auto", weight.device).amax
+        experts = [amax(one) for one in weight] if weight.dim() == 3 else [amax(weight)]
+        measured.append(torch.stack([one.reshape(()) for one in experts]).to(weights[0].device))
+    largest = torch.stack(measured).amax(0)
+    if search == "mse" and cast.format.is_per_tensor:
+        experts = zip(*(weight if weight.dim() == 3 else [weight] for weight in weights), strict=True)
+        largest = torch.stack([_best_amax(those, cast, amax) for those, amax in zip(experts, largest, strict=True)])
+    return largest if weights[0].dim() == 3 else largest[0]
+
+
+# ---------------------------------------------------------------------------------------------------- search of scales
+
+_RATIOS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a block's amax, for scales that are not powers of two
+
+
+def searched(
+    weight: torch.Tensor, cast: Cast, amax: torch.Tensor | None = None, scale_search: str | None = None
+) -> QuantizedTensor:
+    """A weight [N, K], or experts [E, N, K] one by one, under `cast`; `amax`: in place of the measured one, or None.
+
+    `scale_search` "mse": each block takes the scale of the smallest squared error among that of the cast, those of
+    smaller amaxes, at which the largest elements saturate, and those of other rules for the same scales. Ties keep the
+    scale of the cast. Codes and scales are those that a reader of the format expects.
+    """
+    if weight.dim() == 3:
+        amaxes = [None] * len(weight) if amax is None else amax.unbind()
+        made = [searched(one, cast, own, scale_search) for one, own in zip(weight, amaxes, strict=True)]
+        return torch.stack(made)  # type: ignore[arg-type,return-value]
+    is_searched = scale_search == "mse" and not weight.is_meta and weight.numel() > 0
+    if is_searched and cast.format.is_per_tensor:
+        amax = _best_amax([weight], cast, _held_amax(weight, cast) if amax is None else amax)
+    best = quantize(weight, cast, amax=amax)
+    if not is_searched or cast.format.is_per_tensor:
+        return best
+    if best.tensor_scale is not None and amax is None:
+        amax = _held_amax(weight, cast)
+    lowest = _error(best, weight)
+    for one in _candidates(weight, cast, amax):
+        error = _error(one, weight)
+        is_better = error < lowest
+        lowest = torch.where(is_better, error, lowest)
+        _take_blocks(best, one, is_better)
+    return best
+
+
+def _best_amax(weights: Sequence[torch.Tensor], cast: Cast, amax: torch.Tensor) -> torch.Tensor:
+    """The amax, or a part of it, under whose one scale the squared error of all weights is smallest."""
+    candidates = [amax, *(amax * ratio for ratio in _RATIOS)]
+    errors = [
+        torch.stack([_error(quantize(one, cast, amax=part), one).sum().to(amax.device) for one in weights]).sum()
+        for part in candidates
+    ]
+    return candidates[int(torch.stack(errors).argmin())]
+
+
+def _held_amax(weight: torch.Tensor, cast: Cast) -> torch.Tensor:
+    """The amax behind the tensor scale: of all values, or of each row."""
+    if cast.tensor_scale == "row":
+        return weight.detach().abs().amax(1, keepdim=True).float()
+    return backends.choose("auto", weight.device).amax(weight).reshape(())
+
+
+def _candidates(weight: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> Iterator[QuantizedTensor]:
+    """The weight under other scales: of other rules that write the same kind of scale, and of clamped blocks."""
+    fmt = cast.format
+    rules = {"E8M0": ("floor", "rceil"), "E4M3": ("four_over_six_mse_448",)}.get(fmt.scale.name, ())
+    for rule in rules:
+        if rule != cast.scale_rule:
+            yield quantize(weight, dataclasses.replace(cast, scale_rule=rule), amax=amax)
+    limit = _spread(_blocks(weight.detach().abs().float(), fmt.block).amax((1, 3)), fmt.block, weight.shape)
+    whole = fmt.scale.name == "E8M0" or cast.rule.power_of_two
+    for ratio in (0.5,) if whole else _RATIOS:
+        bound = limit * ratio
+        yield quantize(weight.float().clamp(-bound, bound), cast, amax=amax)
+
+
+def _blocks(values: torch.Tensor, block: tuple[int | None, int | None]) -> torch.Tensor:
+    """[rows of blocks, R, columns of blocks, C], filled up with zeros."""
+    rows, columns = block[0] or values.shape[0], block[1] or values.shape[1]
+    values = nn.functional.pad(values, (0, -values.shape[1] % columns, 0, -values.shape[0] % rows))
+    return values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns)
+
+
+def _spread(blocks: torch.Tensor, block: tuple[int | None, int | None], shape: Sequence[int]) -> torch.Tensor:
+    """One value of each block, for each of its elements [N, K]."""
+    rows, columns = block[0] or shape[0], block[1] or shape[1]
+    return blocks.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _error(q: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
+    """Squared error of each block."""
+    return _blocks((q.dequantize(torch.float32) - weight.float()).square(), q.format.block).sum((1, 3))
+
+
+def _take_blocks(q: QuantizedTensor, other: QuantizedTensor, which: torch.Tensor) -> None:
+    """Put codes and scales of some blocks of `other` into q."""
+    codes = _spread(which, q.format.block, q.shape)
+    if q.format.element.codes_per_byte == 2:  # blocks are whole bytes
+        codes = codes[:, ::2]
+    q.codes.view(torch.uint8).copy_(torch.where(codes, other.codes.view(torch.uint8), q.codes.view(torch.uint8)))
+    q.scale.copy_(torch.where(which.view(q.scale.shape), other.scale, q.scale))
+
+
+# --------------------------------------------------------------------------------------------------------- calibration
+
+
+@contextlib.contextmanager
+def calibrate(model: nn.Module) -> Iterator[nn.Module]:
+    """Measure the amax of every input that layers with static scales get inside; ``with calibrate(model): model(x)``.
+
+    Layers run with dynamic scales meanwhile. At the end each keeps the largest finite amax that it has met, as its
+    buffer `input_amax` (float32, saved with the model), from which its static scale follows; a warning names layers
+    that were not called. Of a model without such layers, all linear layers are measured, for a `quantize_` to come.
+    Raises InvalidTypeError for anything but a module, InvalidValueError for one without linear layers. After an
+    exception inside nothing has changed.
+    """
+    check_model(model)
+    layers = named_layers(model)
+    static = {name: layer for name, layer in layers.items() if _is_static(layer)}
+    if not layers:
+        raise invalid_value("model", f"a {type(model).__name__} without linear layers", "one with layers to calibrate")
+    measured: dict[nn.Module, torch.Tensor] = {}
+
+    def measure(layer: nn.Module, arguments: tuple, options: Options) -> None:
+        x = arguments[0] if arguments else options.get("input")
+        if isinstance(x, torch.Tensor) and x.numel():
+            measured[layer] = larger_amax(x, measured.get(layer))
+
+    hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in (static or layers).values()]
+    pinned = {layer: layer.pinned for layer in static.values()}
+    try:
+        for layer, recipe in pinned.items():
+            layer.pin(dataclasses.replace(recipe, scales="dynamic"))
+        yield model
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, recipe in pinned.items():
+            layer.pin(recipe)
+    for layer, amax in measured.items():
+        if static:
+            layer.register_buffer("input_amax", amax)
+        else:
+            layer.__dict__["_measured_amax"] = amax
+    missed = [name for name, layer in static.items() if layer not in measured]
+    if missed:
+        warnings.warn(
+            f"calibrate: these layers were not called, and keep no or an earlier amax: {', '.join(missed)}.",
+            UserWarning, stacklevel=3,
+        )  # fmt: skip
+
+
+def _is_static(layer: nn.Module) -> bool:
+    recipe = layer.pinned if isinstance(layer, RecipeLayer) else None
+    return isinstance(recipe, Recipe) and recipe.is_static

@@ -1,0 +1,182 @@
+"""microfloat's FP8 GEMM with 1x128 scales (`kernels.gemm.block_gemm`): where it serves, and how it is started.
+
+It needs Triton 3.6 (Gluon) and an assembler of CUDA 12.9 or newer, which that Triton carries: older ones keep float32
+arithmetic and tensor cores from overlapping.
+
+Legend: M, N = rows of the operands, K = contraction length.
+"""
+
+import functools
+import threading
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from microfloat.chips import Chip
+from microfloat.torch import backends
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime import JITFunction
+
+__all__ = [
+    "OWN_GEMMS", "GroupedWork", "OwnGemm", "own_block_matmul", "own_gemm_is_faster", "own_gemm_is_there",
+    "own_gemm_serves", "start",
+]  # fmt: skip
+
+Shape = tuple[int, int, int]
+_SIDE = 128
+
+
+class OwnGemm(NamedTuple):
+    """The cut of a program of microfloat's FP8 GEMM with 1x128 scales: warpgroups that multiply, parts of 64 rows of
+    each, stages of its ring, rows of tiles to go down before the next column, registers of a multiplying thread."""
+
+    warpgroups: int
+    parts: int
+    stages: int
+    group: int
+    registers: int
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of C that one program makes at a time."""
+        return 64 * self.warpgroups * self.parts, 128
+
+
+# By whether the second operand has 128x128 scales ("tiles"); chosen by measurement.
+OWN_GEMMS = {False: OwnGemm(2, 2, 4, 8, 240), True: OwnGemm(3, 1, 4, 8, 160)}
+# Where it was measured to win: E4M3 to bfloat16 (the kernel's other forms have not run on a GPU yet), long sums, many
+# products, and tiles that keep all multiprocessors busy to the end.
+_LEAST_LENGTH, _LEAST_PRODUCTS, _LEAST_FILL = 4096, 2**38, 0.95
+
+
+def own_gemm_is_faster(shape: tuple[int, int, int], tiles: bool, chip: Chip, processors: int = 132) -> bool:
+    """True if microfloat's FP8 GEMM serves a product of M, K, N with a bfloat16 result and beats the vendor's.
+
+    On compute capability 9.0, M a multiple of 4, K and N of 16; from 2^38 products and K of 4096 on, where tiles of C
+    come in nearly whole rounds of `processors`. `tiles`: the second operand has 128x128 scales.
+    """
+    m, k, n = shape
+    if chip.capability != (9, 0) or m * k * n < _LEAST_PRODUCTS or k < _LEAST_LENGTH:
+        return False
+    if m % 4 or (k | n) % 16 or m * k >= 2**37 or n * k >= 2**37:
+        return False
+    rows, columns = OWN_GEMMS[tiles].tile
+    rounds = -(-(-(-m // rows) * -(-n // columns)) // processors)
+    # The part of all multiprocessors' time that goes into elements of C, if every tile takes equally long.
+    return m * n / (rounds * processors * rows * columns) >= _LEAST_FILL
+
+
+def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torch.dtype) -> bool:
+    """True if microfloat's FP8 GEMM can be built, serves a product of M, K, N in `dtype`, and beats the vendor's."""
+    index = backends.device_index(device)
+    if index < 0 or dtype != torch.bfloat16:
+        return False
+    from microfloat.torch.launch import program
+
+    chip, processors = backends.chip_of(device), program.device_of(index).multiprocessors
+    return own_gemm_is_faster(shape, tiles, chip, processors) and own_gemm_is_there()
+
+
+@functools.cache
+def own_gemm_is_there() -> bool:
+    """True if this Triton can build the kernel."""
+    import triton
+
+    from microfloat.torch.launch.program import INTERPRETED
+
+    return not INTERPRETED and tuple(triton.__version__.split(".")[:2]) == ("3", "6") and _assembler() is not None
+
+
+@functools.cache
+def _assembler() -> str | None:
+    """The path of an assembler that is new enough."""
+    from triton import knobs
+
+    for name in ("ptxas", "ptxas_blackwell"):
+        try:
+            tool = getattr(knobs.nvidia, name)
+        except (AttributeError, RuntimeError):
+            continue
+        if tuple(int(part) for part in tool.version.split(".")[:2]) >= (12, 9):
+            return tool.path
+    return None
+
+
+class GroupedWork(NamedTuple):
+    """The work of a launch of many products (`kernels.gemm.block_gemm`): FPROP, DGRAD or WGRAD, of how many groups, by
+    which part of their plan; the shape of C.
+    """
+
+    kind: int
+    number: int
+    plan: torch.Tensor
+    shape: tuple[int, int]
+
+
+@functools.cache
+def _imported() -> tuple["type[TensorDescriptor]", ModuleType, ModuleType]:
+    """Modules that need Triton, which may be missing when this one is loaded: imported by the first product alone."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from microfloat.kernels.gemm import block_gemm
+    from microfloat.torch.launch import program
+
+    return TensorDescriptor, block_gemm, program
+
+
+def own_block_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool,
+    work: GroupedWork | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``a @ b`` by `kernels.gemm.block_gemm`, whatever the size; with `work` one product for each group of rows.
+
+    K and N multiples of 16, M of 4; of grouped products N a multiple of 128, and a K that is no number of rows.
+    """
+    descriptor, kernels, program = _imported()
+    (m, k), b = a.shape, b.t()
+    cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
+    c = torch.empty(shape, dtype=dtype, device=a.device)
+    codes, flat = kernels.codes_layout, kernels.scale_layout
+    a_scales = descriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
+    # With tiles the descriptor of B's scales is not read.
+    b_scales = a_scales if tiles else descriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
+    size = c.element_size()
+    arguments = (
+        descriptor(a, [*a.shape], [a.shape[1], 1], [kernels.PART, _SIDE], codes),
+        descriptor(b, [*b.shape], [b.shape[1], 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
+        b_scale.stride(1) if tiles else 0,
+        descriptor(c, [*shape], [shape[1], 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)),
+        None if work is None else c, None if work is None else work.plan, m, shape[1], k, cut.warpgroups, cut.parts,
+        kernels.COLUMNS, cut.stages, cut.group, tiles, cut.registers, *((0, 0) if work is None else work[:2]),
+    )  # fmt: skip
+    device = a.get_device()
+    rows, columns = cut.tile
+    programs = -(-shape[0] // rows) * -(-shape[1] // columns)
+    if work is not None:  # and a row of tiles more for every group but one
+        programs += work.number * -(-shape[1] // columns)
+    with torch.cuda.device(device):
+        kind = (tiles, a.dtype, b.dtype, dtype, device, *(() if work is None else work[:2]))
+        start(kernels.block_gemm, min(programs, program.device_of(device).multiprocessors), arguments, kind)
+    return c
+
+
+_LOCK = threading.Lock()
+_COMPILED: set[tuple] = set()
+
+
+def start(function: "JITFunction", programs: int, arguments: tuple, kind: tuple) -> None:
+    """Start the kernel; the first of its kind is compiled with the assembler that it needs."""
+    if kind in _COMPILED:
+        function[(programs,)](*arguments, num_warps=4)
+        return
+    from triton import knobs
+
+    assembler = _assembler()
+    with _LOCK, knobs.nvidia.scope():
+        if assembler is not None:
+            knobs.nvidia.ptxas = assembler  # type: ignore[assignment]
+        function[(programs,)](*arguments, num_warps=4)
+    _COMPILED.add(kind)

@@ -1,0 +1,394 @@
+"""Norms and activations that hand their value to a cast: fused with it where a kernel is, the same bytes where none is.
+
+A producer knows its value, computed in float32 and rounded to the dtype of its input as the unfused graph would have
+rounded it (docs/numerics.md, section 6), and how to write codes of that value in both layouts without writing the value
+itself. Statistics, exponentials and gradients of norms are in the tolerance class: they may differ between devices in
+their last bits. Given the value, codes and scales do not.
+
+    rms norm    x * r * weight                        r = (mean(x^2) + eps)^-1/2 per row
+    layer norm  (x - mean) * r * weight + bias        r = (mean((x - mean)^2) + eps)^-1/2 per row
+    activation  f(x),  or gated: round(f(x)) * up
+    gradients   of x: round(grad * up) * f'(x),  of up: grad * round(f(x))
+
+Legend: M = rows of x (all leading dimensions), K = features of a norm, F = features of an activation.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from microfloat.errors import unknown_name
+from microfloat.operands import OPERANDS_OF
+from microfloat.passes import CastInputs, OperandSpec
+from microfloat.recipes import Cast, as_cast
+from microfloat.recipes.usages import CastLike
+from microfloat.torch import backends
+from microfloat.torch._typing import Maybe, Options, Seed
+from microfloat.torch.backends.base import Operand
+from microfloat.torch.tensor import custom_ops as _operators
+from microfloat.torch.tensor.checks import (  # fmt: skip
+    check_eps,
+    check_like,
+    check_parameter,
+    check_rows,
+    check_scale_enc,
+    check_tensor,
+    real_tensor,
+    row_count,
+)
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor, tensors_of
+from microfloat.torch.tensor.seeds import draw_seed, seed_words
+
+__all__ = [
+    "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Produced", "Producer", "Statistics", "Valued",
+    "activate", "codes_of", "input_of", "norm_gradients", "produce", "rows_of", "sum_of_rows", "values_of",
+    "waits_for_amax",
+]  # fmt: skip
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu", "sigmoid")
+Both = tuple[Operand | None, Operand | None]
+
+
+class Valued(NamedTuple):
+    """A value, and its amax where that was measured with it."""
+
+    value: torch.Tensor
+    amax: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Of the rows of a norm's input, float32 [M]: the mean (None for RMSNorm) and 1 / its spread."""
+
+    mean: torch.Tensor | None
+    inverse: torch.Tensor
+
+
+def waits_for_amax(row: Cast | None, column: Cast | None) -> bool:
+    """True for casts per tensor with current scaling, whose scale is known when all of the value is."""
+    cast = row or column
+    return cast is not None and cast.format.is_per_tensor and cast.format.scale.name == "FP32" and not cast.is_delayed
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """RMSNorm (`kind` "rms") or LayerNorm ("layer") of the rows of x; `weight` and `bias` may be None."""
+
+    x_MK: torch.Tensor
+    weight_K: torch.Tensor | None
+    bias_K: torch.Tensor | None
+    eps: float
+    kind: str
+
+    def by_torch(self) -> tuple[list[torch.Tensor], Statistics]:
+        """The value [M, K] in x's dtype, and its statistics."""
+        statistics = self.statistics()
+        return [self.value_of(statistics)], statistics
+
+    def statistics(self) -> Statistics:
+        """In float32, by torch."""
+        x = self.x_MK.float()
+        mean = x.mean(1) if self.kind == "layer" else None
+        centred = x if mean is None else x - mean[:, None]
+        return Statistics(mean, torch.rsqrt(centred.square().mean(1) + self.eps))
+
+    def value_of(self, statistics: Statistics) -> torch.Tensor:
+        """The value that given statistics make."""
+        value = self.x_MK.float()
+        if statistics.mean is not None:
+            value = value - statistics.mean[:, None]
+        value = value * statistics.inverse[:, None]
+        if self.weight_K is not None:
+            value = value * self.weight_K.float()
+        if self.bias_K is not None:
+            value = value + self.bias_K.float()
+        return value.to(self.x_MK.dtype)
+
+
+def norm_gradients(
+    norm: Norm, statistics: Statistics, grad_MK: torch.Tensor, needs: tuple[bool, bool, bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of x, weight and bias, each in its own dtype where it is needed.
+
+    With g = grad * weight and n the normalized x:  dx = r * (g - n * mean(g * n)), less r * mean(g) for LayerNorm;
+    dweight = sum over rows of grad * n;  dbias = sum over rows of grad.
+    """
+    x, weight, bias = norm.x_MK, norm.weight_K, norm.bias_K
+    needs = needs[0], needs[1] and weight is not None, needs[2] and bias is not None
+    same = all(t is None or t.dtype == x.dtype for t in (weight, bias, grad_MK))
+    if x.is_cuda and same and grad_MK.dtype == x.dtype:  # torch's own kernels
+        size, inverse = [x.shape[1]], statistics.inverse[:, None]
+        if norm.kind == "layer":
+            mean = statistics.mean[:, None]  # type: ignore[index]
+            aten = torch.ops.aten.native_layer_norm_backward
+            return aten(grad_MK.contiguous(), x.contiguous(), size, mean, inverse, weight, bias, list(needs))
+        dx, dweight = torch.ops.aten._fused_rms_norm_backward(
+            grad_MK.contiguous(), x.contiguous(), size, inverse, weight, [needs[0], needs[1]]
+        )
+        dbias = grad_MK.sum(0, dtype=torch.float32).to(bias.dtype) if needs[2] else None  # type: ignore[union-attr]
+        return dx, dweight, dbias
+    inverse, grad = statistics.inverse[:, None], grad_MK.float()
+    normalized = (x.float() if statistics.mean is None else x.float() - statistics.mean[:, None]) * inverse
+    dx = dweight = dbias = None
+    if needs[0]:
+        inner = grad if weight is None else grad * weight.float()
+        dx = inner - normalized * (inner * normalized).mean(1, keepdim=True)
+        if norm.kind == "layer":
+            dx = dx - inner.mean(1, keepdim=True)
+        dx = (dx * inverse).to(x.dtype)
+    if needs[1]:
+        dweight = (grad * normalized).sum(0).to(weight.dtype)  # type: ignore[union-attr]
+    if needs[2]:
+        dbias = grad.sum(0).to(bias.dtype)  # type: ignore[union-attr]
+    return dx, dweight, dbias
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """f(x), in x's dtype (float32 inside)."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if activation == "gelu":
+        return F.gelu(x)
+    if activation == "relu":
+        return F.relu(x)
+    if activation == "qgelu":
+        return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
+    if activation == "srelu":
+        return F.relu(x).float().square().to(x.dtype)
+    if activation == "sigmoid":
+        return torch.sigmoid(x)
+    raise unknown_name("activation", activation, ACTIVATIONS)
+
+
+def _through_activation(grad: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+    """``grad * f'(x)`` in x's dtype (float32 inside)."""
+    aten = torch.ops.aten
+    if activation == "silu":
+        return aten.silu_backward(grad, x)
+    if activation == "relu":
+        return aten.threshold_backward(grad, x, 0)
+    if activation == "qgelu":
+        wide = x.float()
+        s = torch.sigmoid(1.702 * wide)
+        return (grad.float() * (s * (1.0 + 1.702 * wide * (1.0 - s)))).to(x.dtype)
+    if activation == "srelu":
+        return (grad.float() * 2.0 * F.relu(x).float()).to(x.dtype)
+    if activation == "sigmoid":
+        s = torch.sigmoid(x.float())
+        return (grad.float() * (s * (1.0 - s))).to(x.dtype)
+    return aten.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """``f(x)``, or with `up` ``round(f(x)) * up`` (SwiGLU: activation="silu")."""
+
+    x_MF: torch.Tensor
+    up_MF: torch.Tensor | None
+    activation: str
+
+    def by_torch(self) -> tuple[list[torch.Tensor], None]:
+        """The value [M, F]."""
+        value = activate(self.x_MF, self.activation)
+        return [value if self.up_MF is None else value * self.up_MF], None
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationGradient:
+    """The gradients that `Activation` passes back, given that of its value: of x, and with `up` of up."""
+
+    grad_MF: torch.Tensor
+    x_MF: torch.Tensor
+    up_MF: torch.Tensor | None
+    activation: str
+
+    def by_torch(self) -> tuple[list[torch.Tensor], None]:
+        """The gradient of x, and that of up."""
+        inner = self.grad_MF if self.up_MF is None else self.grad_MF * self.up_MF
+        made = [_through_activation(inner, self.x_MF, self.activation)]
+        return made if self.up_MF is None else [*made, self.grad_MF * activate(self.x_MF, self.activation)], None
+
+
+Producer: TypeAlias = Norm | Activation | ActivationGradient
+
+
+def input_of(producer: Producer) -> torch.Tensor:
+    """x, whose shape and dtype are those of the value."""
+    return producer.x_MK if isinstance(producer, Norm) else producer.x_MF
+
+
+def values_of(producer: Producer, kernels: ModuleType | None) -> tuple[list[Valued], Statistics | None]:
+    """Each value that a producer makes, and the statistics of a norm: by kernels where there are any, else by torch."""
+    if kernels is not None:
+        return kernels.values(producer)
+    values, statistics = producer.by_torch()
+    return [Valued(value) for value in values], statistics
+
+
+# ----------------------------------------------------------------------------------------------------- codes of a value
+# On values at hand, or as one operator in traces. Kinds: "rms" and "layer" (norms), or the name of an activation,
+# gated where there is an `up`.
+
+_library = torch.library.Library("microfloat", "FRAGMENT")
+_library.define(
+    "produce(Tensor x, Tensor? second, Tensor? bias, str kind, float eps, str row, str column, Tensor? seed, "
+    "Tensor? scale_enc, str backend) -> Tensor[]"
+)
+_NORMS = ("rms", "layer")
+
+
+@dataclass(eq=False)
+class Produced:
+    """The codes of a value: `row` contracts its last axis, `column` its rows; statistics of a norm, float32 [M].
+
+    `bias_grad`: the sum of the rows of a gradient, in its dtype, where it was asked for.
+    """
+
+    row: QuantizedTensor
+    column: QuantizedTensor
+    mean: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
+    bias_grad: torch.Tensor | None = None
+
+
+def produce(
+    kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, casts: tuple[CastLike, CastLike | None],
+    seed: Seed, scale_enc: float | Maybe, backend: str,
+) -> Produced:  # fmt: skip
+    """The codes of a value; `second`: the weight of a norm, or the `up` that an activation is multiplied with."""
+    if not _operators.is_tracing(x):
+        row, column = as_cast(casts[0]), as_cast(casts[0] if casts[1] is None else casts[1])
+        return _produce_values(kind, x, second, bias, eps, row, column, seed, scale_enc, backend)
+    pair = casts[0], casts[0] if casts[1] is None else casts[1]
+    row, column = (_operators.constant_cast(cast) for cast in pair)
+    tokens = [_operators.constant_token(cast) for cast in pair]
+    if row.rounding != "stochastic" and column.rounding != "stochastic":
+        seed = None
+    else:
+        seed = _operators.drawn_seed(x) if seed is None else seed_words(seed, x.device)
+    scale_enc = None if scale_enc is None else real_tensor("scale_enc", scale_enc, x.device)
+    second, bias = (None if tensor is None else tensor.detach() for tensor in (second, bias))
+    parts = torch.ops.microfloat.produce(x.detach(), second, bias, kind, eps, *tokens, seed, scale_enc, backend)
+    shape = (parts[0].shape[0], x.shape[-1])
+    made, rest = tensors_of(parts, (row, column), tokens, (1, 0), shape, x.dtype)
+    inverse = rest[0] if kind in _NORMS else None
+    return Produced(made[0], made[1], rest[1] if kind == "layer" else None, inverse)
+
+
+def _produce_values(
+    kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, row: Cast, column: Cast, seed: Seed,
+    scale_enc: float | Maybe, backend: str,
+) -> Produced:  # fmt: skip
+    """`produce` where values are at hand: checks every argument."""
+    (made,) = codes_of(_producer(kind, x, second, bias, eps), "x", row, column, seed, scale_enc, backend)
+    return made
+
+
+def codes_of(
+    producer: Producer, tensor: str, row: Cast, column: Cast, seed: Seed, scale_enc: float | Maybe, backend: str,
+    sums: bool = False,
+) -> list[Produced]:  # fmt: skip
+    """The codes of each value that a producer makes, cast as operands of `tensor` ("x" or "dy").
+
+    `sums`: with the sum of its rows, which is the gradient of a bias.
+    """
+    x = input_of(producer)
+    module = backends.choose(backend, x.device)
+    specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), OPERANDS_OF[tensor], strict=True)]
+    encode_scale = check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
+    given = []
+    for _ in range(2 if isinstance(producer, ActivationGradient) and producer.up_MF is not None else 1):
+        words = None
+        if row.is_stochastic or column.is_stochastic:
+            words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
+        given.append(CastInputs(encode_scale, words))
+    kernels = module.producers
+    fusing = kernels if kernels is not None and kernels.fuses(row, column) else None
+    found: list[Maybe] = [None] * len(given)
+    if fusing is not None and not (sums or waits_for_amax(row, column)):
+        made, statistics = fusing.codes(producer, *specs, *given)
+    else:
+        values, statistics = values_of(producer, kernels)
+        streams: Options = {"row_stream": specs[0].stream, "column_stream": specs[1].stream, "scale_enc": encode_scale}
+        made = [
+            module.quantize_both(
+                value, row, column, seed=of_cast.seed, amax=None if fusing is None else amax, **streams
+            ) for (value, amax), of_cast in zip(values, given, strict=True)
+        ]  # fmt: skip
+        if sums:
+            found = [sum_of_rows(value) for value, _ in values]
+    mean, inverse = (None, None) if statistics is None else (statistics.mean, statistics.inverse)
+    codes = [
+        [
+            QuantizedTensor.from_operand(operand, cast, axis=axis, shape=x.shape, dtype=x.dtype)
+            for operand, cast, axis in zip(both, (row, column), (1, 0), strict=True)
+        ] for both in made
+    ]  # fmt: skip
+    return [Produced(both[0], both[1], mean, inverse, total) for both, total in zip(codes, found, strict=True)]
+
+
+def sum_of_rows(value: torch.Tensor) -> torch.Tensor:
+    """The gradient of a bias whose output has the gradient `value`, in its dtype (float32 inside)."""
+    return value.sum(0, dtype=torch.float32).to(value.dtype)
+
+
+def _producer(kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float) -> Norm | Activation:
+    first = "gate" if kind == "silu" else "x"
+    rows = rows_of(first, x)
+    if kind not in _NORMS:
+        if kind == "silu":  # SwiGLU
+            check_tensor("up", second)
+            check_like("up", second, x, first)
+        return Activation(rows, None if second is None else rows_of("up", second), kind)
+    for name, parameter in (("weight", second), ("bias", bias)):
+        check_parameter(name, parameter, rows)
+    weight, bias = (None if parameter is None else parameter.detach() for parameter in (second, bias))
+    return Norm(rows, weight, bias, check_eps(eps), kind)
+
+
+def rows_of(argument: str, x: torch.Tensor) -> torch.Tensor:
+    """The matrix that the last dimension of x makes, without its history."""
+    check_tensor(argument, x)
+    check_rows(argument, x)
+    x = x.detach().resolve_neg()
+    return x if x.dim() == 2 else x.reshape(row_count(x.shape), x.shape[-1])
+
+
+def _run(
+    x: torch.Tensor, second: Maybe, bias: Maybe, kind: str, eps: float, row: str, column: str, seed: Maybe,
+    scale_enc: Maybe, backend: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    casts = _operators.cast_of(row), _operators.cast_of(column)
+    made = _produce_values(kind, x, second, bias, eps, *casts, seed, scale_enc, backend)
+    parts = [*made.row.part_list(), *made.column.part_list(), *(t for t in (made.inverse, made.mean) if t is not None)]
+    # Outputs of an operator may not be the same memory (both operands of a cast per tensor share their scale), and have
+    # the strides that the fake promises.
+    seen: set[int] = set()
+    unshared = []
+    for part in parts:
+        part = part.contiguous()
+        unshared.append(part.clone() if part.data_ptr() in seen else part)
+        seen.add(part.data_ptr())
+    return unshared
+
+
+def _fake(
+    x: torch.Tensor, second: Maybe, bias: Maybe, kind: str, eps: float, row: str, column: str, seed: Maybe,
+    scale_enc: Maybe, backend: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    matrix = x.new_empty((row_count(x.shape), x.shape[-1]))
+    parts = []
+    for token, axis in ((row, 1), (column, 0)):
+        parts += _operators.valueless_parts(matrix, token, axis)
+    count = {"rms": 1, "layer": 2}.get(kind, 0)
+    return parts + [x.new_empty(matrix.shape[:1], dtype=torch.float32) for _ in range(count)]
+
+
+_library.impl("produce", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("microfloat::produce", _fake, lib=_library)
+_operators.refuse_batches(_library, "produce")

@@ -1,0 +1,519 @@
+"""A Linear under a recipe in eager mode: one autograd Function over a schedule.
+
+    fprop  y_MN  = x_MK @ w_NK.T      contracts K   operands x [M, K],    w [N, K]
+    dgrad  dx_MK = dy_MN @ w_NK       contracts N   operands dy [M, N],   w.T [K, N]
+    wgrad  dw_NK = dy_MN.T @ x_MK     contracts M   operands dy.T [N, M], x.T [K, M]
+
+`run_linear` looks up the schedule of a call (`linear.schedule`), gathers what its casts read besides their
+tensors (seeds, encode scales and histories of delayed scaling, words for fold counts) and runs it. Only usages whose
+GEMM will run are cast (docs/numerics.md, 6).
+
+Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from microfloat.errors import MicrofloatError, NotSupportedError
+from microfloat.passes import CastInputs
+from microfloat.recipes import Cast, Recipe
+from microfloat.routes import Routes, routes_of
+from microfloat.torch import backends
+from microfloat.torch._typing import Context, Maybe, Parts
+from microfloat.torch._upper import upper
+from microfloat.torch.backends.base import aligned
+from microfloat.torch.context import Ambient
+from microfloat.torch.linear.fold_counts import FoldCounts, routes_after
+from microfloat.torch.linear.gathered_weight import Gathered
+from microfloat.torch.linear.observer import OBSERVERS, observed
+from microfloat.torch.linear.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember
+from microfloat.torch.linear.weight_cache import MainGrad, casts_late, fsdp_parameters, keep_weight, weights_of
+from microfloat.torch.scaling import buffers as layer_state
+from microfloat.torch.scaling import regions as scaling
+from microfloat.torch.scaling.amax_reduction import Group
+from microfloat.torch.tensor.checks import check_linear, is_abstract, with_path
+from microfloat.torch.tensor.custom_ops import refusal_of_transforms, refuse_transforms
+from microfloat.torch.tensor.dispatch_modes import are_named, multiply_groups, outside_of_modes, quantize_operands
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from microfloat.torch.linear.fused_input import ActivationRun, NormRun
+    from microfloat.torch.linear.grouped import Groups
+    from microfloat.torch.nn.linear import Linear, RecipeLayer
+    from microfloat.torch.nn.merged import Unit
+
+__all__ = [
+    "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
+    "find_for", "refuse_double_backward", "run_linear",
+]  # fmt: skip
+
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_WEIGHT_TYPES = (nn.Parameter, QuantizedTensor, Gathered)
+_COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned
+
+
+def run_linear(
+    layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None, is_first_microbatch: bool | None
+) -> torch.Tensor | None:
+    """``x @ weight.T + bias`` under `recipe`, differentiable once; None where there are no elements to multiply.
+
+    x [..., K], weight [N, K], bias [N] or None -> y [..., N] in the compute dtype. Sizes need not divide anything.
+    Source: docs/numerics.md, section 6.
+    """
+    parameters = layer._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias", _COMPUTED)
+    if weight is None or bias is _COMPUTED:  # a parametrization, or a hook, computes them: read them once
+        weight, bias = layer.weight, layer.bias
+    if layer.return_bias:
+        bias = None
+    if (
+        type(x) not in _PLAIN_TYPES or type(weight) not in _WEIGHT_TYPES or x.is_meta
+        or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):  # fmt: skip
+        refuse_transforms("forward", x, weight, bias)
+        if isinstance(x, QuantizedTensor):
+            from microfloat.torch.linear.cast_input import multiply
+
+            return multiply(x, weight, bias, recipe, backend_name(layer, state))
+        if _is_sharded(x) or _is_sharded(weight):
+            return upper("run_sharded")(layer, x, weight, bias, recipe, state, is_first_microbatch)
+        check_linear(x, weight, bias)
+        if x.numel() == 0 or weight.numel() == 0:
+            return None
+        if is_abstract(x):
+            name = "auto" if x.is_meta else backend_name(layer, state)
+            return upper("abstract_linear")(x, weight, bias, recipe, name, autocast_dtype(x.device.type) or x.dtype)
+    schedule = _of_call(layer, x, weight, bias, recipe, state)
+    if schedule is None:
+        return None
+    if schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice():
+        with torch.cuda.device(schedule.device):
+            return run_linear(layer, x, recipe, state, is_first_microbatch)
+    if OBSERVERS:
+        schedule = observed(schedule, (layer,))
+    run = begin(layer, schedule, weight, state, is_first_microbatch)
+    if schedule.wants_dx or schedule.wants_dw or (bias is not None and bias.requires_grad and torch.is_grad_enabled()):
+        y = apply(run, x, weight, bias)
+    else:
+        y = run.forward(None, x, weight, bias)
+    if run.delayed is not None:
+        end(run, layer)
+    return y
+
+
+def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> Schedule | None:
+    """The schedule that a call of `layer` with `x` would run; None where there are no elements to multiply."""
+    weight, bias = layer.weight, layer.added_bias
+    if _is_sharded(x) or _is_sharded(weight):
+        return upper("find_sharded")(layer, x, recipe, state)
+    check_linear(x, weight, bias)
+    if is_abstract(x):
+        raise NotSupportedError("x: got a tensor without values, needed one whose memory a schedule can be made for.")
+    return _of_call(layer, x, weight, bias, recipe, state)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """True for a DTensor, whose module is imported by those alone who shard; of its class, since a tracer's stand-in
+    for a tensor has every attribute."""
+    return hasattr(type(tensor), "placements")
+
+
+def backend_name(layer: "RecipeLayer", state: Ambient | None) -> str:
+    """The backend that a call asks for: the layer's own, else the autocast's."""
+    return layer.backend if layer.backend != "auto" or state is None else state.backend
+
+
+def _of_call(
+    layer: "Linear", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe,
+    state: Ambient | None,
+) -> Schedule | None:  # fmt: skip
+    """The schedule of an eager call; None where there are no elements to multiply."""
+    grad, kind = torch.is_grad_enabled(), "cuda" if x.is_cuda else "cpu"
+    compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    x_key = (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg())
+    name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
+    late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
+    needs = grad and x.requires_grad, grad and weight.requires_grad, late
+    call = x_key, x, weight, bias, recipe, name, compute, *needs
+    schedule = find(*call)
+    if schedule is None or not schedule.folds:
+        return schedule
+    return _after_counts(schedule, counts_of(layer), call)
+
+
+def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedule | None:
+    """The schedule that fold counts of earlier steps ask for; `call`: the arguments of `find` that found this one."""
+    if counts.is_quiet:
+        return schedule
+    routes = routes_after(schedule.recipe, schedule.backend.chip_of(call[2].device), counts)
+    return schedule if routes is schedule.asked else find(*call, routes=routes)  # type: ignore[misc]
+
+
+def find(
+    x_key: tuple, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, name: str,
+    compute: torch.dtype, wants_dx: bool, wants_dw: bool, late: bool = False,
+    routes: Routes | None = None,
+) -> Schedule | None:  # fmt: skip
+    """The schedule of a call, made where there is none yet; None where there are no elements to multiply.
+
+    `x_key`: shape, strides, dtype, device index, alignment and negation bit of x; `x`: an example, or None to have
+    one made; `late`: backward casts the weight again; `routes`: other ones than the recipe has there.
+    """
+    if isinstance(weight, QuantizedTensor):
+        codes = weight.codes
+        of_weight = weight.cast, weight._shape, codes.stride(), weight._dtype, codes.get_device()
+    else:
+        of_weight = weight.data_ptr() & 15, weight.shape, weight.stride(), weight.dtype, weight.get_device()
+    key = (
+        recipe._key, name, compute, wants_dx, wants_dw, late, x_key, routes, of_weight,
+        None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
+    )  # fmt: skip
+    schedule = SCHEDULES.get(key)
+    if schedule is not None:
+        return schedule
+    if x is None:
+        x = torch.empty_strided(x_key[0], x_key[1], dtype=x_key[2], device=weight.device)
+    check_linear(x, weight, bias)
+    if x.numel() == 0 or weight.numel() == 0:
+        return None
+    backend = backends.choose(name, x.device)
+    if routes is None:
+        routes = routes_of(recipe, backend.chip_of(x.device))
+    options = compute, wants_dx, wants_dw, 0, late
+    return remember(key, Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, *options))
+
+
+def counts_of(layer: nn.Module) -> FoldCounts:
+    """The number of elements that folding has changed in this layer so far."""
+    counts = layer.__dict__.get("_fold_counts")
+    if counts is None:
+        counts = layer.__dict__["_fold_counts"] = FoldCounts()
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------------- one forward
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One forward of a schedule and its backward: no ambient state is consulted after it was made.
+
+    `x`, `w`, `dy`: the inputs of the three casts, `later` those of the weight's in backward; `kept`: the weight's
+    operands from an earlier call; `delayed`: the state of delayed scaling; `into`: what dw is added to; `path`: the
+    name of the layer in its model.
+    """
+
+    schedule: Schedule
+    x: CastInputs
+    w: CastInputs
+    dy: CastInputs
+    later: CastInputs = NO_INPUTS[1]
+    kept: Parts | None = None
+    delayed: "_Delayed | None" = None
+    into: MainGrad | None = None
+    path: str = ""
+    bias_dtype: torch.dtype | None = None
+
+    def forward(
+        self, ctx: Context | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y; the operands of backward go to autograd, None where there will be no backward."""
+        schedule = self.schedule
+        if are_named():
+            y, saved = self.forward_by_name(x, weight, bias)
+        elif schedule.shields:
+            with schedule.scope():
+                y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
+        else:
+            y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
+        self.kept = None
+        if ctx is not None:
+            ctx.save_for_backward(*saved)
+            self.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    def forward_by_name(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+        """`Schedule.forward` by operators that have names, for modes of torch's dispatcher."""
+        schedule = self.schedule
+        with schedule.scope():
+            if schedule.number and is_abstract(x):
+                return schedule.forward(x, weight, bias, self.x, self.w, self.kept)
+            parts = (
+                weight.part_list() if isinstance(weight, QuantizedTensor)
+                else weight.contents.tensors() if isinstance(weight, Gathered) else [weight]
+            )  # fmt: skip
+            if schedule.number:
+
+                def forward() -> Sequence[torch.Tensor | None]:
+                    y, saved = schedule.forward(x, weight, bias, self.x, self.w, self.kept)
+                    return y, *saved
+
+                y, *saved = multiply_groups(forward, x, parts, bias, schedule.flops)
+                return y, saved
+            made = quantize_operands(
+                lambda: schedule.cast_operands(x, weight, self.x, self.w, self.kept), x, parts
+            )  # fmt: skip
+            operands = schedule.filled(made, x, weight, self.kept)
+            y = schedule.fprop(operands[0:3], operands[6:9], bias)
+        w_saved = weights_of(weight) if schedule.late else operands[6:][schedule.w_saved]
+        saved = (*operands[:6][schedule.x_saved], *w_saved)
+        return y if schedule.y_shape is None else y.view(schedule.y_shape), saved
+
+    def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
+        """The gradients of x, weight and bias."""
+        _, wants_dx, wants_dw, wants_db = ctx.wanted if ctx.run is self else ctx.needs_input_grad
+        schedule, dx, dw = self.schedule, None, None
+        if wants_dx or wants_dw:
+            try:
+                inputs = self.dy if self.delayed is None else self.dy_inputs(wants_dx, wants_dw)
+                if schedule.shields or (schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice()):
+                    with schedule.scope():
+                        made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
+                        saved = schedule.read_later(ctx.saved_tensors, self.later)
+                        dx, dw = schedule.gradients(made, saved, wants_dx, wants_dw, self.into)
+                else:
+                    made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
+                    saved = schedule.read_later(ctx.saved_tensors, self.later) if schedule.late else ctx.saved_tensors
+                    dx, dw = schedule.gradients(made, saved, wants_dx, wants_dw, self.into)
+            except RuntimeError:
+                refuse_batched(dy)  # whose address cannot be read
+                raise
+        elif self.delayed is not None and self.delayed.late:
+            scaling.record_late(self.delayed.kept_layer(), self.delayed.late)
+        if not wants_db:
+            return dx, dw, None
+        return dx, dw, bias_gradient(getattr(dy, "shard", dy), self.bias_dtype, self.dy.groups)
+
+    def dy_inputs(self, wants_dx: bool, wants_dw: bool) -> CastInputs:
+        """The inputs of dy's cast. Its encode scale is read when backward runs: forward could not know it."""
+        delayed = self.delayed
+        if delayed is None:
+            return self.dy
+        cast = self.schedule.delayed_dy(wants_dx, wants_dw)
+        if cast is None:
+            if delayed.late:
+                scaling.record_late(delayed.kept_layer(), delayed.late)
+            return self.dy
+        layer, region, group = delayed.kept_layer(), delayed.region, delayed.group
+        if delayed.late is not None:
+            region, group = scaling.record_late(layer, delayed.late)
+        history = None
+        if delayed.records:
+            scaling.note_recorded(layer, {"dy": cast}, group=group, region=region)
+            history = layer_state.amax_history(layer, "dy")
+        return CastInputs(aligned(layer_state.encode_scale(layer, "dy")), self.dy.seed, history, *self.dy[3:])
+
+
+class Scheduled(torch.autograd.Function):
+    """The one Function of the library: `run.forward` and `run.backward`, of a `Run` or of a fused one."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, run: "Run | NormRun | ActivationRun", *tensors: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        ctx.run = run
+        return run.forward(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
+        # A pipeline asks for the gradients of inputs first and for those of weights later, and a `main_grad` is added
+        # to once: `wanted` is `needs_input_grad`, of the gradients that this backward asks for.
+        wanted, place = list(ctx.needs_input_grad), -1
+        for node, _ in ctx.next_functions:
+            if node is not None:  # of an input that needs a gradient
+                place = wanted.index(True, place + 1)
+                try:  # noqa: SIM105
+                    wanted[place] = torch._C._will_engine_execute_node(node)
+                except RuntimeError:  # torch has no answer for a leaf that autograd.grad asks for
+                    pass
+        ctx.wanted = wanted
+        try:
+            refuse_double_backward()
+            return None, *ctx.run.backward(ctx, *gradients)
+        except MicrofloatError as error:
+            with_path(error, ctx.run.path)
+            raise
+
+
+# What torch's own `Function.apply` ends in, without its preparations for functorch, which is refused before.
+apply: Callable[..., Any] = super(torch.autograd.Function, Scheduled).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def begin(
+    layer: Any, schedule: Schedule, weight: torch.Tensor, state: Ambient | None,
+    is_first_microbatch: bool | None, apart: bool = False, inputs: Inputs = NO_INPUTS,
+) -> Run:  # fmt: skip
+    """Gather what the casts of one call read besides their tensors. `apart`: x is not cast together with w."""
+    if schedule.folds:
+        counts = counts_of(layer)
+        counts.note(schedule.noted)
+        *counted, w_later = counts.inputs(schedule.device)
+        inputs = counted[0], counted[1], counted[2]
+    else:
+        w_later = NO_INPUTS[1]
+    if schedule.is_stochastic:
+        inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None or are_named() > 0)
+    run = Run(schedule, *inputs)
+    if schedule.late:  # words of the seed are dy's: a launch that casts x and w together is given bits for w
+        run.later = w_later._replace(seed=run.dy.seed)
+    if layer is None:  # of a function, which keeps nothing between calls
+        return run
+    run.path = layer._path
+    if schedule.is_static:
+        run.x = run.x._replace(amax=aligned(layer_state.static_amax(layer)))
+    if schedule.wants_dw and layer.fuse_wgrad_accumulation:
+        run.into = MainGrad(layer, weight, is_first_microbatch is True)
+    if schedule.is_delayed and are_named():
+        with outside_of_modes():  # which expect the same operators of a recomputation, and it records elsewhere
+            _begin_delayed(run, layer, weight, state, is_first_microbatch)
+    elif schedule.is_delayed:
+        _begin_delayed(run, layer, weight, state, is_first_microbatch)
+    elif is_first_microbatch is not None or (schedule.keeps_weight and not fsdp_parameters(layer)):
+        keep_weight(run, layer, weight, is_first_microbatch is True, None)
+    return run
+
+
+def begin_apart(
+    unit: "Unit", x_key: tuple, state: Ambient | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+    is_first_microbatch: bool | None,
+) -> Run | None:  # fmt: skip
+    """A run of `unit` on an input that a producer will make; `x_key` as in `find`. None without elements."""
+    layer, weight, recipe = unit.layer, unit.weight, unit.recipe
+    assert recipe is not None
+    late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
+    call = x_key, None, weight, unit.bias, recipe, backend_name(layer, state), compute, wants_dx, wants_dw, late
+    schedule = find(*call)
+    if schedule is not None and schedule.folds:
+        schedule = _after_counts(schedule, counts_of(layer), call)
+    if OBSERVERS and schedule is not None:
+        schedule = observed(schedule, unit.layers)
+    return None if schedule is None else begin(layer, schedule, weight, state, is_first_microbatch, apart=True)
+
+
+# --------------------------------------------------------------------------------------------------- delayed scaling
+
+
+class _Delayed(NamedTuple):
+    """The delayed scaling of one forward, as its backward needs it."""
+
+    layer: "weakref.ref[nn.Module]"
+    group: Group
+    region: scaling.Region
+    records: bool
+    late: scaling.Late | None  # of a forward inside a backward: what it records if its own backward runs
+    recorded: tuple[Cast | None, Cast | None]  # the casts of x and w that this forward has recorded for
+    is_alone: bool  # no autocast will update the state
+
+    def kept_layer(self) -> nn.Module:
+        """The layer that holds the state."""
+        layer = self.layer()
+        if layer is None:
+            raise NotSupportedError(
+                "backward: the layer that holds the delayed-scaling state was deleted before its backward ran. "
+                "Keep the model alive until backward is done."
+            )
+        layer_state.check_kept(layer)
+        return layer
+
+
+def _begin_delayed(
+    run: Run, layer: nn.Module, weight: torch.Tensor, state: Ambient | None, is_first_microbatch: bool | None
+) -> None:
+    """Give the casts of x and w their encode scales and histories, and note what they will record."""
+    x_cast, w_cast = run.schedule.delayed
+    delayed = run.schedule.delayed_scaling
+    buffers: Any = layer._buffers
+    history = buffers.get("scaling_x_amax_history")
+    if history is None or history.is_meta or history.shape[0] != delayed.amax_history_len:
+        layer_state.ensure_buffers(layer, delayed)
+    group, region = (None, None) if state is None else (state.group, state.region)
+    if region is not None and region.closed:  # the context was copied inside an autocast that has been left
+        region = None
+    recomputed = scaling.recomputation(layer, state)
+    late: scaling.Late | None = None
+    x_history: torch.Tensor | None = None
+    w_history: torch.Tensor | None = None
+    if recomputed is not None:
+        scales, late = recomputed
+        records = late is not None
+        if records:
+            x_history, w_history = (scales["x"].new_zeros(1, dtype=torch.float32) for _ in range(2))
+    else:
+        records = torch.is_grad_enabled()
+        if region is not None or scaling.LATE:
+            scaling.begin_forward(layer, region, group)
+        scales = {"x": buffers["scaling_x_scale"], "w": buffers["scaling_w_scale"]}
+        if records:
+            x_history, w_history = buffers["scaling_x_amax_history"], buffers["scaling_w_amax_history"]
+    x_scale, w_scale = aligned(scales["x"]), scales["w"]
+    is_live = True
+    if isinstance(weight, Gathered):
+        gather = weight.contents
+        if recomputed is None:  # a weight that was not resharded since has codes by an earlier scale
+            gather.is_current = gather.made_of == layer_state.stamp_of(w_scale)
+        if gather.is_current and gather.scale_enc is not None and (state is None or state.replay is None):
+            w_scale = gather.scale_enc
+        is_live = w_scale is not gather.scale_enc
+    w_scale = aligned(w_scale)
+    if state is not None and state.record_tape is not None:
+        # Clones: the live buffers change when the region closes, the recomputation takes those of now.
+        state.record_tape.record({"x": x_scale.clone(), "w": w_scale.clone() if is_live else w_scale})
+    if x_cast is not None:
+        run.x = CastInputs(x_scale, run.x.seed, x_history, *run.x[3:])
+    if w_cast is not None:
+        run.w = CastInputs(w_scale, run.w.seed, w_history, *run.w[3:])
+    if run.schedule.late:  # the live buffer may change before backward
+        run.later = run.later._replace(scale_enc=w_scale.clone() if is_live else w_scale)
+    if is_first_microbatch is not None and not keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
+        w_cast = None  # codes of an earlier call were recorded then
+    if late is not None:
+        if x_cast is not None and x_history is not None:
+            late["x"] = x_cast, x_history
+        if w_cast is not None and w_history is not None:
+            late["w"] = w_cast, w_history
+    elif records and region is not None:
+        scaling.note_recorded(layer, {"x": x_cast, "w": w_cast}, group=group, region=region)
+    closed = scaling.CLOSED_REGION if region is None else region
+    is_alone = region is None and recomputed is None
+    run.delayed = _Delayed(weakref.ref(layer), group, closed, records, late, (x_cast, w_cast), is_alone)
+
+
+def end(run: Run, layer: nn.Module) -> None:
+    """After a forward that no autocast will update: do what the exit of its region would."""
+    if run.delayed is not None and run.delayed.is_alone:
+        scaling.roll_alone(layer, *run.delayed.recorded, records=run.delayed.records)
+
+
+# ------------------------------------------------------------------------------------------------------------ shared
+
+
+def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None, groups: "Groups | None" = None) -> torch.Tensor:
+    """``db = sum over rows of dy``, or over those of each group: in float32 from the unquantized dy, rounded once."""
+    if groups is not None:
+        return groups.sums(dy).to(dtype)
+    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
+
+
+def refuse_double_backward() -> None:
+    """Raise NotSupportedError where backward is itself being differentiated."""
+    if torch.is_grad_enabled():
+        raise NotSupportedError(
+            "backward: got create_graph=True (a double backward) through a quantized Linear, needed a single backward. "
+            "Quantization has no second derivative; run this layer under autocast(enabled=False)."
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise refusal_of_transforms("backward")
+
+
+def refuse_batched(tensor: torch.Tensor) -> None:
+    """Raise NotSupportedError for one of the gradients that ``is_grads_batched=True`` takes at once."""
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
+        raise refusal_of_transforms("backward")

@@ -1,0 +1,199 @@
+"""`Gathered`: a weight that FSDP2 has gathered as codes and scales, in place of its values.
+
+What was gathered serves one GEMM, fprop in forward and dgrad in backward, and the other one too where transposed codes
+are those of the transposed weight. Whatever else is read of the weight (its values, under another dtype or recipe) is
+gathered when it is read, by every rank at the same point of the program.
+
+Legend: N = out features, K = in features; R, C = rows and contraction length of an operand: N, K or, transposed, K, N.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from microfloat.errors import NotSupportedError
+from microfloat.layout import Layout
+from microfloat.recipes import Cast, Recipe
+from microfloat.torch import reference
+from microfloat.torch._typing import Arguments, Context, Options
+from microfloat.torch.backends.base import Operand
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from microfloat.torch.backends.base import Backend
+    from microfloat.torch.distributed.fsdp import Metadata, Source
+
+__all__ = ["Gather", "Gathered", "NoValues", "in_form", "values_of"]
+
+aten = torch.ops.aten
+
+
+class Gather:
+    """The gathered operands of one weight, replaced in place by the next gather.
+
+    `casts`: of fprop and of dgrad; `dtype`: of the values that were cast; `source`: gathers anew what is not here;
+    `scale_enc`, `amax`: of delayed scaling, the encode scale and what this rank records; `made_of`: the stamp of the
+    buffer that the scale was copied from; `is_current`: the latest forward has used it.
+    """
+
+    def __init__(self, casts: Sequence[Cast], dtype: torch.dtype, source: "Source") -> None:
+        self.casts, self.dtype, self.source = casts, dtype, source
+        # What `source` makes the operand of, as it lies and transposed.
+        self.gathered: list[tuple[Sequence[torch.Tensor], Metadata] | None] = [None, None]
+        self.scale_enc: torch.Tensor | None = None
+        self.amax: torch.Tensor | None = None
+        self.made_of: tuple[int, int] | None = None
+        self.is_current = True
+
+    def operand(
+        self, cast: Cast, transposed: bool, dtype: torch.dtype, scale_enc: torch.Tensor | None
+    ) -> Operand | None:
+        """The operand of fprop or dgrad under `cast`; None where it must be cast from the values."""
+        is_other_scale = cast.is_delayed and scale_enc is not self.scale_enc
+        if dtype != self.dtype or cast != self.casts[transposed] or is_other_scale:
+            return None
+        found, other = self.gathered[transposed], self.gathered[not transposed]
+        if found is not None:
+            return self.source.operand_of(found)
+        if other is not None and cast.transposes and self.casts[0] == self.casts[1]:
+            return reference.transpose_operand(self.source.operand_of(other))
+        return self.source.operand(self, transposed)
+
+    def values(self) -> torch.Tensor:
+        """The weight in high precision, gathered now."""
+        return self.source.values()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The bytes that were gathered."""
+        return [tensor for found in self.gathered if found is not None for tensor in found[0]]
+
+
+class Gathered(torch.Tensor):
+    """The parameter that a Linear sees between gather and reshard: a shape, a dtype, and a `Gather`."""
+
+    contents: Gather
+
+    @staticmethod
+    def __new__(cls: type, gather: Gather, shape: Sequence[int], device: torch.device) -> "Gathered":
+        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=gather.dtype, device=device)  # type: ignore[attr-defined]
+
+    def __init__(self, gather: Gather, shape: Sequence[int], device: torch.device) -> None:
+        self.contents = gather
+        self._casts_late = True
+
+    def data_ptr(self) -> int:
+        """-1, which no memory has: schedules are found by addresses, among others."""
+        return -1
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"Gathered(shape={tuple(self.shape)}, dtype={self.dtype}, {self.contents.casts[0].format.name})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: object, args: Arguments = (), kwargs: Options | None = None
+    ) -> object:
+        if func in _SAME and tuple(_shape_of(func, args)) == tuple(args[0].shape):
+            return Gathered(args[0].contents, args[0].shape, args[0].device)
+        if func in _LIKE:
+            options = {"dtype": args[0].dtype, "device": args[0].device, **(kwargs or {})}
+            shape = args[0].shape if func in (aten.zeros_like.default, aten.empty_like.default) else args[1]
+            options.pop("memory_format", None)
+            return (torch.empty if "empty" in func._schema.name else torch.zeros)(shape, **options)
+        raise NotSupportedError(
+            f"{func.__name__.split('.')[0]}: got a weight that was gathered in low precision, needed its values. Read "
+            "the sharded parameter (layer.weight after reshard), or leave the layer out of low_precision_all_gather."
+        )
+
+
+_SAME = (
+    aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.lift_fresh.default,
+)  # fmt: skip
+_LIKE = (aten.zeros_like.default, aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default)
+
+
+def _shape_of(func: torch._ops.OpOverload, args: Arguments) -> Sequence[int]:
+    return args[1] if func in (aten.view.default, aten.as_strided.default) else args[0].shape
+
+
+class Values(torch.autograd.Function):
+    """The values of a gathered weight, whose gradient goes to it."""
+
+    @staticmethod
+    def forward(ctx: Context, weight: Gathered) -> torch.Tensor:
+        return weight.contents.values()
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class NoValues(torch.autograd.Function):
+    """Zeros in place of the values, for a call without rows under `recipe`.
+
+    It gathers what the same call of another rank, which has rows, gathers when it reads its operands.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, weight: Gathered, recipe: Recipe, compute: torch.dtype, wants_dx: bool) -> torch.Tensor:
+        ctx.settings = weight.contents, recipe.dgrad, compute, wants_dx
+        NoValues.read(weight.contents, False, compute)
+        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        contents, dgrad, compute, wants_dx = ctx.settings
+        if wants_dx and dgrad.path != "refused":
+            NoValues.read(contents, not dgrad.from_fprop, compute)
+        return gradients[0], None, None, None
+
+    @staticmethod
+    def read(contents: Gather, transposed: bool, compute: torch.dtype) -> None:
+        """Take part in the gathers of an operand that is read."""
+        if contents.operand(contents.casts[transposed], transposed, compute, contents.scale_enc) is None:
+            contents.values()
+
+
+def values_of(weight: torch.Tensor, read: Callable[[Gathered], torch.Tensor] = Values.apply) -> torch.Tensor:
+    """A parameter with what `read` makes of a `Gathered`, alone or as this rank's part of a DTensor, in its place."""
+    if isinstance(weight, Gathered):
+        return read(weight)
+    if isinstance(getattr(weight, "_local_tensor", None), Gathered):
+        sharded = typing.cast("DTensor", weight)
+        return type(sharded).from_local(
+            read(typing.cast(Gathered, sharded.to_local())), sharded.device_mesh, sharded.placements, run_check=False,
+            shape=sharded.shape, stride=sharded.stride(),
+        )  # fmt: skip
+    return weight
+
+
+# ------------------------------------------------------------------------------------------------------ other forms
+
+
+def in_form(
+    operand: Operand, form: str, turned: bool, layout: Layout | None, backend: "Backend",
+    changed: torch.Tensor | None = None,
+) -> Operand:  # fmt: skip
+    """The operand in the form that a GEMM reads (`microfloat.layout`), to the bits of a cast in that form.
+
+    `turned`: `layout` is that of the transpose, which a GEMM reads; the result lies as `operand` does all the same.
+    `changed`: int64 (), filled with the number of elements that folding has changed.
+    """
+    if form == "codes":
+        return operand
+    if form in ("folded", "tiles"):
+        assert layout is not None
+        assert layout.scale is not None
+        # Scales of one row of blocks lie alike either way.
+        part = layout.scale.transposed if turned and form == "tiles" else layout.scale
+        if changed is not None:  # the kernel counts nothing: casts with kernels have counted already
+            return reference.fold_codes(operand, form, part, changed)
+        return backend.fold_codes(operand, form, part)
+    # Values that a Hadamard transform has made stay transformed, as its padding stays: the GEMM takes both so.
+    bare = dataclasses.replace(operand, tensor_scale=None, hadamard=None, length=operand.stored_length)
+    return dataclasses.replace(operand, codes=backend.dequantize(bare, torch.bfloat16), scale=None)  # type: ignore[arg-type]

@@ -1,0 +1,223 @@
+"""A weight between calls: the gradient that microbatches add up, the operands that they share, and its FSDP2."""
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.torch._typing import Context, Maybe, Parts, Sink
+from microfloat.torch.linear.gathered_weight import Gathered
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    from microfloat.torch.linear.function import Run
+    from microfloat.torch.nn.linear import RecipeLayer
+
+__all__ = [
+    "KeptWeight", "MainGrad", "NoRows", "casts_late", "fsdp_parameters", "keep_weight", "latest_step",
+    "weights_of", "without_rows",
+]  # fmt: skip
+
+
+def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The weights that a joint one is made of, else itself."""
+    return getattr(weight, "joined_of", (weight,))
+
+
+def casts_late(layer: nn.Module, weight: torch.Tensor) -> bool:
+    """True for a weight whose memory FSDP2 frees after each forward and fills again before its backward."""
+    (weight, *_) = weights_of(weight)
+    found = weight.__dict__.get("_casts_late")
+    if found is None:
+        found = any(
+            getattr(owner, "_unsharded_param", None) is weight and owner.post_forward_mesh_info is not None
+            for owner in fsdp_parameters(layer)
+        )
+        vars(weight)["_casts_late"] = found
+    return found
+
+
+def fsdp_parameters(layer: nn.Module) -> list["FSDPParam"]:
+    """The objects that FSDP2 has for the parameters of a layer, which it tells of them by a hook on loading alone."""
+    cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
+    return [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "post_forward_mesh_info")]
+
+
+class MainGrad:
+    """The `main_grad` of a weight, which a wgrad adds to: ``main_grad = round(f32(main_grad) + dw)``.
+
+    dw is the float32 result of the product, not rounded before. Attributes of the weight, as Megatron-LM sets them:
+    `grad_added_to_main_grad` (if it exists) becomes True, and autograd gets zeros in place of no gradient, so that its
+    hooks run; `overwrite_main_grad` True asks to overwrite. Source: docs/numerics.md, section 6.
+    """
+
+    __slots__ = ("overwrites", "weight")
+
+    def __init__(self, layer: nn.Module, weight: torch.Tensor, overwrites: bool) -> None:
+        """Raises NotSupportedError for a weight that FSDP2 gathers, unless the gathered one has a `main_grad`."""
+        self.weight = weight
+        self.overwrites = overwrites
+        if fsdp_parameters(layer) and not all(hasattr(one, "main_grad") for one in weights_of(weight)):
+            raise NotSupportedError(
+                "fuse_wgrad_accumulation: got True for a layer with a weight that FSDP shards, needed one whose "
+                "gradient no reduce-scatter waits for. Leave it out of this layer: FSDP adds up gradients in float32 "
+                "itself, of float32 parameters under MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                "reduce_dtype=torch.float32)."
+            )
+
+    def add(self, dw: torch.Tensor) -> torch.Tensor | None:
+        """Add a float32 gradient; returns what autograd is to pass on."""
+        weights = weights_of(self.weight)
+        if len(weights) == 1:
+            return self._add(weights[0], dw)
+        parts = dw.split([weight.shape[0] for weight in weights])
+        passed = [self._add(weight, part) for weight, part in zip(weights, parts, strict=True)]
+        zeros = next((part for part in passed if part is not None), None)
+        return None if zeros is None else zeros[:1, :1].expand(dw.shape)
+
+    def _add(self, weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor | None:
+        main_grad = getattr(weight, "main_grad", None)
+        needed = f"a tensor of shape {tuple(weight.shape)}, float32 or {weight.dtype}, on {weight.device}"
+        if not isinstance(main_grad, torch.Tensor):
+            remedy = "Set layer.weight.main_grad before the backward, or leave fuse_wgrad_accumulation out."
+            raise invalid_value("weight.main_grad", "none" if main_grad is None else type(main_grad), needed, remedy)
+        fits = main_grad.shape == weight.shape and main_grad.device == weight.device
+        if not fits or main_grad.dtype not in (torch.float32, weight.dtype):
+            got = f"{main_grad.dtype} {tuple(main_grad.shape)} on {main_grad.device}"
+            raise invalid_value("weight.main_grad", got, needed)
+        with torch.no_grad():
+            if self.overwrites or getattr(weight, "overwrite_main_grad", False):
+                main_grad.copy_(dw)
+            else:
+                main_grad.add_(dw)  # in float32, rounded once
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        vars(weight)["grad_added_to_main_grad"] = True
+        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+class NoRows(torch.autograd.Function):
+    """Zeros in place of a weight, for a call without rows, whose gradient of zeros is added elsewhere (`MainGrad`)."""
+
+    @staticmethod
+    def forward(ctx: Context, weight: torch.Tensor, into: Sink) -> torch.Tensor:
+        ctx.into = into
+        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
+        (dw,) = gradients
+        return ctx.into.add(torch.zeros((), device=dw.device).expand(dw.shape)), None
+
+
+def without_rows(layer: "RecipeLayer", weight: torch.Tensor, overwrites: bool) -> torch.Tensor:
+    """Zeros in place of a weight, for a call without rows, whose gradient of zeros goes to its `main_grad`.
+
+    `weight`: its values; `overwrites`: as of `MainGrad`.
+    """
+    return NoRows.apply(weight, MainGrad(layer, layer.weight, overwrites))  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------------------------------ kept operands
+
+# A flag that the caller forgot must cost time and never correctness, so what is kept says what it was made from. torch
+# counts the writes to a tensor (`_version`), but not those of its fused optimizers; these are seen by a hook that every
+# optimizer runs after its step. Writes that neither counts (through ``.data``, by a collective, by a user's kernel, in
+# the replay of a CUDA graph) cannot be seen.
+
+# Stands for the latest step of any optimizer. An object and not a number, so that no two steps can make the same one.
+_latest_step = object()
+
+
+def latest_step() -> object:
+    """An object that stands for the latest step of any optimizer."""
+    return _latest_step
+
+
+def _note_step(*_: object) -> None:
+    global _latest_step
+    _latest_step = object()
+
+
+register_optimizer_step_post_hook(_note_step)
+
+
+class KeptWeight:
+    """The operands of one weight, and what they were made from."""
+
+    __slots__ = ("_entry",)
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        # Replaced as a whole, so that threads see one or the other.
+        self._entry: tuple[tuple[weakref.ref, ...], tuple, Parts] | None = None
+
+    def find(self, weights: Sequence[torch.Tensor], key: tuple) -> Parts | None:
+        """The operands if these are the tensors that they were made from, unchanged, and `key` is equal; else None."""
+        entry = self._entry
+        if entry is None:
+            return None
+        made_from, stamp, operands = entry
+        tensors = _tensors_in(weights)
+        same = len(made_from) == len(tensors) and all(one() is its for one, its in zip(made_from, tensors, strict=True))
+        return operands if same and stamp == _stamp(weights, tensors, key) else None
+
+    def keep(self, weights: Sequence[torch.Tensor], key: tuple, operands: Parts) -> None:
+        """Keep `operands`, made from `weights` and from what `key` says."""
+        if not any(weight.is_inference() for weight in weights):  # their writes are not counted
+            tensors = _tensors_in(weights)
+            self._entry = tuple(weakref.ref(one) for one in tensors), _stamp(weights, tensors, key), operands
+
+
+def _tensors_in(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Plain weights, and the parts of quantized ones: `torch.utils.swap_tensors` gives a weight the parts of another.
+
+    It refuses tensors that have weak references, so a plain weight of which something is kept cannot be swapped.
+    """
+    parts = [weight.part_list() if isinstance(weight, QuantizedTensor) else [weight] for weight in weights]
+    return [part for its in parts for part in its]
+
+
+def _stamp(weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], key: tuple) -> tuple:
+    # torch counts the writes to a QuantizedTensor, and those of a user to its parts.
+    state = [weight._version for weight in weights]
+    state += [number for one in tensors for number in (one.data_ptr(), one._version)]
+    # Operands that were made in inference mode cannot be saved for a backward.
+    return *state, _latest_step, torch.is_inference_mode_enabled(), *key
+
+
+def keep_weight(
+    run: "Run", layer: nn.Module, weight: torch.Tensor, is_first_microbatch: bool, version: int | None
+) -> bool:
+    """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
+    weights = weights_of(weight)
+    # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
+    schedule = run.schedule
+    if not all(isinstance(one, nn.Parameter) for one in weights) or (
+        isinstance(weight, QuantizedTensor | Gathered) and not schedule.keeps_weight
+    ):
+        return True
+    kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
+    if is_first_microbatch:
+        kept.clear()
+    key = (*schedule.weight_key, version, weight.dtype)
+    operands = kept.find(weights, key)
+    reads_column = schedule.wants_dx and not schedule.late
+    if operands is not None and not (reads_column and operands[schedule.w_saved.start] is None):
+        run.kept = operands
+        return False
+    with torch.no_grad(), schedule.scope():
+        run.kept = schedule.quantize_weight(weight, run.w)[:6]
+    # What a CUDA graph makes has no values before its first replay.
+    if not (schedule.keeps_weight and schedule.device >= 0 and torch.cuda.is_current_stream_capturing()):
+        kept.keep(weights, key, run.kept)
+    return True

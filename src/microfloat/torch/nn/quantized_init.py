@@ -1,0 +1,169 @@
+"""`quantized_model_init`: layers created inside hold their weights quantized only."""
+
+import contextlib
+import dataclasses
+import warnings
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from microfloat.arguments import check_int
+from microfloat.errors import invalid_type, invalid_value
+from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
+from microfloat.recipes.names import as_recipe
+from microfloat.torch._typing import InitMethod
+from microfloat.torch.tensor.aten import keep_init_val, quantize_stored, store
+from microfloat.torch.tensor.quantized_tensor import INIT_VAL, QuantizedTensor
+
+if TYPE_CHECKING:
+    from microfloat.torch.nn.linear import RecipeLayer
+
+__all__ = [
+    "ModelInit", "active_model_init", "draw_parameters", "fp8_model_init", "quantize_parameter", "quantized_model_init",
+    "update_quantized",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInit:
+    """The settings of the innermost `quantized_model_init`."""
+
+    enabled: bool
+    recipe: Recipe
+    preserve_high_precision_init_val: bool
+
+
+_MODEL_INIT: ContextVar[ModelInit | None] = ContextVar("microfloat_model_init", default=None)
+
+
+def active_model_init() -> ModelInit | None:
+    """The enabled `quantized_model_init` of this thread and task, or None."""
+    state = _MODEL_INIT.get()
+    return state if state is not None and state.enabled else None
+
+
+class quantized_model_init(contextlib.ContextDecorator):
+    """Layers built inside create their weights quantized, in the recipe's fprop weight format, and nothing else.
+
+    `recipe` None: the default recipe. `preserve_high_precision_init_val`: keep a CPU copy of each initial weight, read
+    by ``layer.weight.get_high_precision_init_val()`` (to seed an optimizer's master weights) until
+    ``clear_high_precision_init_val()``; `reset_parameters` replaces it, in float32. The other orientation is made on
+    demand, never stored. Optimizer steps dequantize, apply and requantize. On the meta device codes and scales have no
+    memory; ``to_empty`` gives them some. Experts of a `GroupedLinear` are quantized each alone. Raises InvalidTypeError
+    for a wrong recipe; layers raise InvalidValueError where a tile would hold rows of two experts.
+    """
+
+    def __init__(
+        self, enabled: bool = True, recipe: Recipe | str | None = None, preserve_high_precision_init_val: bool = False
+    ) -> None:
+        for name, value in (
+            ("enabled", enabled), ("preserve_high_precision_init_val", preserve_high_precision_init_val)
+        ):  # fmt: skip
+            if not isinstance(value, bool):
+                raise invalid_type(name, type(value), "True or False")
+        chosen = get_default_recipe() if recipe is None else as_recipe(recipe)
+        self._state = ModelInit(enabled, chosen, preserve_high_precision_init_val)
+        self._tokens: list[Token] = []
+
+    def __enter__(self) -> "quantized_model_init":
+        self._tokens.append(_MODEL_INIT.set(self._state))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _MODEL_INIT.reset(self._tokens.pop())
+
+
+def weight_cast(recipe: Recipe) -> Cast | None:
+    """The Cast of a stored weight: fprop's rhs; delayed scaling, which has no history yet, becomes current."""
+    cast = recipe.fprop.rhs
+    return None if cast is None else dataclasses.replace(cast, scaling=Current())
+
+
+def quantize_parameter(layer: "RecipeLayer") -> None:
+    """Under `quantized_model_init`, replace ``layer.weight`` by a parameter that holds codes and scales only."""
+    request = active_model_init()
+    cast = None if request is None else weight_cast(request.recipe)
+    if request is None or cast is None:
+        return
+    weight = layer.weight
+    original, height = weight.detach(), cast.format.block[0] or 1
+    are_experts = original.dim() == 3
+    if are_experts and cast.format.is_tile and original.shape[1] % height:
+        raise invalid_value(
+            "quantized_model_init", f"experts of {original.shape[1]} rows under {cast.format}",
+            f"multiples of {height} rows, so that no tile holds rows of two experts",
+            "Build this layer under quantized_model_init(enabled=False).",
+        )  # fmt: skip
+    parameter = nn.Parameter(
+        quantize_stored(original, cast, of_experts=are_experts), requires_grad=weight.requires_grad
+    )
+    if request.preserve_high_precision_init_val:
+        keep_init_val(parameter, original)  # type: ignore[arg-type]
+    layer.weight = parameter
+
+
+@torch.no_grad()
+def draw_parameters(layer: "RecipeLayer", draw: InitMethod) -> None:
+    """Let `draw` write the weight, experts one by one, and set the bias to 0; codes are those of what it wrote."""
+    weight = layer.weight
+    if weight.is_meta:
+        return
+    values = weight
+    if isinstance(weight, QuantizedTensor):
+        values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    for matrix in values if values.dim() == 3 else (values,):
+        draw(matrix)
+    if isinstance(weight, QuantizedTensor):
+        if INIT_VAL in weight._about_parameter():
+            keep_init_val(weight, values)
+        weight.copy_(values)
+    if layer.bias is not None:
+        layer.bias.zero_()
+
+
+@torch.no_grad()
+def update_quantized(
+    param: torch.Tensor, src: torch.Tensor, *, offset: int = 0, noop_flag: torch.Tensor | None = None
+) -> None:
+    """Quantize high-precision values into a QuantizedTensor in place, under its Cast: a whole one, or a shard of it.
+
+    `src`: values of `param`, or of the ``src.numel()`` elements from `offset` on in row-major order, flat or as
+    whole rows; elements outside keep their values, and are quantized anew where they share a scale with those inside.
+    `noop_flag`: one number on the device; where it is not zero nothing changes, without a wait for the device, so that
+    a step in a CUDA graph can be skipped. Raises InvalidTypeError and InvalidValueError for arguments that do not fit.
+    """
+    if not isinstance(param, QuantizedTensor):
+        raise invalid_type("param", type(param), "a QuantizedTensor", "Plain parameters take copy_().")
+    if not isinstance(src, torch.Tensor) or isinstance(src, QuantizedTensor) or not src.is_floating_point():
+        got = src.dtype if isinstance(src, torch.Tensor) else type(src)
+        raise invalid_type("src", got, "a plain floating-point tensor, such as float32 master weights")
+    check_int("offset", offset, 0, param.numel())
+    if not 0 < src.dim() <= param.dim() or src.shape[1:] != param.shape[param.dim() - src.dim() + 1 :]:
+        raise invalid_value(
+            "src", f"shape {tuple(src.shape)}", f"shape {tuple(param.shape)}, as the parameter has, whole rows, or a "
+            "flat shard", "Elements are taken in row-major order: src.reshape(-1) makes it flat."
+        )  # fmt: skip
+    if offset + src.numel() > param.numel():
+        raise invalid_value(
+            "src", f"{src.numel()} elements from offset {offset} on", f"at most {param.numel() - offset} of them",
+            f"The parameter has shape {tuple(param.shape)}.",
+        )  # fmt: skip
+    q: Any = param.detach()
+    values = src.to(device=q.device, dtype=torch.float32)
+    if src.numel() != q.numel():
+        whole = q.dequantize(torch.float32).reshape(-1)
+        whole[offset : offset + src.numel()] = values.reshape(-1)
+        values = whole
+    store(q, values.view(q.shape), noop_flag)
+
+
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> quantized_model_init:
+    """Deprecated name of an older TransformerEngine: `quantized_model_init`, the same state."""
+    warnings.warn(
+        "fp8_model_init is deprecated; use microfloat.torch.quantized_model_init.", DeprecationWarning, stacklevel=2
+    )
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

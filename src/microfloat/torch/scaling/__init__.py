@@ -1,0 +1,1 @@
+"""Delayed scaling: amax histories and scales, the regions in which they move on, and amaxes over ranks."""

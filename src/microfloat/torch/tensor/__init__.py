@@ -1,0 +1,1 @@
+"""QuantizedTensor: its parts, the table of torch's operators on it, and the functions that make and read one."""

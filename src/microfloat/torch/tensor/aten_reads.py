@@ -1,0 +1,224 @@
+"""Operators that read a QuantizedTensor: copies, rows by index, tensors like it, comparison, products, collectives."""
+
+import dis
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.torch._upper import upper
+from microfloat.torch.tensor.aten_refusals import refusal
+from microfloat.torch.tensor.aten_shapes import permute
+from microfloat.torch.tensor.aten_table import (
+    Arguments,
+    Operator,
+    Options,
+    check_rows,
+    is_decay,
+    raw,
+    refuse_experts,
+    register,
+)
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+
+@register(aten.clone.default)
+def _clone(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    return args[0].map_parts(lambda part: part.clone(memory_format=kwargs.get("memory_format")))
+
+
+@register(aten._to_copy.default)
+def _to_copy(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """Moves the parts; a dtype only changes what is presented and what `dequantize` returns."""
+    dtype = kwargs.get("dtype")
+    if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise invalid_type(
+            "dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16: what a QuantizedTensor may present",
+            "Call .dequantize() first.",
+        )  # fmt: skip
+    device = kwargs.get("device")
+    options = {name: kwargs[name] for name in ("non_blocking",) if name in kwargs}
+    moved = args[0].map_parts(lambda part: part.to(device=device or part.device, copy=True, **options), dtype)
+    return moved.map_parts(torch.Tensor.pin_memory) if kwargs.get("pin_memory") else moved
+
+
+def _takes_data(own: torch.Tensor, other: torch.Tensor) -> bool:
+    """False for a plain tensor that takes a quantized one as its ``.data``, which would leave it without memory.
+
+    The operator reaches no table. It is registered for tensors that Python dispatches, so that plain ones pay nothing.
+    """
+    quantized = [one for one in (own, other) if isinstance(one, QuantizedTensor)]
+    if len(quantized) != 1:
+        with torch._C._ExcludeDispatchKeyGuard(_SNAPSHOT):  # pyright: ignore[reportAttributeAccessIssue]
+            return aten._has_compatible_shallow_copy_type.default(own, other)
+    asks = sys._getframe(1)
+    if asks.f_code.co_code[asks.f_lasti] == dis.opmap["STORE_ATTR"]:  # ``p.data = q``, whose refusal names neither
+        raise invalid_type(
+            "data", f"a QuantizedTensor ({quantized[0].format}) for a plain tensor", "a plain tensor",
+            "Write its values, p.copy_(q.dequantize()), or replace the parameter: module.weight = nn.Parameter(q).",
+        )  # fmt: skip
+    return False
+
+
+_SNAPSHOT = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+_library = torch.library.Library("aten", "IMPL")
+_library.impl("_has_compatible_shallow_copy_type", _takes_data, "PythonTLSSnapshot")
+
+
+@register(aten._pin_memory.default)
+def _pin_memory(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    return args[0].map_parts(lambda part: part.pin_memory())
+
+
+@register(aten.is_pinned.default)
+def _is_pinned(func: Operator, args: Arguments, kwargs: Options) -> bool:
+    return all(part.is_pinned() for part in args[0].parts().values())
+
+
+@register(aten.record_stream.default)
+def _record_stream(func: Operator, args: Arguments, kwargs: Options) -> None:
+    for part in args[0].part_list():
+        part.record_stream(args[1])
+
+
+@register(aten.add.Tensor)
+def _decay(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
+    """A plain gradient plus `alpha` times a quantized weight: an optimizer's weight decay. Other sums are refused."""
+    gradient, weight = args
+    if not is_decay(gradient, kwargs):
+        raise refusal(func, args, kwargs)
+    return func(gradient, weight.dequantize(), **kwargs)
+
+
+@register(aten.linalg_vector_norm.default)
+def _norm(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
+    """The norm of all values, one number, by which optimizers (Adafactor) scale steps. Norms of rows are refused."""
+    q, *rest = args
+    dim = rest[1] if len(rest) > 1 else kwargs.get("dim")
+    if dim is not None or (q.requires_grad and torch.is_grad_enabled()):  # its gradient is one of q.dequantize().norm()
+        raise refusal(func, args, kwargs)
+    return func(q.dequantize(), *rest, **kwargs)
+
+
+@register(aten.index.Tensor, aten.index_select.default)
+def _index(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """Whole rows, chosen by indices or masks of the leading axes, as a tensor of its own."""
+    q, *where = args
+    if not isinstance(q, QuantizedTensor):
+        raise refusal(func, args, kwargs)
+    refuse_experts(q, "index")
+    if func is aten.index_select.default:
+        dim, index = where
+        indices: Sequence[torch.Tensor | None] = [None] * (dim % max(q.dim(), 1)) + [index]
+    else:
+        indices = where[0]
+    rows = check_rows(q, indices)
+
+    def chosen(part: torch.Tensor) -> torch.Tensor:
+        return raw(part).reshape(math.prod(part.shape[:-1]), part.shape[-1])[rows].view(part.dtype)
+
+    scale = q.scale.clone() if q.format.is_per_tensor else chosen(q.scale)
+    tensor_scale = q.tensor_scale
+    if tensor_scale is not None:
+        tensor_scale = chosen(tensor_scale).reshape(-1, 1) if tensor_scale.dim() else tensor_scale.clone()
+    return QuantizedTensor(
+        chosen(q.codes), scale, tensor_scale, q.cast, axis=rows.dim(), shape=(*rows.shape, q.shape[-1]), dtype=q.dtype
+    )
+
+
+@register(
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_full.default,
+)  # fmt: skip
+def _like(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
+    """A plain tensor of the presented shape, dtype and device: nothing of the values is read.
+
+    Memory for a parameter without any, which ``module.to_empty`` asks for, is memory for its codes and scales, and so
+    is that for whole rows of a parameter, which FSDP2 asks for.
+    """
+    q = args[0]
+    if func is aten.new_zeros.default and not kwargs.keys() - {"pin_memory"} and _are_rows(q, args[1]):
+        return upper("shard_of_zeros")(q, args[1][0])
+    device = kwargs.get("device")
+    if func is aten.empty_like.default and q.codes.is_meta and device is not None and device.type != "meta":
+        return q.map_parts(lambda part: torch.empty_like(part, device=device))
+    stand_in = torch.empty((), dtype=q.dtype, device=q.device).expand(q.shape)
+    kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "like" in str(func) else kwargs
+    return func(stand_in, *args[1:], **kwargs)
+
+
+def _are_rows(q: QuantizedTensor, size: Sequence[int]) -> bool:
+    """True for the size of some rows of a parameter, or of a shard of one, where there is a process group."""
+    is_shared = isinstance(q, torch.nn.Parameter) or q._is_shard
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_shared and there and q.axis != 0 and len(size) == q.dim() and tuple(size[1:]) == tuple(q.shape[1:])
+
+
+@register(aten.equal.default)
+def _equal(func: Operator, args: Arguments, kwargs: Options) -> bool:
+    """Same format, shape, axis and transform, and the same bytes."""
+    a, b = args
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+        raise refusal(func, args, kwargs)
+    if (a.format, a.hadamard, a.axis, a.shape) != (b.format, b.hadamard, b.axis, b.shape):
+        return False
+    left, right = a.parts(), b.parts()
+    return left.keys() == right.keys() and all(torch.equal(raw(left[name]), raw(right[name])) for name in left)
+
+
+@register(aten.mm.default, aten.addmm.default)
+def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
+    """``a @ b`` (+ bias): a contracts its last axis, b its first. What `torch.matmul` and `F.linear` arrive at."""
+    from microfloat.torch.tensor.ops import scaled_matmul
+
+    *bias, a, b = args
+    plain_bias = not bias or not isinstance(bias[0], QuantizedTensor)
+    scaled = any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and plain_bias) or scaled:
+        raise refusal(func, args, kwargs)
+    for name, q, axis in (("a", a, 1), ("b", b, 0)):
+        if q.axis != axis:
+            raise invalid_value(
+                name,
+                f"blocks along axis {q.axis} of shape {tuple(q.shape)}",
+                f"blocks along axis {axis}, which a @ b contracts",
+                "Quantize with axis=-1 for the left operand and axis=-2 for the right one, or multiply with b.t().",
+            )
+    return scaled_matmul(a, permute(b, (1, 0)), bias=bias[0] if bias else None)
+
+
+# Functional collectives: codes and scales travel, as bytes.
+
+
+def _gather(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """The rows of all ranks below each other, what quantizing the gathered values gives: scales are those of rows."""
+    q, *rest = args
+    if not isinstance(q, QuantizedTensor) or q._is_shard:  # full_tensor asks for shards of a parameter
+        raise refusal(func, args, kwargs)
+    size = kwargs.get("group_size", rest[0] if rest else 1)
+    height = q.format.block[0] or 1
+    if q.axis == 0 or q.upper.dim() < 2 or math.prod(q.shape[:-1]) % height:
+        raise NotSupportedError(
+            f"all_gather_into_tensor: got a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}, axis {q.axis}, "
+            f"needed rows along the first axis, whole tiles of {height} rows, and a scale for each block or row. "
+            "Ranks have scales of their own for whole tensors: gather values, or cast under one amax and gather parts."
+        )
+    parts = [func(raw(part.contiguous()), *rest, **kwargs).view(part.dtype) for part in q.part_list()]
+    shape = (q.shape[0] * size, *q.shape[1:])
+    return type(q)(
+        parts[0], parts[1], parts[2] if len(parts) > 2 else None, q.cast, axis=q.axis, shape=shape, dtype=q.dtype
+    )
+
+
+def _wait(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    return args[0].map_parts(lambda part: func(raw(part)).view(part.dtype))
+
+
+if torch.distributed.is_available():
+    register(torch.ops._c10d_functional.all_gather_into_tensor.default)(_gather)
+    register(torch.ops._c10d_functional.wait_tensor.default)(_wait)

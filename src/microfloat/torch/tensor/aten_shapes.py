@@ -1,0 +1,410 @@
+"""Operators that regroup, permute, cut and join.
+
+They act on the operand form [leading axes..., C]: they may regroup, permute and cut the leading axes as long as no
+block is torn apart, and cut the contraction axis at block boundaries.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from microfloat.errors import InvalidValueError, invalid_value
+from microfloat.layout import leading_axes, scale_shape
+from microfloat.torch.tensor import custom_ops as _operators
+from microfloat.torch.tensor.aten_refusals import refusal
+from microfloat.torch.tensor.aten_table import (
+    Arguments,
+    Operator,
+    Options,
+    check_kinds,
+    raw,
+    refuse_experts,
+    register,
+    register_view,
+    upper_name,
+    valueless,
+    view_of,
+)
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+__all__ = ["contraction_unit", "permute"]
+
+aten = torch.ops.aten
+
+
+@register_view(aten.detach.default, aten.alias.default, aten.lift_fresh.default, takes_axes=False)
+def detach(q: QuantizedTensor) -> QuantizedTensor:
+    tensor_scale = None if q.tensor_scale is None else q.tensor_scale.detach()
+    return view_of(q, q.codes.detach(), q.scale.detach(), tensor_scale, shape=q.shape)
+
+
+def _lead(q: QuantizedTensor, dim: int) -> int:
+    """The axis of the codes that `dim`, another one than the contraction axis, is: the latter stands last there."""
+    return dim if dim < q.axis else dim - 1
+
+
+@register_view(
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, by_shape=True,
+)  # fmt: skip
+def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    """Another division of the leading axes, before and behind the contraction axis, which stays as long as it is."""
+    shape = tuple(shape)
+    if shape == tuple(q.shape) or (q._is_shard and shape == (q.numel(),)):  # FSDP2 keeps a flat view for its memory
+        return detach(q)
+    refuse_experts(q, "view")
+    length = q.shape[q.axis] if q.shape else 1
+    axis, behind = max(len(shape) - 1, 0), math.prod(q.shape[q.axis + 1 :])
+    if q.format.is_per_tensor and behind == 1 and q.format.element.codes_per_byte == 1:
+        # One scale serves every element, wherever it stands.
+        codes = q.codes.view(shape if len(shape) > 1 else (1, math.prod(shape)))
+        return view_of(q, codes, q.scale, q.tensor_scale, shape=shape, axis=axis)
+    if q.axis < q.dim() - 1:  # where it stands among others: behind as many entries as before
+        fits = [number for number in range(len(shape)) if math.prod(shape[number + 1 :]) == behind]
+        axis = next((number for number in fits if shape[number] == length), axis)
+    leading = leading_axes(shape, axis)
+    is_kept = (shape[axis] if shape else 1) == length and math.prod(shape[axis + 1 :]) == behind
+    if not is_kept or math.prod(leading) != math.prod(q.codes.shape[:-1]):  # rows of no element may have scales
+        raise invalid_value(
+            "shape",
+            f"{shape} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}",
+            f"a shape whose last axis is the contraction axis, {length} long"
+            if q.axis == max(q.dim() - 1, 0)
+            else f"the contraction axis, {length} long, and {behind} entries behind it",
+            "View and reshape regroup leading axes only; dequantize for anything else. DistributedDataParallel and "
+            "FSDP1 flatten parameters: use fully_shard, or build their layers without quantized_model_init.",
+        )
+    scale = q.scale
+    if not (q.format.is_per_tensor or q.format.is_tile):
+        scale = scale.view(scale_shape(q.format, shape, axis, (0, scale.shape[-1])))
+    codes = q.codes.view(*leading, q.codes.shape[-1])
+    return view_of(q, codes, scale, q.tensor_scale, shape=shape, axis=axis)
+
+
+@register(aten.as_strided.default)
+def _as_strided(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """The tensor as it lies, which FSDP2 asks for of a parameter that it has gathered; nothing else."""
+    q, size, stride, *offset = args
+    offset = offset[0] if offset else kwargs.get("storage_offset")
+    if tuple(size) != tuple(q.shape) or tuple(stride) != q.stride() or offset:
+        raise refusal(func, args, kwargs)
+    return detach(q)
+
+
+@register_view(aten.t.default)
+def _t(q: QuantizedTensor) -> QuantizedTensor:
+    return permute(q, (1, 0)) if q.dim() == 2 else detach(q)
+
+
+@register_view(aten.transpose.int)
+def _transpose(q: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
+    order = list(range(q.dim()))
+    if order:
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+    return permute(q, order)
+
+
+@register_view(aten.permute.default)
+def permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
+    """Any order of axes. Codes are in operand form, so moving the contraction axis moves no byte."""
+    order = [dim % max(q.dim(), 1) for dim in dims]
+    if order == list(range(q.dim())):
+        return detach(q)
+    shape, axis = tuple(q.shape[dim] for dim in order), order.index(q.axis)
+    leads = [_lead(q, dim) for dim in order if dim != q.axis]
+    if order[0]:
+        refuse_experts(q, "permute")
+    if leads == sorted(leads):
+        return view_of(q, q.codes, q.scale, q.tensor_scale, shape=shape, axis=axis)
+    if q.format.is_tile:
+        raise invalid_value(
+            "dims",
+            f"{tuple(order)} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "blocks of one row, or the other axes than the contraction axis in their order",
+            "Tiles run over the rows of all leading axes; dequantize first.",
+        )
+    of_codes = (*leads, q.dim() - 1)
+    scale = q.scale if q.format.is_per_tensor else q.scale.permute(of_codes)
+    row_scales = _rows(q, lambda rows: rows.permute(of_codes))
+    is_copy = row_scales is not q.tensor_scale
+    return view_of(q, q.codes.permute(of_codes), scale, row_scales, shape=shape, axis=axis, is_slice=is_copy)
+
+
+def _rows(q: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+    """The tensor_scale; one of rows after a function of it with the leading axes of the codes."""
+    if q.tensor_scale is None or q.tensor_scale.dim() < 2:
+        return q.tensor_scale
+    return function(q.tensor_scale.view(*q.codes.shape[:-1], 1)).reshape(-1, 1)
+
+
+@register_view(aten.expand.default, by_shape=True)
+def _expand(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    """Leading axes of one entry, and new ones in front, repeated without copying codes; scales of tiles are copied."""
+    shape, axis = tuple(shape), q.axis + len(shape) - q.dim()
+    if shape == tuple(q.shape):
+        return detach(q)
+    refuse_experts(q, "expand")
+    if not q.shape or shape[axis] != q.shape[q.axis]:
+        raise invalid_value(
+            "size", f"{shape} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "the contraction axis as it is", "Only the other axes expand; dequantize first.",
+        )  # fmt: skip
+    leading, scale, own = leading_axes(shape, axis), q.scale, tuple(q.codes.shape[:-1])
+    if q.format.is_tile:
+        count = math.prod(leading[: len(leading) - len(own)])
+        while own and own[0] == 1 and leading[-len(own)] != 1:
+            count, own = count * leading[-len(own)], own[1:]
+        rows, tile = math.prod(own), q.format.block[0] or 1
+        if leading[len(leading) - len(own) :] != own or (count > 1 and rows % tile):
+            raise invalid_value(
+                "size", f"{shape} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+                f"new axes in front of whole tiles of {tile} rows", "Blocks cannot be torn apart; dequantize first.",
+            )  # fmt: skip
+        scale = scale.repeat(count, 1)
+    elif not q.format.is_per_tensor:
+        scale = scale.expand(*leading, -1)
+    row_scales = _rows(q, lambda rows: rows.expand(*leading, 1))
+    return view_of(q, q.codes.expand(*leading, -1), scale, row_scales, shape=shape, axis=axis, is_slice=True)
+
+
+@register_view(aten.slice.Tensor)
+def _slice(
+    q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor:
+    dim = dim % q.dim()
+    window = slice(start, end, step)
+    first, last, _ = window.indices(q.shape[dim])
+    last = max(first, last)
+    if (first, last, step) == (0, q.shape[dim], 1):
+        return detach(q)
+    return _slice_contraction(q, first, last, step) if dim == q.axis else _slice_rows(q, dim, first, last, step)
+
+
+def contraction_unit(q: QuantizedTensor) -> int:
+    """Elements along C that belong together: a block, a byte, a group of the Hadamard transform."""
+    block = q.format.block[1] or 1
+    return math.lcm(block, q.format.element.codes_per_byte, q.hadamard.size if q.hadamard else 1)
+
+
+def _slice_contraction(q: QuantizedTensor, first: int, last: int, step: int) -> QuantizedTensor:
+    """Cut C at block boundaries (and at whole bytes, and whole groups of the Hadamard transform)."""
+    length = q.shape[q.axis]
+    block, unit = q.format.block[1] or 1, contraction_unit(q)
+    if step != 1 or first % unit or (last % unit and last != length):
+        raise _torn(q, q.axis, f"[{first}:{last}:{step}]", unit)
+    per_byte = q.format.element.codes_per_byte
+    stored_last = -(-last // unit) * unit
+    codes = q.codes[..., first // per_byte : -(-stored_last // per_byte)]
+    scale = q.scale if q.format.block[1] is None else q.scale[..., first // block : -(-last // block)]
+    shape = [last - first if dim == q.axis else size for dim, size in enumerate(q.shape)]
+    return view_of(q, codes, scale, q.tensor_scale, shape=shape, is_slice=True)
+
+
+def _of_experts(q: QuantizedTensor, window: slice | int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and tensor scale of some of the experts: a slice of them, or one."""
+    if not q.is_per_expert:
+        return q.scale, q.tensor_scale
+    upper = q.upper[window]
+    return (upper, None) if q.tensor_scale is None else (q.scale, upper)
+
+
+def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) -> QuantizedTensor:
+    """Cut a leading axis; a tile format only along the first one, at whole tiles."""
+    shape = list(q.shape)
+    shape[dim] = len(range(first, last, step))
+    lead = _lead(q, dim)
+    window = (slice(None),) * lead + (slice(first, last, step),)
+    scale, tensor_scale = (q.scale, q.tensor_scale) if dim else _of_experts(q, window[0])
+    codes = q.codes[window]
+    if q.format.is_tile:
+        inner = math.prod(q.codes.shape[1:-1])
+        tile = q.format.block[0] or 1
+        start, stop = first * inner, last * inner
+        unit = tile // math.gcd(tile, inner) if inner else 1
+        is_end = last == q.shape[dim] or (q._is_shard and q.ends_at(last))  # type: ignore[attr-defined]
+        if lead or step != 1 or start % tile or (stop % tile and not is_end):
+            raise _torn(q, dim, f"[{first}:{last}:{step}]", unit if not lead else None)
+        scale = scale[start // tile : -(-stop // tile)]
+    elif not q.format.is_per_tensor:
+        scale = scale[window]
+    if tensor_scale is not None and tensor_scale.dim() == 2:
+        tensor_scale = tensor_scale.view(*q.codes.shape[:-1], 1)[window].reshape(-1, 1)
+    made = view_of(q, codes, scale, tensor_scale, shape=shape, is_slice=True)
+    return _alone(made) if q.is_per_expert and not dim else made
+
+
+def _alone(q: QuantizedTensor) -> QuantizedTensor:
+    """Experts cut from others: they share no scale with those, so that writing them is writing a tensor."""
+    return q.map_parts(lambda part: part)
+
+
+def _torn(q: QuantizedTensor, dim: int, window: str, unit: int | None) -> InvalidValueError:
+    needed = (
+        f"step 1 and bounds that are multiples of {unit} (or the end)" if unit else "a cut along the first axis only"
+    )
+    return invalid_value(
+        f"slice of axis {dim}", f"{window} of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}", needed,
+        "Blocks cannot be torn apart; dequantize first to cut elsewhere.",
+    )  # fmt: skip
+
+
+@register_view(aten.select.int)
+def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    dim = dim % q.dim()
+    if dim == q.axis:
+        raise invalid_value(
+            "dim", f"{dim}, the contraction axis of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "a leading axis", "What is left would have no contraction axis; dequantize first.",
+        )  # fmt: skip
+    if dim:  # one row of every expert: what is left would have no axis of experts in front of matrices
+        refuse_experts(q, "select")
+    index = index % q.shape[dim]
+    row = _slice(q, dim, index, index + 1)
+    shape = [size for position, size in enumerate(q.shape) if position != dim]
+    codes, scale, tensor_scale, lead = row.codes, row.scale, row.tensor_scale, _lead(q, dim)
+    if not dim:
+        scale, tensor_scale = _of_experts(row, 0)
+    if q.dim() > 2:  # the codes of one row have two axes
+        codes = codes.squeeze(lead)
+        scale = scale if q.format.is_per_tensor or q.format.is_tile else scale.squeeze(lead)
+    return view_of(row, codes, scale, tensor_scale, shape=shape, axis=q.axis - (dim < q.axis))
+
+
+@register_view(aten.split.Tensor)
+def _split(q: QuantizedTensor, split_size: int, dim: int = 0) -> list[QuantizedTensor]:
+    extent = q.shape[dim]
+    if isinstance(q, torch.nn.Parameter) and split_size < extent:
+        _check_shards(q, split_size, dim % q.dim())
+    starts = range(0, max(extent, 1), max(split_size, 1))
+    return [_slice(q, dim, start, min(start + split_size, extent)) for start in starts]
+
+
+def _check_shards(q: QuantizedTensor, rows: int, dim: int) -> None:
+    """Refuse to cut a parameter inside of tiles, or along its contraction axis, with words for who shards a model."""
+    remedy = (
+        "Where fully_shard asked: shard this layer over another number of ranks, or build it under "
+        "quantized_model_init(enabled=False) and call low_precision_all_gather."
+    )
+    if dim == q.axis:
+        raise invalid_value(
+            "split", f"axis {dim} of a quantized parameter ({q.format}) of shape {tuple(q.shape)}",
+            "another axis than the contraction axis, along which its blocks run",
+            f"To cut it by hand: weight.detach(), of which every part is whole blocks. {remedy}",
+        )  # fmt: skip
+    inner, tile = math.prod(q.codes.shape[1:-1]), (q.format.block[0] or 1) if q.format.is_tile else 1
+    if not dim and rows * inner % tile:
+        raise invalid_value(
+            "split", f"parts of {rows} rows of a quantized parameter ({q.format}) of shape {tuple(q.shape)}",
+            f"multiples of {tile // math.gcd(tile, inner)} rows, so that no tile is cut", remedy
+        )  # fmt: skip
+
+
+@register_view(aten.split_with_sizes.default)
+def _split_with_sizes(q: QuantizedTensor, split_sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
+    stops = [sum(split_sizes[: position + 1]) for position in range(len(split_sizes))]
+    return [_slice(q, dim, stop - size, stop) for stop, size in zip(stops, split_sizes, strict=True)]
+
+
+@register_view(aten.unbind.int)
+def _unbind(q: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+    return [_select(q, dim, index) for index in range(q.shape[dim])]
+
+
+# ---- joining -----------------------------------------------------------------------------------------------------
+
+
+@register(aten.cat.default)
+def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """The parts side by side; tensors that keep one scale for several blocks must agree on it."""
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if not all(isinstance(q, QuantizedTensor) for q in tensors):
+        raise refusal(func, args, kwargs)
+    joined = func([valueless(q) for q in tensors], dim)
+    first, dim = tensors[0], dim % tensors[0].dim()
+    for q in tensors[1:]:
+        check_kinds(
+            "cat", first, q, (*q.shape[:dim], *q.shape[dim + 1 :]), (*first.shape[:dim], *first.shape[dim + 1 :])
+        )
+    lead = _lead(first, dim)
+    along = -1 if dim == first.axis else lead
+    _check_joints(tensors, dim, along)
+    scale_axis = (1 if along == -1 else 0) if first.format.is_tile else along
+    tensor_scale = None
+    upper = [q.upper for q in tensors]
+    if any(q.is_per_expert for q in tensors):
+        if not all(q.is_per_expert for q in tensors):
+            raise invalid_value("tensors", "experts beside a tensor of one scale", "experts alone")
+        one = torch.cat(upper) if not dim else _common(tensors, upper_name(first))
+        scales = [q.scale for q in tensors] if first.tensor_scale is not None else None
+        return QuantizedTensor(
+            torch.cat([raw(q.codes) for q in tensors], along).view(first.codes.dtype),
+            one if scales is None else torch.cat(scales, along),
+            None if scales is None else one, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype,
+        )  # fmt: skip
+    if first.tensor_scale is not None and first.tensor_scale.dim() and along != -1:
+        rows = [q.tensor_scale.view(*q.codes.shape[:-1], 1) for q in tensors]
+        tensor_scale = torch.cat(rows, lead).view(-1, 1)
+    elif first.tensor_scale is not None:
+        tensor_scale = _common(tensors, "tensor_scale")
+    is_common = first.format.is_per_tensor or (along == -1 and first.format.block[1] is None)
+    return QuantizedTensor(
+        torch.cat([raw(q.codes) for q in tensors], along).view(first.codes.dtype),
+        _common(tensors, "scale") if is_common else torch.cat([q.scale for q in tensors], scale_axis),
+        tensor_scale, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype,
+    )  # fmt: skip
+
+
+def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> None:
+    """Every tensor but the last must end with a whole block."""
+    first = tensors[0]
+    unit, inner = 1, 1
+    if along == -1:
+        unit = contraction_unit(first)
+    elif first.format.is_tile:
+        unit, inner = first.format.block[0] or 1, math.prod(first.codes.shape[1:-1])
+    if (along > 0 and first.format.is_tile) or any(q.shape[dim] * inner % unit for q in tensors[:-1]):
+        raise invalid_value(
+            "tensors",
+            f"lengths {[q.shape[dim] for q in tensors]} along axis {dim} of {first.format}",
+            f"whole blocks: multiples of {unit} along the first or the contraction axis, but for the last length",
+            "Blocks cannot be torn apart; quantize the joined tensor.",
+        )
+
+
+def _common(tensors: Sequence[QuantizedTensor], name: str) -> torch.Tensor:
+    """The scale that all tensors have; compiled code compares them when it runs."""
+    parts, what = [getattr(q, name) for q in tensors], f"{tensors[0].format} tensors, whose {name}"
+    common = torch.ops.microfloat.common_scale if _operators.is_tracing(parts[0]) else _operators.common_scale
+    return common(parts, what)
+
+
+@register(aten.stack.default)
+def _stack(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if not all(isinstance(q, QuantizedTensor) for q in tensors):
+        raise refusal(func, args, kwargs)
+    joined = func([valueless(q) for q in tensors], dim)
+    first = tensors[0]
+    rows, tile = first.codes.shape[0], first.format.block[0] or 1
+    if not dim and first.dim() == 2 and first.format.is_tile and rows % tile and len(tensors) > 1:
+        raise invalid_value(
+            "stack", f"experts of {rows} rows under {first.format}",
+            f"multiples of {tile} rows, so that no tile holds rows of two experts",
+            "Take a format without tiles, or keep the values: leave the layer out of what is quantized.",
+        )  # fmt: skip
+    if not dim and first.dim() == 2 and first.upper.dim() == 0:
+        # Experts, which keep their scales.
+        for q in tensors[1:]:
+            check_kinds("stack", first, q, tuple(q.shape), tuple(first.shape))
+        if first.format.is_tile:
+            _check_joints([q.unsqueeze(0) for q in tensors], 0, 0)  # type: ignore[misc]
+        parts = {}
+        for name, part in first.parts().items():
+            join = torch.cat if name == "scale" and first.format.is_tile else torch.stack
+            parts[name] = join([raw(q.parts()[name]) for q in tensors]).view(part.dtype)
+        return QuantizedTensor(
+            parts["codes"], parts["scale"], parts.get("tensor_scale"), first.cast, axis=first.axis + 1,
+            shape=joined.shape, dtype=first.dtype,
+        )  # fmt: skip
+    return torch.cat([q.unsqueeze(dim) for q in tensors], dim)  # type: ignore[return-value]

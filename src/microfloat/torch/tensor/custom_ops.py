@@ -1,0 +1,333 @@
+"""quantize, dequantize and scaled_matmul as opaque operators, for compilers that trace.
+
+A compiler must not look inside: Inductor turns divisions into approximate ones on CUDA, and host-side decisions would
+break its graphs (docs/numerics.md 1.5). In eager mode these operators are not used. Casts travel as strings, since
+operators take no objects; a token is derived from the Cast's contents and means the same in another process.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+from microfloat.arguments import axes_of
+from microfloat.contents import contents_of_cast, contents_of_format
+from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.formats import ScaledFormat
+from microfloat.layout import Storage, array_layout, leading_axes
+from microfloat.recipes import Cast, Hadamard, as_cast
+from microfloat.recipes._serialize import cast_from_data, cast_of, format_from_data
+from microfloat.recipes.core import as_scaled_format
+
+if TYPE_CHECKING:
+    from torch._functorch.autograd_function import VmapInfo
+
+    from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+_library = torch.library.Library("microfloat", "FRAGMENT")
+_library.define(
+    "quantize(Tensor x, str[] casts, int[] axes, Tensor? seed, int[] streams, Tensor?[] amax, Tensor?[] scale_enc, "
+    "str backend, int batch=0) -> Tensor[]"
+)
+_library.define(
+    "dequantize(Tensor codes, Tensor scale, Tensor? tensor_scale, str cast, int axis, SymInt[] shape, ScalarType dtype)"
+    " -> Tensor"
+)
+_library.define(
+    "scaled_matmul(Tensor[] a, str a_cast, int a_axis, SymInt[] a_shape, Tensor[] b, str b_cast, int b_axis, "
+    "SymInt[] b_shape, Tensor? bias, ScalarType dtype, str accumulate, str backend) -> Tensor"
+)
+_library.define("common_scale(Tensor[] scales, str what) -> Tensor")
+
+
+def is_tracing(tensor: object) -> bool:
+    """True where operators must be called: for a compiler, a transform of torch.func, or the meta device."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return isinstance(tensor, torch.Tensor) and tensor.is_meta
+
+
+def has_tangent(*tensors: object) -> bool:
+    """True where a tensor carries a tangent of forward-mode AD, or may carry one below another transform."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(
+        isinstance(tensor, torch.Tensor) and (is_followed(tensor) or forward_ad.unpack_dual(tensor).tangent is not None)
+        for tensor in tensors
+    )
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """True for a tensor that a transform of torch.func wraps."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_OF_LAYERS = (
+    "Call the layer on a batch and use loss.backward() or torch.autograd.grad, one gradient at a time, or run it under "
+    "autocast(enabled=False)."
+)
+_OF_VERBS = (
+    "vmap may be around it; fake_quantize has a gradient, also of torch.func.grad. Nothing has a forward-mode "
+    "derivative."
+)
+
+
+def refuse_transforms(operation: str, *tensors: object, is_verb: bool = False) -> None:
+    """Raise NotSupportedError inside transforms of torch.func, where torch.jit records, and for forward-mode tangents.
+
+    `is_verb`: one of the verbs on tensors, whose operators have rules for vmap; what torch.func.grad follows has no
+    derivative there.
+    """
+    transforms = torch._C._are_functorch_transforms_active()
+    if transforms and is_verb:
+        transforms = any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+    if transforms or torch._C._get_tracing_state() is not None or has_tangent(*tensors):
+        raise refusal_of_transforms(operation, is_verb=is_verb)
+
+
+def refusal_of_transforms(operation: str, *, is_verb: bool = False) -> NotSupportedError:
+    """The error of an operation that has no derivative or no batching rule where one is asked for."""
+    return NotSupportedError(
+        f"{operation}: got a transform of torch.func (vmap, grad, jvp, jacrev, ...), forward-mode AD, batched "
+        f"gradients or torch.jit.trace around {'it' if is_verb else 'a quantized layer'}, needed an ordinary "
+        f"{'call' if is_verb else 'forward and backward'}. {_OF_VERBS if is_verb else _OF_LAYERS}"
+    )
+
+
+def drawn_seed(x: torch.Tensor) -> torch.Tensor:
+    """A call seed from the default generator of x's device, drawn by an operator."""
+    if torch._C._are_functorch_transforms_active():
+        raise invalid_value(
+            "seed", "None with a stochastic cast inside a transform of torch.func", "a seed, or one for each example",
+            "Draw it outside: vmap(lambda x, seed: quantize(x, cast, seed=seed))(xs, seeds), seeds int64 [B, 2].",
+        )  # fmt: skip
+    return torch.ops.microfloat.draw_seed(device=x.device, apart=torch.empty(0, device=x.device))
+
+
+def token_of(cast: Cast) -> str:
+    """The token of a Cast; Dynamo takes the result as a constant, if it holds the Cast as one."""
+    return cast.contents
+
+
+def constant_cast(cast: Cast | ScaledFormat | str) -> Cast:
+    """`as_cast` as a constant for Dynamo, which takes functions of strings for that, but (torch 2.11) not of Casts."""
+    return _cast_of_text(*_text_of(cast))
+
+
+def constant_token(cast: Cast | ScaledFormat | str) -> str:
+    """The token of `constant_cast`, by the same ways."""
+    return _token_of_text(*_text_of(cast))
+
+
+def _text_of(cast: Cast | ScaledFormat | str) -> tuple[str, str]:
+    if isinstance(cast, Cast):
+        return "cast", cast.contents
+    return ("format", cast.contents) if isinstance(cast, ScaledFormat) else ("name", cast)
+
+
+def _cast_of_text(kind: str, text: str) -> Cast:
+    """The Cast, all of it made anew for each trace.
+
+    Dynamo cannot guard what it has met in a constant first, and knows objects by their identity: a constant that shared
+    its format with `microfloat.formats`, or with a tensor that compiled code has returned, would break code that names
+    a format and passes its object too.
+    """
+    if kind == "format":
+        return Cast(format_from_data(json.loads(text)))
+    cast = cast_from_data(json.loads(text if kind == "cast" else as_cast(text).contents))
+    assert cast is not None
+    return cast
+
+
+def _token_of_text(kind: str, text: str) -> str:
+    return _cast_of_text(kind, text).contents
+
+
+def constants_of_parts(fmt: ScaledFormat | str, is_one_level: bool, hadamard: Hadamard | None) -> tuple[Cast, str]:
+    """The Cast that parts of a format follow, and its token, by the same ways: two levels need a tensor scale."""
+    described = *_text_of(fmt), is_one_level, None if hadamard is None else hadamard.sign_mask
+    token = _token_of_parts(*described)
+    if torch.compiler.is_compiling():
+        return _cast_of_text("cast", token), token
+    return _cast_of_parts(*described), token
+
+
+def _token_of_parts(kind: str, text: str, is_one_level: bool, signs: int | None) -> str:
+    return _cast_of_parts(kind, text, is_one_level, signs).contents
+
+
+@functools.lru_cache(maxsize=256)
+def _cast_of_parts(kind: str, text: str, is_one_level: bool, signs: int | None) -> Cast:
+    fmt = as_scaled_format(text) if kind == "name" else format_from_data(json.loads(text))
+    rule = "one_level_e4m3" if is_one_level and fmt.scale.name == "E4M3" else None
+    return Cast(fmt, rule, hadamard=None if signs is None else Hadamard(16, signs))
+
+
+def storage_of(token: str) -> Storage:
+    """The storage of a cast; Dynamo takes the result as a constant."""
+    cast = cast_of(token)
+    return Storage.of(cast.format, cast.hadamard, cast.tensor_scale)
+
+
+# As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
+for _function in (
+    token_of, storage_of, _token_of_parts, _cast_of_text, _token_of_text,
+    contents_of_cast, contents_of_format,
+):  # fmt: skip
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _quantize(
+    x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
+    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,
+) -> list[torch.Tensor]:  # fmt: skip
+    from microfloat.torch.tensor.ops import quantize_values
+
+    casts, both = [cast_of(token) for token in tokens], len(axes) == 2
+    made: Any = quantize_values(
+        x, one_or_pair(casts), one_or_pair(axes), seed, one_or_pair(streams), one_or_pair(amax),
+        one_or_pair(scale_enc), backend, batch,
+    )  # fmt: skip
+    # Kernels write 1x128 scales column-major; a compiler relies on the strides that the fake promises.
+    return [part.contiguous() for q in (made if both else [made]) for part in q.part_list()]
+
+
+def one_or_pair(values: Sequence[Any]) -> Any:
+    """A pair as a tuple, else the only value: what `quantize` takes, from the lists that operators carry."""
+    return tuple(values) if len(values) == 2 else values[0]
+
+
+def _fake_quantize(
+    x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
+    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,
+) -> list[torch.Tensor]:  # fmt: skip
+    axes_ = axes_of(one_or_pair(axes), x.dim())
+    return [part for token, axis in zip(tokens, axes_, strict=True) for part in valueless_parts(x, token, axis)]
+
+
+def valueless_parts(x: torch.Tensor, token: str, axis: int) -> list[torch.Tensor]:
+    """The parts of x quantized along `axis` >= 0, without values."""
+    layout = array_layout(storage_of(token), tuple(x.shape), axis)
+    return [x.new_empty(part.shape, dtype=getattr(torch, part.dtype)) for part in layout if part is not None]
+
+
+def _tensor(
+    parts: Sequence[torch.Tensor], token: str, axis: int, shape: Sequence[int], dtype: torch.dtype
+) -> "QuantizedTensor":
+    from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+    codes, scale, *rest = parts
+    return QuantizedTensor(codes, scale, rest[0] if rest else None, cast_of(token), axis=axis, shape=shape, dtype=dtype)
+
+
+def _dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, token: str, axis: int,
+    shape: Sequence[int], dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    parts = [codes, scale] if tensor_scale is None else [codes, scale, tensor_scale]
+    return _tensor(parts, token, axis, shape, torch.float32).decoded(dtype).contiguous()
+
+
+def _fake_dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, token: str, axis: int,
+    shape: Sequence[int], dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    return codes.new_empty(shape, dtype=dtype)
+
+
+def _scaled_matmul(
+    a: list[torch.Tensor], a_token: str, a_axis: int, a_shape: Sequence[int], b: list[torch.Tensor], b_token: str,
+    b_axis: int, b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    from microfloat.torch.tensor.ops import multiply_values
+
+    left, right = _tensor(a, a_token, a_axis, a_shape, dtype), _tensor(b, b_token, b_axis, b_shape, dtype)
+    return multiply_values(left, right, bias, dtype, accumulate, backend)
+
+
+def _fake_scaled_matmul(
+    a: list[torch.Tensor], a_token: str, a_axis: int, a_shape: Sequence[int], b: list[torch.Tensor], b_token: str,
+    b_axis: int, b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    rows = [math.prod(leading_axes(tuple(shape), axis)) for shape, axis in ((a_shape, a_axis), (b_shape, b_axis))]
+    return a[0].new_empty(rows, dtype=dtype)
+
+
+def common_scale(scales: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+    """A copy of the scale that all of these equal, to the bit; `what`: tensors that have them, for the error."""
+    first, *others = (scale.view(torch.int32 if scale.dtype == torch.float32 else torch.uint8) for scale in scales)
+    if not all(torch.equal(first, other) for other in others):
+        raise invalid_value(
+            "tensors", f"{what} is one for all blocks, and differs between them", "equal ones",
+            "Join the values and quantize them: microfloat.torch.quantize(torch.cat([q.dequantize(), ...]), cast).",
+        )  # fmt: skip
+    return scales[0].clone()
+
+
+# ---- batches of torch.func.vmap ----------------------------------------------------------------------------------
+
+
+Batched = torch.Tensor | list[torch.Tensor]
+Axes = int | None | list[int]  # the batch axis of an argument or a result, of each in a list
+Rule = Callable[..., tuple[Batched, Axes]]
+
+
+def each_alone(name: str) -> Rule:
+    """The rule of an operator for a batch: each example alone, the results stacked."""
+
+    def example(value: Any, dim: Axes, index: int) -> Any:
+        if isinstance(dim, list | tuple):
+            return [example(one, its_dim, index) for one, its_dim in zip(value, dim, strict=True)]
+        if dim is None:
+            return value
+        if not value.shape[dim]:  # an example of an empty batch, for the shapes of the results
+            return value.new_zeros([size for axis, size in enumerate(value.shape) if axis != dim])
+        return value.select(dim, index)
+
+    def run(info: "VmapInfo", in_dims: Sequence[Axes], *args: object) -> tuple[Batched, Axes]:
+        operator = getattr(torch.ops.microfloat, name)
+        made = [
+            operator(*(example(value, dim, index) for value, dim in zip(args, in_dims, strict=True)))
+            for index in range(max(info.batch_size, 1))
+        ]
+        if isinstance(made[0], torch.Tensor):
+            return _stacked(made)[: info.batch_size], 0
+        return [_stacked(parts)[: info.batch_size] for parts in zip(*made, strict=True)], [0] * len(made[0])
+
+    return run
+
+
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if parts[0].is_floating_point() and parts[0].itemsize == 1:  # torch joins bytes, not float8
+        return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+    return torch.stack(list(parts))
+
+
+def refuse_batches(library: torch.library.Library, *names: str) -> None:
+    """Register a rule for vmap that raises NotSupportedError by name, for operators of quantized layers."""
+
+    def rule(name: str) -> Rule:
+        def run(info: "VmapInfo", in_dims: Sequence[Axes], *args: object) -> tuple[Batched, Axes]:
+            raise refusal_of_transforms(f"microfloat::{name}")
+
+        return run
+
+    for name in names:
+        torch.library.register_vmap(f"microfloat::{name}", rule(name), lib=library)
+
+
+for _name, _run, _fake in (
+    ("quantize", _quantize, _fake_quantize),
+    ("dequantize", _dequantize, _fake_dequantize),
+    ("scaled_matmul", _scaled_matmul, _fake_scaled_matmul),
+    ("common_scale", common_scale, lambda scales, what: torch.empty_like(scales[0])),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"microfloat::{_name}", _fake, lib=_library)
+    torch.library.register_vmap(f"microfloat::{_name}", each_alone(_name), lib=_library)

@@ -1,0 +1,89 @@
+"""Casts and products as operators with names, where a mode of torch's dispatcher is on.
+
+    quantize_operands   all casts of a forward
+    multiply_operands   one product: y, dx or dw
+    multiply_groups     the forward of groups of rows, casts and products
+
+A mode sees operators and goes by their names: a policy of selective checkpointing keeps the results of some, and
+``FlopCounterMode`` counts their products (`compile.flops`). Elsewhere launches go past torch's dispatcher.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from microfloat.torch._typing import Maybe, Parts, Triple
+from microfloat.torch.tensor.checks import is_abstract
+from microfloat.torch.tensor.custom_ops import refuse_batches
+
+__all__ = ["are_named", "multiply", "multiply_groups", "outside_of_modes", "quantize_operands"]
+
+# True, as a number, where a mode is on.
+are_named: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_NOTHING = contextlib.nullcontext()
+
+# What an operator runs is no argument of operators: it is behind a number while the operator runs.
+_CALLS: dict[int, Callable[..., object]] = {}
+_NUMBERS = itertools.count()
+_library = torch.library.Library("microfloat", "FRAGMENT")
+_library.define("quantize_operands(Tensor x, Tensor[] weight, int call) -> Tensor[]")
+_library.define("multiply_operands(Tensor?[] x, Tensor?[] w, Tensor? bias, int flops, int call) -> Tensor")
+_library.define("multiply_groups(Tensor x, Tensor[] weight, Tensor? bias, int flops, int call) -> Tensor[]")
+
+
+def outside_of_modes() -> contextlib.AbstractContextManager:
+    """No modes of torch's dispatcher, such as a policy of selective checkpointing, which go by names of operators."""
+    return _disable_current_modes() if are_named() else _NOTHING
+
+
+def quantize_operands(cast: Callable[[], Parts], x: torch.Tensor, weight: list[torch.Tensor]) -> Parts:
+    """``cast()``, tensors or None, which it makes of x and of the parts of a weight."""
+    with _numbered(lambda: _without_none(cast(), x)) as number:
+        return _with_none(torch.ops.microfloat.quantize_operands(x, weight, number))
+
+
+def multiply(product: Callable[..., torch.Tensor], a: Triple, b: Triple, bias: Maybe, flops: int) -> torch.Tensor:
+    """``product(a, b, bias)``, of so many floating-point operations."""
+    if is_abstract(a[0]):
+        return product(a, b, bias)
+    with _numbered(product) as number:
+        return torch.ops.microfloat.multiply_operands([*a], [*b], bias, flops, number)
+
+
+def multiply_groups(
+    forward: Callable[[], Sequence[Maybe]], x: torch.Tensor, weight: list[torch.Tensor], bias: Maybe, flops: int
+) -> Parts:
+    """``forward()``, y and tensors or None, of x and of the parts of a weight."""
+    with _numbered(lambda: _without_none(forward(), x)) as number:
+        return _with_none(torch.ops.microfloat.multiply_groups(x, weight, bias, flops, number))
+
+
+@contextlib.contextmanager
+def _numbered(call: Callable[..., object]) -> Iterator[int]:
+    number = next(_NUMBERS)
+    _CALLS[number] = call
+    try:
+        yield number
+    finally:
+        del _CALLS[number]
+
+
+def _without_none(parts: Sequence[Maybe], x: torch.Tensor) -> list[torch.Tensor]:
+    """An operator returns tensors alone."""
+    return [x.new_empty(0) if part is None else part for part in parts]
+
+
+def _with_none(parts: list[torch.Tensor]) -> Parts:
+    return [part if part.numel() else None for part in parts]
+
+
+for _name, _run in (
+    ("quantize_operands", lambda x, weight, call: _CALLS[call]()),
+    ("multiply_operands", lambda a, b, bias, flops, call: _CALLS[call](a, b, bias)),
+    ("multiply_groups", lambda x, weight, bias, flops, call: _CALLS[call]()),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    refuse_batches(_library, _name)

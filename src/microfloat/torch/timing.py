@@ -1,0 +1,260 @@
+"""Measurements for `microfloat doctor`, `microfloat bench` and benchmarks/: results against the oracle, then time.
+
+Calls take turns: CUDA events on a GPU, a clock on a CPU. Shapes M x K x N: y [M, N] = x [M, K] @ w [N, K].T.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from microfloat import reference as oracle
+from microfloat.passes import CastInputs
+from microfloat.recipes import Cast, CustomRecipe, Gemm
+from microfloat.routes import Route, Routes, entries_of, route_of
+from microfloat.torch import backends, reference
+from microfloat.torch.backends.base import Backend
+from microfloat.torch.launch import gemms
+from microfloat.torch.linear.schedule import CastStep
+from microfloat.torch.tensor.ops import quantize, scaled_matmul
+
+__all__ = [
+    "L2_BYTES", "Maker", "Times", "against_oracle", "copy_gbs", "cuda_version", "difference", "in_turn", "matrices",
+    "quantize_times", "rotations",
+]  # fmt: skip
+
+L2_BYTES = 50 << 20  # of an H200
+WARM_MS = 25.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one call: median, 10th and 90th percentile."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> "Times":
+        """Of a list of samples."""
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        return Times(statistics.median(ordered), ordered[last // 10], ordered[last - last // 10])
+
+    def per(self, count: int) -> "Times":
+        """The same for one of `count` equal parts of a call."""
+        return Times(self.median / count, self.p10 / count, self.p90 / count)
+
+
+def in_turn(
+    calls: Mapping[str, Callable[[int], object]], device: str, milliseconds: float = 150.0, least: int = 8, *,
+    cpu_milliseconds: float = 0.0,
+) -> dict[str, Times]:  # fmt: skip
+    """Times of several calls, A B A B, so that they share clocks and temperature; call(i) gets the number of its turn.
+
+    Each is warmed up for 25 ms and then measured for `milliseconds`, at least `least` times. Nothing waits between
+    calls, so that the host runs ahead as in a training loop. On a CPU each is warmed up once and measured for
+    `cpu_milliseconds`, once for 0.
+    """
+    if device == "cpu":
+        return _in_turn_on_cpu(calls, cpu_milliseconds, least)
+    estimate = {name: _estimate(call) for name, call in calls.items()}
+    for name, call in calls.items():
+        for i in range(min(1000, max(1, int(WARM_MS / estimate[name])))):
+            call(i)
+    repetitions = min(3000, max(least, int(milliseconds / max(estimate.values()))))
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for i in range(repetitions):
+        for name, call in calls.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call(i)
+            stop.record()
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: Times.of([start.elapsed_time(stop) for start, stop in pairs]) for name, pairs in events.items()}
+
+
+def _estimate(call: Callable[[int], object]) -> float:
+    for i in range(3):
+        call(i)
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for i in range(3):
+        call(i)
+    end.record()
+    torch.cuda.synchronize()
+    return max(begin.elapsed_time(end) / 3, 1e-3)
+
+
+def _in_turn_on_cpu(
+    calls: Mapping[str, Callable[[int], object]], milliseconds: float, least: int
+) -> dict[str, Times]:  # fmt: skip
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call(0)
+    spent, turn = 0.0, 0
+    while turn == 0 or (milliseconds and turn < 3000 and (turn < least or spent < milliseconds * len(calls))):
+        turn += 1
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call(turn)
+            samples[name].append((time.perf_counter() - begin) * 1e3)
+            spent += samples[name][-1]
+    return {name: Times.of(values) for name, values in samples.items()}
+
+
+def rotations(bytes_of_one_set: int) -> int:
+    """Number of sets of buffers that are together larger than four L2 caches, to rotate over; at most 24."""
+    return max(2, min(24, -(-4 * L2_BYTES // max(bytes_of_one_set, 1))))
+
+
+def quantize_times(shape: tuple[int, int], cast: Cast, device: str, cpu_milliseconds: float = 0.0) -> Times:
+    """Times of the public `quantize` of bfloat16 matrices that rotate."""
+    sets = rotations(2 * shape[0] * shape[1]) if device == "cuda" else 2
+    x = [torch.randn(shape, device=device).bfloat16() for _ in range(sets)]
+    call = {"quantize": lambda i: quantize(x[i % sets], cast)}
+    return in_turn(call, device, cpu_milliseconds=cpu_milliseconds)["quantize"]
+
+
+def copy_gbs(elements: int, device: str) -> float:
+    """GB/s, read and written, of a device copy of so many bfloat16 elements."""
+    source = torch.randn(elements, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    times = in_turn({"copy": lambda i: target.copy_(source)}, device, 100, cpu_milliseconds=50)
+    return 4 * elements / times["copy"].median / 1e6
+
+
+# ---- GEMMs of quantized operands
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Operands of one GEMM on a device, and their product."""
+
+    gemm: Gemm
+    device: str
+
+    @functools.cached_property
+    def backend(self) -> str:
+        """The name of the backend that a layer would take on this device."""
+        return backends.resolve("auto", torch.device(self.device))[0]
+
+    def operands(self, x: torch.Tensor, w: torch.Tensor) -> tuple:
+        """x and w as this GEMM reads them: what a layer's schedule would make of them."""
+        if self.backend == "reference":
+            return reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
+        backend = backends.choose(self.backend, x.device)
+        resources = _resources(backend, x.device)
+        recipe, routes = CustomRecipe(self.gemm, self.gemm, self.gemm), Routes(self.route, self.route, self.route)
+        made = []
+        for tensor, matrix in (("x", x), ("w", w)):
+            step = CastStep(backend, matrix, entries_of(recipe, routes, tensor, True, False))
+            made.append(_Made(tuple(step(matrix, *resources, CastInputs())[:3]), *matrix.shape))
+        return tuple(made)
+
+    @functools.cached_property
+    def route(self) -> Route:
+        """The route of the GEMM on the chip behind the device."""
+        return route_of(self.gemm, backends.chip_of(torch.device(self.device)))
+
+    def multiply(self, a: Any, b: Any) -> torch.Tensor:
+        if self.backend == "reference":
+            return reference.scaled_matmul(a, b, out_dtype=torch.bfloat16, accumulate=self.gemm.accumulate)
+        shape, device = (a.rows, a.length, b.rows), a.parts[0].device
+        return _product(self.gemm, self.route, shape, device)(a.parts, b.parts, None)
+
+    def difference(self, shape: tuple[int, int, int] = (256, 512, 384)) -> float:
+        """Relative difference to the exact product of the reference's operands."""
+        x, w = matrices(shape, self.device)
+        a, b = reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
+        want = reference.scaled_matmul(a, b, out_dtype=torch.float32, accumulate="exact")
+        return difference(self.multiply(*self.operands(x, w)), want)
+
+    def times(self, shape: tuple[int, int, int], sets: int, cpu_milliseconds: float = 0.0) -> dict[str, Times]:
+        """Times of the product ("ours") in turn with bfloat16's ("bf16"), over `sets` pairs of operands."""
+        plain = [matrices(shape, self.device) for _ in range(sets)]
+        made = [self.operands(x, w) for x, w in plain]
+        calls = {
+            "bf16": lambda i: torch.mm(plain[i % sets][0], plain[i % sets][1].t()),
+            "ours": lambda i: self.multiply(*made[i % sets]),
+        }
+        return in_turn(calls, self.device, cpu_milliseconds=cpu_milliseconds)
+
+
+class _Made(NamedTuple):
+    """The parts of an operand of `rows` x `length`."""
+
+    parts: tuple
+    rows: int
+    length: int
+
+
+def _resources(backend: Backend, device: torch.device) -> tuple[int, torch.Tensor | None]:
+    """The current stream, and scratch words of it, for launches of a backend's programs."""
+    if backend.programs is None:
+        return 0, None
+    index = backends.device_index(device)
+    return torch.cuda.current_stream(device).cuda_stream if index >= 0 else 0, backend.programs.scratch(index)
+
+
+@functools.lru_cache(64)
+def _product(
+    gemm: Gemm, route: Route, shape: tuple[int, int, int], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    return gemms.product(gemm, route, shape, None, torch.bfloat16, device)
+
+
+def matrices(shape: tuple[int, int, int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal x [M, K], and w [N, K] scaled by 1 / sqrt(K)."""
+    m, k, n = shape
+    x = torch.randn(m, k, device=device).bfloat16()
+    return x, (torch.randn(n, k, device=device) / k**0.5).bfloat16()
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative Frobenius difference."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def against_oracle(gemm: Gemm, backend: str, device: str | None = None, size: int = 64) -> tuple[bool, float]:
+    """The public casts and product of square matrices: bytes equal to the oracle's, relative difference of the product.
+
+    Nearest rounding, without Hadamard transform: what does not depend on a seed. Delayed scaling with the scale 64.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    generator = np.random.default_rng(0)
+    arrays = [generator.normal(size=(size, size)).astype(np.float32) for _ in range(2)]
+    casts = [Cast(cast.format, cast.scale_rule, scaling=cast.scaling) for cast in gemm.casts if cast is not None]
+    pairs = [(x, cast, 64.0 if cast.is_delayed else None) for x, cast in zip(arrays, casts, strict=True)]
+    made = [
+        quantize(torch.from_numpy(x).to(device), cast, scale_enc=scale, backend=backend) for x, cast, scale in pairs
+    ]
+    want = [oracle.quantize(x, cast, scale_enc=scale) for x, cast, scale in pairs]
+    equal = all(
+        np.array_equal(q.codes.cpu().view(torch.uint8).numpy(), exact.codes)
+        and all(
+            ours is theirs if ours is None or theirs is None else np.array_equal(ours.cpu().numpy(), theirs)
+            for ours, theirs in ((q.scale, exact.scale), (q.tensor_scale, exact.tensor_scale))
+        )
+        for q, exact in zip(made, want, strict=True)
+    )
+    product = scaled_matmul(*made, out_dtype=torch.float32, backend=backend).cpu()
+    return equal, difference(product, torch.from_numpy(oracle.scaled_matmul(*want)))
+
+
+def has_cuda() -> bool:
+    """True if torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def cuda_version() -> str | None:
+    """The CUDA, or ROCm, that this torch was built with; None for a build without."""
+    return torch.version.cuda or (torch.version.hip and f"ROCm {torch.version.hip}")

@@ -1,0 +1,1 @@
+"""Metrics of a training or an inference, at sampled steps."""

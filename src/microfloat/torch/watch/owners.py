@@ -1,0 +1,107 @@
+"""The layers that a weight belongs to, as `mf.watch` sees it in a call of compiled code."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from microfloat.torch.nn.linear import RecipeLayer
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+__all__ = ["Owners", "Supposed", "is_compiled", "joint_name"]
+
+
+class Supposed(NamedTuple):
+    """Layers that are taken to be those of a joined weight: float64 [1], 1 if they are, and what forgets them."""
+
+    same: torch.Tensor
+    forget: Callable[[], object]
+
+
+class Owners:
+    """The layers of weights that observed calls read.
+
+    A weight that a compiler has joined has memory of its own: its layers are found by values, for which the host
+    waits, when a call is the first of its place in a step. In later steps they are taken to be the same, which the
+    device checks.
+    """
+
+    def __init__(self, layers: Sequence[RecipeLayer]) -> None:
+        self._layers = layers
+        self._by_address: dict[int, RecipeLayer] = {}
+        self._places: dict[tuple, int] = {}  # calls of joined weights in this step
+        self._joined: dict[tuple, list[RecipeLayer]] = {}  # and their layers
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._places.clear()
+
+    def of(self, weight: torch.Tensor) -> list[RecipeLayer]:
+        """The layer whose weight this tensor is, none where it is nobody's."""
+        address = _address_of(weight)
+        layer = self._by_address.get(address)
+        if layer is None or _address_of(layer.weight) != address:  # memory of weights moves under FSDP
+            self._by_address = {}
+            for one in self._layers:
+                self._by_address.setdefault(_address_of(one.weight), one)
+            layer = self._by_address.get(address)
+        return [] if layer is None else [layer]
+
+    def joined_in(self, weight: torch.Tensor, is_backward: bool) -> tuple[list[RecipeLayer], Supposed | None]:
+        """The layers whose weights were joined in this tensor, none where one is unknown, and what to check of them."""
+        kind = is_backward, weight.shape, weight.dtype
+        number = self._places.get(kind, 0)
+        self._places[kind] = number + 1
+        place = *kind, number
+        found = self._joined.get(place)
+        if found is not None:
+            return found, Supposed(_are_joined_in(found, weight), lambda: self._joined.pop(place, None))
+        found = self._with_rows_of(weight)
+        if found:
+            self._joined[place] = found
+        return found, None
+
+    def _with_rows_of(self, weight: torch.Tensor) -> list[RecipeLayer]:
+        """The layers with the first rows of the parts of this weight, none where one is nobody's."""
+        found: list[RecipeLayer] = []
+        row = 0
+        while row < weight.shape[0]:
+            part = weight[row : row + 1]
+            layer = next((
+                one for one in self._layers if one not in found and one.weight.dim() == weight.dim() == 2
+                and one.weight.shape[1:] == weight.shape[1:] and torch.equal(one.weight[:1].to(part.dtype), part)
+            ), None)  # fmt: skip
+            if layer is None:
+                return []
+            found.append(layer)
+            row += layer.weight.shape[0]
+        return found
+
+
+def joint_name(names: Sequence[str]) -> str:
+    """``a.q+k+v`` of a.q, a.k and a.v."""
+    prefix = names[0].rpartition(".")[0]
+    cut = len(prefix) + 1 if prefix else 0
+    return "+".join([names[0], *(name[cut:] for name in names[1:])])
+
+
+def _are_joined_in(layers: Sequence[RecipeLayer], weight: torch.Tensor) -> torch.Tensor:
+    """float64 [1]: 1 where the first rows of the layers' weights are those of the parts of this one."""
+    starts = itertools.accumulate((layer.weight.shape[0] for layer in layers[:-1]), initial=0)
+    firsts = torch.cat([layer.weight[:1].to(weight.dtype) for layer in layers])
+    parts = torch.cat([weight[start : start + 1] for start in starts])
+    return (firsts == parts).all().double().reshape(1)
+
+
+def _address_of(weight: torch.Tensor) -> int:
+    return (weight.part_list()[0] if isinstance(weight, QuantizedTensor) else weight).data_ptr()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """True for a model whose call, or that of a part of it, is compiled."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None and not isinstance(module, nn.Linear)
+        for module in model.modules() if module is not model
+    ) or hasattr(model, "_orig_mod") or hasattr(model.__dict__.get("_compiled_call_impl"), "compiled")  # fmt: skip
