@@ -94,12 +94,12 @@ def steps(out: Path) -> dict[str, Step]:
         "tensor parallel": tests("test_tensor_parallel", 240),
         "benchmark of a plan": benchmark("tp", 180, "tp"),
         "experts": tests("test_expert_data_pipeline", 180),
-        "ranks": Step(240, (*_PYTEST, "tests/torch/test_ranks.py")),
+        "ranks": Step(240, (*_PYTEST, "tests/torch/scaling/test_ranks.py")),
         "ways": tests("test_fsdp", 240, "ways"),
         "edges": tests("test_fsdp", 180, "edges"),
         "stored elsewhere": tests("test_fsdp", 240, "stored_elsewhere"),
         "example": Step(150, (*example, "--recipe", "fp8_current", "--low-precision-gather")),
-        "two devices": Step(180, (*_PYTEST, "tests/torch/test_gpu_faults.py", "-k", "second_gpu or two_gpus")),
+        "two devices": Step(180, (*_PYTEST, "tests/torch/launch/test_gpu_faults.py", "-k", "second_gpu or two_gpus")),
         "benchmark of the rest": benchmark("fsdp_rest", 240, "fsdp.nvfp4", "fsdp.mxfp8"),
     }  # fmt: skip
 

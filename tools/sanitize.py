@@ -44,7 +44,7 @@ def run_product(name: str, rows: int, shape: tuple[int, int]) -> None:
     """A Linear with stored codes; raises AssertionError where y is out of its bound."""
     import torch
 
-    from tests.torch.test_decode_route import distances
+    from tests.torch.launch.test_decode_route import distances
 
     worst, launches, _ = distances(name, rows, shape, torch.bfloat16, "cuda")
     assert launches
@@ -55,7 +55,7 @@ def run_experts(name: str, sizes: list[int], shape: tuple[int, int]) -> None:
     """The same of a GroupedLinear, with rows behind the last group."""
     import torch
 
-    from tests.torch.test_decode_route import experts
+    from tests.torch.launch.test_decode_route import experts
 
     worst, _, reason, _ = experts(name, sizes, shape, torch.bfloat16, "cuda", 3)
     assert reason == ""

@@ -79,7 +79,7 @@ def test_a_gpu_multiplies_operands_as_a_layer_makes_them(microfloat):
     """As on a Hopper: every recipe, and formats of no recipe; operands folded, decoded or as they are."""
     from microfloat.recipes import RECIPES
     from microfloat.torch import backends
-    from tests.torch.scheduled.setting import block_gemms
+    from tests.torch.linear.scheduled.setting import block_gemms
 
     names = [*RECIPES, "mxfp6_e2m3", "nvfp4_row"]
     with backends.pretend(chip="h200", interpreted=False), block_gemms("cpu", []):

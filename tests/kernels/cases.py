@@ -30,7 +30,7 @@ from microfloat.torch.linear.quantized_weight import GatheredCast
 from microfloat.torch.nn import functional as fused
 from microfloat.torch.nn import sdpa as attention
 from tests.kernels import calls
-from tests.torch.scheduled.setting import block_gemms, native_on
+from tests.torch.linear.scheduled.setting import block_gemms, native_on
 
 SEED = 0x89ABCDEF01234567
 CUSTOM = {

@@ -27,7 +27,7 @@ from microfloat.torch.distributed import tp_schedule as sharded  # noqa: E402
 from microfloat.torch.distributed.handles import land  # noqa: E402
 from microfloat.torch.linear.schedule import SCHEDULES, CastStep  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
-from tests.torch.scheduled.setting import block_gemms  # noqa: E402
+from tests.torch.linear.scheduled.setting import block_gemms  # noqa: E402
 
 NEAREST = {
     "fp8_current": recipes.Float8CurrentScaling(), "fp8_row": recipes.Float8RowScaling(),

@@ -233,7 +233,7 @@ def test_every_backend_has_the_whole_interface(name: str) -> None:
     "name", ["delayed", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "mxfp8_exact", "mxfp6", "mxfp4", "nvfp4"]
 )
 def test_a_pretended_chip_without_an_interpreter_casts_into_every_form(name: str) -> None:
-    from tests.torch.scheduled import setting
+    from tests.torch.linear.scheduled import setting
 
     (x, dy), spread, made = setting.inputs("cpu", (32, 208), 144), torch.arange(208) % 40, []
     x = (x.detach() * torch.exp2(spread)).bfloat16().requires_grad_()

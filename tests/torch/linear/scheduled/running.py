@@ -6,7 +6,7 @@ import torch
 
 from microfloat.recipes import Float8CurrentScaling
 from tests import processes
-from tests.torch.scheduled.setting import assert_same, inputs, make, recipe_of
+from tests.torch.linear.scheduled.setting import assert_same, inputs, make, recipe_of
 
 
 def graphs_and_streams(device):  # features G4

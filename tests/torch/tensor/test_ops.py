@@ -17,7 +17,7 @@ from microfloat.torch import backends
 from microfloat.torch import reference as plain
 from microfloat.torch.reference import _grid, _values
 from microfloat.torch.tensor import seeds
-from tests.torch.format_cases import every_format
+from tests.torch.tensor.format_cases import every_format
 
 STOCHASTIC = Cast("mxfp8", rounding="stochastic")
 X = torch.linspace(-3, 5, 6 * 40).reshape(6, 40)

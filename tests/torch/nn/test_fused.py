@@ -12,7 +12,7 @@ from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedE
 from microfloat.recipes import Cast, CustomRecipe, Delayed, Gemm, from_name
 from microfloat.torch.nn import functional as fused
 from tests.torch import fused_cases
-from tests.torch.fused_cases import RECIPES, Mlp, check
+from tests.torch.nn.fused_cases import RECIPES, Mlp, check
 
 BF16 = {"dtype": torch.bfloat16}
 

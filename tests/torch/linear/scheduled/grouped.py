@@ -14,7 +14,7 @@ from microfloat.torch.launch import block_gemm as own_gemm
 from microfloat.torch.launch import program
 from microfloat.torch.linear import grouped, schedule
 from microfloat.torch.nn import grouped_linear
-from tests.torch.scheduled.setting import block_gemms, native_on
+from tests.torch.linear.scheduled.setting import block_gemms, native_on
 
 SIZES = (130, 0, 128, 37, 261)
 BEHIND = 20

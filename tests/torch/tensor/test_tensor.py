@@ -15,7 +15,7 @@ from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatErr
 from microfloat.formats import E2M1, SCALE_E8M0, ElementFormat, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.torch import QuantizedTensor
-from tests.torch.format_cases import every_format, formats, one_row_formats
+from tests.torch.tensor.format_cases import every_format, formats, one_row_formats
 
 ELEMENT = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 

@@ -1,6 +1,6 @@
-"""Cases of tests/torch/test_schedule.py: launches against casts by torch operations, on a GPU or interpreted."""
+"""Cases of tests/torch/linear/test_schedule.py: launches against casts by torch operations, on a GPU or interpreted."""
 
-from tests.torch.scheduled import bits, grouped, kept, running
+from tests.torch.linear.scheduled import bits, grouped, kept, running
 
 
 def run(case, device):

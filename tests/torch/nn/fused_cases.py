@@ -26,7 +26,7 @@ from microfloat.torch.linear.fold_counts import FoldCounts
 from microfloat.torch.linear.fused_input import NormRun
 from microfloat.torch.nn import functional as fused
 from microfloat.torch.scaling import regions as scaling
-from tests.torch.scheduled.setting import block_gemms
+from tests.torch.linear.scheduled.setting import block_gemms
 
 TOKENS, WIDTH, HIDDEN, OUT = 40, 48, 80, 32
 

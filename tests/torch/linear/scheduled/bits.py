@@ -21,7 +21,7 @@ from microfloat.recipes import (
     MXFP8BlockScaling,
 )
 from microfloat.torch.linear import schedule
-from tests.torch.scheduled.setting import (
+from tests.torch.linear.scheduled.setting import (
     K,
     M,
     N,

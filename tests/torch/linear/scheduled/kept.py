@@ -10,7 +10,7 @@ from microfloat.recipes import RECIPES, DelayedScaling, Float8CurrentScaling, MX
 from microfloat.torch.linear import schedule
 from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
-from tests.torch.scheduled.setting import (
+from tests.torch.linear.scheduled.setting import (
     K,
     M,
     N,

@@ -20,7 +20,7 @@ from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScal
 from microfloat.torch import reference as torch_reference  # noqa: E402
 from microfloat.torch.linear import schedule  # noqa: E402
 from microfloat.torch.tensor.seeds import draw_seed  # noqa: E402
-from tests.torch.test_linear import RECIPE_CASES  # noqa: E402
+from tests.torch.linear.test_linear import RECIPE_CASES  # noqa: E402
 
 pytestmark = [  # of compiled tests: noise of Dynamo's own
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),

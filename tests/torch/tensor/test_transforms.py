@@ -13,7 +13,7 @@ import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.recipes import Cast, MXFP8BlockScaling
 from microfloat.torch import QuantizedTensor
-from tests.torch.format_cases import every_format
+from tests.torch.tensor.format_cases import every_format
 
 GENERATOR = torch.Generator().manual_seed(11)
 X = torch.randn(3, 20, 70, generator=GENERATOR)

@@ -11,7 +11,7 @@ import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.recipes import Cast, Hadamard
 from microfloat.torch import QuantizedTensor
-from tests.torch.format_cases import every_format, one_row_formats
+from tests.torch.tensor.format_cases import every_format, one_row_formats
 
 shared = pytest.mark.parametrize("name", ["fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"])
 

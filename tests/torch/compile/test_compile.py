@@ -110,7 +110,7 @@ def test_backward_keeps_the_codes_of_an_input_and_not_the_input(name: str, kept:
 def test_backward_decodes_again_where_a_gemm_reads_values(name: str) -> None:
     """Decoded operands take two bytes an element, as x and w do, which are there: only these are kept."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from tests.torch.scheduled.setting import by_torch
+    from tests.torch.linear.scheduled.setting import by_torch
 
     recipes = {
         "mxfp8.exact": MXFP8BlockScaling(path="exact"), "nvfp4": NVFP4BlockScaling(),
