@@ -786,7 +786,7 @@ def refusals(device):
 
 def fused_linears(device, backend, name, **options):
     """Linears fused with a norm and an activation have the bits of their parts (tests/torch/fused_cases.py)."""
-    from tests.torch import fused_cases
+    from tests.torch.nn import fused_cases
 
     with fused_cases.on_cpu_too() if device == "cpu" else contextlib.nullcontext():
         fused_cases.check(device, backend, name, **options)

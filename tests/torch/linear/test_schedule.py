@@ -53,7 +53,7 @@ CASES = [
 
 
 def _run(case: tuple) -> None:
-    from tests.torch import scheduled
+    from tests.torch.linear import scheduled
 
     scheduled.run(case, "cpu")
 
@@ -100,6 +100,6 @@ ON_GPUS = [
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does so
 @pytest.mark.parametrize("case", [*CASES, *ON_GPUS], ids=_name)
 def test_on_the_gpu(case: tuple) -> None:
-    from tests.torch import scheduled
+    from tests.torch.linear import scheduled
 
     scheduled.run(case, "cuda")

@@ -11,7 +11,7 @@ import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.recipes import Cast, CustomRecipe, Delayed, Gemm, from_name
 from microfloat.torch.nn import functional as fused
-from tests.torch import fused_cases
+from tests.torch.nn import fused_cases
 from tests.torch.nn.fused_cases import RECIPES, Mlp, check
 
 BF16 = {"dtype": torch.bfloat16}
