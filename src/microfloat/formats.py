@@ -101,7 +101,7 @@ class ElementFormat:
             )
 
     def _remedy_of_max(self, codes: range) -> str:
-        """What may be changed where `max` is no value: the bias with which it is the largest, or the nearest value.
+        """The change that makes `max` a value: the bias with which it is the largest, or the nearest value.
 
         A bias that is smaller by 1 doubles every value.
         """

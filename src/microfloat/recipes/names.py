@@ -60,7 +60,7 @@ def _named(name: str, argument: str) -> Recipe:
 
 @functools.lru_cache(maxsize=256)
 def _made(maker: Callable[[], Recipe], toggles: tuple[str | None, ...]) -> Recipe:
-    """What `maker` makes under these toggles of the environment: one object, since recipes are values."""
+    """The recipe that `maker` makes under these toggles of the environment: one object, since recipes are values."""
     return maker()
 
 

@@ -25,7 +25,7 @@ from microfloat.torch.scaling.amax_reduction import Group
 __all__ = [
     "HIGH_PRECISION", "PLAIN", "Ambient", "Tape", "Traced", "ambient", "asked", "canonical", "entered", "is_delayed",
     "is_static", "is_stochastic", "keeps_x", "recipe_here", "recipe_of", "refuse_arguments", "refuse_state",
-    "reset_ambient", "set_ambient", "token_of", "traced_token",
+    "reset_ambient", "set_ambient", "token_of", "token_of_high_precision", "traced_token",
 ]  # fmt: skip
 
 
@@ -136,6 +136,14 @@ def token_of(recipe: Recipe | None) -> str:
         token = _TOKENS[recipe] = f"{traits} {contents}"
         _RECIPES[token] = recipe
     return token
+
+
+def token_of_high_precision() -> str:
+    """The token of products without casts."""
+    return token_of(HIGH_PRECISION)
+
+
+token_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def recipe_of(token: str) -> Recipe:

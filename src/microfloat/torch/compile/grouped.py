@@ -28,7 +28,6 @@ from microfloat.torch.compile.linear import (
     settings_in,
     settings_of,
     state_of,
-    token_of_high_precision,
 )
 from microfloat.torch.linear.function import refuse_double_backward
 from microfloat.torch.linear.grouped import GroupedSchedule, Groups, find_grouped, groups_of
@@ -69,7 +68,7 @@ def compiled_grouped(
     if token == context.PLAIN:
         if origin != "code":
             torch.ops.microfloat.check_autocast_(MARKER, origin)
-        token = token_of_high_precision()
+        token = context.token_of_high_precision()
     state, number = state_of(layer, x, token)
     settings = settings_of(x, weight, token, origin, backend, state)
     return recorded(layer, _CompiledGrouped.apply(x, weight, bias, ends, *state, number, *settings), token, number)

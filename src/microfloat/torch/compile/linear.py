@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MARKER", "OWN_WGRAD", "SETTINGS", "Settings", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
     "describe", "live_amaxes", "named", "rebuilt", "recorded", "settings_in", "settings_of", "state_of",
-    "token_of_high_precision",
 ]  # fmt: skip
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
@@ -166,7 +165,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
             torch.ops.microfloat.check_autocast_(MARKER, origin)
         if not is_stored:
             return layer._plain(x)
-        token = token_of_high_precision()
+        token = context.token_of_high_precision()
     if hasattr(weight, "placements"):
         _make_eager_forward()
         return _EAGER_SHARDED(layer, x)
@@ -260,13 +259,6 @@ def rebuilt(parts: Sequence[torch.Tensor], stored: str) -> torch.Tensor:
         parts[0], parts[1], tensor_scale, cast_of(token), axis=parts[0].dim() - 1,
         shape=(*parts[0].shape[:-1], int(length)), dtype=getattr(torch, dtype),
     )  # fmt: skip
-
-
-def token_of_high_precision() -> str:
-    return context.token_of(context.HIGH_PRECISION)
-
-
-token_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_buffers(layer: torch.nn.Module) -> None:
@@ -505,7 +497,7 @@ def check_caller(token: str, origin: str) -> None:
     """
     if origin == "code" or torch._C._current_graph_task_id() != -1:
         return  # or run again by a backward, whose context is not that of the forward
-    if token == token_of_high_precision() and origin != "product":
+    if token == context.token_of_high_precision() and origin != "product":
         return
     token = context.PLAIN if origin == "product" else token
     stale = context.ISLAND is not (token == context.PLAIN) if origin == "layer" else token != context.RECIPE

@@ -137,6 +137,13 @@ def quantize_(
         tell_adapters(model)
         keep_slow_paths(model)
     _name_spoiled(spoiled)
+    _name_untied(untied)
+    rows = [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
+    return report_of(model, rows, unseen=() if embeddings else _embeddings_left(model))
+
+
+def _name_untied(untied: Mapping[str, str]) -> None:
+    """Warn of layers whose weight another module keeps plain: layer and that module, by name."""
     if untied:
         pairs = ", ".join(f"{name} (that of {other})" for name, other in untied.items())
         warnings.warn(
@@ -144,10 +151,8 @@ def quantize_(
             "They have codes of their own now, and are tied no longer; in a model of transformers set "
             "config.tie_word_embeddings = False, or tie_weights() and readers of a checkpoint put the values back. To "
             f"leave them as they were: filter=lambda name, layer: name not in {list(untied)}.", UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )  # fmt: skip
-    rows = [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
-    return report_of(model, rows, unseen=() if embeddings else _embeddings_left(model))
 
 
 def _is_finite(weight: object) -> bool:
