@@ -98,16 +98,6 @@ def report_of(
     return report
 
 
-def pin_layers(
-    model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
-    filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
-) -> list[ConversionRow]:  # fmt: skip
-    """Turn layers of these kinds into microfloat layers pinned to their recipes, as `convert` does; a row for each."""
-    rows, wishes = planned_layers(model, recipe, kinds, filter, exclude, skip_small)
-    pin_planned(model, wishes)
-    return rows
-
-
 def pin_planned(model: nn.Module, wishes: Sequence[tuple[str, nn.Module, Recipe | None]]) -> None:
     """Do what `planned_layers` has planned for the layers of a model."""
     for wish in wishes:
