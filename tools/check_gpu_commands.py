@@ -36,7 +36,7 @@ from check_gpus import Step, run  # noqa: E402
 _LACKS = re.compile(r"needs the package (\w+), which is not installed|No module named '(\w+)'")
 # Packages of others: a command without one of them is left out, a command without a part of this library fails.
 _OPTIONAL = {
-    "accelerate", "compressed_tensors", "equinox", "flax", "huggingface_hub", "jax", "lightning", "matplotlib", "numba",
+    "accelerate", "compressed_tensors", "equinox", "flax", "huggingface_hub", "jax", "lightning", "matplotlib",
     "optax", "peft", "rich", "safetensors", "transformers", "triton", "typer",
 }  # fmt: skip
 _STEPS, _LEFT_OUT = ("--steps", "20", "--eval-windows", "8"), "left out"
