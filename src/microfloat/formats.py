@@ -5,6 +5,7 @@ Code reads ``fmt.element.max`` or ``fmt.block``; nothing here is a class hierarc
 """
 
 import functools
+import json
 import math
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ import ml_dtypes
 import numpy as np
 
 from microfloat.arguments import check_bool, check_choice, check_int, check_name, check_number
-from microfloat.contents import contents_of_format
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 
 __all__ = [
@@ -188,6 +188,18 @@ class ScaleFormat:
 
     def __str__(self) -> str:
         return self.name
+
+
+def contents_of_format(name: str, element: tuple, scale: tuple, block: tuple, tensor_scale: str | None) -> str:
+    """The `contents` of a ScaledFormat as JSON; `element` and `scale` are pairs of names and values.
+
+    Compiled code may build formats: Dynamo follows their constructor, and takes this function for a constant.
+    """
+    parts = {"name": name, "element": dict(element), "scale": dict(scale), "block": block, "tensor_scale": tensor_scale}
+    return json.dumps(parts, sort_keys=True)
+
+
+contents_of_format._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

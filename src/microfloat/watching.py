@@ -24,7 +24,7 @@ from microfloat.formats import ElementFormat, ScaledFormat, ScaleFormat, encode
 from microfloat.metrics import ScaleHistogram
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, as_cast
-from microfloat.recipes.core import as_scaled_format
+from microfloat.recipes.cast import as_scaled_format
 from microfloat.support import text_table
 
 __all__ = [

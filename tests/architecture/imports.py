@@ -1,15 +1,16 @@
 """Reads from the syntax tree what a module of the library imports, and says which imports the layering forbids."""
 
 import ast
+import graphlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # A layer imports itself and what stands below it (further up in this list). Two names in one row do not see each other.
 LAYERS = (
     ("_version",),
     ("errors",),
-    ("_environment", "arguments", "chips", "contents", "support"),
+    ("_environment", "arguments", "chips", "support"),
     ("formats", "operands"),
     ("scale_rules",),
     ("recipes",),
@@ -114,3 +115,30 @@ def modules_under(source_root: Path) -> Iterator[tuple[Path, str, bool]]:
         parts = path.relative_to(source_root).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         yield path, ".".join(parts[:-1] if is_package else parts), is_package
+
+
+def file_graph(source_root: Path, is_wanted: Callable[[str], bool]) -> dict[str, set[str]]:
+    """Module -> the wanted modules that it imports anywhere: at the top, in functions, for type checkers only."""
+    known = {name: (path, is_package) for path, name, is_package in modules_under(source_root) if is_wanted(name)}
+    graph: dict[str, set[str]] = {}
+    for name, (path, is_package) in known.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = _absolute(node, name, is_package)
+                of_names = {f"{base}.{alias.name}" for alias in node.names}
+                # A package is imported for its own names, and not where only its modules are.
+                found |= of_names if of_names <= known.keys() else {base, *of_names}
+        graph[name] = (found & known.keys()) - {name}
+    return graph
+
+
+def circle_of(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle of imports, in turn; none where the graph has no circle."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.architecture.imports import imported_modules, modules_under, violations
+from tests.architecture.imports import LAYERS, circle_of, file_graph, imported_modules, modules_under, violations
 
 
 def test_every_module_imports_only_layers_below_it(repository):
@@ -58,6 +58,35 @@ def test_a_forbidden_import_is_found(module, source):
 )
 def test_an_allowed_import_passes(module, source):
     assert violations(source, module, is_package=module == "microfloat") == []
+
+
+# Folders whose files may still import each other in a circle, through imports in functions or for type checkers.
+CIRCLES = {"jax", "torch"}
+
+
+def test_no_files_import_each_other_in_a_circle(repository):
+    rooms = {name for row in LAYERS for name in row} - CIRCLES
+    graph = file_graph(repository / "src", lambda name: name == "microfloat" or name.split(".")[1] in rooms)
+    assert len(graph) > 100
+    assert circle_of(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("from microfloat.b import f", "import microfloat.a"),
+        ("def g():\n    from . import b", "from microfloat import a"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from microfloat.b import f", "from .a import g"),
+    ],
+)
+def test_a_circle_is_found(tmp_path, first, second):
+    package = tmp_path / "microfloat"
+    package.mkdir()
+    (package / "a.py").write_text(first)
+    (package / "b.py").write_text(second)
+    assert set(circle_of(file_graph(tmp_path, lambda name: True))) == {"microfloat.a", "microfloat.b"}
+    (package / "b.py").write_text("import math")
+    assert circle_of(file_graph(tmp_path, lambda name: True)) == []
 
 
 def test_relative_imports_are_resolved():

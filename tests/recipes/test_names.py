@@ -6,7 +6,8 @@ from microfloat import reference
 from microfloat.errors import InvalidTypeError, InvalidValueError
 from microfloat.formats import FORMATS, FP8_TENSOR, get_format
 from microfloat.recipes import RECIPES, Cast, Gemm, MXFP8BlockScaling, NVFP4BlockScaling, Placement, Recipe, from_name
-from microfloat.recipes.core import NamedRecipe, as_scaled_format
+from microfloat.recipes.cast import as_scaled_format
+from microfloat.recipes.core import NamedRecipe
 from microfloat.recipes.names import as_recipe
 
 

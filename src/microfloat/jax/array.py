@@ -20,7 +20,7 @@ from microfloat.jax.packing import pack_fp6, unpack_fp6
 from microfloat.jax.transformations import rows_apart, run_automatically
 from microfloat.layout import Part, Storage, array_layout, stored_length
 from microfloat.recipes import Hadamard
-from microfloat.recipes.core import as_scaled_format
+from microfloat.recipes.cast import as_scaled_format
 
 __all__ = [
     "QuantizedArray", "as_dtype", "check_array", "check_dtype", "check_quantized", "contraction_axis", "real_array",

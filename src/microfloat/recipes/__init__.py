@@ -4,7 +4,8 @@ There is one file per family. An entry in `names.RECIPES` gives a recipe a name,
 and measured (docs/adding_a_recipe.md).
 """
 
-from microfloat.recipes.core import Cast, Current, CustomRecipe, Delayed, Gemm, Hadamard, Recipe, Static, as_cast
+from microfloat.recipes.cast import Cast, Current, Delayed, Hadamard, Static, as_cast
+from microfloat.recipes.core import CustomRecipe, Gemm, Recipe
 from microfloat.recipes.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowScaling, Format
 from microfloat.recipes.inference import WeightActivation, WeightOnly
 from microfloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling

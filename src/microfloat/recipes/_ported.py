@@ -4,12 +4,8 @@ The answers follow from the casts of the six operands, so that a CustomRecipe of
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from microfloat.recipes.core import Cast
-
-__all__ = ["PortedQuestions"]
+from microfloat.recipes.cast import Cast
 
 # Bits of an element, the format of its scale, and what shares one: "tensor", "row" or "block".
 _PER_TENSOR = (8, "FP32", "tensor")
@@ -18,7 +14,7 @@ _MXFP8 = (8, "E8M0", "block")
 _NVFP4 = (4, "E4M3", "block")
 
 
-def _family(cast: "Cast") -> tuple[int, str, str]:
+def _family(cast: Cast) -> tuple[int, str, str]:
     fmt = cast.format
     scope = "tensor" if fmt.is_per_tensor else "row" if fmt.block[1] is None else "block"
     return fmt.element.bits, fmt.scale.name, scope
@@ -28,7 +24,7 @@ class PortedQuestions:
     """TransformerEngine's predicates of recipes: one is True where every operand that is quantized is of its kind."""
 
     @property
-    def casts(self) -> "Mapping[tuple[str, str], Cast | None]":
+    def casts(self) -> Mapping[tuple[str, str], Cast | None]:
         """The six operands, those in high precision None."""
         raise NotImplementedError
 

@@ -6,295 +6,24 @@ ask which recipe it runs.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from microfloat._environment import warn_of_peer
-from microfloat.arguments import check_bool, check_choice, check_int, check_number
-from microfloat.contents import contents_of_cast
-from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of, unknown_name
-from microfloat.formats import E5M2, FORMATS, ScaledFormat
+from microfloat.arguments import check_bool, check_choice, check_keys
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.formats import E5M2, ScaledFormat
 from microfloat.operands import GEMMS, OPERANDS
 from microfloat.recipes._ported import PortedQuestions
-from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
+from microfloat.recipes._serialize import cast_from_data, cast_of, cast_to_data, not_serializable
+from microfloat.recipes.cast import Cast, Delayed, HashOnce, as_scaled_format
+from microfloat.support import text_table
 
-__all__ = [
-    "Cast", "Current", "CustomRecipe", "Delayed", "Gemm", "GradientCast", "Hadamard", "NamedRecipe", "Recipe", "Static",
-    "as_cast", "as_scaled_format",
-]  # fmt: skip
-
-
-class HashOnce:
-    """Base of frozen dataclasses whose hash is computed once per object, so that caches find them by value cheaply.
-
-    The hash never leaves the process, because hashes of strings differ between processes.
-    """
-
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        if "__eq__" not in vars(cls):  # a dataclass keeps a hash that its class brings along
-            cls.__hash__ = HashOnce.__hash__  # type: ignore[method-assign]
-
-    def __hash__(self) -> int:
-        try:
-            return self._hash  # type: ignore[attr-defined]
-        except AttributeError:
-            compared = [entry.name for entry in fields(self) if entry.compare]  # type: ignore[arg-type]
-            value = hash((type(self), *[getattr(self, name) for name in compared]))
-            object.__setattr__(self, "_hash", value)
-            return value
-
-    def __getstate__(self) -> dict:
-        made = {name for name in vars(self) if isinstance(getattr(type(self), name, None), functools.cached_property)}
-        return {name: value for name, value in vars(self).items() if name != "_hash" and name not in made}
-
-
-_LONGEST_HISTORY = 1 << 20
-_FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
 _KEYS: "dict[Recipe, object]" = {}  # see `Recipe._key`
-
-
-@dataclass(frozen=True)
-class Current:
-    """Scale from the amax of the tensor itself, at least `amax_epsilon` (same unit as the tensor)."""
-
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        needed = "a number >= 0 in the range of float32"
-        epsilon = check_number("amax_epsilon", self.amax_epsilon, needed, 0.0, _FLOAT32_MAX)
-        object.__setattr__(self, "amax_epsilon", epsilon)
-
-
-@dataclass(frozen=True)
-class Delayed:
-    """Scale from the amaxes of earlier steps (docs/numerics.md 3.3).
-
-    ``scale_enc = max / amax_compute_algo(history) * 2^-margin``; the history holds `amax_history_len` steps; with
-    `reduce_amax` live amaxes are MAX-reduced over the autocast's group. `amax_compute_algo` is "max", "most_recent" or
-    a callable that maps the history to one amax.
-    """
-
-    margin: int = 0
-    amax_history_len: int = 1024
-    amax_compute_algo: str | Callable = "max"
-    reduce_amax: bool = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.margin, float) and self.margin.is_integer():  # as TransformerEngine also writes it
-            object.__setattr__(self, "margin", int(self.margin))
-        check_int("margin", self.margin, -64, 64)
-        check_int("amax_history_len", self.amax_history_len, 1, _LONGEST_HISTORY)
-        if not callable(self.amax_compute_algo):
-            check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        check_bool("reduce_amax", self.reduce_amax)
-
-
-@dataclass(frozen=True)
-class Static(Current):
-    """Scale from an amax that `microfloat.torch.calibrate` measured beforehand and that is passed with every call."""
-
-
-@dataclass(frozen=True)
-class Hadamard:
-    """The 16-point Hadamard transform ``diag(sgn) H / 4`` along the contraction axis (docs/numerics.md 5.2).
-
-    If bit i of `sign_mask` is set, sgn_i = -1. Only size 16 exists.
-    """
-
-    size: int = 16
-    sign_mask: int = 0xD7E8
-
-    def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size != 16:
-            raise invalid_value("Hadamard.size", self.size, "16", "The transform is defined for blocks of 16 only.")
-        check_int("Hadamard.sign_mask", self.sign_mask, 0, 0xFFFF)
-
-    def __repr__(self) -> str:
-        return f"Hadamard({self.size}, {self.sign_mask:#06x})"
-
-
-class CastFacts(HashOnce):
-    """What follows from the fields of a Cast, computed when it is made.
-
-    These are not fields, because Dynamo passes fields to constructors. `rule`: the row of numbers behind `scale_rule`.
-    `is_delayed`: the scale comes from earlier steps. `is_static`: the amax was measured beforehand and comes with the
-    call. `is_stochastic`: it draws random bytes. `chooses_by_error`: a block's scale depends on the errors of its
-    elements, and not on its amax alone. `tensor_scale`: the second scale that it stores, None, "tensor" or "row".
-    `contents`: all that decides the bytes, as JSON: how compiled code takes in a Cast, since it can guard a string.
-    """
-
-    rule: ScaleRule
-    is_delayed: bool
-    is_static: bool
-    is_stochastic: bool
-    chooses_by_error: bool
-    tensor_scale: str | None
-    contents: str
-
-
-@dataclass(frozen=True)
-class Cast(CastFacts):
-    """How one operand is cast to low precision: format, scale rule, rounding, Hadamard transform, scaling.
-
-    The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8". Raises
-    InvalidValueError for a combination that is not defined (docs/numerics.md, section 10).
-    """
-
-    format: ScaledFormat
-    scale_rule: str | None = None
-    rounding: str = "nearest"
-    hadamard: Hadamard | None = None
-    scaling: Current | Delayed = None  # type: ignore[assignment]  # as the format, resolved below
-    is_gradient: ClassVar[bool] = False  # True for a `GradientCast` only
-
-    def __post_init__(self) -> None:
-        fmt = as_scaled_format(self.format, "Cast.format")
-        object.__setattr__(self, "format", fmt)
-        object.__setattr__(self, "scale_rule", resolve_scale_rule(self.scale_rule, fmt))
-        check_choice("rounding", self.rounding, ("nearest", "stochastic"))
-        if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
-            raise invalid_type("hadamard", type(self.hadamard), "None or Hadamard(16, sign_mask)")
-        if self.scaling is None:
-            object.__setattr__(self, "scaling", Current())
-        if not isinstance(self.scaling, Current | Delayed):
-            raise invalid_type("scaling", type(self.scaling), "Current(...) or Delayed(...)")
-        scaling, hadamard = self.scaling, self.hadamard
-        rule = SCALE_RULES[str(self.scale_rule)]
-        object.__setattr__(self, "rule", rule)
-        object.__setattr__(self, "is_delayed", isinstance(scaling, Delayed))
-        object.__setattr__(self, "is_static", isinstance(scaling, Static))
-        object.__setattr__(self, "is_stochastic", self.rounding == "stochastic")
-        level = rule.two_level
-        object.__setattr__(self, "chooses_by_error", level is not None and level.four_over_six is not None)
-        stores_two = level is not None and level.tensor_scale
-        object.__setattr__(self, "tensor_scale", self.format.tensor_scale if stores_two else None)
-        self._check_combination()
-        if isinstance(scaling, Delayed) and callable(scaling.amax_compute_algo):
-            scaling = Delayed()  # how a history is read plays no part in a cast
-        numbers = tuple([(name, getattr(scaling, name)) for name in type(scaling).__dataclass_fields__])
-        contents = contents_of_cast(
-            self.format.contents, self.scale_rule, self.rounding,
-            None if hadamard is None else (hadamard.size, hadamard.sign_mask), type(scaling).__name__, numbers,
-        )  # fmt: skip
-        object.__setattr__(self, "contents", contents)
-
-    def __getstate__(self) -> dict:
-        return {name: getattr(self, name) for name in Cast.__match_args__}  # what follows from these is made anew
-
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state)
-        self.__post_init__()
-
-    def _check_combination(self) -> None:
-        if self.hadamard is not None and self.format.is_per_tensor:
-            raise invalid_value(
-                "hadamard", f"{self.hadamard} on {self.format.name}", "None on a per-tensor format",
-                "Its one quantization serves both orientations; use a blocked format.",
-            )  # fmt: skip
-        if self.hadamard is not None and self.format.tensor_scale == "row":
-            raise invalid_value(
-                "hadamard", f"{self.hadamard} on {self.format.name}", "None on a format with a tensor scale per row",
-                "Such scales are for activations as they are; use NVFP4.",
-            )  # fmt: skip
-        if self.chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
-            raise invalid_value(
-                "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding",
-                "nearest rounding, no Hadamard",
-                "four_over_six chooses by the error of nearest rounding; use 'two_level' here.",
-            )  # fmt: skip
-        is_per_tensor_amax = self.format.is_per_tensor and self.scale_rule == "amax"
-        if isinstance(self.scaling, Delayed) and not is_per_tensor_amax:
-            raise invalid_value(
-                "scaling", f"Delayed with {self.format.name} and rule {self.scale_rule!r}",
-                "FP8_TENSOR or FP8_TENSOR_E5M2 with rule 'amax'", "Use Current() here.",
-            )  # fmt: skip
-        if isinstance(self.scaling, Static) and (not self.takes_amax or self.tensor_scale == "row"):
-            raise invalid_value(
-                "scaling", f"Static with {self.format.name} and rule {self.scale_rule!r}",
-                "a format with one scale for the whole tensor: FP8_TENSOR or NVFP4", "Use Current() here.",
-            )  # fmt: skip
-        if isinstance(self.scaling, Current) and self.scaling.amax_epsilon and self.format.scale.name != "FP32":
-            raise invalid_value("amax_epsilon", self.scaling.amax_epsilon, f"0 for {self.format.name} (no FP32 scale)")
-
-    @functools.cached_property
-    def of_gradient(self) -> "Cast":
-        """The same cast of an output gradient, as the products of a layer run it."""
-        if self.format.scale.name == "E8M0":
-            return self
-        made = object.__new__(GradientCast)
-        vars(made).update(vars(self))  # which were checked when this cast was made
-        vars(made).pop("_hash", None)  # it is another one for another class
-        return made
-
-    @property
-    def takes_amax(self) -> bool:
-        """True where the cast measures an amax of the whole tensor, or of its rows, which `amax=` may replace."""
-        measured = self.format.is_per_tensor and self.format.scale.name == "FP32" and not self.is_delayed
-        return measured or self.tensor_scale is not None
-
-    @property
-    def transposes(self) -> bool:
-        """True where the codes of the transposed tensor are the transposed codes, so one cast may serve two GEMMs.
-
-        Rules that choose by an error do not guarantee this: rows are summed first, so a near tie may fall the other
-        way.
-        """
-        deterministic = self.hadamard is None and not self.is_stochastic and not self.chooses_by_error
-        return self.format.transposes and deterministic
-
-
-@dataclass(frozen=True)
-class GradientCast(Cast):
-    """A Cast of an output gradient as dgrad and wgrad read it: the same codes, and scales that show an overflow.
-
-    Where the amax of a scope (tensor, row, block) is infinite, so that its elements saturate, the product receives NaN
-    instead of the stored scale (with two levels, instead of the outer one). dx and dw are then not finite, which is
-    what a GradScaler looks for. E8M0 scales do so by themselves. Source: docs/numerics.md 8.4.
-    """
-
-    is_gradient: ClassVar[bool] = True
-
-
-def _is_recipe(value: object) -> bool:
-    return isinstance(value, Recipe) or (isinstance(value, type) and issubclass(value, Recipe))
-
-
-def as_scaled_format(fmt: ScaledFormat | str, argument: str = "format") -> ScaledFormat:
-    """A ScaledFormat from itself or its lower-case name; errors call it `argument`."""
-    if isinstance(fmt, ScaledFormat):
-        return fmt
-    if not isinstance(fmt, str):
-        raise invalid_type(
-            argument, kind_of(fmt), "a ScaledFormat such as formats.MXFP8, or its name",
-            "A Recipe has six Casts; take the format of one, for example recipe.fprop.rhs.format." if _is_recipe(fmt)
-            else "",
-        )  # fmt: skip
-    if fmt not in FORMATS:
-        from microfloat.recipes import names
-
-        raise unknown_name(argument, fmt, FORMATS, names.hint_of_recipe(fmt))
-    return FORMATS[fmt]
-
-
-@functools.lru_cache(maxsize=256)
-def _default_cast(fmt: ScaledFormat) -> Cast:
-    return Cast(fmt)
-
-
-def as_cast(cast: "Cast | ScaledFormat | str") -> Cast:
-    """A Cast from a Cast, a ScaledFormat (its defaults), or a lower-case format name."""
-    if isinstance(cast, Cast):
-        return cast
-    if isinstance(cast, ScaledFormat | str):
-        return _default_cast(as_scaled_format(cast, "cast"))
-    raise invalid_type(
-        "cast", kind_of(cast), "a Cast, a ScaledFormat or a lower-case name such as 'mxfp8'",
-        "A Recipe has six Casts; take one, for example recipe.fprop.lhs." if _is_recipe(cast)
-        else "A pair of casts takes a pair of axes: axis=(-1, -2)." if isinstance(cast, tuple) else "",
-    )  # fmt: skip
+# The classes that `from_dict` makes, by name; the modules that define them add theirs (`register`).
+_CLASSES: "dict[str, type[Recipe]]" = {}
 
 
 @dataclass(frozen=True)
@@ -359,6 +88,22 @@ class Gemm(HashOnce):
     def casts(self) -> tuple[Cast | None, Cast | None]:
         """(lhs, rhs)."""
         return self.lhs, self.rhs
+
+    def _to_data(self) -> dict:
+        return {
+            "lhs": cast_to_data(self.lhs), "rhs": cast_to_data(self.rhs), "accumulate": self.accumulate,
+            "path": self.path, **({"from_fprop": True} if self.from_fprop else {}),
+        }  # fmt: skip
+
+    @staticmethod
+    def _from_data(name: str, data: Any) -> "Gemm":
+        data = {"from_fprop": False, **data} if isinstance(data, dict) else data
+        data = dict(check_keys(name, data, [entry.name for entry in fields(Gemm)]))
+        return Gemm(cast_from_data(data.pop("lhs")), cast_from_data(data.pop("rhs")), **data)
+
+
+_HEADER = ("GEMM", "operand", "format", "block", "scale_rule", "rounding", "hadamard", "scaling", "accumulate", "path")
+_AXES = {"x": "MK", "w": "NK", "dy": "MN"}
 
 
 @dataclass(frozen=True)
@@ -436,22 +181,44 @@ class Recipe(HashOnce, PortedQuestions):
         return self
 
     def to_dict(self) -> dict:
-        """A JSON-ready dictionary; `Recipe.from_dict` makes an equal recipe from it."""
-        from microfloat.recipes._serialize import recipe_to_dict
-
-        return recipe_to_dict(self)
+        """``{"recipe": class name, "fields": {...}}``, JSON-ready; `Recipe.from_dict` makes an equal recipe from it."""
+        return {"recipe": type(self).__name__, "fields": {name: getattr(self, name)._to_data() for name in GEMMS}}
 
     @staticmethod
     def from_dict(data: dict) -> "Recipe":
         """The recipe that `to_dict` described. Raises InvalidValueError for unknown names or missing fields."""
-        from microfloat.recipes._serialize import recipe_from_dict
+        check_keys("data", data, ("recipe", "fields"))
+        check_choice("recipe", data["recipe"], _CLASSES)
+        return _CLASSES[data["recipe"]]._from_fields(data["fields"])
 
-        return recipe_from_dict(data)
+    @classmethod
+    def _from_fields(cls, values: dict) -> "Recipe":
+        """The recipe with the fields that `to_dict` wrote."""
+        check_keys("fields", values, GEMMS)
+        return cls(**{name: Gemm._from_data(name, entry) for name, entry in values.items()})
 
     def __str__(self) -> str:
-        from microfloat.recipes.explanation import recipe_table
+        """One line of the repr, then a row per operand; '-' marks what does not apply."""
+        rows: list[tuple[str, ...]] = [_HEADER]
+        for gemm_name, side, tensor, transposed, _ in OPERANDS:
+            gemm, cast = getattr(self, gemm_name), self.cast(gemm_name, side)
+            # The operand as the GEMM reads it: its contraction axis last (docs/numerics.md, section 6).
+            name, axes = (f"{tensor}.T", _AXES[tensor][::-1]) if transposed else (tensor, _AXES[tensor])
+            described = ("-", "-", "-", "-", "-")
+            if cast is None:
+                described = ("refused" if gemm.path == "refused" else "high precision", *described)
+            elif gemm.from_fprop:
+                described = (f"{cast.format.name} of fprop", *described)
+            else:
+                described = cast.cells
+            modes = ("-", "-") if gemm.is_high_precision else (gemm.accumulate, gemm.path)
+            rows.append((gemm_name, f"{name} [{axes[0]},{axes[1]}]", *described, *modes))
+        return "\n".join([repr(self), *text_table(rows)])
 
-        return recipe_table(self)
+
+def register(*classes: type[Recipe]) -> None:
+    """Let `Recipe.from_dict` make recipes of these classes."""
+    _CLASSES.update((cls.__name__, cls) for cls in classes)
 
 
 _NUMBERS: Mapping[str, type] = {"int": int, "float": float}
@@ -536,6 +303,23 @@ class NamedRecipe(Recipe):
         taken = sorted((entry for entry in fields(self) if entry.init), key=lambda entry: bool(entry.kw_only))
         return {entry.name: getattr(self, entry.name) for entry in taken}
 
+    def to_dict(self) -> dict:
+        """``{"recipe": class name, "fields": arguments}``, JSON-ready."""
+        values = {}
+        for name, value in self.arguments().items():
+            if callable(value):
+                raise not_serializable(name, value)
+            values[name] = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
+        return {"recipe": type(self).__name__, "fields": values}
+
+    @classmethod
+    def _from_fields(cls, values: dict) -> Recipe:
+        check_keys("fields", values, cls().arguments(), all_of_them=False)
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**options)
+
     def __repr__(self) -> str:
         shown = {name: value for name, value in self.arguments().items() if name != "backward" or value is not None}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
@@ -547,6 +331,9 @@ class CustomRecipe(Recipe):
 
     It must be possible to multiply the two operands of a GEMM; if one of them is None, the other is dequantized.
     """
+
+
+register(CustomRecipe, Recipe)
 
 
 def delayed_of(recipe: Recipe) -> Delayed:
@@ -569,8 +356,6 @@ def constants_of(recipe: Recipe) -> tuple:
 
 def recipe_of_constants(cls: type, *constants: Any) -> Recipe:
     """The recipe whose `constants_of` these are."""
-    from microfloat.recipes._serialize import cast_of
-
     if issubclass(cls, NamedRecipe):
         backward, *values = constants
         read = [_NUMBERS[v[0]](v[1]) if isinstance(v, tuple) and v and v[0] in _NUMBERS else v for v in values]

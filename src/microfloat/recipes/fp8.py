@@ -9,7 +9,8 @@ from typing import ClassVar
 from microfloat.arguments import check_bool, check_choice
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import E4M3, E5M2, FP8_ROW, FP8_TENSOR, FP8_TENSOR_E5M2, ElementFormat, FP8_1x128, FP8_128x128
-from microfloat.recipes.core import Cast, Current, Delayed, Gemm, NamedRecipe
+from microfloat.recipes.cast import Cast, Current, Delayed
+from microfloat.recipes.core import Gemm, NamedRecipe
 
 __all__ = ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Float8RowScaling", "Format", "as_format"]
 

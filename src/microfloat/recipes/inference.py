@@ -15,7 +15,8 @@ from types import MappingProxyType
 from microfloat.arguments import check_choice, check_int
 from microfloat.errors import invalid_value, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
-from microfloat.recipes.core import Cast, CustomRecipe, Gemm, NamedRecipe, Recipe, Static, as_scaled_format
+from microfloat.recipes.cast import Cast, Static, as_scaled_format
+from microfloat.recipes.core import CustomRecipe, Gemm, NamedRecipe, Recipe, register
 from microfloat.recipes.names import hint_of_recipe
 
 __all__ = ["WeightActivation", "WeightOnly"]
@@ -212,3 +213,6 @@ class WeightActivation(_Inference):
             x = replace(x, scaling=Static())
         w = _weight_cast(self.weight or weight, self.scale_search)
         return _table(Gemm(x, w, accumulate, self.path))
+
+
+register(WeightOnly, WeightActivation)

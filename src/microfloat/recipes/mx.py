@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from microfloat.arguments import check_choice
 from microfloat.formats import E5M2, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8, MXFP8_E5M2
-from microfloat.recipes.core import Cast, Gemm, NamedRecipe
+from microfloat.recipes.cast import Cast
+from microfloat.recipes.core import Gemm, NamedRecipe
 from microfloat.recipes.fp8 import Format, as_format
 
 __all__ = ["MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling"]

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from microfloat._environment import state_of
 from microfloat.errors import invalid_type, kind_of, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
-from microfloat.recipes.core import Recipe
+from microfloat.recipes.cast import HINTS
+from microfloat.recipes.core import Recipe, register
 from microfloat.recipes.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowScaling
 from microfloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
 from microfloat.recipes.nvfp4 import TOGGLES, NVFP4BlockScaling
@@ -25,6 +26,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "nvfp4": NVFP4BlockScaling,
 }
 FAMILIES = tuple(maker for maker in RECIPES.values() if isinstance(maker, type))
+register(*FAMILIES)
 # The variables on which a recipe made without arguments depends, and those of which its making warns.
 _WATCHED = (
     *TOGGLES.values(), *(name.replace("MICROFLOAT", "NVTE", 1) for name in TOGGLES.values()),
@@ -75,13 +77,9 @@ def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
         return recipe
     if isinstance(recipe, str):
         return _named(recipe, argument)
-    from microfloat.recipes.placement import Placement
-
-    hint = ""
+    hint = getattr(recipe, "not_a_recipe", "")
     if isinstance(recipe, type):
         hint = f"Call the class: {recipe.__name__}()." if issubclass(recipe, Recipe) else ""
-    elif isinstance(recipe, Placement):
-        hint = "A Placement goes to convert."
     elif isinstance(recipe, ScaledFormat):
         hint = hint_of_format(recipe.name)
     raise invalid_type(argument, kind_of(recipe), "a Recipe, such as recipes.MXFP8BlockScaling(), or its name", hint)
@@ -112,3 +110,6 @@ def hint_of_recipe(name: str) -> str:
     if make is None:
         return ""
     return f"{name!r} is a recipe; the formats that it uses: {', '.join(map(repr, _formats_of(make())))}."
+
+
+HINTS.append(hint_of_recipe)

@@ -8,7 +8,8 @@ from typing import ClassVar
 from microfloat._environment import toggle
 from microfloat.arguments import check_bool
 from microfloat.formats import NVFP4, NVFP4_2D
-from microfloat.recipes.core import Cast, Gemm, Hadamard, NamedRecipe
+from microfloat.recipes.cast import Cast, Hadamard
+from microfloat.recipes.core import Gemm, NamedRecipe
 
 __all__ = ["TOGGLES", "NVFP4BlockScaling"]
 

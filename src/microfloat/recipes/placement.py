@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 from microfloat.errors import PlacementError, invalid_type, kind_of, unknown_name
 from microfloat.operands import GEMMS
@@ -99,6 +99,7 @@ class Placement:
     """
 
     rules: tuple[tuple[str, Recipe | None], ...]
+    not_a_recipe: ClassVar[str] = "A Placement goes to convert."  # where one is given as a recipe
 
     def __init__(self, rules: Sequence[tuple[str, Recipe | None]]) -> None:
         checked = []

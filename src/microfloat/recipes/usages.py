@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 from microfloat.arguments import axes_of, for_each
 from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.recipes.core import Cast, as_cast
+from microfloat.recipes.cast import Cast, as_cast
 
 __all__ = ["CastLike", "Usage", "given_amax", "given_scale_enc", "usages_of"]
 

@@ -15,13 +15,12 @@ import torch
 from torch.autograd import forward_ad
 
 from microfloat.arguments import axes_of
-from microfloat.contents import contents_of_cast, contents_of_format
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.layout import Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, Hadamard, as_cast
 from microfloat.recipes._serialize import cast_from_data, cast_of, format_from_data
-from microfloat.recipes.core import as_scaled_format
+from microfloat.recipes.cast import as_scaled_format
 
 if TYPE_CHECKING:
     from torch._functorch.autograd_function import VmapInfo
@@ -176,10 +175,7 @@ def storage_of(token: str) -> Storage:
 
 
 # As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
-for _function in (
-    token_of, storage_of, _token_of_parts, _cast_of_text, _token_of_text,
-    contents_of_cast, contents_of_format,
-):  # fmt: skip
+for _function in (token_of, storage_of, _token_of_parts, _cast_of_text, _token_of_text):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
