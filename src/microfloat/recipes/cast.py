@@ -218,7 +218,7 @@ class Cast(CastFacts):
         return made
 
     @property
-    def cells(self) -> tuple[str, ...]:
+    def _cells(self) -> tuple[str, ...]:
         """Format, block, scale rule, rounding, Hadamard transform and scaling as text, for tables."""
         transform = f"{self.hadamard.size}, {self.hadamard.sign_mask:#06x}" if self.hadamard else "-"
         scaling = self.scaling

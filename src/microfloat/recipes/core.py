@@ -210,7 +210,7 @@ class Recipe(HashOnce, PortedQuestions):
             elif gemm.from_fprop:
                 described = (f"{cast.format.name} of fprop", *described)
             else:
-                described = cast.cells
+                described = cast._cells
             modes = ("-", "-") if gemm.is_high_precision else (gemm.accumulate, gemm.path)
             rows.append((gemm_name, f"{name} [{axes[0]},{axes[1]}]", *described, *modes))
         return "\n".join([repr(self), *text_table(rows)])

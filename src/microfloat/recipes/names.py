@@ -77,7 +77,7 @@ def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
         return recipe
     if isinstance(recipe, str):
         return _named(recipe, argument)
-    hint = getattr(recipe, "not_a_recipe", "")
+    hint = getattr(recipe, "_not_a_recipe", "")
     if isinstance(recipe, type):
         hint = f"Call the class: {recipe.__name__}()." if issubclass(recipe, Recipe) else ""
     elif isinstance(recipe, ScaledFormat):

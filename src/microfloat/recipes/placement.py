@@ -99,7 +99,7 @@ class Placement:
     """
 
     rules: tuple[tuple[str, Recipe | None], ...]
-    not_a_recipe: ClassVar[str] = "A Placement goes to convert."  # where one is given as a recipe
+    _not_a_recipe: ClassVar[str] = "A Placement goes to convert."  # where one is given as a recipe
 
     def __init__(self, rules: Sequence[tuple[str, Recipe | None]]) -> None:
         checked = []
