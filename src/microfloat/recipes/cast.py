@@ -15,6 +15,9 @@ from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 
 
+_KEYS: "dict[HashOnce, object]" = {}  # see `HashOnce._key`
+
+
 class HashOnce:
     """Base of frozen dataclasses whose hash is computed once per object, so that caches find them by value cheaply.
 
@@ -34,6 +37,11 @@ class HashOnce:
             value = hash((type(self), *[getattr(self, name) for name in compared]))
             object.__setattr__(self, "_hash", value)
             return value
+
+    @functools.cached_property
+    def _key(self) -> object:
+        """One object for all equal values of this process, for tables that every call looks into: it hashes in C."""
+        return _KEYS.setdefault(self, object())
 
     def __getstate__(self) -> dict:
         made = {name for name in vars(self) if isinstance(getattr(type(self), name, None), functools.cached_property)}

@@ -21,7 +21,6 @@ from microfloat.recipes._serialize import cast_from_data, cast_of, cast_to_data,
 from microfloat.recipes.cast import Cast, Delayed, HashOnce, as_scaled_format
 from microfloat.support import text_table
 
-_KEYS: "dict[Recipe, object]" = {}  # see `Recipe._key`
 # The classes that `from_dict` makes, by name; the modules that define them add theirs (`register`).
 _CLASSES: "dict[str, type[Recipe]]" = {}
 
@@ -156,11 +155,6 @@ class Recipe(HashOnce, PortedQuestions):
     def _is_high_precision(self) -> bool:
         """True where no GEMM quantizes."""
         return all(getattr(self, name).is_high_precision for name in GEMMS)
-
-    @functools.cached_property
-    def _key(self) -> object:
-        """One object for all equal recipes of this process, for tables that every call looks into: it hashes in C."""
-        return _KEYS.setdefault(self, object())
 
     @property
     def label(self) -> str:
