@@ -14,7 +14,6 @@ from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
 
-
 _KEYS: "dict[HashOnce, object]" = {}  # see `HashOnce._key`
 
 
