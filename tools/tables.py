@@ -7,6 +7,7 @@ python tools/tables.py --check   # exit with status 1 if a page is out of date
 import sys
 
 import families_table
+import features_table
 import jax_tables
 import measured_table
 import support_table
@@ -14,7 +15,7 @@ import user_tables
 import wire_table
 from marked_block import command
 
-TOOLS = (user_tables, measured_table, jax_tables, wire_table, support_table, families_table)
+TOOLS = (user_tables, measured_table, jax_tables, wire_table, support_table, families_table, features_table)
 BLOCKS = [block for tool in TOOLS for block in tool.BLOCKS]
 
 if __name__ == "__main__":
