@@ -186,34 +186,40 @@ class ScaleHistogram:
 
 def scale_histogram(scale: np.ndarray, scale_format: ScaleFormat | None = None) -> ScaleHistogram:
     """Distribution of stored scales over powers of two; uint8 bytes need their `scale_format`, float32 does not."""
-    stored, numbers = _numpy("scale", scale), ()
+    stored = _numpy("scale", scale)
     if stored.dtype == np.uint8:
         if scale_format not in (SCALE_E8M0, SCALE_E4M3):
             raise invalid_value("scale_format", scale_format, "SCALE_E8M0 or SCALE_E4M3 for scale bytes")
-        values, lowest, highest = _scale_values(stored, scale_format)
-        numbers = tuple(np.bincount(stored.reshape(-1), minlength=256).tolist())
-    elif stored.dtype.kind in "iub":
+        return histogram_of_bytes(np.bincount(stored.reshape(-1), minlength=256), scale_format)
+    if stored.dtype.kind in "iub":
         raise invalid_type("scale", stored.dtype, "uint8 bytes, or scales of a floating-point dtype")
-    else:
-        values, lowest, highest = _array("scale", stored), 2.0**-126, 2.0**126
-    values = values.reshape(-1)
-    counted = np.isfinite(values) & (values > 0)
-    exponents, counts = np.unique(np.frexp(values[counted])[1] - 1, return_counts=True)
-    return ScaleHistogram(
-        tuple(int(exponent) for exponent in exponents),
-        tuple(float(count) / values.size for count in counts),
-        _share(values == 0),
-        _share(np.isnan(values)),
-        _share(counted & (values <= lowest)),
-        _share(counted & (values >= highest)),
-        numbers,
-    )
+    values = _array("scale", stored).reshape(-1)
+    return _histogram(values, np.ones(values.size, np.int64), 2.0**-126, 2.0**126)
 
 
-def _scale_values(stored: np.ndarray, scale_format: ScaleFormat) -> tuple[np.ndarray, float, float]:
+def histogram_of_bytes(counts: np.ndarray, scale_format: ScaleFormat) -> ScaleHistogram:
+    """`scale_histogram` of so many scales of each byte: int64 [256]."""
     if scale_format == SCALE_E4M3:
-        return decode(stored, "E4M3").astype(np.float64), 2.0**-9, 448.0
-    return np.where(stored == 255, np.nan, np.ldexp(1.0, stored.astype(np.int64) - 127)), 2.0**-127, 2.0**127
+        values, lowest, highest = decode(np.arange(256, dtype=np.uint8), "E4M3").astype(np.float64), 2.0**-9, 448.0
+    else:
+        values, lowest, highest = np.ldexp(1.0, np.arange(256) - 127), 2.0**-127, 2.0**127
+        values[255] = np.nan
+    return _histogram(values, counts, lowest, highest, tuple(counts.tolist()))
+
+
+def _histogram(
+    values: np.ndarray, counts: np.ndarray, lowest: float, highest: float, numbers: tuple[int, ...] = ()
+) -> ScaleHistogram:
+    """The histogram of `counts[i]` scales of `values[i]`."""
+    total = int(counts.sum()) or 1
+    counted = np.isfinite(values) & (values > 0) & (counts > 0)
+    exponents, which = np.unique(np.frexp(values[counted])[1] - 1, return_inverse=True)
+    each = np.bincount(which, counts[counted], len(exponents))
+    shares = (np.isnan(values), counted & (values <= lowest), counted & (values >= highest))
+    return ScaleHistogram(
+        tuple(exponents.tolist()), tuple((each / total).tolist()), int(counts[values == 0].sum()) / total,
+        *(int(counts[share].sum()) / total for share in shares), numbers,
+    )  # fmt: skip
 
 
 def max_ulp(x: np.ndarray, q: np.ndarray, dtype: np.dtype | str | None = None) -> float:

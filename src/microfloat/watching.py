@@ -5,7 +5,6 @@ so that a metric has one name and one definition. Sums are float64 of torch or f
 """
 
 import csv
-import functools
 import math
 import os
 import shutil
@@ -22,22 +21,22 @@ from microfloat.arguments import as_path, check_int, check_new_file, check_numbe
 from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
 from microfloat.formats import ElementFormat, ScaledFormat, ScaleFormat, encode
 from microfloat.metrics import ScaleHistogram
-from microfloat.operands import GEMMS
+from microfloat.operands import GEMMS, TENSORS
 from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.cast import as_scaled_format
 from microfloat.support import text_table
 
 __all__ = [
-    "BINADES", "DEFAULT_METRICS", "DRAWS", "METRICS", "OF_CAST", "OF_PRODUCT", "OF_SAMPLE", "OF_SCALES", "OF_TENSOR",
-    "SCALES", "Entry", "Record", "RecordLog", "check_names", "check_rows", "largest_byte", "limits_of", "of_binades",
-    "of_cast", "of_noise", "of_product", "of_rows", "of_sample", "of_scales", "of_tensor", "what_if_casts",
+    "BINADES", "DEFAULT_METRICS", "METRICS", "NOISE_SEEDS", "OF_CAST", "OF_PRODUCT", "OF_SAMPLE", "OF_SCALES", "SCALES",
+    "Entry", "Measured", "Record", "RecordLog", "check_names", "largest_byte", "of_noise", "of_product", "of_rows",
+    "of_tensor",
 ]  # fmt: skip
 
 BINADES = 32  # below the largest magnitude, over which the error is shown
-DRAWS = 4  # seeds of "sr_noise"
 SCALES = 256  # bytes that a scale may be
+NOISE_SEEDS = tuple((number, 0x5A17) for number in range(4))  # words of seeds for "sr_noise", which no generator draws
 
-# Metrics by what is summed for them.
+# Metrics by the sums that they need.
 OF_TENSOR, OF_SAMPLE = ("amax", "amax_ema", "nan", "inf"), ("crest", "block_dynamic_range")
 OF_CAST = ("sqnr_db", "rel_mse", "bias", "underflow", "clip", "zeros")
 OF_SCALES, OF_PRODUCT = ("scale_histogram", "scale_at_limits"), ("relative_error", "cosine")
@@ -95,18 +94,33 @@ def check_names(argument: str, names: str | Sequence[str], known: Iterable[str])
     return names
 
 
-def check_rows(rows: object) -> int:
-    """The number of rows that are measured: whole tiles of every format."""
-    number = check_int("rows", rows, 128, 2**31 - 128)
-    if number % 128:
-        raise invalid_value("rows", rows, "a multiple of 128", "Formats with tiles are cut at whole ones.")
-    return number
+class Measured(NamedTuple):
+    """The choice of operands, metrics, formats that are not in use, and rows of an operand that a watch measures."""
 
+    tensors: tuple[str, ...]
+    metrics: frozenset[str]
+    what_if: tuple[Cast, ...]
+    rows: int
 
-def what_if_casts(what_if: Any) -> tuple[Cast, ...]:
-    """The Casts of formats that are not in use, from one or several of them."""
-    several = _several("what_if", what_if, str | Cast | ScaledFormat, "Write what_if=() for none.")
-    return tuple(one if isinstance(one, Cast) else as_cast(as_scaled_format(one, "what_if")) for one in several)
+    @staticmethod
+    def checked(tensors: Any, metrics: Any, what_if: Any, rows: object) -> "Measured":
+        """The choice that these arguments of a watch make."""
+        number = check_int("rows", rows, 128, 2**31 - 128)
+        if number % 128:
+            raise invalid_value("rows", rows, "a multiple of 128", "Formats with tiles are cut at whole ones.")
+        several = _several("what_if", what_if, str | Cast | ScaledFormat, "Write what_if=() for none.")
+        casts = [one if isinstance(one, Cast) else as_cast(as_scaled_format(one, "what_if")) for one in several]
+        metrics = frozenset(check_names("metrics", metrics, METRICS))
+        return Measured(check_names("tensors", tensors, TENSORS), metrics, tuple(casts), number)
+
+    def part(self, size: int, sample: int | None = None) -> slice:
+        """The part of an axis that is measured: in sample after sample the next rows, without a number the middle."""
+        number = size // 2 // self.rows if sample is None else sample % max(1, -(-size // self.rows))
+        return slice(number * self.rows, min((number + 1) * self.rows, size))
+
+    def not_in_use(self, casts: Sequence[Cast | None]) -> list[Cast]:
+        """The Casts of `what_if` whose format none of these casts has."""
+        return [one for one in self.what_if if all(cast is None or cast.format != one.format for cast in casts)]
 
 
 # ------------------------------------------------------------------------------------------- from sums to metrics, host
@@ -119,16 +133,31 @@ def of_tensor(size: int, n: Numbers) -> Metrics:
     yield from (("nan", int(n[1])), ("inf", int(size - n[0] - n[1])))
 
 
-def of_sample(n: Numbers) -> Metrics:
-    """From the peak, the sum of squares and the count of elements, and three quantiles of the binades of blocks."""
-    peak, energy, count = n[:3]
-    yield "crest", peak / math.sqrt(energy / count) if energy else 0.0
-    for name, value in zip(("", "_p99", "_max"), n[3:], strict=True):
-        yield f"block_dynamic_range{name}", 0.0 if math.isnan(value) else value
+def of_rows(wanted: frozenset[str], fmt: ScaleFormat | None, n: Numbers) -> Metrics:
+    """Metrics of measured rows and of their cast, whose scales are of `fmt` (None: they are in high precision).
+
+    The numbers: sums of x^2, (x - q)^2 and x q; counts of elements, of flushed ones, of zeros of q, of clipped ones;
+    the peak and three quantiles of the binades that blocks span; counts of float32 scales at their limits and of all
+    scales by byte (of float32 that of the exponent); sums of x^2, then of (x - q)^2, by binades below the peak.
+    """
+    signal, count, peak = n[0], n[3], n[7]
+    if wanted.intersection(OF_SAMPLE):
+        yield "crest", peak / math.sqrt(signal / count) if signal else 0.0
+        for name, value in zip(("", "_p99", "_max"), n[8:11], strict=True):
+            yield f"block_dynamic_range{name}", 0.0 if math.isnan(value) else value
+    if fmt is None:
+        return
+    if wanted.intersection(OF_CAST):
+        yield from _of_cast(n[:7])
+    if wanted.intersection(OF_SCALES):
+        found = _histogram(fmt, n[11:13], [int(one) for one in n[13 : 13 + SCALES]])
+        yield from (("scale_at_limits", found.at_lowest + found.at_highest), ("scale_histogram", found))
+    if "error_by_magnitude" in wanted:
+        pairs = zip(n[-2 * BINADES : -BINADES], n[-BINADES:], strict=True)
+        yield "error_by_magnitude", tuple(math.sqrt(noise / x) if x else math.nan for x, noise in pairs)
 
 
-def of_cast(n: Numbers) -> Metrics:
-    """From sum x^2, sum (x - q)^2, sum x q, and counts: elements, flushed ones, zeros of q, clipped ones."""
+def _of_cast(n: Numbers) -> Metrics:
     signal, noise, product, count, flushed, zero, clipped = n
     if math.isnan(noise):
         yield from (("sqnr_db", math.nan), ("rel_mse", math.nan))
@@ -142,79 +171,27 @@ def of_cast(n: Numbers) -> Metrics:
         yield name, number / count if count else 0.0
 
 
-def of_scales(fmt: ScaleFormat, n: Numbers) -> Metrics:
-    """From the counts of scales at the lowest and highest limit, and of each byte (float32: byte of the exponent)."""
-    lowest, highest, counts = n[0], n[1], [int(count) for count in n[2:]]
-    total = sum(counts) or 1
-    yield "scale_at_limits", (lowest + highest) / total
+def _histogram(fmt: ScaleFormat, at_limits: Numbers, counts: list[int]) -> ScaleHistogram:
+    """The histogram of so many scales of each byte; of float32 of each byte of the exponent, and at each limit."""
     if fmt.name != "FP32":
-        yield "scale_histogram", _histogram_of_bytes(fmt, counts, total)
-        return
+        return metrics.histogram_of_bytes(np.array(counts), fmt)
+    total = sum(counts) or 1
     exponents = [exponent for exponent in range(1, 255) if counts[exponent]]
-    fractions = tuple(counts[exponent] / total for exponent in exponents)
-    shares = counts[0] / total, counts[255] / total, lowest / total, highest / total
-    yield "scale_histogram", ScaleHistogram(tuple(exponent - 127 for exponent in exponents), fractions, *shares)
-
-
-def _histogram_of_bytes(fmt: ScaleFormat, counts: Sequence[int], total: int) -> ScaleHistogram:
-    """`metrics.scale_histogram` of so many scales of each byte."""
-    found: dict[int, int] = {}
-    zero = nan = lowest = highest = 0.0
-    for one, count in zip(_each_byte(fmt), counts, strict=True):
-        if count:
-            for exponent in one.exponents:
-                found[exponent] = found.get(exponent, 0) + count
-            zero, nan = zero + one.zero * count, nan + one.nan * count
-            lowest, highest = lowest + one.at_lowest * count, highest + one.at_highest * count
-    exponents = tuple(sorted(found))
-    fractions = tuple(found[exponent] / total for exponent in exponents)
+    shares = (number / total for number in (counts[0], counts[255], *at_limits))
     return ScaleHistogram(
-        exponents, fractions, zero / total, nan / total, lowest / total, highest / total, tuple(counts)
+        tuple(exponent - 127 for exponent in exponents), tuple(counts[one] / total for one in exponents), *shares
     )  # fmt: skip
 
 
-@functools.cache
-def _each_byte(fmt: ScaleFormat) -> list[ScaleHistogram]:
-    """The histogram of one scale, for every byte that it may be."""
-    return [metrics.scale_histogram(np.full(1, byte, np.uint8), fmt) for byte in range(SCALES)]
-
-
-def of_binades(n: Numbers) -> Metrics:
-    """From the sums of x^2, then of (x - q)^2, by binades below the largest magnitude."""
-    pairs = zip(n[:BINADES], n[BINADES:], strict=True)
-    yield "error_by_magnitude", tuple(math.sqrt(noise / signal) if signal else math.nan for signal, noise in pairs)
-
-
-def of_rows(wanted: frozenset[str], fmt: ScaleFormat | None, n: Numbers) -> Metrics:
-    """Metrics of rows and of their cast, whose scales are of `fmt` (None: they are in high precision).
-
-    From the sums of `of_cast`, the peak, the counts of `of_scales` (those at the limits of float32 alone), the sums of
-    `of_binades`, and three quantiles of the binades of blocks, where these are wanted.
-    """
-    sums, peak, end = n[:7], n[7], 10 + SCALES
-    if wanted.intersection(OF_SAMPLE):
-        yield from of_sample((peak, sums[0], sums[3], *n[-3:]))
-    if fmt is None:
-        return
-    if wanted.intersection(OF_CAST):
-        yield from of_cast(sums)
-    if wanted.intersection(OF_SCALES):
-        counts = n[10:end]
-        at_limits = n[8:10] if fmt.name == "FP32" else [counts[byte] for byte in limits_of(fmt)]
-        yield from of_scales(fmt, (*at_limits, *counts))
-    if "error_by_magnitude" in wanted:
-        yield from of_binades(n[end : end + 2 * BINADES])
-
-
 def of_noise(size: int, n: Numbers) -> Metrics:
-    """From the mean error of `size` stochastic roundings and the mean of their variances."""
+    """Metrics of the mean error of `size` stochastic roundings and of the mean of their variances."""
     mean, std = n[0], math.sqrt(n[1])
     z = mean / (std / math.sqrt(size)) if std else math.copysign(math.inf, mean) if mean else 0.0
     yield from (("sr_noise_mean", mean), ("sr_noise_std", std), ("sr_noise_z", z))
 
 
 def of_product(n: Numbers) -> Metrics:
-    """From sum a^2, sum (a - b)^2, sum b^2 and sum a b of an exact product a and the computed one, b."""
+    """Metrics of sum a^2, sum (a - b)^2, sum b^2 and sum a b of an exact product a and the computed one, b."""
     signal, noise, other, product = n
     worst = math.inf if noise else 0.0
     yield "relative_error", math.sqrt(noise / signal) if signal else worst
@@ -226,11 +203,6 @@ def largest_byte(element: ElementFormat) -> int:
     """A byte of codes of the largest value."""
     code = int(encode(np.array([element.max], np.float32), element)[0])
     return code | code << 4 if element.codes_per_byte == 2 else code
-
-
-def limits_of(fmt: ScaleFormat) -> tuple[int, int]:
-    """The lowest and the highest byte of a scale of eight bits."""
-    return (0, 254) if fmt.name == "E8M0" else (1, 126)
 
 
 # ------------------------------------------------------------------------------------------------ from metrics to files

@@ -135,20 +135,26 @@ def test_branches_batches_and_repeated_calls():
 @pytest.mark.slow("further programs that mj.watch_outputs watches")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_of_a_mesh_are_one_tensor(check_vma):
-    """Inside shard_map the sums of all devices: amax of the whole, and each NaN once where JAX knows what varies."""
+    """Inside shard_map the sums of all devices: amax and errors of the whole, whose parts differ in magnitude, and each
+    NaN once where JAX knows what varies."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
     op = mj.dot_general("fp8_current", axis_names=() if check_vma else ("data", "model"))
     x = X[:64, :32].copy()
     x[50, 3] = np.nan
+    w = W[:32] * np.where(np.arange(64) < 32, 2.0**-9, 1).astype(np.float32)
     mapped = jax.shard_map(
         lambda x, w: op(x, w, PLAIN), mesh=mesh, in_specs=(P("data"), P(None, "model")), out_specs=P("data", "model"),
         check_vma=check_vma,
     )  # fmt: skip
-    results, readings = jax.jit(few(mapped))(x, W[:32])
-    assert_same_bits(results, jax.jit(mapped)(x, W[:32]))
-    found = {one[3:6]: one.value for one in readings.records() if one.metric in ("nan", "amax")}
+    results, readings = jax.jit(few(mapped))(x, w)
+    assert_same_bits(results, jax.jit(mapped)(x, w))
+    found = {one[3:6]: one.value for one in readings.records()}
     assert found["x", "fp8_tensor", "nan"] == (1 if check_vma else 2)
-    assert found["w", "fp8_tensor", "amax"] == np.abs(W[:32]).max()
+    assert found["w", "fp8_tensor", "amax"] == np.abs(w).max()
+    q = reference.dequantize(reference.quantize(w, "fp8_tensor"))
+    assert found["w", "fp8_tensor", "sqnr_db"] == pytest.approx(metrics.sqnr_db(w, q), rel=1e-4)
+    error = metrics.gemm_error(np.delete(x, 50, 0).astype(np.float64) @ w, np.delete(np.asarray(results), 50, 0))
+    assert found["y", "fp8_tensor x fp8_tensor", "relative_error"] == pytest.approx(error.relative_error, rel=1e-4)
 
 
 @pytest.mark.slow("further programs that mj.watch_outputs watches")

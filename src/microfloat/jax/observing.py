@@ -3,7 +3,7 @@
 A watched function is traced under a context that is part of the key of JAX's caches, as the recipe of an `autocast` is,
 so that an unwatched program has no trace of any of this. In it each call binds `shown_p`, an identity of its results
 which takes the readings along; `microfloat.jax.watch` finds it in the jaxpr and makes the readings outputs. Sums are
-float32, of numbers that were brought near 1 by a power of two.
+float32, in units of a power of two that brings the numbers near 1 and comes first in their vector.
 
 Legend: M = rows of x, K = in features, N = out features; R, C = rows and contraction length of an operand form.
 """
@@ -18,36 +18,33 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from microfloat.formats import ScaleFormat
 from microfloat.jax.backends import casts, reference
 from microfloat.jax.numerics.bits import as_code_dtype, hadamard_transform, widened
 from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Recipe
 from microfloat.recipes.explanation import operands_of as formats_of
-from microfloat.watching import BINADES, DRAWS, OF_CAST, OF_SAMPLE, OF_SCALES, SCALES, largest_byte, limits_of
+from microfloat.watching import (
+    BINADES,
+    NOISE_SEEDS,
+    OF_CAST,
+    OF_PRODUCT,
+    OF_SAMPLE,
+    OF_SCALES,
+    SCALES,
+    Measured,
+    largest_byte,
+)
 
 if TYPE_CHECKING:
     from microfloat.jax.dot_general import Call
 
-__all__ = ["Subject", "Watching", "observe_backward", "observe_forward", "seen_by_backward", "shown_p", "watching"]
-
-
-class Watching(NamedTuple):
-    """The arguments of `watch_outputs`."""
-
-    tensors: tuple[str, ...]
-    metrics: frozenset[str]
-    what_if: tuple[Cast, ...]
-    rows: int
-
-    def part(self, size: int) -> slice:
-        """The part of an axis that is measured: whole tiles from its middle."""
-        start = 0 if size <= self.rows else size // 2 // self.rows * self.rows
-        return slice(start, min(start + self.rows, size))
+__all__ = ["Subject", "observe_backward", "observe_forward", "seen_by_backward", "shown_p", "watching"]
 
 
 class Subject(NamedTuple):
-    """The subject of a vector of numbers. `kind` names the sums, `more` is all that their metrics need besides."""
+    """The subject of a vector of numbers. `kind`: "tensor", "rows", "noise" or "product", by which the host makes
+    metrics of them; `more`: all that it needs besides, the format of the scales of rows or the number of draws.
+    """
 
     gemm: str
     operand: str
@@ -131,7 +128,7 @@ def _shown(recipe: Recipe, stage: str, readings: Readings, *results: Array) -> t
 # ------------------------------------------------------------------------------------------------------------ readings
 
 
-def _operand(watch: Watching, call: "Call", tensor: str, matrix: Array, uses: tuple[bool, bool]) -> Readings:
+def _operand(watch: Measured, call: "Call", tensor: str, matrix: Array, uses: tuple[bool, bool]) -> Readings:
     """Readings of both operands of a tensor that are in use, and of the formats that might be."""
     if tensor not in watch.tensors or not matrix.size:
         return []
@@ -141,15 +138,22 @@ def _operand(watch: Watching, call: "Call", tensor: str, matrix: Array, uses: tu
         made.append(call.cast_of(operand, matrix.shape) if is_cast else None)
     first = made[0]
     name = matrix.dtype.name if first is None else first.cast.format.name
-    readings = [_tensor(Subject(operands[0].gemm, tensor, name, "tensor"), matrix)]
+    subject = Subject(operands[0].gemm, tensor, name, "rows")
+    readings = [_tensor(subject, matrix)]
     if first is None and watch.metrics.intersection(OF_SAMPLE):
-        readings.append(_sample(readings[0][0], matrix[watch.part(len(matrix))], 32))
-    for operand, one in zip(operands, made, strict=True):
-        if one is not None:
-            readings += _cast(watch, call, operand, one.cast, matrix, call.seed.words)
-    for cast in watch.what_if:
-        if all(one is None or one.cast.format != cast.format for one in made):
-            readings += _cast(watch, call, operands[0], cast, matrix, np.zeros(2, np.uint32))
+        rows = matrix[watch.part(len(matrix))].astype(jnp.float32)
+        readings.append((subject, _rows(watch, rows, jnp.isfinite(rows), None)))
+    in_use = [None if one is None else one.cast for one in made]
+    asked: list[Any] = [(operand, cast, call.seed.words) for operand, cast in zip(operands, in_use, strict=True)]
+    asked += [(operands[0], cast, np.zeros(2, np.uint32)) for cast in watch.not_in_use(in_use)]
+    for operand, cast, words in asked:
+        if cast is None:
+            continue
+        one = _quantized(watch, call, operand, cast, matrix, words)
+        subject = Subject(operand.gemm, tensor, cast.format.name, "rows", cast.format.scale)
+        readings.append((subject, _rows(watch, one.x, one.finite, one)))
+        if cast.is_stochastic and "sr_noise" in watch.metrics:
+            readings.append(_noise(subject, watch, call, operand, cast, matrix))
     return readings
 
 
@@ -161,18 +165,6 @@ def _tensor(subject: Subject, matrix: Array) -> tuple[Subject, Array]:
     return subject._replace(kind="tensor"), _stacked(*counts, amax)
 
 
-def _sample(subject: Subject, x_RC: Array, block: int) -> tuple[Subject, Array]:
-    """Peak, sum of squares, count, and quantiles of the binades that blocks of `block` elements span."""
-    finite = jnp.isfinite(x_RC)
-    x, _ = _near_one(jnp.abs(jnp.where(finite, x_RC, 0).astype(jnp.float32)))
-    blocks = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(-1, block)
-    smallest = jnp.where(blocks == 0, jnp.inf, blocks).min(axis=1)
-    spans = jnp.log2(blocks.max(axis=1)) - jnp.log2(smallest)  # of a block without a number: -inf
-    quantiles = jnp.nanquantile(jnp.where(spans < 0, jnp.nan, spans), jnp.array([0.5, 0.99, 1.0]))
-    numbers = jnp.concatenate([_stacked(x.max(), (x * x).sum(), finite.sum()), quantiles])
-    return subject._replace(kind="sample"), numbers
-
-
 class _Made(NamedTuple):
     """Rows of an operand form, finite or 0, the values that a cast made of them, and all its codes and scales."""
 
@@ -180,10 +172,12 @@ class _Made(NamedTuple):
     finite: Array
     values: Array
     operand: reference.Matrix
+    cast: Cast
+    part: slice
 
 
 def _quantized(
-    watch: Watching, call: "Call", operand: Operand, cast: Cast, matrix: Array, words: Any
+    watch: Measured, call: "Call", operand: Operand, cast: Cast, matrix: Array, words: Any
 ) -> _Made:  # fmt: skip
     """The bytes that the call computes with, by XLA's operations."""
     turned, one = operand.transposed, casts.CastOf(cast, operand.stream)
@@ -196,105 +190,110 @@ def _quantized(
     part = watch.part(form.shape[0])
     finite = jnp.isfinite(form[part])
     x, q = (jnp.where(finite, rows[part], 0) for rows in (form, values))
-    return _Made(x, finite, q, quantized)
+    return _Made(x, finite, q, quantized, cast, part)
 
 
-def _cast(watch: Watching, call: "Call", operand: Operand, cast: Cast, matrix: Array, words: Any) -> Readings:
-    made = _quantized(watch, call, operand, cast, matrix, words)
-    fmt, wanted = cast.format, watch.metrics
-    subject = Subject(operand.gemm, operand.tensor, fmt.name, "")
-    readings = []
+def _rows(watch: Measured, x_RC: Array, finite: Array, made: _Made | None) -> Array:
+    """The numbers of `watching.of_rows`, for rows and their cast, behind the power of two in units of which they are.
+
+    In place of the sum of x q stands that of the error times x, which is smaller.
+    """
+    wanted = watch.metrics
+    x, unit = _near_one(jnp.where(finite, x_RC, 0))
+    noise = along = flushed = zero = clipped = 0
+    spans, scales, binades, block = jnp.zeros(3), jnp.zeros(SCALES + 2), jnp.zeros(2 * BINADES), 32
+    if made is not None:
+        error, is_zero = made.values / unit - x, made.values == 0
+        block = made.cast.format.block[1] or x.shape[1]
+        if wanted.intersection(OF_CAST):
+            noise, along = (error * error).sum(), (x * error).sum()
+            flushed, zero = (is_zero & (made.x != 0)).sum(), (is_zero & finite).sum()
+            clipped = _clipped(made) if "clip" in wanted else 0
+        if wanted.intersection(OF_SCALES):
+            scales = _scales(made.operand.scale)
+        if "error_by_magnitude" in wanted:
+            binades = _binades(x, error)
     if wanted.intersection(OF_SAMPLE):
-        form = matrix.T if operand.transposed else matrix
-        readings.append(_sample(subject, form[watch.part(len(form))], fmt.block[1] or form.shape[1]))
-    if wanted.intersection(OF_CAST):
-        (x, q), is_zero = _near_one(made.x, made.values)[:2], made.values == 0
-        clipped = _clipped(made, cast, watch.part(matrix.shape[operand.transposed])) if "clip" in wanted else 0
-        error = q - x
-        counts = made.finite.sum(), (is_zero & (made.x != 0)).sum(), (is_zero & made.finite).sum(), clipped
-        numbers = _stacked((x * x).sum(), (error * error).sum(), (x * error).sum(), *counts)
-        readings.append((subject._replace(kind="cast"), numbers))
-    if wanted.intersection(OF_SCALES):
-        readings.append((subject._replace(kind="scales", more=fmt.scale), _scales(made.operand.scale, fmt.scale)))
-    if "error_by_magnitude" in wanted:
-        readings.append((subject._replace(kind="binades"), _binades(made.x, made.values)))
-    if cast.is_stochastic and "sr_noise" in wanted:
-        readings.append(_noise(subject, watch, call, operand, cast, matrix))
-    return readings
+        spans = _spanned(jnp.abs(x), block)
+    counts = finite.sum(), flushed, zero, clipped
+    sums = _stacked(unit, (x * x).sum(), noise, along, *counts, jnp.abs(x).max())
+    return jnp.concatenate([sums, spans, scales, binades])
 
 
-def _clipped(made: _Made, cast: Cast, part: slice) -> Array:
+def _spanned(magnitudes: Array, block: int) -> Array:
+    """Three quantiles of the binades that blocks of so many elements span; NaN where no block has a number."""
+    blocks = jnp.pad(magnitudes, ((0, 0), (0, -magnitudes.shape[1] % block))).reshape(-1, block)
+    smallest = jnp.where(blocks == 0, jnp.inf, blocks).min(axis=1)
+    spans = jnp.log2(blocks.max(axis=1)) - jnp.log2(smallest)  # of a block without a number: -inf
+    return jnp.nanquantile(jnp.where(spans < 0, jnp.nan, spans), jnp.array([0.5, 0.99, 1.0]))
+
+
+def _clipped(made: _Made) -> Array:
     """The number of elements beyond the largest magnitude of their block; under a Hadamard transform those of it."""
-    fmt, (codes, scale, outer) = cast.format, made.operand
+    cast, (codes, scale, outer) = made.cast, made.operand
+    element = cast.format.element
     x = made.x if cast.hadamard is None else hadamard_transform(made.x, cast.hadamard)
-    if fmt.element.codes_per_byte == 2:
-        largest = jnp.full_like(codes, largest_byte(fmt.element))
-    else:
-        largest = as_code_dtype(jnp.full(codes.shape, largest_byte(fmt.element), jnp.uint8), fmt.element)
-    limit = reference.dequantize_matrix(reference.Matrix(largest, scale, outer), fmt, None, x.shape[1])[part]
-    return (jnp.abs(x) > limit).sum()
+    largest = jnp.full(codes.shape, largest_byte(element), jnp.uint8)
+    largest = largest if element.codes_per_byte == 2 else as_code_dtype(largest, element)
+    limit = reference.dequantize_matrix(reference.Matrix(largest, scale, outer), cast.format, None, x.shape[1])
+    return (jnp.abs(x) > limit[made.part]).sum()
 
 
-def _scales(scale: Array, fmt: ScaleFormat) -> Array:
-    """Counts of scales at the limits, and of every byte; of float32 of the byte of the exponent."""
-    flat = scale.reshape(-1)
+def _scales(scale: Array) -> Array:
+    """Counts of float32 scales at their limits, and of all scales by byte; of float32 by the byte of the exponent."""
+    flat, at_limits = scale.reshape(-1), (0, 0)
     if flat.dtype == jnp.float32:
         at_limits = ((flat <= 2.0**-126) & (flat != 0)).sum(), (flat >= 2.0**126).sum()
-        codes = (lax.bitcast_convert_type(flat, jnp.uint32) >> 23).astype(jnp.int32)
-    else:
-        codes = flat.astype(jnp.int32)
-        at_limits = tuple((codes == limit).sum() for limit in limits_of(fmt))
-    edges = jnp.searchsorted(jnp.sort(codes), jnp.arange(SCALES + 1, dtype=jnp.int32))
+        flat = lax.bitcast_convert_type(flat, jnp.uint32) >> 23
+    edges = jnp.searchsorted(jnp.sort(flat.astype(jnp.int32)), jnp.arange(SCALES + 1, dtype=jnp.int32))
     return jnp.concatenate([_stacked(*at_limits), jnp.diff(edges).astype(jnp.float32)])
 
 
-def _binades(x: Array, values: Array) -> Array:
-    """Sums of x^2 and of the squared error by binades below the largest magnitude; of every k-th element of many."""
-    x, values, _ = _near_one(x, values)
+def _binades(x: Array, error: Array) -> Array:
+    """Sums of x^2, then of the squared error, by binades below the largest magnitude; of every k-th element of many."""
     stride = max(1, x.size >> 14)
-    a, d = x.reshape(-1)[::stride], (values - x).reshape(-1)[::stride]
+    a, d = x.reshape(-1)[::stride], error.reshape(-1)[::stride]
     which = jnp.floor(jnp.log2(jnp.abs(x).max()) - jnp.log2(jnp.abs(a)))
     in_binade = (which[:, None] == jnp.arange(BINADES, dtype=jnp.float32)).astype(jnp.float32)
     return jnp.matmul(jnp.stack([a * a, d * d]), in_binade, precision=lax.Precision.HIGHEST).reshape(-1)
 
 
 def _noise(
-    subject: Subject, watch: Watching, call: "Call", operand: Operand, cast: Cast, matrix: Array
+    subject: Subject, watch: Measured, call: "Call", operand: Operand, cast: Cast, matrix: Array
 ) -> tuple[Subject, Array]:
-    """The mean error of stochastic rounding over a few seeds that no key gives, and the mean of its variances."""
+    """The mean error of stochastic rounding over the seeds that watches have for it, and the mean of its variances."""
     draws = []
-    for number in range(DRAWS):
-        made = _quantized(watch, call, operand, cast, matrix, np.array([number, 0x5A17], np.uint32))
+    for seed in NOISE_SEEDS:
+        made = _quantized(watch, call, operand, cast, matrix, np.array(seed, np.uint32))
         draws.append(made.values - made.x)
     errors = jnp.stack(draws)
     return subject._replace(kind="noise", more=errors.size), _stacked(errors.mean(), errors.var(axis=0, ddof=1).mean())
 
 
 def _product(
-    watch: Watching, call: "Call", gemm: str, name: str, whole: Array, result: Array, a_RC: Array, b_SC: Array
+    watch: Measured, call: "Call", gemm: str, name: str, whole: Array, result: Array, a_RC: Array, b_SC: Array
 ) -> Readings:
     """The counts of a result, and its error on a part of it: ``result ~ a @ b.T`` against float32."""
     if not whole.size:
         return []
     subject = Subject(gemm, name, formats_of(getattr(call.config.recipe, gemm)), "")
     readings = [_tensor(subject, whole)]
-    if watch.metrics & {"relative_error", "cosine"}:
+    if watch.metrics.intersection(OF_PRODUCT):
         a, b = (matrix.astype(jnp.float32) for matrix in (a_RC, b_SC))
         exact = jnp.matmul(a, b.T, precision=lax.Precision.HIGHEST)
         counted = jnp.isfinite(exact)
-        pair = (jnp.where(counted, values.astype(jnp.float32), 0) for values in (exact, result))
-        exact, result, _ = _near_one(*pair)
-        error = result - exact
-        numbers = _stacked((exact * exact).sum(), (error * error).sum(), (exact * error).sum())
+        exact, unit = _near_one(jnp.where(counted, exact, 0))
+        error = jnp.where(counted, result.astype(jnp.float32), 0) / unit - exact
+        numbers = _stacked(unit, (exact * exact).sum(), (error * error).sum(), (exact * error).sum())
         readings.append((subject._replace(kind="product"), numbers))
     return readings
 
 
-def _near_one(x: Array, *others: Array) -> tuple[Array, ...]:
-    """The arrays times one power of two that brings the largest magnitude of the first to 1; last, that power."""
+def _near_one(x: Array) -> tuple[Array, Array]:
+    """x in units of a power of two that brings its largest magnitude to 1, and that unit."""
     _, exponent = jnp.frexp(jnp.abs(x).max(initial=0))
-    power = jnp.ldexp(np.float32(1), -jnp.clip(exponent, -126, 126))
-    return *(values * power for values in (x, *others)), power
+    unit = jnp.ldexp(np.float32(1), jnp.clip(exponent, -126, 126))
+    return x / unit, unit
 
 
 def _stacked(*numbers: Any) -> Array:

@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec
 from microfloat import watching as common
 from microfloat.arguments import as_int
 from microfloat.errors import invalid_type, invalid_value, kind_of
-from microfloat.jax.observing import Subject, Watching, shown_p, watching
+from microfloat.jax.observing import Subject, shown_p, watching
 from microfloat.jax.transformations import like_in_variance, no_derivative, on_first_device, varying_axes
 from microfloat.operands import TENSORS
-from microfloat.watching import DEFAULT_METRICS, METRICS, Entry, Record, check_names, check_rows, what_if_casts
+from microfloat.watching import BINADES, DEFAULT_METRICS, METRICS, Entry, Measured, Record
 
 __all__ = ["Readings", "RecordLog", "watch_outputs"]
 
@@ -56,10 +56,7 @@ def watch_outputs(
     """
     if not callable(fn):
         raise invalid_type("fn", kind_of(fn), "a function, such as jax.value_and_grad(loss)")
-    options = Watching(
-        check_names("tensors", tensors, TENSORS), frozenset(check_names("metrics", metrics, METRICS)),
-        what_if_casts(what_if), check_rows(rows),
-    )  # fmt: skip
+    options = Measured.checked(tensors, metrics, what_if, rows)
 
     @wraps(fn)
     def watched(*arguments: Any, **keywords: Any) -> tuple[Any, Readings]:
@@ -133,7 +130,7 @@ class Readings:
             for index, row in zip(np.ndindex(loops), table, strict=True):
                 name = module + "".join(f"[{number}]" for number in index)
                 if not (np.isnan(row).all() and subject.kind != "noise"):  # else of a branch that was not taken
-                    made.append((Entry(step, name, *subject[:3]), dict(_metrics(subject, row.tolist()))))
+                    made.append((Entry(step, name, *subject[:3]), dict(_metrics(subject, row.tolist(), self.metrics))))
         return made
 
     def records(self, step: int = 0) -> list[Record]:
@@ -176,39 +173,37 @@ def _is_of(metric: str, wanted: frozenset[str]) -> bool:
     return metric in wanted or any(metric.startswith(f"{name}_") for name in ("block_dynamic_range", "sr_noise"))
 
 
-# Numbers of a kind that are maxima; the others are sums. "noise" is a mean.
-_MAXIMA = {"tensor": [3], "sample": [0, 3, 4, 5]}
-
-
 def _combined(numbers: np.ndarray, kind: str, leads: tuple[str, ...]) -> tuple[tuple[int, ...], np.ndarray]:
     """(sizes of the loops, a row of numbers for each iteration): devices and batches are one tensor."""
     others = tuple(axis for axis in range(numbers.ndim - 1) if axis >= len(leads) or leads[axis] != "loop")
+    if kind in ("rows", "product"):  # each device and each entry of a batch has a unit of its own
+        unit, numbers = numbers[..., :1], numbers[..., 1:]
+        numbers[..., :3] *= unit**2
+    if kind == "rows":
+        numbers[..., 7:8] *= unit
+        numbers[..., -2 * BINADES :] *= unit**2
     combined = numbers.mean(axis=others) if kind == "noise" else numbers.sum(axis=others)
-    if maxima := _MAXIMA.get(kind):
-        combined[..., maxima] = numbers[..., maxima].max(axis=others)
+    if kind == "rows":  # the peak, and the quantiles of blocks
+        combined[..., 7:11] = np.fmax.reduce(numbers[..., 7:11], axis=others)
+    if kind == "tensor":
+        combined[..., 3] = numbers[..., 3].max(axis=others)
     return combined.shape[:-1], combined.reshape(-1, combined.shape[-1])
 
 
-def _metrics(subject: Subject, n: list[float]) -> Any:
+def _metrics(subject: Subject, n: list[float], wanted: frozenset[str]) -> Any:
     """(name, value) pairs of one row of numbers."""
-    kind, more = subject.kind, subject.more
-    if kind == "tensor":
+    if subject.kind == "tensor":
         found = common.of_tensor(int(sum(n[:3])), (n[0], n[1], n[3]))
         return found if subject.operand in TENSORS else (pair for pair in found if pair[0] != "amax")
-    if kind == "cast":  # sums of the error, which are exact where those of products are not
-        signal, noise, along, *counts = n
-        return common.of_cast((signal, noise, signal + along, *counts))
-    if kind == "product":
-        signal, noise, along = n
-        return common.of_product((signal, noise, max(signal + 2 * along + noise, 0.0), signal + along))
-    derive: dict[str, Callable[..., Any]] = {
-        "sample": common.of_sample, "binades": common.of_binades,
-        "scales": partial(common.of_scales, more), "noise": partial(common.of_noise, more),
-    }  # fmt: skip
-    return derive[kind](n)
+    if subject.kind == "noise":
+        return common.of_noise(subject.more, n)
+    signal, noise, along, *more = n
+    if subject.kind == "rows":
+        return common.of_rows(wanted, subject.more, (signal, noise, signal + along, *more))
+    return common.of_product((signal, noise, max(signal + 2 * along + noise, 0.0), signal + along))
 
 
-def _numbered(found: Sequence[_Found], options: Watching) -> Readings:
+def _numbered(found: Sequence[_Found], options: Measured) -> Readings:
     """Readings under the names of their modules; a backward has the name of the forward that it belongs to."""
     counts: dict[str, int] = {}
     opened: dict[str, list[str]] = {}

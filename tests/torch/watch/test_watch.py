@@ -147,25 +147,16 @@ def test_a_block_without_a_scale_hides_no_other_binade():
         reference.quantize(x[1:].numpy(), "mxfp8"))[0]), rel=1e-6)  # fmt: skip
 
 
-@pytest.mark.slow("many spans of watched steps")
-def test_many_spans_do_not_wait_for_the_end_of_a_step():
-    from microfloat.torch.watch.readings import Reading, Readings
-    from microfloat.watching import Entry
-
-    entry, readings = Entry(0, "a", "fprop", "x", "mxfp8"), Readings()
-    largest = torch.exp2(torch.randint(0, 20, (3, 1024, 1100), dtype=torch.float32, device="cpu"))
-    smallest = torch.ones_like(largest)
-    smallest[1, 0], largest[1, 0] = math.inf, 0  # no number in these
-    for number in range(3):
-        spans = torch.stack([largest[number], smallest[number]])
-        numbers = torch.full((1,), float(number), dtype=torch.float64)
-        readings.add(entry, Reading(numbers, lambda n: [("found", tuple(n))], spans))
-    found = [values["found"] for _, values in readings.close().read()]
-    assert [one[0] for one in found] == [0, 1, 2]
-    for number, one in enumerate(found):
-        binades = torch.log2(largest[number].double())[smallest[number] == 1]
-        expected = [torch.quantile(binades, q).item() for q in (0.5, 0.99, 1.0)]
-        assert list(one[1:]) == pytest.approx(expected, rel=1e-12)
+def test_binades_of_many_blocks_and_of_blocks_without_numbers():
+    """Zeros fill half of the blocks, whose median is that of the others."""
+    layer = mf.Linear(16 * 256, 16, bias=False, recipe="nvfp4")
+    x = torch.exp2(torch.randint(0, 20, (128, 256, 16), generator=torch.Generator("cpu").manual_seed(3)).float())
+    x[:, ::2] = 0
+    x[5, 1, 3], x[6, 3, 4] = math.nan, math.inf
+    with mf.watch(layer, what_if=(), metrics=("block_dynamic_range",)) as w:
+        layer(x.reshape(128, -1))
+    found = [one.value for one in w.records if one[2:4] == ("fprop", "x")]
+    assert found == pytest.approx(list(metrics.block_dynamic_range(x.reshape(128, -1).numpy(), 16)), rel=1e-12)
 
 
 def test_layers_are_measured_in_turn():
@@ -301,7 +292,7 @@ def test_arguments_that_are_refused():
             mf.watch(model, **{argument: None})
     with pytest.raises(InvalidValueError, match="what_if: got 'fp8_current', needed one of 'fp8_tensor'"):
         mf.watch(model, what_if="fp8_current")
-    assert [one.format.name for one in mf.watch(model, what_if=get_format("mxfp4")).what_if] == ["mxfp4"]
+    assert [one.format.name for one in mf.watch(model, what_if=get_format("mxfp4")).measured.what_if] == ["mxfp4"]
 
 
 def test_sinks_that_are_refused(tmp_path):

@@ -1,9 +1,8 @@
 """Metrics of `microfloat.metrics` on the device of the tensors: sums there, formulas on the host.
 
-A `Reading` is a vector of sums on the device and the way from them to metrics, so that a watched step waits for no GPU.
-`Readings` are those of a sample: its end reduces many at once and copies them to the host, and whoever asks for records
-waits for the copy. Nothing here draws a random number or writes to its inputs, and no operation depends on torch's
-deterministic mode.
+A `Reading` is a vector of sums on the device and the way from them to metrics, so that a watched step waits for no GPU:
+the end of a `Sample` copies all of them to the host, and whoever asks for records waits for the copy. Nothing here
+draws a random number or writes to its inputs, and no operation depends on torch's deterministic mode.
 
 Legend: R = rows of an operand form (of a part of it), C = its contraction length.
 """
@@ -22,7 +21,7 @@ from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.reference._hadamard import transform
 from microfloat.watching import (
     BINADES,
-    DRAWS,
+    NOISE_SEEDS,
     OF_CAST,
     OF_SAMPLE,
     OF_SCALES,
@@ -35,136 +34,65 @@ from microfloat.watching import (
     of_tensor,
 )
 
-__all__ = [
-    "Quantized", "Reading", "Readings", "Sample", "Source", "quantized", "read_noise", "read_product", "read_rows",
-]  # fmt: skip
-
-_QUANTILES = 0.5, 0.99, 1.0
-_MOST_KEPT = 1 << 26  # bytes that wait to be reduced
+__all__ = ["Quantized", "Reading", "Sample", "Source", "quantized", "read_noise", "read_product", "read_rows"]
 
 
 class Reading(NamedTuple):
-    """Numbers on a device, and the function that makes (metric, value) pairs of them.
-
-    `spans` [2, R, blocks]: the largest and the smallest magnitude of each block, 0 and inf where none counts. Three
-    quantiles of the binades that blocks span follow the numbers.
-    """
+    """float64 sums on a device, and the function that makes (metric, value) pairs of them."""
 
     numbers: torch.Tensor
     derive: Callable[[Sequence[float]], Iterable[tuple[str, object]]]
-    spans: Maybe = None
 
 
-class Readings:
-    """Readings of a sample, until it ends."""
+class Sample:
+    """The readings of a sampled step: collected on their devices, then copied to the host, and read there."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
-        self._readings: list[Reading] = []
-        self._waiting: dict[tuple, list[int]] = {}  # readings with spans, by the shape of these
-        self._bytes = 0
-        self._quantiles: list[tuple[list[int], torch.Tensor]] = []
+        self._subjects: list[tuple[Entry, Reading]] = []
+        # Of each device: the indices of its readings, their numbers one after another, and the end of the copy.
+        self._copies: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._entries)
+        return bool(self._subjects)
 
     def add(self, entry: Entry, reading: Reading) -> None:
-        """Keep a reading of this subject; spans of many are reduced together, and the largest of them do not wait."""
-        spans = reading.spans
-        if spans is not None:
-            self._waiting.setdefault((spans.shape, spans.dtype, spans.device), []).append(len(self._readings))
-            self._bytes += spans.numel() * spans.element_size()
-        self._entries.append(entry)
-        self._readings.append(reading)
-        if self._bytes > _MOST_KEPT:
-            self._reduce()
+        """Keep a reading of this subject."""
+        self._subjects.append((entry, reading))
 
-    def _reduce(self) -> None:
-        for indices in self._waiting.values():
-            spans = torch.stack([self._readings[index].spans for index in indices])  # type: ignore[misc]
-            for index in indices:
-                self._readings[index] = self._readings[index]._replace(spans=None)
-            self._quantiles.append((indices, _quantiles_of(spans)))
-        self._waiting.clear()
-        self._bytes = 0
+    def close(self) -> None:
+        """Begin the copies to the host, which nobody waits for."""
+        by_device: dict[torch.device, list[int]] = {}
+        for index, (_, reading) in enumerate(self._subjects):
+            by_device.setdefault(reading.numbers.device, []).append(index)
+        for device, indices in by_device.items():
+            host, ready = torch.cat([self._subjects[index][1].numbers for index in indices]), None
+            if device.type == "cuda":
+                numbers, host = host, torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True)
+                host.copy_(numbers, non_blocking=True)
+                ready = torch.cuda.Event()
+                ready.record(torch.cuda.current_stream(device))
+            self._copies.append((indices, host, ready))
 
-    def close(self) -> "Sample":
-        """The sample of these readings, on its way to the host."""
-        self._reduce()
-        vectors: dict[tuple, tuple[list[list[int]], list[torch.Tensor]]] = {}
-        numbers = [([index], reading.numbers) for index, reading in enumerate(self._readings)]
-        for indices, vector in (*numbers, *self._quantiles):
-            owners, parts = vectors.setdefault((vector.device, vector.dtype), ([], []))
-            owners.append(indices)
-            parts.append(vector.reshape(-1))
-        copies = [
-            _Copy.of(torch.cat(parts), list(zip(owners, map(len, parts), strict=True)))
-            for owners, parts in vectors.values()
-        ]  # fmt: skip
-        return Sample(self._entries, [reading.derive for reading in self._readings], copies)
-
-
-class _Copy(NamedTuple):
-    """Vectors one after another on the host, once `ready` is done: each with the readings among which it is divided."""
-
-    host: torch.Tensor
-    ready: torch.cuda.Event | None
-    vectors: list[tuple[list[int], int]]
-
-    @staticmethod
-    def of(flat: torch.Tensor, vectors: list[tuple[list[int], int]]) -> "_Copy":
-        if not flat.is_cuda:
-            return _Copy(flat, None, vectors)
-        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-        host.copy_(flat, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(flat.device))
-        return _Copy(host, ready, vectors)
-
-    def unpinned(self) -> "_Copy":
-        """The same in ordinary memory, if the copy is done."""
-        if self.ready is None or not self.ready.query():
-            return self
-        return _Copy(self.host.clone(), None, self.vectors)
-
-
-class Sample(NamedTuple):
-    """The numbers of a sample on the host, or soon there."""
-
-    entries: list[Entry]
-    derives: list[Callable[[Sequence[float]], Iterable[tuple[str, object]]]]
-    copies: list[_Copy]
-
-    def unpinned(self) -> "Sample":
-        """The same in ordinary memory, which many samples may wait in until somebody asks for their records."""
-        return self._replace(copies=[copy.unpinned() for copy in self.copies])
+    def unpin(self) -> None:
+        """Move the numbers of copies that are done to ordinary memory, where many samples may wait."""
+        self._copies = [
+            (indices, host.clone(), None) if ready is not None and ready.query() else (indices, host, ready)
+            for indices, host, ready in self._copies
+        ]
 
     def read(self) -> list[tuple[Entry, dict[str, object]]]:
         """The metrics of each reading, in the order in which they came; waits for the copies."""
-        numbers: list[list[float]] = [[] for _ in self.entries]
-        for host, ready, vectors in self.copies:
+        numbers: list[list[float]] = [[] for _ in self._subjects]
+        for indices, host, ready in self._copies:
             if ready is not None:
                 ready.synchronize()
-            values, start = host.tolist(), 0
-            for owners, size in vectors:
-                share = size // len(owners) if owners else 0
-                for owner in owners:
-                    numbers[owner] += values[start : start + share]
-                    start += share
-                start += size - share * len(owners)
-        derived = zip(self.entries, self.derives, numbers, strict=True)
-        return [(entry, dict(derive(found))) for entry, derive, found in derived]
-
-
-def _quantiles_of(spans: torch.Tensor) -> torch.Tensor:
-    """float64 [readings, 3]: quantiles of the binades that blocks span, NaN where no block has a number."""
-    largest, smallest = spans[:, 0].double(), spans[:, 1].double()
-    binades = largest.log2_().sub_(smallest.log2_()).flatten(1)  # of a block without a number: -inf
-    binades.masked_fill_(binades < 0, math.nan)
-    quantiles = torch.full((3,), _QUANTILES[2], dtype=torch.float64, device=spans.device)  # no copy from the host
-    for index in range(2):
-        quantiles[index].fill_(_QUANTILES[index])
-    return torch.nanquantile(binades, quantiles, dim=1).t()
+            sizes = [self._subjects[index][1].numbers.numel() for index in indices]
+            for index, part in zip(indices, host.split(sizes), strict=True):
+                numbers[index] = part.tolist()
+        return [
+            (entry, dict(reading.derive(found)))
+            for (entry, reading), found in zip(self._subjects, numbers, strict=True)
+        ]
 
 
 def _stacked(*numbers: torch.Tensor) -> torch.Tensor:
@@ -254,20 +182,17 @@ def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, want
 
     Without a cast those of the rows alone, in blocks of 32.
     """
-    cast = None if made is None else made.cast
-    block = 32 if cast is None else cast.format.block[1]
-    derive = partial(of_rows, wanted, None if cast is None else cast.format.scale)
     finite = x_RC.isfinite()
     x = torch.where(finite, x_RC, 0).double()
-    magnitudes = x.abs()
-    spans = _spans(magnitudes, block) if wanted.intersection(OF_SAMPLE) else None
-    flat, nothing = x.reshape(-1), x.new_zeros(())
+    magnitudes, flat, nothing = x.abs(), x.reshape(-1), x.new_zeros(())
     signal, count, peak = flat.dot(flat), finite.sum(), magnitudes.amax()
     noise = product = flushed = zero = clipped = nothing
-    scales, binades = x.new_zeros(SCALES + 2), x.new_zeros(2 * BINADES)
+    spans, scales, binades = x.new_zeros(3), x.new_zeros(SCALES + 2), x.new_zeros(2 * BINADES)
+    scale_format, block = None, 32
     if made is not None:
-        values = backend.dequantize(made.operand, torch.float32)
-        q = torch.where(finite, values, 0).double()
+        fmt = made.cast.format
+        scale_format, block = fmt.scale, fmt.block[1] or x.shape[1]
+        q = torch.where(finite, backend.dequantize(made.operand, torch.float32), 0).double()
         error = x - q
         if wanted.intersection(OF_CAST):
             d, is_zero = error.reshape(-1), q == 0
@@ -278,18 +203,21 @@ def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, want
             scales = _count_scales(made.operand.scale)
         if "error_by_magnitude" in wanted:
             binades = _sum_binades(x, error)
+    if wanted.intersection(OF_SAMPLE):
+        spans = _spanned(magnitudes, block)
     sums = _stacked(signal, noise, product, count, flushed, zero, clipped, peak)
-    return Reading(torch.cat([sums, scales, binades]), derive, spans)
+    return Reading(torch.cat([sums, spans, scales, binades]), partial(of_rows, wanted, scale_format))
 
 
-def _spans(magnitudes: torch.Tensor, block: int | None) -> torch.Tensor:
-    """[2, R, blocks]: the largest magnitude of each block of `block` elements (None: a row), and the smallest one
-    above zero.
-    """
-    rows, length = magnitudes.shape
-    block = block or length
-    blocks = torch.nn.functional.pad(magnitudes, (0, -length % block)).view(rows, -1, block)
-    return torch.stack([blocks.amax(2), blocks.masked_fill(blocks == 0, math.inf).amin(2)])
+def _spanned(magnitudes: torch.Tensor, block: int) -> torch.Tensor:
+    """Three quantiles of the binades that blocks of so many elements span; NaN where no block has a number."""
+    blocks = torch.nn.functional.pad(magnitudes, (0, -magnitudes.shape[1] % block)).reshape(-1, block)
+    smallest = blocks.masked_fill(blocks == 0, math.inf).amin(1)
+    binades = blocks.amax(1).log2_() - smallest.log2_()  # of a block without a number: -inf
+    quantiles = binades.new_ones(3)  # filled on the device: nothing is copied from the host
+    for index, quantile in enumerate((0.5, 0.99)):
+        quantiles[index].fill_(quantile)
+    return torch.nanquantile(binades.masked_fill_(binades < 0, math.nan), quantiles)
 
 
 def _clipped(backend: Backend, made: Quantized) -> torch.Tensor:
@@ -332,10 +260,10 @@ def _sum_binades(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
 
 
 def read_noise(source: Source, cast: Cast, transposed: bool, part: slice, options: Options) -> Reading:
-    """Noise of stochastic rounding over a few seeds, which no generator gives."""
+    """Noise of stochastic rounding over the seeds that watches have for it."""
     draws, device = [], source.matrix.device
-    for number in range(DRAWS):
-        seed = torch.full((2,), 0x5A17, dtype=torch.int64, device=device)
+    for number, key in NOISE_SEEDS:
+        seed = torch.full((2,), key, dtype=torch.int64, device=device)
         seed[0].fill_(number)
         made = quantized(source, cast, transposed, part, **{**options, "seed": seed})
         values = source.backend.dequantize(made.operand, torch.float32)

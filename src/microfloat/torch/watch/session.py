@@ -12,7 +12,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,27 +36,8 @@ from microfloat.torch.tensor.checks import check_model
 from microfloat.torch.tensor.dispatch_modes import are_named, outside_of_modes
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 from microfloat.torch.watch.owners import Owners, Supposed, is_compiled, joint_name
-from microfloat.torch.watch.readings import (
-    Reading,
-    Readings,
-    Sample,
-    Source,
-    quantized,
-    read_noise,
-    read_product,
-    read_rows,
-)
-from microfloat.watching import (
-    DEFAULT_METRICS,
-    OF_PRODUCT,
-    OF_SAMPLE,
-    Entry,
-    Record,
-    RecordLog,
-    check_names,
-    check_rows,
-    what_if_casts,
-)
+from microfloat.torch.watch.readings import Reading, Sample, Source, quantized, read_noise, read_product, read_rows
+from microfloat.watching import DEFAULT_METRICS, OF_PRODUCT, OF_SAMPLE, Entry, Measured, Record, RecordLog
 
 __all__ = ["Record", "watch"]
 
@@ -100,8 +81,8 @@ class watch(RecordLog):
         check_model(model)
         super().__init__(metrics, ema)
         self.layers = None if layers is None else check_int("layers", layers, 1, 2**31 - 1)
-        self.every, self.rows = check_int("every", every, 1, 2**63 - 1), check_rows(rows)
-        self.tensors, self.what_if = check_names("tensors", tensors, TENSORS), what_if_casts(what_if)
+        self.every = check_int("every", every, 1, 2**63 - 1)
+        self.measured = Measured.checked(tensors, metrics, what_if, rows)
         self._model = model
         self._count, self._sampled = -1, 0  # the number of this step, and of samples of a layer so far
         self._watched: list[nn.Module] = []  # in turn, and the number of those that have been measured
@@ -110,13 +91,12 @@ class watch(RecordLog):
         self._explicit, self._trains = False, False
         self._before: Callable[..., object] | None = None
         self._caller_in_place: Callable[..., object] | None = None
-        self._readings = Readings()  # of the sample that is being taken
-        self._samples: list[Sample] = []
+        self._sample = Sample()  # the one that is being taken
+        self._samples: list[Sample] = []  # and those that nobody has read yet
         self._names: dict[nn.Module, str] = {}
         self._calls: dict[str, int] = {}
         self._open: dict[str, list[_Call]] = {}
         self._hooks: list[RemovableHandle] = []
-        self._asked: dict[tuple, _Asked] = {}
         self._owners = Owners(())
         self._mistaken: set[tuple[int, str]] = set()  # steps and names whose layers were others
 
@@ -229,7 +209,7 @@ class watch(RecordLog):
             hook.remove()
         self._hooks.clear()
         self._open.clear()
-        if self._readings and not capturing():  # a graph would do it again at every replay
+        if self._sample and not capturing():  # a graph would do it again at every replay
             self._close()
 
     # -------------------------------------------------------------------------------------------------------- listening
@@ -319,33 +299,24 @@ class watch(RecordLog):
                 self._mistaken.add((step, name))
             return iter(())
 
-        self._readings.add(Entry(step, name, "", "", ""), Reading(supposed.same, derive))
+        self._sample.add(Entry(step, name, "", "", ""), Reading(supposed.same, derive))
 
-    def slab(self, size: int) -> slice:
+    def part(self, size: int) -> slice:
         """The part of an axis that is measured in this sample."""
-        start = (self._sampled - 1) % -(-size // self.rows) * self.rows
-        return slice(start, min(start + self.rows, size))
-
-    def _ask(self, schedule: Schedule | None, tensor: str, uses: tuple[bool, bool]) -> "_Asked":
-        """All that is measured of x, w or dy in a call; `uses`: of its row and its column operand."""
-        recipe, routes = (None, None) if schedule is None else (schedule.recipe, schedule.routes)
-        key = recipe, routes, tensor, uses
-        found = self._asked.get(key)
-        if found is None:
-            found = self._asked[key] = _Asked.of(self, schedule, tensor, uses)
-        return found
+        return self.measured.part(size, self._sampled - 1)
 
     # ---------------------------------------------------------------------------------------------------------- records
 
     def _close(self) -> None:
-        readings, self._readings = self._readings, Readings()
         with _plainly():
             if self._samples:
-                self._samples[-1] = self._samples[-1].unpinned()
-            self._samples.append(readings.close())
+                self._samples[-1].unpin()
+            self._sample.close()
+        self._samples.append(self._sample)
+        self._sample = Sample()
 
     def _read(self) -> None:
-        if self._readings:
+        if self._sample:
             self._close()
         while self._samples:
             made = self._samples[0].read()
@@ -363,46 +334,6 @@ def _plainly() -> Iterator[None]:
 
 
 # -------------------------------------------------------------------------------------------------------------- a call
-
-
-class _Measured(NamedTuple):
-    """A cast of a tensor that is measured. `in_use`: the layer casts so."""
-
-    operand: Operand
-    cast: Cast
-    in_use: bool
-
-
-class _Asked(NamedTuple):
-    """All that is measured of a tensor: as the operand `first`, whose format is `name` ("": high precision).
-
-    `measures_rows`: its rows without a cast.
-    """
-
-    first: Operand
-    name: str
-    measures_rows: bool
-    casts: tuple[_Measured, ...]
-
-    @staticmethod
-    def of(session: watch, schedule: Schedule | None, tensor: str, uses: tuple[bool, bool]) -> "_Asked":
-        """Those of a tensor that a session asks for, under a schedule or, None, in high precision."""
-        operands, casts = OPERANDS_OF[tensor], [None, None]
-        if schedule is not None:
-            entries = entries_of(schedule.recipe, schedule.routes, tensor, *uses)
-            casts = [None if entry is None else entry.cast for entry in entries]
-        first = operands[0] if uses[0] else operands[1]
-        cast = casts[operands.index(first)]
-        measures_rows = cast is None and not session._wanted.isdisjoint(OF_SAMPLE)
-        measured = [
-            _Measured(operand, one, True)
-            for operand, one in zip(operands, casts, strict=True) if one is not None
-        ] + [
-            _Measured(operands[0], one, False)
-            for one in session.what_if if all(other is None or other.format != one.format for other in casts)
-        ]  # fmt: skip
-        name = "" if cast is None else cast.format.name
-        return _Asked(first, name, measures_rows, tuple(measured))
 
 
 class _Call:
@@ -442,7 +373,7 @@ class _Call:
             w, y = self._weight(), self._rows(y, self.of_x)
             if x.numel() == 0 or w.numel() == 0:
                 return
-            self.rows, self.k, self.n = (self.session.slab(size) for size in (len(x), x.shape[1], w.shape[0]))
+            self.rows, self.k, self.n = (self.session.part(size) for size in (len(x), x.shape[1], w.shape[0]))
             self.x_columns = x[:, self.k].clone()
             if self.is_again:
                 return
@@ -486,28 +417,31 @@ class _Call:
 
     def _operand(self, tensor: str, matrix: torch.Tensor, inputs: CastInputs, uses: tuple[bool, bool]) -> None:
         """The metrics of both operands of a tensor that are in use, and of the formats that might be."""
-        session = self.session
-        if tensor not in session.tensors:
+        session, schedule, measured = self.session, self.schedule, self.session.measured
+        if tensor not in measured.tensors:
             return
-        backend = self._backend(matrix.device)
-        asked = session._ask(self.schedule, tensor, uses)
-        add, batch = session._readings.add, self.group or 0
-        parts = session.slab(matrix.shape[0]), session.slab(matrix.shape[1])
-        entry = self._entry(asked.first, asked.name or dtype_name(matrix.dtype))
-        source = Source(backend, matrix)
+        operands, casts = OPERANDS_OF[tensor], [None, None]
+        if schedule is not None:
+            entries = entries_of(schedule.recipe, schedule.routes, tensor, *uses)
+            casts = [None if entry is None else entry.cast for entry in entries]
+        first, cast = (operands[0], casts[0]) if uses[0] else (operands[1], casts[1])
+        source, add = Source(self._backend(matrix.device), matrix), session._sample.add
+        parts = session.part(matrix.shape[0]), session.part(matrix.shape[1])
+        entry = self._entry(first, dtype_name(matrix.dtype) if cast is None else cast.format.name)
         add(entry, source.read())
-        if asked.measures_rows:
-            add(entry, read_rows(backend, matrix[parts[0]], None, session._wanted))
-        for operand, cast, in_use in asked.casts:
-            entry = self._entry(operand, cast.format.name)
-            of_cast = inputs if in_use else _NOTHING
+        if cast is None and not measured.metrics.isdisjoint(OF_SAMPLE):
+            add(entry, read_rows(source.backend, matrix[parts[0]], None, measured.metrics))
+        asked = [(operand, one, inputs) for operand, one in zip(operands, casts, strict=True) if one is not None]
+        asked += [(operands[0], one, _NOTHING) for one in measured.not_in_use(casts)]
+        for operand, cast, of_cast in asked:
             if cast.is_stochastic and of_cast.seed is None:  # of a format that is not in use: any seed will do
                 of_cast = of_cast._replace(seed=torch.zeros(2, dtype=torch.int64, device=matrix.device))
             turned = operand.transposed
-            options: Options = {"stream": operand.stream, "batch": batch, "scale_enc": of_cast.scale_enc}
+            options: Options = {"stream": operand.stream, "batch": self.group or 0, "scale_enc": of_cast.scale_enc}
             made = quantized(source, cast, turned, parts[turned], seed=of_cast.seed, **options)
-            add(entry, read_rows(backend, made.x, made, session._wanted))
-            if cast.is_stochastic and "sr_noise" in session._wanted:
+            entry = self._entry(operand, cast.format.name)
+            add(entry, read_rows(source.backend, made.x, made, measured.metrics))
+            if cast.is_stochastic and "sr_noise" in measured.metrics:
                 add(entry, read_noise(source, cast, turned, parts[turned], options))
 
     def _product(
@@ -516,14 +450,13 @@ class _Call:
     ) -> None:  # fmt: skip
         """The counts of a result, and the error of its part that is the product ``a @ b.T`` of two factors."""
         formats = dtype_name(whole.dtype) if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
-        entry, readings = Entry(self.step, self.name, gemm, name, formats), self.session._readings
-        backend = self._backend(whole.device)
-        readings.add(entry, Source(backend, whole).read(with_amax=False))
-        if self.schedule is not None and not self.session._wanted.isdisjoint(OF_PRODUCT):
+        entry, add = Entry(self.step, self.name, gemm, name, formats), self.session._sample.add
+        add(entry, Source(self._backend(whole.device), whole).read(with_amax=False))
+        if self.schedule is not None and not self.session.measured.metrics.isdisjoint(OF_PRODUCT):
             (row, column), (a, b) = starts, factors
             result = whole[row : row + len(a), column : column + len(b)]
             bias = None if bias is None else bias[column : column + len(b)]
-            readings.add(entry, read_product(result, a, b, bias))
+            add(entry, read_product(result, a, b, bias))
 
     def _entry(self, operand: Operand, fmt: str) -> Entry:
         return Entry(self.step, self.name, operand.gemm, operand.tensor, fmt)
