@@ -301,7 +301,7 @@ class watch(RecordLog):
 
         self._sample.add(Entry(step, name, "", "", ""), Reading(supposed.same, derive))
 
-    def part(self, size: int) -> slice:
+    def _part(self, size: int) -> slice:
         """The part of an axis that is measured in this sample."""
         return self.measured.part(size, self._sampled - 1)
 
@@ -373,7 +373,7 @@ class _Call:
             w, y = self._weight(), self._rows(y, self.of_x)
             if x.numel() == 0 or w.numel() == 0:
                 return
-            self.rows, self.k, self.n = (self.session.part(size) for size in (len(x), x.shape[1], w.shape[0]))
+            self.rows, self.k, self.n = (self.session._part(size) for size in (len(x), x.shape[1], w.shape[0]))
             self.x_columns = x[:, self.k].clone()
             if self.is_again:
                 return
@@ -426,7 +426,7 @@ class _Call:
             casts = [None if entry is None else entry.cast for entry in entries]
         first, cast = (operands[0], casts[0]) if uses[0] else (operands[1], casts[1])
         source, add = Source(self._backend(matrix.device), matrix), session._sample.add
-        parts = session.part(matrix.shape[0]), session.part(matrix.shape[1])
+        parts = session._part(matrix.shape[0]), session._part(matrix.shape[1])
         entry = self._entry(first, dtype_name(matrix.dtype) if cast is None else cast.format.name)
         add(entry, source.read())
         if cast is None and not measured.metrics.isdisjoint(OF_SAMPLE):
