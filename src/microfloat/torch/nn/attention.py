@@ -19,7 +19,7 @@ from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.formats import FP8_TENSOR
 from microfloat.recipes import Cast, Delayed, Recipe, as_cast
 from microfloat.torch._typing import Maybe, Options, WithBias
-from microfloat.torch.nn.functional import norm_of, project
+from microfloat.torch.nn.functional import project
 from microfloat.torch.nn.fused import OF_LINEAR
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.merged import Composite, call_layer, join_
@@ -82,19 +82,18 @@ class RotaryEmbedding(nn.Module):
             positions = torch.arange(positions, device=self.frequencies.device)
         angles = positions[..., None].float() * self.frequencies
         angles = torch.cat([angles, angles], -1)
-        cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self.dtype is None else (cos.to(self.dtype), sin.to(self.dtype))
+        dtype = self.dtype or angles.dtype
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class KVCache:
     """Keys and values of the tokens so far, for generation: fixed memory [B, length, G, D], filled from the left.
 
-    `update(k, v)` appends tokens [B, S, G, D] and returns all of them so far, in `dtype` (None: torch's default).
-    `format` None keeps them as they are; "fp8" as E4M3 with a float32 scale for each token and head, or, where
-    `k_scale` and `v_scale` are given (such as those of a checkpoint), with that one scale: values beyond 448 of it
-    saturate; "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2" and "mxfp4" with a scale for each 32 elements of a head. Raises
-    InvalidTypeError for another dtype and InvalidValueError for shapes that do not fit or more tokens than there is
-    space for.
+    `update(k, v)` appends tokens [B, S, G, D] and returns all tokens so far, in `dtype` (None: torch's default).
+    `format` None stores values unchanged; "fp8" stores E4M3 codes with a float32 scale for each token and head, or with
+    the scales `k_scale` and `v_scale` (a checkpoint may hold such), of which values beyond 448 times saturate; "mxfp8",
+    "mxfp6_e2m3", "mxfp6_e3m2" and "mxfp4" have a scale for each 32 elements of a head. Raises InvalidTypeError for
+    another dtype and InvalidValueError for shapes that do not fit and for more tokens than there is space for.
 
     >>> cache = KVCache(1, 8, 2, 16, format="fp8")
     >>> cache.update(torch.ones(1, 3, 2, 16), torch.ones(1, 3, 2, 16))[0].shape
@@ -118,7 +117,7 @@ class KVCache:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if scale is not None:
                 _check_scale(name, scale)
-        self._k, self._v = (_Kept(shape, device, self.dtype, format, scale) for scale in (k_scale, v_scale))
+        self._k, self._v = (_Stored(shape, device, self.dtype, format, scale) for scale in (k_scale, v_scale))
         self.count = 0
 
     def reset(self) -> None:
@@ -138,26 +137,26 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """The bytes of memory that keys, values and their scales take."""
-        return sum(part.nbytes for kept in (self._k, self._v) for part in kept.parts)
+        return sum(part.nbytes for stored in (self._k, self._v) for part in stored.parts)
 
     def update(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values, with those of new tokens at the end."""
-        for name, new, kept in (("k", k, self._k), ("v", v, self._v)):
+        """All keys and values so far, the new ones last."""
+        batch, length, *heads = self._k.shape
+        for name, new in (("k", k), ("v", v)):
             if not isinstance(new, torch.Tensor):
                 raise invalid_type(name, type(new), "a tensor [B, S, G, D]")
             if new.dtype != self.dtype:
-                raise invalid_type(
-                    "cache", f"one of {self.dtype} for a {name} of {new.dtype}", f"one of {new.dtype}",
-                    "Make it with dtype= of the model's activations.",
-                )  # fmt: skip
-            if new.device != kept.device:
-                raise invalid_value("cache", f"one on {kept.device}", f"one on {new.device}, where x is")
-            if new.shape != (kept.shape[0], k.shape[1], *kept.shape[2:]):
-                needed = f"[{kept.shape[0]}, {k.shape[1]}, {kept.shape[2]}, {kept.shape[3]}], S being that of k"
+                got = f"one of {self.dtype} for a {name} of {new.dtype}"
+                remedy = "Make it with dtype= of the model's activations."
+                raise invalid_type("cache", got, f"one of {new.dtype}", remedy)
+            if new.device != self._k.device:
+                raise invalid_value("cache", f"one on {self._k.device}", f"one on {new.device}, where x is")
+            if new.shape != (batch, k.shape[1], *heads):
+                needed = f"{[batch, k.shape[1], *heads]}, S being that of k"
                 raise invalid_value("cache", f"a {name} of shape {tuple(new.shape)}", needed)
         end = self.count + k.shape[1]
-        if end > self._k.shape[1]:
-            got = f"space for {self._k.shape[1]} tokens"
+        if end > length:
+            got = f"space for {length} tokens"
             raise invalid_value("cache", got, f"space for {end}", "Make it longer, or call reset().")
         self._k.write(self.count, k.detach())
         self._v.write(self.count, v.detach())
@@ -166,7 +165,7 @@ class KVCache:
 
 
 def _check_scale(name: str, scale: float | torch.Tensor) -> None:
-    """Refuse what is not one scale whose reciprocal is normal too."""
+    """Raise for anything but one number that is normal in float32, and whose reciprocal is normal too."""
     needed = "one number in [2^-126, 2^126]"
     if isinstance(scale, torch.Tensor):
         if scale.numel() != 1:
@@ -179,37 +178,35 @@ def _check_scale(name: str, scale: float | torch.Tensor) -> None:
 _CACHED = {"fp8": "fp8_row", **{name: name for name in ("mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")}}
 
 
-class _Kept:
-    """Keys or values [B, length, G, D]: as they are, or the parts of a QuantizedTensor."""
+class _Stored:
+    """Memory of keys or values [B, length, G, D]: the values, or the parts of a QuantizedTensor."""
 
     def __init__(
         self, shape: tuple[int, ...], device: Device, dtype: torch.dtype, format: str | None,
         scale: float | torch.Tensor | None,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.scale_enc = shape, dtype, None
-        made = torch.zeros(shape, device=device, dtype=dtype)
-        self.device, self.parts = made.device, [made]
-        if format is None:
-            self.cast = None
-            return
-        self.cast = as_cast(_CACHED[format])
-        if scale is None:
-            q = quantize(made, self.cast)
-            self.parts = [q.codes, q.scale]
-            return
-        given = torch.as_tensor(scale, dtype=torch.float32, device=self.device).reshape(())
-        self.cast, self.scale_enc = Cast(FP8_TENSOR, scaling=Delayed()), 1.0 / given
-        # Kept as it was given: the reciprocal of the reciprocal may be another number.
-        self.parts = [quantize(made, self.cast, scale_enc=self.scale_enc).codes, given]
+        self.cast = None if format is None else as_cast(_CACHED[format])
+        zeros = torch.zeros(shape, device=device, dtype=dtype)
+        self.device, self.parts = zeros.device, [zeros]
+        if scale is not None:
+            scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device).reshape(())
+            self.cast, self.scale_enc = Cast(FP8_TENSOR, scaling=Delayed()), 1.0 / scale
+        if self.cast is not None:
+            q = quantize(zeros, self.cast, scale_enc=self.scale_enc)
+            # The caller's own scale: the reciprocal of its reciprocal may be another number.
+            self.parts = [q.codes, q.scale if scale is None else scale]
 
     def write(self, start: int, new: torch.Tensor) -> None:
         """Store tokens [B, S, G, D] from `start` on."""
-        parts = [new]
-        if self.cast is not None:
-            q = quantize(new, self.cast, scale_enc=self.scale_enc)
-            parts = [q.codes] if self.scale_enc is not None else [q.codes, q.scale]
-        for kept, part in zip(self.parts, parts, strict=False):  # a scale that was given stays
-            kept[:, start : start + new.shape[1]] = part
+        end = start + new.shape[1]
+        if self.cast is None:
+            self.parts[0][:, start:end] = new
+            return
+        q = quantize(new, self.cast, scale_enc=self.scale_enc)
+        self.parts[0][:, start:end] = q.codes
+        if self.scale_enc is None:
+            self.parts[1][:, start:end] = q.scale
 
     def read(self, end: int) -> torch.Tensor:
         """The tokens before `end`."""
@@ -226,11 +223,11 @@ class MultiheadAttention(Composite):
 
     Children `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` `q_norm` and `k_norm` (RMSNorm over a head,
     before the rotation): the keys of transformers' Llama and Qwen3 attention. `head_dim` None: hidden_size / num_heads.
-    `window`: a token sees that many nearest ones only. `causal`: those before it only. `kv_hidden_size`: of a context.
-    `options`: with its `return_bias` returns (y, bias of `o_proj`), y without it. `attention`: a
+    `window`: a token sees the nearest `window` tokens only. `causal`: it sees no later tokens. `kv_hidden_size`: width
+    of a context. `options`: with its `return_bias` returns (y without the bias of `o_proj`, that bias). `attention`: a
     function of (q, k, v, causal=, mask=, window=, dropout=) in place of torch's scaled_dot_product_attention: q [B, S,
-    H, D] and k, v [B, S', G, D], normed and rotated, to [B, S, H, D]; a call with packed sequences adds `cu_seqlens`
-    and its relatives as they were given. An nn.Module becomes a child, with parameters of its own. Raises
+    H, D] and k, v [B, S', G, D], normed and rotated, to [B, S, H, D]; a call with packed sequences passes on its
+    `cu_seqlens`, `max_seqlen` and so on. An nn.Module becomes a child, with parameters of its own. Raises
     InvalidValueError where heads do not divide. Source: docs/modules.md.
     """
 
@@ -329,24 +326,18 @@ class MultiheadAttention(Composite):
     def projected(
         self, x: torch.Tensor, context: torch.Tensor | None, norm: nn.Module | None, first: bool | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """q, k and v as the Linears give them; one tensor where they are one product."""
-        if context is not None:
-            if norm is None:
-                q = call_layer(self.q_proj, x, first)
-            else:
-                (q,) = project(x, norm_of(norm, x), [self.q_proj], False, first)
-            return q, call_layer(self.k_proj, context, first), call_layer(self.v_proj, context, first)
+        """Outputs of `q_proj`, `k_proj` and `v_proj`; one tensor where they are one product."""
         layers = self.q_proj, self.k_proj, self.v_proj
-        if norm is None:
-            return tuple(call_layer(layer, x, first) for layer in layers)
-        return project(x, norm_of(norm, x), layers, True, first)
+        if context is None:
+            return project(x, norm, layers, True, first)
+        return *project(x, norm, layers[:1], False, first), *project(context, None, layers[1:], False, first)
 
     def rotated(
         self, qkv: tuple[torch.Tensor, ...], position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, ...]:
         """q [B, S, H, D], k and v [B, S', G, D], normed and rotated."""
-        norms = getattr(self, "q_norm", None), getattr(self, "k_norm", None)
         heads = self.num_heads, self.num_kv_heads
+        norms = getattr(self, "q_norm", None), getattr(self, "k_norm", None)
         return heads_of(qkv, heads, self.head_dim, position_embeddings, norms, self.interleaved)
 
     def extra_repr(self) -> str:
@@ -356,17 +347,14 @@ class MultiheadAttention(Composite):
 
 
 def _check_packed(x: torch.Tensor, context: torch.Tensor | None, of_x: Packed, of_context: Packed) -> None:
-    """Refuse sequences of a context without those of x, or the other way round."""
+    """Raise InvalidValueError where x or its context is packed and the sequences of the other are not described."""
     if context is None and of_context.cu_seqlens is not None:
         raise invalid_value("cu_seqlens_kv", "a tensor without context", "None, or the sequences of a packed context")
     check_together(of_x, of_context)
-    if context is None or of_x.cu_seqlens is None or of_context.cu_seqlens is not None:
-        return
-    if context.shape[:-1] != x.shape[:-1]:
-        raise invalid_value(
-            "cu_seqlens_kv", f"None beside a context of shape {tuple(context.shape)}",
-            "where its sequences begin and end: each of x sees its own alone",
-        )  # fmt: skip
+    is_open = context is not None and of_x.cu_seqlens is not None and of_context.cu_seqlens is None
+    if is_open and context.shape[:-1] != x.shape[:-1]:
+        needed = "where its sequences begin and end: each of x sees its own alone"
+        raise invalid_value("cu_seqlens_kv", f"None beside a context of shape {tuple(context.shape)}", needed)
 
 
 HeadNorm = Callable[[torch.Tensor], torch.Tensor] | None
@@ -377,7 +365,10 @@ def heads_of(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None, norms: tuple[HeadNorm, HeadNorm],
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """q, k and v as heads; `qkv`: three tensors, or all in one; `norms`: of the heads of q and k, or None."""
+    """q [B, S, H, D], k and v [B, S', G, D], normed and rotated.
+
+    `qkv`: three tensors, or one of all heads; `counts`: H and G; `norms`: of the heads of q and k, or None.
+    """
     split = [counts[0], counts[1], counts[1]]
     parts = [split_heads(part, size) for part in qkv]
     is_joint = len(parts) == 1

@@ -6,13 +6,12 @@
     rms_norm_quantize, layer_norm_quantize, swiglu_quantize, gelu_quantize      codes of the value, in both layouts
     dbias_quantize, dact_quantize, dact_dbias_quantize      codes of a gradient, with the gradient of a bias
 
-They compute what the modules would one by one, with the same casts, seeds and scaling states: the value is rounded to
-its dtype before it is cast (docs/numerics.md, section 6). What they save is memory and traffic: neither the normed
-value nor the activation's is kept for backward, only its codes, and on a GPU delayed and block casts are written by the
-kernel that computes the value. Where nothing can be fused (a layer in high precision, compiled code, which fuses by
-itself) the modules run. Outputs and the gradients of the Linears have the bits of the modules one by one; the gradients
-of a norm are torch's own on a GPU where all dtypes agree, else float32 arithmetic that is rounded once, which differs
-from torch's by rounding.
+The results are those of the modules one by one, with the same casts, seeds and scaling states: the value is rounded to
+its dtype before it is cast (docs/numerics.md, section 6). Memory and traffic are saved: backward keeps only the codes
+of the normed value and of the activation's, and on a GPU the kernel that computes a value writes its delayed and block
+casts. Where nothing can be fused (a layer in high precision, compiled code, which fuses by itself) the modules run.
+Outputs and gradients of the Linears have the same bits as without fusion; gradients of a norm are torch's own on a GPU
+where all dtypes agree, else computed in float32 and rounded once, so that they differ from torch's by rounding.
 """
 
 from collections.abc import Sequence
@@ -21,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from microfloat.errors import invalid_type, invalid_value, unknown_name
-from microfloat.formats import ScaledFormat
+from microfloat.arguments import check_choice
+from microfloat.errors import invalid_type, invalid_value
 from microfloat.operands import OPERANDS_OF
-from microfloat.recipes import Cast, as_cast
+from microfloat.recipes import as_cast
+from microfloat.recipes.usages import CastLike
 from microfloat.torch._typing import Maybe, Options, Seed
 from microfloat.torch.context import ambient
-from microfloat.torch.launch.prologues import (
+from microfloat.torch.launch.prologues import (  # fmt: skip
     ACTIVATIONS,
     ActivationGradient,
     Produced,
@@ -41,7 +41,7 @@ from microfloat.torch.linear.function import Run, apply, begin_apart, end
 from microfloat.torch.linear.fused_input import ActivationRun, GradientLink, NormRun
 from microfloat.torch.linear.schedule import autocast_dtype
 from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear, check_first_microbatch
-from microfloat.torch.nn.merged import Unit, call_layer, can_join, is_bare, joined, returned_bias, units_of
+from microfloat.torch.nn.merged import Unit, call_layer, can_join, is_bare, joined, units_of
 from microfloat.torch.tensor.checks import check_beside, check_features, check_like, check_rows, is_abstract
 from microfloat.torch.tensor.custom_ops import is_tracing, refuse_transforms
 from microfloat.torch.tensor.ops import quantize
@@ -61,8 +61,8 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear, is_first_micr
 
     `norm`: nn.RMSNorm or nn.LayerNorm over the last dimension of x [..., K]; `layers`: `microfloat.torch.Linear`s of K
     in features. Layers whose recipes agree share the codes of the normed value. `is_first_microbatch`: as in `Linear`,
-    of all layers. Raises InvalidTypeError or
-    InvalidValueError for other modules and shapes. Source: docs/numerics.md, section 6.
+    for all layers. Raises InvalidTypeError or InvalidValueError for other modules and shapes. Source: docs/numerics.md,
+    section 6.
 
     >>> layer, norm = Linear(32, 8, recipe="mxfp8"), nn.RMSNorm(32)
     >>> norm_linear(torch.ones(2, 32), norm, layer).shape
@@ -74,38 +74,36 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear, is_first_micr
     for layer in layers:
         _check_layer("layers", layer)
     check_features("layers", layers, x.shape[-1], "x")
-    outputs = project(x, norm_of(norm, x), layers, False, is_first_microbatch)
+    outputs = project(x, norm, layers, False, is_first_microbatch)
     return outputs[0] if len(layers) == 1 else outputs
 
 
 def project(
-    x: torch.Tensor, norm: "NormOf", layers: Sequence[Linear], join: bool, is_first_microbatch: bool | None = None,
+    x: torch.Tensor, norm: "NormLike", layers: Sequence[Linear], join: bool, is_first_microbatch: bool | None = None,
     biases: list[Maybe] | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The output of each layer for norm(x); with `join` one tensor for all of them, where they are one product.
+    """The output of each layer for norm(x), or for x; with `join` one tensor where norm(x) has one product.
 
-    `biases` takes what `return_bias` puts beside each, None where a layer adds its own.
+    `biases` receives the bias that each layer returns (`return_bias`), None where a layer adds its own.
     """
-    units = _units(x, layers, join, norm)
-    runs = None if units is None else _begin(x, units, [(x, norm)] * len(units), is_first_microbatch)
-    if units is None or runs is None:
-        value = norm.module(x)
-        if join and torch.compiler.is_compiling() and _joins_in_graph(layers):
-            call = JointCall(layers[0], *joined(layers))
-            outputs = (call.forward(value),)
-        else:
-            return tuple(call_layer(layer, value, is_first_microbatch, biases) for layer in layers)
-    else:
+    if norm is None:
+        return tuple(call_layer(layer, x, is_first_microbatch, biases) for layer in layers)
+    norm = norm_of(norm, x)
+    begun = _begin(x, layers, [(x, norm)] * len(layers), is_first_microbatch, norm, join)
+    if begun is not None:
+        units, runs = begun
         outputs = apply(NormRun(runs, norm.kind, norm.eps, None), x, norm.weight, norm.bias, *_tensors(units))
-        _end(runs, units)
+        _end(units, runs)
+    else:
+        value = norm.module(x)
+        # Layers whose dw is not for autograd run apart, in eager mode.
+        joins = join and torch.compiler.is_compiling() and can_join(layers) and not layers[0].fuse_wgrad_accumulation
+        if not joins:
+            return project(value, None, layers, False, is_first_microbatch, biases)
+        outputs = (JointCall(layers[0], *joined(layers)).forward(value),)
     if biases is not None:
-        biases += [returned_bias(layer, outputs[0]) for layer in layers]
+        biases += [layer._returned_bias(outputs[0]) for layer in layers]
     return outputs
-
-
-def _joins_in_graph(layers: Sequence[Linear]) -> bool:
-    """Layers whose dw is not for autograd run apart, in eager mode."""
-    return can_join(layers) and not layers[0].fuse_wgrad_accumulation
 
 
 def activation_linear(
@@ -118,17 +116,17 @@ def activation_linear(
     srelu (``relu(x)^2``) or sigmoid (GLU). Source: docs/numerics.md, section 6.
     """
     _check_layer("layer", layer)
-    _check_activation(activation)
+    check_choice("activation", activation, ACTIVATIONS)
     check_rows("x", x)
     check_features("layer", [layer], x.shape[-1], "x")
     if up is not None:
         check_like("up", up, x)
-    units = _units(x, [layer], False)
-    runs = None if units is None else _begin(x, units, [(x, up)], is_first_microbatch)
-    if units is None or runs is None:
+    begun = _begin(x, [layer], [(x, up)], is_first_microbatch)
+    if begun is None:
         return call_layer(layer, activated(x, up, activation), is_first_microbatch)
+    units, runs = begun
     y = apply(ActivationRun(runs[0], activation, None), x, up, *_tensors(units))
-    _end(runs, units)
+    _end(units, runs)
     return y
 
 
@@ -141,8 +139,8 @@ def norm_mlp(
     Backward writes the gradients of gate and up as codes where their casts allow it. Arguments as in `norm_linear` and
     `activation_linear`; a joint matrix for gate and up takes `norm_linear` and `activation_linear` one after the other.
     """
-    spec = norm_of(norm, x)
-    _check_activation(activation)
+    norm = norm_of(norm, x)
+    check_choice("activation", activation, ACTIVATIONS)
     outer = (gate,) if up is None else (gate, up)
     for name, layer in (("gate", gate), ("up", outer[-1]), ("down", down)):
         _check_layer(name, layer)
@@ -152,66 +150,58 @@ def norm_mlp(
         got = f"out_features {outer[-1].out_features}"
         raise invalid_value("up", got, f"{gate.out_features}, as gate has: their outputs are multiplied")
     check_features("down", [down], gate.out_features, "gate's output")
-    return mlp(x, spec, outer, down, activation, is_first_microbatch)
+    return mlp(x, norm, outer, down, activation, is_first_microbatch)
 
 
 def mlp(
-    x: torch.Tensor, norm: "NormOf", outer: Sequence[Linear], down: Linear, activation: str,
+    x: torch.Tensor, norm: "NormLike", outer: Sequence[Linear], down: Linear, activation: str,
     is_first_microbatch: bool | None = None, biases: list[Maybe] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`norm_mlp` of arguments that were checked; `outer`: gate, and up if there is one.
+    """`norm_mlp`, or the same without a norm, of checked arguments. `outer`: gate, and up if there is one.
 
-    `biases`: as in `call_layer`, of `down`.
+    `biases` receives the bias that `down` returns, None where it adds its own.
     """
-    units = _units(x, (*outer, down), False, norm)
-    runs = None if units is None else _begin(
-        x, units, [*[(x, norm)] * len(outer), (x, norm, *outer)], is_first_microbatch
-    )  # fmt: skip
-    if units is None or runs is None:
-        value = norm.module(x)
-        made = [call_layer(layer, value, is_first_microbatch) for layer in outer]
+    spec = None if norm is None else norm_of(norm, x)
+    feeds = [*[(x, spec)] * len(outer), (x, spec, *outer)]
+    begun = None if spec is None else _begin(x, (*outer, down), feeds, is_first_microbatch, spec)
+    if spec is None or begun is None:
+        made = project(x if spec is None else spec.module(x), None, outer, False, is_first_microbatch)
         value = activated(made[0], made[1] if len(made) > 1 else None, activation)
         return call_layer(down, value, is_first_microbatch, biases)
-    link = GradientLink()
-    first, *second = apply(
-        NormRun(runs[:-1], norm.kind, norm.eps, link), x, norm.weight, norm.bias, *_tensors(units[:-1])
-    )  # fmt: skip
-    inner = second[0] if second else None
-    y = apply(ActivationRun(runs[-1], activation, link), first, inner, *_tensors(units[-1:]))
-    _end(runs, units)
+    link, (units, runs) = GradientLink(), begun
+    norm_run = NormRun(runs[:-1], spec.kind, spec.eps, link)
+    made = apply(norm_run, x, spec.weight, spec.bias, *_tensors(units[:-1]))
+    inner = made[1] if len(made) > 1 else None
+    y = apply(ActivationRun(runs[-1], activation, link), made[0], inner, *_tensors(units[-1:]))
+    _end(units, runs)
     if biases is not None:
-        biases.append(returned_bias(down, y))
+        biases.append(down._returned_bias(y))
     return y
 
 
-def _tensors(units: Sequence[Unit]) -> list[torch.Tensor | None]:
-    """Weight and bias of each in turn."""
+def _tensors(units: Sequence[Unit]) -> list[Maybe]:
+    """Weight and bias of each unit in turn."""
     return [tensor for unit in units for tensor in (unit.weight, unit.bias)]
 
 
-def _units(
-    x: torch.Tensor, layers: Sequence[Linear], join: bool, norm: "NormOf | None" = None
-) -> list[Unit] | None:  # fmt: skip
-    """The units that are multiplied; None where the modules must run by themselves."""
+def _begin(
+    x: torch.Tensor, layers: Sequence[Linear],
+    feeds: Sequence[Sequence["torch.Tensor | nn.Module | NormOf | None"]], is_first_microbatch: bool | None,
+    norm: "NormOf | None" = None, join: bool = False,
+) -> tuple[list[Unit], list[Run]] | None:  # fmt: skip
+    """Units of the layers and their runs, which have begun; None where the modules must run by themselves.
+
+    `feeds`: the sources of each layer's input. `join`: layers that can be one product are one.
+    """
     if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x) or hasattr(x, "placements"):
         return None
     # Somebody may have put another module in a layer's place, as PEFT does, or listens to calls, as tensor parallelism.
-    if any(not isinstance(layer, Linear) or not is_bare(layer) for layer in layers) or not (
-        norm is None or is_bare(norm.module)
-    ):
+    if any(not isinstance(layer, Linear) or not is_bare(layer) for layer in layers):
         return None
-    return units_of(layers, ambient(), join)
-
-
-def _begin(
-    x: torch.Tensor, units: Sequence[Unit], feeds: Sequence[Sequence["torch.Tensor | nn.Module | NormOf | None"]],
-    is_first_microbatch: bool | None,
-) -> list[Run] | None:  # fmt: skip
-    """A run for every unit, or None where the modules must run by themselves.
-
-    `feeds`: for each unit what its input is made from.
-    """
+    if norm is not None and not is_bare(norm.module):
+        return None
     state = ambient()
+    units = units_of(layers, state, join)
     for unit in units:
         if unit.recipe is None:  # before the modules run, of which a recomputation would miss the first operator
             for layer in unit.layers:
@@ -232,13 +222,13 @@ def _begin(
         return None
     grad, rows = torch.is_grad_enabled(), x.numel() // x.shape[-1]
     runs = []
-    for unit, feed in zip(units, feeds, strict=True):
+    for unit, feed in zip(units, feeds, strict=False):  # one unit of all layers has their common feed
         for layer in unit.layers:
             layer._check_input(x) if unit is units[0] else layer._check_parameters(x)
             if layer._pinned is UNPINNED:
                 layer.__dict__["_followed"] = True
         width = unit.weight.shape[1]
-        dtype = compute if any(isinstance(source, Linear) for source in feed) else x.dtype  # of what it would read
+        dtype = compute if any(isinstance(source, Linear) for source in feed) else x.dtype  # of its input
         x_key = (torch.Size((rows, width)), (width, 1), dtype, x.get_device(), 0, False)
         wants_dx = grad and any(tensor.requires_grad for source in feed for tensor in _parameters(source))
         wants_dw = grad and unit.weight.requires_grad
@@ -246,24 +236,24 @@ def _begin(
         if run is None:
             return None
         runs.append(run)
-    return runs
+    return units, runs
 
 
 def _parameters(source: "torch.Tensor | nn.Module | NormOf | None") -> list[torch.Tensor]:
-    """The tensors by which a value depends on a source of it."""
+    """The tensors of one source of an input."""
     if isinstance(source, nn.Module):
         return list(source.parameters(recurse=False))
     tensors = (source.weight, source.bias) if isinstance(source, NormOf) else (source,)
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _end(runs: Sequence[Run], units: Sequence[Unit]) -> None:
+def _end(units: Sequence[Unit], runs: Sequence[Run]) -> None:
     for run, unit in zip(runs, units, strict=True):
         end(run, unit.layer)
 
 
 class NormOf(NamedTuple):
-    """A norm as kernels take it: "rms" or "layer", and what its value is multiplied with and shifted by."""
+    """A norm as kernels take it: its kind, "rms" or "layer", its eps, and its parameters."""
 
     module: nn.Module
     kind: str
@@ -272,8 +262,13 @@ class NormOf(NamedTuple):
     bias: torch.Tensor | None
 
 
-def norm_of(norm: nn.Module, x: torch.Tensor) -> NormOf:
+NormLike = nn.Module | NormOf | None
+
+
+def norm_of(norm: nn.Module | NormOf, x: torch.Tensor) -> NormOf:
     """The norm over the last dimension of x that a module computes."""
+    if isinstance(norm, NormOf):
+        return norm
     check_rows("x", x)
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if isinstance(norm, nn.RMSNorm):
@@ -283,11 +278,8 @@ def norm_of(norm: nn.Module, x: torch.Tensor) -> NormOf:
     else:
         raise invalid_type("norm", type(norm), "an nn.RMSNorm or an nn.LayerNorm")
     if tuple(norm.normalized_shape) != tuple(x.shape[-1:]):
-        raise invalid_value(
-            "norm",
-            f"normalized_shape {tuple(norm.normalized_shape)}",
-            f"the last dimension of x, {tuple(x.shape[-1:])}",
-        )
+        got = f"normalized_shape {tuple(norm.normalized_shape)}"
+        raise invalid_value("norm", got, f"the last dimension of x, {tuple(x.shape[-1:])}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         check_beside(f"norm.{name}", parameter, x, "Move the module to x.")
     if getattr(norm, "zero_centered_gamma", False) and weight is not None:
@@ -297,21 +289,11 @@ def norm_of(norm: nn.Module, x: torch.Tensor) -> NormOf:
 
 def _check_layer(argument: str, layer: object) -> None:
     if not isinstance(layer, Linear):
-        raise invalid_type(
-            argument, type(layer), "a microfloat.torch.Linear", "Convert the model first: microfloat.torch.convert."
-        )
+        remedy = "Convert the model first: microfloat.torch.convert."
+        raise invalid_type(argument, type(layer), "a microfloat.torch.Linear", remedy)
     if layer.return_bias:
-        raise invalid_value(
-            argument, "a Linear with return_bias=True", "one that adds its bias",
-            "LayerNormLinear and LayerNormMLP return theirs: return_bias=True.",
-        )  # fmt: skip
-
-
-def _check_activation(activation: str) -> None:
-    if not isinstance(activation, str):
-        raise invalid_type("activation", type(activation), "one of " + ", ".join(map(repr, ACTIVATIONS)))
-    if activation not in ACTIVATIONS:
-        raise unknown_name("activation", activation, ACTIVATIONS)
+        remedy = "LayerNormLinear and LayerNormMLP return theirs: return_bias=True."
+        raise invalid_value(argument, "a Linear with return_bias=True", "one that adds its bias", remedy)
 
 
 def activated(x: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
@@ -324,21 +306,21 @@ def activated(x: torch.Tensor, up: torch.Tensor | None, activation: str) -> torc
 
 
 def rms_norm_quantize(
-    x: torch.Tensor, weight: torch.Tensor | None, cast: Cast | ScaledFormat | str, *, eps: float = 1e-6,
-    column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
+    x: torch.Tensor, weight: torch.Tensor | None, cast: CastLike, *, eps: float = 1e-6,
+    column_cast: CastLike | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round(x * r * weight)``, r = (mean(x^2) + eps)^-1/2 per row, in both layouts. Not differentiable.
 
     x [..., K], whose leading dimensions become the rows M of both operands; `column_cast` None is `cast`. The other
-    arguments are those of `microfloat.torch.quantize`, whose bytes the value would have. Source: docs/numerics.md, 6.
+    arguments and the bytes are those of `microfloat.torch.quantize` of the value. Source: docs/numerics.md, 6.
     """
     return produce("rms", x, weight, None, eps, (cast, column_cast), seed, scale_enc, backend)
 
 
 def layer_norm_quantize(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, cast: Cast | ScaledFormat | str, *,
-    eps: float = 1e-5, column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, cast: CastLike, *,
+    eps: float = 1e-5, column_cast: CastLike | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round((x - mean) * r * weight + bias)`` in both layouts; see `rms_norm_quantize`."""
@@ -346,8 +328,8 @@ def layer_norm_quantize(
 
 
 def swiglu_quantize(
-    gate: torch.Tensor, up: torch.Tensor, cast: Cast | ScaledFormat | str, *,
-    column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
+    gate: torch.Tensor, up: torch.Tensor, cast: CastLike, *,
+    column_cast: CastLike | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round(round(silu(gate)) * up)`` in both layouts; see `rms_norm_quantize`."""
@@ -355,25 +337,24 @@ def swiglu_quantize(
 
 
 def gelu_quantize(
-    x: torch.Tensor, cast: Cast | ScaledFormat | str, *, approximate: str = "none",
-    column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
+    x: torch.Tensor, cast: CastLike, *, approximate: str = "none",
+    column_cast: CastLike | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of ``round(gelu(x))`` in both layouts, `approximate` "none" or "tanh"; see `rms_norm_quantize`."""
-    if approximate not in ("none", "tanh"):
-        raise unknown_name("approximate", approximate, ("none", "tanh"))
+    check_choice("approximate", approximate, ("none", "tanh"))
     kind = "gelu" if approximate == "none" else "gelu_tanh"
     return produce(kind, x, None, None, 0.0, (cast, column_cast), seed, scale_enc, backend)
 
 
 def dbias_quantize(
-    dy: torch.Tensor, cast: Cast | ScaledFormat | str, *, column_cast: Cast | ScaledFormat | str | None = None,
+    dy: torch.Tensor, cast: CastLike, *, column_cast: CastLike | None = None,
     seed: Seed = None, scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced:  # fmt: skip
     """Codes of an output gradient dy [..., N] in both layouts, and `bias_grad` [N], the sum of its rows.
 
-    Cast as the operands of dy in a layer are, with their random streams; the sum is float32 inside and has dy's dtype.
-    The other arguments as in `rms_norm_quantize`. Source: docs/numerics.md 5.3 and 6.
+    The casts and random streams are those of dy in a layer; the sum is float32 inside and has dy's dtype. The other
+    arguments are those of `rms_norm_quantize`. Source: docs/numerics.md 5.3 and 6.
 
     >>> made = dbias_quantize(torch.ones(3, 32), "mxfp8")
     >>> made.row.shape, made.column.axis, made.bias_grad[0].item()
@@ -383,36 +364,36 @@ def dbias_quantize(
 
 
 def dact_quantize(
-    dy: torch.Tensor, x: torch.Tensor, cast: Cast | ScaledFormat | str, *, activation: str = "silu",
-    up: torch.Tensor | None = None, column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
+    dy: torch.Tensor, x: torch.Tensor, cast: CastLike, *, activation: str = "silu",
+    up: torch.Tensor | None = None, column_cast: CastLike | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced | tuple[Produced, Produced]:  # fmt: skip
     """Codes of ``round(dy * f'(x))``, the gradient that an activation passes back, in both layouts.
 
-    dy, x, up [..., F] of one shape and dtype. With `up`, of ``f(x) * up``: a pair, the codes of ``round(round(dy * up)
-    * f'(x))``, the gradient of x, and of ``round(dy * round(f(x)))``, that of up. `activation` as in
-    `activation_linear`; the other arguments as in `dbias_quantize`, whose casts these are.
+    dy, x, up [..., F] of one shape and dtype. With `up`, a pair for ``f(x) * up``: codes of ``round(round(dy * up) *
+    f'(x))``, the gradient of x, and of ``round(dy * round(f(x)))``, the gradient of up. `activation` as in
+    `activation_linear`; the other arguments and the casts are those of `dbias_quantize`.
     """
     return _of_activation(dy, x, up, activation, (cast, column_cast), seed, scale_enc, backend, False)
 
 
 def dact_dbias_quantize(
-    dy: torch.Tensor, x: torch.Tensor, cast: Cast | ScaledFormat | str, *, activation: str = "silu",
-    up: torch.Tensor | None = None, column_cast: Cast | ScaledFormat | str | None = None, seed: Seed = None,
+    dy: torch.Tensor, x: torch.Tensor, cast: CastLike, *, activation: str = "silu",
+    up: torch.Tensor | None = None, column_cast: CastLike | None = None, seed: Seed = None,
     scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
 ) -> Produced | tuple[Produced, Produced]:  # fmt: skip
     """The codes of `dact_quantize` and, as `bias_grad` [F], the sum of the rows of each rounded gradient."""
     return _of_activation(dy, x, up, activation, (cast, column_cast), seed, scale_enc, backend, True)
 
 
-_Casts = tuple[Cast | ScaledFormat | str, Cast | ScaledFormat | str | None]
+_Casts = tuple[CastLike, CastLike | None]
 
 
 def _of_activation(
     dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, activation: str, casts: _Casts, seed: Seed,
     scale_enc: float | torch.Tensor | None, backend: str, sums: bool,
 ) -> Produced | tuple[Produced, Produced]:  # fmt: skip
-    _check_activation(activation)
+    check_choice("activation", activation, ACTIVATIONS)
     rows = rows_of("dy", dy)
     for name, other in (("x", x), ("up", dy if up is None else up)):
         check_like(name, other, dy, "dy")
@@ -428,9 +409,9 @@ def _of_activation(
 def _of_gradient(
     value: torch.Tensor, casts: _Casts, seed: Seed, scale_enc: float | torch.Tensor | None, backend: str, sums: bool
 ) -> Produced:
-    """The codes of a gradient [M, N] at hand."""
+    """The codes of a gradient [M, N]."""
     pair = casts[0], casts[0] if casts[1] is None else casts[1]
-    streams = OPERANDS_OF["dy"][0].stream, OPERANDS_OF["dy"][1].stream
+    streams = tuple(of.stream for of in OPERANDS_OF["dy"])
     options: Options = {"seed": seed, "stream": streams, "scale_enc": scale_enc, "backend": backend}
     row, column = quantize(value, pair, axis=(-1, -2), **options)
     return Produced(row, column, bias_grad=sum_of_rows(value) if sums else None)

@@ -1,11 +1,4 @@
-"""`LayerNormLinear` and `LayerNormMLP`: a norm and the Linears that read it, cast as it is computed.
-
-    LayerNormLinear    y = linear(norm(x))
-    LayerNormMLP       y = down_proj(f(up_proj(h)))                    h = norm(x)
-                       y = down_proj(f(gate_proj(h)) * up_proj(h))     gated activations
-
-Where nothing can be fused (high precision, compiled code, which fuses by itself) the modules run one by one.
-"""
+"""`LayerNormLinear` and `LayerNormMLP`: a norm whose value is cast as it is computed, and the Linears that read it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,12 +7,12 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from microfloat.arguments import check_number
+from microfloat.arguments import check_choice, check_number
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.recipes import Recipe
-from microfloat.torch._typing import Maybe, Options
+from microfloat.torch._typing import Maybe, Options, WithBias
 from microfloat.torch.autocast import checkpoint
-from microfloat.torch.nn.functional import activated, mlp, norm_of, project
+from microfloat.torch.nn.functional import mlp, project
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.merged import Composite, call_layer, join_
 from microfloat.torch.nn.norms import make_norm
@@ -60,7 +53,7 @@ def clamped_swiglu(
 
 
 def _checked_parameters(activation: str, parameters: Mapping[str, float] | None) -> dict[str, float]:
-    """The parameters of an activation; raises for those of one that has none, for other names and for no numbers."""
+    """The parameters of an activation; raises where it has none, for unknown names and for no numbers."""
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
@@ -78,12 +71,11 @@ def _checked_parameters(activation: str, parameters: Mapping[str, float] | None)
 class LayerNormLinear(Composite):
     """``y = norm(x) @ weight.T + bias``; the norm's value is cast as it is computed, and only its codes are kept.
 
-    Children `norm` and `linear`: the state dict is that of the two modules. `normalization`: "LayerNorm" or "RMSNorm".
-    `split`: names and sizes of the outputs, adding up to `out_features`, for example ``{"q_proj": 4096, "k_proj":
-    1024}``; each is a Linear of its own in the state dict, and all are one product (`microfloat.torch.nn.merged`).
-    `return_norm_output`: returns (y, norm(x)); the norm is then computed apart from its cast. `options`: with its
-    `return_bias` returns (``norm(x) @ weight.T``, bias), before norm(x) where that is returned too. Raises
-    InvalidValueError for sizes that do not add up. Source: docs/modules.md.
+    Children `norm` and `linear`. `normalization`: "LayerNorm" or "RMSNorm". `split`: names and sizes of the outputs,
+    adding up to `out_features`, for example ``{"q_proj": 4096, "k_proj": 1024}``; each is a Linear of its own in the
+    state dict, and all are one product. `return_norm_output`: returns (y, norm(x)); the norm is then computed apart
+    from its cast. `options`: with its `return_bias` returns (``norm(x) @ weight.T``, bias), and norm(x) behind them.
+    Raises InvalidValueError for sizes that do not add up. Source: docs/modules.md.
 
     >>> LayerNormLinear(8, 6, split={"q": 4, "k": 2})(torch.ones(3, 8)).shape
     torch.Size([3, 6])
@@ -106,16 +98,12 @@ class LayerNormLinear(Composite):
             raise invalid_value("split", f"the names {list(parts)}", "names of submodules other than 'norm'")
         self.in_features, self.out_features = in_features, out_features
         self.return_norm_output, self.return_bias = return_norm_output, options.return_bias
-        norm = normalization, in_features, eps, options.zero_centered_gamma
-        self.norm = make_norm(*norm, device=device, dtype=dtype)
+        where: Options = {"device": device, "dtype": dtype}
+        self.norm = make_norm(normalization, in_features, eps, options.zero_centered_gamma, **where)
         self._parts = tuple(parts)
+        of_all = {name: getattr(options, name) for name in (*OF_LINEAR, "return_bias", "init_method")}
         for name, size in parts.items():
-            layer = Linear(
-                in_features, size, bias, device, dtype, recipe=recipe, backend=options.backend,
-                fuse_wgrad_accumulation=options.fuse_wgrad_accumulation, return_bias=options.return_bias,
-                init_method=options.init_method,
-            )  # fmt: skip
-            self.add_module(name, layer)
+            self.add_module(name, Linear(in_features, size, bias, **where, recipe=recipe, **of_all))
         self._join()
 
     @property
@@ -127,44 +115,48 @@ class LayerNormLinear(Composite):
         if len(self._parts) > 1:
             join_(self.layers)
 
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """y [..., N], of several parts one after another; a tuple with what else is returned: bias [N], norm(x)."""
-        value, found = None, [] if self.return_bias else None
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> WithBias:
+        """y [..., N]; with `return_bias` and `return_norm_output` a tuple: y, bias [N], norm(x)."""
+        value, biases = None, []
         if self.return_norm_output:
             value = self.norm(x)
-            made = tuple(call_layer(layer, value, is_first_microbatch, found) for layer in self.layers)
+            made = project(value, None, self.layers, False, is_first_microbatch, biases)
         else:
-            made = project(x, norm_of(self.norm, x), self.layers, True, is_first_microbatch, found)
+            made = project(x, self.norm, self.layers, True, is_first_microbatch, biases)
         y = made[0] if len(made) == 1 else torch.cat(made, -1)
-        bias = None if found is None else _side_by_side(found, made)
-        return _beside(y, (self.return_bias, bias), (self.return_norm_output, value))
+        return _with_others(self, y, _side_by_side(biases, made), value)
 
 
 def _side_by_side(found: list[Maybe], made: tuple[torch.Tensor, ...]) -> Maybe:
     """The biases of the parts one after another; zeros for a part that was replaced by one that adds its own."""
     biases = [bias for bias in found if bias is not None]
-    if len(biases) < len(found) and biases:
-        biases = [
-            part.new_zeros(part.shape[-1]) if bias is None else bias for bias, part in zip(found, made, strict=True)
-        ]
-    return None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+    if len(found) == 1 or not biases:
+        return found[0]
+    if len(biases) < len(found):  # then each part has an output of its own
+        both = zip(found, made, strict=True)
+        biases = [part.new_zeros(part.shape[-1]) if bias is None else bias for bias, part in both]
+    return torch.cat(biases)
 
 
-def _beside(
-    y: torch.Tensor, *others: tuple[bool, torch.Tensor | None]
-) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-    """y, or the tuple of y and of the others that are asked for."""
-    asked = [other for is_asked, other in others if is_asked]
-    return (y, *asked) if asked else y
+def _with_others(
+    module: "LayerNormLinear | LayerNormMLP", y: torch.Tensor, bias: Maybe, norm_output: Maybe
+) -> WithBias:
+    """y, or a tuple of y and of the other outputs that the module returns."""
+    asked = (module.return_bias, bias), (module.return_norm_output, norm_output)
+    others = [other for is_asked, other in asked if is_asked]
+    return (y, *others) if others else y
 
 
 def _check_bias(bias: object) -> None:
-    if not isinstance(bias, bool):  # the place of `eps` in a signature of TransformerEngine
+    if not isinstance(bias, bool):  # signatures of TransformerEngine have `eps` in this position
         raise invalid_type("bias", type(bias), "True or False", "Give eps by keyword: eps=1e-5.")
 
 
-class _Projections(Composite):
-    """The Linears of an MLP: `up_proj`, `down_proj`, and `gate_proj` for activations with a gate."""
+class MLP(Composite):
+    """``y = down_proj(f(gate_proj(x)) * up_proj(x))``, or ``down_proj(f(up_proj(x)))`` for activations without a gate.
+
+    `forward` with `norm`: the MLP of norm(x), which is then cast as it is computed.
+    """
 
     activation: str
     activation_params: dict[str, float]
@@ -172,14 +164,17 @@ class _Projections(Composite):
     up_proj: Linear
     down_proj: Linear
 
-    def _build(
-        self, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, options: LayerOptions, **of_all: Any
-    ) -> None:
-        """`of_all`: keywords of all Linears."""
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, bias: bool, *, activation: str, options: LayerOptions,
+        norm: nn.Module | None = None, **of_all: Any,
+    ) -> None:  # fmt: skip
+        """`norm`: the first child, if any; `of_all`: keywords of all Linears."""
+        super().__init__()
         _check_bias(bias)
-        if activation not in ACTIVATIONS:
-            raise unknown_name("activation", activation, ACTIVATIONS)
+        check_choice("activation", activation, ACTIVATIONS)
         self.activation, self.activation_params = activation, _checked_parameters(activation, options.activation_params)
+        if norm is not None:
+            self.norm = norm
         of_all |= {name: getattr(options, name) for name in OF_LINEAR}
         outer: Options = {**of_all, "init_method": options.init_method}
         down: Options = {"return_bias": options.return_bias, "init_method": options.output_layer_init_method}
@@ -188,55 +183,29 @@ class _Projections(Composite):
         self.up_proj = Linear(hidden_size, ffn_hidden_size, bias, **outer)
         self.down_proj = Linear(ffn_hidden_size, hidden_size, bias, **of_all, **down)
 
-    def _project(
-        self, x: torch.Tensor, norm: nn.Module | None, first: bool | None, biases: list[Maybe] | None = None
-    ) -> torch.Tensor:
-        """The MLP of x, or of norm(x); `biases`: as in `call_layer`, of the last Linear."""
+    def forward(
+        self, x: torch.Tensor, norm: nn.Module | None = None, is_first_microbatch: bool | None = None,
+        biases: list[Maybe] | None = None,
+    ) -> WithBias:  # fmt: skip
+        """y in the shape of x. `biases`: as in `call_layer`, for the last Linear."""
         kind = ACTIVATIONS[self.activation]
         outer = (self.gate_proj, self.up_proj) if kind.gated else (self.up_proj,)
-        if norm is not None and kind.function != "clamped":
-            return mlp(x, norm_of(norm, x), outer, self.down_proj, kind.function, first, biases)
-        if norm is None:
-            made = tuple(call_layer(layer, x, first) for layer in outer)
-        else:
-            made = project(x, norm_of(norm, x), outer, False, first)
-        if kind.function == "clamped":
-            value = clamped_swiglu(made[0], made[1], **self.activation_params)
-        else:
-            value = activated(made[0], made[1] if kind.gated else None, kind.function)
-        return call_layer(self.down_proj, value, first, biases)
+        if kind.function != "clamped":
+            return mlp(x, norm, outer, self.down_proj, kind.function, is_first_microbatch, biases)
+        gate, up = project(x, norm, outer, False, is_first_microbatch)
+        value = clamped_swiglu(gate, up, **self.activation_params)
+        return call_layer(self.down_proj, value, is_first_microbatch, biases)
 
 
-class MLP(_Projections):
-    """``y = down_proj(f(gate_proj(x)) * up_proj(x))``, or ``down_proj(f(up_proj(x)))`` for activations without a gate.
-
-    `forward` with `norm`: of norm(x), which is then cast as it is computed.
-    """
-
-    def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, bias: bool, *, activation: str, options: LayerOptions,
-        **of_all: Any,
-    ) -> None:  # fmt: skip
-        """`of_all`: keywords of all Linears."""
-        super().__init__()
-        self._build(hidden_size, ffn_hidden_size, bias, activation, options, **of_all)
-
-    def forward(
-        self, x: torch.Tensor, norm: nn.Module | None = None, is_first_microbatch: bool | None = None
-    ) -> torch.Tensor:
-        """y in the shape of x."""
-        return self._project(x, norm, is_first_microbatch)
-
-
-class LayerNormMLP(_Projections):
+class LayerNormMLP(MLP):
     """``y = down_proj(f(up_proj(norm(x))))``, or ``down_proj(f(gate_proj(h)) * up_proj(h))`` of h = norm(x).
 
     Children `norm`, `gate_proj` (gated activations), `up_proj`, `down_proj`. `activation`: gelu, gelu_tanh, qgelu,
     relu, srelu, silu, or gated: geglu, geglu_tanh, qgeglu, reglu, sreglu, swiglu, glu, clamped_swiglu. gelu is the
     exact one, as in torch; TransformerEngine's is gelu_tanh. `recompute`: keep x only, and run the forward again in
     backward. `return_norm_output`: returns (y, norm(x)). `options`: with its `return_bias` returns (y without the bias
-    of `down_proj`, that bias), before norm(x); `activation_params` are limit, alpha and glu_linear_offset of
-    clamped_swiglu. Source: docs/modules.md.
+    of `down_proj`, that bias), and norm(x) behind them; its `activation_params` are limit, alpha and glu_linear_offset
+    of clamped_swiglu. Source: docs/modules.md.
 
     >>> LayerNormMLP(8, 16, activation="swiglu")(torch.ones(3, 8)).shape
     torch.Size([3, 8])
@@ -249,21 +218,21 @@ class LayerNormMLP(_Projections):
         device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
         options: LayerOptions | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
         options = options_of(self, options, (*OF_MLP, "return_bias", "zero_centered_gamma"))
         where: Options = {"device": device, "dtype": dtype}
-        self.norm = make_norm(normalization, hidden_size, eps, options.zero_centered_gamma, **where)
-        self._build(hidden_size, ffn_hidden_size, bias, activation, options, **where, recipe=recipe)
+        norm = make_norm(normalization, hidden_size, eps, options.zero_centered_gamma, **where)
+        of_all: Options = {"activation": activation, "options": options, "norm": norm, "recipe": recipe, **where}
+        super().__init__(hidden_size, ffn_hidden_size, bias, **of_all)
         self.return_norm_output, self.recompute = return_norm_output, recompute
         self.return_bias = options.return_bias
 
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """y in the shape of x; a tuple with what else is returned: bias, norm(x)."""
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> WithBias:  # type: ignore[override]
+        """y in the shape of x; with `return_bias` and `return_norm_output` a tuple: y, bias [N], norm(x)."""
         if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return checkpoint(self._run, x, is_first_microbatch)
         return self._run(x, is_first_microbatch)
 
-    def _run(self, x: torch.Tensor, first: bool | None) -> Any:
+    def _run(self, x: torch.Tensor, first: bool | None) -> WithBias:
         value, biases = self.norm(x) if self.return_norm_output else None, []
-        y = self._project(*((x, self.norm) if value is None else (value, None)), first, biases)
-        return _beside(y, (self.return_bias, biases[0]), (self.return_norm_output, value))
+        y = super().forward(*((x, self.norm) if value is None else (value, None)), first, biases)
+        return _with_others(self, y, biases[0], value)

@@ -49,8 +49,7 @@ class GroupedLinear(RecipeLayer):
         init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._set_call_options(return_bias, init_method)
-        self._set_fuse_wgrad(fuse_wgrad_accumulation)
+        self._set_options(fuse_wgrad_accumulation, return_bias, init_method)
         check_bool("bias", bias)
         self.num_groups = check_int("num_groups", num_groups, 1, 2**31 - 1)
         self.in_features = check_int("in_features", in_features, 0, 2**31 - 1)
@@ -83,8 +82,7 @@ class GroupedLinear(RecipeLayer):
         """y [T, N] in the compute dtype, or with `return_bias` (y, bias). `is_first_microbatch`: as in `Linear`."""
         if torch.compiler.is_compiling():
             arguments = input, self.weight, self.added_bias, group_sizes, self._pin_token, self.backend
-            y = compiled_grouped(self, *arguments)
-            return self._with_bias(y) if self.return_bias else y
+            return self._with_bias(compiled_grouped(self, *arguments))
         x, state = input, ambient()
         recipe = self._resolve(state)
         try:
@@ -96,26 +94,22 @@ class GroupedLinear(RecipeLayer):
                 if state is not None and state.calibrating:
                     self._calibrate(x, state)
                 if not self.fuse_wgrad_accumulation:
-                    y = grouped_plain(x, self.weight, self.added_bias, groups)
-                    return self._with_bias(y) if self.return_bias else y
+                    return self._with_bias(grouped_plain(x, self.weight, self.added_bias, groups))
                 recipe, state = HIGH_PRECISION, None
             elif self._pinned is UNPINNED:
                 self.__dict__["_followed"] = True
             name = backend_name(self, state)
             arguments = x, self.weight, self.added_bias, groups, recipe, name, state, is_first_microbatch
-            y = run_grouped(self, *arguments)
-            return self._with_bias(y) if self.return_bias else y
+            return self._with_bias(run_grouped(self, *arguments))
         except MicrofloatError as error:
             raise self._with_path(error) from None
 
     def schedule(self, x: torch.Tensor) -> GroupedSchedule:
         """The schedule of a call with `x` here and now, whatever the sizes of its groups; ``print`` shows it."""
         self._check_input(x)
-        recipe, state = self.effective_recipe(), ambient()
-        recipe = HIGH_PRECISION if recipe is None else recipe
-        weight = self.weight
-        name = backend_name(self, state)
-        return find_grouped(x, weight, self.added_bias, recipe, name, x.requires_grad, weight.requires_grad)
+        recipe, weight = self.effective_recipe(), self.weight
+        options = HIGH_PRECISION if recipe is None else recipe, backend_name(self, ambient())
+        return find_grouped(x, weight, self.added_bias, *options, x.requires_grad, weight.requires_grad)
 
     def _check_input(self, x: torch.Tensor) -> None:
         check_grouped(x, self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""`Linear`: nn.Linear whose three GEMMs run under a recipe, and `RecipeLayer`, what such layers have in common."""
+"""`Linear`: nn.Linear whose three GEMMs run under a recipe, and `RecipeLayer`, the base of all such layers."""
 
 import warnings
 from collections.abc import Callable
@@ -35,19 +35,13 @@ __all__ = ["UNPINNED", "Linear", "RecipeLayer", "check_first_microbatch", "drop_
 
 
 class _Unpinned:
-    """The layer follows the ambient autocast. (None would mean: pinned to high precision.)"""
+    """The value of `pinned` for a layer that follows the ambient autocast; None is pinned to high precision."""
 
     def __repr__(self) -> str:
         return "UNPINNED"
 
-    def __reduce__(self) -> str:
+    def __reduce__(self) -> str:  # so that copies and pickles are the same object
         return "UNPINNED"
-
-    def __copy__(self) -> "_Unpinned":
-        return self
-
-    def __deepcopy__(self, memo: dict) -> "_Unpinned":
-        return self
 
 
 UNPINNED = _Unpinned()
@@ -58,9 +52,9 @@ OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", 
 
 
 class RecipeLayer(nn.Module):
-    """A layer with parameters whose GEMMs run under a recipe: which one, its scaling state, copies and state dicts.
+    """Base of a layer whose GEMMs run under a recipe: the choice of the recipe, scaling state, copies and state dicts.
 
-    Comes before the plain layer among the bases of a class.
+    It comes before the plain layer among the bases of a class.
     """
 
     backend: str = "auto"
@@ -69,11 +63,10 @@ class RecipeLayer(nn.Module):
     _path: str = ""  # the layer's name in the model that was converted, for messages
     # True: dw is added to `weight.main_grad` in float32, and autograd gets none (docs/training.md).
     fuse_wgrad_accumulation: bool = False
-    return_bias: bool = False  # True: a call gives (y, bias), and its product adds none
+    return_bias: bool = False  # True: a call returns (y, bias), and its product adds no bias
     init_method: InitMethod | None = None  # draws the weight in place
-    # Of a layer with a rank's part of a stored weight: the case, N or K, and the name of the group of ranks.
-    _number: int = -1
-    _followed: bool = False  # whether the latest forward outside a backward ran the recipe of an autocast
+    _number: int = -1  # of the layer in `microfloat.torch.scaling.buffers`
+    _followed: bool = False  # True: the latest forward outside a backward ran the recipe of an autocast
     weight: torch.Tensor
     bias: torch.Tensor | None
     _check_input: Callable[[torch.Tensor], None]
@@ -88,7 +81,7 @@ class RecipeLayer(nn.Module):
         self.unpin() if isinstance(recipe, _Unpinned) else self.pin(recipe)
 
     def pin(self, recipe: Recipe | str | None) -> Self:
-        """Fix the recipe of this layer (None = high precision); it wins over the autocast's. Returns the layer.
+        """Fix the recipe of this layer (None = high precision), which wins over the autocast's. Returns the layer.
 
         Delayed-scaling state is made or dropped as the recipe asks. Raises InvalidTypeError and InvalidValueError for
         anything but a Recipe, the name of one, or None.
@@ -105,8 +98,7 @@ class RecipeLayer(nn.Module):
 
     def unpin(self) -> Self:
         """Follow the ambient autocast again; delayed-scaling state is dropped. Returns the layer."""
-        self._pinned = UNPINNED
-        self._pin_token = None
+        self._pinned, self._pin_token = UNPINNED, None
         self._drop_weight_cache()
         scaling.drop_buffers(self)
         return self
@@ -122,45 +114,42 @@ class RecipeLayer(nn.Module):
             return self._pinned
         return state.recipe if state is not None else None
 
-    def _set_call_options(self, return_bias: bool, init_method: InitMethod | None) -> None:
-        """Set `return_bias` and `init_method`, which constructors of torch's layers need before they draw."""
+    def _set_options(self, fuse_wgrad_accumulation: bool, return_bias: bool, init_method: InitMethod | None) -> None:
+        """Set the options that are not the default of the class, before torch's constructor draws the weight."""
+        check_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         check_bool("return_bias", return_bias)
-        if return_bias:
-            self.__dict__["return_bias"] = True
-        if init_method is not None:
-            if not callable(init_method):
-                needed = "a function that writes into a weight, such as torch.nn.init.xavier_uniform_"
-                raise invalid_type("init_method", type(init_method), needed)
-            self.__dict__["init_method"] = init_method
-
-    def _set_fuse_wgrad(self, value: bool) -> None:
-        """Set `fuse_wgrad_accumulation`; False stays the attribute of the class."""
-        check_bool("fuse_wgrad_accumulation", value)
-        if value:
-            self.fuse_wgrad_accumulation = True
+        if init_method is not None and not callable(init_method):
+            needed = "a function that writes into a weight, such as torch.nn.init.xavier_uniform_"
+            raise invalid_type("init_method", type(init_method), needed)
+        options = ("fuse_wgrad_accumulation", fuse_wgrad_accumulation), ("return_bias", return_bias)
+        self.__dict__.update({name: value for name, value in (*options, ("init_method", init_method)) if value})
 
     @property
     def added_bias(self) -> torch.Tensor | None:
         """The bias that the product of a call adds: none with `return_bias`."""
         return None if self.return_bias else self.bias
 
-    def _with_bias(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """y, and beside it the bias in its dtype."""
-        bias = self.bias
+    def _with_bias(self, y: torch.Tensor) -> WithBias:
+        """The result of a call: y, or with `return_bias` (y, bias)."""
+        return (y, self._returned_bias(y)) if self.return_bias else y
+
+    def _returned_bias(self, y: torch.Tensor) -> torch.Tensor | None:
+        """The bias in the dtype of y that a call with `return_bias` returns beside y, else None."""
+        bias = self.bias if self.return_bias else None
         if bias is None:
-            return y, None
+            return None
         if hasattr(bias, "placements"):
             bias = upper("beside")(self, bias, y.dim())
         if bias.dtype != y.dtype:
-            return y, bias.to(y.dtype)
+            return bias.to(y.dtype)
         # FSDP2 frees the memory of a parameter when the forward of its module ends, which may be this one.
-        return y, bias.clone() if fsdp_parameters(self) else bias
+        return bias.clone() if fsdp_parameters(self) else bias
 
     def _with_path(self, error: MicrofloatError) -> MicrofloatError:
         return with_path(error, self._path)
 
     def _note_plain(self, state: Ambient | None) -> None:
-        """Before a forward in high precision: refuse one that recomputes a forward under an autocast's recipe."""
+        """Refuse a forward in high precision that recomputes a forward under an autocast's recipe."""
         if not self.__dict__.get("_followed"):
             return
         if torch._C._current_graph_task_id() == -1:
@@ -173,7 +162,7 @@ class RecipeLayer(nn.Module):
             )
 
     def _slow_forward(self, *arguments: object, **options: object) -> object:
-        """The forward that nn.Module takes while torch.jit traces."""
+        """The forward that nn.Module calls while torch.jit traces."""
         if self.effective_recipe() is not None:
             raise NotSupportedError(
                 "torch.jit.trace: got a Linear under a recipe, which TorchScript cannot hold. Use torch.compile or "
@@ -210,7 +199,7 @@ class RecipeLayer(nn.Module):
         return {} if counts is None else counts.shares()
 
     def _tell_ranks(self) -> None:
-        """Before values are written: shards of codes that FSDP2 has made learn which ranks have the others."""
+        """Before values are written, tell shards of codes that FSDP2 has made which ranks hold the other shards."""
         if any(isinstance(getattr(one, "_local_tensor", None), QuantizedTensor) for one in self._parameters.values()):
             upper("tell_ranks")(self)
 
@@ -234,13 +223,13 @@ class RecipeLayer(nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> Self:
         """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale.
 
-        Attributes of quantized parameters stay, as those of plain ones do: torch replaces what a subclass holds.
+        Attributes of quantized parameters stay, as those of plain parameters do, though torch makes new objects.
         """
         self._drop_weight_cache()
         attached = {name: attached_to(q) for name, q in self._parameters.items() if isinstance(q, QuantizedTensor)}
-        float32 = ("scaling_", "input_amax")
-        state = [name for name, value in self._buffers.items() if value is not None and name.startswith(float32)]
-        kept: dict[str, Any] = {name: self._buffers.pop(name) for name in state}
+        names = [name for name, value in self._buffers.items() if value is not None
+                 and name.startswith(("scaling_", "input_amax"))]  # fmt: skip
+        kept: dict[str, Any] = {name: self._buffers.pop(name) for name in names}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
             moved = fn(buffer)
@@ -273,11 +262,11 @@ class RecipeLayer(nn.Module):
 class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``y = x @ weight.T + bias`` with fprop, dgrad and wgrad under a recipe; elsewhere exactly nn.Linear.
 
-    Same constructor, parameters and initialisation as nn.Linear. The recipe: a pinned one (`pin`, `convert`), else
+    Same constructor, parameters and initialisation as nn.Linear. The recipe is the pinned one (`pin`, `convert`), else
     that of the ambient `microfloat.torch.autocast`, else plain high precision. x [..., K] of float32, bfloat16 or
     float16, any sizes; y [..., N] in the compute dtype: x's, or torch.autocast's where that is enabled.
 
-    `return_bias`: a call gives (``x @ weight.T``, bias in y's dtype, None without one), and the caller adds it.
+    `return_bias`: a call returns (``x @ weight.T``, bias in y's dtype or None), and the caller adds the bias.
     `init_method`: ``init_method(weight)`` draws the weight in place, here and in `reset_parameters`; biases are then 0.
 
     Under a recipe, raises InvalidTypeError for other dtypes, sparse and nested tensors, InvalidValueError for shapes
@@ -292,12 +281,10 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         fuse_wgrad_accumulation: bool = False, return_bias: bool = False,
         init_method: InitMethod | None = None,
     ) -> None:  # fmt: skip
-        self._set_call_options(return_bias, init_method)
+        self._set_options(fuse_wgrad_accumulation, return_bias, init_method)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_fuse_wgrad(fuse_wgrad_accumulation)
         layer_state.number_layer(self)
-        backends.check_name(backend)
-        self.backend = backend
+        self.backend = backends.check_name(backend)
         quantize_parameter(self)
         if recipe is not None:
             self.pin(recipe)
@@ -313,11 +300,11 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> WithBias:
         """y, or with `return_bias` (y, bias). `is_first_microbatch` True: quantize the weight and keep its codes;
-        False: use the kept codes if the weight is unchanged; None (default): keep nothing.
+        False: use the kept codes if the weight is unchanged; None: keep nothing.
 
-        A step of any torch.optim optimizer counts as a change, and so does every write that torch counts. Writes
-        through ``weight.data`` (of a weight that is not stored quantized), by collectives, by kernels of your own and
-        by replays of CUDA graphs cannot be seen: pass True after them.
+        A step of any torch.optim optimizer counts as a change, and so does every write that torch counts. Pass True
+        after writes that cannot be seen: through ``weight.data`` (of a weight that is not stored quantized), by
+        collectives, by kernels of your own and by replays of CUDA graphs.
         """
         x = input
         if torch.compiler.is_compiling():
@@ -326,8 +313,8 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             y = compiled_linear(self, x)
             return y if isinstance(y, tuple) else self._with_bias(y)  # a tuple: of this method in eager mode
         if _dynamo_callback() is not None:
-            # Dynamo runs this frame as it is (it has met an error in it before), and would compile what it calls piece
-            # by piece: casts, whose divisions a compiler must not touch.
+            # Dynamo has met an error in this frame and does not compile it, but it would compile the functions that the
+            # frame calls: casts, whose divisions a compiler must not touch.
             untraced: Any = torch._dynamo.disable(Linear.forward)
             return untraced(self, input, is_first_microbatch)
         state = ambient()
@@ -348,7 +335,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
                 y = run_linear(self, x, recipe, state, is_first_microbatch)
                 if y is None:
                     y = self._plain(x, is_first_microbatch, recipe)
-            return self._with_bias(y) if self.return_bias else y
+            return (y, self._returned_bias(y)) if self.return_bias else y
         except Exception as error:
             named = self._named(error, x, recipe)
             if named is error:
@@ -356,7 +343,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             raise named from error
 
     def _named(self, error: Exception, x: torch.Tensor, recipe: Recipe | None) -> Exception:
-        """The error that a call raises for the one it met: one of ours if an operand is the cause, with the name."""
+        """The error to raise for `error` of a call: ours, with the layer's name, if an operand is the cause."""
         if not isinstance(error, MicrofloatError):
             sharded = any(hasattr(one, "placements") for one in (x, self._parameters.get("weight")))
             if recipe is None or sharded:  # DTensors are checked by the call itself
@@ -371,7 +358,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     def _plain(
         self, x: torch.Tensor, is_first_microbatch: bool | None = None, recipe: Recipe | None = None
     ) -> torch.Tensor:
-        """y in high precision; `recipe`: the one that has nothing to multiply, because x has no rows."""
+        """y in high precision; `recipe`: the recipe of a call that has nothing to multiply, because x has no rows."""
         if not isinstance(x, torch.Tensor):
             raise invalid_type("x", type(x), "a torch.Tensor")
         bias = self.added_bias
@@ -389,32 +376,32 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
         if isinstance(weight, QuantizedTensor):
             weight, bias = Decoded.apply(weight, x.dtype), None if bias is None else bias.to(x.dtype)
         if (
-            not isinstance(weight, torch.Tensor) or x.dtype == weight.dtype or not x.is_floating_point()
-            or autocast_dtype(x.device.type) is not None
+            isinstance(weight, torch.Tensor) and x.dtype != weight.dtype and x.is_floating_point()
+            and autocast_dtype(x.device.type) is None
         ):  # fmt: skip
-            return F.linear(x, weight, bias)
-        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype) if bias is not None else None)
+            weight, bias = weight.to(x.dtype), bias.to(x.dtype) if bias is not None else None
+        return F.linear(x, weight, bias)
 
     def _check_input(self, x: torch.Tensor) -> None:
-        try:
-            check_linear(x, self.weight, self.bias)
-        except MicrofloatError as error:
-            raise self._with_path(error) from None
+        self._check(check_linear, x, self.weight, self.bias)
 
     def _check_parameters(self, x: torch.Tensor) -> None:
+        self._check(check_linear_parameters, self.weight, self.bias, x)
+
+    def _check(self, check: Callable[..., None], *tensors: torch.Tensor | None) -> None:
         try:
-            check_linear_parameters(self.weight, self.bias, x)
+            check(*tensors)
         except MicrofloatError as error:
             raise self._with_path(error) from None
 
     def schedule(self, x: torch.Tensor) -> Schedule | None:
-        """The schedule of a call with `x` here and now: casts, products, what backward keeps; ``print`` shows it.
+        """The schedule of a call with `x` here and now: casts, products and saved operands; ``print`` shows it.
 
-        None where x has no elements. Nothing runs, and no state changes. Raises what the call would raise for x.
+        None where x has no elements. Nothing runs, and no state changes. Raises the errors of the call for x.
         """
         with torch.enable_grad():
-            recipe, state = self.effective_recipe(), ambient()
-            return find_for(self, x, HIGH_PRECISION if recipe is None else recipe, state)
+            recipe = self.effective_recipe()
+            return find_for(self, x, HIGH_PRECISION if recipe is None else recipe, ambient())
 
 
 def check_first_microbatch(value: object) -> None:
@@ -424,31 +411,27 @@ def check_first_microbatch(value: object) -> None:
 
 
 class _Call:
-    """One call of `linear`: what a layer is to the code that runs one, without state of its own."""
+    """One call of `linear`, with the attributes of a layer that the code of a call reads, and without state."""
 
     _followed, _path, _number, fuse_wgrad_accumulation = False, "", -1, False
     return_bias, added_bias = False, RecipeLayer.added_bias
-    _load_state_dict_post_hooks: ClassVar[dict] = {}
+    _load_state_dict_post_hooks: ClassVar[dict] = {}  # stays empty
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        pinned: Recipe | _Unpinned | None,
-        token: str | None,
+        self, weight: torch.Tensor, bias: torch.Tensor | None, pinned: Recipe | _Unpinned | None, token: str | None,
         backend: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.weight, self.bias, self.backend = weight, bias, backend
         self._parameters = {"weight": weight, "bias": bias}
         self._pinned, self._pin_token = pinned, token
 
     forward, _resolve, _plain = Linear.forward, Linear._resolve, Linear._plain
-    _check_input, _note_plain = Linear._check_input, Linear._note_plain
+    _check, _check_input, _note_plain = Linear._check, Linear._check_input, Linear._note_plain
     _named, _with_path = Linear._named, RecipeLayer._with_path
 
 
 class JointCall(_Call):
-    """A call of several layers at once, whose settings and scaling state are those of the first."""
+    """A call of several layers at once, with the settings and the scaling state of the first."""
 
     def __init__(self, layer: Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias, layer._pinned, layer._pin_token, layer.backend)
@@ -464,39 +447,38 @@ def linear(
 ) -> torch.Tensor:  # fmt: skip
     """``y = x @ weight.T + bias`` with fprop, dgrad and wgrad under a recipe, differentiable once.
 
-    x [..., K], weight [N, K], bias [N] or None; y [..., N] in the compute dtype. `recipe` None: that of the ambient
-    autocast, and plain high precision outside of one, so that a module of your own joins an autocast with one line.
+    x [..., K], weight [N, K], bias [N] or None; y [..., N] in the compute dtype. `recipe` None: the recipe of the
+    ambient autocast, and high precision outside of one, so that a module of your own joins an autocast with one line.
     Raises as `Linear` does, and NotSupportedError for delayed scaling, whose state needs a layer to live in.
 
     >>> linear(torch.ones(2, 4), torch.ones(3, 4), recipe="mxfp8").shape
     torch.Size([2, 3])
     """
     pinned, token = (UNPINNED, None) if recipe is None else _pinned(recipe)
+    call = _Call(weight, bias, pinned, token, backend)
     if torch.compiler.is_compiling():
         asked = context.asked().RECIPE if token is None else token
         is_delayed = asked != context.PLAIN and context.is_delayed(asked)
     else:
         backends.check_name(backend)
-        state = ambient()
-        named = pinned if isinstance(pinned, Recipe) else None if state is None else state.recipe
-        is_delayed = named is not None and named.is_delayed and (state is None or state.enabled)
+        chosen = call._resolve(ambient())
+        is_delayed = chosen is not None and chosen.is_delayed
     if is_delayed:
         raise NotSupportedError(
             "linear: got a recipe of delayed scaling, needed one without state between calls. Use "
             "microfloat.torch.Linear, or another recipe."
         )
-    call = _Call(weight, bias, pinned, token, backend)
     return call.forward(x)
 
 
 def _pinned(recipe: Recipe | str) -> tuple[Recipe, str | None]:
-    """`pinned_to`, also of a recipe that a compiled function has made, which is nothing but its fields."""
+    """`pinned_to`, also for a recipe that a compiled function has made, of which Dynamo knows the fields only."""
     token = context.traced_token(recipe) if torch.compiler.is_compiling() else None
     return pinned_to(recipe) if token is None else (context.recipe_of(token), token)
 
 
 def pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
-    """The recipe, and how compiled code names it."""
+    """The recipe, and its token, by which compiled code names it."""
     made = canonical(as_recipe(recipe))
     return made, token_of(made)
 
@@ -505,7 +487,7 @@ pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str]) -> None:
-    """Let a plain checkpoint and ours load strictly both ways (features K1, K2). `load` identifies one load call."""
+    """Let plain layers load our checkpoints strictly, and ours plain ones. `load` identifies one load call."""
     drop_extra_state(layer, state_dict, prefix, load)
     names = layer_state.BUFFER_NAMES
     present = [name for name in names if prefix + name in state_dict]
@@ -514,8 +496,7 @@ def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, 
         for name in present:  # the recipe has no use for them
             del state_dict[prefix + name]
     elif present:
-        missing = sorted(set(names) - set(present))
-        if missing:
+        if missing := sorted(set(names) - set(present)):
             raise CheckpointError(
                 f"state_dict: got {present} under {prefix!r} without {missing}, needed all six delayed-scaling entries "
                 "or none. Remove the rest to start with fresh scaling state."
@@ -531,21 +512,19 @@ def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, 
             loaded = state_dict[prefix + name] = state_dict[prefix + name].detach().to(torch.float32)
             current = layer._buffers.get(name)
             if current is None or current.shape != loaded.shape:
-                with torch.inference_mode(False):  # what is made in inference mode could not be updated outside of it
+                with torch.inference_mode(False):  # buffers of inference mode could not be updated outside of it
                     layer._buffers[name] = torch.empty(loaded.shape, dtype=torch.float32, device=layer.weight.device)
     elif layer_state.has_buffers(layer) and prefix + "weight" in state_dict:
         scaling.reset_scaling(layer)
-        kept = layer.state_dict()
-        state_dict.update({prefix + name: kept[name].clone() for name in names})
-        _warn_once_per_load(
-            load, "The checkpoint holds no delayed-scaling state; it starts fresh (scales 1, histories 0)."
-        )
+        state_dict.update({prefix + name: layer._buffers[name].clone() for name in names})  # type: ignore[union-attr]
+        text = "The checkpoint holds no delayed-scaling state; it starts fresh (scales 1, histories 0)."
+        _warn_once_per_load(load, text)
 
 
 def drop_extra_state(module: nn.Module, state_dict: StateDict, prefix: str, load: list[str]) -> None:
-    """Leave out the entries that TransformerEngine's modules save beside their parameters, below `module` too.
+    """Remove the entries that TransformerEngine's modules save beside their parameters, below `module` too.
 
-    Those of a submodule with a `set_extra_state` of its own stay.
+    Entries of a submodule with a `set_extra_state` of its own stay.
     """
     names = [key for key in state_dict if key.startswith(prefix) and f".{key}".endswith("._extra_state")]
     children = dict(module.named_modules()) if names else {}
@@ -557,11 +536,10 @@ def drop_extra_state(module: nn.Module, state_dict: StateDict, prefix: str, load
 
 
 def _check_scaling_entry(key: str, value: object) -> None:
-    """Raise CheckpointError unless a delayed-scaling entry of a state dict can be one."""
+    """Raise CheckpointError for a value that is no scale, or no history of amaxes, by the name of its key."""
     is_scale = key.endswith("_scale")
-    needed = (
-        "a positive, finite number as a tensor of shape ()" if is_scale else "a tensor [L >= 1] of amaxes >= 0, finite"
-    )
+    scale = "a positive, finite number as a tensor of shape ()"
+    needed = scale if is_scale else "a tensor [L >= 1] of amaxes >= 0, finite"
     if not isinstance(value, torch.Tensor):
         got = repr(value)
     elif not value.is_floating_point():
@@ -582,7 +560,7 @@ def _check_scaling_entry(key: str, value: object) -> None:
     )
 
 
-# The list of error messages is one object per load_state_dict call; keeping the last one of a text tells loads apart.
+# Text -> the list of error messages of its latest load, one object per load_state_dict call. There are two texts.
 _WARNED_LOADS: dict[str, list[str]] = {}
 
 

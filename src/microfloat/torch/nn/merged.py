@@ -1,9 +1,9 @@
-"""Several Linears on one input as one product, of the matrix [N1 + N2 + ..., K] that their weights make.
+"""Several Linears on one input as one product with the joint matrix [N1 + N2 + ..., K] of their weights.
 
-Its cast, its scales and, under delayed scaling, its state are those of the joint matrix (the state is kept by the first
-of the layers). Which layers are joined depends on their settings alone (`can_join`), so that copies, compiled code and
-weights in any memory give the same bits. `join_` moves weights next to each other, keeping each Parameter the object
-that it was; the joint matrix then costs no copy.
+The joint matrix is cast as a whole, and under delayed scaling it has one state, which the first layer keeps. Which
+layers are joined depends on their settings alone (`can_join`), so that copies, compiled code and weights in any memory
+give the same bits. `join_` moves weights next to each other without replacing a Parameter; the joint matrix then costs
+no copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,7 @@ from microfloat.torch.context import Ambient
 from microfloat.torch.nn.linear import Linear, drop_extra_state
 
 __all__ = [
-    "Composite", "Unit", "are_neighbours", "call_layer", "can_join", "is_bare", "join_", "joined", "returned_bias",
-    "units_of",
+    "Composite", "Unit", "are_neighbours", "call_layer", "can_join", "is_bare", "join_", "joined", "units_of",
 ]  # fmt: skip
 
 
@@ -34,10 +33,10 @@ def is_bare(module: nn.Module) -> bool:
 def call_layer(
     layer: Linear, x: torch.Tensor, is_first_microbatch: bool | None = None, biases: list[Maybe] | None = None
 ) -> torch.Tensor:
-    """The output of a layer for x; `biases` takes the bias that `return_bias` puts beside it, else None.
+    """The output of a layer for x; `biases` receives the bias that it returns (`return_bias`), else None.
 
-    FSDP2 frees the bias of a layer that it wraps when the call ends, so nobody can ask for it later. A layer that is
-    not ours any more, after `revert` or with adapters, takes x alone.
+    FSDP2 frees the bias of a layer that it wraps when the call ends, so nobody can ask for it later. A layer of another
+    class, after `revert` or with adapters, takes x alone.
     """
     plain = is_first_microbatch is None or not isinstance(layer, Linear)
     made = layer(x) if plain else layer(x, is_first_microbatch)
@@ -47,15 +46,8 @@ def call_layer(
     return y
 
 
-def returned_bias(layer: nn.Module, y: torch.Tensor) -> torch.Tensor | None:
-    """The bias that a layer, whose product another module has run, leaves to be added to its output y; else None."""
-    if isinstance(layer, Linear) and layer.return_bias:
-        return layer._with_bias(y)[1]
-    return None
-
-
 class Unit(NamedTuple):
-    """Linears that are multiplied at once; `layer` is the first of them, whose settings and state are used."""
+    """Linears that are multiplied at once, with the settings and the state of the first, `layer`."""
 
     layer: Linear
     layers: tuple[Linear, ...]
@@ -65,26 +57,24 @@ class Unit(NamedTuple):
 
 
 def units_of(layers: Sequence[Linear], state: Ambient | None, join: bool) -> list[Unit]:
-    """One unit for all layers if they can be one (and `join`), else one for each."""
+    """One unit of all layers with `join`, where they can be one; else a unit for each layer."""
     recipes = [layer._resolve(state) for layer in layers]
     if join and all(recipe == recipes[0] for recipe in recipes[1:]) and can_join(layers):
         return [Unit(layers[0], tuple(layers), recipes[0], *joined(layers))]
-    return [
-        Unit(layer, (layer,), recipe, layer.weight, layer.added_bias)
-        for layer, recipe in zip(layers, recipes, strict=True)
-    ]  # fmt: skip
+    both = zip(layers, recipes, strict=True)
+    return [Unit(layer, (layer,), recipe, layer.weight, layer.added_bias) for layer, recipe in both]
 
 
 def _types_to_join() -> tuple[type, ...]:
-    """Classes of weights that can be parts of a matrix: FSDP1 gives a call tensors, views of its flat parameter, as
-    transforms of torch.func do, which have no rule for the join."""
+    """Classes of weights that can be parts of a matrix. FSDP1 passes a call plain tensors, views of its flat parameter;
+    so do transforms of torch.func, which have no rule for the join."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return (nn.Parameter,)
     return nn.Parameter, torch.Tensor
 
 
 def can_join(layers: Sequence[Linear]) -> bool:
-    """True for several layers that differ in the values of their parameters and their out features alone."""
+    """True for two layers or more that differ in the values of their parameters and their out features alone."""
     head = layers[0]
     first, types = head._parameters.get("weight"), _types_to_join()
     return len(layers) > 1 and all(
@@ -99,20 +89,19 @@ def can_join(layers: Sequence[Linear]) -> bool:
 
 
 def joined(layers: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of layers that `can_join`: the same values wherever the parts lie, a copy where apart."""
+    """The joint weight and bias of layers that `can_join`; a copy where the weights are not neighbours in memory."""
     weights = tuple(layer.weight for layer in layers)
-    found = [layer.added_bias for layer in layers]
-    biases = [bias for bias in found if bias is not None]
+    biases = [layer.added_bias for layer in layers if layer.added_bias is not None]
     bias = torch.cat(biases) if biases else None
     if torch.compiler.is_compiling():
         return torch.cat(weights), bias
     whole = _Join.apply(*weights)
-    whole.joined_of = weights  # by which kept operands of it are found again
+    whole.joined_of = weights  # the key under which its kept operands are found again
     return whole, bias
 
 
 def are_neighbours(weights: Sequence[torch.Tensor]) -> bool:
-    """True if the memory of each begins where that of the one before ends, in one storage."""
+    """True if the weights lie in one storage, each beginning where the one before ends."""
     address = weights[0].data_ptr()
     for weight in weights:
         if weight.data_ptr() != address or address == 0 or not weight.is_contiguous():
@@ -123,7 +112,7 @@ def are_neighbours(weights: Sequence[torch.Tensor]) -> bool:
 
 
 class _Join(torch.autograd.Function):
-    """The matrix that neighbouring weights make; its gradient is theirs, without a copy."""
+    """The joint matrix of weights, whose gradient is split without a copy."""
 
     @staticmethod
     def forward(ctx: Context, *weights: torch.Tensor) -> torch.Tensor:
@@ -131,11 +120,10 @@ class _Join(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not are_neighbours(weights):
             return torch.cat(weights)
-        first = weights[0]
-        shape = (sum(ctx.rows), first.shape[1])
-        # Not a view, for autograd: nobody writes to it.
+        first, columns = weights[0], weights[0].shape[1]
+        # No view of the first weight, for autograd: nobody writes to it.
         whole = torch.empty(0, dtype=first.dtype, device=first.device)
-        return whole.set_(first.untyped_storage(), first.storage_offset(), shape, (shape[1], 1))
+        return whole.set_(first.untyped_storage(), first.storage_offset(), (sum(ctx.rows), columns), (columns, 1))
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
@@ -144,14 +132,14 @@ class _Join(torch.autograd.Function):
 
 @torch.no_grad()
 def join_(layers: Sequence[Linear]) -> bool:
-    """Move the weights of these layers next to each other in memory; False where they cannot be (nothing is changed).
+    """Move the weights of these layers next to each other in memory; returns False where that is not possible.
 
-    Values, Parameter objects and state-dict keys stay. Memory is needed for one more copy of the weights meanwhile.
+    Values, Parameter objects and state-dict keys stay. Meanwhile memory is needed for one more copy of the weights.
     """
     weights = [layer.weight for layer in layers]
-    shared = any(weight.device.type == "cpu" and weight.is_shared() for weight in weights)  # must stay so
+    is_shared = any(weight.device.type == "cpu" and weight.is_shared() for weight in weights)  # with other processes
     are_own = all(type(weight) is nn.Parameter for weight in weights) and len({*map(id, weights)}) == len(weights)
-    if shared or not are_own or not can_join(layers) or weights[0].is_meta:
+    if is_shared or not are_own or not can_join(layers) or weights[0].is_meta:
         return False
     if are_neighbours(weights):
         return True
@@ -162,10 +150,10 @@ def join_(layers: Sequence[Linear]) -> bool:
 
 
 class Composite(nn.Module):
-    """A module of layers: their parameters are drawn together, and weights of one product stay next to each other."""
+    """A module of layers, which draws their parameters and keeps the weights of a joint product next to each other."""
 
     def _join(self) -> None:
-        """Join what one product reads; a module that has no such layers joins nothing."""
+        """Join the weights of a joint product; by default there is none."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -175,7 +163,7 @@ class Composite(nn.Module):
     def reset_parameters(self) -> None:
         """Draw fresh parameters."""
         for module in self.children():
-            if next(module.parameters(), None) is not None:  # else it may have no such method: a module as `attention`
+            if next(module.parameters(), None) is not None:  # else it may have no such method: an `attention` module
                 module.reset_parameters()  # type: ignore[operator]
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]

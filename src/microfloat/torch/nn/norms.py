@@ -1,11 +1,11 @@
-"""`LayerNorm` and `RMSNorm`: torch's, with weights that may be stored around zero."""
+"""`LayerNorm` and `RMSNorm`: torch's norms, whose weights may be stored minus one."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.types import Device
 
-from microfloat.errors import unknown_name
+from microfloat.arguments import check_choice
 from microfloat.torch._typing import StateDict
 from microfloat.torch.nn.linear import drop_extra_state
 
@@ -13,15 +13,19 @@ __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 
 
 class _ZeroCentred(nn.Module):
-    """What both norms add: the keyword `zero_centered_gamma`, under which weights start at 0 instead of 1."""
+    """The keyword `zero_centered_gamma` of both norms, under which weights start at 0 instead of 1."""
 
     weight: nn.Parameter
     zero_centered_gamma: bool
 
+    def __init__(self, *arguments: object, zero_centered_gamma: bool) -> None:
+        self.__dict__["zero_centered_gamma"] = zero_centered_gamma  # which `reset_parameters` reads
+        super().__init__(*arguments)
+
     def reset_parameters(self) -> None:
-        """Weights 1 (`zero_centered_gamma`: 0, to which the norm adds 1), biases 0."""
+        """Set weights to 1 (`zero_centered_gamma`: to 0, and the norm adds 1) and biases to 0."""
         super().reset_parameters()  # type: ignore[misc]
-        if self.__dict__.get("zero_centered_gamma") and self.weight is not None:
+        if self.zero_centered_gamma and self.weight is not None:
             nn.init.zeros_(self.weight)
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
@@ -42,11 +46,8 @@ class LayerNorm(_ZeroCentred, nn.LayerNorm):  # pyright: ignore[reportIncompatib
         self, normalized_shape: int | list[int], eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
         device: Device = None, dtype: torch.dtype | None = None, *, zero_centered_gamma: bool = False,
     ) -> None:  # fmt: skip
-        nn.Module.__init__(self)
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self.zero_centered_gamma = zero_centered_gamma
-        if zero_centered_gamma:
-            self.reset_parameters()
+        arguments = normalized_shape, eps, elementwise_affine, bias, device, dtype
+        super().__init__(*arguments, zero_centered_gamma=zero_centered_gamma)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The norm of `input`, in its dtype, which may differ from that of the parameters."""
@@ -70,11 +71,8 @@ class RMSNorm(_ZeroCentred, nn.RMSNorm):  # pyright: ignore[reportIncompatibleMe
         self, normalized_shape: int | list[int], eps: float | None = None, elementwise_affine: bool = True,
         device: Device = None, dtype: torch.dtype | None = None, *, zero_centered_gamma: bool = False,
     ) -> None:  # fmt: skip
-        nn.Module.__init__(self)
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        self.zero_centered_gamma = zero_centered_gamma
-        if zero_centered_gamma:
-            self.reset_parameters()
+        arguments = normalized_shape, eps, elementwise_affine, device, dtype
+        super().__init__(*arguments, zero_centered_gamma=zero_centered_gamma)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x, in its dtype."""
@@ -89,6 +87,5 @@ _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 def make_norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, **where: object) -> nn.Module:
     """The norm of this name over `size` features."""
-    if normalization not in _NORMS:
-        raise unknown_name("normalization", normalization, _NORMS)
+    check_choice("normalization", normalization, _NORMS)
     return _NORMS[normalization](size, eps=eps, zero_centered_gamma=zero_centered_gamma, **where)

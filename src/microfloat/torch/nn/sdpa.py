@@ -1,8 +1,5 @@
 """Attention between its projections: rotary embedding in one kernel, and torch's scaled_dot_product_attention.
 
-    rotate_heads(q, k, v, cos, sin)    q and k turned by their positions; one launch forward, one backward on a GPU
-    attend(q, k, v, ...)               softmax(q k^T / sqrt(D) + mask) v in the dtype of q, by torch
-
 The products of attention run in the dtype of q, not under a recipe. torch picks the kernel; on Hopper that is cuDNN's
 for bfloat16 and float16 (`attention_kernel` says which, docs/modules.md).
 
@@ -19,7 +16,7 @@ import torch.nn.functional as F
 from microfloat.arguments import check_int
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.torch import backends
-from microfloat.torch._typing import Context, Maybe
+from microfloat.torch._typing import Context, Maybe, Options
 from microfloat.torch.tensor.checks import check_beside
 
 __all__ = [
@@ -52,13 +49,13 @@ def apply_rotary(
 def rotate_heads(
     made: Sequence[torch.Tensor], split: Sequence[int] | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, ...]:
-    """q, k (rotated) and v (as it is), each [B, S, heads, D].
+    """Rotated q and k, and v unchanged, each [B, S, heads, D].
 
-    `made`: q and k, or q, k and v, each [B, S, heads, D]; or, with `split` (H, G, G), all of them as one [B, S, H + 2
-    G, D], which is what one product gives.
+    `made`: q and k, or q, k and v, each [B, S, heads, D]; or, with `split` (H, G, G), the one tensor [B, S, H + 2 G, D]
+    that a joint product gives.
     """
-    cos, sin = _table("cos", cos, made[0]), _table("sin", sin, made[0])
     first = made[0]
+    cos, sin = _table("cos", cos, first), _table("sin", sin, first)
     plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or first.numel() == 0
     if not plain and backends.choose("auto", first.device).producers is not None:
         return _Rotate.apply(cos, sin, split, interleaved, *made)  # type: ignore[no-any-return]
@@ -97,17 +94,13 @@ def rotated_by_torch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inte
 
 
 class _Rotate(torch.autograd.Function):
-    """One launch forward, one backward; the gradient of a joint input is joint."""
+    """Rotation by kernels: one launch forward, one backward. A joint input has a joint gradient."""
 
     @staticmethod
     def forward(
-        ctx: Context,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        split: Sequence[int] | None,
-        interleaved: bool,
+        ctx: Context, cos: torch.Tensor, sin: torch.Tensor, split: Sequence[int] | None, interleaved: bool,
         *made: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.save_for_backward(cos, sin)
         ctx.split, ctx.interleaved = split, interleaved
         parts = list(made[0].split(list(split), 2)) if split is not None else list(made)
@@ -115,34 +108,29 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        cos, sin = ctx.saved_tensors
         if torch.is_grad_enabled():
             raise NotSupportedError("apply_rotary: got a second derivative, needed the first only.")
+        cos, sin = ctx.saved_tensors
         made = _launch(list(gradients), cos, sin, ctx.interleaved, True, copies=ctx.split is not None)
-        if ctx.split is None:
-            return None, None, None, None, *made
-        whole = made[0]._base
-        assert whole is not None
-        return None, None, None, None, whole
+        return None, None, None, None, *(made if ctx.split is None else (made[0]._base,))  # the parts are views of it
 
 
 def _launch(
     parts: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool, copies: bool
 ) -> tuple[torch.Tensor, ...]:
-    """q, k and v rotated, the third copied. `copies`: all of them lie in one new buffer [B, S, H + 2 G, D]."""
+    """Rotated q and k, and v. `copies`: v is copied too, and all three lie in one new buffer [B, S, H + 2 G, D]."""
     parts = [part if part.stride(3) == 1 else part.contiguous() for part in parts]
     batch, length, _, size = parts[0].shape
     if copies:
         heads = [part.shape[2] for part in parts]
-        whole = parts[0].new_empty((batch, length, sum(heads), size))
-        outputs = list(whole.split(heads, 2))
+        outputs = list(parts[0].new_empty((batch, length, sum(heads), size)).split(heads, 2))
     else:
-        outputs = [part.new_empty((batch, length, part.shape[2], size)) for part in parts[:2]] + parts[2:]
-    backend = backends.choose("auto", parts[0].device)
+        outputs = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts[:2]] + parts[2:]
     sin = sin.to(cos.dtype)
     if cos.stride() != sin.stride() or cos.stride(2) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    backend.producers.rotate(parts, outputs, cos, sin, inverse=inverse, interleaved=interleaved)
+    rotate = backends.choose("auto", parts[0].device).producers.rotate
+    rotate(parts, outputs, cos, sin, inverse=inverse, interleaved=interleaved)
     return tuple(outputs)
 
 
@@ -150,9 +138,8 @@ def _launch(
 
 
 def split_heads(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[B, S, heads * `size`] or [T, heads * `size`] seen as [B or 1, S or T, heads, `size`]."""
-    x = x if x.dim() == 3 else x.unsqueeze(0)
-    return x.unflatten(-1, (-1, size))
+    """A view [B, S, heads, `size`] of [B, S, heads * `size`], with B = 1 for [T, heads * `size`]."""
+    return (x if x.dim() == 3 else x.unsqueeze(0)).unflatten(-1, (-1, size))
 
 
 def attend(
@@ -162,11 +149,11 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(q k^T * scale + mask) v``, [B, S, H, D] in q's dtype; H a multiple of the heads G of k and v.
 
-    q [B, S, H, D], k and v [B, S', G, D]. `causal`: a token sees those before it, the last token of q being that of k.
-    `window`: of these the nearest `window` only, itself included. `mask`: bool, True where a token is seen, or added;
-    [B, S'], [S, S'] or [B, 1 or H, S, S']. `cu_seqlens` int32 [n + 1]: B = 1, and the tokens are those of n sequences
-    one after another, which do not see each other (`cu_seqlens_kv` for k and v, where theirs differ). `max_seqlen`,
-    `max_seqlen_kv`: the most tokens that one of them has, without which a GPU is asked, and waited for.
+    q [B, S, H, D], k and v [B, S', G, D]. `causal`: a token sees the tokens before it and itself, the last token of q
+    being the last of k. `window`: it sees the nearest `window` tokens only, itself included. `mask`: bool, True where a
+    token is seen, or added; [B, S'], [S, S'] or [B, 1 or H, S, S']. `cu_seqlens` int32 [n + 1]: B = 1, and the tokens
+    are n sequences one after another, which do not see each other (`cu_seqlens_kv` for k and v, where their lengths
+    differ). `max_seqlen`, `max_seqlen_kv`: length of the longest sequence, which the host else reads from the GPU.
     """
     if q.shape[2] % k.shape[2]:
         raise invalid_value("num_kv_heads", str(k.shape[2]), f"a divisor of the {q.shape[2]} heads of q")
@@ -175,11 +162,10 @@ def attend(
     if cu_seqlens is not None:
         of_kv = of_q if cu_seqlens_kv is None else of_kv
         return _packed(q, k, v, causal, window, of_q, of_kv, mask, dropout, scale)
-    (batch, length), length_kv = q.shape[:2], k.shape[1]
     is_causal = causal and mask is None and window is None
-    if length != length_kv:  # a branch, since in compiled code of any length a comparison is no bool
+    if q.shape[1] != k.shape[1]:  # a branch, since in compiled code of any length a comparison is no bool
         is_causal = False
-    combined = None if is_causal else joint_mask(length, length_kv, q.device, causal, window, mask, batch)
+    combined = None if is_causal else joint_mask(q.shape[:2], k.shape[1], q.device, causal, window, mask)
     return _attention(q, k, v, combined, is_causal, dropout, scale)
 
 
@@ -187,25 +173,26 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, dropout: float,
     scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    grouped = q.shape[2] != k.shape[2]
-    if grouped and (q.dtype == torch.float32 and q.is_cuda):  # no kernel of torch's shares heads in float32
-        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-        grouped = False
+    if q.shape[2] != k.shape[2] and q.dtype == torch.float32 and q.is_cuda:
+        k, v = _shared_heads(q, k, v, 2)  # no kernel of torch's shares heads in float32
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=grouped
-    )
-    return y.transpose(1, 2)
+    options: Options = {"is_causal": is_causal, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, **options).transpose(1, 2)
+
+
+def _shared_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of k and v with a head for each head of q."""
+    count = q.shape[axis] // k.shape[axis]
+    return k.repeat_interleave(count, axis), v.repeat_interleave(count, axis)
 
 
 def joint_mask(
-    length: int, length_kv: int, device: torch.device, causal: bool, window: int | None, mask: torch.Tensor | None,
-    batch: int,
-) -> torch.Tensor | None:  # fmt: skip
-    """One mask for all that says which tokens are seen; None where all are."""
-    made = None
+    of_q: Sequence[int], length_kv: int, device: torch.device, causal: bool, window: int | None, mask: Maybe
+) -> Maybe:
+    """The one mask that `causal`, `window` and `mask` make; None where every token is seen. `of_q`: B and S."""
+    (batch, length), made = of_q, None
     if (causal and length > 1) or window is not None:
         at = torch.arange(length_kv - length, length_kv, device=device)[:, None]
         of = torch.arange(length_kv, device=device)[None, :]
@@ -219,36 +206,33 @@ def joint_mask(
     if mask.dim() == 2 and tuple(mask.shape) != (length, length_kv):
         mask = mask[:, None, None, :]
     elif mask.dim() == 2 and 1 < batch == length:
-        raise invalid_value(
-            "attention_mask",
-            f"shape {tuple(mask.shape)} for {batch} sequences of {length} tokens, which is [B, S'] and [S, S'] alike",
-            "four axes, which say what it is",
-            "For padding pass mask[:, None, None, :], for pairs of tokens mask[None, None].",
-        )
+        got = f"shape {tuple(mask.shape)} for {batch} sequences of {length} tokens, which is [B, S'] and [S, S'] alike"
+        remedy = "For padding pass mask[:, None, None, :], for pairs of tokens mask[None, None]."
+        raise invalid_value("attention_mask", got, "four axes, which say what it is", remedy)
     elif mask.dim() == 3:
         mask = mask[:, None]
     if mask.shape[-1] != length_kv or mask.shape[-2] not in (1, length):
         needed = f"[B, {length_kv}], [{length}, {length_kv}] or [B, 1 or heads, {length}, {length_kv}]"
         raise invalid_value("attention_mask", f"shape {tuple(mask.shape)}", needed)
-    if not mask.is_floating_point():
-        mask = mask.bool()
-        return mask if made is None else mask & made
-    return mask if made is None else mask.masked_fill(~made, float("-inf"))
+    mask = mask if mask.is_floating_point() else mask.bool()
+    if made is None:
+        return mask
+    return mask & made if mask.dtype == torch.bool else mask.masked_fill(~made, float("-inf"))
 
 
 class Packed(NamedTuple):
-    """Sequences one after another: cumulative lengths int32 [n + 1], and the most tokens of one (None: unknown)."""
+    """Sequences one after another: cumulative lengths int32 [n + 1], and the longest length (None: unknown)."""
 
     cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
 
     def longest(self) -> int:
-        """The length of the longest; without `max_seqlen` the host waits for a GPU to read it."""
+        """The longest length; without `max_seqlen` the host waits for the GPU to read it."""
         assert self.cu_seqlens is not None
         return _longest_of(self.cu_seqlens) if self.max_seqlen is None else self.max_seqlen
 
     def check(self, suffix: str, x: torch.Tensor) -> torch.Tensor:
-        """`cu_seqlens`. Raises for what is no tensor of integers and, on a CPU, for values that do not fit x."""
+        """`cu_seqlens`. Raises where it is no tensor of integers and, on a CPU, for values that do not fit x."""
         name, name_max = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
         cu, tokens = self.cu_seqlens, x.shape[1]
         if not isinstance(cu, torch.Tensor) or cu.dtype not in (torch.int32, torch.int64):
@@ -274,25 +258,17 @@ def _longest_of(cu_seqlens: torch.Tensor) -> int:
 
 
 def check_together(of_q: Packed, of_kv: Packed) -> None:
-    """Raise InvalidValueError for what describes packed sequences without the `cu_seqlens` that it belongs to."""
+    """Raise InvalidValueError for an argument about packed sequences without the `cu_seqlens` that it needs."""
     for suffix, of in (("", of_q), ("_kv", of_kv)):
         if of.max_seqlen is not None and of.cu_seqlens is None:
-            raise invalid_value(
-                f"max_seqlen{suffix}",
-                f"{of.max_seqlen!r} without cu_seqlens{suffix}",
-                f"None, or both: cu_seqlens{suffix} says where sequences end",
-            )
+            got, needed = f"{of.max_seqlen!r} without cu_seqlens{suffix}", "says where sequences end"
+            raise invalid_value(f"max_seqlen{suffix}", got, f"None, or both: cu_seqlens{suffix} {needed}")
     if of_kv.cu_seqlens is not None and of_q.cu_seqlens is None:
         raise invalid_value("cu_seqlens_kv", "a tensor without cu_seqlens", "None, or both")
 
 
-def _sequence_of(cu: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The number of the sequence of `cu` [n + 1] to which each token belongs, [tokens]."""
-    return torch.searchsorted(cu[1:], torch.arange(tokens, dtype=cu.dtype, device=cu.device), right=True)
-
-
 def _is_known(cu_seqlens: torch.Tensor) -> bool:
-    """True where values can be read: the host does not wait for a GPU, and a compiler has none."""
+    """True where the host can read the values: not on a GPU, for which it would wait, and not in a compiler."""
     return cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -300,7 +276,7 @@ def _packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, of_q: Packed, of_kv: Packed,
     mask: torch.Tensor | None, dropout: float, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sequences one after another in one row of tokens."""
+    """`attend` for sequences one after another in one row of tokens."""
     cu_q, cu_k = of_q.check("", q), of_kv.check("" if of_kv is of_q else "_kv", k)
     if len(cu_q) != len(cu_k):
         raise invalid_value(
@@ -313,22 +289,27 @@ def _packed(
         longest = of_q.longest(), of_kv.longest()
         y = _varlen(q[0], k[0], v[0], (cu_q.int(), cu_k.int()), longest, causal, window, scale)
         return y.unsqueeze(0)
-    ids_q, ids_k = _sequence_of(cu_q, q.shape[1]), _sequence_of(cu_k, k.shape[1])
+    (ids_q, left_q), (ids_k, left_k) = _places(cu_q, q.shape[1]), _places(cu_k, k.shape[1])
     seen = ids_q[:, None] == ids_k[None, :]
-    if causal or window is not None:  # positions counted from the end of each sequence
-        at, of = (cu[ids + 1] - torch.arange(len(ids), device=cu.device) for cu, ids in ((cu_q, ids_q), (cu_k, ids_k)))
-        if causal:
-            seen = seen & (of[None, :] >= at[:, None])
-        if window is not None:
-            seen = seen & ((of[None, :] - at[:, None]).abs() < window)
+    if causal:
+        seen = seen & (left_k[None, :] >= left_q[:, None])
+    if window is not None:
+        seen = seen & ((left_k[None, :] - left_q[:, None]).abs() < window)
     return _attention(q, k, v, seen, False, dropout, scale)
+
+
+def _places(cu: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each token the number of its sequence, and how many tokens of it are left from there on, [tokens] each."""
+    at = torch.arange(tokens, dtype=cu.dtype, device=cu.device)
+    ids = torch.searchsorted(cu[1:], at, right=True)
+    return ids, cu[ids + 1] - at
 
 
 # ------------------------------------------------------------------------------------------------ flash attention
 
 
 def is_for_flash(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
-    """True for what torch's flash attention of variable length takes; it has no rules for transforms of torch.func."""
+    """True where torch's variable-length attention runs; it has no rules for transforms of torch.func."""
     size = q.shape[-1]
     is_taken = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0
     is_taken = is_taken and size % 8 == 0 and size <= 256 and v.shape[-1] == size
@@ -339,27 +320,22 @@ def _varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: tuple[torch.Tensor, torch.Tensor], longest: tuple[int, int],
     causal: bool, window: int | None, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """y [T, H, D], by torch's attention of variable length."""
-    reach = (-1, -1) if window is None else (window - 1, window - 1)
-    reach = (reach[0], 0) if causal else reach
-    if q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    """y [T, H, D], by torch's variable-length attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    y: torch.Tensor = varlen_attn(q, k, v, *cu, *longest, scale=scale, window_size=reach)  # type: ignore[assignment]
-    return y
+    reach = -1 if window is None else window - 1
+    if q.shape[1] != k.shape[1]:
+        k, v = _shared_heads(q, k, v, 1)
+    window_size = reach, 0 if causal else reach
+    return varlen_attn(q, k, v, *cu, *longest, scale=scale, window_size=window_size)  # type: ignore[return-value]
 
 
 def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> str:
-    """The kernel that torch takes for such an attention without a mask, in words; nothing runs.
-
-    q [B, S, H, D], k and v [B, S', G, D].
-    """
+    """The kernel that torch picks for attention of q [B, S, H, D], k and v [B, S', G, D] without a mask; none runs."""
     if not q.is_cuda:
         return "torch's attention on " + q.device.type
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     choose = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
-    choice = choose(q, k, v, None, 0.0, causal, enable_gqa=q.shape[1] != k.shape[1])
-    names = {0: "plain operations (softmax in memory)", 1: "flash attention", 2: "memory-efficient attention",
-             3: "cuDNN's attention"}  # fmt: skip
-    return names.get(int(choice), "another kernel") + ", chosen by torch"
+    choice = int(choose(q, k, v, None, 0.0, causal, enable_gqa=q.shape[1] != k.shape[1]))
+    names = "plain operations (softmax in memory)", "flash attention", "memory-efficient attention", "cuDNN's attention"
+    return (names[choice] if 0 <= choice < len(names) else "another kernel") + ", chosen by torch"

@@ -4,7 +4,7 @@
     h = h + cross_attn(cross_attention_layernorm(h), context)     where there is a context
     y = h + mlp(post_attention_layernorm(h))
 
-Every norm is cast as it is computed, unless the residual stream takes its value.
+Every norm is cast as it is computed.
 """
 
 from dataclasses import fields
@@ -30,8 +30,8 @@ class TransformerLayer(Composite):
     """A layer of a transformer with the keys of transformers' Llama decoder layer.
 
     ``input_layernorm, self_attn.{q,k,v,o}_proj, post_attention_layernorm, mlp.{gate,up,down}_proj``: state dicts of
-    Llama, Mistral, Qwen2 (`bias`) and Qwen3 (`qk_norm`) layers load strictly, both ways. Both norms are cast as they
-    are computed. `attention`: of the self attention alone. `options`: with `parallel` the MLP reads x beside the
+    Llama, Mistral, Qwen2 (`bias`) and Qwen3 (`qk_norm`) layers load strictly, both ways. `attention`: for the self
+    attention alone. `options`: with `parallel` the MLP reads x beside the
     attention, ``y = x + self_attn(input_layernorm(x)) + mlp(post_attention_layernorm(x))``; with `cross_attention` a
     second attention reads `context`. The other arguments are those of `MultiheadAttention` and `LayerNormMLP`. Source:
     docs/modules.md.
@@ -76,25 +76,21 @@ class TransformerLayer(Composite):
         is_first_microbatch: bool | None = None, cu_seqlens_kv: torch.Tensor | None = None,
         max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`: `MultiheadAttention`.
+        """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`, as in `MultiheadAttention`.
 
-        `cu_seqlens_kv`: the sequences of a packed context, each of which the sequence of x with its number sees.
+        `cu_seqlens_kv`: the sequences of a packed context; each sequence of x sees the one with its number.
         """
         x = hidden_states
         if context is not None and not hasattr(self, "cross_attn"):
             remedy = "Make the layer with options=LayerOptions(cross_attention=True)."
             raise invalid_value("context", "a tensor", "None for a layer without cross attention", remedy)
         of_context: Options = {"cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_kv": max_seqlen_kv}
-        for name, value in of_context.items():
-            if context is None and value is not None:
-                got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-                raise invalid_value(name, got, "None without a context")
         of_x: Options = {
             "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "is_first_microbatch": is_first_microbatch,
         }  # fmt: skip
         h = self._sum(x, self.self_attn(
             x, attention_mask=attention_mask, position_embeddings=position_embeddings, cache=cache,
-            norm=self.input_layernorm, **of_x,
+            norm=self.input_layernorm, **of_x, **(of_context if context is None else {}),  # which it refuses
         ))  # fmt: skip
         if context is not None:
             h = self._sum(h, self.cross_attn(
@@ -104,7 +100,7 @@ class TransformerLayer(Composite):
         return self._sum(h, self.mlp(x if self.parallel else h, self.post_attention_layernorm, is_first_microbatch))
 
     def _sum(self, h: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """h, and what a block adds to it."""
+        """h plus the output of a block."""
         if self.training and self.hidden_dropout:
             added = F.dropout(added, self.hidden_dropout)
         return h + added
