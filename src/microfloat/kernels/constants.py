@@ -1,8 +1,8 @@
-"""The constants of a pass, by name: kernels take these tuples whole and read ``HOW.EVEN``, ``CAST.STOCHASTIC``. Triton
-hands them to constexpr functions without the names, which ``ScaledCast(*cast)`` and so on give back.
+"""Compile-time constants of kernels, as named tuples: a kernel reads ``HOW.EVEN`` or ``CAST.STOCHASTIC``.
 
-Nothing here imports Triton. `RULE` of casts with E8M0 scales is the mantissa threshold, of those with FP32 scales 1 for
-powers of two. `GRADIENT`: scales are those of an output gradient (`scales.unless_infinite`).
+Triton passes plain tuples to constexpr functions, which restore the names by ``ScaledCast(*cast)``. Nothing here
+imports Triton. `RULE` is the mantissa threshold of an E8M0 scale; for an FP32 scale it is 1 where scales are powers of
+two. `GRADIENT` is True for the cast of an output gradient, whose scales show overflow (`scales.unless_infinite`).
 """
 
 from typing import NamedTuple
@@ -11,12 +11,12 @@ __all__ = ["BlockCast", "DecodeCodes", "DecodeCut", "How", "Nvfp4Cast", "Pass", 
 
 
 class How(NamedTuple):
-    """Constants of a pass that reads, computes and writes a matrix, one tile of BM x BN at a time.
+    """Constants of a kernel that handles a matrix tile by tile, BM x BN elements at a time.
 
-    LOADS: how inputs are read (`convert`); KIND: how values come, the same but for producers (`produce`). EVEN: whole
-    tiles cover the matrix, so that nothing is masked. INDEX64: offsets need 64 bits. HW: the hardware has FP8
-    conversions. PAIRS, QUADS: rows of C codes, and of R, hold whole units of two and of four, stored at once; False
-    where a kernel does not ask.
+    LOADS: how inputs are loaded (`convert`). KIND: the form of the values, which differs from LOADS only after a
+    producer (`produce`). EVEN: whole tiles cover the matrix, so nothing is masked. INDEX64: offsets need 64 bits.
+    HW: the GPU has FP8 conversions. PAIRS, QUADS: the codes of a row, and of a column, are stored two and four at a
+    time, since their number is a multiple of 2 and of 4.
     """
 
     LOADS: int
@@ -31,7 +31,7 @@ class How(NamedTuple):
 
 
 class ScaledCast(NamedTuple):
-    """A cast of `scaled`, and the MX cast that `fold` folds."""
+    """A cast of `casts.scaled`, or the MX cast of `casts.fold`."""
 
     MB: int
     BIAS: int
@@ -41,11 +41,11 @@ class ScaledCast(NamedTuple):
 
 
 class BlockCast(NamedTuple):
-    """A cast of `blocks`.
+    """A cast of `casts.blocks`.
 
-    FAMILY: of scales, `scales.E8M0` or `scales.FP32`. BLOCK: its length along the contraction axis; TILE: blocks are
-    BLOCK x BLOCK. OUTPUT: `CODES`, or `VALUES` (dequantized bfloat16 in the layout of the input). SCALE_LAYOUT: where
-    the scales of one-row blocks go (`tiles.scale_offset`).
+    FAMILY: kind of scale, `scales.E8M0` or `scales.FP32`. BLOCK: length of a block along the contraction axis; TILE:
+    blocks are BLOCK x BLOCK. OUTPUT: `CODES`, or `VALUES` (dequantized bfloat16 in the layout of the input).
+    SCALE_LAYOUT: order in which the scales of one-row blocks are stored (`tiles.scale_offset`).
     """
 
     MB: int
@@ -61,12 +61,12 @@ class BlockCast(NamedTuple):
 
 
 class Nvfp4Cast(NamedTuple):
-    """A cast of `nvfp4`.
+    """A cast of `casts.nvfp4`.
 
-    RULE, CAPACITY, INVERSE_SIX: the constants of the scale rule (`scales`). SIGNS: those of the Hadamard transform, or
-    -1 without one. TILE: blocks are 16 x 16. PER_ROW: one amax, and one tensor scale, for every row of the operand.
-    OUTPUT: `CODES`, or `VALUES`, which are code x block scale in bfloat16 (exact; the tensor scale stays outside) in
-    the layout of the input. ALIGNED: units of eight codes (two values) are.
+    RULE, CAPACITY, INVERSE_SIX: constants of the scale rule (`scales`). SIGNS: sign mask of the Hadamard transform, or
+    -1 without one. TILE: blocks are 16 x 16. PER_ROW: every row of the operand has its own amax and tensor scale.
+    OUTPUT: `CODES`, or `VALUES`: code x block scale in bfloat16, which is exact, in the layout of the input and without
+    the tensor scale. ALIGNED: groups of eight codes (or two values) start at multiples of their size.
     """
 
     RULE: int
@@ -82,7 +82,7 @@ class Nvfp4Cast(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One matrix of a launch that casts two: the casts of its row and its column operand, or None, and how."""
+    """Constants of one matrix in a launch that casts two: casts of its row and column operand (or None), and tiles."""
 
     ROW: ScaledCast | Nvfp4Cast | None
     COLUMN: ScaledCast | Nvfp4Cast | None
@@ -90,10 +90,10 @@ class Pass(NamedTuple):
 
 
 class DecodeCodes(NamedTuple):
-    """The stored codes of a weight as `gemm.decode` reads them.
+    """Format of the stored codes of a weight in `gemm.decode`.
 
-    BITS: those that a code takes in memory, 4 or 8. SCALE: what a stored scale is (`casts.dequantize`). HEIGHT, WIDTH:
-    rows and elements that share one; a WIDTH of 0 is the whole row. LEVEL: there is a tensor scale.
+    BITS: size of a code in memory, 4 or 8. SCALE: kind of stored scale (`casts.dequantize`). HEIGHT, WIDTH: rows and
+    elements that share a scale; a WIDTH of 0 means the whole row. LEVEL: the weight has a tensor scale too.
     """
 
     MB: int

@@ -1,1 +1,1 @@
-"""Kernels that cast matrices, measure what scales need, and decode: one module for each family of formats."""
+"""Kernels that cast matrices, measure amaxes, and decode: one module for each family of formats."""

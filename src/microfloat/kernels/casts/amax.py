@@ -1,6 +1,14 @@
-"""Absolute maxima of tensors, of rows and columns, and of Hadamard transforms, NaN ignored (docs/numerics.md 2.3).
+"""Absolute maxima of a matrix, of its rows and columns, and of its Hadamard transform; NaN is ignored.
 
-A tensor's maximum needs no cleared buffer: programs meet in scratch memory (`meeting`).
+| kernel | result | programs |
+|---|---|---|
+| `amax_contiguous` | amax of N elements without gaps | any number; each takes blocks in turn |
+| `amax_strided` | amax of R x C elements with any strides | one for each BM x BN tile |
+| `amax_rows_columns` | amax of each row and each column | one for each BM x BN tile |
+| `amax_transformed` | amax, and amax of the Hadamard transform | any number; each takes BM x BN tiles in turn |
+
+Programs combine their results in scratch memory (`meeting`), so no buffer is cleared first. Source: docs/numerics.md
+2.3.
 """
 
 import triton
@@ -40,10 +48,10 @@ def amax_contiguous(
     x_ptr, out_ptr, scratch_ptr, N, KIND: tl.constexpr, EVEN: tl.constexpr, HW: tl.constexpr, BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """amax of N contiguous elements (N even when KIND reads words), by any number of programs.
+    """Amax of N contiguous elements (N is even where KIND reads words), by any number of programs.
 
-    They take pieces of UNROLL blocks in turn, the last piece first: a matrix was mostly written from its beginning to
-    its end, and a cast will read it so, and the L2 cache holds what was touched last. EVEN: whole pieces cover it.
+    Programs take pieces of UNROLL blocks in turn, the last piece first: the L2 cache still holds the end of a matrix
+    that was just written, and holds its beginning when a cast reads it next. EVEN: whole pieces cover the matrix.
     """
     known = peek(scratch_ptr, HW)
     lanes = tl.arange(0, BLOCK // 2)
@@ -72,7 +80,7 @@ def amax_contiguous(
 def amax_strided(
     x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c, INDEX64: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """amax of an R x C matrix of any strides: one program per tile."""
+    """Amax of an R x C matrix with any strides: one program per tile."""
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, INDEX64)
     across, tiles = tiles_of(R, C, BM, BN)
     row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, BM, BN)
@@ -89,7 +97,7 @@ def tile_axes(
     x_tile, row_amax, column_amax, bounds, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """Merge the amaxes of one tile's rows and columns into those of the matrix; bounds and HOW as in `tiles`."""
+    """Merge the amaxes of the rows and columns of one tile into those of the matrix."""
     KIND: tl.constexpr = HOW.KIND
     R, C, row0, col0 = bounds
     rows = R - row0
@@ -125,7 +133,7 @@ def tile_axes(
 def amax_rows_columns(
     x_ptr, row_amax, column_amax, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):
-    """Bits of the amax of every row and of every column (int32, cleared before) in one pass: one program per tile."""
+    """Bits of the amax of every row and every column (int32, zero before), in one pass: one program per tile."""
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
     across, tiles = tiles_of(R, C, HOW.BM, HOW.BN)
     row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, HOW.BM, HOW.BN)
@@ -139,8 +147,9 @@ def amax_rows_columns(
 def tile_amaxes(
     x_tile, rows, cols, stride_r, stride_c, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, HOW: tl.constexpr
 ):
-    """Bits of the largest magnitudes that each lane finds in a tile, and in its Hadamard transform along its columns
-    (or rows); for HW the latter four times too large and not yet rounded.
+    """Bits of the largest magnitude in each lane's part of a tile, and of its transform along columns (or rows).
+
+    With HW the maximum of the transform is four times too large and not yet rounded.
     """
     KIND: tl.constexpr = HOW.KIND
     HW: tl.constexpr = HOW.HW
@@ -169,9 +178,7 @@ def tile_amaxes(
 
 @triton.jit
 def amaxes(matrix, first, programs, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, HOW: tl.constexpr):
-    """Bits of the amax of the tiles `first`, `first` + `programs`, ... of a matrix, counted from its end (see
-    `amax.amax_contiguous`), and of that of their transform.
-    """
+    """Bits of the amax, plain and transformed, of the tiles `first`, `first` + `programs`, ... counted from the end."""
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
@@ -200,10 +207,7 @@ def amax_transformed(
     x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """float32[2]: amax of the matrix, and of its Hadamard transform along the columns (or rows), NaN ignored.
-
-    Any number of programs.
-    """
+    """float32[2]: amax of a matrix and of its Hadamard transform along columns (or rows), by any number of programs."""
     HW: tl.constexpr = HOW.HW
     known, known_transformed = peek(scratch_ptr, HW), peek(scratch_ptr + 2, HW)
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)

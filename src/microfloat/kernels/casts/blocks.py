@@ -1,10 +1,10 @@
-"""Casts with one-row blocks: MX 1x32 and FP8 1x128, row and column operand in one pass over the input.
+"""Casts with one scale per block of a row: MX 1x32 and FP8 1x128, into the row and the column operand in one launch.
 
-One program casts a tile of BM x BN elements twice: along its rows, with whole blocks in a few neighbouring lanes, and
-along its columns, with 32 rows of two columns in one thread. The second reading of the tile hits the L1 cache. MX both
-ways, in whole tiles of bfloat16, is read once (`squares`).
+One program casts one tile of BM x BN elements. It casts along rows, where a few neighbouring lanes hold a block, and
+along columns, where one thread holds 32 rows of two columns; the second reading of the tile hits the L1 cache. Whole
+tiles of bfloat16 that are cast to MX both ways are read once (`squares`).
 
-A cast is a `constants.BlockCast`. Source, bounds, generator and HOW are those of `tiles`.
+Casts are `constants.BlockCast`. For source, bounds, generator and HOW see `tiles`.
 """
 
 import triton
@@ -54,7 +54,7 @@ COLUMN_ALIGN = tl.constexpr(8)  # bytes of a row that a lane of a column operand
 
 @triton.jit
 def block_scale(amax_bits, epsilon, CAST: tl.constexpr):
-    """(stored, encode factor, decode factor) of a block."""
+    """Stored scale, encode factor and decode factor of a block."""
     if CAST.FAMILY == E8M0:
         stored, factor = e8m0_scale(amax_bits, CAST.BIAS, CAST.RULE)
         value = float_of(tl.where(stored == 0, 0x00400000, stored << 23))
@@ -66,7 +66,7 @@ def block_scale(amax_bits, epsilon, CAST: tl.constexpr):
 
 @triton.jit
 def rows_amax(values, IGNORE_NAN: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, HOW: tl.constexpr):
-    """Amax bits [NB, BM] of values (raw, low, high) of [NB * T, BM, ., 4] words, T lanes to a block."""
+    """Amax bits [NB, BM] of blocks along rows; `values`: (raw, low, high) of [NB * T, BM, ., 4] words."""
     raw, low, high = values
     BM: tl.constexpr = HOW.BM
     KIND: tl.constexpr = HOW.KIND
@@ -81,7 +81,7 @@ def rows_amax(values, IGNORE_NAN: tl.constexpr, NB: tl.constexpr, T: tl.constexp
 
 @triton.jit
 def largest_bits(phases, V: tl.constexpr, IGNORE_NAN: tl.constexpr):
-    """Bits of the largest magnitude of four rows, of the first (V = 1) or the second (2) elements of words."""
+    """Bits of the largest magnitude in four rows, among the first (V = 1) or second (V = 2) elements of words."""
     m = tl.maximum(magnitude_bits(phases[0][V], IGNORE_NAN), magnitude_bits(phases[1][V], IGNORE_NAN))
     n = tl.maximum(magnitude_bits(phases[2][V], IGNORE_NAN), magnitude_bits(phases[3][V], IGNORE_NAN))
     return tl.maximum(m, n)
@@ -89,8 +89,9 @@ def largest_bits(phases, V: tl.constexpr, IGNORE_NAN: tl.constexpr):
 
 @triton.jit
 def columns_amax(phases, IGNORE_NAN: tl.constexpr, NB: tl.constexpr, G: tl.constexpr, HOW: tl.constexpr):
-    """Amax bits [NB, W] of the first and of the second column of every word; `phases`: [NB * G, Q, W] tiles (raw, low,
-    high) of four neighbouring rows.
+    """Amax bits [NB, W] of blocks along the first and the second column of every word.
+
+    `phases`: tiles (raw, low, high) of shape [NB * G, Q, W], one for each of four neighbouring rows.
     """
     KIND: tl.constexpr = HOW.KIND
     W: tl.constexpr = HOW.BN // 2
@@ -121,7 +122,7 @@ def spread_columns(x, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def codes_at(out_ptr, row0, element0, length, CAST: tl.constexpr):
-    """Pointer to the codes of an operand from element `element0` of its row `row0` on; `length` elements a row."""
+    """Pointer to the codes of an operand at element `element0` of row `row0`; a row has `length` elements."""
     if CAST.OUTPUT == CODES and element_bits(CAST.MB, CAST.BIAS) == 4:
         return out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + element0 // 2
     else:
@@ -130,10 +131,7 @@ def codes_at(out_ptr, row0, element0, length, CAST: tl.constexpr):
 
 @triton.jit
 def load_rows(source, rows, cols, LANE: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
-    """A tile as `cast_rows` takes it, with `produce_rows` of one row: local rows and words, values.
-
-    A lane holds 8 neighbours of a row, so that a warp reads and writes whole sectors, or 16 (LANE).
-    """
+    """Local rows, local words and values of a tile for `cast_rows`; a lane holds LANE (8 or 16) neighbours."""
     r, w = lane_rows(HOW.BM), lane_words(HOW.BN, LANE)
     return r, w, produce_rows(source, r, w, rows, cols, 1, PRODUCER, F, 0, HOW)
 
@@ -196,8 +194,9 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
 
 @triton.jit
 def load_columns(source, rows, cols, BLOCK: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
-    """A tile as `cast_columns` takes it, 16 or 32 rows of two columns to a lane: local rows and words, four phases; of
-    GATE_GRADIENTS the phases of either gradient.
+    """Local rows, local words and four phases of a tile for `cast_columns`; of GATE_GRADIENTS those of both gradients.
+
+    Each lane holds 16 or 32 rows of two columns.
     """
     Q: tl.constexpr = 8 if BLOCK >= 32 else 4
     g = tl.arange(0, HOW.BM // (4 * Q))[:, None, None]
@@ -208,7 +207,7 @@ def load_columns(source, rows, cols, BLOCK: tl.constexpr, PRODUCER: tl.constexpr
 
 @triton.jit
 def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
-    """The column operand of one tile: blocks along R."""
+    """Cast one tile into the column operand, whose blocks run along R."""
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
     IGNORE_NAN: tl.constexpr = CAST.FAMILY == FP32
@@ -290,7 +289,7 @@ def quantize_blocks(
     batch, row_epsilon, column_epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per BM x BN tile, tiles of a row of tiles adjacent. ROW and COLUMN are casts, or None."""
+    """Cast a matrix; one program per BM x BN tile, counted along rows of tiles. ROW and COLUMN are casts, or None."""
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
     rows = R - row0

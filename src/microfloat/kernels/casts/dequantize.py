@@ -1,8 +1,8 @@
-"""Codes back to values, for every format: one multiplication in float32, one rounding (docs/numerics.md 8.1); and MX
-codes to FP8 codes with a scale for more elements.
+"""Decoding of stored codes: to values in any format, and from MX codes to FP8 codes with coarser scales.
 
-A lane owns eight neighbouring elements of a row and reads their scale once. Where the scale lies is told by the block's
-height and width and two strides, 0 where all blocks share one: one kernel serves tiles, rows and whole tensors.
+``value = decode(code) * scale * tensor_scale``, multiplied in float32 and rounded once (docs/numerics.md 8.1). One
+program decodes one BM x BN tile; a lane decodes eight neighbouring elements and reads their scale once. The block's
+height and width and two strides address the scale, so one kernel serves blocks, tiles, rows and whole tensors.
 """
 
 import triton
@@ -19,7 +19,7 @@ SCALE_E4M3 = tl.constexpr(2)
 
 @triton.jit
 def scale_value(stored, KIND: tl.constexpr):
-    """The float32 that a stored scale stands for."""
+    """Float32 value of a stored scale."""
     if KIND == SCALE_E8M0:
         byte = stored.to(tl.int32)
         bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
@@ -32,7 +32,7 @@ def scale_value(stored, KIND: tl.constexpr):
 
 @triton.jit
 def decode_pair(codes, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
-    """The values of the two codes in an int16 (two bytes) or in an int8 (two nibbles)."""
+    """Values of the two codes in an int16 (two bytes) or an int8 (two nibbles)."""
     if HW and BIAS >= 7:
         PTX: tl.constexpr = fp8_text(
             "{ .reg .b16 p, q, a, b; .reg .b32 h; mov.b32 {p, q}, $2; cvt.rn.f16x2.FP8x2 h, p; mov.b32 {a, b}, h; "
@@ -51,7 +51,7 @@ def decode_pair(codes, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def pairs_of_tile(rows, cols, BM: tl.constexpr, BN: tl.constexpr):
-    """Lane, row and pair of every pair of a tile, and whether its first and its second element lie in the matrix."""
+    """Lane, row and column pair of all pairs of a tile, and masks of their first and second elements."""
     lane = tl.arange(0, BN // 8)[:, None, None]
     r = tl.arange(0, BM)[None, :, None]
     w = lane * 4 + tl.arange(0, 4)[None, None, :]
@@ -63,9 +63,9 @@ def load_codes(
     codes_ptr, row0, col0, C, r, w, inside, also, MB: tl.constexpr, BIAS: tl.constexpr, PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Pairs of codes of a tile at (row0, col0), as `decode_pair` takes them: the `w`-th pair of row `r` of the tile.
+    """Pairs `w` of codes in rows `r` of the tile at (row0, col0), for `decode_pair`.
 
-    `inside`, `also`: its first and its second code lie in the matrix.
+    `inside`, `also`: masks of their first and second codes.
     """
     FP4: tl.constexpr = element_bits(MB, BIAS) == 4
     if FP4:
@@ -89,7 +89,7 @@ def dequantize(
     LEVELS: tl.constexpr, BF16: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per BM x BN tile. `PAIRS`: rows of codes are whole pairs; LEVELS = 2 with a tensor scale."""
+    """Decode an operand [R, C]. PAIRS: C is even. LEVELS: 2 with a tensor scale, else 1."""
     pid, R, C, _, _ = program(R, C, 0, 0, INDEX64)
     tiles = (C + BN - 1) // BN
     row0 = (pid // tiles) * BM
@@ -135,11 +135,11 @@ def fold_codes(
     HEADROOM: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """MX codes [R, C] as FP8 codes with a scale for BN elements of a row, or (TILE) for BM x BN of them: what
-    `casts.fold` makes of the values themselves, ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
+    """MX codes [R, C] -> FP8 codes with one scale for BN elements of a row, or (TILE) for BM x BN elements.
 
-    Grid: one program per BM x BN tile. Eg is the largest byte of a group less HEADROOM, the binades by which the new
-    element's largest value exceeds the old one's. Columns of new scales up to `FILLED` are 0.
+    ``q' = enc(dec(q) * 2^(b - Eg))``, the result of `casts.fold` for the original values (docs/numerics.md, section 9).
+    Eg is the largest scale byte of a group minus HEADROOM, the number of binades by which the new element's largest
+    value exceeds the old one's. Columns of new scales are filled with 0 up to `FILLED`.
     """
     pid, R, C, out_stride_r, out_stride_k = program(R, C, out_stride_r, out_stride_k, INDEX64)
     tiles = (C + BN - 1) // BN

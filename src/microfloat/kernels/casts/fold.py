@@ -1,15 +1,15 @@
-"""MX casts folded to one FP8 scale per 128 elements (or 128 x 128), straight from the input (docs/numerics.md, section
-9).
+"""MX casts folded to one FP8 scale per 128 elements (or per 128 x 128), from the original matrix.
 
-The elements are quantized by the MX rule first, block by block, and then shifted to the largest scale of their group:
-``q' = enc(dec(q) * 2^(b - Eg))``. Only elements that land below the smallest normal number can change; they are
-counted. The result is an ordinary FP8_1x128 or FP8_128x128 operand. Row and column operand come from one pass, as in
-`blocks`; whole tiles of bfloat16 cast to E4M3 are read once (`squares`). Of these a code is decoded to float16, where
-four more binades of its shift by ``2^d`` are exact, and encoded again; an element is lossy where the shifted value is
-no multiple of E4M3's smallest step.
+Elements are quantized by the MX rule, block by block, and then shifted to the largest scale of their group of 128:
+``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9). The result is an ordinary FP8_1x128 or FP8_128x128
+operand. An element changes only if its shifted value is no multiple of E4M3's smallest step; changed elements are
+counted.
 
-A cast is the `constants.ScaledCast` of the MX format; `TILE` folds over 128 x 128. Source, bounds, generator and HOW
-are those of `tiles`.
+One program casts one 128 x 128 tile into the row and the column operand. Whole tiles of bfloat16 that are cast to E4M3
+are read once (`squares`): their codes are decoded to float16, which holds the shifted values exactly over four more
+binades, and encoded again.
+
+Casts are the `constants.ScaledCast` of the MX format. For source, bounds, generator and HOW see `tiles`.
 """
 
 import triton
@@ -64,9 +64,7 @@ TILE = tl.constexpr(128)
 
 @triton.constexpr_function
 def folds(row, column, tile, kind, even):
-    """True if a pass of `fold` over bfloat16 words in whole tiles (`even`) is one of squares: nearest E4M3 both ways, a
-    scale for every row of 128 elements.
-    """
+    """True if `squares` serves the cast: nearest E4M3 both ways, 1x128 scales, bfloat16 in whole tiles (`even`)."""
     if tile or row is None or column is None or kind != WORDS_BF16 or not even:
         return False
     return all(
@@ -76,8 +74,9 @@ def folds(row, column, tile, kind, even):
 
 @triton.jit
 def shift_words(stored, group, HW: tl.constexpr):
-    """Halfwise ``2^(6 + d)`` as float16, d = byte - Eg and at least -20, from bytes and the largest of their group; NaN
-    in a NaN group.
+    """Halfwise ``2^(6 + d)`` as float16, where ``d = max(byte - Eg, -20)``; NaN in a NaN group.
+
+    `stored`, `group`: two scale bytes to a word, and the largest bytes of their groups.
     """
     exponent = larger(group, 0x00010001, HW)
     above = exponent + 0x00010001
@@ -87,20 +86,20 @@ def shift_words(stored, group, HW: tl.constexpr):
 
 @triton.jit
 def scale_of(group):
-    """The FP32 scale ``2^(Eg - 127)`` of a group's largest byte."""
+    """FP32 scale ``2^(Eg - 127)`` of a group with this largest byte."""
     return float_of(tl.where(group == 255, 0x7FC00000, tl.maximum(group, 1) << 23))
 
 
 @triton.jit
 def sixty_fourth(word):
-    """Halfwise 2^-6 of float16."""
+    """Halfwise product of float16 with 2^-6."""
     PTX: tl.constexpr = "{ .reg .b32 m; mov.b32 m, 0x24002400; mul.rn.f16x2 $0, $1, m; }"
     return tl.inline_asm_elementwise(PTX, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def fold_quad(a, b, c, d, shift, HW: tl.constexpr):
-    """Four floats in MX's range -> (int32 of four shifted codes, what `lossy_elements` counts)."""
+    """Four scaled floats -> int32 of four shifted codes, and marks of lossy elements for `lossy_elements`."""
     if HW:
         PTX: tl.constexpr = (
             "{ .reg .b16 p, q; .reg .b32 h, g, v, u, m, n; "
@@ -132,7 +131,7 @@ def fold_quad(a, b, c, d, shift, HW: tl.constexpr):
 
 @triton.jit
 def fold_one(x, factor):
-    """(code, 1 if it changed) of one float, by integer arithmetic."""
+    """Shifted code of one float, and 1 if the shift changed its value, by integer arithmetic."""
     value = decode(encode_integer(x, 0, 3, 7, False), 3, 7) * factor
     code = encode_integer(value, 0, 3, 7, False)
     changed = (decode(code, 3, 7) != value) & (value == value)  # NaN does not count
@@ -141,7 +140,7 @@ def fold_one(x, factor):
 
 @triton.jit
 def lossy_elements(lossy, HW: tl.constexpr):
-    """The number, from sums of what `fold_quad` gives: masks of 16 bits, up to 64 in either half, or counts."""
+    """Number of lossy elements from sums of the marks of `fold_quad`: counts, or at most 64 masks of 16 bits a half."""
     if HW:
         minus = -lossy
         return 2 * (minus & 0xFFFF) + (minus >> 16)
@@ -151,7 +150,7 @@ def lossy_elements(lossy, HW: tl.constexpr):
 
 @triton.jit
 def row_groups(stored, HW: tl.constexpr):
-    """The largest bytes of 128 elements of pairs of rows, four tensors [2, 4, 8] -> as many [4, 8]."""
+    """Largest scale bytes over 128 elements of pairs of rows: four tensors [2, 4, 8] -> four [4, 8]."""
     first, second = largest(stored[0], 0, HW), largest(stored[1], 0, HW)
     third, fourth = largest(stored[2], 0, HW), largest(stored[3], 0, HW)
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
@@ -165,13 +164,13 @@ def row_groups(stored, HW: tl.constexpr):
 
 @triton.jit
 def column_groups(stored, HW: tl.constexpr):
-    """The largest bytes of 128 elements of words of two columns, [8, 8, 4] -> [8, 2, 4]."""
+    """Largest scale bytes over 128 elements of words of two columns: [8, 8, 4] -> [8, 2, 4]."""
     return largest(tl.reshape(stored, [8, 4, 2, 4]), 1, HW)
 
 
 @triton.jit
 def fold_row(word, factors, shift, HW: tl.constexpr):
-    """[8, 4, 8, 4] words of a row -> (int32 of four codes [8, 4, 8, 2], lossy)."""
+    """Words [8, 4, 8, 4] of a row -> int32 of four codes [8, 4, 8, 2], and marks of lossy elements."""
     first, second = tl.split(tl.reshape(word, [8, 4, 8, 2, 2]))
     if HW:
         first, second = scale_word(first, factors), scale_word(second, factors)
@@ -189,7 +188,7 @@ def fold_row(word, factors, shift, HW: tl.constexpr):
 
 @triton.jit
 def fold_column(a, b, c, d, factors, shift, SECOND: tl.constexpr, HW: tl.constexpr):
-    """Words of four rows -> (int32 of four codes of the first, or of the second column, lossy)."""
+    """Words of four rows -> int32 of four codes of their first (or SECOND) column, and marks of lossy elements."""
     if HW:
         a, b, c, d = scale_word(a, factors), scale_word(b, factors), scale_word(c, factors), scale_word(d, factors)
     if SECOND:
@@ -239,8 +238,9 @@ def fold_square_rows(words, factors, shifts, out_tile, r, w, C, HW: tl.constexpr
 
 @triton.jit
 def fold_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr, HW: tl.constexpr):
-    """Both operands of a 128 x 128 tile (`squares.load_squares`) with 1x128 scales; returns how many elements of each
-    are lossy. `outputs`: codes and scales of rows, codes and scales of columns.
+    """Cast a 128 x 128 tile of `load_squares` both ways with 1x128 scales; returns both counts of lossy elements.
+
+    `outputs`: codes and scales of the row operand, then of the column operand.
     """
     row_out, row_scale, column_out, column_scale = outputs
     r, w, words = tile
@@ -272,7 +272,7 @@ def fold_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
 
 @triton.jit
 def store_group_scales(groups, scale_ptr):
-    """Store the scales of 128 rows, from the largest bytes of pairs of them."""
+    """Store the scales of 128 rows; `groups`: the largest bytes of pairs of rows."""
     i = tl.arange(0, 8)[:, None, None]
     value = groups[0][None]
     for j in tl.static_range(1, 4):
@@ -288,7 +288,7 @@ def store_group_scales(groups, scale_ptr):
 
 @triton.jit
 def group_scale(largest, MB: tl.constexpr, BIAS: tl.constexpr):
-    """Exponent Eg of a group from its largest byte (255 = NaN), and the FP32 scale ``2^(Eg - 127)``."""
+    """Exponent Eg and FP32 scale ``2^(Eg - 127)`` of a group from its largest byte (255 = NaN)."""
     # How many binades the element leaves free below E4M3's largest: 6 for E2M1, 5 for E2M3, 4 for E3M2 (numerics 9.2).
     OFFSET: tl.constexpr = 0 if BIAS >= 7 else (4 if BIAS == 3 else (6 if MB == 1 else 5))
     exponent = tl.maximum(largest - OFFSET, 1)
@@ -297,7 +297,7 @@ def group_scale(largest, MB: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def group_shift(byte, exponent, largest):
-    """``2^(byte - Eg)`` as a float32, not below 2^-64 (every element is lost long before); NaN in a NaN group."""
+    """Float32 ``2^(byte - Eg)``, at least 2^-64, where no element survives; NaN in a NaN group."""
     shift = tl.maximum(byte - exponent, -64)
     return float_of(tl.where(largest == 255, 0x7FC00000, (127 + shift) << 23))
 
@@ -314,7 +314,7 @@ def is_lossy(shifted, BIAS: tl.constexpr):
 
 @triton.jit
 def store_tile_scale(scale_ptr, scale, row, column, columns, MULTIPLE: tl.constexpr):
-    """The scale of a tile, one of `columns` in its row; each row is filled up to a multiple by zeros."""
+    """Store the scale of a tile; rows of scales have `columns` entries and are padded with zeros to a multiple."""
     stride = (columns + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     tl.store(scale_ptr + row * stride + column, scale)
     if MULTIPLE > 1:  # noqa: SIM102  # a constant beside a tensor
@@ -327,7 +327,7 @@ def store_tile_scale(scale_ptr, scale, row, column, columns, MULTIPLE: tl.conste
 def fold_rows(
     source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):
-    """The row operand of a BM x 128 tile; returns the number of lossy elements."""
+    """Cast a BM x 128 tile into the row operand; returns the number of lossy elements."""
     BIAS: tl.constexpr = CAST.BIAS
     KIND: tl.constexpr = HOW.KIND
     BM: tl.constexpr = HOW.BM
@@ -372,14 +372,14 @@ def fold_rows(
 
 @triton.jit
 def count_halves(words):
-    """The number of halves of a two-dimensional tensor of float16 pairs, summed."""
+    """Sum of both halves of a two-dimensional tensor of float16 pairs, as an integer."""
     low, high = low_half(words, WORDS_F16), high_half(words, WORDS_F16)
     return tl.sum(tl.sum(low + high, 1), 0).to(tl.int32)
 
 
 @triton.jit
 def fold_rows_by_steps(out_tile, low, high, shift, generator, r, w, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
-    """`fold_rows` for any element, in float32."""
+    """The general form of `fold_rows`, for any element, in float32."""
     BIAS: tl.constexpr = CAST.BIAS
     TMB: tl.constexpr = CAST.MB if BIAS >= 7 else 3
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
@@ -401,7 +401,7 @@ def fold_rows_by_steps(out_tile, low, high, shift, generator, r, w, bounds, CAST
 def fold_columns(
     source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):
-    """The column operand of a 128 x BN tile; returns the number of lossy elements."""
+    """Cast a 128 x BN tile into the column operand; returns the number of lossy elements."""
     MB: tl.constexpr = CAST.MB
     BIAS: tl.constexpr = CAST.BIAS
     KIND: tl.constexpr = HOW.KIND
@@ -465,8 +465,9 @@ def fold_columns(
 
 @triton.jit
 def store_column_quads(codes, out_tile, columns, second, quads, bounds, HOW: tl.constexpr):
-    """Store [4, 8, W] quads of the first or of the `second` (0 or 1) column of every word. `columns` [W, 1], of the
-    first ones, and `quads` [1, 32]: local indices.
+    """Store quads [4, 8, W] of the first (`second` = 0) or second (1) column of every word.
+
+    `columns` [W, 1] and `quads` [1, 32] are local indices of first columns and of quads.
     """
     R, C, row0, col0 = bounds
     codes = transpose_quads(codes, 4, 8, HOW.BN // 2)
@@ -475,7 +476,7 @@ def store_column_quads(codes, out_tile, columns, second, quads, bounds, HOW: tl.
 
 @triton.jit
 def fold_quads(column, shifts, out_tile, columns, second, quads, bounds, HOW: tl.constexpr):
-    """Store the codes of four neighbours of a column; returns their lossy halves (`fold_pair`), added up."""
+    """Store the codes of four neighbours of a column; returns the sum of their lossy halves (`fold_pair`)."""
     a, b, c, d = column
     first, lossy = fold_pair(a, b, shifts)
     last, more = fold_pair(c, d, shifts)
@@ -485,7 +486,7 @@ def fold_quads(column, shifts, out_tile, columns, second, quads, bounds, HOW: tl
 
 @triton.jit
 def fold_columns_by_steps(out_tile, phases, factors, shifts, generator, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
-    """`fold_columns` for any element, in float32; `factors`, `shifts`: of the first and the second columns of words."""
+    """The general form of `fold_columns`, in float32; `factors` and `shifts` are pairs, for both columns of words."""
     BIAS: tl.constexpr = CAST.BIAS
     TMB: tl.constexpr = CAST.MB if BIAS >= 7 else 3
     TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
@@ -520,7 +521,7 @@ def fold_columns_by_steps(out_tile, phases, factors, shifts, generator, bounds, 
 
 @triton.jit
 def lossy_of_four(values, BIAS: tl.constexpr):
-    """The number of lossy ones of four shifted values."""
+    """Number of lossy elements among four shifted values."""
     a, b, c, d = values
     return is_lossy(a, BIAS) + is_lossy(b, BIAS) + is_lossy(c, BIAS) + is_lossy(d, BIAS)
 
@@ -531,8 +532,10 @@ def fold_blocks(
     row_stream, column_stream, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
     ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per 128 x 128 tile. 1x128 scales are stored column-major; those of an operand's tiles (its TILE
-    > 0) row by row, in rows of a multiple of TILE; lossy counts go to int64[2].
+    """Fold a matrix; one program per 128 x 128 tile; int64[2] of lossy elements in the row and the column operand.
+
+    1x128 scales are stored column-major. 128x128 scales (ROW_TILE, COLUMN_TILE > 0) are stored row by row, each row
+    padded to a multiple of that number.
     """
     HW: tl.constexpr = HOW.HW
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)

@@ -1,13 +1,17 @@
-"""Groups of consecutive rows, planned on the device: where each stands in operands whose groups begin at tiles of 128.
+"""Grouped layout: a plan, made on the device, of groups of rows whose operands begin at multiples of 128 rows.
 
-The rows of x stand as they come; those of its operands are *padded*: every group begins at a multiple of 128, and zeros
-follow its last row up to the next one. So no tile of 128 rows, and no block along the rows, holds rows of two groups.
-A tile of padded rows lies in x where it is full; the last rows of a group that do not fill one are copied with their
-zeros to a buffer of tails, one tile for each group and one of zeros for what comes behind the last group.
+x holds the rows of all groups one after the other. In its operands each group is padded with zeros to a multiple of
+128 rows, so no tile of 128 rows, and no block along the rows, mixes two groups. Cast kernels read full tiles from x
+itself. The last rows of a group that fill no tile are copied, with their zeros, to a buffer of tails: one tile for each
+group, and one of zeros for padded rows behind the last group.
 
-A plan is int32: for every padded tile its first row of x, or the complement of its tile of tails; `begins` [G + 1] of
-the groups in x, `padded begins` [G + 1]; then the number of rows of tiles of a product (ROWS rows each, none of two
-groups), and for each its first row of A, how many rows, its first row of C, and its group, -1 behind the last one.
+The plan is an int32 vector:
+* for every padded tile: its first row in x, or ~(number of its tile in the buffer of tails);
+* begins [G + 1] of the groups in x, then padded begins [G + 1];
+* the number of row tiles of a product, each of at most ROWS rows of one group;
+* for each row tile: first row of A, number of rows, first row of C, group (-1 behind the last group).
+
+`plan_groups` runs one program for BLOCK entries, `copy_tails` one for each BM x BN tile of the buffer of tails.
 """
 
 import triton
@@ -18,13 +22,13 @@ TILE = tl.constexpr(128)
 
 @triton.jit
 def _at(values, groups, group):
-    """``values[group]`` of a vector over groups, for a vector `group`."""
+    """``values[group]`` for a vector `group` of indices."""
     return tl.sum(tl.where(groups[None, :] == group[:, None], values[None, :], 0), 1)
 
 
 @triton.jit
 def plan_groups(ends_ptr, plan_ptr, T, G, TILES, PARTS, ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The plan of G groups (GROUPS: G + 1 as a power of two) that end at `ends` in T rows; BLOCK entries a program."""
+    """Write the plan of G groups that end at `ends` in T rows. GROUPS: G + 1 rounded up to a power of two."""
     groups = tl.arange(0, GROUPS)
     end = tl.minimum(tl.load(ends_ptr + groups, mask=groups < G, other=0), T)
     begin = tl.minimum(tl.load(ends_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0), T)
@@ -60,7 +64,7 @@ def plan_groups(ends_ptr, plan_ptr, T, G, TILES, PARTS, ROWS: tl.constexpr, GROU
 
 @triton.jit
 def copy_tails(x_ptr, plan_ptr, tails_ptr, TILES, G, C, stride_r, BM: tl.constexpr, BN: tl.constexpr):
-    """Copy the last rows of every group that do not fill a tile, and zeros: [G + 1, 128, C] with rows as in x."""
+    """Copy the last rows of each group that fill no tile, padded with zeros: [G + 1, 128, C], strides as in x."""
     across = (C + BN - 1) // BN
     pid = tl.program_id(0)
     group, band = pid // across // (TILE // BM), pid // across % (TILE // BM)

@@ -1,9 +1,11 @@
-"""NVFP4: FP4 codes in blocks of 16 (or 16 x 16 tiles) under E4M3 scales under one FP32 scale; both operands in one
-pass. Whole tiles of bfloat16, rounded to nearest, are encoded once for both (`nvfp4_2d`).
+"""NVFP4 casts: FP4 codes, an E4M3 scale per block of 16 (or tile of 16 x 16), and one FP32 tensor scale.
 
-A cast is a `constants.Nvfp4Cast`. A transformed column operand has R rounded up to 16 rows. `streams` is (row_stream,
-column_stream, batch); matrix, generator and HOW are those of `tiles`. LOWERED: the amaxes of stochastic casts are at
-most 2^110, so that their elements can come times 2^-14.
+One program casts STEPS tiles of BM x BN, one below the other, into the row and the column operand. Whole tiles of
+bfloat16 with 16 x 16 scales are encoded once for both operands (`nvfp4_2d`).
+
+Casts are `constants.Nvfp4Cast`. `streams` is (row_stream, column_stream, batch); for matrix, generator and HOW see
+`tiles`. The Hadamard transform of a column operand pads R to a multiple of 16. LOWERED: the amax of a stochastic cast
+is at most 2^110, so its scaled elements can be computed times 2^-14 without loss.
 """
 
 from typing import NamedTuple
@@ -53,7 +55,7 @@ VALUES = tl.constexpr(1)
 
 
 class Operand(NamedTuple):
-    """Pointers of an operand: what is written, and the amaxes that its first level comes from."""
+    """Pointers of an operand: codes, scales and tensor scale to write, and the amax to read."""
 
     out: tl.tensor
     scale: tl.tensor | None
@@ -64,13 +66,13 @@ class Operand(NamedTuple):
 # -------------------------------------------------------------------------------------------------------- four over six
 
 
-# Per block (or 16 x 16 tile) the better of mapping its maximum to 6 and to 4 (docs/numerics.md 2.6). The order of the
-# additions is part of the definition, and no multiplication may be contracted with an addition.
+# The maximum of each block (or 16 x 16 tile) is mapped to 6 or to 4, whichever has the smaller error (docs/numerics.md
+# 2.6). The order of additions is part of the definition, and no multiplication may be fused with an addition.
 
 
 @triton.jit
 def candidate(amax_bits, level, K: tl.constexpr, HW: tl.constexpr):
-    """(stored byte, encode factor, dec(byte)) of one candidate, K = 1 or 1.5."""
+    """Stored byte, encode factor and dec(byte) of one candidate: K = 1 maps the maximum to 6, K = 1.5 to 4."""
     base = tl.div_rn(float_of(amax_bits), 6.0) * level.encode
     stored = encode_e4m3_scale(tl.minimum(base * K, 448.0), HW)
     factor, value = e4m3_factor(stored, level.decode, False, HW)
@@ -79,7 +81,7 @@ def candidate(amax_bits, level, K: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def row_error(block, factor, value, amax, CAST: tl.constexpr, HW: tl.constexpr):
-    """The left-to-right sum of the 16 errors of a block."""
+    """Sum of the 16 errors of a block, from left to right."""
     total = 0.0  # 0 + error is error
     for i in tl.static_range(16):
         v = nearest_value(block[i] * factor, HW)
@@ -97,7 +99,7 @@ def row_error(block, factor, value, amax, CAST: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def sum_tree(t, N: tl.constexpr, M: tl.constexpr):
-    """[16 * N, M] errors of rows -> [N, M] of tiles: t[i] + t[i+8], then +4, +2, +1."""
+    """Errors of rows [16 * N, M] -> errors of tiles [N, M], summed as t[i] + t[i + 8], then + 4, + 2, + 1."""
     t = tl.sum(tl.reshape(t, [N, 2, 8, M]), 1)
     t = tl.sum(tl.reshape(t, [N, 2, 4, M]), 1)
     t = tl.sum(tl.reshape(t, [N, 2, 2, M]), 1)
@@ -109,7 +111,7 @@ def sum_tree(t, N: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def load_level(amax_ptr, index, inside, CAST: tl.constexpr):
-    """The first level of the operand, from one amax or (PER_ROW) from that of every row."""
+    """First-level scale of an operand, from its amax or (PER_ROW) from the amax of each row."""
     if CAST.RULE == ONE_LEVEL:
         amax = tl.zeros([], tl.float32)
     elif CAST.PER_ROW:
@@ -123,7 +125,7 @@ def load_level(amax_ptr, index, inside, CAST: tl.constexpr):
 def choose_rows(
     block, amax, level, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, BM: tl.constexpr
 ):
-    """(stored, factor, value) of blocks along rows."""
+    """Stored byte, encode factor and decoded scale of blocks along rows."""
     if CAST.RULE < FOUR_OVER_SIX_MAE:
         return e4m3_scale(amax, level, CAST, LOWERED, HW)
     else:
@@ -155,7 +157,7 @@ def choose_columns(
     low, high, amax_low, amax_high, level_low, level_high, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr,
     G: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """(stored, factor, value) of blocks along columns, each of the first and of the second columns."""
+    """Stored bytes, encode factors and decoded scales of blocks along both columns of words, as pairs."""
     if CAST.RULE < FOUR_OVER_SIX_MAE:
         s, f, v = e4m3_scale(amax_low, level_low, CAST, LOWERED, HW)
         if CAST.TILE:
@@ -189,7 +191,7 @@ def choose_columns(
 
 @triton.jit
 def _columns_tree(low, high, G: tl.constexpr, N: tl.constexpr):
-    """Errors of the 16 columns of tiles ([G, 8 * N] of first, of second columns) summed as `sum_tree` does: [G, N]."""
+    """Errors [G, N] of tiles from those of first and second columns [G, 8 * N], in the order of `sum_tree`."""
     a = tl.sum(tl.reshape(low, [G, N, 2, 4]), 2)
     b = tl.sum(tl.reshape(high, [G, N, 2, 4]), 2)
     a = tl.sum(tl.reshape(a, [G, N, 2, 2]), 2)
@@ -199,7 +201,7 @@ def _columns_tree(low, high, G: tl.constexpr, N: tl.constexpr):
 
 @triton.constexpr_function
 def can_lower(cast):
-    """True if a cast wants elements times 2^-14: it is stochastic, and has one amax that says whether that is exact."""
+    """True if a cast may compute its elements times 2^-14: it is stochastic and has a single amax to check."""
     if cast is None:
         return False
     cast = Nvfp4Cast(*cast)
@@ -208,9 +210,7 @@ def can_lower(cast):
 
 @triton.jit
 def is_modest(amax_ptr, CAST: tl.constexpr):
-    """True if elements times 2^-14 are exact in a cast that wants them. The factor of a block takes that on wherever it
-    stays normal: it is at least ``6 / A``, so always unless A exceeds 2^110.
-    """
+    """True if elements times 2^-14 are exact: the block factor, at least ``6 / A``, stays normal unless A > 2^110."""
     if can_lower(CAST):
         return tl.load(amax_ptr) <= 2.0**110
     else:
@@ -221,7 +221,7 @@ def is_modest(amax_ptr, CAST: tl.constexpr):
 def nvfp4_rows(
     matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
 ):
-    """The row operand of one tile."""
+    """Cast one tile into the row operand."""
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
     HW: tl.constexpr = HOW.HW
@@ -295,7 +295,7 @@ def nvfp4_rows(
 def nvfp4_columns(
     matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
 ):
-    """The column operand of one tile."""
+    """Cast one tile into the column operand."""
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
     HW: tl.constexpr = HOW.HW
@@ -376,7 +376,7 @@ def nvfp4_tile(
     matrix, row0, col0, row, column, levels, seed, streams, ROW: tl.constexpr, COLUMN: tl.constexpr,
     LOWERED: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Both operands of one tile; `levels`, `seed`: `shared_levels` and `shared_seed`."""
+    """Cast one tile into both operands, with the results of `shared_levels` and `shared_seed`."""
     row_level, column_level = levels
     row_stream, column_stream, batch = streams
     if ROW is not None:
@@ -389,7 +389,7 @@ def nvfp4_tile(
 
 @triton.jit
 def shared_level(amax_ptr, CAST: tl.constexpr):
-    """The first level that all blocks of an operand share, or nothing."""
+    """First-level scale of a whole operand; () without a cast or with one scale per row."""
     if CAST is not None and not CAST.PER_ROW:
         return load_level(amax_ptr, 0, True, CAST)
     else:
@@ -398,13 +398,13 @@ def shared_level(amax_ptr, CAST: tl.constexpr):
 
 @triton.jit
 def shared_levels(row, column, ROW: tl.constexpr, COLUMN: tl.constexpr):
-    """Those of both operands."""
+    """First-level scales of both operands."""
     return shared_level(row.amax, ROW), shared_level(column.amax, COLUMN)
 
 
 @triton.jit
 def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
-    """The call seed, or nothing where no cast is stochastic."""
+    """The call seed; () where no cast is stochastic."""
     if (ROW is not None and ROW.STOCHASTIC) or (COLUMN is not None and COLUMN.STOCHASTIC):
         return load_seed(seed_ptr)
     else:
@@ -413,7 +413,7 @@ def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
 
 @triton.jit
 def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.constexpr):
-    """Both operands of 16 x 16 tiles (`nvfp4_2d.takes`)."""
+    """Cast one tile into both operands by `device.nvfp4_2d`."""
     x_ptr, R, C, stride_r, stride_c = matrix
     row_out, row_scale, row_tensor_scale, amax_ptr = row
     column_out, column_scale, column_tensor_scale, _amax = column
@@ -434,7 +434,7 @@ def nvfp4_tiles(
     matrix, row, column, seed_ptr, streams, pid, ROW: tl.constexpr, COLUMN: tl.constexpr, LOWERED: tl.constexpr,
     STEPS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """STEPS tiles, one below the other."""
+    """Cast STEPS tiles, one below the other."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix
@@ -448,7 +448,7 @@ def nvfp4_tiles(
     else:
         end = tl.minimum(row0 + BM * STEPS, R)
         while row0 < end:
-            # Offsets of a tile's rows would be worked out before the loop, and take all registers.
+            # An opaque zero keeps the offsets of rows inside the loop; computed before it, they take all registers.
             again = (x_ptr, R, C, stride_r + 16 * zero_again(row0, HOW.HW), stride_c)
             nvfp4_tile(again, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
             row0 += BM
@@ -460,8 +460,9 @@ def quantize_nvfp4(
     seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
     STEPS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per STEPS tiles of BM x BN, one below the other. ROW and COLUMN are casts, or None; amaxes are
-    float32 in device memory, the same one for equal casts.
+    """Cast a matrix; one program per STEPS tiles of BM x BN. ROW and COLUMN are casts, or None.
+
+    `row_amax`, `column_amax`: pointers to float32; equal casts read the same one.
     """
     BN: tl.constexpr = HOW.BN
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
@@ -473,7 +474,7 @@ def quantize_nvfp4(
     if HOW.HW and (can_lower(ROW) or can_lower(COLUMN)):
         lowered = is_modest(row_amax, ROW) & is_modest(column_amax, COLUMN)
     if takes(ROW, COLUMN, HOW.KIND, HOW.EVEN, HOW.BM):
-        # Backwards: what the amax pass has read last still lies in the L2 cache.
+        # From the last tile to the first: the amax pass ended there, so these tiles are still in the L2 cache.
         tile = tl.num_programs(0) - 1 - pid
         nvfp4_2d(matrix, (tile // (C // BN)) * HOW.BM, (tile % (C // BN)) * BN, row, column, ROW, HOW)
     elif lowered:
@@ -484,9 +485,7 @@ def quantize_nvfp4(
 
 @triton.jit
 def transform(x_ptr, out_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, HOW: tl.constexpr):
-    """The Hadamard transform along rows in bfloat16, [R, C rounded up to 16], for casts without a kernel of their
-    own.
-    """
+    """Hadamard transform along rows in bfloat16, [R, C rounded up to 16]; one program per BM x BN tile."""
     _pid, _across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
     R, C, row0, col0 = bounds
     words, block = load_row_blocks(

@@ -1,17 +1,17 @@
-"""FP8 casts whose scale spans more than a block: per tensor, per row and column, and 128 x 128 tiles.
+"""FP8 casts with scales per tensor, per row and column, or per 128 x 128 tile.
 
-One program reads a tile of BM x BN once and writes its codes in both layouts: as they lie, and transposed (FP8 tensor
-cores want the contraction axis contiguous). A thread owns four rows of eight columns, so that both kinds of four
-neighbouring codes are packed in registers; the transposed words are staged in shared memory.
+One program reads one tile of BM x BN once and writes its codes twice: in the order of the matrix, and transposed, since
+FP8 tensor cores need the contraction axis contiguous. A thread holds four rows of eight columns, so it packs four
+neighbours of a row and of a column in registers; transposed words pass through shared memory.
 
-Where the factor comes from (`SOURCE`):
-* GIVEN: an encode factor in device memory (delayed scaling), with the live amax recorded in passing if asked;
-* AMAX: the tensor amax in device memory (current scaling); AXES: the amaxes of rows and of columns;
-* TILE: the amax of the tile itself (BM = BN = the tile of the format).
+`SOURCE` says where the encode factor comes from:
+* GIVEN: an encode factor in device memory (delayed scaling); RECORDS adds the amax of the matrix to a history;
+* AMAX: the amax of the matrix in device memory (current scaling); AXES: the amaxes of its rows and columns;
+* TILE: the amax of the tile itself, which is then a tile of the format.
 
-What belongs together is handed on together, in this order: outputs = (row_out, column_out, row_scale, column_scale),
-which begin at the matrix; sources = (source_ptr, source2_ptr), the second for the columns of AXES; generators =
-(seed_ptr, row_stream, column_stream). Source, bounds, generator and HOW are those of `tiles`.
+Arguments come in bundles: outputs = (row_out, column_out, row_scale, column_scale), pointers to the first element of
+each; sources = (source_ptr, source2_ptr), the second for the columns of AXES; generators = (seed_ptr, row_stream,
+column_stream). For source, bounds, generator and HOW see `tiles`.
 """
 
 import triton
@@ -46,13 +46,13 @@ AMAX = tl.constexpr(1)
 AXES = tl.constexpr(2)
 TILE = tl.constexpr(3)
 
-# Elements at the beginning of a matrix that the L2 cache holds after its amax was read from its end.
+# Number of elements at the beginning of a matrix that the L2 cache holds once its amax was measured from the end.
 STILL_CACHED = tl.constexpr(12 << 20)
 
 
 @triton.jit
 def words_amax_bits(m, KIND: tl.constexpr):
-    """Bits of the largest magnitude in a three-dimensional tensor of words of magnitudes."""
+    """Bits of the largest element in a three-dimensional tensor of words of magnitudes."""
     m = packed_reduce(packed_reduce(packed_reduce(m, 2, KIND, True), 1, KIND, True), 0, KIND, True)
     return larger_half(m, KIND, True)
 
@@ -71,7 +71,7 @@ def amax_of_tile(tile, KIND: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def axis_scale(amax_ptr, inside, epsilon, CAST: tl.constexpr):
-    """(scale, factor) of rows or columns from their float32 amaxes."""
+    """Scales and encode factors of rows or columns from their float32 amaxes."""
     return fp32_scale(bits_of(tl.load(amax_ptr, mask=inside, other=0.0)), epsilon, CAST)
 
 
@@ -79,7 +79,7 @@ def axis_scale(amax_ptr, inside, epsilon, CAST: tl.constexpr):
 def cast_tile_rows(
     out_tile, low, high, factor, bounds, generator, PHASE: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
 ):
-    """Codes of one of every four rows (PHASE), as they lie."""
+    """Store the codes of one of every four rows (PHASE) in the row operand."""
     R, C, row0, col0 = bounds
     r = local_rows(HOW.BM)
     w = local_words(HOW.BN)
@@ -96,7 +96,7 @@ def cast_tile_rows(
 def cast_tile_columns(
     out_tile, tile, factor, bounds, generator, SECOND: tl.constexpr, CAST: tl.constexpr, HOW: tl.constexpr
 ):
-    """Codes of the first or of the second (SECOND = 0 or 1) column of every word, transposed."""
+    """Store the codes of the first (SECOND = 0) or second column of every word in the column operand."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     R, C, row0, col0 = bounds
@@ -117,11 +117,9 @@ def cast_tile_columns(
 
 @triton.constexpr_function
 def converts_once(row, column, source, even, rows):
-    """True if a pass over tiles of so many rows converts each element once, since its code is the same byte in both
-    operands: one cast to the nearest code, one factor for the tensor; whole tiles (`even`), so that codes of a row are
-    stored four at a time.
+    """True if each element is converted once for both operands: one nearest cast per tensor, whole tiles of 256 rows.
 
-    Of tiles so large, of which long columns of codes are written at once, a thread could not keep codes of both kinds.
+    Such tiles write long columns of codes at once; with two conversions, a thread could not hold the codes of both.
     """
     if row is None or column is None or row != column or ScaledCast(*row).STOCHASTIC or not even:
         return False
@@ -130,7 +128,7 @@ def converts_once(row, column, source, even, rows):
 
 @triton.jit
 def turned(a, b, c, d, HW: tl.constexpr):
-    """Four words of four bytes each, transposed."""
+    """Transpose of a 4 x 4 matrix of bytes, given and returned as four words."""
     if HW:
         PTX: tl.constexpr = (
             "{ .reg .b32 p, q, r, s; prmt.b32 p, $4, $5, 0x5140; prmt.b32 q, $6, $7, 0x5140; "
@@ -158,9 +156,9 @@ def write_codes_once(
     row_tile, column_tile, tile, factor, R, C, MB: tl.constexpr, BIAS: tl.constexpr, SOURCE: tl.constexpr,
     HW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a whole tile in both operands (`converts_once`): every element is converted once, its byte turned.
+    """Store the codes of a whole tile in both operands, converting each element once (`converts_once`).
 
-    Where an amax came before, codes make room in the L2 cache for what it still holds of the matrix.
+    After an amax pass codes are stored as the first to be evicted, so the rest of the matrix stays in the L2 cache.
     """
     POLICY: tl.constexpr = "evict_first" if SOURCE == AMAX else ""
     SHAPE: tl.constexpr = (BN // 8, BM // 4, 2, 2)
@@ -185,27 +183,25 @@ def write_codes_once(
 
 @triton.jit
 def local_rows(BM: tl.constexpr):
-    """[1, BM / 4, 1]: the first of every four rows of a tile."""
+    """Index [1, BM / 4, 1] of the first of every four rows of a tile."""
     return tl.arange(0, BM // 4)[None, :, None] * 4
 
 
 @triton.jit
 def local_words(BN: tl.constexpr):
-    """[BN / 8, 1, 4]: the words of a row of a tile, four to a thread."""
+    """Indices [BN / 8, 1, 4] of the words of a row of a tile, four to a thread."""
     return tl.arange(0, BN // 8)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
 
 
 @triton.jit
 def load_tile(source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
-    """A tile as `write_tile` takes it: what `produce_pair` gives for each of four neighbouring rows; of GATE_GRADIENTS
-    two.
-    """
+    """Values of a tile for `write_tile`: `produce_pair` of each of four neighbouring rows; two for GATE_GRADIENTS."""
     return produce_rows(source, local_rows(HOW.BM), local_words(HOW.BN), rows, cols, 4, PRODUCER, F, 0, HOW)
 
 
 @triton.jit
 def given_scale(source_ptr, epsilon, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr):
-    """(scale, factor) of a tensor whose encode scale or amax is in memory; ask before the loads of the tile."""
+    """Scale and encode factor from an encode scale or amax in memory; called before the tile is loaded."""
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
     if SOURCE == GIVEN:
         factor = tl.load(source_ptr)
@@ -220,7 +216,7 @@ def given_scale(source_ptr, epsilon, ROW: tl.constexpr, COLUMN: tl.constexpr, SO
 def measure_tile(
     tile, scratch_ptr, known, RECORDS: tl.constexpr, SOURCE: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr
 ):
-    """(bits of the amax of a tile, arrivals at `scratch_ptr`), each 0 if not needed."""
+    """Amax bits of a tile, and number of arrivals at `scratch_ptr`; each is 0 where it is not needed."""
     amax = tl.zeros([], tl.int32)
     arrived = 0
     if RECORDS or SOURCE == TILE:
@@ -236,7 +232,7 @@ def write_tile(
     tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
     SOURCE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both operands, from `load_tile`, `given_scale`, `measure_tile`."""
+    """Write one tile of both operands from the results of `load_tile`, `given_scale` and `measure_tile`."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     row_out, column_out, row_scale, column_scale = outputs
@@ -274,7 +270,7 @@ def write_tile(
         factors, column_factors = (factor, factor, factor, factor), (factor, factor)
         at_row = (row0 // BM) * ((C + BN - 1) // BN) + col0 // BN if SOURCE == TILE else 0
         at_column = (col0 // BN) * ((R + BM - 1) // BM) + row0 // BM if SOURCE == TILE else 0
-        # Of a gradient with a given scale the last program writes it: only then is known whether all was finite.
+        # The last program writes the given scale of a gradient: only it knows whether all elements were finite.
         FIRST: tl.constexpr = SOURCE != GIVEN or not ANY.GRADIENT
         if FIRST and ((SOURCE == TILE) | ((row0 == 0) & (col0 == 0))):
             if SOURCE == GIVEN:
@@ -302,7 +298,7 @@ def cast_tile(
     source, outputs, sources, generators, epsilon, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
     SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both operands, from memory; returns the bits of its amax (0 unless recorded)."""
+    """Load and cast one tile into both operands; returns the bits of its amax (0 unless it is needed)."""
     R, C, row0, col0 = bounds
     given = given_scale(sources[0], epsilon, ROW, COLUMN, SOURCE)
     tile = load_tile(source, R - row0, C - col0, LOAD, 0, HOW)
@@ -318,7 +314,7 @@ def record_maximum(
     arrived, record_ptr, scratch_ptr, given, row_scale, column_scale, ROW: tl.constexpr, COLUMN: tl.constexpr,
     HW: tl.constexpr,
 ):  # fmt: skip
-    """The last program records the amax of all, and of a gradient it writes the scale, which depends on it."""
+    """Let the last program record the amax; for a gradient it also writes the scale, which depends on the amax."""
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
     if ANY.GRADIENT:
         if ROW is None:
@@ -337,8 +333,9 @@ def cast_scaled(
     seed_ptr, plan_ptr, tails_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr,
     COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per tile. ROW and COLUMN are `constants.ScaledCast` or None; those of gradients with a GIVEN
-    scale record.
+    """Cast a matrix; one program per BM x BN tile. ROW and COLUMN are `constants.ScaledCast`, or None.
+
+    RECORDS is required for gradients with a GIVEN scale.
     """
     HW: tl.constexpr = HOW.HW
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
@@ -364,9 +361,9 @@ def cast_scaled(
 
 # -------------------------------------------------------------------------------- delayed scaling: the update of scales
 
-# Of many slots in one launch (docs/numerics.md 3.3), one to a program: ``history[0] = live``, the amax over the history
-# gives the new encode scale, and the history moves on by one. Slots are given by the addresses of their buffers, so
-# that layers keep their own tensors.
+# One launch updates the slots of all layers, one slot per program (docs/numerics.md 3.3): ``history[0] = live``, the
+# amax over the history gives the new encode scale, and the history rolls by one. The addresses of its buffers stand for
+# a slot, so layers keep their own tensors.
 
 
 @triton.jit
@@ -374,9 +371,12 @@ def update_delayed(
     addresses_ptr, live_ptr, previous_ptr, element_max_ptr, margin_factor, L, GIVEN: tl.constexpr,
     MOST_RECENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`addresses_ptr`: int64 [slots, 2], history and scale; `live_ptr`: float32 [slots], the reduced live amaxes if
-    `GIVEN`, else unused; `previous_ptr`: float32 [slots], receives the scales from before; `margin_factor` = 2^-margin;
-    L = history length <= BLOCK."""
+    """Update the scale and the history of one slot per program.
+
+    `addresses_ptr`: int64 [slots, 2] of histories and scales. `live_ptr`: float32 [slots] of reduced live amaxes, read
+    if GIVEN. `previous_ptr`: float32 [slots], receives the old scales. `margin_factor`: 2^-margin. L: length of a
+    history, at most BLOCK.
+    """
     slot = tl.program_id(0)
     history_ptr = tl.load(addresses_ptr + 2 * slot).to(tl.pointer_type(tl.float32))
     scale_ptr = tl.load(addresses_ptr + 2 * slot + 1).to(tl.pointer_type(tl.float32))
@@ -387,7 +387,7 @@ def update_delayed(
     amax = live if MOST_RECENT else tl.maximum(live, tl.max(following, 0))
     old = tl.load(scale_ptr)
     tl.store(previous_ptr + slot, old)
-    # No subnormal quotients: the amax is kept at or above element_max * 2^-126.
+    # The amax is at least element_max * 2^-126, so that no quotient is subnormal.
     smallest = element_max * 1.1754943508222875e-38
     fresh = tl.div_rn(element_max, tl.maximum(amax, smallest)) * margin_factor
     usable = (amax > 0.0) & (amax < float("inf"))
@@ -400,7 +400,7 @@ def update_delayed(
 
 @triton.jit
 def gather_live(addresses_ptr, live_ptr, SLOTS, BLOCK: tl.constexpr):
-    """``live[slot] = history[slot][0]``, so that one all-reduce serves all slots."""
+    """``live[slot] = history[slot][0]``, for one all-reduce of all slots; one program for BLOCK slots."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < SLOTS
     history = tl.load(addresses_ptr + 2 * slot, mask=inside, other=0).to(tl.pointer_type(tl.float32))

@@ -1,4 +1,4 @@
-"""The transpose of a matrix of codes of one byte each, row by row in memory, as FP8 tensor cores read it."""
+"""Transpose of a matrix of one-byte codes, as FP8 tensor cores need it; one program for each BM x BN tile."""
 
 import triton
 import triton.language as tl
@@ -12,10 +12,7 @@ def turn_codes(
     codes_ptr, out_ptr, R, C, EVEN: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """codes [R, C] -> out [C, R], of sizes that are multiples of 4. Grid: one program per BM x BN tile.
-
-    Words of four bytes are read and written; four of them, below each other, are transposed in registers.
-    """
+    """codes [R, C] -> out [C, R]; R and C are multiples of 4. Words of four codes are transposed in registers."""
     pid, R, C, _, _ = program(R, C, 0, 0, INDEX64)
     across = (C + BN - 1) // BN
     row0 = (pid // across) * BM

@@ -1,1 +1,1 @@
-"""Pieces of kernels: conversions, scales, random bytes, tiles, and where programs meet. No kernel that is launched."""
+"""Device functions that kernels call: conversions, scales, random bytes, tiles, reductions over programs."""

@@ -1,13 +1,13 @@
-"""Every narrowing conversion of the kernels, in two forms with the same bits (docs/numerics.md 1.2, 1.5, 5.4).
+"""Encoding and decoding of elements, in two forms with the same bits (docs/numerics.md 1.2, 1.5, 5.4).
 
-`HW` = False: integer arithmetic alone. It is what Triton's interpreter runs (whose own casts do not round) and what
-GPUs without FP8 conversions compile. `HW` = True: hardware conversions (compute capability 8.9 and newer) for 8-bit
-elements, float additions that round in the right place for 6 and 4 bits. tests/kernels/selfcheck.py compares both
+`HW` = False uses integer arithmetic alone: Triton's interpreter runs it (its own casts do not round), and so do GPUs
+without FP8 conversions. `HW` = True uses hardware conversions (compute capability 8.9 and newer) for 8-bit elements,
+and float additions that round at the right bit for 6-bit and 4-bit ones. tests/kernels/selfcheck.py compares both forms
 exhaustively on a GPU.
 
-An element is given by its mantissa width `MB` and exponent `BIAS`; everything else follows from these two:
-sign bit = (BIAS + 1) << (MB + 1); codes above the largest finite one: 1 in E4M3 (NaN), 4 in E5M2 (Inf, NaN), else 0.
-A *word* is an int32 that holds two neighbouring 16-bit inputs, the first in the low half.
+An element is given by its mantissa width `MB` and its exponent `BIAS`. Its sign bit is ``(BIAS + 1) << (MB + 1)``;
+above its largest finite code E4M3 has one code (NaN), E5M2 four (Inf and NaN), others none. A *word* is an int32 of two
+neighbouring 16-bit inputs, the first in the low half.
 """
 
 import triton
@@ -16,13 +16,13 @@ import triton.language as tl
 
 @triton.constexpr_function
 def element_bits(mb, bias):
-    """The number of bits of a code: sign, exponent (its bias is 2^(e - 1) - 1) and mantissa."""
+    """Number of bits of a code: sign, exponent (of bias 2^(e - 1) - 1) and mantissa."""
     return 1 + (bias + 1).bit_length() + mb
 
 
 @triton.constexpr_function
 def fp8_text(text, mb):
-    """PTX for an FP8 element, whose name takes the place of FP8 in `text`."""
+    """PTX for an FP8 element: `text` with the element's name in place of FP8."""
     return text.replace("FP8", "e4m3" if mb == 3 else "e5m2")
 
 
@@ -67,7 +67,7 @@ def high_half(word, KIND: tl.constexpr):
 
 @triton.jit
 def packed_abs(word, KIND: tl.constexpr):
-    """|.| of both halves."""
+    """Halfwise magnitude of a word."""
     PTX: tl.constexpr = "abs.f16x2 $0, $1;" if KIND == WORDS_F16 else "abs.bf16x2 $0, $1;"
     return tl.inline_asm_elementwise(PTX, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
 
@@ -117,7 +117,7 @@ def packed_max(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
 
 @triton.jit
 def packed_max_abs(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
-    """Halfwise maximum of the magnitudes of two words, with a sign that means nothing."""
+    """Halfwise maximum of the magnitudes of two words; the signs of the result are meaningless."""
     F16: tl.constexpr = "max.xorsign.abs.f16x2 $0, $1, $2;" if IGNORE_NAN else "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
     BF16: tl.constexpr = (
         "max.xorsign.abs.bf16x2 $0, $1, $2;" if IGNORE_NAN else "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
@@ -128,7 +128,7 @@ def packed_max_abs(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
 
 @triton.jit
 def largest_of_four(rows, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
-    """Halfwise largest magnitude of the words of four rows, each (word, first, second)."""
+    """Halfwise largest magnitude of the words of four rows, each given as (word, first, second)."""
     m = packed_max(packed_abs(rows[0][0], KIND), packed_abs(rows[1][0], KIND), KIND, IGNORE_NAN)
     n = packed_max(packed_abs(rows[2][0], KIND), packed_abs(rows[3][0], KIND), KIND, IGNORE_NAN)
     return packed_max(m, n, KIND, IGNORE_NAN)
@@ -157,7 +157,7 @@ def drop_nan(magnitude_bits):
 
 @triton.jit
 def magnitude_bits(x, IGNORE_NAN: tl.constexpr):
-    """The bits of |x|: as integers they order like the magnitudes, NaN above Inf (or, ignored, as zero)."""
+    """Bits of |x|, which order like the magnitudes; NaN is above Inf, or zero with IGNORE_NAN."""
     a = bits_of(x) & 0x7FFFFFFF
     if IGNORE_NAN:
         a = drop_nan(a)
@@ -166,9 +166,7 @@ def magnitude_bits(x, IGNORE_NAN: tl.constexpr):
 
 @triton.jit
 def larger_half(words, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
-    """Bits of the larger half of words of magnitudes. Where all that was compared is NaN, so is what a half holds: it
-    must not hide the other half.
-    """
+    """Bits of the larger half of words of magnitudes; with IGNORE_NAN a half that is NaN counts as zero."""
     low, high = bits_of(low_half(words, KIND)), bits_of(high_half(words, KIND))
     if IGNORE_NAN:
         low, high = drop_nan(low), drop_nan(high)
@@ -180,7 +178,7 @@ def larger_half(words, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
 
 @triton.jit
 def bf16_bits(x, HW: tl.constexpr):
-    """The 16 bits of a float32 rounded to bfloat16 (nearest even, NaN quiet), in the low half of an int32."""
+    """Bits of a float32 rounded to bfloat16 (nearest even, NaN quiet), in the low half of an int32."""
     if HW:
         return x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     else:
@@ -214,7 +212,7 @@ def bf16_word(low, high, HW: tl.constexpr):
 
 @triton.jit
 def encode_integer(y, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The code of y by integer arithmetic: nearest even, or up where ``floor(256 * fraction) + random >= 256``."""
+    """Code of y by integer arithmetic: nearest even, or STOCHASTIC: up if ``floor(256 * fraction) + random >= 256``."""
     SIGN: tl.constexpr = (BIAS + 1) << (MB + 1)
     MAX_CODE: tl.constexpr = SIGN - 1 - (1 if BIAS == 7 else (4 if BIAS == 15 else 0))
     b = bits_of(y)
@@ -225,7 +223,7 @@ def encode_integer(y, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: 
     local = tl.maximum(exponent, 1 - BIAS)
     shift = 23 - MB + (local - exponent)
     if STOCHASTIC:
-        # A shift of 32 and more leaves neither integer nor fraction: select, since clamping would not (numerics 5.4).
+        # A shift of 32 or more leaves neither integer nor fraction; clamping the shift would leave both (numerics 5.4).
         small = tl.minimum(shift, 31)
         fraction = (significand & ((1 << small) - 1)) >> (small - 8)
         count = (significand >> small) + tl.where(fraction + random >= 256, 1, 0)
@@ -241,9 +239,9 @@ def encode_integer(y, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: 
 
 @triton.jit
 def encode_by_addition(y, MB: tl.constexpr, BIAS: tl.constexpr):
-    """Nearest-even code of 6 and 4 bit elements: adding 2^(23-MB) units of the local step rounds there, once.
+    """Nearest-even code of a 6-bit or 4-bit element: adding 2^(23 - MB) local steps rounds to a whole step.
 
-    A NaN becomes the largest code; it must have its sign bit clear, as the result of a hardware multiplication has.
+    A NaN becomes the largest code. Its sign bit must be clear, as it is in results of hardware multiplications.
     """
     SIGN: tl.constexpr = (BIAS + 1) << (MB + 1)
     MAX: tl.constexpr = (2.0 - 1.0 / (1 << MB)) * (2 << BIAS)
@@ -258,13 +256,13 @@ def encode_by_addition(y, MB: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def multiply_toward_zero(x, y):
-    """x * y, truncated (also where the product is subnormal)."""
+    """x * y rounded toward zero, also where the product is subnormal."""
     return tl.inline_asm_elementwise("mul.rz.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def encode_stochastic_hw(y, random, MB: tl.constexpr, BIAS: tl.constexpr):
-    """Stochastic code: scaled by 2^(BIAS-127) a float32 *is* the code with 23 - MB fraction bits, so add and shift."""
+    """Stochastic code of y: the bits of ``|y| * 2^(BIAS - 127)`` are the code with 23 - MB fraction bits behind it."""
     SIGN: tl.constexpr = (BIAS + 1) << (MB + 1)
     MAX_CODE: tl.constexpr = SIGN - 1 - (1 if BIAS == 7 else (4 if BIAS == 15 else 0))
     FACTOR: tl.constexpr = 2.0 ** (BIAS - 127)
@@ -276,7 +274,7 @@ def encode_stochastic_hw(y, random, MB: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def encode(y, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, HW: tl.constexpr):
-    """The code of y as int32, where no packed conversion exists or applies."""
+    """Code of y as int32, for conversions that do not take two or four elements at once."""
     if HW and STOCHASTIC:
         return encode_stochastic_hw(y, random, MB, BIAS)
     else:
@@ -288,7 +286,7 @@ def encode(y, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.const
 
 @triton.jit
 def cvt_pair(low, high, MB: tl.constexpr):
-    """Hardware: two floats to two FP8 codes, as int16."""
+    """Two FP8 codes of two floats as int16, by hardware."""
     PTX: tl.constexpr = fp8_text(
         "{ .reg .b16 a, b; cvt.rn.satfinite.FP8x2.f32 a, $3, $1; cvt.rn.satfinite.FP8x2.f32 b, $4, $2; "
         "mov.b32 $0, {a, b}; }",
@@ -299,7 +297,7 @@ def cvt_pair(low, high, MB: tl.constexpr):
 
 @triton.jit
 def cvt_quad(a, b, c, d, MB: tl.constexpr):
-    """Hardware: four floats to four FP8 codes, as int32."""
+    """Four FP8 codes of four floats as int32, by hardware."""
     PTX: tl.constexpr = fp8_text(
         "{ .reg .b16 p, q; cvt.rn.satfinite.FP8x2.f32 p, $2, $1; cvt.rn.satfinite.FP8x2.f32 q, $4, $3; "
         "mov.b32 $0, {p, q}; }",
@@ -310,9 +308,9 @@ def cvt_quad(a, b, c, d, MB: tl.constexpr):
 
 @triton.jit
 def encode_pair(low, high, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, HW: tl.constexpr):
-    """Two neighbours along the contraction axis as stored: int16 of two bytes, or (4 bit) int8 of two nibbles.
+    """Stored codes of two neighbours along the contraction axis: int16 of two bytes, or int8 of two nibbles (4 bit).
 
-    `random` holds the byte of `low` in bits 0..7 and that of `high` in bits 8..15.
+    `random` holds a random byte for `low` in bits 0..7, for `high` in bits 8..15.
     """
     if HW and not STOCHASTIC and BIAS >= 7:
         return cvt_pair(low, high, MB)
@@ -327,9 +325,9 @@ def encode_pair(low, high, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHAS
 
 @triton.jit
 def encode_quad(a, b, c, d, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, HW: tl.constexpr):
-    """Four neighbours along the contraction axis as stored: int32 of four bytes, or (4 bit) int16 of four nibbles.
+    """Stored codes of four neighbours along the contraction axis: int32 of bytes, or int16 of nibbles (4 bit).
 
-    `random` holds their bytes, the first in bits 0..7.
+    `random` holds four random bytes, the first in bits 0..7.
     """
     if HW and not STOCHASTIC and BIAS >= 7:
         return cvt_quad(a, b, c, d, MB)
@@ -349,7 +347,7 @@ def encode_quad(a, b, c, d, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHA
 
 @triton.jit
 def decode(code, MB: tl.constexpr, BIAS: tl.constexpr):
-    """The exact float32 value of a code (int32, one element): its bits, shifted, are the value times 2^(BIAS - 127)."""
+    """Exact float32 value of one code (int32): the shifted bits of a code are its value times 2^(BIAS - 127)."""
     SIGN: tl.constexpr = (BIAS + 1) << (MB + 1)
     magnitude = code & (SIGN - 1)
     FACTOR: tl.constexpr = 2.0 ** (127 - BIAS)
@@ -364,7 +362,7 @@ def decode(code, MB: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def encode_e4m3_scale(value, HW: tl.constexpr):
-    """The E4M3 byte (int32) of a non-negative float32, saturating: NVFP4's block scale."""
+    """E4M3 byte (int32) of a non-negative float32, saturating, for block scales of NVFP4."""
     if HW:
         PTX: tl.constexpr = "{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, 0f00000000, $1; mov.b32 $0, {p, 0}; }"
         return tl.inline_asm_elementwise(PTX, "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1)
@@ -389,7 +387,7 @@ def round_by_addition(y, MB: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def cvt_values(low, high, MB: tl.constexpr):
-    """Hardware: two floats rounded to FP8 and back."""
+    """Two floats rounded to FP8 and decoded, by hardware."""
     PTX: tl.constexpr = fp8_text(
         "{ .reg .b16 p, a, b; .reg .b32 h; cvt.rn.satfinite.FP8x2.f32 p, $3, $2; cvt.rn.f16x2.FP8x2 h, p; "
         "mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
@@ -405,7 +403,7 @@ def quantized_pair(
     low, high, random_low, random_high, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr,
     HW: tl.constexpr,
 ):  # fmt: skip
-    """The values of the codes of two floats; a random byte each, in bits 0..7."""
+    """Values of the codes of two floats; `random_low` and `random_high` hold a random byte each in bits 0..7."""
     if HW and not STOCHASTIC and BIAS >= 7:
         return cvt_values(low, high, MB)
     else:

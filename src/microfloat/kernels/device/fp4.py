@@ -1,14 +1,14 @@
-"""Blocks of 16 elements: how they are read, their Hadamard transform and amaxes, and their FP4 (E2M1) codes and values.
+"""Blocks of 16 elements in registers: loads, Hadamard transform, amaxes, and FP4 (E2M1) codes and values.
 
-A *block* is a tuple of 16 float32 tensors of one shape, one entry per block; it lies in the registers of one lane.
-Where blocks run along rows, a lane holds 16 neighbouring columns; where they run along columns, 16 rows of two columns
-(docs/numerics.md 5.2). Its *words* hold the same elements as pairs of 16-bit floats, or at least their signs. An *oct*
-is eight codes in an int32, the first in the low nibble.
+A *block* is a tuple of 16 float32 tensors of one shape, with one entry per block; one lane holds all 16 elements. Along
+rows these are 16 neighbouring columns; along columns 16 rows, of two columns per lane (docs/numerics.md 5.2). The
+*words* of a block hold the same elements as pairs of 16-bit floats, or only their signs. An *oct* is eight codes in an
+int32, the first in the low nibble.
 
-The hardware forms work on *halves*: an int32 with two elements, their signs in bits 15 and 31 and the three bits of
-their codes from bit 8 (nearest) or 9 (stochastic) of each half on; what lies below is left over from rounding. A
-float16 scaled by 2^-14 *is* its E2M1 code with nine fraction bits (docs/numerics.md 5.4), so two elements are truncated
-in one conversion, rounded in one addition and clamped in one minimum.
+Hardware forms use *halves*: an int32 of two elements with their signs in bits 15 and 31. The three bits of a code start
+at bit 8 of its half (nearest) or bit 9 (stochastic); the bits below are left over from rounding. The bits of a float16
+scaled by 2^-14 are its E2M1 code with nine fraction bits (docs/numerics.md 5.4), so one conversion truncates two
+elements, one addition rounds them, and one minimum clamps them.
 """
 
 import triton
@@ -38,7 +38,7 @@ from microfloat.kernels.device.packed import factor_word, scale_word
 
 @triton.jit
 def unstack8(words):
-    """[X, Y, 2, 4] in registers -> 8 tensors [X, Y]."""
+    """Split [X, Y, 2, 4], whose last axes are registers, into 8 tensors [X, Y]."""
     X: tl.constexpr = words.shape[0]
     Y: tl.constexpr = words.shape[1]
     even, odd = tl.split(tl.reshape(words, [X, Y, 4, 2]))
@@ -53,7 +53,7 @@ def unstack8(words):
 
 @triton.jit
 def stack8(words):
-    """8 tensors [X, Y] -> [X, Y, 2, 4] in registers, so that a lane stores its words four at a time."""
+    """Join 8 tensors [X, Y] into [X, Y, 2, 4], so that a lane stores its words four at a time."""
     even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
     odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
     X: tl.constexpr = words[0].shape[0]
@@ -65,7 +65,7 @@ def stack8(words):
 def load_row_blocks(
     tile_ptr, rows, cols, stride_r, stride_c, KIND: tl.constexpr, EVEN: tl.constexpr, NB: tl.constexpr, BM: tl.constexpr
 ):
-    """Words (a tuple of 8, or of none) and elements (16) of the blocks [NB, BM] along the rows of a tile."""
+    """Words (8, or none if read elementwise) and elements (16) of the blocks [NB, BM] along the rows of a tile."""
     words = ()
     block = ()
     if KIND == ELEMENTWISE:
@@ -94,7 +94,7 @@ def load_row_blocks(
 def load_column_blocks(
     tile_ptr, rows, cols, stride_r, stride_c, KIND: tl.constexpr, EVEN: tl.constexpr, G: tl.constexpr, W: tl.constexpr
 ):
-    """Words (16, or none) and the elements (16 each) of the two columns of every word: blocks [G, W] along columns."""
+    """Words (16, or none) and elements (16 for each column of a word) of the blocks [G, W] along columns."""
     words = ()
     low = ()
     high = ()
@@ -127,7 +127,7 @@ def load_column_blocks(
 
 @triton.jit
 def _butterfly(v, STAGES: tl.constexpr):
-    """The first stages of the 16-point transform, of four: distances 1, 2, 4, 8 in this order."""
+    """The first STAGES of the four stages of the 16-point transform, with distances 1, 2, 4, 8 in this order."""
     for stage in tl.static_range(STAGES):
         out = ()
         for i in tl.static_range(16):
@@ -155,13 +155,13 @@ def hadamard_inputs(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.conste
 
 @triton.jit
 def hadamard_sums(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
-    """``4 H diag(sgn) bf16(x)`` over 4, not yet rounded: multiply by 0.25 and round to bfloat16 to finish."""
+    """``H diag(sgn) bf16(x)``, four times the transform: multiply by 0.25 and round to bfloat16 to finish."""
     return _butterfly(hadamard_inputs(block, MASK, KIND, HW), 4)
 
 
 @triton.jit
 def quarter_sums(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
-    """0.25 of `hadamard_sums`, finite where that quarter is, also where the sum itself is not."""
+    """A quarter of `hadamard_sums`, without overflow where only the whole sum is infinite."""
     v = _butterfly(hadamard_inputs(block, MASK, KIND, HW), 3)
     first = ()
     second = ()
@@ -174,9 +174,9 @@ def quarter_sums(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr
 
 @triton.jit
 def hadamard_amax(block, MASK: tl.constexpr, KIND: tl.constexpr):
-    """The largest magnitude of `hadamard_sums` (float32), NaN ignored: that of the transform is 0.25 of it, rounded.
+    """Largest magnitude of `hadamard_sums` in float32, NaN ignored; a quarter of it, rounded, is that of the transform.
 
-    ``max(|a + b|, |a - b|)`` is ``|a| + |b|``, so the last stage takes one addition for two elements.
+    ``max(|a + b|, |a - b|) = |a| + |b|``, so the last stage takes one addition for two elements.
     """
     v = _butterfly(hadamard_inputs(block, MASK, KIND, True), 3)
     m = tl.zeros_like(v[0])
@@ -187,7 +187,7 @@ def hadamard_amax(block, MASK: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def hadamard_row_blocks(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
-    """Transformed blocks along rows: (8 words of bfloat16, 16 elements)."""
+    """Transform of blocks along rows: 8 words of bfloat16, and 16 elements."""
     v = hadamard_sums(block, MASK, KIND, HW)
     words = ()
     out = ()
@@ -200,7 +200,7 @@ def hadamard_row_blocks(block, MASK: tl.constexpr, KIND: tl.constexpr, HW: tl.co
 
 @triton.jit
 def hadamard_column_blocks(low, high, MASK: tl.constexpr, KIND: tl.constexpr, MODEST: tl.constexpr, HW: tl.constexpr):
-    """Transformed blocks along two columns: (16 words of bfloat16, 16 elements each)."""
+    """Transform of blocks along two columns: 16 words of bfloat16, and 16 elements of each column."""
     if MODEST:
         a = quarter_sums(low, MASK, KIND, HW)
         b = quarter_sums(high, MASK, KIND, HW)
@@ -253,7 +253,7 @@ def row_block_amax(words, block, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, H
 
 @triton.jit
 def column_block_amax(words, low, high, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr, HW: tl.constexpr):
-    """Bits of the amaxes of the blocks of both columns."""
+    """Bits of the amaxes of blocks along the first and the second column of words."""
     if HW and KIND != ELEMENTWISE:
         m = words_amax(words, KIND, IGNORE_NAN)
         a, b = bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))
@@ -269,7 +269,7 @@ def column_block_amax(words, low, high, KIND: tl.constexpr, IGNORE_NAN: tl.const
 
 @triton.jit
 def choose_bytes(a, b, SELECTOR: tl.constexpr):
-    """Four of the eight bytes of (a, b), by the nibbles of the selector, the lowest first."""
+    """Four of the eight bytes of (a, b), chosen by the nibbles of SELECTOR, the lowest first."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, SELECTOR], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -277,7 +277,7 @@ def choose_bytes(a, b, SELECTOR: tl.constexpr):
 
 @triton.jit
 def sign_words(words, first, second):
-    """The words of pairs (first[i], second[i]), or, where there are none, words with their signs."""
+    """`words`; where there are none, words that hold the signs of (first[i], second[i])."""
     if len(words) > 0:
         return words
     else:
@@ -292,9 +292,9 @@ def sign_words(words, first, second):
 
 @triton.jit
 def rounded_code(y):
-    """Nearest-even E2M1 code of |y| (at most 6) in the low byte of a float's bits, NaN as 7.
+    """Nearest-even E2M1 code of |y|, at most 7, in the low byte of a float's bits; NaN gives 7.
 
-    Codes are piecewise linear in the value: ``min(2v, v + 2, v / 2 + 4)``, and 2^23 added in the same operation rounds.
+    A code is piecewise linear in the value: ``min(2v, v + 2, v / 2 + 4)``. Adding 2^23 in the same operation rounds it.
     """
     v = tl.abs(y)
     a = tl.minimum(tl.fma(v, 2.0, 8388608.0), v + 8388610.0)
@@ -303,16 +303,16 @@ def rounded_code(y):
 
 @triton.jit
 def nearest_halves(a, b, signs):
-    """Halves of the nearest codes of two elements; a NaN gives any code."""
+    """Halves of the nearest codes of two elements; the code of a NaN is unspecified."""
     return choose_bytes(bits_of(rounded_code(a)), bits_of(rounded_code(b)), 0x4501) | (signs & -2147450880)
 
 
 @triton.jit
 def stochastic_halves(a, b, random, LOWERED: tl.constexpr):
-    """Halves of the stochastic codes of two elements; a NaN gives any code. `random`: bytes in bits 0..7 and 16..23.
+    """Halves of the stochastic codes of two elements; the code of a NaN is unspecified.
 
-    A byte is added to the first eight of the nine fraction bits; the largest result is a code of 7. LOWERED: the
-    elements come times 2^-14 already.
+    `random`: bytes in bits 0..7 and 16..23, which are added to the upper eight of nine fraction bits. LOWERED: the
+    elements are already multiplied by 2^-14.
     """
     if not LOWERED:
         a, b = a * 2.0**-14, b * 2.0**-14
@@ -325,7 +325,7 @@ def stochastic_halves(a, b, random, LOWERED: tl.constexpr):
 
 @triton.jit
 def row_random(random, INDEX: tl.constexpr):
-    """Bytes of elements INDEX and INDEX + 1 (INDEX even) of a block whose Philox words are `random`."""
+    """Random bytes of elements INDEX (even) and INDEX + 1 of a block with these Philox words."""
     word = random[INDEX // 4].to(tl.int32, bitcast=True)
     if INDEX % 4 == 0:
         return choose_bytes(word, 0, 0x4140)
@@ -335,7 +335,7 @@ def row_random(random, INDEX: tl.constexpr):
 
 @triton.jit
 def column_random(low, high, INDEX: tl.constexpr):
-    """Bytes of element INDEX of two blocks whose Philox words are `low` and `high`."""
+    """Random bytes of element INDEX of two blocks with the Philox words `low` and `high`."""
     a, b = low[INDEX // 4].to(tl.int32, bitcast=True), high[INDEX // 4].to(tl.int32, bitcast=True)
     if INDEX % 4 < 2:
         both = choose_bytes(a, b, 0x5140)
@@ -349,7 +349,7 @@ def column_random(low, high, INDEX: tl.constexpr):
 
 @triton.jit
 def row_halves(block, words, factor, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr):
-    """Halves of the eight pairs of neighbours of ``block * factor``."""
+    """Halves of the eight pairs of neighbours in ``block * factor``."""
     halves = ()
     for i in tl.static_range(8):
         a, b = block[2 * i] * factor, block[2 * i + 1] * factor
@@ -362,7 +362,7 @@ def row_halves(block, words, factor, random, STOCHASTIC: tl.constexpr, LOWERED: 
 
 @triton.jit
 def column_halves(blocks, words, factors, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr):
-    """Halves of the sixteen rows of two neighbouring columns; of each its block, factor and Philox words."""
+    """Halves of the sixteen rows of two neighbouring columns; blocks, factors and Philox words are pairs."""
     halves = ()
     for i in tl.static_range(16):
         a, b = blocks[0][i] * factors[0], blocks[1][i] * factors[1]
@@ -378,7 +378,7 @@ def column_halves(blocks, words, factors, random, STOCHASTIC: tl.constexpr, LOWE
 
 @triton.jit
 def oct_of(even, odd, factor):
-    """An oct from the upper bytes of the halves of its even and of its odd elements; 0x77777777 in a NaN block."""
+    """Oct from the upper bytes of the halves of its even and its odd elements; 0x77777777 in a NaN block."""
     codes = (even & 0x07070707) | ((odd << 4) & 0x70707070)
     codes = codes | ((even >> 4) & 0x08080808) | (odd & -2139062144)  # 0x80808080
     return tl.where(factor != factor, 0x77777777, codes)
@@ -386,7 +386,7 @@ def oct_of(even, odd, factor):
 
 @triton.jit
 def row_oct(halves, factor, FIRST: tl.constexpr):
-    """The oct of the pairs FIRST .. FIRST + 3."""
+    """Oct of the pairs FIRST .. FIRST + 3."""
     a = choose_bytes(halves[FIRST], halves[FIRST + 1], 0x7531)
     b = choose_bytes(halves[FIRST + 2], halves[FIRST + 3], 0x7531)
     return oct_of(choose_bytes(a, b, 0x6420), choose_bytes(a, b, 0x7531), factor)
@@ -394,7 +394,7 @@ def row_oct(halves, factor, FIRST: tl.constexpr):
 
 @triton.jit
 def columns_oct(halves, factor_low, factor_high, FIRST: tl.constexpr):
-    """The octs of the rows FIRST .. FIRST + 7 of the first and of the second column."""
+    """Octs of the rows FIRST .. FIRST + 7 of the first and the second column."""
     a = choose_bytes(halves[FIRST], halves[FIRST + 2], 0x7531)
     b = choose_bytes(halves[FIRST + 4], halves[FIRST + 6], 0x7531)
     c = choose_bytes(halves[FIRST + 1], halves[FIRST + 3], 0x7531)
@@ -405,10 +405,10 @@ def columns_oct(halves, factor_low, factor_high, FIRST: tl.constexpr):
 
 @triton.jit
 def stochastic_oct(y, FIRST: tl.constexpr, random, bad, LOWERED: tl.constexpr):
-    """The oct of the stochastic codes of y[FIRST] .. y[FIRST + 7]; 0x77777777 where the block is `bad` (has a NaN).
+    """Oct of the stochastic codes of y[FIRST] .. y[FIRST + 7]; 0x77777777 in a `bad` block, which has a NaN.
 
-    Elements two apart share a word, so that one selection of bytes gathers the even ones and one the odd ones. Their
-    bytes hold a code from bit 1 on and the sign in bit 7.
+    Elements two apart share a word, so one selection of bytes gathers all even elements and one all odd elements. The
+    bytes hold the code from bit 1 on and the sign in bit 7.
     """
     a, b = random[FIRST // 4].to(tl.int32, bitcast=True), random[FIRST // 4 + 1].to(tl.int32, bitcast=True)
     h0 = stochastic_halves(y[FIRST], y[FIRST + 2], choose_bytes(a, 0, 0x4240), LOWERED)
@@ -427,7 +427,7 @@ def stochastic_oct(y, FIRST: tl.constexpr, random, bad, LOWERED: tl.constexpr):
 
 @triton.jit
 def stochastic_octs(block, factor, bad, random, LOWERED: tl.constexpr):
-    """Both octs of a block."""
+    """Both octs of a block, rounded stochastically."""
     y = ()
     for i in tl.static_range(16):
         y = y + (block[i] * factor,)
@@ -453,7 +453,7 @@ def integer_octs(block, factor, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def row_octs(block, words, factor, bad, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
-    """Both octs of ``block * factor``; `random`: the four Philox words of the block (uint32); `bad`: it has a NaN."""
+    """Both octs of ``block * factor``; `random`: four Philox words (uint32); `bad`: the block has a NaN."""
     if not HW:
         return integer_octs(block, factor, random, STOCHASTIC)
     elif STOCHASTIC:
@@ -466,7 +466,7 @@ def row_octs(block, words, factor, bad, random, STOCHASTIC: tl.constexpr, LOWERE
 
 @triton.jit
 def column_octs(blocks, words, factors, bad, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
-    """The octs of two neighbouring columns, two of each; `bad`: which of their blocks have a NaN."""
+    """Both octs of each of two neighbouring columns; `bad`: their blocks have a NaN."""
     if not HW:
         first = integer_octs(blocks[0], factors[0], random[0], STOCHASTIC)
         return first, integer_octs(blocks[1], factors[1], random[1], STOCHASTIC)
@@ -507,7 +507,7 @@ def integer_values(block, factor, value, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def value_word(halves, scales, STOCHASTIC: tl.constexpr):
-    """The values of two codes times two block scales, as a word of bfloat16 (exact: at most six significant bits)."""
+    """Values of two codes times two block scales as a word of bfloat16, exact with at most six significant bits."""
     SHIFT: tl.constexpr = 3 if STOCHASTIC else 2
     word = ((halves >> SHIFT) & 0x01C001C0) | (halves & -2147450880)  # the value times 2^-126
     return scale_word(scale_word(word, 0x7E807E80), scales)
@@ -534,7 +534,7 @@ def row_values(block, words, factor, value, random, STOCHASTIC: tl.constexpr, LO
 def column_values(
     blocks, words, factors, values, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr
 ):
-    """The same of two neighbouring columns: sixteen words of bfloat16, one per row."""
+    """``decode(code of block * factor) * value`` of two neighbouring columns: sixteen bfloat16 words, one per row."""
     out = ()
     if HW:
         words = sign_words(words, blocks[0], blocks[1])

@@ -1,12 +1,12 @@
-"""Maxima and sums over all programs of one launch, without waiting for each other.
+"""Reductions over all programs of a launch: maxima and sums, in which no program waits for another.
 
-Words of scratch memory, zero before and after a launch: what is merged, and a count of arrivals. A program offers what
-it found, arrives, goes on with its stores, and only in the end looks whether it was the last to arrive; the last one
-publishes what all have found and clears the words for the next launch of the same stream.
+Scratch memory holds the merged results and a counter of arrivals; all words are zero before and after a launch. Each
+program offers its result, increments the counter, and continues with its stores. The last program to arrive publishes
+the merged result and clears the words for the next launch on the stream.
 
-Compiled for Hopper (`HW`), one thread does all of that, so that no other waits. It fences only what it did offer: a
-maximum that the scratch memory already holds is not offered again, and after the first few programs hardly any is. A
-program that waited for its own stores here, or for the answer of its arrival, would keep the next one from starting.
+With `HW` one thread of a program does all of this, so the others do not wait. It skips an offer that is no larger than
+the maximum in scratch memory, and the fence with it; after the first few programs hardly any offers are left. No
+program waits for its own stores or for the result of its increment, which would delay the start of the next program.
 """
 
 import triton
@@ -22,7 +22,7 @@ RECORD = tl.constexpr(1)
 
 @triton.jit
 def peek(scratch_ptr, HW: tl.constexpr):
-    """The maximum offered so far (as far as one thread needs to know it): ask before the loads of the tile."""
+    """The maximum offered so far, in thread 0; called before the tile is loaded, to hide the latency."""
     if HW:
         PTX: tl.constexpr = (
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.b32 $0, 0; "
@@ -35,7 +35,7 @@ def peek(scratch_ptr, HW: tl.constexpr):
 
 @triton.jit
 def offer_maximum(bits, known, scratch_ptr, HW: tl.constexpr):
-    """Merge the bits of a magnitude into the first word."""
+    """Merge the bits of a magnitude into the first word, unless `known` is as large."""
     if HW:
         PTX: tl.constexpr = (
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $1, $2, p; "
@@ -66,7 +66,7 @@ def offer_count(count, scratch_ptr, HW: tl.constexpr):
 
 @triton.jit
 def arrive(count_ptr, HW: tl.constexpr):
-    """The programs that had arrived (as far as one thread needs to know it): after all offers, before the stores."""
+    """Number of programs that arrived before this one, in thread 0; called after all offers and before the stores."""
     if HW:
         PTX: tl.constexpr = (
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.b32 $0, -1; "
@@ -79,9 +79,7 @@ def arrive(count_ptr, HW: tl.constexpr):
 
 @triton.jit
 def publish_maximum(arrived, programs, out_ptr, scratch_ptr, WHAT: tl.constexpr, HW: tl.constexpr):
-    """The last of `programs` programs publishes the maximum. With RECORD, ``out = max(out, A)`` unless A is infinite
-    (docs/numerics.md 3.3).
-    """
+    """Let the last of `programs` programs store the maximum A; RECORD: ``out = max(out, A)`` unless A is infinite."""
     if HW:
         out, words = out_ptr.to(tl.int64), scratch_ptr.to(tl.int64)
         if WHAT == RECORD:
@@ -115,9 +113,7 @@ def publish_maximum(arrived, programs, out_ptr, scratch_ptr, WHAT: tl.constexpr,
 
 @triton.jit
 def publish_scaled_maximum(arrived, programs, out_ptr, scratch_ptr, scale, scale_ptr, scale2_ptr, HW: tl.constexpr):
-    """`publish_maximum` with RECORD, and the scale of a gradient at both addresses: NaN where the maximum is infinite
-    (docs/numerics.md 8.4).
-    """
+    """`publish_maximum` with RECORD; also stores a gradient's scale at two addresses, NaN for an infinite A."""
     if HW:
         out, words, at, also = (
             out_ptr.to(tl.int64), scratch_ptr.to(tl.int64), scale_ptr.to(tl.int64), scale2_ptr.to(tl.int64)
@@ -149,7 +145,7 @@ def publish_scaled_maximum(arrived, programs, out_ptr, scratch_ptr, scale, scale
 
 @triton.jit
 def publish_two(arrived, programs, out_ptr, scratch_ptr, HW: tl.constexpr):
-    """The last of `programs` programs publishes words 0 and 2: float32 maxima, or int64 counts."""
+    """Let the last of `programs` programs store words 0 and 2: two float32 maxima, or two int64 counts."""
     if HW:
         out, words = out_ptr.to(tl.int64), scratch_ptr.to(tl.int64)
         if out_ptr.dtype.element_ty == tl.int64:
