@@ -106,15 +106,15 @@ class DecodeCodes(NamedTuple):
 
 
 class DecodeCut(NamedTuple):
-    """Division of a product among programs of `gemm.decode`.
+    """Division of a product among the programs of `gemm.decode`.
 
     A program has ROW_WARPS times LENGTH_WARPS warps, each with TILES tiles of 16 rows of the weight and 8 * TOKENS rows
-    of x. STAGES: chunks (128 bytes of a row) that codes are loaded before their use; 0: they are copied through shared
-    memory, a chunk before. AHEAD: steps (8 elements of a lane) that x is. EVEN: the contraction is a whole number of
-    chunks for every warp. WIDE: the scales of a row are whole words without gaps. ORDERED: x comes as `decode_order`
-    writes it. GROUPED: a plan says which rows of x meet which expert's weight.
+    of x. STAGES: number of chunks (128 bytes of a row) by which codes are loaded ahead of their use; 0: they are copied
+    through shared memory, one chunk ahead. AHEAD: number of steps (8 elements of a lane) by which x is loaded ahead.
+    EVEN: K is a whole number of chunks for every warp. WIDE: the scales of a row are whole words without gaps. ORDERED:
+    x has the order of `decode_order`. GROUPED: a plan assigns the rows of x to the weights of experts.
 
-    DEPENDENT: its launches begin while the one before them ends, ask the L2 cache for codes, and then wait for it
+    DEPENDENT: a launch begins while the one before it ends, prefetches codes into the L2 cache, and then waits for it
     (programmatic dependent launch, Hopper and newer).
 
     SPLITS: 0, or `gemm.decode_wide` multiplies, and the contraction is cut into so many parts. A program of it has
@@ -122,9 +122,8 @@ class DecodeCut(NamedTuple):
     STAGES counts iterations, and EVEN means whole ones. LENGTH_WARPS and ORDERED say nothing. OVERLAPS: the next step
     is decoded while the products of one are under way; with an AHEAD of 1, and scales that are no blocks of float32.
 
-    WARPGROUPS: `gemm.warpgroups` multiplies, with codes through shared memory (STAGES of 0). A program of it has
-    ROW_WARPS warps with 16 rows each, and x comes ORDERED for it; AHEAD says nothing, and SPLITS what it says of
-    `gemm.decode_wide`.
+    WARPGROUPS: `gemm.warpgroups` multiplies, with codes through shared memory (STAGES = 0) and x ORDERED for it. A
+    program has ROW_WARPS warps with 16 rows each, and SPLITS is the number of parts of K. AHEAD is unused.
     """
 
     ROW_WARPS: int

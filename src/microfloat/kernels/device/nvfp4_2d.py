@@ -1,11 +1,11 @@
-"""NVFP4 casts of 16 x 16 tiles into both operands from one reading of the input, in the registers of those that read.
+"""NVFP4 casts with 16 x 16 scales into both operands, with one load and one encoding of each element.
 
-A tile has one scale, the same in either operand, so the codes of the column operand are those of the row operand,
-transposed (docs/numerics.md 2.4). A lane holds half a tile: 16 rows of 8 neighbouring elements, four words of two to a
-row. It encodes them once and turns its codes in registers, a row and a column at a time into 4 and 8 bytes. 8 lanes lie
-side by side and 4 below each other, so that a warp covers 64 x 64 elements and writes whole sectors of both operands.
+Both operands share the scale of a 16 x 16 tile, so the codes of the column operand are the transposed codes of the row
+operand (docs/numerics.md 2.4). A lane holds half a tile, 16 rows of 8 neighbouring elements, encodes them once, and
+transposes its codes in registers to 4 bytes of a row and 8 bytes of a column. A warp of 8 x 4 lanes covers 64 x 64
+elements and writes whole sectors of both operands.
 
-Legend of shapes: 8 lanes side by side, 4 below each other, N = BM / 64 x BN / 64 warps of a program, 4 words of a row.
+Shapes [8, 4, N, 4]: 8 lanes side by side, 4 below each other, N = BM / 64 x BN / 64 warps of a program, 4 words a row.
 """
 
 import triton
@@ -25,15 +25,16 @@ from microfloat.kernels.device.scales import FOUR_OVER_SIX_MAE, e4m3_scale
 from microfloat.kernels.device.squares import both_high, both_low, larger, largest, magnitudes
 from microfloat.kernels.device.tiles import load_pair
 
-SIDE = tl.constexpr(64)  # of what a warp covers
+SIDE = tl.constexpr(64)  # rows and columns that a warp covers
 UPPER = tl.constexpr(-252645136)  # 0xF0F0F0F0: the upper nibbles of bytes
 SIGNS = tl.constexpr(-2004318072)  # 0x88888888: the signs of an oct
 
 
 @triton.constexpr_function
 def codes_are_shared(row, column):
-    """True if the codes of both operands are the same: one rule for 16 x 16 tiles, codes rounded to the nearest and not
-    transformed. Under four over six sums of errors run along rows first, so that the operands may differ.
+    """True if both operands have the same codes: one nearest cast with 16 x 16 scales and no Hadamard transform.
+
+    Four over six sums errors along rows first, so there the operands may differ.
     """
     row, column = Nvfp4Cast(*row), Nvfp4Cast(*column)
     shared = {"OUTPUT": 0, "ALIGNED": False, "GRADIENT": False}
@@ -43,9 +44,7 @@ def codes_are_shared(row, column):
 
 @triton.constexpr_function
 def takes(row, column, kind, even, rows):
-    """True if a pass of `nvfp4` over bfloat16 words, `rows` of them to a program and no part of one (`even`), is one of
-    this module. `row`, `column`: its casts.
-    """
+    """True if this module serves the casts `row` and `column`: shared codes, bfloat16 words, whole tiles (`even`)."""
     if row is None or column is None or kind != WORDS_BF16 or not even or rows % 64 != 0:
         return False
     codes = all(Nvfp4Cast(*cast).OUTPUT == 0 for cast in (row, column))
@@ -57,7 +56,7 @@ def takes(row, column, kind, even, rows):
 
 @triton.jit
 def byte_of(a, b, INDEX: tl.constexpr):
-    """One of the eight bytes of (a, b)."""
+    """Byte INDEX of the eight bytes of (a, b)."""
     if INDEX < 4:
         return (a >> (8 * INDEX)) & 0xFF
     else:
@@ -66,7 +65,7 @@ def byte_of(a, b, INDEX: tl.constexpr):
 
 @triton.jit
 def bytes_of(a, b, SELECTOR: tl.constexpr, HW: tl.constexpr):
-    """Four of the eight bytes of (a, b), by the nibbles of the selector, the lowest first."""
+    """Four of the eight bytes of (a, b), chosen by the nibbles of SELECTOR, the lowest first."""
     if HW:
         return choose_bytes(a, b, SELECTOR)
     else:
@@ -78,7 +77,7 @@ def bytes_of(a, b, SELECTOR: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def merged(a, b, MASK: tl.constexpr, HW: tl.constexpr):
-    """The bits of `a` where MASK has ones, those of `b` elsewhere."""
+    """Bits of `a` where MASK is one, bits of `b` where it is zero."""
     if HW:
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [a, b, MASK], dtype=tl.int32, is_pure=True, pack=1
@@ -89,7 +88,7 @@ def merged(a, b, MASK: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def store_in_place(at, value, HW: tl.constexpr):
-    """Store int64 from the threads that hold them: Triton would gather neighbours in shared memory first."""
+    """Store int64 values directly from their threads; Triton would first gather neighbours through shared memory."""
     if HW:
         PTX: tl.constexpr = "st.global.b64 [$1], $2; mov.b32 $0, 0;"
         tl.inline_asm_elementwise(PTX, "=r,l,l", [at.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1)
@@ -102,7 +101,7 @@ def store_in_place(at, value, HW: tl.constexpr):
 
 @triton.jit
 def load_halves(x_tile, rows, cols, stride_r, stride_c, BM: tl.constexpr, BN: tl.constexpr):
-    """(first local row and word of every lane, sixteen tensors [8, 4, N, 4])."""
+    """First local row and word of every lane, and sixteen tensors [8, 4, N, 4] of words."""
     WC: tl.constexpr = BN // SIDE
     n = tl.arange(0, (BM // SIDE) * WC)[None, None, :, None]
     r = (n // WC) * SIDE + tl.arange(0, 4)[None, :, None, None] * 16
@@ -117,7 +116,7 @@ def load_halves(x_tile, rows, cols, stride_r, stride_c, BM: tl.constexpr, BN: tl
 
 @triton.jit
 def tile_amax(words, HW: tl.constexpr):
-    """Amax bits of tiles, [4, 4, N]."""
+    """Amax bits [4, 4, N] of the 16 x 16 tiles."""
     N: tl.constexpr = words[0].shape[2]
     top = magnitudes(words[0], HW)
     for p in tl.static_range(1, 16):
@@ -132,18 +131,18 @@ def tile_amax(words, HW: tl.constexpr):
 
 @triton.jit
 def in_lanes(x):
-    """[4, 4, N] of tiles -> [8, 4, N, 1] of the lanes that hold them."""
+    """One value per tile [4, 4, N] -> one per lane [8, 4, N, 1]."""
     N: tl.constexpr = x.shape[2]
     return tl.reshape(tl.broadcast_to(x[:, None], [4, 2, 4, N]), [8, 4, N])[:, :, :, None]
 
 
 @triton.jit
 def encoding(factor, value, decode, bad, HW: tl.constexpr):
-    """The arguments of `magnitude_codes` for a tile: (largest word, factor, three units).
+    """Constants of `magnitude_codes` for a tile: (largest word, factor, three units).
 
-    Hardware forms: magnitudes are clamped to 6 scales, rounded down to bfloat16. What is larger than that has the code
-    7, with the clamp and without, and no product reaches 7, where the rounding of `code_bits` would go wrong. In a tile
-    with a NaN only the units count, which are 7 larger there.
+    The hardware form clamps magnitudes to 6 scales, rounded down to bfloat16. Clamped or not, a larger element has the
+    code 7, and no product reaches 7, where `code_bits` would round wrongly. In a tile with a NaN the factor is 0 and
+    the units, which are 7 larger, give the code.
     """
     if HW:
         # A factor is below 2^128: 6 / factor is normal, also where the scale is 0.
@@ -164,7 +163,7 @@ def code_bits(y, units):
 
 @triton.jit
 def magnitude_codes(word, code, HW: tl.constexpr):
-    """The codes of |word| in both halves; `code`: `encoding`."""
+    """Codes of |word| in both halves; `code` is the result of `encoding`."""
     most, factor, units = code
     if HW:
         word = tl.inline_asm_elementwise(  # the smaller magnitude (NaN loses), the sign of the word
@@ -180,7 +179,7 @@ def magnitude_codes(word, code, HW: tl.constexpr):
 
 @triton.jit
 def quads(a, b, c, d, code, signs, HW: tl.constexpr):
-    """Codes of words of four rows: a half for each of their two columns, the first row in the lowest nibble."""
+    """Codes of words of four rows: one half per column, with the first row in the lowest nibble."""
     codes = magnitude_codes(a, code, HW) + (magnitude_codes(b, code, HW) << 4)
     codes += (magnitude_codes(c, code, HW) << 8) + (magnitude_codes(d, code, HW) << 12)
     first, second = bytes_of(a, c, 0x7351, HW), bytes_of(b, d, 0x7351, HW)
@@ -189,7 +188,7 @@ def quads(a, b, c, d, code, signs, HW: tl.constexpr):
 
 @triton.jit
 def row_octs(codes, HW: tl.constexpr):
-    """[8, 4, N, 4] quads -> octs of four rows, [8, 4, N] each."""
+    """Octs of four rows, each [8, 4, N], from quads [8, 4, N, 4]."""
     N: tl.constexpr = codes.shape[2]
     even, odd = tl.split(tl.reshape(codes, [8, 4, N, 2, 2]))
     first, third = tl.split(even)
@@ -210,7 +209,7 @@ def both_octs(first, second):
 
 @triton.jit
 def store_columns(codes, out_tile, r, w, R, HW: tl.constexpr):
-    """Store the codes of every lane's columns, from four tensors of quads: 8 bytes each."""
+    """Store the column operand from four tensors of quads, 8 bytes of each column of a lane."""
     c = (w + tl.arange(0, 4)[None, None, None, :]) * 2
     at = out_tile.to(tl.pointer_type(tl.int64)) + (c * (R // 16) + r // 16)
     even = both_octs(both_low(codes[0], codes[1], HW), both_low(codes[2], codes[3], HW))
@@ -221,7 +220,7 @@ def store_columns(codes, out_tile, r, w, R, HW: tl.constexpr):
 
 @triton.jit
 def store_scales(stored, row_scale, column_scale, row0, col0, R, C, BM: tl.constexpr, BN: tl.constexpr):
-    """Store the scales of tiles, [4, 4, N], in either order."""
+    """Store the scales [4, 4, N] of tiles in the order of both operands."""
     WC: tl.constexpr = BN // SIDE
     n = tl.arange(0, (BM // SIDE) * WC)[None, None, :]
     i = row0 // 16 + (n // WC) * 4 + tl.arange(0, 4)[None, :, None]
@@ -235,7 +234,7 @@ def cast_tiles(
     halves, level, row_tile, row_scale, column_tile, column_scale, bounds, CAST: tl.constexpr, HW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Both operands of tiles (`load_halves`) under the first `level` of their scales; bounds as in `tiles`."""
+    """Cast the tiles of `load_halves` into both operands, under the first-level scale `level`."""
     r, w, words = halves
     R, C, row0, col0 = bounds
     amax = tile_amax(words, HW)

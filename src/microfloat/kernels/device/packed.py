@@ -1,8 +1,8 @@
-"""Two elements in one instruction: casts with power-of-two scales on words of two bfloat16 (hardware forms only).
+"""Arithmetic on words of two bfloat16 or float16 elements, for casts with power-of-two scales (hardware forms only).
 
-A bfloat16 times a power of two is exact unless it falls below 2^-126, where every element format rounds to zero anyway.
-So MX casts of bfloat16 inputs need no float32: products, roundings and comparisons run on both halves of a word at
-once. All arithmetic is `fma.rn`, which compute capability 8.0 has; -0.0 as addend keeps the sign of a zero product.
+A bfloat16 times a power of two is exact unless the product is below 2^-126, where every element format rounds to zero.
+So MX casts of bfloat16 inputs multiply, round and compare both halves of a word at once, without float32. All
+arithmetic is `fma.rn` (compute capability 8.0 and newer); adding -0.0 keeps the sign of a zero product.
 """
 
 import triton
@@ -13,7 +13,7 @@ from microfloat.kernels.device.convert import WORDS_BF16, bits_of, cvt_pair, cvt
 
 @triton.jit
 def fma_bf16x2(a, b, c):
-    """Halfwise f(a * b + c), rounded once."""
+    """Halfwise a * b + c, rounded once."""
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -39,9 +39,9 @@ def scale_word(word, factors):
 
 @triton.jit
 def e2m1_codes(y):
-    """Halfwise nearest-even E2M1 codes of |y| in bits 0..7 of each half, NaN as 7.
+    """Halfwise nearest-even E2M1 codes of |y| in bits 0..7 of each half; NaN gives 7.
 
-    ``min(2v, v + 2, v / 2 + 4)`` as in `fp4.rounded_code`, with 128 added in the operation that rounds.
+    ``min(2v, v + 2, v / 2 + 4)`` as in `fp4.rounded_code`; adding 128 in the same operation rounds.
     """
     v = y & 0x7FFF7FFF
     a = fma_bf16x2(v, 0x40004000, 0x43004300)  # 2 v + 128
@@ -52,7 +52,7 @@ def e2m1_codes(y):
 
 @triton.jit
 def pack_e2m1_rows(t, y):
-    """Four words of a row -> four bytes of two codes each, with the signs of y (the last axis is packed by fours)."""
+    """Bytes of two codes each from words t of codes and y of signs, four words of a row at once."""
     PTX: tl.constexpr = (
         "{ .reg .b32 a, b, l, h; "
         "prmt.b32 a, $1, $2, 0x6420; prmt.b32 b, $3, $4, 0x6420; "
@@ -66,7 +66,7 @@ def pack_e2m1_rows(t, y):
 
 @triton.jit
 def pack_e2m1_columns(t0, t1, t2, t3, y0, y1, y2, y3):
-    """Words of four rows -> int16 of four codes for the first and for the second column."""
+    """int16 of four codes for the first and the second column, from words of four rows."""
     PTX: tl.constexpr = (
         "{ .reg .b32 a, b; "
         "prmt.b32 a, $1, $3, 0x6420; prmt.b32 b, $2, $4, 0x6420; shl.b32 b, b, 4; or.b32 $0, a, b; "
@@ -82,7 +82,7 @@ def pack_e2m1_columns(t0, t1, t2, t3, y0, y1, y2, y3):
 
 @triton.jit
 def small_codes(y, MB: tl.constexpr, BIAS: tl.constexpr):
-    """Halfwise nearest-even codes of 6-bit elements with their signs, in bits 0..7 of each half, NaN as the largest."""
+    """Halfwise nearest-even codes of 6-bit elements with signs, in bits 0..7 of each half; NaN gives the largest."""
     # bfloat16 patterns of max, of the smallest normal number, and of what makes a binade the unit of addition.
     MAX: tl.constexpr = ((128 + BIAS) << 7) + (((1 << MB) - 1) << (7 - MB))
     NORMAL: tl.constexpr = (128 - BIAS) << 7
@@ -100,7 +100,7 @@ def small_codes(y, MB: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def pack_bytes_rows(t):
-    """Bytes 0 and 2 of a word -> int16 (the last axis is packed by twos)."""
+    """int16 of bytes 0 and 2 of a word, two words of a row at once."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [t], dtype=tl.int16, is_pure=True, pack=2
     )
@@ -108,7 +108,7 @@ def pack_bytes_rows(t):
 
 @triton.jit
 def pack_bytes_columns(t0, t1, t2, t3):
-    """Bytes 0 (and 2) of the words of four rows -> int32 of the first (and of the second) column."""
+    """int32 of four codes for the first and the second column: bytes 0 and 2 of the words of four rows."""
     a = t0 | (t1 << 8)
     b = t2 | (t3 << 8)
     low = tl.inline_asm_elementwise(
@@ -156,10 +156,10 @@ def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def fold_pair(low, high, shift):
-    """Two floats -> E4M3 -> shifted by ``2^d`` -> E4M3: (codes, lossy halves as 1.0 in float16).
+    """E4M3 codes of two floats, shifted by ``2^d`` and encoded again; 1.0 in the float16 half of each lossy element.
 
-    `shift`: words of two float16 ``2^(6 + d)``, -20 <= d <= 0, or NaN. An E4M3 value times that is exact in float16, so
-    a shifted value is no multiple of E4M3's smallest step exactly where adding and subtracting 192 changes it.
+    `shift`: words of two float16 ``2^(6 + d)``, -20 <= d <= 0, or NaN. An E4M3 value times this is exact in float16. It
+    is no multiple of E4M3's smallest step exactly where adding and subtracting 192 changes it.
     """
     PTX: tl.constexpr = (
         "{ .reg .b16 p; .reg .b32 h, u, t, n; cvt.rn.satfinite.e4m3x2.f32 p, $3, $2; cvt.rn.f16x2.e4m3x2 h, p; "
@@ -180,7 +180,7 @@ def add_f16x2(a, b):
 
 @triton.jit
 def shift_word(byte, exponent, largest):
-    """``2^(6 + byte - Eg)`` twice, as float16, not below 2^-14; NaN in a NaN group."""
+    """Word of ``2^(6 + byte - Eg)`` in float16, twice, at least 2^-14; NaN in a NaN group."""
     field = tl.maximum(byte - exponent, -20) + 21
     half = tl.where(largest == 255, 0x7E00, field << 10)
     return half | (half << 16)

@@ -1,9 +1,9 @@
-"""Sources of the values of a cast: memory, or a norm, activation or activation gradient computed on the way.
+"""Values of a cast: loaded from memory, or computed from loads by a norm, an activation or an activation gradient.
 
-Inputs are a `tiles.Source`. For a norm, y is the pair (shift, scale) of pointers at the tile's first row, and z the
-pair (weight, bias) at its first column; RMS_NORM reads neither shift nor bias. What PRODUCER does with them is rounded
-to the dtype of the input before anything else sees it, as the unfused graph would do (docs/numerics.md, section 6).
-Exponentials are the hardware's: activations are in the tolerance class.
+PRODUCER selects the computation, F the activation f. Inputs are a `tiles.Source`. For a norm, y is the pair (shift,
+scale) of pointers at the tile's first row, and z the pair (weight, bias) at its first column; RMS_NORM reads neither
+shift nor bias. Results are rounded to the dtype of the input, as an unfused operation would round them
+(docs/numerics.md, section 6). Exponentials are those of the hardware, so activations have a tolerance.
 
 | PRODUCER | value | inputs |
 |---|---|---|
@@ -55,7 +55,7 @@ def sigmoid(x, HW: tl.constexpr):
 
 @triton.jit
 def activate(x, F: tl.constexpr, HW: tl.constexpr):
-    """f(x)."""
+    """The activation f(x)."""
     if F == SILU:
         return x * sigmoid(x, HW)
     elif F == GELU_TANH:
@@ -76,7 +76,7 @@ def activate(x, F: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def activate_gradient(x, F: tl.constexpr, HW: tl.constexpr):
-    """f'(x)."""
+    """The derivative f'(x) of the activation."""
     if F == SILU:
         s = sigmoid(x, HW)
         return s * (1.0 + x * (1.0 - s))
@@ -99,7 +99,7 @@ def activate_gradient(x, F: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def rounded(low, high, OUT: tl.constexpr, HW: tl.constexpr):
-    """Two float32 tensors rounded to the dtype OUT: (word or the first again, first, second)."""
+    """Two float32 tensors rounded to the dtype OUT: (word of bfloat16, or the first tensor; first; second)."""
     if tl.bfloat16 == OUT:
         word = bf16_word(low, high, HW)
         return word, low_half(word, WORDS_BF16), high_half(word, WORDS_BF16)
@@ -115,7 +115,7 @@ def parameters(
     pointers, r, w, cols, OUT: tl.constexpr, PRODUCER: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Weights and (LAYER_NORM) biases of the two columns of words, in the layout of the values."""
+    """Weights, and biases of LAYER_NORM, of both columns of words, in the layout of the values."""
     weight, bias = pointers
     WKIND: tl.constexpr = KIND if weight.dtype.element_ty == OUT else ELEMENTWISE
     _w, w_low, w_high = load_pair(weight, r * 0, w, 1, cols, 0, 1, WKIND, EVEN, ALIGN)
@@ -127,7 +127,7 @@ def parameters(
 
 @triton.jit
 def normalized(values, statistics, weights, inside, OUT: tl.constexpr, PRODUCER: tl.constexpr, HW: tl.constexpr):
-    """The norm of `values` (of `produce_pair`); `statistics`: (shift, scale) of their rows, `weights`: `parameters`."""
+    """Normalized `values`, with (shift, scale) of their rows in `statistics` and the result of `parameters`."""
     _raw, low, high = values
     shift, scale = statistics
     w_low, w_high, b_low, b_high = weights
@@ -141,7 +141,7 @@ def normalized(values, statistics, weights, inside, OUT: tl.constexpr, PRODUCER:
 
 @triton.jit
 def row_statistics(pointers, r, rows, PRODUCER: tl.constexpr, EVEN: tl.constexpr):
-    """(shift, scale) of rows, zeros beyond the last; of RMS_NORM the scale twice."""
+    """Shift and scale of rows, zero beyond the last row; RMS_NORM returns the scale twice."""
     shift_ptr, scale_ptr = pointers
     if EVEN:
         scale = tl.load(scale_ptr + r)
@@ -163,7 +163,7 @@ def produce_pair(
 ):  # fmt: skip
     """Values (r, 2w) and (r, 2w + 1) of a tile: (raw, first, second), zeros outside `rows` x `cols`.
 
-    `raw` is a word of bfloat16 for bfloat16 inputs, and what `load_pair` gives for plain loads.
+    `raw` is a word of bfloat16 for bfloat16 inputs; for LOAD it is that of `load_pair`.
     """
     x_tile, y_tile, z_tile, stride_r, stride_c = source
     raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
@@ -192,7 +192,7 @@ def produce_gradients(
     source, r, w, rows, cols, F: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
     HW: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of gate and of up, each as `produce_pair` gives values, from one reading of the inputs."""
+    """Gradients of gate and up, each (raw, first, second) as from `produce_pair`, from one load of the inputs."""
     x_tile, y_tile, z_tile, stride_r, stride_c = source
     OUT: tl.constexpr = x_tile.dtype.element_ty
     _x, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
@@ -209,7 +209,7 @@ def produce_rows(
     source, r, w, rows, cols, COUNT: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, ALIGN: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """Values as of `produce_pair` for rows r, r + 1, ..., COUNT of them; of GATE_GRADIENTS those of gate and of up."""
+    """Values (`produce_pair`) of the COUNT rows r, r + 1, ...; for GATE_GRADIENTS those of gate and those of up."""
     if PRODUCER == GATE_GRADIENTS:
         gate, up = (), ()
         for p in tl.static_range(COUNT):

@@ -1,7 +1,7 @@
-"""Random bytes of stochastic rounding: a function of (seed, stream, batch, row, column), never of threads.
+"""Random bytes of stochastic rounding: a function of (seed, stream, batch, row, column), independent of threads.
 
-One Philox4x32-10 call serves the 16 elements of a row that share ``column // 16``: their bytes, little-endian, are its
-four words. Rows and columns are those of the operand form (docs/numerics.md 5.3).
+One Philox4x32-10 call gives the bytes of the 16 elements of a row that share ``column // 16``: its four words, byte by
+byte, little-endian. Rows and columns are those of the operand (docs/numerics.md 5.3).
 """
 
 import triton
@@ -18,10 +18,10 @@ def load_seed(seed_ptr):
 
 @triton.jit
 def zero_like(data, HW: tl.constexpr):
-    """Zeros (int32) that Triton cannot tell from a function of `data`, so that they live where `data` lives.
+    """Zeros (int32) that depend on `data` in Triton's eyes, and so have its layout.
 
-    Counters made from them make the generator run in the lanes that use its bytes; made from plain index ranges it runs
-    in a layout of Triton's choice, and every byte travels through shared memory.
+    Random counters that are made from them are computed in the lanes that use the bytes. Made from plain index ranges,
+    they have a layout of Triton's choice, and every byte passes through shared memory.
     """
     if HW:
         return tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [data], dtype=tl.int32, is_pure=True, pack=1)
@@ -31,7 +31,7 @@ def zero_like(data, HW: tl.constexpr):
 
 @triton.jit
 def zero_again(data, HW: tl.constexpr):
-    """A zero (int32) made anew wherever it is asked for, so that what depends on it is not moved out of a loop."""
+    """A zero (int32) that the compiler does not move out of a loop, nor expressions that use it."""
     if HW:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, 0;", "=r,r", [data.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
@@ -42,7 +42,7 @@ def zero_again(data, HW: tl.constexpr):
 
 @triton.jit
 def philox_round(c0, c1, c2, c3, k0, k1):
-    """One round of Philox4x32: two 64-bit products, where Triton's own takes four multiplications."""
+    """One round of Philox4x32 by two 64-bit products; Triton's own takes four multiplications."""
     PTX: tl.constexpr = (
         "{ .reg .b64 p, q; .reg .b32 a, b; mul.wide.u32 p, $4, 0xD2511F53; mul.wide.u32 q, $6, 0xCD9E8D57; "
         "mov.b64 {$3, a}, p; mov.b64 {$1, b}, q; xor.b32 b, b, $5; xor.b32 $0, b, $8; xor.b32 a, a, $7; "
@@ -60,7 +60,7 @@ def philox_round(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def block_words(seed, row, block, stream, batch, HW: tl.constexpr = False):
-    """The four words (uint32) of block ``column // 16`` of a row; `row` and `block` broadcast against each other."""
+    """The four random words (uint32) of a block ``column // 16`` of a row; `row` and `block` broadcast."""
     row, block = row.to(tl.int32), block.to(tl.int32)  # counters are words, also where offsets are wider
     zero = tl.zeros_like(row + block)
     if HW:
@@ -85,7 +85,7 @@ def block_words(seed, row, block, stream, batch, HW: tl.constexpr = False):
 
 @triton.jit
 def pair_bytes(seed, row, word_column, stream, batch):
-    """For elements 2 * word_column and 2 * word_column + 1 of a row: their bytes in bits 0..7 and 8..15 (int32)."""
+    """Random bytes of elements 2 * word_column and 2 * word_column + 1 of a row, in bits 0..7 and 8..15 (int32)."""
     w0, w1, w2, w3 = block_words(seed, row, word_column >> 3, stream, batch)
     place = word_column & 7
     word = tl.where(place < 4, tl.where(place < 2, w0, w1), tl.where(place < 6, w2, w3))
@@ -94,7 +94,7 @@ def pair_bytes(seed, row, word_column, stream, batch):
 
 @triton.jit
 def lane_pairs(seed, row, block, stream, batch, T: tl.constexpr, BM: tl.constexpr):
-    """Like `pair_bytes` for lanes that own whole blocks of 16: [T, BM, 2, 4] for `block` [T, 1] and `row` [1, BM]."""
+    """`pair_bytes` of lanes that hold whole blocks of 16: [T, BM, 2, 4] for `block` [T, 1] and `row` [1, BM]."""
     w0, w1, w2, w3 = block_words(seed, row, block, stream, batch)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.int32, bitcast=True)
     return tl.reshape(tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF), [T, BM, 2, 4])
@@ -102,9 +102,9 @@ def lane_pairs(seed, row, block, stream, batch, T: tl.constexpr, BM: tl.constexp
 
 @triton.jit
 def column_quads(seed, row, first_block, stream, batch, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, W: tl.constexpr):
-    """Bytes for [GROUPS, 4 * BLOCKS, W] quads: quad q of a group is elements 4q .. 4q+3 from block `first_block` on.
+    """Random bytes (int32) of quads [GROUPS, 4 * BLOCKS, W]; quad q is elements 4q .. 4q + 3 from `first_block` on.
 
-    `row` [1, 1, W] and `first_block` [GROUPS, 1, 1] (int32) index the operand form; the result is int32.
+    `row` [1, 1, W] and `first_block` [GROUPS, 1, 1] (int32) are indices of the operand.
     """
     block = first_block + tl.arange(0, BLOCKS)[None, :, None]
     w0, w1, w2, w3 = block_words(seed, row, block, stream, batch)
@@ -114,7 +114,7 @@ def column_quads(seed, row, first_block, stream, batch, BLOCKS: tl.constexpr, GR
 
 @triton.jit
 def column_bytes(seed, row, quad, stream, batch):
-    """Bytes of elements 4 * quad .. 4 * quad + 3 of a row of the operand, the first in bits 0..7 (int32)."""
+    """Random bytes (int32) of elements 4 * quad .. 4 * quad + 3 of a row of the operand, the first in bits 0..7."""
     w0, w1, w2, w3 = block_words(seed, row, quad >> 2, stream, batch)
     place = (quad & 3) + tl.zeros_like(row)
     word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
@@ -123,7 +123,7 @@ def column_bytes(seed, row, quad, stream, batch):
 
 @triton.jit
 def split_words(draw_ptr, words_ptr):
-    """64 random bits, int64, as a call seed: int64[2], both words below 2^32, low first."""
+    """Store 64 random bits (int64) as a call seed: int64[2] of two 32-bit words, low first."""
     draw = tl.load(draw_ptr)
     tl.store(words_ptr, draw & 0xFFFFFFFF)
     tl.store(words_ptr + 1, (draw >> 32) & 0xFFFFFFFF)

@@ -1,8 +1,7 @@
-"""From the amax of a block to its stored scale and encode factor (docs/numerics.md, section 2).
+"""Stored scale and encode factor of a block from its amax (docs/numerics.md, section 2).
 
-An amax travels as the bits of |x| (int32): as integers they order like magnitudes, and NaN is the largest. Every
-function returns ``(stored, factor)``: what is written for the block, and the float32 that its elements are multiplied
-by.
+An amax is passed as the bits of |x| (int32), which order like magnitudes; NaN is the largest. Functions return
+``(stored, factor)``: the scale to write, and the float32 by which elements are multiplied.
 """
 
 from typing import NamedTuple
@@ -19,9 +18,9 @@ FP32 = tl.constexpr(1)
 
 @triton.jit
 def e8m0_scale(amax_bits, BIAS: tl.constexpr, THRESHOLD: tl.constexpr):
-    """MX: the byte ``E - emax + (M >= threshold)`` and ``2^(127 - byte)``; 255 and NaN for a NaN or Inf in the block.
+    """MX scale: byte ``E - emax + (M >= threshold)`` and factor ``2^(127 - byte)``; 255 and NaN for a NaN or Inf.
 
-    Adding 2^23 - threshold to the bits carries into the exponent exactly where the mantissa reaches the threshold.
+    Adding 2^23 - threshold to the bits carries into the exponent exactly if the mantissa reaches the threshold.
     """
     EMAX: tl.constexpr = BIAS + (0 if BIAS == 15 else 1)
     bad = amax_bits >= 0x7F800000
@@ -33,7 +32,7 @@ def e8m0_scale(amax_bits, BIAS: tl.constexpr, THRESHOLD: tl.constexpr):
 
 @triton.jit
 def unless_infinite(scale, amax, GRADIENT: tl.constexpr):
-    """The scale that a product is handed: of a gradient NaN where the amax is infinite, so that overflow shows."""
+    """Scale for a product: that of a GRADIENT is NaN where the amax is infinite, so that overflow shows."""
     if GRADIENT:
         return tl.where(amax == float("inf"), float("nan"), scale)
     else:
@@ -42,11 +41,10 @@ def unless_infinite(scale, amax, GRADIENT: tl.constexpr):
 
 @triton.jit
 def fp32_scale(amax_bits, epsilon, CAST: tl.constexpr):
-    """FP32 scales: ``s = f32(max / A)``, stored ``f32(1 / s)``; A = 0 and A = Inf give 1. NaN is already dropped.
-    Of a gradient NaN is stored for A = Inf (docs/numerics.md 8.4).
+    """FP32 scale: factor ``s = f32(max / A)``, stored ``f32(1 / s)``; A = 0 and A = Inf give 1, and A is never NaN.
 
-    Under RULE 1 s is rounded down to a power of two, which needs no division: max is 1.75 * 2^emax, and
-    ``f32(1.75 / m) < 1`` exactly where the mantissa of A is above 1.75.
+    A gradient stores NaN for A = Inf (docs/numerics.md 8.4). Under RULE 1 s is rounded down to a power of two without a
+    division: max is 1.75 * 2^emax, and ``f32(1.75 / m) < 1`` exactly where the mantissa of A is above 1.75.
     """
     MAX: tl.constexpr = 448.0 if CAST.MB == 3 else 57344.0
     amax = tl.maximum(float_of(amax_bits), epsilon)
@@ -63,7 +61,7 @@ def fp32_scale(amax_bits, epsilon, CAST: tl.constexpr):
         return unless_infinite(tl.div_rn(1.0, factor), amax, CAST.GRADIENT), factor
 
 
-# Ways from an NVFP4 block amax to a scale, as constants of a compiled kernel.
+# Rules for the block scales of NVFP4, as constants of a compiled kernel.
 TWO_LEVEL = tl.constexpr(0)  # a * f32(S * inverse_six)
 TWO_LEVEL_DIVIDED = tl.constexpr(1)  # f32(a / 6) / tensor_scale, at least 2^-6
 ONE_LEVEL = tl.constexpr(2)  # a / 6, at least 2^-6; no tensor scale
@@ -82,7 +80,7 @@ def reciprocal(x, HW: tl.constexpr):
 
 @triton.jit
 def reciprocal_of_normal(x):
-    """f32(1 / x), correctly rounded, of 2^-126 <= x < 2^126; NaN of 0."""
+    """f32(1 / x), correctly rounded, for 2^-126 <= x < 2^126; NaN for 0."""
     PTX: tl.constexpr = (
         "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000; "
         "fma.rn.f32 $0, r, e, r; }"
@@ -91,7 +89,7 @@ def reciprocal_of_normal(x):
 
 
 class Level(NamedTuple):
-    """NVFP4's first level: the amax A as used, S = CAPACITY / A, f32(1 / S), A / CAPACITY, and what is stored of it."""
+    """First-level scale of NVFP4: the clamped amax A, S = CAPACITY / A, f32(1 / S), A / CAPACITY, the stored scale."""
 
     amax: tl.tensor
     encode: tl.tensor
@@ -102,7 +100,7 @@ class Level(NamedTuple):
 
 @triton.jit
 def tensor_level(amax, CAST: tl.constexpr):
-    """The first level from the tensor (or row) amax."""
+    """First-level scale from the amax of a tensor or row."""
     CAPACITY: tl.constexpr = CAST.CAPACITY
     CLAMP: tl.constexpr = (2688.0 if CAST.RULE < 3 else CAPACITY) * 2.0**-117
     plain = (amax == 0.0) | (amax == float("inf"))
@@ -115,8 +113,9 @@ def tensor_level(amax, CAST: tl.constexpr):
 
 @triton.jit
 def e4m3_factor(stored, decode_level, LOWERED: tl.constexpr, HW: tl.constexpr):
-    """``min(f32(1 / f32(dec(sb) * Sd)), FMAX)`` and dec(sb). LOWERED: the factor times 2^-14, where A is at most 2^110,
-    so that neither it nor what it is the reciprocal of is subnormal or infinite.
+    """Encode factor ``min(f32(1 / f32(dec(sb) * Sd)), FMAX)`` and dec(sb).
+
+    LOWERED: the factor times 2^-14. A is at most 2^110 then, so the factor and its reciprocal are normal.
     """
     value = float_of(stored << 20) * 2.0**120
     if LOWERED:
@@ -128,9 +127,10 @@ def e4m3_factor(stored, decode_level, LOWERED: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def e4m3_scale(amax_bits, level, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
-    """NVFP4's second level: (stored byte, encode factor, dec(byte)); a NaN in the block makes 0x7F and NaN of them, but
-    for a LOWERED factor (`e4m3_factor`), which it leaves as it comes. An infinity in that of a GRADIENT makes 0x7F of
-    the byte where there is no first level to tell of it.
+    """Block scale of NVFP4: stored byte, encode factor and dec(byte).
+
+    A block with a NaN gives 0x7F and NaN, except that a LOWERED factor is unspecified. The byte of a GRADIENT without a
+    first level is also 0x7F for a block with an infinity.
     """
     RULE: tl.constexpr = CAST.RULE
     a = float_of(amax_bits)

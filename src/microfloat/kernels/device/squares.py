@@ -1,14 +1,13 @@
-"""MX casts of whole tiles into both operands from one reading of the input, in the registers of the threads that read.
+"""MX casts of whole tiles into both operands, with one load of each element (`takes`; `blocks` and `fold` do the rest).
 
-A lane holds a *square*: 8 rows of 8 neighbouring elements, four words of two to a row. 8 lanes lie side by side and 4
-below each other, so that a warp covers blocks along rows and along columns, 32 x 64 elements. Both amaxes come from the
-same registers, and codes of four rows are packed to one int32 where they are; only these pass through shared memory,
-once, so that whole lines of the column operand are written.
+A lane holds a *square* of 8 rows of 8 neighbouring elements, as four words of two elements in each row. A warp of 8 x 4
+lanes covers 32 x 64 elements, and with them whole blocks along rows and along columns. Both kinds of amax come from the
+same registers. Codes of four rows are packed into one int32 in registers; only these words pass through shared memory,
+once, so that the column operand is written in whole lines.
 
-Magnitudes, amaxes and factors travel two to a word, as the bits of bfloat16: of two neighbouring columns, or of two
-neighbouring rows. `takes` says which casts this serves; `blocks` and `fold` serve the others.
+Magnitudes, amaxes and factors are stored two to a word as bfloat16 bits, for two neighbouring columns or rows.
 
-Legend of shapes: 8 lanes side by side, 4 below each other, N = BM / 32 x BN / 64 warps of a program, 4 words of a row.
+Shapes [8, 4, N, 4]: 8 lanes side by side, 4 below each other, N = BM / 32 x BN / 64 warps of a program, 4 words a row.
 """
 
 import triton
@@ -33,10 +32,7 @@ from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, scale_offset
 
 @triton.constexpr_function
 def takes(row, column, kind, even):
-    """True if a pass of `blocks` over bfloat16 words in whole tiles (`even`) is one of squares.
-
-    `row`, `column`: its casts. MX blocks of 32 along either axis, rounded to the nearest code, one byte to a code.
-    """
+    """True if this module serves the casts `row` and `column`: nearest MX codes of a byte, whole tiles of bfloat16."""
     if row is None or column is None or kind != WORDS_BF16 or not even:
         return False
     for cast in (BlockCast(*row), BlockCast(*column)):
@@ -76,7 +72,7 @@ def largest(words, AXIS: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def magnitudes(word, HW: tl.constexpr):
-    """|.| of both halves."""
+    """Halfwise magnitude of a word of bfloat16."""
     if HW:
         return packed_abs(word, WORDS_BF16)
     else:
@@ -107,11 +103,12 @@ def both_high(a, b, HW: tl.constexpr):
 
 @triton.jit
 def block_factors(amax, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, HW: tl.constexpr):
-    """Halfwise ``2^(127 - byte)`` of E8M0 scales as bfloat16, by the rule of `scales.e8m0_scale`; NaN (0x7FFF) for a
-    NaN or Inf in the block.
+    """Halfwise encode factors ``2^(127 - byte)`` as bfloat16, by the rule of `scales.e8m0_scale`.
+
+    0x7FFF, a NaN, for a block with a NaN or Inf.
     """
     EMAX: tl.constexpr = BIAS + (0 if BIAS == 15 else 1)
-    # The largest amax whose byte is 0, plus what carries into the exponent where the mantissa reaches the threshold.
+    # The largest amax with byte 0, minus the amount that carries into the exponent at the threshold of the mantissa.
     LEAST: tl.constexpr = ((EMAX << 7) - (0x80 - ((THRESHOLD + 0xFFFF) >> 16))) * 65537
     amax = larger(amax, LEAST, HW)
     factors = 0x7F007F00 - ((amax - LEAST) & 0x7F807F80)
@@ -125,7 +122,7 @@ def block_factors(amax, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, HW: tl.cons
 
 @triton.jit
 def stored_bytes(factors):
-    """The bytes of scales in bits 0..7 and 16..23, from their factors: 255 for NaN."""
+    """Scale bytes in bits 0..7 and 16..23 from encode factors; 255 for NaN."""
     return ((-8388737 - factors) >> 7) & 0x00FF00FF  # halfwise (0xFF7F - factor) >> 7, that is 254 - exponent
 
 
@@ -144,7 +141,7 @@ def square_places(BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def load_squares(source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
-    """A tile as `cast_squares` takes it: (first local row and word of every lane, eight tensors [8, 4, N, 4])."""
+    """First local row and word of every lane, and eight tensors [8, 4, N, 4] of words, for `cast_squares`."""
     r, w = square_places(HOW.BM, HOW.BN)
     at = w + tl.arange(0, 4)[None, None, None, :]
     words = ()
@@ -156,7 +153,7 @@ def load_squares(source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HO
 
 @triton.jit
 def square_factors(words, ROW: tl.constexpr, COLUMN: tl.constexpr, HW: tl.constexpr):
-    """Factors of blocks: of columns [8, N, 4], and four tensors [2, 4, N] for pairs of rows."""
+    """Encode factors of blocks: [8, N, 4] for columns, and four tensors [2, 4, N] for pairs of rows."""
     N: tl.constexpr = words[0].shape[2]
     top = magnitudes(words[0], HW)
     rows = ()
@@ -171,7 +168,7 @@ def square_factors(words, ROW: tl.constexpr, COLUMN: tl.constexpr, HW: tl.conste
 
 @triton.jit
 def row_factors(pair, SECOND: tl.constexpr, HW: tl.constexpr):
-    """[2, 4, N] factors of two rows -> [8, 4, N, 1] words with that of one of them in both halves."""
+    """Words [8, 4, N, 1] with the factor of the first or SECOND row of pairs [2, 4, N] in both halves."""
     one = both_high(pair, pair, HW) if SECOND else both_low(pair, pair, HW)
     N: tl.constexpr = pair.shape[2]
     return tl.reshape(tl.broadcast_to(one[:, None], [2, 4, 4, N]), [8, 4, N])[:, :, :, None]
@@ -179,7 +176,7 @@ def row_factors(pair, SECOND: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def row_codes(word, factors, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
-    """Codes of words of a row, as int16 pairs."""
+    """Codes of the words of a row, as int16 pairs."""
     if HW:
         return packed_pairs(scale_word(word, factors), MB, BIAS)
     else:
@@ -190,7 +187,7 @@ def row_codes(word, factors, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.conste
 
 @triton.jit
 def column_codes(a, b, c, d, factors, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
-    """Codes of words of four rows, as int32 quads of the first and of the second column."""
+    """Codes of the words of four rows, as int32 quads of the first and the second column."""
     if HW:
         return packed_quads(
             scale_word(a, factors), scale_word(b, factors), scale_word(c, factors), scale_word(d, factors), MB, BIAS
@@ -210,14 +207,14 @@ def column_codes(a, b, c, d, factors, MB: tl.constexpr, BIAS: tl.constexpr, HW: 
 
 @triton.jit
 def store_row(codes, out_tile, r, w, C):
-    """Store [8, 4, N, 4] pairs of codes of a row of every square: 8 bytes of a lane."""
+    """Store pairs of codes [8, 4, N, 4] of one row of every square, 8 bytes per lane."""
     at = out_tile.to(tl.pointer_type(tl.int16)) + (r * (C // 2) + w + tl.arange(0, 4)[None, None, None, :])
     tl.store(tl.multiple_of(at, [8, 8, 8, 8]), codes)
 
 
 @triton.jit
 def store_columns(low, high, out_tile, R, BM: tl.constexpr, BN: tl.constexpr):
-    """Store two quads [8, 4, N, 4] of the first and of the second column of every word."""
+    """Store two quads [8, 4, N, 4] each of the first and the second column of every word."""
     quads = tl.join(tl.join(low[0], high[0]), tl.join(low[1], high[1]))  # column of a word, quad
     quads = tl.reshape(quads, [8, 4, BM // 32, BN // 64, 4, 2, 2])
     quads = tl.reshape(tl.permute(quads, [3, 0, 4, 5, 2, 1, 6]), [BN, BM // 4])
@@ -228,13 +225,13 @@ def store_columns(low, high, out_tile, R, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def bytes_together(stored):
-    """Bytes 0 and 2 of a word, as int16."""
+    """int16 of bytes 0 and 2 of a word."""
     return (stored | (stored >> 8)).to(tl.int16)
 
 
 @triton.jit
 def store_row_scales(factors, scale_ptr, row0, col0, R, C, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Store the scales of pairs of rows: each of the four lanes of a block stores those of one pair."""
+    """Store the scales of rows; each of the four lanes of a block stores those of one pair of rows."""
     WC: tl.constexpr = BN // 64
     i = tl.arange(0, 4)[None, :, None, None]
     pair = factors[0][:, None]
@@ -257,7 +254,7 @@ def store_row_scales(factors, scale_ptr, row0, col0, R, C, LAYOUT: tl.constexpr,
 
 @triton.jit
 def store_column_scales(factors, scale_ptr, row0, col0, R, C, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Store the scales of [8, N, 4] words of two columns: each of the four lanes that have them stores one word's."""
+    """Store the scales [8, N, 4] of columns, two to a word; each of the four lanes that hold them stores one word."""
     WC: tl.constexpr = BN // 64
     g = tl.arange(0, 4)[None, :, None, None]
     w = tl.arange(0, 4)[None, None, None, :]
@@ -277,7 +274,7 @@ def store_column_scales(factors, scale_ptr, row0, col0, R, C, LAYOUT: tl.constex
 
 @triton.jit
 def cast_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr):
-    """Both operands of a tile (`load_squares`); `outputs`: codes and scales of rows, codes and scales of columns."""
+    """Cast a tile of `load_squares` both ways; `outputs`: codes and scales of the row, then of the column operand."""
     HW: tl.constexpr = HOW.HW
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN

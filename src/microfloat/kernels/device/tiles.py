@@ -1,20 +1,20 @@
-"""Reads and writes of a tile of a matrix, with whole blocks in the registers of one thread.
+"""Loads and stores of tiles of a matrix, arranged so that one thread holds whole blocks.
 
-Triton gives the axis with contiguous addresses to neighbouring lanes first, then the other axes in ascending order, and
-what is left over to registers. The index tensors here are shaped for that: thread axes first, register axes last.
+Triton gives the axis with contiguous addresses to neighbouring lanes, then the other axes in ascending order, and the
+rest to registers. Index tensors here are shaped accordingly: thread axes first, register axes last.
 
-Legend: R x C = the matrix in memory; a row *operand* has R rows and contracts C; a column operand is the transposed
-matrix, has C rows and contracts R. w counts words (two neighbouring elements of a row), q counts quads (four
+Legend: R x C = the matrix in memory. The row *operand* has R rows and contracts C; the column operand is the transposed
+matrix, with C rows, and contracts R. w counts words (two neighbouring elements of a row), q counts quads (four
 neighbouring rows).
 
-What belongs together is handed on together, in this order:
+Functions pass arguments in bundles:
 
-| bundle | what it holds |
+| bundle | elements |
 |---|---|
 | matrix | (x_ptr, R, C, stride_r, stride_c) |
 | source, bounds | `Source`, `Bounds` |
-| generator | (seed, stream, batch): the call seed, its address or (`nvfp4`) its words, and what selects random words |
-| HOW | the constants of a pass over a matrix: `constants.How` |
+| generator | (seed, stream, batch): call seed (its address, in `nvfp4` its value) and two words of the random counter |
+| HOW | constants of a kernel over a matrix: `constants.How` |
 """
 
 from typing import NamedTuple
@@ -24,18 +24,18 @@ import triton.language as tl
 
 from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half
 
-# Orders of block scales: [rows, blocks]; the same transposed (as FP8 block GEMMs read them); 128x4 tiles (Blackwell).
+# Orders of block scales: [rows, blocks]; its transpose, for FP8 block GEMMs; tiles of 128 x 4, for Blackwell.
 SCALE_ROW_MAJOR = tl.constexpr(0)
 SCALE_COLUMN_MAJOR = tl.constexpr(1)
 SCALE_SWIZZLED = tl.constexpr(2)
 
-# Distance of prefetching, in tiles of 128 x 128: two to a multiprocessor of Hopper, as many as are cast at once. More
-# would not stay in the L2 cache.
+# Prefetch distance in tiles of 128 x 128: two per multiprocessor of a Hopper, the number that is cast at once. Larger
+# distances would exceed the L2 cache.
 PREFETCH_AHEAD = tl.constexpr(264)
 
 
 class Source(NamedTuple):
-    """Up to three inputs of one shape, dtype and strides: pointers at a tile's origin (`produce`)."""
+    """Pointers to a tile of up to three inputs of one shape, dtype and strides (`produce`)."""
 
     x: tl.tensor
     y: tl.tensor
@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The extents of a matrix, and the first row and column of a tile of it."""
+    """Extents of a matrix, and first row and column of a tile."""
 
     R: tl.tensor
     C: tl.tensor
@@ -55,7 +55,7 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def program(R, C, stride_r, stride_c, INDEX64: tl.constexpr):
-    """Number of this program; extents and strides; all as int64 where offsets need that."""
+    """Number of this program, extents and strides, as int64 where offsets need 64 bits."""
     pid = tl.program_id(0)
     if INDEX64:
         pid = pid.to(tl.int64)
@@ -66,9 +66,9 @@ def program(R, C, stride_r, stride_c, INDEX64: tl.constexpr):
 
 @triton.jit
 def tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW: tl.constexpr, plan_ptr=None, tails_ptr=None):
-    """Number of this program, number of tiles side by side, `Source` and `Bounds` of its tile: one to a program.
+    """Number of this program, number of tiles side by side, and `Source` and `Bounds` of the program's one tile.
 
-    With a plan (`casts.groups`) the bounds are those of padded rows, and the tile lies in x or in the tails.
+    With a plan (`casts.groups`) bounds count padded rows, and the tile is read from x or from the buffer of tails.
     """
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
     across, _tiles = tiles_of(R, C, HOW.BM, HOW.BN)
@@ -83,14 +83,14 @@ def tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW: tl.constexpr, plan_ptr
 
 @triton.jit
 def tiles_of(R, C, BM: tl.constexpr, BN: tl.constexpr):
-    """The number of tiles of BM x BN in a matrix: side by side, and in all."""
+    """Number of BM x BN tiles side by side, and in all."""
     across = (C + BN - 1) // BN
     return across, ((R + BM - 1) // BM) * across
 
 
 @triton.jit
 def tile_at(x_ptr, tile, across, stride_r, stride_c, BM: tl.constexpr, BN: tl.constexpr):
-    """(first row, first column, pointer) of a tile; they are counted along the rows of tiles."""
+    """First row, first column and pointer of a tile; tiles are counted along rows of tiles."""
     row0 = (tile // across) * BM
     col0 = (tile % across) * BN
     return row0, col0, x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
@@ -98,8 +98,9 @@ def tile_at(x_ptr, tile, across, stride_r, stride_c, BM: tl.constexpr, BN: tl.co
 
 @triton.jit
 def prefetch_later(x_ptr, tile, across, R, stride_r, HOW: tl.constexpr, plan_ptr=None):
-    """Ask the L2 cache for a tile that a program which starts later will read, PREFETCH_AHEAD behind `tile`, and to
-    keep it until then (`evict_last`): what all programs write would drive it out again. Nothing where there is none.
+    """Prefetch the tile PREFETCH_AHEAD behind `tile`, which a later program reads, into the L2 cache.
+
+    It is marked `evict_last`, since the stores of all programs would evict it otherwise.
     """
     LATER: tl.constexpr = PREFETCH_AHEAD * (128 * 128) // (HOW.BM * HOW.BN)
     if HOW.HW and HOW.EVEN and HOW.LOADS != ELEMENTWISE:
@@ -118,9 +119,9 @@ def prefetch_later(x_ptr, tile, across, R, stride_r, HOW: tl.constexpr, plan_ptr
 def load_pair(
     tile_ptr, r, w, rows, cols, stride_r, stride_c, KIND: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """Elements (r, 2w) and (r, 2w+1) of a tile: (raw word, first, second); zeros outside `rows` x `cols`.
+    """Elements (r, 2w) and (r, 2w + 1) of a tile: (raw word, first, second); zeros outside `rows` x `cols`.
 
-    `ALIGN` (bytes, 0 = leave it to Triton) bounds how many words one thread reads at once along w.
+    ALIGN: bytes that one thread reads at once along w; 0 lets Triton choose.
     """
     if KIND == ELEMENTWISE:
         at = tile_ptr + r * stride_r + (2 * w) * stride_c
@@ -141,22 +142,22 @@ def load_pair(
 
 @triton.jit
 def lane_rows(BM: tl.constexpr):
-    """[1, BM, 1, 1]: the rows of a tile whose lanes hold neighbours of a row."""
+    """Local rows [1, BM, 1, 1] of a tile whose lanes hold neighbours of a row."""
     return tl.arange(0, BM)[None, :, None, None]
 
 
 @triton.jit
 def lane_words(BN: tl.constexpr, LANE: tl.constexpr):
-    """[BN / LANE, 1, LANE / 8, 4]: the words of such a row, LANE elements to a lane."""
+    """Local words [BN / LANE, 1, LANE / 8, 4] of a row, LANE elements per lane."""
     lane = tl.arange(0, BN // LANE)[:, None, None, None] * (LANE // 2)
     return lane + tl.arange(0, LANE // 8)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
 
 
 @triton.jit
 def store_pairs(tile_ptr, codes, r, w, rows, cols, ld, BITS: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
-    """Store packed neighbours of a row: one byte of two nibbles, or two bytes, or (BITS = 16) two bf16 as a word.
+    """Store pairs of neighbours of a row: a byte of two nibbles, two bytes, or (BITS = 16) a word of two bfloat16.
 
-    `ld` counts stored units (bytes, or bf16) per row. `PAIRS`: ld is even, so that a pair is aligned.
+    `ld`: bytes (or bfloat16 elements) per row. PAIRS: ld is even, so pairs are aligned and stored at once.
     """
     inside = (r < rows) & (2 * w < cols)
     if BITS == 4:
@@ -191,10 +192,10 @@ def store_quads(
     tile_ptr, codes, c, quads, rows, cols, ld,
     BITS: tl.constexpr, QUADS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Store a [columns, quads] tile of packed neighbours of a column: int32 of four bytes, or int16 of four nibbles.
+    """Store quads [columns, quads] of neighbours of a column: int32 of four bytes, or int16 of four nibbles.
 
-    `c` [columns, 1] and `quads` [1, quads] are local indices, `ld` bytes per column. `QUADS`: ld holds whole units, so
-    that one is aligned; otherwise bytes are stored one by one.
+    `c` [columns, 1] and `quads` [1, quads]: local indices. `ld`: bytes per column. QUADS: quads are aligned and stored
+    at once; otherwise bytes are stored one by one.
     """
     inside = (4 * quads < rows) & (c < cols)
     if QUADS:
@@ -220,10 +221,10 @@ def store_quads(
 
 @triton.jit
 def store_octs(tile_ptr, octs, row, index, rows, length, ld, OCTS: tl.constexpr, EVEN: tl.constexpr):
-    """Store int32s of eight FP4 codes at oct `index` of operand row `row` (local; shapes that broadcast to `octs`).
+    """Store octs (int32 of eight FP4 codes) at oct `index` of row `row`; both are local and broadcast to `octs`.
 
-    `rows` x `length`: what is left of the operand from the tile's origin on; `ld` bytes per row. `OCTS`: rows are whole
-    numbers of octs, so that one is aligned; otherwise bytes are stored one by one.
+    `rows`, `length`: size of the operand from the tile's origin on. `ld`: bytes per row. OCTS: octs are aligned and
+    stored at once; otherwise bytes are stored one by one.
     """
     if OCTS:
         at = tile_ptr.to(tl.pointer_type(tl.int32)) + (row * (ld // 4) + index)
@@ -242,7 +243,7 @@ def store_octs(tile_ptr, octs, row, index, rows, length, ld, OCTS: tl.constexpr,
 
 @triton.jit
 def transpose_quads(codes, GROUPS: tl.constexpr, Q: tl.constexpr, W: tl.constexpr):
-    """[GROUPS, Q, W] quads of one column of every word -> [W, GROUPS * Q], rows contiguous."""
+    """Quads [GROUPS, Q, W] of one column of every word -> [W, GROUPS * Q], with contiguous rows."""
     return tl.permute(tl.reshape(codes, [GROUPS * Q, W]), [1, 0])
 
 
@@ -261,16 +262,14 @@ def scale_offset(row, block, rows, blocks, LAYOUT: tl.constexpr):
 
 @triton.jit
 def over_rows(x, N: tl.constexpr, BM: tl.constexpr, SIDE: tl.constexpr):
-    """[N, BM] -> the largest of every SIDE rows, in each of them."""
+    """Maximum over every SIDE rows of [N, BM], repeated for each of them."""
     m = tl.max(tl.reshape(x, [N, BM // SIDE, SIDE]), 2)
     return tl.reshape(tl.broadcast_to(m[:, :, None], [N, BM // SIDE, SIDE]), [N, BM])
 
 
 @triton.jit
 def over_columns(a, b, N: tl.constexpr, W: tl.constexpr, SIDE: tl.constexpr):
-    """Two [N, W] tensors, first and second column of every word -> the largest of every SIDE columns, in each of
-    them.
-    """
+    """Maximum over every SIDE columns, repeated for each; `a` and `b` [N, W]: first and second columns of words."""
     H: tl.constexpr = SIDE // 2
     m = tl.max(tl.reshape(tl.maximum(a, b), [N, W // H, H]), 2)
     return tl.reshape(tl.broadcast_to(m[:, :, None], [N, W // H, H]), [N, W])

@@ -1,1 +1,1 @@
-"""The GEMM of FP8 blocks on Hopper, and kernels beside the vendors' GEMMs."""
+"""GEMMs: FP8 blocks on Hopper, few rows by stored codes; epilogues and scale layouts of the vendors' GEMMs."""

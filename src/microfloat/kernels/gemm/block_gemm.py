@@ -1,20 +1,20 @@
-"""``C = A @ B.T`` of FP8 matrices with 1x128 scales along K, on Hopper: sums on tensor cores, promoted every 128 of K.
+"""FP8 GEMM on Hopper with 1x128 scales along K: ``C = A @ B.T``, with partial sums promoted every 128 elements of K.
 
     C[m, n] = sum over j of  a_scale[j, m] * b_scale[j, n] * (sum over k in block j of  A[m, k] * B[n, k])
 
-The inner sum is the tensor core's, started from zero for every block of 128; products with the scales and the outer sum
-are float32. `b_scale` is one factor for a column and block (1x128), or for 128 columns and a block (128x128).
+Tensor cores compute the inner sum, from zero for every block of 128; scaling and the outer sum are in float32.
+`b_scale` has one factor per block of a column (1x128) or of 128 columns (128x128).
 
-One program runs on each multiprocessor and takes tiles of C in turn. Its first warpgroups multiply, 64 rows x 128
-columns at a time: while one promotes its partial sums, the others' are on the tensor cores. A last warp has tiles of A,
-B and their scales copied into a ring of shared-memory buffers. Written in Gluon, since warp specialization and
-asynchronous products must be spelled out; Gluon is part of Triton 3.6 and still changes, so its names stay here.
+One program per multiprocessor takes tiles of C (ROWS x 128) in turn. Its warpgroups multiply 64 rows x 128 columns at a
+time; while one promotes its partial sums, the tensor cores work for the others. A last warp copies tiles of A, B and
+their scales into a ring of shared-memory buffers. The kernel is written in Gluon, which spells out warp specialization
+and asynchronous products. Gluon is part of Triton 3.6 and still changes, so its names stay in this module.
 
-Many products in one launch (GROUPED): of consecutive groups of rows, each with a B of its own (FPROP, DGRAD), or with
-a C of its own for every group of columns of A and B (WGRAD); a plan on the device says where groups stand
-(`casts.groups`). A tile of C never holds rows of two groups, and a part of fewer than 64 rows is stored row by row.
+GROUPED launches compute many products. FPROP and DGRAD multiply consecutive groups of rows of A by a B of each group;
+WGRAD has a C for every group of columns of A and B. A plan on the device locates the groups (`casts.groups`). No tile
+of C holds rows of two groups, and a part of fewer than 64 rows is stored row by row.
 
-Legend: M, N, K as above; a step is 128 of K; ROWS = rows of a tile of C, 64 for every part of a warpgroup.
+Legend: M, N, K as above; a step is 128 elements of K; ROWS = rows of a tile of C, 64 for each part of a warpgroup.
 """
 
 from triton.experimental import gluon
@@ -41,20 +41,20 @@ WGRAD = gl.constexpr(3)  # A [M, padded rows], B [N, padded rows], C [G * M, N]
 PART = 64  # rows that one asynchronous product of a warpgroup covers
 COLUMNS = 128
 STEP = gl.constexpr(128)
-SCALE_BOX = 256  # scales of A copied at once: those of a tile's rows, in a power of two
+SCALE_BOX = 256  # scales of A copied at once: the rows of a tile, rounded up to a power of two
 
 codes_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 def output_layout(bytes_per_element: int) -> gl.NVMMASharedLayout:
-    """The layout in shared memory of a piece of C of 128 bytes a row."""
+    """Shared-memory layout of a piece of C with 128 bytes per row."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * bytes_per_element, rank=2)
 
 
 @gluon.jit
 def _place(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
-    """Tile number -> row and column of tiles: down GROUP rows of tiles, then to the right, so that L2 serves many."""
+    """Row and column of a tile: numbers run down GROUP rows of tiles, then right, so that tiles share data in L2."""
     group = tile // (GROUP * column_tiles)
     rows = gl.minimum(row_tiles - group * GROUP, GROUP)
     within = tile % (GROUP * column_tiles)
@@ -63,7 +63,7 @@ def _place(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def _row_tiles(M, plan_ptr, ROWS: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr):
-    """The number of rows of tiles. The plan of FPROP and DGRAD begins with their number."""
+    """Number of rows of tiles; the plan of FPROP and DGRAD begins with it."""
     if GROUPED == 0:
         return gl.cdiv(M, ROWS)
     elif GROUPED == WGRAD:
@@ -74,7 +74,7 @@ def _row_tiles(M, plan_ptr, ROWS: gl.constexpr, GROUPED: gl.constexpr, GROUPS: g
 
 @gluon.jit
 def _extent(row, plan_ptr, M, N, K, ROWS: gl.constexpr, GROUPED: gl.constexpr):
-    """Of a row of tiles: first rows of A, B and C, how many rows, first steps of A and B, how many steps."""
+    """For a row of tiles: first rows of A, B and C, number of rows, first steps of A and B, number of steps."""
     if GROUPED == 0:
         return row * ROWS, 0, row * ROWS, ROWS, 0, 0, gl.cdiv(K, STEP)
     elif GROUPED == WGRAD:
@@ -148,8 +148,8 @@ def _halves(x):
 
 @gluon.jit
 def _promote(total, p, row_factor, column_factor, B_TILES: gl.constexpr):
-    """total + p * factors, and what became of p. Waits (for nothing) keep the compiler from moving the arithmetic
-    behind the next product, where p would need registers of its own."""
+    """total + p * factors, and p scaled by columns. Empty waits keep the compiler from moving the arithmetic behind the
+    next product, where p would need registers of its own."""
     if not B_TILES:
         p = warpgroup_mma_wait(0, deps=[_by_columns(p, column_factor)])
     total = warpgroup_mma_wait(0, deps=[total + p * row_factor[:, None]])
@@ -158,7 +158,7 @@ def _promote(total, p, row_factor, column_factor, B_TILES: gl.constexpr):
 
 @gluon.jit
 def _store(c_desc, staging, x, row, column):
-    """A part of C, in pieces as wide as `staging`; what lies outside C is not written."""
+    """Store a part of C in pieces as wide as `staging`; elements outside C are not written."""
     WIDTH: gl.constexpr = staging.shape[1]
     HALF: gl.constexpr = x.shape[1] // 2
     if x.shape[1] > WIDTH:
@@ -174,7 +174,7 @@ def _store(c_desc, staging, x, row, column):
 
 @gluon.jit
 def _store_part(c_desc, c_ptr, staging, x, row, column, rows, N, GROUPED: gl.constexpr):
-    """A part of C, of which there are so many rows: others are those of another group."""
+    """Store the first `rows` rows of a part of C; further rows belong to another group."""
     if GROUPED == 0:
         _store(c_desc, staging, x, row, column)
     else:
@@ -192,7 +192,7 @@ def _multiply(
     plan_ptr, M, N, K, WARPGROUP: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, B_TILES: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """The work of one warpgroup: PARTS of 64 rows of every tile, one (then `second` stays unused) or two."""
+    """Multiply, in one warpgroup, PARTS x 64 rows of every tile; with one part `second` is unused."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 32]
     )
@@ -251,12 +251,13 @@ def block_gemm(
     WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     B_TILES: gl.constexpr, REGISTERS: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """C [M, N] of A [M, K] and B [N, K], all with unit stride along the last axis. Scales: A's float32 [K/128, M]
-    contiguous; B's the same with N, or with B_TILES one per 128 columns at ``b_scale_ptr + (n / 128) * b_scale_stride +
-    k / 128``. Descriptors: A by 64 x 128, B by 128 x 128, scales flat by `SCALE_BOX` and 128, C by 64 x 128 bytes.
+    """C [M, N] from A [M, K] and B [N, K], all contiguous along the last axis; one program per multiprocessor.
 
-    GROUPED: of so many GROUPS, with C's address in `c_ptr`; M are the rows of A, N those of B for a group. `plan_ptr`:
-    the table of rows of tiles behind their number (FPROP, DGRAD), or the padded begins (WGRAD).
+    Scales of A are float32 [K / 128, M], contiguous. Those of B are [K / 128, N], or with B_TILES one per 128 columns,
+    at ``b_scale_ptr + (n / 128) * b_scale_stride + k / 128``. Boxes of descriptors: A 64 x 128, B 128 x 128, scales
+    `SCALE_BOX` and 128, C 64 x 128 bytes. GROUPED launches have GROUPS groups, the address of C in `c_ptr`, M rows of A
+    in all, and N rows of B per group. `plan_ptr`: the number of row tiles and their table (FPROP, DGRAD), or the padded
+    begins (WGRAD).
     """
     ROWS: gl.constexpr = 64 * WARPGROUPS * PARTS
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * (ROWS // 64), 64, STEP], a_desc.layout)

@@ -1,33 +1,31 @@
-"""Products of a few rows of x with quantized weights: ``y [M, N] = x [M, K] @ (dec(W) * scale).T``, W as stored codes.
+"""Products of a few rows of x with stored codes: ``y [M, N] = x [M, K] @ (dec(W) * scale).T``.
 
-A decoding step of a language model reads every weight once for a handful of tokens, so all that counts is how few bytes
-are read and how few instructions turn them into operands. Codes go from memory to the registers of the tensor cores
-without a detour: the sum over K has no order, so each lane may take 16 neighbouring bytes of a row as *its* part of the
-contraction, if it takes the same elements of x. Every tensor of the loop has one entry per lane, in one axis, which is
-the only shape that Triton lays out in one way: lane 4 g + t of a warp has row (or token) g of eight, and quarter t of a
-*chunk* of the contraction. `mma.m16n8k16` then reads
+One program multiplies 16 * TILES * ROW_WARPS rows of the weight by 8 * TOKENS rows of x, over all of K. LENGTH_WARPS
+warps share K and add their sums in shared memory at the end (`constants.DecodeCut`).
+
+A decoding step of a language model reads every weight once for a handful of tokens, so its time depends on the bytes
+read and on the instructions that turn them into operands. Codes go from memory straight to the registers of the tensor
+cores: the order of the sum over K is free, so each lane takes 16 neighbouring bytes of a row as its part of the
+contraction, and the same elements of x. All tensors of the loop are one-dimensional with one entry per lane, the only
+shape that Triton lays out in one way: lane 4 g + t of a warp has row (or token) g of eight, and quarter t of a *chunk*
+of the contraction. `mma.m16n8k16` then reads
 
     A: (row g, row g + 8) of W, two pairs of elements each      B: two pairs of token g      C: tokens 2t, 2t + 1
 
 Elements are multiplied by their block scale as bfloat16, which is exact; FP32 scales and tensor scales multiply float32
 sums. x of float16 enters as two bfloat16 parts, whose sum is x. Sums have a fixed order: the same bytes every time.
 
-Both operands are loaded into registers before their use: codes and scales STAGES chunks ahead, x AHEAD steps. A half
-of a chunk is loaded once the half before it in the same registers has been multiplied, so that two of them need no
-moves. The loads are written as instructions, which Triton leaves where they are; the assembler still puts some of
-them off until the end of the loop, for want of registers. With STAGES of 0 codes and scales come through shared
-memory instead, by copies that need none (`kernels.gemm.shared`). A launch may begin while the one before it ends: it
-then asks the L2 cache for its first chunks. Each lane's request is one of its own: with 32 lanes that asked for the
-same line a product took 22.7 us instead of 16.5, so only one does. Where a division says so, as of more than eight
-tokens, x comes in the order of the tensor cores, which `decode_order` gives it in a pass of its own.
+Both operands are loaded into registers ahead of their use: codes and scales by STAGES chunks, x by AHEAD steps. Half a
+chunk is loaded as soon as the half in its registers has been multiplied, so no registers are moved. Loads are inline
+assembly, which Triton does not move; the assembler still delays some until the end of the loop when registers run
+short. With STAGES = 0 codes and scales come through shared memory, by copies without registers (`gemm.shared`). A
+launch may begin while the one before it ends; it first prefetches its first chunks into the L2 cache, each line by one
+lane only (with 32 lanes per line a product took 22.7 us instead of 16.5). With ORDERED, which pays for more than eight
+tokens, `decode_order` first puts x into the order of the tensor cores.
 
-Warps of a program share rows or parts of K (`constants.DecodeCut`); their sums meet in shared memory at the end, four
-at once.
-
-The weights [E, N, K] of experts lie one below the other. Groups of rows of x, one for each expert, are planned on the
-device (`kernels.casts.groups`): a table says for each tile of 8 * TOKENS rows of x, of which no two groups share one,
-where it begins, how many rows it has and whose they are. Programs that read the same rows of a weight for two tiles of
-one group are neighbours, so that the second finds them in the L2 cache.
+Weights of experts are stacked, [E, N, K]. A plan on the device (`casts.groups`) gives for each tile of 8 * TOKENS rows
+of x its first row, its number of rows and its expert; no tile has rows of two experts. Programs that read the same rows
+of a weight for two tiles of one group are neighbours, so the second finds them in the L2 cache.
 """
 
 import triton
@@ -54,14 +52,14 @@ from microfloat.kernels.gemm.shared import copy_half, places, take_half
 
 @triton.jit
 def _stack(parts):
-    """A tuple of a power of two of tensors, each of one row per lane -> one tensor with their columns side by side."""
+    """Tensors with one row per lane, a power of two of them -> one tensor with their columns side by side."""
     made = _joined(parts)
     return tl.reshape(made, [parts[0].shape[0], made.numel // parts[0].shape[0]])
 
 
 @triton.jit
 def _joined(parts):
-    """A tuple of a power of two of tensors -> one, with their elements side by side in new last axes."""
+    """Tensors, a power of two of them -> one tensor with their elements side by side in new last axes."""
     LENGTH: tl.constexpr = len(parts)
     if LENGTH == 1:
         return parts[0]
@@ -74,7 +72,7 @@ def _joined(parts):
 
 @triton.jit
 def _choose(a, b, SELECTOR: tl.constexpr, HW: tl.constexpr):
-    """Words of the low halves (SELECTOR 0) or of the high halves (1) of a and b."""
+    """Word of the low halves (SELECTOR 0) or the high halves (1) of a and b."""
     if HW:
         PTX: tl.constexpr = "prmt.b32 $0, $1, $2, 0x5410;" if SELECTOR == 0 else "prmt.b32 $0, $1, $2, 0x7632;"
         return tl.inline_asm_elementwise(PTX, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
@@ -86,7 +84,7 @@ def _choose(a, b, SELECTOR: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def _paired(words, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
-    """B operands of the tensor cores from 8 neighbours of each lane's token, paired as the codes are: 4 words."""
+    """B operands of the tensor cores, 4 words, from 8 neighbours of each lane's token, paired like the codes."""
     w0, w1 = part_of_x(words[0], KIND, PART, HW), part_of_x(words[1], KIND, PART, HW)
     w2, w3 = part_of_x(words[2], KIND, PART, HW), part_of_x(words[3], KIND, PART, HW)
     if BITS == 4:
@@ -100,7 +98,7 @@ def _x_ahead(
     x_at, chunk, here, x_units, P: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr,
     HW: tl.constexpr,
 ):  # fmt: skip
-    """The words of x of step P of a chunk, of every token; `x_at`: of the first chunk, 0."""
+    """Words of x for step P of a chunk, for every token; `x_at`: addresses in chunk 0."""
     TOKENS: tl.constexpr = CUT.TOKENS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
     EACH: tl.constexpr = 16 // CODES.BITS  # 16-byte units of x that go with 16 bytes of codes
@@ -123,7 +121,7 @@ def _x_ahead(
 
 @triton.jit
 def _operands_of_x(words, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr):
-    """B operands of one step: for every token and part of x, 4 words."""
+    """B operands of one step: 4 words for every token and part of x."""
     if CUT.ORDERED:
         return words
     else:
@@ -138,7 +136,7 @@ def _operands_of_x(words, CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.const
 
 @triton.jit
 def _tile_of_x(plan_ptr, entry, M, GROUPED: tl.constexpr):
-    """Its first row, its number of rows, and its expert: -1 behind the last group, where there may be no rows."""
+    """First row, number of rows and expert of a tile of x; -1 and perhaps no rows behind the last group."""
     if GROUPED:
         at = plan_ptr + 1 + 4 * entry  # the table follows its length
         return tl.load(at + 2), tl.load(at + 1), tl.load(at + 3)
@@ -151,11 +149,11 @@ def decode_order(
     x_ptr, plan_ptr, out_ptr, M, x_units, programs, CUT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
     HW: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """x in the order in which `decode_gemm` takes it: [tile, chunk and half, 8 tokens, step, part of x, lane, 4 words];
-    or with WARPGROUPS `gemm.warpgroups`: [chunk and half, part of x, step, 4 words, 8 tokens, lane].
+    """Reorder x for `decode_gemm`: [tile, chunk and half, 8 tokens, step, part of x, lane, 4 words]; one warp for 256
+    elements, `programs` programs for each tile of x.
 
-    A warp orders 8 elements of 4 places in each of 8 tokens; 0 where there is no token or element. Grid: `programs` for
-    each tile of x.
+    With WARPGROUPS the order is that of `gemm.warpgroups`: [chunk and half, part of x, step, 4 words, 8 tokens, lane].
+    Missing tokens and elements are 0.
     """
     EACH: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
@@ -188,14 +186,14 @@ def decode_order(
 
 @triton.constexpr_function
 def _in_words(codes, cut):
-    """True where one word has the scales of a chunk of a row: four bytes, of 32 elements each."""
+    """True if the scales of a chunk of a row are one word: four bytes, one for 32 elements each."""
     codes, cut = DecodeCodes(*codes), DecodeCut(*cut)
     return cut.WIDE and codes.SCALE == SCALE_E8M0 and codes.BITS == 8
 
 
 @triton.jit
 def _scale_addresses(scale_ptr, rows, stride_r, CODES: tl.constexpr, CUT: tl.constexpr):
-    """Of the scales of chunk 0, for both rows of every tile."""
+    """Addresses of the scales of chunk 0, for both rows of every tile."""
     IN_WORDS: tl.constexpr = _in_words(CODES, CUT)
     made = ()
     for i in tl.static_range(2 * CUT.TILES):
@@ -209,9 +207,9 @@ def _scale_addresses(scale_ptr, rows, stride_r, CODES: tl.constexpr, CUT: tl.con
 
 @triton.jit
 def _load(at, chunk, has, t, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr):
-    """Half a chunk from memory, where it `has` any: of both rows of every tile 4 words, and a scale, or two in a word.
+    """Half a chunk from memory, if there is one (`has`): 4 words for both rows of every tile, and one scale or a pair.
 
-    With scales of a whole chunk, a float32 or a word of four, the second half has them.
+    Scales that cover a whole chunk, a float32 or a word of four, are loaded with the second half.
     """
     IN_WORDS: tl.constexpr = _in_words(CODES, CUT)
     code_at, scale_at, _, _, units, _, stride_k = at
@@ -235,7 +233,7 @@ def _load(at, chunk, has, t, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.co
 
 @triton.jit
 def _stored_scale(loaded, lane, ROW: tl.constexpr, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
-    """The scale, or the two, of a lane's unit of a half of a row, from what `_load` gave for both halves."""
+    """The scale or pair of scales of a lane's 16 bytes of half a chunk, from the results of `_load` for both halves."""
     IN_WORDS: tl.constexpr = _in_words(CODES, CUT)
     if IN_WORDS:
         return (loaded[1][1][ROW] >> (((lane & 3) >> 1) * 8 + 16 * HALF)) & 0xFF
@@ -256,11 +254,11 @@ def _chunk_sums(
     at, lane, chunk, x_chunk, has, loaded, sums, queue, shared, CODES: tl.constexpr, CUT: tl.constexpr,
     KIND: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """The halves of the chunk STAGES later, if it `has` any; the sums with the products of this one, whose halves are
-    `loaded`; and the words of x that are on their way, into its chunk `x_chunk`.
+    """Multiply one chunk, whose halves are `loaded`, and load ahead.
 
-    `at`: addresses of codes, scales and x of chunk 0, whether lanes have a token, units of a row of codes and of x, and
-    the stride of scales along a row. `shared`: the same of a chunk in shared memory, which takes the next one then.
+    Returns the halves of the chunk STAGES later (if it exists: `has`), the sums, and the queue of words of x, which
+    reaches into the chunk `x_chunk`. `at`: addresses of codes, scales and x in chunk 0, masks of tokens, 16-byte units
+    of a row of codes and of x, and the stride of scales along a row. `shared`: addresses of a chunk in shared memory.
     """
     _, _, x_at, here, _, x_units, _ = at
     TILES: tl.constexpr = CUT.TILES
@@ -310,14 +308,14 @@ def _chunk_sums(
 
 @triton.constexpr_function
 def _scales_of_chunk(codes):
-    """The distance of the scales of a chunk of a row from those of the next, in bytes, or in words of four."""
+    """Distance between the scales of consecutive chunks of a row, in bytes, or in words of four (8-bit codes)."""
     codes = DecodeCodes(*codes)
     return 1024 // codes.BITS // codes.WIDTH // (4 if codes.BITS == 8 else 1) if codes.WIDTH else 0
 
 
 @triton.jit
 def _ask_early(code_at, scale_at, first, t, code_units, CODES: tl.constexpr, CUT: tl.constexpr):
-    """Ask the L2 cache for the STAGES chunks, at most four, that the loop begins with: each lane of a row for one."""
+    """Prefetch the first STAGES chunks, at most four, into the L2 cache: each lane of a row one of them."""
     SCALES: tl.constexpr = _scales_of_chunk(CODES)
     chunk = first + t * CUT.LENGTH_WARPS
     here = ((t < max(CUT.STAGES, 1)) & (chunk * 8 < code_units)).to(tl.int32)
@@ -333,10 +331,10 @@ def decode_gemm(
     scale_stride_k, level_stride, scale_stride_e, level_stride_e, entries, CODES: tl.constexpr, CUT: tl.constexpr,
     KIND: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows of the weight, and within those the `entries` tiles of x.
+    """Multiply; one program for each tile of rows of the weight and each of the `entries` tiles of x.
 
-    `x_units`, `code_units`: 16-byte units of a row of x and of codes. `scale_stride_e`, `level_stride_e`: from the
-    scales of an expert to those of the next.
+    `x_units`, `code_units`: 16-byte units in a row of x and of codes. `scale_stride_e`, `level_stride_e`: distance from
+    the scales of one expert to those of the next.
     """
     TILES: tl.constexpr = CUT.TILES
     TOKENS: tl.constexpr = CUT.TOKENS
@@ -359,7 +357,7 @@ def decode_gemm(
             x_ptr += entry * (steps * STRIDE) * (2 * TOKENS * EACH * PARTS * 128)
         else:
             x_ptr += token0 * (x_units * 4)
-        steps = tl.where(expert < 0, 0, steps)  # zeros, read from nowhere
+        steps = tl.where(expert < 0, 0, steps)  # behind the last group: zeros, without loads
         expert = tl.maximum(expert, 0)
         row_of_expert = expert * N
         scale_ptr += expert * scale_stride_e
@@ -387,7 +385,7 @@ def decode_gemm(
             bias_ptr += row_of_expert
         out_ptr += token0.to(tl.int64) * N
     x_at, here = (), ()
-    for n in tl.static_range(TOKENS):  # of tokens that are not there any words, and what comes of them is not stored
+    for n in tl.static_range(TOKENS):  # missing tokens read any words; their results are not stored
         if CUT.ORDERED:
             x_at = x_at + (x_ptr + n * (EACH * PARTS * 128) + lane * 4,)
             here = here + (lane * 0 + 1,)
@@ -421,7 +419,7 @@ def decode_gemm(
         if not SHARED:
             loaded = _from(loaded, 2) + made
         step += 1
-    # Rows of x behind the last group give zeros: those were no steps.
+    # Rows of x behind the last group took no steps and give zeros.
     _store(
         sums, scale_ptr, level_ptr, bias_ptr, out_ptr, row0, tokens, N, scale_stride_r, level_stride, steps > 0, CODES,
         CUT, HW,
@@ -433,7 +431,7 @@ def _step_sums(
     words, scales, x, sums, U: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
     PARTS: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """The sums with the products of 8 elements of every lane and token."""
+    """Sums plus the products of 8 elements of every lane and token."""
     TILES: tl.constexpr = CUT.TILES
     TOKENS: tl.constexpr = CUT.TOKENS
     EACH: tl.constexpr = 16 // CODES.BITS
@@ -456,7 +454,7 @@ def _step_sums(
 
 @triton.jit
 def _elements(words, AT: tl.constexpr, U: tl.constexpr, CODES: tl.constexpr, CONVERSIONS: tl.constexpr):
-    """Four pairs of elements from the words of a row."""
+    """Four pairs of elements, step U of the words of a row."""
     if CODES.BITS == 4:
         return placed_fp4(words[AT + U])
     else:
@@ -467,7 +465,7 @@ def _elements(words, AT: tl.constexpr, U: tl.constexpr, CODES: tl.constexpr, CON
 
 @triton.jit
 def _scaled_sums(total, stored, sums, TILES: tl.constexpr, TOKENS: tl.constexpr):
-    """sums + total * the float32 scale of the chunk."""
+    """sums + total * the float32 scales of the chunk (`stored`)."""
     made = ()
     for tile in tl.static_range(TILES):
         for n in tl.static_range(TOKENS):
@@ -493,7 +491,7 @@ def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit
 def _over_length(sums, CUT: tl.constexpr):
-    """Four sums of every lane [warps of rows, lanes], with those of the warps along K."""
+    """Four sums of every lane [warps of rows, lanes], added over the warps along K."""
     SHAPE: tl.constexpr = [CUT.ROW_WARPS, CUT.LENGTH_WARPS, 32]
     s0, s1 = tl.reshape(sums[0], SHAPE), tl.reshape(sums[1], SHAPE)
     s2, s3 = tl.reshape(sums[2], SHAPE), tl.reshape(sums[3], SHAPE)

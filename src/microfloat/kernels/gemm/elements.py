@@ -1,5 +1,5 @@
-"""Pieces of the products with stored codes: elements as words of two bfloat16 in registers, loads and products of one
-warp, early starts, and what finishes a sum."""
+"""Fragments of products with stored codes: decoding to words of two bfloat16, loads and products of one warp,
+programmatic dependent launch, and the scaling and storing of sums."""
 
 import triton
 import triton.language as tl
@@ -20,9 +20,9 @@ from microfloat.kernels.device.packed import scale_word
 
 @triton.jit
 def placed_fp4(word):
-    """The pairs (i, i + 4) of eight E2M1 codes as bfloat16 words times 2^-126: a shifted code is a bfloat16 so small.
+    """Pairs (i, i + 4) of eight E2M1 codes as bfloat16 words, times 2^-126: the shifted code is that bfloat16.
 
-    One multiplication copies a nibble to where the sign goes and to where exponent and mantissa go.
+    One multiplication copies a nibble to the position of the sign and to that of exponent and mantissa.
     """
     high = word >> 8
     p0 = ((word & 0x000F000F) * 0x1040) & -2117828160  # 0x81C081C0
@@ -34,7 +34,7 @@ def placed_fp4(word):
 
 @triton.jit
 def fp8_pairs(word, MB: tl.constexpr, BIAS: tl.constexpr, CONVERSIONS: tl.constexpr):
-    """The pairs (0, 1) and (2, 3) of four codes of a byte each as bfloat16 words."""
+    """Pairs (0, 1) and (2, 3) of four one-byte codes as bfloat16 words."""
     if CONVERSIONS and BIAS >= 7:
         PTX: tl.constexpr = fp8_text(
             "{ .reg .b16 p, q, a, b, c, d; .reg .b32 u, v; .reg .f32 e, f; mov.b32 {p, q}, $2; "
@@ -53,7 +53,7 @@ def fp8_pairs(word, MB: tl.constexpr, BIAS: tl.constexpr, CONVERSIONS: tl.conste
 
 @triton.jit
 def part_of_x(word, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
-    """Two elements of x as bfloat16: themselves, or of float16 the rounded values (PART 0) and what is left (1)."""
+    """Two elements of x as bfloat16; of float16 the rounded values (PART 0) or the remainders (PART 1)."""
     if KIND == WORDS_BF16:
         return word
     else:
@@ -67,7 +67,7 @@ def part_of_x(word, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def scale_words(stored, CODES: tl.constexpr, CONVERSIONS: tl.constexpr, HW: tl.constexpr):
-    """The factors of a lane's codes as words of two equal bfloat16: of their two halves."""
+    """Scales of both halves of a lane's codes, each as a word of two equal bfloat16."""
     if CODES.SCALE == SCALE_E8M0:  # an exponent; of 2^-127 and of NaN, 0 and 255, the first bit of the fraction as well
         fraction = tl.where(((stored + 1) & 0xFE) == 0, 0x00400040, 0)
         word = stored * 0x00800080 | fraction
@@ -98,16 +98,16 @@ def times(a, b, HW: tl.constexpr):
 
 @triton.jit
 def ask_for(at, here):
-    """Ask the L2 cache for the lines at these addresses where `here` is not 0."""
+    """Prefetch the lines at these addresses into the L2 cache where `here` is not 0."""
     PTX: tl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
     tl.inline_asm_elementwise(PTX, "=r,l,r", [at.to(tl.int64), here], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def begin_after():
-    """Let the next launch begin, and wait until earlier ones have written all they write; returns 0.
+    """Let the next launch begin, and wait for all writes of earlier launches; returns 0.
 
-    What is read after that has this 0 in its address: no compiler moves it forward then.
+    Later loads add this 0 to their addresses, so that no compiler moves them before the wait.
     """
     PTX: tl.constexpr = "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;"
     return tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -115,7 +115,7 @@ def begin_after():
 
 @triton.jit
 def scaled(pairs, scale, CODES: tl.constexpr, HW: tl.constexpr):
-    """Words of pairs times the word of their factors."""
+    """Words of pairs times the word of their scales."""
     made = ()
     for i in tl.static_range(len(pairs)):
         value = pairs[i]
@@ -127,7 +127,7 @@ def scaled(pairs, scale, CODES: tl.constexpr, HW: tl.constexpr):
 
 @triton.jit
 def multiply(a0, a1, a2, a3, b0, b1, c, HW: tl.constexpr):
-    """c + A @ B, all in registers of one warp; c is a tuple of (row g: tokens 2t, 2t + 1; row g + 8: the same)."""
+    """c + A @ B in registers of one warp; c: sums of row g for tokens 2t and 2t + 1, then of row g + 8."""
     if HW:
         return tl.inline_asm_elementwise(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
@@ -143,7 +143,7 @@ def multiply(a0, a1, a2, a3, b0, b1, c, HW: tl.constexpr):
 
 @triton.jit
 def _sums(a0, a1, b0, b1):
-    """The sums that a product of the tensor cores adds to one row, by plain operations."""
+    """Sums that one tensor-core product adds to a row, by plain operations."""
     total = _dots(low_half(a0, WORDS_BF16), low_half(b0, WORDS_BF16))
     total += _dots(high_half(a0, WORDS_BF16), high_half(b0, WORDS_BF16))
     total += _dots(low_half(a1, WORDS_BF16), low_half(b1, WORDS_BF16))
@@ -179,9 +179,9 @@ _ONCE, _ONCE_OR_ZERO = _text_of_load("no_allocate", False), _text_of_load("no_al
 
 @triton.jit
 def four_words(at, here, ZERO: tl.constexpr, ONCE: tl.constexpr, HW: tl.constexpr):
-    """16 bytes for each lane where `here` is not 0; elsewhere anything, or 0. ONCE: nobody else reads them soon.
+    """16 bytes for each lane where `here` is not 0, elsewhere unspecified or (ZERO) 0. ONCE: no other lane reads them.
 
-    Written as an instruction, which Triton's pipelining of loops does not see.
+    The load is inline assembly, which Triton does not pipeline.
     """
     if HW:
         if ONCE:
@@ -201,7 +201,7 @@ def finished(
     total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES: tl.constexpr,
     CUT: tl.constexpr,
 ):  # fmt: skip
-    """Sums times what multiplies all of them, plus the bias."""
+    """Sums times their row scale and tensor scale, plus the bias."""
     if CODES.SCALE == SCALE_E4M3:
         total = total * 128.0
     if CODES.SCALE == SCALE_FLOAT and CODES.WIDTH == 0:
@@ -215,7 +215,7 @@ def finished(
 
 @triton.jit
 def put(at, total, inside, HW: tl.constexpr):
-    """Store y."""
+    """Store y in its dtype."""
     if at.dtype.element_ty == tl.bfloat16:
         tl.store(at.to(tl.pointer_type(tl.int16)), bf16_bits(total, HW).to(tl.int16), mask=inside)
     else:

@@ -1,6 +1,6 @@
-"""``round(accumulator * alpha + bias)`` in one pass: what a GEMM without scales leaves to be done.
+"""Epilogue ``round(accumulator * alpha + bias)`` of a GEMM that takes no scales; one program per BM x BN tile.
 
-`alpha` is the product of two scales, each one number, one per row, or (the right operand's) one per column.
+`alpha` is the product of both scales. Each is absent, one number, or a vector: of rows (left) or of columns (right).
 """
 
 import triton
@@ -15,7 +15,7 @@ VECTOR = tl.constexpr(2)
 
 @triton.jit
 def round_bf16(y):
-    """Nearest even in integer arithmetic: the same bits interpreted and compiled; NaN stays NaN."""
+    """y rounded to bfloat16, nearest even, in integer arithmetic: the same bits interpreted and compiled."""
     bits = y.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return float_of(tl.where(y == y, rounded, bits | 0x400000))

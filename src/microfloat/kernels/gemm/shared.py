@@ -1,11 +1,10 @@
-"""A chunk of codes with its scales in shared memory, from which `gemm.decode` takes them half by half.
+"""Pipeline of codes and scales through shared memory, half a chunk at a time, for `gemm.decode` and `gemm.warpgroups`.
 
-Codes that wait in registers for their turn need a register for every word, so a lane has few of them under way, and the
-assembler puts loads off until registers are free. Here each lane copies its own codes to a place of its own, and reads
-them back from there: nobody but the warp waits (`cp.async` and its groups, of sm_80 and newer). A half is copied again,
-for the next chunk, as soon as it has been read and before it is multiplied, so a warp waits for what it has asked for
-half a chunk of work before, and has half a chunk of work left when the last codes have come. Scales, which the four
-lanes of a row share, are copied in words of four bytes with the first half; all of a chunk are read with it.
+Loads into registers need a register for every word under way, so a lane can have only few, and the assembler delays
+loads until registers are free. Here each lane copies its codes to its own slot of shared memory and reads them back, so
+only the warp itself waits (`cp.async` groups, sm_80 and newer). The copy of the next chunk's half starts as soon as the
+half has been read, before it is multiplied: a warp waits for copies that it requested half a chunk of work earlier.
+The four lanes of a row share its scales, which are copied in words of four bytes with the first half and read with it.
 
 On an H200 a product of one row with 8192x8192 NVFP4 codes takes 13.1 us instead of 14.6
 (benchmarks/results/decode_shared_cuts.json).
@@ -20,14 +19,14 @@ from microfloat.kernels.constants import DecodeCodes, DecodeCut
 
 @triton.constexpr_function
 def bytes_of_scales(codes):
-    """Bytes of the scales of a chunk of a row; 0 of float32 scales, which multiply sums and are not copied."""
+    """Bytes of the scales of a chunk of a row; 0 for float32 scales, which multiply sums and are not copied."""
     codes = DecodeCodes(*codes)
     return 0 if codes.SCALE == SCALE_FLOAT else 1024 // codes.BITS // codes.WIDTH
 
 
 @triton.constexpr_function
 def _copies_of_scales(codes, tiles):
-    """Words of scales of a chunk that a lane copies: the four lanes of a row share those of its row of every tile."""
+    """Words of scales of a chunk that a lane copies; the four lanes of a row share those of its rows in all tiles."""
     return -(-2 * tiles * bytes_of_scales(codes) // 16)
 
 
@@ -45,7 +44,7 @@ def _bytes_of_codes(cut):
 
 @triton.constexpr_function
 def bytes_of_chunk(codes, cut):
-    """Bytes of a chunk of all rows of a program, codes and scales."""
+    """Bytes of the codes and scales of a chunk for all rows of a program."""
     rows = DecodeCut(*cut).TILES * _lanes(cut) // 2  # 16 of each tile and warp
     return _bytes_of_codes(cut) + rows * bytes_of_scales(codes)
 
@@ -58,7 +57,7 @@ def _text_of_memory(codes, cut):
 
 @triton.constexpr_function
 def _text_of_copy(size, to, source):
-    """PTX that copies so many bytes, 4 or 16, to shared memory at $1 + to from $2 + source where $3 is not 0."""
+    """PTX that copies `size` bytes, 4 or 16, from $2 + source to shared memory at $1 + to where $3 is not 0."""
     cached = "cg" if size == 16 else "ca"  # 16 bytes pass the L1 cache by
     copy = f"cp.async.{cached}.shared.global [$1+{to}], [$2+{source}], {size};"
     return f"{{ .reg .pred p; setp.ne.s32 p, $3, 0; @p {copy} mov.b32 $0, 0; }}"
@@ -72,7 +71,7 @@ def _copy(at, place, here, SIZE: tl.constexpr, TO: tl.constexpr, SOURCE: tl.cons
 
 @triton.jit
 def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT: tl.constexpr):
-    """A lane's addresses: of codes in memory and here, of scales that it copies, here and there, and of its own."""
+    """A lane's addresses: codes in global and in shared memory; scales to copy, target and source; scales to read."""
     BYTES: tl.constexpr = bytes_of_scales(CODES)
     WORDS: tl.constexpr = BYTES // 4
     PTX: tl.constexpr = _text_of_memory(CODES, CUT)
@@ -81,7 +80,7 @@ def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT
     g, t = lane >> 2, lane & 3
     COPIES: tl.constexpr = _copies_of_scales(CODES, CUT.TILES)
     to, source = (), ()
-    for i in tl.static_range(COPIES):  # lane t copies word 4 i + t of all rows of its g, or of fewer words one again
+    for i in tl.static_range(COPIES):  # lane t copies word 4 i + t of all rows of its g, modulo the number of words
         one = (4 * i + t) % (2 * CUT.TILES * WORDS)
         row = one // WORDS
         mine = scales_of_rows[0]
@@ -97,7 +96,7 @@ def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT
 
 @triton.jit
 def copy_half(at, chunk, here, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
-    """Copy half a chunk of codes of both rows of every tile, and with the first one all scales, where `here`."""
+    """Copy half a chunk of codes for both rows of every tile, and with the first half all scales, where `here`."""
     code_at, place, to, source, _ = at
     BYTES: tl.constexpr = bytes_of_scales(CODES)
     here = here.to(tl.int32) + place * 0
@@ -112,14 +111,14 @@ def copy_half(at, chunk, here, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.
 
 @triton.jit
 def _wait_for_half(place):
-    """Wait for the older of the two halves under way, as copied by all lanes of the warp."""
+    """Wait until all lanes of the warp have copied the older of two halves under way."""
     PTX: tl.constexpr = "cp.async.wait_group 1; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
     return tl.inline_asm_elementwise(PTX, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def _all_have_read(place):
-    """Behind it lanes of the warp may write to what others of it have read before."""
+    """Wait until all lanes of the warp have read, so that any of them may overwrite."""
     PTX: tl.constexpr = "bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
     tl.inline_asm_elementwise(PTX, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -147,7 +146,7 @@ def _number_at(place, BITS: tl.constexpr, AT: tl.constexpr):
 
 @triton.jit
 def _read_codes(place, HALF: tl.constexpr, CUT: tl.constexpr):
-    """Four words of half a chunk for both rows of every tile."""
+    """Four words of codes of half a chunk for both rows of every tile."""
     words = ()
     for i in tl.static_range(2 * CUT.TILES):
         words = words + _words_at(place, (2 * i + HALF) * 16 * _lanes(CUT))
@@ -156,7 +155,7 @@ def _read_codes(place, HALF: tl.constexpr, CUT: tl.constexpr):
 
 @triton.jit
 def _read_scales(place, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
-    """The scale of a lane's elements of half a chunk, or its two in one word, for both rows of every tile."""
+    """Scale of a lane's elements of half a chunk, or two scales in one word, for both rows of every tile."""
     BYTES: tl.constexpr = bytes_of_scales(CODES)
     BITS: tl.constexpr = max(BYTES, 8)  # 16 of NVFP4, where a lane has two scales
     stored = ()
@@ -167,8 +166,10 @@ def _read_scales(place, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constex
 
 @triton.jit
 def take_half(shared, scales, chunk, has, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
-    """Four words of half a chunk for both rows of every tile, and the scales of both halves, which come with the first;
-    then copy that half of `chunk` to their place, if it `has` any."""
+    """Codes of half a chunk for both rows of every tile, and the scales of both halves, which come with the first half.
+
+    The same half of `chunk` is then copied to the same slot, if it exists (`has`).
+    """
     _, place, _, _, place_of_scales = shared
     place = _wait_for_half(place)
     words = _read_codes(place, HALF, CUT)

@@ -1,4 +1,4 @@
-"""Block scales into the 128 x 4 tiles that Blackwell's block-scaled GEMMs read (docs/numerics.md 7.2)."""
+"""Block scales in tiles of 128 x 4, the layout of Blackwell's block-scaled GEMMs (docs/numerics.md 7.2)."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def swizzle_scales(scale_ptr, out_ptr, R, C, stride_r, stride_c, WORDS: tl.constexpr, TILES: tl.constexpr):
-    """Grid: (row tiles) x (groups of TILES column tiles). `WORDS`: rows are contiguous, aligned groups of four bytes.
+    """Move byte (r, c) of each 128 x 4 tile to ``(r % 32) * 16 + (r // 32) * 4 + c``; bytes outside R x C are 0.
 
-    Byte (r, c) of a tile goes to ``(r % 32) * 16 + (r // 32) * 4 + c``; what lies outside R x C becomes 0.
+    One program for TILES tiles side by side. WORDS: rows are contiguous and their groups of four bytes aligned.
     """
     tiles = C // 4 if WORDS else (C + 3) // 4
     groups = (tiles + TILES - 1) // TILES

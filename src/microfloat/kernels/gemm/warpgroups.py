@@ -1,21 +1,22 @@
-"""Products of 17 to 128 rows of x with stored codes by warpgroups (Hopper), with x in shared memory.
+"""Products of up to 256 rows of x with stored codes by warpgroups (Hopper), with x in shared memory.
 
-In `gemm.decode` every warp reads all of x from the caches to registers, for which its tensor cores wait where x has
-many rows; `gemm.decode_wide` waits for codes and for products in turn. Here a warpgroup has 64 rows of the weight and
-all rows of x; codes and scales come as in `gemm.shared`, and x by bulk copies of half a chunk, which one thread asks
-for and which take no registers. Half a chunk is decoded to registers, the left operand of its products (`wgmma`).
-Warpgroups that share a multiprocessor decode while others multiply.
+One program multiplies 16 * ROW_WARPS rows of the weight by all rows of x, over one of `splits` parts of K. A warpgroup
+takes 64 rows of the weight: it decodes half a chunk of codes into registers, the left operand of its products
+(`wgmma`), while other warpgroups on the multiprocessor multiply. Codes and scales come through shared memory
+(`gemm.shared`). One thread copies x in bulk, half a chunk at a time, which takes no registers; in `gemm.decode` every
+warp loads all of x into registers, and its tensor cores wait for that where x has many rows.
 
-x lies in memory as `wgmma` takes it without a swizzle: core matrices of 8 tokens by 16 bytes, [k16, half of it, tokens
-by eights] of them (`gemm.decode.decode_order`; PTX ISA, "matrix descriptor"). The order of elements within half a chunk
-is that of `gemm.decode`. Four *stages* of shared memory take turns, which the launch asks for behind what is declared
-(`bytes_of_x`). Each has two barriers: one counts the bytes of a copy, the other the warps that have multiplied by what
-it holds, for which the thread that copies waits.
+`decode_order` writes x in the layout that `wgmma` takes without a swizzle: core matrices of 8 tokens by 16 bytes,
+[k16, half of k16, tokens / 8] of them (PTX ISA, "matrix descriptor"). Elements within half a chunk have the order of
+`gemm.decode`. Four *stages* of shared memory take turns; the launch requests them in addition to the declared memory
+(`bytes_of_x`). Each stage has two barriers: one counts the bytes of a copy, the other the warps that have finished with
+it, for which the copying thread waits.
 
-Programs that begin early (programmatic dependent launch) would fill some multiprocessors twice while others are still
-at the launch before; more shared memory than they need keeps them apart (`passes.matrix.Pass.spread`).
+With programmatic dependent launch, some multiprocessors would start two programs while others still run the launch
+before; requesting more shared memory than needed prevents that (`passes.matrix.Pass.spread`).
 
-For whole chunks, and scales in words, or of whole rows or tensors (`passes.products.fitted`). Sums have a fixed order.
+It takes whole chunks, and scales in words, or of whole rows or tensors (`passes.products.fitted`). Sums have a fixed
+order.
 """
 
 import triton
@@ -39,24 +40,24 @@ from microfloat.kernels.gemm.elements import (
 from microfloat.kernels.gemm.shared import bytes_of_chunk, bytes_of_scales, copy_half, places, take_half
 
 _STAGES = tl.constexpr(4)
-_AHEAD = tl.constexpr(2)  # products between the request for a copy and its own
-_WORDS = tl.constexpr(4)  # of a lane and row of half a chunk
-_BARRIERS = 64  # bytes of both barriers of all stages, those of copies first
+_AHEAD = tl.constexpr(2)  # products between the request for a copy and its use
+_WORDS = tl.constexpr(4)  # words of half a chunk in a lane and row
+_BARRIERS = 64  # bytes of the barriers of all stages: first of copies, then of warps
 
 
 @triton.constexpr_function
 def _bytes_of_stage(codes, cut):
-    """Bytes of x that meet half a chunk of codes: 128 elements of four bits or 64 of eight, of all tokens."""
+    """Bytes of x for half a chunk of codes: 128 elements (4-bit codes) or 64 (8-bit codes) of all tokens."""
     return 8192 // DecodeCodes(*codes).BITS * DecodeCut(*cut).TOKENS
 
 
 def bytes_of_x(codes: DecodeCodes, cut: DecodeCut) -> int:
-    """Bytes of shared memory for x that a launch asks for, and to where the first of them is a multiple of 128."""
+    """Bytes of shared memory that a launch requests for x, with 128 for the alignment of the first stage."""
     return 128 + _STAGES.value * _bytes_of_stage(codes, cut)
 
 
 def bytes_declared(codes: DecodeCodes, cut: DecodeCut) -> int:
-    """Bytes of shared memory that the kernel declares: a chunk of codes and scales, and barriers."""
+    """Bytes of shared memory that the kernel declares: a chunk of codes and scales, and the barriers."""
     return bytes_of_chunk(codes, cut) + 128
 
 
@@ -65,8 +66,9 @@ def bytes_declared(codes: DecodeCodes, cut: DecodeCut) -> int:
 
 @triton.constexpr_function
 def _text_of_memory(cut):
-    """PTX that gives the addresses of the stages as $0, behind all that is declared, of which codes end at $3, and of
-    their barriers as $1, which thread 0 ($2) makes.
+    """PTX for the address of the stages in $0 and of their barriers in $1, which thread 0 ($2) initializes.
+
+    The stages follow all declared memory; $3 is the end of the codes.
     """
     counts = [1] * _STAGES.value + [DecodeCut(*cut).ROW_WARPS] * _STAGES.value
     barriers = " ".join(f"@p mbarrier.init.shared::cta.b64 [b+{8 * i}], {count};" for i, count in enumerate(counts))
@@ -88,8 +90,9 @@ def _memory_of_x(thread, end_of_codes, CUT: tl.constexpr):
 
 @triton.constexpr_function
 def _text_of_copy(size, waits):
-    """PTX that copies a stage from $3 to $2 under the barrier $1 where $4 is 1; if it waits, until all warps have
-    multiplied by it, at parity $5. Behind the branch all lanes of the warp are together again, as `wgmma` needs them.
+    """PTX to copy a stage from $3 to $2 under the barrier $1 if $4 is 1; `waits`: once all warps are done with it.
+
+    $5 is the parity of that wait. The lanes of the warp reconverge at the end, as `wgmma` requires.
     """
     wait = "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 q, [$1+32], $5; @!q bra AGAIN; " if waits else ""
     return (
@@ -102,7 +105,7 @@ def _text_of_copy(size, waits):
 
 @triton.jit
 def _copy_x(at, memory, bar, here, parity, WAITS: tl.constexpr, OF_STAGE: tl.constexpr):
-    """Copy a stage from `at`, by the thread where `here` is 1; WAITS: once all warps have multiplied by it."""
+    """Copy a stage from `at`, by the thread where `here` is 1; WAITS: after all warps are done with it."""
     PTX: tl.constexpr = _text_of_copy(OF_STAGE, WAITS)
     tl.inline_asm_elementwise(
         PTX, "=r,r,r,l,r,r", [bar, memory, at.to(tl.int64), here, parity + here * 0], dtype=tl.int32, is_pure=False,
@@ -120,7 +123,7 @@ def _wait_for_x(bar, parity):
 
 @triton.jit
 def _has_multiplied(bar, lane):
-    """Say for this warp that it has multiplied by a stage."""
+    """Signal that this warp is done with a stage."""
     PTX: tl.constexpr = (
         "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1+32]; mov.b32 $0, $1; }"
     )
@@ -132,7 +135,7 @@ def _has_multiplied(bar, lane):
 
 @triton.constexpr_function
 def text_of_products(tokens, count):
-    """PTX that adds to $0 and all sums behind it the products of `count` times k16 of A with x."""
+    """PTX that adds the products of `count` k16 steps of A with x to the sums, $0 and those behind it."""
     sums, columns = 4 * tokens, 8 * tokens
     first, memory = 2 * sums, 2 * sums + 4 * count
     d = "{" + ", ".join(f"${i}" for i in range(sums)) + "}"
@@ -156,7 +159,7 @@ def text_of_products(tokens, count):
 
 @triton.constexpr_function
 def _operands_of_products(tokens, count):
-    """Sums that come in where they go out, then words of A, and an address."""
+    """Constraints of the products: sums, read and written in place, then words of A, and an address."""
     sums = 4 * tokens
     return ",".join(["=f"] * sums + [str(i) for i in range(sums)] + ["r"] * (4 * count + 1))
 
@@ -168,7 +171,7 @@ def _floats(count):
 
 @triton.jit
 def _products_of_half(a, sums, memory, CUT: tl.constexpr):
-    """sums + A @ x.T of a stage; `a`: the four words of each k16."""
+    """sums + A @ x.T for a stage of x; `a`: four words for each k16."""
     COUNT: tl.constexpr = len(a) // 4
     PTX: tl.constexpr = text_of_products(CUT.TOKENS, COUNT)
     OPERANDS: tl.constexpr = _operands_of_products(CUT.TOKENS, COUNT)
@@ -178,7 +181,7 @@ def _products_of_half(a, sums, memory, CUT: tl.constexpr):
 
 @triton.jit
 def _interpreted_products(a, sums, x_at, CUT: tl.constexpr):
-    """The same of x in memory, by products of each warp; for the interpreter."""
+    """`_products_of_half` with x in global memory, by products of each warp; for the interpreter."""
     TOKENS: tl.constexpr = CUT.TOKENS
     made = ()
     for n in tl.static_range(TOKENS):
@@ -193,8 +196,7 @@ def _interpreted_products(a, sums, x_at, CUT: tl.constexpr):
 
 @triton.jit
 def _left(words, stored, CODES: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr):
-    """The words of A of half a chunk, four for each k16, from four words of codes of rows g and g + 8 each, and the
-    scales of both."""
+    """Words of A for half a chunk, four for each k16; `words`: four words of codes for row g, then for row g + 8."""
     IN_HALVES: tl.constexpr = CODES.SCALE != SCALE_FLOAT
     scales = ()
     if IN_HALVES:
@@ -216,7 +218,7 @@ def _left(words, stored, CODES: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.
 
 @triton.jit
 def _loaded_half(at, chunk, lane, HALF: tl.constexpr, CODES: tl.constexpr, HW: tl.constexpr):
-    """Codes and scales of half a chunk from memory; for the interpreter."""
+    """Codes and scales of half a chunk from global memory; for the interpreter."""
     code_at, scale_at = at
     words, stored = (), ()
     for i in tl.static_range(2):
@@ -233,9 +235,9 @@ def _loaded_half(at, chunk, lane, HALF: tl.constexpr, CODES: tl.constexpr, HW: t
 
 @triton.jit
 def _multiplied(at, a, use, uses, sums, CODES: tl.constexpr, CUT: tl.constexpr):
-    """The sums with the products by the `use`-th piece of x; a later piece is asked for before.
+    """Sums plus the products with piece number `use` of x; a copy of a later piece is requested first.
 
-    `at`: x in memory, the stages, their barriers, and threads.
+    `at`: address of x, address of the stages, of their barriers, and threads.
     """
     x_ptr, memory, bars, thread = at
     OF_STAGE: tl.constexpr = _bytes_of_stage(CODES, CUT)
@@ -258,7 +260,7 @@ def _sums_of_half(
     at, codes_at, shared, scales, step, steps, sums, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr,
     PARTS: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """The sums with the products of half a chunk by all PARTS of x, and the scales of both halves."""
+    """Sums plus the products of half a chunk with all PARTS of x, and the scales of both halves."""
     x_ptr, _, _, thread = at
     OF_STAGE: tl.constexpr = _bytes_of_stage(CODES, CUT)
     stored = scales
@@ -283,9 +285,10 @@ def decode_warpgroups(
     x_ptr, codes_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, code_units, scale_stride_r, level_stride, splits,
     CODES: tl.constexpr, CUT: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr, CONVERSIONS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: the `splits` parts of K (CUT.SPLITS: at most 1, or 2 for several), in those tiles of rows of the weight.
+    """Multiply; one program for each of `splits` parts of K and each tile of rows of the weight.
 
-    `code_units`: 16-byte units of a row of codes. `out`: y, or of several parts their float32 sums [splits, M, N].
+    CUT.SPLITS is 2 for any number of parts above 1. `code_units`: 16-byte units in a row of codes. `out`: y, or with
+    several parts their float32 sums [splits, M, N].
     """
     TOKENS: tl.constexpr = CUT.TOKENS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
@@ -337,7 +340,7 @@ def decode_warpgroups(
                 x_ptr + stage * OF_STAGE + first, memory + stage * (4 * OF_STAGE), bars + stage * 8, one, 0, False,
                 4 * OF_STAGE,
             )  # fmt: skip
-        # Not before earlier launches have ended: the codes may be what one of them has written.
+        # Only after earlier launches have ended, since one of them may have written the codes.
         copy_half(shared, first, steps > 0, 0, CODES, CUT)
         copy_half(shared, first, steps > 0, 1, CODES, CUT)
     step = 0

@@ -1,1 +1,1 @@
-"""Kernels that compute a norm, an activation or its gradient and cast the result on the way."""
+"""Kernels that compute a norm, an activation or its gradient and cast the result in the same launch."""

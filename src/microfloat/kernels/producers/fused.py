@@ -1,7 +1,14 @@
-"""Norms, activations and their gradients that write codes: the casts of `scaled` and `blocks` with a producer.
+"""Norms, activations and their gradients, cast in the launch that computes them.
 
-Every value is computed where it is cast, rounded as the unfused graph would (`produce`). A norm's rows are measured
-first, in a pass of its own. Bundles of arguments are those of `tiles` and `scaled`.
+| kernel | result | programs |
+|---|---|---|
+| `measure_rows` | mean and inverse of each row, for a norm | one for ROWS rows |
+| `produce_scaled` | FP8 codes with a scale per tensor (`casts.scaled`) | one for each BM x BN tile |
+| `produce_blocks` | MX and FP8 1x128 codes (`casts.blocks`) | one for each BM x BN tile |
+| `produce_values` | values in the dtype of the input, and their amax | one for each BM x BN tile |
+
+Values are rounded as an unfused operation would round them (`produce`). GATE_GRADIENTS writes two matrices. For bundles
+of arguments see `tiles` and `scaled`.
 """
 
 import triton
@@ -48,7 +55,7 @@ def load_unit(
     x_rows, first, rows, C, stride_r, stride_c, LOADS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns from `first` on of ROWS rows: first and second elements of words."""
+    """First and second elements of the words in ROWS rows and COLUMNS columns from `first` on."""
     r = tl.arange(0, ROWS)[None, :, None, None]
     w = unit_words(COLUMNS)
     at = x_rows + first * stride_c
@@ -63,7 +70,7 @@ def load_unit(
 
 @triton.jit
 def unit_words(COLUMNS: tl.constexpr):
-    """[32, 1, COLUMNS / 256, 4]: the words of a row."""
+    """Local words [32, 1, COLUMNS / 256, 4] of a row."""
     lane = tl.arange(0, 32)[:, None, None, None] * 4
     chunk = tl.arange(0, COLUMNS // 256)[None, None, :, None] * 128
     return lane + chunk + tl.arange(0, 4)[None, None, None, :]
@@ -102,7 +109,7 @@ def measure_rows(
     x_ptr, mean_ptr, inverse_ptr, eps, R, C, stride_r, stride_c,
     LOADS: tl.constexpr, EVEN: tl.constexpr, INDEX64: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for ROWS rows. `mean_ptr` is that of a LayerNorm, or None; EVEN: COLUMNS divides C."""
+    """Store mean (LayerNorm; otherwise `mean_ptr` is None) and inverse of ROWS rows. EVEN: COLUMNS divides C."""
     LAYER: tl.constexpr = mean_ptr is not None
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, INDEX64)
     row0 = pid * ROWS
@@ -122,7 +129,7 @@ def produced_tile(
     x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """`Source` and `Bounds` of this program's tile; pointers that the producer does not read may be None."""
+    """`Source` and `Bounds` of this program's tile; pointers that PRODUCER does not read may be None."""
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
     across, _tiles = tiles_of(R, C, HOW.BM, HOW.BN)
     row0, col0 = (pid // across) * HOW.BM, (pid % across) * HOW.BN
@@ -148,7 +155,7 @@ def produce_scaled(
     stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr,
     PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes per tensor of produced values; of both GATE_GRADIENTS, each under its own scale and seed."""
+    """Cast produced values to FP8 with a scale per tensor; each of two GATE_GRADIENTS has its own scale and seed."""
     HW: tl.constexpr = HOW.HW
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
@@ -188,7 +195,7 @@ def produce_blocks(
     row_scale2, column_out2, column_scale2, seed_ptr, seed2_ptr, row_stream, column_stream, epsilon, R, C, stride_r,
     stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """MX and FP8 1x128 codes of produced values; of both GATE_GRADIENTS, each under its own seed."""
+    """Cast produced values to MX or FP8 1x128; each of two GATE_GRADIENTS has its own seed."""
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
     )
@@ -224,7 +231,7 @@ def produce_values(
     x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, out_ptr, amax_ptr, out2_ptr, amax2_ptr, scratch_ptr, R, C,
     stride_r, stride_c, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """The produced values in the inputs' dtype, and their amax: what current scaling needs before its cast."""
+    """Store produced values in the dtype of the inputs, and their amax, from which current scaling casts."""
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
     HW: tl.constexpr = HOW.HW
@@ -267,7 +274,7 @@ def store_values(values, out_tile, r, w, rows, cols, C, KIND: tl.constexpr, EVEN
 
 @triton.jit
 def values_amax(values, KIND: tl.constexpr, HW: tl.constexpr):
-    """The bits of the amax of a tile of produced values."""
+    """Amax bits of a tile of produced values."""
     raw, low, high = values
     if HW and KIND != ELEMENTWISE:
         return words_amax_bits(packed_abs(raw, KIND), KIND)

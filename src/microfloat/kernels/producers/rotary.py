@@ -1,10 +1,11 @@
-"""Rotary position embedding of the heads of a token, forward and backward, from one reading.
+"""Rotary position embedding of all heads of q and k, forward and backward; one program for each token.
 
     first half   y1 = x1 * c1 - x2 * s1        backward  dx1 = dy1 * c1 + dy2 * s2
     second half  y2 = x2 * c2 + x1 * s2                  dx2 = dy2 * c2 - dy1 * s1
 
-c1, c2 and s1, s2 are the halves of the R cosines and sines of the token's position; pairs (x1, x2) are elements i and
-i + R / 2 of a head, or with INTERLEAVED 2 i and 2 i + 1. Elements from R on are copied. Float32 inside, one rounding.
+c1, c2 and s1, s2 are the halves of the R cosines and sines of the token's position. A pair (x1, x2) is elements i and
+i + R / 2 of a head, or with INTERLEAVED 2 i and 2 i + 1. Elements from R on are copied. Products are summed in float32
+and rounded once.
 Source: arXiv 2104.09864, section 3.4.
 """
 
@@ -17,7 +18,7 @@ def rotate_heads(
     x, out, x_stride, out_stride, cos, sin, HEADS: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr,
     R: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads [D] of one token; `x_stride`, `out_stride`: from head to head."""
+    """Rotate HEADS heads [D] of one token; `x_stride`, `out_stride`: distance from head to head."""
     head = tl.arange(0, PADDED)[:, None]
     i = tl.arange(0, HALF)[None, :]
     inside = (head < HEADS) & (i < R // 2)
@@ -45,7 +46,7 @@ def rotate_heads(
 def copy_heads(
     x, out, x_stride, out_stride, HEADS: tl.constexpr, PADDED: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """LENGTH elements of every head as they are."""
+    """Copy LENGTH elements of every head."""
     head = tl.arange(0, PADDED)[:, None]
     for first in tl.static_range(0, LENGTH, CHUNK):
         i = first + tl.arange(0, CHUNK)[None, :]
@@ -59,10 +60,10 @@ def rotate_tokens(
     table_b, table_s, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PADDED: tl.constexpr, KV_PADDED: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each token of [B, S, heads, D]; v, which may be None, is copied beside q and k.
+    """Rotate q and k [B, S, heads, D] and copy v, which may be None; one program per token.
 
-    Strides of the inputs: from sequence to sequence, token to token, head to head; the outputs are token after token,
-    their heads D apart. `table_b`, `table_s`: of cos and sin [B or 1, S, R].
+    Strides of inputs: from sequence to sequence (b), token to token (s), head to head (h). Outputs are contiguous heads
+    of D elements, token after token. `table_b`, `table_s`: strides of cos and sin [B or 1, S, R].
     """
     token = tl.program_id(0).to(tl.int64)
     b, s = token // S, token % S
