@@ -7,8 +7,8 @@ import torch
 
 if TYPE_CHECKING:
     from microfloat.recipes import Cast
-    from microfloat.torch.distributed.dtensor import Placed
     from microfloat.torch.distributed.expert_parallel import _Route
+    from microfloat.torch.distributed.tp_dtensor import Placed
     from microfloat.torch.linear.function import Run
     from microfloat.torch.linear.fused_input import ActivationRun, NormRun
 

@@ -64,7 +64,7 @@ def test_a_backward_inside_of_another_has_a_sum_of_its_own(mesh, recipe) -> None
 def test_a_backward_that_fails_leaves_no_sum(mesh) -> None:
     x = leaf_on(mesh)
     first, second = (layer(x) for layer in layers_on(mesh, "fp8_current"))
-    readers = vars(x)["_gathering"].made_in((x._version, True, True)).readers
+    readers = vars(x)["_gathered_codes"].made_in((x._version, True, True)).readers
     sums: list[int] = []
 
     def failing(dy: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ def test_a_backward_frees_what_was_gathered(mesh, recipe, monkeypatch) -> None:
     torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
     assert len(left) == 1
     assert left[0].dx is None
-    assert left[0].under_way is None
+    assert left[0].part is None
     assert not left[0].columns
     assert gathers[0]() is None
 
@@ -131,9 +131,7 @@ def gathers_of(patch: pytest.MonkeyPatch) -> list[weakref.ref]:
 
         return counting
 
-    for name in ("_Gathered", "_GatheredValues"):
-        function = getattr(gathering, name)
-        patch.setattr(function, "apply", counted(function.apply))
+    patch.setattr(gathering._Gathered, "apply", counted(gathering._Gathered.apply))
     return found
 
 

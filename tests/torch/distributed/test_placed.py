@@ -21,7 +21,7 @@ import microfloat.torch as mf  # noqa: E402
 import microfloat.torch.distributed as ours  # noqa: E402
 from microfloat.errors import NotSupportedError  # noqa: E402
 from microfloat.torch.distributed import collectives  # noqa: E402
-from microfloat.torch.distributed import dtensor as placed  # noqa: E402
+from microfloat.torch.distributed import tp_dtensor as placed  # noqa: E402
 from microfloat.torch.distributed import tp_gather as gathering  # noqa: E402
 from microfloat.torch.distributed import tp_schedule as sharded  # noqa: E402
 from microfloat.torch.linear.schedule import SCHEDULES  # noqa: E402
@@ -197,27 +197,14 @@ def whole_plan(rank: int, compiles: bool = True):
     return found
 
 
-class Recorded:
-    """A promise of torch's that says when it is waited for."""
-
-    def __init__(self, work, name: str, events: list[str]) -> None:
-        self.work, self.name, self.events = work, name, events
-
-    def wait(self) -> None:
-        self.events.append(f"wait for the {self.name}")
-        self.work.wait()
-
-
 def order_of(step) -> list[str]:
-    """Collectives, casts and products in the order in which a step launches them, and waits."""
+    """Collectives, casts and products in the order in which a step launches them."""
     events: list[str] = []
 
     def recording(call, name):
         def recorded(*arguments, **options):
-            is_apart = options.get("async_op", False)
-            events.append(f"start a {name}" if is_apart else name)
-            made = call(*arguments, **options)
-            return Recorded(made, name, events) if is_apart else made
+            events.append(name)
+            return call(*arguments, **options)
 
         return recorded
 
@@ -238,7 +225,7 @@ def order_of(step) -> list[str]:
     return events
 
 
-def beside_products(rank: int):
+def between_products(rank: int):
     """The order of a step's work, for codes of one operand and of two."""
     mesh, found = mesh_of_all(), {}
     for recipe in ("fp8_current", "mxfp8"):
@@ -417,7 +404,7 @@ def gpus_that_it_sees(rank):
 
 CASES = (
     gpus_that_it_sees, as_public_calls, uneven, With(whole_plan, compiles=False), at_other_borders, without_gradients,
-    refusals, ends, after_a_write, converted_late, beside_products, readers_one_by_one,
+    refusals, ends, after_a_write, converted_late, between_products, readers_one_by_one,
 )  # fmt: skip
 
 
@@ -485,28 +472,28 @@ def test_a_step_makes_no_dtensor_between_layers(ranks) -> None:
         assert found["calls", HIGH_PRECISION] == {"reduce_scatter": 2, "all_gather_together": 2}
 
 
-_LAST_READER = ["cast dy", "dgrad", "start a scatter", "wgrad", "wait for the scatter"]
+_LAST_READER = ["cast dy", "dgrad", "scatter", "wgrad"]
 ORDERS = {
     "fp8_current": [
-        "cast x", "start a gather", "cast w", "wait for the gather", "fprop", "cast w", "fprop",  # gate, up
-        "cast x", "cast w", "fprop", "start a scatter", "wait for the scatter",
-        "cast dy", "start a gather", "wait for the gather", "dgrad", "wgrad",
+        "cast x", "gather", "cast w", "fprop", "cast w", "fprop",  # gate, up
+        "cast x", "cast w", "fprop", "scatter",
+        "cast dy", "gather", "dgrad", "wgrad",
         "cast dy", "dgrad", "wgrad", *_LAST_READER,
     ],
     "mxfp8": [
-        "cast x", "start a gather", "cast w", "wait for the gather", "fprop", "cast w", "fprop",
-        "cast x", "cast w", "fprop", "start a scatter", "wait for the scatter",
-        "cast dy", "start a gather", "start a gather", "wait for the gather", "dgrad", "wait for the gather", "wgrad",
-        "cast dy", "start a gather", "dgrad", "wait for the gather", "wgrad", *_LAST_READER,
+        "cast x", "gather", "cast w", "fprop", "cast w", "fprop",
+        "cast x", "cast w", "fprop", "scatter",
+        "cast dy", "gather", "gather", "dgrad", "wgrad",
+        "cast dy", "gather", "dgrad", "wgrad", *_LAST_READER,
     ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", ORDERS)
-def test_collectives_are_under_way_while_products_are_launched(ranks, recipe) -> None:
-    for found in of(ranks, beside_products):
+def test_collectives_come_where_their_bytes_are_read(ranks, recipe) -> None:
+    for found in of(ranks, between_products):
         assert found[recipe] == ORDERS[recipe]
-        assert found[recipe, "recomputed"][-4:] == _LAST_READER[1:]  # fprop is run again before dgrad
+        assert found[recipe, "recomputed"][-3:] == _LAST_READER[1:]  # fprop is run again before dgrad
 
 
 def test_readers_of_one_x_may_have_backwards_of_their_own(ranks) -> None:

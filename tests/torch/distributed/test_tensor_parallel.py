@@ -24,7 +24,7 @@ from microfloat.torch import backends  # noqa: E402
 from microfloat.torch.distributed import collectives  # noqa: E402
 from microfloat.torch.distributed import tp_linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import tp_schedule as sharded  # noqa: E402
-from microfloat.torch.distributed.handles import land  # noqa: E402
+from microfloat.torch.distributed.tp_schedule import land  # noqa: E402
 from microfloat.torch.linear.schedule import SCHEDULES, CastStep  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 from tests.torch.linear.scheduled.setting import block_gemms  # noqa: E402
@@ -73,8 +73,7 @@ class Casts:
             whole = [*made]
             if getattr(step, "gathers_late", False):
                 step.gather(whole, 1)
-            for which in (0, 1):
-                land(whole, which)
+            land(whole)
             tensor = next(entry.operand.tensor for entry in step.entries if entry is not None)
             casts.made[tensor] = [None if part is None else part.clone() for part in whole[:6]]
             return made

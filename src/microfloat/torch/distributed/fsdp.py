@@ -34,8 +34,7 @@ from microfloat.torch._typing import Arguments, Options, StateDict
 from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.context import ambient
 from microfloat.torch.convert.fuse import Fused
-from microfloat.torch.distributed.collectives import all_gather
-from microfloat.torch.distributed.handles import side_by_side
+from microfloat.torch.distributed.collectives import all_gather, side_by_side
 from microfloat.torch.linear.gathered_weight import Gather, Gathered
 from microfloat.torch.linear.weight_cache import fsdp_parameters, latest_step
 from microfloat.torch.nn.attention import MultiheadAttention

@@ -1,10 +1,8 @@
 """The whole x that sharded layers read of one that lies by rows, and the sum of their gradients of it.
 
-x is gathered inside of the cast as codes (`gathering`), or in high precision (`gathering_values`). Layers that read one
-DTensor read one such tensor. They share its operands in forward (`gathered`), and in backward, by its `Readers`, the
-gather of the operand of wgrad and one sum of dx. The reduce-scatter of that sum begins when the last of them has
-multiplied dgrad. On a CPU it runs beside that layer's wgrad, as the gather does beside dgrad; on a GPU both run in
-their place.
+x is gathered inside of the cast as codes, or in high precision (`Gathering`). Layers that read one DTensor read one
+such tensor. They share its operands in forward (`gathered`), and in backward, by its `Readers`, the gather of the
+operand of wgrad and one sum of dx, which is scattered when the last of them has multiplied dgrad.
 
 Legend: M = rows of x (all leading dimensions), K = in features.
 """
@@ -17,45 +15,36 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from microfloat.torch._typing import Context, Maybe, Parts, Sink, Triple
-from microfloat.torch.distributed.collectives import UnderWay, gather_rows, scatter_sum
-from microfloat.torch.distributed.dtensor import Placed
-from microfloat.torch.distributed.shards import Axis
-from microfloat.torch.distributed.tp_schedule import ShardedSchedule, arrived, group_named
+from microfloat.torch.distributed.collectives import gather_rows, scatter_sum
+from microfloat.torch.distributed.tp_dtensor import Placed
+from microfloat.torch.distributed.tp_schedule import ShardedSchedule, arrived
+from microfloat.torch.distributed.tp_shards import Axis
 
-__all__ = [
-    "Beside", "Readers", "Values", "gather_values", "gathering", "gathering_values", "scatter_values",
-    "with_shard", "without_memory",
-]  # fmt: skip
+__all__ = ["Beside", "Gathering", "Readers", "gathered", "with_shard", "without_memory"]
 
 
-class Values(NamedTuple):
-    """A gather in high precision along `dim`; `shard`: how the tensor lies before it."""
+class Gathering(NamedTuple):
+    """A gather along `dim`; `shard`: how the tensor lies before it.
+
+    `codes`: the shape of the whole tensor, whose cast gathers codes; None where values are gathered.
+    """
 
     dim: int
     axis: Axis
     shard: Placed
-
-
-def gather_values(part: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """The parts of all ranks side by side along `dim`."""
-    return gather_rows(part, dim, axis.size, group_named(axis.group))
-
-
-def scatter_values(partial: torch.Tensor, dim: int, axis: Axis) -> UnderWay[torch.Tensor]:
-    """Start to add up over all ranks, for this rank's part along `dim` of the sum."""
-    return scatter_sum(partial, dim, axis.size, group_named(axis.group))
+    codes: torch.Size | None = None
 
 
 class _Backward:
     """The gradients of a gathered x in one backward. torch holds it, as a callback, until that ends or fails."""
 
-    __slots__ = ("__weakref__", "came", "columns", "dx", "under_way")
+    __slots__ = ("__weakref__", "came", "columns", "dx", "part")
 
     def __init__(self) -> None:
         self.came = 0  # layers whose dx is in the sum
         self.columns: dict[object, Triple] = {}
         self.dx: Maybe = None
-        self.under_way: UnderWay[torch.Tensor] | None = None
+        self.part: Maybe = None  # this rank's, of the sum of all ranks
 
     def __call__(self) -> None:
         """Nothing; torch calls it when the backward ends."""
@@ -91,7 +80,7 @@ class Readers:
         return backward
 
     def wgrad_operand(self, schedule: ShardedSchedule, saved: Triple) -> Triple:
-        """The saved tensors with the operand of x of all ranks, whose gather has begun."""
+        """The saved tensors with the operand of x of all ranks."""
         if not schedule.gathers_late:
             return saved
         columns = self._entered().columns
@@ -103,31 +92,26 @@ class Readers:
         return *parts, *saved[3:]
 
     def add(self, dx: torch.Tensor) -> None:
-        """Take a dx into the sum, whose reduce-scatter begins with the last one."""
+        """Take a dx into the sum, which is scattered with the last one."""
         backward = self._entered()
         backward.dx = dx if backward.dx is None else backward.dx.add_(dx)
         backward.came += 1
         if backward.came == self._number:
-            backward.under_way, backward.dx = scatter_values(backward.dx, self._dim, self._axis), None
+            backward.part, backward.dx = scatter_sum(backward.dx, self._dim, self._axis), None
 
     def result(self) -> Maybe:
         """This rank's part of the sum of dx; None where no layer had one."""
         backward = self._backwards.pop(torch._C._current_graph_task_id(), None)
         if backward is None:
             return None
-        under_way = backward.under_way
-        if backward.dx is not None:
-            under_way = scatter_values(backward.dx, self._dim, self._axis)
-        backward.dx = backward.under_way = None  # torch holds the object until the end
+        part = backward.part if backward.dx is None else scatter_sum(backward.dx, self._dim, self._axis)
+        backward.dx = backward.part = None  # torch holds the object until the end
         backward.columns.clear()
-        return None if under_way is None else under_way.wait()
+        return part
 
 
 class Beside:
-    """The schedule of one call that reads a gathered x, whose gather and whose sum of dx in backward are of `readers`.
-
-    It stands in the place of the schedule; all else is the schedule's own.
-    """
+    """The schedule of one call that reads a gathered x: its dx goes to the `readers`, which gather the x of wgrad."""
 
     def __init__(self, schedule: ShardedSchedule, readers: Readers) -> None:
         self._schedule, self._readers = schedule, readers
@@ -167,29 +151,22 @@ def with_shard(shard: torch.Tensor, shape: Sequence[int], readers: Readers | Non
     return made
 
 
-def gathering(x: DTensor, shape: torch.Size, dim: int, axis: Axis, gradient: Placed) -> torch.Tensor:
-    """x as casts take it that gather codes: the shape of the whole, without memory, whose `shard` is this rank's part.
+def gathered(x: torch.Tensor, how: Gathering) -> torch.Tensor:
+    """The whole x; where codes are gathered, as casts take it: without memory, with this rank's part as its `shard`.
 
-    Made once for a DTensor, so that several layers that read it share codes in forward and one reduction in backward.
+    Made once for a DTensor, so that several layers that read it share the gather in forward and one reduction in
+    backward.
     """
-    state, known = _shared_of(x, "_gathering")
+    name = "_gathered_values" if how.codes is None else "_gathered_codes"
+    state, known = _shared_of(x, name) if isinstance(x, DTensor) else (None, None)
     if known is None:
-        readers = Readers(dim, axis)
-        known = _Gathered.apply(x, shape, readers, gradient)
-        vars(known).update(shard=x._local_tensor.detach(), readers=readers, gathered={})
-        vars(x)["_gathering"] = _Shared(x, state, known)
-    return known
-
-
-def gathering_values(x: torch.Tensor, values: Values) -> torch.Tensor:
-    """The whole x, gathered in high precision; of a DTensor, once for all layers that read it."""
-    state, known = _shared_of(x, "_gathered_values") if isinstance(x, DTensor) else (None, None)
-    if known is None:
-        readers = Readers(values.dim, values.axis)
-        known = _GatheredValues.apply(x, values, readers)
+        readers = Readers(how.dim, how.axis)
+        known = _Gathered.apply(x, how, readers, name)
         vars(known).update(readers=readers, gathered={})
         if isinstance(x, DTensor):
-            vars(x)["_gathered_values"] = _Shared(x, state, known)
+            if how.codes is not None:
+                vars(known)["shard"] = x._local_tensor.detach()
+            vars(x)[name] = _Shared(x, state, known)
     return known
 
 
@@ -223,45 +200,23 @@ def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, Maybe]:
     return state, None if shared is None else shared.made_in(state)
 
 
-def _forget(x: DTensor | None, name: str) -> None:
-    if x is not None:
-        vars(x).pop(name, None)
-
-
 class _Gathered(torch.autograd.Function):
-    """A DTensor as the whole tensor that casts gather: backward has this rank's part of the sum of all gradients.
+    """The whole tensor of all ranks' parts: backward has this rank's part of the sum of all gradients.
 
     They come through the `Readers`, as None for autograd.
     """
 
     @staticmethod
-    def forward(ctx: Context, x: DTensor, shape: torch.Size, readers: Readers, gradient: Placed) -> torch.Tensor:
-        ctx.settings = readers, gradient, weakref.ref(x)
+    def forward(ctx: Context, x: torch.Tensor, how: Gathering, readers: Readers, name: str) -> torch.Tensor:
+        ctx.settings = readers, how, name, weakref.ref(x) if isinstance(x, DTensor) else None
         ctx.set_materialize_grads(False)
-        return without_memory(x._local_tensor, shape)
+        local = x._local_tensor if isinstance(x, DTensor) else x
+        return gather_rows(arrived(local), how.dim, how.axis) if how.codes is None else without_memory(local, how.codes)
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        readers, gradient, x = ctx.settings
-        _forget(x(), "_gathering")  # all layers that read it have run: free the memory
+        readers, how, name, x = ctx.settings
+        if x is not None and x() is not None:  # all layers that read it have run: free the memory
+            vars(x()).pop(name, None)
         dx = readers.result()
-        return None if dx is None else gradient.wrap(dx), None, None, None
-
-
-class _GatheredValues(torch.autograd.Function):
-    """The parts of all ranks; backward as that of `_Gathered`."""
-
-    @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, values: Values, readers: Readers) -> torch.Tensor:
-        ctx.settings = readers, values.shard, weakref.ref(x) if isinstance(x, DTensor) else None
-        ctx.set_materialize_grads(False)
-        return gather_values(arrived(x._local_tensor if isinstance(x, DTensor) else x), values.dim, values.axis)
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        readers, shard, x = ctx.settings
-        dx = readers.result()
-        if x is None:
-            return dx, None, None
-        _forget(x(), "_gathered_values")  # as in `_Gathered`
-        return None if dx is None else shard.wrap(dx), None, None
+        return dx if x is None or dx is None else how.shard.wrap(dx), None, None, None

@@ -24,21 +24,11 @@ from microfloat.routes import entries_of, routes_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.context import Ambient
-from microfloat.torch.distributed.collectives import sum_over
-from microfloat.torch.distributed.dtensor import Placed, from_the_front, of_gradient
-from microfloat.torch.distributed.shards import CASES, Axis, Rows, Shards, check_blocks, routes_of_shards
-from microfloat.torch.distributed.tp_gather import (
-    Beside,
-    Readers,
-    Values,
-    gather_values,
-    gathering,
-    gathering_values,
-    scatter_values,
-    with_shard,
-    without_memory,
-)
-from microfloat.torch.distributed.tp_schedule import ShardedSchedule, arrived, group_named, why_not_gathered
+from microfloat.torch.distributed.collectives import gather_rows, group_of, scatter_sum, sum_over
+from microfloat.torch.distributed.tp_dtensor import Placed, from_the_front, of_gradient
+from microfloat.torch.distributed.tp_gather import Beside, Gathering, Readers, gathered, with_shard, without_memory
+from microfloat.torch.distributed.tp_schedule import ShardedSchedule, arrived, why_not_gathered
+from microfloat.torch.distributed.tp_shards import CASES, Axis, Rows, Shards, check_blocks, routes_of_shards
 from microfloat.torch.linear.function import Run, apply, backend_name, begin, end
 from microfloat.torch.linear.observer import OBSERVERS, observed
 from microfloat.torch.linear.schedule import SCHEDULES, autocast_dtype, remember
@@ -83,11 +73,10 @@ class _Case(NamedTuple):
     db: Placed | None
     y: Placed
     dy: Placed
-    is_plain: bool  # y is a plain tensor
-    x_shape: torch.Size  # of this rank's part of x, gathered where the schedule gathers
-    values: Values | None  # the gather of x in high precision, where one runs
-    dy_values: Values | None  # that of dy, whose y is added up and scattered
-    sums_over: str | None  # the name of the group over which y is added up, where every rank is to have all of it
+    is_plain: bool = False  # y is a plain tensor
+    gathers: Gathering | None = None  # of x
+    scatters: Gathering | None = None  # of dy, whose y is added up and scattered
+    sums_over: Axis | None = None  # over which y is added up, where every rank is to have all of it
 
 
 def run_sharded(
@@ -113,15 +102,15 @@ def run_sharded(
             "fuse_wgrad_accumulation: got True for a layer whose weight is a DTensor, needed a plain weight, to whose "
             "gradient one process adds. Leave it out of this layer."
         )
-    if case.values is not None:
-        read = gathering_values(x, case.values)
+    how = case.gathers
+    if how is not None and how.codes is None:
+        read = gathered(x, how)
     else:
         if not isinstance(x, DTensor) and case.x != case.told:
             x = DTensor.from_local(x, case.dw.mesh, case.told, run_check=False)
         if isinstance(x, DTensor):
             read = x if x.placements == case.x else x.redistribute(placements=case.x)
-            axis = schedule.shards.gathers("x")
-            read = read if axis is None else gathering(read, case.x_shape, _dim_of(case.x), axis, case.dx)
+            read = read if how is None else gathered(read, how)
     if bias is not None:
         assert isinstance(bias, DTensor)
         bias = bias if bias.placements == case.bias else bias.redistribute(placements=case.bias)
@@ -156,7 +145,6 @@ class _ShardedRun:
     readers: Readers | None = None  # of the gathered x
     held: Maybe = None  # the gathered x, until backward, where x refers to it weakly
     scatters_dx: bool = False  # itself, since x has no node that does
-    y_shape: torch.Size | None = None  # of the partial sums, where they are scattered
     result: torch.Tensor | None = None  # of the shape and dtype of this rank's part of y, without memory
 
     @property
@@ -166,15 +154,14 @@ class _ShardedRun:
 
     def forward(self, ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Maybe) -> torch.Tensor:
         """y, plain or a DTensor."""
-        case = self.case
-        axis = case.schedule.shards.gathers("x")
+        case, how = self.case, self.case.gathers
         if isinstance(x, DTensor):
             x, self.wraps_dx = x._local_tensor, True
-        elif axis is not None and not hasattr(x, "shard"):
-            x = with_shard(arrived(x), case.x_shape, Readers(_dim_of(case.x), axis))
-            self.scatters_dx = True
-        elif axis is None:
+        elif how is None or how.codes is None:
             x = arrived(x)
+        elif not hasattr(x, "shard"):
+            x = with_shard(arrived(x), how.codes, Readers(how.dim, how.axis))
+            self.scatters_dx = True
         y = self.run.forward(ctx, x, _plain_of(weight), None if bias is None else _plain_of(bias))
         self.readers = getattr(x, "readers", None)
         self.held = x if getattr(x, "is_held_by_readers", False) else None
@@ -182,14 +169,10 @@ class _ShardedRun:
             if ctx.needs_input_grad[1]:
                 self.readers.expect()
             self.run.schedule = Beside(self.run.schedule, self.readers)  # type: ignore[assignment, arg-type]
-        axis = case.schedule.shards.gathers("dy")
-        if axis is not None:
-            self.y_shape = y.shape
-            y = scatter_values(y, _dim_of(case.y.placements), axis).wait()
-        elif case.dy_values is not None:
-            y = scatter_values(y, case.dy_values.dim, case.dy_values.axis).wait()
+        if case.scatters is not None:
+            y = scatter_sum(y, case.scatters.dim, case.scatters.axis)
         elif case.sums_over is not None:
-            y = sum_over(y, group_named(case.sums_over), is_fresh=True)
+            y = sum_over(y, group_of(case.sums_over), is_fresh=True)
         ctx.set_materialize_grads(False)  # torch would make a plain one of the whole shape
         self.result = without_memory(y, y.shape)
         return y if case.is_plain else case.y.wrap(y)
@@ -202,10 +185,11 @@ class _ShardedRun:
             dy = self.result.contiguous()
         elif isinstance(dy, DTensor):
             dy = case.dy.local_of(dy)
-        if self.y_shape is not None:  # the schedule gets the shard of dy, and gathers its codes
-            dy = with_shard(dy, self.y_shape)
-        elif case.dy_values is not None:
-            dy = gather_values(arrived(dy), case.dy_values.dim, case.dy_values.axis)
+        how = case.scatters
+        if how is not None and how.codes is not None:  # the schedule gets the shard of dy, and gathers its codes
+            dy = with_shard(dy, how.codes)
+        elif how is not None:
+            dy = gather_rows(arrived(dy), how.dim, how.axis)
         dx, dw, db = self.run.backward(ctx, dy)
         if self.scatters_dx:
             assert self.readers is not None
@@ -339,16 +323,16 @@ def _at_the_border(case: _Case, x: DTensor, border: Border | None) -> _Case:
     """The case with the gathers of values that a schedule without gathers of codes needs around it."""
     (axis, *_), (of_x,), mesh = (*case.schedule.shards.axes, None), x.placements, case.y.mesh
     if axis is not None and type(of_x) is Shard and case.x == (Replicate(),) and x.shape[of_x.dim] % axis.size == 0:
-        case = case._replace(values=Values(of_x.dim, axis, Placed(mesh, x.placements, x.shape)))
+        case = case._replace(gathers=Gathering(of_x.dim, axis, Placed(mesh, x.placements, x.shape)))
     if border is None:
         return case
     asked = from_the_front((border.y,), x.dim())
     if axis is not None and axis.case == "K" and type(asked[0]) is Shard and asked[0].dim < x.dim() - 1:
         shard, dim = Placed(mesh, asked, case.y.shape), asked[0].dim
         if case.y.shape[dim] % axis.size == 0:
-            case = case._replace(y=shard, dy=shard, dy_values=Values(dim, axis, shard))
+            case = case._replace(y=shard, dy=shard, scatters=Gathering(dim, axis, shard))
     if axis is not None and axis.case == "K" and asked == (Replicate(),):
-        case = case._replace(y=case.dy, sums_over=axis.group)
+        case = case._replace(y=case.dy, sums_over=axis)
     return case._replace(is_plain=border.is_plain and asked == case.y.placements)
 
 
@@ -442,10 +426,13 @@ def _make(
     lie = {"dy": of_gradient(tuple(placed["y"])), **{key: tuple(one) for key, one in placed.items()}}
     db = None if bias is None else Placed(mesh, lie["db"], bias.shape)
     made = {key: Placed(mesh, lie[key], shape) for key, shape in shapes.items()}
-    return _Case(
-        schedule, x.placements, lie["x"], lie["bias"], db=db, is_plain=False, x_shape=x_shape, values=None,
-        dy_values=None, sums_over=None, **made,
-    )  # fmt: skip
+    case = _Case(schedule, x.placements, lie["x"], lie["bias"], db=db, **made)
+    if gathers == "x":
+        return case._replace(gathers=Gathering(_dim_of(lie["x"]), shards.gathers("x"), made["dx"], x_shape))
+    if gathers == "dy":
+        how = Gathering(_dim_of(lie["y"]), shards.gathers("dy"), made["y"], y_shape)
+        return case._replace(scatters=how)
+    return case
 
 
 def _local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> list[int]:

@@ -7,8 +7,7 @@
     G     by its rows          by its rows   by columns           dy by columns      amaxes of x and w; parts of x
     S     by columns           by columns    partial, scattered   dy by rows         amaxes of x, w; of dy; parts of dy
 
-On a CPU gathers run beside casts and products that do not read them (`collectives`). A column operand of x that is not
-the transpose of the other one is gathered in backward.
+A column operand of x that is not the transpose of the other one is gathered in backward.
 
 Every rank makes the bytes that one process makes of the whole tensor. An amax is measured of the shard and reduced
 over the ranks that hold the others, all amaxes of one direction in one collective. Block scales need nothing where
@@ -21,14 +20,12 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 import functools
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from microfloat.layout import Part
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
@@ -37,25 +34,14 @@ from microfloat.torch import reference
 from microfloat.torch._typing import Parts, Sink, Triple
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import Backend, laid
-from microfloat.torch.distributed.collectives import gather_bytes
-from microfloat.torch.distributed.handles import Bytes, Coming, land
-from microfloat.torch.distributed.shards import (
-    AXES_OF,
-    CASES,
-    Axis,
-    Shards,
-    block_read,
-    scales_read,
-)
+from microfloat.torch.distributed.collectives import differing, gather_parts, group_of
+from microfloat.torch.distributed.tp_shards import AXES_OF, CASES, Axis, Shards, block_read, scales_read
 from microfloat.torch.linear.schedule import CastStep, Inputs, Schedule, as_matrix
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.scaling import amax_reduction as reduction
 
-__all__ = [
-    "ShardedSchedule", "arrived", "group_named", "why_not_gathered",
-]  # fmt: skip
+__all__ = ["ShardedSchedule", "arrived", "land", "why_not_gathered"]
 
-group_named: Callable[..., torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 _ALIGNED = 16  # elements, by which a matrix is widened
 
 
@@ -63,6 +49,13 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, in memory: casts read addresses, and torch's collectives return promises."""
     tensor = getattr(tensor, "shard", tensor)
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
+
+
+def land(parts: Parts) -> None:
+    """Make the parts of an operand that a `ShardedCast` has left for later."""
+    for at, part in enumerate(parts):
+        if type(part) is functools.partial:
+            parts[at] = part()
 
 
 # ------------------------------------------------------------------------------------------------------------- amaxes
@@ -117,7 +110,7 @@ def _reduced(measures: Sequence[_Measure], parts: list[torch.Tensor]) -> list[to
     """The maxima over all ranks that hold a shard: one collective for each axis of the mesh."""
     for axis in dict.fromkeys(axis for measure in measures for axis in measure.axes):
         which = [index for index, measure in enumerate(measures) if axis in measure.axes]
-        made = reduction.maxima(group_named(axis.group), [parts[index] for index in which])
+        made = reduction.maxima(group_of(axis), [parts[index] for index in which])
         for index, part in zip(which, made, strict=True):
             parts[index] = part
     return parts
@@ -224,7 +217,7 @@ class ShardedCast:
             if self._waits and row is None:
                 later = functools.cache(cast)
                 for at, part in enumerate(self._local[1] or (), 3):
-                    made[at] = None if part is None else Coming(functools.partial(_part_of, later, at))
+                    made[at] = None if part is None else functools.partial(_part_of, later, at)
                 continue
             parts = cast()
             made[0:3] = parts[0:3] if row is not None else made[0:3]
@@ -233,7 +226,7 @@ class ShardedCast:
         if self._axis is not None:
             self.gather(made, 0)
             if self._shares:
-                made[3:6] = Coming(functools.partial(self._turned, made[0])), made[1], made[2]
+                made[3:6] = self._turned(made[0]), made[1], made[2]
             elif not self.gathers_late:
                 self.gather(made, 1)
         return made
@@ -278,42 +271,35 @@ class ShardedCast:
     # ------------------------------------------------------------------------------------------------- gathering
 
     def gather(self, parts: Parts, which: int) -> None:
-        """Start the gathers of the row operand (0) or the column's (1), whose parts `land` has then."""
+        """Put the whole parts of the row operand (0) or the column's (1) in place of this rank's."""
         axis, rows, local, whole = self._axis, self._rows, self._local[which], self._whole[which]
         assert axis is not None
         assert rows is not None
         if local is None or whole is None:
             return
-        gathers = [
-            (at, goal, Bytes.of(laid(parts[at], part), _differing(part, goal), rows.outer))
+        shared = {
+            at: (typing.cast(torch.Tensor, laid(parts[at], part)), goal)
             for at, (part, goal) in enumerate(zip(local, whole, strict=True), 3 * which)
             if part is not None and goal is not None and part.shape != goal.shape
-        ]
-        if not gathers:  # of one rank
-            return
-        under_way = gather_bytes([one.sent for _, _, one in gathers], axis.size, group_named(axis.group))
-        for index, (at, goal, one) in enumerate(gathers):
-            parts[at] = Coming(functools.partial(one.landed, under_way, index, goal, axis.size))
+        }
+        if shared:  # none of one rank
+            for at, part in zip(shared, gather_parts([*shared.values()], rows.outer, axis), strict=True):
+                parts[at] = part
 
-    def _turned(self, codes: Coming | torch.Tensor) -> torch.Tensor:
+    def _turned(self, codes: torch.Tensor) -> torch.Tensor:
         """The codes of the column operand, of those of the row operand."""
         row, column = self.entries
         layout = self._whole[1]
         assert row is not None
         assert column is not None
         assert layout is not None
-        codes = codes.land() if isinstance(codes, Coming) else codes
         made = laid(codes if row.turned == (not column.turned) else codes.t(), layout.codes, self._backend)
         assert made is not None
         return made
 
 
-def _part_of(cast: Callable[[], Parts], at: int) -> torch.Tensor:
+def _part_of(cast: Any, at: int) -> torch.Tensor:
     return cast()[at]
-
-
-def _differing(part: Part, goal: Part) -> int:
-    return next(at for at, (one, other) in enumerate(zip(part.shape, goal.shape, strict=True)) if one != other)
 
 
 def why_not_gathered(
@@ -348,7 +334,7 @@ def why_not_gathered(
         for part, goal in zip(one, other, strict=True):
             if part is None or goal is None or part.shape == goal.shape:
                 continue
-            dim = _differing(part, goal)
+            dim = differing(part.shape, goal.shape)
             if part.shape[dim] * axis.size != goal.shape[dim] or part.shape[dim] % rows.outer:
                 return "its scales are padded"
             count += math.prod(part.shape) * getattr(torch, part.dtype).itemsize
@@ -422,9 +408,7 @@ class ShardedSchedule(Schedule):
             if shared is not None:
                 shared[self.x_key] = x_made
         w_made = self.w_cast(weight, *self.resources(), w_inputs) if kept is None else kept
-        land(x_made)
         y = self.products["fprop"](x_made[0:3], w_made[0:3], bias if self.shards.adds_bias else None)
-        land(x_made, 1)
         y = y if self.y_shape is None else torch.ops.aten._unsafe_view(y, self.y_shape)
         if not self.late:
             return y, (*x_made[self.x_saved], *w_made[self.w_saved])
@@ -442,21 +426,18 @@ class ShardedSchedule(Schedule):
         self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
     ) -> Parts:
         """See `Schedule.cast_operands`."""
-        made = super().cast_operands(arrived(x), weight, x_inputs, w_inputs, kept)
-        land(made)
-        land(made, 1)
-        return made
+        return super().cast_operands(arrived(x), weight, x_inputs, w_inputs, kept)
 
     def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
         """y [M, N] of this rank, from the row operands of x and w."""
         return super().fprop(x, w, bias if self.shards.adds_bias else None)
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
-        """Both operands of a gradient, of this rank's shard, or on their way from all ranks."""
+        """Both operands of a gradient, of this rank's shard or gathered."""
         return super().cast_dy(arrived(dy), inputs, wants_dx, wants_dw)
 
     def gather_saved(self, saved: Sequence[torch.Tensor | None]) -> Parts:
-        """The operand of x that wgrad reads, of all ranks, whose gather has begun; `saved`: this rank's."""
+        """The operand of x that wgrad reads, of all ranks; `saved`: this rank's."""
         parts: Parts = [None] * 3 + list(saved)
         self.x_cast.gather(parts, 1)
         return parts[3:]
@@ -464,15 +445,12 @@ class ShardedSchedule(Schedule):
     def gradients(
         self, dy: Parts, saved: Triple, wants_dx: bool, wants_dw: bool, into: Sink | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """See `Schedule.gradients`; waits for an operand before its product, so that others come beside it."""
+        """See `Schedule.gradients`; an operand that was left for later is made when dgrad has let go of its own."""
         dx = dw = None
         if wants_dx:
-            land(dy)
             dx, _ = super().gradients(dy, saved, True, False)
         if wants_dw:
-            land(dy, 1)
-            saved = [*saved]
-            land(saved)
+            land(dy)
             _, dw = super().gradients(dy, saved, False, True, into)
         return dx, dw
 

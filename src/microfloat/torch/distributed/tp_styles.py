@@ -6,7 +6,7 @@ plain where torch's make DTensors, each of which costs the host about as much as
 """
 
 import types
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from microfloat.errors import NotSupportedError
 from microfloat.torch._typing import Arguments, WithBias
-from microfloat.torch.distributed.dtensor import AsPlaced, Placed, ToLocal, from_the_front
+from microfloat.torch.distributed.tp_dtensor import AsPlaced, Placed, ToLocal, from_the_front
 from microfloat.torch.distributed.tp_linear import Border
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.norms import LayerNorm, RMSNorm
@@ -26,29 +26,45 @@ __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "beside"]
 Layouts = tuple[Placement, ...]
 
 
-def _refuse_codes(module: nn.Module, style: parallel.ParallelStyle) -> None:
-    """NotSupportedError for a layer whose weight is stored as codes."""
-    weight = module._parameters.get("weight")
-    if isinstance(weight, QuantizedTensor):
-        raise NotSupportedError(
-            f"{type(style).__name__}: got a {type(module).__name__} whose weight is stored as codes ({weight.format}), "
-            "needed values, which every rank casts. To train, shard the layer before it is quantized, or shard it by "
-            "fully_shard. To serve on several GPUs, write the model by microfloat.torch.save_quantized, in a format "
-            "that a serving engine reads (ct:nvfp4, say), and let vLLM or SGLang shard it."
-        )
+class _OfLinear:
+    """What both styles of a Linear do: they tell the layer its layouts, and lay its result out."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = module._parameters.get("weight")
+        if isinstance(weight, QuantizedTensor):
+            raise NotSupportedError(
+                f"{type(self).__name__}: got a {type(module).__name__} whose weight is stored as codes "
+                f"({weight.format}), needed values, which every rank casts. To train, shard the layer before it is "
+                "quantized, or shard it by fully_shard. To serve on several GPUs, write the model by "
+                "microfloat.torch.save_quantized, in a format that a serving engine reads (ct:nvfp4, say), and let "
+                "vLLM or SGLang shard it."
+            )
+        style: Any = self
+        made = super()._apply(module, device_mesh)  # type: ignore[misc]
+        if isinstance(made, Linear):
+            (x,), (y,) = style.input_layouts, style.output_layouts
+            made.__dict__["_border"] = Border(x, y, style.use_local_output)
+        return made
+
+    def _prepare_output_fn(
+        self, layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: WithBias, mesh: DeviceMesh
+    ) -> WithBias:
+        """y as the style lays it out; the bias that `return_bias` puts beside it was laid out by the layer."""
+        if isinstance(outputs, tuple):
+            return self._prepare_output_fn(layouts, use_local_output, mod, outputs[0], mesh), outputs[1]
+        if not isinstance(outputs, DTensor):  # the layer knew that it is to be plain
+            return outputs
+        layouts = from_the_front(layouts, outputs.dim())
+        return super()._prepare_output_fn(layouts, use_local_output, mod, outputs, mesh)  # type: ignore[misc]
 
 
-class ColwiseParallel(parallel.ColwiseParallel):
+class ColwiseParallel(_OfLinear, parallel.ColwiseParallel):
     """Shard a Linear's weight by its rows, as torch's style of the name, whose arguments it has.
 
     An input that is sharded by its sequence (``input_layouts=Shard(1)``) is cast first and gathered as codes and
     scales, to the same bytes, where these are fewer bytes and a layer's recipe casts it; ``print(layer.schedule(x))``
     says why not elsewhere. Layers that read one DTensor share what was gathered. Source: docs/distributed.md.
     """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _refuse_codes(module, self)
-        return _told(super()._apply(module, device_mesh), self)
 
     @staticmethod
     def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -59,30 +75,19 @@ class ColwiseParallel(parallel.ColwiseParallel):
         if _is_taken(mod, x):
             return None
         if not isinstance(x, DTensor):
-            x = _whole_of(mod, x, input_layouts, device_mesh)
+            x = _whole_of(x, input_layouts, device_mesh)
         if isinstance(mod, Linear) and mod.effective_recipe() is not None and _is_sequence(x):
             return x
         prepare = parallel.ColwiseParallel._prepare_input_fn
         return prepare(x.placements, desired_input_layouts, mod, (x, *inputs[1:]), device_mesh)
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: WithBias, device_mesh: DeviceMesh
-    ) -> WithBias:
-        prepare = parallel.ColwiseParallel._prepare_output_fn
-        return _laid_out(prepare, output_layouts, use_local_output, mod, outputs, device_mesh)
 
-
-class RowwiseParallel(parallel.RowwiseParallel):
+class RowwiseParallel(_OfLinear, parallel.RowwiseParallel):
     """Shard a Linear's weight by its columns, as torch's style of the name, whose arguments it has.
 
     With an output that is sharded by its sequence (``output_layouts=Shard(1)``) the gradient is cast first and gathered
     as codes and scales, to the same bytes, where these are fewer bytes. Source: docs/distributed.md.
     """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _refuse_codes(module, self)
-        return _told(super()._apply(module, device_mesh), self)
 
     @staticmethod
     def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -93,13 +98,6 @@ class RowwiseParallel(parallel.RowwiseParallel):
             return None
         prepare = parallel.RowwiseParallel._prepare_input_fn
         return prepare(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: WithBias, device_mesh: DeviceMesh
-    ) -> WithBias:
-        prepare = parallel.RowwiseParallel._prepare_output_fn
-        return _laid_out(prepare, output_layouts, use_local_output, mod, outputs, device_mesh)
 
 
 class SequenceParallel(parallel.SequenceParallel):
@@ -113,7 +111,7 @@ class SequenceParallel(parallel.SequenceParallel):
         made = super()._apply(module, device_mesh)
         (sharding,) = self.sequence_sharding
         if type(made) in _NORMS and device_mesh.ndim == 1 and isinstance(sharding, Shard):
-            made.__dict__["_rows"] = _Rows(device_mesh, sharding.dim)
+            made.__dict__["_rows"] = Placed(device_mesh, (sharding,), torch.Size(()))
             made.forward = types.MethodType(_norm_of_rows, made)
         return made
 
@@ -121,35 +119,13 @@ class SequenceParallel(parallel.SequenceParallel):
     def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
         sequence_sharding: Layouts, mod: nn.Module, inputs: Arguments, device_mesh: DeviceMesh
     ) -> torch.Tensor | None:
-        x = inputs[0]
-        rows: _Rows | None = mod.__dict__.get("_rows")
-        if rows is not None and rows.serves(mod, x):
+        rows: Placed | None = mod.__dict__.get("_rows")
+        if rows is not None and _normalizes_rows(mod, inputs[0], rows):
             return None
         return parallel.SequenceParallel._prepare_input_fn(sequence_sharding, mod, inputs, device_mesh)
 
 
 # ------------------------------------------------------------------------------------------------------------ Linears
-
-
-def _told(layer: nn.Module, style: ColwiseParallel | RowwiseParallel) -> nn.Module:
-    """The layer, which knows how its plain inputs lie and its result is to lie."""
-    if isinstance(layer, Linear):
-        (x,), (y,) = style.input_layouts, style.output_layouts
-        layer.__dict__["_border"] = Border(x, y, style.use_local_output)
-    return layer
-
-
-def _laid_out(
-    prepare: Callable[..., torch.Tensor], layouts: Layouts, use_local_output: bool, layer: nn.Module, outputs: WithBias,
-    mesh: DeviceMesh,
-) -> WithBias:  # fmt: skip
-    """y as the style lays it out; the bias that `return_bias` puts beside it was laid out by the layer."""
-    if isinstance(outputs, tuple):
-        y, bias = outputs
-        return _laid_out(prepare, layouts, use_local_output, layer, y, mesh), bias
-    if not isinstance(outputs, DTensor):  # the layer knew that it is to be plain
-        return outputs
-    return prepare(from_the_front(layouts, outputs.dim()), use_local_output, layer, outputs, mesh)
 
 
 def beside(layer: nn.Module, bias: torch.Tensor, dims: int) -> torch.Tensor:
@@ -191,16 +167,12 @@ def _is_taken(layer: nn.Module, x: object) -> bool:
     )  # fmt: skip
 
 
-def _whole_of(layer: nn.Module, x: torch.Tensor, layouts: Layouts, mesh: DeviceMesh) -> DTensor:
+def _whole_of(x: torch.Tensor, layouts: Layouts, mesh: DeviceMesh) -> DTensor:
     """The DTensor of a plain input."""
     is_replica = layouts[0].is_replicate() and mesh.ndim == 1 and not torch.compiler.is_compiling()
     if not is_replica or not isinstance(x, torch.Tensor) or not x.is_contiguous() or x.device.type != mesh.device_type:
         return DTensor.from_local(x, mesh, layouts, run_check=False)
-    known: dict[torch.Size, Placed] = layer.__dict__.setdefault("_wholes", {})
-    placed = known.get(x.shape)
-    if placed is None:
-        known.clear()  # shapes made anew for every call must not pile up
-        placed = known[x.shape] = Placed(mesh, layouts, x.shape)
+    placed = Placed(mesh, layouts, x.shape)
     return AsPlaced.apply(x, placed, placed)
 
 
@@ -215,61 +187,35 @@ def _is_sequence(x: DTensor) -> bool:
 _NORMS = (nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm)
 
 
-class _Rows:
-    """How the tensors of a norm lie whose inputs are sharded along `dim`, before those that it normalizes over."""
-
-    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
-        self.mesh, self.dim = mesh, dim
-        self._whole: dict[tuple, Placed] = {}
-        self._parameters: dict[str, Placed] = {}
-
-    def __deepcopy__(self, memo: object) -> "_Rows":
-        return self  # a copied norm is on the same mesh
-
-    def serves(self, norm: nn.Module, x: object) -> bool:
-        """True where rows are normalized one by one, outside of a compiler's trace."""
-        if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not x.dim():
-            return False
-        dim, over = self.dim % x.dim(), norm.normalized_shape
-        if dim >= x.dim() - len(over):  # pyright: ignore[reportArgumentType]
-            return False
-        return not isinstance(x, DTensor) or x.placements == (Shard(dim),)
-
-    def whole(self, local: torch.Tensor) -> Placed:
-        """The placement of the tensor of which every rank has as many rows as this one."""
-        found = self._whole.get(local.shape)
-        if found is None:
-            dim, shape = self.dim % local.dim(), list(local.shape)
-            shape[dim] *= self.mesh.size()
-            found = self._whole[local.shape] = Placed(self.mesh, (Shard(dim),), torch.Size(shape))
-        return found
-
-    def local_parameters(self, norm: nn.Module) -> dict[str, torch.Tensor | None]:
-        """The parameters of this rank, whose gradients are sums over rows, of which it has a part."""
-        made: dict[str, torch.Tensor | None] = {}
-        for name, parameter in norm._parameters.items():
-            if isinstance(parameter, DTensor):
-                placed = self._parameters.get(name)
-                if placed is None or placed.shape != parameter.shape:
-                    placed = self._parameters[name] = Placed(self.mesh, (Partial(),), parameter.shape)
-                made[name] = ToLocal.apply(parameter, placed)
-            else:
-                made[name] = parameter
-        return made
+def _normalizes_rows(norm: nn.Module, x: object, rows: Placed) -> bool:
+    """True where rows that lie as `rows` says are normalized one by one, outside of a compiler's trace."""
+    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not x.dim():
+        return False
+    (sharding,) = from_the_front(rows.placements, x.dim())
+    if sharding.dim >= x.dim() - len(norm.normalized_shape):  # type: ignore[attr-defined, arg-type]
+        return False
+    return not isinstance(x, DTensor) or x.placements == (sharding,)
 
 
 def _norm_of_rows(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`norm` of this rank's rows, as a DTensor."""
-    rows: _Rows = norm.__dict__["_rows"]
-    if not rows.serves(norm, x):
+    rows: Placed = norm.__dict__["_rows"]
+    if not _normalizes_rows(norm, x, rows):
         return type(norm).forward(norm, x)
     if isinstance(x, DTensor):
         placed = Placed(x.device_mesh, x.placements, x.shape)
         local = ToLocal.apply(x, placed)
     else:
-        placed = rows.whole(x)
+        (sharding,), shape = from_the_front(rows.placements, x.dim()), list(x.shape)
+        shape[sharding.dim] *= rows.mesh.size()  # type: ignore[attr-defined]
+        placed = Placed(rows.mesh, (sharding,), torch.Size(shape))
         local = x.view_as(x)  # where the gradients of a norm of several operations are added, before that of others
+    # The gradients of this rank's parameters are sums over rows, of which it has a part.
+    parameters = {
+        name: ToLocal.apply(one, Placed(rows.mesh, (Partial(),), one.shape)) if isinstance(one, DTensor) else one
+        for name, one in norm._parameters.items()
+    }
     # The same module with other parameters: what others read of it meanwhile stays as it is.
     twin = object.__new__(type(norm))
-    twin.__dict__ = {**norm.__dict__, "_parameters": rows.local_parameters(norm)}
+    twin.__dict__ = {**norm.__dict__, "_parameters": parameters}
     return AsPlaced.apply(type(norm).forward(twin, local), placed, placed)

@@ -15,7 +15,7 @@ from microfloat.errors import InvalidValueError  # noqa: E402
 from microfloat.recipes import MXFP8BlockScaling  # noqa: E402
 from microfloat.routes import routes_of  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
-from microfloat.torch.distributed.shards import Axis, Rows, Shards, routes_of_shards  # noqa: E402
+from microfloat.torch.distributed.tp_shards import Axis, Rows, Shards, routes_of_shards  # noqa: E402
 
 CHIP = chip_named("h200")
 
