@@ -9,7 +9,6 @@ import torch
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.torch._upper import upper
-from microfloat.torch.tensor.aten_refusals import refusal
 from microfloat.torch.tensor.aten_shapes import permute
 from microfloat.torch.tensor.aten_table import (
     Arguments,
@@ -18,10 +17,11 @@ from microfloat.torch.tensor.aten_table import (
     check_rows,
     is_decay,
     raw,
+    refusal,
     refuse_experts,
     register,
 )
-from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -34,13 +34,10 @@ def _clone(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
 @register(aten._to_copy.default)
 def _to_copy(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """Moves the parts; a dtype only changes what is presented and what `dequantize` returns."""
-    dtype = kwargs.get("dtype")
-    if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise invalid_type(
-            "dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16: what a QuantizedTensor may present",
-            "Call .dequantize() first.",
-        )  # fmt: skip
-    device = kwargs.get("device")
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    if dtype is not None and dtype not in INPUT_DTYPES:
+        needed = "torch.float32, torch.bfloat16 or torch.float16: what a QuantizedTensor may present"
+        raise invalid_type("dtype", dtype, needed, "Call .dequantize() first.")
     options = {name: kwargs[name] for name in ("non_blocking",) if name in kwargs}
     moved = args[0].map_parts(lambda part: part.to(device=device or part.device, copy=True, **options), dtype)
     return moved.map_parts(torch.Tensor.pin_memory) if kwargs.get("pin_memory") else moved
@@ -55,8 +52,8 @@ def _takes_data(own: torch.Tensor, other: torch.Tensor) -> bool:
     if len(quantized) != 1:
         with torch._C._ExcludeDispatchKeyGuard(_SNAPSHOT):  # pyright: ignore[reportAttributeAccessIssue]
             return aten._has_compatible_shallow_copy_type.default(own, other)
-    asks = sys._getframe(1)
-    if asks.f_code.co_code[asks.f_lasti] == dis.opmap["STORE_ATTR"]:  # ``p.data = q``, whose refusal names neither
+    caller = sys._getframe(1)
+    if caller.f_code.co_code[caller.f_lasti] == dis.opmap["STORE_ATTR"]:  # ``p.data = q``: torch's error names neither
         raise invalid_type(
             "data", f"a QuantizedTensor ({quantized[0].format}) for a plain tensor", "a plain tensor",
             "Write its values, p.copy_(q.dequantize()), or replace the parameter: module.weight = nn.Parameter(q).",
@@ -71,12 +68,12 @@ _library.impl("_has_compatible_shallow_copy_type", _takes_data, "PythonTLSSnapsh
 
 @register(aten._pin_memory.default)
 def _pin_memory(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    return args[0].map_parts(lambda part: part.pin_memory())
+    return args[0].map_parts(torch.Tensor.pin_memory)
 
 
 @register(aten.is_pinned.default)
 def _is_pinned(func: Operator, args: Arguments, kwargs: Options) -> bool:
-    return all(part.is_pinned() for part in args[0].parts().values())
+    return all(part.is_pinned() for part in args[0].part_list())
 
 
 @register(aten.record_stream.default)
@@ -88,10 +85,9 @@ def _record_stream(func: Operator, args: Arguments, kwargs: Options) -> None:
 @register(aten.add.Tensor)
 def _decay(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """A plain gradient plus `alpha` times a quantized weight: an optimizer's weight decay. Other sums are refused."""
-    gradient, weight = args
-    if not is_decay(gradient, kwargs):
+    if not is_decay(args[0], kwargs):
         raise refusal(func, args, kwargs)
-    return func(gradient, weight.dequantize(), **kwargs)
+    return func(args[0], args[1].dequantize(), **kwargs)
 
 
 @register(aten.linalg_vector_norm.default)
@@ -111,11 +107,9 @@ def _index(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     if not isinstance(q, QuantizedTensor):
         raise refusal(func, args, kwargs)
     refuse_experts(q, "index")
+    indices: Sequence[torch.Tensor | None] = where[0]
     if func is aten.index_select.default:
-        dim, index = where
-        indices: Sequence[torch.Tensor | None] = [None] * (dim % max(q.dim(), 1)) + [index]
-    else:
-        indices = where[0]
+        indices = [None] * (where[0] % max(q.dim(), 1)) + [where[1]]
     rows = check_rows(q, indices)
 
     def chosen(part: torch.Tensor) -> torch.Tensor:
@@ -136,10 +130,9 @@ def _index(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     aten.new_ones.default, aten.new_full.default,
 )  # fmt: skip
 def _like(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
-    """A plain tensor of the presented shape, dtype and device: nothing of the values is read.
+    """A plain tensor of the presented shape, dtype and device; no value is read.
 
-    Memory for a parameter without any, which ``module.to_empty`` asks for, is memory for its codes and scales, and so
-    is that for whole rows of a parameter, which FSDP2 asks for.
+    A parameter without memory gets codes and scales (``module.to_empty``), and so do whole rows of a parameter (FSDP2).
     """
     q = args[0]
     if func is aten.new_zeros.default and not kwargs.keys() - {"pin_memory"} and _are_rows(q, args[1]):
@@ -155,8 +148,8 @@ def _like(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
 def _are_rows(q: QuantizedTensor, size: Sequence[int]) -> bool:
     """True for the size of some rows of a parameter, or of a shard of one, where there is a process group."""
     is_shared = isinstance(q, torch.nn.Parameter) or q._is_shard
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return is_shared and there and q.axis != 0 and len(size) == q.dim() and tuple(size[1:]) == tuple(q.shape[1:])
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_shared and has_group and q.axis != 0 and len(size) == q.dim() and tuple(size[1:]) == tuple(q.shape[1:])
 
 
 @register(aten.equal.default)
@@ -167,36 +160,37 @@ def _equal(func: Operator, args: Arguments, kwargs: Options) -> bool:
         raise refusal(func, args, kwargs)
     if (a.format, a.hadamard, a.axis, a.shape) != (b.format, b.hadamard, b.axis, b.shape):
         return False
-    left, right = a.parts(), b.parts()
-    return left.keys() == right.keys() and all(torch.equal(raw(left[name]), raw(right[name])) for name in left)
+    left, right = a.part_list(), b.part_list()
+    return len(left) == len(right) and all(
+        torch.equal(raw(one), raw(other)) for one, other in zip(left, right, strict=True)
+    )
 
 
 @register(aten.mm.default, aten.addmm.default)
 def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
-    """``a @ b`` (+ bias): a contracts its last axis, b its first. What `torch.matmul` and `F.linear` arrive at."""
+    """``a @ b`` (+ bias), contracting the last axis of a and the first of b, also for `torch.matmul` and `F.linear`."""
     from microfloat.torch.tensor.ops import scaled_matmul
 
     *bias, a, b = args
-    plain_bias = not bias or not isinstance(bias[0], QuantizedTensor)
+    are_quantized = [isinstance(one, QuantizedTensor) for one in args]
     scaled = any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
-    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and plain_bias) or scaled:
+    if are_quantized != [*[False] * len(bias), True, True] or scaled:
         raise refusal(func, args, kwargs)
     for name, q, axis in (("a", a, 1), ("b", b, 0)):
         if q.axis != axis:
             raise invalid_value(
-                name,
-                f"blocks along axis {q.axis} of shape {tuple(q.shape)}",
+                name, f"blocks along axis {q.axis} of shape {tuple(q.shape)}",
                 f"blocks along axis {axis}, which a @ b contracts",
                 "Quantize with axis=-1 for the left operand and axis=-2 for the right one, or multiply with b.t().",
-            )
+            )  # fmt: skip
     return scaled_matmul(a, permute(b, (1, 0)), bias=bias[0] if bias else None)
 
 
-# Functional collectives: codes and scales travel, as bytes.
+# ---- functional collectives: codes and scales travel, as bytes ---------------------------------------------------
 
 
 def _gather(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    """The rows of all ranks below each other, what quantizing the gathered values gives: scales are those of rows."""
+    """The rows of all ranks below each other, with the scales of these rows: the bytes of a cast of all values."""
     q, *rest = args
     if not isinstance(q, QuantizedTensor) or q._is_shard:  # full_tensor asks for shards of a parameter
         raise refusal(func, args, kwargs)
@@ -208,11 +202,8 @@ def _gather(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor
             f"needed rows along the first axis, whole tiles of {height} rows, and a scale for each block or row. "
             "Ranks have scales of their own for whole tensors: gather values, or cast under one amax and gather parts."
         )
-    parts = [func(raw(part.contiguous()), *rest, **kwargs).view(part.dtype) for part in q.part_list()]
-    shape = (q.shape[0] * size, *q.shape[1:])
-    return type(q)(
-        parts[0], parts[1], parts[2] if len(parts) > 2 else None, q.cast, axis=q.axis, shape=shape, dtype=q.dtype
-    )
+    parts = {name: func(raw(part.contiguous()), *rest, **kwargs).view(part.dtype) for name, part in q.parts().items()}
+    return type(q)(**parts, cast=q.cast, axis=q.axis, shape=(q.shape[0] * size, *q.shape[1:]), dtype=q.dtype)
 
 
 def _wait(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:

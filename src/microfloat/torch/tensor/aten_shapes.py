@@ -1,7 +1,7 @@
 """Operators that regroup, permute, cut and join.
 
-They act on the operand form [leading axes..., C]: they may regroup, permute and cut the leading axes as long as no
-block is torn apart, and cut the contraction axis at block boundaries.
+They act on the operand form [leading axes..., C]. They may regroup, permute and cut the leading axes as long as no
+block is cut, and cut the contraction axis at block boundaries.
 """
 
 import math
@@ -12,23 +12,22 @@ import torch
 from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.layout import leading_axes, scale_shape
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.aten_refusals import refusal
 from microfloat.torch.tensor.aten_table import (
     Arguments,
     Operator,
     Options,
     check_kinds,
     raw,
+    refusal,
     refuse_experts,
     register,
     register_view,
-    upper_name,
     valueless,
     view_of,
 )
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["contraction_unit", "permute"]
+__all__ = ["permute"]
 
 aten = torch.ops.aten
 
@@ -40,8 +39,26 @@ def detach(q: QuantizedTensor) -> QuantizedTensor:
 
 
 def _lead(q: QuantizedTensor, dim: int) -> int:
-    """The axis of the codes that `dim`, another one than the contraction axis, is: the latter stands last there."""
+    """The axis of the codes for another axis of q than the contraction axis, which stands last in the codes."""
     return dim if dim < q.axis else dim - 1
+
+
+def _refused(q: QuantizedTensor, argument: str, got: object, needed: str, remedy: str) -> InvalidValueError:
+    return invalid_value(
+        argument, f"{got} of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}", needed, remedy
+    )
+
+
+def _on_rows(
+    q: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The parts of q after a function of the leading axes; scales of tiles, tensors and experts stay as they are."""
+    scale, tensor_scale = q.scale, q.tensor_scale
+    if not (q.format.is_per_tensor or q.format.is_tile):
+        scale = function(scale)
+    if tensor_scale is not None and tensor_scale.dim() == 2:
+        tensor_scale = function(tensor_scale.view(*q.codes.shape[:-1], 1)).reshape(-1, 1)
+    return function(q.codes), scale, tensor_scale
 
 
 @register_view(
@@ -49,7 +66,7 @@ def _lead(q: QuantizedTensor, dim: int) -> int:
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, by_shape=True,
 )  # fmt: skip
 def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-    """Another division of the leading axes, before and behind the contraction axis, which stays as long as it is."""
+    """Another division of the leading axes, before and behind the contraction axis, whose length stays."""
     shape = tuple(shape)
     if shape == tuple(q.shape) or (q._is_shard and shape == (q.numel(),)):  # FSDP2 keeps a flat view for its memory
         return detach(q)
@@ -57,24 +74,23 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     length = q.shape[q.axis] if q.shape else 1
     axis, behind = max(len(shape) - 1, 0), math.prod(q.shape[q.axis + 1 :])
     if q.format.is_per_tensor and behind == 1 and q.format.element.codes_per_byte == 1:
-        # One scale serves every element, wherever it stands.
+        # One scale serves every element, in any order.
         codes = q.codes.view(shape if len(shape) > 1 else (1, math.prod(shape)))
         return view_of(q, codes, q.scale, q.tensor_scale, shape=shape, axis=axis)
-    if q.axis < q.dim() - 1:  # where it stands among others: behind as many entries as before
+    if q.axis < q.dim() - 1:  # the contraction axis has as many entries behind it as before
         fits = [number for number in range(len(shape)) if math.prod(shape[number + 1 :]) == behind]
         axis = next((number for number in fits if shape[number] == length), axis)
     leading = leading_axes(shape, axis)
     is_kept = (shape[axis] if shape else 1) == length and math.prod(shape[axis + 1 :]) == behind
-    if not is_kept or math.prod(leading) != math.prod(q.codes.shape[:-1]):  # rows of no element may have scales
+    if not is_kept or math.prod(leading) != math.prod(q.codes.shape[:-1]):  # rows without elements may have scales
+        needed = f"the contraction axis, {length} long, and {behind} entries behind it"
+        if q.axis == max(q.dim() - 1, 0):
+            needed = f"a shape whose last axis is the contraction axis, {length} long"
         raise invalid_value(
-            "shape",
-            f"{shape} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}",
-            f"a shape whose last axis is the contraction axis, {length} long"
-            if q.axis == max(q.dim() - 1, 0)
-            else f"the contraction axis, {length} long, and {behind} entries behind it",
+            "shape", f"{shape} for a QuantizedTensor of shape {tuple(q.shape)} with blocks along axis {q.axis}", needed,
             "View and reshape regroup leading axes only; dequantize for anything else. DistributedDataParallel and "
             "FSDP1 flatten parameters: use fully_shard, or build their layers without quantized_model_init.",
-        )
+        )  # fmt: skip
     scale = q.scale
     if not (q.format.is_per_tensor or q.format.is_tile):
         scale = scale.view(scale_shape(q.format, shape, axis, (0, scale.shape[-1])))
@@ -84,7 +100,7 @@ def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
 
 @register(aten.as_strided.default)
 def _as_strided(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    """The tensor as it lies, which FSDP2 asks for of a parameter that it has gathered; nothing else."""
+    """The tensor with the shape and strides that it has, as FSDP2 asks of a gathered parameter; no others."""
     q, size, stride, *offset = args
     offset = offset[0] if offset else kwargs.get("storage_offset")
     if tuple(size) != tuple(q.shape) or tuple(stride) != q.stride() or offset:
@@ -94,7 +110,7 @@ def _as_strided(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTe
 
 @register_view(aten.t.default)
 def _t(q: QuantizedTensor) -> QuantizedTensor:
-    return permute(q, (1, 0)) if q.dim() == 2 else detach(q)
+    return permute(q, range(q.dim())[::-1])
 
 
 @register_view(aten.transpose.int)
@@ -118,24 +134,11 @@ def permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
     if leads == sorted(leads):
         return view_of(q, q.codes, q.scale, q.tensor_scale, shape=shape, axis=axis)
     if q.format.is_tile:
-        raise invalid_value(
-            "dims",
-            f"{tuple(order)} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
-            "blocks of one row, or the other axes than the contraction axis in their order",
-            "Tiles run over the rows of all leading axes; dequantize first.",
-        )
-    of_codes = (*leads, q.dim() - 1)
-    scale = q.scale if q.format.is_per_tensor else q.scale.permute(of_codes)
-    row_scales = _rows(q, lambda rows: rows.permute(of_codes))
-    is_copy = row_scales is not q.tensor_scale
-    return view_of(q, q.codes.permute(of_codes), scale, row_scales, shape=shape, axis=axis, is_slice=is_copy)
-
-
-def _rows(q: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-    """The tensor_scale; one of rows after a function of it with the leading axes of the codes."""
-    if q.tensor_scale is None or q.tensor_scale.dim() < 2:
-        return q.tensor_scale
-    return function(q.tensor_scale.view(*q.codes.shape[:-1], 1)).reshape(-1, 1)
+        needed = "blocks of one row, or the other axes than the contraction axis in their order"
+        remedy = "Tiles run over the rows of all leading axes; dequantize first."
+        raise _refused(q, "dims", tuple(order), needed, remedy)
+    parts = _on_rows(q, lambda part: part.permute(*leads, q.dim() - 1))
+    return view_of(q, *parts, shape=shape, axis=axis, is_slice=parts[2] is not q.tensor_scale)  # row scales are copied
 
 
 @register_view(aten.expand.default, by_shape=True)
@@ -146,26 +149,20 @@ def _expand(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
         return detach(q)
     refuse_experts(q, "expand")
     if not q.shape or shape[axis] != q.shape[q.axis]:
-        raise invalid_value(
-            "size", f"{shape} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
-            "the contraction axis as it is", "Only the other axes expand; dequantize first.",
-        )  # fmt: skip
-    leading, scale, own = leading_axes(shape, axis), q.scale, tuple(q.codes.shape[:-1])
+        remedy = "Only the other axes expand; dequantize first."
+        raise _refused(q, "size", shape, "the contraction axis as it is", remedy)
+    leading, own = leading_axes(shape, axis), tuple(q.codes.shape[:-1])
+    codes, scale, tensor_scale = _on_rows(q, lambda part: part.expand(*leading, -1))
     if q.format.is_tile:
         count = math.prod(leading[: len(leading) - len(own)])
         while own and own[0] == 1 and leading[-len(own)] != 1:
             count, own = count * leading[-len(own)], own[1:]
         rows, tile = math.prod(own), q.format.block[0] or 1
         if leading[len(leading) - len(own) :] != own or (count > 1 and rows % tile):
-            raise invalid_value(
-                "size", f"{shape} for a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
-                f"new axes in front of whole tiles of {tile} rows", "Blocks cannot be torn apart; dequantize first.",
-            )  # fmt: skip
+            needed = f"new axes in front of whole tiles of {tile} rows"
+            raise _refused(q, "size", shape, needed, "Blocks cannot be torn apart; dequantize first.")
         scale = scale.repeat(count, 1)
-    elif not q.format.is_per_tensor:
-        scale = scale.expand(*leading, -1)
-    row_scales = _rows(q, lambda rows: rows.expand(*leading, 1))
-    return view_of(q, q.codes.expand(*leading, -1), scale, row_scales, shape=shape, axis=axis, is_slice=True)
+    return view_of(q, codes, scale, tensor_scale, shape=shape, axis=axis, is_slice=True)
 
 
 @register_view(aten.slice.Tensor)
@@ -173,40 +170,37 @@ def _slice(
     q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> QuantizedTensor:
     dim = dim % q.dim()
-    window = slice(start, end, step)
-    first, last, _ = window.indices(q.shape[dim])
+    first, last, _ = slice(start, end, step).indices(q.shape[dim])
     last = max(first, last)
     if (first, last, step) == (0, q.shape[dim], 1):
         return detach(q)
     return _slice_contraction(q, first, last, step) if dim == q.axis else _slice_rows(q, dim, first, last, step)
 
 
-def contraction_unit(q: QuantizedTensor) -> int:
-    """Elements along C that belong together: a block, a byte, a group of the Hadamard transform."""
+def _contraction_unit(q: QuantizedTensor) -> int:
+    """Elements along C that cannot be separated: a block, a byte, a group of the Hadamard transform."""
     block = q.format.block[1] or 1
     return math.lcm(block, q.format.element.codes_per_byte, q.hadamard.size if q.hadamard else 1)
 
 
 def _slice_contraction(q: QuantizedTensor, first: int, last: int, step: int) -> QuantizedTensor:
     """Cut C at block boundaries (and at whole bytes, and whole groups of the Hadamard transform)."""
-    length = q.shape[q.axis]
-    block, unit = q.format.block[1] or 1, contraction_unit(q)
-    if step != 1 or first % unit or (last % unit and last != length):
+    block, unit, per_byte = q.format.block[1], _contraction_unit(q), q.format.element.codes_per_byte
+    if step != 1 or first % unit or (last % unit and last != q.shape[q.axis]):
         raise _torn(q, q.axis, f"[{first}:{last}:{step}]", unit)
-    per_byte = q.format.element.codes_per_byte
     stored_last = -(-last // unit) * unit
     codes = q.codes[..., first // per_byte : -(-stored_last // per_byte)]
-    scale = q.scale if q.format.block[1] is None else q.scale[..., first // block : -(-last // block)]
+    scale = q.scale if block is None else q.scale[..., first // block : -(-last // block)]
     shape = [last - first if dim == q.axis else size for dim, size in enumerate(q.shape)]
     return view_of(q, codes, scale, q.tensor_scale, shape=shape, is_slice=True)
 
 
-def _of_experts(q: QuantizedTensor, window: slice | int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scale and tensor scale of some of the experts: a slice of them, or one."""
-    if not q.is_per_expert:
-        return q.scale, q.tensor_scale
+def _of_experts(
+    q: QuantizedTensor, scale: torch.Tensor, window: slice | int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and tensor scale of some of the experts, or of one; `scale`: that of the blocks, already cut."""
     upper = q.upper[window]
-    return (upper, None) if q.tensor_scale is None else (q.scale, upper)
+    return (upper, None) if q.tensor_scale is None else (scale, upper)
 
 
 def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) -> QuantizedTensor:
@@ -214,9 +208,10 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
     shape = list(q.shape)
     shape[dim] = len(range(first, last, step))
     lead = _lead(q, dim)
-    window = (slice(None),) * lead + (slice(first, last, step),)
-    scale, tensor_scale = (q.scale, q.tensor_scale) if dim else _of_experts(q, window[0])
-    codes = q.codes[window]
+    codes, scale, tensor_scale = _on_rows(q, lambda part: part[(*[slice(None)] * lead, slice(first, last, step))])
+    cuts_experts = q.is_per_expert and not dim
+    if cuts_experts:
+        scale, tensor_scale = _of_experts(q, scale, slice(first, last, step))
     if q.format.is_tile:
         inner = math.prod(q.codes.shape[1:-1])
         tile = q.format.block[0] or 1
@@ -226,48 +221,36 @@ def _slice_rows(q: QuantizedTensor, dim: int, first: int, last: int, step: int) 
         if lead or step != 1 or start % tile or (stop % tile and not is_end):
             raise _torn(q, dim, f"[{first}:{last}:{step}]", unit if not lead else None)
         scale = scale[start // tile : -(-stop // tile)]
-    elif not q.format.is_per_tensor:
-        scale = scale[window]
-    if tensor_scale is not None and tensor_scale.dim() == 2:
-        tensor_scale = tensor_scale.view(*q.codes.shape[:-1], 1)[window].reshape(-1, 1)
     made = view_of(q, codes, scale, tensor_scale, shape=shape, is_slice=True)
-    return _alone(made) if q.is_per_expert and not dim else made
-
-
-def _alone(q: QuantizedTensor) -> QuantizedTensor:
-    """Experts cut from others: they share no scale with those, so that writing them is writing a tensor."""
-    return q.map_parts(lambda part: part)
+    # Experts share no scale with others: a write into them is a write into a whole tensor.
+    return made.map_parts(lambda part: part) if cuts_experts else made
 
 
 def _torn(q: QuantizedTensor, dim: int, window: str, unit: int | None) -> InvalidValueError:
-    needed = (
-        f"step 1 and bounds that are multiples of {unit} (or the end)" if unit else "a cut along the first axis only"
-    )
-    return invalid_value(
-        f"slice of axis {dim}", f"{window} of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}", needed,
-        "Blocks cannot be torn apart; dequantize first to cut elsewhere.",
-    )  # fmt: skip
+    needed = "a cut along the first axis only"
+    if unit:
+        needed = f"step 1 and bounds that are multiples of {unit} (or the end)"
+    remedy = "Blocks cannot be torn apart; dequantize first to cut elsewhere."
+    return _refused(q, f"slice of axis {dim}", window, needed, remedy)
 
 
 @register_view(aten.select.int)
 def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     dim = dim % q.dim()
     if dim == q.axis:
-        raise invalid_value(
-            "dim", f"{dim}, the contraction axis of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
-            "a leading axis", "What is left would have no contraction axis; dequantize first.",
-        )  # fmt: skip
-    if dim:  # one row of every expert: what is left would have no axis of experts in front of matrices
+        remedy = "The rest would have no contraction axis; dequantize first."
+        raise _refused(q, "dim", f"{dim}, the contraction axis", "a leading axis", remedy)
+    if dim:  # one row of every expert has no axis of experts in front of matrices
         refuse_experts(q, "select")
-    index = index % q.shape[dim]
+    index, lead = index % q.shape[dim], _lead(q, dim)
     row = _slice(q, dim, index, index + 1)
-    shape = [size for position, size in enumerate(q.shape) if position != dim]
-    codes, scale, tensor_scale, lead = row.codes, row.scale, row.tensor_scale, _lead(q, dim)
-    if not dim:
-        scale, tensor_scale = _of_experts(row, 0)
+    codes, scale, tensor_scale = row.codes, row.scale, row.tensor_scale
+    if row.is_per_expert:
+        scale, tensor_scale = _of_experts(row, scale, 0)
     if q.dim() > 2:  # the codes of one row have two axes
         codes = codes.squeeze(lead)
         scale = scale if q.format.is_per_tensor or q.format.is_tile else scale.squeeze(lead)
+    shape = [size for position, size in enumerate(q.shape) if position != dim]
     return view_of(row, codes, scale, tensor_scale, shape=shape, axis=q.axis - (dim < q.axis))
 
 
@@ -281,23 +264,20 @@ def _split(q: QuantizedTensor, split_size: int, dim: int = 0) -> list[QuantizedT
 
 
 def _check_shards(q: QuantizedTensor, rows: int, dim: int) -> None:
-    """Refuse to cut a parameter inside of tiles, or along its contraction axis, with words for who shards a model."""
+    """Refuse to shard a parameter inside of tiles, or along its contraction axis."""
+    of = f"of a quantized parameter ({q.format}) of shape {tuple(q.shape)}"
     remedy = (
         "Where fully_shard asked: shard this layer over another number of ranks, or build it under "
         "quantized_model_init(enabled=False) and call low_precision_all_gather."
     )
     if dim == q.axis:
-        raise invalid_value(
-            "split", f"axis {dim} of a quantized parameter ({q.format}) of shape {tuple(q.shape)}",
-            "another axis than the contraction axis, along which its blocks run",
-            f"To cut it by hand: weight.detach(), of which every part is whole blocks. {remedy}",
-        )  # fmt: skip
+        needed = "another axis than the contraction axis, along which its blocks run"
+        remedy = f"To cut it by hand: weight.detach(), of which every part is whole blocks. {remedy}"
+        raise invalid_value("split", f"axis {dim} {of}", needed, remedy)
     inner, tile = math.prod(q.codes.shape[1:-1]), (q.format.block[0] or 1) if q.format.is_tile else 1
     if not dim and rows * inner % tile:
-        raise invalid_value(
-            "split", f"parts of {rows} rows of a quantized parameter ({q.format}) of shape {tuple(q.shape)}",
-            f"multiples of {tile // math.gcd(tile, inner)} rows, so that no tile is cut", remedy
-        )  # fmt: skip
+        needed = f"multiples of {tile // math.gcd(tile, inner)} rows, so that no tile is cut"
+        raise invalid_value("split", f"parts of {rows} rows {of}", needed, remedy)
 
 
 @register_view(aten.split_with_sizes.default)
@@ -323,36 +303,27 @@ def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     joined = func([valueless(q) for q in tensors], dim)
     first, dim = tensors[0], dim % tensors[0].dim()
     for q in tensors[1:]:
-        check_kinds(
-            "cat", first, q, (*q.shape[:dim], *q.shape[dim + 1 :]), (*first.shape[:dim], *first.shape[dim + 1 :])
-        )
-    lead = _lead(first, dim)
-    along = -1 if dim == first.axis else lead
+        shapes = [(*one.shape[:dim], *one.shape[dim + 1 :]) for one in (q, first)]
+        check_kinds("cat", first, q, *shapes)
+    if len({q.is_per_expert for q in tensors}) == 2:
+        raise invalid_value("tensors", "experts beside a tensor of one scale", "experts alone")
+    along = -1 if dim == first.axis else _lead(first, dim)
     _check_joints(tensors, dim, along)
-    scale_axis = (1 if along == -1 else 0) if first.format.is_tile else along
-    tensor_scale = None
-    upper = [q.upper for q in tensors]
-    if any(q.is_per_expert for q in tensors):
-        if not all(q.is_per_expert for q in tensors):
-            raise invalid_value("tensors", "experts beside a tensor of one scale", "experts alone")
-        one = torch.cat(upper) if not dim else _common(tensors, upper_name(first))
-        scales = [q.scale for q in tensors] if first.tensor_scale is not None else None
-        return QuantizedTensor(
-            torch.cat([raw(q.codes) for q in tensors], along).view(first.codes.dtype),
-            one if scales is None else torch.cat(scales, along),
-            None if scales is None else one, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype,
-        )  # fmt: skip
-    if first.tensor_scale is not None and first.tensor_scale.dim() and along != -1:
-        rows = [q.tensor_scale.view(*q.codes.shape[:-1], 1) for q in tensors]
-        tensor_scale = torch.cat(rows, lead).view(-1, 1)
-    elif first.tensor_scale is not None:
-        tensor_scale = _common(tensors, "tensor_scale")
-    is_common = first.format.is_per_tensor or (along == -1 and first.format.block[1] is None)
+
+    def join(name: str) -> torch.Tensor:
+        part, is_tensor_scale = getattr(first, name), name == "tensor_scale"
+        is_of_rows = is_tensor_scale or first.format.block[1] is None
+        if not part.dim() or (part.dim() == 1 and dim) or (is_of_rows and along == -1):
+            return _common(tensors, name)
+        if is_tensor_scale and part.dim() == 2:
+            return torch.cat([q.tensor_scale.view(*q.codes.shape[:-1], 1) for q in tensors], along).view(-1, 1)
+        return torch.cat([raw(getattr(q, name)) for q in tensors], along).view(part.dtype)
+
+    codes = torch.cat([raw(q.codes) for q in tensors], along).view(first.codes.dtype)
+    tensor_scale = None if first.tensor_scale is None else join("tensor_scale")
     return QuantizedTensor(
-        torch.cat([raw(q.codes) for q in tensors], along).view(first.codes.dtype),
-        _common(tensors, "scale") if is_common else torch.cat([q.scale for q in tensors], scale_axis),
-        tensor_scale, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype,
-    )  # fmt: skip
+        codes, join("scale"), tensor_scale, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype
+    )
 
 
 def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> None:
@@ -360,16 +331,15 @@ def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> N
     first = tensors[0]
     unit, inner = 1, 1
     if along == -1:
-        unit = contraction_unit(first)
+        unit = _contraction_unit(first)
     elif first.format.is_tile:
         unit, inner = first.format.block[0] or 1, math.prod(first.codes.shape[1:-1])
     if (along > 0 and first.format.is_tile) or any(q.shape[dim] * inner % unit for q in tensors[:-1]):
         raise invalid_value(
-            "tensors",
-            f"lengths {[q.shape[dim] for q in tensors]} along axis {dim} of {first.format}",
+            "tensors", f"lengths {[q.shape[dim] for q in tensors]} along axis {dim} of {first.format}",
             f"whole blocks: multiples of {unit} along the first or the contraction axis, but for the last length",
             "Blocks cannot be torn apart; quantize the joined tensor.",
-        )
+        )  # fmt: skip
 
 
 def _common(tensors: Sequence[QuantizedTensor], name: str) -> torch.Tensor:
@@ -381,30 +351,26 @@ def _common(tensors: Sequence[QuantizedTensor], name: str) -> torch.Tensor:
 
 @register(aten.stack.default)
 def _stack(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """Tensors beside each other; matrices along a first axis become experts, which keep their scales."""
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not all(isinstance(q, QuantizedTensor) for q in tensors):
         raise refusal(func, args, kwargs)
     joined = func([valueless(q) for q in tensors], dim)
     first = tensors[0]
-    rows, tile = first.codes.shape[0], first.format.block[0] or 1
-    if not dim and first.dim() == 2 and first.format.is_tile and rows % tile and len(tensors) > 1:
+    is_of_matrices, fmt = not dim and first.dim() == 2, first.format
+    rows, tile = first.codes.shape[0], fmt.block[0] or 1
+    if is_of_matrices and fmt.is_tile and rows % tile and len(tensors) > 1:
         raise invalid_value(
-            "stack", f"experts of {rows} rows under {first.format}",
+            "stack", f"experts of {rows} rows under {fmt}",
             f"multiples of {tile} rows, so that no tile holds rows of two experts",
             "Take a format without tiles, or keep the values: leave the layer out of what is quantized.",
         )  # fmt: skip
-    if not dim and first.dim() == 2 and first.upper.dim() == 0:
-        # Experts, which keep their scales.
-        for q in tensors[1:]:
-            check_kinds("stack", first, q, tuple(q.shape), tuple(first.shape))
-        if first.format.is_tile:
-            _check_joints([q.unsqueeze(0) for q in tensors], 0, 0)  # type: ignore[misc]
-        parts = {}
-        for name, part in first.parts().items():
-            join = torch.cat if name == "scale" and first.format.is_tile else torch.stack
-            parts[name] = join([raw(q.parts()[name]) for q in tensors]).view(part.dtype)
-        return QuantizedTensor(
-            parts["codes"], parts["scale"], parts.get("tensor_scale"), first.cast, axis=first.axis + 1,
-            shape=joined.shape, dtype=first.dtype,
-        )  # fmt: skip
-    return torch.cat([q.unsqueeze(dim) for q in tensors], dim)  # type: ignore[return-value]
+    if not (is_of_matrices and first.upper.dim() == 0):
+        return torch.cat([q.unsqueeze(dim) for q in tensors], dim)  # type: ignore[return-value]
+    for q in tensors[1:]:
+        check_kinds("stack", first, q, q.shape, first.shape)
+    parts = {}
+    for name, part in first.parts().items():
+        join = torch.cat if name == "scale" and fmt.is_tile else torch.stack
+        parts[name] = join([raw(getattr(q, name)) for q in tensors]).view(part.dtype)
+    return QuantizedTensor(**parts, cast=first.cast, axis=first.axis + 1, shape=joined.shape, dtype=first.dtype)

@@ -1,16 +1,17 @@
 """Operators that write into a QuantizedTensor: bytes of its own kind, or values that its Cast quantizes."""
 
-import functools
-import itertools
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
 from microfloat.errors import NotSupportedError
-from microfloat.recipes import Cast
+from microfloat.formats import E4M3, ScaledFormat
+from microfloat.recipes import Cast, Current
+from microfloat.torch import backends
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.aten_refusals import refusal
 from microfloat.torch.tensor.aten_table import (
     Arguments,
     Operator,
@@ -18,13 +19,16 @@ from microfloat.torch.tensor.aten_table import (
     check_kinds,
     is_decay,
     raw,
+    refusal,
     register,
     upper_name,
 )
-from microfloat.torch.tensor.aten_updates import requantized
 from microfloat.torch.tensor.quantized_tensor import INIT_VAL, UNKNOWN, QuantizedTensor
 
-__all__ = ["keep_init_val", "quantize_stored", "store", "take"]
+__all__ = ["keep_init_val", "quantize_stored", "requantized", "store", "take"]
+
+# Plain values in operand order, a Cast, and an amax or None.
+Quantize: TypeAlias = Callable[[torch.Tensor, Cast, torch.Tensor | None], QuantizedTensor]
 
 aten = torch.ops.aten
 _DRAWS = (aten.normal_.default, aten.uniform_.default)
@@ -36,34 +40,30 @@ _ROUNDING = 1 + 2.0**-20  # an amax that went through a scale and back may come 
 @register(aten.copy_.default)
 def _copy(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """From a QuantizedTensor of the same kind: the bytes. From a plain tensor: quantized with this one's Cast."""
-    destination, source = args[0], args[1]
-    if not isinstance(destination, QuantizedTensor):
+    q, source = args[0], args[1]
+    if not isinstance(q, QuantizedTensor):
         raise refusal(func, args, kwargs)
     if not isinstance(source, QuantizedTensor):
-        return _store(destination, source.expand(destination.shape))
-    check_kinds("copy_", destination, source, tuple(source.shape), tuple(destination.shape))
-    if destination.codes.is_meta:
-        return destination
-    if not _shares_a_scale(destination):
-        for name, part in destination.parts().items():
-            part.copy_(source.parts()[name])
-        return destination
-    if _takes_bytes(destination, source):
-        return destination
-    return _store(destination, source.dequantize(torch.float32))
+        return _store(q, source.expand(q.shape))
+    check_kinds("copy_", q, source, source.shape, q.shape)
+    if q.codes.is_meta:
+        return q
+    if not _shares_a_scale(q):
+        _copy_parts(q, source)
+        return q
+    return q if _takes_bytes(q, source) else _store(q, source.dequantize(torch.float32))
 
 
 def _takes_bytes(q: QuantizedTensor, source: QuantizedTensor) -> bool:
-    """Copy the bytes of `source` into a slice whose scales serve the rest of its root too; False where they cannot.
+    """Copy the bytes of `source` into a slice whose scales serve the rest of its root too; False where that fails.
 
-    They can where the scales that q shares are those of `source`, and where nothing but zeros shares them: then they
-    become those of `source`. So a tensor of zeros is filled slice by slice without rounding anything twice.
+    The bytes fit where q and `source` have equal scales. Where nothing but zeros shares a scale of q, it becomes that
+    of `source`, so that a tensor of zeros is filled slice by slice without rounding anything twice.
     """
-    name = upper_name(q)
-    ours, theirs = getattr(q, name), getattr(source, name)
     if _operators.is_tracing(q.codes):
         return False
-    theirs = theirs.to(ours.device)
+    name, ours = upper_name(q), q.upper
+    theirs = source.upper.to(ours.device)
     is_equal = raw(ours) == raw(theirs)
     if not bool(is_equal.all()):
         root = q.root
@@ -73,18 +73,23 @@ def _takes_bytes(q: QuantizedTensor, source: QuantizedTensor) -> bool:
         if is_free is None or not bool((is_equal | is_free).all()):
             return False
         ours.copy_(theirs)
-    for part_name, part in q.parts().items():
-        if part_name != name:
-            part.copy_(source.parts()[part_name])
+    _copy_parts(q, source, kept=name)
     return True
+
+
+def _copy_parts(q: QuantizedTensor, source: QuantizedTensor, kept: str | None = None) -> None:
+    """Copy all parts of `source` into q but the `kept` one."""
+    for name, part in q.parts().items():
+        if name != kept:
+            part.copy_(getattr(source, name))
 
 
 def _alone_under_scales(q: QuantizedTensor) -> torch.Tensor | None:
     """For each scale that the slice q shares, True where the rest of its root under it is zeros; None if unknown."""
-    root, name = q.root, upper_name(q)
+    root = q.root
     if root is None or root is UNKNOWN:
         return None
-    own, whole = getattr(q, name), getattr(root, name)
+    own, whole = q.upper, root.upper
     if own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
         return None
     counts = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64, device=q.device)
@@ -101,38 +106,25 @@ def _store(q: QuantizedTensor, values: torch.Tensor, is_update: bool = False) ->
     values = values.to(device=q.device, dtype=torch.float32)
     if q._is_shard:
         take(q, q.quantized(values, is_update))  # type: ignore[attr-defined]
-        return q
-    if not _shares_a_scale(q):
+    elif not _shares_a_scale(q):
         if is_update:
-            take(q, requantized(q, _along_axis(q, values), functools.partial(_quantized_as, q)))
-            return q
-        return _overwrite(q, values)
-    is_of_rows = q.upper.dim() == 2
-    if is_of_rows and not _operators.is_tracing(q.codes) and _takes_bytes(q, _quantized_like(q, values, None)):
-        return q
-    _check_shared(q)
-    amax = _shared_amax(q.root, q.codes, values)  # type: ignore[arg-type]
-    return _overwrite(q, values, amax, kept=upper_name(q))
-
-
-def _overwrite(
-    q: QuantizedTensor, values: torch.Tensor, amax: float | None = None, kept: str | None = None
-) -> QuantizedTensor:
-    """Quantize `values`, under a tensor amax if one is given, into the parts of q but the `kept` one."""
-    fresh = _quantized_like(q, values, amax).parts()
-    for name, part in q.parts().items():
-        if name != kept:
-            part.copy_(fresh[name])
+            take(q, requantized(q, _along_axis(q, values), lambda *cast: quantize_stored(*cast, q.is_per_expert)))
+        else:
+            _overwrite(q, values)
+    elif not (q.upper.dim() == 2 and not _operators.is_tracing(q.codes) and _takes_bytes(q, _quantized(q, values))):
+        _check_shared(q)
+        _overwrite(q, values, _shared_amax(q.root, q.codes, values), kept=upper_name(q))  # type: ignore[arg-type]
     return q
 
 
-def _quantized_like(q: QuantizedTensor, values: torch.Tensor, amax: float | None) -> QuantizedTensor:
-    """Plain `values` of q's shape, or of its rows, under q's Cast: the parts are those of q."""
+def _overwrite(q: QuantizedTensor, values: torch.Tensor, amax: float | None = None, kept: str | None = None) -> None:
+    """Quantize `values`, under a tensor amax if one is given, into the parts of q but the `kept` one."""
+    _copy_parts(q, _quantized(q, values, amax), kept)
+
+
+def _quantized(q: QuantizedTensor, values: torch.Tensor, amax: float | None = None) -> QuantizedTensor:
+    """Plain `values` of q's shape, or of its rows, under q's Cast."""
     return quantize_stored(_along_axis(q, values), q.cast, amax, q.is_per_expert)
-
-
-def _quantized_as(q: QuantizedTensor, values: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> QuantizedTensor:
-    return quantize_stored(values, cast, amax, q.is_per_expert)
 
 
 def _along_axis(q: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
@@ -143,17 +135,17 @@ def _along_axis(q: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
 def quantize_stored(
     values: torch.Tensor, cast: Cast, amax: float | torch.Tensor | None = None, of_experts: bool = False
 ) -> QuantizedTensor:
-    """Plain `values` under `cast`, or those of experts [E, N, K], each alone, as the codes of a parameter."""
+    """Plain `values` as the codes of a parameter under `cast`; experts [E, N, K] are quantized separately."""
     from microfloat.torch.tensor.ops import quantize
     from microfloat.torch.tensor.seeds import draw_seed
 
     # Replicas of a parameter on other ranks must round alike.
     seed = draw_seed(values.device, folds=False) if cast.is_stochastic and not values.is_meta else None
-    if of_experts:
-        of_each = itertools.repeat(None) if amax is None else iter(amax)  # type: ignore[arg-type]
-        made = [quantize(one, cast, amax=next(of_each), seed=seed) for one in values]
-        return torch.stack(made)  # type: ignore[return-value]
-    return quantize(values, cast, amax=amax, seed=seed)
+    if not of_experts:
+        return quantize(values, cast, amax=amax, seed=seed)
+    amaxes = [None] * len(values) if amax is None else amax
+    made = [quantize(one, cast, amax=its, seed=seed) for one, its in zip(values, amaxes, strict=True)]  # type: ignore[arg-type]
+    return torch.stack(made)  # type: ignore[return-value]
 
 
 def _shares_a_scale(q: QuantizedTensor) -> bool:
@@ -162,19 +154,17 @@ def _shares_a_scale(q: QuantizedTensor) -> bool:
     if root is None or upper.dim() < 2:
         return root is not None
     if q.format.block[1] is not None and q.tensor_scale is None:
-        return False  # blocks are never torn
+        return False  # no slice cuts a block
     if root is UNKNOWN or q.shape[q.axis] != root.shape[root.axis]:
         return True
-    own = root.upper
-    return upper.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()  # row scales in another order
+    return upper.untyped_storage().data_ptr() != root.upper.untyped_storage().data_ptr()  # row scales in another order
 
 
 def _check_shared(q: QuantizedTensor) -> None:
-    """Refuse writes into part of a tensor where nothing says how to quantize under its scale."""
-    is_known = q.format.scale.name == "FP32" or q.cast.rule.two_level is not None
+    """Refuse writes into part of a tensor where its scale does not say how to quantize."""
+    has_amax = q.format.scale.name == "FP32" or q.cast.rule.two_level is not None
     is_alone = q.root is None or (q.root is not UNKNOWN and not q.root._is_shard)
-    is_whole = q.upper.dim() == 0 and is_alone
-    if not (is_known and is_whole) or q.hadamard or _operators.is_tracing(q.codes):
+    if not (has_amax and is_alone and q.upper.dim() == 0) or q.hadamard or _operators.is_tracing(q.codes):
         raise NotSupportedError(
             f"write into a slice: got {tuple(q.shape)} of a QuantizedTensor ({q.format}) that shares scales with the "
             "rest of it, needed whole rows cut along the first axis, no Hadamard transform, and eager mode, or "
@@ -185,13 +175,11 @@ def _check_shared(q: QuantizedTensor) -> None:
 def _shared_amax(root: QuantizedTensor, codes: torch.Tensor, values: torch.Tensor) -> float:
     """The amax behind the scale of the whole `root`, which covers `values` when this returns.
 
-    `codes`: those that the values will replace. A scale that is too small grows by a power of two, under which the
+    `codes`: the codes that the values will replace. A scale that is too small grows by a power of two, under which the
     codes of the root keep their values (down to subnormals). Where nothing but zeros stays, it becomes that of
     `values`.
     """
-    two_level = root.cast.rule.two_level
-    upper = float(root.upper)
-    held = upper * (root.format.element.max if two_level is None else two_level.capacity)
+    held = float(root.upper) * _largest(root.cast)
     finite = values.masked_fill(~values.isfinite(), 0.0)
     needed = float(finite.abs().amax()) if values.numel() else 0.0
     if not 0.0 < held < math.inf or int(_nonzero_bytes(root, root.codes)) == int(_nonzero_bytes(root, codes)):
@@ -202,6 +190,11 @@ def _shared_amax(root: QuantizedTensor, codes: torch.Tensor, values: torch.Tenso
         amax = min(held * 2.0 ** math.ceil(math.log2(needed / held)), torch.finfo(torch.float32).max)
     _overwrite(root, root.dequantize(torch.float32), amax)
     return amax
+
+
+def _largest(cast: Cast) -> float:
+    """The largest magnitude under a float32 scale of one."""
+    return cast.format.element.max if cast.rule.two_level is None else cast.rule.two_level.capacity
 
 
 def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
@@ -218,8 +211,7 @@ def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor, scales: torch.Tensor
 
 @register(
     aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.addcmul_.default,
-    aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor, aten.zero_.default, aten.fill_.Scalar,
-    aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default,
+    aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor, *_NEW_VALUES,
 )  # fmt: skip
 def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """Dequantize to float32, apply, requantize with the same Cast: the step of an optimizer, or an initializer.
@@ -233,22 +225,18 @@ def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> to
         raise refusal(func, args, kwargs)
     if func not in _NEW_VALUES and q._is_shard:
         q.check_steps()  # type: ignore[attr-defined]
-    widened = [other.to(torch.float32) if _is_floating(other) else other for other in others]
+    tensors = [other for other in others if isinstance(other, torch.Tensor)]
+    widened = [one.float() if isinstance(one, torch.Tensor) and one.is_floating_point() else one for one in others]
     values = func(q.dequantize(torch.float32), *widened, **kwargs)
     if func in _DRAWS and INIT_VAL in q._about_parameter():
         keep_init_val(q, values)
-    return _store(q, values, _is_update(func, others))
-
-
-def _is_update(func: Operator, others: Sequence[object]) -> bool:
-    """False for new values, and for a product with one number, which is exact in float32 scales: no code changes."""
-    if func in _NEW_VALUES:
-        return False
-    return func not in _PRODUCTS or any(isinstance(one, torch.Tensor) and one.dim() for one in others)
+    # A product with one number is exact in float32 scales: no code changes.
+    is_update = func not in _NEW_VALUES and (func not in _PRODUCTS or any(one.dim() for one in tensors))
+    return _store(q, values, is_update)
 
 
 def keep_init_val(q: QuantizedTensor, values: torch.Tensor) -> None:
-    """Keep a CPU copy of initial values, or on the meta device the wish for one, until values are drawn."""
+    """Keep a CPU copy of initial values; on the meta device only the mark that one is wanted when values are drawn."""
     q._about_parameter()[INIT_VAL] = None if values.is_meta else values.to("cpu", copy=True)
 
 
@@ -257,10 +245,10 @@ def store(q: QuantizedTensor, values: torch.Tensor, flag: torch.Tensor | None = 
 
     `flag`: one number that the device alone reads; where it is not zero, nothing changes.
     """
-    written = q if flag is None else q.map_parts(torch.clone)
-    _store(written, values)
-    if flag is not None:
-        take(q, written, flag)
+    if flag is None:
+        _store(q, values)
+    else:
+        take(q, _store(q.map_parts(torch.clone), values), flag)
 
 
 def take(q: QuantizedTensor, fresh: QuantizedTensor, flag: torch.Tensor | None = None) -> None:
@@ -270,5 +258,78 @@ def take(q: QuantizedTensor, fresh: QuantizedTensor, flag: torch.Tensor | None =
         kept.copy_(raw(new) if flag is None else torch.where(flag.reshape(()).to(kept.device) != 0, kept, raw(new)))
 
 
-def _is_floating(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+# ---- updates by small steps, which keep float32 scales that still serve (docs/numerics.md 7.4) -------------------
+#
+# A fresh scale is that of the largest element after its step. Where steps are too small to change codes it would grow
+# with every one of them, and all values with it.
+
+
+def requantized(q: QuantizedTensor, values: torch.Tensor, quantize: Quantize) -> QuantizedTensor:
+    """The values of q after an update, float32 in operand order, under q's Cast and its scales that still serve."""
+    cast = q.cast
+    if not _inflates(cast) or not values.numel():
+        return quantize(values, cast, None)
+    largest = _largest(cast)
+    if cast.takes_amax:
+        measured = _amax(q, values)
+        is_kept = _serves(q, measured, largest)
+        made = quantize(values, cast, torch.where(is_kept, q.upper * largest, measured))
+    else:
+        made = quantize(values, cast, None)
+        is_kept = _serves(q, made.scale * largest, largest)
+        # Codes under given scales are those of the scaled values under a scale of one.
+        unit = dataclasses.replace(cast, format=dataclasses.replace(cast.format, block=(None, None)), scaling=Current())
+        scaled = values * _spread(q, 1 / q.scale).view(values.shape)
+        kept = raw(quantize(scaled, unit, torch.full((), largest, device=values.device)).codes)
+        mask = _code_mask(_spread(q, is_kept), cast.format).view(kept.shape)
+        raw(made.codes).copy_(kept & mask | raw(made.codes) & ~mask)
+    setattr(made, upper_name(q), torch.where(is_kept, q.upper, made.upper))
+    return made
+
+
+def _inflates(cast: Cast) -> bool:
+    """True for float32 scales that follow the amax continuously; powers of two do not change the values of codes."""
+    rule, levels = cast.rule, cast.rule.two_level
+    if cast.hadamard is not None or cast.is_static:
+        return False
+    return rule.kind == "ratio" and not rule.power_of_two if levels is None else levels.tensor_scale
+
+
+def _serves(q: QuantizedTensor, amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """For each float32 scale True while `amax` encodes to the top code under it, or is smaller, down to a half.
+
+    The top code is that of elements, or of the block scales between.
+    """
+    top = q.format.element if q.cast.rule.two_level is None else E4M3
+    half_step = 2.0 ** (top.emax - top.mantissa_bits - 1)
+    if isinstance(q.cast.scaling, Current) and q.cast.scaling.amax_epsilon:
+        amax = amax.clamp_min(q.cast.scaling.amax_epsilon)
+    held = q.upper * largest
+    return (amax >= held * 0.5) & (amax < held * (1 + half_step / top.max))
+
+
+def _amax(q: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
+    """The amax of each scope of the float32 scales of q; NaN is ignored."""
+    if q.upper.dim() == 0 and not _operators.is_tracing(values):
+        matrix = values.reshape(-1, values.shape[-1] if values.dim() else 1)
+        return backends.choose("auto", values.device).amax(matrix).reshape(())
+    magnitudes = values.abs().masked_fill(values.isnan(), 0.0)
+    if q.upper.dim() == 1:  # one for each expert
+        return magnitudes.flatten(1).amax(1)
+    return magnitudes.amax() if q.upper.dim() == 0 else magnitudes.reshape(-1, values.shape[-1]).amax(-1, keepdim=True)
+
+
+def _spread(q: QuantizedTensor, scale: torch.Tensor) -> torch.Tensor:
+    """An entry for each block as one for each element, [R, C]."""
+    operand, (height, width) = q.to_operand(), q.format.block
+    scale = scale.reshape(operand.scale.shape).repeat_interleave(height or operand.rows, 0)[: operand.rows]
+    return scale.repeat_interleave(width or operand.length, 1)[:, : operand.length]
+
+
+def _code_mask(chosen: torch.Tensor, fmt: ScaledFormat) -> torch.Tensor:
+    """Bytes of codes whose bits are set for the chosen elements of [R, C]."""
+    mask = chosen.to(torch.uint8) * 0xFF
+    if fmt.element.codes_per_byte == 1:
+        return mask
+    mask = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 2))
+    return (mask[:, 0::2] & 0x0F) | (mask[:, 1::2] & 0xF0)

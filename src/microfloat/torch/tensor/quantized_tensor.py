@@ -1,12 +1,13 @@
 """`QuantizedTensor`: codes and scales that present the shape and dtype of the tensor they came from.
 
 Legend: R = rows of the operand form, C = its contraction length (docs/numerics.md, "Operand form of an array").
-Which operations it knows, and how, stands in `_tensor_ops`; every other one raises and names `.dequantize()`.
+Its operations are the functions of the aten modules; every other one raises an error that names `.dequantize()`.
 """
 
 import contextlib
 import copy
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from microfloat.arguments import check_sizes, normalize_axis
+from microfloat.arguments import check_sizes, check_unpacked, normalize_axis
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.formats import ScaledFormat
-from microfloat.layout import array_layout, leading_axes, scale_shape
+from microfloat.layout import Storage, array_layout, leading_axes, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import backends
@@ -25,28 +26,27 @@ from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.backends.base import Operand, dtype_name
 from microfloat.torch.reference._elements import codes_dtype
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.codes import as_bytes, check_width, strides_of, told_shape, unpacked, width_of
-from microfloat.torch.tensor.packing import pack_fp6
+from microfloat.torch.tensor.packing import pack_fp6, unpack_fp6
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
 
-__all__ = ["INIT_VAL", "PRODUCTS", "UNKNOWN", "Decoded", "QuantizedTensor", "attached_to", "tensors_of"]
+__all__ = ["INIT_VAL", "INPUT_DTYPES", "PRODUCTS", "UNKNOWN", "Decoded", "QuantizedTensor", "attached_to", "tensors_of"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FIXED = ("cast", "axis")
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INIT_VAL = "_high_precision_init_val"  # the attribute of a parameter that `quantized_model_init` has asked to keep it
-_OWN = frozenset(
-    {"codes", "scale", "tensor_scale", "cast", "axis", "root", "whole", "_shape", "_dtype", "_is_filled", "_is_param"}
-)
 _NOTHING = contextlib.nullcontext()
-_ABSENT: NoReturn = None  # type: ignore[assignment]  # an argument of a call as that of a Parameter
-# Functions of torch -> those that `_tensor_ops.products` has in their place, which give None for what is not theirs.
+_ABSENT: NoReturn = None  # type: ignore[assignment]  # a missing argument of QuantizedTensor(q), which is a Parameter
+# Functions of torch -> their functions for a plain and a quantized tensor, which give None for other arguments. Filled
+# once, by `nn.quantized_products`; bounded by its number of functions.
 PRODUCTS: dict[Callable, Callable[..., torch.Tensor | None]] = {}
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
+_PARTS = ("codes", "scale", "tensor_scale")
+_FIELDS = (*_PARTS, "cast", "axis", "root", "_shape", "_dtype")
+# Dtypes of torch for bytes, by the names of formats.
+_DTYPES_OF_BYTES = {"E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn, "E2M1": torch.float4_e2m1fn_x2}
 
-
-# Cast, axis, dtype, True for a slice, and (dimensions, contraction length) where the parts tell others.
+# Cast, axis, dtype, True for a slice, and (dimensions, contraction length) where the parts give others.
 Flattened: TypeAlias = tuple[Cast, int, torch.dtype, bool, tuple[int, int] | None]
 
 
@@ -97,7 +97,7 @@ class QuantizedTensor(torch.Tensor):
                 "QuantizedTensor", f"codes of {kind_of(codes)} under a cast of {kind_of(cast)}", "a tensor and a Cast",
                 "QuantizedTensor.from_parts(codes, scale, tensor_scale, format) checks and wraps parts.",
             )  # fmt: skip
-        strides = strides_of(codes, axis, shape, cast.format)
+        strides = _strides_of(codes, axis, shape, cast.format)
         # A view that inference mode makes of an ordinary tensor is ordinary too, as its codes are.
         with torch.inference_mode(codes.is_inference()) if torch.is_inference_mode_enabled() else _NOTHING:
             wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -145,10 +145,10 @@ class QuantizedTensor(torch.Tensor):
         if not isinstance(codes, torch.Tensor):
             raise invalid_type("codes", type(codes), f"a torch.Tensor of torch.{storage.codes_dtype}")
         if storage.codes_dtype == "uint8":
-            codes = as_bytes(codes, storage.format.element.name)
-        scale = as_bytes(scale, storage.format.scale.name)
+            codes = _as_bytes(codes, storage.format.element.name)
+        scale = _as_bytes(scale, storage.format.scale.name)
         if packed:
-            codes = unpacked(codes, storage, shape, axis)
+            codes = _unpacked(codes, storage, shape, axis)
         if shape is None:
             last = codes.shape[-1] * storage.codes_per_byte if codes.dim() else 1
             shape = (*codes.shape[:-1], last)
@@ -157,7 +157,7 @@ class QuantizedTensor(torch.Tensor):
         needed, remedy = "a tuple of sizes, ints >= 0", "It is the shape of the original tensor."
         shape = check_sizes("shape", shape, needed, remedy, kinds=(int, torch.SymInt))
         axis = normalize_axis(axis, len(shape))
-        if dtype not in _DTYPES:
+        if dtype not in INPUT_DTYPES:
             raise invalid_type("dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
         _check_parts(codes, scale, tensor_scale, token, axis, shape)
         if codes.requires_grad or scale.requires_grad or (tensor_scale is not None and tensor_scale.requires_grad):
@@ -183,14 +183,17 @@ class QuantizedTensor(torch.Tensor):
         """The `microfloat.checkpoint.Record` of this tensor under `name`; it shares memory on a CPU."""
         from microfloat.checkpoint import Record
 
+        got = f"a QuantizedTensor ({self.format})"
         if self.hadamard is not None:
-            raise self._refusal("to_record", "No checkpoint holds a Hadamard transform; dequantize first.")
+            remedy = "No checkpoint holds a Hadamard transform; dequantize first."
+            raise invalid_type("to_record", got, "a tensor without one", remedy)
         scale, level = (part if part is None else part.detach().cpu() for part in (self.scale, self.tensor_scale))
         if self.is_per_expert:
             scale, level = (part if part is None or part.dim() != 1 else part[:, None, None] for part in (scale, level))
         if self.format.is_tile and self.codes.dim() > 2:
             if self.codes.shape[-2] % (self.format.block[0] or 1):
-                raise self._refusal("to_record", "Its tiles reach over several matrices; quantize them one by one.")
+                remedy = "Its tiles reach over several matrices; quantize them one by one."
+                raise invalid_type("to_record", got, "whole tiles in every matrix", remedy)
             scale = scale.reshape(*self.codes.shape[:-2], -1, scale.shape[-1])  # type: ignore[union-attr]
         if level is not None and self.format.tensor_scale == "row":
             level = level.reshape(*self.codes.shape[:-1], 1)
@@ -215,9 +218,7 @@ class QuantizedTensor(torch.Tensor):
     def to_operand(self) -> Operand:
         """The matrix [R, C] that a GEMM sees, sharing storage."""
         codes, scale, tensor_scale, fmt = self.codes, self.scale, self.tensor_scale, self.format
-        rows = 1
-        for size in codes.shape[:-1]:
-            rows *= size
+        rows = math.prod(codes.shape[:-1])
         if self.is_per_expert:  # each row has the scale of its expert
             of_rows = self.upper.repeat_interleave(codes.shape[1])[:, None]
             scale, tensor_scale = (of_rows, None) if tensor_scale is None else (scale, of_rows)
@@ -255,7 +256,7 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
         """A plain tensor of the original shape in `dtype` (None: this tensor's); see `microfloat.torch.dequantize`."""
         dtype = self.dtype if dtype is None else dtype
-        if dtype not in (*_DTYPES, torch.float64):
+        if dtype not in (*INPUT_DTYPES, torch.float64):
             raise invalid_type("dtype", dtype, "a floating-point dtype of at least 16 bits")
         if self.requires_grad and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
             return Decoded.apply(self, dtype)
@@ -277,12 +278,11 @@ class QuantizedTensor(torch.Tensor):
     def packed_codes(self) -> torch.Tensor:
         """The codes as uint8 bytes without gaps, operand form: FP6 four in three bytes, others as they are stored."""
         codes = self.codes.view(torch.uint8)
-        return pack_fp6(codes) if width_of(self.format) == 6 else codes
+        return pack_fp6(codes) if _width_of(self.format) == 6 else codes
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The plain tensors inside, by attribute name."""
-        parts = {"codes": self.codes, "scale": self.scale}
-        return parts if self.tensor_scale is None else {**parts, "tensor_scale": self.tensor_scale}
+        return dict(zip(_PARTS, self.part_list(), strict=False))
 
     def part_list(self) -> list[torch.Tensor]:
         """The plain tensors inside, in the order codes, scale, tensor_scale."""
@@ -297,11 +297,9 @@ class QuantizedTensor(torch.Tensor):
         self, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
         """The same tensor with `function` applied to each of its plain tensors; `dtype` changes what is presented."""
-        parts = {name: function(part) for name, part in self.parts().items()}
-        return self._remade(
-            parts["codes"], parts["scale"], parts.get("tensor_scale"),
-            axis=self.axis, shape=self.shape, dtype=self.dtype if dtype is None else dtype,
-        )  # fmt: skip
+        tensor_scale = None if self.tensor_scale is None else function(self.tensor_scale)
+        codes, scale, dtype = function(self.codes), function(self.scale), self.dtype if dtype is None else dtype
+        return self._remade(codes, scale, tensor_scale, axis=self.axis, shape=self.shape, dtype=dtype)
 
     def _remade(
         self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *, axis: int,
@@ -351,7 +349,7 @@ class QuantizedTensor(torch.Tensor):
         """Names of the parts, and all else but the shape; of that what the parts do not tell, where it is known."""
         more = None
         if type(self.shape[self.axis]) is int and type(self.codes.shape[-1]) is int:
-            told = told_shape(self.codes, self.cast, self.axis)
+            told = _shape_of(self.codes, self.cast, self.axis)
             more = None if len(told) == self.dim() and told == self.shape else (self.dim(), self.shape[self.axis])
         return list(self.parts()), (self.cast, self.axis, self.dtype, self.root is not None, more)
 
@@ -366,7 +364,7 @@ class QuantizedTensor(torch.Tensor):
     ) -> "QuantizedTensor":  # fmt: skip
         cast, axis, dtype, is_slice, more = context
         if outer_size is None:  # of a caller that leaves it to the parts
-            outer_size = told_shape(parts["codes"], cast, axis)
+            outer_size = _shape_of(parts["codes"], cast, axis)
             if more is not None:
                 outer_size = (more[1],) if more[0] == 1 else (*outer_size[:axis], more[1], *outer_size[axis + 1 :])
         return QuantizedTensor(
@@ -375,15 +373,12 @@ class QuantizedTensor(torch.Tensor):
         )  # fmt: skip
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        def described(part: torch.Tensor) -> str:
-            return f"{dtype_name(part.dtype)}{list(part.shape)}"
-
-        parts = ", ".join(f"{name}={described(part)}" for name, part in self.parts().items())
+        described = (f"{name}={dtype_name(part.dtype)}{list(part.shape)}" for name, part in self.parts().items())
         transform = f", {self.hadamard}" if self.hadamard else ""
         device = f", device='{self.device}'" if self.device.type != "cpu" else ""
         return (
             f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, axis={self.axis}, "
-            f"{parts}{transform}{device})"
+            f"{', '.join(described)}{transform}{device})"
         )
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> "QuantizedTensor":
@@ -394,15 +389,14 @@ class QuantizedTensor(torch.Tensor):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Parts may be replaced by parts that fit; what says how to read them is fixed."""
-        if name in _FIXED and name in self.__dict__:
+        if name in ("cast", "axis") and name in self.__dict__:
             raise NotSupportedError(
                 f"{name}: got an assignment, but {name} of a QuantizedTensor is fixed. "
                 "Make another tensor with QuantizedTensor.from_parts."
             )
-        if name in ("codes", "scale", "tensor_scale") and "axis" in self.__dict__:
-            parts = {"codes": self.codes, "scale": self.scale, "tensor_scale": self.tensor_scale, name: value}
-            codes, scale, tensor_scale = parts.values()
-            _check_parts(codes, scale, tensor_scale, self.token, self.axis, tuple(self.shape))
+        if name in _PARTS and "axis" in self.__dict__:
+            parts = (value if name == part else getattr(self, part) for part in _PARTS)
+            _check_parts(*parts, self.token, self.axis, tuple(self.shape))  # type: ignore[misc]
         super().__setattr__(name, value)
 
     @property
@@ -414,12 +408,10 @@ class QuantizedTensor(torch.Tensor):
     def data(self, value: object) -> None:
         if not isinstance(value, QuantizedTensor):
             got = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
-            raise invalid_type(
-                "data", got, "a QuantizedTensor", "Write values with copy_(values), which quantizes them."
-            )
+            remedy = "Write values with copy_(values), which quantizes them."
+            raise invalid_type("data", got, "a QuantizedTensor", remedy)
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        taken = ("codes", "scale", "tensor_scale", "cast", "axis", "root", "_shape", "_dtype")
-        vars(self).update({name: vars(value)[name] for name in taken})
+        vars(self).update({name: vars(value)[name] for name in _FIELDS})
 
     def share_memory_(self) -> "QuantizedTensor":
         """Move codes and scales to shared memory; returns this tensor."""
@@ -442,11 +434,6 @@ class QuantizedTensor(torch.Tensor):
             return super().untyped_storage()
         return torch.UntypedStorage(self.nbytes, device="meta")
 
-    def _refusal(
-        self, operation: str, remedy: str = "Call .dequantize() first; nothing dequantizes in silence."
-    ) -> Exception:
-        return invalid_type(operation, f"a QuantizedTensor ({self.format})", "a plain tensor", remedy)
-
     # ---- copies and files ------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
@@ -466,9 +453,8 @@ class QuantizedTensor(torch.Tensor):
             "cast": cast_to_data(self.cast), "axis": self.axis, "shape": list(self.shape), "dtype": self.dtype,
             "requires_grad": self.requires_grad if is_parameter else None,
         }  # fmt: skip
-        whole = (
-            self if self.root is None else typing.cast(QuantizedTensor, self.clone())
-        )  # a slice is saved as a tensor of its own
+        # A slice is saved as a tensor of its own.
+        whole = self if self.root is None else typing.cast(QuantizedTensor, self.clone())
         codes = whole.codes.view(torch.uint8)  # torch cannot unpickle float8 storages of a plain pickle
         return _rebuild_quantized_tensor, (codes, whole.scale, whole.tensor_scale, description)
 
@@ -501,7 +487,8 @@ def tensors_of(
 
 def attached_to(q: QuantizedTensor) -> dict[str, object]:
     """Attributes that are no part of the tensor: the copy of its initial value, and those that a user has set."""
-    return {name: value for name, value in vars(q).items() if name not in _OWN}
+    own = (*_FIELDS, "whole", "_is_filled", "_is_param")
+    return {name: value for name, value in vars(q).items() if name not in own}
 
 
 class Decoded(torch.autograd.Function):
@@ -578,4 +565,59 @@ def _check_parts(
                 name, f"an expanded tensor of strides {part.stride()}", "memory of its own for every entry",
                 "Call .contiguous() first.",
             )  # fmt: skip
-    check_width(codes, fmt)
+    _check_width(codes, fmt)
+
+
+def _as_bytes(part: torch.Tensor, name: str) -> torch.Tensor:
+    """Scales, or codes of FP4, as bytes; everything else as it is."""
+    is_bytes = isinstance(part, torch.Tensor) and part.dtype == _DTYPES_OF_BYTES.get(name)
+    return part.view(torch.uint8) if is_bytes else part
+
+
+def _width_of(fmt: ScaledFormat) -> int:
+    """Bits of an element, from the fields, which Dynamo reads."""
+    return 1 + fmt.element.exponent_bits + fmt.element.mantissa_bits
+
+
+def _unpacked(codes: torch.Tensor, storage: Storage, shape: Sequence[int] | None, axis: int) -> torch.Tensor:
+    """Packed bytes as the codes that a tensor of this shape stores; its contraction length may be left open."""
+    if codes.dtype != torch.uint8 or not codes.dim():
+        raise invalid_type("codes", f"{codes.dtype} of {codes.dim()} axes", "uint8 bytes, the contraction axis last")
+    if _width_of(storage.format) != 6:
+        return codes.view(getattr(torch, storage.codes_dtype))
+    length = codes.shape[-1] // 3 * 4
+    if shape is not None and len(shape):
+        length = -(-shape[axis] // storage.group) * storage.group
+    return unpack_fp6(codes, length)
+
+
+def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
+    """Refuse codes with bits above the element's width: packed FP6, or bytes of another format."""
+    is_hidden = _operators.is_tracing(codes) or (codes.is_cuda and torch.cuda.is_current_stream_capturing())
+    if is_hidden or codes.dtype != torch.uint8 or fmt.element.bits in (4, 8) or not codes.numel():
+        return
+    check_unpacked(int(codes.max()), fmt.element.bits, fmt.name, "microfloat.torch.unpack_fp6")
+
+
+def _shape_of(codes: torch.Tensor, cast: Cast, axis: int) -> tuple[int, ...]:
+    """The shape of a tensor of two dimensions or more with these codes, if its contraction length is not padded."""
+    *leading, width = codes.shape
+    return (*leading[:axis], width * cast.format.element.codes_per_byte, *leading[axis:])
+
+
+def _strides_of(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: ScaledFormat) -> tuple[int, ...]:
+    """Strides in elements: those of the codes, whose rows may be padded; the contraction axis is innermost.
+
+    The leading axes of the codes are those of `shape` without `axis`.
+    """
+    *leading, last = codes.stride()
+    if codes.is_contiguous():  # padding of a row shows where rows are strided only
+        leading, last = [max(shape[axis], 1)] if shape else [], 1
+        for size in reversed(codes.shape[1:-1]):
+            leading.insert(0, leading[0] * max(size, 1))
+    else:
+        per_byte = 2 if _width_of(fmt) == 4 else 1
+        leading = [stride * per_byte for stride in leading]
+    if len(shape) < 2:
+        return (last,) * len(shape)
+    return (*leading[:axis], last, *leading[axis:])
