@@ -321,12 +321,15 @@ def test_a_dispatch_mode_sees_the_operators_and_changes_nothing():
 def test_torchs_own_checks_of_the_operators():
     """Schemas, fakes, dynamic shapes and autograd registration, as torch.library.opcheck sees them."""
     product, tensor = q(X, "nvfp4"), torch.ops.microfloat
-    stored = (product.part_list(), product.token, 1, [64, 96])
+    stored = product.part_list()
     for operator, arguments in (
         (tensor.quantize, (X, [product.token], [-1], None, [0], [None], [None], "auto")),
         (tensor.quantize, (X, [product.token, q(X).token], [-1, -2], None, [0, 3], [None], [None], "auto")),
         (tensor.dequantize, (*product.part_list(), product.token, 1, [64, 96], torch.float32)),
-        (tensor.scaled_matmul, (*stored, *stored, None, torch.float32, "split", "auto")),
+        (
+            tensor.scaled_matmul,
+            (stored, stored, [product.token] * 2, [1, 1], [64, 96], [64, 96], None, torch.float32, "split", "auto"),
+        ),
         (tensor.straight_through, (X, X.clone().requires_grad_())),
     ):
         torch.library.opcheck(operator.default, arguments)
@@ -334,11 +337,11 @@ def test_torchs_own_checks_of_the_operators():
 
 def test_tokens_are_casts():
     for cast in (Cast("mxfp8"), STOCHASTIC, Cast("fp8_row", hadamard=Hadamard(16, 3))):
-        token = _operators.constant_token(cast)
+        token = _operators.constants_of(cast)[1]
         assert _operators.cast_of(token) == cast
-        assert _operators.constant_token(_operators.cast_of(token)) == token
+        assert _operators.constants_of(_operators.cast_of(token))[1] == token
     callable_algo = Cast("fp8_tensor", scaling=Delayed(amax_compute_algo=lambda history: history[0]))
-    assert isinstance(_operators.cast_of(_operators.constant_token(callable_algo)).scaling, Delayed)
+    assert isinstance(_operators.cast_of(_operators.constants_of(callable_algo)[1]).scaling, Delayed)
     assert isinstance(q(X), QuantizedTensor)
 
 

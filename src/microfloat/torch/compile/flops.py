@@ -28,9 +28,10 @@ def _as_given(x: object, weight: object, bias: object, flops: int, call: int, **
 
 
 def _of_scaled_matmul(
-    a: object, token: str, axis: int, shape: Shape, *_: object, out_shape: Shape, **others: object
-) -> int:
-    return 2 * math.prod(out_shape) * shape[axis]
+    a: object, b: object, tokens: object, axes: Sequence[int], a_shape: Shape, *_: object, out_shape: Shape,
+    **others: object,
+) -> int:  # fmt: skip
+    return 2 * math.prod(out_shape) * a_shape[axes[0]]
 
 
 def _of_forward(x: Shape, *_: object, out_shape: Sequence[Shape], **others: object) -> int:

@@ -265,8 +265,8 @@ def produce(
         row, column = as_cast(casts[0]), as_cast(casts[0] if casts[1] is None else casts[1])
         return _produce_values(kind, x, second, bias, eps, row, column, seed, scale_enc, backend)
     pair = casts[0], casts[0] if casts[1] is None else casts[1]
-    row, column = (_operators.constant_cast(cast) for cast in pair)
-    tokens = [_operators.constant_token(cast) for cast in pair]
+    (row, row_token), (column, column_token) = (_operators.constants_of(cast) for cast in pair)
+    tokens = [row_token, column_token]
     if row.rounding != "stochastic" and column.rounding != "stochastic":
         seed = None
     else:

@@ -44,9 +44,7 @@ def _lead(q: QuantizedTensor, dim: int) -> int:
 
 
 def _refused(q: QuantizedTensor, argument: str, got: object, needed: str, remedy: str) -> InvalidValueError:
-    return invalid_value(
-        argument, f"{got} of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}", needed, remedy
-    )
+    return invalid_value(argument, f"{got} of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}", needed, remedy)
 
 
 def _on_rows(

@@ -5,11 +5,10 @@ break its graphs (docs/numerics.md 1.5). In eager mode these operators are not u
 operators take no objects; a token is derived from the Cast's contents and means the same in another process.
 """
 
-import functools
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -37,8 +36,8 @@ _library.define(
     " -> Tensor"
 )
 _library.define(
-    "scaled_matmul(Tensor[] a, str a_cast, int a_axis, SymInt[] a_shape, Tensor[] b, str b_cast, int b_axis, "
-    "SymInt[] b_shape, Tensor? bias, ScalarType dtype, str accumulate, str backend) -> Tensor"
+    "scaled_matmul(Tensor[] a, Tensor[] b, str[] casts, int[] axes, SymInt[] a_shape, SymInt[] b_shape, Tensor? bias, "
+    "ScalarType dtype, str accumulate, str backend) -> Tensor"
 )
 _library.define("common_scale(Tensor[] scales, str what) -> Tensor")
 
@@ -53,7 +52,7 @@ def is_tracing(tensor: object) -> bool:
 
 
 def has_tangent(*tensors: object) -> bool:
-    """True where a tensor carries a tangent of forward-mode AD, or may carry one below another transform."""
+    """True where a tensor has a tangent of forward-mode AD, or may have one inside another transform."""
     if forward_ad._current_level < 0:
         return False
     return any(
@@ -80,8 +79,7 @@ _OF_VERBS = (
 def refuse_transforms(operation: str, *tensors: object, is_verb: bool = False) -> None:
     """Raise NotSupportedError inside transforms of torch.func, where torch.jit records, and for forward-mode tangents.
 
-    `is_verb`: one of the verbs on tensors, whose operators have rules for vmap; what torch.func.grad follows has no
-    derivative there.
+    `is_verb`: an operation on tensors, whose operator has a rule for vmap, but no derivative for torch.func.grad.
     """
     transforms = torch._C._are_functorch_transforms_active()
     if transforms and is_verb:
@@ -110,18 +108,14 @@ def drawn_seed(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_of(cast: Cast) -> str:
-    """The token of a Cast; Dynamo takes the result as a constant, if it holds the Cast as one."""
+    """The token of a Cast, a constant for Dynamo where the Cast is one."""
     return cast.contents
 
 
-def constant_cast(cast: Cast | ScaledFormat | str) -> Cast:
-    """`as_cast` as a constant for Dynamo, which takes functions of strings for that, but (torch 2.11) not of Casts."""
-    return _cast_of_text(*_text_of(cast))
-
-
-def constant_token(cast: Cast | ScaledFormat | str) -> str:
-    """The token of `constant_cast`, by the same ways."""
-    return _token_of_text(*_text_of(cast))
+def constants_of(cast: Cast | ScaledFormat | str) -> tuple[Cast, str]:
+    """A Cast and its token as constants for Dynamo, which calls functions of strings, but (torch 2.11) not of Casts."""
+    described = _text_of(cast)
+    return _cast_of_text(*described), _token_of_text(*described)
 
 
 def _text_of(cast: Cast | ScaledFormat | str) -> tuple[str, str]:
@@ -131,11 +125,11 @@ def _text_of(cast: Cast | ScaledFormat | str) -> tuple[str, str]:
 
 
 def _cast_of_text(kind: str, text: str) -> Cast:
-    """The Cast, all of it made anew for each trace.
+    """The Cast, with all of its parts, made anew for each trace.
 
-    Dynamo cannot guard what it has met in a constant first, and knows objects by their identity: a constant that shared
-    its format with `microfloat.formats`, or with a tensor that compiled code has returned, would break code that names
-    a format and passes its object too.
+    Dynamo cannot guard an object that it has met in a constant first, and compares objects by identity: a constant that
+    shared its format with `microfloat.formats`, or with a tensor that compiled code has returned, would break code that
+    names a format and passes its object too.
     """
     if kind == "format":
         return Cast(format_from_data(json.loads(text)))
@@ -149,27 +143,19 @@ def _token_of_text(kind: str, text: str) -> str:
 
 
 def constants_of_parts(fmt: ScaledFormat | str, is_one_level: bool, hadamard: Hadamard | None) -> tuple[Cast, str]:
-    """The Cast that parts of a format follow, and its token, by the same ways: two levels need a tensor scale."""
-    described = *_text_of(fmt), is_one_level, None if hadamard is None else hadamard.sign_mask
-    token = _token_of_parts(*described)
-    if torch.compiler.is_compiling():
-        return _cast_of_text("cast", token), token
-    return _cast_of_parts(*described), token
+    """The Cast that codes and scales of a format follow, and its token; two levels need a tensor scale."""
+    token = _token_of_parts(*_text_of(fmt), is_one_level, None if hadamard is None else hadamard.sign_mask)
+    return (_cast_of_text("cast", token) if torch.compiler.is_compiling() else cast_of(token)), token
 
 
 def _token_of_parts(kind: str, text: str, is_one_level: bool, signs: int | None) -> str:
-    return _cast_of_parts(kind, text, is_one_level, signs).contents
-
-
-@functools.lru_cache(maxsize=256)
-def _cast_of_parts(kind: str, text: str, is_one_level: bool, signs: int | None) -> Cast:
     fmt = as_scaled_format(text) if kind == "name" else format_from_data(json.loads(text))
     rule = "one_level_e4m3" if is_one_level and fmt.scale.name == "E4M3" else None
-    return Cast(fmt, rule, hadamard=None if signs is None else Hadamard(16, signs))
+    return Cast(fmt, rule, hadamard=None if signs is None else Hadamard(16, signs)).contents
 
 
 def storage_of(token: str) -> Storage:
-    """The storage of a cast; Dynamo takes the result as a constant."""
+    """The storage of a cast, a constant for Dynamo."""
     cast = cast_of(token)
     return Storage.of(cast.format, cast.hadamard, cast.tensor_scale)
 
@@ -195,14 +181,11 @@ def _quantize(
 
 
 def one_or_pair(values: Sequence[Any]) -> Any:
-    """A pair as a tuple, else the only value: what `quantize` takes, from the lists that operators carry."""
+    """A pair as a tuple, else the only value: the arguments of `quantize` from the lists that operators carry."""
     return tuple(values) if len(values) == 2 else values[0]
 
 
-def _fake_quantize(
-    x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
-    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,
-) -> list[torch.Tensor]:  # fmt: skip
+def _fake_quantize(x: torch.Tensor, tokens: list[str], axes: list[int], *_: object) -> list[torch.Tensor]:
     axes_ = axes_of(one_or_pair(axes), x.dim())
     return [part for token, axis in zip(tokens, axes_, strict=True) for part in valueless_parts(x, token, axis)]
 
@@ -230,33 +213,26 @@ def _dequantize(
     return _tensor(parts, token, axis, shape, torch.float32).decoded(dtype).contiguous()
 
 
-def _fake_dequantize(
-    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, token: str, axis: int,
-    shape: Sequence[int], dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    return codes.new_empty(shape, dtype=dtype)
-
-
 def _scaled_matmul(
-    a: list[torch.Tensor], a_token: str, a_axis: int, a_shape: Sequence[int], b: list[torch.Tensor], b_token: str,
-    b_axis: int, b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
+    a: list[torch.Tensor], b: list[torch.Tensor], tokens: list[str], axes: list[int], a_shape: Sequence[int],
+    b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
 ) -> torch.Tensor:  # fmt: skip
     from microfloat.torch.tensor.ops import multiply_values
 
-    left, right = _tensor(a, a_token, a_axis, a_shape, dtype), _tensor(b, b_token, b_axis, b_shape, dtype)
+    left, right = (_tensor(*one, dtype) for one in zip((a, b), tokens, axes, (a_shape, b_shape), strict=True))
     return multiply_values(left, right, bias, dtype, accumulate, backend)
 
 
 def _fake_scaled_matmul(
-    a: list[torch.Tensor], a_token: str, a_axis: int, a_shape: Sequence[int], b: list[torch.Tensor], b_token: str,
-    b_axis: int, b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
+    a: list[torch.Tensor], b: object, tokens: object, axes: list[int], a_shape: Sequence[int], b_shape: Sequence[int],
+    bias: object, dtype: torch.dtype, *_: object,
 ) -> torch.Tensor:  # fmt: skip
-    rows = [math.prod(leading_axes(tuple(shape), axis)) for shape, axis in ((a_shape, a_axis), (b_shape, b_axis))]
+    rows = [math.prod(leading_axes(tuple(shape), axis)) for shape, axis in zip((a_shape, b_shape), axes, strict=True)]
     return a[0].new_empty(rows, dtype=dtype)
 
 
 def common_scale(scales: Sequence[torch.Tensor], what: str) -> torch.Tensor:
-    """A copy of the scale that all of these equal, to the bit; `what`: tensors that have them, for the error."""
+    """A copy of the one scale that all of these are, to the bit; `what` names their tensors in the error."""
     first, *others = (scale.view(torch.int32 if scale.dtype == torch.float32 else torch.uint8) for scale in scales)
     if not all(torch.equal(first, other) for other in others):
         raise invalid_value(
@@ -269,15 +245,13 @@ def common_scale(scales: Sequence[torch.Tensor], what: str) -> torch.Tensor:
 # ---- batches of torch.func.vmap ----------------------------------------------------------------------------------
 
 
-Batched = torch.Tensor | list[torch.Tensor]
-Axes = int | None | list[int]  # the batch axis of an argument or a result, of each in a list
-Rule = Callable[..., tuple[Batched, Axes]]
+Rule = Callable[..., tuple[Any, Any]]  # results, and the batch axis of each
 
 
 def each_alone(name: str) -> Rule:
     """The rule of an operator for a batch: each example alone, the results stacked."""
 
-    def example(value: Any, dim: Axes, index: int) -> Any:
+    def example(value: Any, dim: Any, index: int) -> Any:
         if isinstance(dim, list | tuple):
             return [example(one, its_dim, index) for one, its_dim in zip(value, dim, strict=True)]
         if dim is None:
@@ -286,7 +260,7 @@ def each_alone(name: str) -> Rule:
             return value.new_zeros([size for axis, size in enumerate(value.shape) if axis != dim])
         return value.select(dim, index)
 
-    def run(info: "VmapInfo", in_dims: Sequence[Axes], *args: object) -> tuple[Batched, Axes]:
+    def run(info: "VmapInfo", in_dims: Sequence[Any], *args: object) -> tuple[Any, Any]:
         operator = getattr(torch.ops.microfloat, name)
         made = [
             operator(*(example(value, dim, index) for value, dim in zip(args, in_dims, strict=True)))
@@ -308,19 +282,17 @@ def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def refuse_batches(library: torch.library.Library, *names: str) -> None:
     """Register a rule for vmap that raises NotSupportedError by name, for operators of quantized layers."""
 
-    def rule(name: str) -> Rule:
-        def run(info: "VmapInfo", in_dims: Sequence[Axes], *args: object) -> tuple[Batched, Axes]:
+    for name in names:
+
+        def refuse(*_: object, name: str = name) -> NoReturn:
             raise refusal_of_transforms(f"microfloat::{name}")
 
-        return run
-
-    for name in names:
-        torch.library.register_vmap(f"microfloat::{name}", rule(name), lib=library)
+        torch.library.register_vmap(f"microfloat::{name}", refuse, lib=library)
 
 
 for _name, _run, _fake in (
     ("quantize", _quantize, _fake_quantize),
-    ("dequantize", _dequantize, _fake_dequantize),
+    ("dequantize", _dequantize, lambda codes, *rest: codes.new_empty(rest[-2], dtype=rest[-1])),
     ("scaled_matmul", _scaled_matmul, _fake_scaled_matmul),
     ("common_scale", common_scale, lambda scales, what: torch.empty_like(scales[0])),
 ):

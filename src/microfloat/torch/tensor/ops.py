@@ -38,7 +38,7 @@ Casts: TypeAlias = CastLike | tuple[CastLike, CastLike]
 Axes: TypeAlias = int | tuple[int, int]
 Reals: TypeAlias = Real | tuple[Real, Real]
 Made: TypeAlias = QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]
-_OUTPUT_DTYPES = (*INPUT_DTYPES, torch.float64)
+_BIAS_DTYPES = (*INPUT_DTYPES, torch.float64)
 _LARGEST = torch.finfo(torch.float32).max
 _ACCUMULATE = ("fast", "split", "exact")
 
@@ -52,8 +52,7 @@ def quantize(
 
 @overload
 def quantize(
-    x: torch.Tensor, cast: Casts, *, axis: tuple[int, int], seed: Seed = None,
-    stream: Axes = 0, amax: Reals = None,
+    x: torch.Tensor, cast: Casts, *, axis: tuple[int, int], seed: Seed = None, stream: Axes = 0, amax: Reals = None,
     scale_enc: Reals = None, backend: str = "auto", out: tuple[QuantizedTensor, QuantizedTensor] | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor]: ...  # fmt: skip
 
@@ -194,10 +193,10 @@ def quantize_values(
     one_pass = len(usages) == 2 and not any(isinstance(value, tuple | list) for value in (amax, scale_enc))
     if one_pass and (amax is None or not any(usage.cast.tensor_scale == "row" for usage in usages)):
         row, column = sorted(usages, key=lambda usage: -usage.axis)
-        given = {name: _given(name, row, column) for name in ("amax", "scale_enc")}
         made = module.quantize_both(
-            matrix, row.cast, column.cast, seed=words, row_stream=row.stream, column_stream=column.stream,
-            batch=batch, **given,
+            matrix, row.cast, column.cast, seed=words, row_stream=row.stream, column_stream=column.stream, batch=batch,
+            amax=column.amax if row.amax is None else row.amax,
+            scale_enc=column.scale_enc if row.scale_enc is None else row.scale_enc,
         )  # fmt: skip
         made = made if usages[0].axis else made[::-1]
     else:
@@ -211,7 +210,11 @@ def quantize_values(
         QuantizedTensor.from_operand(operand, usage.cast, axis=usage.axis, shape=x.shape, dtype=x.dtype)
         for operand, usage in zip(made, usages, strict=True)
     )
-    return (first, _apart(rest[0], first)) if rest else first
+    if not rest:
+        return first
+    # Casts that commute with transposition are made once; the second tensor gets memory of its own all the same.
+    taken = {part.untyped_storage().data_ptr() for part in first.part_list()}
+    return first, rest[0].map_parts(lambda part: part.clone() if part.untyped_storage().data_ptr() in taken else part)
 
 
 def _checked(usage: Usage, matrix: torch.Tensor, is_turned: bool) -> Usage:
@@ -222,16 +225,6 @@ def _checked(usage: Usage, matrix: torch.Tensor, is_turned: bool) -> Usage:
         amax=check_amax(usage.amax, usage.cast, rows, matrix.device),
         scale_enc=check_scale_enc(usage.scale_enc, usage.cast.is_delayed, matrix.device),
     )
-
-
-def _given(name: str, *usages: Usage) -> torch.Tensor | None:
-    return next((value for usage in usages if (value := getattr(usage, name)) is not None), None)
-
-
-def _apart(q: QuantizedTensor, other: QuantizedTensor) -> QuantizedTensor:
-    """q with memory of its own: casts that commute with transposition are made once, and share their scales."""
-    taken = {part.untyped_storage().data_ptr() for part in other.part_list()}
-    return q.map_parts(lambda part: part.clone() if part.untyped_storage().data_ptr() in taken else part)
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -283,7 +276,7 @@ def _multiply(
     if not _operators.is_tracing(a):
         return multiply_values(a, b, bias, dtype, accumulate, backend)
     return torch.ops.microfloat.scaled_matmul(
-        a.part_list(), a.token, a.axis, a.shape, b.part_list(), b.token, b.axis, b.shape, bias, dtype, accumulate,
+        a.part_list(), b.part_list(), [a.token, b.token], [a.axis, b.axis], a.shape, b.shape, bias, dtype, accumulate,
         backend,
     )  # fmt: skip
 
@@ -299,7 +292,8 @@ def multiply_values(
     if dtype not in INPUT_DTYPES:
         raise invalid_type("out_dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
     left, right = a.to_operand(), b.to_operand()
-    _check_bias(bias, right.rows, a.device)
+    if bias is not None:
+        _check_bias(bias, right.rows, a)
     module = backends.choose(backend, a.device)
     return module.scaled_matmul(left, right, bias=bias, out_dtype=dtype, accumulate=accumulate)
 
@@ -312,11 +306,7 @@ def _traced_quantize(
     check_tensor("x", x)
     _operators.refuse_transforms("quantize", x, is_verb=True)
     count = 2 if isinstance(axis, tuple | list) else 1
-    casts = for_each("cast", cast, count)
-    resolved, tokens = [], []
-    for one in casts:
-        resolved.append(_operators.constant_cast(one))
-        tokens.append(_operators.constant_token(one))
+    resolved, tokens = zip(*[_operators.constants_of(one) for one in for_each("cast", cast, count)], strict=True)
     if any([one.rounding == "stochastic" for one in resolved]):
         seed = _operators.drawn_seed(x) if seed is None else seed_words(seed, x.device)
     else:
@@ -341,36 +331,30 @@ def _check_quantized(argument: str, value: object, remedy: str) -> None:
 
 
 def _check_pair(a: QuantizedTensor, b: QuantizedTensor) -> None:
-    if a.device != b.device:
-        raise invalid_value(
-            "b", f"a tensor on {b.device}", f"one on {a.device}, where a is", f"Move it: b.to({str(a.device)!r})."
-        )
+    _check_device("b", b, a, f"Move it: b.to({str(a.device)!r}).")
     if a.format.scale != b.format.scale:
-        raise invalid_value(
-            "b",
-            f"{b.format} ({b.format.scale} scales) against {a.format} ({a.format.scale} scales) of a",
-            "operands of one family (both FP32, both E8M0 or both E4M3 scales)",
-            "Quantize both with formats of one family, or dequantize both.",
-        )
+        got = f"{b.format} ({b.format.scale} scales) against {a.format} ({a.format.scale} scales) of a"
+        needed = "operands of one family (both FP32, both E8M0 or both E4M3 scales)"
+        remedy = "Quantize both with formats of one family, or dequantize both."
+        raise invalid_value("b", got, needed, remedy)
     if a.hadamard != b.hadamard:
-        raise invalid_value(
-            "b",
-            f"hadamard {b.hadamard} against {a.hadamard} of a",
-            "the same Hadamard on both operands, or on neither",
-            "Quantize both with one Cast.hadamard, or dequantize the transformed operand first.",
-        )
-    left, right = a.to_operand(), b.to_operand()
-    if left.stored_length != right.stored_length:
-        raise invalid_value(
-            "b",
-            f"contraction length {right.stored_length} (shape {tuple(b.shape)}, axis {b.axis})",
-            f"{left.stored_length}, as a has (shape {tuple(a.shape)}, axis {a.axis})",
-            "Both operands contract their quantization axis: y = a @ b.T.",
-        )
+        needed = "the same Hadamard on both operands, or on neither"
+        remedy = "Quantize both with one Cast.hadamard, or dequantize the transformed operand first."
+        raise invalid_value("b", f"hadamard {b.hadamard} against {a.hadamard} of a", needed, remedy)
+    left, right = a.to_operand().stored_length, b.to_operand().stored_length
+    if left != right:
+        got = f"contraction length {right} (shape {tuple(b.shape)}, axis {b.axis})"
+        needed = f"{left}, as a has (shape {tuple(a.shape)}, axis {a.axis})"
+        raise invalid_value("b", got, needed, "Both operands contract their quantization axis: y = a @ b.T.")
+
+
+def _check_device(argument: str, tensor: torch.Tensor, a: QuantizedTensor, remedy: str = "") -> None:
+    if tensor.device != a.device:
+        raise invalid_value(argument, f"a tensor on {tensor.device}", f"one on {a.device}, where a is", remedy)
 
 
 def _check_out(out: object, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype | None) -> None:
-    """Refuse what cannot take the product of a and b in place."""
+    """Refuse a tensor that cannot take the product of a and b in place."""
     if not isinstance(out, torch.Tensor) or isinstance(out, QuantizedTensor) or out.dtype not in INPUT_DTYPES:
         got = out.dtype if isinstance(out, torch.Tensor) and not isinstance(out, QuantizedTensor) else type(out)
         raise invalid_type("out", got, "a plain tensor of float32, bfloat16 or float16")
@@ -379,8 +363,7 @@ def _check_out(out: object, a: QuantizedTensor, b: QuantizedTensor, out_dtype: t
     shape = tuple(math.prod(leading_axes(tuple(q.shape), q.axis)) for q in (a, b))
     if tuple(out.shape) != shape:
         raise invalid_value("out", f"shape {tuple(out.shape)}", f"shape {shape}: the rows of a and of b")
-    if out.device != a.device:
-        raise invalid_value("out", f"a tensor on {out.device}", f"one on {a.device}, where a is")
+    _check_device("out", out, a)
     if any(size > 1 and not stride for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise invalid_value("out", f"an expanded tensor of strides {out.stride()}", "memory of its own for every entry")
     if out.requires_grad and torch.is_grad_enabled():
@@ -388,16 +371,13 @@ def _check_out(out: object, a: QuantizedTensor, b: QuantizedTensor, out_dtype: t
         raise invalid_value("out", "a tensor that requires grad", "one that does not", remedy)
 
 
-def _check_bias(bias: torch.Tensor | None, columns: int, device: torch.device) -> None:
-    if bias is None:
-        return
-    if not isinstance(bias, torch.Tensor) or isinstance(bias, QuantizedTensor) or bias.dtype not in _OUTPUT_DTYPES:
+def _check_bias(bias: torch.Tensor, columns: int, a: QuantizedTensor) -> None:
+    if not isinstance(bias, torch.Tensor) or isinstance(bias, QuantizedTensor) or bias.dtype not in _BIAS_DTYPES:
         got = bias.dtype if isinstance(bias, torch.Tensor) else type(bias)
         raise invalid_type("bias", got, "None or a floating-point tensor")
     if tuple(bias.shape) != (columns,):
         raise invalid_value("bias", f"shape {tuple(bias.shape)}", f"shape ({columns},): one value per row of b")
-    if bias.device != device:
-        raise invalid_value("bias", f"a tensor on {bias.device}", f"one on {device}, where a is")
+    _check_device("bias", bias, a)
 
 
 @overload
@@ -408,9 +388,8 @@ def fake_quantize(
 
 @overload
 def fake_quantize(
-    x: torch.Tensor, cast: Casts, axis: tuple[int, int], seed: Seed = None, *,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    x: torch.Tensor, cast: Casts, axis: tuple[int, int], seed: Seed = None, *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def fake_quantize(
@@ -436,7 +415,7 @@ def fake_quantize(
 
 
 def _straight_through(exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """`exact`, differentiated as `plain` is: by an operator, which compilers take as it is, but torch.func does not."""
+    """`exact`, differentiated as `plain` is: by an operator, which compilers take, but transforms of torch.func not."""
     active = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
     return (_StraightThrough.apply if active else _straight_through_operator)(exact, plain)
 
@@ -457,11 +436,9 @@ class _StraightThrough(torch.autograd.Function):
         return None, dy
 
 
-@torch.library.custom_op("microfloat::straight_through", mutates_args=())
-def _straight_through_operator(exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    return exact.clone()
-
-
+_straight_through_operator = torch.library.custom_op(
+    "microfloat::straight_through", _StraightThrough.forward, mutates_args=()
+)
 _straight_through_operator.register_fake(lambda exact, plain: torch.empty_like(exact))
-_straight_through_operator.register_autograd(lambda ctx, dy: (None, dy))
+_straight_through_operator.register_autograd(_StraightThrough.backward)
 torch.library.register_vmap("microfloat::straight_through", _operators.each_alone("straight_through"))
