@@ -13,15 +13,13 @@ from microfloat.arguments import as_float, check_number
 from microfloat.errors import MicrofloatError, NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.recipes import Cast
 from microfloat.recipes.usages import given_amax, given_scale_enc
-from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor
 
 __all__ = [
     "INPUT_DTYPES", "check_amax", "check_beside", "check_eps", "check_features", "check_grouped", "check_like",
     "check_linear", "check_linear_parameters", "check_model", "check_parameter", "check_rows", "check_scale_enc",
-    "check_tensor", "is_abstract", "readable", "real_tensor", "row_count", "with_path",
+    "check_tensor", "is_abstract", "real_tensor", "row_count", "with_path",
 ]  # fmt: skip
-
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def with_path(error: MicrofloatError, path: str) -> MicrofloatError:
@@ -32,31 +30,43 @@ def with_path(error: MicrofloatError, path: str) -> MicrofloatError:
     return error
 
 
-def check_tensor(argument: str, x: object) -> None:
-    """Raise InvalidTypeError for what is no dense tensor of float32, bfloat16 or float16."""
+def check_tensor(argument: str, x: object) -> torch.Tensor:
+    """The dense tensor of float32, bfloat16 or float16 itself; raises InvalidTypeError for anything else."""
     if isinstance(x, QuantizedTensor):
-        raise invalid_type(
-            argument, f"a QuantizedTensor ({x.format})", "a plain tensor", f"Call {argument}.dequantize() first."
-        )
-    if not isinstance(x, torch.Tensor):
-        raise invalid_type(argument, type(x), "a torch.Tensor", "Convert it with torch.as_tensor first.")
-    if x.dtype not in INPUT_DTYPES:
-        raise invalid_type(
-            argument,
-            x.dtype,
-            "torch.float32, torch.bfloat16 or torch.float16",
-            f"Convert it with {argument}.to(torch.float32) first.",
-        )
-    if x.is_nested or x.layout != torch.strided:
-        raise _not_dense(argument, x)
+        raise _not_plain(argument, x, f"Call {argument}.dequantize() first.")
+    needed, remedy = (
+        "torch.float32, torch.bfloat16 or torch.float16",
+        f"Convert it with {argument}.to(torch.float32) first.",
+    )
+    x = _dense(argument, x, needed, remedy, "Convert it with torch.as_tensor first.")
     if hasattr(x, "placements"):
         raise NotSupportedError(
             f"{argument}: got a DTensor, needed a plain tensor. Give each rank its part: {argument}.to_local()."
         )
+    return x
+
+
+def _not_plain(argument: str, q: QuantizedTensor, remedy: str) -> MicrofloatError:
+    return invalid_type(argument, f"a QuantizedTensor ({q.format})", "a plain tensor", remedy)
+
+
+def _dense(argument: str, x: object, dtypes: str, remedy: str, of_others: str) -> torch.Tensor:
+    """The tensor itself if it is dense, of a dtype that casts take; `of_others`: the remedy for other objects."""
+    if not isinstance(x, torch.Tensor):
+        raise invalid_type(argument, type(x), "a torch.Tensor", of_others)
+    if x.is_nested:
+        remedy = "Pad it with torch.nested.to_padded_tensor, or give its values()."
+        raise invalid_type(argument, "a nested tensor", "a dense (strided) tensor", remedy)
+    if x.layout != torch.strided:
+        remedy = f"Convert it with {argument}.to_dense()."
+        raise invalid_type(argument, f"layout {x.layout}", "a dense (strided) tensor", remedy)
+    if x.dtype not in INPUT_DTYPES:
+        raise invalid_type(argument, x.dtype, dtypes, remedy)
+    return x
 
 
 def check_rows(argument: str, x: object) -> None:
-    """Raise for what is no tensor of one dimension or more."""
+    """Raise for anything but a tensor of one dimension or more."""
     if not isinstance(x, torch.Tensor):
         raise invalid_type(argument, type(x), "a torch.Tensor")
     if x.is_nested:
@@ -66,7 +76,7 @@ def check_rows(argument: str, x: object) -> None:
 
 
 def check_like(argument: str, tensor: object, x: torch.Tensor, of: str = "x") -> None:
-    """Raise where `tensor` is none of the shape, dtype and device of `x`."""
+    """Raise for anything but a tensor of the shape, dtype and device of `x`."""
     if not isinstance(tensor, torch.Tensor):
         raise invalid_type(argument, type(tensor), f"a tensor like {of}")
     if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
@@ -90,11 +100,10 @@ def check_beside(argument: str, tensor: torch.Tensor | None, x: torch.Tensor, re
 
 
 def check_parameter(argument: str, parameter: object, x: torch.Tensor) -> None:
-    """Raise where a norm's weight or bias is neither None nor one value for each feature of `x`, beside it."""
+    """Raise where a norm's weight or bias is neither None nor one value for each feature of `x`, on its device."""
     if parameter is None:
         return
-    check_tensor(argument, parameter)
-    assert isinstance(parameter, torch.Tensor)
+    parameter = check_tensor(argument, parameter)
     if tuple(parameter.shape) != tuple(x.shape[-1:]):
         needed = f"shape {tuple(x.shape[-1:])}: one value for each feature of x"
         raise invalid_value(argument, f"shape {tuple(parameter.shape)}", needed)
@@ -107,79 +116,57 @@ def check_linear(x: object, weight: object, bias: object) -> None:
         remedy = "Call x.dequantize() first."
         if isinstance(weight, QuantizedTensor):
             remedy += " To multiply both as they are: torch.nn.functional.linear(x, weight, bias)."
-        raise invalid_type("x", f"a QuantizedTensor ({x.format})", "a plain tensor", remedy)
-    _check_linear_tensor("x", x)
-    assert isinstance(x, torch.Tensor)
-    check_linear_parameters(weight, bias, x)
-    assert isinstance(weight, torch.Tensor)
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        needed = f"a last dimension of in_features = {weight.shape[1]}"
-        raise invalid_value("x", f"shape {tuple(x.shape)}", needed)
+        raise _not_plain("x", x, remedy)
+    x = _linear_tensor("x", x)
+    features = check_linear_parameters(weight, bias, x)
+    if x.dim() == 0 or x.shape[-1] != features:
+        raise invalid_value("x", f"shape {tuple(x.shape)}", f"a last dimension of in_features = {features}")
 
 
-def check_linear_parameters(weight: object, bias: object, x: torch.Tensor) -> None:
-    """Raise where these are no weight [N, K] and bias [N] (or None) beside x."""
-    _check_linear_tensor("weight", weight)
-    assert isinstance(weight, torch.Tensor)
-    if weight.dim() != 2:
-        raise invalid_value("weight", f"shape {tuple(weight.shape)}", "a matrix [out_features, in_features]")
-    if bias is not None:
-        _check_linear_tensor("bias", bias)
-        assert isinstance(bias, torch.Tensor)
-        if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
-            needed = f"shape ({weight.shape[0]},): one value for each row of the weight"
-            raise invalid_value("bias", f"shape {tuple(bias.shape)}", needed)
+def check_linear_parameters(weight: object, bias: object, x: torch.Tensor) -> int:
+    """The in_features of a weight; raises where weight and bias are not [N, K] and [N] (or None) on x's device."""
+    weight = _linear_tensor("weight", weight, 2, "a matrix [out_features, in_features]")
+    bias = None if bias is None else _linear_tensor("bias", bias)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        needed = f"shape ({weight.shape[0]},): one value for each row of the weight"
+        raise invalid_value("bias", f"shape {tuple(bias.shape)}", needed)
     if x.device != weight.device and not weight.is_meta:
-        raise invalid_value(
-            "x", f"a tensor on {x.device}", f"one on {weight.device}, where the weight is",
-            f"Move it: x.to({str(weight.device)!r}).",
-        )  # fmt: skip
+        needed, remedy = f"one on {weight.device}, where the weight is", f"Move it: x.to({str(weight.device)!r})."
+        raise invalid_value("x", f"a tensor on {x.device}", needed, remedy)
     for name, parameter in (("weight", weight), ("bias", bias)):
         is_meta = parameter is not None and parameter.is_meta
         check_beside(name, parameter, x, "Give the layer its values first." if is_meta else None)
+    return weight.shape[1]
 
 
 def check_grouped(x: object, weight: object, bias: object) -> None:
     """Raise where these are no x [T, K], weight [G, N, K] and bias [G, N] (or None)."""
-    for name, tensor, dimensions, shape in (
-        ("x", x, 2, "a matrix [rows, in_features]"),
-        ("weight", weight, 3, "one matrix for each group, [num_groups, out_features, in_features]"),
-        ("bias", bias, 2, "[num_groups, out_features]"),
-    ):
-        if tensor is None and name == "bias":
-            continue
-        if isinstance(tensor, QuantizedTensor) and name != "weight":
-            raise invalid_type(
-                name, f"a QuantizedTensor ({tensor.format})", "a plain tensor", "Call dequantize() first."
-            )
-        _check_linear_tensor(name, tensor)
-        assert isinstance(tensor, torch.Tensor)
-        if tensor.dim() != dimensions:
-            raise invalid_value(name, f"shape {tuple(tensor.shape)}", shape)
-    assert isinstance(x, torch.Tensor)
-    assert isinstance(weight, torch.Tensor)
+    for name, tensor in (("x", x), ("bias", bias)):
+        if isinstance(tensor, QuantizedTensor):
+            raise _not_plain(name, tensor, "Call dequantize() first.")
+    x = _linear_tensor("x", x, 2, "a matrix [rows, in_features]")
+    needed = "one matrix for each group, [num_groups, out_features, in_features]"
+    weight = _linear_tensor("weight", weight, 3, needed)
+    bias = None if bias is None else _linear_tensor("bias", bias, 2, "[num_groups, out_features]")
     if not weight.shape[0]:
         raise invalid_value("weight", f"shape {tuple(weight.shape)}", "one group or more")
     if x.shape[1] != weight.shape[2]:
         needed = f"a last dimension of {weight.shape[2]}, the in_features of the weight"
         raise invalid_value("x", f"shape {tuple(x.shape)}", needed)
-    if isinstance(bias, torch.Tensor) and bias.shape != weight.shape[:2]:
+    if bias is not None and bias.shape != weight.shape[:2]:
         raise invalid_value("bias", f"shape {tuple(bias.shape)}", f"shape {tuple(weight.shape[:2])}")
     check_beside("weight", weight, x)
-    check_beside("bias", bias if isinstance(bias, torch.Tensor) else None, x)
+    check_beside("bias", bias, x)
 
 
-def _check_linear_tensor(argument: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        leaf = "torch.fx: let Tracer.is_leaf_module return True for microfloat's layers, as it does for nn.Linear."
-        raise invalid_type(argument, type(tensor), "a torch.Tensor", leaf if type(tensor).__name__ == "Proxy" else "")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise _not_dense(argument, tensor)
-    if tensor.dtype not in INPUT_DTYPES:
-        raise invalid_type(
-            argument, tensor.dtype, "float32, bfloat16 or float16 under a low-precision recipe",
-            "Convert it with .to(torch.float32), or run under autocast(enabled=False).",
-        )  # fmt: skip
+def _linear_tensor(argument: str, tensor: object, dimensions: int | None = None, shape: str = "") -> torch.Tensor:
+    """The tensor itself if a quantized layer can take it, with this number of dimensions, if one is given."""
+    of_others = ""
+    if type(tensor).__name__ == "Proxy":
+        of_others = "torch.fx: let Tracer.is_leaf_module return True for microfloat's layers, as it does for nn.Linear."
+    needed = "float32, bfloat16 or float16 under a low-precision recipe"
+    remedy = "Convert it with .to(torch.float32), or run under autocast(enabled=False)."
+    tensor = _dense(argument, tensor, needed, remedy, of_others)
     if hasattr(tensor, "fsdp_pre_all_gather"):
         raise NotSupportedError(
             f"{argument}: got one that low_precision_all_gather has prepared for fully_shard, and no fully_shard. "
@@ -191,13 +178,9 @@ def _check_linear_tensor(argument: str, tensor: object) -> None:
             "when the module that fully_shard wrapped is called; a Linear on DTensors runs by itself, outside of "
             "norm_linear, activation_linear, norm_mlp and grouped products."
         )
-
-
-def _not_dense(argument: str, tensor: torch.Tensor) -> MicrofloatError:
-    got, remedy = f"layout {tensor.layout}", f"Convert it with {argument}.to_dense()."
-    if tensor.is_nested:
-        got, remedy = "a nested tensor", "Pad it with torch.nested.to_padded_tensor, or give its values()."
-    return invalid_type(argument, got, "a dense (strided) tensor", remedy)
+    if dimensions is not None and tensor.dim() != dimensions:
+        raise invalid_value(argument, f"shape {tuple(tensor.shape)}", shape)
+    return tensor
 
 
 def is_abstract(tensor: torch.Tensor) -> bool:
@@ -231,16 +214,18 @@ def check_features(argument: str, layers: Sequence[nn.Linear], features: int, so
 
 def check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device: torch.device) -> torch.Tensor | None:
     """The amax that replaces the measured one: float32 () or [R, 1] on `device`."""
-    return given_amax(amax, cast, rows, functools.partial(real_tensor, device=device), _read)
+    return given_amax(amax, cast, rows, functools.partial(real_tensor, device=device), _readable)
 
 
 def check_scale_enc(scale_enc: float | torch.Tensor | None, delayed: bool, device: torch.device) -> torch.Tensor | None:
     """The encode scale of delayed scaling, float32 () on `device`: given if and only if the cast is `delayed`."""
-    return given_scale_enc(scale_enc, delayed, functools.partial(real_tensor, device=device), _read)
+    return given_scale_enc(scale_enc, delayed, functools.partial(real_tensor, device=device), _readable)
 
 
-def _read(tensor: torch.Tensor) -> torch.Tensor | None:
-    return tensor if readable(tensor) else None
+def _readable(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor, None where reading its values would wait for a device or break a trace."""
+    is_hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return tensor if tensor.device.type == "cpu" and not is_hidden else None
 
 
 def real_tensor(argument: str, value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -254,10 +239,3 @@ def real_tensor(argument: str, value: float | torch.Tensor, device: torch.device
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise invalid_type(argument, type(value), "a float32 number or tensor")
     return torch.tensor(as_float(argument, value), dtype=torch.float32, device=device)
-
-
-def readable(tensor: torch.Tensor) -> bool:
-    """True where values may be looked at without waiting for a device or breaking a trace."""
-    return tensor.device.type == "cpu" and not (
-        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    )

@@ -4,8 +4,8 @@
     multiply_operands   one product: y, dx or dw
     multiply_groups     the forward of groups of rows, casts and products
 
-A mode sees operators and goes by their names: a policy of selective checkpointing keeps the results of some, and
-``FlopCounterMode`` counts their products (`compile.flops`). Elsewhere launches go past torch's dispatcher.
+A mode sees operators by their names: a policy of selective checkpointing keeps the results of some, and
+``FlopCounterMode`` counts their products (`compile.flops`). Without a mode launches bypass torch's dispatcher.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ __all__ = ["are_named", "multiply", "multiply_groups", "outside_of_modes", "quan
 are_named: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _NOTHING = contextlib.nullcontext()
 
-# What an operator runs is no argument of operators: it is behind a number while the operator runs.
+# Functions are no arguments of operators: they travel as numbers. An entry lives as long as its call.
 _CALLS: dict[int, Callable[..., object]] = {}
 _NUMBERS = itertools.count()
 _library = torch.library.Library("microfloat", "FRAGMENT")
@@ -35,18 +35,18 @@ _library.define("multiply_groups(Tensor x, Tensor[] weight, Tensor? bias, int fl
 
 
 def outside_of_modes() -> contextlib.AbstractContextManager:
-    """No modes of torch's dispatcher, such as a policy of selective checkpointing, which go by names of operators."""
+    """A context without modes of torch's dispatcher, such as a policy of selective checkpointing."""
     return _disable_current_modes() if are_named() else _NOTHING
 
 
 def quantize_operands(cast: Callable[[], Parts], x: torch.Tensor, weight: list[torch.Tensor]) -> Parts:
-    """``cast()``, tensors or None, which it makes of x and of the parts of a weight."""
+    """``cast()``, a list of tensors or None, made of x and of the parts of a weight."""
     with _numbered(lambda: _without_none(cast(), x)) as number:
         return _with_none(torch.ops.microfloat.quantize_operands(x, weight, number))
 
 
 def multiply(product: Callable[..., torch.Tensor], a: Triple, b: Triple, bias: Maybe, flops: int) -> torch.Tensor:
-    """``product(a, b, bias)``, of so many floating-point operations."""
+    """``product(a, b, bias)``, counted as `flops` floating-point operations."""
     if is_abstract(a[0]):
         return product(a, b, bias)
     with _numbered(product) as number:
@@ -56,7 +56,7 @@ def multiply(product: Callable[..., torch.Tensor], a: Triple, b: Triple, bias: M
 def multiply_groups(
     forward: Callable[[], Sequence[Maybe]], x: torch.Tensor, weight: list[torch.Tensor], bias: Maybe, flops: int
 ) -> Parts:
-    """``forward()``, y and tensors or None, of x and of the parts of a weight."""
+    """``forward()``, y and a list of tensors or None, made of x and of the parts of a weight."""
     with _numbered(lambda: _without_none(forward(), x)) as number:
         return _with_none(torch.ops.microfloat.multiply_groups(x, weight, bias, flops, number))
 
@@ -72,7 +72,7 @@ def _numbered(call: Callable[..., object]) -> Iterator[int]:
 
 
 def _without_none(parts: Sequence[Maybe], x: torch.Tensor) -> list[torch.Tensor]:
-    """An operator returns tensors alone."""
+    """Empty tensors in place of None, which operators cannot return."""
     return [x.new_empty(0) if part is None else part for part in parts]
 
 

@@ -19,15 +19,8 @@ from microfloat.torch._typing import Seed
 from microfloat.torch._upper import upper
 from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.aten import take
-from microfloat.torch.tensor.checks import (
-    INPUT_DTYPES,
-    check_amax,
-    check_scale_enc,
-    check_tensor,
-    real_tensor,
-    row_count,
-)
-from microfloat.torch.tensor.quantized_tensor import QuantizedTensor, tensors_of
+from microfloat.torch.tensor.checks import check_amax, check_scale_enc, check_tensor, real_tensor, row_count
+from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor, tensors_of
 from microfloat.torch.tensor.seeds import draw_seed, seed_words
 
 __all__ = ["dequantize", "fake_quantize", "quantize", "scaled_matmul"]

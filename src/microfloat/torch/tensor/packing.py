@@ -103,10 +103,10 @@ def _tiles(scale: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
-def _check_scale(argument: str, scale: object) -> None:
+def _check_scale(argument: str, scale: torch.Tensor) -> None:
     if type(scale) not in (torch.Tensor, torch.nn.Parameter) and not _operators.is_tracing(scale):
         raise invalid_type(argument, type(scale), "a tensor of scale bytes", "Give q.scale.")
-    check_scale_bytes(scale.dtype, argument)  # type: ignore[attr-defined]
+    check_scale_bytes(scale.dtype, argument)
 
 
 def _checked_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -103,21 +103,13 @@ class QuantizedTensor(torch.Tensor):
             wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, tuple(shape), strides=strides, dtype=dtype, device=codes.device
             )
-        torch._C._set_throw_on_mutable_data_ptr(wrapper)  # what reads memory past our methods raises, at address zero
-        return wrapper
-
-    def __init__(
-        self, codes: torch.Tensor, scale: torch.Tensor = _ABSENT, tensor_scale: torch.Tensor | None = None,
-        cast: Cast = _ABSENT, *, axis: int = -1, shape: Sequence[int] = (), dtype: torch.dtype = _ABSENT,
-        root: "QuantizedTensor | None" = None, requires_grad: bool = False,
-    ) -> None:  # fmt: skip
-        if scale is _ABSENT:  # a parameter over a tensor that has its parts
-            return
-        self.codes, self.scale, self.tensor_scale = codes, scale, tensor_scale
+        torch._C._set_throw_on_mutable_data_ptr(wrapper)  # code that reads memory past our methods gets an error
+        wrapper.codes, wrapper.scale, wrapper.tensor_scale = codes, scale, tensor_scale
         # Delayed scaling has done its work once codes exist; requantizing has only the tensor itself to go by.
-        self.cast = dataclasses.replace(cast, scaling=Current()) if isinstance(cast.scaling, Delayed) else cast
-        self.axis, self.root = axis, root
-        self._shape, self._dtype = shape, dtype  # as torch presents them, for readers in every call
+        wrapper.cast = dataclasses.replace(cast, scaling=Current()) if isinstance(cast.scaling, Delayed) else cast
+        wrapper.axis, wrapper.root = axis, root
+        wrapper._shape, wrapper._dtype = shape, dtype  # as torch presents them, for readers in every call
+        return wrapper
 
     # ---- construction and the operand form -------------------------------------------------------------------------
 

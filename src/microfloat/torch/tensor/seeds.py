@@ -1,8 +1,8 @@
 """Call seeds of stochastic rounding: 64 bits as two words, low first, in an int64 [2] tensor on the operand's device.
 
-One draw per forward call of a quantized layer, from torch's default generator of that device: `torch.manual_seed`
-governs it, every step gets a new one, and activation checkpointing replays it. The rank of the process is folded in, so
-that ranks which share a seed draw different bits (docs/numerics.md 5.3).
+Every forward call of a quantized layer draws one from torch's default generator of that device: `torch.manual_seed`
+sets it, and activation checkpointing replays it. The rank of the process is folded in, so that ranks with the same
+generator state draw different bits (docs/numerics.md 5.3).
 """
 
 import weakref
@@ -24,8 +24,8 @@ _NEEDED = "an int in [0, 2^64), or its two 32-bit words, low first"
 
 _library = torch.library.Library("microfloat", "FRAGMENT")
 # Opaque to compilers, since Inductor would replace the random call by a generator of its own; the tag says that it may
-# not be recomputed. AOTAutograd merges calls of equal arguments, whatever their tag, but for torch.empty: `apart`, what
-# that gives, tells two draws from each other.
+# not be recomputed. AOTAutograd merges calls with equal arguments, whatever their tag, except for torch.empty: its
+# result, `apart`, keeps two draws apart.
 _library.define(
     "draw_seed(*, Device device, bool folds=True, int? rank=None, Tensor? apart=None) -> Tensor",
     tags=[torch.Tag.nondeterministic_seeded],
@@ -45,17 +45,15 @@ def _draw_seed(
 _library.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("microfloat::draw_seed", lib=_library)
-def _(
-    *, device: torch.device, folds: bool = True, rank: int | None = None, apart: torch.Tensor | None = None
-) -> torch.Tensor:
-    return torch.empty(2, dtype=torch.int64, device=device)
+torch.library.register_fake(
+    "microfloat::draw_seed", lambda *, device, **_: torch.empty(2, dtype=torch.int64, device=device), lib=_library
+)
 
 
 def draw_seed(device: torch.device | str, *, folds: bool = True, rank: int | None = None) -> torch.Tensor:
     """A new call seed from the default generator of `device`: int64 [2], words below 2^32, low first.
 
-    `folds`: fold the rank in (`rank`, if it is given); False for what replicas must round alike.
+    `folds`: fold the rank in (`rank`, if it is given); False where replicas must round alike.
     """
     device = torch.device(device)
     # Under a mode of torch's dispatcher the call may become a node of a graph.
@@ -63,16 +61,18 @@ def draw_seed(device: torch.device | str, *, folds: bool = True, rank: int | Non
     return torch.ops.microfloat.draw_seed(device=device, folds=folds, rank=rank, apart=apart)
 
 
-# True where there is a default process group, whose rank is folded in; builds of torch without groups have none.
+# True where there is a default process group, whose rank is folded in; some builds of torch have no groups.
 has_ranks: Callable[[], bool] = getattr(torch.distributed, "is_initialized", lambda: False)
 
 
 class Rank:
-    """The rank that is folded into call seeds: the one that was set, else that of the default process group."""
+    """The rank that is folded into call seeds: the one that was set, else that of the default process group.
+
+    One setting and one pair for each process. The pair saves asking torch for the rank in every draw.
+    """
 
     chosen: int | None = None
-    # The process group that was asked last, and the mask of its rank.
-    known: tuple[Any, int] = (lambda: None, 0)
+    known: tuple[Any, int] = (lambda: None, 0)  # the last process group, and the mask of its rank
 
 
 def set_seed_rank(rank: int | None) -> None:
@@ -89,7 +89,7 @@ def set_seed_rank(rank: int | None) -> None:
 def fold_rank_(draw: torch.Tensor, rank: int | None = None) -> None:
     """``draw ^= rank * 0x9E3779B97F4A7C15 mod 2^64`` in place; int64 [1]. Rank 0 keeps what was drawn.
 
-    `rank`: one in place of this process's own, for what it rounds as a replica of another rank's.
+    `rank`: another than this process's own, whose data it rounds as a replica.
     """
     rank = rank if Rank.chosen is None else Rank.chosen
     if rank is not None:
@@ -112,7 +112,7 @@ def _mask(rank: int) -> int:
 
 
 def seed_words(seed: int | Sequence[int] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A given call seed as int64 [2] on `device`: an int in [0, 2^64), or its two words, low first.
+    """A call seed as int64 [2] on `device`, from an int in [0, 2^64), or from its two words, low first.
 
     Words may be a sequence, or an array or tensor of integers, such as the uint32 [2] of the other front ends. Raises
     InvalidValueError for anything else. The words of a tensor on an accelerator are not read back to check them.
@@ -120,17 +120,15 @@ def seed_words(seed: int | Sequence[int] | torch.Tensor, device: torch.device | 
     if isinstance(seed, torch.Tensor) and seed.dim() == 1:
         return _checked_words(seed, torch.device(device))
     error = invalid_value("seed", repr(seed), _NEEDED, "Leave it out to draw one from torch's default generator.")
-    as_list = None if isinstance(seed, torch.Tensor) else getattr(seed, "tolist", None)  # of an array
-    seed = seed if as_list is None else as_list()
+    if not isinstance(seed, torch.Tensor) and hasattr(seed, "tolist"):  # an array
+        seed = seed.tolist()
     if isinstance(seed, Sequence) and not isinstance(seed, str | bytes):
         words = [as_int(word, error) for word in seed]
-        if len(words) != 2 or not all(0 <= word <= _LOW for word in words):
-            raise error
     else:
         value = as_int(seed, error)
-        if not 0 <= value < 1 << 64:
-            raise error
         words = [value & _LOW, value >> 32]
+    if len(words) != 2 or not all(0 <= word <= _LOW for word in words):
+        raise error
     return torch.tensor(words, dtype=torch.int64, device=device)
 
 
@@ -140,7 +138,7 @@ def derive(seed64: int | Sequence[int] | torch.Tensor, step: int, site: int, sha
     ``(w0, w1) of Philox((step, site, shard, 0x5EED0001), seed64)``; `site` is the layer's index, `shard` the
     data-parallel rank, each in [0, 2^32).
     """
-    words = *(check_word(*one) for one in (("step", step), ("site", site), ("shard", shard))), _DERIVE_DOMAIN
+    words = check_word("step", step), check_word("site", site), check_word("shard", shard), _DERIVE_DOMAIN
     counter = [torch.tensor(word, dtype=torch.int64, device="cpu") for word in words]
     return torch.stack(philox(tuple(counter), seed_words(seed64, "cpu"))[:2])
 
