@@ -256,20 +256,22 @@ def _refuse_methods() -> None:
     Methods that ask for memory would read address zero, since a QuantizedTensor has no storage but that of its parts.
     """
 
-    def refuse(remedy: str, *names: str) -> None:
-        for name in names:
+    def refuse(remedy: str, name: str) -> None:
+        def method(self: QuantizedTensor, *arguments: object, **options: object) -> NoReturn:
+            raise invalid_type(name, f"a QuantizedTensor ({self.format})", "a plain tensor", remedy)
 
-            def method(self: QuantizedTensor, *arguments: object, name: str = name, **options: object) -> NoReturn:
-                raise invalid_type(name, f"a QuantizedTensor ({self.format})", "a plain tensor", remedy)
-
-            method.__name__ = name
-            setattr(QuantizedTensor, name, method)
+        method.__name__ = name
+        setattr(QuantizedTensor, name, method)
 
     arithmetic = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
     binary = [*arithmetic, *(f"r{stem}" for stem in arithmetic), "eq", "ne"]
-    refuse(_DEQUANTIZE, "numpy", "item", "tolist", "__array__", "apply_", "map_", *(f"__{stem}__" for stem in binary))
-    refuse(_NO_STORAGE, "storage", "_typed_storage", "data_ptr", "const_data_ptr", "__dlpack__", "__dlpack_device__")
-    refuse(_NO_ORDER, "__lt__", "__le__", "__gt__", "__ge__")
+    for remedy, names in (
+        (_DEQUANTIZE, ["numpy", "item", "tolist", "__array__", "apply_", "map_", *(f"__{stem}__" for stem in binary)]),
+        (_NO_STORAGE, ["storage", "_typed_storage", "data_ptr", "const_data_ptr", "__dlpack__", "__dlpack_device__"]),
+        (_NO_ORDER, ["__lt__", "__le__", "__gt__", "__ge__"]),
+    ):
+        for name in names:
+            refuse(remedy, name)
     QuantizedTensor.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
     QuantizedTensor.__matmul__ = lambda self, other: torch.matmul(self, other)  # type: ignore[method-assign]
     QuantizedTensor.__rmatmul__ = lambda self, other: torch.matmul(other, self)  # type: ignore[method-assign]
