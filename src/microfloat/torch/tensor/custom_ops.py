@@ -245,13 +245,13 @@ def common_scale(scales: Sequence[torch.Tensor], what: str) -> torch.Tensor:
 # ---- batches of torch.func.vmap ----------------------------------------------------------------------------------
 
 
-Rule = Callable[..., tuple[Any, Any]]  # results, and the batch axis of each
+Rule = Callable[..., tuple[object, object]]  # results, and the batch axis of each
 
 
 def each_alone(name: str) -> Rule:
     """The rule of an operator for a batch: each example alone, the results stacked."""
 
-    def example(value: Any, dim: Any, index: int) -> Any:
+    def example(value: Any, dim: int | list | None, index: int) -> Any:
         if isinstance(dim, list | tuple):
             return [example(one, its_dim, index) for one, its_dim in zip(value, dim, strict=True)]
         if dim is None:
@@ -260,7 +260,7 @@ def each_alone(name: str) -> Rule:
             return value.new_zeros([size for axis, size in enumerate(value.shape) if axis != dim])
         return value.select(dim, index)
 
-    def run(info: "VmapInfo", in_dims: Sequence[Any], *args: object) -> tuple[Any, Any]:
+    def run(info: "VmapInfo", in_dims: Sequence[int | list | None], *args: object) -> tuple[object, object]:
         operator = getattr(torch.ops.microfloat, name)
         made = [
             operator(*(example(value, dim, index) for value, dim in zip(args, in_dims, strict=True)))
