@@ -1,6 +1,6 @@
 """Measurements for `microfloat doctor`, `microfloat bench` and benchmarks/: results against the oracle, then time.
 
-Calls take turns: CUDA events on a GPU, a clock on a CPU. Shapes M x K x N: y [M, N] = x [M, K] @ w [N, K].T.
+Shapes M x K x N: y [M, N] = x [M, K] @ w [N, K].T.
 """
 
 import functools
@@ -18,7 +18,6 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, CustomRecipe, Gemm
 from microfloat.routes import Route, Routes, entries_of, route_of
 from microfloat.torch import backends, reference
-from microfloat.torch.backends.base import Backend
 from microfloat.torch.launch import gemms
 from microfloat.torch.linear.schedule import CastStep
 from microfloat.torch.tensor.ops import quantize, scaled_matmul
@@ -29,7 +28,6 @@ __all__ = [
 ]  # fmt: skip
 
 L2_BYTES = 50 << 20  # of an H200
-WARM_MS = 25.0
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,13 @@ class Times:
 
     @staticmethod
     def of(samples: Sequence[float]) -> "Times":
-        """Of a list of samples."""
+        """The percentiles of samples."""
         ordered = sorted(samples)
         last = len(ordered) - 1
         return Times(statistics.median(ordered), ordered[last // 10], ordered[last - last // 10])
 
     def per(self, count: int) -> "Times":
-        """The same for one of `count` equal parts of a call."""
+        """Times of one of `count` equal parts of a call."""
         return Times(self.median / count, self.p10 / count, self.p90 / count)
 
 
@@ -58,45 +56,41 @@ def in_turn(
 ) -> dict[str, Times]:  # fmt: skip
     """Times of several calls, A B A B, so that they share clocks and temperature; call(i) gets the number of its turn.
 
-    Each is warmed up for 25 ms and then measured for `milliseconds`, at least `least` times. Nothing waits between
-    calls, so that the host runs ahead as in a training loop. On a CPU each is warmed up once and measured for
-    `cpu_milliseconds`, once for 0.
+    On a GPU, by CUDA events, each is warmed up for 25 ms and then measured for `milliseconds`, at least `least` times;
+    nothing waits between calls, so that the host runs ahead as in a training loop. On a CPU each is warmed up once and
+    measured for `cpu_milliseconds`, once for 0.
     """
     if device == "cpu":
         return _in_turn_on_cpu(calls, cpu_milliseconds, least)
     estimate = {name: _estimate(call) for name, call in calls.items()}
     for name, call in calls.items():
-        for i in range(min(1000, max(1, int(WARM_MS / estimate[name])))):
+        for i in range(min(1000, max(1, int(25 / estimate[name])))):
             call(i)
-    repetitions = min(3000, max(least, int(milliseconds / max(estimate.values()))))
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    for i in range(repetitions):
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for i in range(min(3000, max(least, int(milliseconds / max(estimate.values()))))):
         for name, call in calls.items():
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call(i)
             stop.record()
-            events[name].append((start, stop))
+            pairs[name].append((start, stop))
     torch.cuda.synchronize()
-    return {name: Times.of([start.elapsed_time(stop) for start, stop in pairs]) for name, pairs in events.items()}
+    return {name: Times.of([start.elapsed_time(stop) for start, stop in found]) for name, found in pairs.items()}
 
 
 def _estimate(call: Callable[[int], object]) -> float:
-    for i in range(3):
-        call(i)
+    """Milliseconds of a call, roughly."""
+    begin = 0.0
+    for _ in range(2):  # the first round compiles
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for i in range(3):
+            call(i)
     torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for i in range(3):
-        call(i)
-    end.record()
-    torch.cuda.synchronize()
-    return max(begin.elapsed_time(end) / 3, 1e-3)
+    return max((time.perf_counter() - begin) / 3 * 1e3, 1e-3)
 
 
-def _in_turn_on_cpu(
-    calls: Mapping[str, Callable[[int], object]], milliseconds: float, least: int
-) -> dict[str, Times]:  # fmt: skip
+def _in_turn_on_cpu(calls: Mapping[str, Callable[[int], object]], milliseconds: float, least: int) -> dict[str, Times]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call(0)
@@ -148,16 +142,18 @@ class Maker:
         return backends.resolve("auto", torch.device(self.device))[0]
 
     def operands(self, x: torch.Tensor, w: torch.Tensor) -> tuple:
-        """x and w as this GEMM reads them: what a layer's schedule would make of them."""
+        """x and w as this GEMM reads them, made as in the schedule of a layer."""
         if self.backend == "reference":
             return reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
         backend = backends.choose(self.backend, x.device)
-        resources = _resources(backend, x.device)
+        index, programs = backends.device_index(x.device), backend.programs
+        stream = torch.cuda.current_stream(x.device).cuda_stream if index >= 0 and programs is not None else 0
+        words = None if programs is None else programs.scratch(index)
         recipe, routes = CustomRecipe(self.gemm, self.gemm, self.gemm), Routes(self.route, self.route, self.route)
         made = []
         for tensor, matrix in (("x", x), ("w", w)):
             step = CastStep(backend, matrix, entries_of(recipe, routes, tensor, True, False))
-            made.append(_Made(tuple(step(matrix, *resources, CastInputs())[:3]), *matrix.shape))
+            made.append(_Made(tuple(step(matrix, stream, words, CastInputs())[:3]), *matrix.shape))
         return tuple(made)
 
     @functools.cached_property
@@ -197,14 +193,7 @@ class _Made(NamedTuple):
     length: int
 
 
-def _resources(backend: Backend, device: torch.device) -> tuple[int, torch.Tensor | None]:
-    """The current stream, and scratch words of it, for launches of a backend's programs."""
-    if backend.programs is None:
-        return 0, None
-    index = backends.device_index(device)
-    return torch.cuda.current_stream(device).cuda_stream if index >= 0 else 0, backend.programs.scratch(index)
-
-
+# Bound products, for calls in turn; a benchmark measures fewer than 64 at a time.
 @functools.lru_cache(64)
 def _product(
     gemm: Gemm, route: Route, shape: tuple[int, int, int], device: torch.device
@@ -239,15 +228,16 @@ def against_oracle(gemm: Gemm, backend: str, device: str | None = None, size: in
     ]
     want = [oracle.quantize(x, cast, scale_enc=scale) for x, cast, scale in pairs]
     equal = all(
-        np.array_equal(q.codes.cpu().view(torch.uint8).numpy(), exact.codes)
-        and all(
-            ours is theirs if ours is None or theirs is None else np.array_equal(ours.cpu().numpy(), theirs)
-            for ours, theirs in ((q.scale, exact.scale), (q.tensor_scale, exact.tensor_scale))
-        )
+        ours is theirs is None or _bytes(ours) == np.asarray(theirs).tobytes()
         for q, exact in zip(made, want, strict=True)
+        for ours, theirs in ((q.codes, exact.codes), (q.scale, exact.scale), (q.tensor_scale, exact.tensor_scale))
     )
     product = scaled_matmul(*made, out_dtype=torch.float32, backend=backend).cpu()
     return equal, difference(product, torch.from_numpy(oracle.scaled_matmul(*want)))
+
+
+def _bytes(part: torch.Tensor | None) -> bytes | None:
+    return None if part is None else part.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def has_cuda() -> bool:

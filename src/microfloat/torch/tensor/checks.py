@@ -34,26 +34,26 @@ def check_tensor(argument: str, x: object) -> torch.Tensor:
     """The dense tensor of float32, bfloat16 or float16 itself; raises InvalidTypeError for anything else."""
     if isinstance(x, QuantizedTensor):
         raise _not_plain(argument, x, f"Call {argument}.dequantize() first.")
-    needed, remedy = (
-        "torch.float32, torch.bfloat16 or torch.float16",
-        f"Convert it with {argument}.to(torch.float32) first.",
-    )
-    x = _dense(argument, x, needed, remedy, "Convert it with torch.as_tensor first.")
-    if hasattr(x, "placements"):
-        raise NotSupportedError(
-            f"{argument}: got a DTensor, needed a plain tensor. Give each rank its part: {argument}.to_local()."
-        )
-    return x
+    return _dense(argument, x)
 
 
 def _not_plain(argument: str, q: QuantizedTensor, remedy: str) -> MicrofloatError:
     return invalid_type(argument, f"a QuantizedTensor ({q.format})", "a plain tensor", remedy)
 
 
-def _dense(argument: str, x: object, dtypes: str, remedy: str, of_others: str) -> torch.Tensor:
-    """The tensor itself if it is dense, of a dtype that casts take; `of_others`: the remedy for other objects."""
+def _dense(
+    argument: str, x: object, dimensions: int | None = None, shape: str = "", *, of_layer: bool = False
+) -> torch.Tensor:
+    """The tensor itself if it is dense, of a dtype that casts take, with this number of dimensions, if one is given.
+
+    `of_layer`: the errors speak of quantized layers, whose operands they are.
+    """
     if not isinstance(x, torch.Tensor):
-        raise invalid_type(argument, type(x), "a torch.Tensor", of_others)
+        remedy = "" if of_layer else "Convert it with torch.as_tensor first."
+        if type(x).__name__ == "Proxy":
+            leaves = "let Tracer.is_leaf_module return True for microfloat's layers, as it does for nn.Linear."
+            remedy = f"torch.fx: {leaves}"
+        raise invalid_type(argument, type(x), "a torch.Tensor", remedy)
     if x.is_nested:
         remedy = "Pad it with torch.nested.to_padded_tensor, or give its values()."
         raise invalid_type(argument, "a nested tensor", "a dense (strided) tensor", remedy)
@@ -61,7 +61,29 @@ def _dense(argument: str, x: object, dtypes: str, remedy: str, of_others: str) -
         remedy = f"Convert it with {argument}.to_dense()."
         raise invalid_type(argument, f"layout {x.layout}", "a dense (strided) tensor", remedy)
     if x.dtype not in INPUT_DTYPES:
-        raise invalid_type(argument, x.dtype, dtypes, remedy)
+        needed, remedy = (
+            "torch.float32, torch.bfloat16 or torch.float16",
+            f"Convert it with {argument}.to(torch.float32)",
+        )
+        if of_layer:
+            needed, remedy = f"{needed} under a low-precision recipe", f"{remedy}, or run under autocast(enabled=False)"
+        raise invalid_type(argument, x.dtype, needed, f"{remedy}.")
+    if of_layer and hasattr(x, "fsdp_pre_all_gather"):
+        raise NotSupportedError(
+            f"{argument}: got one that low_precision_all_gather has prepared for fully_shard, and no fully_shard. "
+            "Call torch.distributed.fsdp.fully_shard on the model, or leave low_precision_all_gather out."
+        )
+    if hasattr(x, "placements"):
+        remedy = f"Give each rank its part: {argument}.to_local()."
+        if of_layer:
+            remedy = (
+                "A weight that FSDP2 has not gathered runs when the module that fully_shard wrapped is called; a "
+                "Linear on DTensors runs by itself, outside of norm_linear, activation_linear, norm_mlp and grouped "
+                "products."
+            )
+        raise NotSupportedError(f"{argument}: got a DTensor, needed a plain tensor in this call. {remedy}")
+    if dimensions is not None and x.dim() != dimensions:
+        raise invalid_value(argument, f"shape {tuple(x.shape)}", shape)
     return x
 
 
@@ -117,7 +139,7 @@ def check_linear(x: object, weight: object, bias: object) -> None:
         if isinstance(weight, QuantizedTensor):
             remedy += " To multiply both as they are: torch.nn.functional.linear(x, weight, bias)."
         raise _not_plain("x", x, remedy)
-    x = _linear_tensor("x", x)
+    x = _dense("x", x, of_layer=True)
     features = check_linear_parameters(weight, bias, x)
     if x.dim() == 0 or x.shape[-1] != features:
         raise invalid_value("x", f"shape {tuple(x.shape)}", f"a last dimension of in_features = {features}")
@@ -125,8 +147,8 @@ def check_linear(x: object, weight: object, bias: object) -> None:
 
 def check_linear_parameters(weight: object, bias: object, x: torch.Tensor) -> int:
     """The in_features of a weight; raises where weight and bias are not [N, K] and [N] (or None) on x's device."""
-    weight = _linear_tensor("weight", weight, 2, "a matrix [out_features, in_features]")
-    bias = None if bias is None else _linear_tensor("bias", bias)
+    weight = _dense("weight", weight, 2, "a matrix [out_features, in_features]", of_layer=True)
+    bias = None if bias is None else _dense("bias", bias, of_layer=True)
     if bias is not None and bias.shape != weight.shape[:1]:
         needed = f"shape ({weight.shape[0]},): one value for each row of the weight"
         raise invalid_value("bias", f"shape {tuple(bias.shape)}", needed)
@@ -144,10 +166,10 @@ def check_grouped(x: object, weight: object, bias: object) -> None:
     for name, tensor in (("x", x), ("bias", bias)):
         if isinstance(tensor, QuantizedTensor):
             raise _not_plain(name, tensor, "Call dequantize() first.")
-    x = _linear_tensor("x", x, 2, "a matrix [rows, in_features]")
+    x = _dense("x", x, 2, "a matrix [rows, in_features]", of_layer=True)
     needed = "one matrix for each group, [num_groups, out_features, in_features]"
-    weight = _linear_tensor("weight", weight, 3, needed)
-    bias = None if bias is None else _linear_tensor("bias", bias, 2, "[num_groups, out_features]")
+    weight = _dense("weight", weight, 3, needed, of_layer=True)
+    bias = None if bias is None else _dense("bias", bias, 2, "[num_groups, out_features]", of_layer=True)
     if not weight.shape[0]:
         raise invalid_value("weight", f"shape {tuple(weight.shape)}", "one group or more")
     if x.shape[1] != weight.shape[2]:
@@ -157,30 +179,6 @@ def check_grouped(x: object, weight: object, bias: object) -> None:
         raise invalid_value("bias", f"shape {tuple(bias.shape)}", f"shape {tuple(weight.shape[:2])}")
     check_beside("weight", weight, x)
     check_beside("bias", bias, x)
-
-
-def _linear_tensor(argument: str, tensor: object, dimensions: int | None = None, shape: str = "") -> torch.Tensor:
-    """The tensor itself if a quantized layer can take it, with this number of dimensions, if one is given."""
-    of_others = ""
-    if type(tensor).__name__ == "Proxy":
-        of_others = "torch.fx: let Tracer.is_leaf_module return True for microfloat's layers, as it does for nn.Linear."
-    needed = "float32, bfloat16 or float16 under a low-precision recipe"
-    remedy = "Convert it with .to(torch.float32), or run under autocast(enabled=False)."
-    tensor = _dense(argument, tensor, needed, remedy, of_others)
-    if hasattr(tensor, "fsdp_pre_all_gather"):
-        raise NotSupportedError(
-            f"{argument}: got one that low_precision_all_gather has prepared for fully_shard, and no fully_shard. "
-            "Call torch.distributed.fsdp.fully_shard on the model, or leave low_precision_all_gather out."
-        )
-    if hasattr(tensor, "placements"):
-        raise NotSupportedError(
-            f"{argument}: got a DTensor, needed a plain tensor in this call. A weight that FSDP2 has not gathered runs "
-            "when the module that fully_shard wrapped is called; a Linear on DTensors runs by itself, outside of "
-            "norm_linear, activation_linear, norm_mlp and grouped products."
-        )
-    if dimensions is not None and tensor.dim() != dimensions:
-        raise invalid_value(argument, f"shape {tuple(tensor.shape)}", shape)
-    return tensor
 
 
 def is_abstract(tensor: torch.Tensor) -> bool:
