@@ -60,3 +60,14 @@ def test_a_loaded_front_end_is_preferred_to_the_oracle(monkeypatch):
         casters.register(name, lambda x, cast, amax, name=name: name)
         assert casters.loaded() == name
         assert casters.quantize(X, Cast("mxfp8")) == name
+
+
+def test_threads_of_torch_are_one_while_calls_run_side_by_side():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    importlib.import_module("microfloat.torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    with casters.side_by_side():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)

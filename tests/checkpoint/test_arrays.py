@@ -8,6 +8,7 @@ import pytest
 
 from microfloat import reference
 from microfloat.checkpoint import _arrays
+from microfloat.checkpoint._casting import amax_of
 from microfloat.formats import E2M1, ELEMENTS, FORMATS, SCALE_E8M0, ElementFormat, ScaledFormat, decode
 from microfloat.reference._values import scale_grid
 
@@ -90,7 +91,14 @@ def test_an_error_in_a_band_reaches_the_caller(failing):
             raise OSError(f"band {failing}")
 
     with pytest.raises(OSError, match=f"band {failing}"):
-        _arrays._spread(work, [slice(start, start + 1) for start in range(4)])
+        _arrays.in_bands(work, 4, _arrays._BAND)
+
+
+@pytest.mark.parametrize(("rows", "multiple", "heights"), [(7, 1, [1] * 7), (7, 3, [3, 3, 1]), (0, 2, [])])
+def test_the_results_of_bands_are_in_their_order(rows, multiple, heights):
+    bands = _arrays.in_bands(lambda band: band, rows, _arrays._BAND, multiple)
+    assert [band.stop - band.start for band in bands] == heights
+    assert [band.start for band in bands] == [sum(heights[:i]) for i in range(len(heights))]
 
 
 def test_a_forked_process_has_threads_of_its_own(monkeypatch):
@@ -110,3 +118,13 @@ def test_energies_are_sums_over_the_finite_elements(size):
         np.testing.assert_allclose(
             _arrays.energies(array, other), (np.square(wide).sum(), np.square(error).sum()), rtol=1e-5
         )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    "values", [[1, -3, 2], [-1, -2], [4, 5], [-0.0], [np.nan, -7, np.inf], [-np.nan, -np.inf, 0.5], [np.inf], []]
+)
+def test_the_largest_finite_magnitude_by_its_bits(values, dtype):
+    array = np.array(values, dtype)
+    finite = np.abs(array.astype(np.float32))[np.isfinite(array.astype(np.float32))]
+    assert amax_of(array) == (finite.max(initial=0), array.size - finite.size)

@@ -15,8 +15,8 @@ import pytest
 
 from microfloat import metrics, reference
 from microfloat.checkpoint import Record, convert, load, save
+from microfloat.checkpoint._conversion import check_unchanged
 from microfloat.checkpoint._saving import SAVED
-from microfloat.checkpoint._verification import check_unchanged
 from microfloat.checkpoint.families import WRITTEN
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, MicrofloatError
 from microfloat.formats import FORMATS, decode, encode

@@ -8,7 +8,9 @@ from microfloat import reference
 from microfloat.checkpoint import Record, convert, detect, load, save
 from microfloat.checkpoint.config import announced
 from microfloat.checkpoint.families import WRITTEN
+from microfloat.checkpoint.integrity import code_findings
 from microfloat.errors import CheckpointError, InvalidTypeError
+from microfloat.formats import FORMATS, decode
 from tests.checkpoint.files import nvfp4, write
 
 
@@ -284,3 +286,15 @@ def test_no_false_alarm_about_our_own_files(to, tmp_path):
     found = load(tmp_path / "out")
     assert found.findings == []
     assert found.detection.confidence == 1.0
+
+
+@pytest.mark.parametrize("codes", [[0x7F], [0xFF], [0x7D, 0xFE], [0x80, 0x7C, 0xFC], [0, 1, 0x90], []])
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_tensor_e5m2"])
+def test_nan_codes_of_either_sign_are_counted(name, codes):
+    """A look at the largest code of each sign tells whether there is one."""
+    fmt = FORMATS[name]
+    array = np.array([*codes, 3], np.uint8).reshape(1, -1)
+    record = Record("a.weight", array, np.ones((), np.float32), None, fmt, array.shape)
+    count = np.count_nonzero(np.isnan(decode(array, fmt.element)))
+    messages = [finding.message for finding in code_findings(record)]
+    assert messages == ([f"{count} of {array.size} codes are NaN."] if count else [])

@@ -3,16 +3,14 @@
 import functools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from microfloat.formats import E4M3, SCALE_E8M0, ElementFormat, ScaledFormat, decode
 from microfloat.reference import unpack_fp4, unpack_fp6
-
-__all__ = ["Matrix", "decode_into", "energies", "scale_in_place", "scale_values"]
 
 _BAND = 1 << 18  # elements that a thread takes at a time: their float32 values stay in its cache
 _F32 = np.float32
@@ -51,7 +49,7 @@ def decode_into(matrix: Matrix, out: np.ndarray) -> None:
                 (np.divide if matrix.divides else np.multiply)(values, level, values)
             out[band] = values
 
-    _spread(work, _bands(rows, columns, fmt.block[0] or 1))
+    in_bands(work, rows, columns, fmt.block[0] or 1)
 
 
 def _values_of(codes: np.ndarray, element: ElementFormat, columns: int) -> np.ndarray:
@@ -101,18 +99,15 @@ def scale_in_place(values_RC: np.ndarray, scale_GH: np.ndarray, block: tuple[int
 
 def energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Sums of x * x and of (y - x) * (y - x) over the finite elements of x [R, C]; y is float32."""
-    sums = np.zeros((len(x), 2))
 
-    def work(band: slice) -> None:
+    def work(band: slice) -> np.ndarray:
         with np.errstate(all="ignore"):
             values = x[band].astype(_F32)
-            sums[band, 0] = np.einsum("rc,rc->r", values, values)
+            signal = np.einsum("rc,rc->r", values, values)
             error = np.subtract(y[band], values, out=values)
-            sums[band, 1] = np.einsum("rc,rc->r", error, error)
+            return np.array([signal, np.einsum("rc,rc->r", error, error)], np.float64)
 
-    rows, columns = x.shape
-    _spread(work, _bands(rows, columns, 1))
-    signal, noise = (float(total) for total in sums.sum(0))
+    signal, noise = (float(total) for total in np.concatenate([np.zeros((2, 1)), *in_bands(work, *x.shape)], 1).sum(1))
     # Squares in float32: of large numbers they are infinite, of errors below 2^-63 (2^-24 of 2^-39) subnormal or zero.
     if x.size * 2.0**-78 < signal < np.inf and noise < np.inf:
         return signal, noise
@@ -126,36 +121,35 @@ def energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 # ---- threads -----------------------------------------------------------------------------------------------------
 
 
-def _bands(rows: int, columns: int, multiple: int) -> list[slice]:
-    """The rows of a matrix in bands of about _BAND elements, each of a multiple of so many rows but the last."""
-    height = max(_BAND // max(columns, 1) // multiple, 1) * multiple
-    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+def in_bands(
+    work: Callable[[slice], Any], rows: int, columns: int, multiple: int = 1, shared: int = 0
+) -> list[Any]:  # fmt: skip
+    """The results of `work` for bands of rows of a matrix, several at a time, in this thread and others.
 
-
-def _workers() -> int:
-    """Number of threads that may work at a time."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _spread(work: Callable[[slice], None], bands: Iterable[slice]) -> None:
-    """Do `work` for every band, several at a time, in this thread and others; NumPy lets go of the interpreter."""
-    left = deque(bands)
+    A band has about `_BAND` elements, or `shared` elements divided by the number of threads, and a multiple of so many
+    rows, but for the last one. NumPy lets go of the interpreter.
+    """
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    height = max(max(_BAND, shared // workers) // max(columns, 1) // multiple, 1) * multiple
+    starts = range(0, rows, height)
+    left, results = deque(enumerate(starts)), [None] * len(starts)
 
     def drain() -> None:
         while left:
             try:
-                band = left.popleft()
+                index, start = left.popleft()
             except IndexError:  # another thread took it
                 return
-            work(band)
+            results[index] = work(slice(start, min(start + height, rows)))
 
-    helpers = [_pool(os.getpid()).submit(drain) for _ in range(min(_workers(), len(left)) - 1)]
+    helpers = [_pool(os.getpid()).submit(drain) for _ in range(min(workers, len(starts)) - 1)]
     try:
         drain()
     finally:
         for helper in helpers:  # one that has not begun, as other calls keep the threads busy, has nothing left to do
             if not helper.cancel():
                 helper.result()
+    return results
 
 
 @functools.cache

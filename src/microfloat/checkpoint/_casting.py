@@ -10,15 +10,15 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 
-from microfloat.checkpoint._arrays import scale_in_place
+from microfloat.checkpoint._arrays import in_bands, scale_in_place
 from microfloat.checkpoint.records import Record
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.layout import scale_grid
 from microfloat.recipes import Cast
-from microfloat.reference import pack_fp6
-from microfloat.reference.casters import quantize
+from microfloat.reference import casters, pack_fp6
 
 _SLAB = 1 << 22  # elements
+_AT_A_TIME = 1 << 21  # elements that all threads cast together
 _UNIT = Cast(FORMATS["fp8_tensor"], "amax"), Cast(FORMATS["fp8_tensor_e5m2"], "amax")
 
 
@@ -76,20 +76,19 @@ def values(record: Record) -> np.ndarray:
 
 
 def amax_of(array: np.ndarray) -> tuple[np.float32, int]:
-    """Largest finite magnitude, as float32, and the number of elements that are NaN or infinite.
-
-    A maximum over bits, since those are ordered.
-    """
+    """Largest finite magnitude, as float32, and the number of elements that are NaN or infinite."""
     if not array.size:
         return np.float32(0), 0
-    unsigned, infinity = np.uint32, 0x7F800000
+    signed, unsigned, infinity = np.int32, np.uint32, 0x7F800000
     if array.dtype.itemsize == 2:
-        unsigned, infinity = np.uint16, 0x7F80 if array.dtype == ml_dtypes.bfloat16 else 0x7C00
-    bits = array.view(unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
-    largest, lost = bits.max(), 0
+        signed, unsigned, infinity = np.int16, np.uint16, 0x7F80 if array.dtype == ml_dtypes.bfloat16 else 0x7C00
+    # Bits are ordered as magnitudes are: as signed integers those of positive numbers, as unsigned ones of negative.
+    magnitude = np.iinfo(signed).max
+    largest, lost = max(int(array.view(signed).max()), int(array.view(unsigned).max()) & magnitude), 0
     if largest >= infinity:
-        lost = int((bits >= infinity).sum())
-        largest = np.where(bits >= infinity, unsigned(0), bits).max()
+        bits = array.view(unsigned) & unsigned(magnitude)
+        lost = np.count_nonzero(bits >= infinity)
+        largest = bits.max(initial=0, where=bits < infinity)
     return np.float32(np.asarray(largest, unsigned).view(array.dtype)), lost
 
 
@@ -100,29 +99,44 @@ def needs_amax(cast: Cast) -> bool:
 
 def measure(record: Record) -> tuple[np.ndarray, int]:
     """float32 [E], the amax of every matrix of a parameter, and the number of elements that are NaN or infinite."""
-    found, lost = np.zeros(experts_of(record), np.float32), 0
+    largest, lost = np.zeros(experts_of(record), np.float32), 0
     for expert, _, slab in slabs(record):
-        amax, more = amax_of(values(slab))
-        found[expert], lost = max(found[expert], amax), lost + more
-    return found, lost
+        x = values(slab)
+        found = in_bands(lambda band, x=x: amax_of(x[band]), *x.shape)
+        largest[expert] = max([largest[expert], *(amax for amax, _ in found)])
+        lost += sum(more for _, more in found)
+    return largest, lost
 
 
 def cast_slab(slab: Record, cast: Cast, amax: np.float32 | None, scale_dtype: np.dtype) -> Record:
     """The record of a slab under `cast`. FP32 scales are rounded to `scale_dtype` first: codes fit the stored scale."""
     x, fmt = values(slab), cast.format
-    made = quantize(x, cast, None if amax is None else np.asarray(amax))
-    codes, scale = made.codes, made.scale
+    codes, scale, level = _quantized(x, cast, amax)
     if fmt.scale.bits == 32 and scale_dtype != np.float32:
         with np.errstate(all="ignore"):
-            scale = (
-                np.maximum(scale, ml_dtypes.finfo(scale_dtype).smallest_normal).astype(scale_dtype).astype(np.float32)
-            )
+            scale = np.maximum(scale, ml_dtypes.finfo(scale_dtype).smallest_normal)
+            scale = scale.astype(scale_dtype).astype(np.float32)
             x = x.astype(np.float32)
             scale_in_place(x, np.float32(1) / np.atleast_2d(scale), fmt.block)
-            codes = quantize(x, _UNIT[fmt.element.has_inf], np.asarray(fmt.element.max, np.float32)).codes
-    if fmt.element.bits == 6:
-        codes = pack_fp6(codes)
-    return Record(slab.name, codes.view(np.uint8), scale, made.tensor_scale, fmt, slab.logical_shape)
+            codes, _, _ = _quantized(x, _UNIT[fmt.element.has_inf], np.float32(fmt.element.max))
+    return Record(slab.name, codes, scale, level, fmt, slab.logical_shape)
+
+
+def _quantized(
+    x: np.ndarray, cast: Cast, amax: np.float32 | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
+    """Stored codes, scales and tensor scale of a matrix, of which several threads cast a band of rows each."""
+    fmt, level = cast.format, None if amax is None else np.asarray(amax)
+    with casters.side_by_side():
+        made = in_bands(lambda band: casters.quantize(x[band], cast, level), *x.shape, fmt.block[0] or 1, _AT_A_TIME)
+    codes = np.concatenate([one.codes for one in made])
+    codes = pack_fp6(codes) if fmt.element.bits == 6 else codes.view(np.uint8)
+    scale, level = made[0].scale, made[0].tensor_scale
+    if not fmt.is_per_tensor:
+        scale = np.concatenate([one.scale for one in made])
+    if fmt.tensor_scale == "row":
+        level = np.concatenate([one.tensor_scale for one in made])
+    return codes, scale, level
 
 
 def outline(record: Record, fmt: ScaledFormat) -> Record:

@@ -1,10 +1,11 @@
-"""`convert`: one checkpoint into another format, module by module, and the report about it."""
+"""`convert`: one checkpoint into another format, module by module, verified, and the report about it."""
 
+import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,21 @@ import numpy as np
 
 from microfloat._version import __version__
 from microfloat.arguments import as_bool
+from microfloat.checkpoint._arrays import energies
 from microfloat.checkpoint._casting import cast_slab, experts_of, matrix_of, measure, needs_amax, slabs, values
-from microfloat.checkpoint._modules import check_ignore, module_of
-from microfloat.checkpoint._planning import PLAIN, QUANTIZED, Notes, Step, decide, target_of
-from microfloat.checkpoint._saving import (
-    Job,
-    Plan,
-    Progress,
-    Put,
-    documents,
-    is_linear,
-    metadata_for,
-    producer_of,
-    write,
-)
-from microfloat.checkpoint._verification import check_unchanged, verify_written
-from microfloat.checkpoint._writer import Entry, byte_count
+from microfloat.checkpoint._modules import check_ignore
+from microfloat.checkpoint._planning import PLAIN, QUANTIZED, Notes, Step, Target, decide, lines_of, target_of
+from microfloat.checkpoint._saving import Job, Plan, Progress, documents, metadata_for, put_all, write
+from microfloat.checkpoint._writer import Entry, Put, byte_count
 from microfloat.checkpoint.config import FILES
-from microfloat.checkpoint.families.writing import Member
 from microfloat.checkpoint.folder import locate
-from microfloat.checkpoint.load import load
-from microfloat.checkpoint.records import Finding
-from microfloat.errors import checkpoint_error
+from microfloat.checkpoint.load import Checkpoint, load, opened
+from microfloat.checkpoint.records import Finding, Record
+from microfloat.errors import CheckpointError, checkpoint_error
 from microfloat.recipes.placement import DEFAULT_FUSE, check_fuse
+
+_ACTIONS = ("cast", "carried", "dequantized", "kept", "dropped")
+_MEND = "Mend the weights, or keep the layer as it is with ignore= (--ignore)."
 
 
 @dataclass(frozen=True)
@@ -42,8 +35,8 @@ class Layer:
     """One parameter of a conversion.
 
     `action`: "cast", "carried" (the same codes), "dequantized", "kept" (as it was) or "dropped" (a scale of a KV cache
-    that the target has no place for). `reason`: why it was not cast. `sqnr_db`: of what was written against the source;
-    None where it was not verified or is the same.
+    that the target has no place for). `reason`: the reason why it was not cast. `sqnr_db`: the written values against
+    the source; None where they were not verified or are the same.
     """
 
     name: str
@@ -122,9 +115,6 @@ class Report:
         return "\n".join(rows + [f"  note         {note}" for note in self.notes])
 
 
-_ACTIONS = ("cast", "carried", "dequantized", "kept", "dropped")
-
-
 def _megabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
@@ -151,8 +141,7 @@ def _measured(
             message = f"{lost} of {np.prod(step.record.logical_shape)} weights are NaN or infinite."
             findings.append(Finding("nan-weight", "error", name, message, _MEND))
         if step.group is not None:
-            largest = amaxes[name].max(initial=np.float32(0))
-            groups[step.group] = max(groups.get(step.group, np.float32(0)), largest)
+            groups[step.group] = amaxes[name].max(initial=groups.get(step.group, np.float32(0)))
         done += step.record.nbytes
         if progress is not None:
             progress(Progress(done, total, name, 0, 0))
@@ -164,63 +153,57 @@ def _measured(
     return amaxes
 
 
-_MEND = "Mend the weights, or keep the layer as it is with ignore= (--ignore)."
-
-
-def _fill(step: Step, amaxes: Mapping[str, np.ndarray], meter: "_Peak") -> Callable[[Put], None]:
-    """The writing of one parameter."""
-
-    def put_whole(put: Put) -> None:
-        for name, array in step.encode(step.record).items():
-            put(name, array, 0)
-
-    def put_cast(put: Put) -> None:
-        assert step.cast is not None
-        sizes = {name: Entry.of(name, array).nbytes for name, array in step.encode(step.made).items()}
-        written = dict.fromkeys(sizes, 0)
-        found = amaxes[step.record.name] if needs_amax(step.cast) else None
-        count = experts_of(step.record)
-        rounded = step.dtype if step.family is not None and step.family.model_scales else PLAIN["f32"]
-        for expert, _, slab in slabs(step.record, step.cast.format.block[0] or 1):
-            made = cast_slab(slab, step.cast, None if found is None else found[expert], rounded)
-            for name, array in step.encode(made).items():
-                # One scale per matrix comes with each of its slabs, and is written with the first.
-                if written[name] < sizes[name] * (expert + 1) // count:
-                    put(name, array, written[name])
-                    written[name] += array.nbytes
-            meter.look()
-        assert written == sizes, (written, sizes)
-
-    def decoded() -> Iterator[np.ndarray]:
-        if step.turned:
-            for expert in range(experts_of(step.record)):
-                yield np.ascontiguousarray(matrix_of(step.record, expert).dequantize(step.dtype).T)
-        else:
-            for _, _, slab in slabs(step.record):
-                yield values(slab).astype(step.dtype)
-
-    @np.errstate(all="ignore")
-    def put_decoded(put: Put) -> None:
-        start = 0
-        for array in decoded():
-            put(step.record.name, array, start)
-            start += array.nbytes
-            meter.look()
-        for name, array in step.beside.items():
-            put(name, array, 0)
-
-    return {"cast": put_cast, "dequantized": put_decoded, "dropped": lambda put: None}.get(step.action, put_whole)
-
-
-def _entries(step: Step) -> tuple[Entry, ...]:
-    """The tensors that a step writes."""
+def _job(step: Step, amaxes: Mapping[str, np.ndarray], peak: "_Peak") -> Job:
+    """The tensors that a step writes, and the writing of them."""
     if step.action == "dropped":
-        return ()
+        return Job((), lambda put: None)
     if step.action == "dequantized":
         shape = step.record.logical_shape
         entry = Entry(step.record.name, step.dtype, (shape[0], shape[2], shape[1]) if step.turned else shape)
-        return (entry, *(Entry.of(name, array) for name, array in step.beside.items()))
-    return tuple(Entry.of(name, array) for name, array in step.encode(step.made).items())
+        beside = [Entry.of(name, array) for name, array in step.beside.items()]
+        return Job((entry, *beside), functools.partial(_put_decoded, step, peak))
+    tensors = step.encode(step.made)
+    entries = tuple(Entry.of(name, array) for name, array in tensors.items())
+    if step.action == "cast":
+        return Job(entries, functools.partial(_put_cast, step, entries, amaxes, peak))
+    return Job(entries, functools.partial(put_all, tensors))
+
+
+def _put_cast(
+    step: Step, entries: Sequence[Entry], amaxes: Mapping[str, np.ndarray], peak: "_Peak", put: Put
+) -> None:  # fmt: skip
+    """Cast a parameter slab by slab, and write each."""
+    assert step.cast is not None
+    sizes = {entry.name: entry.nbytes for entry in entries}
+    written = dict.fromkeys(sizes, 0)
+    found = amaxes[step.record.name] if needs_amax(step.cast) else None
+    count = experts_of(step.record)
+    rounded = step.dtype if step.family is not None and step.family.model_scales else PLAIN["f32"]
+    for expert, _, slab in slabs(step.record, step.cast.format.block[0] or 1):
+        made = cast_slab(slab, step.cast, None if found is None else found[expert], rounded)
+        for name, array in step.encode(made).items():
+            # One scale per matrix comes with each of its slabs, and is written with the first.
+            if written[name] < sizes[name] * (expert + 1) // count:
+                put(name, array, written[name])
+                written[name] += array.nbytes
+        peak.look()
+    assert written == sizes, (written, sizes)
+
+
+@np.errstate(all="ignore")
+def _put_decoded(step: Step, peak: "_Peak", put: Put) -> None:
+    """Write the values of a parameter slab by slab, then the tensors beside it."""
+    record, start = step.record, 0
+    if step.turned:
+        matrices = (matrix_of(record, expert) for expert in range(experts_of(record)))
+        parts = (np.ascontiguousarray(matrix.dequantize(step.dtype).T) for matrix in matrices)
+    else:
+        parts = (values(slab).astype(step.dtype) for _, _, slab in slabs(record))
+    for array in parts:
+        put(record.name, array, start)
+        start += array.nbytes
+        peak.look()
+    put_all(step.beside, put)
 
 
 class _Peak:
@@ -275,40 +258,33 @@ def convert(
     target = target_of(to, scale_rule, four_over_six)
     patterns, kinds, limit = check_ignore(ignore), check_fuse(fuse), byte_count(max_shard_size)
     checkpoint = load(src, format=format)
-    report, notes = Report(str(src), str(dst), to), Notes()
+    report, notes, peak = Report(str(src), str(dst), to), Notes(list), _Peak()
     steps = decide(checkpoint, target, patterns, kinds, notes)
-    peak, amaxes = _Peak(), dict[str, np.ndarray]()
-    jobs = [Job(_entries(step), _fill(step, amaxes, peak)) for step in steps]
+    amaxes, measured = dict[str, np.ndarray](), dict[str, float]()
+    jobs = [_job(step, amaxes, peak) for step in steps]
     files = {path: path.stat() for path in sorted(locate(src).files.values())}
     identity = {
         "version": __version__, "to": to, "scale_rule": scale_rule, "four_over_six": four_over_six,
         "ignore": patterns, "fuse": kinds, "format": format,
         "files": [(str(path.resolve()), found.st_size, found.st_mtime_ns) for path, found in files.items()],
     }  # fmt: skip
-    measured: dict[str, float] = {}
-    members = [
-        Member(module_of(made.name), made.format, made.activation)
-        for step in steps if step.family is not None and (made := step.made).format is not None
-    ]  # fmt: skip
-    kept = [module_of(layer.record.name) for layer in steps if layer.family is None and is_linear(layer.record)]
     name = target.family.name if target.family is not None else ""
-    made = documents(name, members, kept, checkpoint.configs, producer_of())
+    made = [step.made for step in steps]
+    configs = documents(name, made, checkpoint.configs)
     if target.dtype is not None:
-        made["config.json"] = _with_dtype(made.get("config.json", {}), target.dtype)
-    metadata = metadata_for(name, {step.record.name: step.made for step in steps if step.family is not None})
+        configs["config.json"] = _with_dtype(configs.get("config.json", {}), target.dtype)
 
     def prepare() -> None:
         amaxes.update(_measured(steps, src, progress))
 
-    plan = Plan(jobs, made, _copies(Path(src)), metadata, identity, prepare)
-
     def check(path: Path) -> None:
         check_unchanged(files)
         if verify:
-            measured.update(verify_written(steps, path, target, notes, progress))
+            measured.update(_verify(steps, path, target, notes, progress))
 
+    plan = Plan(jobs, configs, _copies(Path(src)), metadata_for(name, made), identity, prepare)
     written = write(dst, plan, max_shard_size=limit, resume=resume, progress=progress, check=check)
-    report.notes = notes.lines()
+    report.notes = lines_of(notes)
     report.layers = [_layer(step, job, measured) for step, job in zip(steps, jobs, strict=True)]
     report.bytes_read = sum(found.st_size for found in files.values())
     report.bytes_written, report.shards, report.resumed_shards = written.nbytes, written.shards, written.resumed
@@ -322,7 +298,7 @@ def _layer(step: Step, job: Job, measured: Mapping[str, float]) -> Layer:
     before = "plain" if record.source is None else record.source.family
     dtype = step.dtype if step.action == "dequantized" else record.codes.dtype
     return Layer(
-        record.name, step.action, before, dtype.name if made is None or step.family is None else made.name, step.reason,
+        record.name, step.action, before, dtype.name if made is None else made.name, step.reason,
         measured.get(record.name), record.nbytes, sum(entry.nbytes for entry in job.entries),
     )  # fmt: skip
 
@@ -346,3 +322,101 @@ def _copies(src: Path) -> dict[str, Path]:
         if path.is_file() and path.stat().st_size <= _LARGEST_COPY and not path.name.startswith(".")
         and not path.name.endswith(_WEIGHTS) and path.name not in FILES
     }  # fmt: skip
+
+
+# ---- verification ------------------------------------------------------------------------------------------------
+
+
+def check_unchanged(files: Mapping[Path, os.stat_result]) -> None:
+    """Raise CheckpointError where a source was written to in place since it had this status.
+
+    Files that were replaced or removed are still mapped as they were. A time that goes back by less than two seconds is
+    the same one, rounded down when a file system that keeps whole seconds reads it from the disk again.
+    """
+    for path, before in files.items():
+        now = path.stat() if path.exists() else before
+        is_same_file = (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
+        is_rounded = now.st_size == before.st_size and 0 <= before.st_mtime_ns - now.st_mtime_ns < 2_000_000_000
+        if is_same_file and not is_rounded:
+            raise CheckpointError(
+                f"{path} was written to while it was converted. Convert it again when it is complete; to replace a "
+                "checkpoint, rename the new one over it."
+            )
+
+
+def _verify(
+    steps: Sequence[Step], path: Path, target: Target, notes: Notes, progress: Callable[[Progress], object] | None
+) -> dict[str, float]:
+    """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are others.
+
+    `notes` take what the written configuration gets wrong, such as a name in its list of ignored modules that is part
+    of the name of a quantized one.
+    """
+    written = opened(path, format="auto" if target.family is None else target.family.name)
+    for finding in written.scale_findings:
+        if finding.id == "config-disagrees":
+            notes["the configuration that was written may be read otherwise"].append(str(finding))
+    found, wrong = {}, []
+    done, total, beyond = 0, sum(step.record.nbytes for step in steps), len(written.files) + 1
+    for step in (one for one in steps if one.action != "dropped"):
+        again = _read_back(written, step.record.name)
+        if step.action in ("kept", "carried"):
+            parts = [(getattr(step.record, name), getattr(again, name)) for name in ("codes", "scale")]
+            if any(a is not None and not _same_bytes(a, b) for a, b in parts):
+                wrong.append(f"{step.record.name} does not have the bytes of the source")
+        else:
+            if step.turned:
+                codes = np.swapaxes(again.codes, 1, 2)
+                again = replace(again, codes=codes, logical_shape=codes.shape)
+            found[step.record.name] = _sqnr_db(step, again)
+            if found[step.record.name] != found[step.record.name]:
+                lost = _not_finite(again)
+                wrong.append(
+                    f"{step.record.name} has {lost} values that are NaN or infinite, beyond the range of the target: "
+                    "keep it as it is with ignore= (--ignore), or choose another target" if lost
+                    else f"{step.record.name} has other values than zero, where the source is all zero"
+                )  # fmt: skip
+        done += step.record.nbytes
+        if progress is not None:
+            progress(Progress(done, total, step.record.name, beyond, beyond - 1))
+    if wrong:
+        raise CheckpointError("\n  ".join([f"{path}: {len(wrong)} parameters were not written well.", *wrong]))
+    return found
+
+
+def _read_back(written: Checkpoint, name: str) -> Record:
+    """A parameter as it was written. A plain tensor such as `k_scale` may be read as an extra of a quantized weight."""
+    if name in written:
+        return written[name]
+    array = written.tensors.array(written.tensors.stored[name])
+    return Record(name, array, logical_shape=array.shape)
+
+
+def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.nbytes != b.nbytes:
+        return False
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
+    piece = 1 << 24
+    return all(np.array_equal(first[i : i + piece], second[i : i + piece]) for i in range(0, len(first), piece))
+
+
+def _sqnr_db(step: Step, again: Record) -> float:
+    """Signal to quantization noise of a parameter in decibels, over the finite elements of the source."""
+    signal = noise = 0.0
+    tile = step.cast.format.block[0] or 1 if step.cast is not None else 1
+    for (_, _, a), (_, _, b) in zip(slabs(step.record, tile), slabs(again, _tile_of(step.record)), strict=True):
+        more = energies(values(a), b.dequantize())
+        signal, noise = signal + more[0], noise + more[1]
+    if noise == 0:
+        return float("inf")
+    if noise == float("inf"):
+        return float("nan")
+    return 10 * float(np.log10(signal / noise)) if signal else float("nan")
+
+
+def _not_finite(record: Record) -> int:
+    return sum(int((~np.isfinite(slab.dequantize())).sum()) for _, _, slab in slabs(record, _tile_of(record)))
+
+
+def _tile_of(record: Record) -> int:
+    return record.format.block[0] or 1 if record.format else 1

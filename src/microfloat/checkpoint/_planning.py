@@ -1,7 +1,9 @@
 """What becomes of each parameter in a conversion: a step of its own, decided before anything is written."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import ml_dtypes
 import numpy as np
@@ -23,33 +25,24 @@ PLAIN = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32
 QUANTIZED = ("cast", "carried")  # the actions whose result the target holds in its format
 
 
-class Notes:
-    """Sentences about a conversion, one for each kind of remark with the number of its subjects."""
-
-    def __init__(self) -> None:
-        self._subjects: dict[str, list[str]] = {}
-
-    def add(self, text: str, subject: str = "") -> None:
-        """Remark `text`, about `subject` if it is named."""
-        self._subjects.setdefault(text, []).extend([subject] if subject else [])
-
-    def lines(self) -> list[str]:
-        """One line for each kind: the text, how many subjects it has, and the first of them."""
-        return [f"{text}{_such_as(subjects)}" for text, subjects in self._subjects.items()]
+Notes = defaultdict[str, list[str]]  # remarks about a conversion, with the names that each is about
 
 
-def _such_as(subjects: Sequence[str]) -> str:
-    if not subjects:
-        return ""
-    return f": {subjects[0]}" if len(subjects) == 1 else f": {len(subjects)} in all, such as {subjects[0]}"
+def lines_of(notes: Notes) -> list[str]:
+    """One line for each kind of remark: the text, how many names it is about, and the first of them."""
+    lines = []
+    for text, names in notes.items():
+        such_as = f": {len(names)} in all, such as {names[0]}" if len(names) > 1 else f": {names[0]}" if names else ""
+        lines.append(text + such_as)
+    return lines
 
 
 @dataclass(frozen=True)
 class Step:
     """One parameter: its record, what happens to it, and under which cast, family and group of one tensor scale.
 
-    `extras`: tensors of its module that are written beside it. `activation`: that of the result of a cast, and of the
-    source of what is carried over.
+    `extras`: tensors of its module that are written beside the result. `activation`: the input of the layer in the
+    result. `turned`: the values are written with their last two axes swapped.
     """
 
     record: Record
@@ -63,12 +56,12 @@ class Step:
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     turned: bool = False
 
-    @property
+    @cached_property
     def made(self) -> Record:
-        """The record that will be written: the source itself, or one without data."""
-        if self.cast is None:
-            return self.record
-        return replace(outline(self.record, self.cast.format), activation=self.activation, extras=self.extras)
+        """The record that will be written: the source itself, or one without data or of a plain tensor."""
+        if self.cast is not None:
+            return replace(outline(self.record, self.cast.format), activation=self.activation, extras=self.extras)
+        return self.record if self.family is not None else replace(self.record, format=None)
 
     @property
     def beside(self) -> dict[str, np.ndarray]:
@@ -136,65 +129,45 @@ def _hint_of(to: str) -> str:
 # ---- the steps ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Source:
     """Facts about a source that decide about its parameters.
 
-    `dtype`: that of the model. `has_cache`: its configurations speak of scales for the KV cache. `turned`: its plain
-    experts are stored [E, K, N]. `hidden`: its hidden size, if it tells. `gates`: `gates_of_mlps`. `left`: the reason
-    why the source leaves a module in high precision, or "".
+    `dtype`: that of the model. `hidden`: its hidden size, if the configuration tells. `turned`: its plain experts are
+    stored [E, K, N]. `has_cache`: its configurations speak of scales for the KV cache. `gates`: `gates_of_mlps`.
     """
 
-    dtype: np.dtype
-    turned: bool
-    hidden: object
-    is_quantized: bool
-    has_cache: bool
-    gates: frozenset[str]
-    left: Callable[[str], str]
-
-    @staticmethod
-    def of(checkpoint: Checkpoint) -> "_Source":
-        """The facts about a checkpoint."""
-        contents, model_type = checkpoint.contents, checkpoint.config.get("model_type")
-        turned, is_gpt = (isinstance(model_type, str) and model_type in some for some in (_TURNED_EXPERTS, _OF_CONV1D))
-        first = next((one for one in contents.announcements if not one.refusal), None)
-
-        def left(module: str) -> str:
-            if is_gpt and module.rpartition(".")[2] in _CONV1D:
-                return _CONV1D_LEFT
-            pattern = None if first is None or not contents.entries else first.ignored(module)
-            if pattern is not None:
-                return f"left out by the source ({pattern!r})"
-            return "plain in the source, which is quantized" if contents.entries else ""
-
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        config, contents = checkpoint.config, checkpoint.contents
+        named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        self.dtype = next((dtype for dtype in PLAIN.values() if dtype.name == named), PLAIN["bf16"])
+        inner = config.get("text_config")
+        self.hidden = (inner if isinstance(inner, Mapping) else config).get("hidden_size")
+        model_type = str(config.get("model_type"))
+        self.turned, self._has_conv1d = model_type in _TURNED_EXPERTS, model_type in _OF_CONV1D
+        self.is_quantized = bool(contents.entries or contents.announcements)
+        self.has_cache = has_cache(checkpoint.configs)
         shapes = {
             module_of(name): (stored.shape[0], stored.shape[1])
             for name, stored in contents.plain.items() if len(stored.shape) == 2
         }  # fmt: skip
-        is_quantized = bool(contents.entries or contents.announcements)
-        gates = gates_of_mlps(DEFAULT_EXCLUDE, shapes)
-        dtype, hidden, cache = _model_dtype(checkpoint), _hidden_size(checkpoint.config), has_cache(checkpoint.configs)
-        return _Source(dtype, turned, hidden, is_quantized, cache, gates, left)
+        self.gates = gates_of_mlps(DEFAULT_EXCLUDE, shapes)
+        self._has_codes = bool(contents.entries)
+        self._first = next((one for one in contents.announcements if not one.refusal), None)
+
+    def left(self, module: str) -> str:
+        """The reason why the source leaves a module in high precision, or ""."""
+        if self._has_conv1d and module.rpartition(".")[2] in _CONV1D:
+            return _CONV1D_LEFT
+        if not self._has_codes:
+            return ""
+        pattern = None if self._first is None else self._first.ignored(module)
+        return "plain in the source, which is quantized" if pattern is None else f"left out by the source ({pattern!r})"
 
 
-_OF_CONV1D = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"}
+_OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 _CONV1D_LEFT = "a Conv1D stores it [in, out], which no reader of quantized layers expects"
-_CONV1D = {"c_attn", "q_attn", "c_proj", "c_fc"}  # their layers whose weights are stored [in, out]
-_TURNED_EXPERTS = {"gpt_oss", "llama4", "llama4_text", "openai_privacy_filter"}  # their experts are stored [E, K, N]
-
-
-def _hidden_size(config: Mapping[str, object]) -> object:
-    """The hidden size of the language model; None where the configuration does not tell."""
-    inner = config.get("text_config")
-    return inner.get("hidden_size") if isinstance(inner, Mapping) else config.get("hidden_size")
-
-
-def _model_dtype(checkpoint: Checkpoint) -> np.dtype:
-    """The dtype of the model: that of its configuration, bfloat16 without one."""
-    config = checkpoint.config
-    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    return next((dtype for dtype in PLAIN.values() if dtype.name == name), PLAIN["bf16"])
+_CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")  # their layers whose weights are stored [in, out]
+_TURNED_EXPERTS = ("gpt_oss", "llama4", "llama4_text", "openai_privacy_filter")  # their experts are stored [E, K, N]
 
 
 def decide(
@@ -206,12 +179,12 @@ def decide(
     that shall be quantized holds codes of a layout that is not read.
     """
     _note_unread(checkpoint, target, notes)
-    source, records = _Source.of(checkpoint), list(checkpoint.values())
+    source, records = _Source(checkpoint), list(checkpoint.values())
     steps = [_step(record, target, ignore, source) for record in records]
     modules = [module_of(name) for name in checkpoint]
     unused = [pattern for pattern in ignore if not any(ignored_by(module, [pattern]) for module in modules)]
     if unused:
-        notes.add(f"ignore: no parameter is covered by {', '.join(map(repr, unused))}")
+        _ = notes[f"ignore: no parameter is covered by {', '.join(map(repr, unused))}"]
     if target.written is None:
         _note_plain(steps, target, notes)
         return steps
@@ -230,7 +203,10 @@ def decide(
             "src", f"{checkpoint.path} without a parameter to store as {target.name} ({'; '.join(reasons[:4])})",
             "one that it has a place for", _NO_LINEAR if _CONV1D_LEFT in reasons else _NOTHING,
         )  # fmt: skip
-    _note_activations(steps, target, notes)
+    for step, record in zip(steps, records, strict=True):
+        before, now = (one.get("scheme", "none") for one in (record.activation, step.activation))
+        if step.action == "carried" and (before, now) == ("none", "dynamic"):
+            notes[f"{target.name} quantizes inputs on the way, as the source does not"].append(record.name)
     _note_experts(steps, target, source, notes)
     return steps
 
@@ -249,7 +225,7 @@ def _note_unread(checkpoint: Checkpoint, target: Target, notes: Notes) -> None:
     if codes and target.written is not None:  # whose configuration would announce them
         raise checkpoint_error(checkpoint.path, codes)
     for finding in found:
-        notes.add(f"of the source: {finding.message} {finding.remedy}".rstrip())
+        _ = notes[f"of the source: {finding.message} {finding.remedy}".rstrip()]
 
 
 def _note_plain(steps: Sequence[Step], target: Target, notes: Notes) -> None:
@@ -259,18 +235,9 @@ def _note_plain(steps: Sequence[Step], target: Target, notes: Notes) -> None:
         if step.action == "dequantized":
             names = [_sibling(step.record.name, last) for last in step.record.extras if last in CACHE]
         for name in names:
-            notes.add(f"scales of a KV cache are left out, as {target.name} has no configuration for them", name)
+            notes[f"scales of a KV cache are left out, as {target.name} has no configuration for them"].append(name)
     if all(step.action == "kept" for step in steps):
-        notes.add(f"nothing was converted: every parameter is as {target.name} has it")
-
-
-def _note_activations(steps: Sequence[Step], target: Target, notes: Notes) -> None:
-    """Notes about layers whose inputs the target quantizes and the source did not."""
-    assert target.written is not None
-    for step in steps:
-        before, now = (one.get("scheme", "none") for one in (step.activation, step.record.activation))
-        if step.action == "carried" and (before, now) == ("none", "dynamic"):
-            notes.add(f"{target.name} quantizes inputs on the way, as the source does not", step.record.name)
+        _ = notes[f"nothing was converted: every parameter is as {target.name} has it"]
 
 
 def _note_experts(steps: Sequence[Step], target: Target, source: _Source, notes: Notes) -> None:
@@ -286,12 +253,12 @@ def _note_experts(steps: Sequence[Step], target: Target, source: _Source, notes:
         if len(step.record.logical_shape) > 2 and (not layout or (layout == "rows" and of_gptoss)):
             if of_gptoss:
                 able = [one for one in able if WRITTEN[one][1].stacked == "any"]
-            notes.add(
+            notes[
                 f"no known reader of {target.name} expects the experts of a layer as one tensor; {', '.join(able)} and "
-                "microfloat's own families (such as microfloat:nvfp4) have a layout for them", name,
-            )  # fmt: skip
+                "microfloat's own families (such as microfloat:nvfp4) have a layout for them"
+            ].append(name)
         elif wrongly and ".experts." in f".{name}":
-            notes.add(f"{wrongly}; experts", name)
+            notes[f"{wrongly}; experts"].append(name)
 
 
 def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source) -> Step:
@@ -309,11 +276,9 @@ def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source
     if unsuitable:
         return _dequantized(record, unsuitable, source)
     if record.format == target.cast.format and "pre_quant_scale" not in record.extras:
-        carried = _with_activation(record, _activation_under(record, target))
-        return Step(
-            carried, "carried", family=target.family, dtype=scale_dtype(record),
-            activation=record.activation,
-        )  # fmt: skip
+        activation = _activation_under(record, target)
+        carried = _with_activation(record, activation)
+        return Step(carried, "carried", family=target.family, dtype=scale_dtype(record), activation=activation)
     return _cast_step(record, target, source.dtype)
 
 
@@ -434,20 +399,22 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
         levels = {np.asarray(steps[i].record.tensor_scale).tobytes() for i in members if steps[i].action == "carried"}
         mixed = len({steps[i].action for i in members}) > 1
         if len(levels) > 1 or mixed:
-            notes.add("members of a fused group had tensor scales of their own and were quantized again under one", key)
+            notes["members of a fused group had tensor scales of their own and were quantized again under one"].append(
+                key
+            )
             for i in members:
                 if steps[i].action == "carried":
                     steps[i] = _cast_step(steps[i].record, target, steps[i].dtype)
     if target.written.joint or target.cast.format.tensor_scale == "tensor":
         for i in members:  # of which those that are carried keep their scales: another would round them twice
             steps[i] = replace(steps[i], group=key)
-    scales = [steps[i].made.activation.get("scale") for i in members]
+    scales = [steps[i].activation.get("scale") for i in members]
     found = [scale for scale in scales if scale is not None]
     if found and len({None if scale is None else scale.tobytes() for scale in scales}) > 1:
         largest = max(found, key=lambda scale: float(np.max(scale)))
-        notes.add("members of a fused group had input scales of their own and share the largest", key)
+        notes["members of a fused group had input scales of their own and share the largest"].append(key)
         holder = next(i for i, scale in zip(members, scales, strict=True) if scale is not None)
-        fmt = steps[holder].made.activation.get("format")
+        fmt = steps[holder].activation.get("format")
         for i in members:
             activation = Activation(scheme="static", scale=largest, format=fmt)
             record = _with_activation(steps[i].record, activation)
@@ -458,13 +425,12 @@ def _keep_bare(steps: list[Step], records: Sequence[Record], target: Target, sou
     """Layers without the static input scale that the target announces: beside others that have one they stay in high
     precision; where none has one all are weight-only, and announced so.
     """
-    bare = [i for i, step in enumerate(steps) if step.action in QUANTIZED and step.made.activation.get("scale") is None]
+    bare = [i for i, step in enumerate(steps) if step.action in QUANTIZED and step.activation.get("scale") is None]
     if len(bare) == sum(step.action in QUANTIZED for step in steps):
-        for i in bare:
-            notes.add(
-                f"{target.name} announces static input scales, of which the source has none, so that these layers are "
-                "weight-only (ct:fp8_dynamic needs no such scales; mf.calibrate measures them)", steps[i].record.name,
-            )  # fmt: skip
+        notes[
+            f"{target.name} announces static input scales, of which the source has none, so that these layers are "
+            "weight-only (ct:fp8_dynamic needs no such scales; mf.calibrate measures them)"
+        ] += [steps[i].record.name for i in bare]
         return
     reason = f"it has no input scale, which {target.name} announces"
     for i in bare:

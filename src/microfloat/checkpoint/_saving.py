@@ -1,13 +1,14 @@
 """`save`, and the writing of a whole checkpoint: everything beside the destination, which one rename makes visible."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,32 +16,18 @@ import numpy as np
 
 from microfloat._version import __version__
 from microfloat.arguments import as_path
+from microfloat.checkpoint import _writer
 from microfloat.checkpoint._modules import module_of
-from microfloat.checkpoint._writer import (
-    INDEX,
-    Entry,
-    Shard,
-    ShardFile,
-    byte_count,
-    check_space,
-    copy_file,
-    index_of,
-    is_complete,
-    lay_out,
-    plan_shards,
-    sync_folder,
-    write_json,
-)
+from microfloat.checkpoint._writer import Entry, Put, Shard
 from microfloat.checkpoint.config import has_cache, without_quantization
 from microfloat.checkpoint.container import DTYPES
 from microfloat.checkpoint.families import DIALECTS, FAMILIES, WRITTEN, Family, dialect_of, family_named, unknown_target
-from microfloat.checkpoint.families.writing import Manifest, Member, lacks_scale
+from microfloat.checkpoint.families.writing import Kind, Manifest, kind_of_layer, lacks_scale
 from microfloat.checkpoint.records import NO_ACTIVATION, Record
 from microfloat.errors import CheckpointError, checkpoint_error, invalid_type, invalid_value, kind_of
 
 JOURNAL = ".microfloat.json"
 PARTIAL = ".partial"
-Put = Callable[[str, np.ndarray, int], None]
 
 
 class Progress(NamedTuple):
@@ -59,9 +46,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """The tensors of one module: their entries, and `fill`, which hands their data, in pieces, to ``put(name, array,
-    start)``; `start` counts bytes from the beginning of the tensor.
-    """
+    """The tensors of one module: their entries, and `fill`, which hands their data to a `Put`, in pieces."""
 
     entries: tuple[Entry, ...]
     fill: Callable[[Put], None]
@@ -108,12 +93,12 @@ def write(
     if target.name in ("", ".."):
         raise invalid_value("path", target, "the name of a folder that is made", f"Such as {target / 'model'}.")
     is_file = target.suffix == ".safetensors"
+    groups, copies = [job.entries for job in plan.jobs], {} if is_file else plan.copies
     if is_file:
-        entries = [entry for job in plan.jobs for entry in job.entries]
-        shards, copies = [lay_out(target.name, entries, plan.metadata)], {}
+        shards = [_writer.lay_out(target.name, [entry for group in groups for entry in group], plan.metadata)]
         _check_beside(target, plan.documents)
     else:
-        shards, copies = plan_shards([job.entries for job in plan.jobs], max_shard_size, plan.metadata), plan.copies
+        shards = _writer.plan_shards(groups, max_shard_size, plan.metadata)
     partial = target.with_name(target.name + PARTIAL)
     identity = _digest(plan.identity, shards)
     size = sum(shard.size for shard in shards)
@@ -132,26 +117,26 @@ def write(
         if plan.identity is not None and _journal(partial).get("identity") != identity:
             _remove_partial(partial, keep=True)
         journal = {"identity": identity, "destination": target.name}
-        write_json(partial / JOURNAL, journal)
+        _writer.write_json(partial / JOURNAL, journal)
         resumed = _write_shards(partial, plan, shards, progress)
         documents = dict(plan.documents)
         if len(shards) > 1:
-            documents[INDEX] = index_of(shards)
+            documents[_writer.INDEX] = _writer.index_of(shards)
         for name, document in documents.items():
-            write_json(partial / name, document)
+            _writer.write_json(partial / name, document)
         for name, source in copies.items():
-            copy_file(source, partial / name)
+            _writer.copy_file(source, partial / name)
         _remove_others(partial, {JOURNAL, *documents, *copies, *(shard.name for shard in shards)})
         if check is not None:
             check(partial / target.name if is_file else partial)
-        write_json(partial / JOURNAL, {**journal, "whole": True})
+        _writer.write_json(partial / JOURNAL, {**journal, "whole": True})
         if target.is_dir():
             target.rmdir()
         if is_file:
             _move_file(partial, target, documents)
         else:
             os.rename(partial, target)
-            sync_folder(target.parent)
+            _writer.sync_folder(target.parent)
             (target / JOURNAL).unlink()
     return Written([shard.name for shard in shards], resumed, size)
 
@@ -172,87 +157,69 @@ def _move_file(partial: Path, target: Path, documents: Iterable[str]) -> None:
     for name in documents:
         os.replace(partial / name, target.with_name(name))
     os.rename(partial / target.name, target)
-    sync_folder(target.parent)
+    _writer.sync_folder(target.parent)
     _remove_others(partial, set())
     partial.rmdir()
-
-
-class _Meter:
-    """Counts bytes and reports them."""
-
-    def __init__(self, progress: Callable[[Progress], object] | None, total: int, shards: int) -> None:
-        self.progress, self.total, self.shards = progress, total, shards
-        self.done, self.shard = 0, 1
-
-    def add(self, name: str, count: int) -> None:
-        self.done += count
-        if self.progress is not None:
-            self.progress(Progress(self.done, self.total, name, self.shard, self.shards))
-
-
-def _fill(file: "ShardFile | _Comparison", jobs: Iterable[Job], meter: _Meter) -> None:
-    def put(name: str, array: np.ndarray, start: int = 0) -> None:
-        file.write(name, array, start)
-        meter.add(name, array.nbytes)
-
-    for job in jobs:
-        job.fill(put)
-
-
-class _Comparison:
-    """A finished shard in place of the file to be written: `write` raises where the data is another."""
-
-    def __init__(self, folder: Path, shard: Shard) -> None:
-        self.shard = shard
-        self.data = np.memmap(folder / shard.name, np.uint8, "r")
-
-    def write(self, name: str, array: np.ndarray, start: int = 0) -> None:
-        first = self.shard.starts[name] + start
-        if not np.array_equal(self.data[first : first + array.nbytes], array.reshape(-1).view(np.uint8)):
-            raise _Differs
-
-
-class _Differs(Exception):
-    """A finished shard holds other data."""
-
-
-def _has_data(folder: Path, shard: Shard, jobs: Iterable[Job]) -> bool:
-    """True where a finished shard holds the data of its jobs."""
-    try:
-        _fill(_Comparison(folder, shard), jobs, _Meter(None, 0, 0))
-    except _Differs:
-        return False
-    return True
-
-
-def _jobs_of(plan: Plan, shards: Sequence[Shard]) -> list[list[Job]]:
-    """The jobs of each shard."""
-    owner = {entry.name: index for index, shard in enumerate(shards) for entry in shard.entries}
-    jobs: list[list[Job]] = [[] for _ in shards]
-    for job in plan.jobs:
-        if job.entries:
-            jobs[owner[job.entries[0].name]].append(job)
-    return jobs
 
 
 def _write_shards(
     folder: Path, plan: Plan, shards: Sequence[Shard], progress: Callable[[Progress], object] | None
 ) -> int:
-    """Write what is not there yet; returns how many shards were."""
-    ready = [is_complete(folder, shard) for shard in shards]
-    check_space(folder, sum(shard.size for shard, done in zip(shards, ready, strict=True) if not done))
-    meter = _Meter(progress, sum(shard.size for shard in shards), len(shards))
-    for index, (shard, of_shard) in enumerate(zip(shards, _jobs_of(plan, shards), strict=True)):
-        meter.shard = index + 1
+    """Write the shards that are not there yet; returns the number of those that are."""
+    ready = [_writer.is_complete(folder, shard) for shard in shards]
+    _writer.check_space(folder, sum(shard.size for shard, done in zip(shards, ready, strict=True) if not done))
+    written, total = 0, sum(shard.size for shard in shards)
+
+    def count(number: int, name: str, nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        if progress is not None:
+            progress(Progress(written, total, name, number, len(shards)))
+
+    for index, (shard, jobs) in enumerate(zip(shards, _jobs_of(plan, shards), strict=True)):
         if ready[index] and plan.identity is None:
-            ready[index] = _has_data(folder, shard, of_shard)
+            ready[index] = _has_data(folder, shard, jobs)
         if ready[index]:
-            meter.add(shard.name, shard.size)
-            continue
-        with ShardFile(folder, shard) as file:
-            meter.add(shard.name, len(shard.header))
-            _fill(file, of_shard, meter)
+            count(index + 1, shard.name, shard.size)
+        else:
+            _write_shard(folder, shard, jobs, functools.partial(count, index + 1))
     return sum(ready)
+
+
+def _write_shard(folder: Path, shard: Shard, jobs: Iterable[Job], count: Callable[[str, int], None]) -> None:
+    with _writer.writing(folder, shard) as put:
+        count(shard.name, len(shard.header))
+
+        def put_and_count(name: str, array: np.ndarray, start: int) -> None:
+            put(name, array, start)
+            count(name, array.nbytes)
+
+        for job in jobs:
+            job.fill(put_and_count)
+
+
+def _has_data(folder: Path, shard: Shard, jobs: Iterable[Job]) -> bool:
+    """True where a finished shard holds the data of its jobs."""
+    stored = np.memmap(folder / shard.name, np.uint8, "r")
+    is_same = []
+
+    def compare(name: str, array: np.ndarray, start: int) -> None:
+        first = shard.starts[name] + start
+        is_same.append(np.array_equal(stored[first : first + array.nbytes], array.reshape(-1).view(np.uint8)))
+
+    for job in jobs:
+        job.fill(compare)
+    return all(is_same)
+
+
+def _jobs_of(plan: Plan, shards: Sequence[Shard]) -> list[list[Job]]:
+    """The jobs of each shard."""
+    index_of = {entry.name: index for index, shard in enumerate(shards) for entry in shard.entries}
+    jobs: list[list[Job]] = [[] for _ in shards]
+    for job in plan.jobs:
+        if job.entries:
+            jobs[index_of[job.entries[0].name]].append(job)
+    return jobs
 
 
 # ---- the folder --------------------------------------------------------------------------------------------------
@@ -280,7 +247,7 @@ def _is_finished(target: Path, partial: Path, plan: Plan, shards: Sequence[Shard
     journal = _journal(beside)
     if not journal.get("whole") or journal.get("identity") != identity:
         return False
-    if not all(is_complete(folder, shard) for shard in shards):
+    if not all(_writer.is_complete(folder, shard) for shard in shards):
         return False
     pairs = zip(shards, _jobs_of(plan, shards), strict=True)
     if plan.identity is None and not all(_has_data(folder, shard, jobs) for shard, jobs in pairs):
@@ -311,7 +278,7 @@ def _check_room(target: Path, size: int) -> None:
     folder = next(parent for parent in target.absolute().parents if parent.exists())
     if not os.access(folder, os.W_OK | os.X_OK):
         raise CheckpointError(f"{folder} cannot be written. Choose another destination, or change its permissions.")
-    check_space(folder, size)
+    _writer.check_space(folder, size)
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:
@@ -376,7 +343,7 @@ def save(
     Raises ValueError for a record that the family cannot hold, which names the families that can, and CheckpointError
     for a destination that exists or a full disk.
     """
-    limit = byte_count(max_shard_size)
+    limit = _writer.byte_count(max_shard_size)
     if format not in (*SAVED, *WRITTEN, "plain"):
         raise unknown_target("format", str(format), [*SAVED, *WRITTEN, "plain"])
     every = list(records.values() if isinstance(records, Mapping) else records)
@@ -390,28 +357,31 @@ def save(
         tensors = {record.name: record.codes}
         if family is not None:
             tensors = dict(family.encode(family, record, scale_dtype(record, dtype)))
-        jobs.append(Job(tuple(Entry.of(name, array) for name, array in tensors.items()), _put_all(tensors)))
+        entries = tuple(Entry.of(name, array) for name, array in tensors.items())
+        jobs.append(Job(entries, functools.partial(put_all, tensors)))
     made: dict[str, Any] = {}
     if config is not False:
         existing = getattr(records, "configs", {}) if config is True else {"config.json": dict(config)}
-        members = _members([(one, family) for one, family in zip(every, families, strict=True) if family], format)
-        kept = [module_of(record.name) for record in every if record.format is None and is_linear(record)]
         named = next((family.name for family in families if family is not None), "")
-        made = documents(named, members, kept, existing, producer_of(producer))
-    metadata = metadata_for(family_named(format), {record.name: record for record in every})
-    return write(path, Plan(jobs, made, {}, metadata), max_shard_size=limit, progress=progress).shards
+        made = documents(named, _with_known_inputs(every, families, format), existing, producer)
+    plan = Plan(jobs, made, {}, metadata_for(family_named(format), every))
+    return write(path, plan, max_shard_size=limit, progress=progress).shards
 
 
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
-def _members(records: Sequence[tuple[Record, Family]], format: str) -> list[Member]:
-    """Quantized records as configurations name them.
+def put_all(tensors: Mapping[str, np.ndarray], put: Put) -> None:
+    """Hand whole tensors to a `Put`."""
+    for name, array in tensors.items():
+        put(name, array, 0)
 
-    A layer whose input has no scale where the family stores one is weight-only, with a warning; a record that was read
-    from a file says what that file said.
+
+def _with_known_inputs(records: Sequence[Record], families: Sequence[Family | None], format: str) -> list[Record]:
+    """Records as configurations describe them: weight-only, with a warning, where the family stores the scale of an
+    input that a record has none for. A record that was read from a file says what that file said.
     """
-    lost = [one.name for one, family in records if _loses_inputs(one, family)]
+    lost = [one.name for one, family in zip(records, families, strict=True) if family and _loses_inputs(one, family)]
     if lost:
         warnings.warn(
             f"save: {len(lost)} layers, such as {module_of(lost[0])}, quantize their inputs with a scale that {format} "
@@ -419,10 +389,7 @@ def _members(records: Sequence[tuple[Record, Family]], format: str) -> list[Memb
             "mf.calibrate measure such scales.", UserWarning, stacklevel=3,
         )  # fmt: skip
     bare = set(lost)
-    return [
-        Member(module_of(one.name), one.format, NO_ACTIVATION if one.name in bare else one.activation)
-        for one, _ in records if one.format is not None
-    ]  # fmt: skip
+    return [replace(one, activation=NO_ACTIVATION) if one.name in bare else one for one in records]
 
 
 def _loses_inputs(record: Record, family: Family) -> bool:
@@ -433,14 +400,6 @@ def _loses_inputs(record: Record, family: Family) -> bool:
     if is_static and record.activation.get("scheme") == "dynamic":
         return True
     return record.source is None and lacks_scale(record.format, record.activation)
-
-
-def _put_all(tensors: Mapping[str, np.ndarray]) -> Callable[[Put], None]:
-    def fill(put: Put) -> None:
-        for name, array in tensors.items():
-            put(name, array, 0)
-
-    return fill
 
 
 def scale_dtype(record: Record, dtype: np.dtype | None = None) -> np.dtype:
@@ -472,21 +431,13 @@ def family_for(record: Record, format: str) -> Family | None:
     return next(family for family in SAVED[format] if family.holds(record.format))
 
 
-SAVED: dict[str, list[Family]] = {}
-for _family in FAMILIES:
-    if _family.writes:
-        SAVED.setdefault(_family.name, []).append(_family)
-SAVED |= {
+# The families of each name that `save` takes.
+SAVED: dict[str, list[Family]] = {family.name: [family] for family in FAMILIES if family.writes} | {
     dialect.mixed: [family for family in dialect.families if family.writes] for dialect in DIALECTS if dialect.mixed
 }
 
 
 # ---- configurations ----------------------------------------------------------------------------------------------
-
-
-def producer_of(producer: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Name and version of who writes."""
-    return {"name": "microfloat", "version": __version__} if producer is None else dict(producer)
 
 
 def is_linear(record: Record) -> bool:
@@ -496,25 +447,33 @@ def is_linear(record: Record) -> bool:
 
 
 def documents(
-    family: str, members: list[Member], kept: list[str], existing: Mapping[str, Any], producer: dict[str, str]
+    family: str, records: Iterable[Record], existing: Mapping[str, Any], producer: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The JSON files of a checkpoint: the model's configuration (`existing`, by file name) with what `members` are.
+    """The JSON files of a checkpoint: the model's configuration (`existing`, by file name) and what the family says
+    about `records`; `producer` is microfloat unless it is named.
 
-    `kept`: layers in high precision. The output layer is named with them, since it often shares the embedding's matrix
+    Layers in high precision are listed, with the output layer among them, since it often shares the embedding's matrix
     and then has no tensor of its own.
     """
     base = existing.get("config.json")
     base = without_quantization(base) if isinstance(base, dict) else {}
+    kinds: dict[Kind, list[str]] = {}
+    kept = {"lm_head"}
+    for record in records:
+        if record.format is not None:
+            kinds.setdefault(kind_of_layer(record.format, record.activation), []).append(module_of(record.name))
+        elif is_linear(record):
+            kept.add(module_of(record.name))
     write = dialect_of(family).write
-    if write is None or not members:
+    if write is None or not kinds:
         return {"config.json": base} if base else {}
-    quantized = {member.module for member in members}
-    ignore = sorted({*kept, "lm_head"} - quantized)
-    made = write(Manifest(family, members, ignore, has_cache(existing), producer))
+    ignore = sorted(kept.difference(*kinds.values()))
+    producer = {"name": "microfloat", "version": __version__} if producer is None else dict(producer)
+    made = write(Manifest(family, kinds, ignore, has_cache(existing), producer))
     return {"config.json": {**base, "quantization_config": made.quantization}, **made.documents}
 
 
-def metadata_for(family: str, records: Mapping[str, Record]) -> dict[str, str]:
+def metadata_for(family: str, records: Iterable[Record]) -> dict[str, str]:
     """The metadata of the files of a checkpoint that is written in a family."""
     describe = dialect_of(family).metadata
     return {"format": "pt", **(describe(records) if describe is not None else {})}

@@ -4,14 +4,17 @@ The layout of every shard, its header included, follows from names, dtypes and s
 written in any order and in pieces, and an interrupted writer finds out by the headers which shards are complete.
 """
 
+import contextlib
 import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -23,6 +26,8 @@ INDEX = "model.safetensors.index.json"
 _NAMES = {dtype.name: name for name, (bits, dtype) in DTYPES.items() if bits >= 8}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _PIECE = 1 << 26  # bytes of a write
+# Writes data of a tensor, C order, so many bytes after its beginning: put(name, array, start).
+Put = Callable[[str, np.ndarray, int], None]
 
 
 class Entry(NamedTuple):
@@ -58,12 +63,10 @@ class Shard:
 
 def byte_count(max_shard_size: int | str) -> int:
     """A number of bytes given as an int or as text such as "5GB" (decimal) or "2GiB" (binary)."""
-    number, unit = str(max_shard_size).strip(), ""
-    if isinstance(max_shard_size, str):
-        digits = number.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-        number, unit = digits.strip(), number[len(digits) :].upper()
+    text = str(max_shard_size).strip()
+    digits = text.rstrip(string.ascii_letters)
     try:
-        count = int(float(number) * _UNITS[unit])
+        count = int(float(digits) * _UNITS[text[len(digits) :].upper()])
     except (ValueError, KeyError, OverflowError):
         count = 0
     if count < 1 or isinstance(max_shard_size, bool):
@@ -79,7 +82,6 @@ def plan_shards(groups: Iterable[Sequence[Entry]], limit: int, metadata: Mapping
     """
     files: list[list[Entry]] = [[]]
     filled = 0
-    names: set[str] = set()
     for group in groups:
         size = sum(entry.nbytes for entry in group)
         if files[-1] and filled + size > limit:
@@ -87,17 +89,13 @@ def plan_shards(groups: Iterable[Sequence[Entry]], limit: int, metadata: Mapping
             filled = 0
         files[-1] += group
         filled += size
-        for entry in group:
-            if entry.name in names:
-                raise CheckpointError(f"Two tensors have the name {entry.name!r}; a file holds each name once.")
-            names.add(entry.name)
+    for name, count in Counter(entry.name for entries in files for entry in entries).items():
+        if count > 1:
+            raise CheckpointError(f"Two tensors have the name {name!r}; a file holds each name once.")
     count = len(files)
-    named = (
-        ["model.safetensors"]
-        if count == 1
-        else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    )
-    return [lay_out(name, entries, metadata) for name, entries in zip(named, files, strict=True)]
+    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else ["model.safetensors"]
+    return [lay_out(name, entries, metadata) for name, entries in zip(names, files, strict=True)]
 
 
 def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> Shard:
@@ -111,24 +109,23 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) ->
             "dtype": _NAMES[entry.dtype.name], "shape": list(entry.shape), "data_offsets": [end, end + entry.nbytes],
         }  # fmt: skip
         end += entry.nbytes
-    try:
-        text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(
-            f"{name}: the name {_around(error)} has a character that UTF-8 cannot hold, and safetensors cannot store. "
-            "Rename the tensor."
-        ) from None
+    text = _utf8(f"{name}: the name", json.dumps(table, separators=(",", ":"), ensure_ascii=False))
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return Shard(
-        name, ordered, header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
-    )
+    starts = {tensor: len(header) + start for tensor, start in starts.items()}
+    return Shard(name, ordered, header, starts, len(header) + end)
 
 
-def _around(error: UnicodeEncodeError) -> str:
-    """The word in which a text cannot be encoded, with its characters as escapes."""
-    before, after = error.object[: error.start], error.object[error.start :]
-    return ascii(before.rpartition('"')[2] + after.partition('"')[0])
+def _utf8(subject: str, text: str) -> bytes:
+    """The text in UTF-8; CheckpointError where it has half a character, with the word around it as escapes."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        before, after = text[: error.start], text[error.start :]
+        word = ascii(before.rpartition('"')[2] + after.partition('"')[0])
+        raise CheckpointError(
+            f"{subject} {word} has a character that UTF-8 cannot hold. Rename the tensor, or write the text without it."
+        ) from None
 
 
 def index_of(shards: Sequence[Shard]) -> dict:
@@ -138,60 +135,52 @@ def index_of(shards: Sequence[Shard]) -> dict:
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
 
 
-class ShardFile:
-    """A shard under a temporary name, filled by `write`; leaving the context without an error gives it its name.
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, size: int) -> Iterator[BinaryIO]:
+    """A file under a temporary name, which gets its own when the context ends without an error, and is safe on disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:  # what was claimed of a full disk is given back
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _disk_full(path.parent, path, size) from error
+        raise
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def writing(folder: Path, shard: Shard) -> Iterator[Put]:
+    """The function that writes the tensors of a shard, whose file has its name when the context ends without an error.
 
     The disk space is claimed at the start, so that a full disk is found before any work is done.
     """
+    entries = {entry.name: entry for entry in shard.entries}
+    with _replacing(folder / shard.name, shard.size) as file:
+        _allocate(file.fileno(), shard.size)
 
-    def __init__(self, folder: Path, shard: Shard, name: str | None = None) -> None:
-        self.shard = shard
-        self.path = folder / (name or shard.name)
-        self._temporary = self.path.with_name(self.path.name + ".tmp")
-        self._entries = {entry.name: entry for entry in shard.entries}
-        self._file = -1
+        def write(data: bytes | memoryview, start: int) -> None:
+            view = memoryview(data)
+            while len(view):
+                count = os.pwrite(file.fileno(), view[:_PIECE], start)
+                view, start = view[count:], start + count
 
-    def __enter__(self) -> "ShardFile":
-        with _disk(self.path, self.shard.size):
-            self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                if self.shard.size:
-                    _allocate(self._file, self.shard.size)
-                self._put(self.shard.header, 0)
-            except BaseException:  # what was claimed of a full disk is given back
-                os.close(self._file)
-                self._temporary.unlink(missing_ok=True)
-                raise
-        return self
+        def put(name: str, array: np.ndarray, start: int) -> None:
+            entry = entries[name]
+            assert array.dtype == entry.dtype, (name, array.dtype, entry)
+            assert start + array.nbytes <= entry.nbytes, (name, start, array.shape, entry)
+            if array.nbytes:
+                write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, shard.starts[name] + start)
 
-    def write(self, name: str, array: np.ndarray, start: int = 0) -> None:
-        """Put data of a tensor, C order, `start` bytes after its beginning."""
-        entry = self._entries[name]
-        assert array.dtype == entry.dtype, (name, array.dtype, entry)
-        assert start + array.nbytes <= entry.nbytes, (name, start, array.shape, entry)
-        if array.nbytes:
-            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            with _disk(self.path, self.shard.size):
-                self._put(flat.data, self.shard.starts[name] + start)
-
-    def _put(self, data: bytes | memoryview, start: int) -> None:
-        view = memoryview(data)
-        while len(view):
-            count = os.pwrite(self._file, view[:_PIECE], start)
-            view, start = view[count:], start + count
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                with _disk(self.path, self.shard.size):
-                    os.fsync(self._file)
-        finally:
-            os.close(self._file)
-        if kind is None:
-            os.replace(self._temporary, self.path)
-            sync_folder(self.path.parent)
-        else:
-            self._temporary.unlink(missing_ok=True)
+        write(shard.header, 0)
+        yield put
 
 
 def is_complete(folder: Path, shard: Shard) -> bool:
@@ -204,33 +193,16 @@ def is_complete(folder: Path, shard: Shard) -> bool:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write a JSON file under a temporary name, then rename it."""
-    try:
-        text = json.dumps(data, indent=2, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(
-            f"{path.name}: {_around(error)} has a character that UTF-8 cannot hold. Write the text without it."
-        ) from None
-    write_bytes(path, text + b"\n")
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file under a temporary name, then rename it."""
-    temporary = path.with_name(path.name + ".tmp")
-    with _disk(path, len(data)), open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    """Write a JSON file."""
+    text = _utf8(f"{path.name}:", json.dumps(data, indent=2, ensure_ascii=False)) + b"\n"
+    with _replacing(path, len(text)) as file:
+        file.write(text)
 
 
 def copy_file(source: Path, path: Path) -> None:
     """Copy a file so that it survives a power failure as the others do."""
-    with _disk(path, source.stat().st_size), open(source, "rb") as old, open(path, "wb") as new:
+    with open(source, "rb") as old, _replacing(path, source.stat().st_size) as new:
         shutil.copyfileobj(old, new)
-        new.flush()
-        os.fsync(new.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -245,34 +217,16 @@ def sync_folder(folder: Path) -> None:
 
 def check_space(folder: Path, needed: int) -> None:
     """Raise CheckpointError where the disk of `folder` has less than `needed` bytes left."""
+    if shutil.disk_usage(folder).free < needed:
+        raise _disk_full(folder, folder, needed)
+
+
+def _disk_full(folder: Path, path: Path, needed: int) -> CheckpointError:
     free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise _disk_full(folder, needed, free)
-
-
-def _disk_full(path: Path, needed: int, free: int | None) -> CheckpointError:
-    left = "" if free is None else f", {free / 1e9:.2f} GB are free"
     return CheckpointError(
-        f"{path}: the disk is full: {needed / 1e9:.2f} GB are needed{left}. Free some space and repeat the call, "
-        "which continues with the files that are complete, or choose another destination."
+        f"{path}: the disk is full: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free. Free some space "
+        "and repeat the call, which continues with the files that are complete, or choose another destination."
     )
-
-
-class _disk:
-    """Turns the system's "no space" and "quota exceeded" into a CheckpointError that says what is needed."""
-
-    def __init__(self, path: Path, needed: int) -> None:
-        self.path, self.needed = path, needed
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            try:
-                free = shutil.disk_usage(self.path.parent).free
-            except OSError:
-                free = None
-            raise _disk_full(self.path, self.needed, free) from error
 
 
 def _allocate(file: int, size: int) -> None:

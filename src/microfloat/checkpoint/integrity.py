@@ -4,7 +4,7 @@ Everything is read in pieces, so that no file, however large its header says it 
 """
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -259,18 +259,31 @@ def code_findings(record: Record) -> Iterator[Finding]:
     fmt = record.format
     if fmt is None or record.problem is not None or record.scale is None:
         return
-    if fmt.element.has_nan:
-        is_nan = np.isnan(decode(np.arange(256), fmt.element))
-        count = sum(int(is_nan[piece].sum()) for piece in _pieces(record.codes))
-        if count:
-            message = f"{count} of {record.codes.size} codes are NaN."
-            yield Finding("nan-codes", "warn", record.name, message, 'load(..., nan="zero") reads them as zeros.')
+    if count := sum(np.count_nonzero(is_nan) for is_nan in map(_nan_codes(fmt), _pieces(record.codes))):
+        message = f"{count} of {record.codes.size} codes are NaN."
+        yield Finding("nan-codes", "warn", record.name, message, 'load(..., nan="zero") reads them as zeros.')
     if fmt.element.bits == 4 and fmt.scale.name == "E8M0":
         yield from _tie_style(record)
     silenced = _silenced(record, fmt)
     if silenced:
         message = f"{silenced} blocks have a scale of 0, or one that underflows, but codes that are not 0."
         yield Finding("zero-block-nonzero-codes", "warn", record.name, message, "Their values are lost.")
+
+
+def _nan_codes(fmt: ScaledFormat) -> Callable[[np.ndarray], np.ndarray]:
+    """The function that tells which codes of an array are NaN; of an array without any, after a look at its largest.
+
+    Bits are ordered as magnitudes are: as signed integers those of positive codes, as unsigned ones of negative.
+    """
+    is_nan = np.isnan(decode(np.arange(256), fmt.element)) if fmt.element.has_nan else np.zeros(256, bool)
+    least = int(np.argmax(is_nan)) if fmt.element.has_nan else 256
+
+    def tell(codes: np.ndarray) -> np.ndarray:
+        if not codes.size or max(int(codes.view(np.int8).max()), int(codes.max()) & 0x7F) < least:
+            return np.zeros(codes.shape, bool)
+        return is_nan[codes]
+
+    return tell
 
 
 def _tie_style(record: Record) -> Iterator[Finding]:
@@ -320,11 +333,9 @@ def without_nan(record: Record) -> Record:
     fmt, scale, level, source = record.format, record.scale, record.tensor_scale, record.source
     if fmt is None or scale is None or record.problem is not None:
         return record
-    codes = record.codes
-    if fmt.element.has_nan:
-        is_nan = np.isnan(decode(np.arange(256), fmt.element))
-        if any(is_nan[piece].any() for piece in _pieces(codes)):
-            codes = np.where(is_nan[codes], np.uint8(0), codes)
+    codes, is_nan = record.codes, _nan_codes(fmt)
+    if any(is_nan(piece).any() for piece in _pieces(codes)):
+        codes = np.where(is_nan(codes), np.uint8(0), codes)
     if level is not None and np.isnan(level).any():
         level = np.where(np.isnan(level), np.float32(0), level)
         source = source._replace(divisors={}) if source else None

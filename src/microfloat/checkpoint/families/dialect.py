@@ -112,7 +112,7 @@ class Dialect:
     write: Callable[[Manifest], Configuration] | None = None
     mixed: str = ""
     parameters: Callable[[Container, list[Finding]], Iterator[Entry]] | None = None
-    metadata: Callable[[Mapping[str, Record]], dict[str, str]] | None = None
+    metadata: Callable[[Iterable[Record]], dict[str, str]] | None = None
     evidence: tuple[str, str] | None = None
 
 

@@ -5,7 +5,7 @@ Its key `microfloat` holds a version, and for each quantized parameter its forma
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,11 @@ def _activation(scheme: object, fmt: ScaledFormat) -> Scheme:
     return Scheme(activation=str(scheme), activation_format=fmt)
 
 
-def metadata(records: Mapping[str, Record]) -> dict[str, str]:
+def metadata(records: Iterable[Record]) -> dict[str, str]:
     """The metadata of a file with these records, of which the quantized ones are described."""
     about: dict[str, dict[str, Any]] = {}
-    for name, record in records.items():
+    for record in records:
+        name = record.name
         if record.format is None:
             continue
         about[name] = {"format": format_to_data(record.format), "shape": list(record.logical_shape)}

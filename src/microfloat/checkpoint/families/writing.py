@@ -11,8 +11,6 @@ from microfloat.checkpoint.records import Activation, Record
 from microfloat.formats import FP8_ROW, FP8_TENSOR, FP8_1x128, ScaledFormat
 from microfloat.recipes import Cast
 
-__all__ = ["Configuration", "Manifest", "Member", "Written", "encode_parts"]
-
 Arrays = dict[str, np.ndarray]
 # E8M0 scales are bytes: the dtype F8_E8M0 is younger than most readers.
 _SCALES = {"E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "E8M0": np.dtype(np.uint8)}
@@ -35,37 +33,22 @@ class Written(NamedTuple):
     experts: str = ""
 
 
-class Member(NamedTuple):
-    """A quantized parameter as a configuration needs it."""
-
-    module: str
-    format: ScaledFormat
-    activation: Activation
+# A kind of quantized layer: its format, the scheme of its inputs, and their format.
+Kind = tuple[ScaledFormat, str, ScaledFormat | None]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint that is written: quantized parameters, modules in high precision, dtype of the KV cache.
+    """Contents of a checkpoint that is written: modules of each kind, those in high precision, and who writes it.
 
-    `family`: that of the first of them. `producer`: name and version of who writes it.
+    `family`: that of the first quantized parameter. `kv_cache`: the KV cache is FP8.
     """
 
     family: str
-    members: list[Member]
+    kinds: Mapping[Kind, list[str]]
     ignore: list[str] = field(default_factory=list)
     kv_cache: bool = False
     producer: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def kinds(self) -> dict[tuple[ScaledFormat, str, ScaledFormat | None], list[str]]:
-        """Modules by format, activation scheme and activation format."""
-        made: dict[tuple[ScaledFormat, str, ScaledFormat | None], list[str]] = {}
-        for module, fmt, activation in self.members:
-            scheme = activation.get("scheme", "none")
-            made.setdefault((fmt, scheme, None if scheme == "none" else activation_format(fmt, activation)), []).append(
-                module
-            )
-        return made
 
 
 class Configuration(NamedTuple):
@@ -84,6 +67,12 @@ def lacks_scale(fmt: ScaledFormat, activation: Activation) -> bool:
     if scheme == "none" or activation.get("scale") is not None:
         return False
     return scheme == "static" or activation_format(fmt, activation).tensor_scale is not None
+
+
+def kind_of_layer(fmt: ScaledFormat, activation: Activation) -> Kind:
+    """The kind of a layer whose weight has this format."""
+    scheme = activation.get("scheme", "none")
+    return fmt, scheme, None if scheme == "none" else activation_format(fmt, activation)
 
 
 def activation_format(fmt: ScaledFormat, activation: Activation) -> ScaledFormat:

@@ -1,5 +1,8 @@
 """Casts of NumPy arrays by torch's reference, for conversions of checkpoints (`microfloat.reference.casters`)."""
 
+import contextlib
+from collections.abc import Iterator
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -33,4 +36,15 @@ def _bytes(part: torch.Tensor) -> np.ndarray:
     return (part if part.dtype == torch.float32 else part.view(torch.uint8)).numpy()
 
 
-casters.register("torch", quantize)
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let operators run on one thread: in this thread, and in threads whose first operator runs meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+casters.register("torch", quantize, _one_thread)
