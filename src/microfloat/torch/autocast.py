@@ -29,11 +29,6 @@ from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.scaling.amax_reduction import Group, exists
 
-__all__ = [
-    "AutocastState", "autocast", "checkpoint", "fp8_autocast", "get_autocast_recipe", "get_autocast_state",
-    "is_autocast_enabled",
-]  # fmt: skip
-
 _default_recipe = functools.cache(get_default_recipe)
 
 

@@ -22,12 +22,6 @@ from microfloat.recipes.names import as_recipe
 from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.scaling.amax_reduction import Group
 
-__all__ = [
-    "HIGH_PRECISION", "PLAIN", "Ambient", "Tape", "Traced", "ambient", "asked", "canonical", "entered", "is_delayed",
-    "is_static", "is_stochastic", "keeps_x", "recipe_here", "recipe_of", "refuse_arguments", "refuse_state",
-    "reset_ambient", "set_ambient", "token_of", "token_of_high_precision", "traced_token",
-]  # fmt: skip
-
 
 class Tape:
     """Encode scales in the order a checkpointed region used them, so that its recomputation uses the same ones."""

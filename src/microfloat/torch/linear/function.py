@@ -437,7 +437,7 @@ def _begin_delayed(
     group, region = (None, None) if state is None else (state.group, state.region)
     if region is not None and region.closed:  # the context was copied inside an autocast that has been left
         region = None
-    recomputed = scaling.recomputation(layer, state)
+    recomputed = scaling.recomputation(layer, None if state is None else state.replay)
     late: scaling.Late | None = None
     x_history: torch.Tensor | None = None
     w_history: torch.Tensor | None = None

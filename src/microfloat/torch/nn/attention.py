@@ -31,8 +31,6 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 Attention = Callable[..., torch.Tensor]
 
-__all__ = ["OF_ATTENTION", "Attention", "KVCache", "MultiheadAttention", "RotaryEmbedding"]
-
 # The settings of `LayerOptions` that attention in a layer has.
 OF_ATTENTION = (*OF_LINEAR, "init_method", "output_layer_init_method", "out_bias", "dropout", "interleaved")
 

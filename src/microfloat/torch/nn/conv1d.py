@@ -11,8 +11,6 @@ from microfloat.torch._typing import StateDict
 from microfloat.torch.nn.forward_rules import Forward, names_of
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear
 
-__all__ = ["TransposedLinear", "as_conv1d", "as_linear", "is_conv1d", "tell_adapters", "why_not_linear"]
-
 _FORWARD = Forward(names_of("self x nf size view weight bias torch addmm"))
 
 

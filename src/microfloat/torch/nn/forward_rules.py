@@ -5,8 +5,6 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
-__all__ = ["Forward", "arguments_of", "names_of"]
-
 # Modules whose wrappers a forward of ours may leave out: they rename an argument, or stand around ours as well.
 _WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
 

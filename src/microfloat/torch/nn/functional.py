@@ -47,12 +47,6 @@ from microfloat.torch.tensor.custom_ops import is_tracing, refuse_transforms
 from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = [
-    "Produced", "activation_linear", "dact_dbias_quantize", "dact_quantize", "dbias_quantize", "gelu_quantize",
-    "layer_norm_quantize", "norm_linear", "norm_mlp", "rms_norm_quantize", "swiglu_quantize",
-]  # fmt: skip
-
-
 # ----------------------------------------------------------------------------------------------------------- Linears
 
 

@@ -18,8 +18,6 @@ from microfloat.torch.nn.merged import Composite, call_layer, join_
 from microfloat.torch.nn.norms import make_norm
 from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
 
-__all__ = ["ACTIVATIONS", "MLP", "OF_LINEAR", "OF_MLP", "LayerNormLinear", "LayerNormMLP"]
-
 # The settings of `LayerOptions` that every Linear has, and those of an MLP.
 OF_LINEAR = "backend", "fuse_wgrad_accumulation"
 OF_MLP = (*OF_LINEAR, "init_method", "output_layer_init_method", "activation_params")

@@ -23,8 +23,6 @@ from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.tensor.checks import check_grouped, with_path
 
-__all__ = ["GroupedLinear", "grouped_matmul"]
-
 
 class GroupedLinear(RecipeLayer):
     """``y[rows of g] = x[rows of g] @ weight[g].T + bias[g]`` for consecutive groups of rows, under a recipe.
@@ -59,7 +57,7 @@ class GroupedLinear(RecipeLayer):
         self.register_parameter(
             "bias", nn.Parameter(torch.empty((num_groups, out_features), **options)) if bias else None
         )
-        layer_state.number_layer(self)
+        layer_state.state_of(self)  # gives it a number
         self.backend = backends.check_name(backend)
         self.reset_parameters()
         quantize_parameter(self)

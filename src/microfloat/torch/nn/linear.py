@@ -31,8 +31,6 @@ from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.tensor.checks import check_linear, check_linear_parameters, is_abstract, with_path
 from microfloat.torch.tensor.quantized_tensor import Decoded, QuantizedTensor, attached_to
 
-__all__ = ["UNPINNED", "Linear", "RecipeLayer", "check_first_microbatch", "drop_extra_state", "linear", "pinned_to"]
-
 
 class _Unpinned:
     """The value of `pinned` for a layer that follows the ambient autocast; None is pinned to high precision."""
@@ -89,7 +87,7 @@ class RecipeLayer(nn.Module):
         self._pinned = None if recipe is None else canonical(as_recipe(recipe))
         self._pin_token = token_of(self._pinned)
         self._drop_weight_cache()
-        layer_state.number_layer(self)
+        layer_state.state_of(self)  # gives it a number
         if self._pinned is not None and self._pinned.is_delayed:
             layer_state.ensure_buffers(self, delayed_of(self._pinned))
         else:
@@ -218,7 +216,7 @@ class RecipeLayer(nn.Module):
             self._pinned = canonical(self._pinned)
         if self._pinned is not UNPINNED:
             self._pin_token = token_of(self._pinned)
-        layer_state.number_layer(self)
+        layer_state.state_of(self)  # gives it a number
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Self:
         """Move the scaling state with the parameters, but keep it float32: .half() must not round a scale.
@@ -283,7 +281,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     ) -> None:  # fmt: skip
         self._set_options(fuse_wgrad_accumulation, return_bias, init_method)
         super().__init__(in_features, out_features, bias, device, dtype)
-        layer_state.number_layer(self)
+        layer_state.state_of(self)  # gives it a number
         self.backend = backends.check_name(backend)
         quantize_parameter(self)
         if recipe is not None:

@@ -18,10 +18,6 @@ from microfloat.torch._typing import Context, Maybe, StateDict
 from microfloat.torch.context import Ambient
 from microfloat.torch.nn.linear import Linear, drop_extra_state
 
-__all__ = [
-    "Composite", "Unit", "are_neighbours", "call_layer", "can_join", "is_bare", "join_", "joined", "units_of",
-]  # fmt: skip
-
 
 def is_bare(module: nn.Module) -> bool:
     """True while a call of `module` runs the forward of its class, without hooks; else it must be called itself."""

@@ -9,8 +9,6 @@ from microfloat.arguments import check_choice
 from microfloat.torch._typing import StateDict
 from microfloat.torch.nn.linear import drop_extra_state
 
-__all__ = ["LayerNorm", "RMSNorm", "make_norm"]
-
 
 class _ZeroCentred(nn.Module):
     """The keyword `zero_centered_gamma` of both norms, under which weights start at 0 instead of 1."""

@@ -9,8 +9,6 @@ from typing import ParamSpec
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.torch._typing import InitMethod
 
-__all__ = ["LayerOptions", "names_moved", "options_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:

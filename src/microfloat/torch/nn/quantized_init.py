@@ -20,11 +20,6 @@ from microfloat.torch.tensor.quantized_tensor import INIT_VAL, QuantizedTensor
 if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
 
-__all__ = [
-    "ModelInit", "active_model_init", "draw_parameters", "fp8_model_init", "quantize_parameter", "quantized_model_init",
-    "update_quantized",
-]  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelInit:

@@ -19,12 +19,6 @@ from microfloat.torch import backends
 from microfloat.torch._typing import Context, Maybe, Options
 from microfloat.torch.tensor.checks import check_beside
 
-__all__ = [
-    "Packed", "apply_rotary", "attend", "attention_kernel", "check_together", "is_for_flash", "joint_mask",
-    "rotate_heads", "rotated_by_torch", "split_heads",
-]  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------------------- rotary
 
 

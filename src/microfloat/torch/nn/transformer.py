@@ -23,8 +23,6 @@ from microfloat.torch.nn.merged import Composite
 from microfloat.torch.nn.norms import make_norm
 from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
 
-__all__ = ["TransformerLayer"]
-
 
 class TransformerLayer(Composite):
     """A layer of a transformer with the keys of transformers' Llama decoder layer.

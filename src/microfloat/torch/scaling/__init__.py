@@ -1,1 +1,1 @@
-"""Delayed scaling: amax histories and scales, the regions in which they move on, and amaxes over ranks."""
+"""Delayed scaling: amax histories and scales, the regions at whose ends they update, and amaxes over ranks."""

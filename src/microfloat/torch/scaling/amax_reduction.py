@@ -1,11 +1,11 @@
 """The all-reduce of live amaxes over the ranks of a process group, also where ranks have recorded different layers.
 
-A slot is known to all ranks by the number of its layer, which counts the layers that a process has made, and by the
-shape of its weight. At each point of the program where ranks reduce they have one table of slots; one all-reduce (max)
-carries all of them, with -1 for a slot that a rank has not recorded. Its first four elements say, with both signs,
-where each rank is and if it has slots without a place in the table, so that every rank reads the same from them. Where
-some has, all ranks compare their slots and recipes, extend the table and reduce again. A GPU is not waited for by ranks
-without new slots: if these are on some ranks alone, they count one reduction later (docs/numerics.md 3.3).
+Ranks name a slot by the number of its layer, which counts the layers that a process has made, and by the shape of its
+weight. For each point of the program where ranks reduce, they have one table of slots. One all-reduce (max) carries all
+slots, with -1 for a slot that a rank has not recorded. Its first four elements hold, with both signs, the point of each
+rank and a flag for new slots that are not in the table, so that every rank reads the same from them. If a rank has new
+slots, all ranks compare their slots and recipes, extend the table and reduce again. Ranks without new slots do not wait
+for a GPU: new slots of some ranks count one reduction later (docs/numerics.md 3.3).
 """
 
 import functools
@@ -21,8 +21,6 @@ from microfloat.torch.scaling.rank_errors import in_collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["Group", "Key", "Point", "Reduced", "exists", "group_name", "maxima", "reduce_together", "reduces", "world"]
 
 Group: TypeAlias = "ProcessGroup | None"
 # A point of the program at which all ranks reduce; an int: the number of a layer that is called outside any autocast.
@@ -47,8 +45,8 @@ class Key(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """`live`: float32, the maxima of the keys whose indices `known` holds; `others`: those of slots that this rank did
-    not record, -1 where no rank did.
+    """`live`: float32, maxima of the keys whose indices are `known`; `others`: maxima of slots that this rank did not
+    record, -1 where no rank did.
     """
 
     known: list[int]
@@ -60,15 +58,15 @@ class _Table:
     """The slots that all ranks of a group reduce at one point, in one order."""
 
     def __init__(self) -> None:
-        self.places: dict[Key, int] = {}  # in what is reduced
-        self.new: dict[Key, str] = {}  # recorded here, and without a place; with the layer and recipe in words
+        self.places: dict[Key, int] = {}  # of the slots in the reduced tensor
+        self.new: dict[Key, str] = {}  # slots recorded here that have no place yet; with the layer and recipe in words
         self.agreed = False
-        # The header of the latest all-reduce, which the host has not waited for.
+        # The header of the latest all-reduce, for which the host has not waited.
         self.header: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self.indices: dict[tuple[int, ...], torch.Tensor] = {}
+        self.indices: dict[tuple[int, ...], torch.Tensor] = {}  # at most 64
 
     def settle(self) -> None:
-        """Read the latest header, of one step ago, which may say that ranks have to agree anew."""
+        """Read the header of the step before, which may say that ranks have to agree anew."""
         if self.header is not None:
             (header, event), self.header = self.header, None
             if event is not None:
@@ -76,7 +74,7 @@ class _Table:
             self.agreed = self.agreed and not _read(header)[0]
 
     def remember(self, payload: torch.Tensor) -> None:
-        """Keep the header of an all-reduce, to be read at the next one without waiting for the GPU."""
+        """Keep the header of an all-reduce for the next one, which reads it without waiting for the GPU."""
         header, event = payload[:_HEADER], None
         if payload.is_cuda:
             header = torch.empty(_HEADER, dtype=torch.float32, device="cpu", pin_memory=True)
@@ -90,9 +88,9 @@ class _Table:
         told: list = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(told, sorted(self.new.items()), group=group)
         self.new.clear()  # also on an error, which every rank raises: a step without these layers agrees again
-        met: dict[tuple[int, str], tuple[object, str]] = {}
-        for key in self.places:
-            met[key.number, "the weight's shape"] = key.shape, "at an earlier step"
+        met: dict[tuple[int, str], tuple[object, str]] = {
+            (key.number, "the weight's shape"): (key.shape, "at an earlier step") for key in self.places
+        }
         for rank, rows in enumerate(told):
             for key, text in rows:
                 for what, value in (("the weight's shape", key.shape), (f"the recipe for {key.slot}", text)):
@@ -108,7 +106,7 @@ class _Table:
         self.agreed = True
 
     def index(self, places: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """The places, as a tensor that is made once."""
+        """A tensor of the places, which is made once."""
         found = self.indices.get(places)
         if found is None or found.device != device:
             if len(self.indices) >= 64:
@@ -117,18 +115,19 @@ class _Table:
         return found
 
 
-_TABLES: "weakref.WeakKeyDictionary[object, dict[Point, _Table]]" = weakref.WeakKeyDictionary()  # by process group
+# By process group, with which they go; of a group a table for each point and each layer outside any autocast.
+_TABLES: "weakref.WeakKeyDictionary[object, dict[Point, _Table]]" = weakref.WeakKeyDictionary()
 
 
-@functools.lru_cache(4096)  # a capture must find its header made
+@functools.lru_cache(4096)  # before a capture, which could not copy it to the GPU
 def _header(point: Point, is_new: bool, device: torch.device) -> torch.Tensor:
-    # Of a layer's number as much as float32 holds exactly.
+    # A layer's number modulo a number that float32 holds exactly.
     code = len(_POINTS) + point % 16777213 if isinstance(point, int) else [*_POINTS].index(point)
     return torch.tensor([code, -code, is_new, -is_new], dtype=torch.float32, device=device)
 
 
 def _read(header: torch.Tensor) -> tuple[bool, bool]:
-    """If any rank has new slots, and if all have; raises, on every rank, where they reduce at different points."""
+    """Two flags: any rank has new slots, all ranks have. Raises, on every rank, where ranks are at different points."""
     largest, smallest, some, not_all = header.tolist()
     if largest == -smallest:
         return some > 0, not_all < 0
@@ -151,39 +150,38 @@ def _read(header: torch.Tensor) -> tuple[bool, bool]:
 
 
 def reduces(delayed: Delayed, group: Group) -> bool:
-    """True if live amaxes are those of several processes."""
+    """True if the amaxes of several processes are reduced."""
     if not (delayed.reduce_amax and _AVAILABLE and torch.distributed.is_initialized()):
         return False
     return torch.distributed.get_world_size(group) > 1 and (group is None or exists(group))
 
 
 def exists(group: "ProcessGroup") -> bool:
-    """False for a process group that was destroyed, whose ranks torch has forgotten."""
+    """False for a process group that was destroyed."""
     try:
         return bool(torch.distributed.get_process_group_ranks(group))
-    except (KeyError, ValueError):  # as of a world that has ended
+    except (KeyError, ValueError):  # torch has forgotten its ranks
         return False
 
 
 def world() -> "ProcessGroup | None":
     """The group of all ranks; None where there is none."""
-    is_there = _AVAILABLE and torch.distributed.is_initialized()
-    return torch.distributed.group.WORLD if is_there else None
+    return torch.distributed.group.WORLD if _AVAILABLE and torch.distributed.is_initialized() else None
 
 
 def group_name(group: Group) -> str:
-    """A name that all ranks have for a group, to visit several of them in one order."""
+    """The name of a group on all ranks, by which they visit groups in one order."""
     return "" if group is None else str(getattr(group, "group_name", ""))
 
 
 def reduce_together(
     group: Group, point: Point, keys: list[Key], live: torch.Tensor, words: Callable[[int], str]
 ) -> Reduced:
-    """The maxima over all ranks of the slots of one point, whichever of them each rank has recorded.
+    """The maxima over all ranks of the slots of one point; ranks may have recorded different slots.
 
-    live: float32 [keys]. `words`: the layer and the recipe of a key, by its index, read once. Raises
-    NotSupportedError, on every rank, where they are at different points, or where one number means layers of different
-    shapes, names or recipes; RankError where a rank fails.
+    live: float32 [keys]. `words`: the layer and the recipe of the key of an index, read once. Raises NotSupportedError,
+    on every rank, where they are at different points, or where layers of one number differ in shape, name or recipe;
+    RankError where a rank fails.
     """
     name = f" of group {group_name(group)!r}" if group is not None else ""
     place = _POINTS.get(str(point), "a call of a layer outside any autocast")
@@ -207,7 +205,7 @@ def _reduce(group: Group, point: Point, keys: list[Key], live: torch.Tensor, wor
     while True:
         known = [index for index, key in enumerate(keys) if key in table.places]
         at = table.index(tuple([table.places[keys[index]] for index in known]), live.device)
-        # Of one length at all points, so that ranks at different ones get to know it.
+        # Of one length at all points, so that ranks at different points learn of it.
         payload = live.new_full((_HEADER + max(len(one.places) for one in tables.values()),), _NOT_RECORDED)
         is_new = bool(table.new) or not table.agreed
         payload[:_HEADER].copy_(_header(point, is_new, live.device))
@@ -230,22 +228,18 @@ def _is_read_later(live: torch.Tensor) -> bool:
 
 
 def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The elementwise maxima over the ranks of a group of several float32 tensors, by one all-reduce.
+    """Elementwise maxima over the ranks of a group of the float32 tensors `parts`, by one all-reduce.
 
-    Every rank passes tensors of the same shapes, whose elements are positive or 0; a single one takes the maxima
-    itself. Their bits order as integers, with NaN above all. The first collective of a sharded layer under current
-    scaling.
+    Every rank passes tensors of the same shapes, whose elements are positive or 0; a single tensor is overwritten. The
+    bits of such numbers order as integers, with NaN above all. Sharded layers under current scaling begin with it.
     """
     if len(parts) == 1 and parts[0].is_contiguous():
         payload, made = parts[0], parts
     else:
-        begins = [0]
-        for part in parts:
-            begins.append(begins[-1] + -(-part.numel() // _ALIGNED) * _ALIGNED)
-        payload = parts[0].new_zeros(begins[-1])
-        made = [payload[at : at + part.numel()].view(part.shape) for at, part in zip(begins, parts, strict=False)]
-        for target, part in zip(made, parts, strict=True):
-            target.copy_(part)
+        sizes = [-(-part.numel() // _ALIGNED) * _ALIGNED for part in parts]
+        payload = parts[0].new_zeros(sum(sizes))
+        pieces = zip(payload.split(sizes), parts, strict=True)
+        made = [piece[: part.numel()].view(part.shape).copy_(part) for piece, part in pieces]
     with in_collective("the all-reduce of the amaxes of a sharded layer", group):
         torch.distributed.all_reduce(payload.view(torch.int32), op=torch.distributed.ReduceOp.MAX, group=group)
     return made

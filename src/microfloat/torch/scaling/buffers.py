@@ -1,7 +1,7 @@
-"""State of layers: their numbers, the six buffers of delayed scaling and what is recorded besides, amaxes of inputs.
+"""State of layers: their numbers, the six buffers of delayed scaling, and amaxes of inputs.
 
-State per slot (x, w, dy) of a layer is two float32 buffers, ``scaling_<slot>_scale`` (the encode scale) and
-``scaling_<slot>_amax_history`` (slot 0 is live). `microfloat.torch.scaling` decides when a history moves on.
+Each slot (x, w, dy) of a layer has two float32 buffers, ``scaling_<slot>_scale`` (the encode scale) and
+``scaling_<slot>_amax_history`` (entry 0 is live). `regions` decides when a history moves on.
 """
 
 import itertools
@@ -19,12 +19,6 @@ from microfloat.torch.scaling.history import NAMES, Slot
 
 if TYPE_CHECKING:
     from microfloat.torch.scaling.regions import Region
-
-__all__ = [
-    "BUFFER_NAMES", "NAMES", "SLOTS", "LayerState", "amax_history", "as_tensor", "check_kept", "encode_scale",
-    "ensure_buffers", "has_buffers", "larger_amax", "layer_of", "layers", "number_layer", "numbered", "stamp_of",
-    "state_of", "static_amax", "unwrap_buffers",
-]  # fmt: skip
 
 SLOTS = tuple(NAMES)
 BUFFER_NAMES = tuple(name for names in NAMES.values() for name in names)
@@ -46,28 +40,43 @@ class LayerState:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was recorded and rolled."""
+        """Forget recorded and rolled amaxes."""
         self.slots = {name: Slot(name) for name in SLOTS}
-        # The thread's collection of layers with a dy to roll in which this one stands.
+        # The layers of a thread whose dy is to be rolled, if this layer is one of them.
         self.waits_in: dict[LayerState, None] | None = None
-        # Region, reduction group and the thread's collection of layers of the latest forward outside a backward: those
-        # of a forward that is recomputed inside one.
+        # Region, reduction group and the thread's `waits_in` of the latest forward outside a backward, which a forward
+        # that is recomputed inside a backward takes over.
         self.latest: tuple[Region, Group, dict[LayerState, None]] | None = None
         # The DistributedDataParallel that was told to leave the buffers alone.
         self.wrapper: weakref.ref | None = None
 
 
-# By the number of the layer, under which other ranks know it, and compiled code, whose operators take no objects.
+# Number of a layer that is alive -> its state: other ranks and operators of compiled code name layers by numbers.
 _STATES: dict[int, LayerState] = {}
 _NUMBERS = itertools.count()
 _COPY = 1 << 32
-_COPIES: dict[int, "itertools.count[int]"] = {}  # by the number of the origin
+_COPIES: dict[int, "itertools.count[int]"] = {}  # number of a layer that was copied -> numbers of its copies
 
 
 def state_of(layer: nn.Module) -> LayerState:
-    """The state of a layer besides its buffers, made where there is none yet."""
+    """The state of a layer besides its buffers; a layer without one gets it, and a number of its own.
+
+    Compiled code and other ranks name the layer by the number, which counts the layers that the process has made. A
+    copy has the number of its origin and, above it, a count of copies, so that a rank which copies or loads layers for
+    itself counts its later layers as the other ranks do.
+    """
     state = _STATES.get(layer.__dict__.get("_number", -1))
-    return state if state is not None and state.layer() is layer else _new_state(layer)
+    if state is not None and state.layer() is layer:
+        return state
+    known = layer.__dict__.get("_number", -1)
+    if known < 0:
+        number = next(_NUMBERS)
+    else:
+        origin = known % _COPY
+        number = origin + _COPY * next(_COPIES.setdefault(origin, itertools.count(1)))
+    layer._number = number  # type: ignore[assignment]
+    state = _STATES[number] = LayerState(layer, number)
+    return state
 
 
 def has_buffers(layer: nn.Module) -> bool:
@@ -85,7 +94,7 @@ def check_kept(layer: nn.Module) -> None:
         )
 
 
-@torch.inference_mode(False)  # what is made in inference mode could not be updated outside of it
+@torch.inference_mode(False)  # buffers of inference mode could not be updated outside of it
 def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
     """Create the six buffers (scale 1, history 0), or fit the history length, keeping the newest amaxes.
 
@@ -106,28 +115,7 @@ def ensure_buffers(layer: nn.Module, delayed: Delayed) -> None:
             if keep:
                 fitted[-keep:] = history[-keep:]
             layer._buffers[history_name] = fitted
-    number_layer(layer)
-
-
-def number_layer(layer: nn.Module) -> None:
-    """Give `layer` a number of its own, under which compiled code and other ranks know it.
-
-    It counts the layers that the process has made. A copy has the number of its origin and, above it, one of its own,
-    so that a rank which copies or loads layers for itself counts those that it makes later as the other ranks do.
-    """
     state_of(layer)
-
-
-def _new_state(layer: nn.Module) -> LayerState:
-    known = layer.__dict__.get("_number", -1)
-    if known < 0:
-        number = next(_NUMBERS)
-    else:
-        origin = known % _COPY
-        number = origin + _COPY * next(_COPIES.setdefault(origin, itertools.count(1)))
-    layer._number = number  # type: ignore[assignment]
-    state = _STATES[number] = LayerState(layer, number)
-    return state
 
 
 def encode_scale(layer: nn.Module, slot: str) -> torch.Tensor:
@@ -152,30 +140,31 @@ def static_amax(layer: nn.Module) -> torch.Tensor:
 
 
 def larger_amax(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    """The larger of the amax of x and `before`, float32 (); an amax that is not finite is not taken."""
+    """The larger of the amax of x and `before`, float32 (); an amax of x that is not finite is left out."""
     amax = backends.choose("auto", x.device).amax(x.detach().reshape(-1, x.shape[-1])).reshape(())
     before = torch.zeros_like(amax) if before is None else before.to(amax.device)
     return torch.where(torch.isfinite(amax), torch.maximum(before, amax), before)
 
 
 def unwrap_buffers(layer: nn.Module) -> None:
-    """Make buffers plain again, which torch's styles replicate: the state is one rank's, and casts read memory."""
+    """Replace DTensors, which torch's styles make of buffers, by the local tensor of each, which casts read."""
     for name, buffer in layer._buffers.items():
         if hasattr(buffer, "placements"):
             layer._buffers[name] = buffer.to_local()  # type: ignore
 
 
 def stamp_of(scale: torch.Tensor) -> tuple[int, int]:
-    """Equal while a buffer has the same values."""
+    """A key of the values of a buffer: it changes when they do."""
     return scale.data_ptr(), scale._version
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """The same value, typed as the tensor that it is: nn.Module types it as Tensor | Module | None."""
+    """`value` itself, typed as a tensor: nn.Module types its attributes as Tensor | Module | None."""
     return value
 
 
 def layer_of(number: int) -> nn.Module | None:
+    """The layer of this number, None if it was deleted."""
     state = _STATES.get(number)
     return None if state is None else state.layer()
 

@@ -1,6 +1,6 @@
-"""Slots of delayed scaling and their update: a history moves on by one place and gives the new encode scale.
+"""Slots of delayed scaling and their update: a history moves on by one entry and gives the new encode scale.
 
-Many slots are updated in one launch where a kernel can, else in torch (docs/numerics.md 3.3).
+One launch updates many slots where kernels run, else torch does (docs/numerics.md 3.3).
 """
 
 from collections.abc import Callable
@@ -21,13 +21,8 @@ if TYPE_CHECKING:
     from microfloat.torch.launch.triton import Slots
     from microfloat.torch.scaling.regions import Region
 
-__all__ = [
-    "NAMES", "Batch", "Job", "Pending", "Slot", "batches_of", "update_kernel",
-]  # fmt: skip
-
 # Slot -> names of its buffers: encode scale and amax history.
 NAMES = {slot: (f"scaling_{slot}_scale", f"scaling_{slot}_amax_history") for slot in ("x", "w", "dy")}
-
 _LARGEST_SCALE = 2.0**126
 _MOST_PREPARED = 16
 
@@ -35,7 +30,7 @@ _MOST_PREPARED = 16
 def _rolled(
     histories: torch.Tensor, scales: torch.Tensor, delayed: Delayed, maximum: float, live: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(histories [slots, L], scales [slots]) after the update; what is there stays, so that this may fail."""
+    """(histories [slots, L], scales [slots]) after the update; the arguments stay unchanged, so that this may fail."""
     histories = histories.clone()
     histories[:, 0] = live
     algo = delayed.amax_compute_algo
@@ -53,14 +48,13 @@ def _rolled(
 
 
 def _amax_by(algo: Callable, history: torch.Tensor) -> torch.Tensor:
-    """The amax that a user's function takes from one history, float32 ()."""
+    """The amax that a user's function computes from one history, float32 ()."""
     needed = "a function from a history, float32 [L], to one number"
     try:
         found = algo(history.clone())
     except Exception as error:
-        raise invalid_value(
-            "amax_compute_algo", f"a function that raised {type(error).__name__}: {error}", needed
-        ) from error
+        got = f"a function that raised {type(error).__name__}: {error}"
+        raise invalid_value("amax_compute_algo", got, needed) from error
     try:
         if isinstance(found, torch.Tensor) and found.is_complex():
             raise TypeError
@@ -73,7 +67,7 @@ def _amax_by(algo: Callable, history: torch.Tensor) -> torch.Tensor:
 
 
 class Pending(NamedTuple):
-    """Something was recorded in a slot and not yet rolled; with `region` None only `update_scaling` rolls it."""
+    """An amax that was recorded in a slot and not yet rolled; with `region` None only `update_scaling` rolls it."""
 
     delayed: Delayed
     maximum: float  # of the element
@@ -92,23 +86,23 @@ class Slot:
         self.name = name
         self.scale, self.history = NAMES[name]
         self.pending: Pending | None = None
-        self.latest: Pending | None = None  # of dy: what a backward outside any capture has recorded
-        # The scales that one update replaced, and which of them is this slot's.
+        self.latest: Pending | None = None  # of dy: the latest of a backward outside any capture
+        # The scales that one update replaced, and the index of this slot's.
         self.previous: tuple[torch.Tensor, int] | None = None
-        # The latest roll where amaxes are reduced: how to roll what only another rank has recorded.
+        # The latest roll where amaxes are reduced, by which an amax that only another rank has recorded is rolled.
         self.rolled: Pending | None = None
-        # Updates that begin with this slot, by all of their slots: what they were prepared for, and their parts.
+        # Updates that begin with this slot, at most 16, by all of their slots: their buffers and settings, their parts.
         self.prepared: dict[tuple[Slot, ...], tuple[list[tuple], list[_Part]]] = {}
 
 
-# One slot to roll, and what was recorded in it.
+# A layer, its slot to roll, and the pending amax.
 Job = tuple[nn.Module, Slot, Pending]
 
 
 class _Part(NamedTuple):
     """Jobs that agree in recipe, reduction group and device, and the launch that rolls their slots.
 
-    `table`: the addresses of their buffers as the kernel takes them, None where none serves them.
+    `table`: the addresses of their buffers as the kernel takes them, None where no kernel runs.
     """
 
     kernel: Any
@@ -130,7 +124,7 @@ class Batch(NamedTuple):
         return torch.stack([history[0] for history in self.histories]) if table is None else table.gather_live()
 
     def roll(self, live: torch.Tensor | None = None) -> list[Job]:
-        """Roll the slots with these amaxes (None: those that stand in the histories); returns the jobs."""
+        """Roll the slots with these amaxes (None: the live ones of the histories); returns the jobs."""
         kernel, table, _ = self.part
         if table is None:
             previous = _update_by_torch(self, live)
@@ -138,19 +132,19 @@ class Batch(NamedTuple):
             previous = kernel.update_delayed(table, self.jobs[0][2].delayed, live)
             torch._C._increment_version(self.histories + self.scales)  # a kernel's writes are not counted by themselves
         for index, (_, slot, entry) in enumerate(self.jobs):
-            # Nothing that was recorded late has used the scales from before.
+            # A forward whose amax was recorded late has not used the replaced scales.
             slot.previous = None if entry.late else (previous, index)
         return self.jobs
 
     def roll_recorded(self, live: torch.Tensor) -> None:
-        """Roll the slots whose live amax is not negative: those that some other rank has recorded."""
+        """Roll the slots whose live amax is not negative: another rank has recorded them."""
         _update_by_torch(self, live, where_recorded=True)
 
 
 def batches_of(jobs: list[Job]) -> list[Batch]:
     """The jobs, at least one, as batches; launches are prepared once for the same slots with the same buffers.
 
-    What is prepared while a CUDA graph is captured holds nothing before the graph's first replay, so it is not kept.
+    Tables of a captured CUDA graph are empty before the graph's first replay, so they are not kept.
     """
     histories, scales, asked = [], [], []
     for layer, slot, entry in jobs:
@@ -163,7 +157,7 @@ def batches_of(jobs: list[Job]) -> list[Batch]:
     prepared = slots[0].prepared
     known = prepared.get(slots)
     if known is None or known[0] != asked:
-        if len(prepared) >= _MOST_PREPARED:  # of a layer that is called together with ever other ones
+        if len(prepared) >= _MOST_PREPARED:  # a layer that is called together with ever other layers
             prepared.clear()
         known = asked, _prepare(asked, histories, scales)
         if not capturing():

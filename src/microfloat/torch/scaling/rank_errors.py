@@ -1,8 +1,8 @@
-"""Messages between ranks: which of them failed, and if all of them do the same. None of it costs a step anything.
+"""Messages between ranks: which ranks have failed, and whether all ranks do the same. They cost a step no time.
 
-A collective that a rank never comes to fails on all others, with an error that names an address or nothing. Therefore
-each rank writes what it met into the store of the process group when it fails, and waits a moment for the others: ranks
-that write nothing died or hang.
+A collective that one rank never calls fails on all other ranks, with an error that names an address or nothing.
+Therefore each rank writes its error into the store of the process group when it fails, and waits a moment for the
+others: ranks that write nothing have died or hang.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,63 +24,51 @@ from microfloat.torch.tensor.checks import check_model
 if TYPE_CHECKING:
     from microfloat.torch.scaling.amax_reduction import Group
 
-__all__ = ["agree", "check_ranks", "compare", "in_collective", "named_failures", "without_addresses"]
-
-GRACE = 5.0  # seconds in which ranks that met the same failure have said so
+GRACE = 5.0  # seconds in which ranks with the same failure have written it
 _MOST_SAID = 500
 _LONGEST = 200  # characters of a fact that is told before its rows
 _WAITS = "waited in "
 _ALIVE = "every rank is alive, but one came to it after the timeout, or a connection between them broke"
-_SAID: list[Callable[[], object]] = []  # take back what this rank has written into the store
+# Functions that remove the messages of this rank from the store; empty again after the next collective.
+_SAID: list[Callable[[], object]] = []
+# Process group, with which the entry goes -> topics that its ranks have compared.
 _AGREED: "weakref.WeakKeyDictionary[object, set[str]]" = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def named_failures(group: "Group" = None) -> Iterator[None]:
+def named_failures(group: "Group" = None) -> AbstractContextManager[None]:
     """Turn an error inside into a `RankError` that names the ranks of `group` (None: all) that failed.
 
     Put it around the steps of a training loop, on every rank. A rank that dies or hangs is named once the backend gives
     up: at once where it sees a closed connection, otherwise after the timeout of the group. An error of a rank's own
-    passes as it is, and is quoted by the others. NCCL's watchdog ends the process itself, before Python sees an error;
-    there torchrun names the rank. Source: docs/distributed.md.
+    passes unchanged, and the other ranks quote it. NCCL's watchdog ends the process itself, before Python sees an
+    error; there torchrun names the rank. Source: docs/distributed.md.
     """
+    return in_collective("a collective", group, tells_errors=True)
+
+
+@contextlib.contextmanager
+def in_collective(what: str, group: "Group", tells_errors: bool = False) -> Iterator[None]:
+    """`named_failures` around one collective of this library, named `what`; an error of this rank's own is not told."""
     try:
         yield
     except RankError:
         raise
     except Exception as error:
-        if not _is_symptom(error) and dist.is_available() and dist.is_initialized():
+        # The text is that of a backend which fails because of another rank.
+        if isinstance(error, dist.DistError) or "gloo/" in str(error) or "NCCL" in str(error):
+            if not isinstance(error, MicrofloatError):
+                found = _other_ranks(what, group)
+                raise RankError(f"{what} failed: {found} (Seen from rank {dist.get_rank()}: {error})") from error
+        elif tells_errors and dist.is_available() and dist.is_initialized():
             _tell(f"raised {type(error).__name__}: {error}"[:_MOST_SAID])
-        _raise_named("a collective", group, error)
         raise
-    _take_back()
-
-
-@contextlib.contextmanager
-def in_collective(what: str, group: "Group") -> Iterator[None]:
-    """`named_failures` around one collective of this library, which `what` names."""
-    try:
-        yield
-    except Exception as error:
-        _raise_named(what, group, error)
-        raise
-    _take_back()
-
-
-def _is_symptom(error: Exception) -> bool:
-    """True for what a backend raises because of another rank."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error) or "NCCL" in str(error)
-
-
-def _raise_named(what: str, group: "Group", error: Exception) -> None:
-    if isinstance(error, MicrofloatError) or not _is_symptom(error):
-        return
-    found = _other_ranks(what, group)
-    raise RankError(f"{what} failed: {found} (Seen from rank {dist.get_rank()}: {error})") from error
+    while _SAID:  # this rank has survived its failures, and ranks have met since
+        with contextlib.suppress(Exception):  # the store went with its world
+            _SAID.pop()()
 
 
 def _tell(text: str) -> Any:
-    """Write what this rank met into the store, which is returned."""
+    """Write a message of this rank into the store, which is returned."""
     store = dist.distributed_c10d._get_default_store()
     key = f"microfloat/failed/{dist.get_rank()}"
     store.set(key, text)
@@ -87,21 +76,15 @@ def _tell(text: str) -> Any:
     return store
 
 
-def _take_back() -> None:
-    """Remove what this rank has written of a failure that it survived: ranks have met since."""
-    while _SAID:
-        with contextlib.suppress(Exception):  # the store went with its world
-            _SAID.pop()()
-
-
 def _other_ranks(what: str, group: "Group") -> str:
-    """Say that this rank met a failure in `what`, and what the others say."""
+    """Write that this rank met a failure in `what`; returns the messages of the others as a sentence."""
     ranks = dist.get_process_group_ranks(group)
     waits = f"{_WAITS}{what}"
     told = {dist.get_rank(): waits}
     try:
         store = _tell(waits)
-        _abort(group)
+        with contextlib.suppress(Exception):  # ranks that wait for this one then see closed connections at once
+            (dist.group.WORLD if group is None else group)._get_backend(torch.device("cpu")).abort()  # type: ignore
         until = time.monotonic() + GRACE
         while len(told) < len(ranks) and time.monotonic() < until:
             for rank in ranks:
@@ -120,14 +103,8 @@ def _other_ranks(what: str, group: "Group") -> str:
     return f"{'; '.join(causes) or _ALIVE}."
 
 
-def _abort(group: "Group") -> None:
-    """Close the connections of a group that has failed, so that ranks which wait for this one see it at once."""
-    with contextlib.suppress(Exception):
-        (dist.group.WORLD if group is None else group)._get_backend(torch.device("cpu")).abort()  # type: ignore
-
-
 def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
-    """`compare`, the first time that it is asked for a topic over a group; later calls do nothing."""
+    """`compare`, in the first call for a topic and a group; later calls do nothing."""
     topics = _AGREED.setdefault(dist.group.WORLD if group is None else group, set())
     if topic not in topics:
         compare(group, topic, facts)
@@ -137,7 +114,7 @@ def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
 def compare(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
     """Compare facts over the ranks of a group, by one small gather.
 
-    Raises NotSupportedError, on every rank, that names the first fact in which a rank differs from the first one.
+    Raises NotSupportedError, on every rank, that names the first fact in which a rank differs from the first rank.
     """
     own = {"what is called": topic, **dict(line for name, value in facts.items() for line in _lines(name, value))}
     told: list = [None] * dist.get_world_size(group)
@@ -157,24 +134,23 @@ def compare(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
 
 
 def _lines(name: str, value: object) -> list[tuple[str, str]]:
-    """A fact, and each further line of it as one of its own: a recipe without a short name by the row that differs."""
-    lines = without_addresses(value).splitlines()
-    first, *rest = [" ".join(line.split()) for line in lines] or [""]
+    """A fact, and each further line of its text as another fact, so that an error can name the row of a recipe."""
+    first, *rest = [" ".join(line.split()) for line in without_addresses(value).splitlines()] or [""]
     rows = [(f"row {number} of {name}", line) for number, line in enumerate(rest)]
     return [(name, first), *rows] if len(first) <= _LONGEST else [*rows, (name, first)]
 
 
 def without_addresses(value: object) -> str:
-    """The value in words, functions without their addresses, which differ from process to process."""
+    """The text of a value without the addresses of functions, which differ from process to process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def check_ranks(model: nn.Module, group: "Group" = None) -> None:
     """Compare the layers of `model`, their order, weights, buffers and recipes, over the ranks of `group` (None: all).
 
-    Once after the model is built, on every rank, before it is wrapped: `DistributedDataParallel` ends the process where
-    ranks send it buffers of different sizes. One small collective. Raises NotSupportedError, on every rank, that names
-    the first layer in which two ranks differ; InvalidTypeError for anything but a module.
+    Call it on every rank after the model is built and before it is wrapped: `DistributedDataParallel` ends the process
+    where ranks send it buffers of different sizes. One small collective. Raises NotSupportedError, on every rank, that
+    names the first layer in which two ranks differ; InvalidTypeError for anything but a module.
     """
     check_model(model)
     facts = {}
