@@ -15,7 +15,8 @@ import microfloat.jax as mj
 from microfloat import reference
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from microfloat.jax.backends.reference import Noise, cast_matrix
-from microfloat.jax.dot_general import Seed, _linear
+from microfloat.jax.calls import Seed
+from microfloat.jax.dot_general import _linear
 from microfloat.jax.numerics.bits import code_bytes
 from microfloat.jax.numerics.random import seed_words
 from microfloat.jax.ragged_dot import _Groups

@@ -9,9 +9,10 @@ from microfloat.errors import missing_package
 if find_spec("jax") is None:
     raise missing_package("jax", "microfloat.jax", "jax")
 
-from microfloat.jax import array_casts, checkpoint_policies, scaling  # noqa: F401  (array_casts registers them)
-from microfloat.jax.array import QuantizedArray
+from microfloat.jax import scaling
+from microfloat.jax.array import QuantizedArray, dequantize
 from microfloat.jax.autocast import autocast, get_autocast_recipe, is_autocast_enabled
+from microfloat.jax.calls import checkpoint_policies
 from microfloat.jax.dot_general import DotGeneral, Einsum, dot_general, einsum
 from microfloat.jax.explain import (
     Explanation,
@@ -21,8 +22,8 @@ from microfloat.jax.explain import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from microfloat.jax.ops import dequantize, fake_quantize, quantize, scaled_matmul
-from microfloat.jax.packing import from_blocked, pack_fp4, pack_fp6, to_blocked, unpack_fp4, unpack_fp6
+from microfloat.jax.numerics.packing import from_blocked, pack_fp4, pack_fp6, to_blocked, unpack_fp4, unpack_fp6
+from microfloat.jax.ops import fake_quantize, quantize, scaled_matmul
 from microfloat.jax.ragged_dot import RaggedDot, ragged_dot
 from microfloat.jax.watch import Readings, RecordLog, watch_outputs
 from microfloat.watching import Record

@@ -1,5 +1,6 @@
 """`QuantizedArray`, the JAX face of the oracle's `Quantized`, and the checks of arguments that are arrays."""
 
+import math
 import numbers
 import typing
 from dataclasses import dataclass
@@ -10,20 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.arguments import as_float, check_unpacked, normalize_axis
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.jax.numerics.bits import FLOAT8, as_code_dtype, code_bytes, widened
-from microfloat.jax.packing import pack_fp6, unpack_fp6
-from microfloat.jax.transformations import rows_apart, run_automatically
+from microfloat.jax.backends import reference
+from microfloat.jax.numerics.bits import FLOAT8, as_code_dtype, code_bytes, rounded, widened
+from microfloat.jax.numerics.packing import pack_fp6, unpack_fp6
+from microfloat.jax.transformations import divided, rows_apart, run_automatically, spec_of
 from microfloat.layout import Part, Storage, array_layout, stored_length
 from microfloat.recipes import Hadamard
 from microfloat.recipes.cast import as_scaled_format
 
 __all__ = [
-    "QuantizedArray", "as_dtype", "check_array", "check_dtype", "check_quantized", "contraction_axis", "real_array",
+    "QuantizedArray", "as_dtype", "as_matrix", "check_array", "check_dtype", "check_quantized", "contraction_axis",
+    "dequantize", "dequantized_spec", "real_array",
 ]  # fmt: skip
 
 
@@ -159,8 +163,6 @@ class QuantizedArray:
 
     def dequantize(self, dtype: DTypeLike | None = None) -> Array:
         """The array that this stands for; see `microfloat.jax.dequantize`."""
-        from microfloat.jax.ops import dequantize
-
         return dequantize(self, dtype)
 
     def __jax_array__(self) -> Array:
@@ -180,6 +182,49 @@ class QuantizedArray:
         except (AttributeError, TypeError):  # leaves may be placeholders while a tree is being transformed
             shape = f"axis_size={self.axis_size}"
         return f"QuantizedArray({self.format.name}, {shape}, axis={self.axis}, codes={codes}, scale={scale}{transform})"
+
+
+def dequantize(q: QuantizedArray, dtype: DTypeLike | None = None) -> Array:
+    """The array that `q` stands for, in its original shape; `dtype=None` is the dtype of the input of `quantize`.
+
+    FP32 and E8M0 scales: ``f32(dec(q) * scale)``; NVFP4: ``f32(dec(q) * f32(dec(sb) * tensor_scale))``; then one
+    rounding to `dtype`. A Hadamard transform is undone in float32 (up to rounding). Source: docs/numerics.md 8.1.
+    """
+    check_quantized("q", q)
+    target = check_dtype("dtype", q.dtype if dtype is None else dtype)
+    return run_automatically(_dequantize, dequantized_spec, q, dtype=target)
+
+
+def dequantized_spec(q: QuantizedArray, **_: typing.Any) -> PartitionSpec:
+    """The partition of the array that `q` stands for: that of its codes."""
+    spec = spec_of(q.codes)
+    spec = (spec[1], spec[0]) if q.axis == -2 else spec[q.added_axes :]
+    return divided(spec, q.shape, q.codes)
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def _dequantize(q: QuantizedArray, *, dtype: np.dtype) -> Array:
+    values = rounded(reference.dequantize_matrix(as_matrix(q), q.format, q.hadamard, q.axis_size), dtype)
+    return jnp.swapaxes(values, -1, -2) if q.axis == -2 else values.reshape(q.shape)
+
+
+@typing.overload
+def as_matrix(q: QuantizedArray) -> reference.Matrix: ...
+
+
+@typing.overload
+def as_matrix(q: QuantizedArray | Array) -> reference.Matrix | Array: ...
+
+
+def as_matrix(q: QuantizedArray | Array) -> reference.Matrix | Array:
+    """The operand form of `q` as a backend reads it: two axes, one scale grid."""
+    if not isinstance(q, QuantizedArray):
+        return q.reshape(math.prod(q.shape[:-1]), q.shape[-1])
+    rows = math.prod(q.codes.shape[:-1])
+    scale = q.scale
+    if not (q.format.is_per_tensor or q.format.is_tile):
+        scale = scale.reshape(rows, scale.shape[-1])
+    return reference.Matrix(q.codes.reshape(rows, q.codes.shape[-1]), scale, q.tensor_scale)
 
 
 def check_quantized(argument: str, value: object) -> QuantizedArray:

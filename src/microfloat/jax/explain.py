@@ -16,7 +16,8 @@ from microfloat.jax.backends import gemms, reference
 from microfloat.jax.backends.casts import reads_values
 from microfloat.jax.backends.gemms import GemmPlan, route_of_plan
 from microfloat.jax.backends.kernels import why_no_kernel
-from microfloat.jax.dot_general import DotGeneral, Einsum, Op
+from microfloat.jax.calls import Op
+from microfloat.jax.dot_general import DotGeneral, Einsum
 from microfloat.jax.numerics.dimensions import DimensionNumbers, canonical_dimensions, parse_einsum
 from microfloat.jax.ops import check_backend
 from microfloat.jax.ragged_dot import RaggedDot

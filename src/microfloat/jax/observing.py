@@ -36,7 +36,7 @@ from microfloat.watching import (
 )
 
 if TYPE_CHECKING:
-    from microfloat.jax.dot_general import Call
+    from microfloat.jax.calls import Call
 
 __all__ = ["Subject", "observe_backward", "observe_forward", "seen_by_backward", "shown_p", "watching"]
 

@@ -18,13 +18,14 @@ from microfloat.arguments import check_choice, check_word
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.jax.array import (
     QuantizedArray,
+    as_matrix,
     check_array,
     check_dtype,
     check_quantized,
+    dequantize,
     real_array,
 )
 from microfloat.jax.backends import casts, cuda, gemms, reference
-from microfloat.jax.numerics.bits import rounded
 from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.transformations import (
     distinct,
@@ -37,6 +38,7 @@ from microfloat.jax.transformations import (
 from microfloat.layout import Part, Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_enc, usages_of
+from microfloat.reference import Quantized, casters
 
 __all__ = ["check_backend", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]
 
@@ -199,30 +201,6 @@ def _array_of(x: Array, cast: Cast, axis: int, made: reference.Matrix) -> Quanti
     )  # fmt: skip
 
 
-def dequantize(q: QuantizedArray, dtype: DTypeLike | None = None) -> Array:
-    """The array that `q` stands for, in its original shape; `dtype=None` is the dtype of the input of `quantize`.
-
-    FP32 and E8M0 scales: ``f32(dec(q) * scale)``; NVFP4: ``f32(dec(q) * f32(dec(sb) * tensor_scale))``; then one
-    rounding to `dtype`. A Hadamard transform is undone in float32 (up to rounding). Source: docs/numerics.md 8.1.
-    """
-    check_quantized("q", q)
-    target = check_dtype("dtype", q.dtype if dtype is None else dtype)
-    return run_automatically(_dequantize, dequantized_spec, q, dtype=target)
-
-
-def dequantized_spec(q: QuantizedArray, **_: Any) -> PartitionSpec:
-    """The partition of the array that `q` stands for: that of its codes."""
-    spec = spec_of(q.codes)
-    spec = (spec[1], spec[0]) if q.axis == -2 else spec[q.added_axes :]
-    return divided(spec, q.shape, q.codes)
-
-
-@partial(jax.jit, static_argnames=("dtype",))
-def _dequantize(q: QuantizedArray, *, dtype: np.dtype) -> Array:
-    values = rounded(reference.dequantize_matrix(as_matrix(q), q.format, q.hadamard, q.axis_size), dtype)
-    return jnp.swapaxes(values, -1, -2) if q.axis == -2 else values.reshape(q.shape)
-
-
 def scaled_matmul(
     a_MK: QuantizedArray | Array, b_NK: QuantizedArray | Array, *, bias: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None, accumulate: str = "split", backend: str = "auto",
@@ -310,25 +288,6 @@ def _check_pair(a: _Factor, b: _Factor) -> None:
         )  # fmt: skip
 
 
-@typing.overload
-def as_matrix(q: QuantizedArray) -> reference.Matrix: ...
-
-
-@typing.overload
-def as_matrix(q: QuantizedArray | Array) -> reference.Matrix | Array: ...
-
-
-def as_matrix(q: QuantizedArray | Array) -> reference.Matrix | Array:
-    """The operand form of `q` as a backend reads it: two axes, one scale grid."""
-    if not isinstance(q, QuantizedArray):
-        return q.reshape(math.prod(q.shape[:-1]), q.shape[-1])
-    rows = math.prod(q.codes.shape[:-1])
-    scale = q.scale
-    if not (q.format.is_per_tensor or q.format.is_tile):
-        scale = scale.reshape(rows, scale.shape[-1])
-    return reference.Matrix(q.codes.reshape(rows, q.codes.shape[-1]), scale, q.tensor_scale)
-
-
 def check_backend(backend: object) -> str:
     """ "auto", "reference" or "native"."""
     check_choice("backend", backend, ("auto", "reference", "native"))
@@ -348,3 +307,15 @@ def _traced_word(argument: str, value: object) -> Array | np.uint32:
 def _read(array: Array) -> np.ndarray | None:
     """Values that can be looked at, which those of a trace cannot."""
     return None if isinstance(array, Tracer) else np.asarray(array)
+
+
+def quantize_numpy(x: np.ndarray, cast: Cast, amax: np.ndarray | None) -> Quantized:
+    """The oracle's Quantized of a matrix [R, C], for conversions of checkpoints (`microfloat.reference.casters`)."""
+    made = quantize(jnp.asarray(x), cast, amax=None if amax is None else jnp.asarray(amax, jnp.float32))
+    parts = np.asarray(made.codes), np.asarray(made.scale)
+    codes, scale = (part if part.dtype == np.float32 else part.view(np.uint8) for part in parts)
+    level = None if made.tensor_scale is None else np.asarray(made.tensor_scale)
+    return Quantized(codes, scale, level, cast.format, 1, x.shape, None)
+
+
+casters.register("jax", quantize_numpy)

@@ -21,31 +21,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.jax import calls
 from microfloat.jax.array import check_array, check_dtype
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import cuda, reference
 from microfloat.jax.backends.reference import Noise
-from microfloat.jax.dot_general import (
-    OUTPUT_NAME,
-    Call,
-    Config,
-    Op,
-    Seed,
-    check_shards,
-    check_state,
-    checked_options,
-    checkpoint_name,
-    differentiated_once,
-    named,
-    place,
-    state_cotangent,
-    words_of,
-)
+from microfloat.jax.calls import Call, Config, Op, Seed, check_shards, named, place, words_of
 from microfloat.jax.numerics.bits import as_float, hadamard_transform, measured_bits, widened
 from microfloat.jax.numerics.scales import block_amax_bits, to_tiles
 from microfloat.jax.scaling import DelayedState
@@ -73,7 +60,7 @@ def ragged_dot(
     Options are those of `dot_general`. Inside shard_map the mesh axes over which both `rhs` and `group_sizes` vary give
     every device experts of its own, whose amaxes are not shared; `axis_names` names only others.
     """
-    return RaggedDot(*checked_options(recipe, backend, axis_names, residuals))
+    return RaggedDot(recipe, backend, axis_names, residuals)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -115,7 +102,7 @@ class RaggedDot(Op):
         sizes = _checked_sizes(lhs, rhs, group_sizes)
         wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
         dtype = check_dtype("preferred_element_type", wanted)
-        state = check_state(recipe, state, (rhs.shape[0],))
+        state = calls.check_state(recipe, state, (rhs.shape[0],))
         if 0 in (lhs.shape[0], rhs.shape[0]):
             return place(jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype), out_sharding), state
         config = self.config(recipe, dtype, w_is_transposed=True)
@@ -260,12 +247,12 @@ def _forward(
         groups.call.check_seed()
     y_TN, w, x, amaxes = groups.forward(x_TK, w_GNK, keeps=True)
     kept = _Kept(w, x, sizes, words, state, amaxes, x_TK[:0], w_GNK[:, :0])
-    return (checkpoint_name(y_TN, OUTPUT_NAME), state), kept
+    return (checkpoint_name(y_TN, calls.OUTPUT_NAME), state), kept
 
 
 def _backward(config: Config, kept: _Kept, cotangents: tuple) -> tuple:
     dy_TN, later = cotangents
-    dy_TN, no_x, no_w = differentiated_once((dy_TN, kept.no_x, kept.no_w))
+    dy_TN, no_x, no_w = calls.differentiated_once((dy_TN, kept.no_x, kept.no_w))
     groups = _Groups(config, dy_TN, no_w, kept.sizes, kept.words, kept.state)
     dx_TK, dw_GNK, amaxes = groups.backward(dy_TN, kept._replace(no_x=no_x, no_w=no_w))
     return dx_TK, dw_GNK, None, None, groups.new_state(dy_TN, kept.amaxes | amaxes, later)
@@ -343,9 +330,11 @@ class _Groups:
         """The cotangent of the state, see `dot_general`."""
         if self._state is None:
             return None
-        return self._for_each(
-            lambda call, amaxes, later: state_cotangent(call, amaxes, dy_TN, amaxes.get("dy"), later), amaxes, later
-        )
+
+        def of_group(call: Call, amaxes: dict[str, Array], later: DelayedState | None) -> DelayedState | None:
+            return calls.state_cotangent(call, amaxes, dy_TN, amaxes.get("dy"), later)
+
+        return self._for_each(of_group, amaxes, later)
 
     def _operand(self, operand: Operand, x_BPC: Array) -> reference.Operand:
         """The operand of every block: quantized as a part of its group's matrix, or the block without a Cast."""

@@ -23,7 +23,8 @@ from jax.typing import DTypeLike
 from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.jax.array import check_array
 from microfloat.jax.autocast import get_autocast_recipe, recipe_here
-from microfloat.jax.dot_general import DotGeneral, dot_general, einsum, words_of
+from microfloat.jax.calls import words_of
+from microfloat.jax.dot_general import DotGeneral, dot_general, einsum
 from microfloat.jax.flax.state import (
     OVERWRITE_WITH_GRADIENT,
     SLOT_NAMES,

@@ -29,7 +29,8 @@ from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax.array import check_array
 from microfloat.jax.autocast import recipe_here
-from microfloat.jax.dot_general import dot_general, einsum, place, words_of
+from microfloat.jax.calls import place, words_of
+from microfloat.jax.dot_general import dot_general, einsum
 from microfloat.jax.flax.state import (
     SLOT_NAMES,
     Threaded,
