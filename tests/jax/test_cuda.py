@@ -43,7 +43,7 @@ def hopper(monkeypatch):
     """A machine that sees one H200. Traces are cached by shape: every test has shapes of its own."""
     for module in (cuda, gemms):
         monkeypatch.setattr(module, "capability", lambda: (9, 0))
-    monkeypatch.setattr(cuda, "_is_alone", lambda: True)
+    monkeypatch.setattr(cuda, "is_alone", lambda: True)
     return monkeypatch
 
 
@@ -172,11 +172,11 @@ def test_batches_keep_the_epilogue():
 def test_meshes_keep_the_epilogue(monkeypatch):
     monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert cuda.rounds_in_gemm()
+    assert cuda.is_alone()
     seen = []
 
     def inside(x):
-        seen.append((cuda.rounds_in_gemm(), cuda.folds_scales(*LARGE)))
+        seen.append((cuda.is_alone(), cuda.folds_scales(*LARGE)))
         return cuda.row_major(x)
 
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
@@ -188,7 +188,7 @@ def test_meshes_keep_the_epilogue(monkeypatch):
 
 def test_several_devices_keep_the_epilogue(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert not cuda.rounds_in_gemm()
+    assert not cuda.is_alone()
     assert not cuda.folds_scales(*LARGE)
 
 

@@ -143,8 +143,10 @@ def test_shard_map_casts_shards(kernel_calls, layouts, name, check_vma):
         for tensor, spec, shard in zip(tensors, specs, shards, strict=True):
             axes = {name for part in spec for name in (part if isinstance(part, tuple) else (part,)) if name}
             row, column = map(CastOf, casts_of(recipe, tensor))
-            made = casts.cast_both(shard, row, None, axes=frozenset(axes))
-            found.append((made.row, casts.cast_both(shard, None, column, axes=frozenset(axes)).column))
+            made = casts.cast_both(shard, row, None, casts.CastInputs(), axes=frozenset(axes))
+            found.append(
+                (made.row, casts.cast_both(shard, None, column, casts.CastInputs(), axes=frozenset(axes)).column)
+            )
         return whole(found)
 
     def whole(made):

@@ -36,11 +36,9 @@ __all__ = [
     "quantize", "ragged_dot", "scaled_matmul", "scaling", "to_blocked", "unpack_fp4", "unpack_fp6", "watch_outputs",
 ]  # fmt: skip
 
-_FLAX_FRONT_ENDS = ("fp8_ops", "linen", "nnx")
-
 
 def __getattr__(name: str) -> ModuleType:
     """The Flax front ends are imported when they are asked for, so that the core needs jax alone."""
-    if name in _FLAX_FRONT_ENDS:
+    if name in ("fp8_ops", "linen", "nnx"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from microfloat.arguments import as_float, check_unpacked, normalize_axis
+from microfloat.arguments import as_float, check_sizes, check_unpacked, normalize_axis
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.jax.backends import reference
@@ -24,11 +24,6 @@ from microfloat.jax.transformations import divided, rows_apart, run_automaticall
 from microfloat.layout import Part, Storage, array_layout, stored_length
 from microfloat.recipes import Hadamard
 from microfloat.recipes.cast import as_scaled_format
-
-__all__ = [
-    "QuantizedArray", "as_dtype", "as_matrix", "check_array", "check_dtype", "check_quantized", "contraction_axis",
-    "dequantize", "dequantized_spec", "real_array",
-]  # fmt: skip
 
 
 @partial(
@@ -40,15 +35,13 @@ __all__ = [
 class QuantizedArray:
     """A quantized array: ``value = decode(codes) * scale * tensor_scale``, blocks along the contraction axis.
 
-    Arrays (pytree children), in operand form, contraction axis last:
+    Arrays (pytree children), in operand form, contraction axis last: `codes`, float8_e4m3fn or float8_e5m2 for 8-bit
+    elements, uint8 for 6-bit (one code per byte) and 4-bit (packed, element 2i in the low nibble); `scale`, uint8 bytes
+    (E8M0, E4M3) or float32; `tensor_scale`, float32 of shape () or [R, 1], or None.
 
-    * `codes`: float8_e4m3fn / float8_e5m2 for 8-bit elements; uint8 for 6-bit (one code per byte) and 4-bit
-      (packed, element 2i in the low nibble).
-    * `scale`: uint8 bytes (E8M0, E4M3) or float32; `tensor_scale`: float32 of shape () or [R, 1], or None.
-
-    Static (hashable) metadata: `format`; `axis`, -1 or -2; `axis_size`, the contraction length of the original
-    array; `hadamard`; `dtype`, what `dequantize` returns; `added_axes`, 1 for a 1-D and 2 for a 0-d input. `shape`
-    follows from them and from `codes`, so slices made by vmap and scan stay valid. Source: docs/numerics.md 7.
+    Static metadata: `format`; `axis`, -1 or -2; `axis_size`, the contraction length of the original array; `hadamard`;
+    `dtype`, which `dequantize` returns; `added_axes`, 1 for a 1-D and 2 for a 0-d input. `shape` follows from them and
+    from `codes`, so slices made by vmap and scan stay valid. Source: docs/numerics.md 7.
     """
 
     codes: Array
@@ -78,7 +71,8 @@ class QuantizedArray:
         wide = check_dtype("dtype", dtype)
         if hadamard is not None and not isinstance(hadamard, Hadamard):
             raise invalid_type("hadamard", type(hadamard), "None or a Hadamard")
-        shape = None if shape is None else _checked_sizes(shape)
+        if shape is not None:
+            shape = check_sizes("shape", shape, "a tuple of sizes, such as (4, 32)", kinds=(int, np.integer))
         if packed and fmt.element.bits == 6:
             codes = _unpacked_fp6(codes, shape, axis, hadamard)
         stored = _stored_codes(codes, fmt)
@@ -208,15 +202,7 @@ def _dequantize(q: QuantizedArray, *, dtype: np.dtype) -> Array:
     return jnp.swapaxes(values, -1, -2) if q.axis == -2 else values.reshape(q.shape)
 
 
-@typing.overload
-def as_matrix(q: QuantizedArray) -> reference.Matrix: ...
-
-
-@typing.overload
-def as_matrix(q: QuantizedArray | Array) -> reference.Matrix | Array: ...
-
-
-def as_matrix(q: QuantizedArray | Array) -> reference.Matrix | Array:
+def as_matrix(q: QuantizedArray | Array) -> typing.Any:
     """The operand form of `q` as a backend reads it: two axes, one scale grid."""
     if not isinstance(q, QuantizedArray):
         return q.reshape(math.prod(q.shape[:-1]), q.shape[-1])
@@ -236,10 +222,9 @@ def check_quantized(argument: str, value: object) -> QuantizedArray:
     needed = [jnp.dtype(kind) for kind in kinds]
     got = [getattr(leaf, "dtype", type(leaf).__name__) for leaf in (value.codes, value.scale)]
     if got != needed:
-        raise invalid_type(
-            argument, f"codes of {got[0]} and scales of {got[1]}", f"{needed[0]} and {needed[1]} for {value.format}",
-            "What maps over the arrays of a tree maps over codes and scales: dequantize first.",
-        )  # fmt: skip
+        expected = f"{needed[0]} and {needed[1]} for {value.format}"
+        remedy = "A function that maps over the arrays of a tree maps over codes and scales: dequantize first."
+        raise invalid_type(argument, f"codes of {got[0]} and scales of {got[1]}", expected, remedy)
     return value
 
 
@@ -256,16 +241,6 @@ def _stored_codes(codes: ArrayLike, fmt: ScaledFormat) -> Array:
     if array.ndim < 2:
         raise invalid_value("codes", f"shape {array.shape}", "at least two axes, the contraction axis last")
     return array
-
-
-def _checked_sizes(shape: object) -> tuple[int, ...]:
-    """`shape` as a tuple of sizes; else InvalidTypeError."""
-    if not isinstance(shape, tuple | list) or any(
-        isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0 for size in shape
-    ):
-        got = type(shape) if not isinstance(shape, tuple | list) else repr(shape)
-        raise invalid_type("shape", got, "a tuple of sizes, such as (4, 32)")
-    return tuple(int(size) for size in shape)
 
 
 def _unpacked_fp6(codes: ArrayLike, shape: tuple[int, ...] | None, axis: int, hadamard: Hadamard | None) -> Array:
@@ -313,11 +288,9 @@ def check_array(argument: str, x: object) -> Array:
             argument, type(x), "an array of float32, bfloat16 or float16", "Use jax.numpy.asarray first."
         )
     if dtype not in _WIDE_DTYPES:
-        raise invalid_type(
-            argument, dtype, "float32, bfloat16 or float16",
-            "Dequantize it first." if str(dtype).startswith(("float8", "float6_", "float4"))
-            else f"Convert {argument} with .astype first.",
-        )  # fmt: skip
+        is_narrow = str(dtype).startswith(("float8", "float6_", "float4"))
+        remedy = "Dequantize it first." if is_narrow else f"Convert {argument} with .astype first."
+        raise invalid_type(argument, dtype, "float32, bfloat16 or float16", remedy)
     return jnp.asarray(x)
 
 

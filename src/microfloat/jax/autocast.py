@@ -6,7 +6,7 @@ the innermost autocast, nothing (high precision). A backward never reads this: i
 
 import contextlib
 import threading
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -14,24 +14,16 @@ from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.recipes import Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 
-__all__ = ["autocast", "get_autocast_recipe", "is_autocast_enabled", "recipe_here"]
-
 
 class _Ambient(NamedTuple):
     enabled: bool
     recipe: Recipe
 
 
-class _Entered(threading.local):
-    """The autocasts of a thread that are entered, outermost first, and what JAX restores when each is left."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[autocast, Any]] = []
-
-
 # Local to a thread, and in the key of every cache of traced and compiled functions.
 _context = jax.make_user_context(None)
-_entered = _Entered()
+# `stack`: the autocasts that a thread has entered, outermost first, and the contexts that JAX leaves with each.
+_entered = threading.local()
 
 
 class autocast(contextlib.ContextDecorator):
@@ -55,11 +47,12 @@ class autocast(contextlib.ContextDecorator):
     def __enter__(self) -> "autocast":
         context = _context(self._ambient)
         context.__enter__()
-        _entered.stack.append((self, context))
+        _entered.__dict__.setdefault("stack", []).append((self, context))
         return self
 
     def __exit__(self, *error: object) -> None:
-        innermost, context = _entered.stack.pop() if _entered.stack else (None, contextlib.nullcontext())
+        stack = getattr(_entered, "stack", None)
+        innermost, context = stack.pop() if stack else (None, contextlib.nullcontext())
         context.__exit__(*error)
         if innermost is not self:
             raise NotSupportedError(

@@ -5,7 +5,7 @@
 
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,32 +16,20 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.jax import scaling
+from microfloat.jax import scaling, transformations
+from microfloat.jax.array import check_dtype
 from microfloat.jax.backends import casts, cuda, gemms, reference
 from microfloat.jax.numerics.random import call_seed
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.ops import check_backend
 from microfloat.jax.scaling import DelayedState, Slot
-from microfloat.jax.transformations import (
-    by_maximum,
-    explicit_mesh,
-    max_over,
-    no_derivative,
-    sharding_axes,
-    told_axes,
-    varying_axes,
-)
 from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
-
-__all__ = [
-    "OUTPUT_NAME", "Call", "Config", "Op", "Seed", "check_shards", "check_sharding", "check_state",
-    "checkpoint_policies", "differentiated_once", "live_amax", "named", "place", "state_cotangent", "words_of",
-]  # fmt: skip
 
 # Names of the low-precision residuals and of a GEMM's result, for rematerialisation policies.
 CODES_NAME, SCALES_NAME, OUTPUT_NAME = "microfloat_codes", "microfloat_scales", "microfloat_gemm_output"
@@ -52,6 +40,10 @@ checkpoint_policies = types.SimpleNamespace(
     save_codes=jax.checkpoint_policies.save_only_these_names(CODES_NAME, SCALES_NAME),
     save_gemm_outputs=jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME),
 )
+
+
+Axes = frozenset[str]
+Words = Array | np.ndarray | None
 
 
 class Config(NamedTuple):
@@ -88,7 +80,7 @@ class Op:
         return Config(recipe, dtype, self.backend, self.axis_names, self.residuals, w_is_transposed)
 
 
-def words_of(recipe: Recipe | None, key: Array | None, seed: Array | int | None = None) -> Array | np.ndarray | None:
+def words_of(recipe: Recipe | None, key: Array | None = None, seed: Array | int | None = None) -> Words:
     """The call seed's words; None for a recipe that draws nothing, and where there is neither key nor seed."""
     if recipe is None or not recipe.is_stochastic or (seed is None and key is None):
         return None
@@ -97,19 +89,24 @@ def words_of(recipe: Recipe | None, key: Array | None, seed: Array | int | None 
 
 def check_state(recipe: Recipe, state: DelayedState | None, lead: tuple[int, ...] = ()) -> DelayedState | None:
     """`state`, if it is the one that `recipe` needs; `lead`: the leading axis of a stack of them."""
-    first = f"scaling.init(recipe{', num_groups=G' if lead else ''})"
+    got = "None" if state is None else type(state).__name__
     if recipe.is_delayed and not isinstance(state, DelayedState):
-        raise invalid_value(
-            "state", "None" if state is None else type(state).__name__, f"a DelayedState for {recipe!r}",
-            f"Make the first one with microfloat.jax.{first}.",
-        )  # fmt: skip
+        remedy = f"Make the first one with microfloat.jax.scaling.init(recipe{', num_groups=G' if lead else ''})."
+        raise invalid_value("state", got, f"a DelayedState for {recipe!r}", remedy)
     if not recipe.is_delayed and state is not None:
-        raise invalid_value("state", type(state).__name__, f"None for {recipe!r}, which keeps no state")
+        raise invalid_value("state", got, f"None for {recipe!r}, which keeps no state")
+    if state is not None and state.rules != scaling.slot_rules(recipe):
+        raise invalid_value("state", "a state made for another recipe", f"scaling.init({recipe!r})")
     if state is not None:
-        if state.rules != scaling.slot_rules(recipe):
-            raise invalid_value("state", "a state made for another recipe", f"scaling.init({recipe!r})")
         scaling.check_slots(state, lead)
     return state
+
+
+def result_dtype(lhs: Array, preferred_element_type: DTypeLike | None) -> np.dtype:
+    """The dtype of a product: the one that was asked for, or that of lhs."""
+    return check_dtype(
+        "preferred_element_type", lhs.dtype if preferred_element_type is None else preferred_element_type
+    )
 
 
 def check_sharding(out_sharding: object) -> object:
@@ -123,7 +120,7 @@ def place(y: Array, out_sharding: object) -> Array:
     """`y` with the sharding that was asked for; None leaves it alone."""
     if check_sharding(out_sharding) is None:
         return y
-    constrain = lax.with_sharding_constraint if explicit_mesh(y) is None else jax.sharding.reshard
+    constrain = lax.with_sharding_constraint if transformations.explicit_mesh(y) is None else jax.sharding.reshard
     return constrain(y, out_sharding)
 
 
@@ -143,20 +140,16 @@ class _Cast(NamedTuple):
 
 
 class Call:
-    """One call's context: everything that the casts and the GEMMs of its six operands read.
+    """The context of one call; `apart`: mesh axes along which devices hold other matrices, not parts of these."""
 
-    `apart`: mesh axes along which devices hold other matrices, not parts of these.
-    """
-
-    def __init__(
-        self, config: Config, seed: Seed, state: DelayedState | None, apart: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, config: Config, seed: Seed, state: DelayedState | None, apart: Axes = frozenset()) -> None:
         self.config, self.seed, self.state, self._apart = config, seed, state, apart
-        # The encode scales of this step: the update that the previous step left open.
-        slots = [] if state is None else scaling.slots_of(state)
-        lead = {tensor: slot.amax_history.shape[:-1] for tensor, slot, _ in slots}  # (), of a stacked state [G]
+        # The encode scales of this step, () or of a stacked state [G]: the update that the previous step left open.
         scales = {} if state is None else scaling.encode_scales(state)
-        self.scales = {tensor: scale.reshape(lead[tensor]) for tensor, scale in scales.items()}
+        leads = (
+            {} if state is None else {name: slot.amax_history.shape[:-1] for name, slot, _ in scaling.slots_of(state)}
+        )
+        self.scales = {tensor: scale.reshape(leads[tensor]) for tensor, scale in scales.items()}
 
     def cast(
         self, x_RC: Array, tensor: str, uses: tuple[bool, bool] = (True, True), *, keeps: bool = False,
@@ -164,17 +157,14 @@ class Call:
     ) -> _Cast:  # fmt: skip
         """The operands of the first and the second use; one that `uses` leaves out, or without a Cast, is the tensor.
 
-        `keeps`: the second is kept for the backward, as codes, and without a Cast it stays as it is, so that `kept`
-        sees it; else it is turned.
+        `keeps`: the second is kept for the backward as codes, or as it is without a Cast; else it is turned.
         """
         is_turned = tensor == "w" and self.config.w_is_transposed
+        decodes, axes = (not self.reuses(tensor), not keeps), self.axes(x_RC)
         first, second = (
-            self.cast_of(operand, x_RC.shape, decodes=decodes) if used else None
-            for operand, used, decodes in zip(
-                OPERANDS_OF[tensor], uses, (not self.reuses(tensor), not keeps), strict=True
-            )
+            self.cast_of(operand, x_RC.shape, decodes=decoded) if used else None
+            for operand, used, decoded in zip(OPERANDS_OF[tensor], uses, decodes, strict=True)
         )
-        axes = self.axes(x_RC)
         made = casts.cast_both(
             x_RC.T if is_turned else x_RC, *((second, first) if is_turned else (first, second)),
             casts.CastInputs(*self.seed, None, self.scales.get(tensor)),
@@ -187,15 +177,14 @@ class Call:
 
     def axes(self, x: Array) -> frozenset[str]:
         """The mesh axes that shard a tensor."""
-        return sharding_axes(x, self.config.axis_names) - self._apart
+        return transformations.sharding_axes(x, self.config.axis_names) - self._apart
 
     def cast_of(self, operand: Operand, shape: tuple[int, ...], *, decodes: bool = False) -> casts.CastOf | None:
         """One operand as the recipe's table says, decoded if its GEMM multiplies in bfloat16; None without a Cast."""
         cast = self.config.recipe.cast(*operand.key)
         if cast is None:
             return None
-        if operand.tensor == "dy":
-            cast = cast.of_gradient
+        cast = cast.of_gradient if operand.tensor == "dy" else cast
         if cast.is_stochastic:
             self.check_seed()
         gemm = getattr(self.config.recipe, operand.gemm)
@@ -250,9 +239,9 @@ class Call:
     def check_seed(self) -> None:
         """InvalidValueError where a stochastic recipe has neither key nor seed."""
         if self.seed.words is None:
-            recipe = f"{self.config.recipe!r}, which rounds stochastically"
+            needed = f"key= (a jax.random key) or seed= for {self.config.recipe!r}, which rounds stochastically"
             raise invalid_value(
-                "key", "None, and no seed", f"key= (a jax.random key) or seed= for {recipe}",
+                "key", "None, and no seed", needed,
                 "linen takes rngs={'sr_rng': key}, which nn.scan and nn.vmap pass on with split_rngs={'sr_rng': True}; "
                 "nnx.convert and nnx.Linear take rngs=nnx.Rngs(sr_rng=0). "
                 "To switch it off: disable_stochastic_rounding=True, or rounding='nearest'.",
@@ -260,7 +249,7 @@ class Call:
 
 
 # Codes have no derivative, so that of a gradient would be zeros.
-differentiated_once = no_derivative(
+differentiated_once = transformations.no_derivative(
     "grad: got a derivative of a gradient through a low-precision dot_general, needed a first derivative: codes have "
     "none. Compute this term with lax.dot_general, or put lax.stop_gradient around the arguments of the inner gradient."
 )
@@ -272,13 +261,12 @@ def live_amax(
 ) -> Array:  # fmt: skip
     """The amax of one tensor in this step, over all devices that share its state.
 
-    Without `reduces` (``DelayedScaling(reduce_amax=False)``) it is the device's own, and so must the state be: else
-    InvalidValueError.
+    Without `reduces` it is the device's own; InvalidValueError if the state is not.
     """
-    apart = varying_axes(*jax.tree.leaves(state))
+    apart = transformations.varying_axes(*jax.tree.leaves(state))
     if reduces:
-        return max_over(measure(x), axes - apart)
-    if shared := varying_axes(x) - apart:
+        return transformations.max_over(measure(x), axes - apart)
+    if shared := transformations.varying_axes(x) - apart:
         raise invalid_value(
             "state", f"one for all devices of mesh axes {sorted(shared)}",
             "a state per device with reduce_amax=False: every device keeps its own amaxes",
@@ -289,11 +277,8 @@ def live_amax(
 
 def named(matrix: reference.Matrix) -> reference.Matrix:
     """A quantized operand under the names that policies of `jax.checkpoint` know."""
-    codes, scale, outer = matrix
-    return reference.Matrix(
-        checkpoint_name(codes, CODES_NAME), checkpoint_name(scale, SCALES_NAME),
-        None if outer is None else checkpoint_name(outer, SCALES_NAME),
-    )  # fmt: skip
+    scale, outer = checkpoint_name((matrix.scale, matrix.tensor_scale), SCALES_NAME)
+    return reference.Matrix(checkpoint_name(matrix.codes, CODES_NAME), scale, outer)
 
 
 def state_cotangent(
@@ -303,7 +288,7 @@ def state_cotangent(
     state = call.state
     if state is None or later is None:
         return None
-    told = frozenset() if varying_axes(dy_MN) else told_axes(call.config.axis_names)
+    told = frozenset() if transformations.varying_axes(dy_MN) else transformations.told_axes(call.config.axis_names)
     slots: dict[str, Slot] = {}
     for tensor, slot, rule in scaling.slots_of(state):
         if tensor == "dy":
@@ -312,29 +297,25 @@ def state_cotangent(
         # `later` has the structure of `state`. A state of each device is not summed.
         incoming = typing.cast(Slot, later.slot(tensor))
         axes = told if rule.delayed.reduce_amax else frozenset()
-        slots[tensor] = Slot(*map(partial(by_maximum, told=axes), recorded, slot, incoming))
+        slots[tensor] = Slot(*map(partial(transformations.by_maximum, told=axes), recorded, slot, incoming))
     return scaling.state_of(slots, state.rules)
 
 
-def check_shards(
-    recipe: Recipe, x_MK: Array, w_NK: Array, names: tuple[str, ...], apart: frozenset[str] = frozenset()
-) -> None:
-    """Blocks must not cross the boundaries of shards: else InvalidValueError with the axis, the size and the block.
+def check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, names: Sequence[str], apart: Axes = frozenset()) -> None:
+    """InvalidValueError for blocks that the boundaries of shards cut.
 
-    Inside shard_map K is taken as sharded over the mesh axes that both operands vary over, M over those of x alone,
-    N over those of w alone. What JAX cannot see (check_vma=False) is not checked. `apart`: see `Call`.
+    Inside shard_map K is sharded over the mesh axes that both operands vary over, M over those of x alone, N over those
+    of w alone. With ``check_vma=False`` nothing is known of them. `apart`: see `Call`.
     """
-    of_x, of_w = (varying_axes(value) - apart for value in (x_MK, w_NK))
-    contracted = {
-        "fprop": ("K", of_x & of_w, x_MK.shape[1]),
-        "dgrad": ("N", of_w - of_x, w_NK.shape[0]),
-        "wgrad": ("M", of_x - of_w, x_MK.shape[0]),
-    }
+    of_x, of_w = (transformations.varying_axes(value) - apart for value in (x_MK, w_NK))
+    contracted = {"fprop": ("K", of_x & of_w, x_MK.shape[1]), "dgrad": ("N", of_w - of_x, w_NK.shape[0])}
+    contracted["wgrad"] = "M", of_x - of_w, x_MK.shape[0]
     for name in names:
         letter, axes, size = contracted[name]
         gemm = getattr(recipe, name)
-        for cast in gemm.casts:
-            if cast is None or not axes or gemm.from_fprop:  # whose blocks are those of fprop
+        # Blocks of a GEMM that reads the operands of fprop are those of fprop.
+        for cast in gemm.casts if axes and not gemm.from_fprop else ():
+            if cast is None:
                 continue
             block = max(cast.format.block[1] or 1, cast.hadamard.size if cast.hadamard is not None else 1)
             if size % block:

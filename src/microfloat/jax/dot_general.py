@@ -24,8 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from microfloat.errors import invalid_value
-from microfloat.jax import calls
-from microfloat.jax.array import QuantizedArray, check_array, check_dtype, dequantized_spec, real_array
+from microfloat.jax import calls, transformations
+from microfloat.jax.array import QuantizedArray, check_array, dequantized_spec, real_array
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import reference
 from microfloat.jax.calls import Call, Config, Op, Seed, check_shards, check_state, place, words_of
@@ -33,17 +33,8 @@ from microfloat.jax.numerics.dimensions import DimensionNumbers, DotDimensions, 
 from microfloat.jax.observing import observe_backward, observe_forward, seen_by_backward
 from microfloat.jax.ops import quantize, scaled_matmul
 from microfloat.jax.scaling import DelayedState, Slot
-from microfloat.jax.transformations import (
-    run_automatically,
-    sharding_axes,
-    spec_of_product,
-    sum_to_type_of,
-    varying_axes,
-)
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Recipe
-
-__all__ = ["DotGeneral", "Einsum", "dot_general", "einsum"]
 
 
 def dot_general(
@@ -73,9 +64,9 @@ class DotGeneral(Op):
         """``lax.dot_general(lhs, rhs, dimension_numbers)`` under the recipe; lhs are activations, rhs weights.
 
         Returns lhs's dtype, or `preferred_element_type`; gradients have the dtypes of their operands. `precision`
-        is for high precision alone: the recipe's `accumulate` decides. Delayed scaling needs `state` (its gradient is
-        the new state), stochastic rounding `key`, or `seed`, the call seed itself; without one a recipe that rounds
-        only gradients stochastically runs forward.
+        is for high precision alone. Delayed scaling needs `state` (its gradient is the new state), stochastic rounding
+        `key`, or `seed`, the call seed itself; without one a recipe that rounds only gradients stochastically runs
+        forward.
 
         `rhs` may be a QuantizedArray whose blocks lie along the one axis that is contracted: a weight that is stored
         quantized. lhs is then cast as the recipe's fprop casts x, or used as it is where that is None, as under
@@ -94,23 +85,20 @@ class DotGeneral(Op):
         preferred_element_type: DTypeLike | None = None, out_sharding: Any = None, *,
         words: Array | np.ndarray | None = None, state: DelayedState | None = None,
     ) -> tuple[Array, DelayedState | None]:  # fmt: skip
-        """(y, the state handed through) for the call seed's words; a later use in this step takes that state.
-
-        Without words a stochastic recipe runs forward only, if its fprop is not stochastic.
-        """
+        """(y, the state for a later use in this step); without the `words` of a seed stochastic recipes run forward."""
         recipe = recipe_here(self.recipe)
         if recipe is None:
             options = precision, preferred_element_type
             return lax.dot_general(lhs, rhs, dimension_numbers, *options, out_sharding=out_sharding), state
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
-        dtype = check_dtype(
-            "preferred_element_type", lhs.dtype if preferred_element_type is None else preferred_element_type
-        )
+        dtype = calls.result_dtype(lhs, preferred_element_type)
         state = check_state(recipe, state)
         config = self.config(recipe, dtype, w_is_transposed=dimensions.rhs_is_transposed)
         specs = _Specs(dimensions.dimension_numbers, calls.check_sharding(out_sharding))
-        y, state = run_automatically(_apply, specs, lhs, rhs, words, state, config=config, dimensions=dimensions)
+        y, state = transformations.run_automatically(
+            _apply, specs, lhs, rhs, words, state, config=config, dimensions=dimensions
+        )
         return place(y, out_sharding), state
 
     def _times_stored(
@@ -119,7 +107,7 @@ class DotGeneral(Op):
     ) -> Array:  # fmt: skip
         """The product with a stored weight: [.., the free axes of lhs, those of rhs]."""
         x, recipe = check_array("lhs", lhs), recipe_here(self.recipe)
-        dtype = check_dtype("preferred_element_type", x.dtype if element_type is None else element_type)
+        dtype = calls.result_dtype(x, element_type)
         dimensions = canonical_dimensions(x.shape, rhs.shape, dimension_numbers)
         is_one = rhs.ndim == 2 and len(dimensions.contracted) == 1 and not dimensions.batch
         if not is_one or dimensions.rhs_order[-1] != rhs.axis % 2:
@@ -140,7 +128,9 @@ class DotGeneral(Op):
             )  # fmt: skip
         specs = _Specs(dimensions.dimension_numbers, calls.check_sharding(out_sharding))
         static = cast, dtype, self.backend
-        return run_automatically(_apply_stored, specs, x, rhs, order=dimensions.lhs_order, static=static)
+        return transformations.run_automatically(
+            _apply_stored, specs, x, rhs, order=dimensions.lhs_order, static=static
+        )
 
     def with_amax(
         self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, *, state: DelayedState,
@@ -158,22 +148,16 @@ class DotGeneral(Op):
             raise invalid_value("gradient_slot", f"shape {slot.shape}", "a float32 zero of shape ()")
         frozen = lax.stop_gradient(state)
         dy = frozen.dy and Slot(frozen.dy.scale_enc, _amax_carrier(frozen.dy.amax_history, slot))
-        y = self(
-            lhs, rhs, dimension_numbers, preferred_element_type=preferred_element_type,
-            state=DelayedState(frozen.x, frozen.w, dy, state.rules),
-        )  # fmt: skip
-        amaxes = {
-            name: calls.live_amax(lax.stop_gradient(value), sharding_axes(value, self.axis_names))
-            for name, value in (("x", lhs), ("w", rhs))
-            if state.slot(name) is not None
-        }
-        return y, amaxes
+        frozen = DelayedState(frozen.x, frozen.w, dy, state.rules)
+        y = self(lhs, rhs, dimension_numbers, preferred_element_type=preferred_element_type, state=frozen)
+        tensors = {name: lax.stop_gradient(value) for name, value in (("x", lhs), ("w", rhs)) if state.slot(name)}
+        axes = partial(transformations.sharding_axes, axis_names=self.axis_names)
+        return y, {name: calls.live_amax(value, axes(value)) for name, value in tensors.items()}
 
 
 def einsum(recipe: Recipe | str | None = None, **options: Any) -> "Einsum":
-    """``einsum(recipe)(equation, lhs, rhs, ...)`` of two operands; the first is always x, the second w.
-
-    `options` are those of `dot_general`.
+    """``einsum(recipe)(equation, lhs, rhs, ...)`` of two operands, first x, then w; `options` are those of
+    `dot_general`.
     """
     return Einsum(dot_general(recipe, **options))
 
@@ -206,8 +190,8 @@ class _Specs(NamedTuple):
         if isinstance(rhs, QuantizedArray):
             sharding = NamedSharding(jax.typeof(rhs.codes).sharding.mesh, dequantized_spec(rhs))
             values = jax.ShapeDtypeStruct(rhs.shape, rhs.dtype, sharding=sharding)
-            return spec_of_product(jax.typeof(lhs), values, *self)
-        return spec_of_product(jax.typeof(lhs), jax.typeof(rhs), *self), PartitionSpec()
+            return transformations.spec_of_product(jax.typeof(lhs), values, *self)
+        return transformations.spec_of_product(jax.typeof(lhs), jax.typeof(rhs), *self), PartitionSpec()
 
 
 @partial(jax.jit, static_argnames=("config", "dimensions"))
@@ -231,7 +215,7 @@ def _apply(
 class _Kept(NamedTuple):
     """Residuals: the rhs of dgrad and of wgrad (quantized, or the originals), seed, state, live amaxes.
 
-    `no_x` [0, K] and `no_w` [0, K] are empty slices that carry the dtypes and the device variance of the primals.
+    `no_x` [0, K], `no_w` [0, K]: empty slices with the dtypes and the device variance of the primals.
     `seen`: columns of x and w that a watched function measures the products by.
     """
 
@@ -246,9 +230,7 @@ class _Kept(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(
-    config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None
-) -> tuple[Array, DelayedState | None]:
+def _linear(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[Array, Any]:
     """(y_MN = x @ w.T under ``config.recipe``, the state handed through).
 
     The cotangent of `state` is the new state, or the cotangent of the state handed through where that is larger: a
@@ -287,13 +269,13 @@ def _backward(config: Config, kept: _Kept, cotangents: tuple) -> tuple[Array, Ar
     def product(name: str, a: reference.Operand, b: reference.Operand, cols: int, primal: Array) -> Array:
         # A product that is summed over mesh axes is rounded after that.
         b = call.read(name, b, primal.shape[1], dtype)
-        summed = varying_axes(*jax.tree.leaves((a, b))) - varying_axes(primal)
+        summed = transformations.varying_axes(*jax.tree.leaves((a, b))) - transformations.varying_axes(primal)
         return call.gemm(name, a, b, cols, dtype, jnp.dtype(jnp.float32) if summed else primal.dtype)
 
     dy = call.cast(dy_MN, "dy", records=True)
     dx_MK = product("dgrad", dy.first, call.kept(kept.w, "w"), outputs, no_x)
     dw_NK = product("wgrad", dy.second, call.kept(kept.x, "x"), rows, no_w)
-    gradients = sum_to_type_of(dx_MK, no_x).astype(no_x.dtype), sum_to_type_of(dw_NK, no_w).astype(no_w.dtype)
+    gradients = transformations.sum_to_type_of(dx_MK, no_x), transformations.sum_to_type_of(dw_NK, no_w)
     dx_MK, dw_NK = observe_backward(call, kept.seen, dy_MN, (dx_MK, dw_NK), gradients)
     return dx_MK, dw_NK, None, calls.state_cotangent(call, kept.amaxes, dy_MN, dy.amax, later)
 
@@ -301,17 +283,9 @@ def _backward(config: Config, kept: _Kept, cotangents: tuple) -> tuple[Array, Ar
 _linear.defvjp(_forward, _backward)
 
 
-@jax.custom_vjp
-def _amax_carrier(history: Array, gradient_slot: Array) -> Array:
-    """`history`, whose newest amax becomes the gradient of `gradient_slot` instead of the history's own."""
-    del gradient_slot
-    return history
-
-
-_amax_carrier.defvjp(
-    lambda history, gradient_slot: (history, None),
-    lambda _, cotangent: (jnp.zeros_like(cotangent), cotangent[0]),
-)
+# `history`, whose newest amax becomes the gradient of the second argument instead of the history's own.
+_amax_carrier = jax.custom_vjp(lambda history, gradient_slot: history)
+_amax_carrier.defvjp(lambda history, _: (history, None), lambda _, g: (jnp.zeros_like(g), g[0]))
 
 
 # The product with a weight that is stored quantized: ``y = x @ dequantize(w).T``, differentiable in x

@@ -22,22 +22,11 @@ from microfloat.jax.numerics.dimensions import DimensionNumbers, canonical_dimen
 from microfloat.jax.ops import check_backend
 from microfloat.jax.ragged_dot import RaggedDot
 from microfloat.operands import GEMMS, OPERANDS
-from microfloat.recipes import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from microfloat.recipes import Recipe
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
 from microfloat.routes import family_of
 from microfloat.support import Support, text_table
-
-__all__ = [
-    "CastRow", "Explanation", "GemmRow", "ProgramDots", "explain", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,18 +86,16 @@ def explain(
     """The kernels of a recipe or of a compiled function on a device, and why; nothing is run.
 
     * ``explain(recipe, device=None, shape=None)``: the three GEMMs on `device`: "cpu", "cuda", a JAX device, None for
-      the default one, or a GPU that this machine lacks, by its name, its generation or its architecture ("h200",
-      "ampere", "sm_100"). That answer assumes that all packages are installed there, while the answer about this
-      machine names the package that is missing. `shape` is (M, K, N) of a Linear, for padding and casts.
-    * ``explain(op, device=None, shape=None)``: the same of what `dot_general`, `einsum` or `ragged_dot` returned, with
-      the recipe and the backend of the op; of ragged_dot, the products of a group.
+      the default one, or a GPU that this machine lacks, by name, generation or architecture ("h200", "ampere",
+      "sm_100"), with all packages. `shape` is (M, K, N) of a Linear, for padding and casts. Both may be positional.
+    * ``explain(op, device=None, shape=None)``: the same of a `dot_general`, an `einsum` or a `ragged_dot`, with its
+      recipe and backend; of ragged_dot, the products of a group.
     * ``explain(recipe, lhs, rhs, dimension_numbers)``: the same for these operands (arrays or jax.ShapeDtypeStruct);
-      also of what `dot_general` returned, and of what `einsum` returned: ``explain(op, equation, lhs, rhs)``.
-    * ``explain(function, *arguments)``: compiles the function and lists its dots; `calls_fp8` says whether an FP8
-      GEMM is called, on any platform.
+      also of a `dot_general`, and of an `einsum`: ``explain(op, equation, lhs, rhs)``.
+    * ``explain(function, *arguments)``: compiles the function and lists its dots; `calls_fp8` tells if it calls an FP8
+      GEMM, on any platform.
 
-    `device` and `shape` may also be given by position. Raises InvalidTypeError or InvalidValueError for other
-    arguments.
+    Raises InvalidTypeError or InvalidValueError for other arguments.
     """
     op, grouped = subject, False
     is_called = any(hasattr(argument, "shape") for argument in arguments)
@@ -137,16 +124,14 @@ def explain(
         shape = arguments[1] if len(arguments) > 1 and shape is None else shape
     target = _target(device)
     sizes = None if shape is None else check_shape(shape)
-    rows = tuple(_row(recipe, gemm, target, sizes, backend) for gemm in GEMMS)
-    cast_rows = () if target.chip is None else _casts(recipe, target, sizes, backend)
+    rows = [_row(recipe, gemm, target, sizes, backend) for gemm in GEMMS]
+    cast_rows = [] if target.chip is None else _casts(recipe, target, sizes, backend)
     if grouped:
-        rows = tuple(
-            row if row.kernel == "-" else replace(row, kernel=f"{row.kernel}, for every block of rows") for row in rows
-        )
-        cast_rows = tuple(
-            replace(row, kernel="XLA's operations", reason="ragged_dot casts blocks of rows") for row in cast_rows
-        )
-    return Explanation(recipe, target.name, rows, cast_rows)
+        more = ", for every block of rows"
+        rows = [row if row.kernel == "-" else replace(row, kernel=row.kernel + more) for row in rows]
+        by_xla = {"kernel": "XLA's operations", "reason": "ragged_dot casts blocks of rows"}
+        cast_rows = [replace(row, **by_xla) for row in cast_rows]
+    return Explanation(recipe, target.name, tuple(rows), tuple(cast_rows))
 
 
 def _operands(*arguments: Any) -> tuple[Any, Any, DimensionNumbers]:
@@ -159,10 +144,7 @@ def _operands(*arguments: Any) -> tuple[Any, Any, DimensionNumbers]:
 
 
 class _Target(NamedTuple):
-    """The device of a question: its compute capability or None, and why nothing can be said of it or None.
-
-    `elsewhere`: a GPU by its name, on a machine that has all packages.
-    """
+    """The device of a question: its compute capability, why it is missing, and if it is `elsewhere`, a GPU by name."""
 
     name: str
     chip: tuple[int, int] | None = None
@@ -170,7 +152,7 @@ class _Target(NamedTuple):
     elsewhere: bool = False
 
 
-def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, backend: str) -> tuple[CastRow, ...]:
+def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, backend: str) -> list[CastRow]:
     """A row for each quantized operand: a kernel casts it where all casts of its tensor have one."""
     rows, inputs, outputs = shape or (0, 0, 0)
     sizes = {"x": (rows, inputs), "w": (outputs, inputs), "dy": (rows, outputs)}
@@ -187,7 +169,7 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
         if not reason and (gemm, side) in _READ_AT_ONCE and reads_values(getattr(recipe, gemm), one, target.chip):
             kernel += " (decoded to bfloat16)"
         found.append(CastRow(gemm, tensor, one.format.name, kernel, reason))
-    return tuple(found)
+    return found
 
 
 # Operands whose GEMM follows their cast; the others wait for the backward, as codes.
@@ -205,7 +187,7 @@ def _target(device: object) -> _Target:
     named = chip_named(device)
     if named is not None:
         return _Target(f"{device} ({named.name}, {named.architecture})", named.capability, None, True)
-    name = {"gpu": "cuda"}.get(device.split(":")[0], device.split(":")[0])
+    name = device.split(":")[0].replace("gpu", "cuda")
     if name not in ("cpu", "cuda", "tpu", "rocm"):
         needed = "'cpu', 'cuda', 'rocm' or 'tpu', or a GPU by its name, such as 'h200' or 'sm_100'"
         raise invalid_value("device", repr(device), needed)
@@ -242,10 +224,9 @@ def _padding(kinds: list[reference.Kind | None], cols: int, shape: tuple[int, in
 def _program_dots(function: Callable, *arguments: Any) -> ProgramDots:
     for leaf in jax.tree.leaves(arguments):
         if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
-            raise invalid_type(
-                "arguments", type(leaf), "arrays, jax.ShapeDtypeStructs or numbers, on which the function is compiled",
-                "Put others into the function: explain(lambda x: function(x, other), x).",
-            )  # fmt: skip
+            needed = "arrays, jax.ShapeDtypeStructs or numbers, on which the function is compiled"
+            remedy = "Put others into the function: explain(lambda x: function(x, other), x)."
+            raise invalid_type("arguments", type(leaf), needed, remedy)
     compiled = jax.jit(function).lower(*arguments).compile()
     return ProgramDots(jax.default_backend(), dots_of(cast(str, compiled.as_text())))
 
@@ -257,8 +238,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 def dots_of(text: str) -> tuple[ProgramDot, ...]:
     """The rows of `ProgramDots` from the text of an optimised HLO module.
 
-    Operands may be printed by name alone: their dtypes are those of the instructions of that name. A dot of two FP8
-    operands that is left inside a fusion is a GEMM that XLA generates itself.
+    Operands may be printed by name alone. A dot of FP8 operands inside a fusion is a GEMM that XLA generates.
     """
     dtypes: dict[str, str] = {}
     rows = []
@@ -279,7 +259,7 @@ def dots_of(text: str) -> tuple[ProgramDot, ...]:
     return tuple(rows)
 
 
-def _availability(recipe: Recipe, device: object) -> Support:
+def _availability(recipe: str, device: object) -> Support:
     answer = cast(Explanation, explain(recipe, device=device))  # of a recipe, not of a function
     return Support(answer.available, answer.accelerated, answer.rows[0].support.reason)
 
@@ -289,19 +269,19 @@ def is_fp8_available(device: object = None) -> Support:
 
     The answer unpacks into ``(available, reason)``; its truth value is `available`.
     """
-    return _availability(Float8CurrentScaling(), device)
+    return _availability("fp8_current", device)
 
 
 def is_mxfp8_available(device: object = None) -> Support:
     """Support of MXFP8, as `is_fp8_available` gives that of FP8."""
-    return _availability(MXFP8BlockScaling(), device)
+    return _availability("mxfp8", device)
 
 
 def is_fp8_block_scaling_available(device: object = None) -> Support:
     """Support of FP8 with 1x128 and 128x128 blocks, as `is_fp8_available` gives that of FP8."""
-    return _availability(Float8BlockScaling(), device)
+    return _availability("fp8_block", device)
 
 
 def is_nvfp4_available(device: object = None) -> Support:
     """Support of NVFP4, as `is_fp8_available` gives that of FP8."""
-    return _availability(NVFP4BlockScaling(), device)
+    return _availability("nvfp4", device)

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.arguments import check_choice, check_word
 from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.jax import transformations
 from microfloat.jax.array import (
     QuantizedArray,
     as_matrix,
@@ -27,22 +28,13 @@ from microfloat.jax.array import (
 )
 from microfloat.jax.backends import casts, cuda, gemms, reference
 from microfloat.jax.numerics.random import call_seed
-from microfloat.jax.transformations import (
-    distinct,
-    divided,
-    no_derivative,
-    run_automatically,
-    spec_of,
-    straight_through,
-)
 from microfloat.layout import Part, Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_enc, usages_of
 from microfloat.reference import Quantized, casters
 
-__all__ = ["check_backend", "dequantize", "fake_quantize", "quantize", "scaled_matmul"]
-
 Real: TypeAlias = ArrayLike | None
+Factor: TypeAlias = QuantizedArray | Array
 
 
 @typing.overload
@@ -77,9 +69,8 @@ def quantize(
     bytes of two calls with the same seed (or key) and stream. `cast`, `stream`, `amax` and `scale_enc` may then be
     pairs too, one for each axis.
 
-    Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast,
-    NotSupportedError where it is differentiated (`dot_general` trains, and `fake_quantize` has a gradient), and for
-    ``backend="native"`` without a CUDA device. Source: docs/numerics.md, sections 2 to 5 and 7.
+    Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit, NotSupportedError
+    where it is differentiated and for ``backend="native"`` without a CUDA device. Source: docs/numerics.md 2 to 5, 7.
     """
     if not isinstance(axis, tuple | list):
         cast = as_cast(cast)
@@ -103,30 +94,30 @@ def quantize(
 
 def _made(x: Array, usages: tuple[Usage, ...], words: Array | np.ndarray | None, backend: str) -> list[QuantizedArray]:
     """The usages of `x`, in one pass; an amax or an encode scale is the same for those that take it."""
-    given: dict[str, Array | None] = {"amax": None, "scale_enc": None}
-    static, traced = [], []
+    static, traced, common_amax, common_scale = [], [], None, None
     for cast, normal, stream, amax, scale_enc in usages:
         rows = math.prod(leading_axes(x.shape, normal))
-        checked = (
-            given_amax(amax, cast, rows, real_array, _read),
-            given_scale_enc(scale_enc, cast.is_delayed, real_array, _read),
-        )
-        given = {name: given[name] if one is None else one for name, one in zip(given, checked, strict=True)}
+        new_amax = given_amax(amax, cast, rows, real_array, _read)
+        new_scale = given_scale_enc(scale_enc, cast.is_delayed, real_array, _read)
+        common_amax = common_amax if new_amax is None else new_amax
+        common_scale = common_scale if new_scale is None else new_scale
         word = _traced_word("stream", stream)
         # A stream that is a number is part of the program: kernels read it as one.
         number = None if isinstance(word, jax.Array) else int(word)
         traced.append(word if number is None else None)
         static.append((cast, normal - max(x.ndim, 1), number))
-    arguments = (x, words, tuple(traced), given["amax"], given["scale_enc"])
-    return run_automatically(_quantize, _quantized_specs, *arguments, usages=tuple(static), backend=backend)
+    arguments = (x, words, tuple(traced), common_amax, common_scale)
+    return transformations.run_automatically(
+        _quantize, _quantized_specs, *arguments, usages=tuple(static), backend=backend
+    )
 
 
-_without_derivative = no_derivative(
+_without_derivative = transformations.no_derivative(
     "x: got an array that a gradient is taken of, needed one without: codes have no derivative. Use "
     "fake_quantize(x, cast), whose gradient goes straight through, or dot_general to train; to measure, quantize "
     "lax.stop_gradient(x)."
 )
-_straight_through = jax.jit(straight_through)
+_straight_through = jax.jit(transformations.straight_through)
 
 
 @typing.overload
@@ -160,18 +151,20 @@ def fake_quantize(
 
 
 def _quantized_specs(x: Array, *arguments: Any, **static: Any) -> list[QuantizedArray]:
-    """Of the results of `_quantize`: codes as x is sharded, scales of one-row blocks likewise, others everywhere."""
+    """The partitions of the results of `_quantize`: codes and scales of one-row blocks as x, others everywhere."""
     bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (x, *arguments))
     return [_quantized_spec(x, q) for q in jax.eval_shape(partial(_quantize, **static), *bare)]
 
 
 def _quantized_spec(x: Array, shapes: QuantizedArray) -> QuantizedArray:
-    spec = spec_of(x)
+    spec = transformations.spec_of(x)
     spec = (spec[1], spec[0]) if shapes.axis == -2 else ((None,) * (2 - len(spec)) + spec)
     one_row = not (shapes.format.is_per_tensor or shapes.format.is_tile)
-    scale = divided(spec, shapes.scale.shape, x) if one_row else PartitionSpec()
+    scale = transformations.divided(spec, shapes.scale.shape, x) if one_row else PartitionSpec()
     tensor_scale = None if shapes.tensor_scale is None else PartitionSpec()
-    return replace(shapes, codes=divided(spec, shapes.codes.shape, x), scale=scale, tensor_scale=tensor_scale)
+    return replace(
+        shapes, codes=transformations.divided(spec, shapes.codes.shape, x), scale=scale, tensor_scale=tensor_scale
+    )
 
 
 @partial(jax.jit, static_argnames=("usages", "backend"))
@@ -191,18 +184,15 @@ def _quantize(
 
 
 def _array_of(x: Array, cast: Cast, axis: int, made: reference.Matrix) -> QuantizedArray:
-    codes, scale, tensor_scale = made
-    shape = x.shape
     storage = Storage.of(cast.format, cast.hadamard, cast.tensor_scale)
-    layout = array_layout(storage, shape, axis % max(x.ndim, 1))
-    return QuantizedArray(
-        codes.reshape(layout.codes.shape), scale.reshape(typing.cast(Part, layout.scale).shape), tensor_scale,
-        cast.format, axis, shape[axis] if shape else 1, cast.hadamard, x.dtype, max(2 - len(shape), 0),
-    )  # fmt: skip
+    layout = array_layout(storage, x.shape, axis % max(x.ndim, 1))
+    parts = made.codes.reshape(layout.codes.shape), made.scale.reshape(typing.cast(Part, layout.scale).shape)
+    static = cast.format, axis, x.shape[axis] if x.shape else 1, cast.hadamard, x.dtype, max(2 - x.ndim, 0)
+    return QuantizedArray(*parts, made.tensor_scale, *static)
 
 
 def scaled_matmul(
-    a_MK: QuantizedArray | Array, b_NK: QuantizedArray | Array, *, bias: ArrayLike | None = None,
+    a_MK: Factor, b_NK: Factor, *, bias: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None, accumulate: str = "split", backend: str = "auto",
 ) -> Array:  # fmt: skip
     """``y = a @ b.T + bias`` of two quantized operands, each contracted over its own `axis`; shape [M, N].
@@ -225,19 +215,17 @@ def scaled_matmul(
             raise invalid_value("bias", f"shape {bias.shape}", f"[N] = [{rows_b}], one value per row of b_NK")
     compute = b.dtype if a.kind is not None and b.kind is None else a.dtype
     plan = gemms.GemmPlan(a.kind, b.kind, accumulate, "auto", check_backend(backend), compute, dtype)
-    return run_automatically(_scaled_matmul, _product_spec, a.value, b.value, bias, plan=plan)
+    return transformations.run_automatically(_scaled_matmul, _product_spec, a.value, b.value, bias, plan=plan)
 
 
-def _product_spec(a: QuantizedArray | Array, b: QuantizedArray | Array, *_: Any, **__: Any) -> PartitionSpec:
+def _product_spec(a: Factor, b: Factor, *_: Any, **__: Any) -> PartitionSpec:
     """The partition of the result of `_scaled_matmul`: the rows of both operands stay where they are."""
-    of_a, of_b = (spec_of(jax.tree.leaves(value)[0])[:-1] for value in (a, b))
-    return distinct((*of_a, of_b[0] if len(of_b) == 1 else None) if of_a else (None, *of_b))
+    of_a, of_b = (transformations.spec_of(jax.tree.leaves(value)[0])[:-1] for value in (a, b))
+    return transformations.distinct((*of_a, of_b[0] if len(of_b) == 1 else None) if of_a else (None, *of_b))
 
 
 @partial(jax.jit, static_argnames=("plan",))
-def _scaled_matmul(
-    a: QuantizedArray | Array, b: QuantizedArray | Array, bias: Array | None, *, plan: gemms.GemmPlan
-) -> Array:  # fmt: skip
+def _scaled_matmul(a: Factor, b: Factor, bias: Array | None, *, plan: gemms.GemmPlan) -> Array:
     y = gemms.run_gemm(as_matrix(a), as_matrix(b), plan, bias)
     leading = (a.codes if isinstance(a, QuantizedArray) else a).shape[:-1]
     return y.reshape(*leading, y.shape[-1]) if len(leading) > 1 else y
@@ -246,7 +234,7 @@ def _scaled_matmul(
 class _Factor(NamedTuple):
     """One side of a product: its kind, its wide dtype, the axes that stand for its rows."""
 
-    value: QuantizedArray | Array
+    value: Factor
     kind: reference.Kind | None
     dtype: np.dtype
     leading: tuple[int, ...]
@@ -265,27 +253,20 @@ def _factor(argument: str, value: object) -> _Factor:
 
 def _check_pair(a: _Factor, b: _Factor) -> None:
     """Equal contraction lengths, and of quantized operands one family of formats and equal Hadamard transforms."""
-    both = a.kind is not None and b.kind is not None
-    if a.kind is not None and b.kind is not None and a.kind.format.scale != b.kind.format.scale:
+    if both := a.kind is not None and b.kind is not None:
         left, right = a.kind.format, b.kind.format
-        raise invalid_value(
-            "b_NK", f"{right} ({right.scale} scales) against {left} ({left.scale} scales) of a_MK",
-            "operands of one family (both FP32, both E8M0 or both E4M3 scales)",
-            "Quantize both with formats of one family, or dequantize one.",
-        )  # fmt: skip
-    if a.kind is not None and b.kind is not None and a.kind.hadamard != b.kind.hadamard:
-        raise invalid_value(
-            "b_NK", f"hadamard {b.kind.hadamard} against {a.kind.hadamard} of a_MK",
-            "the same Hadamard on both operands, or on neither", "Quantize both with one Cast.hadamard.",
-        )  # fmt: skip
-    lengths = [
-        one.value.shape[-1] if one.kind is None else (one.kind.length if both else one.kind.cols) for one in (a, b)
-    ]
+        if left.scale != right.scale:
+            got = f"{right} ({right.scale} scales) against {left} ({left.scale} scales) of a_MK"
+            needed = "operands of one family (both FP32, both E8M0 or both E4M3 scales)"
+            raise invalid_value("b_NK", got, needed, "Quantize both with formats of one family, or dequantize one.")
+        if a.kind.hadamard != b.kind.hadamard:
+            got = f"hadamard {b.kind.hadamard} against {a.kind.hadamard} of a_MK"
+            remedy = "Quantize both with one Cast.hadamard."
+            raise invalid_value("b_NK", got, "the same Hadamard on both operands, or on neither", remedy)
+    lengths = [one.value.shape[-1] if (k := one.kind) is None else (k.length if both else k.cols) for one in (a, b)]
     if lengths[0] != lengths[1]:
-        raise invalid_value(
-            "b_NK", f"contraction length {lengths[1]}", f"{lengths[0]}, as a_MK has",
-            "Both operands contract their quantization axis: y = a @ b.T.",
-        )  # fmt: skip
+        remedy = "Both operands contract their quantization axis: y = a @ b.T."
+        raise invalid_value("b_NK", f"contraction length {lengths[1]}", f"{lengths[0]}, as a_MK has", remedy)
 
 
 def check_backend(backend: object) -> str:

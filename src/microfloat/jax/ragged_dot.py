@@ -4,11 +4,10 @@
     wgrad: dw_g = cast(dy_g, T) . cast(x_g, T)
 
 x_TK holds the rows of all groups one after the other, w_GKN a matrix per group. The rows of a group are gathered into
-*blocks* [P, K] of one group each, whose count does not depend on the sizes, so shapes are static and the sizes may be
-traced. P is a multiple of every block of a scale: none is cut by the end of a block of rows, and what a scale has in
-common beyond one (a tensor amax, the scale of a column) is the maximum over the blocks of the group. A GEMM is then a
-loop over blocks, each with the w of its group. Bytes are those of a `dot_general` per group whose `batch` word is the
-index of the group. Source: docs/numerics.md 5.3 and Notation.
+*blocks* [P, K], whose count does not depend on the sizes, so these may be traced. P is a multiple of every block of a
+scale; an amax of more than one block of rows (of a tensor, of a column) is the maximum over those of the group. A GEMM
+is then a loop over blocks, each with the w of its group. Bytes are those of a `dot_general` per group whose `batch`
+word is the index of the group. Source: docs/numerics.md 5.3 and Notation.
 """
 
 import math
@@ -27,8 +26,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
-from microfloat.jax import calls
-from microfloat.jax.array import check_array, check_dtype
+from microfloat.jax import calls, transformations
+from microfloat.jax.array import check_array
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import cuda, reference
 from microfloat.jax.backends.reference import Noise
@@ -36,19 +35,8 @@ from microfloat.jax.calls import Call, Config, Op, Seed, check_shards, named, pl
 from microfloat.jax.numerics.bits import as_float, hadamard_transform, measured_bits, widened
 from microfloat.jax.numerics.scales import block_amax_bits, to_tiles
 from microfloat.jax.scaling import DelayedState
-from microfloat.jax.transformations import (
-    distinct,
-    in_common_variance,
-    max_over,
-    run_automatically,
-    spec_of,
-    sum_to_type_of,
-    varying_axes,
-)
 from microfloat.operands import GEMMS, OPERANDS, OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Recipe
-
-__all__ = ["RaggedDot", "ragged_dot"]
 
 
 def ragged_dot(
@@ -70,16 +58,16 @@ class RaggedDot(Op):
     def __call__(
         self, lhs: Array, rhs: Array, group_sizes: ArrayLike, precision: object = None,
         preferred_element_type: DTypeLike | None = None, group_offset: None = None, out_sharding: object = None, *,
-        state: DelayedState | None = None, key: Array | None = None, seed: Array | int | None = None,
+        state: DelayedState | None = None, **seeds: Any,
     ) -> Array:  # fmt: skip
         """``lax.ragged_dot(lhs, rhs, group_sizes)`` under the recipe: lhs [T, K], rhs [G, K, N], sizes [G] -> [T, N].
 
         The first ``group_sizes[0]`` rows of lhs meet rhs[0], the next rhs[1], and so on; rows beyond the last group
         give zeros. `group_sizes` may be traced. Delayed scaling needs a `state` per group,
-        ``scaling.init(recipe, num_groups=G)``; the other arguments are those of `DotGeneral`. Raises InvalidValueError
-        for shapes that do not fit, NotSupportedError for a `group_offset`, which JAX does not implement either.
+        ``scaling.init(recipe, num_groups=G)``; the others, `key` and `seed` among them, are those of `DotGeneral`.
+        Raises InvalidValueError for shapes that do not fit, NotSupportedError for a `group_offset`, as JAX does.
         """
-        words = words_of(recipe_here(self.recipe), key, seed)
+        words = words_of(recipe_here(self.recipe), **seeds)
         options = precision, preferred_element_type, group_offset, out_sharding
         return self.threaded(lhs, rhs, group_sizes, *options, words=words, state=state)[0]
 
@@ -96,41 +84,33 @@ class RaggedDot(Op):
         recipe = recipe_here(self.recipe)
         if recipe is None:
             sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
-            y = lax.ragged_dot(lhs, rhs, jnp.asarray(group_sizes), precision, preferred_element_type, **sharding)
-            return y, state
+            sizes = jnp.asarray(group_sizes)
+            return lax.ragged_dot(lhs, rhs, sizes, precision, preferred_element_type, **sharding), state
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         sizes = _checked_sizes(lhs, rhs, group_sizes)
-        wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
-        dtype = check_dtype("preferred_element_type", wanted)
+        dtype = calls.result_dtype(lhs, preferred_element_type)
         state = calls.check_state(recipe, state, (rhs.shape[0],))
         if 0 in (lhs.shape[0], rhs.shape[0]):
             return place(jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype), out_sharding), state
         config = self.config(recipe, dtype, w_is_transposed=True)
-        y, state = run_automatically(_apply, _specs, lhs, rhs, sizes, words, state, config=config)
+        y, state = transformations.run_automatically(_apply, _specs, lhs, rhs, sizes, words, state, config=config)
         return place(y, out_sharding), state
-
-
-def _on_host(array: Any) -> np.ndarray | None:
-    """The numbers of an array that lies in the host's memory; None of one on a GPU, and of one that is traced."""
-    if isinstance(array, Array) and not isinstance(array, Tracer) and array.is_fully_addressable:
-        return np.asarray(array) if {one.platform for one in array.devices()} == {"cpu"} else None
-    return array if isinstance(array, np.ndarray) else None
 
 
 def _checked_sizes(lhs: Array, rhs: Array, group_sizes: ArrayLike) -> Array:
     """`group_sizes` as int32; InvalidValueError for shapes that do not fit, and for numbers on the host that do not."""
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
         raise invalid_value("rhs", f"shape {rhs.shape} for lhs of {lhs.shape}", "lhs [T, K] and rhs [G, K, N]")
-    if not hasattr(group_sizes, "dtype"):
-        group_sizes = np.asarray(group_sizes)
-    if not jnp.issubdtype(cast(Array, group_sizes).dtype, jnp.integer):
-        raise invalid_type("group_sizes", cast(Array, group_sizes).dtype, "integers")
-    if np.shape(group_sizes) != rhs.shape[:1]:
-        raise invalid_value("group_sizes", f"shape {np.shape(group_sizes)}", f"[{rhs.shape[0]}], one per matrix of rhs")
-    host = _on_host(group_sizes)
-    if host is not None and ((host < 0).any() or host.sum() > lhs.shape[0]):
+    sizes: Any = group_sizes if hasattr(group_sizes, "dtype") else np.asarray(group_sizes)
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise invalid_type("group_sizes", sizes.dtype, "integers")
+    if sizes.shape != rhs.shape[:1]:
+        raise invalid_value("group_sizes", f"shape {sizes.shape}", f"[{rhs.shape[0]}], one per matrix of rhs")
+    is_read = not isinstance(sizes, Tracer) and getattr(sizes, "is_fully_addressable", True)
+    is_on_host = is_read and all(one.platform == "cpu" for one in (sizes.devices() if isinstance(sizes, Array) else ()))
+    if is_on_host and (((host := np.asarray(sizes)) < 0).any() or host.sum() > lhs.shape[0]):
         raise invalid_value("group_sizes", host.tolist(), f"sizes >= 0 of no more than the {lhs.shape[0]} rows of lhs")
-    return jnp.asarray(group_sizes).astype(jnp.int32)
+    return jnp.asarray(sizes).astype(jnp.int32)
 
 
 # Blocks of rows
@@ -180,10 +160,8 @@ def _blocks(sizes_G: Array, rows: int, block: int) -> _Blocks:
     of_row = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
     own_of_row = jnp.minimum(of_row, groups - 1)
     position = first[own_of_row] * block + row - starts[own_of_row]
-    return _Blocks(
-        group, start, jnp.where(is_used, starts[own][:, None] + inside, rows),
-        jnp.where(of_row < groups, position, most * block),
-    )  # fmt: skip
+    taken = jnp.where(is_used, starts[own][:, None] + inside, rows)
+    return _Blocks(group, start, taken, jnp.where(of_row < groups, position, most * block))
 
 
 def _rows_of_block(recipe: Recipe, rows: int, groups: int) -> int:
@@ -208,7 +186,9 @@ def _rows_of_block(recipe: Recipe, rows: int, groups: int) -> int:
 
 def _specs(x_TK: Array, w_GKN: Array, *_: Any, **__: Any) -> tuple[PartitionSpec, PartitionSpec]:
     """The partitions of the results of `_apply`, as `run_automatically` asks for them."""
-    return distinct((spec_of(x_TK)[0], spec_of(w_GKN)[2])), PartitionSpec()
+    return transformations.distinct(
+        (transformations.spec_of(x_TK)[0], transformations.spec_of(w_GKN)[2])
+    ), PartitionSpec()
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -269,7 +249,7 @@ class _Groups:
     ) -> None:
         self._config, self._words, self._state = config, words, state
         # Devices that have sizes and matrices of their own have groups of their own.
-        self._apart = varying_axes(sizes) & varying_axes(w_GNK)
+        self._apart = transformations.varying_axes(sizes) & transformations.varying_axes(w_GNK)
         self._count = w_GNK.shape[0]
         self.call = self._call_of(None, state)
         rows = x_TK.shape[0]
@@ -317,24 +297,19 @@ class _Groups:
         x = jax.vmap(lambda one: self.call.read("wgrad", one, kept.no_x.shape[1], dtype))(x)
         a = self._operand(row, dy_BPN)
         # A product that is summed over mesh axes is rounded after that.
-        summed = varying_axes(*jax.tree.leaves((a, w))) - varying_axes(kept.no_x)
+        summed = transformations.varying_axes(*jax.tree.leaves((a, w))) - transformations.varying_axes(kept.no_x)
         dx_BPK = self._products("dgrad", a, w, outputs, dtype, jnp.dtype(jnp.float32) if summed else dtype)
         dw_GNK = self._sums(self._operand(column, dy_BPN), x, dtype)
-        gradients = (
-            sum_to_type_of(gradient, primal).astype(primal.dtype)
-            for gradient, primal in ((self._blocks.result(dx_BPK), kept.no_x), (dw_GNK, kept.no_w))
-        )
-        return *gradients, self._live_amax(dy_TN, "dy")  # type: ignore[return-value]
+        dx_TK = transformations.sum_to_type_of(self._blocks.result(dx_BPK), kept.no_x)
+        return dx_TK, transformations.sum_to_type_of(dw_GNK, kept.no_w), self._live_amax(dy_TN, "dy")
 
     def new_state(self, dy_TN: Array, amaxes: dict[str, Array], later: DelayedState | None) -> DelayedState | None:
         """The cotangent of the state, see `dot_general`."""
-        if self._state is None:
-            return None
 
         def of_group(call: Call, amaxes: dict[str, Array], later: DelayedState | None) -> DelayedState | None:
             return calls.state_cotangent(call, amaxes, dy_TN, amaxes.get("dy"), later)
 
-        return self._for_each(of_group, amaxes, later)
+        return None if self._state is None else self._for_each(of_group, amaxes, later)
 
     def _operand(self, operand: Operand, x_BPC: Array) -> reference.Operand:
         """The operand of every block: quantized as a part of its group's matrix, or the block without a Cast."""
@@ -359,31 +334,25 @@ class _Groups:
     def _shared_amax(self, operand: Operand, one: Cast, x_BPC: Array) -> Array | None:
         """For every block the amax over its group of what has one scale in the whole of it; None if nothing has."""
         fmt = one.format
-        if fmt.is_per_tensor or fmt.tensor_scale == "tensor":
-            return self._blocks.of_group(self._amax_of_groups(x_BPC, operand, one, (None, None)))
-        if not operand.transposed or (fmt.tensor_scale != "row" and fmt.block[1] is not None):
+        of_tensor = fmt.is_per_tensor or fmt.tensor_scale == "tensor"
+        if not of_tensor and (not operand.transposed or (fmt.tensor_scale != "row" and fmt.block[1] is not None)):
             return None
-        if fmt.block[1] is None and fmt.scale.name != "FP32":
+        if not of_tensor and fmt.block[1] is None and fmt.scale.name != "FP32":
             raise NotSupportedError(
                 f"recipe: got {fmt.name}, whose {fmt.scale.name} scale spans a whole group, needed blocks of some size "
                 "or an FP32 scale for ragged_dot. Run a dot_general per group."
             )
-        return self._blocks.of_group(self._amax_of_groups(x_BPC, operand, one, (fmt.block[0], None)))
-
-    def _amax_of_groups(
-        self, x_BPC: Array, operand: Operand, one: Cast | None, scope: tuple[int | None, int | None]
-    ) -> Array:
-        """The amax of every group, [G], or of every row of its operand form."""
 
         def measured(x_PC: Array) -> Array:
             form = widened(x_PC.T if operand.transposed else x_PC)
-            form = form if one is None or one.hadamard is None else hadamard_transform(form, one.hadamard)
-            bits = block_amax_bits(to_tiles(form, scope))
-            return bits.reshape(()) if scope == (None, None) else bits
+            form = form if one.hadamard is None else hadamard_transform(form, one.hadamard)
+            bits = block_amax_bits(to_tiles(form, (None if of_tensor else fmt.block[0], None)))
+            return bits.reshape(()) if of_tensor else bits
 
         bits = jax.ops.segment_max(jax.vmap(measured)(x_BPC), self._blocks.group, self._count)
         # Rows that span a group are those of one device: their blocks are too.
-        return max_over(as_float(bits), self.call.axes(x_BPC) if scope == (None, None) else frozenset())
+        axes = self.call.axes(x_BPC) if of_tensor else frozenset()
+        return self._blocks.of_group(transformations.max_over(as_float(bits), axes))
 
     def _live_amax(self, x_TC: Array, tensor: str) -> dict[str, Array]:
         """{tensor: its amaxes of this step [G]} under delayed scaling, nothing otherwise."""
@@ -419,5 +388,7 @@ class _Groups:
             return total.at[group].add(product, mode="drop"), None
 
         sizes = (reference.rows_of(jax.tree.map(lambda leaf: leaf[0], one)) for one in (a, b))
-        start, *_ = in_common_variance(jnp.zeros((self._count, *sizes), jnp.float32), *jax.tree.leaves((a, b)))
+        start, *_ = transformations.in_common_variance(
+            jnp.zeros((self._count, *sizes), jnp.float32), *jax.tree.leaves((a, b))
+        )
         return lax.scan(add, start, (a, b, self._blocks.group))[0]

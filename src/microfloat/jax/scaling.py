@@ -1,10 +1,9 @@
 """Delayed scaling in JAX: state in, state out, as an explicit pytree (docs/numerics.md 3.3, docs/jax.md).
 
-State travels as its own gradient: ``jax.grad`` of a loss with respect to the state of an op returns the new state.
-To make that safe when an op is used several times in a step, the update of the encode scale is *deferred*: an op
-first turns the history of the steps before it into the scale it uses, then records its amax at index 0. So
-everything in a new state but ``amax_history[0]`` is a function of the old state, and `apply` takes only that one
-number from the gradient.
+State travels as its own gradient: ``jax.grad`` of a loss with respect to the state of an op returns the new state. An
+op may be used several times in a step, because the update of the encode scale is *deferred*: an op turns the history of
+earlier steps into the scale it uses, then records its amax at index 0. So everything in a new state but
+``amax_history[0]`` follows from the old state, and `apply` takes only that one number from the gradient.
 
 Index 0 of a history is the newest amax, index 1 the oldest kept, the last index the second newest.
 """
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from microfloat.arguments import check_int
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ElementFormat
 from microfloat.jax.array import real_array
@@ -30,16 +30,8 @@ from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.names import as_recipe
 
 __all__ = [
-    "DelayedState",
-    "Slot",
-    "apply",
-    "encode_scales",
-    "init",
-    "max_accumulate",
-    "merge",
-    "microbatched",
-    "update",
-]
+    "DelayedState", "Slot", "apply", "encode_scales", "init", "max_accumulate", "merge", "microbatched", "update",
+]  # fmt: skip
 
 
 # The collection of Flax whose gradient is its new value.
@@ -63,9 +55,8 @@ class SlotRule(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "dy"], meta_fields=["rules"])
 @dataclass(frozen=True)
 class DelayedState:
-    """The delayed-scaling state of one op: a `Slot` for each of x, w and dy (None where no cast of it is delayed).
-
-    A pytree of float32 arrays; `rules`, static, says per slot which element format and which `Delayed` it follows.
+    """The delayed-scaling state of one op: a `Slot` for each of x, w and dy (None where no cast of it is delayed), and,
+    static, the `rules` that they follow.
     """
 
     x: Slot | None
@@ -79,7 +70,7 @@ class DelayedState:
 
 
 def slot_rules(recipe: Recipe) -> tuple[SlotRule | None, ...]:
-    """For x, w and dy: the first delayed cast of that tensor, in the order of the six operands."""
+    """For x, w and dy the rule of its first delayed cast, in the order of the six operands."""
     found: dict[str, SlotRule] = {}
     for operand in OPERANDS:
         cast = recipe.casts[operand.key]
@@ -90,27 +81,18 @@ def slot_rules(recipe: Recipe) -> tuple[SlotRule | None, ...]:
 
 def init(recipe: Recipe | str, num_groups: int | None = None) -> DelayedState:
     """The state before the first step: encode scales 1, histories 0; with `num_groups` a stack of them, for ragged_dot.
-
-    Raises InvalidValueError for a recipe without delayed scaling, which needs no state.
+    InvalidValueError for a recipe without delayed scaling.
     """
     recipe = as_recipe(recipe)
     if not recipe.is_delayed:
         raise invalid_value("recipe", repr(recipe), "a recipe with delayed scaling", "This one needs no state.")
-    rules, lead = slot_rules(recipe), () if num_groups is None else (check_count("num_groups", num_groups),)
-    slots = [
-        None
-        if rule is None
-        else Slot(jnp.ones(lead, jnp.float32), jnp.zeros((*lead, rule.delayed.amax_history_len), jnp.float32))
-        for rule in rules
-    ]
-    return DelayedState(*slots, rules=rules)
-
-
-def check_count(argument: str, count: object) -> int:
-    """`count` itself if it is a number of things; else InvalidValueError."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < 1 << 31:
-        raise invalid_value(argument, repr(count), "an int, 1 or more")
-    return count
+    rules, lead = slot_rules(recipe), () if num_groups is None else (check_int("num_groups", num_groups, 1, 2**31 - 1),)
+    slots = {
+        tensor: Slot(jnp.ones(lead, jnp.float32), jnp.zeros((*lead, rule.delayed.amax_history_len), jnp.float32))
+        for tensor, rule in zip(TENSORS, rules, strict=True)
+        if rule is not None
+    }
+    return state_of(slots, rules)
 
 
 def advance(slot: Slot, rule: SlotRule) -> Slot:
@@ -148,10 +130,7 @@ def _amax_bits(amax: Array) -> Array:
 
 
 def normal_amax(amax: Array) -> Array:
-    """An amax that survives the way of a gradient: a subnormal one becomes 2^-126, which gives the same scale.
-
-    JAX adds and compares gradients, which a CPU does without subnormals: an amax of 0 would keep the scale.
-    """
+    """An amax that survives the way of a gradient: a subnormal one, which a CPU would flush, becomes 2^-126."""
     bits, smallest = bits_of(amax), np.uint32(1 << 23)
     return as_float(where((bits > 0) & (bits < smallest), smallest, bits))
 
@@ -180,25 +159,23 @@ def apply(old: DelayedState, new: DelayedState) -> DelayedState:
     _check_state("old", old)
     if not isinstance(new, DelayedState):
         raise invalid_type("new", type(new), "a DelayedState, the gradient with respect to `old`")
+
+    def stepped(slot: Slot, gradient: Slot, rule: SlotRule) -> Slot:
+        scale, amax = (from_max_grad(leaf) for leaf in (gradient.scale_enc, gradient.amax_history[0]))
+        used = (scale > 0) & jnp.isfinite(scale)
+        return Slot(*map(partial(where, used), record(advance(slot, rule), amax), slot))
+
     slots = {}
     for tensor, slot, rule in slots_of(old):
         gradient = new.slot(tensor)
         if gradient is None or np.shape(gradient.amax_history) != np.shape(slot.amax_history):
             raise invalid_value("new", f"another form in slot {tensor!r}", "the gradient with respect to `old`")
-        slots[tensor] = _stacked(partial(_applied, rule=rule), slot)(slot, gradient)
+        slots[tensor] = _stacked(partial(stepped, rule=rule), slot)(slot, gradient)
     return state_of(slots, old.rules)
-
-
-def _applied(slot: Slot, gradient: Slot, rule: SlotRule) -> Slot:
-    scale, amax = (from_max_grad(leaf) for leaf in (gradient.scale_enc, gradient.amax_history[0]))
-    used = (scale > 0) & jnp.isfinite(scale)
-    stepped = record(advance(slot, rule), amax)
-    return Slot(*(where(used, after, before) for after, before in zip(stepped, slot, strict=True)))
 
 
 def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
     """The state for the next step from the amaxes of this one, ``{"x": ..., "w": ..., "dy": ...}``, without autodiff.
-
     Tensors that `amaxes` does not name keep their state.
     """
     _check_state("state", state)
@@ -207,18 +184,14 @@ def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
     unknown = set(amaxes) - {tensor for tensor, _, _ in slots_of(state)}
     if unknown:
         raise invalid_value("amaxes", f"names {sorted(unknown)}", "names of slots that this state has")
-    slots = {
-        tensor: record(advance(slot, rule), _one_amax(tensor, amaxes[tensor])) if tensor in amaxes else slot
-        for tensor, slot, rule in slots_of(state)
-    }
+    slots = {tensor: slot for tensor, slot, _ in slots_of(state)}
+    for tensor, slot, rule in slots_of(state):
+        if tensor in amaxes:
+            amax = real_array(f"amaxes[{tensor!r}]", amaxes[tensor])
+            if amax.size != 1:
+                raise invalid_value(f"amaxes[{tensor!r}]", f"shape {amax.shape}", "one float32")
+            slots[tensor] = record(advance(slot, rule), amax.reshape(()))
     return state_of(slots, state.rules)
-
-
-def _one_amax(tensor: str, amax: object) -> Array:
-    array = real_array(f"amaxes[{tensor!r}]", amax)  # type: ignore[arg-type]
-    if array.size != 1:
-        raise invalid_value(f"amaxes[{tensor!r}]", f"shape {array.shape}", "one float32")
-    return array.reshape(())
 
 
 def merge(old: DelayedState, gradients: Iterable[DelayedState]) -> DelayedState:
@@ -232,15 +205,11 @@ def listed(gradients: Iterable[Any], kind: type) -> list[Any]:
     """A list of gradients of `kind`; InvalidTypeError for a single one, or for others."""
     is_one = isinstance(gradients, DelayedState | Mapping | jax.Array | np.ndarray | str)
     if is_one or not isinstance(gradients, Iterable):
-        raise invalid_type(
-            "gradients", type(gradients), "a list of gradients with respect to `old`, one per microbatch"
-        )
+        needed = "a list of gradients with respect to `old`, one per microbatch"
+        raise invalid_type("gradients", type(gradients), needed)
     gradients = list(gradients)
-    for gradient in gradients:
-        if not isinstance(gradient, kind):
-            raise invalid_type(
-                "gradients", type(gradient), f"a {kind.__name__} each, the gradient with respect to `old`"
-            )
+    if wrong := [type(gradient) for gradient in gradients if not isinstance(gradient, kind)]:
+        raise invalid_type("gradients", wrong[0], f"a {kind.__name__} each, the gradient with respect to `old`")
     return gradients
 
 
@@ -259,7 +228,7 @@ def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
     """
     if not callable(gradient):
         raise invalid_type("gradient", type(gradient), "what jax.grad or jax.value_and_grad returned")
-    check_count("count", count)
+    check_int("count", count, 1, 2**31 - 1)
 
     def parts(leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
@@ -279,9 +248,8 @@ def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
 
     def run(params: Any, *batch: Any) -> Any:
         if not jax.tree.leaves(batch):
-            raise invalid_value(
-                "batch", "no arrays", "the arguments behind the first, which are cut along their first axes"
-            )
+            needed = "the arguments behind the first, which are cut along their first axes"
+            raise invalid_value("batch", "no arrays", needed)
         if any(map(_is_state, jax.tree.leaves(batch, is_leaf=_is_state))):
             raise invalid_value(
                 "batch", "a DelayedState", "the state in the first argument, beside the parameters",
@@ -307,10 +275,7 @@ def _is_state(node: object) -> bool:
 
 
 def max_accumulate(state: DelayedState) -> DelayedState:
-    """The state cast to a dtype whose gradients accumulate by maximum; cast once, outside of all uses in the loss.
-
-    The gradient with respect to the original state is float32 again.
-    """
+    """The state in a dtype whose gradients accumulate by maximum; cast it once, before all uses in the loss."""
     _check_state("state", state)
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), state)
 
@@ -321,17 +286,13 @@ def _check_state(argument: str, state: object) -> None:
 
 
 def check_slots(state: DelayedState, lead: tuple[int, ...] = ()) -> None:
-    """One encode scale and a history [L] per slot, float32 or the dtype of `max_accumulate`; else InvalidValueError.
-
-    `lead`: the leading axis of a stack of them.
+    """InvalidValueError unless each slot has one encode scale and a history [L], float32 or the dtype of
+    `max_accumulate`. `lead`: the leading axis of a stack of them.
     """
     for tensor, slot, _ in slots_of(state):
         kinds = [str(leaf.dtype) for leaf in slot]
-        if (
-            not set(kinds) <= {"float32", str(fp32_max_grad)}
-            or np.size(slot.scale_enc) != math.prod(lead)
-            or slot.amax_history.shape[:-1] != lead
-        ):
+        fits = np.size(slot.scale_enc) == math.prod(lead) and slot.amax_history.shape[:-1] == lead
+        if not fits or not set(kinds) <= {"float32", str(fp32_max_grad)}:
             shapes = [leaf.shape for leaf in slot]
             raise invalid_value(
                 f"state.{tensor}", f"scale_enc and amax_history of {kinds}, shapes {shapes}",
@@ -347,9 +308,5 @@ def state_of(slots: Mapping[str, Slot], rules: tuple[SlotRule | None, ...]) -> D
 
 def slots_of(state: DelayedState) -> list[tuple[str, Slot, SlotRule]]:
     """(tensor, slot, rule) of every slot that exists."""
-    found = []
-    for tensor, rule in zip(TENSORS, state.rules, strict=True):
-        slot = state.slot(tensor)
-        if slot is not None and rule is not None:
-            found.append((tensor, slot, rule))
-    return found
+    found = zip(TENSORS, map(state.slot, TENSORS), state.rules, strict=True)
+    return [(tensor, slot, rule) for tensor, slot, rule in found if slot is not None and rule is not None]

@@ -8,13 +8,11 @@ from microfloat import reference as oracle
 from microfloat.jax.ops import quantize, scaled_matmul
 from microfloat.recipes import Cast, Gemm
 
-__all__ = ["against_oracle"]
-
 
 def against_oracle(gemm: Gemm, backend: str, device: str | None = None, size: int = 64) -> tuple[bool, float]:
-    """The public casts and product of square matrices: bytes equal to the oracle's, relative difference of the product.
+    """For square matrices: if the bytes of our casts equal the oracle's, and the relative difference of the product.
 
-    Nearest rounding, without Hadamard transform: what does not depend on a seed. Delayed scaling with the scale 64.
+    Rounding is to nearest, without a Hadamard transform; the scale of delayed scaling is 64.
     """
     generator = np.random.default_rng(0)
     arrays = [generator.normal(size=(size, size)).astype(np.float32) for _ in range(2)]

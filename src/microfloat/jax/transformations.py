@@ -4,6 +4,7 @@ Source: docs/jax.md, "Transformations and sharding".
 """
 
 import builtins
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,6 @@ from jax.typing import ArrayLike
 
 from microfloat.errors import NotSupportedError
 
-__all__ = [
-    "CAN_USE_EARRAY", "Fp8MetaTyRules", "batched_by", "by_maximum", "distinct", "divided", "explicit_mesh", "fm32",
-    "fp8_meta_dtype", "fp32_max_grad", "from_max_grad", "in_common_variance", "is_max_grad", "like_in_variance",
-    "max_over", "no_derivative", "notice_fixed_state", "on_first_device", "once", "rows_apart", "run_automatically",
-    "sharding_axes", "sharding_of", "spec_of", "spec_of_product", "straight_through", "sum_to_type_of", "told_axes",
-    "varying_axes",
-]  # fmt: skip
-
 _Tree = TypeVar("_Tree")
 
 
@@ -36,20 +29,15 @@ _Tree = TypeVar("_Tree")
 
 
 def varying_axes(*arrays: Array) -> frozenset[str]:
-    """The manual mesh axes over which any of the arrays differs between devices; empty outside of shard_map.
-
-    Known only under ``shard_map(check_vma=True)``.
-    """
-    axes: frozenset[str] = frozenset()
-    for array in arrays:
-        kind = jax.typeof(array)
-        manual = getattr(kind, "manual_axis_type", None)
-        axes |= frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", None) or ())
-    return axes
+    """The manual mesh axes over which any array differs between devices, known under ``shard_map(check_vma=True)``."""
+    axes: set[str] = set()
+    for kind in map(jax.typeof, arrays):  # a newer JAX and an older one
+        axes.update(getattr(getattr(kind, "manual_axis_type", None), "varying", ()) or getattr(kind, "vma", ()))
+    return frozenset(axes)
 
 
 def told_axes(axis_names: Sequence[str]) -> frozenset[str]:
-    """Those of `axis_names` that are bound here: a module is initialised outside of shard_map."""
+    """The names among `axis_names` that are bound here: a module is initialised outside of shard_map."""
     bound = set()
     for name in axis_names:
         try:
@@ -71,43 +59,33 @@ def max_over(value: Array, axes: frozenset[str] | Sequence[str]) -> Array:
 
 
 def sum_to_type_of(cotangent: Array, primal: Array) -> Array:
-    """A cotangent, summed over the mesh axes along which its primal is the same everywhere.
-
-    Call it on the float32 accumulator: low-precision partial results are never summed over devices.
-    """
+    """A cotangent in its primal's dtype, summed before that over mesh axes along which the primal is the same."""
     axes = varying_axes(cotangent) - varying_axes(primal)
-    return lax.psum(cotangent, tuple(sorted(axes))) if axes else cotangent
+    return (lax.psum(cotangent, tuple(sorted(axes))) if axes else cotangent).astype(primal.dtype)
 
 
-def like_in_variance(value: Array, like: Array) -> Array:
-    """`value`, marked as varying over the mesh axes over which `like` varies."""
-    return _marked(value, varying_axes(like))
+def like_in_variance(value: Array, *like: Array) -> Array:
+    """`value`, marked as varying over the mesh axes over which any of `like` varies."""
+    missing = varying_axes(*like) - varying_axes(value)
+    return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
 
 
 def in_common_variance(*arrays: Array) -> tuple[Array, ...]:
     """The arrays, each marked as varying over the mesh axes over which any of them varies: loops carry one type."""
-    return tuple(_marked(value, varying_axes(*arrays)) for value in arrays)
-
-
-def _marked(value: Array, axes: frozenset[str]) -> Array:
-    missing = axes - varying_axes(value)
-    return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+    return tuple(like_in_variance(value, *arrays) for value in arrays)
 
 
 def on_first_device(value: Array, axes: frozenset[str]) -> Array:
     """`value` on the device of index 0 along all of `axes`, zeros elsewhere."""
-    first = jnp.array(True)
-    for axis in sorted(axes):
-        first &= lax.axis_index(axis) == 0
-    return jnp.where(first, value, jnp.zeros_like(value))
+    is_first = sum(lax.axis_index(axis) for axis in sorted(axes)) == 0
+    return jnp.where(is_first, value, jnp.zeros_like(value))
 
 
 @custom_vmap
 def once(value: Array, state: Array) -> Array:
     """`value`, the cotangent of `state`; under vmap over everything but the state, the maximum over the batch.
 
-    JAX would sum the cotangents of an operand that is not batched; a result that is not batched is left alone. A
-    batched state keeps one value per entry.
+    JAX would sum the cotangents of an operand that is not batched. A batched state keeps one value per entry.
     """
     del state
     return value
@@ -134,9 +112,8 @@ def batched_by(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_maximum(value: Array, leaf: Array, incoming: Array, told: frozenset[str] = frozenset()) -> Array:
-    """The cotangent of a leaf of state: its new value, or what a later use made of it (`incoming`) if that is larger.
-
-    `told`: mesh axes that JAX cannot see, over which it sums the cotangent: one device contributes.
+    """The cotangent of a leaf of state: its new value, or the larger one of a later use (`incoming`). `told`: mesh axes
+    that JAX cannot see, over which it sums the cotangent: one device contributes.
     """
     # A derivative of a gradient does not go through `once`, which has none.
     value = like_in_variance(once(*lax.stop_gradient((value, from_max_grad(leaf)))), leaf)
@@ -176,10 +153,10 @@ def spec_of_product(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: ob
 
 def distinct(spec: Sequence[Any]) -> PartitionSpec:
     """`spec` without the mesh axes that an earlier axis of the array has."""
-    taken: set[str] = set()
+    taken: set[str | None] = {None}
     kept = []
     for axis in spec:
-        names = tuple(name for name in (axis if isinstance(axis, tuple) else (axis,)) if name not in taken | {None})
+        names = tuple(name for name in (axis if isinstance(axis, tuple) else (axis,)) if name not in taken)
         taken.update(names)
         kept.append(names if len(names) > 1 else next(iter(names), None))
     return PartitionSpec(*kept)
@@ -192,27 +169,19 @@ def rows_apart(array: Array, **_: Any) -> PartitionSpec:
 
 def divided(spec: tuple, shape: tuple[int, ...], array: Array) -> PartitionSpec:
     """`spec` on the mesh of `array`, without the mesh axes that do not cut their axis of `shape` evenly."""
-    mesh = jax.typeof(array).sharding.mesh
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    sizes = jax.typeof(array).sharding.mesh.shape
 
     def kept(axis: Any, size: int) -> Any:
-        if axis is None:
-            return None
-        parts = 1
-        for name in axis if isinstance(axis, tuple) else (axis,):
-            parts *= sizes[name]
-        return axis if size and size % parts == 0 else None
+        names = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+        return axis if size and size % math.prod(sizes[name] for name in names) == 0 else None
 
-    return PartitionSpec(*(kept(axis, size) for axis, size in zip(spec, shape, strict=True)))
+    return PartitionSpec(*map(kept, spec, shape))
 
 
-def run_automatically(
-    function: Callable[..., Any], out_specs: Callable[..., Any], *arguments: Any, **static: Any
-) -> Any:
-    """``function(*arguments, **static)``, with the explicit axes of the mesh of its arguments under automatic sharding.
-
-    ``out_specs(*arguments, **static)`` gives the results their PartitionSpecs. Without such a mesh the function runs
-    as it is. Both functions and the static arguments are hashable by value, so that eager calls trace once.
+def run_automatically(function: Callable, out_specs: Callable, *arguments: Any, **static: Any) -> Any:
+    """``function(*arguments, **static)``, with the explicit axes of its arguments' mesh under automatic sharding.
+    ``out_specs(*arguments, **static)`` gives the partitions of its results. Both functions hash by value: eager calls
+    trace once.
     """
     if explicit_mesh(*jax.tree.leaves(arguments)) is None:
         return function(*arguments, **static)
@@ -228,12 +197,9 @@ def _automatically(
     mesh = cast(AbstractMesh, explicit_mesh(*jax.tree.leaves(arguments)))
     axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
     # The mesh is named with every result, since the caller need not have entered it (`jax.set_mesh`).
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), out_specs(*arguments, **options),
-        is_leaf=lambda spec: isinstance(spec, PartitionSpec),
-    )  # fmt: skip
-    run = jax.sharding.auto_axes(partial(function, **options), axes=axes, out_sharding=shardings)
-    return run(*arguments)
+    specs, is_spec = out_specs(*arguments, **options), lambda spec: isinstance(spec, PartitionSpec)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return jax.sharding.auto_axes(partial(function, **options), axes=axes, out_sharding=shardings)(*arguments)
 
 
 # Identities that say something where JAX differentiates through them
@@ -260,9 +226,7 @@ def straight_through(exact: Array, plain: Array) -> Array:
     return exact
 
 
-@straight_through.defjvp
-def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return straight_through(*primals), tangents[1].astype(primals[0].dtype)
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[1].astype(primals[0].dtype)))
 
 
 @jax.custom_vjp
@@ -285,11 +249,9 @@ def _notice_forward(w: Any, state: Any) -> tuple[Array, None]:
     return w.value, None
 
 
-def _notice_backward(_: None, g: Array | SymbolicZero) -> tuple[Array | None, None]:
-    return (None if isinstance(g, SymbolicZero) else g), None
-
-
-notice_fixed_state.defvjp(_notice_forward, _notice_backward, symbolic_zeros=True)
+notice_fixed_state.defvjp(
+    _notice_forward, lambda _, g: (None if isinstance(g, SymbolicZero) else g, None), symbolic_zeros=True
+)
 
 
 # The dtype whose cotangents add up by their maximum: float32 in memory, ``add(x, y) = max(x, y)``. An operand that is
@@ -313,38 +275,19 @@ except (ImportError, AttributeError):  # pragma: no cover - depends on the insta
 
 
 class Fp8MetaTyRules:
-    """The rules that JAX asks of the extended dtype."""
+    """The rules that JAX asks of the extended dtype: one float32 per element, whose sum is the maximum."""
 
-    @staticmethod
-    def physical_element_aval(dtype: "_MaxGradDType") -> object:
-        """One float32 per element."""
-        return _core.ShapedArray((), dtype.float_dtype)
-
-    @staticmethod
-    def convert_from(dtype: "_MaxGradDType", other: object) -> bool:
-        """Only to its own float dtype."""
-        return dtype.float_dtype == other
-
-    @staticmethod
-    def convert_to(other: object, dtype: "_MaxGradDType") -> bool:
-        """Only from its own float dtype."""
-        return dtype.float_dtype == other
+    physical_element_aval = staticmethod(lambda dtype: _core.ShapedArray((), dtype.float_dtype))
+    convert_from = staticmethod(lambda dtype, other: dtype.float_dtype == other)
+    convert_to = staticmethod(lambda other, dtype: dtype.float_dtype == other)
+    zero = staticmethod(lambda dtype: lax.convert_element_type(np.array(-np.inf, dtype.float_dtype), dtype))
+    tangent_dtype = staticmethod(lambda dtype: dtype)
 
     @staticmethod
     def add(dtype: "_MaxGradDType", x: Array, y: Array) -> Array:
         """The maximum: how autodiff accumulates two contributions."""
         wide = [lax.convert_element_type(value, dtype.float_dtype) for value in (x, y)]
         return lax.convert_element_type(lax.max(*wide), dtype)
-
-    @staticmethod
-    def zero(dtype: "_MaxGradDType") -> Array:
-        """The neutral element of the maximum."""
-        return lax.convert_element_type(np.array(-np.inf, dtype.float_dtype), dtype)
-
-    @staticmethod
-    def tangent_dtype(dtype: "_MaxGradDType") -> "_MaxGradDType":
-        """Its own tangent."""
-        return dtype
 
     @staticmethod
     def full(shape: tuple[int, ...], fill_value: ArrayLike, dtype: "_MaxGradDType") -> Array:
@@ -370,12 +313,10 @@ class _MaxGradDType(_ExtendedDType):
     _rules: builtins.type = Fp8MetaTyRules
     type: builtins.type = fp8_meta_dtype
 
-    @property
-    def name(self) -> str:
+    def __repr__(self) -> str:
         return f"fp8_meta{jnp.finfo(self.float_dtype).bits}"
 
-    def __repr__(self) -> str:
-        return self.name
+    name = property(__repr__)
 
     # Flax's dtype of this name is the same, so that its operators take a state that was cast here.
     def __eq__(self, other: object) -> bool:

@@ -22,8 +22,6 @@ from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast, Gemm
 from microfloat.routes import WRITES_VALUES, family_of, route_of
 
-__all__ = ["CastInputs", "CastOf", "Operands", "cast_both", "decodes", "reads_values"]
-
 
 class CastOf(NamedTuple):
     """One operand: its Cast, its random stream, and whether it is decoded for a bfloat16 GEMM."""
@@ -34,9 +32,8 @@ class CastOf(NamedTuple):
 
 
 class CastInputs(NamedTuple):
-    """Everything a cast reads besides the matrix; all may be traced.
-
-    `words`: the call seed's. `batch`: the index of the matrix in a batch. `amax`, `scale_enc`: see `ops.quantize`.
+    """Everything a cast reads besides the matrix: words of the seed, index in a batch, and `amax`, `scale_enc` of
+    `quantize`.
     """
 
     words: Array | np.ndarray | None = None
@@ -70,25 +67,16 @@ class _Static(NamedTuple):
 
 
 def cast_both(
-    x_RC: Array,
-    row: CastOf | None,
-    column: CastOf | None,
-    inputs: CastInputs = CastInputs(),  # noqa: B008 - immutable
-    *,
-    axes: frozenset[str] = frozenset(),
-    records: bool = False,
-    backend: str = "auto",
-) -> Operands:
+    x_RC: Array, row: CastOf | None, column: CastOf | None, inputs: CastInputs, *, axes: frozenset[str] = frozenset(),
+    records: bool = False, backend: str = "auto",
+) -> Operands:  # fmt: skip
     """The row operand [R, C] and the column operand [C, R] of a matrix of any wide float dtype; None for no cast.
 
-    `axes`: mesh axes over which a measured tensor amax is the maximum (inside shard_map). `records`: the amax of the
-    matrix is a result too.
+    `axes`: mesh axes over which a measured tensor amax is the maximum. `records`: the amax is a result too.
     """
-    chip = cuda.capability()
-    inputs = inputs.of(row, column)
+    chip, inputs = cuda.capability(), inputs.of(row, column)
     operands = [one for one in (row, column) if one is not None]
-    by_kernel = chip is not None and bool(operands)
-    by_kernel = by_kernel and all(_by_kernel(one, inputs, x_RC, backend) for one in operands)
+    by_kernel = bool(chip and operands) and all(_by_kernel(one, inputs, x_RC, backend) for one in operands)
     if row is not None and column is not None and not _together(row.cast, column.cast, by_kernel=by_kernel):
         first = cast_both(x_RC, row, None, inputs, axes=axes, records=records, backend=backend)
         return first._replace(column=cast_both(x_RC, None, column, inputs, axes=axes, backend=backend).column)
@@ -143,9 +131,7 @@ def _by_triton(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
     from microfloat.jax.backends import program
 
     row, column = (
-        None
-        if one is None
-        else passes.OperandSpec(one.cast, "values" if one.decoded else "codes", False, int(one.stream))
+        one and passes.OperandSpec(one.cast, "values" if one.decoded else "codes", False, int(one.stream))
         for one in (static.row, static.column)
     )
     words = None if inputs.words is None else jnp.asarray(inputs.words, jnp.uint32)
@@ -173,12 +159,10 @@ def _by_xla(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
     second = None
     if column is not None:
         cast = column.cast
-        is_same = first is not None and row is not None and row.cast == cast
-        if cast.transposes and (is_same or cuda.converts(cast.format.element)):
-            # The codes of the matrix as it lies are transposed, not what they are made of.
-            second = reference.transposed(
-                first if first is not None and is_same else codes(column, x_RC), cast.format, x_RC.shape[1]
-            )
+        same = first if row is not None and row.cast == cast else None
+        if cast.transposes and (same is not None or cuda.converts(cast.format.element)):
+            # The codes of the matrix as it lies are transposed, not the numbers that they are made of.
+            second = reference.transposed(same or codes(column, x_RC), cast.format, x_RC.shape[1])
         else:
             second = codes(column, cuda.turned(x_RC))
     return Operands(_decoded(row, first, x_RC.shape[1]), _decoded(column, second, x_RC.shape[0]), amax)

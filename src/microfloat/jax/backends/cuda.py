@@ -6,7 +6,7 @@ Chosen where a program is lowered for CUDA and `capability` names a chip; everyw
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.metadata import version
@@ -23,10 +23,6 @@ from jax.typing import DTypeLike
 from microfloat.formats import ElementFormat
 from microfloat.jax.numerics.bits import FLOAT8, bits_of, where
 from microfloat.jax.transformations import batched_by
-
-__all__ = [
-    "capability", "converted", "converts", "folds_scales", "rounds_in_gemm", "row_major", "scaled_product", "turned",
-]  # fmt: skip
 
 _LOGGER = logging.getLogger("microfloat")
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
@@ -72,28 +68,24 @@ def converted(tiles: Array, factor: Array, element: ElementFormat) -> Array:
 
 
 def row_major(x_RC: Array) -> Array:
-    """`x_RC`, kept in rows by the compiler when it is lowered for a machine with a CUDA device.
+    """`x_RC`, kept in rows by the compiler on CUDA; left alone where JAX partitions or batches programs.
 
-    A transposed use would otherwise pull its layout through every elementwise operation up to the input, which is
-    then transposed in float32. Where JAX partitions or batches programs the layout is left alone.
+    Otherwise a transposed use pulls its layout up to the input, which is then transposed in float32.
     """
-    if capability() is None or not _is_alone():
+    if capability() is None or not is_alone():
         return x_RC
     return _row_major(x_RC)
 
 
 @custom_vmap
 def _row_major(x_RC: Array) -> Array:
-    def on_gpu(x_RC: Array) -> Array:
-        return with_layout_constraint(x_RC, Layout((0, 1)))
+    rows = Layout((0, 1))
+    return lax.platform_dependent(
+        x_RC, cuda=lambda x_RC: with_layout_constraint(x_RC, rows), default=lambda x_RC: x_RC
+    )  # fmt: skip
 
-    return lax.platform_dependent(x_RC, cuda=on_gpu, default=lambda x_RC: x_RC)
 
-
-@_row_major.def_vmap
-def _row_major_batched(axis_size: int, in_batched: Sequence[bool], x_BRC: Array) -> tuple[Array, bool]:
-    del axis_size, in_batched
-    return x_BRC, True
+_row_major.def_vmap(lambda _size, _batched, x_BRC: (x_BRC, True))
 
 
 def turned(x_RC: Array) -> Array:
@@ -101,14 +93,9 @@ def turned(x_RC: Array) -> Array:
     return row_major(x_RC.T)
 
 
-def _is_alone() -> bool:
-    """One device, and no mesh: XLA partitions nothing, and adds no rounded partial products."""
+def is_alone() -> bool:
+    """True for one device and no mesh: XLA partitions nothing, and a GEMM may round, as no partial products follow."""
     return jax.device_count() == 1 and not jax.sharding.get_abstract_mesh().axis_names
-
-
-def rounds_in_gemm() -> bool:
-    """True if a GEMM may give a result in less than float32: XLA adds the partial products of several devices in it."""
-    return _is_alone()
 
 
 def scaled_product(a_MK: Array, b_NK: Array, scale_a: Array, scale_b: Array, precision: lax.Precision) -> Array:
@@ -147,14 +134,14 @@ def _scaled_product(precision: lax.Precision) -> Callable[[Array, Array, Array, 
 def folds_scales(rows: int, cols: int, length: int) -> bool:
     """True if XLA compiles `scaled_product` of [rows, length] and [cols, length] as it reads.
 
-    Elsewhere the same expression would be a bfloat16 GEMM on scales rounded to bfloat16: with XLA's Triton GEMMs, its
-    default, and for small dots that share an operand, which XLA merges. So: FP8 tensor cores, one device, an XLA on
-    which this was measured, a large product, and a probe in this process.
+    With XLA's Triton GEMMs, its default, and for small dots that share an operand, which XLA merges, it would be a
+    bfloat16 GEMM on scales rounded to bfloat16. So: FP8 tensor cores, one device, an XLA on which this was measured, a
+    large product, and a probe in this process.
     """
     chip = capability()
     measured = version("jaxlib").startswith(_MEASURED_JAXLIB)
     large = 2 * (rows * length + cols * length + rows * cols) >= _NEVER_MERGED
-    return large and measured and _is_alone() and chip is not None and chip >= (8, 9) and _probed()
+    return large and measured and is_alone() and chip is not None and chip >= (8, 9) and _probed()
 
 
 @lru_cache(maxsize=1)
@@ -177,11 +164,9 @@ def _probed() -> bool:
 
 # Pairs of elements, and precisions; E5M2 x E5M2 is no GEMM of cuBLASLt.
 _PROBED = (
-    ("E4M3", "E4M3", lax.Precision.DEFAULT),
-    ("E4M3", "E4M3", lax.Precision.HIGHEST),
-    ("E5M2", "E4M3", lax.Precision.HIGHEST),
-    ("E4M3", "E5M2", lax.Precision.DEFAULT),
-)
+    ("E4M3", "E4M3", lax.Precision.DEFAULT), ("E4M3", "E4M3", lax.Precision.HIGHEST),
+    ("E5M2", "E4M3", lax.Precision.HIGHEST), ("E4M3", "E5M2", lax.Precision.DEFAULT),
+)  # fmt: skip
 
 
 def _folds_exactly(name_a: str, name_b: str, precision: lax.Precision) -> bool:

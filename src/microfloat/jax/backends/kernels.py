@@ -3,9 +3,8 @@
 Kernels serve matrices that lie on one CUDA device as a whole: with one device, under a mesh of one, inside shard_map;
 and the shards of matrices that jit has cut into whole blocks (`shards`).
 
-jaxlib starts a kernel of Triton from inside an XLA program (the foreign function `triton_kernel_call_ffi`, which its
-own Pallas uses). It takes the kernel's PTX, its grid, and one entry per parameter: arrays, inputs before outputs, and
-numbers. Triton compiles for a named target, without a driver and without torch. All that depends on private parts of
+jaxlib starts a kernel of Triton from inside an XLA program by the foreign function that its own Pallas uses. It takes
+the PTX, the grid, and the parameters: arrays, inputs before outputs, and numbers. All that depends on private parts of
 jaxlib and on Triton's version is in this file. Source: docs/jax.md, "What casts on a GPU".
 """
 
@@ -30,21 +29,14 @@ from microfloat.jax.transformations import batched_by, in_common_variance, like_
 from microfloat.recipes import Cast
 from microfloat.routes import family_of
 
-__all__ = [
-    "Output", "call", "is_local", "is_sharded", "on_either", "why_no_kernel", "why_none_here", "why_not_local",
-    "why_unavailable",
-]  # fmt: skip
+Shape = Sequence[int] | None
+Warps = tuple[int, int | None]
 
 # Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
 SMALLEST = 1 << 16
 
 
-def why_not_local() -> str:
-    """Reason against a kernel for a matrix that lies on one device as a whole, "" if there is none."""
-    return why_none_here() or ("" if is_local() else "jit cuts arrays over several devices")
-
-
-def why_none_here(shape: Sequence[int] | None = None) -> str:
+def why_none_here(shape: Shape = None) -> str:
     """Reason against a kernel for a matrix of this shape (None: one large enough), "" if there is none."""
     capability = cuda.capability()
     if capability is None:
@@ -56,18 +48,13 @@ def why_none_here(shape: Sequence[int] | None = None) -> str:
     return _why_too_small(shape)
 
 
-def _why_too_small(shape: Sequence[int] | None) -> str:
+def _why_too_small(shape: Shape) -> str:
     is_small = shape is not None and int(np.prod(shape, dtype=np.int64)) < SMALLEST
     return f"fewer than {SMALLEST} elements" if is_small else ""
 
 
-def why_no_kernel(
-    cast: Cast, shape: Sequence[int] | None = None, backend: str = "auto", *, elsewhere: bool = False
-) -> str:
-    """Reason for casting a matrix of this shape by XLA's operations, "" if a kernel casts it.
-
-    `elsewhere`: on a machine with one GPU that has all packages, instead of this one.
-    """
+def why_no_kernel(cast: Cast, shape: Shape = None, backend: str = "auto", *, elsewhere: bool = False) -> str:
+    """Reason for casting a matrix by XLA's operations, or "". `elsewhere`: on a GPU that is not here."""
     if backend == "reference":
         return "backend='reference'"
     if reason := _why_too_small(shape) if elsewhere else why_none_here(shape):
@@ -103,8 +90,8 @@ def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Call
 
     def marked(way: Callable[..., Any], *arguments: Any) -> Any:
         # Inside shard_map both ways must agree on what varies over the mesh: all results, if any argument does.
-        given = jax.tree.leaves(arguments)
-        return jax.tree.map(lambda leaf: like_in_variance(leaf, in_common_variance(*given)[0]), way(*arguments))
+        leaves = jax.tree.leaves(arguments)
+        return jax.tree.map(lambda leaf: like_in_variance(leaf, *leaves), way(*arguments))
 
     @custom_vmap
     def function(*arguments: Any) -> Any:
@@ -146,9 +133,7 @@ def why_unavailable(capability: tuple[int, int]) -> str:
 
     if not isinstance(convert.bits_of, triton.JITFunction):
         return "triton runs in its interpreter"
-    library = _library()
-    missing = [name for name in _NEEDED if not hasattr(library, name)]
-    if missing:
+    if missing := [name for name in _NEEDED if not hasattr(_library(), name)]:
         return f"this jaxlib cannot start Triton kernels ({missing[0]} is missing)"
     try:
         _compile_one(capability)
@@ -179,14 +164,11 @@ def _library() -> Any:
     return gpu_triton
 
 
-def call(
-    kernel: Any, programs: int, capability: tuple[int, int], arguments: Mapping[str, Any], warps: tuple[int, int | None]
-) -> dict[str, Array]:
+def call(kernel: Any, programs: int, capability: tuple[int, int], arguments: Mapping, warps: Warps) -> dict[str, Array]:
     """Start `programs` programs of `kernel`; returns the arrays it writes, by parameter name.
 
-    `arguments`: a value for every parameter of the kernel. Arrays are inputs, `Output` marks what the kernel writes,
-    None is a pointer that the kernel does not read; the others are numbers and constants. All arrays lie in rows.
-    `warps`: how many run a program, and the most registers of a thread.
+    `arguments`, one per parameter: arrays in rows, an `Output` for each that the kernel writes, None for a pointer that
+    it does not read, numbers and constants. `warps`: how many run a program, and the most registers of a thread.
     """
     names = tuple(kernel.arg_names)
     inputs = [name for name in names if isinstance(arguments[name], jax.Array)]
@@ -232,34 +214,25 @@ def _pointer(dtype: DTypeLike) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _opaque(
-    kernel: Any, programs: int, capability: tuple[int, int], signature: tuple[_Parameter, ...],
-    warps: tuple[int, int | None],
-) -> bytes:  # fmt: skip
+def _opaque(kernel: Any, programs: int, capability: tuple[int, int], signature: tuple, warps: Warps) -> bytes:
     """The message to the foreign function: the compiled kernel, the grid, every parameter."""
-    compiled = _compiled(kernel, capability, tuple(_compiled_form(part) for part in signature), warps)
+    name, ptx, shared = _compiled(kernel, capability, tuple(map(_compiled_form, signature)), warps)
     library = _library()
-    order = _order(signature)
     parameters = []
-    for index in order:
-        part = signature[index]
+    for part in map(signature.__getitem__, _order(signature)):
         if part.kind == "number":
             value = float(part.value) if part.type == "fp32" else int(part.value)
             parameters.append(library.create_scalar_parameter(value, part.type))
         else:
             parameters.append(library.create_array_parameter(part.value or 0, 16))
-    started = library.TritonKernel(
-        compiled.name, warps[0], 1, compiled.shared_bytes, compiled.ptx, "", 10 * capability[0] + capability[1]
-    )
+    started = library.TritonKernel(name, warps[0], 1, shared, ptx, "", 10 * capability[0] + capability[1])
     message = library.TritonKernelCall(started, programs, 1, 1, parameters).to_proto(kernel.__name__, b"")
     return zlib.compress(message)
 
 
 def _order(signature: tuple[_Parameter, ...]) -> list[int]:
     """Parameters that exist at run time, inputs first, then outputs, then numbers: arrays come in that order."""
-    return [
-        index for kind in ("in", "out", "number") for index, part in enumerate(signature) if part.kind == kind
-    ]  # fmt: skip
+    return [at for kind in ("in", "out", "number") for at, part in enumerate(signature) if part.kind == kind]
 
 
 def _compiled_form(part: _Parameter) -> tuple[str, str, Any]:
@@ -269,17 +242,9 @@ def _compiled_form(part: _Parameter) -> tuple[str, str, Any]:
     return part.kind, part.type, part.value if part.kind == "constant" else None
 
 
-class _Compiled(NamedTuple):
-    name: str
-    ptx: str
-    shared_bytes: int
-
-
 @lru_cache(maxsize=1024)
-def _compiled(
-    kernel: Any, capability: tuple[int, int], signature: tuple[tuple[str, str, Any], ...], warps: tuple[int, int | None]
-) -> _Compiled:
-    """The kernel's PTX, its parameters in the order of `_order`. Triton keeps what it compiled on disk."""
+def _compiled(kernel: Any, capability: tuple[int, int], signature: tuple, warps: Warps) -> tuple[str, str, int]:
+    """The kernel's name, its PTX with parameters in the order of `_order`, and its bytes of shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -297,16 +262,11 @@ def _compiled(
     present = [index for index, part in enumerate(signature) if part[0] != "constant"]
     wanted = _order(tuple(_Parameter(kind, spelled) for kind, spelled, _ in signature))
     places = [present.index(index) for index in wanted]
-    return _Compiled(
-        compiled.metadata.name, reordered(compiled.asm["ptx"], places), compiled.metadata.shared
-    )  # fmt: skip
+    return compiled.metadata.name, reordered(compiled.asm["ptx"], places), compiled.metadata.shared
 
 
 def reordered(ptx: str, places: list[int]) -> str:
-    """The PTX of a kernel whose first parameters are declared in the order `places`; its body names them.
-
-    The parameters after those (Triton's scratch memory) stay where they are.
-    """
+    """The PTX of a kernel with its first parameters declared in the order `places`; its body names them."""
     entry = re.search(r"(\.entry\s+\w+\()(.*?)(\n?\))", ptx, re.DOTALL)
     if entry is None:
         raise RuntimeError("Triton's PTX has no entry of the form that microfloat knows")

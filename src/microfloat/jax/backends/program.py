@@ -25,8 +25,6 @@ from microfloat.passes.casts import cast_passes
 from microfloat.passes.conversions import SCALE, dequantize_passes
 from microfloat.passes.matrix import At, Buffer, Device, Pass, Passes
 
-__all__ = ["cast_by_kernel", "decode_by_kernel", "multiply_stored", "stored_codes_of"]
-
 _MOST = 1 << 30  # multiprocessors, of a GPU that XLA alone knows: no pass is cut for them
 
 
@@ -38,10 +36,7 @@ def cast_by_kernel(
     x_RC: Array, row: OperandSpec | None, column: OperandSpec | None, inputs: CastInputs, axes: frozenset[str],
     records: bool, capability: tuple[int, int],
 ) -> tuple[Operand | None, Operand | None, Array | None]:  # fmt: skip
-    """The row and the column operand of a matrix, each if it is asked for, and the live amax if it is recorded.
-
-    `axes`: mesh axes over which a measured amax is the maximum. Bytes are those of `reference.cast_matrix`.
-    """
+    """The row and the column operand of a matrix, each if it is asked for, and the live amax if it is recorded."""
     rows, columns = x_RC.shape
     matrix = passes_of.Matrix(rows, columns, columns, 1, x_RC.dtype.name, 16, _device(capability))
     passes = cast_passes(matrix, row, column, records=records, given_amax=inputs.amax is not None)
@@ -50,13 +45,9 @@ def cast_by_kernel(
     results = run.results()
 
     def operand(spec: OperandSpec | None, at: int) -> Operand | None:
-        if spec is None:
-            return None
         codes, scale, outer = results[at : at + 3]
-        assert codes is not None
-        if spec.form == "values":
-            return Decoded(codes, outer)
-        assert scale is not None
+        if spec is None or spec.form == "values":
+            return spec and Decoded(codes, outer)
         return Matrix(codes, scale.reshape(1, 1) if scale.ndim == 0 else scale, outer)
 
     return operand(row, 0), operand(column, 3), run.table.get(At.RECORD)
@@ -67,12 +58,10 @@ def decode_by_kernel(matrix: Matrix, fmt: ScaledFormat, length: int, capability:
     rows, strides = matrix.codes.shape[0], (matrix.scale.shape[1], 1)
     passes = dequantize_passes(fmt, rows, length, strides, None, "bfloat16", _device(capability))
     table = {At.SOURCE: matrix.codes, SCALE: matrix.scale}
-    return _Run(passes, table, frozenset(), capability).results()[0]  # type: ignore[return-value]
+    return _Run(passes, table, frozenset(), capability).results()[0]
 
 
-def stored_codes_of(
-    x_dtype: np.dtype, matrix: Matrix, kind: Kind, shape: tuple[int, int, int]
-) -> DecodeCodes | None:  # fmt: skip
+def stored_codes_of(x_dtype: np.dtype, matrix: Matrix, kind: Kind, shape: tuple[int, int, int]) -> DecodeCodes | None:
     """The stored codes of a weight as `multiply_stored` reads them for a product of M, K, N; None where it does not."""
     level = None if matrix.tensor_scale is None else "row" if matrix.tensor_scale.ndim else "tensor"
     if x_dtype not in (jnp.bfloat16, jnp.float16) or kind.format.element.name not in ELEMENTS:
@@ -92,29 +81,22 @@ def multiply_stored(
     stride = int(level is not None and level.ndim > 0)
     device = _device(capability, getattr(jax.devices()[0], "core_count", _MOST))
     passes = products.decode_passes(codes, shape, dtypes, strides, stride, device)
-    table = {
-        At.SOURCE: x_MK, products.CODES: matrix.codes, products.SCALE: scale, products.LEVEL: level,
-        products.BIAS: bias,
-    }  # fmt: skip
-    return _Run(passes, table, frozenset(), capability).results()[0]  # type: ignore[return-value]
+    table = {At.SOURCE: x_MK, products.CODES: matrix.codes, products.SCALE: scale}
+    table |= {products.LEVEL: level, products.BIAS: bias}
+    return _Run(passes, table, frozenset(), capability).results()[0]
 
 
 class _Run:
-    """Passes that are started one after the other; `table` then holds what they recorded.
+    """Passes that are started one after the other. `table` holds the inputs by position, and then their records."""
 
-    A position that it holds from the beginning is an input, whatever else the position stands for.
-    """
-
-    def __init__(
-        self, passes: Passes, table: dict[int, Any], axes: frozenset[str], capability: tuple[int, int]
-    ) -> None:
+    def __init__(self, passes: Passes, table: dict, axes: frozenset[str], capability: tuple[int, int]) -> None:
         self.table, self._given = table, frozenset(table)
         self._passes, self._axes, self._capability = passes, axes, capability
         self._made: dict[tuple[int, int], Array] = {}  # by buffer and offset, as they lie in memory
         for launch in passes.launches:
             self._start(launch)
 
-    def results(self) -> list[Array | None]:
+    def results(self) -> list[Any]:
         """The results of the passes, each seen as its layout says."""
         found: list[Any] = []
         layouts = self._passes.layouts

@@ -37,16 +37,10 @@ from microfloat.layout import stored_length
 from microfloat.recipes import Cast, Hadamard
 from microfloat.routes import Encoding, is_outer
 
-__all__ = [
-    "Decoded", "Kind", "Matrix", "Noise", "Operand", "apply_outer", "cast_matrix", "dequantize_matrix", "exact_gemm",
-    "factored_values", "gemm", "kind_of", "matmul", "rows_of", "transposed",
-]  # fmt: skip
-
 
 class Noise(NamedTuple):
-    """The inputs of stochastic rounding: the call seed's words uint32[2], and what the counter is made of.
-
-    `origin`: row and column of the whole operand form at which this part of it begins, the column a multiple of 16.
+    """The call seed's words uint32[2] and the counter of stochastic rounding. `origin`: the row and the column, a
+    multiple of 16, of the whole operand form at which this part of it begins.
     """
 
     words: Array | np.ndarray
@@ -56,20 +50,14 @@ class Noise(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """An operand form as a bfloat16 GEMM reads it: `values` [R, stored], code times block scale, exact in bfloat16.
-
-    `outer`: the tensor or row scale that is left for the epilogue, shape () or [R, 1], or None.
-    """
+    """An operand form in bfloat16, code times block scale, exact; `outer`: the scale () or [R, 1] for the epilogue."""
 
     values: Array
     outer: Array | None
 
 
 class Matrix(NamedTuple):
-    """A quantized operand form: `codes` in their dtype [R, stored], `scale` as a grid of blocks, `tensor_scale`.
-
-    A pytree of arrays; the format and the contraction length `cols` of the input are known to whoever holds it.
-    """
+    """A quantized operand form: `codes` in their dtype [R, stored], `scale` as a grid of blocks, `tensor_scale`."""
 
     codes: Array
     scale: Array
@@ -80,7 +68,7 @@ def cast_matrix(
     x_RC: Array, cast: Cast, noise: Noise | None = None, *, amax: Array | None = None, scale_enc: Array | None = None,
     axes: frozenset[str] = frozenset(),
 ) -> Matrix:  # fmt: skip
-    """Quantize an operand form (any wide float dtype) as docs/numerics.md, sections 2 to 5, say.
+    """Quantize an operand form of any wide float dtype (docs/numerics.md, sections 2 to 5).
 
     `amax` replaces a measured one: of the tensor, shape (), or of rows, [R, 1], where a row has one scale or tensor
     scale. `axes`: mesh axes over which a measured tensor amax is the maximum (inside shard_map).
@@ -99,22 +87,20 @@ def cast_matrix(
     noise_tiles = None
     if cast.is_stochastic and noise is not None:
         noise_tiles = to_tiles(random_bytes(*shape_RC, *noise), cast.format.block)
-    codes = _codes(tiles, spread(scales.encode), element, noise_tiles)
+    factor, integers = spread(scales.encode), partial(_encoded, element=element, noise=noise_tiles)
+    if noise_tiles is None and tiles.size and cuda.converts(element):
+        by_chip = partial(cuda.converted, element=element)
+        codes = lax.platform_dependent(tiles, factor, cuda=by_chip, default=integers)
+    else:
+        codes = integers(tiles, factor)
     if scales.is_nan is not None:
         codes = where(spread(scales.is_nan), np.uint8(element.nan_code), codes)
     stored = as_code_dtype(from_tiles(codes, shape_RC), element)
     return Matrix(cuda.row_major(stored), scales.stored, scales.tensor_scale)
 
 
-def _codes(tiles: Array, factor: Array, element: ElementFormat, noise: Array | None) -> Array:
-    """``encode(tiles * factor)``; on CUDA by the chip's conversion where it has one, to the same bytes."""
-
-    def by_integers(tiles: Array, factor: Array) -> Array:
-        return encode(multiply(tiles, factor), element, noise)
-
-    if noise is not None or not tiles.size or not cuda.converts(element):
-        return by_integers(tiles, factor)
-    return lax.platform_dependent(tiles, factor, cuda=partial(cuda.converted, element=element), default=by_integers)
+def _encoded(tiles: Array, factor: Array, *, element: ElementFormat, noise: Array | None) -> Array:
+    return encode(multiply(tiles, factor), element, noise)
 
 
 def transposed(matrix: Matrix, fmt: ScaledFormat, cols: int) -> Matrix:
@@ -163,10 +149,9 @@ def dequantize_matrix(matrix: Matrix, fmt: ScaledFormat, hadamard: Hadamard | No
 
 
 def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Array, Array | None]:
-    """(values [R, length], outer scale): what is exact in the operand, and the float32 factor left for the epilogue.
+    """(values [R, length], outer scale): the exact part of the operand, and the scale () or [R, 1] for the epilogue.
 
-    Block scales of MX and NVFP4 multiply the codes exactly; tensor and row scales stay outside, shape () or [R, 1]
-    (docs/numerics.md 8.2). 1x128 and 128x128 scales are float32 and are multiplied in.
+    Scales of blocks are multiplied in, those of tensors and rows stay outside (docs/numerics.md 8.2).
     """
     tiles, grid = _tiled(matrix, fmt, length)
     outer = matrix.tensor_scale
@@ -183,12 +168,9 @@ def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Arr
 
 def matmul(a_MK: Array, b_NK: Array, outer_a: Array | None, outer_b: Array | None) -> Array:
     """``(a @ b.T) * outer_a * outer_b.T`` in float32 [M, N]; outer scales are (), [1, 1] or [R, 1], or None."""
-    dimensions = (((1,), (1,)), ((), ()))
     common = jnp.promote_types(a_MK.dtype, b_NK.dtype)
-    product = lax.dot_general(
-        a_MK.astype(common), b_NK.astype(common), dimensions,
-        precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    operands = a_MK.astype(common), b_NK.astype(common)
+    product = lax.dot_general(*operands, (((1,), (1,)), ((), ())), lax.Precision.HIGHEST, jnp.float32)
     return apply_outer(product, outer_a, outer_b)
 
 
@@ -200,10 +182,7 @@ def apply_outer(product: Array, outer_a: Array | None, outer_b: Array | None) ->
 
 
 class Kind(NamedTuple):
-    """The static part of a quantized operand form: its format, its Hadamard transform, its contraction length.
-
-    `power_of_two`: the float32 scales are known to be powers of two, by the rule that made them.
-    """
+    """The static part of a quantized operand form; `power_of_two`: its float32 scales are that, by their rule."""
 
     format: ScaledFormat
     hadamard: Hadamard | None
@@ -225,28 +204,21 @@ Operand = Matrix | Decoded | Array
 
 
 def gemm(a: Operand, b: Operand, kind_a: Kind | None, kind_b: Kind | None, dtype: np.dtype) -> Array:
-    """``a @ b.T`` in float32 [M, N]; a kind of None marks an array in high precision.
-
-    Two quantized operands meet as decoded values with their outer scales in the epilogue, Hadamard operands in the
-    transformed domain; beside an operand in high precision the other is dequantized to `dtype`, the compute dtype.
+    """``a @ b.T`` in float32 [M, N]; a kind of None marks an array in high precision, beside which the other operand is
+    dequantized to `dtype`. Outer scales of two quantized operands are applied in the epilogue.
     """
-    if kind_a is not None and kind_b is not None:
-        if isinstance(a, Decoded) or isinstance(b, Decoded):
-            values = [_wide_values(operand, kind) for operand, kind in ((a, kind_a), (b, kind_b))]
-            return matmul(values[0][0], values[1][0], values[0][1], values[1][1])
-        if kind_a.format.scale.name == kind_b.format.scale.name == "E8M0":
-            return _centred_gemm(typing.cast(Matrix, a), typing.cast(Matrix, b), kind_a, kind_b)
-        values_a, outer_a = factored_values(typing.cast(Matrix, a), kind_a.format, kind_a.length)
-        values_b, outer_b = factored_values(typing.cast(Matrix, b), kind_b.format, kind_b.length)
-        return matmul(values_a, values_b, outer_a, outer_b)
-    return matmul(_in_high_precision(a, kind_a, dtype), _in_high_precision(b, kind_b, dtype), None, None)
-
-
-def _wide_values(operand: Operand, kind: Kind) -> tuple[Array, Array | None]:
-    """(values in float32, outer scale) of a quantized operand in either form."""
-    if isinstance(operand, Decoded):
-        return operand.values.astype(jnp.float32), operand.outer
-    return factored_values(typing.cast(Matrix, operand), kind.format, kind.length)
+    if kind_a is None or kind_b is None:
+        return matmul(_in_high_precision(a, kind_a, dtype), _in_high_precision(b, kind_b, dtype), None, None)
+    is_mx = kind_a.format.scale.name == kind_b.format.scale.name == "E8M0"
+    if is_mx and isinstance(a, Matrix) and isinstance(b, Matrix):
+        return _centred_gemm(a, b, kind_a, kind_b)
+    (values_a, outer_a), (values_b, outer_b) = (
+        (operand.values.astype(jnp.float32), operand.outer)
+        if isinstance(operand, Decoded)
+        else factored_values(typing.cast(Matrix, operand), kind.format, kind.length)
+        for operand, kind in ((a, kind_a), (b, kind_b))
+    )
+    return matmul(values_a, values_b, outer_a, outer_b)
 
 
 def _centred_gemm(a: Matrix, b: Matrix, kind_a: Kind, kind_b: Kind) -> Array:
@@ -273,10 +245,7 @@ def _in_high_precision(operand: Operand, kind: Kind | None, dtype: np.dtype) -> 
 def exact_gemm(
     a: Operand, b: Operand, kind_a: Kind | None, kind_b: Kind | None, dtype: np.dtype, bias: Array | None = None
 ) -> Array:
-    """The float64 sum of the NumPy oracle (docs/numerics.md 8.2), plus bias, rounded once to float32; for tests.
-
-    Runs on the host through a callback, on every platform and under jit.
-    """
+    """The float64 sum of the NumPy oracle, plus bias, rounded once to float32; on the host by a callback, for tests."""
     if kind_a is None or kind_b is None:
         a, b = _in_high_precision(a, kind_a, dtype), _in_high_precision(b, kind_b, dtype)
         kind_a = kind_b = None

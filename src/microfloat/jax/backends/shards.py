@@ -20,8 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from microfloat.jax.transformations import batched_by
 from microfloat.recipes import Cast
 
-__all__ = ["on_shards", "unit_of", "why_not_whole"]
-
 
 def unit_of(cast: Cast) -> int:
     """The length along either axis of a matrix that holds whole blocks of a cast."""
@@ -40,13 +38,9 @@ def why_not_whole(cast: Cast, shape: Sequence[int] | None) -> str:
     return ""
 
 
-def on_shards(
-    on_device: Callable[[frozenset[str]], Callable[..., Any]], by_xla: Callable[..., Any], unit: int
-) -> Callable[..., Any]:  # fmt: skip
-    """A function of a matrix x_RC and further, whole arrays that gives what ``on_device(axes)`` gives of shards of x.
-
-    Its results are casts' `Operands`: `axes` are the mesh axes that cut x, `unit` is the length that holds whole blocks
-    of every cast. For a batch of matrices `by_xla` runs.
+def on_shards(on_device: Callable, by_xla: Callable, unit: int) -> Callable:
+    """A function of a matrix x_RC and whole arrays that gives the results of ``on_device(axes)`` for shards of x, which
+    are casts' `Operands`. `axes` cut x, `unit` holds whole blocks of every cast; batches run `by_xla`.
     """
 
     @custom_vmap
@@ -89,19 +83,17 @@ def _partition(on_device: Callable[..., Any], mesh: Any, operands: Any, results:
 
 def _letters(results: Any) -> list[tuple[str | None, ...]]:
     """For every array of `Operands` the axis of x that each of its axes is cut with: "r", "c", or None."""
-    found: list[tuple[str | None, ...]] = []
-    for operand, letters in ((results.row, "rc"), (results.column, "cr"), (results.amax, "")):
-        for leaf in jax.tree.leaves(operand):
-            cut = letters if len(leaf.shape) == 2 else ""
-            found.append(tuple(letter if size > 1 else None for letter, size in zip(cut, leaf.shape, strict=False)))
-    return found
+    return [
+        tuple(letter if size > 1 else None for letter, size in zip(letters, leaf.shape, strict=True))
+        if len(leaf.shape) == len(letters)
+        else ()
+        for operand, letters in ((results.row, "rc"), (results.column, "cr"), (results.amax, ""))
+        for leaf in jax.tree.leaves(operand)
+    ]
 
 
 def _rule(operands: Sequence[tuple[int, ...]], x: int, unit: int, results: Any) -> SdyShardingRule:
-    """Axes that are cut together share a factor, the number of units in them; what is left of each is its own.
-
-    `operands`: shapes of all, `x`: the position of the matrix among them.
-    """
+    """The rule for operands of these shapes, x at position `x`: axes that are cut together share a factor of units."""
     units = {letter: size // unit for letter, size in zip("rc", operands[x], strict=True)}
     sizes: dict[str, int] = {}
 

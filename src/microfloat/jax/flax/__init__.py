@@ -25,23 +25,18 @@ def _register(kind: type, *names: str) -> None:
             got = sorted(state) if isinstance(state, dict) else type(state)
             raise invalid_type("state", got, f"the state dict of a {kind.__name__}: {', '.join(names)}")
         fields = {name: serialization.from_state_dict(getattr(target, name), state[name], name) for name in names}
-        if isinstance(target, QuantizedArray):
-            _check_same_form(target, fields)
+        for name, restored in fields.items() if isinstance(target, QuantizedArray) else ():
+            own = getattr(target, name)
+            if _form(restored) != _form(own):  # bytes of another format, which would read as other numbers
+                remedy = "Restore into an array of the same format and shape."
+                raise invalid_value(name, _form(restored), f"{_form(own)}, as the target has it", remedy)
         return replace(target, **fields)
 
     serialization.register_serialization_state(kind, to_state_dict, from_state_dict, override=True)
 
 
-def _check_same_form(target: QuantizedArray, fields: dict[str, Any]) -> None:
-    """InvalidValueError for arrays of another format, whose bytes would read as other numbers."""
-
-    def form(array: Any) -> str:
-        return "None" if array is None else f"{np.dtype(array.dtype)}{list(np.shape(array))}"
-
-    for name, restored in fields.items():
-        if form(restored) != form(getattr(target, name)):
-            needed = f"{form(getattr(target, name))}, as the target has it"
-            raise invalid_value(name, form(restored), needed, "Restore into an array of the same format and shape.")
+def _form(array: Any) -> str:
+    return "None" if array is None else f"{np.dtype(array.dtype)}{list(np.shape(array))}"
 
 
 _register(QuantizedArray, "codes", "scale", "tensor_scale")

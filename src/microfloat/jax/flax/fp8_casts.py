@@ -16,23 +16,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.formats import E4M3, E5M2
+from microfloat.jax import transformations
 from microfloat.jax.array import as_dtype
 from microfloat.jax.backends import cuda
 from microfloat.jax.numerics.bits import bits_of, divide, encode, quotient, rounded, where, widened
-from microfloat.jax.transformations import (
-    from_max_grad,
-    is_max_grad,
-    max_over,
-    sharding_axes,
-    straight_through,
-    varying_axes,
-)
-
-__all__ = [
-    "as_float_dtype", "as_fp8_dtype", "as_numbers", "as_state", "compute_amax_history", "compute_scale", "dequantize",
-    "factors", "get_fp8_max", "qdq", "quantize", "quantize_dequantize_update", "scaled_by", "update_fp8_meta",
-    "updated_state",
-]  # fmt: skip
 
 _ELEMENTS = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2}
 # The dtypes whose arithmetic is that of float32, rounded.
@@ -47,12 +34,14 @@ def get_fp8_max(fp8_dtype: DTypeLike, out_dtype: DTypeLike) -> Array:
 def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
     """``clip(x / scale, -max, max)`` rounded to nearest even in `q_dtype`; x and scale of shape () or (1,).
 
-    The scale is rounded to `compute_dtype` first; the quotient is one of ``promote(x.dtype, compute_dtype)``.
-    Infinities saturate, NaN stays. Tangents are of the FP8 dtype, so gradients through the codes are of little use.
+    The scale is rounded to `compute_dtype` first; the quotient is one of ``promote(x.dtype, compute_dtype)``. NaN
+    stays.
     """
     x, scale, compute = _operands(as_numbers("x", x), scale, compute_dtype)
     q_dtype = as_fp8_dtype("q_dtype", q_dtype)
-    return straight_through(_quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale))
+    return transformations.straight_through(
+        _quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale)
+    )
 
 
 def dequantize(x: ArrayLike, dq_dtype: DTypeLike, scale: ArrayLike) -> Array:
@@ -61,26 +50,25 @@ def dequantize(x: ArrayLike, dq_dtype: DTypeLike, scale: ArrayLike) -> Array:
     plain = x.astype(dtype) * scale.astype(dtype)
     if not _is_narrow(x.dtype, scale.dtype, dtype):
         return plain
-    return straight_through(_scaled(_rounded(x, dtype), scale, dtype), plain)
+    return transformations.straight_through(_scaled(_rounded(x, dtype), scale, dtype), plain)
 
 
 def qdq(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
-    """``dequantize(quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale)``: x as FP8 would hold it.
-
-    Gradients go straight through the rounding, and are zero where x is clipped.
+    """``dequantize(quantize(x))``, x as FP8 would hold it; gradients go straight through, and are zero where x is
+    clipped.
     """
     x, scale, compute = _operands(as_numbers("x", x), scale, compute_dtype)
     q_dtype = as_fp8_dtype("q_dtype", q_dtype)
     codes, ratio = _quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale)
-    straight = straight_through(codes.astype(ratio.dtype), ratio) * scale.astype(ratio.dtype)
+    straight = transformations.straight_through(codes.astype(ratio.dtype), ratio) * scale.astype(ratio.dtype)
     if not _is_narrow(x.dtype, scale.dtype, ratio.dtype):
-        return straight_through(codes.astype(x.dtype) * scale.astype(x.dtype), straight)
-    return straight_through(_scaled(codes.astype(jnp.float32), scale, x.dtype), straight)
+        return transformations.straight_through(codes.astype(x.dtype) * scale.astype(x.dtype), straight)
+    return transformations.straight_through(_scaled(codes.astype(jnp.float32), scale, x.dtype), straight)
 
 
 def factors(scale: Array, other: Array) -> tuple[Array, Array]:
     """Two float32 numbers that make up ``scale * other``: their product and 1, or both where it would be flushed."""
-    scale, other = (from_max_grad(each).reshape(()) for each in (scale, other))
+    scale, other = (transformations.from_max_grad(each).reshape(()) for each in (scale, other))
     product = scale * other
     flushed = product < np.float32(2.0**-126)
     pair = jnp.where(flushed, scale, product), jnp.where(flushed, other, jnp.ones_like(other))
@@ -99,11 +87,13 @@ def _operands(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> tuple[Array, 
     dtype, scale = as_float_dtype("dtype", dtype), as_numbers("scale", scale)
     if not scale.size:
         raise invalid_value("scale", f"shape {scale.shape}", "one number, or one per axis that it is to scale")
-    arrays = [as_numbers("x", x, narrow=True), from_max_grad(scale) if is_max_grad(scale) else scale]
-    x, scale = (
-        array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.promote_types(array.dtype, dtype))
-        for array in arrays
-    )
+
+    def floating(array: Array) -> Array:
+        is_floating = jnp.issubdtype(array.dtype, jnp.floating)
+        return array if is_floating else array.astype(jnp.promote_types(array.dtype, dtype))
+
+    scale = floating(transformations.from_max_grad(scale) if transformations.is_max_grad(scale) else scale)
+    x = floating(as_numbers("x", x, narrow=True))
     return x, scale.reshape(()) if scale.size == 1 else scale, dtype
 
 
@@ -163,8 +153,7 @@ _SMALLEST = np.float32(2.0**-126)
 def compute_scale(amax: ArrayLike, scale: ArrayLike, fp8_max: ArrayLike, margin: float = 0) -> Array:
     """The next scale: ``1 / ((fp8_max / amax) / 2^margin)``, or the old `scale` for an amax of zero, Inf or NaN.
 
-    Two reciprocals, as existing checkpoints have them. Never below 2^-126; a subnormal amax counts as zero; a
-    stored scale that is not positive and finite counts as 1.
+    Never below 2^-126; a subnormal amax counts as zero, a scale that is not positive and finite as 1.
     """
     amax, scale, fp8_max = as_numbers("amax", amax), as_numbers("scale", scale), as_numbers("fp8_max", fp8_max)
     scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, jnp.ones_like(scale))
@@ -183,7 +172,7 @@ def _quotient(x: ArrayLike, divisor: ArrayLike) -> Array:
 
 def compute_amax_history(x: ArrayLike, amax_history: Array) -> Array:
     """The ring after this step: rolled by one, with ``max |x|`` at index 0 (0 if that is not finite, or subnormal)."""
-    return _rolled(_measured(x, amax_history.dtype), amax_history)
+    return jnp.roll(amax_history, -1).at[0].set(_measured(x, amax_history.dtype))
 
 
 def _measured(x: ArrayLike, dtype: np.dtype) -> Array:
@@ -194,22 +183,16 @@ def _measured(x: ArrayLike, dtype: np.dtype) -> Array:
     return jnp.where((amax >= _SMALLEST) & jnp.isfinite(amax), amax, jnp.zeros_like(amax))
 
 
-def _rolled(amax: Array, amax_history: Array) -> Array:
-    return jnp.roll(amax_history, -1).at[0].set(amax)
-
-
 def updated_state(
     x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, amax_history: Array, axis_names: tuple[str, ...] = ()
 ) -> tuple[Array, Array]:
-    """(scale, history) for this step in float32: the scale follows from the *old* history, then x enters the ring.
-
-    Inside shard_map the amax is the maximum over the mesh axes that shard x but not the state.
-    """
-    old_scale, history = from_max_grad(jnp.asarray(scale)), from_max_grad(amax_history)
+    """(scale, history) for this step in float32: the scale of the *old* history, then x enters the ring."""
+    old_scale, history = transformations.from_max_grad(jnp.asarray(scale)), transformations.from_max_grad(amax_history)
     new_scale = compute_scale(jnp.max(history), old_scale, get_fp8_max(q_dtype, jnp.float32))
     x = jnp.asarray(x)
-    axes = sharding_axes(x, axis_names) - varying_axes(history)
-    return new_scale, _rolled(max_over(_measured(x, jnp.dtype(jnp.float32)), axes), history)
+    axes = transformations.sharding_axes(x, axis_names) - transformations.varying_axes(history)
+    amax = transformations.max_over(_measured(x, jnp.dtype(jnp.float32)), axes)
+    return new_scale, jnp.roll(history, -1).at[0].set(amax)
 
 
 def update_fp8_meta(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, amax_history: Array) -> tuple[Array, Array]:
@@ -224,7 +207,7 @@ def quantize_dequantize_update(
 ) -> tuple[Array, Array, Array]:
     """(qdq of x under the new scale, new scale, new history)."""
     new_scale, new_history = update_fp8_meta(x, q_dtype, scale, amax_history)
-    return qdq(x, q_dtype, from_max_grad(new_scale), compute_dtype), new_scale, new_history
+    return qdq(x, q_dtype, transformations.from_max_grad(new_scale), compute_dtype), new_scale, new_history
 
 
 # Arguments
@@ -250,7 +233,7 @@ def as_float_dtype(argument: str, dtype: Any) -> np.dtype:
 
 def as_numbers(argument: str, x: Any, *, narrow: bool = False) -> Array:
     """`x` as an array of real numbers, of an FP8 dtype only if that may be (`narrow`); else InvalidTypeError."""
-    if is_max_grad(x):
+    if transformations.is_max_grad(x):
         return x
     try:
         array = jnp.asarray(x)

@@ -19,12 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax.linen.fp8_ops import dot_general_with_precision
 from jax import Array, custom_jvp, custom_vjp, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
+from microfloat.jax import transformations
 from microfloat.jax.flax.fp8_casts import (
     as_float_dtype,
     as_fp8_dtype,
@@ -53,21 +55,7 @@ from microfloat.jax.flax.state import (
 )
 from microfloat.jax.numerics.bits import quotient, widened
 from microfloat.jax.numerics.dimensions import DimensionNumbers, canonical_dimensions, einsum_by
-from microfloat.jax.transformations import (
-    CAN_USE_EARRAY,
-    Fp8MetaTyRules,
-    by_maximum,
-    fm32,
-    fp8_meta_dtype,
-    fp32_max_grad,
-    from_max_grad,
-    like_in_variance,
-    sharding_of,
-    straight_through,
-    sum_to_type_of,
-    told_axes,
-    varying_axes,
-)
+from microfloat.jax.transformations import CAN_USE_EARRAY, Fp8MetaTyRules, fm32, fp8_meta_dtype, fp32_max_grad
 
 __all__ = [
     "CAN_USE_EARRAY", "OVERWRITE_WITH_GRADIENT", "Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralBase",
@@ -92,10 +80,7 @@ class Rule(NamedTuple):
 
 
 def _differentiated(forward: Callable[..., tuple], backward: Callable[..., tuple]) -> custom_vjp[Any]:
-    """The function whose result is the first of what `forward` returns, with both as its differentiation rule.
-
-    The first argument is static.
-    """
+    """The function of the first result of `forward`, with both as its rule; its first argument is static."""
 
     def primal(*arguments: object) -> object:
         return forward(*arguments)[0]
@@ -108,14 +93,16 @@ def _differentiated(forward: Callable[..., tuple], backward: Callable[..., tuple
 
 def _updated(rule: Rule, x: Array, scale: Array, history: Array) -> State:
     """The state for this step; a derivative of a gradient takes it as a constant."""
-    x, scale, history = lax.stop_gradient((x, from_max_grad(scale), from_max_grad(history)))
+    x, scale, history = lax.stop_gradient(
+        (x, transformations.from_max_grad(scale), transformations.from_max_grad(history))
+    )
     return updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
 
 
 def _accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -> State:
     """The state's cotangent: the new state, or what a later use made of it where that is larger."""
-    told = frozenset() if varying_axes(x) else told_axes(rule.axis_names)
-    scale, history = map(partial(by_maximum, told=told), new, old, incoming)
+    told = frozenset() if transformations.varying_axes(x) else transformations.told_axes(rule.axis_names)
+    scale, history = map(partial(transformations.by_maximum, told=told), new, old, incoming)
     return scale, history
 
 
@@ -153,8 +140,7 @@ def in_qdq(
 ) -> Array:
     """`inp` as FP8 would hold it, under the updated scale. Gradients: straight through, also where it was clipped.
 
-    The gradient of `scale` and `amax_history` is their new value. ``mode="jvp"`` is plain fake quantization for
-    users of jvp and linearize: ``x + stop_gradient(qdq(x) - x)``, and no gradient for the state.
+    The gradient of the state is its new value; ``mode="jvp"``, for jvp and linearize, has none for the state.
     """
     rule, inp, scale, amax_history = _checked(compute_dtype, q_dtype, inp, scale, amax_history)
     check_choice("mode", mode, ("vjp", "jvp"))
@@ -183,41 +169,31 @@ def _in_q(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
     return (codes, new[0], scale, history), (new, (scale, history), _empty_like(x))
 
 
-def _in_q_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
-    new, old, like = kept
-    return None, *_accumulated(rule, like, new, old, tuple(cotangents[2:]))
-
-
-# (codes, the updated scale, scale, history). Within `scaled_dot` the gradient of x flows beside the codes: their own
-# cotangent is dropped.
-_in_q_threaded = _differentiated(_in_q, _in_q_backward)
-
-
 def _empty_like(x: Array) -> Array:
-    """Nothing of x but its dtype and its device variance."""
+    """An empty array with the dtype and the device variance of x."""
     return jnp.atleast_1d(x)[:0]
 
 
-def _in_q_checked_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
-    """The public operator refuses a cotangent that reaches its codes, since FP8 cannot hold it."""
-    g_codes, g_scale, *later = cotangents
+def _in_q_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
+    """The state's cotangent; one that reaches the codes is refused, since FP8 cannot hold it."""
+    (new, old, like), (g_codes, _, *later) = kept, cotangents
     if not isinstance(g_codes, SymbolicZero):
         raise invalid_value(
             "in_q", f"a cotangent of type {g_codes.dtype} for its codes", "codes that go into quantized_dot",
             "FP8 cannot carry a gradient: use fp8_scaled_dot_general, or quantized_dot with the unquantized operands.",
         )  # fmt: skip
     later = [
-        like_in_variance(jnp.zeros(leaf.shape, jnp.float32), leaf) if isinstance(g, SymbolicZero) else g
-        for g, leaf in zip(later, kept[1], strict=True)
+        transformations.like_in_variance(jnp.zeros(leaf.shape, jnp.float32), leaf) if isinstance(g, SymbolicZero) else g
+        for g, leaf in zip(later, old, strict=True)
     ]
-    return _in_q_backward(rule, kept, (g_codes, g_scale, *later))
+    return None, *_accumulated(rule, like, new, old, tuple(later))
 
 
-_in_q_checked = custom_vjp(lambda *arguments: _in_q(*arguments)[0], nondiff_argnums=(0,))
-_in_q_checked.defvjp(
-    lambda rule, *primals: _in_q(rule, *(primal.value for primal in primals)), _in_q_checked_backward,
-    symbolic_zeros=True,
-)  # fmt: skip
+# (codes, the updated scale, scale, history). Within `_scaled_dot` the gradient of x flows beside the codes.
+_in_q_threaded = custom_vjp(lambda *arguments: _in_q(*arguments)[0], nondiff_argnums=(0,))
+_in_q_threaded.defvjp(
+    lambda rule, *primals: _in_q(rule, *(primal.value for primal in primals)), _in_q_backward, symbolic_zeros=True
+)
 
 
 def in_q(
@@ -225,10 +201,9 @@ def in_q(
 ) -> tuple[Array, Array]:
     """(FP8 codes of `inp`, the updated scale they were made with). The gradient of the state is its new value.
 
-    The codes carry no gradient: pass `inp` to `quantized_dot` beside them. Differentiating through the codes
-    themselves raises InvalidValueError, where zeros would be returned otherwise.
+    The codes carry no gradient: pass `inp` to `quantized_dot` beside them. Another use of them is InvalidValueError.
     """
-    return _in_q_checked(*_checked(compute_dtype, q_dtype, inp, scale, amax_history))[:2]
+    return _in_q_threaded(*_checked(compute_dtype, q_dtype, inp, scale, amax_history))[:2]
 
 
 def _out_dq_forward(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> tuple:
@@ -255,9 +230,8 @@ def dot_general_transpose_lhs(
     g: Array, x: Array, y: Array, *, dimension_numbers: DimensionNumbers, precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike | None, swap_ans: bool = False,
 ) -> Array:  # fmt: skip
-    """The cotangent of x in ``dot_general(x, y, dimension_numbers)`` for the cotangent `g`, in x's axis order.
-
-    Only the shapes of x and the free axes of y are read. `swap_ans`: g has y's free axes before x's.
+    """The cotangent of x in its axis order, for the cotangent `g` of ``dot_general(x, y)``, of which x's shape is read.
+    `swap_ans`: g has y's free axes before x's.
     """
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
     x_free = [axis for axis in range(np.ndim(x)) if axis not in (*x_contract, *x_batch)]
@@ -268,30 +242,21 @@ def dot_general_transpose_lhs(
     # The product's axes: batch, free axes of x, then contracted axes in y's order.
     contracted = [x_axis for _, x_axis in sorted(zip(y_contract, x_contract, strict=True))]
     produced = [*x_batch, *x_free, *contracted]
-    product = lax.dot_general(
-        g, y, ((tuple(g_axes), tuple(y_free)), (tuple(batch), tuple(y_batch))),
-        precision=precision, preferred_element_type=preferred_element_type, out_sharding=sharding_of(x, produced),
-    )  # fmt: skip
+    numbers = (tuple(g_axes), tuple(y_free)), (tuple(batch), tuple(y_batch))
+    sharding = transformations.sharding_of(x, produced)
+    product = lax.dot_general(g, y, numbers, precision, preferred_element_type, out_sharding=sharding)
     return product.transpose([produced.index(axis) for axis in range(len(produced))])
 
 
-def dot_general_transpose_rhs(
-    g: Array, x: Array, y: Array, *, dimension_numbers: DimensionNumbers, precision: lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
-) -> Array:  # fmt: skip
+def dot_general_transpose_rhs(g: Array, x: Array, y: Array, *, dimension_numbers: Any, **options: Any) -> Array:
     """The cotangent of y in ``dot_general(x, y, dimension_numbers)`` for the cotangent `g`."""
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
-    return dot_general_transpose_lhs(
-        g, y, x, dimension_numbers=((y_contract, x_contract), (y_batch, x_batch)), precision=precision,
-        preferred_element_type=preferred_element_type, swap_ans=True,
-    )  # fmt: skip
+    numbers = (y_contract, x_contract), (y_batch, x_batch)
+    return dot_general_transpose_lhs(g, y, x, dimension_numbers=numbers, swap_ans=True, **options)
 
 
 class DotRule(NamedTuple):
-    """Static: the dot, the dtype it accumulates in, how its output gradient is quantized, and its result's dtype.
-
-    `out` None: the result is the dot of the codes, not yet scaled.
-    """
+    """The dot, the dtype of its sums, how its output gradient is quantized, its dtype (None: the dot is not scaled)."""
 
     dimension_numbers: DimensionNumbers
     accumulator: DTypeLike
@@ -301,12 +266,6 @@ class DotRule(NamedTuple):
 
 # The rule of a first derivative is that of _quantized_dot. Derivatives of a gradient go by the two custom_jvp here,
 # straight through the rounding: codes have none, and tangents of an FP8 dtype would overflow.
-
-
-# Under jit, since vmap outside of jit hands NumPy arrays to a custom_jvp, which JAX 0.10 does not take.
-@partial(jax.jit, static_argnums=0)
-def _dot_of_codes(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> Array:
-    return _dot_and_scale(rule, wide, codes, scales)
 
 
 @partial(custom_jvp, nondiff_argnums=(0,))
@@ -326,6 +285,10 @@ def _dot_and_scale_jvp(rule: DotRule, primals: tuple, tangents: tuple) -> tuple[
     return result, derivative.astype(result.dtype)
 
 
+# Under jit, since vmap outside of jit hands NumPy arrays to a custom_jvp, which JAX 0.10 does not take.
+_dot_of_codes = jax.jit(_dot_and_scale, static_argnums=0)
+
+
 def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Array:
     return lax.dot_general(
         lhs, rhs, rule.dimension_numbers, precision=precision, preferred_element_type=rule.accumulator
@@ -334,10 +297,8 @@ def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Arr
 
 def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
     """The values of the codes, differentiated as the operands that were quantized."""
-    return tuple(
-        straight_through(dequantize(code, operand.dtype, scale), operand)
-        for operand, code, scale in zip(wide, codes, scales, strict=True)
-    )
+    values = (dequantize(code, operand.dtype, scale) for operand, code, scale in zip(wide, codes, scales, strict=True))
+    return tuple(map(transformations.straight_through, values, wide))
 
 
 def _dot_forward(rule: DotRule, wide: tuple, codes: tuple, scales: tuple, state: State) -> tuple:
@@ -353,10 +314,7 @@ def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
     new = _updated(rule.gradient, g, *state)
     q_g = quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
     gradients = _operand_gradients(rule, (*wide, g), (*codes, q_g), (*scales, new[0]))
-    gradients = tuple(
-        sum_to_type_of(gradient, operand).astype(operand.dtype)
-        for gradient, operand in zip(gradients, wide, strict=True)
-    )
+    gradients = tuple(map(transformations.sum_to_type_of, gradients, wide))
     return gradients, None, None, _accumulated(rule.gradient, g, new, state, tuple(later))
 
 
@@ -364,7 +322,8 @@ def _without_scales(g_scaled: Array, *scales: Array) -> Array:
     """The gradient of the scaled result, from the dot's own cotangent, which holds the product of both scales."""
     for factor in factors(*scales):
         plain = g_scaled / factor
-        g_scaled = plain if plain.dtype == jnp.float64 else straight_through(quotient(widened(g_scaled), factor), plain)
+        exact = plain if plain.dtype == jnp.float64 else quotient(widened(g_scaled), factor)
+        g_scaled = transformations.straight_through(exact, plain)
     return g_scaled
 
 
@@ -385,21 +344,13 @@ def _operand_gradients_jvp(rule: DotRule, primals: tuple, tangents: tuple) -> tu
 
 def _transposed_dots(rule: DotRule, lhs: Array, rhs: Array, g: Array) -> tuple[Array, Array]:
     """The cotangents of lhs and rhs in their dot for the cotangent `g`."""
-    options = {
-        "dimension_numbers": rule.dimension_numbers,
-        "precision": lax.Precision.HIGHEST,
-        "preferred_element_type": rule.accumulator,
-    }
+    options: Any = {"dimension_numbers": rule.dimension_numbers, "precision": lax.Precision.HIGHEST}
+    options["preferred_element_type"] = rule.accumulator
     return dot_general_transpose_lhs(g, lhs, rhs, **options), dot_general_transpose_rhs(g, lhs, rhs, **options)
 
 
 # (dot of the codes, state of the output gradient); `wide` are the operands that receive the gradients.
 _quantized_dot = _differentiated(_dot_forward, _dot_backward)
-
-
-def _static_dimensions(dimension_numbers: DimensionNumbers) -> DimensionNumbers:
-    (contract, batch) = (tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers)
-    return contract, batch  # type: ignore[return-value]
 
 
 def quantized_dot(
@@ -408,13 +359,12 @@ def quantized_dot(
 ) -> Array:  # fmt: skip
     """The dot of FP8 codes (not yet scaled: see `out_dq`), in `preferred_element_type`, None being lhs's dtype.
 
-    Gradients go to the unquantized `lhs` and `rhs`: the output gradient is quantized to e5m2 with its delayed
-    scale, then dotted with the other operand's codes. The gradient of the out_grad state is its new value.
+    Gradients go to the unquantized `lhs` and `rhs`, from the output gradient in e5m2 and the other operand's codes.
     """
     lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
-    canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
+    numbers = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers).dimension_numbers
     accumulator = lhs.dtype if preferred_element_type is None else preferred_element_type
-    rule = DotRule(_static_dimensions(dimension_numbers), accumulator, Rule(lhs.dtype, jnp.float8_e5m2))
+    rule = DotRule(numbers, accumulator, Rule(lhs.dtype, jnp.float8_e5m2))
     state = as_state("out_grad_", out_grad_scale, out_grad_amax_history)
     scales = (jnp.asarray(lhs_scale), jnp.asarray(rhs_scale))
     return _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), scales, state)[0]
@@ -424,14 +374,14 @@ def _scaled_dot(
     dimension_numbers: DimensionNumbers, forward: Rule, gradient_dtype: DTypeLike, out: DTypeLike, lhs: Array,
     rhs: Array, states: Sequence[State],
 ) -> tuple[Array, tuple[State, State, State]]:  # fmt: skip
-    """(y, the three states handed through) of the FP8 dot: quantize both operands, dot the codes, scale the result.
-
-    `forward`: how both operands are quantized; `gradient_dtype`: what the output gradient becomes; `out`: y's dtype.
+    """(y, the three states handed through) of the FP8 dot: quantize both operands, dot the codes, scale the result to
+    `out`. `forward` and `gradient_dtype` say how operands and output gradient are quantized.
     """
+    numbers = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers).dimension_numbers
     q_lhs, lhs_scale, *lhs_state = _in_q_threaded(forward, lhs, *states[0])
     q_rhs, rhs_scale, *rhs_state = _in_q_threaded(forward, rhs, *states[1])
     gradient = Rule(lhs.dtype, gradient_dtype, forward.axis_names)
-    rule = DotRule(_static_dimensions(dimension_numbers), jnp.promote_types(lhs.dtype, jnp.float32), gradient, out)
+    rule = DotRule(numbers, jnp.promote_types(lhs.dtype, jnp.float32), gradient, out)
     y, *grad_state = _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), (lhs_scale, rhs_scale), states[2])
     return y, (tuple(lhs_state), tuple(rhs_state), tuple(grad_state))  # type: ignore[return-value]
 
@@ -452,46 +402,16 @@ def fp8_scaled_dot_general(
 ) -> Array:  # fmt: skip
     """lax.dot_general of both operands in FP8 (e4m3 forward, e5m2 output gradient) under delayed scaling.
 
-    `preferred_element_type` None is `quantize_compute_type`. `precision` has no effect, and a UserWarning says so.
-    Gradients of scales and histories are their new values.
+    `preferred_element_type` None is `quantize_compute_type`. Gradients of scales and histories are their new values.
     """
     _warn_of_no_effect(precision=precision)
     lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
-    canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
     wanted = quantize_compute_type if preferred_element_type is None else preferred_element_type
     out = as_float_dtype("preferred_element_type", wanted)
-    states = (
-        as_state("lhs_", lhs_scale, lhs_amax_history), as_state("rhs_", rhs_scale, rhs_amax_history),
-        as_state("grad_", grad_scale, grad_amax_history),
-    )  # fmt: skip
+    scales, histories = (lhs_scale, rhs_scale, grad_scale), (lhs_amax_history, rhs_amax_history, grad_amax_history)
+    states = list(map(as_state, ("lhs_", "rhs_", "grad_"), scales, histories))
     forward = Rule(quantize_compute_type, jnp.float8_e4m3fn)
     return _scaled_dot(dimension_numbers, forward, jnp.float8_e5m2, out, lhs, rhs, states)[0]
-
-
-@partial(custom_jvp, nondiff_argnums=(2, 3, 4))
-def dot_general_with_precision(
-    lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: object = None,
-    preferred_element_type: DTypeLike | None = None,
-) -> Array:  # fmt: skip
-    """lax.dot_general with default precision forward and highest precision in its tangents.
-
-    `precision` and `preferred_element_type` have no effect, and a UserWarning says so.
-    """
-    _warn_of_no_effect(precision=precision, preferred_element_type=preferred_element_type)
-    return lax.dot_general(lhs, rhs, dimension_numbers, precision=lax.Precision.DEFAULT)
-
-
-@dot_general_with_precision.defjvp
-def _dot_general_with_precision_jvp(
-    dimension_numbers: DimensionNumbers, _precision: object, _element_type: object, primals: tuple, tangents: tuple
-) -> tuple[Array, Array]:
-    (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
-
-    def dot(x: Array, y: Array, precision: lax.Precision) -> Array:
-        return lax.dot_general(x, y, dimension_numbers, precision=precision)
-
-    tangent = dot(lhs_dot, rhs, lax.Precision.HIGHEST) + dot(lhs, rhs_dot, lax.Precision.HIGHEST)
-    return dot(lhs, rhs, lax.Precision.DEFAULT), tangent
 
 
 # Modules
@@ -512,14 +432,12 @@ class Fp8DotGeneralBase(nn.Module):
             setattr(self, f"{name}_scale", scale)
             setattr(self, f"{name}_amax_history", history)
 
-    def direct_dot(
-        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None
-    ) -> Array:
-        """The dot with FP8 operands, in rhs's dtype or `preferred_element_type`."""
-        out = rhs.dtype if preferred_element_type is None else preferred_element_type
+    def direct_dot(self, lhs: Array, rhs: Array, numbers: DimensionNumbers, element_type: DTypeLike | None) -> Array:
+        """The dot with FP8 operands, in rhs's dtype or `element_type`."""
+        out = rhs.dtype if element_type is None else element_type
         forward = Rule(rhs.dtype, self.e4m3_dtype, tuple(self.axis_names))
         states = [self.state_variables.current(name) for name in STATE_NAMES]
-        y, states = _scaled_dot(dimension_numbers, forward, self.e5m2_dtype, out, lhs, rhs, states)
+        y, states = _scaled_dot(numbers, forward, self.e5m2_dtype, out, lhs, rhs, states)
         for name, pair in zip(STATE_NAMES, states, strict=True):
             self.state_variables.hand_on(name, pair)
         return y
@@ -538,31 +456,24 @@ class Fp8DotGeneralOp(Fp8DotGeneralBase):
         canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
         return self._dot(lhs, rhs, dimension_numbers, preferred_element_type)
 
-    def _dot(
-        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None
-    ) -> Array:
-        axis_names = tuple(self.axis_names)
-
+    def _dot(self, lhs: Array, rhs: Array, numbers: DimensionNumbers, element_type: DTypeLike | None) -> Array:
         def through(function: Callable, name: str, dtype: DTypeLike, value: Array) -> Array:
-            rule = Rule(rhs.dtype, dtype, axis_names)
+            rule = Rule(rhs.dtype, dtype, tuple(self.axis_names))
             value, *state = function(rule, value, *self.state_variables.current(name))
             self.state_variables.hand_on(name, tuple(state))
             return value
 
         lhs = through(_in_qdq_threaded, "input", self.e4m3_dtype, lhs)
         faked = through(_in_qdq_threaded, "kernel", self.e4m3_dtype, rhs)
-        y = dot_general_with_precision(lhs, faked, dimension_numbers)
+        y = dot_general_with_precision(lhs, faked, numbers)
         y = through(_out_qdq_threaded, "output_grad", self.e5m2_dtype, y)
-        return y if preferred_element_type is None else y.astype(preferred_element_type)
+        return y if element_type is None else y.astype(element_type)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
     """dot_general of FP8 codes: they go into the dot themselves, the scales follow."""
 
-    def _dot(
-        self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None
-    ) -> Array:
-        return self.direct_dot(lhs, rhs, dimension_numbers, preferred_element_type)
+    _dot = Fp8DotGeneralBase.direct_dot
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
@@ -585,7 +496,7 @@ class Fp8Einsum(Fp8DotGeneralBase):
         """
         _warn_of_no_effect(precision=precision)
         lhs, rhs = _operands(lhs, rhs)
-        dot = partial(self.direct_dot, preferred_element_type=preferred_element_type)
+        dot = partial(self.direct_dot, element_type=preferred_element_type)
         return einsum_by(dot, eqn, lhs, rhs)
 
 

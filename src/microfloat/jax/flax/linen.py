@@ -7,7 +7,7 @@ its new value; stochastic recipes read the random stream ``sr_rng`` (``rngs={"sr
 """
 
 import functools
-import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -25,19 +25,8 @@ from microfloat.jax.array import check_array
 from microfloat.jax.autocast import get_autocast_recipe, recipe_here
 from microfloat.jax.calls import words_of
 from microfloat.jax.dot_general import DotGeneral, dot_general, einsum
-from microfloat.jax.flax.state import (
-    OVERWRITE_WITH_GRADIENT,
-    SLOT_NAMES,
-    Collected,
-    StateVariables,
-    check_transformation,
-    collected,
-    collecting,
-    has_state,
-    max_accumulate,
-    next_state,
-    step_counts,
-)
+from microfloat.jax.flax import state as flax_state
+from microfloat.jax.flax.state import OVERWRITE_WITH_GRADIENT, SLOT_NAMES, StateVariables, has_state, max_accumulate
 from microfloat.jax.numerics.dimensions import DimensionNumbers, einsum_by
 from microfloat.jax.ragged_dot import RaggedDot, ragged_dot
 from microfloat.jax.scaling import Slot, slot_rules, slots_of, state_of
@@ -70,10 +59,7 @@ def einsum_cls(recipe: Recipe | str | None = None, **options: Any) -> type[nn.Mo
 
 
 def ragged_dot_cls(recipe: Recipe | str | None = None, **options: Any) -> type[nn.Module]:
-    """A linen module class for the layers of experts: ``cls()(x_TK, kernels_GKN, group_sizes)``, as `lax.ragged_dot`.
-
-    Delayed scaling keeps a state per expert: scales [G, 1], histories [G, length].
-    """
+    """A linen module class for layers of experts, as `lax.ragged_dot`: ``cls()(x_TK, kernels_GKN, group_sizes)``."""
     return _op_class(ragged_dot(recipe, **options), "RaggedDot")
 
 
@@ -106,10 +92,7 @@ def _op_class(op: DotGeneral | RaggedDot, kind: str) -> type[nn.Module]:
     name = f"{'DelayedScaling' if holds_state else type(op.recipe).__name__}{kind}"
     function = einsum_call if kind == "Einsum" else call
     function.__name__ = "__call__"  # Flax looks methods up by this name: interceptors, tabulate, intermediates
-    members = {
-        "__call__": function, "__module__": __name__,
-        "__doc__": f"{kind} under {op.recipe!r}.",
-    }  # fmt: skip
+    members = {"__call__": function, "__module__": __name__, "__doc__": f"{kind} under {op.recipe!r}."}
     return type(name, (nn.Module,), members)
 
 
@@ -117,10 +100,7 @@ def _run(
     module: nn.Module, op: DotGeneral | RaggedDot, third: Any, precision: Any, dtype: DTypeLike | None, lhs: Array,
     rhs: Array,
 ) -> Array:  # fmt: skip
-    """``op(lhs, rhs, third)`` with the module's random stream and, under delayed scaling, its state variables.
-
-    Without the stream only a recipe that needs none runs.
-    """
+    """``op(lhs, rhs, third)`` with the module's random stream and, under delayed scaling, its state variables."""
     recipe, key = get_autocast_recipe() if op.recipe is None else op.recipe, None
     if recipe is not None and recipe.is_stochastic and module.has_rng(SR_STREAM):
         key = module.make_rng(SR_STREAM)
@@ -143,51 +123,41 @@ def _run(
     return y
 
 
-class Dense(nn.Dense):
+class _Injected:
+    """A layer gets its recipe's op (without one the autocast's) where neither a class nor a function is set."""
+
+    def __post_init__(self) -> None:
+        for name in ("dot_general_cls", "qkv_dot_general_cls", "out_dot_general_cls"):
+            if getattr(self, name, 0) is None and getattr(self, name.removesuffix("_cls")) is None:
+                object.__setattr__(self, name, dot_general_cls(self.recipe))  # type: ignore[attr-defined]
+        super().__post_init__()  # type: ignore[misc]
+
+
+class Dense(_Injected, nn.Dense):
     """`flax.linen.Dense` under `recipe` (None: that of the autocast); same parameters, same names."""
 
     recipe: Recipe | str | None = None
 
-    def __post_init__(self) -> None:
-        _inject(self, "dot_general_cls")
-        super().__post_init__()
 
-
-class DenseGeneral(nn.DenseGeneral):
+class DenseGeneral(_Injected, nn.DenseGeneral):
     """`flax.linen.DenseGeneral` under `recipe`; same parameters, same names."""
 
     recipe: Recipe | str | None = None
 
-    def __post_init__(self) -> None:
-        _inject(self, "dot_general_cls")
-        super().__post_init__()
 
-
-class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
+class MultiHeadDotProductAttention(_Injected, nn.MultiHeadDotProductAttention):
     """Flax's attention with its four projections under `recipe`; the attention itself is untouched."""
 
     recipe: Recipe | str | None = None
-
-    def __post_init__(self) -> None:
-        _inject(self, "qkv_dot_general_cls", "out_dot_general_cls")
-        super().__post_init__()
-
-
-def _inject(module: nn.Module, *attributes: str) -> None:
-    """The recipe's op (without one the autocast's) where neither a class nor a function is set."""
-    for attribute in attributes:
-        if getattr(module, attribute) is None and getattr(module, attribute.removesuffix("_cls")) is None:
-            object.__setattr__(module, attribute, dot_general_cls(module.recipe))  # type: ignore[attr-defined]
 
 
 class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` that knows delayed-scaling state; same constructor and methods.
 
     `params` may be all variables of the model: the optimizer sees ``params["params"]`` only, the state collection
-    advances by the consumer rule (docs/jax.md), and every other collection (batch_stats) keeps its value.
-    Under ``tx=optax.MultiSteps(...)`` the state advances when the optimizer steps, by the largest amax of its
-    microbatches. `apply_fn` accumulates state by maximum over all uses in one call of it; for several calls in one
-    loss, pass it ``max_accumulate(variables)`` of all variables, made once.
+    advances by the consumer rule (docs/jax.md), under ``tx=optax.MultiSteps(...)`` at a step of the optimizer, by the
+    largest amax of its microbatches, and every other collection (batch_stats) keeps its value. `apply_fn` accumulates
+    state by maximum over all uses in one call; for several calls pass it ``max_accumulate(variables)``, made once.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
@@ -195,32 +165,30 @@ class TrainState(train_state.TrainState):
         if not _has_state(self.params):
             return super().apply_gradients(grads=grads, **kwargs)
         params, collection = self.params["params"], self.params[OVERWRITE_WITH_GRADIENT]
-        inner = self.opt_state.inner if isinstance(self.opt_state, Collected) else self.opt_state
+        inner = self.opt_state.inner if isinstance(self.opt_state, flax_state.Collected) else self.opt_state
         updates, inner_after = self.tx.update(grads["params"], inner, params)
         collection, opt_state = _advanced(collection, grads[OVERWRITE_WITH_GRADIENT], self.opt_state, inner_after)
-        advanced = {
-            "params": jax.tree.map(lambda value, update: (value + update).astype(value.dtype), params, updates),
-            OVERWRITE_WITH_GRADIENT: collection,
-        }
+        stepped = jax.tree.map(lambda value, update: (value + update).astype(value.dtype), params, updates)
+        advanced = {"params": stepped, OVERWRITE_WITH_GRADIENT: collection}
         return self.replace(step=self.step + 1, params=_replaced(self.params, advanced), opt_state=opt_state, **kwargs)
 
     @classmethod
     def create(cls, *, apply_fn: Callable, params: Any, tx: Any, **kwargs: Any) -> "TrainState":
         """A state at step 0; `apply_fn` is usually ``model.apply``."""
-        check_transformation(tx)
+        flax_state.check_transformation(tx)
         state = super().create(apply_fn=_accumulating(apply_fn), params=params, tx=tx, **kwargs)
         if not _has_state(params):
             return state
-        return state.replace(opt_state=collecting(state.opt_state, params[OVERWRITE_WITH_GRADIENT]))
+        return state.replace(opt_state=flax_state.collecting(state.opt_state, params[OVERWRITE_WITH_GRADIENT]))
 
 
 def _advanced(collection: Any, gradient: Any, before: Any, inner: Any) -> tuple[Any, Any]:
     """(the state collection, the optimizer's state) after one gradient; `inner` is what the optimizer returned."""
-    if not isinstance(before, Collected):
-        return next_state(collection, gradient), inner
-    counts = step_counts(before.inner), step_counts(inner)
-    after, largest = collected(next_state, collection, gradient, before.largest, *counts)
-    return after, Collected(inner, largest)
+    if not isinstance(before, flax_state.Collected):
+        return flax_state.next_state(collection, gradient), inner
+    counts = flax_state.step_counts(before.inner), flax_state.step_counts(inner)
+    after, largest = flax_state.collected(flax_state.next_state, collection, gradient, before.largest, *counts)
+    return after, flax_state.Collected(inner, largest)
 
 
 def _has_state(variables: Any) -> bool:
@@ -251,29 +219,28 @@ def overwrite_with_gradient(tx: Any) -> Any:
 
     The update of the state collection is ``new - old``; `opt_state` holds nothing for it. `update` needs `params`.
     Around ``optax.MultiSteps`` the state advances when the optimizer steps, by the largest amax of its microbatches.
-    Inside of one it is refused, since optax averages every gradient. `MultiSteps` of this module does not. Inside of
-    ``optax.chain``, whose other transformations would change the state, it is refused too.
+    Inside of one, which averages, or of ``optax.chain``, it is refused: write `MultiSteps` of this module.
     """
     tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
-    check_transformation(tx)
+    flax_state.check_transformation(tx)
 
-    def split(tree: Any) -> tuple[dict[str, Any], Any]:
+    def others(tree: Any) -> dict[str, Any]:
         if not isinstance(tree, Mapping):
             raise invalid_type("params", type(tree), "a mapping of collections, as model.init returns it")
-        return {name: value for name, value in tree.items() if name != OVERWRITE_WITH_GRADIENT}, tree
+        return {name: value for name, value in tree.items() if name != OVERWRITE_WITH_GRADIENT}
 
     def init(params: Any) -> Any:
-        rest, _ = split(params)
+        rest = others(params)
         if OVERWRITE_WITH_GRADIENT not in params:
             return tx.init(rest)
         _check_outermost()
-        return collecting(tx.init(rest), params[OVERWRITE_WITH_GRADIENT])
+        return flax_state.collecting(tx.init(rest), params[OVERWRITE_WITH_GRADIENT])
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise invalid_type("params", "None", "the variables: the new state follows from the old one")
-        inner = state.inner if isinstance(state, Collected) else state
-        rest, new_state = tx.update(split(updates)[0], inner, split(params)[0], **extra)
+        inner = state.inner if isinstance(state, flax_state.Collected) else state
+        rest, new_state = tx.update(others(updates), inner, others(params), **extra)
         if OVERWRITE_WITH_GRADIENT in updates:
             old = params[OVERWRITE_WITH_GRADIENT]
             new, new_state = _advanced(old, updates[OVERWRITE_WITH_GRADIENT], state, new_state)
@@ -284,37 +251,29 @@ def overwrite_with_gradient(tx: Any) -> Any:
 
 
 # The code of the closures by which optax initialises a chain; all chains share it.
-_CHAINS = tuple(
-    cast(Any, chain.init).__code__
-    for chain in (optax.chain(optax.identity()), optax.named_chain(("", optax.identity())))
-)
+_CHAINS: list[Any] = [optax.chain(optax.identity()).init, optax.named_chain(("", optax.identity())).init]
 
 
 def _check_outermost() -> None:
-    """NotSupportedError where `optax.MultiSteps.init` or a chain's calls: what they change looks like a gradient later.
-
-    An average of amaxes is no amax, and a norm to clip by is none of scales.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is optax.MultiSteps.init.__code__:
-            raise NotSupportedError(
-                "overwrite_with_gradient: got optax.MultiSteps around it, which averages amaxes, needed their maximum. "
-                "Write microfloat.jax.linen.MultiSteps, or overwrite_with_gradient(optax.MultiSteps(tx, k))."
-            )
-        if frame.f_code in _CHAINS:
-            raise NotSupportedError(
-                "overwrite_with_gradient: got optax.chain around it, whose other transformations would change the "
-                "state too, needed it outermost. Write overwrite_with_gradient(optax.chain(...))."
-            )
-        frame = frame.f_back
+    """NotSupportedError where optax.MultiSteps or a chain initialises this: they would change the state's gradient."""
+    callers = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+    if optax.MultiSteps.init.__code__ in callers:
+        raise NotSupportedError(
+            "overwrite_with_gradient: got optax.MultiSteps around it, which averages amaxes, needed their maximum. "
+            "Write microfloat.jax.linen.MultiSteps, or overwrite_with_gradient(optax.MultiSteps(tx, k))."
+        )
+    if any(init.__code__ in callers for init in _CHAINS):
+        raise NotSupportedError(
+            "overwrite_with_gradient: got optax.chain around it, whose other transformations would change the state "
+            "too, needed it outermost. Write overwrite_with_gradient(optax.chain(...))."
+        )
 
 
 class MultiSteps(optax.MultiSteps):
     """`optax.MultiSteps` for variables with delayed-scaling state; same constructor, `init`, `update` and state.
 
-    N microbatches are one step: gradients are averaged, the state advances when the optimizer steps, once, by the
-    largest amax of all of them. `opt` may be any transformation, `overwrite_with_gradient` or a chain of it included.
+    The state advances when the optimizer steps, once, by the largest amax of all microbatches. `opt` may be any
+    transformation, `overwrite_with_gradient` or a chain of it included.
     """
 
     @property
@@ -331,4 +290,4 @@ class MultiSteps(optax.MultiSteps):
 
     def has_updated(self, state: Any) -> Any:
         """True if the optimizer has stepped with the last microbatch."""
-        return super().has_updated(state.inner if isinstance(state, Collected) else state)
+        return super().has_updated(state.inner if isinstance(state, flax_state.Collected) else state)

@@ -1,13 +1,7 @@
 """Recipes in Flax nnx: a dot_general module, layers, conversion of a whole model, and training.
 
-    model = Model(nnx.Rngs(0))
-    print(mnnx.convert(model, MXFP8BlockScaling()))
-    optimizer = mnnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    loss, grads = mnnx.value_and_grad(loss_fn)(model, batch)
-    optimizer.update(model, grads)
-
 Parameters are untouched. Delayed-scaling state lives in `ScaleState` variables, which no filter for nnx.Param sees;
-its gradient is its new value.
+its gradient is its new value. Examples: docs/jax.md, "nnx".
 """
 
 import contextlib
@@ -15,7 +9,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial, reduce, wraps
+from operator import getitem
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -25,20 +20,14 @@ from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from microfloat.arguments import check_int, check_sizes
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.jax import scaling
 from microfloat.jax.array import check_array
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.calls import place, words_of
 from microfloat.jax.dot_general import dot_general, einsum
-from microfloat.jax.flax.state import (
-    SLOT_NAMES,
-    Threaded,
-    check_transformation,
-    collected,
-    step_counts,
-    trace_state,
-)
+from microfloat.jax.flax.state import SLOT_NAMES, Threaded, check_transformation, collected, step_counts, trace_state
 from microfloat.jax.numerics.dimensions import einsum_by
 from microfloat.jax.ragged_dot import ragged_dot
 from microfloat.jax.scaling import DelayedState, Slot
@@ -72,13 +61,6 @@ class ScaleState(nnx.Variable):
     is_delayed_scaling_state = True  # what `scaling.microbatched` knows it by
 
 
-class SlotVariables(NamedTuple):
-    """The `ScaleState` variables of one tensor, named as in `microfloat.jax.scaling.Slot`."""
-
-    scale_enc: ScaleState
-    amax_history: ScaleState
-
-
 # Per module, the slots that earlier uses handed through. nnx transforms make modules anew; an entry lives no longer
 # than its module.
 _THREADED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -89,8 +71,8 @@ class DotGeneral(nnx.Module):
 
     None is the recipe of the `microfloat.jax.autocast` that the module is called under. Delayed recipes hold six
     `ScaleState` variables, named as in linen. Stochastic recipes draw from the stream ``sr_rng`` of `rngs` (or its
-    default stream); a ``key=`` of the call takes precedence. `stacked`: the leading axes of a layer whose variables are
-    stacked for nnx.scan or nnx.vmap. Further arguments are those of `microfloat.jax.dot_general`.
+    default stream) unless a call has a ``key=``. `stacked`: the leading axes of a layer whose variables are stacked for
+    nnx.scan or nnx.vmap. Further arguments are those of `microfloat.jax.dot_general`.
     """
 
     _make: Callable[..., Any] = staticmethod(dot_general)
@@ -101,9 +83,7 @@ class DotGeneral(nnx.Module):
         **options: Any,
     ) -> None:  # fmt: skip
         self.op = self._make(recipe, **options)
-        if not isinstance(stacked, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in stacked):
-            raise invalid_type("stacked", repr(stacked), "a tuple of sizes: the leading axes of stacked variables")
-        stacked = tuple(stacked)
+        stacked = check_sizes("stacked", stacked, "a tuple of sizes: the leading axes of stacked variables")
         self.sr_rng: Any = nnx.data(_stream(self.recipe, rngs, stacked))
         if self.recipe is not None and self.recipe.is_delayed:
             fresh = scaling.init(self.recipe)
@@ -117,7 +97,7 @@ class DotGeneral(nnx.Module):
         """The recipe of this op; None is that of the autocast."""
         return self.op.recipe
 
-    def variables(self) -> dict[str, SlotVariables]:
+    def variables(self) -> dict[str, Any]:
         """The scale and the history of each tensor, as variables; empty for stateless recipes."""
         return self._variables()
 
@@ -126,13 +106,11 @@ class DotGeneral(nnx.Module):
         return self._state({})
 
     # nnx.tabulate gives every public method that a call enters a row of its own.
-    def _variables(self) -> dict[str, SlotVariables]:
-        if self.recipe is None or not self.recipe.is_delayed:
-            return {}
+    def _variables(self) -> dict[str, Any]:
         return {
-            tensor: SlotVariables(getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
-            for (tensor, name), rule in zip(SLOT_NAMES.items(), scaling.slot_rules(self.recipe), strict=True)
-            if rule is not None
+            tensor: Slot(getattr(self, f"{name}_scale"), getattr(self, f"{name}_amax_history"))
+            for tensor, name in SLOT_NAMES.items()
+            if hasattr(self, f"{name}_scale")
         }
 
     def _state(self, threaded: Mapping[str, Threaded]) -> DelayedState | None:
@@ -159,36 +137,27 @@ class DotGeneral(nnx.Module):
         if state is not None:
             rhs = notice_fixed_state(check_array("rhs", rhs), state)
         options = precision, preferred_element_type
+        drawn = {"words": words_of(recipe, key), "state": state, "out_sharding": out_sharding}
         with jax.named_scope(self._scope) if self._scope else contextlib.nullcontext():
-            y, handed = self.op.threaded(
-                lhs, rhs, dimension_numbers, *options, out_sharding=out_sharding, words=words_of(recipe, key),
-                state=state,
-            )  # fmt: skip
+            y, handed = self.op.threaded(lhs, rhs, dimension_numbers, *options, **drawn)
         if handed is not None:
-            _THREADED[self] = {
-                tensor: Threaded(self._variables()[tensor].amax_history.get_value(), trace_state(), slot)
-                for tensor, slot, _ in scaling.slots_of(handed)
-            }
+            histories = {tensor: slot.amax_history.get_value() for tensor, slot in self._variables().items()}
+            slots = ((tensor, slot) for tensor, slot, _ in scaling.slots_of(handed))
+            _THREADED[self] = {tensor: Threaded(histories[tensor], trace_state(), slot) for tensor, slot in slots}
         return y
 
 
 def _stream(recipe: Recipe | None, rngs: object, stacked: tuple[int, ...]) -> nnx.RngStream | None:
     """The random stream of an op; without a recipe the stream ``sr_rng`` alone, so that no parameter changes."""
-    if rngs is None:
-        return None
-    if not isinstance(rngs, nnx.Rngs):
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise invalid_type("rngs", type(rngs), "an nnx.Rngs", "For instance nnx.Rngs(sr_rng=0).")
-    if "sr_rng" not in rngs and recipe is None:
-        return None
-    if recipe is not None and not recipe.is_stochastic:
+    if rngs is None or not ("sr_rng" in rngs if recipe is None else recipe.is_stochastic):
         return None
     if "sr_rng" not in rngs and "default" not in rngs:
         streams = ", ".join(name for name, value in vars(rngs).items() if isinstance(value, nnx.RngStream))
-        raise invalid_value(
-            "rngs", f"an nnx.Rngs with the streams {streams or 'none'}",
-            f"a stream sr_rng or a default one for {recipe!r}, which rounds stochastically",
-            "For instance nnx.Rngs(0, sr_rng=1).",
-        )  # fmt: skip
+        needed = f"a stream sr_rng or a default one for {recipe!r}, which rounds stochastically"
+        got = f"an nnx.Rngs with the streams {streams or 'none'}"
+        raise invalid_value("rngs", got, needed, "For instance nnx.Rngs(0, sr_rng=1).")
     stream = rngs["sr_rng"]
     return stream.split(stacked) if stacked else stream.fork()
 
@@ -209,19 +178,15 @@ class EinsumOp(DotGeneral):
 
 
 class RaggedDot(DotGeneral):
-    """A module called as ``lax.ragged_dot(x_TK, kernels_GKN, group_sizes)``, for layers of `num_groups` experts.
-
-    Delayed scaling keeps a state per expert. Other arguments are those of `DotGeneral`.
+    """A module called as ``lax.ragged_dot(x_TK, kernels_GKN, group_sizes)``, with a state for each of `num_groups`
+    experts.
     """
 
     _make = staticmethod(ragged_dot)
 
-    def __init__(
-        self, recipe: Recipe | str | None = None, *, num_groups: int, rngs: nnx.Rngs | None = None,
-        stacked: tuple[int, ...] = (), **options: Any,
-    ) -> None:  # fmt: skip
-        scaling.check_count("num_groups", num_groups)
-        super().__init__(recipe, rngs=rngs, stacked=stacked, **options)
+    def __init__(self, recipe: Recipe | str | None = None, *, num_groups: int, **options: Any) -> None:
+        check_int("num_groups", num_groups, 1, 2**31 - 1)
+        super().__init__(recipe, **options)
         for variable in _leaves(self).values():
             value = variable.get_value()
             each = jnp.broadcast_to(value[..., None, :], (*value.shape[:-1], num_groups, value.shape[-1]))
@@ -233,42 +198,30 @@ def _set(variables: Iterable[nnx.Variable], values: Iterable[Array]) -> None:
         variable.set_value(value)
 
 
-class Linear(nnx.Linear):
+class _Layer:
+    """The constructor of a layer of Flax with `recipe`, whose op it gets where no product is named."""
+
+    _product: tuple[str, type[DotGeneral]] = ("dot_general", DotGeneral)
+
+    def __init__(self, *sizes: Any, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any) -> None:
+        name, op = self._product
+        if options.get(name) is None and options.get("dot_general_cls") is None:
+            options[name] = op(recipe, rngs=rngs)
+        super().__init__(*sizes, rngs=rngs, **options)
+
+
+class Linear(_Layer, nnx.Linear):
     """`flax.nnx.Linear` under `recipe` (None: that of the autocast); same parameters, same names."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
-    ) -> None:
-        super().__init__(in_features, out_features, rngs=rngs, **_with_op(options, recipe, rngs))
 
-
-class LinearGeneral(nnx.LinearGeneral):
+class LinearGeneral(_Layer, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` under `recipe`; same parameters, same names."""
 
-    def __init__(
-        self, in_features: Any, out_features: Any, *, recipe: Recipe | str | None = None, rngs: nnx.Rngs, **options: Any
-    ) -> None:
-        super().__init__(in_features, out_features, rngs=rngs, **_with_op(options, recipe, rngs))
 
-
-class Einsum(nnx.Einsum):
+class Einsum(_Layer, nnx.Einsum):
     """`flax.nnx.Einsum` under `recipe`; same parameters, same names."""
 
-    def __init__(
-        self, einsum_str: str, kernel_shape: Any, bias_shape: Any = None, *, recipe: Recipe | str | None = None,
-        rngs: nnx.Rngs, **options: Any,
-    ) -> None:  # fmt: skip
-        options = _with_op(options, recipe, rngs, "einsum_op", EinsumOp)
-        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **options)
-
-
-def _with_op(
-    options: dict[str, Any], recipe: Recipe | str | None, rngs: nnx.Rngs, name: str = "dot_general",
-    op: type[DotGeneral] = DotGeneral,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments of a layer with the recipe's op, where they name no product of their own."""
-    is_free = options.get(name) is None and options.get("dot_general_cls") is None
-    return {**options, name: op(recipe, rngs=rngs)} if is_free else options
+    _product = ("einsum_op", EinsumOp)
 
 
 # Conversion of a model
@@ -313,8 +266,7 @@ def convert(
     chosen: Mapping[str, Recipe | None] = dict.fromkeys((name for name, _, _ in layers), recipe)  # type: ignore[arg-type]
     if isinstance(recipe, Placement):
         ops = {name: getattr(layer, target.attribute) for name, layer, target in layers}
-        current = {name: op.recipe for name, op in ops.items() if isinstance(op, DotGeneral)}
-        chosen = recipe.resolve(list(ops), current)
+        chosen = recipe.resolve(ops, {name: op.recipe for name, op in ops.items() if isinstance(op, DotGeneral)})
     gates = gates_of_mlps(exclude, {name: _features(layer) for name, layer, _ in layers})
     made = {}
     for name, layer, target in layers:
@@ -332,10 +284,7 @@ def convert(
 
 
 def revert(model: nnx.Module) -> nnx.Module:
-    """Put Flax's own products back into every layer of `model`, in place; delayed-scaling state is dropped.
-
-    Returns `model`. Raises InvalidTypeError for anything but an nnx.Module.
-    """
+    """Put Flax's own products back into every layer of `model`, in place, and return it; state is dropped."""
     _check_model(model)
     for _, layer, target in _layers(model):
         if isinstance(getattr(layer, target.attribute), DotGeneral):
@@ -394,12 +343,8 @@ def _share(model: nnx.Module, layers: list[nnx.Module], rows: list[ConversionRow
 
 
 def _layers(model: nnx.Module) -> list[tuple[str, nnx.Module, _Target]]:
-    found = [
-        (".".join(map(str, path)), module, target)
-        for path, module in nnx.iter_modules(model)
-        for target in _TARGETS
-        if isinstance(module, target.layer)
-    ]
+    modules = [(".".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]
+    found = [(*named, target) for named in modules for target in _TARGETS if isinstance(named[1], target.layer)]
     return sorted(found, key=lambda entry: entry[0])
 
 
@@ -408,41 +353,30 @@ def _stacked(layer: Any) -> tuple[int, ...]:
     if isinstance(layer, nnx.Einsum):
         own = tuple(layer.kernel_shape)
     elif isinstance(layer, nnx.LinearGeneral):
-        batch = tuple(layer.batch_axis.values())
-        own = (*batch, *layer.in_features, *layer.out_features)
+        own = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
     else:
         own = (layer.in_features, layer.out_features)
     shape = tuple(layer.kernel.shape)
-    lead = len(shape) - len(own)
-    return shape[:lead] if lead > 0 and shape[lead:] == own else ()
+    lead = max(len(shape) - len(own), 0)
+    return shape[:lead] if shape[lead:] == own else ()
 
 
 # Training
 
 
-def value_and_grad(
-    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, wrt: Any = nnx.Param, has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., Any]:  # fmt: skip
-    """``nnx.value_and_grad`` with respect to `wrt` and the delayed-scaling state of the models at `argnums`.
-
-    State of a layer that is used several times accumulates by maximum. Further options are those of
-    nnx.value_and_grad.
+def value_and_grad(f: Callable, *, argnums: int | Sequence[int] = 0, wrt: Any = nnx.Param, **options: Any) -> Callable:
+    """``nnx.value_and_grad``, with its options, with respect to `wrt` and the delayed-scaling state of the models at
+    `argnums`. State of a layer that is used several times accumulates by maximum.
     """
-    return _differentiated(nnx.value_and_grad, f, argnums, wrt, has_aux=has_aux, **options)
+    return _differentiated(nnx.value_and_grad, f, argnums, wrt, options)
 
 
-def grad(
-    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, wrt: Any = nnx.Param, has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., Any]:  # fmt: skip
+def grad(f: Callable, *, argnums: int | Sequence[int] = 0, wrt: Any = nnx.Param, **options: Any) -> Callable:
     """``nnx.grad`` with respect to `wrt` and the delayed-scaling state; see `value_and_grad`."""
-    return _differentiated(nnx.grad, f, argnums, wrt, has_aux=has_aux, **options)
+    return _differentiated(nnx.grad, f, argnums, wrt, options)
 
 
-def _differentiated(
-    transform: Callable, f: Callable, argnums: int | Sequence[int], wrt: Any, **options: Any
-) -> Callable:
+def _differentiated(transform: Callable, f: Callable, argnums: Any, wrt: Any, options: dict) -> Callable:
     if not callable(f):
         raise invalid_type("f", type(f), "a function of the model")
     numbers = [argnums] if isinstance(argnums, int) else argnums
@@ -465,10 +399,8 @@ def _differentiated(
 
 
 def watch_outputs(fn: Callable[..., Any], *tensors: Any, **options: Any) -> Callable[..., tuple[Any, Readings]]:
-    """`microfloat.jax.watch_outputs` of a function of modules, whose variables it may update; layers have their names.
-
-    Call it inside nnx.jit: ``nnx.jit(mnnx.watch_outputs(train_step))(model, optimizer, batch)``. Arguments and errors
-    are those of `microfloat.jax.watch_outputs`.
+    """`microfloat.jax.watch_outputs` of a function of modules, which it may update; layers have their names. Call it
+    inside nnx.jit: ``nnx.jit(mnnx.watch_outputs(train_step))(model, optimizer, batch)``.
     """
 
     @wraps(fn)
@@ -555,18 +487,15 @@ class Optimizer(nnx.Optimizer):
 
     def _advance(self, op: DotGeneral, grads: Any, path: tuple, before: list[Array]) -> bool:
         """Advance one op's state by its gradient; False if `grads` does not hold it. `before`: counts of steps."""
-        node = grads
-        for key in path:
-            if key not in node:
-                return False
-            node = node[key]
         variables = _leaves(op)
-        if any(leaf not in node for leaf in variables):
+        try:
+            found = [reduce(getitem, (*path, leaf), grads) for leaf in variables]
+        except KeyError:
             return False
         old = cast(DelayedState, op.state())  # the recipe is delayed
         # The variables are the leaves of the state, in this order.
-        structure, given = jax.tree.structure(old), [node[leaf] for leaf in variables]
-        gradient = structure.unflatten([one.get_value() if isinstance(one, nnx.Variable) else one for one in given])
+        structure = jax.tree.structure(old)
+        gradient = structure.unflatten([one.get_value() if isinstance(one, nnx.Variable) else one for one in found])
         if not before:
             after = scaling.apply(old, gradient)
         else:
@@ -579,20 +508,14 @@ class Optimizer(nnx.Optimizer):
 
 
 def _delayed_ops(model: nnx.Module) -> list[tuple[tuple, DotGeneral]]:
-    return [
-        (path, module)
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, DotGeneral) and module.variables()
-    ]
+    ops = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, DotGeneral))
+    return [(path, op) for path, op in ops if op.variables()]
 
 
 def _leaves(op: DotGeneral) -> dict[str, ScaleState]:
     """The state variables of an op by name."""
-    return {
-        f"{SLOT_NAMES[tensor]}_{kind}": variable
-        for tensor, pair in op.variables().items()
-        for kind, variable in zip(("scale", "amax_history"), pair, strict=True)
-    }
+    names = [f"{name}_{kind}" for name in SLOT_NAMES.values() for kind in ("scale", "amax_history")]
+    return {name: getattr(op, name) for name in names if hasattr(op, name)}
 
 
 def _key(path: tuple, leaf: str) -> str:

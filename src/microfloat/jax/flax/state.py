@@ -7,6 +7,8 @@ everything in a new state but one amax follows from the old state, so only ``gra
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,12 +25,6 @@ from microfloat.jax.flax.fp8_casts import compute_scale
 from microfloat.jax.scaling import OVERWRITE_WITH_GRADIENT, largest, listed, next_scale
 from microfloat.jax.transformations import fp32_max_grad, from_max_grad
 from microfloat.recipes import Delayed
-
-__all__ = [
-    "OVERWRITE_WITH_GRADIENT", "SLOT_NAMES", "STATE_NAMES", "Collected", "StateVariables", "Threaded",
-    "check_transformation", "collected", "collecting", "max_accumulate", "merge_state", "next_state", "reset_state",
-    "step_counts", "trace_state",
-]  # fmt: skip
 
 # The names of the slots of x, w and dy in Flax, and of its operators.
 SLOT_NAMES = {"x": "input", "w": "kernel", "dy": "output_grad"}
@@ -53,12 +49,6 @@ def trace_state() -> object:
     return get_opaque_trace_state(convention="flax")
 
 
-class _Held(NamedTuple):
-    """A value in the place of a variable that is only read."""
-
-    value: Array
-
-
 def has_state(module: nn.Module) -> bool:
     """True if the variables of this apply hold the module's state, under its name or the one that it had before."""
     return module.has_variable(OVERWRITE_WITH_GRADIENT, f"{STATE_NAMES[0]}{_SCALE}") or bool(_of_earlier_name(module))
@@ -76,25 +66,22 @@ class StateVariables:
     """The variables ``{input,kernel,output_grad}_{scale,amax_history}`` of a linen module, float32.
 
     A second use of the module within one trace reads the state that the first one handed through instead of the
-    variable, so that their contributions meet as a maximum. The memo lives on the root scope of this apply and
-    holds the opaque trace state: uses in different traces (bodies of scan, remat) stay apart,
-    `fp8_ops.max_accumulate` joins those. `lead`: axes before their own, of a state per group.
+    variable, so that their contributions meet as a maximum. The memo lives on the root scope of this apply; uses in
+    different traces (bodies of scan, remat) are joined by `fp8_ops.max_accumulate`. `lead`: axes before their own, of
+    a state per group.
     """
 
     def __init__(self, module: nn.Module, length: int, lead: tuple[int, ...] = ()) -> None:
-        def variable(name: str, value: float, size: int) -> nn.Variable:
+        earlier = _of_earlier_name(module)
+
+        def variable(name: str, value: float, size: int) -> Any:
+            if earlier is not None:
+                return SimpleNamespace(value=earlier[name])  # which is only read
             return module.variable(OVERWRITE_WITH_GRADIENT, name, lambda: jnp.full((*lead, size), value, jnp.float32))
 
-        earlier = _of_earlier_name(module)
-        if earlier is None:
-            self.pairs = {
-                name: (variable(f"{name}{_SCALE}", 1, 1), variable(f"{name}{_HISTORY}", 0, length))
-                for name in STATE_NAMES
-            }
-        else:
-            self.pairs = {
-                name: (_Held(earlier[f"{name}{_SCALE}"]), _Held(earlier[f"{name}{_HISTORY}"])) for name in STATE_NAMES
-            }
+        self.pairs = {
+            name: (variable(f"{name}{_SCALE}", 1, 1), variable(f"{name}{_HISTORY}", 0, length)) for name in STATE_NAMES
+        }
         scope = cast(Any, module.scope)  # None only outside of init and apply
         if not hasattr(scope.root, "_microfloat_threaded"):
             scope.root._microfloat_threaded = {}
@@ -124,28 +111,21 @@ _STEPPED_ON = (
 
 @jax.custom_vjp
 def _with_amaxes(history: Array) -> Array:
-    """`history`; where a gradient is taken, a negative amax in it is InvalidValueError, or a warning under jit.
-
-    Under jit on a GPU nothing is said: a callback would hold up every step.
-    """
+    """`history`; where a gradient is taken, a negative amax is InvalidValueError, or a warning under jit on a CPU."""
     return history
 
 
 def _check_amaxes(history: Array) -> tuple[Array, None]:
+    def warn(negative: Any) -> None:
+        if np.any(negative):
+            warnings.warn(_STEPPED_ON, stacklevel=2)
+
     negative = jnp.any(from_max_grad(history) < 0)
-    if not isinstance(negative, Tracer):
-        if negative:
-            raise InvalidValueError(_STEPPED_ON)
-        return history, None
-    lax.platform_dependent(
-        negative, cpu=lambda negative: jax.debug.callback(_warn_of_step, negative), default=lambda negative: None
-    )
+    if isinstance(negative, Tracer):
+        lax.platform_dependent(negative, cpu=partial(jax.debug.callback, warn), default=lambda negative: None)
+    elif negative:
+        raise InvalidValueError(_STEPPED_ON)
     return history, None
-
-
-def _warn_of_step(negative: Any) -> None:
-    if np.any(negative):
-        warnings.warn(_STEPPED_ON, stacklevel=2)
 
 
 _with_amaxes.defvjp(_check_amaxes, lambda _, cotangent: (cotangent,))
@@ -160,11 +140,9 @@ _LARGEST = (448.0, 57344.0, 240.0)
 def max_accumulate(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The variables with the state collection cast to `fp32_max_grad`: gradients of several uses become their maximum.
 
-    Call it inside the loss function, once, outside of all uses: ``model.apply(max_accumulate(variables), x)``. The
-    gradient that comes back for the original variables is float32.
+    Call it once inside the loss, before all uses: ``model.apply(max_accumulate(variables), x)``.
     """
-    if not isinstance(variables, Mapping):
-        raise invalid_type("variables", type(variables), "a mapping of collections, as model.init returns it")
+    _check_collection("variables", variables, "a mapping of collections")
     if OVERWRITE_WITH_GRADIENT not in variables:
         return dict(variables)
     cast = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, fp32_max_grad), variables[OVERWRITE_WITH_GRADIENT])
@@ -173,7 +151,6 @@ def max_accumulate(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def reset_state(collection: Any) -> Any:
     """Scales of one and histories of zero, in the shapes of `collection`."""
-
     _check_collection("collection", collection)
 
     def fresh(path: tuple, leaf: Array) -> Array:
@@ -199,9 +176,9 @@ def next_state(old: Any, gradient: Any) -> Any:
     return _next(old, gradient)
 
 
-def _check_collection(argument: str, collection: Any) -> None:
+def _check_collection(argument: str, collection: Any, needed: str = "a state collection: a mapping") -> None:
     if not isinstance(collection, Mapping):
-        raise invalid_type(argument, type(collection), "a state collection: a mapping, as model.init returns it")
+        raise invalid_type(argument, type(collection), f"{needed}, as model.init returns it")
 
 
 def _check_same(argument: str, old: Any, gradient: Any) -> None:
@@ -234,16 +211,15 @@ def _next_pair(old: tuple[Array, Array], gradient: tuple[Array, Array]) -> tuple
     newest = new_history[..., 0]
     used = (newest > 0) & jnp.isfinite(newest)
     rolled = jnp.roll(history, -1, axis=-1).at[..., 0].set(newest)
-    advanced = _single_use(scale, history, new_scale)
-    keep_scale = used.reshape(used.shape + (1,) * (scale.ndim - used.ndim))
-    return jnp.where(keep_scale, advanced, scale), jnp.where(used[..., None], rolled, history)
+    used_scale = used.reshape(used.shape + (1,) * (scale.ndim - used.ndim))
+    advanced = jnp.where(used_scale, _single_use(scale, history, new_scale), scale)
+    return advanced, jnp.where(used[..., None], rolled, history)
 
 
 def _single_use(scale: Array, history: Array, gradient: Array) -> Array:
     """The new scale behind a gradient that may be the sum of several equal ones.
 
-    The rule that made it is not known here, but only a few exist: the gradient is a small multiple of one
-    candidate. Where it is none (a margin, another algorithm) it is taken as it is.
+    Few rules make scales: the gradient is a small multiple of one candidate. Otherwise it is taken as it is.
     """
     amax = jnp.max(history, axis=-1).reshape(scale.shape[: history.ndim - 1] + (1,) * (scale.ndim - history.ndim + 1))
     candidates = [compute_scale(amax, scale, np.float32(largest)) for largest in _LARGEST]
@@ -297,10 +273,8 @@ def collecting(opt_state: Any, collection: Any) -> Any:
 def collected(
     advance: Callable[[Any, Any], Any], old: Any, gradient: Any, held: Any, before: list[Any], after: list[Any]
 ) -> tuple[Any, Any]:
-    """(new state, largest gradients) after one gradient of an optimizer whose step counters were `before`.
-
-    `held`: the largest gradients so far.
-    ``advance(old, gradient)`` is the consumer rule, applied to the largest of the gradients where the optimizer steps.
+    """(new state, largest gradients) after one gradient; `before` and `after` are the optimizer's counters of steps. At
+    a step ``advance(old, gradient)`` applies the consumer rule to the largest of `held` and the gradient.
     """
     stepped = jnp.any(jnp.stack([count != now for count, now in zip(before, after, strict=True)]))
     top = largest([gradient, held])

@@ -18,13 +18,6 @@ from microfloat.jax.transformations import in_common_variance
 from microfloat.layout import stored_length
 from microfloat.recipes import Hadamard
 
-__all__ = [
-    "FLOAT8", "INFINITY_BITS", "as_code_dtype", "as_float", "bits_of", "code_bytes", "decode", "divide",
-    "divide_by_integers", "encode", "hadamard_inverse", "hadamard_transform", "is_nan", "magnitude_bits",
-    "measured_bits", "multiply", "multiply_code", "pack_fp4", "quotient", "quotient_by_residual", "round_to_bf16",
-    "rounded", "sixth", "square", "unpack_fp4", "where", "widened",
-]  # fmt: skip
-
 INFINITY_BITS = np.uint32(0x7F800000)
 _SIGN = np.uint32(0x80000000)
 _MANTISSA = np.uint32(0x7FFFFF)
@@ -65,8 +58,7 @@ def measured_bits(x: Array) -> Array:
 def widened(x: Array) -> Array:
     """x of a float dtype of 8, 16 or 32 bits as float32, rounded to that dtype even inside a larger program.
 
-    XLA may leave out a conversion to a narrower float that is widened again, and computes on what was never rounded
-    (GPUs do, for FP8, bfloat16 and float16 alike). Integer operations between the two are left alone.
+    GPUs may leave out a conversion to a narrower float that is widened again, but no integer operation between both.
     """
     if x.dtype == jnp.float32:
         return x
@@ -84,10 +76,7 @@ def rounded(values: Array, dtype: DTypeLike) -> Array:
 
 
 def where(condition: Array, x: ArrayLike, y: ArrayLike) -> Array:
-    """``jnp.where`` for operands of one dtype, without a function of its own in the program.
-
-    XLA (jaxlib 0.10) was seen to fold the constants of one call into such a shared function and use them for another.
-    """
+    """``jnp.where`` for operands of one dtype, without a shared function, whose constants XLA was seen to mix up."""
     shape = jnp.broadcast_shapes(np.shape(condition), np.shape(x), np.shape(y))
     return lax.select(*(jnp.broadcast_to(operand, shape) for operand in (condition, x, y)))
 
@@ -97,7 +86,6 @@ def multiply(x: Array, factor: Array) -> Array:
     """``f32(x * factor)`` for a positive normal factor, right also for a subnormal x that the platform would flush.
 
     A subnormal x is ``M * 2^-149 = (M * 2^-24) * 2^-125``; the second power goes into the exponent of the factor.
-    A subnormal *result* may still be flushed to a zero of its sign, which no code can tell (docs/numerics.md 1.5).
     """
     bits = bits_of(x)
     # A factor that XLA knew to be constant would be merged with constant factors inside x, in another rounding.
@@ -132,10 +120,7 @@ def multiply_code(values: Array, significand: Array, exponent: Array, product: A
 
 
 def divide(x: ArrayLike, divisor: ArrayLike) -> Array:
-    """``f32(x / divisor)``, correctly rounded; the operands broadcast against each other.
-
-    XLA's own division is that on a CPU alone: for NVIDIA's chips it asks LLVM for one that may be two steps off.
-    """
+    """``f32(x / divisor)``, correctly rounded; the operands broadcast. XLA's own division is that on a CPU alone."""
     shape = jnp.broadcast_shapes(np.shape(x), np.shape(divisor))
     x, divisor = (jnp.broadcast_to(jnp.asarray(operand, jnp.float32), shape) for operand in (x, divisor))
     return lax.platform_dependent(*in_common_variance(x, divisor), cpu=_divide_by_hardware, default=divide_by_integers)
@@ -148,10 +133,9 @@ def _divide_by_hardware(x: Array, divisor: Array) -> Array:
 
 @_traced_once
 def divide_by_integers(x: Array, divisor: Array) -> Array:
-    """`divide` where a division of floats is no more than nearly right: its quotient, put right by the remainder.
+    """`divide` by way of an estimate that the remainder corrects, which is exact modulo 2^32.
 
-    Significands lie in [2^23, 2^24), that of x doubled if it is the smaller, so the quotient of significands has 25
-    bits, the last of them for rounding. The remainder of an estimate that is a few units off is exact modulo 2^32.
+    Significands lie in [2^23, 2^24), that of x doubled if it is the smaller, so their quotient has 25 bits.
     """
     top, top_exponent = _significand(x)
     bottom, bottom_exponent = _significand(divisor)
@@ -185,10 +169,8 @@ def quotient(x: Array, divisor: Array, *, few_bits: bool = False) -> Array:
     power = as_float(jnp.clip(254 - exponent, 1, 253).astype(jnp.uint32) << 23)
     shape = jnp.broadcast_shapes(x.shape, divisor.shape)
     magnitudes = as_float(magnitude_bits(x)), as_float(magnitude_bits(divisor)), power
-    magnitude = lax.platform_dependent(
-        *in_common_variance(*magnitudes), cpu=partial(_quotient_by_hardware, shape),
-        default=partial(quotient_by_residual, shape, few_bits),
-    )  # fmt: skip
+    by_cpu, by_others = partial(_quotient_by_hardware, shape), partial(quotient_by_residual, shape, few_bits)
+    magnitude = lax.platform_dependent(*in_common_variance(*magnitudes), cpu=by_cpu, default=by_others)
     return as_float(bits_of(magnitude) | (bits_of(x) ^ bits_of(divisor)) & _SIGN)
 
 
@@ -201,8 +183,7 @@ def _quotient_by_hardware(shape: tuple[int, ...], x: Array, divisor: Array, powe
 def quotient_by_residual(shape: tuple[int, ...], few_bits: bool, x: Array, divisor: Array, power: Array) -> Array:
     """`quotient` of magnitudes: a product with the reciprocal, less than two units off, corrected by the remainder.
 
-    ``x - q * divisor`` is exact in float32 if both factors are split in halves of 12 bits, whether or not the compiler
-    contracts products and sums. Comparisons with infinity or NaN leave the product alone.
+    ``x - q * divisor`` is exact in float32 if both factors are split in halves of 12 bits.
     """
     x, divisor = x * power, divisor * power
     reciprocal = divide_by_integers(jnp.ones_like(divisor), divisor)
@@ -244,9 +225,7 @@ def _is_ordinary(x: Array) -> Array:
 
 @_traced_once
 def sixth(x: Array) -> Array:
-    """``f32(x / 6)`` for x >= 0 with gradual underflow.
-
-    Below 2^-123, x is ``n * 2^-149`` with n < 2^26, and the bits of the quotient are the integer n / 6 rounded to
+    """``f32(x / 6)`` for x >= 0. Below 2^-123, x is ``n * 2^-149``, and the bits of the result are n / 6 rounded to
     even.
     """
     bits = bits_of(x)
@@ -275,10 +254,8 @@ def round_to_bf16(x: Array) -> Array:
 
 @partial(_traced_once, static_argnames="element")
 def encode(y: Array, element: ElementFormat, random_bytes: Array | None = None) -> Array:
-    """float32 -> unpacked uint8 codes: nearest even (or stochastic with one byte per value), saturating.
-
-    The integer rule of docs/numerics.md 1.2; stochastic rounding is 5.4: up with probability floor(256 * fraction)
-    / 256.
+    """float32 -> unpacked uint8 codes: nearest even (or stochastic with one byte per value), saturating. The integer
+    rules of docs/numerics.md 1.2 and 5.4.
     """
     mantissa_bits, bias = element.mantissa_bits, element.bias
     bits = bits_of(y)

@@ -10,20 +10,19 @@ from jax import Array
 
 from microfloat.errors import invalid_type, invalid_value
 
-__all__ = ["DimensionNumbers", "DotDimensions", "EinsumPlan", "canonical_dimensions", "einsum_by", "parse_einsum"]
-
-DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+Axes = tuple[int, ...]
+DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 
 
 class DotDimensions(NamedTuple):
     """The order of axes that brings two operands into [B, M, K] and [B, N, K], and the sizes of the result. Static."""
 
-    lhs_order: tuple[int, ...]
-    rhs_order: tuple[int, ...]
-    batch: tuple[int, ...]
-    lhs_free: tuple[int, ...]
-    rhs_free: tuple[int, ...]
-    contracted: tuple[int, ...]
+    lhs_order: Axes
+    rhs_order: Axes
+    batch: Axes
+    lhs_free: Axes
+    rhs_free: Axes
+    contracted: Axes
 
     @property
     def dimension_numbers(self) -> DimensionNumbers:
@@ -51,30 +50,24 @@ class DotDimensions(NamedTuple):
         return y.reshape(self.batch + self.lhs_free + self.rhs_free)
 
 
-def canonical_dimensions(
-    lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dimension_numbers: DimensionNumbers
-) -> DotDimensions:
+def canonical_dimensions(lhs_shape: Axes, rhs_shape: Axes, dimension_numbers: DimensionNumbers) -> DotDimensions:
     """Validate lax.dot_general's dimension numbers; contraction and batch dimensions keep their paired order."""
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        pairs = [
-            tuple(operator.index(axis) for axis in axes) for axes in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)
-        ]
+        pairs = [tuple(map(operator.index, axes)) for axes in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)]
     except (TypeError, ValueError) as error:
         raise invalid_type(
             "dimension_numbers", repr(dimension_numbers),
             "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), as lax.dot_general takes them",
         ) from error  # fmt: skip
-    lhs_contract, rhs_contract, lhs_batch, rhs_batch = pairs
-    lhs_contract, lhs_batch = _axes("lhs", lhs_shape, lhs_contract, lhs_batch)
-    rhs_contract, rhs_batch = _axes("rhs", rhs_shape, rhs_contract, rhs_batch)
+    lhs_contract, lhs_batch = _axes("lhs", lhs_shape, pairs[0], pairs[2])
+    rhs_contract, rhs_batch = _axes("rhs", rhs_shape, pairs[1], pairs[3])
     for what, left, right in (("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)):
         sizes = [tuple(shape[axis] for axis in axes) for shape, axes in ((lhs_shape, left), (rhs_shape, right))]
         if sizes[0] != sizes[1]:
-            raise invalid_value(
-                "dimension_numbers", f"{what} dimensions {left} of lhs{list(lhs_shape)} (sizes {sizes[0]}) against "
-                f"{right} of rhs{list(rhs_shape)} (sizes {sizes[1]})", "equal sizes, pair by pair",
-            )  # fmt: skip
+            of_lhs = f"{what} dimensions {left} of lhs{list(lhs_shape)} (sizes {sizes[0]})"
+            got = f"{of_lhs} against {right} of rhs{list(rhs_shape)} (sizes {sizes[1]})"
+            raise invalid_value("dimension_numbers", got, "equal sizes, pair by pair")
     lhs_free = tuple(axis for axis in range(len(lhs_shape)) if axis not in lhs_contract + lhs_batch)
     rhs_free = tuple(axis for axis in range(len(rhs_shape)) if axis not in rhs_contract + rhs_batch)
     return DotDimensions(
@@ -84,40 +77,33 @@ def canonical_dimensions(
     )  # fmt: skip
 
 
-def _axes(
-    side: str, shape: tuple[int, ...], contract: tuple[int, ...], batch: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _axes(side: str, shape: Axes, contract: Axes, batch: Axes) -> tuple[Axes, Axes]:
     """Axes as indices >= 0, all different and in range."""
     ndim = len(shape)
     if any(not -ndim <= axis < ndim for axis in contract + batch):
         raise invalid_value("dimension_numbers", f"axes {contract + batch} of {side}", f"axes of {side}{list(shape)}")
     normal = tuple(axis % ndim for axis in contract), tuple(axis % ndim for axis in batch)
     if len(set(normal[0] + normal[1])) != len(normal[0] + normal[1]):
-        raise invalid_value(
-            "dimension_numbers", f"contracting {contract} and batch {batch} of {side}", "every axis at most once"
-        )
+        got = f"contracting {contract} and batch {batch} of {side}"
+        raise invalid_value("dimension_numbers", got, "every axis at most once")
     return normal
 
 
 class EinsumPlan(NamedTuple):
     """A two-operand einsum as sums, one dot_general and a transposition. Static."""
 
-    lhs_sum: tuple[int, ...]
-    rhs_sum: tuple[int, ...]
+    lhs_sum: Axes
+    rhs_sum: Axes
     dimension_numbers: DimensionNumbers
-    out_order: tuple[int, ...]
+    out_order: Axes
 
     def operands(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
         """The operands, summed over labels that no other term has, and without axes of size 1 that broadcast."""
         lhs = jnp.sum(lhs, axis=self.lhs_sum) if self.lhs_sum else lhs
         return lhs, jnp.sum(rhs, axis=self.rhs_sum) if self.rhs_sum else rhs
 
-    def result(self, y: Array) -> Array:
-        """The output in the order of the equation."""
-        return y.transpose(self.out_order)
 
-
-def parse_einsum(equation: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> EinsumPlan:
+def parse_einsum(equation: str, lhs_shape: Axes, rhs_shape: Axes) -> EinsumPlan:
     """The plan of ``einsum(equation, lhs, rhs)``. The first operand stays lhs, the second rhs, for every equation.
 
     Supports an ellipsis, an implicit output, and axes of size 1 that broadcast, as jnp.einsum does. Raises
@@ -137,13 +123,14 @@ def parse_einsum(equation: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int
     lhs, rhs = (_expand(term, count) for term, count in zip(terms, ellipses, strict=True))
     for side, labels, shape in (("lhs", lhs, lhs_shape), ("rhs", rhs, rhs_shape)):
         if len(labels) != len(shape):
-            raise invalid_value(
-                "eqn", f"{equation!r} with {side} of {len(shape)} axes", f"{len(labels)} axes in {side}"
-            )
+            got = f"{equation!r} with {side} of {len(shape)} axes"
+            raise invalid_value("eqn", got, f"{len(labels)} axes in {side}")
         if len(set(labels)) != len(labels):
             raise invalid_value("eqn", f"{equation!r}, a label twice in {side}", "every label at most once per operand")
     widest = max(*ellipses, 0) if "..." in inputs else 0
-    out = _expand(output, widest) if arrow else _implicit_output(lhs, rhs)
+    once = [label for label in lhs + rhs if (lhs + rhs).count(label) == 1 and not label.startswith(".")]
+    of_ellipsis = [f".{index}" for index in range(-widest, 0)]
+    out = _expand(output, widest) if arrow else of_ellipsis + sorted(once)
     if len(set(out)) != len(out) or not set(out) <= set(lhs) | set(rhs):
         raise invalid_value("eqn", repr(equation), "output labels that each appear in an operand, once")
     of_lhs, of_rhs = (dict(zip(labels, shape, strict=True)) for labels, shape in ((lhs, lhs_shape), (rhs, rhs_shape)))
@@ -151,22 +138,18 @@ def parse_einsum(equation: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int
     for label in unequal:
         if 1 not in (of_lhs[label], of_rhs[label]):
             name = "an axis of '...'" if label.startswith(".") else repr(label)
-            raise invalid_value(
-                "eqn", f"{equation!r}, {name} of size {of_lhs[label]} in lhs{list(lhs_shape)} and {of_rhs[label]} in "
-                f"rhs{list(rhs_shape)}", "one size for every label, or 1",
-            )  # fmt: skip
+            sizes = f"{of_lhs[label]} in lhs{list(lhs_shape)} and {of_rhs[label]} in rhs{list(rhs_shape)}"
+            raise invalid_value("eqn", f"{equation!r}, {name} of size {sizes}", "one size for every label, or 1")
     return _einsum_plan(lhs, rhs, out, *([one for one in unequal if of[one] == 1] for of in (of_lhs, of_rhs)))
 
 
 def einsum_by(dot: Callable[..., Array], equation: str, lhs: Array, rhs: Array) -> Array:
     """``einsum(equation, lhs, rhs)`` by one ``dot(lhs, rhs, dimension_numbers)``."""
     plan = parse_einsum(equation, lhs.shape, rhs.shape)
-    return plan.result(dot(*plan.operands(lhs, rhs), plan.dimension_numbers))
+    return dot(*plan.operands(lhs, rhs), plan.dimension_numbers).transpose(plan.out_order)
 
 
-def _einsum_plan(
-    lhs: list[str], rhs: list[str], out: list[str], lhs_ones: list[str], rhs_ones: list[str]
-) -> EinsumPlan:  # fmt: skip
+def _einsum_plan(lhs: list[str], rhs: list[str], out: list[str], lhs_ones: list, rhs_ones: list) -> EinsumPlan:
     """`lhs_ones`, `rhs_ones`: labels of axes of size 1 that broadcast, which a sum removes."""
     in_lhs, in_rhs = set(lhs) - set(lhs_ones), set(rhs) - set(rhs_ones)
     keep_lhs, keep_rhs = in_lhs & (in_rhs | set(out)), in_rhs & (in_lhs | set(out))
@@ -175,13 +158,11 @@ def _einsum_plan(
     lhs, rhs = [label for label in lhs if label in keep_lhs], [label for label in rhs if label in keep_rhs]
     batch = [label for label in lhs if label in rhs and label in out]
     contract = [label for label in lhs if label in rhs and label not in out]
-    dimension_numbers = (
-        (tuple(map(lhs.index, contract)), tuple(map(rhs.index, contract))),
-        (tuple(map(lhs.index, batch)), tuple(map(rhs.index, batch))),
+    contracted, batched = (
+        (tuple(map(lhs.index, labels)), tuple(map(rhs.index, labels))) for labels in (contract, batch)
     )
-    produced = batch + [label for label in lhs if label not in batch + contract]
-    produced += [label for label in rhs if label not in batch + contract]
-    return EinsumPlan(lhs_sum, rhs_sum, dimension_numbers, tuple(map(produced.index, out)))
+    produced = batch + [label for label in lhs + rhs if label not in batch + contract]
+    return EinsumPlan(lhs_sum, rhs_sum, (contracted, batched), tuple(map(produced.index, out)))
 
 
 def _expand(term: str, count: int) -> list[str]:
@@ -190,9 +171,3 @@ def _expand(term: str, count: int) -> list[str]:
         return list(term)
     before, after = term.split("...", 1)
     return [*before, *(f".{index}" for index in range(-max(count, 0), 0)), *after]
-
-
-def _implicit_output(lhs: list[str], rhs: list[str]) -> list[str]:
-    labels = lhs + rhs
-    ellipsis = sorted({label for label in labels if label.startswith(".")}, key=lambda label: int(label[1:]))
-    return ellipsis + sorted(label for label in labels if labels.count(label) == 1 and not label.startswith("."))

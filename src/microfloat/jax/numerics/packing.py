@@ -19,8 +19,6 @@ from microfloat.jax.numerics import bits
 from microfloat.jax.transformations import rows_apart, run_automatically
 from microfloat.layout import blocked_sizes, blocked_windows, check_scale_bytes
 
-__all__ = ["from_blocked", "pack_fp4", "pack_fp6", "to_blocked", "unpack_fp4", "unpack_fp6"]
-
 Sizes = Sequence[int] | np.ndarray | Array | None
 
 
@@ -41,9 +39,8 @@ def unpack_fp4(data: ArrayLike, length: int) -> Array:
 def pack_fp6(codes: ArrayLike) -> Array:
     """Four 6-bit codes in three bytes, little-endian: ``w = c0 | c1 << 6 | c2 << 12 | c3 << 18``.
 
-    Integers [..., C] -> uint8 [..., 3 * ceil(C / 4)]; C is padded with code 0 to a multiple of 4. Raises
-    InvalidTypeError for anything but integers, InvalidValueError for a code above 63; the upper bits of traced ones
-    are dropped instead.
+    Integers [..., C] -> uint8 [..., 3 * ceil(C / 4)]; C is padded with code 0 to a multiple of 4. Errors are those of
+    `pack_fp4`, for codes above 63.
     """
     return run_automatically(_pack_fp6, rows_apart, _checked_codes(codes, 6))
 
@@ -79,8 +76,7 @@ def to_blocked(scale: ArrayLike, group_sizes: Sizes = None, *, dim: int = 0) -> 
     scale_RC = _scale_bytes("scale", scale)
     if scale_RC.ndim != 2:
         raise invalid_value("scale", f"shape {scale_RC.shape}", "[R, C], one byte per block of a row")
-    rows, columns = scale_RC.shape
-    sizes = _static(group_sizes, (rows, columns), dim)
+    sizes = _static(group_sizes, scale_RC.shape, dim)
     flat = run_automatically(_blocked, _everywhere, scale_RC, sizes=sizes, dim=dim)
     return lax.bitcast_convert_type(flat, jnp.asarray(scale).dtype)
 
@@ -93,14 +89,20 @@ def from_blocked(flat: ArrayLike, rows: int, cols: int, group_sizes: Sizes = Non
     return lax.bitcast_convert_type(scale, jnp.asarray(flat).dtype)
 
 
-def _everywhere(_: Array, **__: object) -> PartitionSpec:
-    """Every device has the result: tiles are read by the GEMM of one device."""
+def _everywhere(*_: object, **__: object) -> PartitionSpec:
+    """The partition of tiles, which every device has whole: the GEMM of one device reads them."""
     return PartitionSpec()
 
 
 def _blocked(scale_RC: Array, *, sizes: tuple[int, ...] | None, dim: int) -> Array:
     windows = blocked_windows(scale_RC.shape, sizes, dim)
-    return jnp.concatenate([jnp.zeros(0, jnp.uint8), *(_tiles(scale_RC[window]) for window in windows)])
+    tiles = [jnp.zeros(0, jnp.uint8)]
+    for window in windows:
+        rows, columns = scale_RC[window].shape
+        padded = jnp.pad(scale_RC[window], ((0, -rows % 128), (0, -columns % 4)))
+        four = padded.reshape(-(-rows // 128), 4, 32, -(-columns // 4), 4)
+        tiles.append(four.transpose(0, 3, 2, 1, 4).reshape(-1))
+    return jnp.concatenate(tiles)
 
 
 def _unblocked(stored: Array, *, shape: tuple[int, int], sizes: tuple[int, ...] | None, dim: int) -> Array:
@@ -115,14 +117,7 @@ def _unblocked(stored: Array, *, shape: tuple[int, int], sizes: tuple[int, ...] 
     return jnp.concatenate(parts, dim)
 
 
-def _tiles(scale_RC: Array) -> Array:
-    """One group of scale bytes in tiles."""
-    rows, columns = scale_RC.shape
-    padded = jnp.pad(scale_RC, ((0, -rows % 128), (0, -columns % 4)))
-    return padded.reshape(-(-rows // 128), 4, 32, -(-columns // 4), 4).transpose(0, 3, 2, 1, 4).reshape(-1)
-
-
-def _static(group_sizes: Sizes, shape: tuple[int, int], dim: int) -> tuple[int, ...] | None:
+def _static(group_sizes: Sizes, shape: tuple[int, ...], dim: int) -> tuple[int, ...] | None:
     """The sizes of groups as ints, if they fit `shape`; None for one group."""
     if isinstance(group_sizes, Tracer):
         raise invalid_type("group_sizes", "a traced array", "known numbers: they decide shapes", "Pass ints.")

@@ -13,15 +13,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from microfloat.arguments import as_int
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value
 from microfloat.jax.transformations import in_common_variance
-
-__all__ = ["call_seed", "philox", "random_bytes", "seed_words"]
-
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+from microfloat.reference import _philox as reference
 
 
 def _multiply_wide(a: Array, constant: int) -> tuple[Array, Array]:
@@ -41,26 +35,26 @@ Words = tuple[Array, Array, Array, Array]
 @partial(jax.jit, inline=True)
 def _round(counter: Words, key: tuple[Array, Array]) -> tuple[Words, tuple[Array, Array]]:
     c0, c1, c2, c3 = counter
-    high_0, low_0 = _multiply_wide(c0, _MULTIPLIERS[0])
-    high_2, low_2 = _multiply_wide(c2, _MULTIPLIERS[1])
+    high_0, low_0 = _multiply_wide(c0, int(reference._MULTIPLIER_0))
+    high_2, low_2 = _multiply_wide(c2, int(reference._MULTIPLIER_2))
     counter = (high_2 ^ c1 ^ key[0], low_2, high_0 ^ c3 ^ key[1], low_0)
-    return counter, (key[0] + np.uint32(_WEYL[0]), key[1] + np.uint32(_WEYL[1]))
+    return counter, (key[0] + np.uint32(reference._WEYL_0), key[1] + np.uint32(reference._WEYL_1))
 
 
 def _straight(counter: Words, key: tuple[Array, Array]) -> Words:
-    for _ in range(_ROUNDS):
+    for _ in range(reference._ROUNDS):
         counter, key = _round(counter, key)
     return counter
 
 
 def _looped(counter: Words, key: tuple[Array, Array]) -> Words:
-    return jax.lax.fori_loop(0, _ROUNDS, lambda _, carry: _round(*carry), (counter, key))[0]
+    return jax.lax.fori_loop(0, reference._ROUNDS, lambda _, carry: _round(*carry), (counter, key))[0]
 
 
 def philox(counter: Words, key: tuple[Array, Array]) -> Words:
     """Ten rounds of Philox4x32: four uint32 counter words of one shape and two key words -> four random words.
 
-    On a CPU in a loop: where XLA fuses the ten rounds into their consumer, LLVM may compile for minutes.
+    LLVM may compile ten rounds for minutes that XLA fuses on a CPU, where they are a loop.
     """
     *counter_words, key0, key1 = in_common_variance(*counter, *key)
     return jax.lax.platform_dependent(tuple(counter_words), (key0, key1), cpu=_looped, default=_straight)
@@ -81,26 +75,20 @@ def random_bytes(
     row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0) + first_row
     stream_word, batch_word = (jnp.broadcast_to(jnp.asarray(word, jnp.uint32), shape) for word in (stream, batch))
     key = (jnp.asarray(words[0], jnp.uint32), jnp.asarray(words[1], jnp.uint32))
-    parts = [
-        jax.lax.bitcast_convert_type(word, jnp.uint8) for word in philox((group, row, stream_word, batch_word), key)
-    ]
+    drawn = philox((group, row, stream_word, batch_word), key)
+    parts = [jax.lax.bitcast_convert_type(word, jnp.uint8) for word in drawn]
     return jnp.concatenate(parts, axis=-1).reshape(rows, 16 * groups)[:, :cols]
 
 
 def call_seed(seed: object, key: object, needed_by: str) -> Array | np.ndarray:
-    """The two words of the call seed K, low first, from `seed` or from `key` (docs/numerics.md 5.3, "JAX").
-
-    `needed_by` names, in the error, what is stochastic and how to switch it off.
-    """
+    """The two words of the call seed K, low first, from `seed` or `key`; `needed_by` is named in the error."""
     if seed is not None and key is not None:
         raise invalid_value("key", "a value beside seed", "seed or key, not both", "Leave one of them out.")
     if seed is not None:
         return seed_words(seed)
     if key is None:
-        raise invalid_value(
-            "key", "None, and no seed", f"key= (a jax.random key) or seed= for {needed_by}",
-            "Stochastic rounding never draws from a hidden state.",
-        )  # fmt: skip
+        needed = f"key= (a jax.random key) or seed= for {needed_by}"
+        raise invalid_value("key", "None, and no seed", needed, "Stochastic rounding never draws from a hidden state.")
     return jax.random.bits(check_key(key), (2,), "uint32")
 
 
@@ -121,31 +109,19 @@ def check_key(key: Any) -> Array:
 
 def seed_words(seed: object) -> Array | np.ndarray:
     """uint32 [2], low word first, from a Python int in [0, 2^64) or from the two words themselves (may be traced)."""
+    shown = f"{seed.dtype}{list(seed.shape)}" if isinstance(seed, jax.Array | np.ndarray) else repr(seed)
     error = invalid_value(
-        "seed", _shown(seed), "an int in [0, 2^64), or its two words as uint32[2], low first",
+        "seed", shown, "an int in [0, 2^64), or its two words as uint32[2], low first",
         "Under jit pass the two words: a 64-bit integer does not fit a traced argument without x64.",
     )  # fmt: skip
     dtype = getattr(seed, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise invalid_type("seed", "a jax.random key", "an int, or two uint32 words", "Pass the key as key=.")
-    if isinstance(seed, jax.Array):
-        if seed.shape != (2,) or seed.dtype != jnp.uint32:
-            raise error
+    if isinstance(seed, jax.Array) and seed.shape == (2,) and seed.dtype == jnp.uint32:
         return seed
-    if np.ndim(seed) == 0:  # type: ignore[arg-type]
-        value = as_int(seed, error)
-        if not 0 <= value < 1 << 64:
-            raise error
-        return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32)
-    if np.shape(seed) != (2,):  # type: ignore[arg-type]
+    if isinstance(seed, jax.Array) or np.ndim(seed) > 1:  # type: ignore[arg-type]
         raise error
-    words = [as_int(word, error) for word in seed]  # type: ignore[attr-defined]
-    if not all(0 <= word < 1 << 32 for word in words):
-        raise error
-    return np.array(words, np.uint32)
-
-
-def _shown(seed: object) -> str:
-    if isinstance(seed, jax.Array | np.ndarray):
-        return f"{seed.dtype}{list(seed.shape)}"
-    return repr(seed)
+    try:
+        return np.array(reference.seed_words(seed), np.uint32)  # type: ignore[arg-type]
+    except InvalidValueError:
+        raise error from None

@@ -4,6 +4,7 @@ Reads its numbers from the ScaleRule and the formats, as the oracle does. Amaxes
 like the magnitudes, so no subnormal amax is flushed.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -30,21 +31,16 @@ from microfloat.jax.numerics.bits import (
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
 
-__all__ = ["BlockScales", "block_amax_bits", "block_scales", "from_tiles", "spread", "tensor_amax", "to_tiles"]
-
 _FMAX = np.finfo(np.float32).max
 _MANTISSA = np.uint32(0x7FFFFF)
 
 
 def to_tiles(x_RC: Array, block: tuple[int | None, int | None]) -> Array:
-    """[R, C] -> [ceil(R / Br), Br, ceil(C / Bc), Bc]; a size of None is the whole extent.
-
-    Zeros fill the last blocks, so they change no amax.
-    """
+    """[R, C] -> [ceil(R / Br), Br, ceil(C / Bc), Bc], filled with zeros; a size of None is the whole extent."""
     rows, cols = (extent if size is None else size for extent, size in zip(x_RC.shape, block, strict=True))
     # A block of the whole extent is one block, also where the extent is 0.
     grid_rows, grid_cols = (
-        1 if size is None else -(-extent // size) for extent, size in zip(x_RC.shape, block, strict=True)
+        1 if size is None else -(-have // size) for have, size in zip(x_RC.shape, block, strict=True)
     )
     missing = (grid_rows * rows - x_RC.shape[0], grid_cols * cols - x_RC.shape[1])
     if any(missing):
@@ -79,10 +75,7 @@ class BlockScales(NamedTuple):
     overflowed: Array | None = None
 
     def for_product(self) -> "BlockScales":
-        """The scales that the product of a gradient reads: NaN over an infinite amax, so that overflow is seen.
-
-        Codes and what `quantize` returns stay as they are (docs/numerics.md 8.4).
-        """
+        """The scales that the product of a gradient reads: NaN over an infinite amax (docs/numerics.md 8.4)."""
         if self.overflowed is None:
             return self
         if self.tensor_scale is not None:
@@ -101,9 +94,8 @@ class _TensorLevel(NamedTuple):
 
 
 def block_scales(tiles: Array, cast: Cast, amax: Array | None, scale_enc: Array | None) -> BlockScales:
-    """Scales of a tiled operand form; `amax` replaces the measured one, `scale_enc` is that of delayed scaling.
-
-    Under delayed scaling `amax` is that of this tensor, if it is known: the scale does not depend on it.
+    """Scales of a tiled operand form; `amax` replaces the measured one, `scale_enc` is that of delayed scaling, under
+    which `amax` is that of this tensor, if it is known: the scale does not depend on it.
     """
     check_kind(cast.rule, "the JAX front end")
     if scale_enc is not None:
@@ -198,11 +190,8 @@ def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None
         byte, factor = _block_level(multiply(block_amax, per_amax), tensor)
     else:
         # A flushed quotient is below the clamp 2^-6 in any case.
-        target = divide(sixth(block_amax), tensor.stored)
-        target = jnp.minimum(
-            jnp.maximum(target, np.float32(constants.smallest_scale)), np.float32(constants.largest_scale)
-        )
-        byte = encode(target, E4M3)
+        target = jnp.maximum(divide(sixth(block_amax), tensor.stored), np.float32(constants.smallest_scale))
+        byte = encode(jnp.minimum(target, np.float32(constants.largest_scale)), E4M3)
         # Without the barrier XLA may divide once, by the product of both divisors.
         factor = divide(lax.optimization_barrier(divide(np.float32(1), tensor.stored)), decode(byte, E4M3))
     lost = is_nan(_block_max(magnitude_bits(tiles)))
@@ -224,13 +213,10 @@ def _four_over_six(
 ) -> tuple[Array, Array]:
     """Per block the smaller error of mapping its maximum to 6 (k = 1) or to 4 (k = 1.5); a tie keeps 6."""
     base = multiply(sixth(block_amax), tensor.encode)
-    candidates = []
-    for k in (1.0, 1.5):
-        target = jnp.minimum(base * np.float32(k), np.float32(constants.largest_scale))
-        byte, factor = _block_level(target, tensor)
-        candidates.append((byte, factor, _block_error(tiles, cast, constants, tensor, byte, factor)))
-    (byte_6, factor_6, error_6), (byte_4, factor_4, error_4) = candidates
-    to_four = error_4 < error_6
+    targets = (jnp.minimum(base * np.float32(k), np.float32(constants.largest_scale)) for k in (1.0, 1.5))
+    (byte_6, factor_6), (byte_4, factor_4) = (_block_level(target, tensor) for target in targets)
+    error = partial(_block_error, tiles, cast, constants, tensor)
+    to_four = error(byte_4, factor_4) < error(byte_6, factor_6)
     return where(to_four, byte_4, byte_6), where(to_four, factor_4, factor_6)
 
 
@@ -239,27 +225,21 @@ def _block_error(
 ) -> Array:
     """Sum of |d| or d^2 over every block in the fixed order of docs/numerics.md 2.6.
 
-    Below A = 2^-40 the errors of "mae" are summed times 2^64, which changes no rounding and keeps them from being
-    flushed. Squares are not: they vanish there with gradual underflow too.
+    Below A = 2^-40 the errors of "mae" are summed times 2^64, which keeps them from being flushed.
     """
     element = cast.format.element
-    lift = where(tensor.amax < np.float32(2.0**-40), np.float32(2.0**64), np.float32(1))
-    if constants.four_over_six != "mae":
-        lift = jnp.ones_like(lift)
-    lift_tiles, amax_tiles = (_over_tiles(value, tiles) for value in (lift, tensor.amax * lift))
+    is_mae = constants.four_over_six == "mae"
+    lift = where(tensor.amax < np.float32(2.0**-40), np.float32(2.0**64 if is_mae else 1), np.float32(1))
+    # A tensor's value, shape () or [R, 1] for blocks of one row, beside the tiles.
+    lift_tiles, amax_tiles = (value.reshape(-1 if value.ndim else 1, 1, 1, 1) for value in (lift, tensor.amax * lift))
     values = decode(encode(multiply(tiles, spread(factor)), element), element)
     scaled = values * spread(decode(byte, E4M3)) * amax_tiles
     difference = divide(scaled, np.float32(constants.capacity)) - multiply(tiles, lift_tiles)
-    errors = as_float(magnitude_bits(difference)) if constants.four_over_six == "mae" else square(difference)
+    errors = as_float(magnitude_bits(difference)) if is_mae else square(difference)
     sums = jnp.zeros(errors.shape[:3], jnp.float32)
     for column in range(errors.shape[3]):
         sums = sums + errors[..., column]
     return _pairwise_rows(sums)
-
-
-def _over_tiles(value: Array, tiles: Array) -> Array:
-    """A tensor value, () or [R, 1] for blocks of one row, against tiles."""
-    return value.reshape(tiles.shape[0], 1, 1, 1) if value.ndim else jnp.broadcast_to(value, (1, 1, 1, 1))
 
 
 def _pairwise_rows(sums: Array) -> Array:
