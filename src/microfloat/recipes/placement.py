@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from microfloat.errors import PlacementError, invalid_type, kind_of, unknown_name
 from microfloat.operands import GEMMS
@@ -136,8 +136,10 @@ class Placement:
         none. A layer whose GEMMs follow several recipes gets a CustomRecipe of them.
         """
         names = list(names)
-        rules = [(pattern, *_parted(pattern), recipe) for pattern, recipe in self.rules]
-        unmatched = [repr(written) for written, pattern, *_ in rules if not any(_matches(pattern, n) for n in names)]
+        parted = [(written, _parted(written), recipe) for written, recipe in self.rules]
+        unmatched = [
+            repr(written) for written, (pattern, _), _ in parted if not any(_matches(pattern, n) for n in names)
+        ]
         if unmatched:
             shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
             hint = " After a colon stands one of fprop, dgrad, wgrad." if any(":" in one for one in unmatched) else ""
@@ -148,7 +150,7 @@ class Placement:
         chosen: dict[str, Recipe | None] = {}
         for name in names:
             found: dict[str, Recipe | None] = {}
-            for _, pattern, gemms, recipe in rules:
+            for _, (pattern, gemms), recipe in parted:
                 if _matches(pattern, name):
                     found = {**dict.fromkeys(gemms, recipe), **found}
             if found:
@@ -199,6 +201,22 @@ def _matches(pattern: str, name: str) -> bool:
 # ---- reports -----------------------------------------------------------------------------------------------------
 
 
+class _Cells(NamedTuple):
+    """One line of a report as text; `layers`: the number of layers that share it."""
+
+    layer: str
+    layers: str
+    shape: str
+    action: str
+    recipe: str
+    reason: str
+
+
+# The header of a report, and the texts that say nothing: a column of them alone is left out.
+_HEADER = _Cells("layer", "layers", "in -> out", "action", "recipe", "reason")
+_SAYS_NOTHING = {"layers": "1", "reason": ""}
+
+
 @dataclass(frozen=True)
 class ConversionRow:
     """The outcome for one layer; `shape` is (out features, in features), or None for a layer without such a shape.
@@ -215,10 +233,11 @@ class ConversionRow:
     reason: str
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        """Name, shape, action, recipe and reason, for people."""
+    def cells(self) -> _Cells:
+        """The row as text, for people."""
         shape = f"{self.shape[1]} -> {self.shape[0]}" if self.shape else "-"
-        return self.name or "(root)", shape, self.action, self.recipe.label if self.recipe else "-", self.reason
+        recipe = self.recipe.label if self.recipe else "-"
+        return _Cells(self.name or "(root)", "1", shape, self.action, recipe, self.reason)
 
 
 @dataclass(frozen=True)
@@ -254,8 +273,8 @@ class ConversionReport:
         if not (self.rows or self.unseen or self.blocks):
             return "No linear layers found: nothing runs in low precision."
         rows = (*self.rows, *self.unseen, *self.blocks)
-        cells: list[tuple[str, ...]] = [("layer", "layers", "in -> out", "action", "recipe", "reason")]
-        cells += [(name, str(len(group)), *group[0].cells[1:]) for name, group in alike(rows, lambda row: row.cells)]
+        groups = alike(rows, lambda row: row.cells)
+        cells = [_HEADER, *(group[0].cells._replace(layer=name, layers=str(len(group))) for name, group in groups)]
         columns = [column for column in zip(*cells, strict=True) if set(column[1:]) - {_SAYS_NOTHING.get(column[0])}]
         lines = text_table(list(zip(*columns, strict=True)))
         if self.blocks:
@@ -268,10 +287,6 @@ class ConversionReport:
         left = [row for row in self.blocks if row.action != "fused"]
         why = "; ".join(dict.fromkeys(row.reason for row in left))
         return f"{len(self.blocks) - len(left)} of {len(self.blocks)} blocks are fused{': ' if why else ''}{why}."
-
-
-# Columns of a report that are left out where each of their cells is this.
-_SAYS_NOTHING = {"layers": "1", "reason": ""}
 
 
 def check_exclude(exclude: object) -> tuple[str, ...]:
