@@ -60,7 +60,7 @@ class QuantizedArray:
         axis: int = -1, shape: tuple[int, ...] | None = None, dtype: DTypeLike = jnp.float32,
         hadamard: Hadamard | None = None, packed: bool = False,
     ) -> "QuantizedArray":  # fmt: skip
-        """Wrap codes and scales that exist already, for instance those of a checkpoint or of torch.
+        """Wrap codes and scales that exist already, for instance in a checkpoint or in torch.
 
         `codes`, `scale`, `tensor_scale`: as the attributes of that name; FP8 codes may come as uint8, their bytes.
         `format`: a ScaledFormat or its name. `shape` None is that of the codes (unpacked), which have their contraction
@@ -93,7 +93,7 @@ class QuantizedArray:
 
     @classmethod
     def from_record(cls, record: typing.Any, *, dtype: DTypeLike = jnp.float32) -> "QuantizedArray":
-        """The array of a quantized `microfloat.checkpoint.Record`; `dtype` is what `dequantize` returns.
+        """The array of a quantized `microfloat.checkpoint.Record`; `dequantize` returns `dtype`.
 
         Raises CheckpointError for a record whose scales are missing or do not fit, InvalidTypeError for a plain one.
         """
@@ -156,7 +156,7 @@ class QuantizedArray:
         return jax.lax.bitcast_convert_type(self.codes, jnp.uint8)
 
     def dequantize(self, dtype: DTypeLike | None = None) -> Array:
-        """The array that this stands for; see `microfloat.jax.dequantize`."""
+        """The values in the original shape; see `microfloat.jax.dequantize`."""
         return dequantize(self, dtype)
 
     def __jax_array__(self) -> Array:
@@ -179,7 +179,7 @@ class QuantizedArray:
 
 
 def dequantize(q: QuantizedArray, dtype: DTypeLike | None = None) -> Array:
-    """The array that `q` stands for, in its original shape; `dtype=None` is the dtype of the input of `quantize`.
+    """The values of `q` in its original shape; `dtype=None` is the dtype of the input of `quantize`.
 
     FP32 and E8M0 scales: ``f32(dec(q) * scale)``; NVFP4: ``f32(dec(q) * f32(dec(sb) * tensor_scale))``; then one
     rounding to `dtype`. A Hadamard transform is undone in float32 (up to rounding). Source: docs/numerics.md 8.1.
@@ -190,7 +190,7 @@ def dequantize(q: QuantizedArray, dtype: DTypeLike | None = None) -> Array:
 
 
 def dequantized_spec(q: QuantizedArray, **_: typing.Any) -> PartitionSpec:
-    """The partition of the array that `q` stands for: that of its codes."""
+    """The partition of the dequantized array, which is the partition of its codes."""
     spec = spec_of(q.codes)
     spec = (spec[1], spec[0]) if q.axis == -2 else spec[q.added_axes :]
     return divided(spec, q.shape, q.codes)

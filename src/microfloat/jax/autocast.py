@@ -30,7 +30,7 @@ class autocast(contextlib.ContextDecorator):
     """Run ops and layers without a recipe of their own under `recipe`; a context manager and a decorator.
 
     `recipe`: a Recipe or its name, None for ``get_default_recipe()``. ``enabled=False`` is a high-precision island, ops
-    with a recipe of their own included. Nests, the inner one overrides; what was before is restored on any exit; a
+    with a recipe of their own included. Autocasts nest, and the inner one overrides; any exit restores the outer one; a
     thread does not see another's. Around the call of a jitted function it is part of what jit caches by; inside of one
     it holds for what is traced there. Raises InvalidTypeError for a wrong recipe, NotSupportedError for exits out of
     order.

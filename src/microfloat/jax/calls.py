@@ -35,7 +35,7 @@ from microfloat.recipes.names import as_recipe
 CODES_NAME, SCALES_NAME, OUTPUT_NAME = "microfloat_codes", "microfloat_scales", "microfloat_gemm_output"
 
 # As JAX has its own: policies for `jax.checkpoint`. The first keeps the quantized operands (1 + 1/32 bytes per element
-# and axis for MXFP8), the second what every GEMM returned; everything else is computed again.
+# and axis for MXFP8), the second the result of every GEMM; everything else is computed again.
 checkpoint_policies = types.SimpleNamespace(
     save_codes=jax.checkpoint_policies.save_only_these_names(CODES_NAME, SCALES_NAME),
     save_gemm_outputs=jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME),
@@ -88,7 +88,7 @@ def words_of(recipe: Recipe | None, key: Array | None = None, seed: Array | int 
 
 
 def check_state(recipe: Recipe, state: DelayedState | None, lead: tuple[int, ...] = ()) -> DelayedState | None:
-    """`state`, if it is the one that `recipe` needs; `lead`: the leading axis of a stack of them."""
+    """`state`, if `recipe` needs such a state; `lead`: the leading axis of a stack of states."""
     got = "None" if state is None else type(state).__name__
     if recipe.is_delayed and not isinstance(state, DelayedState):
         remedy = f"Make the first one with microfloat.jax.scaling.init(recipe{', num_groups=G' if lead else ''})."
@@ -132,7 +132,7 @@ class Seed(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """Both operands of a tensor, the first as it lies, the second turned, and its live amax if a cast recorded it."""
+    """Both operands of a tensor, the second from the transposed matrix, and its live amax if a cast recorded it."""
 
     first: reference.Operand
     second: reference.Operand
@@ -192,7 +192,7 @@ class Call:
         return casts.CastOf(cast, operand.stream, decoded)
 
     def keep(self, x_RC: Array, tensor: str) -> _Cast:
-        """The operand of the first use, and as second what the backward keeps: codes, or the original if asked for."""
+        """The operand of the first use, and the tensor that the backward keeps: codes, or the original if asked for."""
         if self.config.residuals == "high":
             return self.cast(x_RC, tensor, (True, False), records=True)
         made = self.cast(x_RC, tensor, (True, not self.reuses(tensor)), keeps=True, records=True)
@@ -201,7 +201,7 @@ class Call:
         return made._replace(first=first, second=first if self.reuses(tensor) else second)
 
     def kept(self, kept: reference.Operand, tensor: str) -> reference.Operand:
-        """The operand of the second use, from what `keep` saved."""
+        """The operand of the second use, from the tensor that `keep` saved."""
         if isinstance(kept, reference.Matrix):
             return kept
         reuses = self.reuses(tensor)
@@ -209,7 +209,7 @@ class Call:
         return made.first if reuses else made.second
 
     def read(self, name: str, b: reference.Operand, cols: int, dtype: np.dtype) -> reference.Operand:
-        """The rhs of a backward GEMM from what `kept` gives: the [R, cols] that fprop has read is dequantized."""
+        """The rhs of a backward GEMM from the result of `kept`: dequantized, if fprop has read it, [R, cols]."""
         gemm = getattr(self.config.recipe, name)
         if not gemm.from_fprop:
             return b
@@ -217,7 +217,7 @@ class Call:
         return reference.dequantize_matrix(matrix, gemm.rhs.format, None, cols).astype(dtype).T
 
     def reuses(self, tensor: str) -> bool:
-        """True where backward reads what fprop has read of x or w, dequantized."""
+        """True where backward reads the dequantized operand that fprop has read of x or w."""
         gemm = {"x": "wgrad", "w": "dgrad"}.get(tensor)
         return gemm is not None and getattr(self.config.recipe, gemm).from_fprop
 
@@ -232,7 +232,7 @@ class Call:
         return gemms.run_gemm(a, b, plan)
 
     def live_amax(self, x: Array, tensor: str, measure: Callable[[Array], Array] = tensor_amax) -> Array:
-        """The amax of a tensor under delayed scaling in this step; `measure` is what one device sees of it."""
+        """The amax of a tensor under delayed scaling in this step; `measure` gives the amax on one device."""
         rules = {name: rule for name, _, rule in scaling.slots_of(typing.cast(DelayedState, self.state))}
         return live_amax(x, self.axes(x), self.state, measure, reduces=rules[tensor].delayed.reduce_amax)
 
@@ -305,7 +305,7 @@ def check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, names: Sequence[str],
     """InvalidValueError for blocks that the boundaries of shards cut.
 
     Inside shard_map K is sharded over the mesh axes that both operands vary over, M over those of x alone, N over those
-    of w alone. With ``check_vma=False`` nothing is known of them. `apart`: see `Call`.
+    of w alone. With ``check_vma=False`` JAX does not know them. `apart`: see `Call`.
     """
     of_x, of_w = (transformations.varying_axes(value) - apart for value in (x_MK, w_NK))
     contracted = {"fprop": ("K", of_x & of_w, x_MK.shape[1]), "dgrad": ("N", of_w - of_x, w_NK.shape[0])}
@@ -313,7 +313,7 @@ def check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, names: Sequence[str],
     for name in names:
         letter, axes, size = contracted[name]
         gemm = getattr(recipe, name)
-        # Blocks of a GEMM that reads the operands of fprop are those of fprop.
+        # A GEMM that reads the operands of fprop has the blocks of fprop.
         for cast in gemm.casts if axes and not gemm.from_fprop else ():
             if cast is None:
                 continue

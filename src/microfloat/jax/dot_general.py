@@ -5,8 +5,8 @@
     wgrad: dw_NK = cast(dy, M) . cast(x, M)
 
 lhs is x, rhs is w. Shapes: M free axes of lhs, N free axes of rhs, K contracted axes, each merged into one in the
-order given; every entry of the batch dimensions is a matrix of its own. A matrix that a GEMM reads has its contraction
-axis last: fprop (x_MK, w_NK), dgrad (dy_MN, w_KN), wgrad (dy_NM, x_KM). Source: docs/numerics.md 6, docs/jax.md.
+order of the call; every entry of the batch dimensions is a matrix of its own. A matrix that a GEMM reads has its
+contraction axis last: fprop (x_MK, w_NK), dgrad (dy_MN, w_KN), wgrad (dy_NM, x_KM). Source: docs/numerics.md 6.
 """
 
 import math
@@ -105,7 +105,7 @@ class DotGeneral(Op):
         self, lhs: Array, rhs: QuantizedArray, dimension_numbers: DimensionNumbers, element_type: DTypeLike | None,
         out_sharding: object,
     ) -> Array:  # fmt: skip
-        """The product with a stored weight: [.., the free axes of lhs, those of rhs]."""
+        """The product with a stored weight, shaped [.., free axes of lhs, free axes of rhs]."""
         x, recipe = check_array("lhs", lhs), recipe_here(self.recipe)
         dtype = calls.result_dtype(x, element_type)
         dimensions = canonical_dimensions(x.shape, rhs.shape, dimension_numbers)

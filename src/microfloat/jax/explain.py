@@ -1,4 +1,4 @@
-"""`explain` and the availability queries: what runs where and why, before anything runs."""
+"""`explain` and the availability queries: kernels of a recipe on a device and their reasons, before anything runs."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from microfloat.support import Support, text_table
 
 @dataclass(frozen=True)
 class GemmRow:
-    """One GEMM: its operands, how its contraction is padded, the kernel, and what the hardware makes of it."""
+    """One GEMM: its operands, the padding of its contraction, the kernel, and its support by the hardware."""
 
     gemm: str
     operands: str
@@ -42,7 +42,7 @@ class GemmRow:
 
 @dataclass(frozen=True)
 class Explanation(Answer):
-    """The way of a recipe on a device: a row per GEMM, and what casts each operand; prints as a table with notes."""
+    """A recipe on a device: a row per GEMM, and the kernel that casts each operand; prints as a table with notes."""
 
     _column = "padding"
 
@@ -203,7 +203,7 @@ def _row(recipe: Recipe, name: str, target: _Target, shape: tuple[int, int, int]
         return GemmRow(name, operands, "-", "-", target.missing)
     cols = 0 if shape is None else {"fprop": shape[1], "dgrad": shape[2], "wgrad": shape[0]}[name]
     kinds = [reference.kind_of(operand, cols) for operand in gemm.casts]
-    # What fprop has read is dequantized before the product, on every backend.
+    # An operand that fprop has read is dequantized before the product, on every backend.
     backend = "reference" if gemm.from_fprop else backend
     plan = GemmPlan(kinds[0], kinds[1], gemm.accumulate, gemm.path, backend, np.dtype(np.float32))
     route = route_of_plan(plan, target.chip, elsewhere=target.elsewhere)

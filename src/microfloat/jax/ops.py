@@ -93,7 +93,7 @@ def quantize(
 
 
 def _made(x: Array, usages: tuple[Usage, ...], words: Array | np.ndarray | None, backend: str) -> list[QuantizedArray]:
-    """The usages of `x`, in one pass; an amax or an encode scale is the same for those that take it."""
+    """The usages of `x`, in one pass; an amax or an encode scale serves every cast that takes one."""
     static, traced, common_amax, common_scale = [], [], None, None
     for cast, normal, stream, amax, scale_enc in usages:
         rows = math.prod(leading_axes(x.shape, normal))
@@ -232,7 +232,7 @@ def _scaled_matmul(a: Factor, b: Factor, bias: Array | None, *, plan: gemms.Gemm
 
 
 class _Factor(NamedTuple):
-    """One side of a product: its kind, its wide dtype, the axes that stand for its rows."""
+    """One operand of a product: its kind, its wide dtype, the axes of its rows."""
 
     value: Factor
     kind: reference.Kind | None
@@ -286,7 +286,7 @@ def _traced_word(argument: str, value: object) -> Array | np.uint32:
 
 
 def _read(array: Array) -> np.ndarray | None:
-    """Values that can be looked at, which those of a trace cannot."""
+    """The values of an array, or None while it is traced."""
     return None if isinstance(array, Tracer) else np.asarray(array)
 
 

@@ -165,7 +165,7 @@ def _blocks(sizes_G: Array, rows: int, block: int) -> _Blocks:
 
 
 def _rows_of_block(recipe: Recipe, rows: int, groups: int) -> int:
-    """P: no scale and no call of the random generator is cut, and blocks fill most of what they take."""
+    """P, which cuts no scale and no call of the random generator, and leaves few rows of blocks empty."""
     unit = 1
     for operand in OPERANDS:
         one = recipe.cast(*operand.key)
@@ -332,7 +332,7 @@ class _Groups:
         return jax.vmap(quantized)(x_BPC, self._blocks.group, self._blocks.start, amax, scale_enc)
 
     def _shared_amax(self, operand: Operand, one: Cast, x_BPC: Array) -> Array | None:
-        """For every block the amax over its group of what has one scale in the whole of it; None if nothing has."""
+        """For every block the amax of its group, where one scale spans rows of the whole group; else None."""
         fmt = one.format
         of_tensor = fmt.is_per_tensor or fmt.tensor_scale == "tensor"
         if not of_tensor and (not operand.transposed or (fmt.tensor_scale != "row" and fmt.block[1] is not None)):
@@ -350,7 +350,7 @@ class _Groups:
             return bits.reshape(()) if of_tensor else bits
 
         bits = jax.ops.segment_max(jax.vmap(measured)(x_BPC), self._blocks.group, self._count)
-        # Rows that span a group are those of one device: their blocks are too.
+        # Rows that span a group are on one device, as their blocks are.
         axes = self.call.axes(x_BPC) if of_tensor else frozenset()
         return self._blocks.of_group(transformations.max_over(as_float(bits), axes))
 

@@ -124,13 +124,13 @@ def record(slot: Slot, amax: Array) -> Slot:
 
 
 def _amax_bits(amax: Array) -> Array:
-    """The bits of an amax that may be recorded; 0 for what is not finite or negative."""
+    """The bits of an amax that may be recorded; 0 for one that is not finite, or negative."""
     bits = bits_of(amax)
     return where(bits < INFINITY_BITS, bits, np.uint32(0))
 
 
 def normal_amax(amax: Array) -> Array:
-    """An amax that survives the way of a gradient: a subnormal one, which a CPU would flush, becomes 2^-126."""
+    """The amax as a gradient can carry it: a subnormal one, which a CPU would flush, becomes 2^-126."""
     bits, smallest = bits_of(amax), np.uint32(1 << 23)
     return as_float(where((bits > 0) & (bits < smallest), smallest, bits))
 
@@ -144,7 +144,7 @@ def encode_scales(state: DelayedState) -> dict[str, Array]:
 
 
 def _stacked(function: Callable[..., Any], slot: Slot) -> Callable[..., Any]:
-    """A function of one slot as one of a stack of them: layers of a scan, groups of a ragged_dot."""
+    """A function of one slot, mapped over a stack of slots: layers of a scan, groups of a ragged_dot."""
     for _ in range(np.ndim(slot.amax_history) - 1):
         function = jax.vmap(function)
     return function
@@ -219,7 +219,7 @@ def largest(gradients: list[Any]) -> Any:
 
 
 def microbatched(gradient: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """`gradient`, what jax.grad or jax.value_and_grad gave, over `count` parts of its arguments behind the first.
+    """`gradient`, a result of jax.grad or jax.value_and_grad, over `count` parts of its arguments behind the first.
 
     ``microbatched(jax.value_and_grad(loss), 4)(params, x, y)`` cuts x and y along their first axes and returns the mean
     over all parts, added up in float32, and of delayed-scaling state (a DelayedState, or Flax's collection or variables

@@ -49,7 +49,7 @@ def told_axes(axis_names: Sequence[str]) -> frozenset[str]:
 
 
 def sharding_axes(x: Array, axis_names: Sequence[str]) -> frozenset[str]:
-    """Mesh axes that shard `x`: what JAX knows of it, else those of `axis_names` that are bound here."""
+    """Mesh axes that shard `x`: its varying axes, else the names in `axis_names` that are bound here."""
     return varying_axes(x) or told_axes(axis_names)
 
 
@@ -255,8 +255,8 @@ notice_fixed_state.defvjp(
 
 
 # The dtype whose cotangents add up by their maximum: float32 in memory, ``add(x, y) = max(x, y)``. An operand that is
-# cast to it once, outside of all its uses, hands back the maximum of what the uses contribute, where float32 would hand
-# back the sum. It rests on parts of JAX that are not public; where they are missing, `CAN_USE_EARRAY` is False and
+# cast to it once, outside of all its uses, hands back the maximum of all contributions, where float32 would hand back
+# the sum. It rests on parts of JAX that are not public; where they are missing, `CAN_USE_EARRAY` is False and
 # `fp32_max_grad` is float32 (then the consumer rule of `scaling` limits the damage). Semantics: flax.linen.fp8_ops.
 
 try:  # private modules that have moved between JAX versions

@@ -1,7 +1,7 @@
 """Faster ways of XLA on CUDA, to the same bits: FP8 conversions, scales inside the FP8 GEMM, layouts.
 
 Chosen where a program is lowered for CUDA and `capability` names a chip; everywhere else the integers of
-`microfloat.jax.numerics.bits` and float32 epilogues stand. Source: docs/numerics.md 1.2 and 8.2, docs/jax.md.
+`microfloat.jax.numerics.bits` and float32 epilogues do the same. Source: docs/numerics.md 1.2 and 8.2, docs/jax.md.
 """
 
 import logging
@@ -51,7 +51,7 @@ def converts(element: ElementFormat) -> bool:
 def converted(tiles: Array, factor: Array, element: ElementFormat) -> Array:
     """uint8 codes of ``clip(tiles * factor, -max, max)`` by the chip's conversion, NaN as the canonical code.
 
-    Byte for byte what ``encode(multiply(tiles, factor))`` gives on a platform that keeps subnormal numbers, as CUDA
+    The bytes are those of ``encode(multiply(tiles, factor))`` on a platform that keeps subnormal numbers, as CUDA
     does: after the clip only the rounding is left, and it is nearest even in both. `factor`: one per block, [.., 1,
     .., 1].
     """
@@ -62,7 +62,7 @@ def converted(tiles: Array, factor: Array, element: ElementFormat) -> Array:
     scaled, largest = tiles * factor, np.float32(element.max)
     rounded = lax.min(lax.max(scaled, -largest), largest).astype(FLOAT8[element.name])
     codes = where(scaled != scaled, np.uint8(element.nan_code), lax.bitcast_convert_type(rounded, jnp.uint8))
-    # XLA may drop a narrowing conversion that is widened again at once: the selection above stands between. Codes of a
+    # XLA may drop a narrowing conversion that is widened again at once: the selection above is between them. Codes of a
     # whole tensor go into a GEMM or a result, and are kept apart in any case.
     return lax.optimization_barrier(codes) if factor.size == 1 else codes
 

@@ -97,7 +97,7 @@ def gemm(
     a: Operand, b: Operand, kind_a: Kind, kind_b: Kind, way: str,
     accumulate: str, out: DTypeLike = jnp.float32,
 ) -> Array:  # fmt: skip
-    """``a @ b.T`` [M, N] by the way of one kind of route, summed in float32 and rounded once to `out`."""
+    """``a @ b.T`` [M, N] by a route of the kind `way`, summed in float32 and rounded once to `out`."""
     if way == "values":
         return _bf16(a, b, kind_a, kind_b, out).astype(out)
     codes_a, codes_b = cast(Matrix, a), cast(Matrix, b)  # decoded for the way above alone

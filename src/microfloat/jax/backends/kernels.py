@@ -1,4 +1,4 @@
-"""The kernels of `microfloat.kernels` in JAX: what may call one, and calling one from inside an XLA program.
+"""The kernels of `microfloat.kernels` in JAX: where one may be called, and how an XLA program calls it.
 
 Kernels serve matrices that lie on one CUDA device as a whole: with one device, under a mesh of one, inside shard_map;
 and the shards of matrices that jit has cut into whole blocks (`shards`).
@@ -89,7 +89,7 @@ def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Call
     """
 
     def marked(way: Callable[..., Any], *arguments: Any) -> Any:
-        # Inside shard_map both ways must agree on what varies over the mesh: all results, if any argument does.
+        # Inside shard_map both functions must return arrays that vary alike: over all mesh axes of the arguments.
         leaves = jax.tree.leaves(arguments)
         return jax.tree.map(lambda leaf: like_in_variance(leaf, *leaves), way(*arguments))
 
@@ -143,7 +143,7 @@ def why_unavailable(capability: tuple[int, int]) -> str:
 
 
 def _compile_one(capability: tuple[int, int]) -> None:
-    """The smallest kernel, by the way that all of them go."""
+    """Compile the smallest kernel as all are compiled."""
     from microfloat.kernels.casts.amax import amax_contiguous
 
     arguments = ("in", "*bf16", None), ("out", "*fp32", None), ("out", "*i64", None), ("number", "i32", True)

@@ -130,16 +130,16 @@ class _Run:
             self._made.setdefault(key, max_over(done[name], self._axes) if buffer.spans_mesh else done[name])
 
     def _key(self, at: int) -> tuple[int, int] | None:
-        """Buffer and offset of what stands at a position; None up to MADE."""
+        """The buffer and the offset that a position names; None for positions up to MADE."""
         if at < 0:
             return self._passes.slices[~at][:2]
         return (at - At.MADE, 0) if at >= At.MADE else None
 
     def _argument(self, at: int) -> Array | Output | None:
-        """An input of a launch, or what it writes."""
+        """The argument of a launch at a position: an input, or an Output that it writes."""
         if at == At.NOTHING:
             return None
-        if at == At.WORDS:  # int64 words in which the programs of a launch meet, zero when it starts
+        if at == At.WORDS:  # int64 words with which the programs of a launch synchronise, zero when it starts
             return Output((16,), jnp.uint32, zeroed=True, pointer="*i64")
         if at == At.RECORD and at not in self._given:
             return Output((), jnp.float32, zeroed=True)
@@ -164,5 +164,5 @@ class _Run:
 
 
 def _in_rows(part: Part | Buffer) -> bool:
-    """True for a part that lies in memory row by row, False for one that is presented as the transpose."""
+    """True for a part stored row by row, False for one that is the transpose of its memory."""
     return part.strides == ((*part.shape[1:], 1) if part.shape else ())

@@ -40,7 +40,7 @@ from microfloat.routes import Encoding, is_outer
 
 class Noise(NamedTuple):
     """The call seed's words uint32[2] and the counter of stochastic rounding. `origin`: the row and the column, a
-    multiple of 16, of the whole operand form at which this part of it begins.
+    multiple of 16, at which this part of the whole operand form begins.
     """
 
     words: Array | np.ndarray
@@ -104,7 +104,7 @@ def _encoded(tiles: Array, factor: Array, *, element: ElementFormat, noise: Arra
 
 
 def transposed(matrix: Matrix, fmt: ScaledFormat, cols: int) -> Matrix:
-    """The quantization of the transposed operand, for a format whose blocks allow it; `cols` are those of `matrix`."""
+    """The quantization of the transposed operand, for a format whose blocks allow it; `cols`: columns of `matrix`."""
     codes = as_code_dtype(code_bytes(matrix.codes, fmt.element, cols).T, fmt.element)
     scale = matrix.scale if fmt.is_per_tensor else matrix.scale.T
     return Matrix(codes, scale, matrix.tensor_scale)
@@ -151,7 +151,7 @@ def dequantize_matrix(matrix: Matrix, fmt: ScaledFormat, hadamard: Hadamard | No
 def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Array, Array | None]:
     """(values [R, length], outer scale): the exact part of the operand, and the scale () or [R, 1] for the epilogue.
 
-    Scales of blocks are multiplied in, those of tensors and rows stay outside (docs/numerics.md 8.2).
+    Scales of blocks are multiplied in, scales of tensors and rows are not (docs/numerics.md 8.2).
     """
     tiles, grid = _tiled(matrix, fmt, length)
     outer = matrix.tensor_scale

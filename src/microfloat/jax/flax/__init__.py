@@ -15,7 +15,7 @@ from microfloat.jax.scaling import DelayedState
 
 
 def _register(kind: type, *names: str) -> None:
-    """State dicts of `kind` hold these fields; the others, which are static, are those of the target."""
+    """Register `kind`: its state dicts hold these fields; static fields come from the target."""
 
     def to_state_dict(value: Any) -> dict[str, Any]:
         return {name: serialization.to_state_dict(getattr(value, name)) for name in names}

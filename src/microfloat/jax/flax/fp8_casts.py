@@ -1,6 +1,6 @@
 """Casts and state of the Flax-compatible FP8 operators: quantize, dequantize, scales, amax histories.
 
-Here `scale` is what dequantization multiplies with, ``amax / max``, and quantization divides by it; the recipes of
+Here dequantization multiplies with `scale`, ``amax / max``, and quantization divides by it; the recipes of
 microfloat multiply by an encode scale instead (`microfloat.jax.scaling`). Every rounding that the definition names is
 made, on every device: quotients are those of a true division, and no conversion stands where XLA would take it back
 (docs/numerics.md 1.2). Source: docs/jax.md, "Flax's fp8_ops".
@@ -102,7 +102,7 @@ def _is_narrow(*dtypes: np.dtype) -> bool:
 
 
 def _rounded(values: Array, dtype: np.dtype) -> Array:
-    """Float values as float32, each a number of `dtype`, as those of FP8 are."""
+    """Float values as float32, each a number of `dtype`; FP8 values are that already."""
     wide = widened(values)
     return wide if values.dtype.name in FP8_DTYPES else widened(wide.astype(dtype))
 
@@ -140,7 +140,7 @@ def _code_bytes(q_dtype: np.dtype, clipped: Array) -> Array:
     element = _ELEMENTS.get(q_dtype.name)
     if element is None or cuda.capability() is None or cuda.converts(element):
         return by_conversion(clipped)
-    # XLA's conversion for chips without one goes by way of float16.
+    # XLA's conversion for chips without one rounds to float16 first.
     return lax.platform_dependent(clipped, cuda=partial(encode, element=element), default=by_conversion)
 
 

@@ -1,13 +1,10 @@
 """The Flax-compatible FP8 operators: differentiation rules, dots of codes, linen modules.
 
-State travels as its own gradient: the cotangent of `scale` is the new scale, that of `amax_history` the new
-history. Every rule here also hands the state through as an output and returns ``max(own new state, cotangent of
-that output)``; a second use that takes the handed-through state therefore contributes by maximum, never by sum
-(docs/jax.md, "Delayed scaling in plain JAX").
+State travels as its own gradient: the cotangents of `scale` and `amax_history` are their new values. Every rule also
+hands the state through as an output and returns the maximum of its own new state and the cotangent of this output, so
+that a second use of the state contributes by maximum, never by sum (docs/jax.md, "Delayed scaling in plain JAX").
 
-Class names and state layout are Flax's, so its checkpoints load unchanged. Unlike Flax's, a module that is used
-several times in one step leaves the maximum of the amaxes, and each honours `e4m3_dtype`, `e5m2_dtype` and
-`preferred_element_type`.
+Class names and state layout are Flax's, so its checkpoints load unchanged. docs/jax.md lists the differences.
 """
 
 import warnings
@@ -100,7 +97,7 @@ def _updated(rule: Rule, x: Array, scale: Array, history: Array) -> State:
 
 
 def _accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -> State:
-    """The state's cotangent: the new state, or what a later use made of it where that is larger."""
+    """The state's cotangent: the new state, or the larger one of a later use."""
     told = frozenset() if transformations.varying_axes(x) else transformations.told_axes(rule.axis_names)
     scale, history = map(partial(transformations.by_maximum, told=told), new, old, incoming)
     return scale, history
@@ -418,7 +415,7 @@ def fp8_scaled_dot_general(
 
 
 class Fp8DotGeneralBase(nn.Module):
-    """State and options of the FP8 operators; `axis_names`: mesh axes that shard them, where JAX cannot see those."""
+    """State and options of the FP8 operators; `axis_names`: mesh axes of the operands that JAX cannot see."""
 
     amax_history_length: int = 1024
     e4m3_dtype: DTypeLike = jnp.float8_e4m3fn

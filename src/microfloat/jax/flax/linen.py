@@ -87,7 +87,7 @@ def _op_class(op: DotGeneral | RaggedDot, kind: str) -> type[nn.Module]:
 
         return einsum_by(dot, equation, check_array("lhs", lhs), check_array("rhs", rhs))
 
-    # The state of delayed scaling lies under this name: one for a pinned recipe and for that of an autocast.
+    # The state of delayed scaling has this name, under a pinned recipe and under an autocast.
     holds_state = op.recipe is None or op.recipe.is_delayed
     name = f"{'DelayedScaling' if holds_state else type(op.recipe).__name__}{kind}"
     function = einsum_call if kind == "Einsum" else call
@@ -183,7 +183,7 @@ class TrainState(train_state.TrainState):
 
 
 def _advanced(collection: Any, gradient: Any, before: Any, inner: Any) -> tuple[Any, Any]:
-    """(the state collection, the optimizer's state) after one gradient; `inner` is what the optimizer returned."""
+    """(the state collection, the optimizer's state) after one gradient; `inner`: the optimizer's result."""
     if not isinstance(before, flax_state.Collected):
         return flax_state.next_state(collection, gradient), inner
     counts = flax_state.step_counts(before.inner), flax_state.step_counts(inner)

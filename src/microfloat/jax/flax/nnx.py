@@ -58,7 +58,7 @@ _LOG = logging.getLogger("microfloat")
 class ScaleState(nnx.Variable):
     """Delayed-scaling state: never a parameter; its gradient is its new value."""
 
-    is_delayed_scaling_state = True  # what `scaling.microbatched` knows it by
+    is_delayed_scaling_state = True  # a mark for `scaling.microbatched`
 
 
 # Per module, the slots that earlier uses handed through. nnx transforms make modules anew; an entry lives no longer
@@ -228,7 +228,7 @@ class Einsum(_Layer, nnx.Einsum):
 
 
 class _Target(NamedTuple):
-    """A layer of Flax: the attribute that holds its product, our module for it, and what Flax runs itself."""
+    """A layer of Flax: the attribute that holds its product, our module for it, and Flax's own function."""
 
     layer: type
     attribute: str
@@ -325,7 +325,7 @@ def _install(name: str, layer: Any, target: _Target, reason: str | None, op: Dot
 
 
 def _features(layer: Any) -> tuple[int, int] | None:
-    """(out features, in features) of a layer, those of several axes multiplied; None for an Einsum."""
+    """(out features, in features) of a layer, several axes multiplied; None for an Einsum."""
     if isinstance(layer, nnx.Einsum):
         return None
     out_features, in_features = (np.prod(sizes, dtype=int) for sizes in (layer.out_features, layer.in_features))
@@ -430,7 +430,7 @@ def watch_outputs(fn: Callable[..., Any], *tensors: Any, **options: Any) -> Call
 
 
 def _is_graph(value: object) -> bool:
-    """True for what nnx updates in place."""
+    """True for an object that nnx updates in place."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
@@ -449,7 +449,7 @@ class Collected(nnx.Variable):
 class Optimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer` that also advances the delayed-scaling state: same constructor and methods.
 
-    ``update(model, grads)`` sends what `wrt` selects to optax, and the gradients of `ScaleState` to the consumer
+    ``update(model, grads)`` sends the gradients that `wrt` selects to optax, and those of `ScaleState` to the consumer
     rule of `microfloat.jax.scaling.apply`. Gradients without that state log a warning: the scales would never move.
     Under ``optax.MultiSteps`` the state advances when the optimizer steps, by the largest amax of its microbatches.
     """

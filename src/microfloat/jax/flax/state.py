@@ -1,7 +1,7 @@
 """Delayed-scaling state in Flax: variables of linen modules, collections as a whole, optimizers that step now and then.
 
 A collection is any pytree of dicts that holds pairs ``<name>_scale`` and ``<name>_amax_history`` (newest amax at
-index 0 of the last axis). What an optimizer does with the gradient of such a pair is the *consumer rule*:
+index 0 of the last axis). The *consumer rule* says how an optimizer uses the gradient of such a pair:
 everything in a new state but one amax follows from the old state, so only ``gradient_history[0]`` is taken over.
 """
 
@@ -93,7 +93,7 @@ class StateVariables:
         threaded = self._memo.get((self._path, name))
         if threaded is not None and threaded.is_of(history):
             return threaded.pair
-        # An optimizer that steps on the state does so to every slot: one of them tells.
+        # An optimizer that steps on the state steps on every slot: checking one is enough.
         return (scale, _with_amaxes(history)) if name == SLOT_NAMES["w"] else (scale, history)
 
     def hand_on(self, name: str, pair: tuple[Array, Array]) -> None:
@@ -247,7 +247,7 @@ class Collected(NamedTuple):
 
 
 def check_transformation(tx: object) -> None:
-    """InvalidTypeError for anything but an optax transformation, which is known by its two functions."""
+    """InvalidTypeError for anything but an optax transformation, recognised by its two functions."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise invalid_type("tx", type(tx), "an optax transformation such as optax.adam(1e-3)")
 

@@ -2,7 +2,7 @@
 
 Why integers: XLA CPU flushes subnormal numbers, turns ``x / constant`` and ``x / broadcast(y)`` into products with a
 reciprocal and contracts ``a * b + c`` into one operation; XLA GPU may drop a narrowing conversion (docs/numerics.md
-1.2 and 1.5). Bit operations are left alone by all of them.
+1.2 and 1.5). None of them changes bit operations.
 """
 
 from functools import partial
@@ -40,17 +40,17 @@ def as_float(bits: Array) -> Array:
 
 
 def magnitude_bits(x: Array) -> Array:
-    """|x| as integers that order like the magnitudes; NaN stands above infinity."""
+    """|x| as integers that order like the magnitudes; NaN is above infinity."""
     return bits_of(x) & np.uint32(0x7FFFFFFF)
 
 
 def is_nan(magnitude: Array) -> Array:
-    """True for the bits of a magnitude that are those of a NaN."""
+    """True where the bits of a magnitude are a NaN."""
     return magnitude > INFINITY_BITS
 
 
 def measured_bits(x: Array) -> Array:
-    """`magnitude_bits` with NaN as 0: what an amax that ignores NaN is the maximum of."""
+    """`magnitude_bits` with NaN as 0, whose maximum is an amax that ignores NaN."""
     magnitude = magnitude_bits(x)
     return where(is_nan(magnitude), np.uint32(0), magnitude)
 
@@ -158,7 +158,7 @@ def divide_by_integers(x: Array, divisor: Array) -> Array:
 
 
 def quotient(x: Array, divisor: Array, *, few_bits: bool = False) -> Array:
-    """``f32(x / divisor)`` of float32 arrays, to be rounded to FP8: what `divide` gives, in fewer operations.
+    """``f32(x / divisor)`` of float32 arrays, to be rounded to FP8: `divide` in fewer operations.
 
     It may be off where no FP8 format rounds: next to a power of two, and far below the smallest of their numbers.
     `few_bits`: both operands are bfloat16 numbers, and the result is rounded to bfloat16 first. Its midpoints are

@@ -39,8 +39,7 @@ def unpack_fp4(data: ArrayLike, length: int) -> Array:
 def pack_fp6(codes: ArrayLike) -> Array:
     """Four 6-bit codes in three bytes, little-endian: ``w = c0 | c1 << 6 | c2 << 12 | c3 << 18``.
 
-    Integers [..., C] -> uint8 [..., 3 * ceil(C / 4)]; C is padded with code 0 to a multiple of 4. Errors are those of
-    `pack_fp4`, for codes above 63.
+    Integers [..., C] -> uint8 [..., 3 * ceil(C / 4)], C padded with code 0; errors as in `pack_fp4`, above 63.
     """
     return run_automatically(_pack_fp6, rows_apart, _checked_codes(codes, 6))
 

@@ -95,7 +95,7 @@ class _TensorLevel(NamedTuple):
 
 def block_scales(tiles: Array, cast: Cast, amax: Array | None, scale_enc: Array | None) -> BlockScales:
     """Scales of a tiled operand form; `amax` replaces the measured one, `scale_enc` is that of delayed scaling, under
-    which `amax` is that of this tensor, if it is known: the scale does not depend on it.
+    which a known amax does not change the scale.
     """
     check_kind(cast.rule, "the JAX front end")
     if scale_enc is not None:
