@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from microfloat.errors import invalid_value
 
-__all__ = ["state_of", "toggle", "warn_of_peer"]
-
 _WARNED: set[str] = set()  # variables of TransformerEngine that this process was told of
 
 

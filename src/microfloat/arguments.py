@@ -13,29 +13,6 @@ import numpy as np
 
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value, kind_of, unknown_name
 
-__all__ = [
-    "as_bool",
-    "as_float",
-    "as_int",
-    "as_path",
-    "axes_of",
-    "check_bool",
-    "check_choice",
-    "check_int",
-    "check_keys",
-    "check_name",
-    "check_new_file",
-    "check_packable",
-    "check_packed",
-    "check_number",
-    "check_shape",
-    "check_sizes",
-    "check_unpacked",
-    "check_word",
-    "for_each",
-    "normalize_axis",
-]
-
 
 def check_int(argument: str, value: object, least: int, most: int) -> int:
     """`value` itself, an int (no bool, no float) in [least, most]."""

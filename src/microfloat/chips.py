@@ -3,8 +3,6 @@
 import re
 from dataclasses import dataclass, field
 
-__all__ = ["CHIPS", "Chip", "chip_named"]
-
 
 @dataclass(frozen=True)
 class Chip:

@@ -8,24 +8,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "CheckpointError",
-    "InvalidTypeError",
-    "InvalidValueError",
-    "MicrofloatError",
-    "MissingPackageError",
-    "NotSupportedError",
-    "PlacementError",
-    "RankError",
-    "checkpoint_error",
-    "install_hint",
-    "invalid_type",
-    "invalid_value",
-    "kind_of",
-    "missing_package",
-    "unknown_name",
-]
-
 
 class MicrofloatError(Exception):
     """Base of every error that microfloat raises on purpose."""

@@ -31,12 +31,6 @@ from microfloat.formats import (
 )
 from microfloat.recipes import Cast, Hadamard
 
-__all__ = [
-    "ALIGNMENT", "Layout", "Part", "Storage", "array_layout", "blocked_sizes", "blocked_windows", "group_windows",
-    "check_scale_bytes", "codes_dtype", "folded_format", "layout_of", "leading_axes",
-    "scale_grid", "scale_shape", "stored_length",
-]  # fmt: skip
-
 ALIGNMENT = 16  # bytes: kernels and cuBLAS are told that addresses are multiples of it; allocations begin at one
 _TILES_TOGETHER = 4  # a row of 128x128 scales is filled up to a multiple of this for its GEMM
 _FOLDED = {"folded": (FP8_1x128, FP8_1x128_E5M2), "tiles": (FP8_128x128, FP8_128x128_E5M2)}

@@ -9,8 +9,6 @@ Legend: M = rows of x, K = in features, N = out features. Source: docs/numerics.
 
 from typing import NamedTuple
 
-__all__ = ["GEMMS", "OPERANDS", "OPERANDS_OF", "TENSORS", "Operand"]
-
 GEMMS = ("fprop", "dgrad", "wgrad")
 TENSORS = ("x", "w", "dy")
 

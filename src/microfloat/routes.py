@@ -31,13 +31,6 @@ from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
 from microfloat.scale_rules import TwoLevel, unknown_kind
 
-__all__ = [
-    "MOST_DECODED_ROWS", "MOST_ROWS_BY_WARPGROUPS", "NO_GRADIENT", "UNTRIED", "WRITES_VALUES", "Encoding",
-    "Entries", "Entry", "OperandSpec", "Route", "Routes", "encoding_of", "entries_of", "family_of",
-    "first_delayed", "is_outer", "most_decoded_rows", "route_between", "route_of", "routes_of",
-    "saved_parts", "why_not_in_groups",
-]  # fmt: skip
-
 UNTRIED = "not yet run on the hardware"
 NO_GRADIENT = (
     "weight: got a backward that asks for its gradient, needed a frozen weight, since it is quantized for inference. "

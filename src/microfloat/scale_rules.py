@@ -11,11 +11,6 @@ from dataclasses import dataclass
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
 from microfloat.formats import SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, ScaleFormat
 
-__all__ = [
-    "KINDS", "SCALE_RULES", "ScaleRule", "TwoLevel", "check_kind", "e8m0_threshold", "resolve_scale_rule",
-    "unknown_kind",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class TwoLevel:

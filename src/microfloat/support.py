@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["WIDTH", "Notes", "Support", "alike", "text_table", "wrapped"]
-
 # Columns of what `explain` prints, so that it fits a terminal.
 WIDTH = 110
 

@@ -7,8 +7,6 @@ two. `GRADIENT` is True for the cast of an output gradient, whose scales show ov
 
 from typing import NamedTuple
 
-__all__ = ["BlockCast", "DecodeCodes", "DecodeCut", "How", "Nvfp4Cast", "Pass", "ScaledCast"]
-
 
 class How(NamedTuple):
     """Constants of a kernel that handles a matrix tile by tile, BM x BN elements at a time.

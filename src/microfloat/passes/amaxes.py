@@ -6,8 +6,6 @@ from microfloat.passes import tables
 from microfloat.passes.matrix import INT32_MAX, SCALAR, At, Buffer, Matrix, Pass, Passes
 from microfloat.passes.tables import ceil_div
 
-__all__ = ["amax_passes", "measure", "measure_axes"]
-
 
 def amax_passes(matrix: Matrix) -> Passes:
     """The pass that measures the largest magnitude of a matrix: float32 (), NaN ignored."""

@@ -37,11 +37,6 @@ from microfloat.passes.tables import ceil_div
 from microfloat.recipes import Cast
 from microfloat.routes import WRITES_VALUES
 
-__all__ = [
-    "Both", "block_casts", "cast_passes", "operands_of", "pair_passes", "scaled_casts",
-    "shared_scale",
-]  # fmt: skip
-
 _GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
 _CODES, _VALUES = blocks.CODES.value, blocks.VALUES.value
 _TILES_TOGETHER = 4  # what a row of folded tile scales is filled up to a multiple of (`microfloat.layout`)

@@ -9,16 +9,6 @@ from microfloat.layout import Part, codes_dtype, folded_format
 from microfloat.passes import tables
 from microfloat.passes.matrix import INT32_MAX, At, Device, Pass, Passes, specialization
 
-__all__ = [
-    "SCALE",
-    "SCALE_KINDS",
-    "TENSOR_SCALE",
-    "dequantize_passes",
-    "fold_codes_passes",
-    "swizzle_passes",
-    "turn_codes_passes",
-]
-
 SCALE, TENSOR_SCALE = 3, 4  # positions in the table, besides At.SOURCE = codes
 SCALE_KINDS = {
     "FP32": dequantize.SCALE_FLOAT.value, "E8M0": dequantize.SCALE_E8M0.value, "E4M3": dequantize.SCALE_E4M3.value,

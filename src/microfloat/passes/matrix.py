@@ -20,11 +20,6 @@ from microfloat.recipes import Cast, Current
 from microfloat.routes import family_of
 from microfloat.scale_rules import e8m0_threshold
 
-__all__ = [
-    "GROUP_ROWS", "INT32_MAX", "NO_SIGNS", "SCALAR", "At", "Buffer", "Device", "KernelCast", "Matrix", "Pass", "Passes",
-    "Slice", "is_one_pass", "kernel_cast", "specialization",
-]  # fmt: skip
-
 GROUP_ROWS = 128  # the padded rows of a group are a multiple of this
 INT32_MAX = 2**31 - 1
 NO_SIGNS = -1  # of a Hadamard transform that is not there

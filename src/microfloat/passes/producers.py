@@ -27,8 +27,6 @@ from microfloat.passes.casts import (
 from microfloat.passes.matrix import SCALAR, At, Buffer, KernelCast, Matrix, Pass, Passes, kernel_cast
 from microfloat.recipes import Cast
 
-__all__ = ["BIAS", "GRADIENT", "SECOND_AMAX", "UP", "WEIGHT", "Producer", "cast_passes", "fuses", "values_passes"]
-
 # Inputs that only producers have: up of a gate and the gradient of the result; weight and bias of a norm.
 UP, GRADIENT, SECOND_AMAX = 6, 7, At.SECOND
 WEIGHT, BIAS = 6, 7

@@ -16,11 +16,6 @@ from microfloat.passes.tables import SHARED_BYTES, SYSTEM_BYTES, Warps
 from microfloat.recipes import Hadamard
 from microfloat.routes import MOST_DECODED_ROWS
 
-__all__ = [
-    "BIAS", "CODES", "LEVEL", "PLAN", "SCALE", "DecodedExperts", "by_warpgroups", "cut_of", "cut_of_experts",
-    "decode_passes", "fits", "fitted", "of_kernel", "rows_of_tile", "stored_codes",
-]  # fmt: skip
-
 # Positions in the table, besides At.SOURCE = x. PLAN: the table of a plan of groups, of tiles of `rows_of_tile`.
 CODES, SCALE, LEVEL, BIAS, PLAN = 3, 4, 5, 6, 7
 _X_KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}

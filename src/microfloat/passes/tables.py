@@ -8,11 +8,6 @@ from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.squares import takes
 
-__all__ = [
-    "AMAX_PIECES", "ENOUGH_PROGRAMS", "SHARED_BYTES", "SYSTEM_BYTES", "TILES", "Warps", "ceil_div",
-    "tile_of_blocks", "tile_of_nvfp4", "tile_of_produced_blocks", "tile_of_scaled",
-]  # fmt: skip
-
 # Shared memory of a Hopper's multiprocessor, of which each program takes some for the system (CUDA C++ Programming
 # Guide, compute capability 9.0).
 SHARED_BYTES, SYSTEM_BYTES = 228 << 10, 1 << 10

@@ -12,8 +12,6 @@ from microfloat.formats import E4M3, E5M2, FP8_ROW, FP8_TENSOR, FP8_TENSOR_E5M2,
 from microfloat.recipes.cast import Cast, Current, Delayed
 from microfloat.recipes.core import Gemm, NamedRecipe
 
-__all__ = ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Float8RowScaling", "Format", "as_format"]
-
 
 class Format(enum.Enum):
     """E4M3 everywhere; HYBRID: E4M3 forward, E5M2 for gradients; E5M2 exists only as a name (no GEMM takes it)."""

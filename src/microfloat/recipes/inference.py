@@ -19,8 +19,6 @@ from microfloat.recipes.cast import Cast, Static, as_scaled_format
 from microfloat.recipes.core import CustomRecipe, Gemm, NamedRecipe, Recipe, register
 from microfloat.recipes.names import hint_of_recipe
 
-__all__ = ["WeightActivation", "WeightOnly"]
-
 _SEARCHES = ("four_over_six", "mse")
 # The format of activations -> (that of the weights beside them, how the product accumulates as in training).
 _PAIRS = {

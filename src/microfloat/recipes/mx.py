@@ -8,8 +8,6 @@ from microfloat.recipes.cast import Cast
 from microfloat.recipes.core import Gemm, NamedRecipe
 from microfloat.recipes.fp8 import Format, as_format
 
-__all__ = ["MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling"]
-
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling(NamedRecipe):

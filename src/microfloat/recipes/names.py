@@ -12,8 +12,6 @@ from microfloat.recipes.fp8 import DelayedScaling, Float8BlockScaling, Float8Cur
 from microfloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
 from microfloat.recipes.nvfp4 import TOGGLES, NVFP4BlockScaling
 
-__all__ = ["FAMILIES", "RECIPES", "as_recipe", "from_name", "get_default_recipe", "hint_of_format", "hint_of_recipe"]
-
 # Canonical name -> how to make the recipe. A class (its defaults), or a function that returns one frozen value.
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "delayed": DelayedScaling,

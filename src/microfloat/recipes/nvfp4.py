@@ -11,8 +11,6 @@ from microfloat.formats import NVFP4, NVFP4_2D
 from microfloat.recipes.cast import Cast, Hadamard
 from microfloat.recipes.core import Gemm, NamedRecipe
 
-__all__ = ["TOGGLES", "NVFP4BlockScaling"]
-
 # field -> environment variable that gives its default when the argument is not given (docs/numerics.md, section 10)
 TOGGLES = {
     "disable_rht": "MICROFLOAT_NVFP4_DISABLE_RHT",

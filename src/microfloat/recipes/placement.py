@@ -16,23 +16,6 @@ from microfloat.recipes.core import CustomRecipe, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.support import alike, text_table, wrapped
 
-__all__ = [
-    "DEFAULT_EXCLUDE",
-    "DEFAULT_FUSE",
-    "FILTERED",
-    "FUSED",
-    "ConversionReport",
-    "ConversionRow",
-    "Placement",
-    "check_exclude",
-    "check_filter",
-    "check_fuse",
-    "fused_group",
-    "gates_of_mlps",
-    "is_kept",
-    "why_left_out",
-]
-
 
 def _anywhere(*names: str) -> tuple[str, ...]:
     return tuple(pattern for name in names for pattern in (name, f"*.{name}"))

@@ -9,8 +9,6 @@ from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.recipes.cast import Cast, as_cast
 
-__all__ = ["CastLike", "Usage", "given_amax", "given_scale_enc", "usages_of"]
-
 CastLike: TypeAlias = Cast | ScaledFormat | str
 
 

@@ -13,8 +13,6 @@ from microfloat import reference
 from microfloat.recipes import Cast
 from microfloat.reference import Quantized
 
-__all__ = ["loaded", "quantize", "register", "side_by_side"]
-
 Quantize = Callable[[np.ndarray, Cast, np.ndarray | None], Quantized]
 Context = Callable[[], contextlib.AbstractContextManager]
 _ORACLE = "numpy"

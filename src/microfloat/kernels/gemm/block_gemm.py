@@ -27,11 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = [
-    "ALONE", "COLUMNS", "DGRAD", "FPROP", "PART", "SCALE_BOX", "WGRAD", "block_gemm", "codes_layout", "output_layout",
-    "scale_layout",
-]  # fmt: skip
-
 # The products of a launch: a single one, or one for each group.
 ALONE = gl.constexpr(0)
 FPROP = gl.constexpr(1)  # A [rows, K] by the rows of a group, B [G * N, K]
