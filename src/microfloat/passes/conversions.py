@@ -3,7 +3,7 @@
 import math
 
 from microfloat.formats import ScaledFormat
-from microfloat.kernels.casts import dequantize, turn
+from microfloat.kernels.casts import dequantize
 from microfloat.kernels.gemm import swizzle
 from microfloat.layout import Part, codes_dtype, folded_format
 from microfloat.passes import tables
@@ -74,7 +74,9 @@ def turn_codes_passes(rows: int, columns: int, dtype: str, device: Device) -> Pa
     )  # fmt: skip
     key = (device.number, constants, specialization(rows), specialization(columns))
     programs = -(-rows // tile_rows) * -(-columns // tile_columns)
-    passes.launches.append(Pass(turn.turn_codes, key, programs, (At.SOURCE, out), (rows, columns), constants, warps))
+    passes.launches.append(
+        Pass(dequantize.turn_codes, key, programs, (At.SOURCE, out), (rows, columns), constants, warps)
+    )
     return passes
 
 

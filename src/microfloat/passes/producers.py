@@ -18,12 +18,7 @@ from microfloat.kernels.device import convert, produce
 from microfloat.kernels.producers import fused
 from microfloat.layout import Part
 from microfloat.passes import OperandSpec, tables
-from microfloat.passes.casts import (
-    block_casts,
-    operands_of,
-    scaled_casts,
-    shared_scale,
-)
+from microfloat.passes.casts import block_casts, operands_of, scaled_casts, shared_scale
 from microfloat.passes.matrix import SCALAR, At, Buffer, KernelCast, Matrix, Pass, Passes, kernel_cast
 from microfloat.recipes import Cast
 

@@ -16,7 +16,6 @@ from microfloat.arguments import check_bool, check_choice, check_keys
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.formats import E5M2, ScaledFormat
 from microfloat.operands import GEMMS, OPERANDS
-from microfloat.recipes._ported import PortedQuestions
 from microfloat.recipes._serialize import cast_from_data, cast_of, cast_to_data, not_serializable
 from microfloat.recipes.cast import Cast, Delayed, HashOnce, as_scaled_format
 from microfloat.support import text_table
@@ -99,6 +98,62 @@ class Gemm(HashOnce):
         data = {"from_fprop": False, **data} if isinstance(data, dict) else data
         data = dict(check_keys(name, data, [entry.name for entry in fields(Gemm)]))
         return Gemm(cast_from_data(data.pop("lhs")), cast_from_data(data.pop("rhs")), **data)
+
+
+# Bits of an element, the format of its scale, and what shares one: "tensor", "row" or "block".
+_PER_TENSOR = (8, "FP32", "tensor")
+_FLOAT8_BLOCKS = (8, "FP32", "block")
+_MXFP8 = (8, "E8M0", "block")
+_NVFP4 = (4, "E4M3", "block")
+
+
+def _family(cast: Cast) -> tuple[int, str, str]:
+    fmt = cast.format
+    scope = "tensor" if fmt.is_per_tensor else "row" if fmt.block[1] is None else "block"
+    return fmt.element.bits, fmt.scale.name, scope
+
+
+class PortedQuestions:
+    """Predicates that code written for TransformerEngine asks; nothing in this library asks them.
+
+    They follow from the casts of the six operands, so a CustomRecipe of MXFP8 casts is `mxfp8` too.
+    """
+
+    casts: Mapping[tuple[str, str], Cast | None]
+
+    def _families(self) -> set[tuple[int, str, str]]:
+        return {_family(cast) for cast in self.casts.values() if cast is not None}
+
+    def delayed(self) -> bool:
+        """True for FP8 with one scale per tensor from the amaxes of earlier steps."""
+        quantized = [cast for cast in self.casts.values() if cast is not None]
+        return self.float8_per_tensor_scaling() and all(cast.is_delayed for cast in quantized)
+
+    def float8_per_tensor_scaling(self) -> bool:
+        """True for FP8 with one scale per tensor."""
+        return self._families() == {_PER_TENSOR}
+
+    def float8_current_scaling(self) -> bool:
+        """True for FP8 with one scale per tensor from its own amax."""
+        delayed = any(cast is not None and cast.is_delayed for cast in self.casts.values())
+        return self.float8_per_tensor_scaling() and not delayed
+
+    def float8_block_scaling(self) -> bool:
+        """True for FP8 with float32 scales of blocks or tiles."""
+        return self._families() == {_FLOAT8_BLOCKS}
+
+    def mxfp8(self) -> bool:
+        """True for MXFP8."""
+        return self._families() == {_MXFP8}
+
+    def nvfp4(self) -> bool:
+        """True for NVFP4, with the Hadamard transform and stochastic rounding or without."""
+        return self._families() == {_NVFP4}
+
+    def custom(self) -> bool:
+        """True where no other predicate is: rows, MXFP6, MXFP4, mixed casts, high precision."""
+        families = self._families()
+        return len(families) != 1 or not families <= {_PER_TENSOR, _FLOAT8_BLOCKS, _MXFP8, _NVFP4}
 
 
 _HEADER = ("GEMM", "operand", "format", "block", "scale_rule", "rounding", "hadamard", "scaling", "accumulate", "path")

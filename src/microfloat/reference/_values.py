@@ -38,17 +38,16 @@ def scale_grid(q: Quantized) -> np.ndarray:
     return q.scale if q.format.is_tile else q.scale.reshape(q.rows, q.scale.shape[-1])
 
 
-def element_scales(q: Quantized) -> np.ndarray:
-    """float32 [R, C]: what every code is multiplied with, tensor scale included."""
+def element_scales(q: Quantized, dtype: type = np.float32) -> np.ndarray:
+    """Factors [R, C] of the codes, tensor scale included; exact in float64."""
     grid, kind = scale_grid(q), q.format.scale.name
     if kind == "E8M0":
-        powers = np.ldexp(np.float32(1), grid.astype(np.int32) - 127)
-        values = np.where(grid == 255, np.float32(np.nan), powers.astype(np.float32))
+        values = np.where(grid == 255, np.nan, np.ldexp(1.0, grid.astype(np.int32) - 127)).astype(dtype)
     else:
-        values = decode(grid, E4M3) if kind == "E4M3" else grid
+        values = (decode(grid, E4M3) if kind == "E4M3" else grid).astype(dtype)
     if q.tensor_scale is not None:
         # A tile format has one tensor scale; [R, 1] meets one-row blocks only.
-        values = values * q.tensor_scale
+        values = values * q.tensor_scale.astype(dtype)
     return spread(values, q.format.block, (q.rows, q.length))
 
 
@@ -84,17 +83,9 @@ def scaled_matmul(a: Quantized | np.ndarray, b: Quantized | np.ndarray) -> np.nd
 def _exact_values(argument: str, operand: Quantized | np.ndarray) -> np.ndarray:
     """float64 [R, C] without any rounding."""
     if isinstance(operand, Quantized):
-        grid, kind = scale_grid(operand), operand.format.scale.name
-        if kind == "E8M0":
-            scales = np.where(grid == 255, np.nan, np.ldexp(1.0, grid.astype(np.int32) - 127))
-        else:
-            scales = (decode(grid, E4M3) if kind == "E4M3" else grid).astype(np.float64)
-        if operand.tensor_scale is not None:
-            scales = scales * operand.tensor_scale.astype(np.float64)
-        codes = operand.unpacked_codes()
         with np.errstate(all="ignore"):
-            values = decode(codes, operand.format.element).astype(np.float64)
-            return values * spread(scales, operand.format.block, codes.shape)
+            values = decode(operand.unpacked_codes(), operand.format.element).astype(np.float64)
+            return values * element_scales(operand, np.float64)
     array = np.asarray(operand)
     if array.dtype not in _ARRAY_DTYPES:
         raise invalid_type(argument, array.dtype, "a Quantized, or a float array [R, C] in operand form")

@@ -1,13 +1,14 @@
-"""Decoding of stored codes: to values in any format, and from MX codes to FP8 codes with coarser scales.
+"""Stored codes: decoded to values in any format, from MX to FP8 codes with coarser scales, and transposed.
 
 ``value = decode(code) * scale * tensor_scale``, multiplied in float32 and rounded once (docs/numerics.md 8.1). One
-program decodes one BM x BN tile; a lane decodes eight neighbouring elements and reads their scale once. The block's
+program handles one BM x BN tile; a lane decodes eight neighbouring elements and reads their scale once. The block's
 height and width and two strides address the scale, so one kernel serves blocks, tiles, rows and whole tensors.
 """
 
 import triton
 import triton.language as tl
 
+from microfloat.kernels.casts.scaled import turned
 from microfloat.kernels.device.convert import bf16_word, decode, element_bits, encode_pair, float_of, fp8_text
 from microfloat.kernels.device.tiles import program, store_pairs
 
@@ -41,12 +42,11 @@ def decode_pair(codes, MB: tl.constexpr, BIAS: tl.constexpr, HW: tl.constexpr):
         )
         word = codes.to(tl.int32)
         return tl.inline_asm_elementwise(PTX, "=r,=r,r", [word], dtype=(tl.float32, tl.float32), is_pure=True, pack=1)
-    elif element_bits(MB, BIAS) == 4:
-        pair = codes.to(tl.int32)
-        return decode(pair & 15, MB, BIAS), decode((pair >> 4) & 15, MB, BIAS)
     else:
+        WIDTH: tl.constexpr = 4 if element_bits(MB, BIAS) == 4 else 8
+        MASK: tl.constexpr = (1 << WIDTH) - 1
         pair = codes.to(tl.int32)
-        return decode(pair & 0xFF, MB, BIAS), decode((pair >> 8) & 0xFF, MB, BIAS)
+        return decode(pair & MASK, MB, BIAS), decode((pair >> WIDTH) & MASK, MB, BIAS)
 
 
 @triton.jit
@@ -174,3 +174,31 @@ def fold_codes(
     low, high = decode_pair(codes, MB, BIAS, HW)
     pair = encode_pair(low * factor, high * factor, 0, OUT_MB, OUT_BIAS, False, HW)
     store_pairs(out_ptr + row0.to(tl.int64) * C + col0, pair, r, w, rows, cols, C, 8, PAIRS, EVEN)
+
+
+@triton.jit
+def turn_codes(
+    codes_ptr, out_ptr, R, C, EVEN: tl.constexpr, INDEX64: tl.constexpr, HW: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """codes [R, C] -> out [C, R]; R and C are multiples of 4. Words of four codes are transposed in registers."""
+    pid, R, C, _, _ = program(R, C, 0, 0, INDEX64)
+    across = (C + BN - 1) // BN
+    row0 = (pid // across) * BM
+    col0 = (pid % across) * BN
+    rows, cols = R - row0, C - col0
+    r, w = tl.arange(0, BM // 4)[:, None] * 4, tl.arange(0, BN // 4)[None, :]
+    tile = (codes_ptr + row0.to(tl.int64) * C + col0).to(tl.pointer_type(tl.int32))
+    words = ()
+    for p in tl.static_range(4):
+        at = tile + ((r + p) * (C // 4) + w)
+        words = words + (tl.load(at) if EVEN else tl.load(at, mask=(r < rows) & (4 * w < cols), other=0),)
+    a, b, c, d = turned(words[0], words[1], words[2], words[3], HW)
+    quads = tl.join(tl.join(a, c), tl.join(b, d))  # columns 0 and 2, 1 and 3 of every four
+    quads = tl.reshape(tl.permute(quads, [1, 2, 3, 0]), [BN, BM // 4])
+    column, quad = tl.arange(0, BN)[:, None], tl.arange(0, BM // 4)[None, :]
+    at = (out_ptr + col0.to(tl.int64) * R + row0).to(tl.pointer_type(tl.int32)) + (column * (R // 4) + quad)
+    if EVEN:
+        tl.store(at, quads)
+    else:
+        tl.store(at, quads, mask=(column < cols) & (4 * quad < rows))

@@ -72,58 +72,52 @@ def packed_abs(word, KIND: tl.constexpr):
     return tl.inline_asm_elementwise(PTX, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
 
 
-@triton.jit
-def max_bf16x2_nan(a, b):
-    """Halfwise maximum, NaN wins."""
-    return tl.inline_asm_elementwise(
-        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def max_bf16x2(a, b):
-    """Halfwise maximum, NaN loses."""
-    return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def max_f16x2_nan(a, b):
-    """Halfwise maximum, NaN wins."""
-    return tl.inline_asm_elementwise(
-        "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def max_f16x2(a, b):
-    """Halfwise maximum, NaN loses."""
-    return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+@triton.constexpr_function
+def max_text(kind, ignore_nan, sign_and_abs=""):
+    """PTX of a halfwise maximum of two words, of magnitudes with `sign_and_abs` ".xorsign.abs"."""
+    nan = "" if ignore_nan else ".NaN"
+    return f"max{nan}{sign_and_abs}.{'f16x2' if kind == WORDS_F16 else 'bf16x2'} $0, $1, $2;"
 
 
 @triton.jit
 def packed_max(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
-    """Halfwise maximum of two words of magnitudes."""
-    if KIND == WORDS_F16:
-        if IGNORE_NAN:
-            return max_f16x2(a, b)
-        else:
-            return max_f16x2_nan(a, b)
-    else:
-        if IGNORE_NAN:
-            return max_bf16x2(a, b)
-        else:
-            return max_bf16x2_nan(a, b)
+    """Halfwise maximum of two words; NaN wins, or loses with IGNORE_NAN."""
+    PTX: tl.constexpr = max_text(KIND, IGNORE_NAN)
+    return tl.inline_asm_elementwise(PTX, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def packed_max_abs(a, b, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
     """Halfwise maximum of the magnitudes of two words; the signs of the result are meaningless."""
-    F16: tl.constexpr = "max.xorsign.abs.f16x2 $0, $1, $2;" if IGNORE_NAN else "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
-    BF16: tl.constexpr = (
-        "max.xorsign.abs.bf16x2 $0, $1, $2;" if IGNORE_NAN else "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
-    )
-    PTX: tl.constexpr = F16 if KIND == WORDS_F16 else BF16
+    PTX: tl.constexpr = max_text(KIND, IGNORE_NAN, ".xorsign.abs")
     return tl.inline_asm_elementwise(PTX, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+# Reductions take functions of two arguments.
+
+
+@triton.jit
+def max_bf16x2_nan(a, b):
+    """Halfwise maximum, NaN wins."""
+    return packed_max(a, b, WORDS_BF16, False)
+
+
+@triton.jit
+def max_bf16x2(a, b):
+    """Halfwise maximum, NaN loses."""
+    return packed_max(a, b, WORDS_BF16, True)
+
+
+@triton.jit
+def max_f16x2_nan(a, b):
+    """Halfwise maximum, NaN wins."""
+    return packed_max(a, b, WORDS_F16, False)
+
+
+@triton.jit
+def max_f16x2(a, b):
+    """Halfwise maximum, NaN loses."""
+    return packed_max(a, b, WORDS_F16, True)
 
 
 @triton.jit

@@ -77,29 +77,42 @@ def arrive(count_ptr, HW: tl.constexpr):
         return tl.atomic_add(count_ptr, 1, sem="acq_rel").to(tl.int32)
 
 
+@triton.constexpr_function
+def in_last(text, bits=32):
+    """PTX that runs `text`, with a register v, in the last program only: if the arrivals $1 equal $2."""
+    begin = f"{{ .reg .pred p; .reg .b{bits} v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
+    return begin + text + "DONE: mov.b32 $0, 0; }"
+
+
+# TAKE moves the maximum from scratch memory at $4 to v and clears both words; MERGE records it at $3 if it is finite.
+TAKE = "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
+MERGE = "setp.lt.s32 p, v, 0x7F800000; @p red.relaxed.gpu.global.max.s32 [$3], v; "
+STORE_TEXT = tl.constexpr(TAKE + "st.global.b32 [$3], v; ")
+RECORD_TEXT = tl.constexpr(TAKE + MERGE)
+SCALED_TEXT = tl.constexpr(
+    TAKE + MERGE + "mov.b32 v, 0x7FC00000; @p mov.b32 v, $5; st.global.b32 [$6], v; st.global.b32 [$7], v; "
+)
+COUNTS_TEXT = tl.constexpr(
+    "atom.relaxed.gpu.global.exch.b64 v, [$4], 0; st.global.b64 [$3], v; "
+    "atom.relaxed.gpu.global.exch.b64 v, [$4 + 16], 0; st.global.b64 [$3 + 8], v; "
+    "st.relaxed.gpu.global.b32 [$4 + 8], 0; "
+)
+MAXIMA_TEXT = tl.constexpr(
+    "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.global.b32 [$3], v; "
+    "atom.relaxed.gpu.global.exch.b32 v, [$4 + 16], 0; st.global.b32 [$3 + 4], v; "
+    "st.relaxed.gpu.global.b32 [$4 + 8], 0; "
+)
+
+
 @triton.jit
 def publish_maximum(arrived, programs, out_ptr, scratch_ptr, WHAT: tl.constexpr, HW: tl.constexpr):
     """Let the last of `programs` programs store the maximum A; RECORD: ``out = max(out, A)`` unless A is infinite."""
     if HW:
         out, words = out_ptr.to(tl.int64), scratch_ptr.to(tl.int64)
-        if WHAT == RECORD:
-            PTX: tl.constexpr = (
-                "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
-                "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
-                "setp.lt.s32 p, v, 0x7F800000; @p red.relaxed.gpu.global.max.s32 [$3], v; DONE: mov.b32 $0, 0; }"
-            )
-            tl.inline_asm_elementwise(
-                PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
-            )
-        else:
-            PTX: tl.constexpr = (
-                "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
-                "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
-                "st.global.b32 [$3], v; DONE: mov.b32 $0, 0; }"
-            )
-            tl.inline_asm_elementwise(
-                PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
-            )
+        PTX: tl.constexpr = in_last(RECORD_TEXT if WHAT == RECORD else STORE_TEXT)
+        tl.inline_asm_elementwise(
+            PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
+        )
     else:
         if arrived == programs - 1:
             total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
@@ -118,21 +131,11 @@ def publish_scaled_maximum(arrived, programs, out_ptr, scratch_ptr, scale, scale
         out, words, at, also = (
             out_ptr.to(tl.int64), scratch_ptr.to(tl.int64), scale_ptr.to(tl.int64), scale2_ptr.to(tl.int64)
         )  # fmt: skip
-        PTX: tl.constexpr = (
-            "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
-            "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.relaxed.gpu.global.b32 [$4 + 8], 0; "
-            "setp.lt.s32 p, v, 0x7F800000; @p red.relaxed.gpu.global.max.s32 [$3], v; "
-            "mov.b32 v, 0x7FC00000; @p mov.b32 v, $5; st.global.b32 [$6], v; st.global.b32 [$7], v; "
-            "DONE: mov.b32 $0, 0; }"
-        )
+        PTX: tl.constexpr = in_last(SCALED_TEXT)
         tl.inline_asm_elementwise(
-            PTX,
-            "=r,r,r,l,l,r,l,l",
-            [arrived, programs - 1, out, words, bits_of(scale), at, also],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            PTX, "=r,r,r,l,l,r,l,l", [arrived, programs - 1, out, words, bits_of(scale), at, also], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
     else:
         if arrived == programs - 1:
             total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
@@ -146,35 +149,20 @@ def publish_scaled_maximum(arrived, programs, out_ptr, scratch_ptr, scale, scale
 @triton.jit
 def publish_two(arrived, programs, out_ptr, scratch_ptr, HW: tl.constexpr):
     """Let the last of `programs` programs store words 0 and 2: two float32 maxima, or two int64 counts."""
+    COUNTS: tl.constexpr = out_ptr.dtype.element_ty == tl.int64
     if HW:
         out, words = out_ptr.to(tl.int64), scratch_ptr.to(tl.int64)
-        if out_ptr.dtype.element_ty == tl.int64:
-            PTX: tl.constexpr = (
-                "{ .reg .pred p; .reg .b64 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
-                "atom.relaxed.gpu.global.exch.b64 v, [$4], 0; st.global.b64 [$3], v; "
-                "atom.relaxed.gpu.global.exch.b64 v, [$4 + 16], 0; st.global.b64 [$3 + 8], v; "
-                "st.relaxed.gpu.global.b32 [$4 + 8], 0; DONE: mov.b32 $0, 0; }"
-            )
-            tl.inline_asm_elementwise(
-                PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
-            )
-        else:
-            PTX: tl.constexpr = (
-                "{ .reg .pred p; .reg .b32 v; setp.eq.s32 p, $1, $2; @!p bra DONE; fence.acq_rel.gpu; "
-                "atom.relaxed.gpu.global.exch.b32 v, [$4], 0; st.global.b32 [$3], v; "
-                "atom.relaxed.gpu.global.exch.b32 v, [$4 + 16], 0; st.global.b32 [$3 + 4], v; "
-                "st.relaxed.gpu.global.b32 [$4 + 8], 0; DONE: mov.b32 $0, 0; }"
-            )
-            tl.inline_asm_elementwise(
-                PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
-            )
+        PTX: tl.constexpr = in_last(COUNTS_TEXT, 64) if COUNTS else in_last(MAXIMA_TEXT)
+        tl.inline_asm_elementwise(
+            PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
+        )
     else:
         if arrived == programs - 1:
             first, second = tl.atomic_xchg(scratch_ptr, 0), tl.atomic_xchg(scratch_ptr + 2, 0)
-            if out_ptr.dtype.element_ty == tl.float32:
-                tl.store(out_ptr, float_of(first.to(tl.int32)))
-                tl.store(out_ptr + 1, float_of(second.to(tl.int32)))
-            else:
+            if COUNTS:
                 tl.store(out_ptr, first)
                 tl.store(out_ptr + 1, second)
+            else:
+                tl.store(out_ptr, float_of(first.to(tl.int32)))
+                tl.store(out_ptr + 1, float_of(second.to(tl.int32)))
             tl.atomic_xchg(scratch_ptr + 1, 0)

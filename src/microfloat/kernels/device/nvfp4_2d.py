@@ -12,14 +12,7 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels.constants import Nvfp4Cast
-from microfloat.kernels.device.convert import (
-    WORDS_BF16,
-    bits_of,
-    encode_integer,
-    high_half,
-    low_half,
-    packed_max_abs,
-)
+from microfloat.kernels.device.convert import WORDS_BF16, bits_of, encode_integer, high_half, low_half, packed_max_abs
 from microfloat.kernels.device.fp4 import choose_bytes
 from microfloat.kernels.device.scales import FOUR_OVER_SIX_MAE, e4m3_scale
 from microfloat.kernels.device.squares import both_high, both_low, larger, largest, magnitudes

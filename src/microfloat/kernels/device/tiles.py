@@ -24,10 +24,9 @@ import triton.language as tl
 
 from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half
 
-# Orders of block scales: [rows, blocks]; its transpose, for FP8 block GEMMs; tiles of 128 x 4, for Blackwell.
+# Orders of block scales: [rows, blocks], and its transpose, for FP8 block GEMMs.
 SCALE_ROW_MAJOR = tl.constexpr(0)
 SCALE_COLUMN_MAJOR = tl.constexpr(1)
-SCALE_SWIZZLED = tl.constexpr(2)
 
 # Prefetch distance in tiles of 128 x 128: two per multiprocessor of a Hopper, the number that is cast at once. Larger
 # distances would exceed the L2 cache.
@@ -253,11 +252,7 @@ def scale_offset(row, block, rows, blocks, LAYOUT: tl.constexpr):
     if LAYOUT == SCALE_COLUMN_MAJOR:
         return block * rows + row
     else:
-        if LAYOUT == SCALE_SWIZZLED:
-            tile = (row // 128) * ((blocks + 3) // 4) + block // 4
-            return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + block % 4
-        else:
-            return row * blocks + block
+        return row * blocks + block
 
 
 @triton.jit

@@ -34,6 +34,7 @@ import triton.language as tl
 from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FLOAT
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device.convert import WORDS_BF16
+from microfloat.kernels.device.squares import both_high, both_low
 from microfloat.kernels.gemm.elements import (
     ask_for,
     begin_after,
@@ -71,24 +72,12 @@ def _joined(parts):
 
 
 @triton.jit
-def _choose(a, b, SELECTOR: tl.constexpr, HW: tl.constexpr):
-    """Word of the low halves (SELECTOR 0) or the high halves (1) of a and b."""
-    if HW:
-        PTX: tl.constexpr = "prmt.b32 $0, $1, $2, 0x5410;" if SELECTOR == 0 else "prmt.b32 $0, $1, $2, 0x7632;"
-        return tl.inline_asm_elementwise(PTX, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
-    elif SELECTOR == 0:
-        return (a & 0xFFFF) | (b << 16)
-    else:
-        return ((a >> 16) & 0xFFFF) | (b & -65536)
-
-
-@triton.jit
 def _paired(words, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
     """B operands of the tensor cores, 4 words, from 8 neighbours of each lane's token, paired like the codes."""
     w0, w1 = part_of_x(words[0], KIND, PART, HW), part_of_x(words[1], KIND, PART, HW)
     w2, w3 = part_of_x(words[2], KIND, PART, HW), part_of_x(words[3], KIND, PART, HW)
     if BITS == 4:
-        return _choose(w0, w2, 0, HW), _choose(w0, w2, 1, HW), _choose(w1, w3, 0, HW), _choose(w1, w3, 1, HW)
+        return both_low(w0, w2, HW), both_high(w0, w2, HW), both_low(w1, w3, HW), both_high(w1, w3, HW)
     else:
         return w0, w1, w2, w3
 

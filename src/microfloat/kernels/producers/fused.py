@@ -14,13 +14,7 @@ of arguments see `tiles` and `scaled`.
 import triton
 import triton.language as tl
 
-from microfloat.kernels.casts.blocks import (
-    cast_columns,
-    cast_rows,
-    codes_at,
-    load_columns,
-    load_rows,
-)
+from microfloat.kernels.casts.blocks import cast_columns, cast_rows, codes_at, load_columns, load_rows
 from microfloat.kernels.casts.scaled import (
     given_scale,
     load_tile,
@@ -31,19 +25,8 @@ from microfloat.kernels.casts.scaled import (
     write_tile,
 )
 from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half, magnitude_bits, packed_abs
-from microfloat.kernels.device.meeting import (
-    STORE,
-    arrive,
-    offer_maximum,
-    peek,
-    publish_maximum,
-)
-from microfloat.kernels.device.produce import (
-    GATE_GRADIENTS,
-    RMS_NORM,
-    produce_gradients,
-    produce_pair,
-)
+from microfloat.kernels.device.meeting import STORE, arrive, offer_maximum, peek, publish_maximum
+from microfloat.kernels.device.produce import GATE_GRADIENTS, RMS_NORM, produce_gradients, produce_pair
 from microfloat.kernels.device.squares import cast_squares, load_squares, takes
 from microfloat.kernels.device.tiles import Bounds, Source, load_pair, program, store_pairs, tiles_of
 
