@@ -1,10 +1,10 @@
-"""Host side of the kernels without a framework: a matrix and its casts become passes, which torch and JAX bind.
+"""Host side of the kernels, without a framework: from a matrix and its casts to launches as data.
 
-A `Pass` is one launch: its kernel, the key of the compiled version, how many programs, and every argument. `Passes` are
-the launches that fill the operands of a matrix and the buffers they fill (`matrix`). `casts` makes them from the
-`OperandSpec` of each orientation, `producers` from an activation or a norm and the casts of its result, `conversions`
-from codes and scales that stand already. Nothing here allocates or starts anything. This module imports no Triton, so
-that schedules may speak of operands where it is not installed.
+A `Pass` is one launch: a kernel, the key of its compiled version, the number of programs, and all arguments. `Passes`
+are the launches that fill the operands of a matrix, with the buffers to allocate (`matrix`). They are made by `casts`,
+from the `OperandSpec` of each operand; by `producers`, from an activation or norm and the casts of its result; by
+`conversions`, from stored codes; by `products`, from x and a stored weight. torch and JAX allocate and launch. This
+module imports no Triton, so schedules can describe operands where it is not installed.
 """
 
 from typing import Any, NamedTuple
@@ -15,10 +15,12 @@ __all__ = ["CastInputs", "OperandSpec"]
 
 
 class CastInputs(NamedTuple):
-    """Tensors that casts of one matrix read and write besides it: the encode scale of delayed scaling; words of the
-    call seed; the history whose first element takes the amax; int64 [2] for the elements that folding to 1x128 and to
-    128x128 changed (row and column operand; of one launch to either: the first); the amax where it need not be
-    measured; the groups of its rows.
+    """Further tensors that the casts of one matrix read and write.
+
+    `scale_enc`: encode scale of delayed scaling. `seed`: words of the call seed. `record`: amax history, whose first
+    element takes the amax. `folded`, `tiles`: int64 [2], numbers of elements that folding to 1x128 and to 128x128
+    changed in the row and the column operand; one launch for both forms counts in `folded`. `amax`: an amax that need
+    not be measured. `groups`: plan of the groups of rows.
     """
 
     scale_enc: Any = None

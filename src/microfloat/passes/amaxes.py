@@ -1,4 +1,4 @@
-"""Amaxes of a matrix as passes: the largest magnitude of all of it, or of its rows and columns."""
+"""Passes that measure a matrix: its amax, or the amaxes of its rows and columns."""
 
 from microfloat.kernels.casts import amax
 from microfloat.layout import Part
@@ -8,14 +8,14 @@ from microfloat.passes.tables import ceil_div
 
 
 def amax_passes(matrix: Matrix) -> Passes:
-    """The pass that measures the largest magnitude of a matrix: float32 (), NaN ignored."""
+    """The pass that measures the amax of a matrix: float32 (), NaN ignored."""
     passes = Passes(1)
     measure(passes, matrix, At.SOURCE, passes.put(0, Part(*SCALAR[:3])))
     return passes
 
 
 def measure(passes: Passes, matrix: Matrix, source: int, result: int) -> None:
-    """The launch that measures a matrix."""
+    """Add the launch that writes the amax of the matrix at `source` to `result`."""
     tensors = (source, result, At.WORDS)
     if not matrix.is_contiguous:
         passes.launches.append(Pass(
@@ -33,7 +33,7 @@ def measure(passes: Passes, matrix: Matrix, source: int, result: int) -> None:
 
 
 def measure_axes(passes: Passes, matrix: Matrix, source: int, row: bool, column: bool) -> tuple[int, int]:
-    """The launch that measures rows and columns, and where their amaxes stand, float32 [R] and [C]."""
+    """Add the launch that measures rows and columns; returns the positions of their amaxes, float32 [R] and [C]."""
     rows, columns = matrix.rows if row else 0, matrix.columns if column else 0
     amaxes = passes.add(Buffer((rows + columns,), (1,), "float32", cleared=True))
     tile_rows, tile_columns, warps = tables.TILES["axes"]

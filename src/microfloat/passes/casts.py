@@ -1,9 +1,9 @@
-"""Casts of one matrix, or of two in one launch, as passes.
+"""Passes that cast one matrix, or two matrices in one launch.
 
-The row operand of a matrix x [R, C] is x, quantized along C; its column operand is x.T, quantized along R. Both are
-made in one pass where their forms and casts allow it. Results stand in threes, codes (or values), scale, tensor scale,
-in the layout of `microfloat.layout.layout_of`: those of the row operand, those of the column operand, and so on for a
-second matrix.
+The row operand of a matrix x [R, C] is x, quantized along C; its column operand is x.T, quantized along R. One launch
+makes both where their forms and casts allow it. Results come in threes, codes (or values), scale and tensor scale, in
+the layout of `microfloat.layout.layout_of`: first the row operand, then the column operand, then those of a second
+matrix.
 """
 
 from dataclasses import dataclass, replace
@@ -39,21 +39,21 @@ from microfloat.routes import WRITES_VALUES
 
 _GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
 _CODES, _VALUES = blocks.CODES.value, blocks.VALUES.value
-_TILES_TOGETHER = 4  # what a row of folded tile scales is filled up to a multiple of (`microfloat.layout`)
-# Larger matrices do not stay in the L2 cache between the two readings, and their launches cost nothing beside them.
+_TILES_TOGETHER = 4  # rows of 128x128 scales are padded to a multiple of this (`microfloat.layout`)
+# Most elements of matrices that one launch measures and casts: larger ones do not stay in the L2 cache between the two
+# readings, and the time of a second launch does not matter beside theirs.
 _MOST_TOGETHER = 1 << 24
-# Programs of `amax_transformed` on a multiprocessor, as many as run at once: each reads tiles until none is left, and
-# only then are maxima compared across lanes.
+# Programs of `amax_transformed` on a multiprocessor, as many as fit; each compares maxima across lanes only once.
 _MEASURING = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """An `OperandSpec` with what it means for one matrix.
+    """An operand of one matrix: its spec, constants, layout and buffers.
 
-    `at`: number of its first result. `codes`, `scale`, `tensor_scale`: positions of its parts, NOTHING for one that it
-    has not (a launch of NVFP4 writes a tensor scale that is not stored, too). `ordered`: scales lie column-major.
-    `nvfp4_cast`: the constant of `kernels.casts.nvfp4`, None in other families.
+    `at`: number of its first result. `codes`, `scale`, `tensor_scale`: positions of its parts, NOTHING if missing
+    (NVFP4 kernels write a tensor scale even if it is not stored). `ordered`: scales are column-major. `nvfp4_cast`:
+    constant of `kernels.casts.nvfp4`, None in other families.
     """
 
     spec: OperandSpec
@@ -68,15 +68,15 @@ class _Operand:
 
     @property
     def block_cast(self) -> BlockCast:
-        """The constant of `kernels.blocks`."""
+        """Constant of `kernels.casts.blocks`."""
         order = SCALE_COLUMN_MAJOR if self.ordered else SCALE_ROW_MAJOR
         return self.numbers.block_cast(_VALUES if self.spec.form == "values" else _CODES, order.value)
 
 
 class Both(NamedTuple):
-    """Both operands of a matrix, None for one that is not made, and what launches take of them.
+    """Both operands of a matrix, None for one that is not made, and the arguments of launches.
 
-    `one`: the first that is there. `codes`, `scales`, `tensor_scales`: positions. `seed`: that of the call seed.
+    `one`: the first operand that is made. `codes`, `scales`, `tensor_scales`, `seed`: positions of tensors.
     """
 
     operands: tuple[_Operand | None, _Operand | None]
@@ -89,7 +89,7 @@ class Both(NamedTuple):
 
     @staticmethod
     def of(row: _Operand | None, column: _Operand | None) -> "Both":
-        """Those of these operands, one of which is there."""
+        """The pair of these operands, at least one of which is made."""
         one = row or column
         assert one is not None
         parts = [
@@ -106,10 +106,10 @@ def cast_passes(
     matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None, *, records: bool = False,
     given_amax: bool = False, batch: int = 0,
 ) -> Passes:  # fmt: skip
-    """The passes that make the operands of a matrix, each if it is asked for.
+    """The passes that make the row and the column operand of a matrix; None for an operand that is not wanted.
 
-    `records`: the first element of RECORD takes the amax. `given_amax`: AMAX holds it. `batch`: a word of the random
-    counters. NotSupportedError where a cast has no kernel, or none for its form.
+    `records`: the first element of RECORD takes the amax. `given_amax`: AMAX holds the amax. `batch`: a word of the
+    random counters. Raises NotSupportedError if a cast has no kernel, or none for its form.
     """
     _refuse(matrix, row, column)
     passes = Passes(6)
@@ -121,7 +121,7 @@ def cast_passes(
 
 
 def _copy_tails(passes: Passes, matrix: Matrix) -> int:
-    """Position of the copies of rows of groups that fill no tile; see `kernels.casts.groups`."""
+    """Add the launch that copies rows of groups that fill no tile (`kernels.casts.groups`); position of the copies."""
     rows, columns, warps = tables.TILES["tails"]
     shape = ((matrix.groups + 1) * GROUP_ROWS, matrix.columns)
     tails = passes.add(Buffer(shape, (matrix.stride_r, 1), matrix.dtype))
@@ -170,7 +170,7 @@ def pair_passes(
 
 
 def _refuse(matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None) -> None:
-    """NotSupportedError for what no kernel serves."""
+    """Raise NotSupportedError for operands that no kernel serves."""
     for spec in (row, column):
         if spec is None:
             continue
@@ -196,7 +196,7 @@ _Specs = tuple[OperandSpec | None, OperandSpec | None]
 
 
 def operands_of(passes: Passes, matrix: Matrix, specs: _Specs, results: tuple[int, int] = (0, 3)) -> Both:
-    """Both operands of a matrix that lies as it is read, made results; `results`: the numbers of their first ones."""
+    """Both operands of a row-major matrix, registered as results; `results`: numbers of their first results."""
     paired = None not in specs
     row, column = (
         None if spec is None else _operand(passes, matrix, spec, kernel_cast(spec.cast), at, of_transpose, paired)
@@ -210,7 +210,7 @@ def _operand(
 ) -> _Operand:
     rows, length = (matrix.columns, matrix.rows) if of_transpose else (matrix.rows, matrix.columns)
     layout = layout_of(spec.cast, rows, length, spec.form, of_transpose=of_transpose, paired=paired, turned=spec.turned)
-    # FP8 block GEMMs read 1x128 scales column-major; so do passes that write both operands write those of MX.
+    # FP8 block GEMMs read 1x128 scales column-major; launches that write both operands write MX scales likewise.
     ordered = (numbers.block == (1, 128) and numbers.float_scale) or (paired and numbers.block == (1, 32))
     if not matrix.device.orders_scales and layout.scale is not None:
         shape, ordered = layout.scale.shape, False
@@ -221,7 +221,7 @@ def _operand(
     cast = numbers.nvfp4_cast
     if cast is not None:
         tensor_scale = passes.add(SCALAR) if tensor_scale == At.NOTHING else tensor_scale
-        # Stored units are aligned where they are whole in every row; values lie in the memory of the matrix.
+        # Units are aligned if every row has a whole number of them; values have the layout of the matrix.
         stored = stored_length(length, spec.cast.hadamard)
         if spec.form == "values":
             aligned = (matrix.columns if of_transpose else stored) % 2 == 0
@@ -232,7 +232,7 @@ def _operand(
 
 
 def shared_scale(passes: Passes, both: Both) -> int:
-    """Both operands of a matrix have one scale."""
+    """Let both operands of a matrix share one scale; returns its position."""
     row, column = both.operands
     if row is not None and column is not None:
         part = column.layout.scale
@@ -242,26 +242,26 @@ def shared_scale(passes: Passes, both: Both) -> int:
 
 
 def _each_scale(both: Both, scale: int) -> tuple[int, int]:
-    """The position of a shared scale for each operand that writes it: XLA makes an array of each, and reads it."""
+    """Positions of a shared scale for both operands; each operand writes it, since XLA makes an array for each."""
     row, column = both.operands
     return At.NOTHING if row is None else scale, At.NOTHING if column is None else scale
 
 
 def scaled_casts(both: Both) -> tuple[ScaledCast | None, ScaledCast | None]:
-    """The constants of `kernels.casts.scaled`."""
+    """Constants of `kernels.casts.scaled` for both operands."""
     row, column = (None if one is None else one.numbers.scaled_cast for one in both.operands)
     return row, column
 
 
 def block_casts(both: Both) -> tuple[BlockCast | None, BlockCast | None]:
-    """The constants of `kernels.casts.blocks`."""
+    """Constants of `kernels.casts.blocks` for both operands."""
     row, column = (None if one is None else one.block_cast for one in both.operands)
     return row, column
 
 
 @dataclass(frozen=True, slots=True)
 class _Casting:
-    """One pass over a matrix that makes one operand of it, or both."""
+    """Builder of the launches that make one operand of a matrix, or both in one launch."""
 
     passes: Passes
     matrix: Matrix
@@ -271,11 +271,11 @@ class _Casting:
 
     @property
     def plan(self) -> tuple[int, int]:
-        """Of rows in groups: their plan and their tails."""
+        """Positions of the plan and the tails of rows in groups, NOTHING without groups."""
         return (At.GROUPS, self.tails) if self.matrix.groups else (At.NOTHING, At.NOTHING)
 
     def cast(self, source: int, specs: _Specs, records: bool) -> None:
-        """Add the launches of these operands."""
+        """Add the launches that make these operands."""
         matrix = self.matrix
         one = specs[0] or specs[1]
         assert one is not None
@@ -283,7 +283,7 @@ class _Casting:
         if numbers.bare is not None:
             self._transformed(source, specs, numbers.bare, records)
             return
-        # The transpose of a column-major matrix lies in memory row by row. Counts of folding come in this order.
+        # The transpose of a column-major matrix is row-major. Folding keeps the order, since it counts by operand.
         exchanged = matrix.is_column_major and one.form not in ("folded", "tiles")
         if exchanged:
             both = operands_of(self.passes, matrix.transposed, (specs[1], specs[0]), (3, 0))
@@ -292,7 +292,7 @@ class _Casting:
             self._pass(source, operands_of(self.passes, matrix, specs), records)
 
     def _transformed(self, source: int, specs: _Specs, bare: Cast, records: bool) -> None:
-        """The Hadamard transform as a pass of its own, then the cast of its rows, which are the operand."""
+        """Add the launch of the Hadamard transform, and the cast `bare` of its result, whose rows are the operand."""
         is_column = specs[0] is None
         spec = specs[0] or specs[1]
         assert spec is not None
@@ -302,14 +302,14 @@ class _Casting:
         columns = ceil_div(matrix.columns, 16) * 16
         made = self.passes.add(Buffer((matrix.rows, columns), (columns, 1), "bfloat16"))
         rows, width, warps = tables.TILES["nvfp4"]
-        # Its output has columns to fill.
+        # The transform pads the columns of its output.
         constants = (spec.cast.hadamard.sign_mask, matrix.how(rows, width)._replace(EVEN=False))
         self.passes.launches.append(Pass(
             nvfp4.transform, (matrix.key, constants, warps), matrix.tiles(rows, width), (source, made), matrix.sizes,
             constants, warps,
         ))  # fmt: skip
         transformed = Matrix(matrix.rows, columns, columns, 1, "bfloat16", 16, matrix.device)
-        as_column = is_column and spec.form == "values"  # which lie in the memory of the matrix
+        as_column = is_column and spec.form == "values"  # values have the layout of the matrix
         both = Both.of(None, operand) if as_column else Both.of(operand, None)
         if as_column:
             transformed = transformed.transposed
@@ -334,7 +334,7 @@ class _Casting:
         self, source: int, both: Both, scales: tuple[int, int], mode: int,
         sources: tuple[int, int] = (At.NOTHING, At.NOTHING), record: int = At.NOTHING,
     ) -> None:  # fmt: skip
-        """The launch of `kernels.scaled`, whose scales come by one of GIVEN, AMAX, AXES, TILE."""
+        """Add the launch of `casts.scaled`; `mode`: the source of its scales, GIVEN, AMAX, AXES or TILE."""
         matrix, casts, streams = self.matrix, scaled_casts(both), both.streams
         rows, columns, warps = tables.tile_of_scaled(*casts, mode, (matrix.rows, matrix.columns), matrix.fills)
         constants = (*casts, mode, record != At.NOTHING, matrix.how(rows, columns, units=True))
@@ -346,12 +346,12 @@ class _Casting:
         ))  # fmt: skip
 
     def _tensor(self, source: int, both: Both, records: bool) -> None:
-        """FP8 per tensor: by a scale that is given, or by an amax that is given or measured."""
+        """FP8 per tensor: with a given scale, or with an amax that is given or measured."""
         passes, matrix = self.passes, self.matrix
         cast = both.one.spec.cast
         record = At.RECORD if records else At.NOTHING
         if cast.is_delayed:
-            if cast.is_gradient and not records:  # the scale depends on what is recorded
+            if cast.is_gradient and not records:  # its stored scale depends on the recorded amax
                 record = passes.add(Buffer((1,), (1,), "float32", cleared=True))
             mode, amax = _GIVEN, At.SCALE_ENC
         elif self.given_amax or not matrix.device.measures:
@@ -388,7 +388,7 @@ class _Casting:
         ))  # fmt: skip
 
     def _folded(self, source: int, both: Both) -> None:
-        """MX folded to one scale for 1x128 or 128x128, and counts of what that changed."""
+        """MX folded to one scale per 1x128 or 128x128, with counts of changed elements."""
         matrix, streams = self.matrix, both.streams
         are_tiles = [one is not None and one.spec.form == "tiles" for one in both.operands]
         multiples = [_TILES_TOGETHER if is_tile else 0 for is_tile in are_tiles]
@@ -424,9 +424,7 @@ class _Casting:
         ))  # fmt: skip
 
     def _nvfp4_amaxes(self, source: int, both: Both) -> tuple[int, int]:
-        """Position of the amax that the first level of each operand needs: of the matrix, of its Hadamard transform,
-        or of every operand row.
-        """
+        """Positions of the amaxes of both operands: of the matrix, its Hadamard transform, or every operand row."""
         passes, matrix = self.passes, self.matrix
         found: list[int | None] = [None, None]
         plain = None
@@ -458,7 +456,7 @@ class _Casting:
 
 
 def _without_copies(passes: Passes, both: Both) -> Both:
-    """The operands to write: where both have the same values, those of the column are a view of the row's."""
+    """The operands to write: if both have the same values, the column operand becomes a view of the row operand."""
     row, column = both.operands
     if row is None or column is None:
         return both

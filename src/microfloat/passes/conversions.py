@@ -1,4 +1,4 @@
-"""Codes and scales that stand already, as passes: values, folded codes, scales in tiles of block-scaled GEMMs."""
+"""Passes over stored codes and scales: decoding, folding, transposing codes, tiles of scales for Blackwell's GEMMs."""
 
 import math
 
@@ -20,9 +20,7 @@ def dequantize_passes(
     fmt: ScaledFormat, rows: int, columns: int, scale_strides: tuple[int, int], level_stride: int | None, dtype: str,
     device: Device,
 ) -> Passes:  # fmt: skip
-    """The pass that decodes an operand [R, C]; `level_stride`: that of a tensor scale for each row, 0 for one, None for
-    none.
-    """
+    """The pass that decodes an operand [R, C]; `level_stride`: stride of tensor scales (0: one for all) or None."""
     passes = Passes(1)
     out = passes.put(0, Part((rows, columns), (columns, 1), dtype))
     tile_rows, tile_columns, warps = tables.TILES["dequantize"]
@@ -43,7 +41,7 @@ def dequantize_passes(
 def fold_codes_passes(
     fmt: ScaledFormat, form: str, rows: int, columns: int, scale_strides: tuple[int, int], scale: Part, device: Device
 ) -> Passes:
-    """The pass that makes the form "folded" or "tiles" of MX codes [R, C]; `scale`: the part that its scales fill."""
+    """The pass that folds MX codes [R, C] to the form "folded" or "tiles"; `scale`: layout of the new scales."""
     folded = folded_format(fmt, form)
     passes = Passes(2)
     out = passes.put(0, Part((rows, columns), (columns, 1), codes_dtype(folded.element)))
@@ -64,7 +62,7 @@ def fold_codes_passes(
 
 
 def turn_codes_passes(rows: int, columns: int, dtype: str, device: Device) -> Passes:
-    """The pass that transposes codes [R, C] of one byte each, of sizes that are multiples of 4."""
+    """The pass that transposes one-byte codes [R, C]; R and C are multiples of 4."""
     passes = Passes(1)
     out = passes.put(0, Part((columns, rows), (rows, 1), dtype))
     tile_rows, tile_columns, warps = tables.TILES["turn"]
@@ -81,7 +79,7 @@ def turn_codes_passes(rows: int, columns: int, dtype: str, device: Device) -> Pa
 
 
 def swizzle_passes(rows: int, columns: int, strides: tuple[int, int], words: bool, device: Device) -> Passes:
-    """The pass that puts scales into tiles of 128 x 4, padded with 0 (docs/numerics.md 7.2); `words`: four at once."""
+    """The pass that moves scales into tiles of 128 x 4, padded with 0 (docs/numerics.md 7.2); `words`: four at once."""
     passes, tiles = Passes(1), -(-columns // 4)
     out = passes.put(0, Part((512 * -(-rows // 128) * tiles,), (1,), "uint8"))
     scalars, constants = (rows, columns, *strides), (words, _SWIZZLED_TOGETHER)

@@ -1,4 +1,4 @@
-"""Parts of passes: a device, a matrix and a cast as numbers, launches as data, and the buffers that launches fill."""
+"""Data of passes: a device, a matrix and a cast as numbers; launches, and the buffers that they fill."""
 
 import functools
 from dataclasses import dataclass, field, replace
@@ -22,15 +22,16 @@ from microfloat.scale_rules import e8m0_threshold
 
 GROUP_ROWS = 128  # the padded rows of a group are a multiple of this
 INT32_MAX = 2**31 - 1
-NO_SIGNS = -1  # of a Hadamard transform that is not there
+NO_SIGNS = -1  # sign mask of a cast without a Hadamard transform
 
 _KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}
 _ITEM_BYTES = {"float32": 4, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2}
 
 
 class At:
-    """Positions of a launch's tensors in its table: nothing; the matrix; scratch words; its `CastInputs`;
-    a second matrix and its own; and from MADE on the buffers of the passes.
+    """Positions in the table of tensors: none; the matrix; scratch words; its `CastInputs`; a second matrix and its.
+
+    The buffers of the passes begin at MADE.
     """
 
     NOTHING, SOURCE, WORDS, SCALE_ENC, SEED, RECORD, FOLDED, TILES, AMAX, GROUPS = range(10)
@@ -40,12 +41,12 @@ class At:
 class Device(NamedTuple):
     """Properties of a device that passes depend on.
 
-    `conversions`: the hardware forms of `kernels.device.convert` exist. `warpgroups`: it is a Hopper, which multiplies
-    by them and begins launches early. `at_once`: programs of one launch that surely run at once, so that they may wait
-    for each other; 0 where none may. `measures`: the amax of a matrix is a pass; elsewhere it is an input.
-    `orders_scales`: block scales lie as their GEMM reads them; elsewhere in rows, and codes and values of a matrix come
-    from one pass. `places`: a launch may ask for more shared memory than its kernel declares, and for how many of its
-    programs share a multiprocessor (`Pass`).
+    `conversions`: it has FP8 conversions (`kernels.device.convert`). `at_once`: number of programs of a launch that are
+    certain to run at the same time, so that they may wait for each other; 0 if none may. `measures`: a pass measures
+    the amax of a matrix; otherwise it is an input. `orders_scales`: block scales have the order of their GEMM;
+    otherwise they are row-major, and codes and values of a matrix come from one pass. `warpgroups`: a Hopper, with
+    warpgroup products and programmatic dependent launch. `places`: launches may request shared memory beyond the
+    kernel's own, and limit the programs on a multiprocessor (`Pass`).
     """
 
     number: int
@@ -59,7 +60,7 @@ class Device(NamedTuple):
 
 
 def specialization(value: int) -> int:
-    """Triton's treatment of an integer argument: 1, a multiple of 16, other; and whether it fits in 32 bits."""
+    """Class of an integer argument in Triton: 1, a multiple of 16, or other; and if it fits in 32 bits."""
     kind = 2 if value == 1 else (value & 15 == 0)
     return kind if value <= INT32_MAX else kind + 4
 
@@ -68,13 +69,12 @@ def specialization(value: int) -> int:
 class Matrix:
     """A matrix as kernels see it: extents, strides in elements, dtype, and a power of two that divides its address.
 
-    `groups`: its rows are the padded ones of so many groups (`kernels.casts.groups`), in tiles of 128 rows at most.
+    `groups`: the number of groups of its rows, which are padded (`kernels.casts.groups`); 0 without groups.
 
-    What follows from these: `sizes`, R, C and both strides, as kernels take them. `kind`, the form in which elements
-    are read (`kernels.device.convert`). `index64`: 32 bits do not hold the offsets inside a tile of 128 rows or
-    columns, of the input and of outputs in either layout, or the number of block scales, of which there is one for 16
-    elements at most. `is_column_major`, `is_contiguous`: the transpose, or the matrix itself without gaps, lies in
-    memory row by row. `key`: all that Triton specializes on.
+    Derived fields: `sizes`: R, C and both strides, in the order of kernels. `kind`: how elements are loaded
+    (`kernels.device.convert`). `index64`: offsets inside a tile of 128 rows or columns, of the input or of an output in
+    either layout, or numbers of block scales exceed 32 bits. `is_column_major`: the transpose is row-major.
+    `is_contiguous`: the matrix is row-major without gaps. `key`: everything that Triton specializes on.
     """
 
     rows: int
@@ -95,7 +95,7 @@ class Matrix:
     def __post_init__(self) -> None:
         rows, columns, stride_c = self.rows, self.columns, self.stride_c
         stride_r = columns if rows == 1 else self.stride_r
-        # Column operands read two words at once, so rows must begin at multiples of 8 bytes; else element by element.
+        # Column operands load two words at once, if rows begin at multiples of 8 bytes; otherwise single elements.
         in_words = stride_c == 1 and not columns & 1 and not stride_r & 3 and self.alignment >= 8
         kind = _KINDS.get(self.dtype, 0) if in_words else 0
         index64 = 128 * max(stride_r, stride_c, rows, columns) > INT32_MAX or rows * columns >> 4 > INT32_MAX
@@ -111,23 +111,23 @@ class Matrix:
 
     @property
     def transposed(self) -> "Matrix":
-        """The same memory, seen as the transpose."""
+        """The transpose, in the same memory."""
         return replace(
             self, rows=self.columns, columns=self.rows, stride_r=self.stride_c, stride_c=self.stride_r
         )  # fmt: skip
 
     def fills(self, tile_rows: int, tile_columns: int) -> bool:
-        """True where whole tiles cover the matrix, so that no load or store needs a mask."""
+        """True if whole tiles cover the matrix, so that no load or store needs a mask."""
         if self.groups and tile_rows > GROUP_ROWS:
             return False
         return self.rows % tile_rows == 0 and self.columns % tile_columns == 0
 
     def tiles(self, tile_rows: int, tile_columns: int) -> int:
-        """The number of tiles of this size that cover it."""
+        """Number of tiles of this size that cover the matrix."""
         return -(-self.rows // tile_rows) * -(-self.columns // tile_columns)
 
     def how(self, tile_rows: int, tile_columns: int, *, units: bool = False) -> How:
-        """The constants of a pass over tiles of this size; `units`: codes are stored two and four at a time."""
+        """Constants of a kernel over tiles of this size; `units`: codes are stored in aligned twos and fours."""
         even, kind = self.fills(tile_rows, tile_columns), self.kind
         pairs, quads = units and self.columns & 1 == 0, units and self.rows & 3 == 0
         return How(
@@ -137,14 +137,14 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelCast:
-    """A Cast as kernels take it.
+    """A Cast as constants of kernels.
 
-    `family`: which kernel (`scaled`, `blocks`, `nvfp4`, or "" = none, with the reason in `refusal`). `scaled_cast`: the
-    constant that `casts.scaled` and `casts.fold` take. `nvfp4_cast`: that of `casts.nvfp4` for codes, None in other
-    families. `bare`: the cast without its Hadamard transform, where that is a pass of its own. `block`: that of the
-    format. `float_scale`: scales are float32, not bytes. `epsilon`: the smallest amax of current scaling. `signs`: the
-    sign mask of an NVFP4 cast's Hadamard transform, or NO_SIGNS. `is_scaled_per_row`: an NVFP4 cast has a first level
-    for every row.
+    `family`: module of the kernel ("scaled", "blocks" or "nvfp4"), or "" if no kernel serves it, for the reason in
+    `refusal`. `scaled_cast`: constant of `casts.scaled` and `casts.fold`. `nvfp4_cast`: constant of `casts.nvfp4` for
+    codes, None in other families. `bare`: the cast without its Hadamard transform, if the transform is a launch of its
+    own, else None. `block`: block of the format. `float_scale`: scales are float32, not bytes. `epsilon`: smallest amax
+    of current scaling. `signs`: sign mask of the Hadamard transform of an NVFP4 cast, or NO_SIGNS. `is_scaled_per_row`:
+    an NVFP4 cast has a tensor scale for every row.
     """
 
     cast: Cast
@@ -160,7 +160,7 @@ class KernelCast:
     is_scaled_per_row: bool
 
     def block_cast(self, output: int, scale_layout: int) -> BlockCast:
-        """The constant that `casts.blocks` takes; `output`: codes or values; `scale_layout`: of one-row blocks."""
+        """Constant of `casts.blocks`; `output`: codes or values; `scale_layout`: order of the scales."""
         bits, bias, rule, stochastic, gradient = self.scaled_cast
         return BlockCast(
             bits, bias, int(self.float_scale), rule, self.block[1] or 0, stochastic, output, scale_layout,
@@ -170,7 +170,7 @@ class KernelCast:
 
 @functools.lru_cache(512)
 def kernel_cast(cast: Cast) -> KernelCast:
-    """The numbers of a Cast; made once."""
+    """The KernelCast of a Cast, made once."""
     fmt, element = cast.format, cast.format.element
     family, refusal = family_of(cast)
     is_e8m0 = fmt.scale.name == "E8M0"
@@ -186,7 +186,7 @@ def kernel_cast(cast: Cast) -> KernelCast:
             NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask, fmt.block[0] != 1,
             cast.tensor_scale == "row", OUTPUT=0, ALIGNED=False, GRADIENT=cast.is_gradient,
         )  # fmt: skip
-    # Kernels of other families do not transform: they run the cast without it on the transformed matrix.
+    # Kernels of other families do not transform: the cast without the transform runs on the transformed matrix.
     bare = None if cast.hadamard is None or fmt.scale.name == "E4M3" else replace(cast, hadamard=None)
     epsilon = cast.scaling.amax_epsilon if isinstance(cast.scaling, Current) else 0.0
     signs, per_row = (NO_SIGNS, False) if nvfp4 is None else (nvfp4.SIGNS, bool(nvfp4.PER_ROW))
@@ -195,10 +195,10 @@ def kernel_cast(cast: Cast) -> KernelCast:
 
 
 def is_one_pass(row: OperandSpec | None, column: OperandSpec | None, orders_scales: bool = True) -> bool:
-    """True where one pass makes both operands of a matrix, by their forms and casts; `orders_scales`: as of a Device.
+    """True if one launch makes both operands of a matrix; `orders_scales`: the property of the device.
 
-    The casts of a family share a pass, but for Hadamard transforms that are one of their own; those with scales of a
-    tensor, a row or a tile only where both measure and round alike.
+    Both casts must be of one family, without a Hadamard transform that is a launch of its own. Casts with scales per
+    tensor, row or tile must also measure and round alike.
     """
     if row is None or column is None:
         return False
@@ -216,8 +216,10 @@ def is_one_pass(row: OperandSpec | None, column: OperandSpec | None, orders_scal
 
 
 class Buffer(NamedTuple):
-    """A buffer to allocate; cleared where a launch adds to it. `spans_mesh`: holds amaxes of one device's part of
-    a matrix, of which later passes read the maximum over all devices that hold parts.
+    """A buffer to allocate; `cleared`: zero before the first launch.
+
+    `spans_mesh`: it holds amaxes of this device's part of a matrix, and later launches read the maximum over all
+    devices with parts.
     """
 
     shape: tuple[int, ...]
@@ -243,11 +245,11 @@ class Slice(NamedTuple):
 class Pass(NamedTuple):
     """One launch of a kernel, whose parameters are tensors, then scalars, then constants.
 
-    `key`: of the compiled version, together with the alignment of addresses. `tensors`: positions in the table, slices
-    of buffers negative. `cooperative`: all programs run at once, so that they may wait for each other. `dependent`: it
-    begins while the launch before it ends, and waits for that one itself. `shared_bytes`: of shared memory that each
-    program has behind what the kernel declares. `spread`: a multiprocessor takes so many of the programs at most (0: as
-    many as fit).
+    `key`: identifies the compiled version, together with the alignment of addresses. `programs`: size of the grid.
+    `tensors`: positions in the table; negative numbers are slices of buffers. `cooperative`: all programs run at the
+    same time and may wait for each other. `dependent`: the launch begins while the one before ends, and waits for it
+    itself. `shared_bytes`: shared memory per program beyond what the kernel declares. `spread`: most programs on a
+    multiprocessor, 0 for no limit.
     """
 
     kernel: Any
@@ -264,7 +266,7 @@ class Pass(NamedTuple):
 
 
 class Passes:
-    """Launches over a matrix, or over two, and the buffers they fill: results first, then what is in between."""
+    """Launches over one or two matrices, and the buffers that they fill: results first, then intermediate ones."""
 
     def __init__(self, results: int) -> None:
         self.results = results
@@ -272,25 +274,25 @@ class Passes:
         self.slices: list[Slice] = []
         self.launches: list[Pass] = []
         self.layouts: list[Part | None] = [None] * results
-        self.shared: list[tuple[int, int]] = []  # a result that is another one, or its transpose
+        self.shared: list[tuple[int, int]] = []  # (a result, the other result whose memory it shares)
 
     def put(self, index: int, part: Part) -> int:
-        """Make a part the result number `index`."""
+        """Let result number `index` be a buffer with the layout `part`; returns its position."""
         self.buffers[index], self.layouts[index] = Buffer(*part), part
         return At.MADE + index
 
     def share(self, index: int, original: int, part: Part) -> None:
-        """Let the result number `index` be the number `original`, seen as `part`: the same, or transposed."""
+        """Let result number `index` be a view with the layout `part` of result number `original`."""
         self.buffers[index], self.layouts[index] = None, part
         self.shared.append((index, original))
 
     def add(self, buffer: Buffer) -> int:
-        """Allocate a buffer besides the results."""
+        """Add an intermediate buffer; returns its position."""
         self.buffers.append(buffer)
         return At.MADE + len(self.buffers) - 1
 
     def slice(self, position: int, offset: int, length: int, dtype: str | None = None) -> int:
-        """`length` elements of the buffer at a position, from `offset` on."""
+        """Position of `length` elements of a buffer, from `offset` on."""
         buffer = self.buffers[position - At.MADE]
         assert buffer is not None
         aligned = offset * _ITEM_BYTES[buffer.dtype] % ALIGNMENT == 0

@@ -1,12 +1,10 @@
-"""Activations, forward and backward, and norms as passes: the value that they compute is cast where it is computed.
+"""Passes of activations, their gradients and norms, whose results are cast in the launch that computes them.
 
-Every pass quantizes the value that the unfused graph would have produced, rounded to the inputs' dtype first. Casts per
-tensor take a given encode scale (delayed scaling) or amax; `values_passes` write the value and its amax instead.
+The cast value is that of the unfused operation, rounded to the dtype of the inputs. Casts per tensor need an encode
+scale (delayed scaling) or an amax; without them `values_passes` writes the value and its amax instead.
 
-Results: codes, scale and tensor scale of the row operand, those of the column operand, and six more of a second
-produced matrix; or value and amax of each. A norm's mean (LayerNorm only) and inverse come last.
-
-Legend: M x F = gate, up and their product; M x K = the input of a norm.
+Results: codes, scale and tensor scale of the row operand, then of the column operand, and six more for a second matrix;
+or value and amax of each matrix. Mean (LayerNorm only) and inverse of a norm come last.
 """
 
 from typing import NamedTuple
@@ -22,7 +20,7 @@ from microfloat.passes.casts import block_casts, operands_of, scaled_casts, shar
 from microfloat.passes.matrix import SCALAR, At, Buffer, KernelCast, Matrix, Pass, Passes, kernel_cast
 from microfloat.recipes import Cast
 
-# Inputs that only producers have: up of a gate and the gradient of the result; weight and bias of a norm.
+# Positions of further inputs: up of a gate, and gradient of the result; or weight and bias of a norm.
 UP, GRADIENT, SECOND_AMAX = 6, 7, At.SECOND
 WEIGHT, BIAS = 6, 7
 
@@ -32,15 +30,15 @@ _ACTIVATIONS = {
     "sigmoid": produce.SIGMOID.value,
 }  # fmt: skip
 _RMS, _LAYER = produce.RMS_NORM.value, produce.LAYER_NORM.value
-# A program measures so many elements of rows at once; of a row at most so many, and at least those of one warp's words.
+# Elements that a program of `measure_rows` loads at once; most columns among them, and fewest: the words of one warp.
 _ELEMENTS, _MOST_COLUMNS, _LEAST_COLUMNS = 16384, 8192, 256
 
 
 class Producer(NamedTuple):
-    """The computation of a matrix, or (`two`) of both gradients of a gate.
+    """The operation that computes a matrix, or (`two`) both gradients of a gate.
 
-    `y`, `z`: positions of its inputs besides SOURCE. `parameter_dtype`: of weight and bias of a norm, None for an
-    activation; `eps`: of the norm.
+    `number`, `function`: the constants PRODUCER and F of `kernels.device.produce`. `y`, `z`: positions of further
+    inputs. `parameter_dtype`: dtype of the weight and bias of a norm, None for an activation. `eps`: that of the norm.
     """
 
     number: int
@@ -53,7 +51,7 @@ class Producer(NamedTuple):
 
     @staticmethod
     def of_activation(name: str, *, gated: bool, backward: bool = False) -> "Producer":
-        """``f(x)``, or ``f(x) * up``, or their gradients."""
+        """The producer of ``f(x)``, of ``f(x) * up`` (`gated`), or of their gradients (`backward`)."""
         if name not in _ACTIVATIONS:
             raise unknown_name("activation", name, _ACTIVATIONS)
         function = _ACTIVATIONS[name]
@@ -66,7 +64,7 @@ class Producer(NamedTuple):
 
     @staticmethod
     def of_norm(kind: str, eps: float, parameter_dtype: str) -> "Producer":
-        """RMSNorm ("rms") or LayerNorm ("layer") of rows."""
+        """The producer of an RMSNorm ("rms") or LayerNorm ("layer") of rows."""
         if kind not in ("rms", "layer"):
             raise unknown_name("kind", kind, ["rms", "layer"])
         return Producer(_LAYER if kind == "layer" else _RMS, parameter_dtype=parameter_dtype, eps=eps)
@@ -78,7 +76,7 @@ class Producer(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """Positions of the parameters of a norm, NOTHING for an activation."""
+    """Positions of the statistics and parameters of a norm, NOTHING for an activation."""
 
     mean: int = At.NOTHING
     inverse: int = At.NOTHING
@@ -87,7 +85,7 @@ class _Statistics(NamedTuple):
 
 
 def fuses(row_cast: Cast | None, column_cast: Cast | None) -> bool:
-    """True where a producer can write codes of both casts in one launch."""
+    """True if a producer can write the codes of both casts in one launch."""
     try:
         _check(row_cast, column_cast)
     except NotSupportedError:
@@ -96,7 +94,7 @@ def fuses(row_cast: Cast | None, column_cast: Cast | None) -> bool:
 
 
 def _check(row_cast: Cast | None, column_cast: Cast | None) -> KernelCast:
-    """The numbers of one of the casts; NotSupportedError where no fused kernel writes both in one launch."""
+    """The KernelCast of one of the casts; NotSupportedError if no fused kernel writes both in one launch."""
     casts = [kernel_cast(cast) for cast in (row_cast, column_cast) if cast is not None]
     if not casts:
         raise NotSupportedError("a fused cast needs row_cast or column_cast; use the unfused operation without them.")
@@ -119,9 +117,10 @@ def cast_passes(
     matrix: Matrix, work: Producer, row: OperandSpec | None, column: OperandSpec | None, *,
     records: tuple[bool, bool] = (False, False), given: str = "",
 ) -> Passes:  # fmt: skip
-    """The passes that make both operands of one produced matrix, or of two.
+    """The passes that cast one produced matrix, or two, into both operands.
 
-    `records`: which histories are given. `given`: "scale_enc" or "amax", which a cast per tensor needs.
+    `records`: for each matrix, True if its amax is recorded in a history. `given`: "scale_enc" or "amax", the source of
+    the scale of casts per tensor.
     """
     numbers = _check(row and row.cast, column and column.cast)
     if numbers.family == "scaled" and not given:
@@ -168,7 +167,7 @@ def cast_passes(
 
 
 def values_passes(matrix: Matrix, work: Producer) -> Passes:
-    """The passes that write a produced matrix, or two, in the inputs' dtype, and the amax of each."""
+    """The passes that write one produced matrix, or two, in the dtype of the inputs, and the amax of each."""
     results = 4 if work.two else 2
     passes = Passes(results + (2 if work.parameter_dtype else 0))
     statistics = _statistics(passes, matrix, work)
@@ -191,7 +190,7 @@ def _mode(given: str) -> int:
 
 
 def _records(passes: Passes, records: tuple[bool, bool], numbers: KernelCast, given: str) -> list[int]:
-    """Position at which each amax is recorded. The scale of a gradient under a given one depends on it."""
+    """Positions at which amaxes are recorded; a gradient with a given scale needs one, since its stored scale does."""
     needed = numbers.cast.is_gradient and given == "scale_enc"
     return [
         at if is_given else passes.add(Buffer((1,), (1,), "float32", cleared=True)) if needed else At.NOTHING
@@ -204,12 +203,12 @@ def _produced_kind(matrix: Matrix) -> int:
 
 
 def _how(matrix: Matrix, tile_rows: int, tile_columns: int) -> How:
-    """The constants of a pass that produces such a matrix."""
+    """Constants of a kernel that produces such a matrix."""
     return matrix.how(tile_rows, tile_columns, units=True)._replace(KIND=_produced_kind(matrix))
 
 
 def _statistics(passes: Passes, matrix: Matrix, work: Producer) -> _Statistics:
-    """The parameters of a norm; mean and inverse are its last results."""
+    """Positions of the statistics, which are the last results, and the parameters of a norm."""
     if not work.parameter_dtype:
         return _Statistics()
     part = Part((matrix.rows,), (1,), "float32")
@@ -218,7 +217,7 @@ def _statistics(passes: Passes, matrix: Matrix, work: Producer) -> _Statistics:
 
 
 def _measure(passes: Passes, matrix: Matrix, work: Producer, statistics: _Statistics) -> None:
-    """The launch that computes the statistics of a norm."""
+    """Add the launch that computes the statistics of a norm."""
     if not work.parameter_dtype:
         return
     columns = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, 1 << (matrix.columns - 1).bit_length()))

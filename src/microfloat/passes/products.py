@@ -1,4 +1,4 @@
-"""A few rows of x times a weight stored as codes, as passes (`microfloat.kernels.gemm.decode` and `decode_wide`)."""
+"""Passes that multiply a few rows of x by a weight stored as codes (`kernels.gemm.decode` and its neighbours)."""
 
 import functools
 import math
@@ -16,10 +16,10 @@ from microfloat.passes.tables import SHARED_BYTES, SYSTEM_BYTES, Warps
 from microfloat.recipes import Hadamard
 from microfloat.routes import MOST_DECODED_ROWS
 
-# Positions in the table, besides At.SOURCE = x. PLAN: the table of a plan of groups, of tiles of `rows_of_tile`.
+# Positions in the table of tensors; At.SOURCE is x. PLAN: table of the row tiles of groups, of `rows_of_tile` rows.
 CODES, SCALE, LEVEL, BIAS, PLAN = 3, 4, 5, 6, 7
 _X_KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}
-_CHUNK_BITS = 1024  # of a row's codes, which four lanes take in two halves
+_CHUNK_BITS = 1024  # a chunk of the codes of a row, which four lanes read in two halves
 _WARPS_THAT_ORDER = 4
 # Of `decode_wide`: bits of a row's codes in a step, and elements that a program orders or sums.
 _STEP_BITS, _ORDERED_TOGETHER, _SUMMED_TOGETHER = 512, 1024, 1024
@@ -28,7 +28,7 @@ _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
 
 def stored_codes(fmt: ScaledFormat, hadamard: Hadamard | None, level: str | None, length: int) -> DecodeCodes | None:
-    """The stored codes of a weight [N, `length`] as the kernel reads them; None where it does not."""
+    """Constants for the stored codes of a weight [N, `length`]; None if the kernel does not read the format."""
     element, (height, width), scale = fmt.element, fmt.block, SCALE_KINDS[fmt.scale.name]
     bits = 4 if element.codes_per_byte == 2 else 8
     read = {
@@ -42,8 +42,7 @@ def stored_codes(fmt: ScaledFormat, hadamard: Hadamard | None, level: str | None
 
 
 class DecodedExperts(NamedTuple):
-    """The weights [E, N, K] of so many experts, and how far the scales and the tensor scale of one are from the next's,
-    in elements."""
+    """Number of experts with weights [E, N, K]; distances between the scales, and tensor scales, of neighbours."""
 
     number: int
     scale_stride: int
@@ -55,10 +54,10 @@ def decode_passes(
     scale_strides: tuple[int, int], level_stride: int, device: Device, experts: DecodedExperts | None = None,
     cut: DecodeCut | None = None,
 ) -> Passes:  # fmt: skip
-    """The passes of y [M, N] from x [M, K] and codes [N, K]; `dtypes`: of x, of y and of a bias, None without one.
+    """The passes of y [M, N] from x [M, K] and codes [N, K]; `dtypes`: of x, y and the bias (None without a bias).
 
-    `level_stride`: 1 for a tensor scale of each row, 0 for one or none. `experts`: the rows of x come in groups, each
-    with a weight of its own. `cut`: another one than is chosen.
+    `level_stride`: 1 for a tensor scale per row, otherwise 0. `experts`: rows of x come in groups, one for each weight.
+    `cut`: replaces the cut that would be chosen.
     """
     (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
     passes = Passes(1)
@@ -164,17 +163,16 @@ def _add_sum(
 
 
 def _most_beside(programs: int, processors: int, most: int) -> int:
-    """The programs that a multiprocessor gets if all run at once with at most `most` on each; else 0.
+    """Number of programs on a multiprocessor if all run at once with at most `most` on each; otherwise 0.
 
-    Without that limit, launches that begin early fill some multiprocessors twice while others still run the launch
-    before.
+    Without this limit, launches that begin early fill some multiprocessors twice while others run the launch before.
     """
     each = -(-programs // processors)
     return each if each <= most else 0
 
 
 def of_kernel(cut: DecodeCut) -> DecodeCut:
-    """The cut that a kernel is compiled for: it takes the number of several parts of K as an argument."""
+    """The cut for which a kernel is compiled: SPLITS is 2 for any number above 1, which is an argument."""
     return cut._replace(SPLITS=min(cut.SPLITS, 2))
 
 
@@ -184,18 +182,18 @@ def rows_of_tile(cut: DecodeCut) -> int:
 
 
 def _items_in_order(codes: DecodeCodes, length: int, cut: DecodeCut) -> int:
-    """Warps' work of `decode_order` for one tile of x: halves of chunks, eight rows and steps."""
+    """Number of warps of `decode_order` for one tile of x: half chunks x eights of rows x steps."""
     chunks = cut.LENGTH_WARPS * -(-length * codes.BITS // (_CHUNK_BITS * cut.LENGTH_WARPS))
     return 2 * chunks * cut.TOKENS * (16 // codes.BITS)
 
 
 def _most_tiles(rows: int, groups: int, tile: int) -> int:
-    """The most tiles of one group each, and behind the last, that so many rows have."""
+    """Most tiles of `rows` rows in groups, with no tile of two groups, and rows behind the last group."""
     return (rows + min(groups + 1, rows) * (tile - 1)) // tile
 
 
 class _Division(NamedTuple):
-    """What a table says of a cut of `decode_gemm`; the words are those of `DecodeCut`."""
+    """Fields of a `DecodeCut` for `decode_gemm`, as its table holds them."""
 
     ROW_WARPS: int
     LENGTH_WARPS: int
@@ -308,7 +306,7 @@ _WIDE: dict[str, dict[int, tuple[int, ...]]] = {
 
 
 def _kind_of(codes: DecodeCodes) -> str:
-    """The name under which tables have divisions for these codes."""
+    """Kind of codes: the key of the tables of divisions."""
     if codes.SCALE not in _SCALES_OF_BYTES:
         return "BLOCKS" if _has_blocks(codes) else "FP8"
     if codes.BITS == 8:
@@ -320,7 +318,7 @@ def cut_of(
     codes: DecodeCodes, shape: tuple[int, int, int], scale_strides: tuple[int, int], bias: bool, device: Device,
     *, halves: bool = False,
 ) -> DecodeCut:  # fmt: skip
-    """The division of a product of M, K, N among programs; `halves`: of x in float16, which enters as two parts."""
+    """The cut of a product of M, K, N; `halves`: x is float16, which enters as two bfloat16 parts."""
     m, k, n = shape
     kind, size = _kind_of(codes), (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
     tokens = next(tokens for tokens in (1, 2, 4, 8, 16, 32) if m <= 8 * tokens)
@@ -350,7 +348,7 @@ def cut_of(
 
 
 def _of_most(table: Mapping[int, Sequence[Division | None]], rows: int, size: int) -> Division | None:
-    """The entry of a table for the least number of rows of x that is no smaller, and for a weight of that size."""
+    """Entry of a table for the smallest limit that holds `rows` rows of x, and for a weight of size class `size`."""
     return next((of_size[size] for most, of_size in table.items() if rows <= most), None)
 
 
@@ -369,13 +367,14 @@ def by_warpgroups(warps: int, tokens: int, splits: int = 1) -> DecodeCut:
 
 
 def _most_of(codes: DecodeCodes, cut: DecodeCut) -> int:
-    """The most programs of `warpgroups` that fit into the shared memory of a Hopper's multiprocessor."""
+    """Most programs of `warpgroups` that fit into the shared memory of a Hopper's multiprocessor."""
     return SHARED_BYTES // (warpgroups.bytes_of_x(codes, cut) + warpgroups.bytes_declared(codes, cut) + SYSTEM_BYTES)
 
 
 def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int) -> int:
-    """Parts of K with which programs of `warpgroups` are done first, if each takes as long as what it has of K: at most
-    so many of them on a multiprocessor, unless there is one part.
+    """Number of parts of K with the shortest time of `warpgroups`, if a program's time is its part of K.
+
+    With several parts, at most `most` programs run on a multiprocessor.
     """
 
     def duration(parts: int) -> float:
@@ -414,9 +413,11 @@ def _has_blocks(codes: DecodeCodes) -> bool:
 
 
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
-    """A cut with all that follows from the operands: BIAS, EVEN and WIDE, an AHEAD of a chunk at most, OVERLAPS where
-    it can be, and codes through shared memory, as WARPGROUPS need, where that takes them: whole chunks of four bits a
-    code, whose scales are words without gaps."""
+    """A cut with the fields that follow from the operands: BIAS, EVEN, WIDE, and an AHEAD of one chunk at most.
+
+    STAGES = 0 and WARPGROUPS stay only if shared memory takes the codes: whole chunks, with scales in words without
+    gaps and, for STAGES = 0, four bits per code. OVERLAPS stays only if it is possible.
+    """
     part = _STEP_BITS * cut.AHEAD if cut.SPLITS and not cut.WARPGROUPS else _CHUNK_BITS * cut.LENGTH_WARPS
     stride_r, stride_k = scale_strides
     wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
@@ -438,10 +439,10 @@ def cut_of_experts(
     codes: DecodeCodes, shape: tuple[int, int, int], experts: int, scale_strides: tuple[int, int], bias: bool,
     device: Device,
 ) -> DecodeCut:  # fmt: skip
-    """The division of products of M rows of x in all with N x K weights of so many experts.
+    """The cut of products of M rows of x in all with N x K weights of `experts` experts.
 
-    Tiles of x hold twice the mean group (64 rows at most), since groups of a router's choosing differ: few of them need
-    a second tile, which decodes the weight again. However the rows fall, there are at most two tiles for each expert.
+    Tiles of x hold twice the mean group (at most 64 rows), since the groups of a router differ in size: few groups need
+    a second tile, which decodes the weight again.
     """
     m, k, n = shape
     rows = min(m, 2 * -(-m // experts), MOST_DECODED_ROWS)
@@ -453,6 +454,6 @@ def cut_of_experts(
 def fits(
     codes: DecodeCodes, shape: tuple[int, int, int], most: int = MOST_DECODED_ROWS, experts: int = 1
 ) -> bool:  # fmt: skip
-    """True where the kernel serves a product of M, K, N: at most so many rows of x, and offsets of 32 bits."""
+    """True if the kernel serves a product of M, K, N: at most `most` rows of x, and offsets of 32 bits."""
     m, k, n = shape
     return m <= most and max(experts * n * k * codes.BITS // 32, 8 * m * k) <= INT32_MAX

@@ -1,4 +1,4 @@
-"""The tiles on which kernels run, chosen by measurement; the same for every framework."""
+"""Sizes of tiles and numbers of warps of kernels, chosen by measurement; the same for every framework."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,15 +8,15 @@ from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.squares import takes
 
-# Shared memory of a Hopper's multiprocessor, of which each program takes some for the system (CUDA C++ Programming
-# Guide, compute capability 9.0).
+# Bytes of shared memory of a Hopper's multiprocessor, and of those that the system reserves for each program (CUDA C++
+# Programming Guide, compute capability 9.0).
 SHARED_BYTES, SYSTEM_BYTES = 228 << 10, 1 << 10
 
 
 class Warps(NamedTuple):
-    """The number of warps that run a program, and the most registers a thread may use (None: the compiler's choice).
+    """Number of warps of a program, and most registers of a thread (None: the compiler chooses).
 
-    Casts wait for memory more than they compute, so a bound that lets more programs live on a multiprocessor pays.
+    Casts wait for memory more than they compute, so a limit that lets more programs share a multiprocessor pays.
     """
 
     number: int
@@ -55,12 +55,12 @@ TILES = {
     "fused_squares": (128, 64, Warps(4, 112)),
     "fused_values": (32, 256, Warps(4)),
 }
-# The number of tiles that a program of `casts.nvfp4` casts, where so many programs are left that a GPU has enough of
-# them: what it computes once for all its tiles costs as much as an eighth of one.
+# Tiles that a program of `casts.nvfp4` casts if ENOUGH_PROGRAMS remain for a GPU: constants that it computes once for
+# all its tiles cost an eighth of a tile.
 NVFP4_STEPS = {"nvfp4": 8, "nvfp4_tiles": 1, "nvfp4_rows": 1, "nvfp4_values": 1}
 ENOUGH_PROGRAMS = 1024
-# Of `amax.amax_contiguous`: elements that a program reads at once, how often in a piece; programs to a multiprocessor,
-# as many as fit; its warps.
+# For `amax.amax_contiguous`: elements that a program loads at once; loads in a piece; programs on a multiprocessor, as
+# many as fit; warps.
 AMAX_PIECES = (4096, 4, 4, Warps(16))
 
 
@@ -76,9 +76,7 @@ def tile_of_scaled(
     shape: tuple[int, int],
     fills: Callable[[int, int], bool],
 ) -> tuple[int, int, Warps]:
-    """The tile of a pass of `casts.scaled` with these constants (`KernelCast.scaled_cast`, SOURCE) over a matrix;
-    `fills`: whether whole tiles of so many rows and columns cover it.
-    """
+    """Rows, columns and warps of a tile of `casts.scaled`; `fills` tells if whole tiles of a size cover the matrix."""
     if source == TILE:
         return TILES["cast_tiles"]
     rows, columns, warps = TILES["cast_once"]
@@ -91,17 +89,14 @@ def tile_of_scaled(
 def tile_of_blocks(
     row: BlockCast | None, column: BlockCast | None, kind: int, fills: Callable[[int, int], bool]
 ) -> tuple[int, int, Warps]:
-    """The tile of a pass of `casts.blocks` with these constants (`KernelCast.block_cast`) over a matrix.
-
-    `kind`: how it is read; `fills`: whether whole tiles of so many rows and columns cover it.
-    """
+    """Rows, columns and warps of a tile of `casts.blocks`; `fills` tells if whole tiles of a size cover the matrix."""
     squares = TILES["squares"]
     if takes(row, column, kind, fills(squares[0], squares[1])):
         return squares
     casts = [cast for cast in (row, column) if cast is not None]
     if max(cast.BLOCK for cast in casts) > 32:
         return TILES["blocks_long"]
-    if all(cast.OUTPUT for cast in casts):  # dequantized values are all that it writes
+    if all(cast.OUTPUT for cast in casts):  # only values are written
         return TILES["block_values"]
     return TILES["blocks" if column else "block_rows"]
 
@@ -109,7 +104,7 @@ def tile_of_blocks(
 def tile_of_produced_blocks(
     row: BlockCast | None, column: BlockCast | None, kind: int, fills: Callable[[int, int], bool], *, two: bool
 ) -> tuple[int, int, Warps]:
-    """The same of a pass of `kernels.producers.fused`; `two`: over both gradients of a gate."""
+    """Rows, columns and warps of a tile of `producers.fused`; `two`: it computes both gradients of a gate."""
     squares = TILES["fused_squares"]
     if not two and takes(row, column, kind, fills(squares[0], squares[1])):
         return squares
@@ -119,13 +114,11 @@ def tile_of_produced_blocks(
 def tile_of_nvfp4(
     row: Nvfp4Cast | None, column: Nvfp4Cast | None, kind: int, shape: tuple[int, int]
 ) -> tuple[int, int, Warps, int]:
-    """The tile of a pass of `casts.nvfp4` with these constants over a matrix read as `kind`, and how many of them one
-    program casts, one below the other.
-    """
+    """Rows, columns and warps of a tile of `casts.nvfp4`, and the number of tiles that one program casts."""
     for tile in (TILES["nvfp4_2d"], TILES["nvfp4_2d_small"]):
         if nvfp4_2d.takes(row, column, kind, shape[0] % tile[0] == shape[1] % tile[1] == 0, tile[0]):
             return *tile, 1
-    values = all(cast.OUTPUT for cast in (row, column) if cast is not None)  # are all that it writes
+    values = all(cast.OUTPUT for cast in (row, column) if cast is not None)  # only values are written
     name = "nvfp4_tiles" if column is not None and column.TILE else "nvfp4"
     if values or column is None:
         name = "nvfp4_values" if values else "nvfp4_rows"
