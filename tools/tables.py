@@ -8,6 +8,7 @@ import sys
 
 import families_table
 import features_table
+import files_table
 import jax_tables
 import measured_table
 import support_table
@@ -15,7 +16,16 @@ import user_tables
 import wire_table
 from marked_block import command
 
-TOOLS = (user_tables, measured_table, jax_tables, wire_table, support_table, families_table, features_table)
+TOOLS = (
+    user_tables,
+    measured_table,
+    jax_tables,
+    wire_table,
+    support_table,
+    families_table,
+    features_table,
+    files_table,
+)
 BLOCKS = [block for tool in TOOLS for block in tool.BLOCKS]
 
 if __name__ == "__main__":

@@ -176,3 +176,11 @@ def test_blocks_are_replaced_between_their_markers(tool):
 def test_a_page_without_its_markers_is_refused(tool, page):
     with pytest.raises(ValueError, match="once each"):
         tool("marked_block").read_block(page, "one")
+
+
+def test_the_architecture_page_lists_every_file(tool):
+    block, files = tool("marked_block"), tool("files_table")
+    committed = block.read_block(files.PAGE.read_text(), files.BLOCK)
+    listed = re.findall(r"^\| `(.*?)` \| .+ \|$", committed, re.MULTILINE)
+    found = [path.relative_to(files.PACKAGE).as_posix() for paths in files.files_by_folder().values() for path in paths]
+    assert listed == found, "run: python tools/files_table.py --write"
