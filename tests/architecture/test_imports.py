@@ -61,7 +61,7 @@ def test_an_allowed_import_passes(module, source):
 
 
 # Folders whose files may still import each other in a circle, through imports in functions or for type checkers.
-CIRCLES = {"jax", "torch"}
+CIRCLES = {"torch"}
 
 
 def test_no_files_import_each_other_in_a_circle(repository):
