@@ -129,3 +129,16 @@ def test_operands_of_one_value(recipe, value):
         assert np.isnan(np.asarray(dw)).all()
     else:
         assert (np.asarray(y) == 6 * 448 * 32).all()  # Inf saturates in NVFP4 (docs/numerics.md 2.4)
+
+
+@pytest.mark.parametrize(("op", "function"), [(mj.DotGeneral, mj.dot_general), (mj.RaggedDot, mj.ragged_dot)])
+def test_an_op_made_by_its_class_is_checked_as_by_its_function(op, function):
+    assert op("mxfp8", axis_names="data") == function("mxfp8", axis_names=("data",))
+    for options in ({"backend": "triton"}, {"residuals": "middle"}, {"axis_names": (1,)}, {"recipe": "mxfp9"}):
+        with pytest.raises(MicrofloatError, match=next(iter(options))):
+            op(**options)
+
+
+def test_ragged_dot_refuses_a_keyword_that_it_does_not_know():
+    with pytest.raises(TypeError, match="keys"):
+        mj.ragged_dot("mxfp8")(X, W.reshape(1, 32, 8), [4], keys=1)

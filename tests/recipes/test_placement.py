@@ -6,6 +6,7 @@ import pytest
 
 from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError
 from microfloat.recipes import CustomRecipe, Gemm, MXFP8BlockScaling, NVFP4BlockScaling, Placement
+from microfloat.recipes.placement import ConversionReport, ConversionRow
 
 NAMES = ["embed", "blocks.0.attn.qkv", "blocks.0.mlp.up", "blocks.1.attn.qkv", "blocks.10.mlp.up", "lm_head"]
 MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling(False, False, False)
@@ -148,3 +149,17 @@ def test_recipes_may_go_by_name():
 def test_a_broken_regular_expression():
     with pytest.raises(PlacementError, match=r"rules\[0\]\[0\]: got 're:\(' .*needed a regular expression after 're:'"):
         Placement([("re:(", MX)])
+
+
+def test_the_cells_of_a_report_are_named_and_layers_that_are_alike_share_a_line():
+    rows = [ConversionRow(f"blocks.{index}.up", (8, 4), "converted", MX, "") for index in range(3)]
+    cells = rows[1].cells
+    assert (cells.layer, cells.layers, cells.shape, cells.action) == ("blocks.1.up", "1", "4 -> 8", "converted")
+    header, _, line, total = str(ConversionReport(tuple(rows), 0.5)).splitlines()
+    assert header.split()[:2] == ["layer", "layers"]
+    assert "reason" not in header
+    assert line.split()[:5] == ["blocks.*.up", "3", "4", "->", "8"]
+    assert total.startswith("3 of 3 linear layers")
+    assert str(ConversionReport((ConversionRow("", None, "skipped", None, "a filter"),))).splitlines()[2].split() == [
+        "(root)", "-", "skipped", "-", "a", "filter",
+    ]  # fmt: skip
