@@ -31,9 +31,9 @@ class autocast(contextlib.ContextDecorator):
 
     `recipe`: a Recipe or its name, None for ``get_default_recipe()``. ``enabled=False`` is a high-precision island, ops
     with a recipe of their own included. Autocasts nest, and the inner one overrides; any exit restores the outer one; a
-    thread does not see another's. Around the call of a jitted function it is part of what jit caches by; inside of one
-    it holds for what is traced there. Raises InvalidTypeError for a wrong recipe, NotSupportedError for exits out of
-    order.
+    thread does not see another's. jit caches a function by the recipe around its call; inside a jitted function the
+    recipe holds for the code traced there. Raises InvalidTypeError for a wrong recipe, NotSupportedError for exits out
+    of order.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, *, enabled: bool = True) -> None:

@@ -42,7 +42,7 @@ class CastInputs(NamedTuple):
     scale_enc: Array | None = None
 
     def of(self, *operands: CastOf | None) -> "CastInputs":
-        """Without the seed where none of these casts is stochastic, and the encode scale where none is delayed."""
+        """The inputs that these casts read: no seed unless one is stochastic, no encode scale unless one is delayed."""
         casts = [operand.cast for operand in operands if operand is not None]
         words, batch = (self.words, self.batch) if any(cast.is_stochastic for cast in casts) else (None, None)
         return CastInputs(words, batch, self.amax, self.scale_enc if any(cast.is_delayed for cast in casts) else None)
@@ -109,7 +109,7 @@ def decodes(gemm: Gemm, cast: Cast, shape: Sequence[int], backend: str) -> bool:
 
 
 def reads_values(gemm: Gemm, cast: Cast, chip: tuple[int, int] | None) -> bool:
-    """True if a GEMM multiplies decoded values on `chip`, and the kernel of the cast writes such."""
+    """True if a GEMM multiplies decoded values on `chip`, and the kernel of the cast writes decoded values."""
     if chip is None or family_of(cast)[0] not in WRITES_VALUES:
         return False
     return route_of(gemm, Chip(chip), library="xla").kind == "values"

@@ -34,8 +34,8 @@ _MULTIPLE = 16
 class GemmPlan(NamedTuple):
     """Everything static about one GEMM: kinds of both operands (None = high precision), accumulation, path, backend.
 
-    `dtype`: the compute dtype, to which a quantized operand beside one in high precision is dequantized. `out`: that of
-    the result.
+    `dtype`: the compute dtype, to which a quantized operand beside one in high precision is dequantized. `out`: the
+    dtype of the result.
     """
 
     kind_a: Kind | None
@@ -48,7 +48,7 @@ class GemmPlan(NamedTuple):
 
 
 def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None, *, elsewhere: bool = False) -> Route:
-    """The route of `plan` on a chip, None without a GPU; `elsewhere`: in a machine with one, which has all packages.
+    """The route of `plan` on a chip, None without a GPU; `elsewhere`: a chip of another machine, with all packages.
 
     NotSupportedError for ``backend="native"`` where no unit of the format multiplies.
     """
@@ -107,8 +107,8 @@ def gemm(
 
 
 def _few_rows(x_MK: Array, w: Operand, plan: GemmPlan, bias: Array | None) -> Array | None:
-    """``x @ w.T + bias`` by the kernel that decodes codes in registers; None where it does not serve them. Off CUDA,
-    for a batch and in derivatives it is the product with the dequantized weight.
+    """``x @ w.T + bias`` by the kernel that decodes codes in registers; None where the kernel does not serve them. Off
+    CUDA, for a batch and in derivatives it is the product with the dequantized weight.
     """
     kind = cast(Kind, plan.kind_b)
     (rows, length), columns = x_MK.shape, reference.rows_of(w)

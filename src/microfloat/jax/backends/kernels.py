@@ -54,7 +54,7 @@ def _why_too_small(shape: Shape) -> str:
 
 
 def why_no_kernel(cast: Cast, shape: Shape = None, backend: str = "auto", *, elsewhere: bool = False) -> str:
-    """Reason for casting a matrix by XLA's operations, or "". `elsewhere`: on a GPU that is not here."""
+    """The reason why no kernel casts a matrix, "" if one does; `elsewhere`: on a GPU that this machine lacks."""
     if backend == "reference":
         return "backend='reference'"
     if reason := _why_too_small(shape) if elsewhere else why_none_here(shape):
@@ -236,7 +236,7 @@ def _order(signature: tuple[_Parameter, ...]) -> list[int]:
 
 
 def _compiled_form(part: _Parameter) -> tuple[str, str, Any]:
-    """The parameter as compiling sees it: of a number only that it is a multiple of 16, or not."""
+    """The parameter as the compiler needs it: for a number, only if it is a multiple of 16."""
     if part.kind == "number":
         return part.kind, part.type, part.type != "fp32" and part.value % 16 == 0
     return part.kind, part.type, part.value if part.kind == "constant" else None

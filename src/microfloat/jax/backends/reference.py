@@ -182,7 +182,7 @@ def apply_outer(product: Array, outer_a: Array | None, outer_b: Array | None) ->
 
 
 class Kind(NamedTuple):
-    """The static part of a quantized operand form; `power_of_two`: its float32 scales are that, by their rule."""
+    """The static part of a quantized operand form; `power_of_two`: its rule makes float32 scales powers of two."""
 
     format: ScaledFormat
     hadamard: Hadamard | None

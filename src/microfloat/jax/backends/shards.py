@@ -93,7 +93,7 @@ def _letters(results: Any) -> list[tuple[str | None, ...]]:
 
 
 def _rule(operands: Sequence[tuple[int, ...]], x: int, unit: int, results: Any) -> SdyShardingRule:
-    """The rule for operands of these shapes, x at position `x`: axes that are cut together share a factor of units."""
+    """The rule for operands of these shapes, with the matrix at position `x`: axes cut together share a factor."""
     units = {letter: size // unit for letter, size in zip("rc", operands[x], strict=True)}
     sizes: dict[str, int] = {}
 

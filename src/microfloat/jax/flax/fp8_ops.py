@@ -354,7 +354,7 @@ def quantized_dot(
     lhs: Array, q_lhs: Array, lhs_scale: Array, rhs: Array, q_rhs: Array, rhs_scale: Array, out_grad_scale: Array,
     out_grad_amax_history: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None = None,
 ) -> Array:  # fmt: skip
-    """The dot of FP8 codes (not yet scaled: see `out_dq`), in `preferred_element_type`, None being lhs's dtype.
+    """The dot of FP8 codes (not yet scaled: see `out_dq`), in `preferred_element_type` or lhs's dtype.
 
     Gradients go to the unquantized `lhs` and `rhs`, from the output gradient in e5m2 and the other operand's codes.
     """

@@ -120,7 +120,7 @@ def multiply_code(values: Array, significand: Array, exponent: Array, product: A
 
 
 def divide(x: ArrayLike, divisor: ArrayLike) -> Array:
-    """``f32(x / divisor)``, correctly rounded; the operands broadcast. XLA's own division is that on a CPU alone."""
+    """``f32(x / divisor)``, correctly rounded, as XLA's own division is on a CPU alone; the operands broadcast."""
     shape = jnp.broadcast_shapes(np.shape(x), np.shape(divisor))
     x, divisor = (jnp.broadcast_to(jnp.asarray(operand, jnp.float32), shape) for operand in (x, divisor))
     return lax.platform_dependent(*in_common_variance(x, divisor), cpu=_divide_by_hardware, default=divide_by_integers)

@@ -98,7 +98,7 @@ class EinsumPlan(NamedTuple):
     out_order: Axes
 
     def operands(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
-        """The operands, summed over labels that no other term has, and without axes of size 1 that broadcast."""
+        """The operands, summed over axes whose labels are in no other term and over axes of size 1 that broadcast."""
         lhs = jnp.sum(lhs, axis=self.lhs_sum) if self.lhs_sum else lhs
         return lhs, jnp.sum(rhs, axis=self.rhs_sum) if self.rhs_sum else rhs
 
@@ -150,7 +150,7 @@ def einsum_by(dot: Callable[..., Array], equation: str, lhs: Array, rhs: Array) 
 
 
 def _einsum_plan(lhs: list[str], rhs: list[str], out: list[str], lhs_ones: list, rhs_ones: list) -> EinsumPlan:
-    """`lhs_ones`, `rhs_ones`: labels of axes of size 1 that broadcast, which a sum removes."""
+    """The plan for labelled axes; `lhs_ones`, `rhs_ones`: labels of axes of size 1 that broadcast, to be summed."""
     in_lhs, in_rhs = set(lhs) - set(lhs_ones), set(rhs) - set(rhs_ones)
     keep_lhs, keep_rhs = in_lhs & (in_rhs | set(out)), in_rhs & (in_lhs | set(out))
     lhs_sum = tuple(index for index, label in enumerate(lhs) if label not in keep_lhs)
