@@ -145,7 +145,7 @@ def decoded(row_id: str, row: Cast, column: Cast, size: float, instructions: flo
 
     def run(x: torch.Tensor, state: State) -> Any:
         made = backend.cast_parts(x, *specs(row, column, "values", **streams), CastInputs(**state))
-        return [made[0], made[3]]
+        return [made.row.codes, made.column.codes]
 
     def expected(x: torch.Tensor, state: State) -> Any:
         values = []
@@ -180,8 +180,8 @@ def folded(x: torch.Tensor, cast: Cast) -> Any:
 def flat_fold(x: torch.Tensor, cast: Cast) -> Any:
     lossy = torch.empty(2, dtype=torch.int64, device=x.device)
     made = backend.cast_parts(x, *specs(cast, cast, "folded"), CastInputs(folded=lossy))
-    scales = (made[at][:, : -(-length // 128)] for at, length in ((1, x.shape[1]), (4, x.shape[0])))
-    return list(zip((made[0], made[3]), scales, strict=True)), lossy
+    sides = (made.row, x.shape[1]), (made.column, x.shape[0])
+    return [(operand.codes, operand.scale[:, : -(-length // 128)]) for operand, length in sides], lossy
 
 
 def cases() -> list[Case]:

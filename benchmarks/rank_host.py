@@ -19,7 +19,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,13 +31,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import fsdp
 from microfloat.torch import backends
+from microfloat.torch.backends.base import Operands
 from microfloat.torch.linear import schedule
 
 _TURNS, _STEPS, _COUNTED = 25, 4, 5
 _CALLS = ("from_local", "to_local", "redistribute", "wrap")
 
 
-def _like(parts: list[Any]) -> list[Any]:
+def _like(parts: Sequence[Any]) -> list[Any]:
     return [None if p is None else torch.empty_strided(p.shape, p.stride(), dtype=p.dtype) for p in parts]
 
 
@@ -50,18 +51,18 @@ def without_kernels() -> Iterator[None]:
     """Casts and products allocate what they made the first time."""
     cast, product, known = schedule.CastStep._by_torch, schedule.product, {}
 
-    def allocated(step: Any, x: torch.Tensor, inputs: Any) -> list[Any]:
+    def allocated(step: Any, x: torch.Tensor, inputs: Any) -> Operands:
         key = id(step), x.shape
         if key not in known:
             known[key] = step, cast(step, x, inputs)
-        return _like(known[key][1])
+        return Operands.of(_like(known[key][1].flat()))
 
     def made(*arguments: Any) -> Any:
         multiply, results = product(*arguments), {}
 
         @functools.wraps(multiply, updated=())
         def call(a: Any, b: Any, bias: Any) -> torch.Tensor:
-            key = a[0].shape, b[0].shape
+            key = a.codes.shape, b.codes.shape
             if key not in results:
                 results[key] = multiply(a, b, bias)
             return _like([results[key]])[0]

@@ -382,16 +382,6 @@ def entries_of(recipe: Recipe, routes: Routes, tensor: str, row: bool, column: b
     return made[0], made[1]
 
 
-def saved_parts(recipe: Recipe, wants_dx: bool, wants_dw: bool) -> tuple[slice, slice]:
-    """The parts of the casts of x and w that backward reads: of the row operands where its GEMMs take what fprop read.
-
-    Else of the column operands, which do not exist where no gradient is wanted.
-    """
-    rows = wants_dw and recipe.wgrad.from_fprop, wants_dx and recipe.dgrad.from_fprop
-    x, w = (slice(0, 3) if row else slice(3, 6) for row in rows)
-    return x, w
-
-
 def first_delayed(casts: Iterable[Cast | None]) -> Cast | None:
     """The first of some casts whose scaling is delayed."""
     return next((cast for cast in casts if cast is not None and cast.is_delayed), None)

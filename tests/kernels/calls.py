@@ -22,7 +22,7 @@ def cast_to(form, x, row, column, *, seed=None, row_stream=0, column_stream=0):
     lossy = torch.empty(2, dtype=torch.int64, device=x.device)
     both = specs(row, column, form=form, row_stream=row_stream, column_stream=column_stream)
     made = triton.cast_parts(x, *both, CastInputs(seed=seed, folded=lossy, tiles=lossy))
-    return made[:3], made[3:6], lossy
+    return made.row, made.column, lossy
 
 
 def folded(x, row, column, *, tile=False, **options):

@@ -811,7 +811,7 @@ def forms_of_gathered_weights(device, names):
                 wanted = schedule.CastStep(backend, w, entries)(w, 0, program.scratch(-1), program.CastInputs())
                 step = GatheredCast(backend, w.shape, entries, w.dtype, schedule.CastStep)
                 made = step(Gathered(gather, w.shape, w.device), 0, None, program.CastInputs())
-                for ours, theirs in zip(made, wanted, strict=True):
+                for ours, theirs in zip(made.flat(), wanted.flat(), strict=True):
                     assert (ours is None) == (theirs is None), (name, row)
                     if ours is not None:
                         assert ours.stride() == theirs.stride(), (name, row)

@@ -18,6 +18,7 @@ from microfloat.passes.matrix import Device  # noqa: E402
 from microfloat.recipes import Cast, Gemm  # noqa: E402
 from microfloat.routes import route_of  # noqa: E402
 from microfloat.torch import backends, reference  # noqa: E402
+from microfloat.torch.backends.base import Parts  # noqa: E402
 from microfloat.torch.launch import block_gemm as own_gemm  # noqa: E402
 from microfloat.torch.launch import gemms  # noqa: E402
 from microfloat.torch.launch import program as programs  # noqa: E402
@@ -175,7 +176,7 @@ class TestChoice:
         assert multiply.direct
         a, b = _operands(40, 144, 512, ("e4m3", "e4m3"), tiles)
         b_scale = b.scale.t() if tiles else b.scale.t().contiguous().t()
-        y = multiply((a.codes, a.scale.t().contiguous().t(), None), (b.codes.t(), b_scale, None), None)
+        y = multiply(Parts(a.codes, a.scale.t().contiguous().t()), Parts(b.codes.t(), b_scale), None)
         return y, reference.scaled_matmul(a, b, out_dtype=torch.bfloat16)
 
 

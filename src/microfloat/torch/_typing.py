@@ -13,16 +13,14 @@ if TYPE_CHECKING:
     from microfloat.torch.linear.fused_input import ActivationRun, NormRun
 
 __all__ = [
-    "Arguments", "Context", "InitMethod", "Maybe", "Options", "Parts", "Result", "Seed", "Sink", "StateDict", "Takes",
-    "Triple", "WithBias",
+    "Arguments", "Context", "InitMethod", "Maybe", "Options", "Result", "Seed", "Sink", "StateDict", "Takes",
+    "WithBias",
 ]  # fmt: skip
 
 Takes = ParamSpec("Takes")  # what a decorated function takes, and what it returns
 Result = TypeVar("Result")
 
 Maybe: TypeAlias = torch.Tensor | None
-Parts: TypeAlias = list[Any]  # codes, scale and tensor scale of one operand, or of several in a row; or None
-Triple: TypeAlias = Sequence[Any]  # those of one operand
 Seed: TypeAlias = int | Sequence[int] | Maybe
 Arguments: TypeAlias = Sequence[Any]  # of an operator or a hook, as torch passes them
 Options: TypeAlias = dict[str, Any]  # the same by name

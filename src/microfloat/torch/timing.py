@@ -18,6 +18,7 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, CustomRecipe, Gemm
 from microfloat.routes import Route, Routes, entries_of, route_of
 from microfloat.torch import backends, reference
+from microfloat.torch.backends.base import Parts
 from microfloat.torch.launch import gemms
 from microfloat.torch.linear.schedule import CastStep
 from microfloat.torch.tensor.ops import quantize, scaled_matmul
@@ -153,7 +154,7 @@ class Maker:
         made = []
         for tensor, matrix in (("x", x), ("w", w)):
             step = CastStep(backend, matrix, entries_of(recipe, routes, tensor, True, False))
-            made.append(_Made(tuple(step(matrix, stream, words, CastInputs())[:3]), *matrix.shape))
+            made.append(_Made(step(matrix, stream, words, CastInputs()).row, *matrix.shape))
         return tuple(made)
 
     @functools.cached_property
@@ -164,7 +165,7 @@ class Maker:
     def multiply(self, a: Any, b: Any) -> torch.Tensor:
         if self.backend == "reference":
             return reference.scaled_matmul(a, b, out_dtype=torch.bfloat16, accumulate=self.gemm.accumulate)
-        shape, device = (a.rows, a.length, b.rows), a.parts[0].device
+        shape, device = (a.rows, a.length, b.rows), a.parts.codes.device
         return _product(self.gemm, self.route, shape, device)(a.parts, b.parts, None)
 
     def difference(self, shape: tuple[int, int, int] = (256, 512, 384)) -> float:
@@ -188,7 +189,7 @@ class Maker:
 class _Made(NamedTuple):
     """The parts of an operand of `rows` x `length`."""
 
-    parts: tuple
+    parts: Parts
     rows: int
     length: int
 

@@ -47,7 +47,7 @@ def _both(case):
         words = backend.programs.scratch(-1)
         made = GatheredCast(backend, weight.shape, entries, weight.dtype, CastStep)(gathered, 0, words, CastInputs())
         wanted = CastStep(backend, weight, entries)(weight, 0, words, CastInputs())
-    return [entry and entry.form for entry in entries], made, wanted
+    return [entry and entry.form for entry in entries], made.flat(), wanted.flat()
 
 
 both = interpreting(_both)
@@ -67,7 +67,6 @@ both = interpreting(_both)
 def test_gathered_codes_lie_as_kernels_cast_them(name, options, forms, shape):
     found, made, wanted = both((name, options, shape))
     assert set(found) <= forms
-    assert len(made) == len(wanted) == 6
     for a, b in zip(made, wanted, strict=True):
         assert (a is None) == (b is None)
         if a is not None:

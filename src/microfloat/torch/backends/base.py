@@ -5,7 +5,7 @@ Legend: R = rows of the operand form, C = its contraction length, M x K = x, N x
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -14,9 +14,11 @@ from microfloat.formats import ScaledFormat
 from microfloat.layout import ALIGNMENT, Layout, Part
 from microfloat.recipes import Hadamard
 from microfloat.routes import Entry
-from microfloat.torch._typing import Parts
 
-__all__ = ["Backend", "Operand", "aligned", "capturing", "dtype_name", "laid", "parts_of", "record_amax_"]
+__all__ = [
+    "NO_PARTS", "Backend", "Operand", "Operands", "Parts", "Saved", "aligned", "capturing", "dtype_name", "laid",
+    "parts_of", "record_amax_",
+]  # fmt: skip
 
 _Kept = TypeVar("_Kept", torch.Tensor, torch.Tensor | None)
 
@@ -84,6 +86,45 @@ class Operand:
         return -(-self.length // 16) * 16 if self.hadamard else self.length
 
 
+class Parts(NamedTuple):
+    """The tensors of one operand between its cast and its GEMM, each None where the operand has none."""
+
+    codes: Any = None  # or decoded values, or the matrix itself in high precision
+    scale: Any = None
+    tensor_scale: Any = None
+
+
+NO_PARTS = Parts()
+
+
+@dataclass(slots=True, eq=False)
+class Operands:
+    """Both operands of one tensor: `row` as it lies, `column` of its transpose."""
+
+    row: Parts = NO_PARTS
+    column: Parts = NO_PARTS
+
+    @staticmethod
+    def of(parts: Sequence[Any]) -> "Operands":
+        """The operands whose parts are the first six of a sequence, in order."""
+        return Operands(Parts(*parts[:3]), Parts(*parts[3:6]))
+
+    def one(self, row: bool) -> Parts:
+        """The row operand, or the column operand."""
+        return self.row if row else self.column
+
+    def flat(self) -> tuple[Any, ...]:
+        """All six parts in order, as `of` takes them."""
+        return *self.row, *self.column
+
+
+class Saved(NamedTuple):
+    """The operands that backward reads: of x for wgrad, of w for dgrad."""
+
+    x: Parts = NO_PARTS
+    w: Parts = NO_PARTS
+
+
 @torch.no_grad()
 def record_amax_(history: torch.Tensor, amax: torch.Tensor) -> None:
     """``history[0] = max(history[0], amax)`` in place; a non-finite amax records nothing (docs/numerics.md 3.3)."""
@@ -127,10 +168,10 @@ def parts_of(
 ) -> Parts:
     """Codes, scale and tensor scale of an operand [R, C], as its GEMM takes them; `backend`: transposes codes."""
     if operand is None or entry is None or layout is None:
-        return [None, None, None]
+        return NO_PARTS
     codes, scale, fmt = operand.codes, operand.scale, operand.format
     if entry.turned:
         codes = codes.t()
         if scale is not None and fmt.block != (1, 128):  # those lie column-major either way, and are not turned
             scale = scale.t() if scale.dim() else scale
-    return [laid(codes, layout.codes, backend), laid(scale, layout.scale), operand.tensor_scale]
+    return Parts(laid(codes, layout.codes, backend), laid(scale, layout.scale), operand.tensor_scale)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from microfloat.errors import NotSupportedError
+from microfloat.passes import CastInputs
 from microfloat.torch import context
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.compile import export as exported
@@ -148,8 +149,9 @@ def _grouped_backward(
     with schedule.scope():
         if call.wants_dx or call.wants_dw:
             saved = schedule.saved_anew(x, weight, x_inputs, w_inputs)
-            parts = schedule.cast_dy(dy, inputs, call.wants_dx, call.wants_dw)
-            gradients = schedule.gradients(parts, saved, call.wants_dx, call.wants_dw)
+            operands = schedule.cast_dy(dy, inputs, call.wants_dx, call.wants_dw)
+            read = schedule.saved_operands(saved, CastInputs())
+            gradients = schedule.gradients(operands, read, call.wants_dx, call.wants_dw)
             made += [gradient for gradient in gradients if gradient is not None]
         if bias_dtype is not None:
             made.append(groups.sums(dy).to(bias_dtype))

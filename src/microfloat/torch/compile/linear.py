@@ -21,11 +21,11 @@ from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.recipes._serialize import cast_of
-from microfloat.routes import Routes, entries_of, routes_of, saved_parts
+from microfloat.routes import Routes, entries_of, routes_of
 from microfloat.torch import backends, context
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.backends import layouts_of
-from microfloat.torch.backends.base import laid
+from microfloat.torch.backends.base import NO_PARTS, Parts, Saved, laid
 from microfloat.torch.compile import export as exported
 from microfloat.torch.linear.function import bias_gradient, find, refuse_double_backward
 from microfloat.torch.linear.observer import OBSERVERS, observed
@@ -412,7 +412,7 @@ def _linear_forward(
         kept = schedule.quantize_weight(weight, w_inputs) if schedule.is_stochastic else None
         y, made = schedule.forward(x, weight, bias, x_inputs, w_inputs, kept)
     saved = []
-    for operand, layout in zip((made[:3], made[3:]), schedule.saved_layouts(), strict=True):
+    for operand, layout in zip(schedule.saved_operands(made, w_inputs), schedule.saved_layouts, strict=True):
         if layout is not None:
             saved += [laid(tensor, part) for tensor, part in zip(operand, layout, strict=True) if part is not None]
     # Outputs of an operator may not share memory with its inputs or with each other.
@@ -454,20 +454,20 @@ def _linear_backward(
     inputs, plain, rest = cast_inputs(dy_scale, seed, live, "dy"), CastInputs(seed=seed), list(saved)
     saving = _saving(call, dy.device)
     saves_w, saves_x = saving.wants_dx, saving.wants_dw
-    x_layout, w_layout = schedule.saved_layouts()
+    x_layout, w_layout = schedule.saved_layouts
     if wants_dw and schedule.recipe.wgrad.path == "refused":
         raise NotSupportedError(schedule.routes.wgrad.reason)
 
-    def column(tensor: str, source: Maybe, layout: Layout | None, needed: bool, is_saved: bool) -> tuple[Maybe, ...]:
+    def column(tensor: str, source: Maybe, layout: Layout | None, needed: bool, is_saved: bool) -> Parts:
         """A column operand: taken from what forward has saved, or cast now; nothing where it is not needed."""
         if not needed:
-            return None, None, None
+            return NO_PARTS
         if is_saved and layout is not None:
-            return tuple(None if part is None else rest.pop(0) for part in layout)
+            return Parts(*[None if part is None else rest.pop(0) for part in layout])
         assert source is not None
         if isinstance(source, QuantizedTensor):
-            return tuple(schedule.quantize_weight(source, plain)[schedule.w_saved])
-        return tuple(schedule.saved_again(tensor, source, plain))
+            return schedule.quantize_weight(source, plain).one(schedule.reads_w_row)
+        return schedule.saved_again(tensor, source, plain)
 
     with schedule.scope():
         x_column = column("x", x, x_layout, wants_dw, saves_x) if saves_x else None
@@ -477,15 +477,15 @@ def _linear_backward(
             # One GEMM after the other, so that only its operands exist.
             w_column = column("w", weight, w_layout, True, False)
             made = schedule.cast_dy(dy, inputs, True, False)
-            dx, _ = schedule.gradients(made, (None, None, None, *w_column), True, False)
+            dx, _ = schedule.gradients(made, Saved(w=w_column), True, False)
             del w_column
             made = schedule.cast_dy(dy, inputs, False, True)
-            _, dw = schedule.gradients(made, column("x", x, x_layout, True, False), False, True)
+            _, dw = schedule.gradients(made, Saved(column("x", x, x_layout, True, False)), False, True)
         else:
             x_column = x_column or column("x", x, x_layout, wants_dw, False)
             w_column = w_column or column("w", weight, w_layout, wants_dx, False)
             made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
-            dx, dw = schedule.gradients(made, (*x_column, *w_column), wants_dx, wants_dw)
+            dx, dw = schedule.gradients(made, Saved(x_column, w_column), wants_dx, wants_dw)
     return [*live, *(gradient for gradient in (dx, dw) if gradient is not None)]
 
 
@@ -560,9 +560,11 @@ def _fake_forward(
     routes, saving = routes_of(recipe, module.chip_of(x.device)), _saving(call, x.device)
     saves_w, saves_x = saving.wants_dx, saving.wants_dw
     rows, (out_features, in_features) = x.numel() // x.shape[-1], weight.shape
-    for tensor, saves, sizes in (("x", saves_x, (rows, in_features)), ("w", saves_w, (out_features, in_features))):
+    for tensor, saves, gemm, sizes in (
+        ("x", saves_x, recipe.wgrad, (rows, in_features)), ("w", saves_w, recipe.dgrad, (out_features, in_features))
+    ):  # fmt: skip
         layouts = layouts_of(module, entries_of(recipe, routes, tensor, True, saves), *sizes)
-        layout = layouts[saved_parts(recipe, saves, saves)[tensor == "w"].start // 3]
+        layout = layouts[not (saves and gemm.from_fprop)]
         for part in layout or ():
             if part is not None:
                 outputs.append(x.new_empty_strided(part.shape, part.strides, dtype=getattr(torch, part.dtype)))

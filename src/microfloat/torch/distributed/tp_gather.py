@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from microfloat.torch._typing import Context, Maybe, Parts, Sink, Triple
+from microfloat.torch._typing import Context, Maybe, Sink
+from microfloat.torch.backends.base import Operands, Parts, Saved
 from microfloat.torch.distributed.collectives import gather_rows, scatter_sum
 from microfloat.torch.distributed.tp_dtensor import Placed
 from microfloat.torch.distributed.tp_schedule import ShardedSchedule, arrived
@@ -42,7 +43,7 @@ class _Backward:
 
     def __init__(self) -> None:
         self.came = 0  # layers whose dx is in the sum
-        self.columns: dict[object, Triple] = {}
+        self.columns: dict[object, Parts] = {}
         self.dx: Maybe = None
         self.part: Maybe = None  # this rank's, of the sum of all ranks
 
@@ -79,17 +80,17 @@ class Readers:
             torch.autograd.Variable._execution_engine.queue_callback(backward)
         return backward
 
-    def wgrad_operand(self, schedule: ShardedSchedule, saved: Triple) -> Triple:
-        """The saved tensors with the operand of x of all ranks."""
+    def wgrad_operand(self, schedule: ShardedSchedule, saved: Saved) -> Saved:
+        """The saved operands with the operand of x of all ranks."""
         if not schedule.gathers_late:
             return saved
         columns = self._entered().columns
         parts = columns.get(schedule.x_key) if schedule.shares_x else None
         if parts is None:
-            parts = schedule.gather_saved(saved[:3])
+            parts = schedule.gather_saved(saved.x)
             if schedule.shares_x and self._number > 1:
                 columns[schedule.x_key] = parts
-        return *parts, *saved[3:]
+        return saved._replace(x=parts)
 
     def add(self, dx: torch.Tensor) -> None:
         """Take a dx into the sum, which is scattered with the last one."""
@@ -120,7 +121,7 @@ class Beside:
         return getattr(self._schedule, name)
 
     def gradients(
-        self, dy: Parts, saved: Triple, wants_dx: bool, wants_dw: bool, into: Sink | None = None
+        self, dy: Operands, saved: Saved, wants_dx: bool, wants_dw: bool, into: Sink | None = None
     ) -> tuple[None, Maybe]:
         """None, and dw."""
         schedule, readers, dw = self._schedule, self._readers, None

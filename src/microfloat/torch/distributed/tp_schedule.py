@@ -31,16 +31,16 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Entries, Routes, entries_of
 from microfloat.torch import reference
-from microfloat.torch._typing import Parts, Sink, Triple
+from microfloat.torch._typing import Sink
 from microfloat.torch.backends import layouts_of
-from microfloat.torch.backends.base import Backend, laid
+from microfloat.torch.backends.base import Backend, Operands, Parts, Saved, laid
 from microfloat.torch.distributed.collectives import differing, gather_parts, group_of
 from microfloat.torch.distributed.tp_shards import AXES_OF, CASES, Axis, Shards, block_read, scales_read
 from microfloat.torch.linear.schedule import CastStep, Inputs, Schedule, as_matrix
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.scaling import amax_reduction as reduction
 
-__all__ = ["ShardedSchedule", "arrived", "land", "why_not_gathered"]
+__all__ = ["ShardedSchedule", "arrived", "landed", "why_not_gathered"]
 
 _ALIGNED = 16  # elements, by which a matrix is widened
 
@@ -51,11 +51,9 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
 
 
-def land(parts: Parts) -> None:
-    """Make the parts of an operand that a `ShardedCast` has left for later."""
-    for at, part in enumerate(parts):
-        if type(part) is functools.partial:
-            parts[at] = part()
+def landed(operand: Any) -> Parts:
+    """An operand, made now where a `ShardedCast` has left it for later."""
+    return operand() if callable(operand) else operand
 
 
 # ------------------------------------------------------------------------------------------------------------- amaxes
@@ -205,30 +203,29 @@ class ShardedCast:
         pairs = zip(self.measures, self._casts, strict=True)
         return [_measured(self._backend, x, measure, cast) for measure, cast in pairs]  # type: ignore[arg-type]
 
-    def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
-        """Codes, scale and tensor scale of the row operand, then of the column's."""
+    def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Operands:
+        """Both operands; in place of a column operand that waits for dgrad a function that makes it."""
         amaxes = inputs.amax
         if self.measures and not isinstance(amaxes, list):
             amaxes = _reduced(self.measures, self.measure(x))
-        made: Parts = [None] * 6
+        made = Operands()
         for index, (step, _, _) in enumerate(self._steps):
             row, column = step.entries
             cast = functools.partial(self._by_step, index, x, amaxes, stream, words, inputs)
             if self._waits and row is None:
-                later = functools.cache(cast)
-                for at, part in enumerate(self._local[1] or (), 3):
-                    made[at] = None if part is None else functools.partial(_part_of, later, at)
+                later: Any = functools.partial(_column_of, cast)
+                made.column = later
                 continue
-            parts = cast()
-            made[0:3] = parts[0:3] if row is not None else made[0:3]
-            made[3:6] = parts[3:6] if column is not None else made[3:6]
+            operands = cast()
+            made.row = operands.row if row is not None else made.row
+            made.column = operands.column if column is not None else made.column
             inputs = inputs._replace(record=None)  # the first step has recorded
         if self._axis is not None:
-            self.gather(made, 0)
+            made.row = self.gathered(made.row, 0)
             if self._shares:
-                made[3:6] = self._turned(made[0]), made[1], made[2]
+                made.column = made.row._replace(codes=self._turned(made.row.codes))
             elif not self.gathers_late:
-                self.gather(made, 1)
+                made.column = self.gathered(made.column, 1)
         return made
 
     def _by_step(
@@ -239,7 +236,7 @@ class ShardedCast:
         stream: int,
         words: torch.Tensor | None,
         inputs: CastInputs,
-    ) -> Parts:
+    ) -> Operands:
         """The operands that one of the steps makes."""
         step, given, crossed = self._steps[index]
         if self.measures:
@@ -252,39 +249,42 @@ class ShardedCast:
     def _widened(
         self, step: CastStep, x: torch.Tensor, amax: torch.Tensor, stream: int, words: torch.Tensor | None,
         inputs: CastInputs,
-    ) -> Parts:  # fmt: skip
+    ) -> Operands:  # fmt: skip
         """An operand whose blocks go on elsewhere: their amaxes stand in columns that no product will read."""
         column = step.entries[0] is None
         rows, length = x.shape
         amax = amax.to(x.dtype)  # that of an element, so that it is exact
         of_rows = amax if amax.dim() == 0 or column else amax[:, None]
         added = of_rows.expand(_ALIGNED, length) if column else of_rows.expand(rows, _ALIGNED)
-        parts = step(torch.cat([x, added], 0 if column else 1), stream, words, inputs)
-        at, entry, layout = 3 * column, step.entries[column], self._local[column]
+        made = step(torch.cat([x, added], 0 if column else 1), stream, words, inputs)
+        parts, entry, layout = made.one(not column), step.entries[column], self._local[column]
         assert entry is not None
         assert layout is not None
         along = 0 if entry.turned else 1
-        codes = parts[at].narrow(along, 0, layout.codes.shape[along])
-        parts[at] = laid(codes.contiguous() if layout.codes.strides[-1] == 1 else codes, layout.codes)
-        return parts
+        codes = parts.codes.narrow(along, 0, layout.codes.shape[along])
+        codes = laid(codes.contiguous() if layout.codes.strides[-1] == 1 else codes, layout.codes)
+        parts = parts._replace(codes=codes)
+        return Operands(column=parts) if column else Operands(parts)
 
     # ------------------------------------------------------------------------------------------------- gathering
 
-    def gather(self, parts: Parts, which: int) -> None:
-        """Put the whole parts of the row operand (0) or the column's (1) in place of this rank's."""
+    def gathered(self, operand: Parts, which: int) -> Parts:
+        """The row operand (0) or the column operand (1) of all ranks, given this rank's."""
         axis, rows, local, whole = self._axis, self._rows, self._local[which], self._whole[which]
         assert axis is not None
         assert rows is not None
         if local is None or whole is None:
-            return
+            return operand
+        parts = [*operand]
         shared = {
             at: (typing.cast(torch.Tensor, laid(parts[at], part)), goal)
-            for at, (part, goal) in enumerate(zip(local, whole, strict=True), 3 * which)
+            for at, (part, goal) in enumerate(zip(local, whole, strict=True))
             if part is not None and goal is not None and part.shape != goal.shape
         }
         if shared:  # none of one rank
             for at, part in zip(shared, gather_parts([*shared.values()], rows.outer, axis), strict=True):
                 parts[at] = part
+        return Parts(*parts)
 
     def _turned(self, codes: torch.Tensor) -> torch.Tensor:
         """The codes of the column operand, of those of the row operand."""
@@ -298,8 +298,8 @@ class ShardedCast:
         return made
 
 
-def _part_of(cast: Any, at: int) -> torch.Tensor:
-    return cast()[at]
+def _column_of(cast: Callable[[], Operands]) -> Parts:
+    return cast().column
 
 
 def why_not_gathered(
@@ -376,7 +376,7 @@ class ShardedSchedule(Schedule):
         casts = [entry.cast for entry in self.x_cast.entries if entry is not None and entry.cast is not None]
         self.shares_x = not any(cast.is_stochastic or cast.is_delayed or cast.is_static for cast in casts)
         self.x_key = self.x_cast.entries, backend.name, compute
-        self.gathers_late = self.x_cast.gathers_late and self.x_saved.start == 3
+        self.gathers_late = self.x_cast.gathers_late and not self.reads_x_row
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
         """The same with a call seed: one for all ranks that round replicas, another for each shard."""
@@ -387,7 +387,7 @@ class ShardedSchedule(Schedule):
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
-        w_inputs: CastInputs, kept: Parts | None = None,
+        w_inputs: CastInputs, kept: Operands | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads; the amaxes of both in one collective."""
         shared: dict | None = getattr(x, "gathered", None) if self.shares_x else None
@@ -408,23 +408,24 @@ class ShardedSchedule(Schedule):
             if shared is not None:
                 shared[self.x_key] = x_made
         w_made = self.w_cast(weight, *self.resources(), w_inputs) if kept is None else kept
-        y = self.products["fprop"](x_made[0:3], w_made[0:3], bias if self.shards.adds_bias else None)
+        y = self.products["fprop"](x_made.row, w_made.row, bias if self.shards.adds_bias else None)
         y = y if self.y_shape is None else torch.ops.aten._unsafe_view(y, self.y_shape)
+        x_read = x_made.one(self.reads_x_row)
         if not self.late:
-            return y, (*x_made[self.x_saved], *w_made[self.w_saved])
+            return y, (*x_read, *w_made.one(self.reads_w_row))
         keeps = self._keeps_w_amax and self.w_cast.measures
         amaxes = typing.cast(Sequence[torch.Tensor], w_inputs.amax) if keeps else ()
-        return y, (*x_made[self.x_saved], given, *amaxes)
+        return y, (*x_read, given, *amaxes)
 
-    def read_later(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Sequence[torch.Tensor | None]:
-        """See `Schedule.read_later`; after the weight come its amaxes over the ranks, if they serve."""
+    def saved_operands(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Saved:
+        """See `Schedule.saved_operands`; after the weight come its amaxes over the ranks, if they serve."""
         if len(saved) > 4 and self.late:
             inputs = inputs._replace(amax=[*saved[4:]])  # pyright: ignore[reportArgumentType]
-        return super().read_later(saved[:4] if self.late else saved, inputs)
+        return super().saved_operands(saved[:4] if self.late else saved, inputs)
 
     def cast_operands(
-        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
-    ) -> Parts:
+        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Operands | None
+    ) -> tuple[Operands, Operands]:
         """See `Schedule.cast_operands`."""
         return super().cast_operands(arrived(x), weight, x_inputs, w_inputs, kept)
 
@@ -432,25 +433,23 @@ class ShardedSchedule(Schedule):
         """y [M, N] of this rank, from the row operands of x and w."""
         return super().fprop(x, w, bias if self.shards.adds_bias else None)
 
-    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Operands:
         """Both operands of a gradient, of this rank's shard or gathered."""
         return super().cast_dy(arrived(dy), inputs, wants_dx, wants_dw)
 
-    def gather_saved(self, saved: Sequence[torch.Tensor | None]) -> Parts:
+    def gather_saved(self, saved: Parts) -> Parts:
         """The operand of x that wgrad reads, of all ranks; `saved`: this rank's."""
-        parts: Parts = [None] * 3 + list(saved)
-        self.x_cast.gather(parts, 1)
-        return parts[3:]
+        return self.x_cast.gathered(saved, 1)
 
     def gradients(
-        self, dy: Parts, saved: Triple, wants_dx: bool, wants_dw: bool, into: Sink | None = None
+        self, dy: Operands, saved: Saved, wants_dx: bool, wants_dw: bool, into: Sink | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """See `Schedule.gradients`; an operand that was left for later is made when dgrad has let go of its own."""
         dx = dw = None
         if wants_dx:
             dx, _ = super().gradients(dy, saved, True, False)
         if wants_dw:
-            land(dy)
+            dy.column = landed(dy.column)
             _, dw = super().gradients(dy, saved, False, True, into)
         return dx, dw
 

@@ -16,8 +16,7 @@ from microfloat.formats import ELEMENTS
 from microfloat.layout import ALIGNMENT
 from microfloat.routes import MOST_DECODED_ROWS, Encoding, encoding_of, most_decoded_rows
 from microfloat.torch import backends
-from microfloat.torch._typing import Triple
-from microfloat.torch.backends.base import aligned, dtype_name
+from microfloat.torch.backends.base import Parts, aligned, dtype_name
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Decoding:
         self._rest = (None,) * (At.MADE - PLAN - 1)
 
     def __call__(
-        self, x: torch.Tensor, w: Triple, bias: torch.Tensor | None, plan: torch.Tensor | None = None
+        self, x: torch.Tensor, w: Parts, bias: torch.Tensor | None, plan: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[M, N]. `plan`: of experts, the table of groups in tiles of `rows_of_tile`."""
         codes, scale, level = (aligned(part) for part in w)
@@ -164,8 +163,8 @@ def decoding_of_experts(
     return Decoding(codes, (rows, k, n), out_dtype, bias, int(rows_have_levels), device, experts)
 
 
-def parts_of_experts(weight: QuantizedTensor) -> Triple:
+def parts_of_experts(weight: QuantizedTensor) -> Parts:
     """Codes, scale and tensor scale of the weights of experts, their matrices one below the other."""
     codes, scale = weight.codes, weight.scale
     scale = scale if scale.dim() < 3 else scale.view(-1, scale.shape[-1])
-    return codes.view(-1, codes.shape[-1]), scale, weight.tensor_scale
+    return Parts(codes.view(-1, codes.shape[-1]), scale, weight.tensor_scale)

@@ -29,8 +29,7 @@ from microfloat.layout import ALIGNMENT
 from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, is_outer, route_between
 from microfloat.torch import backends, reference
-from microfloat.torch._typing import Triple
-from microfloat.torch.backends.base import Operand, aligned
+from microfloat.torch.backends.base import Operand, Parts, aligned
 from microfloat.torch.launch.blackwell import block_scaled_arguments
 from microfloat.torch.launch.block_gemm import own_block_matmul, own_gemm_serves
 from microfloat.torch.launch.decode import DECODED_BESIDE, decoding_of
@@ -59,7 +58,7 @@ class Product(Protocol):
     direct: bool
     reason: str
 
-    def __call__(self, a: Triple, b: Triple, bias: Level, /) -> torch.Tensor:
+    def __call__(self, a: Parts, b: Parts, bias: Level, /) -> torch.Tensor:
         """[M, N]."""
         ...
 
@@ -130,11 +129,11 @@ def _as_product(function: Callable[..., torch.Tensor], reason: str = "") -> Prod
     return made
 
 
-def _refuse(reason: str, a: Triple, b: Triple, bias: Level) -> torch.Tensor:
+def _refuse(reason: str, a: Parts, b: Parts, bias: Level) -> torch.Tensor:
     raise NotSupportedError(reason)
 
 
-def _empty(task: _Task, a: Triple, b: Triple, bias: Level) -> torch.Tensor:
+def _empty(task: _Task, a: Parts, b: Parts, bias: Level) -> torch.Tensor:
     """Sums of no products."""
     y = torch.zeros((task.shape[0], task.shape[2]), dtype=torch.float32, device=task.device)
     return (y if bias is None else y + bias.float()).to(task.out_dtype)
@@ -152,11 +151,11 @@ def _fp8(task: _Task) -> Product:
     if sizes[1] != task.length or sizes[2] != n:
         return _filled_up(_fp8, task, sizes, axis=1 if rows_of_b else None)
     if task.adds_bias:
-        return _as_product(lambda a, b, bias: scaled_mm(a[0], b[0], a[1], b[1], bias, None, dtype, fast))
+        return _as_product(lambda a, b, bias: scaled_mm(a.codes, b.codes, a.scale, b.scale, bias, None, dtype, fast))
     finish = _epilogue(m, n, (None, None), task.bias, dtype, task.device)
     sums = torch.float32, fast
     return _as_product(
-        lambda a, b, bias: finish(scaled_mm(a[0], b[0], a[1], b[1], None, None, *sums), None, None, bias)
+        lambda a, b, bias: finish(scaled_mm(a.codes, b.codes, a.scale, b.scale, None, None, *sums), None, None, bias)
     )
 
 
@@ -165,11 +164,11 @@ def _with_repeated_scale(task: _Task, by_row: Encoding) -> Product:
     multiply = _fp8(task._replace(lhs=by_row, rhs=by_row))
     m, _, n = task.shape
 
-    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
-        a_scale, b_scale = a[1], b[1]
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
+        a_scale, b_scale = a.scale, b.scale
         a_scale = a_scale if a_scale.dim() else a_scale.expand(m, 1).contiguous()
         b_scale = b_scale if b_scale.dim() else b_scale.expand(1, n).contiguous()
-        return multiply((a[0], a_scale, a[2]), (b[0], b_scale, b[2]), bias)
+        return multiply(a._replace(scale=a_scale), b._replace(scale=b_scale), bias)
 
     return _as_product(multiplied, "the scale of a tensor is repeated for its rows")
 
@@ -184,7 +183,7 @@ def _filled_up(make: Callable[[_Task], Product], task: _Task, sizes: Shape, axis
     aligned = None if bias is None else bias._replace(aligned=bias.aligned or columns != n)
     multiply = make(task._replace(lhs=lhs, rhs=rhs, shape=sizes, bias=aligned))
 
-    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
         (a_codes, a_scale, a_level), (b_codes, b_scale, b_level) = a, b
         a_codes, b_codes = _fill(a_codes, rows, length), _fill(b_codes.t(), columns, length).t()
         if rows != m:
@@ -195,7 +194,7 @@ def _filled_up(make: Callable[[_Task], Product], task: _Task, sizes: Shape, axis
             elif axis == 0:
                 b_scale = F.pad(b_scale.t(), (0, columns - n), value=1.0).t()
             bias = None if bias is None else F.pad(bias, (0, columns - n))
-        y = multiply((a_codes, a_scale, a_level), (b_codes, b_scale, b_level), bias)
+        y = multiply(Parts(a_codes, a_scale, a_level), Parts(b_codes, b_scale, b_level), bias)
         return y if y.shape == (m, n) else y[:m, :n].contiguous()
 
     axes = (("M", m, rows, 8), ("K", task.length, length, 16), ("N", n, columns, 16))
@@ -221,14 +220,14 @@ def _blocks(task: _Task) -> Product:
     # Rows of 128x128 scales are filled up to a multiple of four, as folded ones already are.
     more = (-k // _SIDE) % 4 if tiles and task.route.rhs == "codes" else 0
     if task.bias is None and not more:
-        return _as_product(lambda a, b, bias: multiply(a[0], a[1], b[0], b[1], dtype))
+        return _as_product(lambda a, b, bias: multiply(a.codes, a.scale, b.codes, b.scale, dtype))
     finish = None if task.bias is None else _epilogue(m, n, (None, None), task.bias, dtype, task.device)
 
-    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
-        b_scale = F.pad(b[1].t(), (0, more)).t() if more else b[1]
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
+        b_scale = F.pad(b.scale.t(), (0, more)).t() if more else b.scale
         if finish is None:
-            return multiply(a[0], a[1], b[0], b_scale, dtype)
-        return finish(multiply(a[0], a[1], b[0], b_scale, torch.float32), None, None, bias)
+            return multiply(a.codes, a.scale, b.codes, b_scale, dtype)
+        return finish(multiply(a.codes, a.scale, b.codes, b_scale, torch.float32), None, None, bias)
 
     return _as_product(multiplied)
 
@@ -285,27 +284,27 @@ def _values(task: _Task) -> Product:
     decode_a = _decoder(task.lhs, m, task.length, device) if task.route.lhs == "codes" else None
     decode_b = _decoder(task.rhs, n, task.length, device) if task.route.rhs == "codes" else None
 
-    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
         if decode_a is not None:
-            a = decode_a(*a)
+            a = decode_a(a)
         if decode_b is not None:
-            values, _, level = decode_b(*b)
-            b = values.t(), None, level
+            values, _, level = decode_b(b)
+            b = Parts(values.t(), None, level)
         return multiply(a, b, bias)
 
     return _as_product(multiplied, "codes are decoded to bfloat16 first")
 
 
-def _decoder(
-    one: Encoding, rows: int, length: int, device: torch.device
-) -> Callable[[Tensor, Tensor, Level], tuple[Tensor, None, Level]]:
+def _decoder(one: Encoding, rows: int, length: int, device: torch.device) -> Callable[[Parts], Parts]:
     """Codes, scale and level -> bfloat16 values without an outer scale (exact where normal), None, the outer scale."""
     dequantize, outer = _dequantizer(one, device), is_outer(one.format)
 
-    def decode(codes: Tensor, scale: Tensor, level: Level) -> tuple[Tensor, None, Level]:
+    def decode(parts: Parts) -> Parts:
+        codes, scale, level = parts
         if outer:
             scale, level = torch.ones_like(scale), scale
-        return dequantize(Operand(codes, scale, None, one.format, rows, length, None), torch.bfloat16), None, level
+        values = dequantize(Operand(codes, scale, None, one.format, rows, length, None), torch.bfloat16)
+        return Parts(values, None, level)
 
     return decode
 
@@ -324,19 +323,19 @@ def _product_of_values(task: _Task, levels: tuple[str | None, ...]) -> Product:
     unscaled = levels == (None, None)
     if unscaled and dtype == torch.bfloat16 and task.adds_bias:
         if bias is None:
-            return _as_product(lambda a, b, bias: torch.mm(a[0], b[0]))
-        return _as_product(lambda a, b, bias: torch.addmm(bias, a[0], b[0]))
+            return _as_product(lambda a, b, bias: torch.mm(a.codes, b.codes))
+        return _as_product(lambda a, b, bias: torch.addmm(bias, a.codes, b.codes))
     multiply = float32_product if task.device.type == "cuda" else float32_product_on_cpu
     if unscaled and bias is None and dtype == torch.float32:
-        return _as_product(lambda a, b, bias: multiply(a[0], b[0]))
+        return _as_product(lambda a, b, bias: multiply(a.codes, b.codes))
     step = -(-m // (-(-m * n // LARGEST_SUM) * _ROWS)) * _ROWS
     if m <= step:
         finish = _epilogue(m, n, levels, bias, dtype, task.device)
-        return _as_product(lambda a, b, bias: finish(multiply(a[0], b[0]), a[2], b[2], bias))
+        return _as_product(lambda a, b, bias: finish(multiply(a.codes, b.codes), a.tensor_scale, b.tensor_scale, bias))
     parts = [slice(begin, min(begin + step, m)) for begin in range(0, m, step)]
     finishes = [_epilogue(rows.stop - rows.start, n, levels, bias, dtype, task.device) for rows in parts]
 
-    def in_parts(a: Triple, b: Triple, bias: Level) -> Tensor:
+    def in_parts(a: Parts, b: Parts, bias: Level) -> Tensor:
         (values, _, level), (b_values, _, b_level) = a, b
         y = torch.empty((m, n), dtype=dtype, device=values.device)
         for rows, finish in zip(parts, finishes, strict=True):
@@ -409,7 +408,7 @@ def _plain_epilogue(
 def _block_scaled(task: _Task) -> Product:
     (m, k, n), dtype = task.shape, task.out_dtype
 
-    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
         left, right = _operand(task.lhs, m, k, a), _operand(task.rhs, n, k, b)
         y = F.scaled_mm(**block_scaled_arguments(left, right, dtype if bias is None else torch.float32))
         y = y if y.shape[1] == n else y[:, :n].contiguous()
@@ -418,9 +417,8 @@ def _block_scaled(task: _Task) -> Product:
     return _as_product(multiplied, "torch operations fill up the codes and put the scales into tiles first")
 
 
-def _operand(one: Encoding, rows: int, length: int, parts: Triple) -> Operand:
-    codes, scale, level = parts
-    return Operand(codes, scale, level, one.format, rows, length, one.hadamard, one.power_of_two)
+def _operand(one: Encoding, rows: int, length: int, parts: Parts) -> Operand:
+    return Operand(*parts, one.format, rows, length, one.hadamard, one.power_of_two)
 
 
 # Plain torch operations.
@@ -430,7 +428,7 @@ def _decoded(task: _Task) -> Product:
     (m, k, n), lhs, rhs = task.shape, task.lhs, task.rhs
     options = {"out_dtype": task.out_dtype, "accumulate": task.accumulate}
 
-    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
         left, right = _operand(lhs, m, k, a), _operand(rhs, n, k, b)
         return reference.scaled_matmul(left, right, bias=bias, **options)
 
@@ -441,15 +439,15 @@ def _plain(task: _Task) -> Product:
     (m, k, n), lhs, rhs, dtype = task.shape, task.lhs, task.rhs, task.out_dtype
     if lhs is None and rhs is None:
         return _as_product(
-            lambda a, b, bias: high_precision_product(a[0], b[0], bias, dtype),
+            lambda a, b, bias: high_precision_product(a.codes, b.codes, bias, dtype),
             "torch multiplies in high precision",
         )
     dequantize = _dequantizer(rhs if lhs is None else lhs, task.device)
 
-    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
         if lhs is None:
-            return high_precision_product(a[0], dequantize(_operand(rhs, n, k, b), a[0].dtype), bias, dtype)
-        return high_precision_product(dequantize(_operand(lhs, m, k, a), b[0].dtype), b[0], bias, dtype)
+            return high_precision_product(a.codes, dequantize(_operand(rhs, n, k, b), a.codes.dtype), bias, dtype)
+        return high_precision_product(dequantize(_operand(lhs, m, k, a), b.codes.dtype), b.codes, bias, dtype)
 
     return _as_product(multiplied, "the quantized operand is dequantized")
 
@@ -461,10 +459,10 @@ def _stored(task: _Task) -> Product:
     if isinstance(decodes, str):
         return otherwise
 
-    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
-        if a[0].dtype not in DECODED_BESIDE:
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
+        if a.codes.dtype not in DECODED_BESIDE:
             return otherwise(a, b, bias)
-        return decodes(a[0], b, bias)
+        return decodes(a.codes, b, bias)
 
     return _as_product(multiplied)
 
@@ -474,8 +472,8 @@ def _of_fprop(task: _Task) -> Product:
     one, turned, (_, rows, length), dtype = task.rhs, task.route.kind == "fprop turned", task.shape, task.out_dtype
     dequantize, (block_rows, block_columns) = _dequantizer(one, task.device), one.format.block
 
-    def multiplied(a: Triple, b: Triple, bias: Level) -> Tensor:
-        dtype_of_a, (codes, b_scale, b_level) = a[0].dtype, b
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
+        dtype_of_a, (codes, b_scale, b_level) = a.codes.dtype, b
         if turned:
             codes = codes.t()
         if b_scale is None:
@@ -485,8 +483,8 @@ def _of_fprop(task: _Task) -> Product:
                 b_scale = b_scale.t()
             if block_columns is not None:  # the rows of 128x128 scales are filled up
                 b_scale = b_scale[: -(-rows // (block_rows or 1)), : -(-length // block_columns)]
-            values = dequantize(_operand(one, rows, length, (codes, b_scale, b_level)), dtype_of_a)
-        return high_precision_product(a[0], values.t(), bias, dtype)
+            values = dequantize(_operand(one, rows, length, Parts(codes, b_scale, b_level)), dtype_of_a)
+        return high_precision_product(a.codes, values.t(), bias, dtype)
 
     return _as_product(multiplied, "the operand of fprop is dequantized")
 
@@ -547,7 +545,7 @@ def _encoding_of_stored(one: Operand, chip: Chip) -> Encoding:
     return Encoding(fmt, one.hadamard, bool(one.power_of_two), level)
 
 
-def _parts(one: Operand, turned: bool) -> Triple:
+def _parts(one: Operand, turned: bool) -> Parts:
     """Codes, scale and tensor scale of an operand, in the layouts that products take."""
     codes, scale = one.codes, one.scale
     if not codes.is_contiguous():  # kernels write both as GEMMs read them, the reference as x lay
@@ -557,4 +555,4 @@ def _parts(one: Operand, turned: bool) -> Triple:
         scale = scale if columns_first else scale.t().contiguous().t()
     elif turned and scale.dim():
         scale = scale.t()
-    return aligned(codes.t() if turned else codes), aligned(scale), aligned(one.tensor_scale)
+    return Parts(aligned(codes.t() if turned else codes), aligned(scale), aligned(one.tensor_scale))

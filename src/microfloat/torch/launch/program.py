@@ -26,7 +26,7 @@ from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes.casts import cast_passes, pair_passes
 from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, is_one_pass, specialization
 from microfloat.passes.tables import Warps
-from microfloat.torch._typing import Options, Parts
+from microfloat.torch._typing import Options
 from microfloat.torch.launch import driver
 
 __all__ = [
@@ -414,10 +414,10 @@ class Program:
             self._prepared.append((kernel.prepared(*arguments), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None
 
-    def run(self, stream: int, table: tuple[torch.Tensor | None, ...]) -> Parts:
+    def run(self, stream: int, table: tuple[torch.Tensor | None, ...]) -> list[Any]:
         """`table`: all positions up to MADE. On a stream of the current device, which is the matrix's."""
         empty = self._empty
-        made: Parts = [None if one is None else empty(*one) for one in self._allocations]
+        made: list[Any] = [None if one is None else empty(*one) for one in self._allocations]
         for index in self._cleared:
             made[index].zero_()
         starts = self._starts
@@ -534,7 +534,7 @@ def forget_programs() -> None:
 
 def run_passes(
     key: tuple, make: Callable[[], Passes], device: torch.device, tensors: tuple[torch.Tensor | None, ...]
-) -> Parts:  # fmt: skip
+) -> list[Any]:  # fmt: skip
     """The results of passes over `tensors`, the table up to MADE but for the scratch words, on the current stream.
 
     The program is kept under `key`, which says all that `make` depends on, and under the alignment of the tensors.

@@ -38,7 +38,7 @@ from microfloat.recipes import Cast, Delayed
 from microfloat.routes import family_of
 from microfloat.torch import reference
 from microfloat.torch._typing import Options
-from microfloat.torch.backends.base import Operand, capturing, dtype_name
+from microfloat.torch.backends.base import Operand, Operands, Parts, capturing, dtype_name
 from microfloat.torch.launch import program
 from microfloat.torch.launch.program import device_of, matrix_of, run_passes
 from microfloat.torch.launch.prologues import Activation, Both, Norm, Producer, Statistics, Valued
@@ -99,7 +99,7 @@ def quantize_both(
     column = None if column_cast is None else OperandSpec(column_cast, stream=column_stream)
     made = cast_parts(x, row, column, CastInputs(scale_enc, seed, record, amax=amax), batch)
     rows, columns = x.shape
-    return _operand_of(row, made[:3], rows, columns), _operand_of(column, made[3:], columns, rows)
+    return _operand_of(row, made.row, rows, columns), _operand_of(column, made.column, columns, rows)
 
 
 def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -162,13 +162,14 @@ def _like(x: torch.Tensor) -> tuple:
 
 def cast_parts(
     x: torch.Tensor, row: OperandSpec | None, column: OperandSpec | None, inputs: CastInputs, batch: int = 0
-) -> list:
-    """Codes (or values), scale and tensor scale of both operands, each in its own form, by a program that is kept."""
+) -> Operands:
+    """Both operands, each in its own form, by a program that is kept."""
     options = {"records": inputs.record is not None, "given_amax": inputs.amax is not None, "batch": batch}
-    return run_passes(
+    made = run_passes(
         (row, column, *options.values(), *_like(x)), lambda: cast_passes(matrix_of(x), row, column, **options),
         x.device, (None, x, None, *inputs),
     )  # fmt: skip
+    return Operands.of(made)
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
@@ -204,14 +205,13 @@ def _empty(
     return row, column
 
 
-def _operand_of(spec: OperandSpec | None, made: Sequence, rows: int, length: int) -> Operand | None:
+def _operand_of(spec: OperandSpec | None, made: Parts, rows: int, length: int) -> Operand | None:
     """Codes, scale and tensor scale as the operand [`rows`, `length`] of a cast; None without a cast."""
     if spec is None:
         return None
     cast = spec.cast
     power_of_two = None if cast.rule.two_level is not None else cast.rule.power_of_two
-    codes, scale, tensor_scale = made
-    return Operand(codes, scale, tensor_scale, cast.format, rows, length, cast.hadamard, power_of_two)
+    return Operand(*made, cast.format, rows, length, cast.hadamard, power_of_two)
 
 
 # ---------------------------------------------------------------------------------------------------------- producers
@@ -312,8 +312,8 @@ def codes(
     made = inputs.run((work, row, column, records, known), passes, given)
     rows, columns = inputs.x.shape
     both = [
-        (_operand_of(row, made[at : at + 3], rows, columns), _operand_of(column, made[at + 3 : at + 6], columns, rows))
-        for at in ((0, 6) if work.two else (0,))
+        (_operand_of(row, one.row, rows, columns), _operand_of(column, one.column, columns, rows))
+        for one in (Operands.of(made), *((Operands.of(made[6:]),) if work.two else ()))
     ]
     return both, Statistics(*made[6:]) if isinstance(producer, Norm) else None
 

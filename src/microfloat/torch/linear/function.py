@@ -25,9 +25,9 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes, routes_of
 from microfloat.torch import backends
-from microfloat.torch._typing import Context, Maybe, Parts
+from microfloat.torch._typing import Context, Maybe
 from microfloat.torch._upper import upper
-from microfloat.torch.backends.base import aligned
+from microfloat.torch.backends.base import Operands, aligned
 from microfloat.torch.context import Ambient
 from microfloat.torch.linear.fold_counts import FoldCounts, routes_after
 from microfloat.torch.linear.gathered_weight import Gathered
@@ -214,7 +214,7 @@ class Run:
     w: CastInputs
     dy: CastInputs
     later: CastInputs = NO_INPUTS[1]
-    kept: Parts | None = None
+    kept: Operands | None = None
     delayed: "_Delayed | None" = None
     into: MainGrad | None = None
     path: str = ""
@@ -258,13 +258,17 @@ class Run:
 
                 y, *saved = multiply_groups(forward, x, parts, bias, schedule.flops)
                 return y, saved
-            made = quantize_operands(
+            x_made, w_made = quantize_operands(
                 lambda: schedule.cast_operands(x, weight, self.x, self.w, self.kept), x, parts
             )  # fmt: skip
-            operands = schedule.filled(made, x, weight, self.kept)
-            y = schedule.fprop(operands[0:3], operands[6:9], bias)
-        w_saved = weights_of(weight) if schedule.late else operands[6:][schedule.w_saved]
-        saved = (*operands[:6][schedule.x_saved], *w_saved)
+            schedule.fill_in(x_made, schedule.x_cast.entries, x)
+            if self.kept is None:
+                schedule.fill_in(w_made, schedule.w_cast.entries, weight)
+            else:
+                w_made = self.kept
+            y = schedule.fprop(x_made.row, w_made.row, bias)
+        w_saved = weights_of(weight) if schedule.late else w_made.one(schedule.reads_w_row)
+        saved = (*x_made.one(schedule.reads_x_row), *w_saved)
         return y if schedule.y_shape is None else y.view(schedule.y_shape), saved
 
     def backward(self, ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:
@@ -277,11 +281,11 @@ class Run:
                 if schedule.shields or (schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice()):
                     with schedule.scope():
                         made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
-                        saved = schedule.read_later(ctx.saved_tensors, self.later)
+                        saved = schedule.saved_operands(ctx.saved_tensors, self.later)
                         dx, dw = schedule.gradients(made, saved, wants_dx, wants_dw, self.into)
                 else:
                     made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
-                    saved = schedule.read_later(ctx.saved_tensors, self.later) if schedule.late else ctx.saved_tensors
+                    saved = schedule.saved_operands(ctx.saved_tensors, self.later)
                     dx, dw = schedule.gradients(made, saved, wants_dx, wants_dw, self.into)
             except RuntimeError:
                 refuse_batched(dy)  # whose address cannot be read

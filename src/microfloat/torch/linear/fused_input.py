@@ -21,9 +21,9 @@ import torch
 from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast
 from microfloat.routes import Entries, entries_of
-from microfloat.torch._typing import Context, Maybe, Parts
+from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.backends import layouts_of
-from microfloat.torch.backends.base import parts_of
+from microfloat.torch.backends.base import NO_PARTS, Operands, parts_of
 from microfloat.torch.launch.prologues import (
     Activation,
     ActivationGradient,
@@ -57,31 +57,31 @@ class Reader:
         self.bias_dtype = None if bias is None else bias.dtype
         self.saved = slice(0, 0)
 
-    def forward(self, x: Parts, weight: torch.Tensor, bias: torch.Tensor | None, saved: list) -> torch.Tensor:
+    def forward(self, x: Operands, weight: torch.Tensor, bias: torch.Tensor | None, saved: list) -> torch.Tensor:
         """fprop of the value's operands; what backward reads is added to `saved`."""
         schedule = self.schedule
         kept = self.run.kept
         with outside_of_modes():
             w = schedule.quantize_weight(weight, self.run.w) if kept is None else kept
-        start, w_saved = len(saved), weights_of(weight) if schedule.late else w[schedule.w_saved]
-        saved += [*(x[schedule.x_saved] if schedule.wants_dw else (None,) * 3), *w_saved]
+        start, w_saved = len(saved), weights_of(weight) if schedule.late else w.one(schedule.reads_w_row)
+        saved += [*(x.one(schedule.reads_x_row) if schedule.wants_dw else NO_PARTS), *w_saved]
         self.saved = slice(start, len(saved))
-        return schedule.fprop(x[0:3], w[0:3], bias)
+        return schedule.fprop(x.row, w.row, bias)
 
     def backward(
-        self, dy: Parts, tensors: _Saved, wants_dx: bool, wants_dw: bool
+        self, dy: Operands, tensors: _Saved, wants_dx: bool, wants_dw: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(dx, dw), of those that are wanted, given both operands of dy."""
         schedule = self.schedule
-        saved = schedule.read_later(tensors[self.saved], self.run.later)
+        saved = schedule.saved_operands(tensors[self.saved], self.run.later)
         wants = schedule.wants_dx and wants_dx, schedule.wants_dw and wants_dw
         return schedule.gradients(dy, saved, *wants, self.run.into)
 
-    def cast_dy(self, dy_MN: torch.Tensor) -> Parts:
+    def cast_dy(self, dy_MN: torch.Tensor) -> Operands:
         """Both operands of a gradient at hand; nothing where no gradient is asked for."""
         schedule = self.schedule
         if not (schedule.wants_dx or schedule.wants_dw):
-            return [None] * 6
+            return Operands()
         inputs = self.run.dy_inputs(schedule.wants_dx, schedule.wants_dw)
         return schedule.cast_dy(dy_MN, inputs, schedule.wants_dx, schedule.wants_dw)
 
@@ -105,7 +105,7 @@ class _Casts(NamedTuple):
 
     @property
     def specs(self) -> tuple[OperandSpec | None, OperandSpec | None]:
-        """Row and column operand as kernels write them, which `parts` turns."""
+        """Row and column operand as kernels write them, which `operands` turns."""
         row, column = (entry and entry.spec and entry.spec._replace(turned=False) for entry in self.entries)
         return row, column
 
@@ -127,22 +127,22 @@ class _Casts(NamedTuple):
         codes_only = all(entry is None or (entry.cast is not None and entry.form == "codes") for entry in self.entries)
         return producers if producers is not None and codes_only and producers.fuses(*self.both) else None
 
-    def quantized(self, kernels: ModuleType, value: torch.Tensor, amax: Maybe, seed: Maybe) -> Parts:
+    def quantized(self, kernels: ModuleType, value: torch.Tensor, amax: Maybe, seed: Maybe) -> Operands:
         """Both operands of a value whose amax is known, as GEMMs take them."""
         streams = {name: 0 if spec is None else spec.stream for name, spec in zip(_STREAMS, self.specs, strict=True)}
-        return self.parts(kernels.quantize_both(value, *self.both, amax=amax, seed=seed, **streams), value.shape)
+        return self.operands(kernels.quantize_both(value, *self.both, amax=amax, seed=seed, **streams), value.shape)
 
-    def parts(self, made: Both, shape: Sequence[int]) -> Parts:
+    def operands(self, made: Both, shape: Sequence[int]) -> Operands:
         """Both operands that a kernel has made of a matrix of this shape, as GEMMs take them."""
         layouts = layouts_of(self.reader.schedule.backend, self.entries, *shape)
-        return [part for i in range(2) for part in parts_of(made[i], self.entries[i], layouts[i])]
+        return Operands(*map(parts_of, made, self.entries, layouts))
 
 
 def _are_alike(readers: Sequence[Reader]) -> bool:
     return all(reader.settings == readers[0].settings for reader in readers[1:])
 
 
-def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple[list[Parts], Statistics | None]:
+def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple[list[Operands], Statistics | None]:
     """Both operands of a producer's value for each Linear that reads it; casts that are alike are made once."""
     caster = next((reader for reader in readers if reader.schedule.wants_dw), readers[0])
     schedule, run = caster.schedule, caster.run
@@ -162,7 +162,7 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
         made, written = [casts.quantized(kernels, value, amax, run.x.seed)], value
     else:
         (both,), statistics = kernels.codes(producer, *casts.specs, run.x)
-        made = [casts.parts(both, input_of(producer).shape)]
+        made = [casts.operands(both, input_of(producer).shape)]
     observers = [(reader.schedule.observer, reader.run.x) for reader in readers]
     if any(observer is not None for observer, _ in observers):
         if written is None:  # a launch has written codes alone, so that the value is computed once more
@@ -189,10 +189,10 @@ class GradientLink:
 
     readers: list[Reader] = field(default_factory=list)
     wants_bias: bool = False
-    operands: list[Parts] | None = None
+    operands: list[Operands] | None = None
     amaxes: list[torch.Tensor | None] | None = None
 
-    def take(self) -> tuple[list[Parts] | None, list[torch.Tensor | None] | None]:
+    def take(self) -> tuple[list[Operands] | None, list[torch.Tensor | None] | None]:
         """(operands, amaxes), once."""
         found = self.operands, self.amaxes
         self.operands = self.amaxes = None
@@ -215,7 +215,7 @@ class GradientLink:
             return [value for value, _ in made]
         inputs = [reader.run.dy_inputs(reader.schedule.wants_dx, reader.schedule.wants_dw) for reader in self.readers]
         operands, _ = kernels.codes(producer, *casts.specs, *inputs)
-        self.operands = [casts.parts(both, producer.grad_MF.shape) for both in operands]
+        self.operands = [casts.operands(both, producer.grad_MF.shape) for both in operands]
         if any(reader.schedule.observer is not None for reader in self.readers):  # of values that nobody has written
             made, _ = values_of(producer, self.readers[0].schedule.backend.producers)
             for reader, valued, of_dy in zip(self.readers, made, inputs, strict=False):
@@ -225,7 +225,7 @@ class GradientLink:
         nothing = producer.grad_MF.new_zeros(()).expand(producer.grad_MF.shape)
         return [nothing] * len(self.operands)
 
-    def cast_with_amax(self, reader: Reader, dy_MN: torch.Tensor, amax: torch.Tensor) -> Parts:
+    def cast_with_amax(self, reader: Reader, dy_MN: torch.Tensor, amax: torch.Tensor) -> Operands:
         """Both operands of a gradient whose amax came with it."""
         casts, kernels = self.casts()
         assert casts is not None
@@ -282,7 +282,7 @@ class NormRun:
         with self.runs[0].schedule.scope():
             for index, (reader, dy) in enumerate(zip(self.readers, gradients, strict=True)):
                 if operands is not None:
-                    made, operands[index] = operands[index], []
+                    made, operands[index] = operands[index], Operands()
                 elif link is not None and amaxes is not None and amaxes[index] is not None:
                     made = link.cast_with_amax(reader, as_matrix(dy), amaxes[index])  # type: ignore[arg-type]
                 else:

@@ -35,12 +35,11 @@ from microfloat.routes import (
     entries_of,
     first_delayed,
     routes_of,
-    saved_parts,
     why_not_in_groups,
 )
 from microfloat.torch import backends, reference
-from microfloat.torch._typing import Parts, Sink
-from microfloat.torch.backends.base import Backend, record_amax_
+from microfloat.torch._typing import Maybe, Sink
+from microfloat.torch.backends.base import NO_PARTS, Backend, Operands, Parts, Saved, record_amax_
 from microfloat.torch.context import Ambient
 from microfloat.torch.launch import block_gemm as own_gemm
 from microfloat.torch.launch.decode import DECODED_BESIDE, Decoding, decoding_of_experts, parts_of_experts
@@ -300,6 +299,13 @@ class _Words(NamedTuple):
     entries: Entries
 
 
+class _Gradient(NamedTuple):
+    """A gradient after its cast: the groups, and their operands, of each group or (`_AllAtOnce`) of all together."""
+
+    groups: Groups
+    operands: Any
+
+
 class GroupedSchedule(Schedule):
     """fprop, dgrad and wgrad of G Linears over the groups of one x. ``print(schedule)`` shows every cast and product.
 
@@ -337,7 +343,7 @@ class GroupedSchedule(Schedule):
         wanted = {"fprop": True, "dgrad": self.wants_dx, "wgrad": self.wants_dw}
         why = f"one group after the other, whose sizes the host reads: {self.reason}" if self.reason else ""
         self.products = {name: _Words("", why, (None, None)) for name in GEMMS if wanted[name]}  # type: ignore
-        self.x_saved, self.w_saved = saved_parts(self.recipe, self.wants_dx, self.wants_dw)
+        self.reads_x_row, self.reads_w_row = wants_dw and recipe.wgrad.from_fprop, wants_dx and recipe.dgrad.from_fprop
         self._pair = None, None
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
@@ -348,7 +354,7 @@ class GroupedSchedule(Schedule):
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
-        w_inputs: CastInputs, kept: Parts | None = None,
+        w_inputs: CastInputs, kept: Operands | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads, of one group after the other."""
         x, groups = as_matrix(x, self.dtype), x_inputs.groups
@@ -367,24 +373,26 @@ class GroupedSchedule(Schedule):
             # A launch that casts x and w together would draw a seed.
             w_made = schedule.quantize_weight(own, w_inputs) if self.is_stochastic and kept is None else None
             if kept is not None:
-                w_made = [part if part is None else part[g] for part in kept]
+                w_made = Operands.of([part if part is None else part[g] for part in kept.flat()])
             y[rows], made = schedule.forward(x[rows], own, own_bias, x_inputs, w_inputs, w_made)
             saved += made
         y[groups.slices[-1].stop :] = 0
         return y, tuple(saved)
 
-    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
-        """Both operands of the weights of all experts, of those without rows too; each part a tuple, or one tensor."""
+    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Operands:
+        """Both operands of the weights of all experts, of those without rows too; each part is a tuple of theirs."""
         made, inputs = [], inputs._replace(groups=None)
         row = torch.empty((1, self.in_features), dtype=self.dtype, device=weight.device)
         for g, own in enumerate(weight.detach()):
-            made.append(self._of_group(row, own, None, g).quantize_weight(own, inputs)[:6])
-        return [None if parts[0] is None else parts for parts in zip(*made, strict=True)]
+            made.append(self._of_group(row, own, None, g).quantize_weight(own, inputs).flat())
+        return Operands.of([None if parts[0] is None else parts for parts in zip(*made, strict=True)])
 
-    def saved_anew(self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs) -> Parts:
-        """The operands that `forward` would save, cast again."""
+    def saved_anew(
+        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs
+    ) -> list[Maybe]:
+        """The tensors that `forward` would save, cast again."""
         x, groups = as_matrix(x, self.dtype), x_inputs.groups
-        saved: Parts = []
+        saved: list[Maybe] = []
         x_inputs, w_inputs = x_inputs._replace(groups=None), w_inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
             own = weight[g].detach()
@@ -392,25 +400,28 @@ class GroupedSchedule(Schedule):
                 saved += [None] * 6
                 continue
             schedule = self._of_group(x[rows], own, None, g)
-            saved += schedule.saved_again("x", x[rows], x_inputs) if self.wants_dw else [None] * 3
-            saved += schedule.saved_again("w", own, w_inputs) if self.wants_dx else [None] * 3
+            saved += schedule.saved_again("x", x[rows], x_inputs) if self.wants_dw else NO_PARTS
+            saved += schedule.saved_again("w", own, w_inputs) if self.wants_dx else NO_PARTS
         return saved
 
-    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+    def saved_operands(self, saved: Sequence[Maybe], inputs: CastInputs) -> Any:
+        """The operands that backward reads, of each group."""
+        return [Schedule.saved_operands(self, saved[at : at + 6], inputs) for at in range(0, len(saved), 6)]
+
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Any:
         """The groups, and both operands of a gradient, of one group after the other."""
         dy, groups = as_matrix(dy, self.dtype), inputs.groups
-        made, inputs = [groups], inputs._replace(groups=None)
+        made, inputs = [], inputs._replace(groups=None)
         for g, rows in enumerate(groups.slices):
             schedule = self._of_backward(g, rows)
-            made += [None] * 6 if schedule is None else schedule.cast_dy(dy[rows], inputs, wants_dx, wants_dw)[:6]
-        return made
+            made.append(None if schedule is None else schedule.cast_dy(dy[rows], inputs, wants_dx, wants_dw))
+        return _Gradient(groups, made)
 
     def gradients(
-        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
-        into: Sink | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """dx and dw, each if it is asked for, from what `cast_dy` and `forward` returned; `into` as in `Schedule`."""
-        groups, shape, dx, dw = dy[0], (self.number, self.out_features, self.in_features), None, None
+        self, dy: Any, saved: Any, wants_dx: bool, wants_dw: bool, into: Sink | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dx and dw, each if it is asked for; `into` as in `Schedule`."""
+        groups, shape, dx, dw = dy.groups, (self.number, self.out_features, self.in_features), None, None
         dw_dtype = self.w_dtype if into is None else torch.float32
         device = groups.ends.device
         if wants_dx:
@@ -421,8 +432,8 @@ class GroupedSchedule(Schedule):
             schedule = self._of_backward(g, rows)
             if schedule is None:
                 continue
-            parts = dy[6 * g + 1 : 6 * g + 7], saved[6 * g : 6 * g + 6]
-            own_dx, own_dw = schedule.gradients(*parts, wants_dx, wants_dw, None if into is None else _SUM)
+            own = dy.operands[g], saved[g]
+            own_dx, own_dw = schedule.gradients(*own, wants_dx, wants_dw, None if into is None else _SUM)
             if dx is not None and own_dx is not None:
                 dx[rows] = own_dx
             if dw is not None and own_dw is not None:
@@ -459,12 +470,12 @@ class _Decoded(GroupedSchedule):
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
-        w_inputs: CastInputs, kept: Parts | None = None,
+        w_inputs: CastInputs, kept: Operands | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y of all groups, and the operands of x and w that backward reads, of one group after the other."""
         assert isinstance(weight, QuantizedTensor)
         matrix, parts, groups = as_matrix(x, self.dtype), parts_of_experts(weight), x_inputs.groups
-        plan = groups.plan(self.decode.rows_of_tile(matrix, parts[1], bias), self._programs).table
+        plan = groups.plan(self.decode.rows_of_tile(matrix, parts.scale, bias), self._programs).table
         y = self.decode(matrix, parts, bias, plan)
         if not (self.wants_dx or self.wants_dw):
             return y, ()
@@ -483,39 +494,44 @@ class _AllAtOnce(GroupedSchedule):
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
-        w_inputs: CastInputs, kept: Parts | None = None,
+        w_inputs: CastInputs, kept: Operands | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         """y, and the operands of x and w that backward reads, of all groups."""
         x_made = self._cast("x", as_matrix(x, self.dtype), x_inputs)
         w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
-        y = self._multiply("fprop", x_made[:3], w_made[:3], x_inputs.groups, self.dtype)
-        return y, (*x_made[3:], *w_made[3:])
+        y = self._multiply("fprop", x_made.row, w_made.row, x_inputs.groups, self.dtype)
+        return y, (*x_made.column, *w_made.column)
 
-    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
+    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Operands:
         """Both operands of the weights of all experts."""
         return self._cast("w", self._experts(weight), inputs)
 
-    def saved_anew(self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs) -> Parts:
-        """The operands that `forward` would save, cast again."""
-        x_made = self._cast("x", as_matrix(x, self.dtype), x_inputs, False, True)[3:] if self.wants_dw else [None] * 3
-        w_made = self._cast("w", self._experts(weight), w_inputs, False, True)[3:] if self.wants_dx else [None] * 3
-        return [*x_made, *w_made]
+    def saved_anew(
+        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs
+    ) -> list[Maybe]:
+        """The tensors that `forward` would save, cast again."""
+        x_made = self._cast("x", as_matrix(x, self.dtype), x_inputs, False, True) if self.wants_dw else Operands()
+        w_made = self._cast("w", self._experts(weight), w_inputs, False, True) if self.wants_dx else Operands()
+        return [*x_made.column, *w_made.column]
 
-    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+    def saved_operands(self, saved: Sequence[Maybe], inputs: CastInputs) -> Saved:
+        """The operands that backward reads, of all groups."""
+        return Schedule.saved_operands(self, saved, inputs)
+
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> _Gradient:
         """The groups, and both operands of a gradient, of all groups."""
-        return [inputs.groups, *self._cast("dy", as_matrix(dy, self.dtype), inputs, wants_dx, wants_dw)]
+        return _Gradient(inputs.groups, self._cast("dy", as_matrix(dy, self.dtype), inputs, wants_dx, wants_dw))
 
     def gradients(
-        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
-        into: Sink | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """dx and dw, each if it is asked for, from what `cast_dy` and `forward` returned; `into` as in `Schedule`."""
-        groups, shape, dx, dw = dy[0], (self.number, self.out_features, self.in_features), None, None
+        self, dy: _Gradient, saved: Saved, wants_dx: bool, wants_dw: bool, into: Sink | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dx and dw, each if it is asked for; `into` as in `Schedule`."""
+        groups, shape, dx, dw = dy.groups, (self.number, self.out_features, self.in_features), None, None
         if wants_dx:
-            dx = self._multiply("dgrad", dy[1:4], saved[3:6], groups, self.x_dtype)
+            dx = self._multiply("dgrad", dy.operands.row, saved.w, groups, self.x_dtype)
         if wants_dw:
             dw_dtype = self.w_dtype if into is None else torch.float32
-            dw = self._multiply("wgrad", dy[4:7], saved[:3], groups, dw_dtype).view(shape)
+            dw = self._multiply("wgrad", dy.operands.column, saved.x, groups, dw_dtype).view(shape)
         return dx, dw if into is None or dw is None else into.add(dw)
 
     def _experts(self, weight: torch.Tensor) -> torch.Tensor:
@@ -524,7 +540,7 @@ class _AllAtOnce(GroupedSchedule):
         weight = weight if weight.dtype == self.dtype else weight.to(self.dtype)
         return weight.reshape(-1, self.in_features)
 
-    def _cast(self, tensor: str, matrix: torch.Tensor, inputs: CastInputs, *which: bool) -> Parts:
+    def _cast(self, tensor: str, matrix: torch.Tensor, inputs: CastInputs, *which: bool) -> Operands:
         """The operands of a tensor: those that forward makes, or `which` are wanted (row, column)."""
         if not matrix.is_contiguous() or matrix.data_ptr() & 15:
             matrix = matrix.clone(memory_format=torch.contiguous_format)
@@ -535,7 +551,7 @@ class _AllAtOnce(GroupedSchedule):
             number = 0 if tensor == "w" else self.number
             step = self._steps[tensor, *which] = CastStep(self.backend, matrix, entries, 0, number)
         inputs = inputs._replace(groups=plan, folded=self._counts, tiles=self._counts)
-        return step(matrix, *self.resources(), inputs)[:6]
+        return step(matrix, *self.resources(), inputs)
 
     def _has_tiles(self, name: str) -> bool:
         route, cast = getattr(self.routes, name), getattr(self.recipe, name).rhs
@@ -544,7 +560,7 @@ class _AllAtOnce(GroupedSchedule):
     def _rows_of_tile(self, name: str) -> int:
         return own_gemm.OWN_GEMMS[self._has_tiles(name)].tile[0]
 
-    def _multiply(self, name: str, a: Sequence, b: Sequence, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    def _multiply(self, name: str, a: Parts, b: Parts, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
         """The GEMM `name` of all groups in one launch."""
         t, n, k = self.rows, self.out_features, self.in_features
         shape = {"fprop": (t, n), "dgrad": (t, k), "wgrad": (self.number * n, k)}[name]
@@ -553,8 +569,8 @@ class _AllAtOnce(GroupedSchedule):
         work = own_gemm.GroupedWork(1 + GEMMS.index(name), self.number, part, shape)
         tiles = self._has_tiles(name)
 
-        def product(a: Sequence, b: Sequence, _: None) -> torch.Tensor:
-            return own_gemm.own_block_matmul(a[0], a[1], b[0], b[1], dtype, tiles, work)
+        def product(a: Parts, b: Parts, _: None) -> torch.Tensor:
+            return own_gemm.own_block_matmul(a.codes, a.scale, b.codes, b.scale, dtype, tiles, work)
 
         if not are_named():
             return product(a, b, None)

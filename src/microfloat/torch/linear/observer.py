@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from microfloat.passes import CastInputs
-from microfloat.torch._typing import Parts, Sink
+from microfloat.torch._typing import Sink
+from microfloat.torch.backends.base import Operands, Parts, Saved
 from microfloat.torch.linear.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Observed:
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
-        w_inputs: CastInputs, kept: Parts | None = None,
+        w_inputs: CastInputs, kept: Operands | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
         made = self._schedule.forward(x, weight, bias, x_inputs, w_inputs, kept)
         self.observer.see_x(x, x_inputs)
@@ -101,14 +102,14 @@ class Observed:
         self.observer.see_y(made[0], bias)
         return made
 
-    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
+    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Operands:
         made = self._schedule.quantize_weight(weight, inputs)
         self.observer.see_w(weight, inputs)
         return made
 
     def cast_operands(
-        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
-    ) -> Parts:
+        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Operands | None
+    ) -> tuple[Operands, Operands]:
         made = self._schedule.cast_operands(x, weight, x_inputs, w_inputs, kept)
         self.observer.see_x(x, x_inputs)
         self.observer.see_w(weight, w_inputs)
@@ -119,18 +120,13 @@ class Observed:
         self.observer.see_y(y, bias)
         return y
 
-    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Operands:
         made = self._schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
         self.observer.see_dy(dy, inputs, wants_dx, wants_dw)
         return made
 
     def gradients(
-        self,
-        dy: Parts,
-        saved: Sequence[torch.Tensor | None],
-        wants_dx: bool,
-        wants_dw: bool,
-        into: "Sink | None" = None,
+        self, dy: Operands, saved: Saved, wants_dx: bool, wants_dw: bool, into: Sink | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         sums = None if into is None else _Sums(into)
         dx, dw = self._schedule.gradients(dy, saved, wants_dx, wants_dw, sums)

@@ -1,8 +1,8 @@
 """Steps that cast a weight of which codes exist already: stored as such, or gathered by FSDP2."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +11,8 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast
 from microfloat.routes import Entries, first_delayed
 from microfloat.torch import backends, reference
-from microfloat.torch._typing import Parts
 from microfloat.torch.backends import layouts_of
-from microfloat.torch.backends.base import Backend, aligned, parts_of, record_amax_
+from microfloat.torch.backends.base import NO_PARTS, Backend, Operands, Parts, aligned, parts_of, record_amax_
 from microfloat.torch.linear.gathered_weight import Gathered, in_form
 from microfloat.torch.reference import transpose_operand
 from microfloat.torch.tensor.checks import is_abstract
@@ -73,17 +72,23 @@ class StoredCast:
         """The first delayed cast, by whose scaling the amax is recorded; stored codes of the row were scaled before."""
         return first_delayed(entry and entry.cast for entry in self.entries[self._stored[0] :])
 
-    def __call__(self, weight: QuantizedTensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
-        made: Parts = [None] * 6
+    def __call__(
+        self, weight: QuantizedTensor, stream: int, words: torch.Tensor | None, inputs: CastInputs
+    ) -> Operands:
+        made = Operands()
         if self._step is not None:
-            made = self._step(_values_of(weight, self._compute), stream, words, inputs)[:6]
+            made = self._step(_values_of(weight, self._compute), stream, words, inputs)
         if inputs.record is not None and (self._step is None or self._step.delayed is None):
             record_amax_(inputs.record, reference.amax(weight.decoded(self._compute)))
         for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
             if stored:
                 operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()
                 backend = None if is_abstract(operand.codes) else self._backend
-                made[3 * index : 3 * index + 3] = _aligned(parts_of(operand, entry, self._layouts[index], backend))
+                parts = _aligned(parts_of(operand, entry, self._layouts[index], backend))
+                if index:
+                    made.column = parts
+                else:
+                    made.row = parts
         return made
 
 
@@ -94,7 +99,7 @@ def _values_of(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
         return weight.decoded(dtype)
     whole = weight.to_operand()
     parts = (aligned(part) for part in (whole.codes, whole.scale, whole.tensor_scale))
-    operand = dataclasses.replace(whole, **dict(zip(("codes", "scale", "tensor_scale"), parts, strict=True)))
+    operand = replace(whole, **dict(zip(("codes", "scale", "tensor_scale"), parts, strict=True)))
     return backends.choose("auto", codes.device).dequantize(operand, dtype)
 
 
@@ -103,11 +108,11 @@ def _aligned(parts: Parts) -> Parts:
 
     While a program is exported they have no address, and stay: its own operations of torch read any.
     """
-    return parts if parts[0] is None or is_abstract(parts[0]) else [aligned(part) for part in parts]
+    return parts if parts.codes is None or is_abstract(parts.codes) else Parts(*map(aligned, parts))
 
 
 def _is_stored(weight: QuantizedTensor, cast: Cast | None) -> bool:
-    return cast is not None and weight.cast == dataclasses.replace(cast, scaling=weight.cast.scaling)
+    return cast is not None and weight.cast == replace(cast, scaling=weight.cast.scaling)
 
 
 class GatheredCast:
@@ -132,8 +137,8 @@ class GatheredCast:
         """The first delayed cast, by whose scaling the amax is recorded."""
         return first_delayed(entry and entry.cast for entry in self.entries)
 
-    def __call__(self, weight: Gathered, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
-        made: Parts = [None] * 6
+    def __call__(self, weight: Gathered, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Operands:
+        made = [NO_PARTS, NO_PARTS]
         for index, (entry, layout) in enumerate(zip(self.entries, self._layouts, strict=True)):
             if entry is None:
                 continue
@@ -145,7 +150,7 @@ class GatheredCast:
                 values = weight.contents.values().to(self._compute)
                 return self._step(self._backend, values, self.entries, 0)(values, stream, words, inputs)
             operand = in_form(operand, entry.form, entry.turned, layout, self._backend)
-            made[3 * index : 3 * index + 3] = _aligned(parts_of(operand, entry, layout, self._backend))
+            made[index] = _aligned(parts_of(operand, entry, layout, self._backend))
         if inputs.record is not None and self.delayed is not None:
             record_amax_(inputs.record, weight.contents.amax)  # type: ignore[arg-type]
-        return made
+        return Operands(*made)

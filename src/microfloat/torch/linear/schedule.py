@@ -10,8 +10,8 @@ gradient, torch.autocast); it holds no data and serves every layer that asks for
 kernels, or plain torch operations where no kernel serves; products are closures over a GEMM, with padding where sizes
 need it.
 
-An operand is three tensors between its cast and its GEMM: codes (or decoded values, or the matrix itself in high
-precision), scales, tensor scale; `microfloat.layout` says how each of them lies.
+An operand is three tensors between its cast and its GEMM (`backends.base.Parts`); `microfloat.layout` says how each of
+them lies.
 
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features. "row" is the operand of a tensor as
 it lies, "column" that of its transpose.
@@ -19,7 +19,9 @@ it lies, "column" that of its transpose.
 
 import contextlib
 import functools
+import typing
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -29,12 +31,12 @@ from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe, Static
 from microfloat.recipes.core import delayed_of
-from microfloat.routes import Entries, Routes, entries_of, first_delayed, routes_of, saved_parts
+from microfloat.routes import Entries, Routes, entries_of, first_delayed, routes_of
 from microfloat.support import Notes, text_table
 from microfloat.torch import reference
-from microfloat.torch._typing import Options, Parts, Sink
+from microfloat.torch._typing import Options, Sink
 from microfloat.torch.backends import layouts_of, why_by_torch
-from microfloat.torch.backends.base import Backend, laid, parts_of, record_amax_
+from microfloat.torch.backends.base import NO_PARTS, Backend, Operands, Parts, Saved, laid, parts_of, record_amax_
 from microfloat.torch.launch.gemms import Product, product
 from microfloat.torch.linear.gathered_weight import Gathered, in_form
 from microfloat.torch.linear.quantized_weight import GatheredCast, StoredCast
@@ -57,6 +59,8 @@ Step: TypeAlias = Any  # a `CastStep`, or what takes its place for tensors that 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _MOST_SCHEDULES = 1024
 _NO_SECOND = (None, None, None, None)
+# `Operands.of` in the least host time: every call makes three.
+_ROW, _COLUMN, _new = itemgetter(0, 1, 2), itemgetter(3, 4, 5), tuple.__new__
 # Inputs of the casts of x, w and dy that read nothing besides their tensors.
 NO_INPUTS = (CastInputs(), CastInputs(), CastInputs())
 
@@ -76,11 +80,26 @@ def as_matrix(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor
     return x if dtype is None or x.dtype == dtype else x.to(dtype)
 
 
-class CastStep:
-    """Both operands of one tensor: by bound launches, or by plain torch operations where `reason` says why.
+def _as_they_are(entries: Entries) -> tuple[bool, bool]:
+    """True for the row and the column operand that is the tensor itself, in high precision."""
+    row, column = (entry is not None and entry.cast is None for entry in entries)
+    return row, column
 
-    ``step(x, stream, words, inputs)`` returns codes, scale and tensor scale of the row operand, then of the column's.
-    """
+
+def _laid(parts: Parts, layout: Layout | None) -> Parts:
+    """A saved operand, should a saved-tensor hook have returned it in another memory order."""
+    if layout is None:
+        return parts
+    codes, scale, level = parts
+    if codes.stride() == layout.codes.strides and (scale is None or scale.stride() == layout.scale.strides):  # type: ignore[union-attr]
+        return parts
+    if scale is None and codes.t().is_contiguous():  # values lie as x does, and GEMMs read them in either order
+        return parts
+    return Parts(laid(codes, layout.codes), laid(scale, layout.scale), level)
+
+
+class CastStep:
+    """Both operands of one tensor: by bound launches, or by plain torch operations where `reason` says why."""
 
     __slots__ = (
         "_backend", "_batch", "_column_as_is", "_folds", "_layouts", "_recording", "_row_as_is", "delayed", "entries",
@@ -131,23 +150,23 @@ class CastStep:
         reason = why_by_torch(backend, row, column)
         return "torch operations" if reason else "kernels", reason
 
-    def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Parts:
+    def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Operands:
         program = self.program if inputs.record is None else self._recording
-        made: Parts
         if program is not None:
             if self._folds and inputs.folded is None:  # kernels count in any case; nobody reads these
                 counts = torch.empty(2, dtype=torch.int64, device=x.device)
                 inputs = inputs._replace(folded=counts, tiles=counts)
-            made = program.run(stream, (None, x, words, *inputs, *_NO_SECOND))
+            parts = program.run(stream, (None, x, words, *inputs, *_NO_SECOND))
+            made = Operands(_new(Parts, _ROW(parts)), _new(Parts, _COLUMN(parts)))
         else:
-            made = self._by_torch(x, inputs) if self.reason else [None] * 6
+            made = self._by_torch(x, inputs) if self.reason else Operands()
         if self._row_as_is:
-            made[0] = x
+            made.row = Parts(x)
         if self._column_as_is:
-            made[3] = x.t()
+            made.column = Parts(x.t())
         return made
 
-    def _by_torch(self, x: torch.Tensor, inputs: CastInputs) -> Parts:
+    def _by_torch(self, x: torch.Tensor, inputs: CastInputs) -> Operands:
         casts = [None if entry is None else entry.cast for entry in self.entries]
         options: Options = {"batch": self._batch, "amax": inputs.amax}
         if any(cast is not None and cast.is_delayed for cast in casts):
@@ -158,15 +177,15 @@ class CastStep:
         row, column = OPERANDS_OF[next(entry.operand.tensor for entry in self.entries if entry is not None)]
         options |= {"row_stream": row.stream, "column_stream": column.stream}
         operands = reference.quantize_both(x, *casts, seed=inputs.seed, **options)
-        made: Parts = []
+        made = []
         forms = [None if entry is None else entry.form for entry in self.entries]
         counts = inputs.folded if "folded" in forms else inputs.tiles  # of both operands, as kernels count
         for index, (operand, entry, layout) in enumerate(zip(operands, self.entries, self._layouts, strict=True)):
             if operand is not None and entry is not None:
                 changed = None if counts is None else counts[index]
                 operand = in_form(operand, entry.form, entry.turned, layout, self._backend, changed)
-            made += parts_of(operand, entry, layout)
-        return made
+            made.append(parts_of(operand, entry, layout))
+        return Operands(*made)
 
 
 class Schedule:
@@ -220,15 +239,12 @@ class Schedule:
         self._empty = None if backend.programs is None else backend.programs.fast_empty(x.device)
         x_entries = entries_of(recipe, routes, "x", True, wants_dw)
         w_entries = entries_of(recipe, routes, "w", True, wants_dx and not late)
-        self.x_saved, self.w_saved = saved_parts(recipe, wants_dx, wants_dw)
-        self._w_of_pair = slice(self.w_saved.start + 6, self.w_saved.stop + 6)
-        which = self.x_saved.start // 3, self.w_saved.start // 3
-        w_read = entries_of(recipe, routes, "w", not which[1], wants_dx) if self.late else w_entries
-        self._layouts = layouts_of(backend, x_entries, m, k)[which[0]], layouts_of(backend, w_read, n, k)[which[1]]
-        self._strides = tuple(
-            None if layout is None else (layout.codes.strides, None if layout.scale is None else layout.scale.strides)
-            for layout in self._layouts
-        )
+        # True where backward reads the row operand, as fprop does; else it reads the column operand, or none.
+        self.reads_x_row, self.reads_w_row = wants_dw and recipe.wgrad.from_fprop, wants_dx and recipe.dgrad.from_fprop
+        w_read = entries_of(recipe, routes, "w", self.reads_w_row, wants_dx) if self.late else w_entries
+        x_layouts, w_layouts = layouts_of(backend, x_entries, m, k), layouts_of(backend, w_read, n, k)
+        # Layouts of the operands of x and w that `forward` returns for backward.
+        self.saved_layouts = x_layouts[not self.reads_x_row], w_layouts[not self.reads_w_row]
         self.x_cast, self.w_cast = self._step_of(x, x_entries), self._step_of(weight, w_entries)
         is_stored, is_gathered = isinstance(weight, QuantizedTensor), isinstance(weight, Gathered)
         # What a frozen weight's codes do not serve, such as a folded operand, is made once.
@@ -328,7 +344,7 @@ class Schedule:
 
     # --------------------------------------------------------------------------------------------------- running
 
-    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Parts:
+    def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Operands:
         """Both operands of the weight."""
         if self._converts_w:
             weight = weight.to(self.dtype)
@@ -336,9 +352,12 @@ class Schedule:
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
-        w_inputs: CastInputs, kept: Parts | None = None,
+        w_inputs: CastInputs, kept: Operands | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
-        """y, and the operands of x and w that backward reads. `kept`: the weight's operands from an earlier call."""
+        """y, and the tensors of which `saved_operands` makes what backward reads.
+
+        `kept`: the weight's operands from an earlier call.
+        """
         if self._converts_x:
             x = as_matrix(x, self.dtype)
         pair = self._pair[x_inputs.record is not None] if kept is None else None
@@ -346,47 +365,46 @@ class Schedule:
             stream, words = self.resources()
             second = (weight, w_inputs.scale_enc, w_inputs.seed, w_inputs.record)
             made = pair.run(stream, (None, x, words, *x_inputs, *second))
-            y = self.products["fprop"](made[0:3], made[6:9], bias)
-            saved = (*made[self.x_saved], *(weights_of(weight) if self.late else made[self._w_of_pair]))
+            x_made, w_made = (Operands(Parts(*made[at : at + 3]), Parts(*made[at + 3 : at + 6])) for at in (0, 6))
         else:
             x_made = self.x_cast(x, *self.resources(), x_inputs)
             w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
-            y = self.products["fprop"](x_made[0:3], w_made[0:3], bias)
-            saved = (*x_made[self.x_saved], *(weights_of(weight) if self.late else w_made[self.w_saved]))
+        y = self.products["fprop"](x_made.row, w_made.row, bias)
+        x_read = x_made.row if self.reads_x_row else x_made.column
+        if self.late:
+            saved = *x_read, *weights_of(weight)
+        else:
+            saved = *x_read, *(w_made.row if self.reads_w_row else w_made.column)
         # Not a view for autograd, as nn.Linear's result is none: an activation may work in place.
         return y if self.y_shape is None else _unsafe_view(y, self.y_shape), saved
 
     def cast_operands(
-        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Parts | None
-    ) -> Parts:
-        """The twelve parts of the operands of x and w that are made of them, None in place of the others."""
-        x_made = self.x_cast(as_matrix(x, self.dtype), *self.resources(), x_inputs)[:6]
-        w_made = self.quantize_weight(weight, w_inputs)[:6] if kept is None else [None] * 6
+        self, x: torch.Tensor, weight: torch.Tensor, x_inputs: CastInputs, w_inputs: CastInputs, kept: Operands | None
+    ) -> tuple[Operands, Operands]:
+        """The operands of x and w but for tensors as they are, which `fill_in` puts there; no w where one is kept."""
+        x_made = self.x_cast(as_matrix(x, self.dtype), *self.resources(), x_inputs)
+        w_made = self.quantize_weight(weight, w_inputs) if kept is None else Operands()
         for made, step in ((x_made, self.x_cast), (w_made, self.w_cast)):
-            for index, entry in enumerate(step.entries):
-                if entry is not None and entry.cast is None:  # the tensor itself
-                    made[3 * index] = None
-        return [*x_made, *w_made]
+            row, column = _as_they_are(step.entries)
+            made.row = NO_PARTS if row else made.row
+            made.column = NO_PARTS if column else made.column
+        return x_made, w_made
 
-    def filled(self, parts: Parts, x: torch.Tensor, weight: torch.Tensor, kept: Parts | None) -> Parts:
-        """All twelve parts of the operands of x and w, given those that `cast_operands` returns."""
-        for offset, tensor, entries in ((0, x, self.x_cast.entries), (6, weight, self.w_cast.entries)):
-            if offset and kept is not None:
-                parts[6:] = kept[:6]
-            elif any(entry is not None and entry.cast is None for entry in entries):
-                is_stored = isinstance(tensor, QuantizedTensor)
-                matrix = tensor.dequantize(self.dtype) if is_stored else as_matrix(tensor, self.dtype)
-                row, column = (entry is not None and entry.cast is None for entry in entries)
-                parts[offset] = matrix if row else parts[offset]
-                parts[offset + 3] = matrix.t() if column else parts[offset + 3]
-        return parts
+    def fill_in(self, made: Operands, entries: Entries, tensor: torch.Tensor) -> None:
+        """Put x or the weight where its GEMMs read it in high precision."""
+        row, column = _as_they_are(entries)
+        if row or column:
+            is_stored = isinstance(tensor, QuantizedTensor)
+            matrix = tensor.dequantize(self.dtype) if is_stored else as_matrix(tensor, self.dtype)
+            made.row = Parts(matrix) if row else made.row
+            made.column = Parts(matrix.t()) if column else made.column
 
     def delayed_dy(self, wants_dx: bool, wants_dw: bool) -> Cast | None:
         """The first delayed cast of the gradient, of those that are wanted."""
         row, column = self.recipe.dgrad.lhs, self.recipe.wgrad.lhs
         return first_delayed((row if wants_dx else None, column if wants_dw else None))
 
-    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Parts:
+    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Operands:
         """Both operands of a gradient, by a cast that is found by how the gradient lies and by what is asked for."""
         step = self._dy
         address = dy.data_ptr()
@@ -407,26 +425,26 @@ class Schedule:
         return step(dy, *self.resources(), inputs)
 
     def gradients(
-        self, dy: Parts, saved: Sequence[torch.Tensor | None], wants_dx: bool, wants_dw: bool,
-        into: "Sink | None" = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """dx in x's shape and dw, each if it is asked for, from what `cast_dy` and `forward` returned.
+        self, dy: Operands, saved: Saved, wants_dx: bool, wants_dw: bool, into: "Sink | None" = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dx in x's shape and dw, each if it is asked for.
 
         Uses up `dy`: the memory of its row operand serves dw. `into` takes dw in float32, before it is rounded.
         """
         dx = dw = None
         if wants_dx:
-            parts = dy[0:3], self._laid(1, saved[3:6]), None
-            multiplied = self.products["dgrad"]
-            dx = multiply(multiplied, *parts, self.flops) if are_named() else multiplied(*parts)
-            del parts
-            dy[0:3] = None, None, None
+            product, w = self.products["dgrad"], _laid(saved.w, self.saved_layouts[1])
+            dx = multiply(product, dy.row, w, None, self.flops) if are_named() else product(dy.row, w, None)
+            del w
+            dy.row = NO_PARTS
             if self.x_shape is not None:
                 dx = dx.view(self.x_shape)
         if wants_dw:
-            parts = dy[3:6], self._laid(0, saved[0:3]), None
-            multiplied = self.products["wgrad"] if into is None else self.wgrad_sum
-            dw = multiply(multiplied, *parts, self.flops) if are_named() else multiplied(*parts)
+            product, x = (
+                self.products["wgrad"] if into is None else self.wgrad_sum,
+                _laid(saved.x, self.saved_layouts[0]),
+            )
+            dw = multiply(product, dy.column, x, None, self.flops) if are_named() else product(dy.column, x, None)
             dw = dw if into is None else into.add(dw)
         return dx, dw
 
@@ -449,39 +467,24 @@ class Schedule:
 
     def saved_again(self, tensor: str, x: torch.Tensor, inputs: CastInputs) -> Parts:
         """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""
-        saved = self.x_saved if tensor == "x" else self.w_saved
+        reads_row = self.reads_x_row if tensor == "x" else self.reads_w_row
         is_stored, is_gathered = isinstance(x, QuantizedTensor), isinstance(x, Gathered)
         x = x if is_gathered or is_stored else as_matrix(x.detach(), self.dtype)
         key = tensor, x.stride(), None if is_stored else x.data_ptr() & (ALIGNMENT - 1)
         step = self._later_steps.get(key)
         if step is None:
-            entries = entries_of(self.recipe, self.routes, tensor, not saved.start, True)
+            entries = entries_of(self.recipe, self.routes, tensor, reads_row, True)
             step = self._later_steps[key] = self._step_of(x, entries)
-        return step(x, *self.resources(), inputs)[saved]
+        return step(x, *self.resources(), inputs).one(reads_row)
 
-    def read_later(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Sequence[torch.Tensor | None]:
-        """The tensors that backward reads: those that forward saved, and in place of a weight its operand, cast now."""
+    def saved_operands(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Saved:
+        """The operands that backward reads, of the tensors that `forward` saved; a weight among them is cast now."""
+        x = Parts(*saved[:3])
         if not self.late:
-            return saved
-        weights: Any = saved[3:]
+            return Saved(x, Parts(*saved[3:]))
+        weights = typing.cast(Sequence[torch.Tensor], saved[3:])
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return *saved[:3], *self.saved_again("w", weight, inputs)
-
-    def saved_layouts(self) -> tuple[Layout | None, Layout | None]:
-        """Layouts of the operands of x and w that `forward` returns for backward."""
-        return self._layouts
-
-    def _laid(self, which: int, parts: Sequence) -> Sequence:
-        """A saved operand, should a saved-tensor hook have returned it in another memory order."""
-        strides, layout = self._strides[which], self._layouts[which]
-        if strides is None or layout is None:
-            return parts
-        codes, scale, level = parts
-        if codes.stride() == strides[0] and (scale is None or scale.stride() == strides[1]):
-            return parts
-        if scale is None and codes.t().is_contiguous():  # values lie as x does, and GEMMs read them in either order
-            return parts
-        return laid(codes, layout.codes), laid(scale, layout.scale), level
+        return Saved(x, self.saved_again("w", weight, inputs))
 
     @property
     def is_elsewhere(self) -> bool:
@@ -518,8 +521,8 @@ class Schedule:
             for entry in entries:
                 if entry is not None:
                     name = tensor + (".T" if entry.operand.transposed else "")
-                    parts = {"x": self.x_saved, "w": self.w_saved}.get(tensor)
-                    saved = "yes" if parts is not None and bool(parts.start) is entry.operand.transposed else ""
+                    reads_row = {"x": self.reads_x_row, "w": self.reads_w_row}.get(tensor)
+                    saved = "yes" if reads_row is not entry.operand.transposed and reads_row is not None else ""
                     cast = "high precision" if entry.cast is None else entry.cast.format.name
                     form = "as it is" if entry.cast is None else entry.form
                     how = "" if entry.cast is None else launches

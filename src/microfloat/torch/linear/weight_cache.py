@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.torch._typing import Context, Maybe, Parts, Sink
+from microfloat.torch._typing import Context, Maybe, Sink
+from microfloat.torch.backends.base import Operands
 from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
@@ -159,9 +160,9 @@ class KeptWeight:
     def clear(self) -> None:
         """Keep nothing."""
         # Replaced as a whole, so that threads see one or the other.
-        self._entry: tuple[tuple[weakref.ref, ...], tuple, Parts] | None = None
+        self._entry: tuple[tuple[weakref.ref, ...], tuple, Operands] | None = None
 
-    def find(self, weights: Sequence[torch.Tensor], key: tuple) -> Parts | None:
+    def find(self, weights: Sequence[torch.Tensor], key: tuple) -> Operands | None:
         """The operands if these are the tensors that they were made from, unchanged, and `key` is equal; else None."""
         entry = self._entry
         if entry is None:
@@ -171,7 +172,7 @@ class KeptWeight:
         same = len(made_from) == len(tensors) and all(one() is its for one, its in zip(made_from, tensors, strict=True))
         return operands if same and stamp == _stamp(weights, tensors, key) else None
 
-    def keep(self, weights: Sequence[torch.Tensor], key: tuple, operands: Parts) -> None:
+    def keep(self, weights: Sequence[torch.Tensor], key: tuple, operands: Operands) -> None:
         """Keep `operands`, made from `weights` and from what `key` says."""
         if not any(weight.is_inference() for weight in weights):  # their writes are not counted
             tensors = _tensors_in(weights)
@@ -212,11 +213,11 @@ def keep_weight(
     key = (*schedule.weight_key, version, weight.dtype)
     operands = kept.find(weights, key)
     reads_column = schedule.wants_dx and not schedule.late
-    if operands is not None and not (reads_column and operands[schedule.w_saved.start] is None):
+    if operands is not None and not (reads_column and operands.one(schedule.reads_w_row).codes is None):
         run.kept = operands
         return False
     with torch.no_grad(), schedule.scope():
-        run.kept = schedule.quantize_weight(weight, run.w)[:6]
+        run.kept = schedule.quantize_weight(weight, run.w)
     # What a CUDA graph makes has no values before its first replay.
     if not (schedule.keeps_weight and schedule.device >= 0 and torch.cuda.is_current_stream_capturing()):
         kept.keep(weights, key, run.kept)

@@ -11,11 +11,13 @@ A mode sees operators by their names: a policy of selective checkpointing keeps 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from microfloat.torch._typing import Maybe, Parts, Triple
+from microfloat.torch._typing import Maybe
+from microfloat.torch.backends.base import Operands, Parts
 from microfloat.torch.tensor.checks import is_abstract
 from microfloat.torch.tensor.custom_ops import refuse_batches
 
@@ -39,15 +41,18 @@ def outside_of_modes() -> contextlib.AbstractContextManager:
     return _disable_current_modes() if are_named() else _NOTHING
 
 
-def quantize_operands(cast: Callable[[], Parts], x: torch.Tensor, weight: list[torch.Tensor]) -> Parts:
-    """``cast()``, a list of tensors or None, made of x and of the parts of a weight."""
-    with _numbered(lambda: _without_none(cast(), x)) as number:
-        return _with_none(torch.ops.microfloat.quantize_operands(x, weight, number))
+def quantize_operands(
+    cast: Callable[[], tuple[Operands, Operands]], x: torch.Tensor, weight: list[torch.Tensor]
+) -> tuple[Operands, Operands]:
+    """``cast()``: the operands that it makes of x and of the parts of a weight."""
+    with _numbered(lambda: _without_none([part for both in cast() for part in both.flat()], x)) as number:
+        parts = _with_none(torch.ops.microfloat.quantize_operands(x, weight, number))
+    return Operands.of(parts), Operands.of(parts[len(parts) // 2 :])
 
 
-def multiply(product: Callable[..., torch.Tensor], a: Triple, b: Triple, bias: Maybe, flops: int) -> torch.Tensor:
+def multiply(product: Callable[..., torch.Tensor], a: Parts, b: Parts, bias: Maybe, flops: int) -> torch.Tensor:
     """``product(a, b, bias)``, counted as `flops` floating-point operations."""
-    if is_abstract(a[0]):
+    if is_abstract(a.codes):
         return product(a, b, bias)
     with _numbered(product) as number:
         return torch.ops.microfloat.multiply_operands([*a], [*b], bias, flops, number)
@@ -55,7 +60,7 @@ def multiply(product: Callable[..., torch.Tensor], a: Triple, b: Triple, bias: M
 
 def multiply_groups(
     forward: Callable[[], Sequence[Maybe]], x: torch.Tensor, weight: list[torch.Tensor], bias: Maybe, flops: int
-) -> Parts:
+) -> list[Any]:
     """``forward()``, y and a list of tensors or None, made of x and of the parts of a weight."""
     with _numbered(lambda: _without_none(forward(), x)) as number:
         return _with_none(torch.ops.microfloat.multiply_groups(x, weight, bias, flops, number))
@@ -76,13 +81,13 @@ def _without_none(parts: Sequence[Maybe], x: torch.Tensor) -> list[torch.Tensor]
     return [x.new_empty(0) if part is None else part for part in parts]
 
 
-def _with_none(parts: list[torch.Tensor]) -> Parts:
+def _with_none(parts: list[torch.Tensor]) -> list[Any]:
     return [part if part.numel() else None for part in parts]
 
 
 for _name, _run in (
     ("quantize_operands", lambda x, weight, call: _CALLS[call]()),
-    ("multiply_operands", lambda a, b, bias, flops, call: _CALLS[call](a, b, bias)),
+    ("multiply_operands", lambda a, b, bias, flops, call: _CALLS[call](Parts(*a), Parts(*b), bias)),
     ("multiply_groups", lambda x, weight, bias, flops, call: _CALLS[call]()),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")

@@ -87,7 +87,7 @@ def reads_what_fprop_read(device, name):
     recipe = recipe_of(f"{name} dequantized")
     with native_on(device), block_gemms(device, []):
         layer, (x, dy) = make(recipe, device), inputs(device)
-        saved = layer.schedule(x).saved_layouts()
+        saved = layer.schedule(x).saved_layouts
         layer(x).backward(dy)
     encoded = {"scale_enc": torch.ones((), device=device)} if recipe.is_delayed else {}
     x_values, w_values = (

@@ -125,7 +125,7 @@ def every_group_is_cast_alone(device, name):
         def cast(matrix, in_groups=0, groups=None):
             step = schedule.CastStep(backend, matrix, entries, 0, in_groups)
             inputs = CastInputs(folded=counts, tiles=counts, groups=groups)
-            return step(matrix, stream, program.scratch(x.get_device()), inputs)
+            return step(matrix, stream, program.scratch(x.get_device()), inputs).flat()
 
         row, row_scale, _, column, column_scale, _ = cast(x, len(SIZES), plan.whole)
         begins = plan.padded_begins[: len(SIZES) + 1].tolist()

@@ -15,7 +15,7 @@ from microfloat.recipes import RECIPES, MXFP8BlockScaling
 from microfloat.torch import backends
 from microfloat.torch import reference as torch_reference
 from microfloat.torch.backends import layouts_of
-from microfloat.torch.backends.base import record_amax_
+from microfloat.torch.backends.base import Operands, Parts, record_amax_
 from microfloat.torch.launch import gemms, program
 from microfloat.torch.linear import schedule
 
@@ -47,7 +47,7 @@ def _cast_by_torch(step, x, stream, words, inputs):
     if inputs.record is not None:
         record_amax_(inputs.record, torch_reference.amax(x))
     layouts = layouts_of(_Native, step.entries, *x.shape)
-    made = [None] * 6
+    made = [Parts(), Parts()]
     if any(entry is not None and entry.form == "folded" for entry in step.entries):
         inputs = inputs._replace(tiles=inputs.folded)  # of one launch, whose operands are counted together
     for form, counts in (("folded", inputs.folded), ("tiles", inputs.tiles)):
@@ -56,9 +56,8 @@ def _cast_by_torch(step, x, stream, words, inputs):
     for index, (entry, layout) in enumerate(zip(step.entries, layouts, strict=True)):
         if entry is not None:
             matrix = x.t() if index else x
-            parts = [matrix, None, None] if entry.cast is None else _parts(entry, layout, matrix, inputs, index)
-            made[3 * index : 3 * index + 3] = parts
-    return made
+            made[index] = Parts(matrix) if entry.cast is None else _parts(entry, layout, matrix, inputs, index)
+    return Operands(*made)
 
 
 class _Native:
@@ -86,10 +85,10 @@ def _parts(entry, layout, matrix, inputs, index):
     elif entry.form == "values":
         bare = dataclasses.replace(made, tensor_scale=None, length=made.stored_length, hadamard=None)
         codes, scale = torch_reference.dequantize(bare, torch.bfloat16), None
-    parts = [_laid(codes, layout.codes, matrix.device, entry, is_scale=False), None, level]
+    codes = _laid(codes, layout.codes, matrix.device, entry, is_scale=False)
     if scale is not None:
-        parts[1] = _laid(scale, layout.scale, matrix.device, entry, is_scale=True)
-    return parts
+        scale = _laid(scale, layout.scale, matrix.device, entry, is_scale=True)
+    return Parts(codes, scale, level)
 
 
 def _laid(tensor, part, device, entry, is_scale):
