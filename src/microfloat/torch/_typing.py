@@ -1,26 +1,25 @@
-"""Types of what torch itself leaves untyped, each written once. Type checkers alone read most of them."""
+"""Types that torch leaves open, and Protocols of classes that rooms above define: the lowest room of all."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from microfloat.recipes import Cast
+
 if TYPE_CHECKING:
-    from microfloat.recipes import Cast
-    from microfloat.torch.distributed.expert_parallel import _Route
-    from microfloat.torch.distributed.tp_dtensor import Placed
-    from microfloat.torch.linear.function import Run
-    from microfloat.torch.linear.fused_input import ActivationRun, NormRun
+    from torch.distributed import ProcessGroup
 
 __all__ = [
-    "Arguments", "Context", "InitMethod", "Maybe", "Options", "Result", "Seed", "Sink", "StateDict", "Takes",
-    "WithBias",
+    "Arguments", "Context", "Group", "InitMethod", "Layer", "Maybe", "Options", "Result", "Runs", "Seed", "Sink",
+    "StateDict", "Takes", "WithBias",
 ]  # fmt: skip
 
 Takes = ParamSpec("Takes")  # what a decorated function takes, and what it returns
 Result = TypeVar("Result")
 
 Maybe: TypeAlias = torch.Tensor | None
+Group: TypeAlias = "ProcessGroup | None"
 Seed: TypeAlias = int | Sequence[int] | Maybe
 Arguments: TypeAlias = Sequence[Any]  # of an operator or a hook, as torch passes them
 Options: TypeAlias = dict[str, Any]  # the same by name
@@ -37,6 +36,38 @@ class Sink(Protocol):
         ...
 
 
+class Layer(Protocol):
+    """A layer under a recipe, such as `nn.linear.RecipeLayer`."""
+
+    backend: str
+    return_bias: bool
+    fuse_wgrad_accumulation: bool
+    weight: torch.Tensor
+    bias: Maybe
+    _path: str  # its name in its model
+    _parameters: dict[str, torch.nn.Parameter | None]
+    _load_state_dict_post_hooks: dict[int, Callable]
+
+    @property
+    def added_bias(self) -> Maybe:
+        """The bias that its product adds."""
+        ...
+
+
+class Runs(Protocol):
+    """A forward and its backward, such as `linear.function.Run`."""
+
+    path: str
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """The results, given a `Context` and tensors."""
+        ...
+
+    def backward(self, *arguments: Any, **options: Any) -> tuple[Maybe, ...]:
+        """The gradients of the tensors, given a `Context` and those of the results."""
+        ...
+
+
 class Context(Protocol):
     """The `ctx` of an autograd Function: torch's part of it, and what the Functions of this library keep there."""
 
@@ -45,7 +76,7 @@ class Context(Protocol):
     next_functions: tuple[tuple[torch.autograd.graph.Node | None, int], ...]
     wanted: list[bool]
 
-    run: "Run | NormRun | ActivationRun"
+    run: Runs
     dy_state: tuple  # encode scale and history of delayed scaling
     settings: tuple
     into: Sink
@@ -55,9 +86,9 @@ class Context(Protocol):
     rows: list[int]
     split: Sequence[int] | None
     interleaved: bool
-    route: "_Route"
-    cast: "Cast | None"
-    placed: "Placed"
+    route: Any  # of rows to their experts
+    cast: Cast | None
+    placed: Any  # the places of the parts of a DTensor
 
     def save_for_backward(self, *tensors: Maybe) -> None:
         """Keep tensors for backward."""

@@ -11,7 +11,7 @@ Legend: M = rows of x, K = in features, N = out features.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,9 +35,6 @@ from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.tensor.custom_ops import refuse_batches, refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 from microfloat.torch.tensor.seeds import draw_seed
-
-if TYPE_CHECKING:
-    from microfloat.torch.nn.linear import RecipeLayer
 
 __all__ = [
     "MARKER", "OWN_WGRAD", "SETTINGS", "Settings", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
@@ -217,7 +214,7 @@ def settings_of(
 
 
 def recorded(
-    layer: "RecipeLayer", outputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor], token: str, number: int
+    layer: Any, outputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor], token: str, number: int
 ) -> torch.Tensor:
     """y, after the amaxes that came with it, if any, have gone to the layer's histories."""
     if not isinstance(outputs, tuple):

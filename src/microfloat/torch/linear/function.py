@@ -14,7 +14,7 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes, routes_of
 from microfloat.torch import backends
-from microfloat.torch._typing import Context, Maybe
+from microfloat.torch._typing import Context, Layer, Maybe, Runs
 from microfloat.torch._upper import upper
 from microfloat.torch.backends.base import Operands, aligned
 from microfloat.torch.context import Ambient
@@ -33,7 +33,7 @@ from microfloat.torch.linear.fold_counts import FoldCounts, routes_after
 from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.linear.observer import OBSERVERS, observed
 from microfloat.torch.linear.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember
-from microfloat.torch.linear.weight_cache import MainGrad, casts_late, fsdp_parameters, keep_weight, weights_of
+from microfloat.torch.linear.weight_cache import KeptWeight, MainGrad, casts_late, fsdp_parameters, weights_of
 from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.scaling.amax_reduction import Group
@@ -41,12 +41,6 @@ from microfloat.torch.tensor.checks import check_linear, is_abstract, with_path
 from microfloat.torch.tensor.custom_ops import refusal_of_transforms, refuse_transforms
 from microfloat.torch.tensor.dispatch_modes import are_named, multiply_groups, outside_of_modes, quantize_operands
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from microfloat.torch.linear.fused_input import ActivationRun, NormRun
-    from microfloat.torch.linear.grouped import Groups
-    from microfloat.torch.nn.linear import Linear, RecipeLayer
-    from microfloat.torch.nn.merged import Unit
 
 __all__ = [
     "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
@@ -59,7 +53,7 @@ _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer
 
 
 def run_linear(
-    layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None, is_first_microbatch: bool | None
+    layer: Layer, x: torch.Tensor, recipe: Recipe, state: Ambient | None, is_first_microbatch: bool | None
 ) -> torch.Tensor | None:
     """``x @ weight.T + bias`` under `recipe`, differentiable once; None where there are no elements to multiply.
 
@@ -107,7 +101,7 @@ def run_linear(
     return y
 
 
-def find_for(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> Schedule | None:
+def find_for(layer: Layer, x: torch.Tensor, recipe: Recipe, state: Ambient | None) -> Schedule | None:
     """The schedule that a call of `layer` with `x` would run; None where there are no elements to multiply."""
     weight, bias = layer.weight, layer.added_bias
     if _is_sharded(x) or _is_sharded(weight):
@@ -124,13 +118,13 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(type(tensor), "placements")
 
 
-def backend_name(layer: "RecipeLayer", state: Ambient | None) -> str:
+def backend_name(layer: Layer, state: Ambient | None) -> str:
     """The backend that a call asks for: the layer's own, else the autocast's."""
     return layer.backend if layer.backend != "auto" or state is None else state.backend
 
 
 def _of_call(
-    layer: "Linear", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe,
+    layer: Layer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe,
     state: Ambient | None,
 ) -> Schedule | None:  # fmt: skip
     """The schedule of an eager call; None where there are no elements to multiply."""
@@ -189,7 +183,7 @@ def find(
     return remember(key, Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, *options))
 
 
-def counts_of(layer: nn.Module) -> FoldCounts:
+def counts_of(layer: Layer) -> FoldCounts:
     """The number of elements that folding has changed in this layer so far."""
     counts = layer.__dict__.get("_fold_counts")
     if counts is None:
@@ -320,9 +314,7 @@ class Scheduled(torch.autograd.Function):
     """The one Function of the library: `run.forward` and `run.backward`, of a `Run` or of a fused one."""
 
     @staticmethod
-    def forward(
-        ctx: Context, run: "Run | NormRun | ActivationRun", *tensors: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, run: Runs, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         ctx.run = run
         return run.forward(ctx, *tensors)
 
@@ -381,12 +373,53 @@ def begin(
     elif schedule.is_delayed:
         _begin_delayed(run, layer, weight, state, is_first_microbatch)
     elif is_first_microbatch is not None or (schedule.keeps_weight and not fsdp_parameters(layer)):
-        keep_weight(run, layer, weight, is_first_microbatch is True, None)
+        _keep_weight(run, layer, weight, is_first_microbatch is True, None)
     return run
 
 
+def _keep_weight(run: Run, layer: Any, weight: torch.Tensor, is_first_microbatch: bool, version: int | None) -> bool:
+    """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
+    weights = weights_of(weight)
+    # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
+    schedule = run.schedule
+    if not all(isinstance(one, nn.Parameter) for one in weights) or (
+        isinstance(weight, QuantizedTensor | Gathered) and not schedule.keeps_weight
+    ):
+        return True
+    kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
+    if is_first_microbatch:
+        kept.clear()
+    key = (*schedule.weight_key, version, weight.dtype)
+    operands = kept.find(weights, key)
+    reads_column = schedule.wants_dx and not schedule.late
+    if operands is not None and not (reads_column and operands.one(schedule.reads_w_row).codes is None):
+        run.kept = operands
+        return False
+    with torch.no_grad(), schedule.scope():
+        run.kept = schedule.quantize_weight(weight, run.w)
+    # What a CUDA graph makes has no values before its first replay.
+    if not (schedule.keeps_weight and schedule.device >= 0 and torch.cuda.is_current_stream_capturing()):
+        kept.keep(weights, key, run.kept)
+    return True
+
+
+class _Unit(Protocol):
+    """Layers that are multiplied at once, such as `nn.merged.Unit`; the first is `layer`."""
+
+    @property
+    def layer(self) -> Layer: ...
+    @property
+    def layers(self) -> Sequence[Layer]: ...
+    @property
+    def recipe(self) -> Recipe | None: ...
+    @property
+    def weight(self) -> torch.Tensor: ...
+    @property
+    def bias(self) -> Maybe: ...
+
+
 def begin_apart(
-    unit: "Unit", x_key: tuple, state: Ambient | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
+    unit: _Unit, x_key: tuple, state: Ambient | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
     is_first_microbatch: bool | None,
 ) -> Run | None:  # fmt: skip
     """A run of `unit` on an input that a producer will make; `x_key` as in `find`. None without elements."""
@@ -476,7 +509,7 @@ def _begin_delayed(
         run.w = CastInputs(w_scale, run.w.seed, w_history, *run.w[3:])
     if run.schedule.late:  # the live buffer may change before backward
         run.later = run.later._replace(scale_enc=w_scale.clone() if is_live else w_scale)
-    if is_first_microbatch is not None and not keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
+    if is_first_microbatch is not None and not _keep_weight(run, layer, weight, is_first_microbatch, w_scale._version):
         w_cast = None  # codes of an earlier call were recorded then
     if late is not None:
         if x_cast is not None and x_history is not None:
@@ -490,7 +523,7 @@ def _begin_delayed(
     run.delayed = _Delayed(weakref.ref(layer), group, closed, records, late, (x_cast, w_cast), is_alone)
 
 
-def end(run: Run, layer: nn.Module) -> None:
+def end(run: Run, layer: Any) -> None:
     """After a forward that no autocast will update: do what the exit of its region would."""
     if run.delayed is not None and run.delayed.is_alone:
         scaling.roll_alone(layer, *run.delayed.recorded, records=run.delayed.records)
@@ -499,8 +532,8 @@ def end(run: Run, layer: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------------------ shared
 
 
-def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None, groups: "Groups | None" = None) -> torch.Tensor:
-    """``db = sum over rows of dy``, or over those of each group: in float32 from the unquantized dy, rounded once."""
+def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None, groups: Any = None) -> torch.Tensor:
+    """``db = sum over rows of dy``, or of each of `groups` of rows: in float32 from unquantized dy, rounded once."""
     if groups is not None:
         return groups.sums(dy).to(dtype)
     return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(dtype)

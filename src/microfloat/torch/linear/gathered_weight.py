@@ -10,7 +10,7 @@ Legend: N = out features, K = in features; R, C = rows and contraction length of
 import dataclasses
 import typing
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,11 +25,26 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from microfloat.torch.backends.base import Backend
-    from microfloat.torch.distributed.fsdp import Metadata, Source
 
 __all__ = ["Gather", "Gathered", "NoValues", "in_form", "values_of"]
 
 aten = torch.ops.aten
+
+
+class Source(typing.Protocol):
+    """Gathers operands and values of one weight; the tensors that it has gathered come with notes of its own."""
+
+    def operand_of(self, gathered: tuple[Sequence[torch.Tensor], Any]) -> Operand:
+        """The operand that was gathered."""
+        ...
+
+    def operand(self, gather: "Gather", transposed: bool) -> Operand:
+        """The operand of fprop or dgrad, gathered now."""
+        ...
+
+    def values(self) -> torch.Tensor:
+        """The weight in high precision, gathered now."""
+        ...
 
 
 class Gather:
@@ -40,10 +55,10 @@ class Gather:
     buffer that the scale was copied from; `is_current`: the latest forward has used it.
     """
 
-    def __init__(self, casts: Sequence[Cast], dtype: torch.dtype, source: "Source") -> None:
+    def __init__(self, casts: Sequence[Cast], dtype: torch.dtype, source: Source) -> None:
         self.casts, self.dtype, self.source = casts, dtype, source
         # What `source` makes the operand of, as it lies and transposed.
-        self.gathered: list[tuple[Sequence[torch.Tensor], Metadata] | None] = [None, None]
+        self.gathered: list[tuple[Sequence[torch.Tensor], Any] | None] = [None, None]
         self.scale_enc: torch.Tensor | None = None
         self.amax: torch.Tensor | None = None
         self.made_of: tuple[int, int] | None = None

@@ -8,17 +8,14 @@ Legend: M = rows of x, K = in features, N = out features.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from microfloat.passes import CastInputs
-from microfloat.torch._typing import Sink
+from microfloat.torch._typing import Layer, Sink
 from microfloat.torch.backends.base import Operands, Parts, Saved
 from microfloat.torch.linear.schedule import Schedule
-
-if TYPE_CHECKING:
-    from microfloat.torch.nn.linear import RecipeLayer
 
 __all__ = ["OBSERVERS", "Listener", "Observed", "Observer", "observed"]
 
@@ -51,7 +48,7 @@ class Observer(Protocol):
     """A watch in one of its steps."""
 
     def listener(
-        self, schedule: Schedule, layers: Sequence["RecipeLayer"], weight: torch.Tensor | None, is_backward: bool
+        self, schedule: Schedule, layers: Sequence[Layer], weight: torch.Tensor | None, is_backward: bool
     ) -> Listener | None:
         """The listener of a call of `layers`; without any, of the layer that `weight` belongs to. None: not watched.
 
@@ -59,7 +56,7 @@ class Observer(Protocol):
         """
         ...
 
-    def see_plain(self, layer: "RecipeLayer", x: torch.Tensor, y: torch.Tensor) -> None:
+    def see_plain(self, layer: Layer, x: torch.Tensor, y: torch.Tensor) -> None:
         """A call in high precision."""
         ...
 
@@ -69,7 +66,7 @@ Kind = TypeVar("Kind", bound=Schedule)
 
 
 def observed(
-    schedule: Kind, layers: Sequence["RecipeLayer"], weight: torch.Tensor | None = None, is_backward: bool = False
+    schedule: Kind, layers: Sequence[Layer], weight: torch.Tensor | None = None, is_backward: bool = False
 ) -> Kind:
     """The schedule of a call of `layers`, as those see it who watch them.
 

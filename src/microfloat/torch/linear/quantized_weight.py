@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from microfloat.torch.reference import transpose_operand
 from microfloat.torch.tensor.checks import is_abstract
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-if TYPE_CHECKING:
-    from microfloat.torch.linear.schedule import CastStep
-
 __all__ = ["GatheredCast", "StoredCast"]
 
 
@@ -31,7 +28,7 @@ class StoredCast:
 
     def __init__(
         self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype,
-        step: "Callable[..., CastStep]",
+        step: Callable[..., Any],
     ) -> None:  # fmt: skip
         """`step`: makes the step that casts what the stored codes do not serve."""
         self.entries, self.program, self._backend, self._compute = entries, None, backend, compute
@@ -125,7 +122,7 @@ class GatheredCast:
 
     def __init__(
         self, backend: Backend, shape: Sequence[int], entries: Entries, compute: torch.dtype,
-        step: "Callable[..., CastStep]",
+        step: Callable[..., Any],
     ) -> None:  # fmt: skip
         """`step`: makes the step that casts values where the gathered codes do not serve."""
         self.entries, self.program, self._backend, self._compute, self._step = entries, None, backend, compute, step

@@ -47,7 +47,6 @@ from microfloat.torch.tensor.seeds import Rank, draw_seed, fold_rank_, has_ranks
 
 if TYPE_CHECKING:
     from microfloat.torch.launch.program import Program
-    from microfloat.torch.linear.observer import Listener
 
 __all__ = [
     "NO_INPUTS", "SCHEDULES", "CastStep", "Schedule", "as_matrix", "autocast_dtype", "forget", "remember",
@@ -193,7 +192,7 @@ class Schedule:
 
     late = False
     number = 0  # of the groups of a grouped one
-    observer: "Listener | None" = None  # of a watched call (`microfloat.torch.linear.observer`)
+    observer: Any = None  # the `Listener` of a watched call (`microfloat.torch.linear.observer`)
     cast_step: Callable[..., Step] = CastStep  # makes the step that casts values of x, w or dy
 
     def __init__(
@@ -482,7 +481,7 @@ class Schedule:
         x = Parts(*saved[:3])
         if not self.late:
             return Saved(x, Parts(*saved[3:]))
-        weights = typing.cast(Sequence[torch.Tensor], saved[3:])
+        weights = typing.cast(list[torch.Tensor], saved[3:])
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return Saved(x, self.saved_again("w", weight, inputs))
 

@@ -5,24 +5,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.torch._typing import Context, Maybe, Sink
+from microfloat.torch._typing import Context, Layer, Maybe, Sink
 from microfloat.torch.backends.base import Operands
-from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    from microfloat.torch.linear.function import Run
-    from microfloat.torch.nn.linear import RecipeLayer
-
 __all__ = [
-    "KeptWeight", "MainGrad", "NoRows", "casts_late", "fsdp_parameters", "keep_weight", "latest_step",
-    "weights_of", "without_rows",
+    "KeptWeight", "MainGrad", "NoRows", "casts_late", "fsdp_parameters", "latest_step", "weights_of",
+    "without_rows",
 ]  # fmt: skip
 
 
@@ -31,7 +26,7 @@ def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return getattr(weight, "joined_of", (weight,))
 
 
-def casts_late(layer: nn.Module, weight: torch.Tensor) -> bool:
+def casts_late(layer: Layer, weight: torch.Tensor) -> bool:
     """True for a weight whose memory FSDP2 frees after each forward and fills again before its backward."""
     (weight, *_) = weights_of(weight)
     found = weight.__dict__.get("_casts_late")
@@ -44,7 +39,7 @@ def casts_late(layer: nn.Module, weight: torch.Tensor) -> bool:
     return found
 
 
-def fsdp_parameters(layer: nn.Module) -> list["FSDPParam"]:
+def fsdp_parameters(layer: Layer) -> list["FSDPParam"]:
     """The objects that FSDP2 has for the parameters of a layer, which it tells of them by a hook on loading alone."""
     cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
     return [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "post_forward_mesh_info")]
@@ -60,7 +55,7 @@ class MainGrad:
 
     __slots__ = ("overwrites", "weight")
 
-    def __init__(self, layer: nn.Module, weight: torch.Tensor, overwrites: bool) -> None:
+    def __init__(self, layer: Layer, weight: torch.Tensor, overwrites: bool) -> None:
         """Raises NotSupportedError for a weight that FSDP2 gathers, unless the gathered one has a `main_grad`."""
         self.weight = weight
         self.overwrites = overwrites
@@ -117,7 +112,7 @@ class NoRows(torch.autograd.Function):
         return ctx.into.add(torch.zeros((), device=dw.device).expand(dw.shape)), None
 
 
-def without_rows(layer: "RecipeLayer", weight: torch.Tensor, overwrites: bool) -> torch.Tensor:
+def without_rows(layer: Layer, weight: torch.Tensor, overwrites: bool) -> torch.Tensor:
     """Zeros in place of a weight, for a call without rows, whose gradient of zeros goes to its `main_grad`.
 
     `weight`: its values; `overwrites`: as of `MainGrad`.
@@ -194,31 +189,3 @@ def _stamp(weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], key
     state += [number for one in tensors for number in (one.data_ptr(), one._version)]
     # Operands that were made in inference mode cannot be saved for a backward.
     return *state, _latest_step, torch.is_inference_mode_enabled(), *key
-
-
-def keep_weight(
-    run: "Run", layer: nn.Module, weight: torch.Tensor, is_first_microbatch: bool, version: int | None
-) -> bool:
-    """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
-    weights = weights_of(weight)
-    # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
-    schedule = run.schedule
-    if not all(isinstance(one, nn.Parameter) for one in weights) or (
-        isinstance(weight, QuantizedTensor | Gathered) and not schedule.keeps_weight
-    ):
-        return True
-    kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
-    if is_first_microbatch:
-        kept.clear()
-    key = (*schedule.weight_key, version, weight.dtype)
-    operands = kept.find(weights, key)
-    reads_column = schedule.wants_dx and not schedule.late
-    if operands is not None and not (reads_column and operands.one(schedule.reads_w_row).codes is None):
-        run.kept = operands
-        return False
-    with torch.no_grad(), schedule.scope():
-        run.kept = schedule.quantize_weight(weight, run.w)
-    # What a CUDA graph makes has no values before its first replay.
-    if not (schedule.keeps_weight and schedule.device >= 0 and torch.cuda.is_current_stream_capturing()):
-        kept.keep(weights, key, run.kept)
-    return True

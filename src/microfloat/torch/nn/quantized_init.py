@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import warnings
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from microfloat.recipes.names import as_recipe
 from microfloat.torch._typing import InitMethod
 from microfloat.torch.tensor.aten import keep_init_val, quantize_stored, store
 from microfloat.torch.tensor.quantized_tensor import INIT_VAL, QuantizedTensor
-
-if TYPE_CHECKING:
-    from microfloat.torch.nn.linear import RecipeLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +73,7 @@ def weight_cast(recipe: Recipe) -> Cast | None:
     return None if cast is None else dataclasses.replace(cast, scaling=Current())
 
 
-def quantize_parameter(layer: "RecipeLayer") -> None:
+def quantize_parameter(layer: Any) -> None:
     """Under `quantized_model_init`, replace ``layer.weight`` by a parameter that holds codes and scales only."""
     request = active_model_init()
     cast = None if request is None else weight_cast(request.recipe)
@@ -100,7 +97,7 @@ def quantize_parameter(layer: "RecipeLayer") -> None:
 
 
 @torch.no_grad()
-def draw_parameters(layer: "RecipeLayer", draw: InitMethod) -> None:
+def draw_parameters(layer: Any, draw: InitMethod) -> None:
     """Let `draw` write the weight, experts one by one, and set the bias to 0; codes are those of what it wrote."""
     weight = layer.weight
     if weight.is_meta:

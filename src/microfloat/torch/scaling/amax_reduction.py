@@ -11,18 +11,15 @@ for a GPU: new slots of some ranks count one reduction later (docs/numerics.md 3
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from microfloat.errors import NotSupportedError
 from microfloat.recipes import Delayed
+from microfloat.torch._typing import Group
 from microfloat.torch.scaling.rank_errors import in_collective
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-Group: TypeAlias = "ProcessGroup | None"
 # A point of the program at which all ranks reduce; an int: the number of a layer that is called outside any autocast.
 Point: TypeAlias = str | int
 _POINTS = {
@@ -156,7 +153,7 @@ def reduces(delayed: Delayed, group: Group) -> bool:
     return torch.distributed.get_world_size(group) > 1 and (group is None or exists(group))
 
 
-def exists(group: "ProcessGroup") -> bool:
+def exists(group: Group) -> bool:
     """False for a process group that was destroyed."""
     try:
         return bool(torch.distributed.get_process_group_ranks(group))
@@ -164,7 +161,7 @@ def exists(group: "ProcessGroup") -> bool:
         return False
 
 
-def world() -> "ProcessGroup | None":
+def world() -> Group:
     """The group of all ranks; None where there is none."""
     return torch.distributed.group.WORLD if _AVAILABLE and torch.distributed.is_initialized() else None
 

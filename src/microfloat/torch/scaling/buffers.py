@@ -6,7 +6,7 @@ Each slot (x, w, dy) of a layer has two float32 buffers, ``scaling_<slot>_scale`
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from microfloat.recipes import Delayed
 from microfloat.torch import backends
 from microfloat.torch.scaling.amax_reduction import Group
 from microfloat.torch.scaling.history import NAMES, Slot
-
-if TYPE_CHECKING:
-    from microfloat.torch.scaling.regions import Region
 
 SLOTS = tuple(NAMES)
 BUFFER_NAMES = tuple(name for names in NAMES.values() for name in names)
@@ -36,7 +33,7 @@ class LayerState:
         self.layer = weakref.ref(layer, lambda _, remove=_STATES.pop: remove(number, None))
         self.number = number
         # Region and reduction group of the latest compiled forward, for the amax that its backward records.
-        self.compiled: tuple[Region, Group] | None = None
+        self.compiled: tuple | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -46,7 +43,7 @@ class LayerState:
         self.waits_in: dict[LayerState, None] | None = None
         # Region, reduction group and the thread's `waits_in` of the latest forward outside a backward, which a forward
         # that is recomputed inside a backward takes over.
-        self.latest: tuple[Region, Group, dict[LayerState, None]] | None = None
+        self.latest: tuple | None = None
         # The DistributedDataParallel that was told to leave the buffers alone.
         self.wrapper: weakref.ref | None = None
 

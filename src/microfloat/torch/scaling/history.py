@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from microfloat.torch.launch.triton import Slots
-    from microfloat.torch.scaling.regions import Region
 
 # Slot -> names of its buffers: encode scale and amax history.
 NAMES = {slot: (f"scaling_{slot}_scale", f"scaling_{slot}_amax_history") for slot in ("x", "w", "dy")}
@@ -72,7 +71,7 @@ class Pending(NamedTuple):
     delayed: Delayed
     maximum: float  # of the element
     group: Group
-    region: "Region | None"
+    region: Any  # a `regions.Region`, or None
     late: bool = False  # recorded by a forward inside a backward
     captured: bool = False  # into a CUDA graph, which rolls it itself when it is replayed
 

@@ -12,17 +12,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from microfloat.errors import MicrofloatError, NotSupportedError, RankError
+from microfloat.torch._typing import Group
 from microfloat.torch.tensor.checks import check_model
-
-if TYPE_CHECKING:
-    from microfloat.torch.scaling.amax_reduction import Group
 
 GRACE = 5.0  # seconds in which ranks with the same failure have written it
 _MOST_SAID = 500
@@ -35,7 +33,7 @@ _SAID: list[Callable[[], object]] = []
 _AGREED: "weakref.WeakKeyDictionary[object, set[str]]" = weakref.WeakKeyDictionary()
 
 
-def named_failures(group: "Group" = None) -> AbstractContextManager[None]:
+def named_failures(group: Group = None) -> AbstractContextManager[None]:
     """Turn an error inside into a `RankError` that names the ranks of `group` (None: all) that failed.
 
     Put it around the steps of a training loop, on every rank. A rank that dies or hangs is named once the backend gives
@@ -47,7 +45,7 @@ def named_failures(group: "Group" = None) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def in_collective(what: str, group: "Group", tells_errors: bool = False) -> Iterator[None]:
+def in_collective(what: str, group: Group, tells_errors: bool = False) -> Iterator[None]:
     """`named_failures` around one collective of this library, named `what`; an error of this rank's own is not told."""
     try:
         yield
@@ -76,7 +74,7 @@ def _tell(text: str) -> Any:
     return store
 
 
-def _other_ranks(what: str, group: "Group") -> str:
+def _other_ranks(what: str, group: Group) -> str:
     """Write that this rank met a failure in `what`; returns the messages of the others as a sentence."""
     ranks = dist.get_process_group_ranks(group)
     waits = f"{_WAITS}{what}"
@@ -103,7 +101,7 @@ def _other_ranks(what: str, group: "Group") -> str:
     return f"{'; '.join(causes) or _ALIVE}."
 
 
-def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
+def agree(group: Group, topic: str, facts: Mapping[str, object]) -> None:
     """`compare`, in the first call for a topic and a group; later calls do nothing."""
     topics = _AGREED.setdefault(dist.group.WORLD if group is None else group, set())
     if topic not in topics:
@@ -111,7 +109,7 @@ def agree(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
         topics.add(topic)
 
 
-def compare(group: "Group", topic: str, facts: Mapping[str, object]) -> None:
+def compare(group: Group, topic: str, facts: Mapping[str, object]) -> None:
     """Compare facts over the ranks of a group, by one small gather.
 
     Raises NotSupportedError, on every rank, that names the first fact in which a rank differs from the first rank.
@@ -145,7 +143,7 @@ def without_addresses(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-def check_ranks(model: nn.Module, group: "Group" = None) -> None:
+def check_ranks(model: nn.Module, group: Group = None) -> None:
     """Compare the layers of `model`, their order, weights, buffers and recipes, over the ranks of `group` (None: all).
 
     Call it on every rank after the model is built and before it is wrapped: `DistributedDataParallel` ends the process
