@@ -42,11 +42,19 @@ class Layer(Protocol):
     backend: str
     return_bias: bool
     fuse_wgrad_accumulation: bool
-    weight: torch.Tensor
-    bias: Maybe
     _path: str  # its name in its model
     _parameters: dict[str, torch.nn.Parameter | None]
     _load_state_dict_post_hooks: dict[int, Callable]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Its weight, perhaps as a parametrization computes it."""
+        ...
+
+    @property
+    def bias(self) -> Maybe:
+        """Its bias."""
+        ...
 
     @property
     def added_bias(self) -> Maybe:

@@ -195,7 +195,7 @@ def test_only_what_a_driver_does_not_begin_counts_as_refused(monkeypatch, text: 
 
     monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuGetErrorString=text_of))
     monkeypatch.setattr(program, "starter", lambda *_: lambda *_: start)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(program, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel = program.PlacedKernel(types.SimpleNamespace(warmup=lambda *_, **__: None), spread=2)
     with pytest.raises(program.PlacingRefused if is_refused else RuntimeError, match=None if is_refused else text):

@@ -506,7 +506,6 @@ def check_caller(token: str, origin: str) -> None:
         )
 
 
-@functools.cache
 def _delayed_casts(token: str) -> dict[str, Cast]:
     """Slot -> its cast, of x, w and dy as far as their scaling is delayed."""
     casts = context.recipe_of(token).casts

@@ -23,6 +23,7 @@ from microfloat.recipes import Recipe
 from microfloat.routes import entries_of, routes_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Context, Maybe
+from microfloat.torch.backends.base import current_device
 from microfloat.torch.context import Ambient
 from microfloat.torch.distributed.collectives import gather_rows, group_of, scatter_sum, sum_over
 from microfloat.torch.distributed.tp_dtensor import Placed, from_the_front, of_gradient
@@ -114,7 +115,7 @@ def run_sharded(
     if bias is not None:
         assert isinstance(bias, DTensor)
         bias = bias if bias.placements == case.bias else bias.redistribute(placements=case.bias)
-    if schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice():
+    if schedule.device >= 0 and schedule.device != current_device():
         with torch.cuda.device(schedule.device):
             return _run(layer, case, read, weight, bias, state, first)
     return _run(layer, case, read, weight, bias, state, first)

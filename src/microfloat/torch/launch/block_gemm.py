@@ -8,7 +8,6 @@ Legend: M, N = rows of the operands, K = contraction length.
 
 import functools
 import threading
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from microfloat.chips import Chip
 from microfloat.torch import backends
 
 if TYPE_CHECKING:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime import JITFunction
 
 __all__ = [
@@ -80,7 +78,6 @@ def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torc
     return own_gemm_is_faster(shape, tiles, chip, processors) and own_gemm_is_there()
 
 
-@functools.cache
 def own_gemm_is_there() -> bool:
     """True if this Triton can build the kernel."""
     import triton
@@ -116,17 +113,6 @@ class GroupedWork(NamedTuple):
     shape: tuple[int, int]
 
 
-@functools.cache
-def _imported() -> tuple["type[TensorDescriptor]", ModuleType, ModuleType]:
-    """Modules that need Triton, which may be missing when this one is loaded: imported by the first product alone."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from microfloat.kernels.gemm import block_gemm
-    from microfloat.torch.launch import program
-
-    return TensorDescriptor, block_gemm, program
-
-
 def own_block_matmul(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool,
     work: GroupedWork | None = None,
@@ -135,7 +121,11 @@ def own_block_matmul(
 
     K and N multiples of 16, M of 4; of grouped products N a multiple of 128, and a K that is no number of rows.
     """
-    descriptor, kernels, program = _imported()
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as descriptor
+
+    from microfloat.kernels.gemm import block_gemm as kernels
+    from microfloat.torch.launch import program
+
     (m, k), b = a.shape, b.t()
     cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
     c = torch.empty(shape, dtype=dtype, device=a.device)

@@ -16,7 +16,7 @@ from microfloat.formats import ELEMENTS
 from microfloat.layout import ALIGNMENT
 from microfloat.routes import MOST_DECODED_ROWS, Encoding, encoding_of, most_decoded_rows
 from microfloat.torch import backends
-from microfloat.torch.backends.base import Parts, aligned, dtype_name
+from microfloat.torch.backends.base import Parts, aligned, dtype_name, raw_stream
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Decoding:
         if program is None:
             program = self._programs[key] = self._program(x.dtype, scale, is_odd)
         table = (None, x, None, codes, scale, level, bias, plan, *self._rest)
-        stream = 0 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index)
+        stream = 0 if self._index < 0 else raw_stream(self._index)
         try:
             return program.run(stream, table)[0]
         except _refusal():  # looked up only where something was raised

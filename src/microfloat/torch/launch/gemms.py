@@ -29,7 +29,7 @@ from microfloat.layout import ALIGNMENT
 from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, is_outer, route_between
 from microfloat.torch import backends, reference
-from microfloat.torch.backends.base import Operand, Parts, aligned
+from microfloat.torch.backends.base import Operand, Parts, aligned, raw_stream
 from microfloat.torch.launch.blackwell import block_scaled_arguments
 from microfloat.torch.launch.block_gemm import own_block_matmul, own_gemm_serves
 from microfloat.torch.launch.decode import DECODED_BESIDE, decoding_of
@@ -380,7 +380,7 @@ def _epilogue(
     def finish(accumulator: Tensor, left: Level, right: Level, bias: Level, out: Level = None) -> Tensor:
         if out is None:
             out = empty(size, stride, dtype)
-        stream = 0 if index < 0 else torch._C._cuda_getCurrentRawStream(index)
+        stream = 0 if index < 0 else raw_stream(index)
         launch(stream, accumulator, left, right, bias, out)
         return out
 

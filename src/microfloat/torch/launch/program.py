@@ -27,6 +27,7 @@ from microfloat.passes.casts import cast_passes, pair_passes
 from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, is_one_pass, specialization
 from microfloat.passes.tables import Warps
 from microfloat.torch._typing import Options
+from microfloat.torch.backends.base import current_device, raw_stream
 from microfloat.torch.launch import driver
 
 __all__ = [
@@ -199,7 +200,7 @@ class PlacedKernel(Kernel):
         if bind is None:
             raise PlacingRefused
         addresses = [None if t is None else t.data_ptr() for t in tensors]
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        stream = raw_stream(torch.cuda.current_device())
         try:
             bind(programs, (*scalars, *constants))(stream, *addresses)
         except RuntimeError as error:
@@ -275,7 +276,7 @@ def scratch(device: int) -> torch.Tensor:
             return free.pop()  # type: ignore[union-attr]
         except (AttributeError, IndexError):  # none left, or none made: a set of the graph's, cleared inside the graph
             return torch.zeros(_SCRATCH_WORDS, dtype=torch.int64, device=f"cuda:{device}")
-    words = _SCRATCH.get((device, torch._C._cuda_getCurrentRawStream(device)))
+    words = _SCRATCH.get((device, raw_stream(device)))
     if words is None or (not _CAPTURED[device] and _made_for_captures < _MOST_CAPTURED):
         words = _more_scratch(device)
     return words
@@ -284,7 +285,7 @@ def scratch(device: int) -> torch.Tensor:
 def _more_scratch(device: int) -> torch.Tensor:
     """The words of the current stream, made where there are none; and those for the next captures."""
     global _made_for_captures
-    key = (device, torch._C._cuda_getCurrentRawStream(device))
+    key = (device, raw_stream(device))
     with _SCRATCH_LOCK:
         if not _CAPTURED.get(device):
             _made_for_captures += _CAPTURED_AT_ONCE
@@ -488,7 +489,7 @@ def plan_groups(ends: torch.Tensor, rows: int, tile_rows: int) -> GroupPlan:
     plan = torch.empty(begins + number + 2 + 4 * parts, dtype=torch.int32, device=ends.device)
     scalars, constants = (rows, number, tiles, parts), (tile_rows, 1 << number.bit_length(), _PLANNED_TOGETHER)
     key, programs = (*map(specialization, scalars), constants, device), -(-max(tiles, parts) // _PLANNED_TOGETHER)
-    stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
+    stream = 0 if device < 0 else raw_stream(device)
     kernel_of(groups.plan_groups).prepared(key, programs, scalars, constants)(stream, ends, plan)
     return GroupPlan(plan, plan[begins:], plan[begins + number + 1 :])
 
@@ -539,8 +540,8 @@ def run_passes(
 
     The program is kept under `key`, which says all that `make` depends on, and under the alignment of the tensors.
     """
-    index = -1 if device.type != "cuda" else torch._C._cuda_getDevice() if device.index is None else device.index
-    if index >= 0 and index != torch._C._cuda_getDevice():
+    index = -1 if device.type != "cuda" else current_device() if device.index is None else device.index
+    if index >= 0 and index != current_device():
         with torch.cuda.device(index):
             return run_passes(key, make, device, tensors)
     misaligned = misaligned_of(tensors)
@@ -550,7 +551,7 @@ def run_passes(
         if len(_PROGRAMS) >= _MOST_PROGRAMS:  # shapes made anew for every call must not pile up
             _PROGRAMS.clear()
         program = _PROGRAMS[key] = Program(make(), device, misaligned)
-    stream = 0 if index < 0 else torch._C._cuda_getCurrentRawStream(index)
+    stream = 0 if index < 0 else raw_stream(index)
     given = tensors[At.WORDS + 1 :]
     missing = (None,) * (At.MADE - At.WORDS - 1 - len(given))
     return program.run(stream, (None, tensors[1], scratch(index), *given, *missing))
@@ -562,7 +563,7 @@ def split_words(draw: torch.Tensor) -> torch.Tensor:
     """
     device = draw.get_device()
     words = fast_empty(draw.device)((2,), (1,), torch.int64)
-    _splitter(device)(0 if device < 0 else torch._C._cuda_getCurrentRawStream(device), draw, words)
+    _splitter(device)(0 if device < 0 else raw_stream(device), draw, words)
     return words
 
 

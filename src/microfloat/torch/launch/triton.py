@@ -38,7 +38,7 @@ from microfloat.recipes import Cast, Delayed
 from microfloat.routes import family_of
 from microfloat.torch import reference
 from microfloat.torch._typing import Options
-from microfloat.torch.backends.base import Operand, Operands, Parts, capturing, dtype_name
+from microfloat.torch.backends.base import Operand, Operands, Parts, capturing, current_device, dtype_name, raw_stream
 from microfloat.torch.launch import program
 from microfloat.torch.launch.program import device_of, matrix_of, run_passes
 from microfloat.torch.launch.prologues import Activation, Both, Norm, Producer, Statistics, Valued
@@ -354,7 +354,7 @@ def rotate(
         launch(0, *used)
         return
     with torch.cuda.device(number):
-        launch(torch._C._cuda_getCurrentRawStream(number), *used)
+        launch(raw_stream(number), *used)
 
 
 # ------------------------------------------------------------------------------------------------------ delayed scaling
@@ -395,7 +395,7 @@ class Slots:
         live = torch.empty(self.count, dtype=torch.float32, device=self.device)
         key = (self.count, self.number)
         programs = -(-self.count // 128)
-        stream = 0 if self.number < 0 else torch._C._cuda_getCurrentRawStream(self.number)
+        stream = 0 if self.number < 0 else raw_stream(self.number)
         with torch.cuda.device(self.number):
             _GATHER.prepared(key, programs, (self.count,), (128,))(stream, self.addresses, live)
         return live
@@ -412,7 +412,7 @@ def slots_of(histories: list[torch.Tensor], scales: list[torch.Tensor], maxima: 
 def update_delayed(slots: Slots, delayed: Delayed, live: torch.Tensor | None) -> torch.Tensor:
     """Roll every slot once; returns the scales from before, float32 [slots]. `live`: reduced amaxes, or None."""
     device = slots.number
-    if device >= 0 and device != torch._C._cuda_getDevice():
+    if device >= 0 and device != current_device():
         with torch.cuda.device(device):
             return update_delayed(slots, delayed, live)
     previous = slots.empty((slots.count,), (1,), torch.float32)
@@ -423,7 +423,7 @@ def update_delayed(slots: Slots, delayed: Delayed, live: torch.Tensor | None) ->
         key = (constants, slots.length, delayed.margin, device)
         update = _UPDATE.prepared(key, slots.count, (2.0**-delayed.margin, slots.length), constants)
         slots.updates[live is not None, most_recent, delayed.margin] = update
-    stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
+    stream = 0 if device < 0 else raw_stream(device)
     if update.at is None or live is not None:
         update(stream, slots.addresses, previous if live is None else live, previous, slots.maxima)
     else:

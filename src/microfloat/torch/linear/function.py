@@ -27,7 +27,7 @@ from microfloat.routes import Routes, routes_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Context, Layer, Maybe, Runs
 from microfloat.torch._upper import upper
-from microfloat.torch.backends.base import Operands, aligned
+from microfloat.torch.backends.base import Operands, aligned, current_device
 from microfloat.torch.context import Ambient
 from microfloat.torch.linear.fold_counts import FoldCounts, routes_after
 from microfloat.torch.linear.gathered_weight import Gathered
@@ -86,7 +86,7 @@ def run_linear(
     schedule = _of_call(layer, x, weight, bias, recipe, state)
     if schedule is None:
         return None
-    if schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice():
+    if schedule.device >= 0 and schedule.device != current_device():
         with torch.cuda.device(schedule.device):
             return run_linear(layer, x, recipe, state, is_first_microbatch)
     if OBSERVERS:
@@ -272,7 +272,7 @@ class Run:
         if wants_dx or wants_dw:
             try:
                 inputs = self.dy if self.delayed is None else self.dy_inputs(wants_dx, wants_dw)
-                if schedule.shields or (schedule.device >= 0 and schedule.device != torch._C._cuda_getDevice()):
+                if schedule.shields or (schedule.device >= 0 and schedule.device != current_device()):
                     with schedule.scope():
                         made = schedule.cast_dy(dy, inputs, wants_dx, wants_dw)
                         saved = schedule.saved_operands(ctx.saved_tensors, self.later)

@@ -31,22 +31,6 @@ __all__ = ["Gather", "Gathered", "NoValues", "in_form", "values_of"]
 aten = torch.ops.aten
 
 
-class Source(typing.Protocol):
-    """Gathers operands and values of one weight; the tensors that it has gathered come with notes of its own."""
-
-    def operand_of(self, gathered: tuple[Sequence[torch.Tensor], Any]) -> Operand:
-        """The operand that was gathered."""
-        ...
-
-    def operand(self, gather: "Gather", transposed: bool) -> Operand:
-        """The operand of fprop or dgrad, gathered now."""
-        ...
-
-    def values(self) -> torch.Tensor:
-        """The weight in high precision, gathered now."""
-        ...
-
-
 class Gather:
     """The gathered operands of one weight, replaced in place by the next gather.
 
@@ -55,7 +39,7 @@ class Gather:
     buffer that the scale was copied from; `is_current`: the latest forward has used it.
     """
 
-    def __init__(self, casts: Sequence[Cast], dtype: torch.dtype, source: Source) -> None:
+    def __init__(self, casts: Sequence[Cast], dtype: torch.dtype, source: Any) -> None:
         self.casts, self.dtype, self.source = casts, dtype, source
         # What `source` makes the operand of, as it lies and transposed.
         self.gathered: list[tuple[Sequence[torch.Tensor], Any] | None] = [None, None]

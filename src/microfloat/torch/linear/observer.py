@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from microfloat.passes import CastInputs
-from microfloat.torch._typing import Layer, Sink
+from microfloat.torch._typing import Sink
 from microfloat.torch.backends.base import Operands, Parts, Saved
 from microfloat.torch.linear.schedule import Schedule
 
@@ -48,7 +48,7 @@ class Observer(Protocol):
     """A watch in one of its steps."""
 
     def listener(
-        self, schedule: Schedule, layers: Sequence[Layer], weight: torch.Tensor | None, is_backward: bool
+        self, schedule: Schedule, layers: Sequence[Any], weight: torch.Tensor | None, is_backward: bool
     ) -> Listener | None:
         """The listener of a call of `layers`; without any, of the layer that `weight` belongs to. None: not watched.
 
@@ -56,7 +56,7 @@ class Observer(Protocol):
         """
         ...
 
-    def see_plain(self, layer: Layer, x: torch.Tensor, y: torch.Tensor) -> None:
+    def see_plain(self, layer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         """A call in high precision."""
         ...
 
@@ -66,7 +66,7 @@ Kind = TypeVar("Kind", bound=Schedule)
 
 
 def observed(
-    schedule: Kind, layers: Sequence[Layer], weight: torch.Tensor | None = None, is_backward: bool = False
+    schedule: Kind, layers: Sequence[Any], weight: torch.Tensor | None = None, is_backward: bool = False
 ) -> Kind:
     """The schedule of a call of `layers`, as those see it who watch them.
 

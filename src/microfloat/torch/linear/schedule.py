@@ -36,7 +36,18 @@ from microfloat.support import Notes, text_table
 from microfloat.torch import reference
 from microfloat.torch._typing import Options, Sink
 from microfloat.torch.backends import layouts_of, why_by_torch
-from microfloat.torch.backends.base import NO_PARTS, Backend, Operands, Parts, Saved, laid, parts_of, record_amax_
+from microfloat.torch.backends.base import (
+    NO_PARTS,
+    Backend,
+    Operands,
+    Parts,
+    Saved,
+    current_device,
+    laid,
+    parts_of,
+    raw_stream,
+    record_amax_,
+)
 from microfloat.torch.launch.gemms import Product, product
 from microfloat.torch.linear.gathered_weight import Gathered, in_form
 from microfloat.torch.linear.quantized_weight import GatheredCast, StoredCast
@@ -338,7 +349,7 @@ class Schedule:
         """The current stream, and scratch words of it."""
         if self._programs is None:
             return 0, None
-        stream = 0 if self.device < 0 else torch._C._cuda_getCurrentRawStream(self.device)
+        stream = 0 if self.device < 0 else raw_stream(self.device)
         return stream, self._programs.scratch(self.device)
 
     # --------------------------------------------------------------------------------------------------- running
@@ -488,7 +499,7 @@ class Schedule:
     @property
     def is_elsewhere(self) -> bool:
         """True where another CUDA device is the current one."""
-        return self.device >= 0 and self.device != torch._C._cuda_getDevice()
+        return self.device >= 0 and self.device != current_device()
 
     def scope(self) -> contextlib.ExitStack:
         """A context in which its device is the current one, and torch.autocast leaves alone what `shields` says."""

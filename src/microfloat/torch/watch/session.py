@@ -28,7 +28,7 @@ from microfloat.recipes.explanation import operands_of as formats_of
 from microfloat.routes import entries_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Options
-from microfloat.torch.backends.base import Backend, capturing, dtype_name
+from microfloat.torch.backends.base import Backend, capturing, current_device, dtype_name
 from microfloat.torch.linear.observer import OBSERVERS, Listener
 from microfloat.torch.linear.schedule import Schedule, as_matrix
 from microfloat.torch.nn.linear import RecipeLayer
@@ -505,7 +505,7 @@ class _Call:
         In a forward and a backward of the library's Function nothing has to be changed for that, as a rule.
         """
         kind, index = tensor.device.type, tensor.get_device()
-        is_elsewhere = index >= 0 and index != torch._C._cuda_getDevice()
+        is_elsewhere = index >= 0 and index != current_device()
         is_autocast = torch.is_autocast_enabled(kind)
         if not (is_elsewhere or is_autocast or torch.is_grad_enabled() or are_named()):
             return _AS_IT_IS
