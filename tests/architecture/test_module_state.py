@@ -53,7 +53,6 @@ STATE = {
         "_LOCAL": "layers that live, for each thread", "LATE": "layers that live", "CLOSED_REGION": "takes nothing",
     },
     "tensor.aten_table": {"_TABLE": "operators that QuantizedTensor knows, filled at import"},
-    "tensor.custom_ops": {"_cast_of_parts": "256 casts, the least recently used go"},
     "tensor.dispatch_modes": {"_CALLS": "operators that run now", "_NUMBERS": "a number"},
     "tensor.quantized_tensor": {"PRODUCTS": "functions of torch, filled at import"},
     "timing": {"_product": "64 products, the least recently used go"},

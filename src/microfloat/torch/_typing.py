@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arguments", "Context", "Group", "InitMethod", "Layer", "Maybe", "Options", "Result", "Runs", "Seed", "Sink",
-    "StateDict", "Takes", "WithBias",
+    "StateDict", "Takes", "TensorPart", "WithBias",
 ]  # fmt: skip
 
 Takes = ParamSpec("Takes")  # what a decorated function takes, and what it returns
 Result = TypeVar("Result")
 
 Maybe: TypeAlias = torch.Tensor | None
+TensorPart: TypeAlias = Any  # a tensor of an operand, or None where the operand has no such part
 Group: TypeAlias = "ProcessGroup | None"
 Seed: TypeAlias = int | Sequence[int] | Maybe
 Arguments: TypeAlias = Sequence[Any]  # of an operator or a hook, as torch passes them
@@ -67,12 +68,14 @@ class Runs(Protocol):
 
     path: str
 
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        """The results, given a `Context` and tensors."""
+    @property
+    def forward(self) -> Callable:
+        """A function of a `Context` and tensors, which gives the results."""
         ...
 
-    def backward(self, *arguments: Any, **options: Any) -> tuple[Maybe, ...]:
-        """The gradients of the tensors, given a `Context` and those of the results."""
+    @property
+    def backward(self) -> Callable:
+        """A function of a `Context` and gradients of the results, which gives those of the tensors."""
         ...
 
 

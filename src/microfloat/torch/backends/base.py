@@ -14,6 +14,7 @@ from microfloat.formats import ScaledFormat
 from microfloat.layout import ALIGNMENT, Layout, Part
 from microfloat.recipes import Hadamard
 from microfloat.routes import Entry
+from microfloat.torch._typing import TensorPart
 
 __all__ = [
     "NO_PARTS", "Backend", "Operand", "Operands", "Parts", "Saved", "aligned", "capturing", "current_device",
@@ -92,9 +93,9 @@ class Operand:
 class Parts(NamedTuple):
     """The tensors of one operand between its cast and its GEMM, each None where the operand has none."""
 
-    codes: Any = None  # or decoded values, or the matrix itself in high precision
-    scale: Any = None
-    tensor_scale: Any = None
+    codes: TensorPart = None  # or decoded values, or the matrix itself in high precision
+    scale: TensorPart = None
+    tensor_scale: TensorPart = None
 
 
 NO_PARTS = Parts()
@@ -108,7 +109,7 @@ class Operands:
     column: Parts = NO_PARTS
 
     @staticmethod
-    def of(parts: Sequence[Any]) -> "Operands":
+    def of(parts: Sequence) -> "Operands":
         """The operands whose parts are the first six of a sequence, in order."""
         return Operands(Parts(*parts[:3]), Parts(*parts[3:6]))
 
@@ -116,7 +117,7 @@ class Operands:
         """The row operand, or the column operand."""
         return self.row if row else self.column
 
-    def flat(self) -> tuple[Any, ...]:
+    def flat(self) -> tuple:
         """All six parts in order, as `of` takes them."""
         return *self.row, *self.column
 

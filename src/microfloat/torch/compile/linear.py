@@ -116,9 +116,9 @@ _GATHERED = (
     "fullgraph=True out, so that such layers run between the graphs, or gather values."
 )
 # `Linear.forward` outside of the graph, with the three reasons for it.
-_EAGER_FORWARD: Any = None
-_EAGER_GATHERED: Any = None
-_EAGER_SHARDED: Any = None
+_EAGER_FORWARD: Callable = None  # type: ignore[assignment]
+_EAGER_GATHERED: Callable = None  # type: ignore[assignment]
+_EAGER_SHARDED: Callable = None  # type: ignore[assignment]
 
 
 def _make_eager_forward() -> bool:

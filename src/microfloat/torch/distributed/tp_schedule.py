@@ -51,9 +51,9 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
 
 
-def landed(operand: Any) -> Parts:
+def landed(operand: Parts) -> Parts:
     """An operand, made now where a `ShardedCast` has left it for later."""
-    return operand() if callable(operand) else operand
+    return typing.cast(Parts, operand()) if callable(operand) else operand
 
 
 # ------------------------------------------------------------------------------------------------------------- amaxes
@@ -213,8 +213,7 @@ class ShardedCast:
             row, column = step.entries
             cast = functools.partial(self._by_step, index, x, amaxes, stream, words, inputs)
             if self._waits and row is None:
-                later: Any = functools.partial(_column_of, cast)
-                made.column = later
+                made.column = functools.partial(_column_of, cast)  # type: ignore[assignment]
                 continue
             operands = cast()
             made.row = operands.row if row is not None else made.row
@@ -298,7 +297,7 @@ class ShardedCast:
         return made
 
 
-def _column_of(cast: Callable[[], Operands]) -> Parts:
+def _column_of(cast: functools.partial[Operands]) -> Parts:
     return cast().column
 
 

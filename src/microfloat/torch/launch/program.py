@@ -415,10 +415,10 @@ class Program:
             self._prepared.append((kernel.prepared(*arguments), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None
 
-    def run(self, stream: int, table: tuple[torch.Tensor | None, ...]) -> list[Any]:
+    def run(self, stream: int, table: tuple[torch.Tensor | None, ...]) -> list:
         """`table`: all positions up to MADE. On a stream of the current device, which is the matrix's."""
         empty = self._empty
-        made: list[Any] = [None if one is None else empty(*one) for one in self._allocations]
+        made: list = [None if one is None else empty(*one) for one in self._allocations]
         for index in self._cleared:
             made[index].zero_()
         starts = self._starts
@@ -535,7 +535,7 @@ def forget_programs() -> None:
 
 def run_passes(
     key: tuple, make: Callable[[], Passes], device: torch.device, tensors: tuple[torch.Tensor | None, ...]
-) -> list[Any]:  # fmt: skip
+) -> list:  # fmt: skip
     """The results of passes over `tensors`, the table up to MADE but for the scratch words, on the current stream.
 
     The program is kept under `key`, which says all that `make` depends on, and under the alignment of the tensors.

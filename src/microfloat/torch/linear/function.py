@@ -11,6 +11,7 @@ GEMM will run are cast (docs/numerics.md, 6).
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
 
+import typing
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -340,7 +341,7 @@ class Scheduled(torch.autograd.Function):
 
 
 # What torch's own `Function.apply` ends in, without its preparations for functorch, which is refused before.
-apply: Callable[..., Any] = super(torch.autograd.Function, Scheduled).apply  # pyright: ignore[reportAttributeAccessIssue]
+apply: Callable = super(torch.autograd.Function, Scheduled).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def begin(
@@ -377,7 +378,7 @@ def begin(
     return run
 
 
-def _keep_weight(run: Run, layer: Any, weight: torch.Tensor, is_first_microbatch: bool, version: int | None) -> bool:
+def _keep_weight(run: Run, layer: object, weight: torch.Tensor, is_first_microbatch: bool, version: int | None) -> bool:
     """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
     weights = weights_of(weight)
     # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
@@ -523,10 +524,10 @@ def _begin_delayed(
     run.delayed = _Delayed(weakref.ref(layer), group, closed, records, late, (x_cast, w_cast), is_alone)
 
 
-def end(run: Run, layer: Any) -> None:
+def end(run: Run, layer: object) -> None:
     """After a forward that no autocast will update: do what the exit of its region would."""
     if run.delayed is not None and run.delayed.is_alone:
-        scaling.roll_alone(layer, *run.delayed.recorded, records=run.delayed.records)
+        scaling.roll_alone(typing.cast(nn.Module, layer), *run.delayed.recorded, records=run.delayed.records)
 
 
 # ------------------------------------------------------------------------------------------------------------ shared

@@ -42,7 +42,7 @@ class Gather:
     def __init__(self, casts: Sequence[Cast], dtype: torch.dtype, source: Any) -> None:
         self.casts, self.dtype, self.source = casts, dtype, source
         # What `source` makes the operand of, as it lies and transposed.
-        self.gathered: list[tuple[Sequence[torch.Tensor], Any] | None] = [None, None]
+        self.gathered: list[tuple | None] = [None, None]
         self.scale_enc: torch.Tensor | None = None
         self.amax: torch.Tensor | None = None
         self.made_of: tuple[int, int] | None = None

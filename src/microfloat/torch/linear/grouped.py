@@ -300,10 +300,10 @@ class _Words(NamedTuple):
 
 
 class _Gradient(NamedTuple):
-    """A gradient after its cast: the groups, and their operands, of each group or (`_AllAtOnce`) of all together."""
+    """A gradient after its cast: the groups, and operands of each, or (`_AllAtOnce`) those of all groups alone."""
 
     groups: Groups
-    operands: Any
+    operands: list
 
 
 class GroupedSchedule(Schedule):
@@ -404,11 +404,13 @@ class GroupedSchedule(Schedule):
             saved += schedule.saved_again("w", own, w_inputs) if self.wants_dx else NO_PARTS
         return saved
 
-    def saved_operands(self, saved: Sequence[Maybe], inputs: CastInputs) -> Any:
+    def saved_operands(self, saved: Sequence[Maybe], inputs: CastInputs) -> list[Saved]:  # type: ignore[override]
         """The operands that backward reads, of each group."""
         return [Schedule.saved_operands(self, saved[at : at + 6], inputs) for at in range(0, len(saved), 6)]
 
-    def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Any:
+    def cast_dy(  # type: ignore[override]
+        self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool
+    ) -> _Gradient:
         """The groups, and both operands of a gradient, of one group after the other."""
         dy, groups = as_matrix(dy, self.dtype), inputs.groups
         made, inputs = [], inputs._replace(groups=None)
@@ -417,8 +419,8 @@ class GroupedSchedule(Schedule):
             made.append(None if schedule is None else schedule.cast_dy(dy[rows], inputs, wants_dx, wants_dw))
         return _Gradient(groups, made)
 
-    def gradients(
-        self, dy: Any, saved: Any, wants_dx: bool, wants_dw: bool, into: Sink | None = None
+    def gradients(  # type: ignore[override]
+        self, dy: _Gradient, saved: list[Saved], wants_dx: bool, wants_dw: bool, into: Sink | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx and dw, each if it is asked for; `into` as in `Schedule`."""
         groups, shape, dx, dw = dy.groups, (self.number, self.out_features, self.in_features), None, None
@@ -514,24 +516,25 @@ class _AllAtOnce(GroupedSchedule):
         w_made = self._cast("w", self._experts(weight), w_inputs, False, True) if self.wants_dx else Operands()
         return [*x_made.column, *w_made.column]
 
-    def saved_operands(self, saved: Sequence[Maybe], inputs: CastInputs) -> Saved:
+    def saved_operands(self, saved: Sequence[Maybe], inputs: CastInputs) -> Saved:  # type: ignore[override]
         """The operands that backward reads, of all groups."""
         return Schedule.saved_operands(self, saved, inputs)
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> _Gradient:
         """The groups, and both operands of a gradient, of all groups."""
-        return _Gradient(inputs.groups, self._cast("dy", as_matrix(dy, self.dtype), inputs, wants_dx, wants_dw))
+        return _Gradient(inputs.groups, [self._cast("dy", as_matrix(dy, self.dtype), inputs, wants_dx, wants_dw)])
 
-    def gradients(
+    def gradients(  # type: ignore[override]
         self, dy: _Gradient, saved: Saved, wants_dx: bool, wants_dw: bool, into: Sink | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx and dw, each if it is asked for; `into` as in `Schedule`."""
         groups, shape, dx, dw = dy.groups, (self.number, self.out_features, self.in_features), None, None
+        (operands,) = dy.operands
         if wants_dx:
-            dx = self._multiply("dgrad", dy.operands.row, saved.w, groups, self.x_dtype)
+            dx = self._multiply("dgrad", operands.row, saved.w, groups, self.x_dtype)
         if wants_dw:
             dw_dtype = self.w_dtype if into is None else torch.float32
-            dw = self._multiply("wgrad", dy.operands.column, saved.x, groups, dw_dtype).view(shape)
+            dw = self._multiply("wgrad", operands.column, saved.x, groups, dw_dtype).view(shape)
         return dx, dw if into is None or dw is None else into.add(dw)
 
     def _experts(self, weight: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Observer(Protocol):
     """A watch in one of its steps."""
 
     def listener(
-        self, schedule: Schedule, layers: Sequence[Any], weight: torch.Tensor | None, is_backward: bool
+        self, schedule: Schedule, layers: Sequence, weight: torch.Tensor | None, is_backward: bool
     ) -> Listener | None:
         """The listener of a call of `layers`; without any, of the layer that `weight` belongs to. None: not watched.
 
@@ -56,7 +56,7 @@ class Observer(Protocol):
         """
         ...
 
-    def see_plain(self, layer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    def see_plain(self, layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         """A call in high precision."""
         ...
 
@@ -65,9 +65,7 @@ OBSERVERS: list[Observer] = []
 Kind = TypeVar("Kind", bound=Schedule)
 
 
-def observed(
-    schedule: Kind, layers: Sequence[Any], weight: torch.Tensor | None = None, is_backward: bool = False
-) -> Kind:
+def observed(schedule: Kind, layers: Sequence, weight: torch.Tensor | None = None, is_backward: bool = False) -> Kind:
     """The schedule of a call of `layers`, as those see it who watch them.
 
     An operator of compiled code, which knows no layer, gives the weight, and says if it is the backward.

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ class StoredCast:
 
     def __init__(
         self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype,
-        step: Callable[..., Any],
+        step: Callable,
     ) -> None:  # fmt: skip
         """`step`: makes the step that casts what the stored codes do not serve."""
         self.entries, self.program, self._backend, self._compute = entries, None, backend, compute
@@ -122,7 +121,7 @@ class GatheredCast:
 
     def __init__(
         self, backend: Backend, shape: Sequence[int], entries: Entries, compute: torch.dtype,
-        step: Callable[..., Any],
+        step: Callable,
     ) -> None:  # fmt: skip
         """`step`: makes the step that casts values where the gathered codes do not serve."""
         self.entries, self.program, self._backend, self._compute, self._step = entries, None, backend, compute, step

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -39,7 +39,7 @@ def casts_late(layer: Layer, weight: torch.Tensor) -> bool:
     return found
 
 
-def fsdp_parameters(layer: Any) -> list["FSDPParam"]:
+def fsdp_parameters(layer: torch.nn.Module | Layer) -> list["FSDPParam"]:
     """The objects that FSDP2 has for the parameters of a layer, which it tells of them by a hook on loading alone."""
     cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
     return [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "post_forward_mesh_info")]

@@ -14,7 +14,6 @@ from torch import nn
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.recipes import Delayed
 from microfloat.torch import backends
-from microfloat.torch.scaling.amax_reduction import Group
 from microfloat.torch.scaling.history import NAMES, Slot
 
 SLOTS = tuple(NAMES)

@@ -11,7 +11,6 @@ A mode sees operators by their names: a policy of selective checkpointing keeps 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -60,7 +59,7 @@ def multiply(product: Callable[..., torch.Tensor], a: Parts, b: Parts, bias: May
 
 def multiply_groups(
     forward: Callable[[], Sequence[Maybe]], x: torch.Tensor, weight: list[torch.Tensor], bias: Maybe, flops: int
-) -> list[Any]:
+) -> list:
     """``forward()``, y and a list of tensors or None, made of x and of the parts of a weight."""
     with _numbered(lambda: _without_none(forward(), x)) as number:
         return _with_none(torch.ops.microfloat.multiply_groups(x, weight, bias, flops, number))
@@ -81,7 +80,7 @@ def _without_none(parts: Sequence[Maybe], x: torch.Tensor) -> list[torch.Tensor]
     return [x.new_empty(0) if part is None else part for part in parts]
 
 
-def _with_none(parts: list[torch.Tensor]) -> list[Any]:
+def _with_none(parts: list[torch.Tensor]) -> list:
     return [part if part.numel() else None for part in parts]
 
 
