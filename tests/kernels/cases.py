@@ -16,6 +16,7 @@ from microfloat import reference as oracle
 from microfloat.formats import E2M1, E2M3, E4M3, FORMATS, SCALE_E8M0, SCALE_FP32, ScaledFormat
 from microfloat.kernels.casts import blocks
 from microfloat.kernels.device import tiles
+from microfloat.passes import CastInputs
 from microfloat.passes import matrix as passes_matrix
 from microfloat.passes import tables as casts
 from microfloat.recipes import RECIPES, Cast, Delayed, Gemm, Hadamard, from_name
@@ -808,9 +809,9 @@ def forms_of_gathered_weights(device, names):
             routes = routes_of(recipe, backend.chip_of(w.device))
             for row in (True, False):
                 entries = entries_of(recipe, routes, "w", row, not row)
-                wanted = schedule.CastStep(backend, w, entries)(w, 0, program.scratch(-1), program.CastInputs())
+                wanted = schedule.CastStep(backend, w, entries)(w, 0, program.scratch(-1), CastInputs())
                 step = GatheredCast(backend, w.shape, entries, w.dtype, schedule.CastStep)
-                made = step(Gathered(gather, w.shape, w.device), 0, None, program.CastInputs())
+                made = step(Gathered(gather, w.shape, w.device), 0, None, CastInputs())
                 for ours, theirs in zip(made.flat(), wanted.flat(), strict=True):
                     assert (ours is None) == (theirs is None), (name, row)
                     if ours is not None:

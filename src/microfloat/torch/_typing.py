@@ -10,11 +10,6 @@ from microfloat.recipes import Cast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "Arguments", "Context", "Group", "InitMethod", "Layer", "Maybe", "Options", "Result", "Runs", "Seed", "Sink",
-    "StateDict", "Takes", "TensorPart", "WithBias",
-]  # fmt: skip
-
 Takes = ParamSpec("Takes")  # what a decorated function takes, and what it returns
 Result = TypeVar("Result")
 

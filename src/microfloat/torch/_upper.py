@@ -9,8 +9,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["tell", "upper"]
-
 _PLACES: dict[str, str] = {}
 
 

@@ -16,11 +16,6 @@ from microfloat.recipes import Hadamard
 from microfloat.routes import Entry
 from microfloat.torch._typing import TensorPart
 
-__all__ = [
-    "NO_PARTS", "Backend", "Operand", "Operands", "Parts", "Saved", "aligned", "capturing", "current_device",
-    "dtype_name", "laid", "parts_of", "raw_stream", "record_amax_",
-]  # fmt: skip
-
 # What torch.cuda asks torch for, without the host time of its checks; a build of torch for the CPU has neither.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]

@@ -11,8 +11,6 @@ from microfloat.torch.linear.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor.checks import check_model
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["PLAINLY", "export", "in_torch_operations"]
-
 PLAINLY = False  # True while `export` traces
 
 

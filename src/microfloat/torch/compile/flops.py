@@ -17,8 +17,6 @@ from microfloat.torch.compile import linear as compiled
 from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor import dispatch_modes as named
 
-__all__ = ["FLOP_FORMULAS"]
-
 _DEFINING = _operators, compiled, compiled_grouped, named  # the operators, when they are imported
 Shape = Sequence[int]
 

@@ -37,8 +37,6 @@ from microfloat.torch.tensor.checks import check_grouped
 from microfloat.torch.tensor.custom_ops import refuse_batches, refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["compiled_grouped"]
-
 _library = torch.library.Library("microfloat", "FRAGMENT")
 _library.define(
     "grouped_forward(Tensor x, Tensor[] weight, Tensor? bias, Tensor ends, Tensor? seed, Tensor? x_scale, "

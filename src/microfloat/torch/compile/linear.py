@@ -36,11 +36,6 @@ from microfloat.torch.tensor.custom_ops import refuse_batches, refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 from microfloat.torch.tensor.seeds import draw_seed
 
-__all__ = [
-    "MARKER", "OWN_WGRAD", "SETTINGS", "Settings", "abstract_linear", "cast_inputs", "check_caller", "compiled_linear",
-    "describe", "live_amaxes", "named", "rebuilt", "recorded", "settings_in", "settings_of", "state_of",
-]  # fmt: skip
-
 _library = torch.library.Library("microfloat", "FRAGMENT")
 
 

@@ -10,8 +10,6 @@ from microfloat.torch.backends.base import Operand
 from microfloat.torch.reference._grid import ceil_to
 from microfloat.torch.tensor.packing import to_blocked
 
-__all__ = ["block_scaled_arguments"]
-
 
 def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> Options:
     """Keyword arguments of `torch.nn.functional.scaled_mm` for ``a @ b.T``: b's rows are padded to a multiple of 16.

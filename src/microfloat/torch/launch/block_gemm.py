@@ -18,11 +18,6 @@ from microfloat.torch import backends
 if TYPE_CHECKING:
     from triton.runtime import JITFunction
 
-__all__ = [
-    "OWN_GEMMS", "GroupedWork", "OwnGemm", "own_block_matmul", "own_gemm_is_faster", "own_gemm_is_there",
-    "own_gemm_serves", "start",
-]  # fmt: skip
-
 Shape = tuple[int, int, int]
 _SIDE = 128
 

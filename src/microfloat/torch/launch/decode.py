@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from microfloat.passes.products import DecodedExperts
     from microfloat.torch.launch.program import Program
 
-__all__ = ["DECODED_BESIDE", "Decoding", "decoding_of", "decoding_of_experts", "parts_of_experts"]
-
 Shape = tuple[int, int, int]
 DECODED_BESIDE = (torch.bfloat16, torch.float16)  # dtypes of x
 

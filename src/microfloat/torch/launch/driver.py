@@ -7,8 +7,6 @@ import torch
 
 from microfloat.passes.tables import SHARED_BYTES, SYSTEM_BYTES
 
-__all__ = ["is_refusal", "shared_memory"]
-
 # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, which a kernel declares, and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _DECLARED, _MOST_ASKED = 1, 8
 # CUDA_ERROR_INVALID_VALUE, _LAUNCH_OUT_OF_RESOURCES and _NOT_SUPPORTED: what the driver says of

@@ -35,11 +35,6 @@ from microfloat.torch.launch.block_gemm import own_block_matmul, own_gemm_serves
 from microfloat.torch.launch.decode import DECODED_BESIDE, decoding_of
 from microfloat.torch.reference._grid import ceil_to
 
-__all__ = [
-    "Product", "float32_product_on_cpu", "high_precision_product", "product", "scaled_matmul", "scaled_mm",
-    "scaled_mm_v2", "stored_product",
-]  # fmt: skip
-
 Shape = tuple[int, int, int]
 Tensor = torch.Tensor
 Level = torch.Tensor | None  # of what an operand may lack, such as a tensor scale

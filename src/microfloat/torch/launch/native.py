@@ -15,11 +15,6 @@ from microfloat.torch import backends, reference
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.launch import gemms, program, triton
 
-__all__ = [
-    "amax", "chip_of", "dequantize", "fold_codes", "is_strict", "name", "no_programs", "producers", "programs",
-    "quantize", "quantize_both", "scaled_matmul", "turned",
-]  # fmt: skip
-
 name, programs, no_programs, is_strict, producers = "native", program, "", False, triton
 amax, fold_codes, turned, chip_of = triton.amax, triton.fold_codes, triton.turned, backends.chip_of
 

@@ -22,20 +22,13 @@ import triton
 from microfloat.kernels.casts import groups
 from microfloat.kernels.device import convert, random
 from microfloat.layout import ALIGNMENT, Part
-from microfloat.passes import CastInputs, OperandSpec
+from microfloat.passes import OperandSpec
 from microfloat.passes.casts import cast_passes, pair_passes
-from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, is_one_pass, specialization
+from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, is_one_pass, specialization  # noqa: F401
 from microfloat.passes.tables import Warps
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import current_device, raw_stream
 from microfloat.torch.launch import driver
-
-__all__ = [
-    "DEVICES", "INTERPRETED", "Bind", "CastInputs", "Kernel", "PlacedKernel", "PlacingRefused", "Prepared", "Program",
-    "cast_program", "device_of", "fast_empty", "forget_programs", "is_known", "is_one_pass", "kernel_of",
-    "matrix_of", "misaligned_of", "pair_program", "plan_groups", "refuse_placing", "run_passes",
-    "scratch", "split_words",
-]  # fmt: skip
 
 # True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
 INTERPRETED = not isinstance(convert.bits_of, triton.JITFunction)

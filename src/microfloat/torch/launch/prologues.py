@@ -42,12 +42,6 @@ from microfloat.torch.tensor.checks import (  # fmt: skip
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor, tensors_of
 from microfloat.torch.tensor.seeds import draw_seed, seed_words
 
-__all__ = [
-    "ACTIVATIONS", "Activation", "ActivationGradient", "Norm", "Produced", "Producer", "Statistics", "Valued",
-    "activate", "codes_of", "input_of", "norm_gradients", "produce", "rows_of", "sum_of_rows", "values_of",
-    "waits_for_amax",
-]  # fmt: skip
-
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu", "sigmoid")
 Both = tuple[Operand | None, Operand | None]
 

@@ -33,7 +33,6 @@ from microfloat.passes.conversions import (
     turn_codes_passes,
 )
 from microfloat.passes.matrix import Matrix, Passes, specialization
-from microfloat.passes.producers import fuses
 from microfloat.recipes import Cast, Delayed
 from microfloat.routes import family_of
 from microfloat.torch import reference
@@ -44,14 +43,9 @@ from microfloat.torch.launch.program import device_of, matrix_of, run_passes
 from microfloat.torch.launch.prologues import Activation, Both, Norm, Producer, Statistics, Valued
 from microfloat.torch.reference._hadamard import inverse
 
-__all__ = [
-    "amax", "cast_parts", "codes", "dequantize", "fold_codes", "fuses", "quantize",
-    "quantize_both", "refusal", "rotate", "scaled_matmul", "slots_of", "swizzle_scales",
-    "turned", "update_delayed", "values",
-]  # fmt: skip
-
 # The interface of `backends.base.Backend`.
 name, programs, no_programs, is_strict, producers = "triton", program, "", True, sys.modules[__name__]
+fuses = producer_passes.fuses
 # The GEMMs of this backend are torch's, in float32; `backends.native` has the vendor's.
 chip_of, scaled_matmul = reference.chip_of, reference.scaled_matmul
 

@@ -10,8 +10,6 @@ from microfloat.recipes import Recipe
 from microfloat.torch.tensor.ops import quantize, scaled_matmul
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["multiply"]
-
 
 def multiply(
     x: QuantizedTensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, backend: str

@@ -18,8 +18,6 @@ from microfloat.recipes import Gemm, Recipe
 from microfloat.routes import Route, Routes, route_of, routes_of
 from microfloat.torch.backends.base import capturing
 
-__all__ = ["LOSSY_LIMIT", "FoldCounts", "routes_after"]
-
 # An operand folds as long as at most this share of its elements changes.
 LOSSY_LIMIT = 1e-3
 

@@ -43,11 +43,6 @@ from microfloat.torch.tensor.custom_ops import refusal_of_transforms, refuse_tra
 from microfloat.torch.tensor.dispatch_modes import are_named, multiply_groups, outside_of_modes, quantize_operands
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = [
-    "Run", "Scheduled", "apply", "backend_name", "begin", "begin_apart", "bias_gradient", "end", "find",
-    "find_for", "refuse_double_backward", "run_linear",
-]  # fmt: skip
-
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _WEIGHT_TYPES = (nn.Parameter, QuantizedTensor, Gathered)
 _COMPUTED: Any = object()  # stands for a bias that is no parameter of the layer itself: parametrized or pruned

@@ -40,8 +40,6 @@ from microfloat.torch.linear.schedule import as_matrix
 from microfloat.torch.linear.weight_cache import weights_of
 from microfloat.torch.tensor.dispatch_modes import outside_of_modes
 
-__all__ = ["ActivationRun", "GradientLink", "NormRun"]
-
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _Saved = tuple[Maybe, ...]
 _STREAMS = "row_stream", "column_stream"

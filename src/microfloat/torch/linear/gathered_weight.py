@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from microfloat.torch.backends.base import Backend
 
-__all__ = ["Gather", "Gathered", "NoValues", "in_form", "values_of"]
-
 aten = torch.ops.aten
 
 

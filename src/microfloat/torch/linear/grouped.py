@@ -56,10 +56,6 @@ if TYPE_CHECKING:
 
     from microfloat.torch.launch.program import GroupPlan
 
-__all__ = [
-    "GroupedSchedule", "Groups", "find_grouped", "grouped_plain", "groups_of", "run_grouped", "why_not_all_at_once",
-]  # fmt: skip
-
 _MOST_SCHEDULES = 512
 _SIDE = 128
 

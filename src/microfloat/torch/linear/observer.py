@@ -17,8 +17,6 @@ from microfloat.torch._typing import Sink
 from microfloat.torch.backends.base import Operands, Parts, Saved
 from microfloat.torch.linear.schedule import Schedule
 
-__all__ = ["OBSERVERS", "Listener", "Observed", "Observer", "observed"]
-
 
 class Listener(Protocol):
     """The receiver of one call's tensors, in the order of the call: x and w, y; then dy, dx and dw."""

@@ -17,8 +17,6 @@ from microfloat.torch.reference import transpose_operand
 from microfloat.torch.tensor.checks import is_abstract
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["GatheredCast", "StoredCast"]
-
 
 class StoredCast:
     """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""

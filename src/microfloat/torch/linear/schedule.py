@@ -59,10 +59,6 @@ from microfloat.torch.tensor.seeds import Rank, draw_seed, fold_rank_, has_ranks
 if TYPE_CHECKING:
     from microfloat.torch.launch.program import Program
 
-__all__ = [
-    "NO_INPUTS", "SCHEDULES", "CastStep", "Schedule", "as_matrix", "autocast_dtype", "forget", "remember",
-]  # fmt: skip
-
 Inputs = tuple[CastInputs, CastInputs, CastInputs]  # of x, w and dy
 Step: TypeAlias = Any  # a `CastStep`, or what takes its place for tensors that are stored, gathered or sharded
 

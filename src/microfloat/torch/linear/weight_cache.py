@@ -15,11 +15,6 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-__all__ = [
-    "KeptWeight", "MainGrad", "NoRows", "casts_late", "fsdp_parameters", "latest_step", "weights_of",
-    "without_rows",
-]  # fmt: skip
-
 
 def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The weights that a joint one is made of, else itself."""
