@@ -71,11 +71,8 @@ class ElementFormat:
         self._check_max()
         stock = ELEMENTS.get(self.name)
         if stock is not None and stock != self:
-            raise invalid_value(
-                "ElementFormat.name",
-                f"{self.name!r} for other numbers than those of the stock element",
-                "a name of its own",
-            )
+            got = f"{self.name!r} for other numbers than those of the stock element"
+            raise invalid_value("ElementFormat.name", got, "a name of its own")
 
     def _check_max(self) -> None:
         """`max` is a normal value of the format, and the codes above it are exactly infinity and NaN."""
@@ -92,13 +89,13 @@ class ElementFormat:
         above = self.sign_code - 1 - self.max_code
         taken = 1 << self.mantissa_bits if self.has_inf else above if self.has_nan else 0
         if above != taken or (self.has_nan and not above) or (self.has_inf and not self.has_nan):
-            raise invalid_value(
-                "ElementFormat.max",
-                f"{self.max:g} with {above} codes above it, has_inf={self.has_inf}, has_nan={self.has_nan}",
+            got = f"{self.max:g} with {above} codes above it, has_inf={self.has_inf}, has_nan={self.has_nan}"
+            needed = (
                 "no code above max without infinity and NaN, at least one with NaN alone, "
-                "those of the largest exponent with infinity and NaN (never infinity alone)",
-                f"The largest value of all codes is {self._magnitude(self.sign_code - 1):g}.",
+                "those of the largest exponent with infinity and NaN (never infinity alone)"
             )
+            largest = f"The largest value of all codes is {self._magnitude(self.sign_code - 1):g}."
+            raise invalid_value("ElementFormat.max", got, needed, largest)
 
     def _remedy_of_max(self, codes: range) -> str:
         """The change that makes `max` a value: the bias with which it is the largest, or the nearest value.
@@ -229,11 +226,8 @@ class ScaledFormat:
             for size in self.block
         )
         if not sizes_fine or (self.block[0] is None and self.block[1] is not None):
-            raise invalid_value(
-                "ScaledFormat.block",
-                self.block,
-                "(rows, columns) with positive sizes; (1, None) = per row, (None, None) = per tensor",
-            )
+            needed = "(rows, columns) with positive sizes; (1, None) = per row, (None, None) = per tensor"
+            raise invalid_value("ScaledFormat.block", self.block, needed)
         object.__setattr__(self, "block", tuple(self.block))
         if self.tensor_scale is not None:
             check_choice("ScaledFormat.tensor_scale", self.tensor_scale, ("tensor", "row"))

@@ -292,9 +292,7 @@ class Difference:
         return f"index {self.index}: {self.a:#0{digits + 2}x} != {self.b:#0{digits + 2}x} ({self.count} differ)"
 
 
-def first_difference(
-    a: np.ndarray, b: np.ndarray, element: ElementFormat | str | None = None
-) -> Difference | None:  # fmt: skip
+def first_difference(a: np.ndarray, b: np.ndarray, element: ElementFormat | str | None = None) -> Difference | None:
     """The first element whose bytes differ, None if the arrays are equal byte for byte (NaN payloads and -0 count).
 
     `element`: the format of unpacked codes, for the values; arrays of floats need none. Raises InvalidValueError for
@@ -304,12 +302,8 @@ def first_difference(
     arrays = as_arrays("a", a), as_arrays("b", b)
     first, second = arrays
     if first.shape != second.shape or first.dtype != second.dtype:
-        raise invalid_value(
-            "b",
-            f"{second.dtype}{list(second.shape)}",
-            f"{first.dtype}{list(first.shape)}, as a is",
-            "View it alike first.",
-        )
+        got, needed = f"{second.dtype}{list(second.shape)}", f"{first.dtype}{list(first.shape)}, as a is"
+        raise invalid_value("b", got, needed, "View it alike first.")
     if first.dtype.hasobject or first.dtype.itemsize not in (1, 2, 4, 8):
         raise invalid_type("a", first.dtype, "elements of 1, 2, 4 or 8 bytes")
     bits = np.dtype(f"u{first.dtype.itemsize}")

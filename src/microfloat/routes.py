@@ -267,13 +267,10 @@ def _are_block_scaled(lhs: Encoding, rhs: Encoding, library: str) -> bool:
             one.power_of_two and one.format.element.bits == 8 and one.format.block in ((1, _SIDE), (_SIDE, _SIDE))
             for one in (lhs, rhs)
         )
-    return a.scale == b.scale and (
-        _are_mx(a, b)
-        or all(
-            fmt.scale.name == "E4M3" and fmt.block in ((1, 16), (16, 16)) and fmt.tensor_scale != "row"
-            for fmt in (a, b)
-        )
-    )
+    if a.scale != b.scale or _are_mx(a, b):
+        return a.scale == b.scale
+    blocks = ((1, 16), (16, 16))
+    return all(fmt.scale.name == "E4M3" and fmt.block in blocks and fmt.tensor_scale != "row" for fmt in (a, b))
 
 
 # ---- the kernels that serve a cast -------------------------------------------------------------------------------
@@ -310,11 +307,8 @@ def family_of(cast: Cast) -> tuple[str, str]:
         return "nvfp4", ""
     if fmt.block in ((None, None), (1, None), (128, 128)) and fmt.scale.name == "FP32" and element.bits == 8:
         return "scaled", ""
-    if (
-        fmt.block[0] in (1, fmt.block[1])
-        and fmt.block[1] in _BLOCKS
-        and (element.bits == 8 or fmt.scale.name == "E8M0")
-    ):
+    is_block = fmt.block[1] in _BLOCKS and fmt.block[0] in (1, fmt.block[1])
+    if is_block and (element.bits == 8 or fmt.scale.name == "E8M0"):
         return "blocks", ""
     return "", f"block {fmt.block_text} of {fmt.name}"
 

@@ -71,12 +71,9 @@ _INVERSE_SIX_17_16 = float.fromhex("0x1.6aaaaap-3")  # f32(17/96)
 
 
 def _four_over_six(error: str, bound: int) -> ScaleRule:
-    return ScaleRule(
-        f"four_over_six_{error}_{bound}",
-        SCALE_E4M3,
-        f"per block the better, by {error}, of mapping its maximum to 6 or to 4; block scales up to {bound}",
-        two_level=TwoLevel(capacity=6.0 * bound, smallest_amax=6.0 * bound * 2.0**-117, four_over_six=error),
-    )
+    summary = f"per block the better, by {error}, of mapping its maximum to 6 or to 4; block scales up to {bound}"
+    level = TwoLevel(capacity=6.0 * bound, smallest_amax=6.0 * bound * 2.0**-117, four_over_six=error)
+    return ScaleRule(f"four_over_six_{error}_{bound}", SCALE_E4M3, summary, two_level=level)
 
 
 SCALE_RULES = {

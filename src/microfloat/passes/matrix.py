@@ -112,9 +112,7 @@ class Matrix:
     @property
     def transposed(self) -> "Matrix":
         """The transpose, in the same memory."""
-        return replace(
-            self, rows=self.columns, columns=self.rows, stride_r=self.stride_c, stride_c=self.stride_r
-        )  # fmt: skip
+        return replace(self, rows=self.columns, columns=self.rows, stride_r=self.stride_c, stride_c=self.stride_r)
 
     def fills(self, tile_rows: int, tile_columns: int) -> bool:
         """True if whole tiles cover the matrix, so that no load or store needs a mask."""
@@ -130,9 +128,7 @@ class Matrix:
         """Constants of a kernel over tiles of this size; `units`: codes are stored in aligned twos and fours."""
         even, kind = self.fills(tile_rows, tile_columns), self.kind
         pairs, quads = units and self.columns & 1 == 0, units and self.rows & 3 == 0
-        return How(
-            kind, kind, even, self.index64, self.device.conversions, tile_rows, tile_columns, pairs, quads
-        )  # fmt: skip
+        return How(kind, kind, even, self.index64, self.device.conversions, tile_rows, tile_columns, pairs, quads)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

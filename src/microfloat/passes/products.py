@@ -451,9 +451,7 @@ def cut_of_experts(
     return cut._replace(GROUPED=True)
 
 
-def fits(
-    codes: DecodeCodes, shape: tuple[int, int, int], most: int = MOST_DECODED_ROWS, experts: int = 1
-) -> bool:  # fmt: skip
+def fits(codes: DecodeCodes, shape: tuple[int, int, int], most: int = MOST_DECODED_ROWS, experts: int = 1) -> bool:
     """True if the kernel serves a product of M, K, N: at most `most` rows of x, and offsets of 32 bits."""
     m, k, n = shape
     return m <= most and max(experts * n * k * codes.BITS // 32, 8 * m * k) <= INT32_MAX

@@ -364,9 +364,7 @@ class NamedRecipe(Recipe):
     @classmethod
     def _from_fields(cls, values: dict) -> Recipe:
         check_keys("fields", values, cls().arguments(), all_of_them=False)
-        options: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-        }
+        options: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return cls(**options)
 
     def __repr__(self) -> str:

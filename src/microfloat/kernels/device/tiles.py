@@ -187,10 +187,7 @@ def store_pairs(tile_ptr, codes, r, w, rows, cols, ld, BITS: tl.constexpr, PAIRS
 
 
 @triton.jit
-def store_quads(
-    tile_ptr, codes, c, quads, rows, cols, ld,
-    BITS: tl.constexpr, QUADS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def store_quads(tile_ptr, codes, c, quads, rows, cols, ld, BITS: tl.constexpr, QUADS: tl.constexpr, EVEN: tl.constexpr):
     """Store quads [columns, quads] of neighbours of a column: int32 of four bytes, or int16 of four nibbles.
 
     `c` [columns, 1] and `quads` [1, quads]: local indices. `ld`: bytes per column. QUADS: quads are aligned and stored
