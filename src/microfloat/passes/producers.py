@@ -155,8 +155,8 @@ def cast_passes(
         for both, source, record in zip(produced, sources, each, strict=False):
             outputs += [*both.codes, shared_scale(passes, both), source, record]
         outputs += [At.NOTHING] * (10 - len(outputs))
-        meeting = At.NOTHING if each[0] == At.NOTHING else At.WORDS
-        kernel, tensors = fused.produce_scaled, (*inputs, *outputs, meeting, *seeds)
+        scratch = At.NOTHING if each[0] == At.NOTHING else At.WORDS
+        kernel, tensors = fused.produce_scaled, (*inputs, *outputs, scratch, *seeds)
         how = _how(matrix, rows, columns)
         constants = (*casts, _mode(given), each[0] != At.NOTHING, work.number, work.function, how)
     passes.launches.append(Pass(

@@ -7,8 +7,8 @@
 | `amax_rows_columns` | amax of each row and each column | one for each BM x BN tile |
 | `amax_transformed` | amax, and amax of the Hadamard transform | any number; each takes BM x BN tiles in turn |
 
-Programs combine their results in scratch memory (`meeting`), so no buffer is cleared first. Source: docs/numerics.md
-2.3.
+Programs combine their results in scratch memory (`grid_reduction`), so no buffer is cleared first. Source:
+docs/numerics.md 2.3.
 """
 
 import triton
@@ -38,7 +38,7 @@ from microfloat.kernels.device.fp4 import (
     load_row_blocks,
     row_block_amax,
 )
-from microfloat.kernels.device.meeting import STORE, arrive, offer_maximum, peek, publish_maximum, publish_two
+from microfloat.kernels.device.grid_reduction import STORE, arrive, offer_maximum, peek, publish_maximum, publish_two
 from microfloat.kernels.device.random import zero_again
 from microfloat.kernels.device.tiles import Bounds, load_pair, program, tile_at, tiles_of
 

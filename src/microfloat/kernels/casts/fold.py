@@ -29,7 +29,7 @@ from microfloat.kernels.device.convert import (
     low_half,
     quantized_pair,
 )
-from microfloat.kernels.device.meeting import arrive, offer_count, publish_two
+from microfloat.kernels.device.grid_reduction import arrive, offer_count, publish_two
 from microfloat.kernels.device.packed import add_f16x2, factor_word, fold_pair, scale_word, shift_word
 from microfloat.kernels.device.produce import LOAD, produce_rows
 from microfloat.kernels.device.random import column_quads, lane_pairs, load_seed

@@ -28,7 +28,7 @@ from microfloat.kernels.device.convert import (
     magnitude_bits,
     packed_reduce,
 )
-from microfloat.kernels.device.meeting import (
+from microfloat.kernels.device.grid_reduction import (
     RECORD,
     arrive,
     offer_maximum,

@@ -25,7 +25,7 @@ from microfloat.kernels.casts.scaled import (
     write_tile,
 )
 from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half, magnitude_bits, packed_abs
-from microfloat.kernels.device.meeting import STORE, arrive, offer_maximum, peek, publish_maximum
+from microfloat.kernels.device.grid_reduction import STORE, arrive, offer_maximum, peek, publish_maximum
 from microfloat.kernels.device.produce import GATE_GRADIENTS, RMS_NORM, produce_gradients, produce_pair
 from microfloat.kernels.device.squares import cast_squares, load_squares, takes
 from microfloat.kernels.device.tiles import Bounds, Source, load_pair, program, store_pairs, tiles_of
