@@ -116,6 +116,7 @@ def torch_calls(folder):
         "quantize": lambda: [mf.quantize(x, name) for name in ("fp8_tensor", "mxfp8", "mxfp4", "nvfp4_2d")],
         "quantize_": lambda: mf.quantize_(model(), mf.WeightOnly("nvfp4")),
         "quantized_model_init": initialised,
+        "register_experts": lambda: mf.register_experts("a:B", {"w": "ENK"}, lambda *given: given[0]),
         "reset_scaling": lambda: mf.reset_scaling(converted()),
         "revert": lambda: mf.revert(converted()),
         "save_quantized": served,

@@ -33,6 +33,9 @@ STATE = {
     "linear.observer": {"OBSERVERS": "watches that are on"},
     "linear.schedule": {"SCHEDULES": "1,024 schedules, then emptied"},
     "linear.weight_cache": {"_latest_step": "one object"},
+    "nn.experts": {
+        "_FORMS": "classes of experts that are registered", "experts_class": "classes of experts in the program",
+    },
     "nn.linear": {"_WARNED_LOADS": "distinct warnings about state dicts"},
     "nn.quantized_init": {"_MODEL_INIT": "a stack of the contexts that are entered"},
     "reference._elements": {

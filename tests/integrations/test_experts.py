@@ -1,11 +1,20 @@
-"""Mixtures of experts of transformers through `convert` and back: its notes name the targets that are read wrongly."""
+"""Mixtures of experts of transformers: their files through `convert` and back, and their layers under recipes."""
+
+import importlib
+import pathlib
+import re
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from safetensors.torch import load_file  # noqa: E402
+
+import microfloat.torch as mf  # noqa: E402
 from microfloat import metrics  # noqa: E402
 from microfloat.checkpoint import convert  # noqa: E402
+from microfloat.recipes import CustomRecipe, DelayedScaling, Gemm  # noqa: E402
+from microfloat.torch.nn.experts import ExpertsLayer  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow("needs a training package that make test does not install"),
@@ -52,3 +61,224 @@ def test_a_note_stands_exactly_where_transformers_reads_the_experts_wrongly(tran
     except (RuntimeError, ValueError):
         is_right = False
     assert is_right == (not notes), notes
+
+
+# ---- `mf.convert` of the experts themselves, in tiny configurations of each family
+
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED = {**FEW, "shared_expert_intermediate_size": 48}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1}
+DEEPSEEK = {
+    **ROUTED, "first_k_dense_replace": 0, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "n_shared_experts": 1,
+}  # fmt: skip
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": SHARED,
+    "Qwen3Moe": {**FEW, "head_dim": 8},
+    "Qwen3Next": {
+        **SHARED, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    },
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV2": DEEPSEEK,
+    "DeepseekV3": DEEPSEEK,
+    "Glm4Moe": {**ROUTED, "first_k_dense_replace": 0, "head_dim": 8},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "Llama4": {
+        "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "intermediate_size_mlp": 48,
+        "interleave_moe_layer_step": 1,
+    },
+    "Phimoe": {"num_local_experts": 4},
+    "GraniteMoe": {"num_local_experts": 4},
+    "NemotronH": {
+        **ROUTED, "num_hidden_layers": 3, "layers_block_type": ["mamba", "moe", "attention"], "head_dim": 8,
+        "moe_shared_expert_intermediate_size": 48, "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8,
+        "n_groups": 1, "mamba_chunk_size": 8,
+    },
+}  # fmt: skip
+IDS = torch.arange(24).reshape(2, 12) * 7 % 64
+
+
+def family(transformers, name, **options):
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{name}TextConfig" if name == "Llama4" else f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(kind(**{**TINY, **FAMILIES[name], **options}))
+    for key, parameter in model.named_parameters():
+        if "experts" in key:  # some start at zero, or without values
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def experts_of(model):
+    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+class Loop:
+    """Stands where a layer's products do: each expert's rows through `mf.linear`, one after another."""
+
+    def __init__(self, product, recipe):
+        self.product, self.recipe, self.num_groups = product, recipe, product.num_groups
+
+    def __call__(self, x, groups):
+        weight, bias = self.product.weight, self.product.bias
+        slices = groups.slices if hasattr(groups, "slices") else [
+            slice(sum(groups[:e]), sum(groups[: e + 1])) for e in range(len(groups))
+        ]  # fmt: skip
+        return torch.cat([
+            mf.linear(x[rows], weight[e], None if bias is None else bias[e], recipe=self.recipe)
+            for e, rows in enumerate(slices) if rows.stop > rows.start
+        ])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nine_tenths_of_each_family_convert_and_are_a_loop_of_linears(transformers, name, monkeypatch):
+    model = family(transformers, name).eval()  # in training the router of Phi-MoE is random
+    keys, plain = list(model.state_dict()), model(input_ids=IDS).logits
+    report = mf.convert(model, "mxfp8")
+    assert list(model.state_dict()) == keys
+    assert {key for key, _ in experts_of(model)} <= set(report.converted)
+    assert not report.unseen
+    kept = ("embed", "lm_head", "router", "norm", ".gate.", "conv1d", "dt_bias", "A_log", ".D")
+    inside = {key: one.numel() for key, one in model.named_parameters() if not any(part in key for part in kept)}
+    running = tuple(f"{key}." for key in report.converted)
+    assert sum(size for key, size in inside.items() if key.startswith(running)) > 0.9 * sum(inside.values())
+    loss = model(input_ids=IDS, labels=IDS).loss
+    ours = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    call = type(experts_of(model)[0][1]).forward
+    assert call.__qualname__ == "ExpertsLayer.forward"
+
+    def looped(layer, *arguments, **options):
+        products = {one.name: Loop(one, "mxfp8") for one in layer.products}
+        return layer._form.forward(layer, products, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertsLayer, "forward", looped)
+        same = model(input_ids=IDS, labels=IDS).loss
+        theirs = torch.autograd.grad(same, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(loss, same, rtol=1e-5, atol=1e-6)
+    for one, other in zip(ours, theirs, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
+    mf.revert(model)
+    assert torch.equal(model(input_ids=IDS).logits, plain)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_our_forward_in_high_precision_is_that_of_transformers(transformers, name):
+    """The form of each family, its gate and its layout: float32 products give what the model's own loop gives."""
+    model = family(transformers, name, **{} if name == "Llama4" else {"experts_implementation": "eager"}).eval()
+    plain = model(input_ids=IDS, labels=IDS)
+    plain.loss.backward()
+    gradients = {key: one.grad for key, one in model.named_parameters() if "experts" in key}
+    model.zero_grad()
+    mf.convert(model, mf.Placement([("*.experts", CustomRecipe(*[Gemm(None, None)] * 3))]), exclude=())
+    ours = model(input_ids=IDS, labels=IDS)
+    ours.loss.backward()
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(model.get_parameter(key).grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+class Lenient:
+    """A configuration that has every size that a class of experts asks for."""
+
+    _experts_implementation = "eager"
+
+    def __getattr__(self, name):
+        if "act" in name:
+            return "silu"
+        if "eps" in name or "scale" in name:
+            return 1e-6
+        return 1.5 if "limit" in name or "alpha" in name else 4 if "experts" in name else 16
+
+
+def decorated(transformers):
+    """Every class of this transformers whose experts are chosen by name, in files that carry the decorator."""
+    folder = pathlib.Path(transformers.__file__).parent / "models"
+    pattern = re.compile(r"@use_experts_implementation(?:\([^)]*\))?\s+class (\w+)")
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        for name in pattern.findall(path.read_text(encoding="utf-8")):
+            yield getattr(importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}"), name)
+
+
+def test_every_class_of_transformers_computes_here_what_it_computes_there(transformers):
+    high, seen, failed = CustomRecipe(*[Gemm(None, None)] * 3), 0, []
+    for kind in decorated(transformers):
+        torch.manual_seed(0)
+        experts = kind(Lenient())
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        numbers = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+        x, weights = torch.randn(9, experts.down_proj.shape[2 - experts.is_transposed]), torch.rand(9, 2)
+        y = experts(x, numbers, weights)
+        mf.convert(experts, high)
+        made = experts.forward(x, numbers, weights)
+        seen += type(experts).forward.__qualname__ == "ExpertsLayer.forward"
+        if not torch.allclose(made, y, rtol=1e-4, atol=1e-5):
+            failed.append(kind.__name__)
+    assert not failed
+    assert seen > 60
+
+
+def test_generate_decodes_on_our_path_and_saving_writes_the_files_of_the_plain_model(transformers, tmp_path):
+    model = family(transformers, "Qwen3Moe").eval()
+    model.save_pretrained(tmp_path / "plain")
+    mf.convert(model, "mxfp8")
+    calls = []
+    for _, layer in experts_of(model):
+        layer.products[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    made = model.generate(input_ids=IDS[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert made.shape == (2, 8)
+    assert len(calls) == 4 * model.config.num_hidden_layers
+    model.save_pretrained(tmp_path / "converted")
+    files = [dict(load_file(tmp_path / kind / "model.safetensors")) for kind in ("plain", "converted")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(one, files[1][key]) for key, one in files[0].items())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    mf.convert(again, "mxfp8")
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", DelayedScaling()], ids=["mxfp8", "delayed"])
+def test_the_trainer_trains_experts(transformers, fresh_state, sequences, tmp_path, recipe):
+    model = family(transformers, "Qwen3Moe")
+    mf.convert(model, recipe)
+    before = {name: layer.down_proj.detach().clone() for name, layer in experts_of(model)}
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=8, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
+        report_to=[], use_cpu=True, logging_steps=1, save_strategy="no",
+    )  # fmt: skip
+    model.activation_checkpointing_enable()
+    trainer = transformers.Trainer(model, arguments, train_dataset=sequences)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(layer.down_proj, before[name]) for name, layer in experts_of(model))
+
+
+@pytest.mark.parametrize("name", ["Dbrx", "JetMoe", "SwitchTransformers"])
+def test_experts_that_are_not_known_stay_and_are_named(transformers, name):
+    sizes = {
+        "Dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 1, "vocab_size": 64, "max_seq_len": 64,
+                 "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+                 "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+        "JetMoe": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+                   "num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
+        "SwitchTransformers": {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+                               "num_decoder_layers": 2, "num_experts": 4, "num_sparse_encoder_layers": 1},
+    }[name]  # fmt: skip
+    kind = "SwitchTransformersForConditionalGeneration" if name.startswith("Switch") else f"{name}ForCausalLM"
+    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**sizes))
+    report = mf.convert(model, "mxfp8")
+    named = " ".join(f"{row.name}: {row.reason}" for row in report.unseen)
+    if name == "SwitchTransformers":  # numbered experts of two Linears each
+        assert any(".experts." in key for key in report.converted)
+        assert not named
+    else:
+        assert "is not known" in named
+    assert ("register_experts" in named) == (name == "JetMoe")

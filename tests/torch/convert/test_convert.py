@@ -455,7 +455,7 @@ def test_the_report_names_what_convert_cannot_see_and_the_share_it_converted() -
     )
     report = mf.convert(model, "mxfp8")
     names = [row.name for row in report.unseen]
-    assert names == ["c_attn.weight", "experts.gate_up_proj", "attention.in_proj_weight"]
+    assert names == ["c_attn.weight", "experts", "attention.in_proj_weight"]
     for name in names:
         assert name in str(report)
         assert name not in report.skipped

@@ -27,12 +27,14 @@ from microfloat.support import Notes, Support, text_table, wrapped
 from microfloat.torch import backends
 from microfloat.torch.backends import BY_KERNELS, check_name, chip_of, resolve
 from microfloat.torch.context import ambient
+from microfloat.torch.convert.experts import is_experts, shape_of_experts
 from microfloat.torch.convert.predict import Prediction, predict
 from microfloat.torch.launch.block_gemm import own_gemm_is_faster, own_gemm_serves
 from microfloat.torch.linear.function import backend_name
 from microfloat.torch.linear.grouped import why_not_all_at_once
 from microfloat.torch.linear.observer import OBSERVERS
 from microfloat.torch.linear.weight_cache import fsdp_parameters
+from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, products_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
@@ -352,30 +354,37 @@ def _absent(recipe: Recipe, name: str) -> GemmRow:
 def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: str) -> Iterator[LayerRow]:
     """A row for each nn.Linear, as `named_modules` has them. `backend`: where neither layer nor autocast names one."""
     for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Linear | GroupedLinear):
+        if isinstance(layer, ExpertProduct) or not (isinstance(layer, nn.Linear | GroupedLinear) or is_experts(layer)):
             continue
-        shape = (layer.in_features, layer.out_features)
-        if not isinstance(layer, Linear | GroupedLinear):
+        rows, columns = shape_of_experts(layer) if is_experts(layer) else (layer.out_features, layer.in_features)
+        shape = (columns, rows)
+        if not isinstance(layer, Linear | GroupedLinear | ExpertsLayer):
             yield LayerRow(name, shape, None, f"{type(layer).__name__} that was not converted: high precision")
             continue
         recipe = layer.effective_recipe()
         if recipe is None:
             yield LayerRow(name, shape, None, "pinned to none, or no autocast is active: high precision")
             continue
-        own = backend_name(layer, ambient())
+        own, first = backend_name(layer, ambient()), products_of(layer)[0]
         answer = _explain(
-            recipe, layer.weight.device if device is None else device, None, backend if own == "auto" else own
+            recipe, first.weight.device if device is None else device, None, backend if own == "auto" else own
         )
         reasons = dict.fromkeys(row.support.reason for row in answer.rows if not row.support.accelerated)
-        if isinstance(layer, GroupedLinear) and device is None:
-            there = backends.choose(own, layer.weight.device)
-            routes = routes_of(recipe, there.chip_of(layer.weight.device))
-            why = why_not_all_at_once(recipe, routes, there.name, layer.weight, layer.added_bias)
-            reasons |= {why: None} if why else {}
-        elif isinstance(layer.weight, QuantizedTensor) and recipe._of_many_rows:
+        if isinstance(first, GroupedLinear) and device is None:
+            reasons |= dict.fromkeys(_in_groups(products_of(layer), recipe, own))
+        elif isinstance(first.weight, QuantizedTensor) and recipe._of_many_rows:
             reasons |= {recipe._of_many_rows: None}
-        reasons |= dict.fromkeys(_across_ranks(layer))
+        reasons |= dict.fromkeys(_across_ranks(first))
         yield LayerRow(name, shape, answer, "; ".join(reasons))
+
+
+def _in_groups(products: Sequence["RecipeLayer"], recipe: Recipe, backend: str) -> Iterator[str]:
+    """Remarks on products whose groups do not all go in one launch."""
+    for one in products:
+        there = backends.choose(backend, one.weight.device)
+        routes = routes_of(recipe, there.chip_of(one.weight.device))
+        if why := why_not_all_at_once(recipe, routes, there.name, one.weight, one.added_bias):
+            yield why
 
 
 def _across_ranks(layer: nn.Module) -> Iterator[str]:
@@ -448,8 +457,9 @@ def _rows_of_input(model: nn.Module, given: torch.Tensor | tuple | dict, backend
             module.training = mode
     layers = dict(model.named_modules())
     for row in _layer_rows(model, None, backend):
-        reasons = [f"{name}: {why}" for name, why in calls.reasons.get(layers[row.name], {}).items()]
-        called = "" if row.recipe is None or layers[row.name] in calls.reasons else "not called with this input"
+        found = [calls.reasons[one] for one in products_of(layers[row.name]) if one in calls.reasons]
+        reasons = [f"{name}: {why}" for one in found for name, why in one.items()]
+        called = "" if row.recipe is None or found else "not called with this input"
         yield replace(row, reason="; ".join(filter(None, [row.reason, called, *dict.fromkeys(reasons)])))
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from microfloat.errors import MicrofloatError, invalid_type, invalid_value
+from microfloat.arguments import check_bool
+from microfloat.errors import MicrofloatError, invalid_value
 from microfloat.recipes import Placement, Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import (
@@ -30,9 +31,19 @@ from microfloat.recipes.placement import (
     gates_of_mlps,
     why_left_out,
 )
+from microfloat.torch.convert.experts import (
+    as_experts,
+    as_plain_experts,
+    is_experts,
+    remark_on,
+    shape_of_experts,
+    why_not_experts,
+    why_unseen,
+)
 from microfloat.torch.convert.fuse import fuse_blocks, unfuse
 from microfloat.torch.convert.predict import predict
 from microfloat.torch.nn.conv1d import TransposedLinear, as_conv1d, as_linear, is_conv1d, tell_adapters, why_not_linear
+from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.scaling import buffers as layer_state
@@ -54,6 +65,7 @@ def convert(
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
     skip_small: int | None = None,
     fuse: bool = False,
+    experts: bool = True,
 ) -> ConversionReport:
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
@@ -66,18 +78,21 @@ def convert(
     on a GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes and the recipe
     alone (docs/performance.md), so it answers the same on every machine; None (default): sizes do not matter. `fuse`:
     blocks that are known (`convert.fuse`: decoder layers and MLPs of transformers, norms before Linears) run
-    as fused modules, of the same parameters and keys; weights of q, k and v are moved next to each other. Returns a
-    report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments and where no layer
-    is left to convert, as `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
+    as fused modules, of the same parameters and keys; weights of q, k and v are moved next to each other. `experts`:
+    experts that a model keeps as 3-D parameters are a layer, named by their module, where their computation is known
+    (those of transformers and of `register_experts`); parameters and keys stay. Returns a report that prints as a
+    table. Raises InvalidTypeError and InvalidValueError for other arguments and where no layer is left to convert, as
+    `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
     """
     check_model(model)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)
-    if not isinstance(fuse, bool):
-        raise invalid_type("fuse", type(fuse), "True or False")
+    check_bool("fuse", fuse)
+    check_bool("experts", experts)
     if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
         raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
-    rows, wishes = planned_layers(model, recipe, (nn.Linear, GroupedLinear), filter, exclude, skip_small)
+    kinds = (nn.Linear, GroupedLinear, ExpertsLayer) if experts else (nn.Linear, GroupedLinear)
+    rows, wishes = planned_layers(model, recipe, kinds, filter, exclude, skip_small)
     if all(row.action == "skipped" for row in rows):
         raise nothing_left(model, rows, "convert")
     pin_planned(model, wishes)
@@ -93,7 +108,9 @@ def report_of(
 ) -> ConversionReport:  # fmt: skip
     """The report of these rows, which is logged too."""
     running = {id(model.get_submodule(row.name)) for row in rows if row.recipe is not None}
-    report = ConversionReport(tuple(rows), _share(model, running), (*unseen, *_unseen(model)), blocks)
+    seen = {row.name for row in rows}
+    unseen = [row for row in (*unseen, *_unseen(model)) if row.name not in seen]
+    report = ConversionReport(tuple(rows), _share(model, running), tuple(unseen), blocks)
     logging.getLogger("microfloat").info("%s", report)
     return report
 
@@ -116,13 +133,15 @@ def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, rem
         remedy = remedy or "exclude=() excludes nothing."
     return invalid_value(
         "model", f"a {type(model).__name__} without a layer to {verb} ({'; '.join(list(reasons)[:4])})",
-        "an nn.Linear or a GroupedLinear that filter and exclude leave in", remedy,
+        "an nn.Linear, a GroupedLinear or experts that filter and exclude leave in", remedy,
     )  # fmt: skip
 
 
 def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:
     """Turn one layer into a microfloat layer that is pinned to a recipe; of None one that is none stays as it is."""
-    if wanted is not None and not isinstance(module, RecipeLayer):
+    if wanted is not None and is_experts(module):
+        as_experts(name, module)
+    elif wanted is not None and not isinstance(module, RecipeLayer):
         as_linear(module) if is_conv1d(module) else _change_class(module, nn.Linear, Linear)
     if isinstance(module, RecipeLayer):
         module.pin(wanted)
@@ -149,8 +168,10 @@ def planned_layers(
     held = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     shared = {key for key, times in held.items() if times > 1}
     layers: list[Any] = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, kinds) or id(module) in turned
-    ]
+        (name, module) for name, module in model.named_modules()
+        if id(module) in turned or (isinstance(module, kinds) and not isinstance(module, ExpertProduct))
+        or (ExpertsLayer in kinds and is_experts(module))
+    ]  # fmt: skip
     shapes = {name: layer_shape(module) for name, module in layers}
     chosen = None
     if isinstance(recipe, Placement):
@@ -167,7 +188,9 @@ def planned_layers(
             reason = "no pattern of the placement matches"
         wanted = None if reason else chosen[name] if chosen is not None else cast(Recipe, recipe)
         reason = reason or refuse(module, wanted)
+        remark = remark_on(module, model) if is_experts(module) else ""
         if reason is not None:
+            reason = "; ".join(one for one in (reason, remark) if one)
             pinned = module.pinned if isinstance(module, RecipeLayer) and id(module) not in reserved else None
             if isinstance(pinned, Recipe):
                 rows.append(ConversionRow(name, shape, "kept", pinned, f"pinned before; {reason}"))
@@ -182,13 +205,16 @@ def planned_layers(
         action = "high precision" if wanted is None else "repinned" if isinstance(module, RecipeLayer) else "converted"
         if wanted is not None:
             reason = recipe.of_gemms(name) if isinstance(recipe, Placement) else ""
+        reason = "; ".join(one for one in (reason, remark) if one)
         rows.append(ConversionRow(name, shape, action, wanted, reason))
         wishes.append((name, module, wanted))
     return rows, wishes
 
 
 def layer_shape(layer: nn.Module) -> tuple[int, int]:
-    """Out features and in features."""
+    """Out features and in features; of experts those of their first product."""
+    if is_experts(layer):
+        return shape_of_experts(layer)
     if is_conv1d(layer):
         rows, columns = cast(torch.Tensor, layer.weight).shape
         return columns, rows
@@ -202,6 +228,8 @@ def _refusal(
 ) -> str | None:
     """The reason for which a layer is left out, or None."""
     kind = type(module)
+    if is_experts(module):
+        return why_not_experts(module) or why_left_out(name, module, exclude, keep, gates)
     if isinstance(module, nn.LazyLinear):
         return "LazyLinear has no weight yet; call the model once, then convert it"
     if not isinstance(module, RecipeLayer | nn.Embedding) and not is_conv1d(module):
@@ -236,10 +264,10 @@ def _unseen(model: nn.Module) -> Iterator[ConversionRow]:
                 reason = "Conv1D holds the transpose of a Linear's weight; replace it by an nn.Linear"
             elif isinstance(module, nn.MultiheadAttention) and parameter.dim() == 2:
                 reason = "nn.MultiheadAttention multiplies with it without calling a Linear"
-            elif not type(module).__module__.startswith("torch.") and parameter.dim() == 3 and parameter.shape[0] > 1:
-                reason = f"{parameter.shape[0]} matrices in one parameter (experts?), which no nn.Linear holds"
             if reason is not None:
                 yield ConversionRow(f"{name}.{key}" if name else key, None, "not seen", None, reason)
+        if reason := why_unseen(module):
+            yield ConversionRow(name, None, "not seen", None, reason)
 
 
 # ---------------------------------------------------------------------------------------------- the class of a layer
@@ -310,7 +338,7 @@ def revert(model: nn.Module) -> nn.Module:
     left, replaced = [], []
     for module in model.modules():  # what is kept of a weight refers to it
         module.__dict__.pop("_weight_cache", None)
-    for name, module in model.named_modules():
+    for name, module in list(model.named_modules()):
         stored = isinstance(module._parameters.get("weight"), QuantizedTensor)
         if stored and isinstance(module, RecipeLayer | nn.Embedding) and not _dequantize_weight(module):
             replaced.append(name or "(root)")
@@ -325,6 +353,8 @@ def revert(model: nn.Module) -> nn.Module:
             else:
                 module.pin(None)
                 left.append(f"{name or '(root)'} ({type(module).__name__})")
+        elif isinstance(module, ExpertsLayer):
+            as_plain_experts(module)
         elif isinstance(module, GroupedLinear):
             module.unpin()
         if isinstance(module, nn.TransformerEncoderLayer):
@@ -389,7 +419,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in ("input_amax", *layer_state.BUFFER_NAMES)
-        if isinstance(module, Linear)
+        if isinstance(module, Linear | ExpertProduct)
     }
     return {name: _plain(value) for name, value in model.state_dict().items() if name not in dropped}
 

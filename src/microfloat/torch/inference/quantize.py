@@ -43,6 +43,7 @@ from microfloat.torch.convert.swap import (
     report_of,
 )
 from microfloat.torch.nn.conv1d import as_linear, is_conv1d, tell_adapters
+from microfloat.torch.nn.experts import ExpertProduct
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.scaling.buffers import larger_amax
@@ -256,7 +257,10 @@ def check_config(pattern: str, config: object, in_placement: bool) -> None:
 
 def named_layers(model: nn.Module, kinds: tuple[type, ...] = LAYERS) -> dict[str, Any]:
     """The layers that have a weight to quantize, by name."""
-    return {one: module for one, module in model.named_modules() if isinstance(module, kinds) or is_conv1d(module)}
+    return {
+        one: module for one, module in model.named_modules()
+        if (isinstance(module, kinds) and not isinstance(module, ExpertProduct)) or is_conv1d(module)
+    }  # fmt: skip
 
 
 def _embeddings_left(model: nn.Module) -> list[ConversionRow]:

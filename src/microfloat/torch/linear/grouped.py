@@ -98,6 +98,8 @@ def groups_of(group_sizes: object, x: torch.Tensor, number: int) -> Groups:
     """`group_sizes` as `Groups` of the rows of x. What the host can read without waiting is checked: ints, and tensors
     on the CPU, have to add up to the rows of x.
     """
+    if isinstance(group_sizes, Groups):
+        return group_sizes
     if isinstance(group_sizes, torch.Tensor):
         if group_sizes.dtype not in (torch.int32, torch.int64):
             raise invalid_type("group_sizes", group_sizes.dtype, "torch.int32 or torch.int64")

@@ -245,7 +245,7 @@ class RecipeLayer(nn.Module):
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
         layer_state.unwrap_buffers(self)
         self._tell_ranks()
-        _adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
+        adapt_scaling_keys(self, state_dict, prefix, arguments[-1])
         if self._buffers.get("input_amax", self) is None and prefix + "input_amax" in state_dict:
             self._buffers["input_amax"] = torch.empty((), dtype=torch.float32, device=self.weight.device)
         self._drop_weight_cache()  # first: torch swaps no parameter to which something refers weakly
@@ -484,8 +484,12 @@ def pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
 pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str]) -> None:
-    """Let plain layers load our checkpoints strictly, and ours plain ones. `load` identifies one load call."""
+def adapt_scaling_keys(
+    layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str], key: str = ""
+) -> None:  # fmt: skip
+    """Let plain layers load our checkpoints strictly, and ours plain ones. `load` identifies one load call, `key` is
+    the name of the weight where that is not the layer's.
+    """
     drop_extra_state(layer, state_dict, prefix, load)
     names = layer_state.BUFFER_NAMES
     present = [name for name in names if prefix + name in state_dict]
@@ -512,7 +516,7 @@ def _adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, 
             if current is None or current.shape != loaded.shape:
                 with torch.inference_mode(False):  # buffers of inference mode could not be updated outside of it
                     layer._buffers[name] = torch.empty(loaded.shape, dtype=torch.float32, device=layer.weight.device)
-    elif layer_state.has_buffers(layer) and prefix + "weight" in state_dict:
+    elif layer_state.has_buffers(layer) and (key or prefix + "weight") in state_dict:
         scaling.reset_scaling(layer)
         state_dict.update({prefix + name: layer._buffers[name].clone() for name in names})  # type: ignore[union-attr]
         text = "The checkpoint holds no delayed-scaling state; it starts fresh (scales 1, histories 0)."

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["Owners", "Supposed", "is_compiled", "joint_name"]
+__all__ = ["Owners", "Supposed", "is_compiled", "joint_name", "names_in"]
 
 
 class Supposed(NamedTuple):
@@ -78,6 +79,15 @@ class Owners:
             found.append(layer)
             row += layer.weight.shape[0]
         return found
+
+
+def names_in(root: nn.Module) -> dict[nn.Module, str]:
+    """The names of a model's modules; a layer of experts is its products, each under the name of its parameter."""
+    found = {module: name for name, module in root.named_modules() if not isinstance(module, ExpertsLayer)}
+    return {
+        module: ".".join([*name.split(".")[:-2], module.name]) if isinstance(module, ExpertProduct) else name
+        for module, name in found.items()
+    }  # fmt: skip
 
 
 def joint_name(names: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor.checks import check_model
 from microfloat.torch.tensor.dispatch_modes import are_named, outside_of_modes
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-from microfloat.torch.watch.owners import Owners, Supposed, is_compiled, joint_name
+from microfloat.torch.watch.owners import Owners, Supposed, is_compiled, joint_name, names_in
 from microfloat.torch.watch.readings import Reading, Sample, Source, quantized, read_noise, read_product, read_rows
 from microfloat.watching import DEFAULT_METRICS, OF_PRODUCT, OF_SAMPLE, Entry, Measured, Record, RecordLog
 
@@ -106,7 +106,7 @@ class watch(RecordLog):
         if self._caller_in_place is not None:
             raise invalid_value("watch", "one that is open already", "one that is not", "Make a second mf.watch.")
         root = getattr(self._model, "_orig_mod", self._model)
-        self._names = {module: name for name, module in root.named_modules()}
+        self._names = names_in(root)
         self._owners = Owners([module for module in self._names if isinstance(module, RecipeLayer)])
         self._watched = [module for module in self._names if isinstance(module, RecipeLayer | nn.Linear)]
         own = self._model.__dict__

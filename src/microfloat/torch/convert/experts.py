@@ -1,0 +1,112 @@
+"""Layers of experts, 3-D parameters of a model, found, converted and put back in place."""
+
+from types import MethodType
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from microfloat.torch.nn.experts import ExpertsLayer, experts_class, form_of
+from microfloat.torch.nn.linear import RecipeLayer
+from microfloat.torch.tensor.checks import INPUT_DTYPES
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+_ADAPTER = "microfloat.torch.register_experts says how"
+
+
+def is_experts(module: nn.Module) -> bool:
+    """True for a layer of experts whose computation is known, converted or not."""
+    return isinstance(module, ExpertsLayer) or form_of(module) is not None
+
+
+def matrices_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """By name, the parameters of a layer of experts that hold its matrices, or what stands in their place."""
+    form = form_of(module)
+    return {name: getattr(module, name, None) for name in form.turned} if form else {}  # type: ignore[misc]
+
+
+def shape_of_experts(module: nn.Module) -> tuple[int, int]:
+    """Out features and in features of the first product of each expert; (0, 0) where its matrices are none."""
+    form, found = form_of(module), matrices_of(module)
+    if form is None or any(getattr(one, "ndim", 0) != 3 for one in found.values()):
+        return 0, 0
+    name, matrix = next(iter(found.items()))
+    rows, columns = matrix.shape[1:]
+    return (columns, rows) if form.turned[name] else (rows, columns)
+
+
+def why_not_experts(module: nn.Module) -> str:
+    """Reason for which a layer of experts whose class is known is not converted, "" if it is."""
+    if isinstance(module, ExpertsLayer):
+        return ""
+    kind = type(module)
+    for name, matrix in matrices_of(module).items():
+        if getattr(matrix, "ndim", 0) != 3:
+            return f"its {name} is no parameter of three dimensions"
+        if matrix.dtype not in INPUT_DTYPES and not isinstance(matrix, QuantizedTensor):
+            return f"its {name} has {matrix.dtype}: another library has quantized it"
+    if parametrize.is_parametrized(module):
+        return "its parameters are computed by a parametrization; convert the model before that"
+    if hasattr(module, "products"):
+        return f"{kind.__name__} has an attribute named products, under which its products would stand"
+    if not _calls_own_forward(module):
+        return "its forward was replaced on the instance (by a hook?); convert the model before that"
+    return ""
+
+
+def _calls_own_forward(module: nn.Module) -> bool:
+    """True if a call ends in the forward of the class, also through a hook of accelerate's."""
+    own = module.__dict__
+    kept = own.get("_old_forward") if "_hf_hook" in own else own.get("forward")
+    return kept is None or (isinstance(kept, MethodType) and kept.__func__ is type(module).forward)
+
+
+def as_experts(name: str, module: nn.Module) -> None:
+    """Turn a layer of experts into one that runs under recipes; `name` is its name in the model."""
+    if not isinstance(module, ExpertsLayer):
+        form = form_of(module)
+        assert form is not None, "the caller has asked is_experts"
+        _set_class(module, experts_class(type(module)))
+        module.begin(form)  # type: ignore[operator]
+    module.name_products(name)  # type: ignore[operator]
+
+
+def as_plain_experts(module: ExpertsLayer) -> None:
+    """Put the class of a converted layer of experts back."""
+    module.end()
+    _set_class(module, module._original)
+
+
+def _set_class(module: nn.Module, kind: type) -> None:
+    before = type(module)
+    for attribute in ("forward", "_old_forward"):
+        kept = module.__dict__.get(attribute)
+        if isinstance(kept, MethodType) and kept.__func__ is before.forward:
+            module.__dict__[attribute] = MethodType(kind.forward, module)  # type: ignore[attr-defined]
+    module.__class__ = kind
+
+
+def why_unseen(module: nn.Module) -> str:
+    """Reason for which a module with matrices of several experts in one parameter stays, "" for any other module."""
+    kind = type(module)
+    if isinstance(module, nn.Linear | RecipeLayer) or kind.__module__.startswith("torch."):
+        return ""
+    if is_experts(module):
+        return "a layer of experts that was not asked for"
+    held = [(key, one) for key, one in module._parameters.items() if one is not None and not is_lazy(one)]
+    solid = [key for key, one in held if one.dim() == 3 and one.shape[0] > 1]
+    flat = [key for key, one in held if one.dim() == 2 and "expert" in kind.__name__.lower()]
+    if solid:
+        return f"{', '.join(solid)}: matrices of experts? {kind.__name__} is not known; {_ADAPTER}"
+    return f"{', '.join(flat)}: experts in two dimensions? {kind.__name__} is not known" if flat else ""
+
+
+def remark_on(module: nn.Module, model: nn.Module) -> str:
+    """The number of experts of a layer, and its share of the model's parameters, in words; "" where it has none."""
+    if shape_of_experts(module) == (0, 0):
+        return ""
+    number = len(next(iter(matrices_of(module).values())))
+    total = sum(one.numel() for one in model.parameters() if not is_lazy(one))
+    share = sum(one.numel() for one in module.parameters()) / total
+    return f"{number} experts, {share:.1%} of the model's parameters"

@@ -1,0 +1,295 @@
+"""`ExpertsLayer`: the experts that a model keeps as 3-D parameters, whose products run under a recipe.
+
+    y_t = sum over the experts e of token t of  weight_te * down_e(act(up_e(x_t)))
+
+A converted layer keeps its identity, its parameters and its keys: its class becomes a subclass of its own, of the same
+name, whose forward is that of a `Form`. A form says which parameters are matrices of experts, and computes the layer
+from their products; each product is a `GroupedLinear` that reads its weight from the layer. There is a form of
+transformers' experts (`routed`), and `register_experts` for anybody else's.
+
+Legend: T = tokens, S = rows (tokens once for each of their experts), E = experts, N = out features, K = in features.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import nn
+
+from microfloat.errors import invalid_type, invalid_value, kind_of
+from microfloat.recipes import Recipe
+from microfloat.torch._typing import StateDict
+from microfloat.torch.context import ambient
+from microfloat.torch.linear.grouped import Groups
+from microfloat.torch.nn.grouped_linear import GroupedLinear
+from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, adapt_scaling_keys
+from microfloat.torch.tensor.checks import is_abstract
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
+
+
+class ExpertProduct(GroupedLinear):
+    """The product of one parameter of a layer of experts: a `GroupedLinear` whose weight and bias are the layer's.
+
+    It holds the state of delayed scaling for all experts, and the amax of its inputs.
+    """
+
+    def __init__(self, experts: "ExpertsLayer", name: str, is_turned: bool) -> None:
+        nn.Module.__init__(self)
+        self.name, self.is_turned = name, is_turned
+        self.belong_to(experts)
+
+    def belong_to(self, experts: "ExpertsLayer") -> None:
+        """Read weight and bias from this layer. It owns its products, which must not keep it alive."""
+        self.__dict__["_experts"] = weakref.ref(experts)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """[E, N, K], a view of the parameter where that is [E, K, N]."""
+        weight = getattr(self._experts(), self.name)
+        return weight.transpose(1, 2) if self.is_turned else weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:  # type: ignore[override]
+        """[E, N], or None."""
+        return getattr(self._experts(), f"{self.name}_bias", None)
+
+    @property
+    def num_groups(self) -> int:  # type: ignore[override]
+        """E, of this rank."""
+        return self.weight.shape[0]
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """N."""
+        return self.weight.shape[1]
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """K."""
+        return self.weight.shape[2]
+
+    def reset_parameters(self) -> None:
+        """Nothing: the layer of experts owns the parameters."""
+
+    def __getstate__(self) -> dict[str, object]:
+        state = super().__getstate__()
+        state.pop("_experts", None)
+        return state
+
+
+@dataclass(frozen=True)
+class Form:
+    """The computation of a class of experts: its matrices, [E, N, K] or turned ([E, K, N]), and its forward.
+
+    ``forward(experts, products, *arguments)``, where ``products[name](x, group_sizes)`` multiplies consecutive rows of
+    x, first those of expert 0, with the matrices of that name, and adds the bias `name`_bias that the module may have.
+    """
+
+    turned: Mapping[str, bool]
+    forward: Callable[..., torch.Tensor]
+
+
+# By class, or by the name "module:Class" of one that may not be imported yet.
+_FORMS: dict[type | str, Form] = {}
+
+
+def register_experts(
+    kind: type[nn.Module] | str, weights: Mapping[str, str], forward: Callable[..., torch.Tensor]
+) -> None:
+    """Tell `convert` and `quantize_` how modules of class `kind` compute experts that they keep as 3-D parameters.
+
+    `kind`: the class itself, not its subclasses, or its name as "module:Class". `weights`: by the name of each
+    parameter that holds a matrix for every expert its order in memory, "ENK" (experts, out, in) or "EKN".
+    ``forward(experts, products, *arguments, **options)`` is the forward of the module, given its arguments:
+    ``products[name](x, group_sizes)`` multiplies the rows of x [S, K], those of expert 0 first, with the matrices of
+    that parameter, and adds the bias [E, N] that the module has under ``name + "_bias"``. `group_sizes`: rows of each
+    expert, as in `GroupedLinear`. A later call replaces an earlier one. Raises InvalidTypeError and InvalidValueError
+    for other arguments.
+    """
+    if not (isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, nn.Module))):
+        raise invalid_type("kind", kind_of(kind), "a class of modules, or its name 'module:Class'")
+    if isinstance(kind, str) and kind.count(":") != 1:
+        raise invalid_value("kind", repr(kind), "a name 'module:Class'")
+    if not isinstance(weights, Mapping) or not weights:
+        raise invalid_type("weights", kind_of(weights), "a dictionary from names of parameters to 'ENK' or 'EKN'")
+    for name, order in weights.items():
+        if not isinstance(name, str) or order not in ("ENK", "EKN"):
+            raise invalid_value("weights", f"{name!r}: {order!r}", "a name, and its order 'ENK' or 'EKN'")
+    if not callable(forward):
+        raise invalid_type("forward", kind_of(forward), "a function (experts, products, *arguments)")
+    _FORMS[kind] = Form({name: order == "EKN" for name, order in weights.items()}, forward)
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """The form of a module's class; None for a class that is not known to hold experts."""
+    kind = module._original if isinstance(module, ExpertsLayer) else type(module)
+    found = _FORMS.get(kind) or _FORMS.get(f"{kind.__module__}:{kind.__qualname__}")
+    if found is not None or not _is_routed(kind):
+        return found
+    state = vars(module)
+    if not {"has_gate", "has_bias", "is_transposed", "has_post_expert_norm"} <= state.keys():
+        return None
+    names = ("gate_up_proj" if state["has_gate"] else "up_proj", "down_proj")
+    return Form(dict.fromkeys(names, bool(state["is_transposed"])), routed)
+
+
+def _is_routed(kind: type) -> bool:
+    """True for a class whose forward is the choice that transformers' `use_experts_implementation` puts there."""
+    code = getattr(vars(kind).get("forward"), "__code__", None)
+    return code is not None and {"experts_interface", "original_forward"} <= set(code.co_freevars)
+
+
+class ExpertsLayer(RecipeLayer):
+    """First base of a converted layer of experts; `_original`: its own class, whose forward runs in high precision."""
+
+    _original: ClassVar[type]
+    _form: Form
+    products: Sequence[ExpertProduct]
+
+    def begin(self, form: Form) -> None:
+        """Make the products of a layer whose class has just become this one."""
+        self._form = form
+        products = nn.ModuleList(ExpertProduct(self, name, turned) for name, turned in form.turned.items())
+        self.products = products  # type: ignore[assignment]
+
+    def end(self) -> None:
+        """Drop everything that `begin` and `pin` have made; the class is the caller's to put back."""
+        self.unpin()
+        del self.products
+        for name in ("_form", "_pinned", "_pin_token", "_path", "_number", "backend"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def is_stored(self) -> bool:
+        """True if a matrix of experts exists as codes only."""
+        return any(isinstance(self._parameters.get(product.name), QuantizedTensor) for product in self.products)
+
+    def pin(self, recipe: Recipe | str | None) -> Self:
+        """Fix the recipe of all products of the layer, as `Linear.pin` does."""
+        for product in self.products:
+            product.backend = self.backend
+            product.pin(recipe)
+            self._pinned, self._pin_token = product._pinned, product._pin_token
+        return self
+
+    def unpin(self) -> Self:
+        """Follow the ambient autocast again."""
+        for product in self.products:
+            product.unpin()
+        self._pinned, self._pin_token = UNPINNED, None
+        return self
+
+    def name_products(self, path: str) -> None:
+        """Give the products their names for messages: those of their parameters."""
+        self._path = path
+        for product in self.products:
+            product._path = f"{path}.{product.name}" if path else product.name
+
+    def forward(self, *arguments: object, **options: object) -> torch.Tensor:
+        """What the original layer returns: from products under the recipe, or from its own forward without one."""
+        if torch.compiler.is_compiling():
+            is_plain = self._pinned is None
+        else:
+            state = ambient()
+            is_plain = self._resolve(state) is None and not (state is not None and state.calibrating)
+        if is_plain and not self.is_stored:
+            return super().forward(*arguments, **options)
+        return self._form.forward(self, {one.name: one for one in self.products}, *arguments, **options)
+
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *arguments: list[str]) -> None:  # type: ignore[override]
+        for number, product in enumerate(self.products):  # which see their own entries alone
+            place = f"{prefix}products.{number}."
+            adapt_scaling_keys(product, state_dict, place, arguments[-1], prefix + product.name)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def __reduce_ex__(self, protocol: object) -> tuple:
+        """Copies and pickles name the original class, which can be found again."""
+        return _rebuilt, (self._original,), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, object]:
+        state = super().__getstate__()
+        state.pop("_form", None)
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self._form = form_of(self)
+        for product in self.products:
+            product.belong_to(self)
+        self.name_products(self._path)
+
+
+def products_of(layer: nn.Module) -> Sequence[RecipeLayer]:
+    """The layers with a product each that a layer consists of: of experts two or more, else itself."""
+    return layer.products if isinstance(layer, ExpertsLayer) else (layer,)  # type: ignore[return-value]
+
+
+def _rebuilt(original: type) -> object:
+    kind = experts_class(original)
+    return kind.__new__(kind)
+
+
+@functools.cache
+def experts_class(original: type) -> type[ExpertsLayer]:
+    """The class of converted layers of this class of experts."""
+    namespace = {"__module__": original.__module__, "__qualname__": original.__qualname__,
+                 "__doc__": original.__doc__, "_original": original}  # fmt: skip
+    return type(original.__name__, (ExpertsLayer, original), namespace)
+
+
+# ------------------------------------------------------------------------------------------------------------- forwards
+
+
+class Routed(Protocol):
+    """The fields of a layer that carries transformers' `use_experts_implementation`."""
+
+    has_gate: bool
+    has_post_expert_norm: bool
+    act_fn: Callable[[torch.Tensor], torch.Tensor]
+    post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
+    _apply_gate: Callable[[torch.Tensor], torch.Tensor]
+
+
+def groups_of_experts(ids: torch.Tensor, number: int) -> Groups:
+    """The groups of rows of sorted expert numbers. Rows of a number that is none of an expert come behind the last
+    group, as expert parallelism marks rows of other ranks: they reach neither outputs nor gradients.
+    """
+    ends = torch.searchsorted(ids, torch.arange(number, device=ids.device), right=True, out_int32=True)
+    if torch.compiler.is_compiling() or is_abstract(ends) or ends.is_cuda:
+        return Groups(ends, ids.shape[0])
+    return Groups(ends, ids.shape[0], tuple(ends.diff(prepend=ends.new_zeros(1)).tolist()))
+
+
+def routed(
+    experts: Routed, products: Mapping[str, ExpertProduct], hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """[T, K]: the contract of transformers' experts, with x [T, K], and numbers and weights [T, top_k] of experts."""
+    up, down = products.values()
+    many, number = top_k_index.shape[-1], up.num_groups
+    ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    groups = groups_of_experts(ids, number)
+    h = up(hidden_states[order // many], groups)
+    h = down(experts._apply_gate(h) if experts.has_gate else experts.act_fn(h), groups)
+    if experts.has_post_expert_norm:
+        h = experts.post_expert_norm(h)
+    weights = top_k_weights.reshape(-1)[order].masked_fill(ids >= number, 0)
+    y = (h * weights[:, None]).masked_fill((ids >= number)[:, None], 0)
+    y = torch.zeros_like(y).index_copy(0, order, y)
+    return y.view(-1, many, y.shape[-1]).sum(1).to(hidden_states.dtype)
+
+
+def _llama4(experts: Routed, products: Mapping[str, ExpertProduct], hidden_states: torch.Tensor) -> torch.Tensor:
+    """Every expert over all tokens, whose scores are in their values already."""
+    up, down = products.values()
+    sizes = [hidden_states.shape[0] // up.num_groups] * up.num_groups
+    gate, h = up(hidden_states, sizes).chunk(2, -1)
+    return down(h * experts.act_fn(gate), sizes)
+
+
+register_experts(
+    "transformers.models.llama4.modeling_llama4:Llama4TextExperts", {"gate_up_proj": "EKN", "down_proj": "EKN"}, _llama4
+)
