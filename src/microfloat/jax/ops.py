@@ -253,7 +253,8 @@ def _factor(argument: str, value: object) -> _Factor:
 
 def _check_pair(a: _Factor, b: _Factor) -> None:
     """Equal contraction lengths, and of quantized operands one family of formats and equal Hadamard transforms."""
-    if both := a.kind is not None and b.kind is not None:
+    both = a.kind is not None and b.kind is not None
+    if a.kind is not None and b.kind is not None:
         left, right = a.kind.format, b.kind.format
         if left.scale != right.scale:
             got = f"{right} ({right.scale} scales) against {left} ({left.scale} scales) of a_MK"

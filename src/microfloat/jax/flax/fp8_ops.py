@@ -96,7 +96,7 @@ def _updated(rule: Rule, x: Array, scale: Array, history: Array) -> State:
     return updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
 
 
-def _accumulated(rule: Rule, x: Array, new: State, old: State, incoming: State) -> State:
+def _accumulated(rule: Rule, x: Array, new: State, old: State, incoming: tuple) -> State:
     """The state's cotangent: the new state, or the larger one of a later use."""
     told = frozenset() if transformations.varying_axes(x) else transformations.told_axes(rule.axis_names)
     scale, history = map(partial(transformations.by_maximum, told=told), new, old, incoming)

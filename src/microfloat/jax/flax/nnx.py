@@ -207,7 +207,7 @@ class _Layer:
         name, op = self._product
         if options.get(name) is None and options.get("dot_general_cls") is None:
             options[name] = op(recipe, rngs=rngs)
-        super().__init__(*sizes, rngs=rngs, **options)
+        super().__init__(*sizes, rngs=rngs, **options)  # type: ignore[call-arg]
 
 
 class Linear(_Layer, nnx.Linear):
