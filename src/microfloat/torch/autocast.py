@@ -1,7 +1,7 @@
-"""The recipe that runs here: a context variable per thread and per async task, and nothing else.
+"""`autocast`, which sets the recipe of the layers inside, and `checkpoint`, whose recomputation runs under it again.
 
-Precedence (first that applies): ``autocast(enabled=False)``, the recipe pinned to a layer by `convert`, the recipe of
-the innermost autocast, nothing (high precision). Backward never reads this: it uses what its forward captured.
+The first that applies wins: ``autocast(enabled=False)``, the recipe pinned to a layer by `convert`, the recipe of the
+innermost autocast, high precision. Backward reads no ambient state: it uses the recipe of its forward.
 """
 
 import contextlib
@@ -37,28 +37,22 @@ class autocast:
 
     Parameters: `enabled` (False: a high-precision island, pinned layers included), `recipe` (None:
     ``get_default_recipe()``, one constant on every device), `calibrating` (with ``enabled=False``: outputs stay in high
-    precision, amaxes are recorded for delayed scaling, and those of inputs for static scales), `amax_reduction_group`
+    precision, amaxes are recorded for delayed scaling and, of inputs, for static scales), `amax_reduction_group`
     (process group over which delayed amaxes are MAX-reduced; None = world), `backend` ("auto", "reference", "triton",
     "native").
 
-    Inside a function of torch.compile it is part of the graph (docs/training.md).
-
-    Nests; the inner one overrides fully; the state before is restored on any exit. Entering does no device work
-    except a pending delayed-scaling update. Raises InvalidTypeError for a wrong recipe and NotSupportedError when one
-    instance is entered again before it was left. Source: docs/recipes.md.
+    An inner autocast overrides an outer one fully, and any exit restores the state before. Entering does no device work
+    except a pending delayed-scaling update. Inside a function of torch.compile it is part of the graph
+    (docs/training.md). Raises InvalidTypeError for a wrong recipe and NotSupportedError when one instance is entered
+    again before it was left. Source: docs/recipes.md.
     """
 
     _traced: context.Traced | None = None  # of an instance that compiled code has made
 
     def __init__(
-        self,
-        enabled: bool = True,
-        recipe: Recipe | str | None = None,
-        calibrating: bool = False,
-        amax_reduction_group: "Group" = None,
-        *,
-        backend: str = "auto",
-    ) -> None:
+        self, enabled: bool = True, recipe: Recipe | str | None = None, calibrating: bool = False,
+        amax_reduction_group: Group = None, *, backend: str = "auto",
+    ) -> None:  # fmt: skip
         self._arguments = enabled, recipe, calibrating, amax_reduction_group, backend
         if torch.compiler.is_dynamo_compiling():
             self._traced = _trace(*self._arguments)
@@ -74,27 +68,24 @@ class autocast:
         self._busy = threading.Lock()
         self._entered: tuple[scaling.Region | None, Token] | None = None
 
-    def _recreate_cm(self) -> "autocast":
-        """A fresh instance per decorated call, so that decorated functions may recurse and run in several threads."""
-        state = self._state
-        return autocast(state.enabled, state.recipe, state.calibrating, state.group, backend=state.backend)
-
-    def __copy__(self) -> "autocast":
-        return self._recreate_cm()
-
-    def __deepcopy__(self, memo: dict) -> "autocast":
-        return self._recreate_cm()
-
     def __reduce__(self) -> tuple[Callable[..., "autocast"], tuple]:
         state = self._state
         arguments = state.enabled, state.recipe, state.calibrating, state.group
         return functools.partial(autocast, backend=state.backend), arguments
 
+    def _recreate_cm(self) -> "autocast":
+        """A fresh instance per decorated call, so that decorated functions may recurse and run in several threads."""
+        make, arguments = self.__reduce__()
+        return make(*arguments)
+
+    def __deepcopy__(self, memo: dict) -> "autocast":
+        return self._recreate_cm()
+
     def __call__(self, function: Callable[Takes, Result]) -> Callable[Takes, Result]:
         """Decorate a function: each call runs under an autocast of its own.
 
-        A coroutine runs under it in the task that awaits it. A generator, also an async one, runs under it while it
-        runs, and not while its caller does; for delayed scaling each step up to a `yield` is a region.
+        A coroutine runs under it in the task that awaits it. Each step of a generator, also of an async one, runs under
+        it up to the `yield`, its caller does not; for delayed scaling each step is a region.
         """
         if isinstance(function, (staticmethod, classmethod)):
             raise invalid_type("autocast", type(function), "a function to decorate", "Write @autocast() below it.")
@@ -120,10 +111,10 @@ class autocast:
         try:
             outer = ambient()
             enabled, recipe, calibrating, group, backend = self._state[:5]
-            region, tapes = (None, (None, None)) if outer is None else (outer.region, outer[6:8])
+            region, tapes = (None, (None, None)) if outer is None else (outer.region, (outer.record_tape, outer.replay))
             # Closed: the context was copied inside an autocast that has been left. A replay belongs to its forward.
-            ended = region is None or (region.closed and tapes[1] is None)
-            if ended and (enabled or calibrating):
+            has_ended = region is None or (region.closed and tapes[1] is None)
+            if has_ended and (enabled or calibrating):
                 scaling.flush_backward()
                 region = scaling.Region()
             if region is not None and enabled and recipe is not None and recipe.is_delayed:
@@ -176,20 +167,17 @@ def _check_group(group: object) -> None:
     distributed = torch.distributed
     if group is None or (distributed.is_available() and group == distributed.GroupMember.NON_GROUP_MEMBER):
         return
-    if distributed.is_available() and isinstance(group, distributed.ProcessGroup):
-        if not exists(group):
-            raise invalid_value("amax_reduction_group", "a process group that was destroyed", "one that exists")
-        return
-    raise invalid_type(
-        "amax_reduction_group", repr(group) if isinstance(group, str) else type(group),
-        "a torch.distributed.ProcessGroup, or None for all ranks", "Of a DeviceMesh pass mesh.get_group().",
-    )  # fmt: skip
+    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        raise invalid_type(
+            "amax_reduction_group", repr(group) if isinstance(group, str) else type(group),
+            "a torch.distributed.ProcessGroup, or None for all ranks", "Of a DeviceMesh pass mesh.get_group().",
+        )  # fmt: skip
+    if not exists(group):
+        raise invalid_value("amax_reduction_group", "a process group that was destroyed", "one that exists")
 
 
-def _trace(
-    enabled: bool, recipe: Recipe | str | None, calibrating: bool, group: "Group", backend: str
-) -> context.Traced:
-    """The views of an autocast that Dynamo traces; ends the graph before one with state or wrong arguments."""
+def _trace(enabled: bool, recipe: Recipe | str | None, calibrating: bool, group: Group, backend: str) -> context.Traced:
+    """The views of an autocast that Dynamo traces; ends the graph at one with state or wrong arguments."""
     token = context.traced_token(recipe)
     if token is None or not (enabled is True or enabled is False) or backend not in backends.NAMES:
         context.refuse_arguments()
@@ -199,7 +187,7 @@ def _trace(
 
 
 def _run_eagerly(function: Callable) -> None:
-    """Let Dynamo inline `function` in what it compiles, but leave alone the calls of it between two graphs."""
+    """Let Dynamo inline `function` in compiled code, but not compile its calls between two graphs."""
     frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     frames.set_code_exec_strategy(function.__code__, strategy)
@@ -210,30 +198,26 @@ for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
 
 
 def _decorated(function: Callable, enter: Callable[[], autocast]) -> Callable:
-    """`function`, all of whose own code runs inside ``with enter()``."""
+    """`function`, whose own code runs inside ``with enter()``."""
 
     def is_kind(asks: Callable[[object], bool]) -> bool:
         return asks(function) or asks(type(function).__call__)
 
-    if is_kind(inspect.isasyncgenfunction):
-        return functools.wraps(function)(_stepped_async(function, enter))
-    if is_kind(inspect.isgeneratorfunction):
-        return functools.wraps(function)(_stepped(function, enter))
-    if is_kind(inspect.iscoroutinefunction):
+    async def run_async(*args: object, **kwargs: object) -> object:
+        with enter():
+            return await function(*args, **kwargs)
 
-        @functools.wraps(function)
-        async def run_async(*args: object, **kwargs: object) -> object:
-            with enter():
-                return await function(*args, **kwargs)
-
-        return run_async
-
-    @functools.wraps(function)
     def run(*args: object, **kwargs: object) -> object:
         with enter():
             return function(*args, **kwargs)
 
-    return run
+    if is_kind(inspect.isasyncgenfunction):
+        made: Callable = _stepped_async(function, enter)
+    elif is_kind(inspect.isgeneratorfunction):
+        made = _stepped(function, enter)
+    else:
+        made = run_async if is_kind(inspect.iscoroutinefunction) else run
+    return functools.wraps(function)(made)
 
 
 def _stepped(function: Callable, enter: Callable[[], autocast]) -> Callable:
@@ -250,10 +234,6 @@ def _stepped(function: Callable, enter: Callable[[], autocast]) -> Callable:
                     return stop.value
             try:
                 step, sent = generator.send, (yield value)
-            except GeneratorExit:
-                with enter():
-                    generator.close()
-                raise
             except BaseException as error:
                 step, sent = generator.throw, error
 
@@ -274,10 +254,6 @@ def _stepped_async(function: Callable, enter: Callable[[], autocast]) -> Callabl
                     return
             try:
                 step, sent = generator.asend, (yield value)
-            except GeneratorExit:
-                with enter():
-                    await generator.aclose()
-                raise
             except BaseException as error:
                 step, sent = generator.athrow, error
 
@@ -286,31 +262,29 @@ def _stepped_async(function: Callable, enter: Callable[[], autocast]) -> Callabl
 
 @dataclass(frozen=True)
 class AutocastState:
-    """What the autocasts around a place in the code ask of the layers there, as `get_autocast_state` returns it.
+    """The settings for the layers that are called here, as `get_autocast_state` returns them.
 
-    `depth`: autocasts that were entered and not left, 0 outside of all; the innermost one decides the rest. `recipe`:
-    that of layers without one of their own, None in high precision. `is_island`: layers with a recipe of their own run
-    in high precision too. `calibrating`, `amax_reduction_group` (None: all ranks) and `backend`: its arguments.
+    `depth`: autocasts that were entered and not left; the innermost one decides the rest. `recipe`: the recipe of
+    layers that have none of their own, None in high precision. `is_island`: layers with a recipe of their own run in
+    high precision too. `calibrating`, `amax_reduction_group` (None: all ranks) and `backend`: its arguments.
     """
 
     depth: int = 0
     recipe: Recipe | None = None
     is_island: bool = False
     calibrating: bool = False
-    amax_reduction_group: "Group" = None
+    amax_reduction_group: Group = None
     backend: str = "auto"
 
 
 def get_autocast_state() -> AutocastState:
-    """The autocasts around the caller, of its thread and task. Also in compiled code, which follows what changes."""
+    """The settings that the autocasts of this thread and task make. Compiled code follows their changes."""
     if not torch.compiler.is_compiling():
         state = ambient()
         if state is None:
             return AutocastState()
         recipe = state.recipe if state.enabled else None
-        return AutocastState(
-            state.depth, recipe, not state.enabled, state.calibrating, state.group, state.backend
-        )  # fmt: skip
+        return AutocastState(state.depth, recipe, not state.enabled, state.calibrating, state.group, state.backend)
     views, traced, depth = context.asked(), context.TRACED, int(context.DEPTH)
     group = None if traced is not None else context.GROUP
     while traced is not None:
@@ -320,7 +294,7 @@ def get_autocast_state() -> AutocastState:
 
 
 def get_autocast_recipe() -> Recipe | None:
-    """The recipe that a layer without one of its own runs here; None = high precision. Also in compiled code."""
+    """The recipe of layers here that have none of their own; None = high precision. Also in compiled code."""
     if torch.compiler.is_compiling():
         token = context.asked().RECIPE
         return None if token == context.PLAIN else context.recipe_of(token)
@@ -334,7 +308,7 @@ def is_autocast_enabled() -> bool:
 
 
 def fp8_autocast(
-    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: "Group" = None
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: Group = None
 ) -> autocast:
     """Deprecated name of an older TransformerEngine: `autocast(enabled, recipe, calibrating, amax_reduction_group)`."""
     if not torch.compiler.is_dynamo_compiling():  # which cannot trace a warning
@@ -346,7 +320,7 @@ def fp8_autocast(
 
 def _in_eager_mode(function: Callable) -> Callable:
     """Let Dynamo break the graph at `function`, and give the reason under fullgraph."""
-    # It imports Dynamo no sooner than it is called.
+    # Dynamo is imported by the first call only.
     wrapped = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
     wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
     wrapped._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
@@ -362,13 +336,12 @@ def checkpoint(
 ) -> Result:  # fmt: skip
     """``function(*args, **kwargs)`` whose activations are recomputed in backward, with the bits of the first pass.
 
-    Like `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, which knows nothing of this library's autocast: the
-    recomputation runs under the recipe of its forward, with the same call seeds and the same delayed encode scales, and
-    records nothing (docs/numerics.md 3.3, 5.3). `context_fn` as there: with
-    ``create_selective_checkpoint_contexts`` a policy keeps what operators return, by name; that of all casts of a layer
-    is ``torch.ops.microfloat.quantize_operands.default`` (docs/training.md). In compiled code it is torch's own; under
-    delayed scaling it runs, with `function`, in eager mode. Raises InvalidTypeError if `function` is not callable,
-    InvalidValueError for use_reentrant=True.
+    It is `torch.utils.checkpoint.checkpoint(use_reentrant=False)` with a recomputation under the recipe of its forward,
+    with the same call seeds and the same delayed encode scales; it records nothing (docs/numerics.md 3.3, 5.3).
+    `context_fn` as there: with ``create_selective_checkpoint_contexts`` a policy keeps results of operators by name;
+    all casts of a layer are ``torch.ops.microfloat.quantize_operands.default`` (docs/training.md). In compiled code it
+    is torch's own; under delayed scaling it runs, with `function`, in eager mode. Raises InvalidTypeError if `function`
+    is not callable, InvalidValueError for use_reentrant=True.
     """
     if not callable(function):
         raise invalid_type("function", type(function), "a callable")
@@ -386,7 +359,7 @@ def checkpoint(
 
 
 def _has_scales(function: object) -> bool:
-    """True where a layer of `function`, as far as can be seen, runs under delayed scaling."""
+    """True where a layer of `function`, if it is a module, runs under delayed scaling."""
     token = context.asked().RECIPE
     if token != context.PLAIN and context.is_delayed(token):
         return True
@@ -399,30 +372,32 @@ def _replayed(context_fn: Callable | None, function: Callable[..., Result], args
 
     def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
         tape = Tape(None if state is None else state.record_tape)
-        first, again = (None, None) if context_fn is None else context_fn()
+        first, again = (contextlib.nullcontext(),) * 2 if context_fn is None else context_fn()
         return (
-            _Reentered(lambda: entered(state, record_tape=tape), first),
-            _Reentered(lambda: entered(state, record_tape=None, replay=tape.replay()), again),
+            _Reentered(lambda: _both(entered(state, record_tape=tape), first)),
+            _Reentered(lambda: _both(entered(state, record_tape=None, replay=iter(tape.scales)), again)),
         )
 
     return torch_checkpoint.checkpoint(function, *args, context_fn=contexts, **options)
 
 
-class _Reentered(threading.local):
-    """A context that is made anew whenever it is entered, as each backward through a kept graph does, and another."""
+@contextlib.contextmanager
+def _both(*managers: contextlib.AbstractContextManager) -> Iterator[None]:
+    with managers[0], managers[1]:
+        yield
 
-    def __init__(
-        self, make: Callable[[], contextlib.AbstractContextManager], other: contextlib.AbstractContextManager | None
-    ) -> None:
-        self._make, self._other = make, other
-        self._open: list[contextlib.ExitStack] = []
+
+class _Reentered(threading.local):
+    """A context that is made anew whenever it is entered, as each backward through a kept graph does."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager]) -> None:
+        self._make = make
+        self._opened: list[contextlib.AbstractContextManager] = []
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._make())
-            if self._other is not None:
-                stack.enter_context(self._other)
-            self._open.append(stack.pop_all())
+        made = self._make()
+        made.__enter__()
+        self._opened.append(made)
 
     def __exit__(self, *error: object) -> bool | None:
-        return self._open.pop().__exit__(*error)  # type: ignore[arg-type]
+        return self._opened.pop().__exit__(*error)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""The ambient state that `autocast` sets: a context variable per thread and task, and what compiled code sees of it.
+"""The ambient state that `autocast` sets: a context variable per thread and task, and attributes for compiled code.
 
 Dynamo can neither trace a context variable nor guard it, but it guards attributes of a module, and strings by their
 value. So compiled code reads attributes of this module, in which a recipe is a string, its token: equal recipes never
-recompile, and a changed one always does. An autocast inside the compiled function is known while Dynamo traces: it sets
-`TRACED`, which is read in place of these attributes, and is None whenever code runs.
+recompile, and a changed recipe always does. An autocast inside the compiled function sets `TRACED` while Dynamo traces;
+it is read in place of these attributes, and is None whenever code runs.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Tape:
 
     def __init__(self, outer: "Tape | None" = None) -> None:
         self.scales: list[dict[str, torch.Tensor]] = []
-        self._outer = outer  # that of a checkpointed region around this one, which is recomputed too
+        self._outer = outer  # of a checkpointed region around this one, which is recomputed too
 
     def record(self, scales: dict[str, torch.Tensor]) -> None:
         """Add the scales of one call."""
@@ -36,13 +36,9 @@ class Tape:
         if self._outer is not None:
             self._outer.record(scales)
 
-    def replay(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The recorded entries again, from the first."""
-        return iter(self.scales)
-
 
 class Ambient(NamedTuple):
-    """The settings of one autocast, the delayed-scaling region it belongs to, and the state outside it."""
+    """The settings of one autocast, its delayed-scaling region, and the state outside it."""
 
     enabled: bool
     recipe: Recipe | None
@@ -52,25 +48,23 @@ class Ambient(NamedTuple):
     region: "scaling.Region | None" = None
     record_tape: Tape | None = None
     replay: Iterator[dict[str, torch.Tensor]] | None = None
-    owner: object = None  # who leaves this state again
+    owner: object = None  # the object that leaves this state again
     outer: "Ambient | None" = None
     is_traced: bool = False  # entered by code that `torch.export` runs to trace it, so that it is part of the program
     depth: int = 0  # autocasts that were entered and not left, this one included
 
 
 _AMBIENT: ContextVar[Ambient | None] = ContextVar("microfloat_autocast", default=None)
-
-
-# The innermost autocast of this thread and task, or None; and a function that sets it, and returns the token that
-# `reset_ambient` takes. Methods of the variable itself, since every call of a layer asks.
+# `ambient()` is the innermost autocast of this thread and task, or None; `set_ambient` returns the token that
+# `reset_ambient` takes. They are methods of the variable itself, since every call of a layer asks.
 ambient, set_ambient = _AMBIENT.get, _AMBIENT.set
 
 
 def reset_ambient(token: Token, owner: object) -> tuple[Ambient | None, bool]:
-    """Take the state of `owner` out; returns the innermost state that is left, and whether `owner`'s was the innermost.
+    """Remove the state of `owner`; returns the innermost state that is left, and True if `owner`'s was the innermost.
 
-    Where it was not, only its own state goes: those entered after it stay, and leave what was before all of them.
-    Raises NotSupportedError, and changes nothing, in another thread or task than that of the entry.
+    States that were entered after it stay. Raises NotSupportedError, and changes nothing, in another thread or task
+    than that of the entry.
     """
     state = _AMBIENT.get()
     try:
@@ -93,7 +87,7 @@ def _without(state: Ambient | None, owner: object) -> Ambient | None:
 
 @contextlib.contextmanager
 def entered(state: Ambient | None, **changes: object) -> Iterator[None]:
-    """Make `state` with some changes the ambient one for the duration, without opening a delayed-scaling region."""
+    """Make `state` with `changes` the ambient state inside, without opening a delayed-scaling region."""
     state, owner = state or Ambient(enabled=True, recipe=None), object()
     token = _AMBIENT.set(state._replace(**changes, owner=owner, outer=_AMBIENT.get()))
     try:
@@ -104,13 +98,14 @@ def entered(state: Ambient | None, **changes: object) -> Iterator[None]:
 
 HIGH_PRECISION = CustomRecipe(Gemm(None, None), Gemm(None, None), Gemm(None, None))
 PLAIN = ""  # the token of high precision
+# One entry for each different recipe of the process; none may go, since compiled code and layers hold tokens.
 _RECIPES: dict[str, Recipe] = {}
 _TOKENS: dict[Recipe, str] = {}
 _FIRST: dict[Recipe, Recipe] = {}
 
 
 def canonical(recipe: Recipe) -> Recipe:
-    """One object for all equal recipes, as layers and autocasts hold it: lookups by a recipe then compare nothing."""
+    """One object for all equal recipes, by which layers and autocasts look up without comparing fields."""
     return _FIRST.setdefault(recipe, recipe)
 
 
@@ -149,7 +144,7 @@ recipe_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_stochastic(token: str) -> bool:
-    """True where the recipe needs a call seed; reads the token only, so that compiled code may ask."""
+    """True where the recipe needs a call seed; it reads the token only, so that compiled code may ask."""
     return token[0] == "s"
 
 
@@ -171,8 +166,8 @@ def keeps_x(token: str) -> bool:
 def traced_token(recipe: Recipe | str | None) -> str | None:
     """The token of an argument `recipe` of an autocast in compiled code; None for one that eager code refuses.
 
-    Dynamo reads the fields of a recipe, and guards them by value. A recipe that the compiled function itself has made
-    is nothing but its fields.
+    Dynamo reads the fields of a recipe, and guards them by value; of a recipe that the compiled function itself has
+    made it knows nothing else.
     """
     if recipe is None or isinstance(recipe, str):
         return _token_of_name(recipe)
@@ -199,14 +194,14 @@ for _function in (_token_of_name, _token_of_constants):
 
 # The ambient state as compiled code asks for it, as constants.
 _VIEWS: dict[str, Callable[[Ambient | None], Any]] = {
-    # The token of the recipe that a layer of no recipe of its own runs.
+    # The token of the recipe of layers that have none of their own.
     "RECIPE": lambda state: PLAIN if state is None or not state.enabled else token_of(state.recipe),
     # True: layers with a recipe of their own run in high precision too.
     "ISLAND": lambda state: state is not None and not state.enabled,
     # The token of the recipe for which layers in high precision record their amaxes.
     "CALIBRATED": lambda state: token_of(state.recipe) if state is not None and state.calibrating else PLAIN,
     "BACKEND": lambda state: "auto" if state is None else state.backend,
-    # The number of autocasts around this, as text: Dynamo takes numbers of a module for variables.
+    # The number of autocasts around the call, as text: Dynamo takes numbers of a module for variables.
     "DEPTH": lambda state: "0" if state is None else str(state.depth),
     "GROUP": lambda state: None if state is None else state.group,
 }
@@ -214,10 +209,9 @@ _VIEWS: dict[str, Callable[[Ambient | None], Any]] = {
 
 def __getattr__(name: str) -> Any:
     """The views above as attributes of this module, read by the thread and task that call the compiled code."""
-    view = _VIEWS.get(name)
-    if view is None:
+    if name not in _VIEWS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return view(_AMBIENT.get())
+    return _VIEWS[name](_AMBIENT.get())
 
 
 class Traced(NamedTuple):
@@ -235,40 +229,37 @@ _this_module = sys.modules[__name__]
 
 
 def asked() -> Any:
-    """The owner of the views that hold here: the autocast that is being traced, else this module."""
+    """The object with the views of the ambient state: the autocast that is being traced, else this module."""
     return _this_module if TRACED is None else TRACED
 
 
 def recipe_here(pin_token: str | None) -> tuple[str, str]:
-    """The token of the recipe that a layer runs in compiled code, and who names it: "layer", "caller" or "code".
+    """The token of the recipe that a layer runs in compiled code, and its source: "layer", "caller" or "code".
 
-    `pin_token`: that of the layer's own recipe, if it has one. Ends the graph at delayed scaling inside an autocast
-    that is traced.
+    `pin_token`: the token of the layer's own recipe, if it has one. Ends the graph at delayed scaling inside an
+    autocast that is traced.
     """
     views = asked()
     token = views.RECIPE if pin_token is None else PLAIN if views.ISLAND else pin_token
-    if not _is_by_code():
+    if torch.compiler.is_dynamo_compiling():
+        is_in_code = TRACED is not None  # the autocast is part of the code that is compiled, not of its caller
+    else:
+        state = _AMBIENT.get()
+        is_in_code = state is not None and state.is_traced
+    if not is_in_code:
         return token, "caller" if pin_token is None else "layer"
     if token != PLAIN and is_delayed(token):
         refuse_state()
     return token, "code"
 
 
-def _is_by_code() -> bool:
-    """True where the autocast is part of the code that is compiled or exported, and not its caller's."""
-    if torch.compiler.is_dynamo_compiling():
-        return TRACED is not None
-    state = _AMBIENT.get()
-    return state is not None and state.is_traced
-
-
 def _ends_the_graph(reason: str) -> Callable[[], NoReturn]:
-    """A function at which Dynamo ends the graph, so that what is around it runs in eager mode; else it raises."""
+    """A function at which Dynamo ends the graph, so that its caller runs in eager mode; else it raises."""
 
     def refuse() -> NoReturn:
         raise NotSupportedError(reason)
 
-    # As torch.compiler.disable marks a function, which would import all of Dynamo.
+    # The mark of torch.compiler.disable, which would import all of Dynamo.
     refuse._torchdynamo_disable, refuse._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return refuse
 

@@ -1,4 +1,4 @@
-"""Functions that cast what a norm or an activation makes as it is made, for modules of one's own."""
+"""Functions that cast the value of a norm or an activation as it is computed, for modules of your own."""
 
 from microfloat.torch.nn.functional import (
     Produced,
@@ -15,15 +15,6 @@ from microfloat.torch.nn.functional import (
 )
 
 __all__ = [
-    "Produced",
-    "activation_linear",
-    "dact_dbias_quantize",
-    "dact_quantize",
-    "dbias_quantize",
-    "gelu_quantize",
-    "layer_norm_quantize",
-    "norm_linear",
-    "norm_mlp",
-    "rms_norm_quantize",
-    "swiglu_quantize",
-]
+    "Produced", "activation_linear", "dact_dbias_quantize", "dact_quantize", "dbias_quantize", "gelu_quantize",
+    "layer_norm_quantize", "norm_linear", "norm_mlp", "rms_norm_quantize", "swiglu_quantize",
+]  # fmt: skip

@@ -25,7 +25,7 @@ from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.merged import Composite, call_layer, join_
 from microfloat.torch.nn.norms import RMSNorm
 from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
-from microfloat.torch.nn.sdpa import Packed, attend, check_together, rotate_heads, split_heads
+from microfloat.torch.nn.sdpa import Packed, attend, check_together, rotate_heads
 from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
@@ -64,7 +64,7 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RotaryEmbedding":
         super()._apply(fn, recurse)
-        if not self.frequencies.is_meta:  # float32 whatever the model is; made anew where to_empty left no values
+        if not self.frequencies.is_meta:  # float32 in every model; computed anew, since to_empty leaves no values
             self.frequencies = self._made(self.frequencies.device)
         return self
 
@@ -283,13 +283,13 @@ class MultiheadAttention(Composite):
     ) -> WithBias:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`; `return_bias`: (y, bias).
 
-        `context` [B, S', hidden]: where keys and values come from (cross attention, never causal). `attention_mask`:
+        `context` [B, S', hidden]: the source of keys and values (cross attention, never causal). `attention_mask`:
         True where a token is seen, or added to the scores; [B, S'] (padding), [S, S'] or [B, 1 or H, S, S'].
         `position_embeddings`: cos and sin of `RotaryEmbedding`. `cu_seqlens` int32 [n + 1]: tokens of n sequences one
         after another, and `max_seqlen` the most tokens of one, which spares the host a wait for the GPU;
-        `cu_seqlens_kv`, `max_seqlen_kv`: those of a context [T', hidden]. `cache`: a `KVCache`, or anything with
-        its `update`. `norm`: applied to hidden_states first, and cast as it is computed.
-        `is_first_microbatch`: as in `Linear`, of all of them.
+        `cu_seqlens_kv`, `max_seqlen_kv`: the same for a context [T', hidden]. `cache`: a `KVCache`, or an object with
+        its `update`. `norm`: applied to hidden_states first, and cast as it is computed. `is_first_microbatch`: as in
+        `Linear`, for all projections.
         """
         if hidden_states.dim() not in (2, 3):
             raise invalid_value("hidden_states", f"shape {tuple(hidden_states.shape)}", "[B, S, hidden] or [T, hidden]")
@@ -368,7 +368,7 @@ def heads_of(
     `qkv`: three tensors, or one of all heads; `counts`: H and G; `norms`: of the heads of q and k, or None.
     """
     split = [counts[0], counts[1], counts[1]]
-    parts = [split_heads(part, size) for part in qkv]
+    parts = [(part if part.dim() == 3 else part.unsqueeze(0)).unflatten(-1, (-1, size)) for part in qkv]
     is_joint = len(parts) == 1
     if is_joint and (position_embeddings is None or norms[0] is not None):
         parts, is_joint = list(parts[0].split(split, 2)), False

@@ -1,7 +1,7 @@
-"""transformers' `Conv1D`, a Linear that holds the transpose of its weight, [in, out], as a Linear of ours.
+"""Conversion of transformers' `Conv1D`, which stores its weight as [in, out], to a `Linear` and back.
 
-The Parameter stays the object that it was, with the memory of the transpose, [out, in], so that every call, cast and
-kernel is that of a `Linear`. State dicts hold it as before, [in, out], both ways.
+The Parameter stays the same object, with the memory of the transpose, [out, in], so that every call, cast and kernel is
+that of a `Linear`. State dicts hold it as [in, out], both ways.
 """
 
 import torch
@@ -39,7 +39,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def why_not_linear(module: nn.Module, shared: set[int]) -> str:
-    """The reason why a `Conv1D` cannot become a Linear, "" if there is none; `shared`: ids of parameters of several."""
+    """The reason why a `Conv1D` cannot become a Linear, or ""; `shared`: ids of parameters of more than one module."""
     weight = module._parameters["weight"]
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (by a hook?); convert the model before that"
@@ -57,7 +57,7 @@ def as_linear(module: nn.Module) -> None:
 
 
 def as_conv1d(module: TransposedLinear) -> None:
-    """Put back what `as_linear` has changed."""
+    """Undo `as_linear`."""
     _transpose(module)
     kind = module.__dict__.pop("_conv1d")
     for name in ("out_features", "in_features", *OWN_ATTRIBUTES):
@@ -66,7 +66,7 @@ def as_conv1d(module: TransposedLinear) -> None:
 
 
 def tell_adapters(model: nn.Module) -> None:
-    """Tell PEFT's layers which way the weight below each of them lies; they compute and merge their own by that."""
+    """Tell PEFT's layers the order of the weight below each of them, in which they compute and merge their own."""
     for module in model.modules():
         if not isinstance(module.__dict__.get("fan_in_fan_out"), bool):
             continue

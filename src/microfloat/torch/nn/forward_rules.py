@@ -1,25 +1,25 @@
-"""Forwards of other packages that ours can replace, known by the names that they take, read and pass on."""
+"""Forwards of other packages that a fused one can replace, recognised by the names that they use."""
 
 import inspect
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
-# Modules whose wrappers a forward of ours may leave out: they rename an argument, or stand around ours as well.
+# Modules whose wrappers a fused forward may leave out: they rename an argument, or wrap the fused forward as well.
 _WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
 
 
 class Forward(NamedTuple):
-    """A forward that a fused one can replace, by the names that it takes, reads and passes on.
+    """The names that a forward takes, reads and passes on, if a fused forward can replace it.
 
-    A forward with another name is one of another version, or of somebody's own: what it does with it is not known.
+    A forward that uses another name belongs to another version, or is a user's own, and may compute something else.
     """
 
     needs: frozenset[str]
     may_use: frozenset[str] = frozenset()
 
     def why_not(self, function: object) -> str:
-        """The reason why a function is not this one, "" if it is."""
+        """The reason why a function is another forward, or ""."""
         own, wrappers = _unwrapped(function)
         where = getattr(own, "__qualname__", "a forward")
         foreign = [one for one in wrappers if one not in _WRAPPERS]
@@ -34,12 +34,12 @@ class Forward(NamedTuple):
 
 
 def names_of(names: str) -> frozenset[str]:
-    """Names that stand in a text, between blanks."""
+    """The words of a text."""
     return frozenset(names.split())
 
 
 def _unwrapped(function: object) -> tuple[object, list[str]]:
-    """The function below its wrappers, and the modules in which those were written."""
+    """The function below its wrappers, and the modules of the wrappers."""
     modules = []
     while hasattr(function, "__wrapped__"):
         modules.append(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
@@ -54,7 +54,7 @@ def arguments_of(function: Callable) -> tuple[str, ...]:
 
 
 def _names_in(function: FunctionType) -> frozenset[str]:
-    """The names of what a function takes, reads, and passes by keyword; "<function>" for functions inside of it."""
+    """The names that a function takes, reads, and passes by keyword; "<function>" for functions inside of it."""
     code: CodeType = function.__code__
     several = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     names = {*code.co_names, *code.co_freevars, *code.co_varnames[: len(arguments_of(function)) + several]}

@@ -1,4 +1,4 @@
-"""Norms and activations fused with what reads them: casts of their value, and Linears with a backward of their own.
+"""Norms and activations fused with casts of their value, and with the Linears that read it.
 
     norm_linear(x, norm, *layers)                 y_i = layer_i(norm(x))
     activation_linear(x, layer, up=up)            y = layer(f(x) * up);  without `up`, layer(f(x))

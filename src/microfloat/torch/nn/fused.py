@@ -18,7 +18,7 @@ from microfloat.torch.nn.merged import Composite, call_layer, join_
 from microfloat.torch.nn.norms import make_norm
 from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
 
-# The settings of `LayerOptions` that every Linear has, and those of an MLP.
+# The settings of `LayerOptions` that every Linear has, and the settings of an MLP.
 OF_LINEAR = "backend", "fuse_wgrad_accumulation"
 OF_MLP = (*OF_LINEAR, "init_method", "output_layer_init_method", "activation_params")
 
@@ -37,7 +37,7 @@ ACTIVATIONS = {
     "sreglu": _Kind("srelu", True), "swiglu": _Kind("silu", True), "glu": _Kind("sigmoid", True),
     "clamped_swiglu": _Kind("clamped", True),
 }  # fmt: skip
-# Of clamped SwiGLU, as OpenAI's gpt-oss has it.
+# The parameters of clamped SwiGLU in OpenAI's gpt-oss.
 CLAMPED: Mapping[str, float] = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 

@@ -1,4 +1,4 @@
-"""`LayerOptions`: settings that the modules share beside sizes and recipe; errors for keywords that have left them."""
+"""`LayerOptions`: settings that the modules share beside sizes and recipe; errors for keywords that were removed."""
 
 import functools
 import inspect
@@ -16,8 +16,8 @@ class LayerOptions:
 
     A module refuses a setting that it does not have. `backend`, `fuse_wgrad_accumulation`, `return_bias` and
     `init_method` are those of `Linear`; `output_layer_init_method` draws the weights that write to the residual stream,
-    `o_proj` and `down_proj`. `zero_centered_gamma`: norms store weights minus one. `activation_params`: of
-    clamped_swiglu. `dropout`: of the attention, `hidden_dropout`: of what a block adds, both in training.
+    `o_proj` and `down_proj`. `zero_centered_gamma`: norms store weights minus one. `activation_params`: parameters of
+    clamped_swiglu. `dropout` and `hidden_dropout`: rates, in training, of the attention and of the outputs of blocks.
     `interleaved`: the rotation pairs elements 2 i and 2 i + 1. `head_dim`, `cross_attention` and `parallel` are those
     of `TransformerLayer`; `out_bias` of `o_proj` and `mlp_bias` of the MLP are `bias` where they are None.
 
@@ -47,7 +47,7 @@ class LayerOptions:
 
 
 def options_of(module: object, options: LayerOptions | None, names: tuple[str, ...]) -> LayerOptions:
-    """The options of a module, which has the settings `names`; raises for another one that is set."""
+    """The options of a module that has the settings `names`; raises if another setting is not its default."""
     if options is None:
         return LayerOptions()
     if not isinstance(options, LayerOptions):
@@ -55,10 +55,8 @@ def options_of(module: object, options: LayerOptions | None, names: tuple[str, .
     for field in fields(LayerOptions):
         value = getattr(options, field.name)
         if field.name not in names and value != field.default:
-            kind = type(module).__name__
-            raise invalid_value(
-                "options", f"{field.name}={value!r} for a {kind}", f"settings of it: {', '.join(names)}"
-            )
+            got = f"{field.name}={value!r} for a {type(module).__name__}"
+            raise invalid_value("options", got, f"settings of it: {', '.join(names)}")
     return options
 
 
@@ -75,7 +73,7 @@ _P = ParamSpec("_P")
 
 
 def names_moved(init: Callable[_P, None]) -> Callable[_P, None]:
-    """A constructor that says of a keyword, which it does not have any more, where the setting is now."""
+    """A constructor whose error for a removed keyword names the new place of the setting."""
     own = inspect.signature(init).parameters
 
     @functools.wraps(init)

@@ -9,31 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from microfloat.arguments import check_int
+from microfloat.arguments import check_bool, check_int
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.recipes import Cast, Current, Recipe, get_default_recipe
+from microfloat.recipes import Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch._typing import InitMethod
 from microfloat.torch.tensor.aten import keep_init_val, quantize_stored, store
 from microfloat.torch.tensor.quantized_tensor import INIT_VAL, QuantizedTensor
 
-
-@dataclasses.dataclass(frozen=True)
-class ModelInit:
-    """The settings of the innermost `quantized_model_init`."""
-
-    enabled: bool
-    recipe: Recipe
-    preserve_high_precision_init_val: bool
-
-
-_MODEL_INIT: ContextVar[ModelInit | None] = ContextVar("microfloat_model_init", default=None)
-
-
-def active_model_init() -> ModelInit | None:
-    """The enabled `quantized_model_init` of this thread and task, or None."""
-    state = _MODEL_INIT.get()
-    return state if state is not None and state.enabled else None
+# The innermost `quantized_model_init` of this thread and task.
+_MODEL_INIT: "ContextVar[quantized_model_init | None]" = ContextVar("microfloat_model_init", default=None)
 
 
 class quantized_model_init(contextlib.ContextDecorator):
@@ -50,36 +35,27 @@ class quantized_model_init(contextlib.ContextDecorator):
     def __init__(
         self, enabled: bool = True, recipe: Recipe | str | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        for name, value in (
-            ("enabled", enabled), ("preserve_high_precision_init_val", preserve_high_precision_init_val)
-        ):  # fmt: skip
-            if not isinstance(value, bool):
-                raise invalid_type(name, type(value), "True or False")
-        chosen = get_default_recipe() if recipe is None else as_recipe(recipe)
-        self._state = ModelInit(enabled, chosen, preserve_high_precision_init_val)
+        check_bool("enabled", enabled)
+        check_bool("preserve_high_precision_init_val", preserve_high_precision_init_val)
+        self._enabled, self._preserves = enabled, preserve_high_precision_init_val
+        self._recipe = get_default_recipe() if recipe is None else as_recipe(recipe)
         self._tokens: list[Token] = []
 
     def __enter__(self) -> "quantized_model_init":
-        self._tokens.append(_MODEL_INIT.set(self._state))
+        self._tokens.append(_MODEL_INIT.set(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
         _MODEL_INIT.reset(self._tokens.pop())
 
 
-def weight_cast(recipe: Recipe) -> Cast | None:
-    """The Cast of a stored weight: fprop's rhs; delayed scaling, which has no history yet, becomes current."""
-    cast = recipe.fprop.rhs
-    return None if cast is None else dataclasses.replace(cast, scaling=Current())
-
-
 def quantize_parameter(layer: Any) -> None:
     """Under `quantized_model_init`, replace ``layer.weight`` by a parameter that holds codes and scales only."""
-    request = active_model_init()
-    cast = None if request is None else weight_cast(request.recipe)
-    if request is None or cast is None:
+    active = _MODEL_INIT.get()
+    if active is None or not active._enabled or active._recipe.fprop.rhs is None:
         return
     weight = layer.weight
+    cast = dataclasses.replace(active._recipe.fprop.rhs, scaling=Current())  # delayed scaling has no history yet
     original, height = weight.detach(), cast.format.block[0] or 1
     are_experts = original.dim() == 3
     if are_experts and cast.format.is_tile and original.shape[1] % height:
@@ -88,17 +64,16 @@ def quantize_parameter(layer: Any) -> None:
             f"multiples of {height} rows, so that no tile holds rows of two experts",
             "Build this layer under quantized_model_init(enabled=False).",
         )  # fmt: skip
-    parameter = nn.Parameter(
-        quantize_stored(original, cast, of_experts=are_experts), requires_grad=weight.requires_grad
-    )
-    if request.preserve_high_precision_init_val:
+    q = quantize_stored(original, cast, of_experts=are_experts)
+    parameter = nn.Parameter(q, requires_grad=weight.requires_grad)
+    if active._preserves:
         keep_init_val(parameter, original)  # type: ignore[arg-type]
     layer.weight = parameter
 
 
 @torch.no_grad()
 def draw_parameters(layer: Any, draw: InitMethod) -> None:
-    """Let `draw` write the weight, experts one by one, and set the bias to 0; codes are those of what it wrote."""
+    """Let `draw` write the weight, experts one by one, and set the bias to 0; a stored weight is quantized after."""
     weight = layer.weight
     if weight.is_meta:
         return
@@ -119,10 +94,10 @@ def draw_parameters(layer: Any, draw: InitMethod) -> None:
 def update_quantized(
     param: torch.Tensor, src: torch.Tensor, *, offset: int = 0, noop_flag: torch.Tensor | None = None
 ) -> None:
-    """Quantize high-precision values into a QuantizedTensor in place, under its Cast: a whole one, or a shard of it.
+    """Quantize high-precision values into a QuantizedTensor, or into a shard of it, in place, under its Cast.
 
     `src`: values of `param`, or of the ``src.numel()`` elements from `offset` on in row-major order, flat or as
-    whole rows; elements outside keep their values, and are quantized anew where they share a scale with those inside.
+    whole rows; other elements keep their values, and are quantized anew where they share a scale with new ones.
     `noop_flag`: one number on the device; where it is not zero nothing changes, without a wait for the device, so that
     a step in a CUDA graph can be skipped. Raises InvalidTypeError and InvalidValueError for arguments that do not fit.
     """

@@ -1,7 +1,7 @@
-"""Functions of torch that read a quantized weight beside plain tensors: products, run by `linear`, and rows looked up.
+"""Functions of torch that read a quantized weight beside plain tensors: products by `linear`, and lookups of rows.
 
-Entered above autograd, so that gradients are those of `microfloat.torch.linear` too. Products are the ones that
-contract the axis along which the blocks run. Every other function is torch's own, which refuses a QuantizedTensor.
+They are called above autograd, so that gradients too are those of `microfloat.torch.linear`. A product must contract
+the axis along which the blocks run. Every other function is torch's own, which refuses a QuantizedTensor.
 """
 
 import torch
@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from microfloat.errors import NotSupportedError
 from microfloat.torch import context
 from microfloat.torch._typing import Context
+from microfloat.torch.compile.linear import abstract_linear
 from microfloat.torch.linear.schedule import autocast_dtype
+from microfloat.torch.nn.linear import linear
 from microfloat.torch.tensor.checks import check_linear
 from microfloat.torch.tensor.quantized_tensor import PRODUCTS, QuantizedTensor
 
@@ -29,17 +31,13 @@ def _linear(
 ) -> torch.Tensor | None:
     if not (_is_plain(input) and _is_weight(weight, 1) and (bias is None or _is_plain(bias))) or out:
         return None
-    from microfloat.torch.nn.linear import linear
-
     if torch.compiler.is_compiling():
         return _traced(input, weight, bias)  # type: ignore[arg-type]
     return linear(input, weight, bias)
 
 
 def _traced(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear` in high precision as operators of a graph: its guards do not see the autocast around a function."""
-    from microfloat.torch.compile.linear import abstract_linear
-
+    """`linear` in high precision as operators of a graph, whose guards do not see the autocast around a function."""
     if context.asked().RECIPE != context.PLAIN:
         raise NotSupportedError(
             "torch.compile: got a product with a quantized weight under an autocast, needed a call that names it. Use "
@@ -80,7 +78,7 @@ def _addmm(
 
 
 class _Rows(torch.autograd.Function):
-    """The values of rows of a stored weight, whose gradient goes to it as that of a plain one."""
+    """Values of rows of a stored weight, which gets the gradient of a plain weight."""
 
     @staticmethod
     def forward(

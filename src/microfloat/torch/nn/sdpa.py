@@ -131,11 +131,6 @@ def _launch(
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
-def split_heads(x: torch.Tensor, size: int) -> torch.Tensor:
-    """A view [B, S, heads, `size`] of [B, S, heads * `size`], with B = 1 for [T, heads * `size`]."""
-    return (x if x.dim() == 3 else x.unsqueeze(0)).unflatten(-1, (-1, size))
-
-
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, mask: torch.Tensor | None = None,
     window: int | None = None, cu_seqlens: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,

@@ -46,7 +46,7 @@ def named_failures(group: Group = None) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def in_collective(what: str, group: Group, tells_errors: bool = False) -> Iterator[None]:
-    """`named_failures` around one collective of this library, named `what`; an error of this rank's own is not told."""
+    """`named_failures` around one collective, named `what`. `tells_errors`: other ranks learn of this rank's errors."""
     try:
         yield
     except RankError:
