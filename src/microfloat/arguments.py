@@ -24,7 +24,7 @@ def check_int(argument: str, value: object, least: int, most: int) -> int:
 
 
 def as_int(value: Any, error: InvalidValueError) -> int:
-    """An integer of any library as an int; raises `error` for what is none, True and False included."""
+    """An integer of any library as an int; raises `error` for other values, True and False included."""
     if isinstance(value, bool):
         raise error
     try:
@@ -101,7 +101,7 @@ def check_choice(argument: str, value: object, choices: Iterable[str], *, or_non
 
 
 def check_name(argument: str, value: object) -> None:
-    """Refuse what is no name: it must be a string with something in it."""
+    """Refuse anything but a string that is not blank."""
     if not isinstance(value, str):
         raise invalid_type(argument, type(value), "a name, as a string")
     if not value.strip():

@@ -156,7 +156,7 @@ def array_layout(storage: Storage, shape: tuple[Size, ...], axis: int) -> Layout
 
 
 def leading_axes(shape: tuple[Size, ...], axis: int) -> tuple[Size, ...]:
-    """The axes that stand in place of R in the shapes of an array's codes and one-row scales; `axis` >= 0."""
+    """Sizes of all axes but `axis` (>= 0), which replace R in the shapes of an array's codes and one-row scales."""
     return (*shape[:axis], *shape[axis + 1 :]) if len(shape) > 1 else (1,)
 
 
@@ -230,7 +230,7 @@ def _count(argument: str, value: Any) -> int:
 
 
 def blocked_sizes(windows: Windows, shape: Sequence[int] | None = None) -> list[int]:
-    """Bytes of each window in tiles of 128 x 4; `shape`: that of the 1-D bytes, which must hold them all."""
+    """Bytes of each window in tiles of 128 x 4; InvalidValueError unless `shape`, of 1-D bytes, holds all of them."""
     sizes = [512 * -(-(rows.stop - rows.start) // 128) * -(-(cols.stop - cols.start) // 4) for rows, cols in windows]
     if shape is not None and tuple(shape) != (sum(sizes),):
         rows, cols = windows[-1] if windows else (slice(0, 0), slice(0, 0))

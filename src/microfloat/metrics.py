@@ -274,7 +274,7 @@ def sr_noise(x: np.ndarray, draws: Sequence[np.ndarray] | np.ndarray) -> SRNoise
 
 @dataclass(frozen=True)
 class Difference:
-    """The first index where two arrays differ (C order): the codes of both there, the values, and the count of all.
+    """The first index where two arrays differ (C order), codes and values of both there, and the number of differences.
 
     `value_a` and `value_b` are None where nothing says what the codes mean.
     """
@@ -321,7 +321,7 @@ def first_difference(a: np.ndarray, b: np.ndarray, element: ElementFormat | str 
 
 
 def _numpy(argument: str, value: Any) -> np.ndarray:
-    """The elements in the dtype that they have. No framework is imported: that of a tensor is loaded already."""
+    """A tensor or array as a NumPy array of the same dtype. No framework is imported: a tensor's is loaded already."""
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "codes") and hasattr(value, "dequantize"):

@@ -14,7 +14,7 @@ TENSORS = ("x", "w", "dy")
 
 
 class Operand(NamedTuple):
-    """One side of one GEMM: the tensor it reads, as it lies or transposed, and the random stream of its cast."""
+    """One side of one GEMM: the tensor that it reads, plain or transposed, and the random stream of its cast."""
 
     gemm: str
     side: str

@@ -66,7 +66,7 @@ class Encoding(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The route of one GEMM: its kind, the forms of both operands (`microfloat.layout`), what multiplies, and why."""
+    """The route of one GEMM: its kind, the forms of both operands (`microfloat.layout`), its kernel, and the reason."""
 
     kind: str
     lhs: str
@@ -77,7 +77,7 @@ class Route(NamedTuple):
 
     @property
     def forms(self) -> tuple[str, str]:
-        """Of the left and of the right operand."""
+        """Forms of the left and the right operand."""
         return self.lhs, self.rhs
 
     @property
@@ -94,7 +94,7 @@ class Routes(NamedTuple):
     wgrad: Route
 
     def reading_fprop(self, recipe: Recipe) -> "Routes":
-        """The same, where dgrad and wgrad take what fprop has read in the form in which it has (`Gemm.from_fprop`)."""
+        """The routes with fprop's forms for dgrad and wgrad where they read its operands (`Gemm.from_fprop`)."""
         fprop, dgrad, wgrad = self
         if recipe.dgrad.from_fprop:
             dgrad = dgrad._replace(kind="fprop turned" if fprop.turned else "fprop", rhs=fprop.rhs)
@@ -103,7 +103,7 @@ class Routes(NamedTuple):
         return Routes(fprop, dgrad, wgrad)
 
     def of_stored(self, recipe: Recipe) -> "Routes":
-        """The same for a weight stored as codes: fprop reads those, and has them decoded where it multiplies values."""
+        """The routes for a weight stored as codes: fprop reads codes, and decodes them where it multiplies values."""
         if self.fprop.rhs != "values":
             return self
         return self._replace(fprop=self.fprop._replace(rhs="codes")).reading_fprop(recipe)
@@ -239,7 +239,7 @@ def route_between(
 
 
 def is_outer(fmt: ScaledFormat) -> bool:
-    """True for one FP32 scale per tensor or row: it commutes with the contraction, and multiplies the finished sum."""
+    """True for one FP32 scale per tensor or row: it commutes with the contraction and multiplies the sum."""
     return fmt.scale.name == "FP32" and fmt.block in ((None, None), (1, None))
 
 
@@ -343,9 +343,9 @@ class OperandSpec(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One of the six operands in a schedule; `spec`: as casts are asked for it.
+    """One of the six operands in a schedule; `spec` is the request to the casts.
 
-    `cast` and `spec` None: the GEMM reads it in high precision.
+    `cast` and `spec` are None where the GEMM reads the operand in high precision.
     """
 
     operand: Operand

@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name between dots
 
 
 def alike(rows: Iterable[_Row], key: Callable[[_Row], tuple[str, ...]]) -> list[tuple[str, list[_Row]]]:
-    """The rows that differ only by numbers in their names, and the pattern of those names; a row alone keeps its name.
+    """Groups of rows whose names differ only by numbers, each with the pattern of its names, or a single row's name.
 
     `key`: the name of a row, and all else in which the rows of a group agree.
     """

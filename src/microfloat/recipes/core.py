@@ -217,7 +217,7 @@ class Recipe(HashOnce, PortedQuestions):
         return type(self).__name__
 
     def for_call(self, rows: int, stored: Cast) -> "Recipe":
-        """The recipe of a call with so many rows (tokens), and the Cast of a weight that is stored as codes.
+        """The recipe of a call with `rows` rows (tokens) on a weight that is stored as codes of the Cast `stored`.
 
         This is the recipe itself, except for inference recipes.
         """
@@ -226,7 +226,7 @@ class Recipe(HashOnce, PortedQuestions):
     _of_many_rows = ""  # what calls of many rows do otherwise, in words
 
     def _keeping_nothing(self) -> "Recipe":
-        """The recipe where no call keeps what it makes of stored codes: of experts, and in exported programs."""
+        """The recipe for experts and exported programs, whose calls keep no other form of stored codes."""
         return self
 
     def to_dict(self) -> dict:

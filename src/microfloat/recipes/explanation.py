@@ -83,6 +83,6 @@ class Answer:
 
 
 def operands_of(gemm: Gemm) -> str:
-    """The formats of both operands, for people."""
+    """The formats of both operands as text."""
     names = ["high precision" if cast is None else cast.format.name for cast in gemm.casts]
     return " x ".join(names) + (" of fprop" if gemm.from_fprop else "")

@@ -35,7 +35,7 @@ class Format(enum.Enum):
 
 
 def as_format(value: object, allowed: tuple[Format, ...]) -> Format:
-    """A Format from itself or its name; refuses those that the recipe has no GEMM for."""
+    """A Format from itself or its name; InvalidValueError for a Format that is not allowed."""
     if isinstance(value, str):
         if value.upper() not in Format.__members__:
             raise unknown_name("fp8_format", value, Format.__members__)

@@ -50,7 +50,7 @@ def _name_of(fmt: str | ScaledFormat, argument: str) -> str:
 
 
 def _weight_cast(fmt: str, scale_search: str | None) -> Cast:
-    """The cast whose codes a searched weight holds: that of its rule, or the format's own where scales are searched."""
+    """The cast of a stored weight: with the rule "four_over_six" if that is the search, else with the format's own."""
     if scale_search is not None:
         check_choice("scale_search", scale_search, _SEARCHES, or_none=True)
     if scale_search != "four_over_six":
@@ -72,7 +72,7 @@ def _dequantized(wgrad: Gemm) -> Recipe:
 
 
 class _Inference(NamedRecipe):
-    """Base of both: a weight that is stored in the format, by whichever scale rule, is read as it is."""
+    """Base of inference recipes: codes in the recipe's format are read as stored, whatever scale rule made them."""
 
     _of_peers = MappingProxyType({})  # the variables of TransformerEngine are about training
 
@@ -90,7 +90,7 @@ class _Inference(NamedRecipe):
         return f"{type(self).__name__}({', '.join(words)})"
 
     def for_call(self, rows: int, stored: Cast) -> Recipe:
-        """The recipe with the Cast of the stored weight in place of its own."""
+        """The recipe with the Cast of the stored weight."""
         w = self.fprop.rhs
         if w is None or stored == w or stored.format != w.format:
             return self
@@ -150,7 +150,7 @@ class WeightOnly(_Inference):
         return replace(self, prefill=None) if self.prefill == "dequantized" else self
 
     def for_call(self, rows: int, stored: Cast) -> Recipe:
-        """The recipe of the stored weight, or from `prefill_rows` rows on that of what `prefill` makes of it."""
+        """The recipe of the stored weight, or from `prefill_rows` rows on that of its prefill form."""
         assert self.prefill_rows is not None
         if self.prefill is None or rows < self.prefill_rows:
             return super().for_call(rows, stored)

@@ -166,7 +166,7 @@ def _parted(pattern: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _combined(recipes: Sequence[Recipe | None]) -> Recipe | None:
-    """The recipe whose three GEMMs are those of these, in turn; None = high precision."""
+    """The recipe with fprop of the first recipe, dgrad of the second, wgrad of the third; None = high precision."""
     first = recipes[0]
     if all(recipe == first for recipe in recipes):
         return first
@@ -332,9 +332,7 @@ def is_kept(name: str, gates: frozenset[str] = frozenset()) -> bool:
 
 
 def gates_of_mlps(exclude: Sequence[str], shapes: Mapping[str, tuple[int, int] | None]) -> frozenset[str]:
-    """The layers called `gate` that the default does not take for routers: those of gated MLPs, beside an `up` of the
-    same shape.
-    """
+    """Layers called `gate` beside an `up` of the same shape: gates of MLPs that default patterns would exclude."""
     if tuple(exclude) != DEFAULT_EXCLUDE:
         return frozenset()
     gates = {}

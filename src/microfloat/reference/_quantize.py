@@ -161,7 +161,7 @@ def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
 
 
 def checked_scales(usage: Usage, rows: int) -> tuple[np.ndarray | None, np.float32 | None]:
-    """The amax and the encode scale of delayed scaling that a usage brings along, if they fit its cast."""
+    """The amax and the encode scale that were given for a usage, checked against its cast."""
     amax = given_amax(usage.amax, usage.cast, rows, _real_array, np.asarray)
     scale_enc = given_scale_enc(usage.scale_enc, usage.cast.is_delayed, _real_array, np.asarray)
     return amax, None if scale_enc is None else np.float32(scale_enc)

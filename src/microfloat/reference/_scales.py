@@ -20,7 +20,7 @@ _INFINITY_BITS = 0x7F800000
 
 @dataclass(frozen=True)
 class BlockScales:
-    """Per block of the grid: the stored scale, the factor that elements are multiplied with, and what is lost to NaN.
+    """Stored scale and encode factor of every block, and the blocks that are NaN throughout.
 
     `stored`: uint8 or float32; `encode`: float32; `is_nan`: bool, every code of the block is the NaN code;
     `tensor_scale`: float32 of shape () or [R, 1], or None.
@@ -38,7 +38,7 @@ def magnitude_bits(values: np.ndarray) -> np.ndarray:
 
 
 def block_scales(x_RC: np.ndarray, cast: Cast, amax: np.ndarray | None, scale_enc: np.float32 | None) -> BlockScales:
-    """The scales of `x_RC` under `cast`; `amax` replaces the measured one, `scale_enc` is that of delayed scaling."""
+    """The scales of `x_RC` under `cast`; `amax` replaces the measured amax, `scale_enc` is a delayed encode scale."""
     check_kind(cast.rule, "the NumPy oracle")
     if scale_enc is not None:
         return _fp32_scales(np.full((1, 1), scale_enc, np.float32))

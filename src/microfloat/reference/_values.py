@@ -16,7 +16,7 @@ from microfloat.reference._quantize import Quantized, check_quantized
 
 
 def dequantize(q: Quantized) -> np.ndarray:
-    """The float32 array in its original shape that `q` stands for.
+    """The values of `q` as float32, in the original shape.
 
     FP32 and E8M0 scales: ``f32(dec(q) * scale)``; NVFP4: ``f32(dec(q) * f32(dec(sb) * tensor_scale))``. A NaN scale
     gives NaN. A Hadamard transform is undone in float32 (up to rounding), its padding cropped. Raises InvalidTypeError
