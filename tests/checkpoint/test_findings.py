@@ -8,7 +8,7 @@ from microfloat import reference
 from microfloat.checkpoint import Record, convert, detect, load, save
 from microfloat.checkpoint.config import announced
 from microfloat.checkpoint.families import WRITTEN
-from microfloat.checkpoint.integrity import code_findings
+from microfloat.checkpoint.integrity import code_findings, without_nan
 from microfloat.errors import CheckpointError, InvalidTypeError
 from microfloat.formats import FORMATS, decode
 from tests.checkpoint.files import nvfp4, write
@@ -52,7 +52,7 @@ def test_ignore_lists_in_the_dialect_of_each_producer(config, ignored, kept):
 def test_patterns_that_are_not_followed_are_named(config, pattern):
     """They would be silently taken for ones that cover nothing."""
     (found,) = announced({"config.json": {"quantization_config": config}})
-    (finding,) = found.findings
+    (finding,) = found.remarks
     assert f"the pattern {pattern!r} is no regular expression, or might" in finding.message
 
 
@@ -298,3 +298,22 @@ def test_nan_codes_of_either_sign_are_counted(name, codes):
     count = np.count_nonzero(np.isnan(decode(array, fmt.element)))
     messages = [finding.message for finding in code_findings(record)]
     assert messages == ([f"{count} of {array.size} codes are NaN."] if count else [])
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "mxfp6_e2m3", "nvfp4", "fp8_128x128"])
+@pytest.mark.parametrize("shape", [(64, 160), (3, 40, 96)])
+def test_blocks_with_a_nan_scale_are_read_as_zeros_and_others_as_they_are(fmt, shape):
+    fmt = FORMATS[fmt]
+    x = np.random.default_rng(3).standard_normal(shape, dtype=np.float32)
+    made = [reference.quantize(one, fmt) for one in x.reshape(-1, *shape[-2:])]
+    codes = [reference.pack_fp6(q.codes) if fmt.element.bits == 6 else q.codes for q in made]
+    grid = np.stack([q.scale for q in made]).reshape(*shape[:-2], *made[0].scale.shape)
+    levels = None
+    if fmt.tensor_scale:
+        levels = np.float32([q.tensor_scale for q in made]).reshape((-1, 1, 1) if len(shape) > 2 else ())
+    broken = grid.copy()
+    broken[..., -1, ::2] = {"E8M0": 255, "E4M3": 0x7F, "FP32": np.nan}[fmt.scale.name]
+    record = Record("a.weight", np.stack(codes).reshape(*shape[:-1], -1), broken, levels, fmt, shape)
+    values = record.dequantize()
+    assert np.isnan(values).any()
+    np.testing.assert_array_equal(without_nan(record).dequantize(), np.nan_to_num(values, nan=0.0))

@@ -4,6 +4,7 @@ A slab ends at the end of a tile, and the amax of a tensor is measured before it
 those of one cast of the whole parameter. Experts [E, N, K] are cast one by one.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -24,15 +25,21 @@ _UNIT = Cast(FORMATS["fp8_tensor"], "amax"), Cast(FORMATS["fp8_tensor_e5m2"], "a
 
 def experts_of(record: Record) -> int:
     """The number of matrices that a parameter consists of."""
-    return int(np.prod(record.logical_shape[:-2], dtype=np.int64)) if len(record.logical_shape) > 2 else 1
+    return math.prod(record.logical_shape[:-2])
 
 
-def slabs(record: Record, multiple: int = 1) -> Iterator[tuple[int, int, Record]]:
-    """(expert, first row, record of some rows [R, K]) in order; R is a multiple of `multiple` but for the last rows."""
+def tile_rows(record: Record) -> int:
+    """The number of rows of a tile; 1 for a plain record."""
+    return record.format.block[0] or 1 if record.format else 1
+
+
+def slabs(record: Record, multiple: int = 1, elements: int = _SLAB) -> Iterator[tuple[int, int, Record]]:
+    """(expert, first row, record of some rows [R, K]) in order, of about so many elements; R is a multiple of
+    `multiple` but for the last rows.
+    """
     rows, length = (1, 1, *record.logical_shape)[-2:]
-    tile = record.format.block[0] or 1 if record.format else 1
-    step = int(np.lcm(multiple, tile))
-    step *= max(_SLAB // max(length, 1) // step, 1)
+    step = math.lcm(multiple, tile_rows(record))
+    step *= max(elements // max(length, 1) // step, 1)
     for expert in range(experts_of(record)):
         matrix = matrix_of(record, expert)
         for first in range(0, rows, step):

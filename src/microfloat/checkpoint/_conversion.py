@@ -14,7 +14,16 @@ import numpy as np
 from microfloat._version import __version__
 from microfloat.arguments import as_bool
 from microfloat.checkpoint._arrays import energies
-from microfloat.checkpoint._casting import cast_slab, experts_of, matrix_of, measure, needs_amax, slabs, values
+from microfloat.checkpoint._casting import (
+    cast_slab,
+    experts_of,
+    matrix_of,
+    measure,
+    needs_amax,
+    slabs,
+    tile_rows,
+    values,
+)
 from microfloat.checkpoint._modules import check_ignore
 from microfloat.checkpoint._planning import PLAIN, QUANTIZED, Notes, Step, Target, decide, lines_of, target_of
 from microfloat.checkpoint._saving import Job, Plan, Progress, documents, metadata_for, put_all, write
@@ -272,7 +281,8 @@ def convert(
     made = [step.made for step in steps]
     configs = documents(name, made, checkpoint.configs)
     if target.dtype is not None:
-        configs["config.json"] = _with_dtype(configs.get("config.json", {}), target.dtype)
+        config = configs.setdefault("config.json", {})
+        config |= {key: target.dtype.name for key in ("dtype", "torch_dtype") if key in config}
 
     def prepare() -> None:
         amaxes.update(_measured(steps, src, progress))
@@ -301,11 +311,6 @@ def _layer(step: Step, job: Job, measured: Mapping[str, float]) -> Layer:
         record.name, step.action, before, dtype.name if made is None else made.name, step.reason,
         measured.get(record.name), record.nbytes, sum(entry.nbytes for entry in job.entries),
     )  # fmt: skip
-
-
-def _with_dtype(config: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """The configuration of a model whose weights have another dtype now."""
-    return {key: dtype.name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
 
 
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".pkl", ".ckpt")
@@ -370,7 +375,8 @@ def _verify(
                 again = replace(again, codes=codes, logical_shape=codes.shape)
             found[step.record.name] = _sqnr_db(step, again)
             if found[step.record.name] != found[step.record.name]:
-                lost = _not_finite(again)
+                parts = (slab.dequantize() for _, _, slab in slabs(again, tile_rows(again)))
+                lost = sum(int((~np.isfinite(part)).sum()) for part in parts)
                 wrong.append(
                     f"{step.record.name} has {lost} values that are NaN or infinite, beyond the range of the target: "
                     "keep it as it is with ignore= (--ignore), or choose another target" if lost
@@ -403,8 +409,8 @@ def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
 def _sqnr_db(step: Step, again: Record) -> float:
     """Signal to quantization noise of a parameter in decibels, over the finite elements of the source."""
     signal = noise = 0.0
-    tile = step.cast.format.block[0] or 1 if step.cast is not None else 1
-    for (_, _, a), (_, _, b) in zip(slabs(step.record, tile), slabs(again, _tile_of(step.record)), strict=True):
+    pairs = zip(slabs(step.record, tile_rows(again)), slabs(again, tile_rows(step.record)), strict=True)
+    for (_, _, a), (_, _, b) in pairs:
         more = energies(values(a), b.dequantize())
         signal, noise = signal + more[0], noise + more[1]
     if noise == 0:
@@ -412,11 +418,3 @@ def _sqnr_db(step: Step, again: Record) -> float:
     if noise == float("inf"):
         return float("nan")
     return 10 * float(np.log10(signal / noise)) if signal else float("nan")
-
-
-def _not_finite(record: Record) -> int:
-    return sum(int((~np.isfinite(slab.dequantize())).sum()) for _, _, slab in slabs(record, _tile_of(record)))
-
-
-def _tile_of(record: Record) -> int:
-    return record.format.block[0] or 1 if record.format else 1

@@ -100,7 +100,10 @@ def write(
     else:
         shards = _writer.plan_shards(groups, max_shard_size, plan.metadata)
     partial = target.with_name(target.name + PARTIAL)
-    identity = _digest(plan.identity, shards)
+    digest = hashlib.sha256(json.dumps(plan.identity, sort_keys=True, default=str).encode())
+    for shard in shards:
+        digest.update(shard.name.encode() + shard.header)
+    identity = digest.hexdigest()
     size = sum(shard.size for shard in shards)
     if _is_finished(target, partial, plan, shards, identity):
         return Written([shard.name for shard in shards], len(shards), size)
@@ -132,12 +135,11 @@ def write(
         _writer.write_json(partial / JOURNAL, {**journal, "whole": True})
         if target.is_dir():
             target.rmdir()
-        if is_file:
-            _move_file(partial, target, documents)
-        else:
-            os.rename(partial, target)
-            _writer.sync_folder(target.parent)
-            (target / JOURNAL).unlink()
+        for name in documents if is_file else ():  # a single file is never seen without its configurations
+            os.replace(partial / name, target.with_name(name))
+        os.rename(partial / target.name if is_file else partial, target)
+        _writer.sync_folder(target.parent)
+        _remove_journal(target, partial, is_file)
     return Written([shard.name for shard in shards], resumed, size)
 
 
@@ -150,16 +152,6 @@ def _check_beside(target: Path, documents: Mapping[str, Any]) -> None:
                 f"{beside} exists and says something else than the configuration of {target.name}. "
                 "Save into a folder of its own, or with config=False."
             )
-
-
-def _move_file(partial: Path, target: Path, documents: Iterable[str]) -> None:
-    """Give a single file its name, after its configurations: it is never seen without them."""
-    for name in documents:
-        os.replace(partial / name, target.with_name(name))
-    os.rename(partial / target.name, target)
-    _writer.sync_folder(target.parent)
-    _remove_others(partial, set())
-    partial.rmdir()
 
 
 def _write_shards(
@@ -225,13 +217,6 @@ def _jobs_of(plan: Plan, shards: Sequence[Shard]) -> list[list[Job]]:
 # ---- the folder --------------------------------------------------------------------------------------------------
 
 
-def _digest(identity: Any, shards: Sequence[Shard]) -> str:
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
-    for shard in shards:
-        digest.update(shard.name.encode() + shard.header)
-    return digest.hexdigest()
-
-
 def _journal(folder: Path) -> dict:
     try:
         found = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
@@ -252,12 +237,16 @@ def _is_finished(target: Path, partial: Path, plan: Plan, shards: Sequence[Shard
     pairs = zip(shards, _jobs_of(plan, shards), strict=True)
     if plan.identity is None and not all(_has_data(folder, shard, jobs) for shard, jobs in pairs):
         return False
+    _remove_journal(target, partial, is_file)
+    return True
+
+
+def _remove_journal(target: Path, partial: Path, is_file: bool) -> None:
+    """Remove what is left of an attempt whose result has its name."""
     if is_file:
-        _remove_others(partial, set())
-        partial.rmdir()
+        _remove_partial(partial)
     else:
         (target / JOURNAL).unlink()
-    return True
 
 
 def _check_absent(target: Path) -> None:

@@ -9,8 +9,6 @@ from microfloat.checkpoint.families import DIALECTS, Announcement, Dialect, Read
 from microfloat.checkpoint.records import Finding
 from microfloat.errors import kind_of
 
-__all__ = ["FILES", "announced", "has_cache", "misread", "without_quantization"]
-
 _CONFIG = "config.json"
 FILES = (_CONFIG, *(dialect.document[0] for dialect in DIALECTS if dialect.document))
 _KEYS = ("quantization_config", "compression_config")

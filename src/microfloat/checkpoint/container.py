@@ -21,8 +21,6 @@ import numpy as np
 from microfloat.checkpoint.records import Finding, Stored
 from microfloat.errors import checkpoint_error
 
-__all__ = ["DTYPES", "Container", "read_json"]
-
 # Name in a header -> bits of an element, dtype of its NumPy view. Elements of 4 and 6 bits are viewed as their bytes.
 DTYPES: dict[str, tuple[int, np.dtype]] = {
     name: (bits, np.dtype(dtype))
@@ -72,24 +70,27 @@ def read_json(text: bytes, tensor: str) -> tuple[Any, list[Finding]]:
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refused)
     except UnicodeDecodeError as error:
-        return None, [Finding("json", "error", tensor, f"the text is not UTF-8 at byte {error.start}.", _DAMAGED)]
+        problem = f"the text is not UTF-8 at byte {error.start}."
     except RecursionError:
-        return None, [Finding("json", "error", tensor, "the JSON is nested too deep to be meant.", _DAMAGED)]
+        problem = "the JSON is nested too deep to be meant."
     except ValueError as error:
-        return None, [Finding("json", "error", tensor, f"the text is no JSON: {str(error)[:200]}.", _DAMAGED)]
-    if half := _half_character(text):
-        message = f"the JSON has {half}, one half of a character, which UTF-8 cannot hold."
-        return None, [Finding("json", "error", tensor, message, "Write the name or text without it.")]
-    return value, found
+        problem = f"the text is no JSON: {str(error)[:200]}."
+    else:
+        if half := _half_character(text):
+            message = f"the JSON has {half}, one half of a character, which UTF-8 cannot hold."
+            return None, [Finding("json", "error", tensor, message, "Write the name or text without it.")]
+        return value, found
+    return None, [Finding("json", "error", tensor, problem, _DAMAGED)]
+
+
+_ESCAPE = re.compile(rb"\\(?:u([dD][89a-fA-F][0-9a-fA-F]{2})(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|.)", re.DOTALL)
 
 
 def _half_character(text: bytes) -> str:
     """The first escape of a surrogate that has no partner, or an empty text."""
     if b"\\ud" not in text and b"\\uD" not in text:
         return ""
-    for pair in re.finditer(
-        rb"\\(?:u([dD][89a-fA-F][0-9a-fA-F]{2})(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|.)", text, re.DOTALL
-    ):
+    for pair in _ESCAPE.finditer(text):
         if pair[1] and (pair[2] is None or pair[1][1:2] in b"cdefCDEF"):
             return pair[0][:6].decode()
     return ""
@@ -103,13 +104,14 @@ def open_bounded(path: Path, largest: int | None = None) -> tuple[int, int]:
         message = f"the file cannot be opened: {error.strerror}."
         raise checkpoint_error(path, [Finding("file", "error", path.name, message, "Check the path.")]) from None
     status = os.fstat(descriptor)
+    problem = ("", "")
     if not stat.S_ISREG(status.st_mode):
+        problem = "it is no regular file.", "Check the path."
+    elif largest is not None and status.st_size > largest:
+        problem = f"the file has {status.st_size} bytes, at most {largest} make sense.", _DAMAGED
+    if any(problem):
         os.close(descriptor)
-        raise checkpoint_error(path, [Finding("file", "error", path.name, "it is no regular file.", "Check the path.")])
-    if largest is not None and status.st_size > largest:
-        os.close(descriptor)
-        message = f"the file has {status.st_size} bytes, at most {largest} make sense."
-        raise checkpoint_error(path, [Finding("file", "error", path.name, message, _DAMAGED)])
+        raise checkpoint_error(path, [Finding("file", "error", path.name, *problem)])
     return descriptor, status.st_size
 
 
@@ -155,17 +157,16 @@ class Container(Mapping[str, np.ndarray]):
 
     def array(self, stored: Stored) -> np.ndarray:
         """Read-only view of a tensor; 4- and 6-bit elements as their bytes along the last axis."""
-        bits, dtype = DTYPES[stored.dtype]
+        _, dtype = DTYPES[stored.dtype]
         shape = byte_shape(stored)
-        count = stored.nbytes * 8 // max(bits, 8)
-        if not count:
+        if not stored.nbytes:
             return np.empty(shape, dtype)
         memory = self._memory[stored.file]
         # The size is that of the file, now; a look beyond its end kills the process.
         if memory.size() < stored.start + stored.nbytes:
             message = f"{stored.file} has become shorter since it was opened: {memory.size()} bytes."
             raise checkpoint_error(stored.file, [Finding("file", "error", stored.name, message, "Load it again.")])
-        array = np.frombuffer(memory, dtype, count, stored.start).reshape(shape)
+        array = np.frombuffer(memory, dtype, math.prod(shape), stored.start).reshape(shape)
         array.flags.writeable = False
         return array
 

@@ -3,9 +3,8 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from microfloat.checkpoint._modules import CACHE, module_of
 from microfloat.checkpoint.config import announced, misread
@@ -25,8 +24,6 @@ from microfloat.checkpoint.families.patterns import parents_of
 from microfloat.checkpoint.families.row import BYTES, FP8, REAL, missing_roles
 from microfloat.checkpoint.folder import Folder, locate
 from microfloat.checkpoint.records import Detection, Finding, Stored, some
-
-__all__ = ["Contents", "contents_of", "detect"]
 
 _LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
 _EXTRAS = {*CACHE, "pre_quant_scale", *_LOW_RANK}
@@ -168,10 +165,6 @@ class _Grouping:
         scheme = self.announcements[0].scheme_of(module) if self.announcements else Scheme()
         return scheme if self.format == "auto" else scheme._replace(families=(self.format,))
 
-    def _is_ignored(self, parameter: str) -> bool:
-        """True where the first configuration leaves the module of a parameter in high precision."""
-        return bool(self.announcements) and self.announcements[0].ignored(module_of(parameter)) is not None
-
     def _match(self, name: str, codes: Stored) -> None:
         best: list[tuple[tuple[int, ...], Entry]] = []
         for family in FAMILIES:
@@ -183,7 +176,10 @@ class _Grouping:
         if not best:
             return
         score, entry = max(best, key=lambda one: one[0])
-        entry = self._without_unused(_of_its_own(entry))
+        scheme = entry.scheme
+        if scheme.families and entry.family.name not in (*scheme.families, *scheme.also):  # of another family's tensors
+            scheme = scheme._replace(activation="", activation_format=None, needs_scale=False)
+        entry = self._without_unused(replace(entry, scheme=scheme))
         rivals = {other.family.name: 0 for rank, other in best if (*rank[:3], rank[4]) == (*score[:3], score[4])}
         self._add(replace(entry, candidates=(entry.family.name, *(one for one in rivals if one != entry.family.name))))
 
@@ -196,7 +192,8 @@ class _Grouping:
                 if stored is not None:
                     found[role] = stored
         for last in family.input_scales:
-            stored = self.stored.get(_beside(parameter, last)) or self.stored.get(f"{parameter}_{last}")
+            beside = last if parameter == "weight" else f"{module_of(parameter)}.{last}"
+            stored = self.stored.get(beside) or self.stored.get(f"{parameter}_{last}")
             if stored is not None:
                 found.setdefault("input_scale", stored)
         scheme = self.scheme_of(module_of(parameter))
@@ -207,7 +204,9 @@ class _Grouping:
         preferred = family.name in scheme.families
         is_weight = parameter.rpartition(".")[2] == "weight"
         if not (right or "tensor_scale" in found or family.codes[0]):
-            expected = preferred and not self._is_ignored(parameter)  # bytes that are no codes are a plain tensor
+            first = next(iter(self.announcements), None)
+            is_ignored = first is not None and first.ignored(module_of(parameter)) is not None
+            expected = preferred and not is_ignored  # bytes that are no codes are a plain tensor
             if not is_weight or not (codes.dtype in (*FP8, "F4") or (expected and codes.dtype in BYTES)):
                 return None
             if scale is not None and codes.dtype in BYTES:
@@ -312,26 +311,16 @@ class _Grouping:
                 self.entries[parameter] = replace(entry, extras=extras)
 
 
-def _of_its_own(entry: Entry) -> Entry:
-    """The entry without the activations of a configuration that speaks of another family than its tensors are."""
-    scheme = entry.scheme
-    if not scheme.families or entry.family.name in (*scheme.families, *scheme.also):
-        return entry
-    return replace(entry, scheme=scheme._replace(activation="", activation_format=None, needs_scale=False))
-
-
-def _beside(parameter: str, last: str) -> str:
-    """The name of another tensor of the module that `parameter` belongs to; a stacked one is its own module."""
-    return last if parameter == "weight" else f"{module_of(parameter)}.{last}"
-
-
 def detection_of(tensors: Container, contents: Contents) -> Detection:
     """The Detection that contents and announcements amount to."""
     counts = contents.families
     evidence = [announcement.text for announcement in contents.announcements]
     found = (dialect.evidence for dialect in DIALECTS if dialect.evidence is not None)
     evidence += [words for key, words in found if key in tensors.metadata]
-    evidence += [_shown(family, count, contents.entries.values()) for family, count in counts.most_common()]
+    for family, count in counts.most_common():
+        entry = next(one for one in contents.entries.values() if one.family.name == family)
+        parts = ", ".join(f"{one.name} {one.dtype}{list(one.shape)}" for one in entry.tensors.values())
+        evidence.append(f"tensors: {count} x {family}, for instance {parts}")
     bare = [entry for entry in contents.entries.values() if missing_roles(entry)]
     if bare:
         names = some([entry.name for entry in bare])
@@ -352,11 +341,9 @@ def detection_of(tensors: Container, contents: Contents) -> Detection:
     order = [family.name for family in FAMILIES]
     leading = max(counts, key=lambda name: (name in named, counts[name], -order.index(name)))
     likely = tuple(dict.fromkeys(name for entry in contents.entries.values() for name in entry.candidates))
-    if len(counts) > 1 and len(producers) == 1:
-        family = f"{leading.partition(':')[0]}:mixed"
-    else:
-        family = leading
-    formats = {_format_of(entry) for entry in contents.entries.values()}
+    is_mixed = len(counts) > 1 and len(producers) == 1
+    family = f"{leading.partition(':')[0]}:mixed" if is_mixed else leading
+    formats = {one.format or (one.layout or [one.family.format])[0] for one in contents.entries.values()}
     fmt = formats.pop() if len(formats) == 1 else None
     if first is not None:
         confidence = 1.0 if set(counts) <= named and not bare else 0.5
@@ -366,15 +353,3 @@ def detection_of(tensors: Container, contents: Contents) -> Detection:
         confidence = 0.9 if len(likely) == 1 else 0.5
     candidates = (family, *(name for name in likely if name != family)) if confidence < 1 else (family,)
     return Detection(family, fmt, evidence, confidence, candidates)
-
-
-def _format_of(entry: Entry) -> Any:
-    if entry.format is not None:
-        return entry.format
-    return entry.layout[0] if entry.layout else entry.family.format
-
-
-def _shown(family: str, count: int, entries: Iterable[Entry]) -> str:
-    entry = next(one for one in entries if one.family.name == family)
-    parts = ", ".join(f"{one.name} {one.dtype}{list(one.shape)}" for one in entry.tensors.values())
-    return f"tensors: {count} x {family}, for instance {parts}"

@@ -12,8 +12,6 @@ from microfloat.checkpoint.container import Container, read_json_file
 from microfloat.checkpoint.records import Finding, some
 from microfloat.errors import checkpoint_error
 
-__all__ = ["Folder", "locate"]
-
 _INDEX = ".safetensors.index.json"
 
 
@@ -102,15 +100,12 @@ def _one_set(names: list[str], found: list[Finding]) -> list[str]:
 
 def _missing_parts(names: list[str]) -> list[str]:
     """The names of the other parts of shards that say how many there are."""
-    shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]
-    missing: dict[str, None] = {}
-    for shard in shards:
+    others: dict[str, None] = {}
+    for shard in filter(None, map(_SHARD.fullmatch, names)):
         start, digits = shard.start("number"), len(shard["number"])
-        for number in range(1, min(int(shard["count"]), _MOST_PARTS) + 1):
-            name = f"{shard.string[:start]}{number:0{digits}d}{shard.string[start + digits :]}"
-            if name not in names:
-                missing[name] = None
-    return list(missing)
+        before, after = shard.string[:start], shard.string[start + digits :]
+        others |= {f"{before}{i:0{digits}d}{after}": None for i in range(1, min(int(shard["count"]), _MOST_PARTS) + 1)}
+    return [name for name in others if name not in names]
 
 
 _MOST_PARTS = 10_000

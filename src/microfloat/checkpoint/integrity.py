@@ -10,14 +10,13 @@ from dataclasses import replace
 import numpy as np
 
 from microfloat.checkpoint._arrays import scale_values
+from microfloat.checkpoint._casting import experts_of, matrix_of
 from microfloat.checkpoint._modules import module_of
 from microfloat.checkpoint.detect import Contents, contradiction, lacks_input_scale
 from microfloat.checkpoint.families import Announcement, Entry
 from microfloat.checkpoint.records import Finding, Record, some
 from microfloat.formats import ScaledFormat, decode
 from microfloat.recipes.placement import fused_group
-
-__all__ = ["code_findings", "scale_findings", "structure_findings", "without_nan"]
 
 _PIECE = 1 << 22
 _REEXPORT = "Quantize or export the layer again; microfloat.checkpoint.convert does so from the original weights."
@@ -34,7 +33,7 @@ def structure_findings(contents: Contents, names: Container[str]) -> Iterator[Fi
     if not contents.announcements:
         return
     first = contents.announcements[0]
-    yield from first.findings
+    yield from first.remarks
     yield from _sparse(first, contents)
     for other in contents.announcements[1:]:
         yield from _other_words(first, other, [module_of(name) for name in (*contents.entries, *contents.plain)])
@@ -63,7 +62,9 @@ def _missing_input_scales(contents: Contents, entries: Mapping[str, Entry]) -> I
             kinds.setdefault(entry.family.input_scales[0], []).append(entry)
     for last, found in kinds.items():
         count = f"{len(found)} layers" if len(found) > 1 else "a layer"
-        others = _of_inputs(contents, found)
+        folder = found[0].name.rpartition(".")[0]
+        names = [name for name in contents.plain if name.rpartition(".")[0] == folder and _OF_INPUT.search(name)]
+        others = f" (there are {some(names)}, which are not read)" if names else ""
         message = (
             f"{file} announces activations whose global scale is stored, but no {last} stands beside {count}: "
             f"{some([entry.name for entry in found])}{others}. The weights can be read; an engine would scale the "
@@ -74,13 +75,6 @@ def _missing_input_scales(contents: Contents, entries: Mapping[str, Entry]) -> I
             "weights alone are quantized."
         )
         yield Finding("missing-input-scale", "error", found[0].name, message, remedy)
-
-
-def _of_inputs(contents: Contents, found: list[Entry]) -> str:
-    """Tensors beside the first of some layers that seem to be scales of their inputs, in words."""
-    folder = found[0].name.rpartition(".")[0]
-    names = [name for name in contents.plain if name.rpartition(".")[0] == folder and _OF_INPUT.search(name)]
-    return f" (there are {some(names)}, which are not read)" if names else ""
 
 
 _OF_INPUT = re.compile(r"(act|inp|(^|\.)a_|_x)[^.]*$")
@@ -168,7 +162,10 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Fin
             if name.endswith("_scale") and extra.dtype.kind in "fV":
                 yield from _nonfinite(record.name, name, extra.astype(np.float32), None, softened)
         yield from _reordered(record)
-        yield from _ragged(record, fmt)
+        rows, columns = (fmt.block[0] or 1), (fmt.block[1] or 1)
+        if fmt.is_tile and (record.logical_shape[-2] % rows or record.logical_shape[-1] % columns):
+            words = f"{list(record.logical_shape)} ends in part of a {fmt.block_text} tile"
+            yield Finding("ragged-tile", "info", record.name, f"{words}; some readers scale it wrongly.")
         group = fused_group(module_of(record.name))
         if group is not None:
             if fmt.tensor_scale == "row":  # which no engine could share
@@ -207,10 +204,8 @@ def _nonfinite(name: str, what: str, scale: np.ndarray, fmt: ScaledFormat | None
             continue
         nans += np.count_nonzero(np.isnan(piece))
         infinities += np.count_nonzero(np.isinf(piece))
-    for count, id, word, weight in (
-        (nans, "nan-scale", "NaN", severity),
-        (infinities, "inf-scale", "infinite", "error"),
-    ):
+    found = ((nans, "nan-scale", "NaN", severity), (infinities, "inf-scale", "infinite", "error"))
+    for count, id, word, weight in found:
         if count:
             message = f"{count} of {scale.size} {what} are {word}." if scale.size > 1 else f"{what} is {word}."
             remedy = f'{_REEXPORT} load(..., nan="zero") reads them as zeros.' if word == "NaN" else _REEXPORT
@@ -227,15 +222,6 @@ def _reordered(record: Record) -> Iterator[Finding]:
         if name.endswith("g_idx") and np.any(np.diff(extra.reshape(-1).astype(np.int64)) < 0):
             message = f"{name} puts the columns into another order, which is not read."
             yield Finding("unsupported", "error", record.name, message, remedy)
-
-
-def _ragged(record: Record, fmt: ScaledFormat) -> Iterator[Finding]:
-    rows, cols = (fmt.block[0] or 1), (fmt.block[1] or 1)
-    if fmt.is_tile and (record.logical_shape[-2] % rows or record.logical_shape[-1] % cols):
-        message = (
-            f"{list(record.logical_shape)} ends in part of a {fmt.block_text} tile; some readers scale it wrongly."
-        )
-        yield Finding("ragged-tile", "info", record.name, message)
 
 
 def _mismatch(group: str, role: str, levels: Mapping[str, np.ndarray | None]) -> Iterator[Finding]:
@@ -306,26 +292,22 @@ def _silenced(record: Record, fmt: ScaledFormat) -> int:
     smallest = np.float32(1) if record.tensor_scale is None else record.tensor_scale.min()
     if all((scale_values(piece, fmt) * smallest).all() for piece in _pieces(record.scale)):
         return 0
-    count = 0
-    rows, width = (record.codes.shape[-2] if record.codes.ndim > 1 else 1), record.codes.shape[-1]
-    codes_ERW = record.codes.reshape(-1, rows, width)
-    scale = np.broadcast_to(record.scale, (*record.codes.shape[:-2], 1, 1)) if fmt.is_per_tensor else record.scale
-    scale_EGH = scale.reshape(len(codes_ERW), -1, scale.shape[-1])
-    level = np.float32(1) if record.tensor_scale is None else record.tensor_scale
-    level_EG1 = np.broadcast_to(
-        level if level.ndim < 2 else level.reshape(len(codes_ERW), -1, 1), (*scale_EGH.shape[:2], 1)
-    )
-    block_rows = fmt.block[0] or max(rows, 1)
-    block_bytes = width if fmt.block[1] is None else fmt.block[1] * fmt.element.bits // 8
     magnitude = np.uint8(0x77 if fmt.element.bits == 4 else 0x7F)
-    for expert, codes_RW in enumerate(codes_ERW):
-        for index in range(scale_EGH.shape[1]):
-            is_zero = scale_values(scale_EGH[expert, index], fmt) * level_EG1[expert, index] == 0
-            for block in np.flatnonzero(is_zero):
-                part = codes_RW[index * block_rows : (index + 1) * block_rows]
-                part = part[:, block * block_bytes : (block + 1) * block_bytes]
-                count += bool((part & magnitude).any())
-    return count
+    return sum(bool((codes & magnitude).any()) for codes in _blocks(record, fmt, lambda factor: factor == 0))
+
+
+def _blocks(
+    record: Record, fmt: ScaledFormat, has: Callable[[np.ndarray], np.ndarray]
+) -> Iterator[np.ndarray]:  # fmt: skip
+    """Views of the codes of each block for whose effective scale `has` is true."""
+    for expert in range(experts_of(record)):
+        matrix = matrix_of(record, expert)
+        height, width = fmt.block[0] or max(len(matrix.codes), 1), matrix.codes.shape[-1]
+        if fmt.block[1] is not None:
+            width = fmt.block[1] * fmt.element.bits // 8
+        level = np.float32(1) if matrix.tensor_scale is None else matrix.tensor_scale
+        for row, column in np.argwhere(has(scale_values(np.atleast_2d(matrix.scale), fmt) * level)):
+            yield matrix.codes[row * height : (row + 1) * height, column * width : (column + 1) * width]
 
 
 def without_nan(record: Record) -> Record:
@@ -340,18 +322,9 @@ def without_nan(record: Record) -> Record:
         level = np.where(np.isnan(level), np.float32(0), level)
         source = source._replace(divisors={}) if source else None
     if any(np.isnan(scale_values(piece, fmt)).any() for piece in _pieces(scale)):
-        bad = np.isnan(scale_values(scale, fmt))
         if fmt.scale.name == "E8M0":  # which has no zero
-            codes = np.where(_over_bytes(bad, fmt, codes.shape), np.uint8(0), codes)
-        scale = np.where(bad, scale.dtype.type(0), scale)
+            codes = codes.copy()
+            for block in _blocks(replace(record, codes=codes), fmt, np.isnan):
+                block[...] = 0
+        scale = np.where(np.isnan(scale_values(scale, fmt)), scale.dtype.type(0), scale)
     return replace(record, codes=codes, scale=scale, tensor_scale=level, source=source)
-
-
-def _over_bytes(blocks: np.ndarray, fmt: ScaledFormat, shape: tuple[int, ...]) -> np.ndarray:
-    """One value per block as one per byte of the codes."""
-    rows, cols = fmt.block
-    if rows is not None and blocks.ndim > 1:
-        blocks = np.repeat(blocks, rows, axis=-2)[..., : shape[-2], :]
-    if cols is not None:
-        blocks = np.repeat(blocks, cols * fmt.element.bits // 8, axis=-1)[..., : shape[-1]]
-    return np.broadcast_to(blocks, shape)

@@ -19,8 +19,6 @@ from microfloat.checkpoint.integrity import code_findings, scale_findings, struc
 from microfloat.checkpoint.records import Detection, Finding, Record
 from microfloat.errors import checkpoint_error, invalid_type, kind_of
 
-__all__ = ["Checkpoint", "load"]
-
 
 class Checkpoint(Mapping[str, Record]):
     """Records by the names of their parameters; each is made when it is asked for, over mapped memory.
@@ -128,16 +126,12 @@ def opened(
     folder = locate(path)
     tensors = folder.open()
     contents = contents_of(folder, tensors, format)
-    if format == "auto":
-        refusals = [one for one in contents.announcements[:1] if one.refusal]
-        if refusals:
-            family = _likely(contents)
-            remedy = "Convert it with its own library."
-            if family:
-                remedy = f'Its tensors have the names and shapes of {family}: format="{family}" reads them as such.'
-            raise checkpoint_error(
-                path, [Finding("unsupported", "error", refusals[0].file, refusals[0].refusal, remedy)]
-            )
+    first = next(iter(contents.announcements), None)
+    if format == "auto" and first is not None and first.refusal:
+        remedy = "Convert it with its own library."
+        if family := _likely(contents):
+            remedy = f'Its tensors have the names and shapes of {family}: format="{family}" reads them as such.'
+        raise checkpoint_error(path, [Finding("unsupported", "error", first.file, first.refusal, remedy)])
     checkpoint = Checkpoint(folder, tensors, contents, pattern, dequantize, nan)
     found = checkpoint.scale_findings
     errors = [finding for finding in found if finding.severity == "error" and finding.id not in _SAID]

@@ -3,6 +3,7 @@
 ``value = decode(codes) * scale * tensor_scale``. Legend: E = experts (leading axes), R = rows, C = contraction.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict
@@ -14,8 +15,6 @@ from microfloat.errors import checkpoint_error, invalid_type, invalid_value
 from microfloat.formats import FORMATS, NVFP4_ROW, ScaledFormat
 from microfloat.layout import leading_axes
 from microfloat.reference import Quantized, unpack_fp6
-
-__all__ = ["Activation", "Detection", "Finding", "Record", "Source", "Stored"]
 
 
 class Finding(NamedTuple):
@@ -226,38 +225,28 @@ class Record:
             raise invalid_type(self.name, f"a plain tensor of {self.codes.dtype}", "a quantized record", "Use .codes.")
         return self.format
 
-    def _per_matrix(self, level: np.ndarray, experts: int) -> np.ndarray:
-        """A tensor scale for each matrix: [E, 1], or [E, R] where every row has its own."""
-        each = self._known_format().tensor_scale == "row"
-        return level.reshape(experts, -1) if each else np.broadcast_to(level.reshape(-1, 1), (experts, 1))
-
     def _matrices(self) -> Iterator[Matrix]:
         """The matrix of every expert; the one of a matrix."""
-        fmt, scale, level = self._known_format(), self.scale, self.tensor_scale
+        fmt, scale = self._known_format(), self.scale
         assert scale is not None
-        leading = leading_axes(self.logical_shape, self._axis)
-        rows, experts = leading[-1], int(np.prod(leading[:-1], dtype=np.int64))
+        *leading, rows = leading_axes(self.logical_shape, self._axis)
+        experts = math.prod(leading)
         codes_ERC = self.codes.reshape(experts, rows, self.codes.shape[-1])
-        scale_EGH = _per_expert(scale, experts, fmt.is_per_tensor)
+        if fmt.is_per_tensor:
+            scale_EGH = np.broadcast_to(scale.reshape(-1, 1, 1), (experts, 1, 1))
+        else:
+            scale_EGH = scale.reshape(experts, -1, scale.shape[-1])
         divisor = self.source.divisors.get("tensor_scale") if self.source else None
-        outer = level if divisor is None else divisor
-        outers = [None] * experts if outer is None else self._per_matrix(outer, experts)
+        outer = self.tensor_scale if divisor is None else divisor
+        outers = [None] * experts
+        if outer is not None:  # [E, 1], or [E, R] where every row has its own
+            by_row = fmt.tensor_scale == "row"
+            outers = outer.reshape(experts, -1) if by_row else np.broadcast_to(outer.reshape(-1, 1), (experts, 1))
         for codes, grid, one in zip(codes_ERC, scale_EGH, outers, strict=True):
             yield Matrix(codes, self._length, fmt, grid, one, divisor is not None)
 
 
 def _by_rows(fmt: ScaledFormat) -> ScaledFormat:
     """The format with blocks of one row: the stock one, or one of its own name."""
-    block = (1, fmt.block[1])
-    rest = (fmt.element, fmt.scale, fmt.tensor_scale)
-    stock = (
-        one for one in FORMATS.values() if one.block == block and (one.element, one.scale, one.tensor_scale) == rest
-    )
-    return next(stock, replace(fmt, name=f"{fmt.name}_rows", block=block))
-
-
-def _per_expert(scale: np.ndarray, experts: int, per_tensor: bool) -> np.ndarray:
-    """[E, G, H] of the scales of all experts."""
-    if per_tensor:
-        return np.broadcast_to(scale.reshape(-1, 1, 1), (experts, 1, 1))
-    return scale.reshape(experts, -1, scale.shape[-1])
+    made = replace(fmt, name=f"{fmt.name}_rows", block=(1, fmt.block[1]))
+    return next((one for one in FORMATS.values() if replace(one, name=made.name) == made), made)

@@ -18,8 +18,6 @@ from microfloat.cli.inspect import inspect
 from microfloat.cli.output import command
 from microfloat.cli.plan import plan
 
-__all__ = ["app"]
-
 _COLUMNS = shutil.get_terminal_size().columns
 # In a narrow terminal the panels of rich cut names of options, and plain help takes 50 columns unless it is told.
 _MARKUP, _WIDTH = ("rich", None) if _COLUMNS >= 60 else (None, _COLUMNS)

@@ -12,12 +12,10 @@ import typer
 
 from microfloat.arguments import check_new_file
 from microfloat.cli import machine
-from microfloat.cli.output import Column, Output
+from microfloat.cli.output import Column, Output, three
 from microfloat.errors import invalid_value, unknown_name
 from microfloat.formats import FORMATS
 from microfloat.recipes import RECIPES, Cast, Gemm, from_name
-
-__all__ = ["bench"]
 
 DEFAULT_FORMATS = "fp8_current,fp8_row,fp8_block,mxfp8,mxfp4,nvfp4"
 _TOKENS = 4096
@@ -42,20 +40,15 @@ SHAPES = {
 _ON_CPU = "256x256x256,512x512x512"
 
 
-def _three(value: float | None) -> str:
-    """Three digits: more is noise."""
-    return "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
 def _change(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:+.1f} %"
 
 
 _COLUMNS = (
     Column("shape", "M x N x K"), Column("format"),
-    Column("quantize_ms", "quantize\nms", _three, right=True), Column("quantize_gbs", "GB/s", _three, right=True),
-    Column("gemm_ms", "GEMM\nms", _three, right=True), Column("spread", "p10 to\np90 ms"),
-    Column("tflops", "TFLOP/s", _three, right=True), Column("ratio_to_bf16", "x bf16\nspeed", _three, right=True),
+    Column("quantize_ms", "quantize\nms", three, right=True), Column("quantize_gbs", "GB/s", three, right=True),
+    Column("gemm_ms", "GEMM\nms", three, right=True), Column("spread", "p10 to\np90 ms"),
+    Column("tflops", "TFLOP/s", three, right=True), Column("ratio_to_bf16", "x bf16\nspeed", three, right=True),
     Column("change", "against\nbaseline", _change, right=True), Column("problem", prose=True),
 )  # fmt: skip
 
@@ -134,7 +127,9 @@ def _gemms(text: str) -> dict[str, Gemm]:
     found = {}
     for name in filter(None, (word.strip().lower() for word in text.split(","))):
         if name in RECIPES:
-            found[name] = _plain(from_name(name).fprop)
+            gemm = from_name(name).fprop  # whose casts shall round to nearest and measure their own scales
+            casts = (None if cast is None else Cast(cast.format, cast.scale_rule) for cast in gemm.casts)
+            found[name] = Gemm(*casts, accumulate=gemm.accumulate, path=gemm.path)
         elif name in FORMATS:
             found[name] = Gemm(Cast(FORMATS[name]), Cast(FORMATS[name]))
         else:
@@ -142,12 +137,6 @@ def _gemms(text: str) -> dict[str, Gemm]:
     if not found:
         raise invalid_value("--formats", repr(text), f"names such as {DEFAULT_FORMATS}")
     return found
-
-
-def _plain(gemm: Gemm) -> Gemm:
-    """The same product of casts that round to nearest and measure their own scales."""
-    lhs, rhs = (None if cast is None else Cast(cast.format, cast.scale_rule) for cast in gemm.casts)
-    return Gemm(lhs, rhs, accumulate=gemm.accumulate, path=gemm.path)
 
 
 def shapes_of(text: str) -> list[Shape]:

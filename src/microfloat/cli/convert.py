@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from microfloat.cli.hub import Hub, local
+from microfloat.cli.hub import Hub, Source, local
 from microfloat.cli.machine import load_casts
 from microfloat.cli.output import MOST_LINES, Column, Output, decibel, size, together
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, NotSupportedError
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Progress, Report
-
-__all__ = ["convert"]
 
 _CONVERTED = (
     Column("name", "tensor", prose=True), Column("tensors", "n", right=True), Column("action"), Column("source"),
@@ -32,10 +30,7 @@ def convert(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint in any format.")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder, or a .safetensors file, that does not exist.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="ct:nvfp4, modelopt:fp8, deepseek:fp8, bf16, ...")],
-    source: Annotated[
-        str, typer.Option("--from", metavar="FAMILY",
-                          help="Family of the source, as load(format=) has it, where its files do not tell.")
-    ] = "auto",
+    source: Source = "auto",
     scale_rule: Annotated[
         str | None, typer.Option("--scale-rule", metavar="RULE", help="Instead of the format's own: rceil, even, ...")
     ] = None,
@@ -90,17 +85,14 @@ def convert(
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_stopped(dst, seen)) from None
         except CheckpointError as error:
-            if error.findings or (seen is not None and (_is_written(seen) or seen.shard > seen.shards)):
+            is_written = seen is not None and seen.shard > 0 and (seen.done == seen.total or seen.shard > seen.shards)
+            if error.findings or is_written:
                 raise  # the source is damaged, or the result is not what was written
             raise NotSupportedError(str(error)) from None  # no space, or a destination that exists
         except (InvalidTypeError, InvalidValueError) as error:
             raise type(error)(_as_option(str(error))) from None
     _show(output, report)
     return 0 if report.converted else 1
-
-
-def _is_written(progress: "Progress") -> bool:
-    return progress.shard > 0 and progress.done == progress.total
 
 
 def stage(progress: "Progress") -> str:
@@ -110,15 +102,17 @@ def stage(progress: "Progress") -> str:
     return f"writing file {progress.shard} of {progress.shards}" if progress.shard else "measuring"
 
 
+# Arguments of `checkpoint.convert`, and the words of the command line that they come from.
+_OPTIONS = {"path": "DST", "src": "SRC", "format": "--from"} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("to", "scale_rule", "ignore", "fuse", "four_over_six", "max_shard_size")
+}
+
+
 def _as_option(message: str) -> str:
     """A message about an argument of `checkpoint.convert`, about the option that it came from."""
     argument, colon, rest = message.partition(":")
-    if argument == "path":
-        return f"DST{colon}{rest}"
-    if argument in ("src", "format"):
-        return f"{'SRC' if argument == 'src' else '--from'}{colon}{rest}"
-    is_option = argument in ("to", "scale_rule", "ignore", "fuse", "four_over_six", "max_shard_size")
-    return f"--{argument.replace('_', '-')}{colon}{rest}" if is_option else message
+    return f"{_OPTIONS.get(argument, argument)}{colon}{rest}"
 
 
 def _stopped(dst: Path, seen: "Progress | None") -> str:
@@ -141,10 +135,9 @@ def _show(output: Output, report: "Report") -> None:
         return
     names = {layer.name for layer in report.converted}
     converted = [row for row in document["layers"] if row["name"] in names]
-    many = len(document["layers"]) > MOST_LINES
-    keys = ("action", "source", "format")
-    shown = list(together(converted, keys)) if many else converted
     if converted:
+        many = len(document["layers"]) > MOST_LINES
+        shown = list(together(converted, ("action", "source", "format"))) if many else converted
         output.table(None, shown, _CONVERTED, f"{report.source} -> {report.destination}")
     skipped: list[dict[str, Any]] = document["skipped"]
     if skipped:

@@ -10,27 +10,21 @@ import typer
 
 from microfloat.cli.hub import Hub, Source, read
 from microfloat.cli.inspect import layers_pattern
-from microfloat.cli.output import Column, Output, count, decibel, number
+from microfloat.cli.output import Column, Output, count, decibel, number, three
 from microfloat.errors import invalid_value
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Checkpoint, Record
     from microfloat.pictures.errors import ErrorCounts
 
-__all__ = ["diff"]
-
 _MOST_LINES = 24
 ELEMENTS = 1 << 22  # that are compared at a time
 
 
-def _three(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
 _COLUMNS = (
     Column("name", "tensor", prose=True), Column("formats", text=lambda both: " / ".join(dict.fromkeys(both))),
-    Column("sqnr_db", "SQNR\ndB", decibel, right=True), Column("relative", "relative\nerror", _three, right=True),
-    Column("max_abs", "largest\nerror", _three, right=True),
+    Column("sqnr_db", "SQNR\ndB", decibel, right=True), Column("relative", "relative\nerror", three, right=True),
+    Column("max_abs", "largest\nerror", three, right=True),
     Column("problem", prose=True, style=lambda problem: "bold red" if problem else ""),
 )  # fmt: skip
 _BYTE_COLUMNS = (
@@ -115,8 +109,13 @@ def _values(
             advance(0, name)
             rows.append(_compared(name, first[name], second[name], counts if plot is not None else None, threshold))
             advance(1)
+
+    def badness(row: dict[str, Any]) -> float:
+        value = row["sqnr_db"]
+        return -math.inf if value is None or not math.isfinite(value) else value
+
     equal = [row for row in rows if row["sqnr_db"] == math.inf and not row["problem"]]
-    others = sorted((row for row in rows if row["sqnr_db"] != math.inf or row["problem"]), key=_badness)
+    others = sorted((row for row in rows if row["sqnr_db"] != math.inf or row["problem"]), key=badness)
     output.put(tensors=rows, threshold_db=threshold)
     if others:
         output.table(None, others[:_MOST_LINES], _COLUMNS, "Tensors of B against A, the worst first")
@@ -137,11 +136,6 @@ def _values(
     return bool(bad)
 
 
-def _badness(row: dict[str, Any]) -> tuple[int, float]:
-    value = row["sqnr_db"]
-    return (0, 0.0) if value is None or not math.isfinite(value) else (1, value)
-
-
 def _compared(
     name: str, a: "Record", b: "Record", counts: "ErrorCounts | None", threshold: float | None
 ) -> dict[str, Any]:  # fmt: skip
@@ -150,7 +144,7 @@ def _compared(
     row |= {"sqnr_db": None, "relative": None, "max_abs": None, "non_finite": 0, "problem": None}
     problem = next((record.problem for record in (a, b) if record.problem is not None), None)
     if a.logical_shape != b.logical_shape:
-        return row | {"problem": f"shape {list(b.logical_shape)} against {list(a.logical_shape)}"}
+        problem = f"shape {list(b.logical_shape)} against {list(a.logical_shape)}"
     if problem is not None:
         return row | {"problem": str(problem)}
     signal = noise = largest = 0.0
@@ -166,12 +160,9 @@ def _compared(
         if counts is not None:
             counts.add(x[finite], error[finite])
     row |= {"max_abs": largest, "relative": math.sqrt(noise / signal) if signal else (math.inf if noise else 0.0)}
-    if noise == 0:
-        row["sqnr_db"] = math.inf
-    elif signal and math.isfinite(noise):
+    row["sqnr_db"] = math.inf if noise == 0 else math.nan
+    if noise and signal and math.isfinite(noise):
         row["sqnr_db"] = 10 * math.log10(signal / noise)
-    else:
-        row["sqnr_db"] = math.nan
     if not math.isfinite(noise):
         row["problem"] = "B has NaN or infinity where A is finite"
     elif others:
@@ -187,20 +178,10 @@ def _format(record: "Record") -> str:
 
 def _windows(a: "Record", b: "Record") -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Equal parts of both, few enough elements to stay in memory."""
-    rows = a.logical_shape[0] if len(a.logical_shape) > 1 else 0
-    tile = 1
-    for record in (a, b):
-        if record.format is not None and len(record.logical_shape) == 2:
-            tile = math.lcm(tile, record.format.block[0] or 1)
-    per_row = math.prod(a.logical_shape[1:])
-    step = max(ELEMENTS // max(per_row, 1), 1)
-    step = -(-step // tile) * tile
-    if rows <= step:
-        yield a.dequantize(), b.dequantize()
-        return
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        yield a.narrow(start, stop).dequantize(), b.narrow(start, stop).dequantize()
+    from microfloat.checkpoint._casting import slabs, tile_rows
+
+    for (_, _, x), (_, _, y) in zip(slabs(a, tile_rows(b), ELEMENTS), slabs(b, tile_rows(a), ELEMENTS), strict=True):
+        yield x.dequantize(), y.dequantize()
 
 
 # ---- bytes
@@ -244,6 +225,7 @@ def _byte_rows(name: str, a: "Record", b: "Record") -> Iterator[dict[str, Any]]:
 
 def _first(record: "Record", part: str, ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
     """The first difference of two arrays of one dtype; packed codes are unpacked at that place."""
+    from microfloat.checkpoint._arrays import scale_values
     from microfloat.metrics import first_difference
     from microfloat.reference import unpack_fp4, unpack_fp6
 
@@ -269,17 +251,9 @@ def _first(record: "Record", part: str, ours: np.ndarray, theirs: np.ndarray) ->
     assert found is not None
     values = [found.value_a, found.value_b]
     if record.format is not None and part == "scale" and ours.dtype == np.uint8:
-        values = [_scale_value(code, record.format.scale.name) for code in (found.a, found.b)]
+        values = scale_values(np.array([found.a, found.b], np.uint8), record.format).tolist()
     digits = 3 if element is not None and element.bits == 4 else 2 * found.width + 2
     return {
         "index": [*where, *found.index], "code_a": f"{found.a:#0{digits}x}",
         "code_b": f"{found.b:#0{digits}x}", "value_a": values[0], "value_b": values[1], "differing": differing,
     }  # fmt: skip
-
-
-def _scale_value(code: int, scale: str) -> float:
-    from microfloat.formats import decode
-
-    if scale == "E4M3":
-        return float(decode(np.array([code], np.uint8), "E4M3")[0])
-    return math.nan if code == 255 else 2.0 ** (code - 127)

@@ -15,8 +15,6 @@ from microfloat.errors import InvalidValueError, MicrofloatError, NotSupportedEr
 from microfloat.recipes import from_name
 from microfloat.support import Support
 
-__all__ = ["doctor"]
-
 _FRONT_ENDS = ("torch", "jax")
 
 
@@ -98,11 +96,7 @@ def _first_words(output: Output, rows: list[dict[str, Any]]) -> None:
 def _packages(output: Output, front_ends: dict[str, ModuleType | str]) -> None:
     found = versions(*PACKAGES)
     rows = [
-        {
-            "package": name,
-            "version": version,
-            "remedy": None if version else install_hint(PACKAGES[name]),
-        }
+        {"package": name, "version": version, "remedy": None if version else install_hint(PACKAGES[name])}
         for name, version in found.items()
     ]
     if isinstance(front_ends["torch"], ModuleType):

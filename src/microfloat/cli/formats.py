@@ -8,9 +8,7 @@ import typer
 
 from microfloat.cli.output import Column, Output, number, percent
 from microfloat.errors import invalid_value, unknown_name
-from microfloat.formats import ELEMENTS, FORMATS, ElementFormat, ScaledFormat, decode, encode
-
-__all__ = ["formats"]
+from microfloat.formats import ELEMENTS, FORMATS, ElementFormat, decode, encode
 
 # OCP's power-of-two scale, which is no element: no sign, no zero, 255 is NaN.
 E8M0 = "E8M0"
@@ -100,35 +98,33 @@ def _overview(output: Output, name: str) -> list[ElementFormat]:
     elif name:
         raise unknown_name("NAME", name, [*ELEMENTS, *FORMATS, E8M0])
     if elements:
-        output.table("elements", [_element_row(element) for element in elements], _ELEMENT_COLUMNS, "Elements")
+        rows = [
+            {
+                "name": one.name, "bits": one.bits, "layout": _layout(one), "bias": one.bias, "max": one.max,
+                "min_normal": one.min_normal, "min_subnormal": one.step, "infinity": one.has_inf, "nan": one.has_nan,
+            }
+            for one in elements
+        ]  # fmt: skip
+        output.table("elements", rows, _ELEMENT_COLUMNS, "Elements")
     else:
         output.put(elements=[])
         output.say("E8M0 is a scale: the byte b, 0 to 254, is 2^(b - 127); 255 is NaN. It has no sign and no zero.")
-    output.table("formats", [_format_row(fmt) for fmt in scaled], _FORMAT_COLUMNS, "Formats: elements and their scales")
+    rows = [
+        {
+            "name": fmt.name, "element": fmt.element.name, "block": fmt.block_text, "scale": fmt.scale.name,
+            "tensor_scale": fmt.tensor_scale, "scale_rule": fmt.default_scale_rule,
+            "bits_per_element": fmt.bits_per_element,
+        }
+        for fmt in scaled
+    ]  # fmt: skip
+    output.table("formats", rows, _FORMAT_COLUMNS, "Formats: elements and their scales")
     if name:
         output.say("value = element x scale x tensor scale; S sign, E exponent, M mantissa.")
     return elements
 
 
-def _element_row(element: ElementFormat) -> dict[str, Any]:
-    return {
-        "name": element.name, "bits": element.bits,
-        "layout": _layout(element), "bias": element.bias,
-        "max": element.max, "min_normal": element.min_normal, "min_subnormal": element.step,
-        "infinity": element.has_inf, "nan": element.has_nan,
-    }  # fmt: skip
-
-
 def _layout(element: ElementFormat) -> str:
     return f"S {'E' * element.exponent_bits} {'M' * element.mantissa_bits}"
-
-
-def _format_row(fmt: ScaledFormat) -> dict[str, Any]:
-    return {
-        "name": fmt.name, "element": fmt.element.name, "block": fmt.block_text, "scale": fmt.scale.name,
-        "tensor_scale": fmt.tensor_scale, "scale_rule": fmt.default_scale_rule,
-        "bits_per_element": fmt.bits_per_element,
-    }  # fmt: skip
 
 
 def _print_values(output: Output, elements: list[ElementFormat]) -> None:
@@ -170,9 +166,7 @@ def _decode(output: Output, texts: list[str], name: str) -> None:
         return
     element = _element(name)
     rows = [_code_row(_code(text, element.bits, element.name), element) for text in texts]
-    output.table(
-        "codes", rows, _CODE_COLUMNS, f"{element.name}: S {'E' * element.exponent_bits} {'M' * element.mantissa_bits}"
-    )
+    output.table("codes", rows, _CODE_COLUMNS, f"{element.name}: {_layout(element)}")
 
 
 def _code(text: str, bits: int, name: str) -> int:

@@ -10,8 +10,6 @@ from microfloat.errors import InvalidValueError, invalid_value, missing_package
 if TYPE_CHECKING:
     from microfloat.checkpoint import Checkpoint
 
-__all__ = ["Hub", "Source", "local", "read"]
-
 Hub = Annotated[bool, typer.Option("--hub", help="Read from the Hugging Face Hub: paths are OWNER/NAME.")]
 Source = Annotated[
     str, typer.Option("--from", metavar="FAMILY",

@@ -1,5 +1,6 @@
 """`microfloat inspect`: what a checkpoint is, what is wrong with it, and what other formats would do to it."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from microfloat.cli.hub import Hub, Source, read
-from microfloat.cli.output import MOST_LINES, Column, Output, by_quality, count, decibel, finding_row, size
+from microfloat.cli.output import MOST_LINES, Column, Output, by_quality, count, decibel, finding_row, four, size, three
 from microfloat.cli.output import together as together_rows
 from microfloat.errors import invalid_value
 
@@ -16,20 +17,13 @@ if TYPE_CHECKING:
     from microfloat.cli.survey import Survey
     from microfloat.formats import ScaledFormat
 
-__all__ = ["inspect", "layers_pattern"]
-
 DEFAULT_FORMATS = "nvfp4,mxfp4,mxfp6_e2m3,mxfp8,fp8_128x128"
 _COLOURS = {"error": "bold red", "warn": "yellow", "info": "dim"}
 
 
-def bits_text(value: float) -> str:
-    """Four significant digits."""
-    return f"{value:.4g}"
-
-
 _TENSOR_COLUMNS = (
     Column("name", "tensor", prose=True), Column("tensors", "n", right=True), Column("shape"), Column("format"),
-    Column("bits", text=bits_text, right=True), Column("bytes", "size", size, right=True),
+    Column("bits", text=four, right=True), Column("bytes", "size", size, right=True),
     Column("activation", "input"),
 )  # fmt: skip
 _FINDING_COLUMNS = (
@@ -79,14 +73,14 @@ def inspect(
     is_plain = all(row["family"] is None for row in rows)
     if not formats and is_plain:
         formats = chosen_formats(DEFAULT_FORMATS)
-    if formats or plot is not None:
-        with output.progress("measuring", len(matrices)) as advance:
-            found = survey(checkpoint, matrices, formats, sample_rows, advance)
-        bits = _errors(output, rows, found, formats, together) if formats else _bits_by_format(rows)
-        if plot is not None:
-            _draw(output, plot, checkpoint, found, formats, bits)
-        return _findings(output, checkpoint, strict, _lost_weights(checkpoint, found))
-    return _findings(output, checkpoint, strict)
+    if not formats and plot is None:
+        return _findings(output, checkpoint, strict)
+    with output.progress("measuring", len(matrices)) as advance:
+        found = survey(checkpoint, matrices, formats, sample_rows, advance)
+    bits = _errors(output, rows, found, formats, together) if formats else _bits_by_format(rows)
+    if plot is not None:
+        _draw(output, plot, checkpoint, found, formats, bits)
+    return _findings(output, checkpoint, strict, _lost_weights(checkpoint, found))
 
 
 def layers_pattern(layers: str) -> str | None:
@@ -115,7 +109,7 @@ def _tensors(output: Output, checkpoint: "Checkpoint", together: bool) -> list[d
     rows = []
     for name in checkpoint:
         record = checkpoint[name]
-        elements = _product(record.logical_shape)
+        elements = math.prod(record.logical_shape)
         rows.append({
             "name": name, "shape": list(record.logical_shape),
             "format": record.format.name if record.format else record.codes.dtype.name,
@@ -153,8 +147,8 @@ def _errors(
     shown = list(together_rows(found.rows, ("shape",))) if together else found.rows
     columns = [
         Column("name", "layer", prose=True), Column("tensors", "n", right=True),
-        Column("amax", text=lambda value: f"{value:.3g}", right=True),
-        Column("crest", text=lambda value: f"{value:.3g}", right=True),
+        Column("amax", text=three, right=True),
+        Column("crest", text=three, right=True),
         Column("non_finite", "not\nfinite", lambda found: count(found or None), right=True, style=lambda _: "bold red"),
         *(Column(fmt.name, fmt.name.replace("_", "\n"), decibel, right=True) for fmt in formats),
     ]  # fmt: skip
@@ -175,7 +169,7 @@ def _errors(
             "worst_db": None if worst is None else cast[worst], "worst_layer": worst, "layers": len(cast),
         })  # fmt: skip
     columns = (
-        Column("format"), Column("bits", text=bits_text, right=True), Column("bytes", "size", size, right=True),
+        Column("format"), Column("bits", text=four, right=True), Column("bytes", "size", size, right=True),
         Column("median_db", "median\ndB", decibel, right=True), Column("worst_db", "worst\ndB", decibel, right=True),
         Column("worst_layer", prose=True),
     )  # fmt: skip
@@ -230,11 +224,10 @@ def _findings(output: Output, checkpoint: "Checkpoint", strict: bool, more: Sequ
         for row in rows:
             row["severity"] = "error" if row["id"] == "fused-mismatch" else row["severity"]
     rows.sort(key=lambda row: ("error", "warn", "info").index(row["severity"]))
+    output.put(findings=rows)
     if rows:
-        output.put(findings=rows)
         output.table(None, list(_one_of_each_kind(rows)), _FINDING_COLUMNS, "Findings")
     else:
-        output.put(findings=rows)
         output.say("No findings: names, shapes, scales and codes are as they should be.")
     bad = ("error", "warn") if strict else ("error",)
     return int(any(row["severity"] in bad for row in rows))
@@ -249,10 +242,3 @@ def _one_of_each_kind(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]
     for first, *others in kinds.values():
         more = f" and {len(others)} more" if others else ""
         yield {**first, "tensor": first["tensor"] + more}
-
-
-def _product(shape: Iterable[int]) -> int:
-    result = 1
-    for extent in shape:
-        result *= extent
-    return result

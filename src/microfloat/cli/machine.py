@@ -13,8 +13,6 @@ from microfloat._version import __version__
 from microfloat.chips import Chip
 from microfloat.reference import casters
 
-__all__ = ["LARGEST_DIFFERENCE", "PACKAGES", "clocks", "gpus", "load_casts", "processor", "smi", "threads", "versions"]
-
 # Of a GEMM whose operands are the same bytes: two roundings to bfloat16 (1.7e-3 rms each) and the FP8 accumulator of
 # Hopper without promotion (1.3e-3); docs/numerics.md 8.3.
 LARGEST_DIFFERENCE = 6e-3
@@ -41,7 +39,7 @@ def versions(*packages: str) -> dict[str, str | None]:
 def gpus() -> list[dict[str, Any]]:
     """NVIDIA GPUs as the driver lists them: index, name, architecture, generation, memory, driver."""
     rows = []
-    for index, line in enumerate(smi("name,compute_cap,memory.total,driver_version", every=True)):
+    for index, line in enumerate(smi("name,compute_cap,memory.total,driver_version")):
         name, capability, memory, driver = (word.strip() for word in line.split(","))
         major, _, minor = capability.partition(".")
         chip = Chip((int(major), int(minor or 0))) if major.isdigit() else None
@@ -74,8 +72,8 @@ def threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def smi(query: str, *, every: bool = False) -> list[str]:
-    """Lines of nvidia-smi for the first GPU or for every one; none where it is not there or fails."""
+def smi(query: str) -> list[str]:
+    """Lines of nvidia-smi, one for each GPU; none where it is not there or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
@@ -83,12 +81,11 @@ def smi(query: str, *, every: bool = False) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    lines = [line for line in done.stdout.strip().splitlines() if line] if done.returncode == 0 else []
-    return lines if every else lines[:1]
+    return [line for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
 def clocks() -> dict[str, str] | None:
-    """SM and memory clock, power draw and temperature now."""
+    """SM and memory clock, power draw and temperature of the first GPU now."""
     for line in smi("clocks.sm,clocks.mem,power.draw,temperature.gpu"):
         return dict(zip(("sm", "memory", "power", "celsius"), line.split(", "), strict=False))
     return None

@@ -30,11 +30,6 @@ from microfloat.support import alike
 if TYPE_CHECKING:
     from microfloat.checkpoint import Finding
 
-__all__ = [
-    "MOST_LINES", "Column", "Output", "by_quality", "command", "count", "decibel", "finding_row", "number", "percent",
-    "size", "together", "words",
-]  # fmt: skip
-
 _WIDE = 100_000  # a pipe has no edge
 _PROSE = 100
 _LEAST_TEXT = 24  # columns that a column of prose needs to stand in a table
@@ -51,9 +46,17 @@ _COMMON = {"as_json": Json, "no_color": NoColor, "quiet": Quiet}
 # ---- cells
 
 
-def number(value: float | None) -> str:
-    """Six significant digits at most; "-" for None."""
-    return "-" if value is None else f"{value:.6g}"
+def _digits(most: int) -> Callable[[float | None], str]:
+    """The function that shows a figure with so many significant digits at most, and "-" for None."""
+    return lambda value: "-" if value is None else f"{value:.{most}g}"
+
+
+number, four = _digits(6), _digits(4)
+
+
+def three(value: float | None) -> str:
+    """Three significant digits, or all of a whole number: more is noise."""
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def decibel(value: float | None) -> str:

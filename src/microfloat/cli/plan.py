@@ -11,12 +11,10 @@ import typer
 
 from microfloat.arguments import check_new_file
 from microfloat.cli.hub import Hub, local
-from microfloat.cli.output import MOST_LINES, Column, Output, decibel, together
+from microfloat.cli.output import MOST_LINES, Column, Output, decibel, four, together
 from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.recipes import Placement, Recipe, from_name
-
-__all__ = ["allot", "plan"]
+from microfloat.recipes import Placement, from_name
 
 DEFAULT_FORMATS = "nvfp4,mxfp8,bf16"
 # Format -> the recipe that trains and runs it.
@@ -27,7 +25,7 @@ RECIPES = {
 _PLAIN = "bf16"
 _COLUMNS = (
     Column("name", "layer", prose=True), Column("tensors", "n", right=True), Column("format"),
-    Column("bits", text=lambda value: f"{value:.4g}", right=True), Column("sqnr_db", "worst\ndB", decibel, right=True),
+    Column("bits", text=four, right=True), Column("sqnr_db", "worst\ndB", decibel, right=True),
 )  # fmt: skip
 
 
@@ -158,16 +156,10 @@ def _show(
 
 def _placement(rows: Sequence[Mapping[str, Any]]) -> Placement:
     """A rule for each layer that differs from the most common format, and one for the others."""
-    counts = Counter(row["format"] for row in rows)
-    ((usual, _),) = counts.most_common(1)
-    rules: list[tuple[str, Recipe | None]] = [
-        (row["name"].removesuffix(".weight"), _recipe(row["format"])) for row in rows if row["format"] != usual
-    ]
-    return Placement([*rules, ("*", _recipe(usual))])
-
-
-def _recipe(name: str) -> Recipe | None:
-    return None if name == _PLAIN else from_name(RECIPES[name])
+    ((usual, _),) = Counter(row["format"] for row in rows).most_common(1)
+    formats = {row["name"].removesuffix(".weight"): row["format"] for row in rows if row["format"] != usual}
+    formats["*"] = usual
+    return Placement([(name, None if one == _PLAIN else from_name(RECIPES[one])) for name, one in formats.items()])
 
 
 def _size(row: Mapping[str, Any]) -> int:

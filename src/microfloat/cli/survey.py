@@ -18,8 +18,6 @@ from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes import Cast
 from microfloat.reference import casters
 
-__all__ = ["Survey", "cast_of", "chosen_formats", "sampled", "survey"]
-
 _GROUP = 128  # rows that are sampled together: no smaller than any tile
 
 

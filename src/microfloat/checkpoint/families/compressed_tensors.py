@@ -2,15 +2,7 @@
 
 from typing import Any
 
-from microfloat.checkpoint.families.dialect import (
-    Announcement,
-    Dialect,
-    strings,
-    tile_of,
-    unknown_entries,
-    unread_patterns,
-    unsupported,
-)
+from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, tile_of, unknown_entries, unsupported
 from microfloat.checkpoint.families.patterns import EXACT, Patterns
 from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
@@ -90,11 +82,10 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
     refusal = ""
     if refused and not any(scheme.families for scheme in (*rules.values(), *general)):
         refusal = f"format {', '.join(map(repr, sorted(set(refused))))} is not read; read are {', '.join(_FAMILY_OF)}."
-    findings = unread_patterns(file, [*ignore.unread, *Patterns(rules, EXACT).unread]) + list(dict.fromkeys(findings))
     sparsity = config.get("sparsity_config")
     sparse = str(sparsity.get("format") or "")[:60] if isinstance(sparsity, dict) else ""
     return Announcement(
-        file, _METHOD, words, rules, next(iter(general), None), ignore, EXACT, refusal, findings,
+        file, _METHOD, words, rules, next(iter(general), None), ignore, EXACT, refusal, list(dict.fromkeys(findings)),
         "" if sparse in _DENSE else sparse,
     )  # fmt: skip
 
@@ -170,14 +161,9 @@ def _arguments(fmt: ScaledFormat, dynamic: bool | str, of_input: bool) -> dict[s
     return made
 
 
-def _word(fmt: ScaledFormat) -> str:
-    """The name of a compression format."""
-    name = next((family.name for family in FAMILIES if family.format == fmt), "ct:fp8")
-    return next(word for word, other in _FAMILY_OF.items() if other == name)
-
-
 def write(manifest: Manifest) -> Configuration:
     """One group for each kind of layer; modules are named only where there are several kinds."""
+    word_of = {family.format: word for word, name in _FAMILY_OF.items() for family in FAMILIES if family.name == name}
     groups = {}
     for number, ((fmt, scheme, inputs), modules) in enumerate(manifest.kinds.items()):
         made = None
@@ -185,7 +171,8 @@ def write(manifest: Manifest) -> Configuration:
             # The block scales of NVFP4 inputs are always computed on the way, their global scale is stored.
             made = _arguments(inputs, "local" if inputs.tensor_scale else scheme == "dynamic", True)
         groups[f"group_{number}"] = {
-            "targets": ["Linear"] if len(manifest.kinds) == 1 else sorted(modules), "format": _word(fmt),
+            "targets": ["Linear"] if len(manifest.kinds) == 1 else sorted(modules),
+            "format": word_of.get(fmt, "float-quantized"),
             "weights": _arguments(fmt, False, False), "input_activations": made, "output_activations": None,
         }  # fmt: skip
     words = {group["format"] for group in groups.values()}

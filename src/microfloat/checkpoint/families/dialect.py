@@ -11,8 +11,6 @@ from microfloat.checkpoint.families.row import NO_SCHEME, Entry, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest
 from microfloat.checkpoint.records import Finding, Record
 
-__all__ = ["Announcement", "Dialect", "Read"]
-
 
 @dataclass(frozen=True)
 class Announcement:
@@ -33,14 +31,11 @@ class Announcement:
     refusal: str = ""
     findings: list[Finding] = field(default_factory=list)
     sparse: str = ""
+    _seen: dict[str, Scheme] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def _patterns(self) -> Patterns:
         return Patterns(self.rules, self.syntax)
-
-    @cached_property
-    def _seen(self) -> dict[str, Scheme]:
-        return {}
 
     @cached_property
     def _schemes(self) -> list[Scheme]:
@@ -62,14 +57,10 @@ class Announcement:
         A rule for the module wins over one for a module around it, and that over the general one.
         """
         if module not in self._seen:
-            self._seen[module] = self._scheme_of(module)
+            text = self._patterns.first(module) or self._patterns.around(module)
+            scheme = self.rules[text] if text is not None else self.general or NO_SCHEME
+            self._seen[module] = NO_SCHEME if self.ignored(module) is not None else scheme
         return self._seen[module]
-
-    def _scheme_of(self, module: str) -> Scheme:
-        if self.ignored(module) is not None:
-            return NO_SCHEME
-        text = self._patterns.first(module) or self._patterns.around(module)
-        return self.rules[text] if text is not None else self.general or NO_SCHEME
 
     @property
     def families(self) -> list[tuple[str, ...]]:
@@ -80,6 +71,19 @@ class Announcement:
     def accepted(self) -> set[str]:
         """Every family that its words stand for."""
         return {name for scheme in self._schemes for name in (*scheme.families, *scheme.also)}
+
+    @property
+    def remarks(self) -> list[Finding]:
+        """Its findings, after one for each pattern that is no regular expression, or might take very long."""
+        unread = [*(self.ignore.unread if self.ignore else ()), *self._patterns.unread]
+        remedy = "Name the modules, or write a simpler pattern."
+        return [
+            Finding(
+                "config-disagrees", "warn", self.file, f"the pattern {text[:100]!r} is no regular expression, or might "
+                "take very long; it covers nothing here.", remedy,
+            )
+            for text in unread
+        ] + self.findings  # fmt: skip
 
     @property
     def text(self) -> str:
@@ -123,18 +127,6 @@ def strings(values: Any) -> list[str]:
     """The strings of a list, or of one that stands alone."""
     values = [values] if isinstance(values, str) else values
     return [value for value in values if isinstance(value, str) and value] if isinstance(values, list) else []
-
-
-def unread_patterns(file: str, patterns: Iterable[str]) -> list[Finding]:
-    """A finding for each pattern that is not followed: no regular expression, or one that might take very long."""
-    return [
-        Finding(
-            "config-disagrees", "warn", file,
-            f"the pattern {text[:100]!r} is no regular expression, or might take very long; it covers nothing here.",
-            "Name the modules, or write a simpler pattern.",
-        )
-        for text in patterns
-    ]  # fmt: skip
 
 
 def unknown_entries(file: str, config: Mapping[str, Any], known: Iterable[str]) -> list[Finding]:

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from microfloat.checkpoint.container import Container, byte_shape
-from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, unknown_entries, unread_patterns
+from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, unknown_entries
 from microfloat.checkpoint.families.patterns import PARTS, Patterns
 from microfloat.checkpoint.families.row import E8M0, Entry, Family, Scheme, decode_parts
 from microfloat.checkpoint.families.writing import Arrays, Configuration, Manifest, Written, encode_parts
-from microfloat.checkpoint.records import Record, Stored
+from microfloat.checkpoint.records import Record
 from microfloat.formats import MXFP4
 from microfloat.recipes import Cast
 
@@ -22,30 +22,27 @@ _NOT_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.
 def read(file: str, config: dict[str, Any]) -> Announcement:
     """Every layer that is not named is quantized, without its inputs."""
     ignore = Patterns(strings(config.get("modules_to_not_convert")), PARTS)
-    findings = unread_patterns(file, ignore.unread) + unknown_entries(file, config, _KNOWN)
+    findings = unknown_entries(file, config, _KNOWN)
     scheme = Scheme(("gptoss:hf",), activation="none")
     return Announcement(file, _METHOD, f"quant_method {_METHOD!r}", general=scheme, ignore=ignore, findings=findings)
 
 
 def write(manifest: Manifest) -> Configuration:
     """Only experts are quantized; all else is named."""
-    others = [name for name in manifest.ignore if name not in _NOT_EXPERTS]
     covered = (".self_attn.", ".router")
-    others = [name for name in others if not any(part in f"{name}." for part in covered)]
+    others = [
+        name for name in manifest.ignore
+        if name not in _NOT_EXPERTS and not any(part in f"{name}." for part in covered)
+    ]  # fmt: skip
     return Configuration({"quant_method": _METHOD, "modules_to_not_convert": [*_NOT_EXPERTS, *others]}, {})
 
 
-def _joined(stored: Stored) -> Stored:
-    """Codes [.., groups, 16] as [.., groups * 16]: the 16 bytes of a block stand on an axis of their own."""
-    shape = byte_shape(stored)
-    return stored._replace(dtype="U8", shape=(*shape[:-2], shape[-2] * shape[-1]))
-
-
 def decode(entry: Entry, tensors: Container) -> Record:
-    """The record of gpt-oss codes [E, rows, K / 32, 16], as [E, rows, K]."""
-    codes = entry.tensors["codes"]
-    joined = replace(entry, tensors={**entry.tensors, "codes": _joined(codes)}) if len(codes.shape) > 1 else entry
-    record = decode_parts(joined, tensors)
+    """The record of codes [E, rows, K / 32, 16], whose blocks stand on an axis of their own, as [E, rows, K]."""
+    codes, shape = entry.tensors["codes"], byte_shape(entry.tensors["codes"])
+    if len(shape) > 1:
+        codes = codes._replace(dtype="U8", shape=(*shape[:-2], shape[-2] * shape[-1]))
+    record = decode_parts(replace(entry, tensors={**entry.tensors, "codes": codes}), tensors)
     assert record.source is not None
     return replace(record, source=record.source._replace(tensors=entry.tensors))
 

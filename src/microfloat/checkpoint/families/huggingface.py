@@ -2,15 +2,7 @@
 
 from typing import Any
 
-from microfloat.checkpoint.families.dialect import (
-    Announcement,
-    Dialect,
-    strings,
-    tile_of,
-    unknown_entries,
-    unread_patterns,
-    unsupported,
-)
+from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, tile_of, unknown_entries, unsupported
 from microfloat.checkpoint.families.patterns import PARTS, Patterns
 from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
@@ -42,7 +34,7 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
     scheme = Scheme(families, tile, "static" if static else "dynamic", fmt, needs_scale=static, also=also)
     ignore = Patterns(strings(config.get("modules_to_not_convert")) or strings(config.get("ignored_layers")), PARTS)
     words = f"quant_method 'fp8', weight_block_size {list(tile) if tile else None}"
-    findings = unread_patterns(file, ignore.unread) + unknown_entries(file, config, _KNOWN)
+    findings = unknown_entries(file, config, _KNOWN)
     codes = config.get("fmt")
     if isinstance(codes, str) and "fnuz" in codes.lower():
         what = f"fmt {codes[:40]!r}: these codes mean half of what E4M3 says; they are not read."

@@ -3,7 +3,7 @@
 import re
 from typing import Any, NamedTuple
 
-from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, unknown_entries, unread_patterns
+from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, unknown_entries
 from microfloat.checkpoint.families.patterns import SHELL, SUBSTRING, Patterns
 from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
@@ -73,11 +73,9 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
     if "*" in rules and _is_weight_only(config.get("config_groups")):
         words += " of weights alone"
         rules["*"] = rules["*"]._replace(activation="none", activation_format=None, needs_scale=False)
-    findings = unread_patterns(file, [*ignore.unread, *Patterns(rules, SHELL).unread])
-    findings += unknown_entries(file, config, _KNOWN)
     return Announcement(
         file, _METHOD, words, rules if algorithm == "MIXED_PRECISION" else {}, rules.get("*"), ignore, SHELL,
-        findings=findings,
+        findings=unknown_entries(file, config, _KNOWN),
     )  # fmt: skip
 
 

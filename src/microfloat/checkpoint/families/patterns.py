@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from microfloat.errors import invalid_value
 
-__all__ = ["EXACT", "PARTS", "SHELL", "SUBSTRING", "Syntax", "Patterns", "parents_of", "safe_regex", "users_regex"]
-
 Matcher = Callable[[str], object]
 _LONGEST_PATTERN = 300
 _MOST_STARS = 8

@@ -12,8 +12,7 @@ from microfloat.checkpoint.container import Container, byte_shape
 from microfloat.checkpoint.families.writing import Arrays, Written, encode_parts
 from microfloat.checkpoint.records import Activation, Finding, Record, Source, Stored
 from microfloat.formats import E4M3, E5M2, FORMATS, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat
-
-__all__ = ["Entry", "Family", "Scheme", "decode_parts", "fp8_format"]
+from microfloat.layout import scale_grid
 
 Shape = tuple[int, ...]
 BYTES = ("U8", "I8", "F4")
@@ -124,9 +123,9 @@ class Family:
         shape, stored = self.shape_of(entry_codes), byte_shape(scale)
         if self.format is None:
             return fp8_format(entry_codes.dtype, scale.dtype, shape, stored, scheme.tile)
-        if not shape or (len(entry_codes.shape) and byte_shape(entry_codes)[-1] * 8 % self.format.element.bits):
+        if not shape or byte_shape(entry_codes)[-1] * 8 % self.format.element.bits:
             return None
-        grid = (*shape[:-1], -(-shape[-1] // self.format.block[1]))  # type: ignore[operator]
+        grid = block_grid(self.format, shape)
         return (self.format, grid) if stored == grid else None
 
 
@@ -181,12 +180,12 @@ def decode_parts(entry: Entry, tensors: Container) -> Record:
         extras={name: tensors.array(extra) for name, extra in entry.extras.items()},
         source=Source(family.name, stored, divisors),
     )  # fmt: skip
-    missing = missing_roles(entry)
-    if missing or scale is None:
-        return replace(record, format=record.format or _format(E4M3, (None, None), False), problem=missing[0])
-    fitting = _stated(entry, scale) if entry.format else family.layout_of(codes, scale, entry.scheme)
-    if fitting is None:
-        return replace(record, format=record.format or _format(E4M3, (None, None), False), problem=misfit(entry))
+    missing, fitting = missing_roles(entry), None
+    if scale is not None and not missing:
+        fitting = _stated(entry, scale) if entry.format else family.layout_of(codes, scale, entry.scheme)
+    if fitting is None or scale is None:
+        problem = missing[0] if missing else misfit(entry)
+        return replace(record, format=record.format or FORMATS["fp8_tensor"], problem=problem)
     fmt, grid = fitting
     grid = byte_shape(scale) if entry.swizzled else grid
     level = global_scale(tensors, stored.get("tensor_scale"), "tensor_scale", family.divides, divisors)
@@ -195,16 +194,15 @@ def decode_parts(entry: Entry, tensors: Container) -> Record:
         if level.size != math.prod(levels):
             return replace(record, format=fmt, problem=misfit(entry, "tensor_scale"))
         level = level.reshape(levels)
-    return replace(record, format=fmt, scale=scale_array(tensors, scale, fmt, grid), tensor_scale=level)
+    bytewise = fmt.scale.bits == 8
+    scales = tensors.raw(scale) if bytewise else tensors.array(scale).astype(np.float32, copy=False)
+    return replace(record, format=fmt, scale=scales.reshape(grid), tensor_scale=level)
 
 
 def block_grid(fmt: ScaledFormat, shape: Shape) -> Shape:
     """Shape of the scales of a record: () per tensor, [.., R, 1] per row, else [.., one for each block]."""
-    (block_rows, block_cols), rows, length = fmt.block, shape[-2] if len(shape) > 1 else 1, shape[-1] if shape else 1
-    if block_rows is None:
-        return ()
-    columns = 1 if block_cols is None else -(-length // block_cols)
-    return (*shape[:-2], -(-rows // block_rows), columns) if len(shape) > 1 else (columns,)
+    grid = scale_grid(fmt, *(1, 1, *shape)[-2:])
+    return (*shape[:-2], *grid)[-max(len(shape), 1) :] if grid else ()
 
 
 def _stated(entry: Entry, scale: Stored) -> tuple[ScaledFormat, Shape] | None:
@@ -225,13 +223,6 @@ def _stated(entry: Entry, scale: Stored) -> tuple[ScaledFormat, Shape] | None:
     if not grid and stored == (*shape[:-2], 1, 1):
         return fmt, stored if len(shape) > 2 else ()
     return (fmt, grid) if stored == grid or (not grid and stored in ((1,), (1, 1))) else None
-
-
-def scale_array(tensors: Container, scale: Stored, fmt: ScaledFormat, grid: Shape) -> np.ndarray:
-    """Scales as a record holds them: bytes, or float32, in `grid`."""
-    if fmt.scale.bits == 8:
-        return tensors.raw(scale).reshape(grid)
-    return tensors.array(scale).astype(np.float32, copy=False).reshape(grid)
 
 
 def global_scale(
