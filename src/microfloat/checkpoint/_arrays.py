@@ -1,4 +1,4 @@
-"""Stored matrices as NumPy arrays: their values, and how far those are from others, in bands of rows on all cores."""
+"""Values and errors of stored matrices in NumPy, computed in bands of rows on all cores."""
 
 import functools
 import os

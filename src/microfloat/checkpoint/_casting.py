@@ -89,7 +89,7 @@ def amax_of(array: np.ndarray) -> tuple[np.float32, int]:
     signed, unsigned, infinity = np.int32, np.uint32, 0x7F800000
     if array.dtype.itemsize == 2:
         signed, unsigned, infinity = np.int16, np.uint16, 0x7F80 if array.dtype == ml_dtypes.bfloat16 else 0x7C00
-    # Bits are ordered as magnitudes are: as signed integers those of positive numbers, as unsigned ones of negative.
+    # Larger magnitudes have larger bits: read as signed integers for positive numbers, as unsigned for negative.
     magnitude = np.iinfo(signed).max
     largest, lost = max(int(array.view(signed).max()), int(array.view(unsigned).max()) & magnitude), 0
     if largest >= infinity:
@@ -132,7 +132,7 @@ def cast_slab(slab: Record, cast: Cast, amax: np.float32 | None, scale_dtype: np
 def _quantized(
     x: np.ndarray, cast: Cast, amax: np.float32 | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
-    """Stored codes, scales and tensor scale of a matrix, of which several threads cast a band of rows each."""
+    """Stored codes, scales and tensor scale of a matrix; several threads cast a band of its rows each."""
     fmt, level = cast.format, None if amax is None else np.asarray(amax)
     with casters.side_by_side():
         made = in_bands(lambda band: casters.quantize(x[band], cast, level), *x.shape, fmt.block[0] or 1, _AT_A_TIME)

@@ -134,7 +134,7 @@ def _megabytes(count: int) -> str:
 def _measured(
     steps: Sequence[Step], src: object, progress: Callable[[Progress], object] | None
 ) -> dict[str, np.ndarray]:
-    """float32 [E], the amax of each matrix of every parameter to be cast, that of its fused group where it has one.
+    """float32 [E], the amax of each matrix of every parameter to be cast, or of its fused group where it has one.
 
     Raises CheckpointError, before anything is written, for weights that are NaN or infinite: each would take the other
     elements of its block with it.
@@ -240,7 +240,7 @@ def convert(
     verify: bool = True, resume: bool = True, max_shard_size: int | str = "5GB", format: str = "auto",
     progress: Callable[[Progress], object] | None = None,
 ) -> Report:  # fmt: skip
-    """Convert a checkpoint to another format, and report what became of every parameter.
+    """Convert a checkpoint to another format, and report the result for every parameter.
 
     * `src`: a file or folder that `load` reads. `dst`: a folder, or a name that ends in ".safetensors".
     * `to`: a format that can be written, such as "ct:nvfp4" or "deepseek:fp8", or "bf16", "f16" or "f32".
@@ -354,8 +354,8 @@ def _verify(
 ) -> dict[str, float]:
     """SQNR of every cast parameter, read back from disk; raises CheckpointError where carried bytes are others.
 
-    `notes` take what the written configuration gets wrong, such as a name in its list of ignored modules that is part
-    of the name of a quantized one.
+    `notes` get the contradictions of the written configuration, such as an ignored name that is also a part of the
+    name of a quantized module.
     """
     written = opened(path, format="auto" if target.family is None else target.family.name)
     for finding in written.scale_findings:

@@ -1,4 +1,4 @@
-"""What becomes of each parameter in a conversion: a step of its own, decided before anything is written."""
+"""The steps of a conversion, one for each parameter, decided before anything is written."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def lines_of(notes: Notes) -> list[str]:
 
 @dataclass(frozen=True)
 class Step:
-    """One parameter: its record, what happens to it, and under which cast, family and group of one tensor scale.
+    """One parameter of a conversion: its record, its action, and the cast, the family and the group of a tensor scale.
 
     `extras`: tensors of its module that are written beside the result. `activation`: the input of the layer in the
     result. `turned`: the values are written with their last two axes swapped.
@@ -132,7 +132,7 @@ def _hint_of(to: str) -> str:
 class _Source:
     """Facts about a source that decide about its parameters.
 
-    `dtype`: that of the model. `hidden`: its hidden size, if the configuration tells. `turned`: its plain experts are
+    `dtype`: the model's. `hidden`: its hidden size, if the configuration tells. `turned`: its plain experts are
     stored [E, K, N]. `has_cache`: its configurations speak of scales for the KV cache. `gates`: `gates_of_mlps`.
     """
 
@@ -166,7 +166,7 @@ class _Source:
 
 _OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 _CONV1D_LEFT = "a Conv1D stores it [in, out], which no reader of quantized layers expects"
-_CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")  # their layers whose weights are stored [in, out]
+_CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")  # their layers with weights stored [in, out]
 _TURNED_EXPERTS = ("gpt_oss", "llama4", "llama4_text", "openai_privacy_filter")  # their experts are stored [E, K, N]
 
 
@@ -222,7 +222,7 @@ def _note_unread(checkpoint: Checkpoint, target: Target, notes: Notes) -> None:
     """Notes about codes and entries of the source that are not read; CheckpointError for codes beside others."""
     found = [finding for finding in checkpoint.scale_findings if finding.id in ("unread-codes", "unknown-entry")]
     codes = [finding._replace(severity="error") for finding in found if finding.id == "unread-codes"]
-    if codes and target.written is not None:  # whose configuration would announce them
+    if codes and target.written is not None:  # its configuration would announce them
         raise checkpoint_error(checkpoint.path, codes)
     for finding in found:
         _ = notes[f"of the source: {finding.message} {finding.remedy}".rstrip()]
@@ -292,7 +292,7 @@ def _dequantized(
 
 
 def _lies_turned(record: Record, source: _Source) -> bool:
-    """True for the codes [E, N, K] of experts whose plain values transformers stores [E, K, N].
+    """True for codes [E, N, K] of experts that transformers stores as [E, K, N] when they are plain.
 
     Blocks and rows lie along K. One scale of a matrix or tile leaves it open, and other tools store such codes as the
     values were: there the side of the hidden size tells, which is N of `down_proj` and K of the others.
@@ -327,7 +327,7 @@ def _cast_step(record: Record, target: Target, dtype: np.dtype) -> Step:
 
 def _activation_under(record: Record, target: Target) -> Activation:
     """The input of a layer under the target, whatever the source: a static scale is kept where the target has such
-    scales, in the unit of its format; other inputs are what the target's name says.
+    scales, in the unit of its format; other inputs are quantized as the name of the target says.
     """
     assert target.written is not None
     cast, scheme, fmt = target.written.cast, target.written.activation, target.written.activation_format
@@ -339,7 +339,7 @@ def _activation_under(record: Record, target: Target) -> Activation:
         if unit == 1 and record.format == cast.format:
             return record.activation
         return {"scheme": "static", "scale": np.asarray(stored * unit, np.float32), "format": cast.format}
-    if scheme == "static":  # of which there is no scale
+    if scheme == "static":  # but the source has no scale
         return NO_ACTIVATION.copy()
     return {"scheme": scheme, "scale": None, "format": fmt}
 
@@ -406,7 +406,7 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
                 if steps[i].action == "carried":
                     steps[i] = _cast_step(steps[i].record, target, steps[i].dtype)
     if target.written.joint or target.cast.format.tensor_scale == "tensor":
-        for i in members:  # of which those that are carried keep their scales: another would round them twice
+        for i in members:  # carried codes keep their scales, as another would round them twice
             steps[i] = replace(steps[i], group=key)
     scales = [steps[i].activation.get("scale") for i in members]
     found = [scale for scale in scales if scale is not None]

@@ -34,7 +34,7 @@ class Progress(NamedTuple):
     """Position of a running save or conversion, in bytes of output; `name` is the tensor, `shard` counts from one.
 
     While `convert` measures the weights, before it writes, `shard` is 0, and while it verifies, afterwards, it is
-    `shards` + 1; the bytes are then those of the weights.
+    `shards` + 1; the bytes are then bytes of weights.
     """
 
     done: int
@@ -157,7 +157,7 @@ def _check_beside(target: Path, documents: Mapping[str, Any]) -> None:
 def _write_shards(
     folder: Path, plan: Plan, shards: Sequence[Shard], progress: Callable[[Progress], object] | None
 ) -> int:
-    """Write the shards that are not there yet; returns the number of those that are."""
+    """Write the shards that are missing; returns the number of shards that were there."""
     ready = [_writer.is_complete(folder, shard) for shard in shards]
     _writer.check_space(folder, sum(shard.size for shard, done in zip(shards, ready, strict=True) if not done))
     written, total = 0, sum(shard.size for shard in shards)
@@ -242,7 +242,7 @@ def _is_finished(target: Path, partial: Path, plan: Plan, shards: Sequence[Shard
 
 
 def _remove_journal(target: Path, partial: Path, is_file: bool) -> None:
-    """Remove what is left of an attempt whose result has its name."""
+    """Remove the journal, or the folder, of an attempt whose result has its name."""
     if is_file:
         _remove_partial(partial)
     else:
@@ -367,8 +367,8 @@ def put_all(tensors: Mapping[str, np.ndarray], put: Put) -> None:
 
 
 def _with_known_inputs(records: Sequence[Record], families: Sequence[Family | None], format: str) -> list[Record]:
-    """Records as configurations describe them: weight-only, with a warning, where the family stores the scale of an
-    input that a record has none for. A record that was read from a file says what that file said.
+    """Records as configurations describe them: weight-only, with a warning, where the family stores a scale of the
+    input and a record has none. A record that was read from a file keeps the activations of that file.
     """
     lost = [one.name for one, family in zip(records, families, strict=True) if family and _loses_inputs(one, family)]
     if lost:
@@ -438,8 +438,8 @@ def is_linear(record: Record) -> bool:
 def documents(
     family: str, records: Iterable[Record], existing: Mapping[str, Any], producer: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The JSON files of a checkpoint: the model's configuration (`existing`, by file name) and what the family says
-    about `records`; `producer` is microfloat unless it is named.
+    """The JSON files of a checkpoint: the model's configuration (`existing`, by file name), completed by the family's
+    description of `records`; `producer` is microfloat unless it is named.
 
     Layers in high precision are listed, with the output layer among them, since it often shares the embedding's matrix
     and then has no tensor of its own.

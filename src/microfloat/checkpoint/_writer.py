@@ -147,7 +147,7 @@ def _replacing(path: Path, size: int) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-    except BaseException as error:  # what was claimed of a full disk is given back
+    except BaseException as error:  # the space that was claimed is given back
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(path.parent, path, size) from error
@@ -158,7 +158,7 @@ def _replacing(path: Path, size: int) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writing(folder: Path, shard: Shard) -> Iterator[Put]:
-    """The function that writes the tensors of a shard, whose file has its name when the context ends without an error.
+    """Yield the function that writes the tensors of a shard; its file gets its name when the context ends well.
 
     The disk space is claimed at the start, so that a full disk is found before any work is done.
     """
@@ -184,7 +184,7 @@ def writing(folder: Path, shard: Shard) -> Iterator[Put]:
 
 
 def is_complete(folder: Path, shard: Shard) -> bool:
-    """True where the finished file of a shard is there: its size and its header are those of the plan."""
+    """True where the finished file of a shard is there, with the size and the header of the plan."""
     try:
         with open(folder / shard.name, "rb") as file:
             return os.fstat(file.fileno()).st_size == shard.size and file.read(len(shard.header)) == shard.header

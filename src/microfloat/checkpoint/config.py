@@ -39,7 +39,7 @@ def has_cache(configs: Mapping[str, Any]) -> bool:
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a model, and of the models inside it, without what is said about a quantization."""
+    """The configuration of a model, and of the models inside it, without descriptions of a quantization."""
     return {
         key: without_quantization(value) if _INNER.search(key) and isinstance(value, dict) else value
         for key, value in config.items() if key not in _KEYS
@@ -47,7 +47,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(configs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Read]]:
-    """The place, the key and the value of every description of a quantization, and what reads it."""
+    """The place, the key and the value of every description of a quantization, and the function that reads it."""
     for place, config in _places(_CONFIG, configs.get(_CONFIG), _DEPTH):
         yield from ((place, key, config[key], _announcement) for key in _KEYS if key in config)
     for dialect in DIALECTS:
@@ -60,7 +60,7 @@ def _described(configs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Read
 
 
 def _places(place: str, config: Any, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A configuration, and those of the models inside it."""
+    """A configuration, and the configurations of the models inside it."""
     if not isinstance(config, dict) or not depth:
         return
     yield place, config

@@ -34,7 +34,7 @@ DTYPES: dict[str, tuple[int, np.dtype]] = {
         ("U64", 64, np.uint64), ("I64", 64, np.int64), ("F64", 64, np.float64), ("C64", 64, np.complex64),
     )
 }  # fmt: skip
-_LARGEST_HEADER = 100_000_000  # that of the safetensors package
+_LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
 _LARGEST_RANK = 32
 _LARGEST_COUNT = 1 << 62
 _DAMAGED = "The file is damaged or was not finished; download or write it again."
@@ -162,7 +162,7 @@ class Container(Mapping[str, np.ndarray]):
         if not stored.nbytes:
             return np.empty(shape, dtype)
         memory = self._memory[stored.file]
-        # The size is that of the file, now; a look beyond its end kills the process.
+        # The current size of the file; a look beyond its end kills the process.
         if memory.size() < stored.start + stored.nbytes:
             message = f"{stored.file} has become shorter since it was opened: {memory.size()} bytes."
             raise checkpoint_error(stored.file, [Finding("file", "error", stored.name, message, "Load it again.")])
@@ -171,7 +171,7 @@ class Container(Mapping[str, np.ndarray]):
         return array
 
     def raw(self, stored: Stored) -> np.ndarray:
-        """The bytes of a tensor whose elements have at most 8 bits: uint8 in `byte_shape`."""
+        """The bytes of a tensor, uint8 in `byte_shape`; its elements have at most 8 bits."""
         return self.array(stored).view(np.uint8)
 
     def _fail(self, id: str, tensor: str, message: str, remedy: str = _DAMAGED) -> None:
@@ -251,6 +251,6 @@ def _sizes(values: Any) -> bool:
 
 
 def byte_shape(stored: Stored) -> tuple[int, ...]:
-    """Shape of the view of a tensor: that of its elements, or of its bytes where those have 4 or 6 bits."""
+    """Shape of the view of a tensor: of its elements, or of its bytes where an element has 4 or 6 bits."""
     bits = DTYPES[stored.dtype][0]
     return stored.shape if bits >= 8 else (*stored.shape[:-1], stored.shape[-1] * bits // 8)

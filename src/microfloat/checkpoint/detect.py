@@ -1,4 +1,4 @@
-"""The family of a checkpoint: what its configuration announces, what its tensors show, and both as evidence."""
+"""The family of a checkpoint, by the announcements of its configuration and by its tensors, with the evidence."""
 
 import os
 import re
@@ -28,14 +28,14 @@ from microfloat.checkpoint.records import Detection, Finding, Stored, some
 _LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
 _EXTRAS = {*CACHE, "pre_quant_scale", *_LOW_RANK}
 _SCALE_SUFFIXES = ("_scale", "_scale_2", "_scale_inv", "_global_scale", "_scales", ".scales", "_zero_point", "_g_idx")
-# What stands beside codes in the dialects of many libraries, whatever it is called exactly.
+# Words in the names of tensors that many libraries store beside codes.
 _SCALE_WORDS = re.compile(r"scale|zero|amax|absmax|g_idx|bitmask|codebook|quant_map|(^|_)scb$|(^|_)s$", re.IGNORECASE)
 _NOT_CODES = (*REAL, "BOOL", "C64", "I64", "U64")  # integers of 64 bits are indices
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The parameters of a checkpoint: quantized ones with their tensors, plain ones, and what was found on the way.
+    """The parameters of a checkpoint: quantized ones with their tensors, plain ones, and the findings about them.
 
     `format` is the family that the caller named.
     """
@@ -86,7 +86,7 @@ def contents_of(folder: Folder, tensors: Container, format: str = "auto") -> Con
 
 def _contradictions(contents: Contents) -> tuple[int, int]:
     """Number of quantized parameters that the first configuration describes wrongly, and of scales that it announces
-    in vain; every one, and one more, where it is not read or describes another file.
+    and the file lacks; more than all parameters where it is not read or describes another file.
     """
     first, entries = contents.announcements[0], contents.entries.values()
     if first.refusal or (first.families and not entries):

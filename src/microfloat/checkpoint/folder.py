@@ -25,7 +25,7 @@ class Folder(NamedTuple):
     findings: list[Finding]
 
     def open(self) -> Container:
-        """All tensors; raises CheckpointError with what is wrong with any of the files."""
+        """All tensors; raises CheckpointError with the errors of all files."""
         return Container(self.files, self.weight_map, self.path)
 
 
@@ -66,7 +66,7 @@ def _in_directory(path: Path, found: list[Finding]) -> tuple[dict[str, Path], di
 
 _SHARD = re.compile(r"(?P<stem>.*?)[-_](?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors")
 _MODELS = ("model", "consolidated", "pytorch_model", "diffusion_pytorch_model")  # the most usual one first
-_BESIDE = ("adapter_model", "adapter", "optimizer")  # files that stand beside those of a model
+_BESIDE = ("adapter_model", "adapter", "optimizer")  # stems of files that are no part of the model beside them
 
 
 def _one_set(names: list[str], found: list[Finding]) -> list[str]:
@@ -115,7 +115,7 @@ def _of_index(path: Path, found: list[Finding]) -> tuple[dict[str, Path], dict[s
     index = _json(path.parent, path.name, found)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        if not any(finding.tensor == path.name for finding in found):  # which says what is wrong with the text
+        if not any(finding.tensor == path.name for finding in found):  # the text has a finding of its own
             message = "weight_map must map names of tensors to names of files."
             found.append(Finding("index", "error", path.name, message))
         return {}, None

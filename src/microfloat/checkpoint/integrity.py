@@ -37,7 +37,7 @@ def structure_findings(contents: Contents, names: Container[str]) -> Iterator[Fi
     yield from _sparse(first, contents)
     for other in contents.announcements[1:]:
         yield from _other_words(first, other, [module_of(name) for name in (*contents.entries, *contents.plain)])
-    for name, entry in shown.items() if not first.refusal else ():  # of which the caller has named the family
+    for name, entry in shown.items() if not first.refusal else ():  # the caller has named the family of a refused one
         if message := contradiction(first, entry):
             remedy = "The tensors are believed; correct the configuration before an engine reads it."
             yield Finding("config-disagrees", "warn", name, message, remedy)
@@ -199,7 +199,7 @@ def _nonfinite(name: str, what: str, scale: np.ndarray, fmt: ScaledFormat | None
     nans = infinities = 0
     is_nan = None if fmt is None or fmt.scale.bits == 32 else np.isnan(scale_values(np.arange(256), fmt))
     for piece in _pieces(scale):
-        if is_nan is not None:  # bytes, of which none is infinite
+        if is_nan is not None:  # bytes are never infinite
             nans += np.count_nonzero(is_nan[piece])
             continue
         nans += np.count_nonzero(np.isnan(piece))
@@ -213,7 +213,7 @@ def _nonfinite(name: str, what: str, scale: np.ndarray, fmt: ScaledFormat | None
 
 
 def _reordered(record: Record) -> Iterator[Finding]:
-    """Errors about other tensors of a module that change what its codes mean, and that are not carried out."""
+    """Errors about zero points and orders of columns, which change the meaning of codes and are not applied."""
     remedy = "Convert the checkpoint with its own library; load(strict=False) reads the values without it."
     for name, extra in record.extras.items():
         if name.endswith("zero_point") and "input" not in name and np.any(extra.astype(np.float32) != 0):
@@ -257,9 +257,10 @@ def code_findings(record: Record) -> Iterator[Finding]:
 
 
 def _nan_codes(fmt: ScaledFormat) -> Callable[[np.ndarray], np.ndarray]:
-    """The function that tells which codes of an array are NaN; of an array without any, after a look at its largest.
+    """The function that tells which codes of an array are NaN.
 
-    Bits are ordered as magnitudes are: as signed integers those of positive codes, as unsigned ones of negative.
+    NaN has the largest bits of each sign. The largest code, read as a signed and as an unsigned integer, therefore
+    tells quickly that there is none.
     """
     is_nan = np.isnan(decode(np.arange(256), fmt.element)) if fmt.element.has_nan else np.zeros(256, bool)
     least = int(np.argmax(is_nan)) if fmt.element.has_nan else 256
@@ -299,7 +300,7 @@ def _silenced(record: Record, fmt: ScaledFormat) -> int:
 def _blocks(
     record: Record, fmt: ScaledFormat, has: Callable[[np.ndarray], np.ndarray]
 ) -> Iterator[np.ndarray]:  # fmt: skip
-    """Views of the codes of each block for whose effective scale `has` is true."""
+    """Views of the codes of each block whose effective scale passes the test `has`."""
     for expert in range(experts_of(record)):
         matrix = matrix_of(record, expert)
         height, width = fmt.block[0] or max(len(matrix.codes), 1), matrix.codes.shape[-1]

@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint in the library's own words, and what is said about it.
+"""The record of one tensor of a checkpoint, and the findings about it.
 
 ``value = decode(codes) * scale * tensor_scale``. Legend: E = experts (leading axes), R = rows, C = contraction.
 """
@@ -18,7 +18,7 @@ from microfloat.reference import Quantized, unpack_fp6
 
 
 class Finding(NamedTuple):
-    """Something that is wrong, or worth knowing, about one tensor: what was seen, and what to do."""
+    """An error, a warning or a remark about one tensor: the observation, and the remedy."""
 
     id: str
     severity: str
@@ -38,7 +38,7 @@ def some(names: Sequence[str], most: int = 4) -> str:
 
 @dataclass(frozen=True)
 class Detection:
-    """The family of a checkpoint, its format (None where tensors differ), and what speaks for it.
+    """The family of a checkpoint, its format (None where tensors differ), and the evidence.
 
     `confidence` is 1.0 where a configuration and the tensors agree; `candidates` are all families that the evidence
     allows, the best one first.
@@ -125,7 +125,7 @@ class Record:
         """The values in `dtype`: the formula of the file, rounded once to float32 (and from there to `dtype`).
 
         ``code * scale`` is exact, so that the product with the tensor scale, or the quotient by a stored divisor, is
-        the only rounding: what the producers of NVFP4 files mean. A Quantized, a QuantizedTensor and a QuantizedArray
+        the only rounding, as the producers of NVFP4 files mean it. A Quantized, a QuantizedTensor and a QuantizedArray
         multiply the two scales first (docs/numerics.md 8.1), which may differ in the last bits.
 
         Raises CheckpointError for a record whose scales are missing or of the wrong shape.

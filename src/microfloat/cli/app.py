@@ -28,7 +28,7 @@ _BEHIND = ("--json", "--no-color", "--quiet", "-q")
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    """Parameters whose flags show no type in the help, as if they took a value."""
+    """Parameters with flags that show no type in the help, as if they took a value."""
     for one in params:
         if getattr(one, "is_flag", False) and one.metavar is None:
             one.metavar = ""
@@ -63,7 +63,7 @@ class _Group(TyperGroup):
 
 
 def _in_words(error: Any) -> str:
-    """A usage error: what is wrong, and where to read what is right."""
+    """The message of a usage error, and the command that shows the help."""
     path = error.ctx.command_path if error.ctx is not None else "microfloat"
     option = getattr(error, "option_name", "")
     if path == "microfloat" and option in _BEHIND:

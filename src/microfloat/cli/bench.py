@@ -127,7 +127,7 @@ def _gemms(text: str) -> dict[str, Gemm]:
     found = {}
     for name in filter(None, (word.strip().lower() for word in text.split(","))):
         if name in RECIPES:
-            gemm = from_name(name).fprop  # whose casts shall round to nearest and measure their own scales
+            gemm = from_name(name).fprop  # its casts shall round to nearest and measure their own scales
             casts = (None if cast is None else Cast(cast.format, cast.scale_rule) for cast in gemm.casts)
             found[name] = Gemm(*casts, accumulate=gemm.accumulate, path=gemm.path)
         elif name in FORMATS:
@@ -167,7 +167,7 @@ def _machine(output: Output, device: str) -> None:
 
 
 def _measured(name: str, gemm: Gemm, shape: Shape, device: str, milliseconds: float) -> dict[str, Any]:
-    """One row; what differs from the reference, or fails, has a problem and no times."""
+    """One row; a format that differs from the reference, or fails, has a problem and no times."""
     from microfloat.torch import timing as measure
 
     row: dict[str, Any] = {"shape": str(shape), "m": shape.m, "n": shape.n, "k": shape.k, "format": name}
@@ -228,7 +228,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _compare(rows: list[dict[str, Any]], earlier: Mapping[str, Any], tolerance: float) -> list[str]:
-    """Fill in `change`, the time over the baseline's minus 1; returns what is slower, beyond its own spread too."""
+    """Fill in `change`, the time over the baseline's minus 1; returns the rows that are slower beyond their spread."""
     known = {(row.get("shape"), row.get("format")): row for row in earlier["rows"]}
     slower, met = [], 0
     for row in rows:

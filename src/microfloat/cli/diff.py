@@ -206,7 +206,7 @@ def _bytes(output: Output, first: "Checkpoint", second: "Checkpoint", names: lis
 
 
 def _byte_rows(name: str, a: "Record", b: "Record") -> Iterator[dict[str, Any]]:
-    """A row for each part of a tensor (codes, scale, tensor scale) whose bytes differ."""
+    """A row for each part of a tensor (codes, scale, tensor scale) that has other bytes."""
     row: dict[str, Any] = {"name": name, "part": "codes", "problem": None}
     if _format(a) != _format(b) or a.logical_shape != b.logical_shape:
         stored = [f"{_format(record)} {list(record.logical_shape)}" for record in (a, b)]

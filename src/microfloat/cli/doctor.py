@@ -1,4 +1,4 @@
-"""`microfloat doctor`: what is installed, what runs here on which hardware, and if it computes what it should."""
+"""`microfloat doctor`: installed packages, the recipes that run here on which hardware, and a check of results."""
 
 import importlib
 import re
@@ -77,7 +77,7 @@ def import_front_end(name: str) -> ModuleType | str:
         return importlib.import_module(f"microfloat.{name}")
     except ImportError as error:
         return str(error) if isinstance(error, MicrofloatError) else f"import {name} fails: {error}"
-    except Exception as error:  # a broken installation is what a doctor is for
+    except Exception as error:  # a broken installation is a finding
         return f"import {name} fails: {type(error).__name__}: {error}"
 
 
@@ -114,7 +114,7 @@ def _packages(output: Output, front_ends: dict[str, ModuleType | str]) -> None:
 
 
 def _row(place: Place, recipe: str, front_ends: dict[str, ModuleType | str], device: str | None) -> dict[str, Any]:
-    """The answer of one backend about one recipe; of its fprop, with what runs instead."""
+    """The answer of one backend about the fprop of a recipe, and the kernel that runs instead."""
     answer, runs, instead = _answer(place, recipe, front_ends, device)
     return {
         "front_end": place.front_end, "backend": place.backend, "recipe": recipe,

@@ -85,7 +85,7 @@ def formats(
 
 
 def _overview(output: Output, name: str) -> list[ElementFormat]:
-    """The tables of what the name stands for, all without one; returns the elements."""
+    """Show the tables of one name, or of all formats without a name; returns the elements."""
     scaled, elements = list(FORMATS.values()), list(ELEMENTS.values())
     if name.upper() in ELEMENTS:
         element = ELEMENTS[name.upper()]

@@ -15,7 +15,7 @@ Source = Annotated[
     str, typer.Option("--from", metavar="FAMILY",
                       help="Family of the source, as load(format=) has it, where its files do not tell.")
 ]  # fmt: skip
-# Weights, their index and configurations: what the readers read.
+# The files that are read: weights, their index and configurations.
 _FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_config.json")
 
 
@@ -49,6 +49,6 @@ def local(path: Path, hub: bool, argument: str = "PATH") -> Path:
         raise missing_package("huggingface_hub", "--hub", "hub") from None
     try:
         return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(_FILES)))
-    except (OSError, ValueError) as error:  # what huggingface_hub's errors derive from
+    except (OSError, ValueError) as error:  # the bases of huggingface_hub's errors
         needed = "a repository that can be downloaded, or was before"
         raise invalid_value(argument, path, needed, f"{type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""`microfloat inspect`: what a checkpoint is, what is wrong with it, and what other formats would do to it."""
+"""`microfloat inspect`: the format, the findings and the sizes of a checkpoint, and its errors in other formats."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -178,7 +178,7 @@ def _errors(
 
 
 def _bits_by_format(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Bits per parameter: of everything, and of what is stored in each format."""
+    """Bits per parameter: of all tensors, and of the tensors of each format."""
     parts = {"as stored": rows}
     for row in rows:
         parts.setdefault(row["format"], []).append(row)
@@ -234,7 +234,7 @@ def _findings(output: Output, checkpoint: "Checkpoint", strict: bool, more: Sequ
 
 
 def _one_of_each_kind(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows, and in place of several for information that have one id the first, with their number."""
+    """The rows; of the rows for information with the same id the first, with the number of the others."""
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
         alone = () if row["severity"] == "info" else (row["tensor"], row["message"])

@@ -1,4 +1,4 @@
-"""The machine: versions of packages, GPUs and what they do right now. Frameworks are not imported."""
+"""The machine: versions of packages, GPUs and their clocks. Frameworks are not imported."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,7 @@ from microfloat.reference import casters
 # Of a GEMM whose operands are the same bytes: two roundings to bfloat16 (1.7e-3 rms each) and the FP8 accumulator of
 # Hopper without promotion (1.3e-3); docs/numerics.md 8.3.
 LARGEST_DIFFERENCE = 6e-3
-# Package -> the extra of microfloat that brings it; "" for what is always there.
+# Package -> the extra of microfloat that brings it; "" for packages that are always there.
 PACKAGES = {
     "numpy": "", "ml_dtypes": "", "torch": "torch", "triton": "triton", "jax": "jax", "flax": "jax",
     "typer": "cli", "rich": "cli", "matplotlib": "plot",
@@ -24,7 +24,7 @@ PACKAGES = {
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Versions of Python, microfloat and the named packages; None for what is not installed."""
+    """Versions of Python, microfloat and the named packages; None for packages that are not installed."""
     import importlib.metadata  # takes a while, which `microfloat --help` need not
 
     found: dict[str, str | None] = {"python": platform.python_version(), "microfloat": __version__}
@@ -59,7 +59,7 @@ def processor() -> str:
 
 
 def load_casts() -> str:
-    """Import the front end whose casts of arrays are fastest; its name, "numpy" where there is none."""
+    """Import the front end with the fastest casts of arrays; its name, "numpy" where there is none."""
     for name in ("torch", "jax"):
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(f"microfloat.{name}")

@@ -1,4 +1,4 @@
-"""The part that all commands share: common options, tables that fit any terminal, one JSON document, exit codes.
+"""Parts that all commands share: common options, tables that fit any terminal, one JSON document, exit codes.
 
 Results go to stdout, progress and errors to stderr. Every table is a list of rows with the keys that `--json` prints.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _WIDE = 100_000  # a pipe has no edge
 _PROSE = 100
 _LEAST_TEXT = 24  # columns that a column of prose needs to stand in a table
-MOST_LINES = 16  # tensors that are listed one by one; of more, those alike are shown together
+MOST_LINES = 16  # more tensors than this are shown by kind, not one by one
 _ADDED = ("bytes", "bytes_before", "bytes_after", "non_finite")
 _LARGEST = ("amax", "crest", "bits")
 
@@ -97,7 +97,7 @@ def words(value: Any) -> str:
 
 
 def safe(text: str, style: str = "") -> Text:
-    """Text whose control characters are escaped: names from files must not drive the terminal."""
+    """Text with its control characters escaped: names from files must not drive the terminal."""
     plain = "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
     return Text(plain, style)
 
@@ -327,7 +327,7 @@ def finding_row(finding: "Finding") -> dict[str, str]:
 
 
 def _widened(least: Sequence[int], most: Sequence[int], spare: int) -> list[int]:
-    """Widths of columns between `least` and `most`: those that need little get it, the others share what is left."""
+    """Widths of columns between `least` and `most`: narrow columns get all they need, the others share the rest."""
     widths = list(least)
     wanting = sorted((i for i in range(len(most)) if most[i] > least[i]), key=lambda i: most[i] - least[i])
     for number, i in enumerate(wanting):
@@ -337,7 +337,7 @@ def _widened(least: Sequence[int], most: Sequence[int], spare: int) -> list[int]
 
 
 def _broken(cell: Text, width: int) -> Text:
-    """Text whose words are no longer than `width`: names of layers and files break behind a dot or a slash."""
+    """Text with words of at most `width` characters: names of layers and files break behind a dot or a slash."""
     if all(len(word) <= width for word in cell.plain.split()):
         return cell
 

@@ -92,7 +92,7 @@ def _count(found: Survey, name: str, scale: np.ndarray, fmt: ScaledFormat) -> No
 
 
 def sampled(record: Record, rows: int) -> np.ndarray:
-    """float32 [R, C]: all values of a record, or those of about `rows` of its rows."""
+    """float32 [R, C]: all values of a record, or the values of about `rows` of its rows."""
     parts = [part.dequantize(np.float32) for part in _parts(record, rows)]
     return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
 

@@ -22,7 +22,7 @@ DIALECTS: tuple[Dialect, ...] = tuple(
     module.DIALECT for module in (modelopt, compressed_tensors, huggingface, gptoss, torchao, microfloat)
 )
 FAMILIES: tuple[Family, ...] = tuple(family for dialect in DIALECTS for family in dialect.families)
-# What can be written: the name of a target -> its family, and how its weights are cast.
+# Names of targets -> the family that is written, and the cast of its weights.
 WRITTEN: dict[str, tuple[Family, Written]] = {
     name: (family, written) for family in FAMILIES for name, written in family.writes.items()
 }
@@ -35,12 +35,12 @@ def dialect_of(family: str) -> Dialect:
 
 
 def family_named(name: str) -> str:
-    """The name of the family that a name means: its own, or that of a target such as "ct:fp8_dynamic"."""
+    """The name of a family, given by itself or by a target such as "ct:fp8_dynamic"."""
     return WRITTEN[name][0].name if name in WRITTEN else name
 
 
 def unknown_target(argument: str, got: str, known: Iterable[str], remedy: str = "") -> InvalidValueError:
-    """The error for a name that is neither a family nor a target: the known ones, those of each producer together."""
+    """The error for a name that is neither a family nor a target; it lists the known names by producer."""
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(known):
         producer, colon, last = name.partition(":")

@@ -14,9 +14,9 @@ from microfloat.checkpoint.records import Finding, Record
 
 @dataclass(frozen=True)
 class Announcement:
-    """One configuration: its file, its method, a scheme for the modules that it names, and those that it leaves out.
+    """One configuration: its file, its method, schemes for modules, and the modules in high precision.
 
-    * `rules`: a scheme for each pattern, in `syntax`. `general`: that of every module that none of them covers.
+    * `rules`: a scheme for each pattern, in `syntax`. `general`: the scheme of every module that no pattern covers.
     * `ignore`: patterns of modules that stay in high precision; None where the configuration does not list them.
     * `refusal`: the reason for which nothing of it is read. `sparse`: the format of compressed sparse weights.
     """
@@ -120,7 +120,7 @@ class Dialect:
     evidence: tuple[str, str] | None = None
 
 
-# ---- what readings share -----------------------------------------------------------------------------------------
+# ---- parts of reading --------------------------------------------------------------------------------------------
 
 
 def strings(values: Any) -> list[str]:
@@ -140,7 +140,7 @@ def unknown_entries(file: str, config: Mapping[str, Any], known: Iterable[str]) 
 
 
 def unsupported(file: str, what: str) -> Finding:
-    """An error about an entry that changes what the values mean."""
+    """An error about an entry that changes the meaning of values."""
     remedy = "load(strict=False) reads the values as they are stored; they need an engine that carries it out."
     return Finding("unsupported", "error", file, what, remedy)
 

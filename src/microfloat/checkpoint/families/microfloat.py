@@ -62,7 +62,7 @@ def _activation(scheme: object, fmt: ScaledFormat) -> Scheme:
 
 
 def metadata(records: Iterable[Record]) -> dict[str, str]:
-    """The metadata of a file with these records, of which the quantized ones are described."""
+    """The metadata of a file with these records; it describes the quantized ones."""
     about: dict[str, dict[str, Any]] = {}
     for record in records:
         name = record.name

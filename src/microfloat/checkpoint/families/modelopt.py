@@ -38,7 +38,7 @@ _ALGORITHMS = {
     "W4A16_MXFP4": _Algorithm("modelopt:mxfp4", "none", None),
     "W4A8_MXFP4_FP8": _Algorithm("modelopt:mxfp4", "dynamic", FP8_TENSOR),
 }
-_SUBSTRINGS_UNTIL = (0, 39)  # versions of ModelOpt that leave out what has a pattern in its name
+_SUBSTRINGS_UNTIL = (0, 39)  # until this version a pattern covers every name that contains it
 _KNOWN = (
     "quant_method", "quant_algo", "quantization", "kv_cache_quant_algo", "kv_cache_scheme", "group_size", "producer",
     "exclude_modules", "ignore", "quantized_layers", "config_groups", "pre_quant_scale",
@@ -51,7 +51,7 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
     config = {**config, **inner} if isinstance(inner, dict) else config
     algorithm = config.get("quant_algo") or _algorithm_of(config.get("config_groups"))
     producer = config.get("producer")
-    is_own = isinstance(producer, dict) and producer.get("name") == "microfloat"  # whose versions say nothing of that
+    is_own = isinstance(producer, dict) and producer.get("name") == "microfloat"  # its versions count otherwise
     version = str(producer.get("version", "")) if isinstance(producer, dict) and not is_own else ""
     numbers = re.match(r"(\d{1,6})\.(\d{1,6})", version)
     part = numbers is not None and tuple(map(int, numbers.groups())) < _SUBSTRINGS_UNTIL

@@ -13,7 +13,7 @@ _MOST_STARS = 8
 
 
 def safe_regex(text: str) -> re.Pattern[str] | None:
-    """A regular expression that cannot take exponential time, or None: few repeats, none of what repeats."""
+    """A regular expression that cannot take exponential time, or None: few repeats, and no repeat of a repeat."""
     repeats = len(re.findall(r"[*+{]", text))
     if len(text) > _LONGEST_PATTERN or repeats > 6 or repeats_repeats(text) or re.search(r"\\\d|\(\?P=", text):
         return None
@@ -28,7 +28,7 @@ def repeats_repeats(text: str) -> bool:
     return bool(re.search(r"[*+}][^()]*\)[*+{?]", text) or re.search(r"\([^()]*\([^()]*\)[^()]*\)[*+{]", text))
 
 
-# Parts of an expression, in the order in which they are taken out: what repeats, and what has no width.
+# Parts of an expression in the order in which they are removed: classes, repeated characters, marks without width.
 _CLASS = re.compile(r"(?<!\\)\[\^?\]?[^]]*\]")
 _REPEATED = re.compile(r"(?:\\.|[^\\()|^$?*+{}])(?:[*+]|\{\d*,\d*\})[?+]?")
 _NO_WIDTH = re.compile(r"\(\?[:=!]|[()|^$?]")
@@ -99,7 +99,7 @@ PARTS = Syntax(lambda pattern: False, _parts)
 
 
 class Patterns:
-    """Patterns of one syntax. `unread`: those that are no regular expression, or might take very long."""
+    """Patterns of one syntax. `unread`: patterns that are no regular expression, or might take very long."""
 
     def __init__(self, texts: Iterable[str], syntax: Syntax) -> None:
         self.texts = list(dict.fromkeys(texts))

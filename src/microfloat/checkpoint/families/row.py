@@ -54,7 +54,7 @@ NO_SCHEME = Scheme()
 
 @dataclass(frozen=True)
 class Entry:
-    """The tensors of one parameter by role: "codes", "scale", "tensor_scale", "input_scale"; and those beside them."""
+    """The tensors of one parameter by role: "codes", "scale", "tensor_scale", "input_scale"; and its extras."""
 
     name: str
     family: "Family"
@@ -78,7 +78,7 @@ class Entry:
 class Family:
     """One row of the table: how a parameter P is stored.
 
-    * `codes`, `scale`, `tensor_scale`: what is appended to P, and the dtypes; `tensor_scale` None for one level.
+    * `codes`, `scale`, `tensor_scale`: the suffix after P, and the dtypes; `tensor_scale` is None for one level.
     * `format`: None where codes and scales say it (FP8: tensor, row, tile). `divides`: global scales are divisors.
     * `input_scales`: last parts of the names of a static scale of the module's input.
     * `writes`: the casts that `convert` offers under names of targets; empty where the family is only read.
@@ -241,7 +241,7 @@ def global_scale(
 
 
 def activation_of(entry: Entry, tensors: Container, divisors: dict[str, np.ndarray]) -> Activation:
-    """The activation of a module: what its configuration says, or static where a scale is stored."""
+    """The activation of a module: static where a scale is stored, else as its configuration says."""
     scale = global_scale(tensors, entry.tensors.get("input_scale"), "input_scale", entry.family.divides, divisors)
     scheme = "static" if scale is not None else entry.scheme.activation or "none"
     return {"scheme": scheme, "scale": scale, "format": entry.scheme.activation_format}
@@ -269,7 +269,7 @@ def missing_roles(entry: Entry) -> list[Finding]:
 
 
 def misfit(entry: Entry, role: str = "scale") -> Finding:
-    """The finding about scales whose shape does not fit the codes."""
+    """The finding about scales of a shape that does not fit the codes."""
     codes, scale = entry.tensors["codes"], entry.tensors[role]
     tile = f", tiles of {list(entry.scheme.tile)}" if entry.scheme.tile else ""
     message = (

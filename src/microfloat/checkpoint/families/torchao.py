@@ -33,7 +33,7 @@ _MX = {
 
 
 def read(file: str, config: dict[str, Any]) -> Announcement:
-    """The configuration of torchao, which says how it quantized; what it made is in the metadata of the file."""
+    """The configuration of torchao, which names the method alone; the metadata of the file describes the tensors."""
     return Announcement(file, "torchao", "quant_method 'torchao'", general=Scheme(("torchao",)), ignore=None)
 
 

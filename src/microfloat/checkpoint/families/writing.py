@@ -1,4 +1,4 @@
-"""The encoding that the rows of families share, and what their configurations are made of."""
+"""The encoding that the rows of families share, and the contents of their configurations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _CODES = {"E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "E5M2": np.dtype(ml_dtypes.
 
 
 class Written(NamedTuple):
-    """The cast that a family is written with, and what its configuration says about activations without a scale.
+    """The cast that a family is written with, and the activations that its configuration announces.
 
     `joint`: members of a fused group share one scale though the format has no tensor scale, as its producer does.
     `stacked`: the readers that expect the experts of a layer as one tensor: none (""), those of models whose experts
@@ -39,9 +39,9 @@ Kind = tuple[ScaledFormat, str, ScaledFormat | None]
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint that is written: modules of each kind, those in high precision, and who writes it.
+    """Contents of a checkpoint to be written: modules of each kind, modules in high precision, and the producer.
 
-    `family`: that of the first quantized parameter. `kv_cache`: the KV cache is FP8.
+    `family`: the family of the first quantized parameter. `kv_cache`: the KV cache is FP8.
     """
 
     family: str
@@ -59,7 +59,7 @@ class Configuration(NamedTuple):
 
 
 def lacks_scale(fmt: ScaledFormat, activation: Activation) -> bool:
-    """True for the input of a layer whose scale a file stores, and that has none.
+    """True for an input that needs a stored scale and has none.
 
     The block scales of an input of NVFP4 are computed on the way, and its tensor scale is stored.
     """
@@ -70,13 +70,13 @@ def lacks_scale(fmt: ScaledFormat, activation: Activation) -> bool:
 
 
 def kind_of_layer(fmt: ScaledFormat, activation: Activation) -> Kind:
-    """The kind of a layer whose weight has this format."""
+    """The kind of a layer, by the format of its weight and its activations."""
     scheme = activation.get("scheme", "none")
     return fmt, scheme, None if scheme == "none" else activation_format(fmt, activation)
 
 
 def activation_format(fmt: ScaledFormat, activation: Activation) -> ScaledFormat:
-    """The format of a layer's input: what the record says, else the usual one beside such a weight."""
+    """The format of a layer's input: the record's own, else the usual one beside such a weight."""
     found = activation.get("format")
     if found is not None:
         return found
@@ -90,7 +90,7 @@ def activation_format(fmt: ScaledFormat, activation: Activation) -> ScaledFormat
 def encode_parts(family: Any, record: Record, dtype: np.dtype) -> Arrays:
     """The tensors of a record by the numbers of its family's row, by name.
 
-    `dtype` is that of FP32 scales in a family that stores them in the dtype of the model. FP4 and FP6 codes and E8M0
+    `dtype`: of FP32 scales, in a family that stores them in the dtype of the model. FP4 and FP6 codes and E8M0
     scales are bytes; a divisor that the record was read with is written as it was.
     """
     fmt = record.format
