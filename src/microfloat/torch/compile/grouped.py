@@ -1,7 +1,7 @@
 """Grouped layers under torch.compile: one opaque operator forward and one backward, as in `compile.linear`.
 
-What a group saves for backward has the size of the group, which a compiler cannot know. So forward saves x and the
-weight, and backward casts them once more, to the same bytes.
+Operands of a group have the size of the group, which a compiler cannot know. So forward saves x and the weight, and
+backward casts them once more, to the same bytes.
 
 Legend: T = rows of x, G = groups, K = in features, N = out features.
 """
@@ -22,6 +22,8 @@ from microfloat.torch.compile.linear import (
     Settings,
     cast_inputs,
     check_caller,
+    fake_gradients,
+    fake_result,
     live_amaxes,
     named,
     rebuilt,
@@ -109,7 +111,7 @@ class _CompiledGrouped(torch.autograd.Function):
 def _begin(
     call: Settings, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, ends: torch.Tensor, is_backward: bool
 ) -> tuple[GroupedSchedule, Groups]:
-    """The schedule of a call, as those see it who watch, and its groups."""
+    """The schedule of a call, shown to watches, and its groups."""
     wants = (call.wants_dx, call.wants_dw) if is_backward else (False, False)
     schedule = find_grouped(x, weight, bias, call.recipe, call.backend, *wants, compute=call.compute)
     if OBSERVERS:
@@ -161,8 +163,7 @@ def _fake_forward(
     w_scale: Maybe, *settings: object,
 ) -> list[torch.Tensor]:  # fmt: skip
     call = settings_in(settings)
-    y = x.new_empty((x.shape[0], rebuilt(parts, call.stored).shape[1]), dtype=call.compute)
-    return [y, x.new_empty(8, dtype=torch.float32)] if call.records else [y]
+    return fake_result(call, x, rebuilt(parts, call.stored))
 
 
 def _fake_backward(
@@ -170,11 +171,7 @@ def _fake_backward(
     w_scale: Maybe, dy_scale: Maybe, bias_dtype: torch.dtype | None, *settings: object,
 ) -> list[torch.Tensor]:  # fmt: skip
     call = settings_in(settings)
-    weight = rebuilt(parts, call.stored)
-    made = [dy.new_empty(8, dtype=torch.float32)] if call.records else []
-    made += [x.new_empty(x.shape)] if call.wants_dx else []
-    made += [weight.new_empty(weight.shape)] if call.wants_dw else []
-    return made + ([] if bias_dtype is None else [dy.new_empty(weight.shape[:2], dtype=bias_dtype)])
+    return fake_gradients(call, dy, rebuilt(parts, call.stored), bias_dtype)
 
 
 for _operator, _run, _fake in (

@@ -224,7 +224,7 @@ def abstract_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, backend: str,
     compute: torch.dtype, origin: str = "layer",
 ) -> torch.Tensor:  # fmt: skip
-    """A call on tensors without values: y and what backward keeps as they would be; no state is read or recorded."""
+    """A call on tensors without values: y and the saved tensors without values; no state is read or recorded."""
     token = context.token_of(recipe)
     seed = _seed_for(x) if context.is_stochastic(token) else None
     scale = x.new_empty((), dtype=torch.float32) if context.is_delayed(token) else None
@@ -242,7 +242,7 @@ def describe(weight: QuantizedTensor) -> str:
 
 
 def rebuilt(parts: Sequence[torch.Tensor], stored: str) -> torch.Tensor:
-    """The weight of which these are the parts; itself where nothing describes it."""
+    """The weight that has these parts, by its description; a plain weight is its own only part."""
     if not stored:
         return parts[0]
     dtype, length, token = stored.split(" ", 2)
@@ -380,14 +380,9 @@ def cast_inputs(
 
 
 def _linear_forward(
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    bias: Maybe,
-    seed: Maybe,
-    x_scale: Maybe,
-    w_scale: Maybe,
+    x: torch.Tensor, parts: list[torch.Tensor], bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
     *settings: object,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     call = settings_in(settings)
     check_caller(call.token, call.origin)
     if x.numel() == 0:  # no schedule: nothing is multiplied
@@ -451,7 +446,7 @@ def _linear_backward(
         raise NotSupportedError(schedule.routes.wgrad.reason)
 
     def column(tensor: str, source: Maybe, layout: Layout | None, needed: bool, is_saved: bool) -> Parts:
-        """A column operand: taken from what forward has saved, or cast now; nothing where it is not needed."""
+        """A column operand: one that forward has saved, or cast now; empty where it is not needed."""
         if not needed:
             return NO_PARTS
         if is_saved and layout is not None:
@@ -509,7 +504,7 @@ def _delayed_casts(token: str) -> dict[str, Cast]:
 
 
 def _record(slots: dict[str, torch.Tensor], live: torch.Tensor, token: str, layer: int) -> None:
-    """Combine the amaxes of a call, in one launch, with those that the histories of these slots hold."""
+    """Combine the amaxes of a call, in one launch, with the newest amaxes in the histories of these slots."""
     casts = {slot: cast for slot, cast in _delayed_casts(token).items() if slot in slots}
     if not casts:
         return
@@ -534,19 +529,29 @@ def _calibrate_(
     scaling.calibrate(layer_state.numbered(layer), context.recipe_of(token), x, weight, group, histories)
 
 
-def _fake_forward(
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    bias: Maybe,
-    seed: Maybe,
-    x_scale: Maybe,
-    w_scale: Maybe,
-    *settings: object,
+def fake_result(call: Settings, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """y without values, and behind it the amaxes of delayed casts; weight [N, K] or [G, N, K]."""
+    y = x.new_empty((*x.shape[:-1], weight.shape[-2]), dtype=call.compute)
+    return [y, x.new_empty(8, dtype=torch.float32)] if call.records else [y]
+
+
+def fake_gradients(
+    call: Settings, dy: torch.Tensor, weight: torch.Tensor, bias_dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
+    """The gradients without values, behind the amaxes of delayed casts; weight [N, K] or [G, N, K]."""
+    made = [dy.new_empty(8, dtype=torch.float32)] if call.records else []
+    made += [dy.new_empty((*dy.shape[:-1], weight.shape[-1]), dtype=call.x_dtype)] if call.wants_dx else []
+    made += [dy.new_empty(weight.shape, dtype=weight.dtype)] if call.wants_dw else []
+    return made + ([] if bias_dtype is None else [dy.new_empty(weight.shape[:-1], dtype=bias_dtype)])
+
+
+def _fake_forward(
+    x: torch.Tensor, parts: list[torch.Tensor], bias: Maybe, seed: Maybe, x_scale: Maybe, w_scale: Maybe,
+    *settings: object,
+) -> list[torch.Tensor]:  # fmt: skip
     call = settings_in(settings)
     weight, recipe = rebuilt(parts, call.stored), call.recipe
-    outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=call.compute)]
-    outputs += [x.new_empty(8, dtype=torch.float32)] if call.records else []
+    outputs = fake_result(call, x, weight)
     module = backends.choose(call.backend, x.device)
     routes, saving = routes_of(recipe, module.chip_of(x.device)), _saving(call, x.device)
     saves_w, saves_x = saving.wants_dx, saving.wants_dw
@@ -567,10 +572,7 @@ def _fake_backward(
     *settings: object,
 ) -> list[torch.Tensor]:  # fmt: skip
     call = settings_in(settings)
-    weight = rebuilt(parts, call.stored)
-    made = [dy.new_empty(8, dtype=torch.float32)] if call.records else []
-    made += [dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=call.x_dtype)] if call.wants_dx else []
-    return made + ([dy.new_empty(weight.shape, dtype=weight.dtype)] if call.wants_dw else [])
+    return fake_gradients(call, dy, rebuilt(parts, call.stored))
 
 
 def _no_result(*_: object) -> None:

@@ -29,7 +29,7 @@ DECODED_BESIDE = (torch.bfloat16, torch.float16)  # dtypes of x
 
 
 class Decoding:
-    """``(x, (codes, scale, tensor scale), bias) -> y`` of a few rows; its programs are kept by what they depend on."""
+    """``(x, (codes, scale, tensor scale), bias) -> y`` of a few rows, with a program for each dtype and layout."""
 
     def __init__(
         self, codes: "DecodeCodes", shape: Shape, out_dtype: torch.dtype, bias: torch.dtype | None, level_stride: int,
@@ -102,7 +102,7 @@ def _strides(scale: torch.Tensor) -> tuple[int, int]:
 def decoding_of(
     rhs: Encoding, shape: Shape, out_dtype: torch.dtype, bias: torch.dtype | None, device: torch.device
 ) -> Decoding | str:
-    """The product of a few rows with a weight [N, K] of that encoding, or why there is none."""
+    """The product of a few rows with a weight [N, K] in the encoding `rhs`, or the reason for none."""
     codes = _stored_codes(rhs, shape, device)
     if isinstance(codes, str):
         return codes

@@ -92,7 +92,7 @@ class _Task(NamedTuple):
 def product(
     gemm: Gemm, route: Route, shape: Shape, bias: torch.Tensor | None, out_dtype: torch.dtype, device: torch.device
 ) -> Product:
-    """The product of a GEMM of M, K, N by its route; `bias`: what it looks like.
+    """The product of a GEMM of M, K, N by its route; `bias`: an example.
 
     All tensors but the bias begin at multiples of 16 bytes. Products run on the current device, which is `device`.
     Raises InvalidValueError for a route that is refused.
@@ -448,7 +448,7 @@ def _plain(task: _Task) -> Product:
 
 
 def _stored(task: _Task) -> Product:
-    """Products of a few rows of x with stored codes; of more rows, and what the kernel does not read, as `_plain`."""
+    """Products of a few rows of x with stored codes; more rows, and codes without a kernel, go the way of `_plain`."""
     otherwise = _plain(task)
     decodes = decoding_of(task.rhs, task.shape, task.out_dtype, task.bias and task.bias.dtype, task.device)
     if isinstance(decodes, str):
@@ -463,7 +463,7 @@ def _stored(task: _Task) -> Product:
 
 
 def _of_fprop(task: _Task) -> Product:
-    """``a @ values``: values [K, N] of what fprop has read in the form of the route, dequantized to a's dtype."""
+    """``a @ values``: values [K, N] of the operand of fprop in the form of the route, dequantized to a's dtype."""
     one, turned, (_, rows, length), dtype = task.rhs, task.route.kind == "fprop turned", task.shape, task.out_dtype
     dequantize, (block_rows, block_columns) = _dequantizer(one, task.device), one.format.block
 
@@ -499,7 +499,7 @@ def high_precision_product(
     return y if bias is None else y + bias.to(out_dtype)
 
 
-# Stored operands, whose casts nobody knows.
+# Stored operands, which come without their casts.
 
 
 def scaled_matmul(
@@ -534,7 +534,7 @@ def _encoding_of_stored(one: Operand, chip: Chip) -> Encoding:
     level = None if one.tensor_scale is None else "row" if one.tensor_scale.dim() else "tensor"
     fmt = one.format
     unknown = one.power_of_two is None and fmt.scale.name == "FP32" and fmt.block[1] is not None
-    # Scales of unknown origin, such as a checkpoint's, may be powers of two: that is asked of them where it matters.
+    # Scales of unknown origin, such as a checkpoint's, may be powers of two: they are looked at where it matters.
     if unknown and not chip.has_fp8_blocks and not (one.codes.is_cuda and torch.cuda.is_current_stream_capturing()):
         one.power_of_two = not bool((one.scale.view(torch.int32) & _SIGN_AND_MANTISSA).any())
     return Encoding(fmt, one.hadamard, bool(one.power_of_two), level)

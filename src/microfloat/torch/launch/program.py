@@ -1,9 +1,9 @@
-"""Passes bound to torch: tensors to allocate and launches to start, worked out once and run many times.
+"""Passes bound to torch: tensors to allocate and launches to start, decided once and run many times.
 
-A `Program` holds no data. Its launches take addresses from a table: the matrix, scratch words, what the cast is given
-(`CastInputs`), and what the program itself allocates. The first run goes through Triton, which compiles; later ones
-start the compiled kernels with raw addresses, since a launch through a JITFunction examines every argument and costs
-three times as much. In the interpreter the ordinary path always runs.
+A `Program` holds no data. Its launches take addresses from a table: the matrix, scratch words, the inputs of the cast
+(`CastInputs`), and tensors that the program itself allocates. The first run goes through Triton, which compiles; later
+runs start the compiled kernels with raw addresses, since a launch through a JITFunction examines every argument and
+costs three times as much. In the interpreter the ordinary path always runs.
 
 All that depends on Triton's version is here. Which private parts of a compiled kernel exist differs between versions,
 so every form is checked before it is used, and the ordinary path remains where none fits.
@@ -140,7 +140,7 @@ class Kernel:
         self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
         warps: Warps,
     ) -> Bind | None:  # fmt: skip
-        """Start the kernel Triton's way, on the current device and stream, and keep what it has compiled."""
+        """Start the kernel Triton's way, on the current device and stream, and keep the compiled version."""
         arguments = (*[as_bytes(t) for t in tensors], *scalars, *constants)
         compiled = self.function[(programs,)](*arguments, **self._options_of(warps))
         bind = starter(compiled)
@@ -276,7 +276,7 @@ def scratch(device: int) -> torch.Tensor:
 
 
 def _more_scratch(device: int) -> torch.Tensor:
-    """The words of the current stream, made where there are none; and those for the next captures."""
+    """The words of the current stream, made where there are none; fills up the words for captures."""
     global _made_for_captures
     key = (device, raw_stream(device))
     with _SCRATCH_LOCK:
@@ -467,7 +467,7 @@ def padded_rows(rows: int, groups: int) -> int:
 
 
 class GroupPlan(NamedTuple):
-    """A plan of groups of rows (`kernels.casts.groups`), and the parts of it that products read."""
+    """A plan of groups of rows (`kernels.casts.groups`), and its two parts for products."""
 
     whole: torch.Tensor
     padded_begins: torch.Tensor
@@ -522,7 +522,7 @@ _MOST_PROGRAMS = 4096
 
 
 def forget_programs() -> None:
-    """Make every program anew, for whoever has changed what they are made from."""
+    """Drop every program, after a change of tables or kernels that no key contains."""
     _PROGRAMS.clear()
 
 

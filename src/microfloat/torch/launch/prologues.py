@@ -13,6 +13,7 @@ their last bits. Given the value, codes and scales do not.
 Legend: M = rows of x (all leading dimensions), K = features of a norm, F = features of an activation.
 """
 
+import functools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
@@ -79,18 +80,14 @@ class Norm:
 
     def by_torch(self) -> tuple[list[torch.Tensor], Statistics]:
         """The value [M, K] in x's dtype, and its statistics."""
-        statistics = self.statistics()
-        return [self.value_of(statistics)], statistics
-
-    def statistics(self) -> Statistics:
-        """In float32, by torch."""
         x = self.x_MK.float()
         mean = x.mean(1) if self.kind == "layer" else None
         centred = x if mean is None else x - mean[:, None]
-        return Statistics(mean, torch.rsqrt(centred.square().mean(1) + self.eps))
+        statistics = Statistics(mean, torch.rsqrt(centred.square().mean(1) + self.eps))
+        return [self.value_of(statistics)], statistics
 
     def value_of(self, statistics: Statistics) -> torch.Tensor:
-        """The value that given statistics make."""
+        """The value under given statistics."""
         value = self.x_MK.float()
         if statistics.mean is not None:
             value = value - statistics.mean[:, None]
@@ -140,22 +137,20 @@ def norm_gradients(
     return dx, dweight, dbias
 
 
+_PLAIN = {
+    "silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+}  # fmt: skip
+
+
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """f(x), in x's dtype (float32 inside)."""
-    if activation == "silu":
-        return F.silu(x)
-    if activation == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    if activation == "gelu":
-        return F.gelu(x)
-    if activation == "relu":
-        return F.relu(x)
+    if activation in _PLAIN:
+        return _PLAIN[activation](x)
     if activation == "qgelu":
         return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
     if activation == "srelu":
         return F.relu(x).float().square().to(x.dtype)
-    if activation == "sigmoid":
-        return torch.sigmoid(x)
     raise unknown_name("activation", activation, ACTIVATIONS)
 
 
@@ -194,7 +189,7 @@ class Activation:
 
 @dataclass(frozen=True, eq=False)
 class ActivationGradient:
-    """The gradients that `Activation` passes back, given that of its value: of x, and with `up` of up."""
+    """The gradients of x and, where there is one, of `up`, from the gradient of an activation's value."""
 
     grad_MF: torch.Tensor
     x_MF: torch.Tensor
@@ -212,7 +207,7 @@ Producer: TypeAlias = Norm | Activation | ActivationGradient
 
 
 def input_of(producer: Producer) -> torch.Tensor:
-    """x, whose shape and dtype are those of the value."""
+    """x, which has the shape and dtype of the value."""
     return producer.x_MK if isinstance(producer, Norm) else producer.x_MF
 
 

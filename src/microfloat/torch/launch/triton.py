@@ -248,7 +248,7 @@ class _Inputs(NamedTuple):
         return matrix
 
     def run(self, key: tuple, make: Callable[[], Passes], given: Sequence[CastInputs]) -> list:
-        """The results of passes over these inputs; `given`: what the casts of each produced matrix read besides."""
+        """The results of passes over these inputs; `given`: the inputs of the casts of each produced matrix."""
         first, second = given[0], given[1] if len(given) > 1 else CastInputs()
         table = (
             None, self.x, None, first.scale_enc, first.seed, first.record, self.y, self.z, first.amax, None,

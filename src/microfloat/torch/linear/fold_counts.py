@@ -7,7 +7,6 @@ decision reads the latest count that has arrived. Until one has, the operand fol
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -28,8 +27,8 @@ _WORDS = len(_SLOTS) * len(_FORMS) * 2
 
 
 class _Pool:
-    """Words in pinned memory, handed out to layers. What a layer leaves behind serves another one only after all GPUs
-    have finished, since a cast on its way may still write there."""
+    """Words in pinned memory, handed out to layers. Words of a layer that is gone serve another one only after all GPUs
+    have finished, since a cast may still write to them."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -51,7 +50,7 @@ class _Pool:
             return self._free.pop().zero_()
 
     def give_back(self, words: torch.Tensor) -> None:
-        """The layer is gone."""
+        """Take back the words of a layer that is gone."""
         self._left.append(words)  # atomic: this may run inside `take`, when the collector does
 
 
@@ -62,17 +61,8 @@ def _index(slot: str, form: str, orientation: str) -> int:
     return (_SLOTS.index(slot) * len(_FORMS) + _FORMS.index(form)) * 2 + (orientation == "column")
 
 
-class CountedInputs(NamedTuple):
-    """The inputs of the casts of one layer, with words for their counts: int64 [2], of row and column operand."""
-
-    x: CastInputs
-    w: CastInputs
-    dy: CastInputs
-    w_later: CastInputs
-
-
-def _inputs_of(folded: Sequence[torch.Tensor], tiles: Sequence[torch.Tensor]) -> CountedInputs:
-    return CountedInputs(*(CastInputs(folded=one, tiles=other) for one, other in zip(folded, tiles, strict=True)))
+def _inputs_of(folded: Sequence[torch.Tensor], tiles: Sequence[torch.Tensor]) -> list[CastInputs]:
+    return [CastInputs(folded=one, tiles=other) for one, other in zip(folded, tiles, strict=True)]
 
 
 class FoldCounts:
@@ -85,12 +75,15 @@ class FoldCounts:
         self._noted: dict[tuple[str, str], tuple[str, int, int]] = {}
         self._limits: list[tuple[int, float]] = []
         self._latest: object = None
-        self._inputs: CountedInputs | None = None
+        self._inputs: list[CastInputs] | None = None
         # Operands that 128x128 tiles changed too much: these stay at 1x128 blocks.
         self.narrow: set[tuple[str, str]] = set()
 
-    def inputs(self, device: int) -> CountedInputs:
-        """The inputs of the casts on a device (-1: the CPU). What a CUDA graph repeats writes to memory of its own."""
+    def inputs(self, device: int) -> list[CastInputs]:
+        """Inputs of the casts of `_SLOTS` on a device (-1: the CPU), with int64 [2] for counts of both operands.
+
+        Casts in a CUDA graph, which repeats them, write to memory of the graph.
+        """
         if device >= 0 and torch._C._cuda_isCurrentStreamCapturing():
             own = [torch.empty(2, dtype=torch.int64, device="cuda") for _ in _SLOTS]
             return _inputs_of(own, own)
@@ -107,7 +100,7 @@ class FoldCounts:
         if operands is self._latest:
             return
         self._latest = operands
-        # A launch that casts one operand of a tensor in either form counts both in the words of the first.
+        # A launch that casts one operand folded and the other in tiles counts both in the words of the folded one.
         folded = {slot for slot, _, form, _ in operands.values() if form == "folded"}
         for key, (slot, orientation, form, elements) in operands.items():
             self._noted[key] = (form, _index(slot, "folded" if slot in folded else form, orientation), elements)
@@ -149,7 +142,7 @@ def routes_after(recipe: Recipe, chip: Chip | None, counts: FoldCounts) -> Route
 
 
 def _listened(name: str, gemm: Gemm, chip: Chip | None, route: Route, counts: FoldCounts) -> Route:
-    """The route of one GEMM after a look at what folding changed in the step before."""
+    """The route of one GEMM by the number of elements that folding changed in the step before."""
     if route.lhs != "folded":
         return route
     if (name, "rhs") in counts.narrow or counts.exceeded(name, "rhs", "tiles"):

@@ -4,8 +4,8 @@
     dgrad  dx_MK = dy_MN @ w_NK       contracts N   operands dy [M, N],   w.T [K, N]
     wgrad  dw_NK = dy_MN.T @ x_MK     contracts M   operands dy.T [N, M], x.T [K, M]
 
-`run_linear` looks up the schedule of a call (`linear.schedule`), gathers what its casts read besides their
-tensors (seeds, encode scales and histories of delayed scaling, words for fold counts) and runs it. Only usages whose
+`run_linear` looks up the schedule of a call (`linear.schedule`), gathers the inputs of its casts besides tensors
+(seeds, encode scales and histories of delayed scaling, words for fold counts) and runs it. Only usages whose
 GEMM will run are cast (docs/numerics.md, 6).
 
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
@@ -109,8 +109,8 @@ def find_for(layer: Layer, x: torch.Tensor, recipe: Recipe, state: Ambient | Non
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """True for a DTensor, whose module is imported by those alone who shard; of its class, since a tracer's stand-in
-    for a tensor has every attribute."""
+    """True for a DTensor, told by its class: its module takes long to import, and a tracer's stand-in for a tensor has
+    every attribute."""
     return hasattr(type(tensor), "placements")
 
 
@@ -194,7 +194,7 @@ def counts_of(layer: Layer) -> FoldCounts:
 class Run:
     """One forward of a schedule and its backward: no ambient state is consulted after it was made.
 
-    `x`, `w`, `dy`: the inputs of the three casts, `later` those of the weight's in backward; `kept`: the weight's
+    `x`, `w`, `dy`: the inputs of the three casts, `later` of the cast of the weight in backward; `kept`: the weight's
     operands from an earlier call; `delayed`: the state of delayed scaling; `into`: what dw is added to; `path`: the
     name of the layer in its model.
     """
@@ -213,7 +213,7 @@ class Run:
     def forward(
         self, ctx: Context | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """y; the operands of backward go to autograd, None where there will be no backward."""
+        """y; autograd keeps the operands of backward. `ctx` None: there will be no backward."""
         schedule = self.schedule
         if are_named():
             y, saved = self.forward_by_name(x, weight, bias)
@@ -343,7 +343,7 @@ def begin(
     layer: Any, schedule: Schedule, weight: torch.Tensor, state: Ambient | None,
     is_first_microbatch: bool | None, apart: bool = False, inputs: Inputs = NO_INPUTS,
 ) -> Run:  # fmt: skip
-    """Gather what the casts of one call read besides their tensors. `apart`: x is not cast together with w."""
+    """The run of one call, with the inputs of its casts besides tensors. `apart`: x is not cast together with w."""
     if schedule.folds:
         counts = counts_of(layer)
         counts.note(schedule.noted)
@@ -441,7 +441,7 @@ class _Delayed(NamedTuple):
     group: Group
     region: scaling.Region
     records: bool
-    late: scaling.Late | None  # of a forward inside a backward: what it records if its own backward runs
+    late: scaling.Late | None  # amaxes of a forward inside a backward, recorded if its own backward runs
     recorded: tuple[Cast | None, Cast | None]  # the casts of x and w that this forward has recorded for
     is_alone: bool  # no autocast will update the state
 
@@ -460,7 +460,7 @@ class _Delayed(NamedTuple):
 def _begin_delayed(
     run: Run, layer: nn.Module, weight: torch.Tensor, state: Ambient | None, is_first_microbatch: bool | None
 ) -> None:
-    """Give the casts of x and w their encode scales and histories, and note what they will record."""
+    """Give the casts of x and w their encode scales and histories, and note the amaxes that they will record."""
     x_cast, w_cast = run.schedule.delayed
     delayed = run.schedule.delayed_scaling
     buffers: Any = layer._buffers
@@ -520,7 +520,7 @@ def _begin_delayed(
 
 
 def end(run: Run, layer: object) -> None:
-    """After a forward that no autocast will update: do what the exit of its region would."""
+    """Update the scaling state after a forward outside any autocast, as the exit of a region does."""
     if run.delayed is not None and run.delayed.is_alone:
         scaling.roll_alone(typing.cast(nn.Module, layer), *run.delayed.recorded, records=run.delayed.records)
 
@@ -547,6 +547,6 @@ def refuse_double_backward() -> None:
 
 
 def refuse_batched(tensor: torch.Tensor) -> None:
-    """Raise NotSupportedError for one of the gradients that ``is_grads_batched=True`` takes at once."""
+    """Raise NotSupportedError for a gradient of ``is_grads_batched=True``, which takes several at once."""
     if torch._C._functorch.is_legacy_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
         raise refusal_of_transforms("backward")

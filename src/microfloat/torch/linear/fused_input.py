@@ -56,7 +56,7 @@ class Reader:
         self.saved = slice(0, 0)
 
     def forward(self, x: Operands, weight: torch.Tensor, bias: torch.Tensor | None, saved: list) -> torch.Tensor:
-        """fprop of the value's operands; what backward reads is added to `saved`."""
+        """fprop of the value's operands; adds the operands of backward to `saved`."""
         schedule = self.schedule
         kept = self.run.kept
         with outside_of_modes():
@@ -69,14 +69,14 @@ class Reader:
     def backward(
         self, dy: Operands, tensors: _Saved, wants_dx: bool, wants_dw: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(dx, dw), of those that are wanted, given both operands of dy."""
+        """(dx, dw), each None where it is not asked for, from both operands of dy."""
         schedule = self.schedule
         saved = schedule.saved_operands(tensors[self.saved], self.run.later)
         wants = schedule.wants_dx and wants_dx, schedule.wants_dw and wants_dw
         return schedule.gradients(dy, saved, *wants, self.run.into)
 
     def cast_dy(self, dy_MN: torch.Tensor) -> Operands:
-        """Both operands of a gradient at hand; nothing where no gradient is asked for."""
+        """Both operands of a gradient; empty where neither dx nor dw is asked for."""
         schedule = self.schedule
         if not (schedule.wants_dx or schedule.wants_dw):
             return Operands()
@@ -179,10 +179,10 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
 
 @dataclass(eq=False)
 class GradientLink:
-    """Carries what an activation's backward knows beyond plain gradients to the Linears that feed it alone.
+    """Carries codes or amaxes of gradients from an activation's backward to the Linears that feed it alone.
 
-    Where one launch can write the gradients as codes, they travel here in place of the tensors that autograd passes on
-    (which then hold nothing); else, for casts that wait for an amax, the amaxes do.
+    Where one launch can write the gradients as codes, the codes travel here, and autograd passes on empty tensors;
+    else, for casts that wait for an amax, the amaxes travel here.
     """
 
     readers: list[Reader] = field(default_factory=list)
@@ -205,7 +205,7 @@ class GradientLink:
         return (None, None) if kernels is None else (casts, kernels)
 
     def pass_back(self, producer: ActivationGradient) -> list[torch.Tensor]:
-        """The gradients of the producer's inputs for autograd; what is known beyond them stays here."""
+        """The gradients of the producer's inputs for autograd; their codes or amaxes stay here."""
         casts, kernels = self.casts()
         if casts is None or self.wants_bias or waits_for_amax(*casts.both):
             made, _ = values_of(producer, self.readers[0].schedule.backend.producers)

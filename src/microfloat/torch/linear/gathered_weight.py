@@ -1,8 +1,8 @@
 """`Gathered`: a weight that FSDP2 has gathered as codes and scales, in place of its values.
 
-What was gathered serves one GEMM, fprop in forward and dgrad in backward, and the other one too where transposed codes
-are those of the transposed weight. Whatever else is read of the weight (its values, under another dtype or recipe) is
-gathered when it is read, by every rank at the same point of the program.
+The gathered codes serve one GEMM, fprop in forward and dgrad in backward, and the other one too where transposed codes
+are the codes of the transposed weight. Everything else (values, another dtype or recipe) is gathered when it is read,
+by every rank at the same point of the program.
 
 Legend: N = out features, K = in features; R, C = rows and contraction length of an operand: N, K or, transposed, K, N.
 """
@@ -32,14 +32,14 @@ aten = torch.ops.aten
 class Gather:
     """The gathered operands of one weight, replaced in place by the next gather.
 
-    `casts`: of fprop and of dgrad; `dtype`: of the values that were cast; `source`: gathers anew what is not here;
+    `casts`: of fprop and of dgrad; `dtype`: of the cast values; `source`: gathers operands that are not here;
     `scale_enc`, `amax`: of delayed scaling, the encode scale and what this rank records; `made_of`: the stamp of the
     buffer that the scale was copied from; `is_current`: the latest forward has used it.
     """
 
     def __init__(self, casts: Sequence[Cast], dtype: torch.dtype, source: Any) -> None:
         self.casts, self.dtype, self.source = casts, dtype, source
-        # What `source` makes the operand of, as it lies and transposed.
+        # Gathered tensors of the operand as it lies and of the transpose, from which `source` makes them.
         self.gathered: list[tuple | None] = [None, None]
         self.scale_enc: torch.Tensor | None = None
         self.amax: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class Gathered(torch.Tensor):
         self._casts_late = True
 
     def data_ptr(self) -> int:
-        """-1, which no memory has: schedules are found by addresses, among others."""
+        """-1, an address that no memory has: schedules are found by addresses, among others."""
         return -1
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -133,7 +133,7 @@ class Values(torch.autograd.Function):
 class NoValues(torch.autograd.Function):
     """Zeros in place of the values, for a call without rows under `recipe`.
 
-    It gathers what the same call of another rank, which has rows, gathers when it reads its operands.
+    It takes part in the gathers of other ranks, whose calls have rows and read their operands.
     """
 
     @staticmethod
@@ -157,7 +157,7 @@ class NoValues(torch.autograd.Function):
 
 
 def values_of(weight: torch.Tensor, read: Callable[[Gathered], torch.Tensor] = Values.apply) -> torch.Tensor:
-    """A parameter with what `read` makes of a `Gathered`, alone or as this rank's part of a DTensor, in its place."""
+    """A parameter, in which the result of `read` replaces a `Gathered`, alone or as this rank's part of a DTensor."""
     if isinstance(weight, Gathered):
         return read(weight)
     if isinstance(getattr(weight, "_local_tensor", None), Gathered):

@@ -18,7 +18,8 @@ Legend: T = rows of x, G = groups, K = in features, N = out features.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -139,8 +140,7 @@ def grouped_plain(
     """The same in high precision: torch's grouped matmul in bfloat16 on a GPU, else a loop of ``F.linear``."""
     compute = autocast_dtype(x.device.type) or x.dtype
     if isinstance(weight, QuantizedTensor):
-        values: Any = Decoded.apply(weight, compute)
-        weight = values
+        weight = cast(torch.Tensor, Decoded.apply(weight, compute))
     if bias is None and x.is_cuda and compute == torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:]):
         behind = torch.arange(x.shape[0], device=x.device)[:, None] >= groups.ends[-1]
         # The rows behind are masked on both sides, so that dx has zeros there too.
@@ -181,7 +181,7 @@ def find_grouped(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, name: str, wants_dx: bool,
     wants_dw: bool, compute: torch.dtype | None = None,
 ) -> "GroupedSchedule":  # fmt: skip
-    """The schedule of a call, made where there is none yet; the sizes of its groups are no part of it."""
+    """The schedule of a call, kept for all sizes of groups."""
     recipe = recipe._keeping_nothing()
     compute = compute or autocast_dtype(x.device.type) or x.dtype
     key = (
@@ -277,16 +277,7 @@ def why_one_by_one(
     return ""
 
 
-class _Sum:
-    """Takes the gradient of one group's weight in float32, as a `MainGrad` does, and hands it on."""
-
-    @staticmethod
-    def add(dw: torch.Tensor) -> torch.Tensor:
-        """dw itself."""
-        return dw
-
-
-_SUM = _Sum()
+_SUM: Any = SimpleNamespace(add=lambda dw: dw)  # takes dw of one group in float32, as a `MainGrad` does, and returns it
 
 
 class _Words(NamedTuple):
@@ -298,7 +289,7 @@ class _Words(NamedTuple):
 
 
 class _Gradient(NamedTuple):
-    """A gradient after its cast: the groups, and operands of each, or (`_AllAtOnce`) those of all groups alone."""
+    """A gradient after its cast: the groups, and the operands of each group; one element for all in `_AllAtOnce`."""
 
     groups: Groups
     operands: list
@@ -378,7 +369,7 @@ class GroupedSchedule(Schedule):
         return y, tuple(saved)
 
     def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Operands:
-        """Both operands of the weights of all experts, of those without rows too; each part is a tuple of theirs."""
+        """Both operands of the weights of all experts, also of experts without rows; a part is a tuple over experts."""
         made, inputs = [], inputs._replace(groups=None)
         row = torch.empty((1, self.in_features), dtype=self.dtype, device=weight.device)
         for g, own in enumerate(weight.detach()):
@@ -542,7 +533,7 @@ class _AllAtOnce(GroupedSchedule):
         return weight.reshape(-1, self.in_features)
 
     def _cast(self, tensor: str, matrix: torch.Tensor, inputs: CastInputs, *which: bool) -> Operands:
-        """The operands of a tensor: those that forward makes, or `which` are wanted (row, column)."""
+        """The operands of a tensor: all that forward reads, or the row and the column operand as `which` says."""
         if not matrix.is_contiguous() or matrix.data_ptr() & 15:
             matrix = matrix.clone(memory_format=torch.contiguous_format)
         plan = None if tensor == "w" else inputs.groups.plan(self._rows_of_tile("fprop"), self._programs).whole

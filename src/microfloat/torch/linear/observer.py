@@ -64,9 +64,9 @@ Kind = TypeVar("Kind", bound=Schedule)
 
 
 def observed(schedule: Kind, layers: Sequence, weight: torch.Tensor | None = None, is_backward: bool = False) -> Kind:
-    """The schedule of a call of `layers`, as those see it who watch them.
+    """The schedule of a call of `layers`, or one that also shows the tensors of the call to a listener.
 
-    An operator of compiled code, which knows no layer, gives the weight, and says if it is the backward.
+    An operator of compiled code, which has no layer at hand, gives the weight, and says if it is the backward.
     """
     made: Any = schedule
     for observer in OBSERVERS:
@@ -128,7 +128,7 @@ class Observed:
 
 
 class _Sums:
-    """A `MainGrad` that also shows what it adds."""
+    """A `MainGrad` that also keeps the gradient which it adds."""
 
     def __init__(self, into: "Sink") -> None:
         self._into = into

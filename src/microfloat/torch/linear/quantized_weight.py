@@ -19,7 +19,7 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 
 class StoredCast:
-    """The operands of a weight that exists as codes only: those codes where the casts agree, else cast anew."""
+    """The operands of a weight that is stored as codes: the stored codes where the casts agree, else cast anew."""
 
     __slots__ = ("_backend", "_compute", "_layouts", "_shape", "_step", "_stored", "entries", "program", "reason")
 
@@ -27,9 +27,9 @@ class StoredCast:
         self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype,
         step: Callable,
     ) -> None:  # fmt: skip
-        """`step`: makes the step that casts what the stored codes do not serve."""
+        """`step`: makes the step that casts the other operands."""
         self.entries, self.program, self._backend, self._compute = entries, None, backend, compute
-        self.reason = "the weight is stored as codes; what those do not serve is cast from their values"
+        self.reason = "the weight is stored as codes; operands of other casts are cast from the values of the codes"
         self._stored = tuple(
             entry is not None and entry.form == "codes" and _is_stored(weight, entry.cast)
             and (not entry.operand.transposed or entry.cast.transposes)  # type: ignore[union-attr]
@@ -52,7 +52,7 @@ class StoredCast:
 
     @property
     def made_bytes(self) -> int:
-        """The bytes of the row operand where it is cast anew, else 0; a column in high precision is a view of it."""
+        """The bytes of a row operand that is cast anew, else 0; a column operand in high precision is a view of it."""
         row, layout = self.entries[0], self._layouts[0]
         if row is None or self._stored[0]:
             return 0
@@ -98,9 +98,9 @@ def _values_of(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _aligned(parts: Parts) -> Parts:
-    """Parts where GEMMs read them: those of one of several experts begin anywhere in those of all.
+    """Parts that begin where GEMMs read them; the parts of one expert may begin anywhere in the tensors of all.
 
-    While a program is exported they have no address, and stay: its own operations of torch read any.
+    In an exported program they have no address, and stay as they are, since torch's operations read any address.
     """
     return parts if parts.codes is None or is_abstract(parts.codes) else Parts(*map(aligned, parts))
 

@@ -105,7 +105,7 @@ def _laid(parts: Parts, layout: Layout | None) -> Parts:
 
 
 class CastStep:
-    """Both operands of one tensor: by bound launches, or by plain torch operations where `reason` says why."""
+    """Both operands of one tensor: by bound launches, or by torch operations for the reason `reason`."""
 
     __slots__ = (
         "_backend", "_batch", "_column_as_is", "_folds", "_layouts", "_recording", "_row_as_is", "delayed", "entries",
@@ -116,7 +116,7 @@ class CastStep:
         self, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0, in_groups: int = 0,
         given_amax: bool = False,
     ) -> None:  # fmt: skip
-        """`x`: an example; `batch`: a word of the random counters; `in_groups`: rows are those of so many groups;
+        """`x`: an example; `batch`: a word of the random counters; `in_groups`: the number of groups that its rows are;
         `given_amax`: amaxes of the whole tensor come with the inputs of every call."""
         self.entries, self._backend, self._batch = entries, backend, batch
         row, column = (None if entry is None else entry.spec for entry in entries)
@@ -149,7 +149,7 @@ class CastStep:
 
     @staticmethod
     def described(backend: Backend, entries: Entries) -> tuple[str, str]:
-        """The way in which operands of a later tensor will be cast, and why not by launches."""
+        """How the operands of a later tensor will be cast, in words, and why not by launches."""
         row, column = (None if entry is None else entry.spec for entry in entries)
         if row is None and column is None:
             return "", ""
@@ -207,7 +207,7 @@ class Schedule:
         bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool, batch: int = 0,
         late: bool = False,
     ) -> None:  # fmt: skip
-        """`batch`: a word of the random counters. `late`: backward is given the weight, and casts what it reads of it.
+        """`batch`: a word of the random counters. `late`: backward is given the weight, and casts its operand.
 
         FSDP2 frees a weight between forward and backward, but not what was cast from it.
         """
@@ -230,7 +230,7 @@ class Schedule:
         self.is_static = recipe.fprop.lhs is not None and isinstance(recipe.fprop.lhs.scaling, Static)
         self.x_shape = None if x.dim() == 2 else x.shape
         self.y_shape = None if x.dim() == 2 else (*x.shape[:-1], self.out_features)
-        # Of a recipe that follows from the call nobody asks what folding has changed.
+        # Nobody reads fold counts of a recipe that follows from the number of rows.
         folded = ("folded", "tiles")
         self.folds = not is_other and any(form in folded for route in routes for form in (route.lhs, route.rhs))
         m, k, n = self.rows, self.in_features, self.out_features
@@ -239,7 +239,7 @@ class Schedule:
             self.products["dgrad"] = product(recipe.dgrad, routes.dgrad, (m, n, k), None, x.dtype, x.device)
         if wants_dw:
             self.products["wgrad"] = product(recipe.wgrad, routes.wgrad, (n, m, k), None, weight.dtype, x.device)
-        # What the weight's operands depend on besides the weight: schedules that agree in it keep them for each other.
+        # All that the weight's operands depend on besides the weight: schedules with equal keys share kept operands.
         self.weight_key = (recipe, backend.name, compute, routes.fprop.rhs, routes.dgrad.rhs)
         self._programs = backend.programs
         self._empty = None if backend.programs is None else backend.programs.fast_empty(x.device)
@@ -253,7 +253,7 @@ class Schedule:
         self.saved_layouts = x_layouts[not self.reads_x_row], w_layouts[not self.reads_w_row]
         self.x_cast, self.w_cast = self._step_of(x, x_entries), self._step_of(weight, w_entries)
         is_stored, is_gathered = isinstance(weight, QuantizedTensor), isinstance(weight, Gathered)
-        # What a frozen weight's codes do not serve, such as a folded operand, is made once.
+        # An operand that the codes of a frozen weight do not serve, such as a folded one, is made once.
         self.keeps_weight = is_stored and recipe.wgrad.path == "refused" and self.w_cast.makes
         self.delayed = self.x_cast.delayed, self.w_cast.delayed
         lies_well = x.dim() == 2 or (x.is_contiguous() and self.x_cast.is_bound)
@@ -342,7 +342,7 @@ class Schedule:
         )
 
     def resources(self) -> tuple[int, torch.Tensor | None]:
-        """The current stream, and scratch words of it."""
+        """The current stream and its scratch words."""
         if self._programs is None:
             return 0, None
         stream = 0 if self.device < 0 else raw_stream(self.device)
@@ -360,7 +360,7 @@ class Schedule:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_inputs: CastInputs,
         w_inputs: CastInputs, kept: Operands | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
-        """y, and the tensors of which `saved_operands` makes what backward reads.
+        """y, and the tensors from which `saved_operands` makes the operands of backward.
 
         `kept`: the weight's operands from an earlier call.
         """
@@ -406,12 +406,12 @@ class Schedule:
             made.column = Parts(matrix.t()) if column else made.column
 
     def delayed_dy(self, wants_dx: bool, wants_dw: bool) -> Cast | None:
-        """The first delayed cast of the gradient, of those that are wanted."""
+        """The first delayed cast of the gradient for dx and dw, as far as they are asked for."""
         row, column = self.recipe.dgrad.lhs, self.recipe.wgrad.lhs
         return first_delayed((row if wants_dx else None, column if wants_dw else None))
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Operands:
-        """Both operands of a gradient, by a cast that is found by how the gradient lies and by what is asked for."""
+        """Both operands of a gradient, each where it is asked for, by a cast for the gradient's memory order."""
         step = self._dy
         address = dy.data_ptr()
         if not (
@@ -492,24 +492,19 @@ class Schedule:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return Saved(x, self.saved_again("w", weight, inputs))
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """True where another CUDA device is the current one."""
-        return self.device >= 0 and self.device != current_device()
-
     def scope(self) -> contextlib.ExitStack:
-        """A context in which its device is the current one, and torch.autocast leaves alone what `shields` says."""
+        """A context in which its device is the current one; torch.autocast is off in it where `shields` is True."""
         stack, kind = contextlib.ExitStack(), "cpu" if self.device < 0 else "cuda"
         if self.shields and torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        if self.is_elsewhere:
+        if self.device >= 0 and self.device != current_device():
             stack.enter_context(torch.cuda.device(self.device))
         return stack
 
     # -------------------------------------------------------------------------------------------------- printing
 
     def __str__(self) -> str:
-        """Every cast and product in the order in which a step runs them, what is saved, and notes."""
+        """Every cast and product in the order of a step, with the saved operands, and notes."""
         notes = Notes()
         m, k, n = self.rows, self.in_features, self.out_features
         where = "cpu" if self.device < 0 else f"cuda:{self.device}"

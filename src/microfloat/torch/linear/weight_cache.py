@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def weights_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The weights that a joint one is made of, else itself."""
+    """The weights that make up a joint weight; of any other weight itself."""
     return getattr(weight, "joined_of", (weight,))
 
 
@@ -35,7 +35,7 @@ def casts_late(layer: Layer, weight: torch.Tensor) -> bool:
 
 
 def fsdp_parameters(layer: torch.nn.Module | Layer) -> list["FSDPParam"]:
-    """The objects that FSDP2 has for the parameters of a layer, which it tells of them by a hook on loading alone."""
+    """FSDP2's objects for the parameters of a layer, which only the closure of its hook on loading gives away."""
     cells = [cell for hook in layer._load_state_dict_post_hooks.values() for cell in hook.__closure__ or ()]
     return [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "post_forward_mesh_info")]
 
@@ -63,7 +63,7 @@ class MainGrad:
             )
 
     def add(self, dw: torch.Tensor) -> torch.Tensor | None:
-        """Add a float32 gradient; returns what autograd is to pass on."""
+        """Add a float32 gradient; returns the gradient that autograd passes on."""
         weights = weights_of(self.weight)
         if len(weights) == 1:
             return self._add(weights[0], dw)
@@ -94,7 +94,7 @@ class MainGrad:
 
 
 class NoRows(torch.autograd.Function):
-    """Zeros in place of a weight, for a call without rows, whose gradient of zeros is added elsewhere (`MainGrad`)."""
+    """Zeros in place of a weight, for a call without rows; its gradient of zeros goes to `into`."""
 
     @staticmethod
     def forward(ctx: Context, weight: torch.Tensor, into: Sink) -> torch.Tensor:
@@ -108,19 +108,16 @@ class NoRows(torch.autograd.Function):
 
 
 def without_rows(layer: Layer, weight: torch.Tensor, overwrites: bool) -> torch.Tensor:
-    """Zeros in place of a weight, for a call without rows, whose gradient of zeros goes to its `main_grad`.
-
-    `weight`: its values; `overwrites`: as of `MainGrad`.
-    """
+    """Zeros in place of the values of a weight, for a call without rows; their gradient goes to its `main_grad`."""
     return NoRows.apply(weight, MainGrad(layer, layer.weight, overwrites))  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------------ kept operands
 
-# A flag that the caller forgot must cost time and never correctness, so what is kept says what it was made from. torch
-# counts the writes to a tensor (`_version`), but not those of its fused optimizers; these are seen by a hook that every
-# optimizer runs after its step. Writes that neither counts (through ``.data``, by a collective, by a user's kernel, in
-# the replay of a CUDA graph) cannot be seen.
+# A flag that the caller forgot must cost time and never correctness, so kept operands carry a stamp of their weight.
+# torch counts the writes to a tensor (`_version`), but not the writes of its fused optimizers; these are seen by a hook
+# that every optimizer runs after its step. Other writes (through ``.data``, by a collective, by a user's kernel, in the
+# replay of a CUDA graph) cannot be seen.
 
 # Stands for the latest step of any optimizer. An object and not a number, so that no two steps can make the same one.
 _latest_step = object()
@@ -140,7 +137,7 @@ register_optimizer_step_post_hook(_note_step)
 
 
 class KeptWeight:
-    """The operands of one weight, and what they were made from."""
+    """The operands of one weight, and the state of the tensors from which they were made."""
 
     __slots__ = ("_entry",)
 
@@ -163,7 +160,7 @@ class KeptWeight:
         return operands if same and stamp == _stamp(weights, tensors, key) else None
 
     def keep(self, weights: Sequence[torch.Tensor], key: tuple, operands: Operands) -> None:
-        """Keep `operands`, made from `weights` and from what `key` says."""
+        """Keep `operands`, made from `weights`; `key` holds everything else that they depend on."""
         if not any(weight.is_inference() for weight in weights):  # their writes are not counted
             tensors = _tensors_in(weights)
             self._entry = tuple(weakref.ref(one) for one in tensors), _stamp(weights, tensors, key), operands
