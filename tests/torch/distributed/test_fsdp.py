@@ -585,7 +585,7 @@ def kept_amaxes_of_a_plan(rank: int) -> dict[str, list]:
         with counted() as found:
             precompute_scales(sharded)
         layers = sharded[0].up, sharded[0].down
-        made[name] = [found["reduced"], *(float(vars(layer)["_shards"].amax) for layer in layers)]
+        made[name] = [found["reduced"], *(float(vars(layer)["_fsdp_state"].amax) for layer in layers)]
     return made
 
 

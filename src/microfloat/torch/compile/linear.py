@@ -132,7 +132,7 @@ _make_eager_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """`Linear.forward` as Dynamo traces it: the same bits as in eager mode (docs/recipes.md)."""
     own_wgrad = layer.fuse_wgrad_accumulation and torch.is_grad_enabled()
-    shards = getattr(layer, "_shards", None)
+    shards = getattr(layer, "_fsdp_state", None)
     is_gathered = shards is not None and not shards.reason  # by FSDP2 as codes, which no graph takes
     if (own_wgrad or is_gathered) and not torch.compiler.is_exporting():
         _make_eager_forward()

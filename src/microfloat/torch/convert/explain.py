@@ -390,7 +390,7 @@ def _in_groups(products: Sequence["RecipeLayer"], recipe: Recipe, backend: str) 
 def _across_ranks(layer: nn.Module) -> Iterator[str]:
     """Remarks on the weight of a layer that ranks share."""
     weight: Any = layer.weight
-    shards = layer.__dict__.get("_shards")
+    shards = layer.__dict__.get("_fsdp_state")
     owners = fsdp_parameters(layer)
     is_cut = hasattr(weight, "placements") and (not owners or any(owner.is_dtensor for owner in owners))  # by a plan
     if hasattr(weight, "placements"):

@@ -5,18 +5,18 @@
 
 Forward gathers the operand of fprop, backward that of dgrad, through the hooks that FSDP2 has for tensor subclasses.
 A scale of the whole tensor needs the amax of all shards: one all-reduce per weight and step, or for all weights
-together in `precompute_scales`. A weight whose shards do not serve is gathered in high precision, and `explain` says
-why.
-
-A weight that a tensor-parallel plan has cut before is gathered so too: N and K are then those of this rank's part, and
-a scale of the whole tensor needs the amax over the ranks of both.
+together in `precompute_scales`. A weight whose shards cannot be cast alone is gathered in high precision, and `explain`
+says why. Of a weight that a tensor-parallel plan has cut before, N and K are those of this rank's part, and the amax is
+taken over the ranks of both.
 
 Legend: N = out features, K = in features; n = N / ranks, the rows of a shard.
 """
 
+import math
 import typing
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.layout import Part, layout_of
+from microfloat.layout import layout_of
 from microfloat.recipes import Cast, Delayed, Recipe
 from microfloat.routes import routes_of
 from microfloat.torch import backends
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = [
-    "ShardedWeight", "compare_weight", "largest", "low_precision_all_gather", "precompute_scales",
+    "FsdpWeight", "compare_weight", "largest", "low_precision_all_gather", "precompute_scales",
     "refuse_fewer_ranks",
 ]  # fmt: skip
 
@@ -88,7 +88,7 @@ def low_precision_all_gather(model: nn.Module) -> nn.Module:
         weight = layer._parameters.get("weight")
         if _is_ready(weight):
             continue
-        state = layer.__dict__["_shards"] = Shards()
+        state = layer.__dict__["_fsdp_state"] = WeightState()
         state.reason = (
             "it is one product with other weights" if layer in joint
             else "other modules share it" if held[id(weight)] > 1
@@ -110,11 +110,11 @@ def precompute_scales(model: nn.Module) -> None:
     all-reduce of its own. It changes no byte. Raises InvalidTypeError for anything but a module.
     """
     check_model(model)
-    found: dict[tuple[dist.ProcessGroup, ...], list[tuple[Shards, DTensor, torch.Tensor]]] = {}
+    found: dict[tuple[dist.ProcessGroup, ...], list[tuple[WeightState, DTensor, torch.Tensor]]] = {}
     for layer in model.modules():
-        state = layer.__dict__.get("_shards")
+        state = layer.__dict__.get("_fsdp_state")
         weight = layer._parameters.get("weight")
-        if state is None or not isinstance(weight, DTensor) or not isinstance(weight._local_tensor, ShardedWeight):
+        if state is None or not isinstance(weight, DTensor) or not isinstance(weight._local_tensor, FsdpWeight):
             continue
         if state.mesh is not None and any(cast.takes_amax or cast.is_delayed for cast in state.casts):
             values = state.cast_from(weight._local_tensor.plain)
@@ -126,27 +126,26 @@ def precompute_scales(model: nn.Module) -> None:
             state.amax, state.stamp = amax, _stamp(weight)
 
 
-class Shards:
+@dataclass(eq=False)
+class WeightState:
     """State of the whole weight that its shards keep between gathers.
 
     `casts`: of fprop and dgrad; `reason`: why it is gathered in high precision; `mesh`: of the ranks that have shards;
     `cut`: the groups over which a plan has cut it before; `dtype`: of the values that are cast; `amax`: of all shards,
-    while the weight is the one that `stamp` tells of;
-    `scale_enc`, `made_of`, `recorded`: of delayed scaling, the encode scale of the latest forward, the stamp of the
-    buffer that has it, and the amax.
+    while the weight has this `stamp`; of delayed scaling `scale_enc`, the encode scale of the latest forward, with the
+    stamp of the buffer that it was copied from (`made_of`) and the amax (`recorded`).
     """
 
-    def __init__(self) -> None:
-        self.casts: tuple[Cast, ...] = ()
-        self.reason = ""
-        self.mesh: Any = None
-        self.cut: tuple[dist.ProcessGroup, ...] = ()
-        self.dtype: torch.dtype | None = None
-        self.amax: torch.Tensor | None = None
-        self.stamp: tuple | None = None
-        self.scale_enc: torch.Tensor | None = None
-        self.made_of: tuple[int, int] | None = None
-        self.recorded: torch.Tensor | None = None
+    casts: tuple[Cast, ...] = ()
+    reason: str = ""
+    mesh: Any = None
+    cut: tuple[dist.ProcessGroup, ...] = ()
+    dtype: torch.dtype | None = None
+    amax: torch.Tensor | None = None
+    stamp: tuple | None = None
+    scale_enc: torch.Tensor | None = None
+    made_of: tuple[int, int] | None = None
+    recorded: torch.Tensor | None = None
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of all ranks that hold a part of the weight."""
@@ -163,9 +162,8 @@ class Shards:
             self.amax, self.stamp = largest(backend.amax(values), self.groups()), stamp
         return self.amax
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Shards":
-        made = memo[id(self)] = Shards()
-        made.casts, made.reason, made.cut = self.casts, self.reason, self.cut
+    def __deepcopy__(self, memo: dict[int, object]) -> "WeightState":
+        made = memo[id(self)] = WeightState(self.casts, self.reason, cut=self.cut)
         return made
 
 
@@ -184,33 +182,33 @@ class Metadata(NamedTuple):
 # ------------------------------------------------------------------------------------------------------ the tensor
 
 
-class ShardedWeight(torch.Tensor):
+class FsdpWeight(torch.Tensor):
     """The values of a weight or of a shard, which FSDP2 gathers as codes. Every operation is that of `plain`."""
 
     plain: torch.Tensor
-    state: Shards
+    state: WeightState
 
     @staticmethod
-    def __new__(cls: type, values: torch.Tensor, state: Shards) -> "ShardedWeight":
+    def __new__(cls: type, values: torch.Tensor, state: WeightState) -> "FsdpWeight":
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, values.shape, strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
             device=values.device,
         )  # fmt: skip
 
-    def __init__(self, values: torch.Tensor, state: Shards) -> None:
+    def __init__(self, values: torch.Tensor, state: WeightState) -> None:
         self.plain, self.state = values, state
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"ShardedWeight({self.plain!r})"
+        return f"FsdpWeight({self.plain!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], Shards]:
+    def __tensor_flatten__(self) -> tuple[list[str], WeightState]:
         return ["plain"], self.state
 
     @staticmethod
     def __tensor_unflatten__(
-        parts: dict[str, torch.Tensor], state: Shards, outer_size: object, outer_stride: object
-    ) -> "ShardedWeight":
-        return ShardedWeight(parts["plain"], state)
+        parts: dict[str, torch.Tensor], state: WeightState, outer_size: object, outer_stride: object
+    ) -> "FsdpWeight":
+        return FsdpWeight(parts["plain"], state)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -220,14 +218,14 @@ class ShardedWeight(torch.Tensor):
     ) -> object:
         made = func(*tree_map(_values_of, args), **tree_map(_values_of, kwargs or {}))
         if func not in _KEEPING:
-            is_in_place = func._schema.name.endswith("_") and args and isinstance(args[0], ShardedWeight)
+            is_in_place = func._schema.name.endswith("_") and args and isinstance(args[0], FsdpWeight)
             return args[0] if is_in_place else made
         state = args[0].state
         if func is aten.split.Tensor and args[0].dim() == 2 and not state.reason:  # `fully_shard` cuts it into shards
             state.reason = _refusal_of_shards(args[0], args[1], args[2] if len(args) > 2 else 0)
         if state.reason:
             return made
-        return tree_map(lambda one: ShardedWeight(one, state) if isinstance(one, torch.Tensor) else one, made)
+        return tree_map(lambda one: FsdpWeight(one, state) if isinstance(one, torch.Tensor) else one, made)
 
     def fsdp_pre_all_gather(
         self, mesh: "DeviceMesh", outer_size: torch.Size, outer_stride: tuple[int, ...], module: Linear,
@@ -291,38 +289,38 @@ _KEEPING = {
 
 
 def _values_of(value: object) -> object:
-    return value.plain if isinstance(value, ShardedWeight) else value
+    return value.plain if isinstance(value, FsdpWeight) else value
 
 
 def _unwrap(layer: nn.Module, state_dict: StateDict, prefix: str, metadata: object) -> None:
-    """After ``state_dict()``: plain tensors, of the same memory."""
+    """Put plain tensors of the same memory into a state dict that was made."""
     weight = state_dict.get(prefix + "weight")
     own: Any = layer._parameters["weight"]
-    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, ShardedWeight):
+    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, FsdpWeight):
         with torch.no_grad():
             state_dict[prefix + "weight"] = DTensor.from_local(
                 own._local_tensor.plain, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
                 stride=weight.stride(),
             )  # fmt: skip
-    elif isinstance(weight, ShardedWeight):
+    elif isinstance(weight, FsdpWeight):
         state_dict[prefix + "weight"] = own.plain
 
 
 def _wrap(layer: Any, keys: object) -> None:
-    """At first, and after ``load_state_dict(assign=True)``, which puts plain tensors in the parameter's place."""
-    weight, state = layer._parameters["weight"], layer.__dict__["_shards"]
-    if state.reason or isinstance(getattr(weight, "_local_tensor", weight), ShardedWeight):
+    """Make the weight one that FSDP2 gathers as codes; again after ``load_state_dict(assign=True)`` replaced it."""
+    weight, state = layer._parameters["weight"], layer.__dict__["_fsdp_state"]
+    if state.reason or isinstance(getattr(weight, "_local_tensor", weight), FsdpWeight):
         return
     if isinstance(weight, DTensor):
         if keys is None:  # a plan has cut it, and FSDP2 will
             mesh = weight.device_mesh
             state.cut = tuple(mesh.get_group(i) for i, one in enumerate(weight.placements) if one.is_shard())
-        weight._local_tensor = ShardedWeight(weight._local_tensor, state)
+        weight._local_tensor = FsdpWeight(weight._local_tensor, state)
     else:
-        layer.weight = nn.Parameter(ShardedWeight(weight.detach(), state), requires_grad=weight.requires_grad)
+        layer.weight = nn.Parameter(FsdpWeight(weight.detach(), state), requires_grad=weight.requires_grad)
 
 
-# ------------------------------------------------------------------------------------------------ what serves
+# ------------------------------------------------------------------------------------------------ refusals
 
 
 def _casts_of(recipe: Recipe) -> tuple[Cast, ...]:
@@ -333,12 +331,12 @@ def _casts_of(recipe: Recipe) -> tuple[Cast, ...]:
 
 
 def _is_ready(weight: object) -> bool:
-    """True for a weight that needs no preparation: FSDP2 gathers as they are what exists as codes only."""
-    return isinstance(getattr(weight, "_local_tensor", weight), ShardedWeight | QuantizedTensor)
+    """True for a weight that needs no preparation: it is prepared, or exists as codes, which FSDP2 gathers anyway."""
+    return isinstance(getattr(weight, "_local_tensor", weight), FsdpWeight | QuantizedTensor)
 
 
 def _unready(layer: Linear) -> str:
-    """Reason why the time to prepare a layer is not now, or ""."""
+    """Reason why a layer cannot be prepared yet, or no more, or ""."""
     weight = layer._parameters.get("weight")
     if _is_ready(weight):
         return ""
@@ -350,7 +348,7 @@ def _unready(layer: Linear) -> str:
 
 
 def _refusal(layer: Linear) -> str:
-    """Reason for gathering a layer's weight in high precision whatever its shards are, or ""."""
+    """Reason for gathering a layer's weight in high precision, however it will be sharded, or ""."""
     weight, recipe = layer._parameters.get("weight"), layer._pinned
     if unready := _unready(layer):
         return unready
@@ -367,7 +365,7 @@ def _refusal(layer: Linear) -> str:
     return ""
 
 
-def _refusal_of_shards(weight: ShardedWeight, rows: int, dim: int) -> str:
+def _refusal_of_shards(weight: FsdpWeight, rows: int, dim: int) -> str:
     """Reason for gathering a weight in shards of so many rows in high precision, or ""."""
     if dim:
         return f"it is sharded along dimension {dim}"
@@ -382,14 +380,14 @@ def _refusal_of_shards(weight: ShardedWeight, rows: int, dim: int) -> str:
         if rows % unit:
             return f"shards of {rows} rows are no whole blocks of {unit} ({cast.format.name})"
         layout = layout_of(cast, *((length, rows) if transposed else (rows, length)))
-        sizes.append([_elements(part) for part in layout[:2]])
+        sizes.append([0 if part is None else math.prod(part.shape) for part in layout[:2]])
     if sizes[0] != sizes[1]:
         return f"its {length} columns are no whole blocks, so that both gathers would differ in size"
     return ""
 
 
 def refuse_fewer_ranks(layer: nn.Module) -> None:
-    """Raise where FSDP2 would keep shards on fewer ranks after forward: it cuts values so, and no codes and scales."""
+    """Raise where FSDP2 would keep shards on fewer ranks after forward, which it does with values alone."""
     for owner in fsdp_parameters(layer):
         kept = owner.post_forward_mesh_info
         if kept is not None and kept.shard_mesh_size != getattr(owner.mesh_info, "shard_mesh_size", None):
@@ -401,12 +399,8 @@ def refuse_fewer_ranks(layer: nn.Module) -> None:
             )
 
 
-def _elements(part: Part | None) -> int:
-    return 0 if part is None else int(torch.Size(part.shape).numel())
-
-
 def _joint_layers(model: nn.Module) -> Iterator[Linear]:
-    """Layers whose weights are multiplied as one matrix, with the scales of that."""
+    """Layers whose weights are joined to one matrix, which is cast and multiplied as a whole."""
     for module in model.modules():
         attention = getattr(module, "self_attn", None) if isinstance(module, Fused) else module
         if isinstance(module, LayerNormLinear):
@@ -424,17 +418,16 @@ def _joint_layers(model: nn.Module) -> Iterator[Linear]:
 
 
 class Source(NamedTuple):
-    """The source from which a `Gather` takes a weight that FSDP2 has not gathered."""
+    """A shard and its ranks, from which a `Gather` gathers what FSDP2 has not gathered."""
 
-    shard: ShardedWeight
+    shard: FsdpWeight
     mesh: "DeviceMesh"
     backend: Backend
     shape: torch.Size
 
     def operand(self, gather: Gather, transposed: bool) -> Operand:
         """The operand of the other pass: under activation checkpointing, and without a reshard after forward."""
-        values = self.shard.state.cast_from(self.shard.plain)
-        parts, metadata = _cast_shard(values, gather, transposed)
+        parts, metadata = _cast_shard(self.shard.state.cast_from(self.shard.plain), gather, transposed)
         return operand_of([self._gather(part) for part in parts], metadata)
 
     def values(self) -> torch.Tensor:
@@ -447,8 +440,7 @@ class Source(NamedTuple):
         return operand_of(*gathered)
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
-        whole = part.new_empty(part.numel() * self.mesh.size())
-        group = self.mesh.get_group()
+        whole, group = part.new_empty(part.numel() * self.mesh.size()), self.mesh.get_group()
         with in_collective("the all-gather of a sharded weight", group):
             all_gather(whole, part.contiguous(), group=group)
         return whole
@@ -477,7 +469,7 @@ def _cast_shard(values: torch.Tensor, gather: Gather, transposed: bool) -> tuple
 
 
 def operand_of(outputs: Sequence[torch.Tensor], metadata: Metadata) -> Operand:
-    """The operand in gathered bytes: a view of them, and of a transposed one, whose shards are [K, n], a copy."""
+    """The operand in gathered bytes, as a view; as a copy where it is transposed, with shards of [K, n]."""
     gather, transposed = metadata.gather, metadata.transposed
     cast, ranks = gather.casts[transposed], gather.source.mesh.size()
     rows, length = metadata.shape[::-1] if transposed else metadata.shape
@@ -492,10 +484,7 @@ def operand_of(outputs: Sequence[torch.Tensor], metadata: Metadata) -> Operand:
 
 
 def compare_weight(mesh: "DeviceMesh", layer: nn.Module, recipe: object, weight: str) -> None:
-    """Compare a layer's weight between the ranks of its shards before its first gather.
-
-    Parts of different sizes would end the process.
-    """
+    """Compare a layer's weight between ranks before its first gather, which parts of other sizes would end badly."""
     name = getattr(layer, "_path", "") or type(layer).__name__
     facts = {"the layer": repr(name), f"the recipe of {name!r}": recipe, f"the weight of {name!r}": weight}
     compare(mesh.get_group(), "fully_shard", facts)
@@ -518,6 +507,6 @@ def _reduces_later(casts: Sequence[Cast]) -> bool:
 
 
 def _stamp(weight: Any) -> tuple:
-    """Equal while the weight is; what `microfloat.torch.linear` keeps of weights is stamped alike."""
+    """A value that changes with the weight, made as `microfloat.torch.linear` stamps what it keeps of weights."""
     local = weight._local_tensor
     return weight._version, local._version, local.plain._version, local.plain.data_ptr(), latest_step()

@@ -46,7 +46,7 @@ UNPINNED = _Unpinned()
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
-                  "_followed", "fuse_wgrad_accumulation", "_shards", "_untied_from", "init_method")  # fmt: skip
+                  "_followed", "fuse_wgrad_accumulation", "_fsdp_state", "_untied_from", "init_method")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
