@@ -7,9 +7,10 @@ so that a metric has one name and one definition. Sums are float64 of torch or f
 import csv
 import math
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
@@ -177,10 +178,9 @@ def _histogram(fmt: ScaleFormat, at_limits: Numbers, counts: list[int]) -> Scale
         return metrics.histogram_of_bytes(np.array(counts), fmt)
     total = sum(counts) or 1
     exponents = [exponent for exponent in range(1, 255) if counts[exponent]]
-    shares = (number / total for number in (counts[0], counts[255], *at_limits))
-    return ScaleHistogram(
-        tuple(exponent - 127 for exponent in exponents), tuple(counts[one] / total for one in exponents), *shares
-    )  # fmt: skip
+    zero, nan, lowest, highest = (number / total for number in (counts[0], counts[255], *at_limits))
+    fractions = tuple(counts[exponent] / total for exponent in exponents)
+    return ScaleHistogram(tuple(exponent - 127 for exponent in exponents), fractions, zero, nan, lowest, highest)
 
 
 def of_noise(size: int, n: Numbers) -> Metrics:
@@ -217,21 +217,21 @@ class RecordLog:
     def __init__(self, metrics: Sequence[str] = METRICS, ema: float = 0.9) -> None:
         self.metrics = check_names("metrics", metrics, METRICS)
         self.ema: Any = check_number("ema", ema, "a number in [0, 1)", 0, 1)
-        self._wanted = frozenset(self.metrics)
         self._records: list[Record] = []
         self._emas: dict[tuple[str, str, str], float] = {}
 
     def _read(self) -> None:
         """Take what has been measured and not read yet."""
 
-    def take(self, entry: Entry, found: dict[str, Any]) -> None:
-        """Keep the metrics of one reading."""
+    def take(self, entry: Entry, found: dict[str, Any], wanted: Collection[str] = METRICS) -> None:
+        """Keep the metrics of one reading, those of `wanted`."""
         if "amax" in found:
             key = entry.module, entry.gemm, entry.operand
             last = self._emas.get(key, found["amax"])
             found["amax_ema"] = self._emas[key] = self.ema * last + (1 - self.ema) * found["amax"]
         for metric, value in found.items():
-            if metric in self._wanted or metric.startswith(("block_dynamic_range_", "sr_noise_")):
+            name = re.sub("^(block_dynamic_range|sr_noise)_.*", r"\1", metric)
+            if name in self.metrics and name in wanted:
                 self._records.append(Record(*entry, metric, value))
 
     @property

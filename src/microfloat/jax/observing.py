@@ -9,7 +9,7 @@ Legend: M = rows of x, K = in features, N = out features; R, C = rows and contra
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from microfloat.jax.backends import casts, reference
+from microfloat.jax.calls import Call
 from microfloat.jax.numerics.bits import as_code_dtype, hadamard_transform, widened
 from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Recipe
@@ -34,9 +35,6 @@ from microfloat.watching import (
     Measured,
     largest_byte,
 )
-
-if TYPE_CHECKING:
-    from microfloat.jax.calls import Call
 
 __all__ = ["Subject", "observe_backward", "observe_forward", "seen_by_backward", "shown_p", "watching"]
 
@@ -81,7 +79,7 @@ batching.primitive_batchers[shown_p] = _batched
 Readings = list[tuple[Subject, Array]]
 
 
-def observe_forward(call: "Call", x_MK: Array, w_NK: Array, y_MN: Array, *, stage: str) -> Array:
+def observe_forward(call: Call, x_MK: Array, w_NK: Array, y_MN: Array, *, stage: str) -> Array:
     """y, with the readings of x, w and y in a watched function."""
     watch = watching.value
     if watch is None:
@@ -103,7 +101,7 @@ def seen_by_backward(x_MK: Array, w_NK: Array) -> tuple[Array, Array] | None:
 
 
 def observe_backward(
-    call: "Call", seen: tuple[Array, Array] | None, dy_MN: Array, products: tuple[Array, Array],
+    call: Call, seen: tuple[Array, Array] | None, dy_MN: Array, products: tuple[Array, Array],
     results: tuple[Array, Array],
 ) -> tuple[Array, Array]:  # fmt: skip
     """dx and dw, with the readings of dy and of both products (before they are summed over a mesh)."""
@@ -128,7 +126,7 @@ def _shown(recipe: Recipe, stage: str, readings: Readings, *results: Array) -> t
 # ------------------------------------------------------------------------------------------------------------ readings
 
 
-def _operand(watch: Measured, call: "Call", tensor: str, matrix: Array, uses: tuple[bool, bool]) -> Readings:
+def _operand(watch: Measured, call: Call, tensor: str, matrix: Array, uses: tuple[bool, bool]) -> Readings:
     """Readings of both operands of a tensor that are in use, and of the formats that might be."""
     if tensor not in watch.tensors or not matrix.size:
         return []
@@ -177,7 +175,7 @@ class _Made(NamedTuple):
 
 
 def _quantized(
-    watch: Measured, call: "Call", operand: Operand, cast: Cast, matrix: Array, words: Any
+    watch: Measured, call: Call, operand: Operand, cast: Cast, matrix: Array, words: Any
 ) -> _Made:  # fmt: skip
     """The bytes that the call computes with, by XLA's operations."""
     turned, one = operand.transposed, casts.CastOf(cast, operand.stream)
@@ -259,7 +257,7 @@ def _binades(x: Array, error: Array) -> Array:
 
 
 def _noise(
-    subject: Subject, watch: Measured, call: "Call", operand: Operand, cast: Cast, matrix: Array
+    subject: Subject, watch: Measured, call: Call, operand: Operand, cast: Cast, matrix: Array
 ) -> tuple[Subject, Array]:
     """The mean error of stochastic rounding over the seeds that watches have for it, and the mean of its variances."""
     draws = []
@@ -271,7 +269,7 @@ def _noise(
 
 
 def _product(
-    watch: Measured, call: "Call", gemm: str, name: str, whole: Array, result: Array, a_RC: Array, b_SC: Array
+    watch: Measured, call: Call, gemm: str, name: str, whole: Array, result: Array, a_RC: Array, b_SC: Array
 ) -> Readings:
     """The counts of a result, and its error on a part of it: ``result ~ a @ b.T`` against float32."""
     if not whole.size:

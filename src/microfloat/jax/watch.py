@@ -88,7 +88,7 @@ _without_derivative = no_derivative(
 
 
 class _Tag(NamedTuple):
-    """One `shown_p`. `scope`: of named scopes. `leads`: the meaning of the leading axes of its numbers."""
+    """One `shown_p` under named scopes. `leads`: the meaning of the leading axes of its numbers."""
 
     scope: tuple[str, ...]
     stage: str
@@ -113,9 +113,9 @@ class _Label(NamedTuple):
 )  # fmt: skip
 @dataclass(frozen=True)
 class Readings:
-    """A pytree of sums, one small float32 array for each tensor, cast and product: an output of jit like any other.
+    """A pytree of sums, a small float32 array for each tensor, cast and product: an output of jit like any other.
 
-    `records(step)` waits for the device and makes the metrics of them; a `RecordLog` collects those of many steps.
+    `records(step)` waits for the device and makes metrics of them; a `RecordLog` collects the records of many steps.
     """
 
     numbers: tuple[Array, ...]
@@ -123,7 +123,7 @@ class Readings:
     metrics: frozenset[str]
 
     def entries(self, step: int = 0) -> list[tuple[Entry, dict[str, Any]]]:
-        """Metrics by what they tell of, in the order of the calls."""
+        """Subjects and their metrics, in the order of the calls."""
         made = []
         for numbers, (module, subject, leads) in zip(jax.device_get(self.numbers), self.labels, strict=True):
             loops, table = _combined(np.asarray(numbers, np.float64), subject.kind, leads)
@@ -135,25 +135,20 @@ class Readings:
 
     def records(self, step: int = 0) -> list[Record]:
         """The records of this step."""
-        log = RecordLog(tuple(name for name in METRICS if name in self.metrics))
+        log = RecordLog()
         log.add(step, self)
         return log.records
 
 
 class RecordLog(common.RecordLog):
-    """Records of many steps: ``log.add(step, readings)``, then records, table, files and pictures as of `mf.watch`.
-
-    `metrics`: names of those that are kept. `ema`: the decay of amax_ema, the moving average of amax over samples.
-    """
+    """Records of many steps: ``log.add(step, readings)``, then records, table, files and pictures as of `mf.watch`."""
 
     def __init__(self, metrics: Sequence[str] = METRICS, ema: float = 0.9) -> None:
         super().__init__(metrics, ema)
         self._pending: list[tuple[int, Readings]] = []
 
     def add(self, step: int, readings: Readings) -> None:
-        """Keep the readings of a step. Nothing waits for the device before somebody asks for records, unless `step` is
-        an array.
-        """
+        """Keep the readings of a step. The device is waited for when records are read, and for a step in an array."""
         if not isinstance(readings, Readings):
             raise invalid_type("readings", kind_of(readings), "the second result of a function of watch_outputs")
         number = as_int(step, invalid_value("step", repr(step), "the number of a step"))
@@ -165,12 +160,7 @@ class RecordLog(common.RecordLog):
             made = readings.entries(step)
             del self._pending[0]  # no sooner: Ctrl-C while the device is waited for leaves it
             for entry, found in made:
-                kept = {name: value for name, value in found.items() if _is_of(name, readings.metrics)}
-                self.take(entry, kept)
-
-
-def _is_of(metric: str, wanted: frozenset[str]) -> bool:
-    return metric in wanted or any(metric.startswith(f"{name}_") for name in ("block_dynamic_range", "sr_noise"))
+                self.take(entry, found, readings.metrics)
 
 
 def _combined(numbers: np.ndarray, kind: str, leads: tuple[str, ...]) -> tuple[tuple[int, ...], np.ndarray]:
@@ -204,7 +194,7 @@ def _metrics(subject: Subject, n: list[float], wanted: frozenset[str]) -> Any:
 
 
 def _numbered(found: Sequence[_Found], options: Measured) -> Readings:
-    """Readings under the names of their modules; a backward has the name of the forward that it belongs to."""
+    """Readings under the names of their modules; a backward has the name of its forward."""
     counts: dict[str, int] = {}
     opened: dict[str, list[str]] = {}
     numbers, labels = [], []
@@ -288,15 +278,13 @@ def _plain(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     return eval_jaxpr(alone, (), *inner.values())
 
 
-@lru_cache(maxsize=4096)
 def _is_watched(jaxpr: Jaxpr) -> bool:
-    return any(
-        eqn.primitive is shown_p or any(map(_is_watched, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns
-    )  # fmt: skip
+    inner = (one for eqn in jaxpr.eqns for one in jaxprs_in_params(eqn.params))
+    return any(eqn.primitive is shown_p for eqn in jaxpr.eqns) or any(map(_is_watched, inner))
 
 
-# A jaxpr with its readings as further results, and the tags of these: the same object for the same jaxpr, so that
-# JAX finds what it has compiled of it.
+# Jaxpr -> the jaxpr with its readings as further results, and the tags of these: one object for each, by which JAX
+# finds what it has compiled. Bounded by the jaxprs that JAX keeps.
 _EXTENDED: Any = weakref.WeakKeyDictionary()
 
 
@@ -321,7 +309,7 @@ def _numbers(found: Sequence[_Found]) -> list[Array]:
 
 
 def _with_numbers(tags: Sequence[_Tag], numbers: Sequence[Array], lead: str = "") -> list[_Found]:
-    """The tags with the numbers that came out beside the results; `lead`: of a new leading axis."""
+    """The tags with their numbers, which came out beside the results; `lead`: the meaning of a new leading axis."""
     left = iter(numbers)
     leads = (lead,) if lead else ()
     return [_Found(tag._replace(leads=leads + tag.leads), [next(left) for _ in tag.subjects]) for tag in tags]
@@ -358,7 +346,7 @@ def _unspecified() -> dict[str, Any]:
 
 
 def _remat(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
-    """The backward of a rematerialised region computes its forward once more: that was read before."""
+    """Evaluate a rematerialised region. Its backward computes the forward once more, which was read before."""
     closed = ClosedJaxpr(eqn.params["jaxpr"], ())
     if is_mapped:
         results, inner = _evaluate(closed.jaxpr, (), inputs, mine := [], is_mapped=True), mine
@@ -377,11 +365,6 @@ def _scan(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool
         fixed, carried = options["num_consts"], options["num_carry"]
     else:  # JAX 0.11 describes operands and results by trees
         fixed, carried = (len(tree) for tree in options["ft_in"].unpack()[:2])
-    if not is_mapped and "num_consts" in options:
-        extended, tags = _extended(closed)
-        results, numbers = _split(eqn.primitive.bind(*inputs, **{**options, "jaxpr": extended}), len(eqn.outvars))
-        found += _with_numbers(tags, numbers, "loop")
-        return results
     constants, rest = _split(inputs, fixed)
     first, xs = _split(rest, carried)
     inner: list[_Found] = []
@@ -399,7 +382,7 @@ def _scan(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool
 
 
 def _cond(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
-    """Numbers of a branch that is not taken are NaN."""
+    """Evaluate branches, each with the readings of all; those of branches that are not taken are NaN."""
     index, *arguments = inputs
     tags: list[list[_Tag]] = []
 
@@ -427,7 +410,7 @@ def _cond(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool
 
 
 def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
-    """Numbers of the devices stand along a new axis; of those that hold the same tensor the first one's count."""
+    """Evaluate on each device. Readings get an axis of devices; the first device of replicas has theirs."""
     options, inner = eqn.params, []
     # Versions of JAX have either name.
     axes = tuple(sorted(options.get("newly_manual_axes") or options.get("manual_axes") or ()))
@@ -440,7 +423,7 @@ def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped:
     def by_device(numbers: Array) -> Array:
         if options["check_vma"]:
             varying = varying_axes(numbers)
-            numbers = like_in_variance(numbers, _over_all(axes))
+            numbers = like_in_variance(numbers, lax.pcast(jnp.zeros(()), axes, to="varying"))
             numbers = on_first_device(numbers, frozenset(axes) - varying)
         return numbers[None]
 
@@ -454,13 +437,8 @@ def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped:
     return results
 
 
-def _over_all(axes: tuple[str, ...]) -> Array:
-    """An array that varies over all these axes."""
-    return lax.pcast(jnp.zeros(()), axes, to="varying")
-
-
 def _custom(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
-    """A function with a rule for its derivative, of which there is none any more."""
+    """Evaluate a function that has a rule for its derivative, which nobody asks for any more."""
     closed = eqn.params["call_jaxpr"]
     return _evaluate(closed.jaxpr, closed.consts, inputs, found, is_mapped=is_mapped)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Layer", "overview"]
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
-_MOST_TEXTS = 250  # cells of a heat map that still carry their figure
+_MOST_TEXTS = 250  # cells of a heat map with their figures in them
 _MOST_ROWS = 60
 _MOST_PANELS = 5  # of the usual width
 
@@ -38,10 +38,9 @@ class Layer:
 
     @property
     def kind(self) -> str:
-        """The name without that number and without what stands before it."""
+        """The part of the name behind the number of its block."""
         found = _NUMBER.search(self.name)
-        text = self.name[found.end() + 1 :] if found else self.name
-        return text.removesuffix(".weight")
+        return self.name[found.end() + 1 if found else 0 :].removesuffix(".weight")
 
 
 def overview(
@@ -71,7 +70,7 @@ def overview(
 
 
 def _heat_map(figure: "Figure", layers: Sequence[Layer], kinds: Sequence[str], formats: Sequence[str]) -> None:
-    """A panel per format: kinds of layers down, blocks across; the worst cell of each is framed."""
+    """Draw a panel for each format: kinds of layers down, blocks across; a frame around its worst cell."""
     numbers = sorted({layer.index for layer in layers})
     place = {number: column for column, number in enumerate(numbers)}
     cubes = np.full((len(formats), len(kinds), len(numbers)), np.nan)
@@ -99,12 +98,9 @@ def _heat_map(figure: "Figure", layers: Sequence[Layer], kinds: Sequence[str], f
                 panel.text(column, row, text, ha="center", va="center", size=7.5, color=color)
         if shown.size and np.count_nonzero(~np.isnan(cells)) > 1:
             row, column = np.unravel_index(np.nanargmin(cells), cells.shape)
-            panel.plot(
-                [column - 0.5, column + 0.5, column + 0.5, column - 0.5, column - 0.5],
-                [row - 0.5, row - 0.5, row + 0.5, row + 0.5, row - 0.5], color=ORANGE, linewidth=2, clip_on=False,
-            )  # fmt: skip
-        for side in panel.spines.values():
-            side.set_visible(False)
+            across, down = np.array([[-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1]]) / 2
+            panel.plot(column + across, row + down, color=ORANGE, linewidth=2, clip_on=False)
+        clean(panel, "left", "bottom")
     step = -(-len(kinds) // _MOST_ROWS)
     panels[0].set_yticks(range(0, len(kinds), step), [short(kind) for kind in kinds][::step], size=9)
     figure.colorbar(panels[0].images[0], ax=panels, pad=0.01, label="SQNR, dB (worst: orange frame)")
@@ -122,7 +118,7 @@ def _bars(axes: "Axes", bits: Mapping[str, float]) -> None:
 
 
 def _scatter(axes: "Axes", layers: Sequence[Layer], kinds: Sequence[str]) -> None:
-    """Every layer by its amax and crest factor; outliers by name."""
+    """Draw every layer by its amax and crest factor, outliers with their names."""
     from matplotlib.ticker import LogLocator
 
     shown = [layer for layer in layers if layer.amax > 0]
@@ -137,17 +133,10 @@ def _scatter(axes: "Axes", layers: Sequence[Layer], kinds: Sequence[str]) -> Non
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     usual = float(np.median([layer.crest for layer in shown])) if shown else 0.0
-    outliers = [layer for layer in shown if layer.crest > 1.5 * usual]
-    for layer in sorted(outliers, key=lambda layer: -layer.crest)[:3]:
-        where = (layer.amax, layer.crest)
-        axes.annotate(
-            short(layer.name.removesuffix(".weight")),
-            where,
-            xytext=(0, 6),
-            textcoords="offset points",
-            size=7,
-            ha="center",
-        )
+    for layer in sorted(shown, key=lambda layer: -layer.crest)[:3]:
+        if layer.crest > 1.5 * usual:
+            label, place = short(layer.name.removesuffix(".weight")), (layer.amax, layer.crest)
+            axes.annotate(label, place, xytext=(0, 6), textcoords="offset points", size=7, ha="center")
     if len(kinds) <= len(CYCLE) and shown:
         axes.legend(fontsize=7, framealpha=0.6, loc="lower right")  # few crest factors are as small as 2
     axes.margins(x=0.15)
@@ -156,7 +145,7 @@ def _scatter(axes: "Axes", layers: Sequence[Layer], kinds: Sequence[str]) -> Non
 
 
 def _histogram(axes: "Axes", exponents: Mapping[str, Mapping[int, float]]) -> None:
-    """The share of block scales in each power of two."""
+    """Draw the share of block scales in each power of two."""
     from matplotlib.ticker import MaxNLocator
 
     colors = colors_of(exponents)

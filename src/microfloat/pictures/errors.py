@@ -15,7 +15,7 @@ __all__ = ["ErrorCounts", "error_against_magnitude"]
 _LEAST, _MOST, _PER_BINADE = -40, 24, 4  # magnitudes, in powers of two
 _LEAST_ERROR, _MOST_ERROR = -14, 2  # relative errors, in powers of two
 _WORST = 12
-_LEAST_SHARE = 1e-3  # of the elements of the most frequent magnitude: so many of another one have a median
+_LEAST_SHARE = 1e-3  # of the elements of the most frequent magnitude: others with fewer elements have no median
 
 
 class ErrorCounts:
@@ -26,7 +26,7 @@ class ErrorCounts:
         self.exact = np.zeros(len(self.counts), np.int64)
 
     def add(self, x: np.ndarray, error: np.ndarray) -> None:
-        """Count the elements of finite x that are not zero; what lies beyond the picture is counted at its border."""
+        """Count the elements of finite x that are not zero; elements beyond the picture count at its border."""
         size, wrong = np.abs(x, dtype=np.float64), np.abs(error)
         seen = (size > 0) & np.isfinite(wrong)
         size, wrong = size[seen], wrong[seen]
@@ -91,7 +91,7 @@ def error_against_magnitude(
 
 
 def _median(counts: np.ndarray, edges: np.ndarray, least: float) -> float:
-    """The middle of the bin that holds the median; NaN of fewer counts than `least`, and of none."""
+    """The middle of the bin that holds the median; NaN for no counts, or fewer than `least`."""
     total = counts.sum()
     if not total or total < least:
         return float("nan")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["magnitudes", "number_lines", "relative_gaps"]
 
-_HALF = 0.32  # of the height of a line's ticks, in rows
-_LABEL = 0.027  # of the width of an axis that the label of a value takes
+_HALF = 0.32  # half of the height of ticks, in rows
+_LABEL = 0.027  # width of the label of a value, as a share of the axis
 # Blue and orange are the values on a number line. Curves that hide each other differ in width and in dashes.
 _CURVES = tuple(color for color in CYCLE if color not in (BLUE, ORANGE))
 _WIDTHS, _DASHES = (3.0, 2.4, 1.9, 1.5, 1.1), ("-", "-", "--", ":")
@@ -38,9 +38,8 @@ def number_lines(elements: Sequence[ElementFormat] = tuple(ELEMENTS.values())) -
         linear.vlines(0, row - _HALF, row + _HALF, color="black", linewidth=1.2)
         text = f"{len(magnitudes(element))} magnitudes\nmax {element.max:g}"
         binary.text(np.log2(element.max) + 0.7, row, text, va="center", size=8)
-    linear.set(
-        xlabel="value / maximum", title="how dense: evenly spaced inside a power of two, twice as far in the next"
-    )
+    title = "how dense: evenly spaced inside a power of two, twice as far in the next"
+    linear.set(xlabel="value / maximum", title=title)
     low = min(np.log2(element.step) for element in elements)
     high = max(np.log2(element.max) for element in elements)
     binary.set(xlim=(low - 1.5, high + 0.5 + 0.15 * (high - low) + 2))
@@ -52,7 +51,7 @@ def number_lines(elements: Sequence[ElementFormat] = tuple(ELEMENTS.values())) -
 
 
 def _ticks(axes: "Axes", elements: Sequence[ElementFormat], position) -> None:
-    """A row of ticks per element, the first on top."""
+    """Draw a row of ticks for each element format, the first on top."""
     for row, element in enumerate(reversed(elements)):
         values = magnitudes(element)
         normal = values >= element.min_normal

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["roofline"]
 
-_TOGETHER = 1.08  # FLOP per byte, in proportion, of marks that share a label
+_TOGETHER = 1.08  # largest ratio of the FLOP per byte of two marks that share a label
 
 
 def roofline(rows: Sequence[Mapping[str, Any]], copy_gbs: float, device: str) -> "Figure":
@@ -29,9 +29,9 @@ def roofline(rows: Sequence[Mapping[str, Any]], copy_gbs: float, device: str) ->
     everything = [row["intensity"] for row in rows] + [row["bf16_intensity"] for row in rows] or [1.0]
     top = max([best, *(row["tflops"] for row in rows)])
     low = min((row["tflops"] for row in rows), default=top)
-    ridge = 1e3 * top / copy_gbs  # FLOP per byte at which a copy's rate allows the best one
+    ridge = 1e3 * top / copy_gbs  # FLOP per byte of the best product at a copy's rate
     reach = np.array([min(*everything, ridge) / 3, max(*everything, ridge) * 2])
-    slope = np.array([reach[0], min(ridge, reach[1])])  # beyond it products, and no longer memory, limit the rate
+    slope = np.array([reach[0], min(ridge, reach[1])])  # beyond it products limit the rate, and not memory
     axes.plot(slope, copy_gbs / 1e3 * slope, color="black", linewidth=1, label=f"memory: {copy_gbs:.0f} GB/s")
     axes.axhline(best, color=GREY, linestyle="--", linewidth=1)
     axes.text(0.95 * reach[1], best * 1.03, f"best bf16: {best:.3g} TFLOP/s", size=8.5, color=GREY, ha="right")
@@ -63,7 +63,7 @@ def roofline(rows: Sequence[Mapping[str, Any]], copy_gbs: float, device: str) ->
 
 
 def _labels(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[float, float]]]:
-    """The shapes, each below its slowest bf16 product; those whose marks lie one above the other in one label."""
+    """Labels and their places, below the slowest bf16 products; shapes with nearly equal places share one label."""
     slowest: dict[str, tuple[float, float]] = {}
     for row in sorted(rows, key=lambda row: row["bf16_tflops"]):
         slowest.setdefault(row["shape"], (row["bf16_intensity"], row["bf16_tflops"]))

@@ -18,7 +18,7 @@ __all__ = [
 # Okabe and Ito's palette, which stays apart for colour-blind readers.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
 CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B8A900", "#8C510A", "#542788")
-# What a recipe, or a format by the recipe that it is for, is drawn in everywhere: the longest beginning counts.
+# The colour of a recipe, or of its format, in every picture: of names that begin alike, the longest counts.
 _COLORS = {
     "bf16": "#000000", "delayed": "#56B4E9", "fp8": BLUE, "fp8_row": "#CC79A7", "fp8_block": "#E69F00",
     "fp8_1x128": "#E69F00", "fp8_128x128": "#E69F00", "mxfp8": GREEN, "mxfp6": "#8C510A", "mxfp4": "#542788",
@@ -34,17 +34,15 @@ def new_figure(width: float, height: float) -> "Figure":
 
     Raises MissingPackageError without matplotlib.
     """
-    _need_matplotlib()
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
+    return _figure_class()(figsize=(width, height), layout="constrained")
 
 
-def _need_matplotlib() -> None:
+def _figure_class() -> type["Figure"]:
     try:
-        import matplotlib.figure  # noqa: F401
+        from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise missing_package("matplotlib", "A picture", "plot") from None
+    return Figure
 
 
 def color_of(name: str) -> str | None:
@@ -54,7 +52,7 @@ def color_of(name: str) -> str | None:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
-    """Name -> its colour: that of a recipe where it is one, no colour twice while there are some left."""
+    """A colour for each name: recipes and formats have their own, and no colour comes twice while others are left."""
     found: dict[str, str] = {}
     for name in names:
         color = color_of(name)
@@ -65,7 +63,7 @@ def colors_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def clean(axes: "Axes", *sides: str) -> None:
-    """Remove the spines that carry no figures: top and right, and those named in `sides`."""
+    """Remove the top and right spines, and those named in `sides`."""
     for side in ("top", "right", *sides):
         axes.spines[side].set_visible(False)
 
@@ -77,7 +75,7 @@ def check_path(path: str | Path, argument: str = "path") -> Path:
         endings = ", ".join(SUFFIXES)
         raise invalid_value(argument, checked, f"a file that ends in one of {endings}", f"Try {checked.name}.png.")
     check_new_file(argument, checked)
-    _need_matplotlib()
+    _figure_class()
     return checked
 
 
@@ -92,7 +90,7 @@ def save(figure: "Figure", path: str | Path, dpi: int = DPI) -> Path:
 
 
 def short(name: str) -> str:
-    """A name for a label: where it is long its middle is left out, as beginnings and ends tell layers apart."""
+    """A name for a label, without its middle where it is long: beginnings and ends tell layers apart."""
     if len(name) <= _MOST_LETTERS:
         return name
     first = _MOST_LETTERS // 3

@@ -13,7 +13,7 @@ __all__ = [
     "sqnr_heatmap",
 ]  # fmt: skip
 
-# Of x, w and dy as everywhere: in the recipe's format, then in those that might be used instead.
+# Colours of each operand: in the recipe's format, then in formats that are not in use.
 _OPERANDS = {
     "x": (BLUE, "#56B4E9", "#1B3A57"), "w": (GREEN, "#B8A900", "#004D38"), "dy": (ORANGE, "#CC79A7", "#8C510A"),
 }  # fmt: skip
@@ -25,7 +25,7 @@ def _of(records: Sequence[Any], metric: str) -> list[Any]:
 
 
 def _legend(axes: Any, **options: Any) -> None:
-    """The legend below the axes, where it covers no line, unless nothing was recorded."""
+    """Draw the legend below the axes, where it covers no line, unless nothing was recorded."""
     if entries := axes.get_legend_handles_labels()[0]:
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22), "ncols": min(3, len(entries)), **options}
         axes.legend(frameon=False, fontsize=8, handlelength=1.2, columnspacing=1.0, **place)

@@ -92,7 +92,7 @@ class _Route:
 
 
 def _cast_rows(x: torch.Tensor, cast: Cast, sizes: list[int], group: Group) -> tuple[list[torch.Tensor], Cast]:
-    """Codes, scale and, where there is one, tensor scale of every row, [T, ...]; and the cast that they are of."""
+    """Codes, scale and, where there is one, tensor scale of every row, [T, ...]; and the cast that makes them."""
     whole, fmt = cast.format.block[0] is None, cast.format
     if not whole and cast.tensor_scale != "tensor":
         return _row_parts(quantize(x, cast), len(x)), cast
@@ -115,7 +115,7 @@ def _cast_rows(x: torch.Tensor, cast: Cast, sizes: list[int], group: Group) -> t
 
 
 def _row_parts(q: QuantizedTensor, rows: int) -> list[torch.Tensor]:
-    """The parts of rows, the scales of all of them repeated for each."""
+    """Codes and scales of rows; a scale of the whole tensor is repeated for each row."""
     scales = (part for part in (q.scale, q.tensor_scale) if part is not None)
     return [q.codes, *((part if part.dim() else part.expand(rows, 1)).contiguous() for part in scales)]
 
@@ -205,7 +205,7 @@ def dispatch(
 
 
 def _checked(gemm: str, cast: Cast | None) -> Cast | None:
-    """The cast, if a row can travel with its scales."""
+    """The cast; raises where a row cannot travel with its scales."""
     if cast is None:
         return None
     lacks = ""

@@ -36,9 +36,9 @@ __all__ = ["QuantizedShard", "shard_of_zeros", "tell_ranks"]
 
 
 class Whole:
-    """What the views of a shard know of the parameter that it is cut from.
+    """The parameter that a shard is cut from, which all views of the shard share.
 
-    `shape`: of the parameter; `rows`: n; `group`: the ranks that have its shards, None before FSDP2 has told;
+    `shape`: of the parameter; `rows`: n; `group`: the ranks that have its shards, None before FSDP2 names them;
     `is_compared`: True once these ranks have found that they hold the same parameter.
     """
 
@@ -100,7 +100,7 @@ class QuantizedShard(QuantizedTensor):
         return vars(self.whole)
 
     def ends_at(self, row: int) -> bool:
-        """True if what lies behind this row only fills the shard up, as far as is known."""
+        """True if only padding lies behind this row, or nobody knows yet."""
         return self.whole.group is None or row == self.whole.own_rows
 
     # ------------------------------------------------------------------------------------------------------- writes
@@ -111,7 +111,7 @@ class QuantizedShard(QuantizedTensor):
         return self.cast.takes_amax and not self.is_per_expert and self.upper.dim() == 0 and self.whole.is_cut
 
     def check_steps(self) -> None:
-        """Refuse arithmetic of an optimizer that would need the amax of all ranks at every write."""
+        """Refuse an optimizer's arithmetic where every write would need the amax of all ranks."""
         if self.shares_a_scale:
             raise NotSupportedError(
                 f"step on a QuantizedTensor: got rows of a weight of shape {tuple(self.whole.shape)} that fully_shard "
@@ -129,7 +129,7 @@ class QuantizedShard(QuantizedTensor):
         return self._quantized(values, self.cast, amax)
 
     def writing_group(self) -> dist.ProcessGroup:
-        """The ranks that write together; raises for a part of the rows, and where they are not known."""
+        """The ranks that write together; raises for a part of the rows, and for ranks that are not known yet."""
         whole, got, needed, remedy = self.whole, "", "", ""
         if whole.group is None:
             got, needed = "a shard whose ranks are not known yet", "one that was gathered before"
@@ -159,7 +159,7 @@ class QuantizedShard(QuantizedTensor):
         self, mesh: "DeviceMesh", outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module,
         mp_policy: "MixedPrecisionPolicy",
     ) -> tuple[tuple[torch.Tensor, ...], Metadata]:  # fmt: skip
-        """Codes and scales of this shard as bytes: each by itself, or as one buffer where shards are uneven."""
+        """Codes and scales of this shard as bytes: two vectors, or one buffer where shards are uneven."""
         refuse_fewer_ranks(module)
         self.whole.group = mesh.get_group()
         if not self.whole.is_compared:
@@ -226,7 +226,7 @@ class QuantizedShard(QuantizedTensor):
 
 
 def shard_of_zeros(q: QuantizedTensor, rows: int) -> QuantizedShard:
-    """Memory for so many rows of a quantized parameter, or of a shard of one."""
+    """A shard of so many rows of a quantized parameter, or of a shard, filled with zeros."""
     shape, parts = torch.Size((rows, *q.shape[1:])), {}
     layout = _shapes(q, shape)
     for name, part in q.parts().items():

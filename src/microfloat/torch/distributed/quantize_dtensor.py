@@ -61,7 +61,7 @@ def quantize_sharded(
 
 
 def _check_cast(cast: Cast, seed: Seed, amax: Real, cut: list[tuple[int, int]], ranks: int) -> None:
-    """Raise for a cast of which a part knows too little."""
+    """Raise for a cast that depends on more than a part and an amax."""
     got = ""
     if cast.is_stochastic and (cut or (seed is None and ranks > 1)):
         got = "stochastic rounding, whose noise counts the elements of the whole"
@@ -75,7 +75,7 @@ def _check_cast(cast: Cast, seed: Seed, amax: Real, cut: list[tuple[int, int]], 
 
 
 def _check_blocks(x: DTensor, cast: Cast, axis: int, cut: list[tuple[int, int]]) -> None:
-    """Raise InvalidValueError where the border of two ranks lies inside of a block, or of a byte of two codes."""
+    """Raise InvalidValueError where ranks divide a block, or a byte of two codes."""
     height, width = cast.format.block
     parts = list(x.shape)
     for i, dim in cut:

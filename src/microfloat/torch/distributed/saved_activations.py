@@ -1,4 +1,4 @@
-"""Saved activations that the ranks of a group keep a part of each, and gather in backward."""
+"""Saved activations of which each rank of a group keeps a part, and which backward gathers."""
 
 import zlib
 from typing import NamedTuple

@@ -1,12 +1,11 @@
-"""DTensors around local tensors, and the local tensors in DTensors, without what torch does for its public calls.
+"""DTensors made of local tensors, and local tensors taken from DTensors, without the cost of torch's public calls.
 
-``DTensor.from_local`` and ``to_local`` work out the shape of the whole, check placements and add a node to autograd's
-graph, once in forward and once more in backward: 0.2 ms of a host's time for each pair. A layer knows how its tensors
-lie, call after call. It keeps that as a `Placed`, and the autograd Functions of this package take DTensors apart and
-put them together inside of their own nodes.
+``DTensor.from_local`` and ``to_local`` work out the shape of the whole, check placements and add nodes to autograd's
+graph: 0.2 ms of a host's time for each pair. A layer keeps the placements of its tensors, which are the same in every
+call, as `Placed`, and wraps and unwraps DTensors inside of its own node.
 
-This module alone touches what torch does not document of DTensors. Where a version of torch has none of it, the public
-calls take its place.
+This module alone uses parts of DTensors that torch does not document. In versions of torch without them, the public
+calls take their place.
 """
 
 import copy
@@ -30,20 +29,21 @@ __all__ = ["AsPlaced", "Placed", "ToLocal", "from_the_front", "of_gradient"]
 
 
 class Placed:
-    """How a tensor of `shape`, contiguous as a whole, lies on the ranks of a mesh."""
+    """The placements, on the ranks of a mesh, of a tensor of `shape` that is contiguous as a whole."""
 
     __slots__ = ("_specs", "mesh", "placements", "shape", "strides")
 
     def __init__(self, mesh: "DeviceMesh", placements: tuple[Placement, ...], shape: torch.Size) -> None:
         self.mesh, self.placements, self.shape = mesh, placements, shape
         self.strides = torch.empty(shape, device="meta").stride()
+        # One for each dtype.
         self._specs: dict[torch.dtype, DTensorSpec] = {}  # pyright: ignore[reportInvalidTypeForm]
 
     def __deepcopy__(self, memo: object) -> "Placed":
-        return self  # that of a copied layer too, whose mesh is the same
+        return self  # a copied layer is on the same mesh
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """The DTensor of which `local`, a fresh tensor without a history, is this rank's part."""
+        """The DTensor whose part on this rank is `local`, a fresh tensor without a history."""
         local = local.contiguous()  # as the spec says
         spec = self._specs.get(local.dtype)
         if spec is None:
@@ -59,7 +59,7 @@ class Placed:
         return DTensor.__new__(DTensor, local, copy.copy(spec), requires_grad=False)
 
     def local_of(self, tensor: DTensor) -> torch.Tensor:
-        """This rank's part of a DTensor that may lie otherwise, without a history; a promise where torch makes one."""
+        """This rank's part of a DTensor, redistributed if need be, without a history; maybe a promise of torch's."""
         if tensor.placements == self.placements:
             return tensor._local_tensor
         if self.placements == (Replicate(),) and tensor.placements == (Partial(),):
@@ -69,17 +69,17 @@ class Placed:
 
 
 def from_the_front(placements: tuple[Placement, ...], dims: int) -> tuple[Placement, ...]:
-    """The same placements, none of which counts dimensions from the end, as those of DTensors do not."""
+    """The same placements with dimensions counted from the front, as DTensors have them."""
     return tuple(Shard(one.dim % dims) if type(one) is Shard else one for one in placements)
 
 
 def of_gradient(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The placements of the gradient of a tensor that lies so: that of a sum is needed as a whole by every addend."""
+    """The placements of the gradient of a tensor with these placements: each addend of a sum needs all of it."""
     return tuple(Replicate() if one.is_partial() else one for one in placements)
 
 
 class ToLocal(torch.autograd.Function):
-    """This rank's part of a DTensor; its gradient is a DTensor that lies as `gradient` says."""
+    """This rank's part of a DTensor; its gradient is a DTensor placed as `gradient`."""
 
     @staticmethod
     def forward(ctx: Context, x: DTensor, gradient: Placed) -> torch.Tensor:
@@ -93,7 +93,7 @@ class ToLocal(torch.autograd.Function):
 
 
 class AsPlaced(torch.autograd.Function):
-    """The DTensor of which a tensor is this rank's part; its gradient is this rank's part of `gradient`."""
+    """The DTensor whose part on this rank is a tensor; the gradient of that is this rank's part of `gradient`."""
 
     @staticmethod
     def forward(ctx: Context, local: torch.Tensor, placed: Placed, gradient: Placed) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Gathering(NamedTuple):
 
 
 class _Backward:
-    """The gradients of a gathered x in one backward. torch holds it, as a callback, until that ends or fails."""
+    """The gradients of a gathered x in one backward. torch holds the object, as a callback, until the end of that."""
 
     __slots__ = ("__weakref__", "came", "columns", "dx", "part")
 
@@ -54,9 +54,8 @@ class _Backward:
 class Readers:
     """The layers that read one gathered x.
 
-    Every backward has a sum of its own, also one that runs inside of another, and one that ended by an error, or did
-    not reach all of them, leaves nothing behind. Where it does not reach all, the sum is scattered when it is asked
-    for.
+    Every backward has a sum of its own, even one inside of another; a backward that fails leaves nothing behind. Where
+    a backward does not reach all layers, the sum is scattered when it is asked for.
     """
 
     __slots__ = ("_axis", "_backwards", "_dim", "_made_in", "_number")
@@ -68,7 +67,7 @@ class Readers:
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
 
     def expect(self) -> None:
-        """Count a layer that will have a dx: not one whose forward a backward runs again, which was counted before."""
+        """Count a layer that will have a dx, unless a backward runs its forward again: it was counted before."""
         self._number += torch._C._current_graph_task_id() == self._made_in
 
     def _entered(self) -> _Backward:
@@ -172,10 +171,11 @@ def gathered(x: torch.Tensor, how: Gathering) -> torch.Tensor:
 
 
 class _Shared:
-    """What a layer has made of a DTensor, for the next layer that reads it in the same state; copies have none of it.
+    """The gathered x that a layer has made of a DTensor, for the next layer that reads the DTensor in the same state.
 
-    The graph of what is made of a leaf holds the leaf, in C++, where no collector finds a cycle. So a leaf has a weak
-    reference, and layers that will have a backward hold what they have read (`is_held_by_readers`).
+    The graph of a gathered leaf holds the leaf, in C++, where no collector finds a cycle. So the leaf has a weak
+    reference, and layers that will have a backward hold what they have read (`is_held_by_readers`). Copies of a DTensor
+    share nothing.
     """
 
     def __init__(self, x: DTensor | None = None, state: tuple | None = None, made: Maybe = None) -> None:
@@ -189,12 +189,12 @@ class _Shared:
         return _Shared, ()
 
     def made_in(self, state: tuple) -> Maybe:
-        """The object that was made, if it still exists and was made in this state."""
+        """The gathered x, if it still exists and was made in this state."""
         return self._made() if self.state == state else None
 
 
 def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, Maybe]:
-    """The state of a DTensor that counts for what is made of it, and what another layer has made in this state."""
+    """The state of a DTensor that a gathered x depends on, and the gathered x that another layer has made in it."""
     if x.is_inference():  # whose writes are not counted
         return None, None
     state, shared = (x._version, x.requires_grad, torch.is_grad_enabled()), getattr(x, name, None)
@@ -202,9 +202,9 @@ def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, Maybe]:
 
 
 class _Gathered(torch.autograd.Function):
-    """The whole tensor of all ranks' parts: backward has this rank's part of the sum of all gradients.
+    """The whole tensor of all ranks' parts. Backward returns this rank's part of the sum of all gradients.
 
-    They come through the `Readers`, as None for autograd.
+    Gradients come through the `Readers`; autograd sees None.
     """
 
     @staticmethod

@@ -3,9 +3,9 @@
 The weight's placement decides the case (`distributed.tp_schedule`); x is redistributed to what the case
 needs, as torch's own operators do. Nothing quantized is ever a DTensor, and no DTensor is quantized.
 
-DTensors are taken apart and put together inside of the layer's one node of autograd (`_ShardedRun`). A style of ours
-tells a layer how plain inputs lie and that its result is to be plain (`Border`); a call between such borders makes no
-DTensor but the weight's gradient.
+DTensors are unwrapped and wrapped inside of the layer's one node of autograd (`_ShardedRun`). A style of ours tells a
+layer the layouts of plain inputs and results (`Border`); a call between such borders makes no DTensor but the weight's
+gradient.
 
 Legend: M = rows of x (all leading dimensions), K = in features, N = out features.
 """
@@ -55,7 +55,7 @@ _Placements = tuple[Placement, ...]
 
 
 class Border(NamedTuple):
-    """The word of a style to a layer (its `_border`): how a plain x lies, how y is to lie, and if it is to be plain."""
+    """The layouts of a plain x and of y that a style sets for a layer (`_border`); `is_plain`: y is a plain tensor."""
 
     x: Placement
     y: Placement
@@ -63,11 +63,11 @@ class Border(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """A call that is decided: its schedule, and how what goes in and comes out of it lies."""
+    """The schedule of a call, and the placements of its tensors."""
 
     schedule: ShardedSchedule
-    told: _Placements  # how x lies
-    x: _Placements  # how the schedule takes it
+    told: _Placements  # of x
+    x: _Placements  # of x, as the schedule takes it
     bias: _Placements
     dx: Placed
     dw: Placed
@@ -81,14 +81,9 @@ class _Case(NamedTuple):
 
 
 def run_sharded(
-    layer: "Linear",
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    recipe: Recipe,
-    state: Ambient | None,
+    layer: "Linear", x: torch.Tensor, weight: torch.Tensor, bias: Maybe, recipe: Recipe, state: Ambient | None,
     first: bool | None,
-) -> torch.Tensor | None:
+) -> torch.Tensor | None:  # fmt: skip
     """``x @ weight.T + bias`` of DTensors under `recipe`; None where there are no elements to multiply.
 
     y is a DTensor: sharded by columns for a weight that is sharded by its rows (N), partial sums for one that is
@@ -135,9 +130,9 @@ def _run(
 
 @dataclass(slots=True, eq=False)
 class _ShardedRun:
-    """A `Run` of this rank's parts: takes DTensors apart and puts them together, in one node with the products.
+    """A `Run` of this rank's parts, in one node of autograd with the unwrapping and wrapping of DTensors.
 
-    ``x.to_local()``, the call and ``DTensor.from_local(y)`` were three nodes, which cost more than the call itself.
+    As nodes of their own, ``x.to_local()`` and ``DTensor.from_local(y)`` cost more than the call itself.
     """
 
     run: Run
@@ -202,7 +197,7 @@ class _ShardedRun:
 
 
 def _plain_of(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, as operators see it: a shard that gathers values is a plain tensor to them."""
+    """This rank's part of a parameter as a plain tensor."""
     assert isinstance(parameter, DTensor)
     local = parameter._local_tensor
     if type(local) is torch.Tensor:
@@ -223,7 +218,7 @@ def find_sharded(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambien
 def _case_of(
     layer: "Linear", x: torch.Tensor, weight: torch.Tensor, bias: Maybe, recipe: Recipe, state: Ambient | None
 ) -> _Case | None:
-    """The plan of a call, decided alike on all ranks: by the shapes and placements of the whole tensors."""
+    """The case of a call, which follows from shapes and placements of whole tensors, alike on all ranks."""
     if isinstance(layer, torch.nn.Module):  # not of a function
         layer_state.unwrap_buffers(layer)
     border: Border | None = getattr(layer, "_border", None)
@@ -266,8 +261,7 @@ def _case_of(
 def _checked(
     x: torch.Tensor, weight: torch.Tensor, bias: Maybe, border: Border | None
 ) -> tuple[DTensor, DTensor, DTensor | None]:
-    """The tensors, x as a DTensor if `border` says how it lies; raises where some are DTensors and some are not, or on
-    different meshes."""
+    """The tensors, a plain x as the DTensor that `border` tells of; raises unless all are DTensors on one mesh."""
     if border is not None and isinstance(weight, DTensor):
         x = DTensor.from_local(arrived(x).detach(), weight.device_mesh, (border.x,), run_check=False)
     if not isinstance(weight, DTensor):
@@ -321,7 +315,7 @@ def _decided(
 
 
 def _at_the_border(case: _Case, x: DTensor, border: Border | None) -> _Case:
-    """The case with the gathers of values that a schedule without gathers of codes needs around it."""
+    """The case with gathers and scatters of values around a schedule that gathers no codes."""
     (axis, *_), (of_x,), mesh = (*case.schedule.shards.axes, None), x.placements, case.y.mesh
     if axis is not None and type(of_x) is Shard and case.x == (Replicate(),) and x.shape[of_x.dim] % axis.size == 0:
         case = case._replace(gathers=Gathering(of_x.dim, axis, Placed(mesh, x.placements, x.shape)))
@@ -357,22 +351,21 @@ def _make(
     x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, name: str, compute: torch.dtype,
     needs: tuple[bool, bool], late: bool, scatter: int | None, cases: list[str],
 ) -> "_Case | str":  # fmt: skip
-    """A decided call; a text that says why codes cannot be gathered."""
+    """The case of a call, or the reason for which codes cannot be gathered."""
     mesh, last = weight.device_mesh, x.dim() - 1
-    whole = Replicate(), Partial()
-    placed: dict[str, list[Placement]] = {name: [] for name in ("x", "dx", "dw", "bias", "db", "y")}
-    for i, case in enumerate(cases):
-        by_rows, columns = x.placements[i], Shard(last)
-        row = {
-            "": (whole[0],) * 6,
-            "N": (whole[0], whole[1], Shard(0), Shard(0), Shard(0), columns),
-            "K": (columns, columns, Shard(1), whole[0], whole[0], whole[1]),
-            "M": (by_rows, by_rows, whole[1], whole[0], whole[1], by_rows),
+    whole, sums, columns = Replicate(), Partial(), Shard(last)
+    dims = [
+        {
+            "": (whole, whole, whole, whole, whole, whole),
+            "N": (whole, sums, Shard(0), Shard(0), Shard(0), columns),
+            "K": (columns, columns, Shard(1), whole, whole, sums),
+            "M": (by_rows, by_rows, sums, whole, sums, by_rows),
             "G": (by_rows, by_rows, Shard(0), Shard(0), Shard(0), columns),
-            "S": (columns, columns, Shard(1), whole[0], whole[1], Shard(scatter or 0)),
+            "S": (columns, columns, Shard(1), whole, sums, Shard(scatter or 0)),
         }[case]
-        for key, placement in zip(placed, row, strict=True):
-            placed[key].append(placement)
+        for case, by_rows in zip(cases, x.placements, strict=True)
+    ]
+    placed = dict(zip(("x", "dx", "dw", "bias", "db", "y"), map(tuple, zip(*dims, strict=True)), strict=True))
     local, inner = _local_shape(x.shape, placed["x"], mesh), x.shape[-1]
     along = zip(placed["x"], cases, strict=True)
     sharded_dim = next((one.dim for one, case in along if isinstance(one, Shard) and case in ("M", "G")), None)
@@ -394,8 +387,8 @@ def _make(
     axes = tuple(
         Axis(case, mesh.get_group(i).group_name, mesh.size(i), coordinate[i]) for i, case in enumerate(cases) if case
     )
-    sums = [i for i, case in enumerate(cases) if case in ("K", "S")]
-    shards = Shards(axes, rows, all(coordinate[i] == 0 for i in sums), _seed_ranks(mesh, coordinate, cases))
+    adds_bias = all(coordinate[i] == 0 for i, case in enumerate(cases) if case in ("K", "S"))
+    shards = Shards(axes, rows, adds_bias, _seed_ranks(mesh, coordinate, cases))
     backend = backends.choose(name, x.device)
     sizes, chip = {"N": weight.shape[0], "K": inner}, backend.chip_of(x.device)
     routes = routes_of_shards(recipe, routes_of(recipe, chip), chip, shards, sizes)
@@ -403,7 +396,7 @@ def _make(
         "x": entries_of(recipe, routes, "x", True, needs[1]), "w": entries_of(recipe, routes, "w", True, needs[0]),
         "dy": entries_of(recipe, routes, "dy", *needs),
     }  # fmt: skip
-    shard = x._local_tensor if list(x.placements) == placed["x"] else x._local_tensor.new_empty(local)
+    shard = x._local_tensor if x.placements == placed["x"] else x._local_tensor.new_empty(local)
     example, x_shape = shard, torch.Size(local)
     gathers = next((tensor for tensor in ("x", "dy") if shards.gathers(tensor)), None)
     if gathers is not None:
@@ -424,15 +417,14 @@ def _make(
         None if bias is None else bias._local_tensor.detach(), compute, *needs, late,
     )  # fmt: skip
     shapes = {"dx": x.shape, "dw": weight.shape, "y": y_shape, "dy": y_shape}
-    lie = {"dy": of_gradient(tuple(placed["y"])), **{key: tuple(one) for key, one in placed.items()}}
-    db = None if bias is None else Placed(mesh, lie["db"], bias.shape)
-    made = {key: Placed(mesh, lie[key], shape) for key, shape in shapes.items()}
-    case = _Case(schedule, x.placements, lie["x"], lie["bias"], db=db, **made)
+    placed["dy"] = of_gradient(placed["y"])
+    db = None if bias is None else Placed(mesh, placed["db"], bias.shape)
+    made = {key: Placed(mesh, placed[key], shape) for key, shape in shapes.items()}
+    case = _Case(schedule, x.placements, placed["x"], placed["bias"], db=db, **made)
     if gathers == "x":
-        return case._replace(gathers=Gathering(_dim_of(lie["x"]), shards.gathers("x"), made["dx"], x_shape))
+        return case._replace(gathers=Gathering(sharded_dim, shards.gathers("x"), made["dx"], x_shape))
     if gathers == "dy":
-        how = Gathering(_dim_of(lie["y"]), shards.gathers("dy"), made["y"], y_shape)
-        return case._replace(scatters=how)
+        return case._replace(scatters=Gathering(sharded_dim, shards.gathers("dy"), made["y"], y_shape))
     return case
 
 
@@ -449,26 +441,21 @@ def _local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: "D
 
 
 def _refuse_empty(tensor: str, shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> None:
-    """Raise, on every rank, where a rank has no elements of a tensor: it could not take part in what the others do."""
+    """Raise, on every rank, where a rank has no elements of a tensor and could take part in no collective."""
     for i, placement in enumerate(placements):
-        if (
-            isinstance(placement, Shard)
-            and -(-shape[placement.dim] // mesh.size(i)) * (mesh.size(i) - 1) >= shape[placement.dim]
-        ):
-            raise invalid_value(
-                tensor, f"dimension {placement.dim} of size {shape[placement.dim]} over {mesh.size(i)} ranks",
-                "elements for every rank", "Shard it over fewer ranks, or leave the layer out of the plan.",
-            )  # fmt: skip
+        if not isinstance(placement, Shard):
+            continue
+        size, ranks = shape[placement.dim], mesh.size(i)
+        if -(-size // ranks) * (ranks - 1) >= size:
+            got = f"dimension {placement.dim} of size {size} over {ranks} ranks"
+            remedy = "Shard it over fewer ranks, or leave the layer out of the plan."
+            raise invalid_value(tensor, got, "elements for every rank", remedy)
 
 
 def _seed_ranks(mesh: "DeviceMesh", coordinate: Sequence[int], cases: list[str]) -> tuple[int, int, int]:
     """The first ranks of the mesh that hold the same shard of x, w and dy."""
-    found = []
-    for tensor in ("x", "w", "dy"):
-        at = [c if tensor in CASES[case] else 0 for c, case in zip(coordinate, cases, strict=True)]
-        found.append(int(mesh.mesh[tuple(at)]))
-    return found[0], found[1], found[2]
-
-
-def _dim_of(placements: _Placements) -> int:
-    return next(placement.dim for placement in placements if isinstance(placement, Shard))
+    x, w, dy = (
+        int(mesh.mesh[tuple(c if tensor in CASES[case] else 0 for c, case in zip(coordinate, cases, strict=True))])
+        for tensor in ("x", "w", "dy")
+    )
+    return x, w, dy

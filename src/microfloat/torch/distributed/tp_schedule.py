@@ -60,9 +60,11 @@ def landed(operand: Parts) -> Parts:
 
 
 class _Measure(NamedTuple):
-    """An amax that a cast needs of the whole tensor. `kind`: "tensor", "transformed" (of the Hadamard transform) or
-    "rows" (one for each row of the operand); `column`: of the column operand, for which alone it is; `sees_nan`: NaN is
-    larger than infinity, as for scales that store it, and is not ignored."""
+    """An amax of the whole tensor that a cast needs.
+
+    `kind`: "tensor", "transformed" (of the Hadamard transform) or "rows" (one for each row of the operand); `column`:
+    it is of the column operand alone; `sees_nan`: NaN counts as larger than infinity, for scales that store it.
+    """
 
     kind: str
     column: bool
@@ -73,7 +75,7 @@ class _Measure(NamedTuple):
 def _measures_of(
     tensor: str, column: bool, cast: Cast | None, shards: Shards
 ) -> tuple[_Measure | None, _Measure | None]:
-    """The amaxes behind a scale that a cast is given, and behind block scales whose blocks the ranks have parts of."""
+    """The amax behind a scale that a cast takes, and the amax behind block scales whose blocks are cut by ranks."""
     if cast is None or cast.is_delayed or cast.is_static:
         return None, None
     anywhere, along = shards.axes_of(tensor), shards.axes_of(tensor, AXES_OF[tensor][column][1])
@@ -127,15 +129,10 @@ class ShardedCast:
     program, is_bound = None, False
 
     def __init__(
-        self,
-        shards: Shards,
-        shard: torch.Tensor | None,
-        backend: Backend,
-        x: torch.Tensor,
-        entries: Entries,
+        self, shards: Shards, shard: torch.Tensor | None, backend: Backend, x: torch.Tensor, entries: Entries,
         batch: int = 0,
-    ) -> None:
-        """`x`: an example of the tensor; `shard`: of what is cast of it, where it is x that is gathered then."""
+    ) -> None:  # fmt: skip
+        """`x`: an example of the tensor; `shard`: one of this rank's part, for an x that is gathered as codes."""
         self.entries, self._backend = entries, backend
         tensor = next((entry.operand.tensor for entry in entries if entry is not None), "")
         if tensor == "x" and shards.gathers(tensor) is not None and shard is not None:
@@ -183,7 +180,7 @@ class ShardedCast:
 
     @property
     def reason(self) -> str:
-        """Reason for casts by torch operations, "" if launches cast."""
+        """Reason for casts by torch operations, or ""."""
         return next((step.reason for step, _, _ in self._steps if step.reason), "")
 
     @property
@@ -228,14 +225,9 @@ class ShardedCast:
         return made
 
     def _by_step(
-        self,
-        index: int,
-        x: torch.Tensor,
-        amaxes: list[torch.Tensor],
-        stream: int,
-        words: torch.Tensor | None,
+        self, index: int, x: torch.Tensor, amaxes: list[torch.Tensor], stream: int, words: torch.Tensor | None,
         inputs: CastInputs,
-    ) -> Operands:
+    ) -> Operands:  # fmt: skip
         """The operands that one of the steps makes."""
         step, given, crossed = self._steps[index]
         if self.measures:
@@ -249,7 +241,7 @@ class ShardedCast:
         self, step: CastStep, x: torch.Tensor, amax: torch.Tensor, stream: int, words: torch.Tensor | None,
         inputs: CastInputs,
     ) -> Operands:  # fmt: skip
-        """An operand whose blocks go on elsewhere: their amaxes stand in columns that no product will read."""
+        """An operand whose blocks are cut by ranks: added columns, which no product will read, hold their amaxes."""
         column = step.entries[0] is None
         rows, length = x.shape
         amax = amax.to(x.dtype)  # that of an element, so that it is exact
@@ -269,32 +261,28 @@ class ShardedCast:
 
     def gathered(self, operand: Parts, which: int) -> Parts:
         """The row operand (0) or the column operand (1) of all ranks, given this rank's."""
-        axis, rows, local, whole = self._axis, self._rows, self._local[which], self._whole[which]
-        assert axis is not None
-        assert rows is not None
-        if local is None or whole is None:
-            return operand
-        parts = [*operand]
+        local, whole, parts = self._local[which], self._whole[which], [*operand]
+        assert self._axis is not None
+        assert self._rows is not None
         shared = {
             at: (typing.cast(torch.Tensor, laid(parts[at], part)), goal)
-            for at, (part, goal) in enumerate(zip(local, whole, strict=True))
+            for at, (part, goal) in enumerate(zip(local or (), whole or (), strict=True))
             if part is not None and goal is not None and part.shape != goal.shape
         }
         if shared:  # none of one rank
-            for at, part in zip(shared, gather_parts([*shared.values()], rows.outer, axis), strict=True):
+            made = gather_parts([*shared.values()], self._rows.outer, self._axis)
+            for at, part in zip(shared, made, strict=True):
                 parts[at] = part
         return Parts(*parts)
 
     def _turned(self, codes: torch.Tensor) -> torch.Tensor:
         """The codes of the column operand, of those of the row operand."""
-        row, column = self.entries
-        layout = self._whole[1]
+        (row, column), layout = self.entries, self._whole[1]
         assert row is not None
         assert column is not None
         assert layout is not None
-        made = laid(codes if row.turned == (not column.turned) else codes.t(), layout.codes, self._backend)
-        assert made is not None
-        return made
+        codes = codes if row.turned == (not column.turned) else codes.t()
+        return typing.cast(torch.Tensor, laid(codes, layout.codes, self._backend))
 
 
 def _column_of(cast: functools.partial[Operands]) -> Parts:
@@ -304,7 +292,7 @@ def _column_of(cast: functools.partial[Operands]) -> Parts:
 def why_not_gathered(
     backend: Backend, entries: Entries, shards: Shards, tensor: str, sizes: tuple[int, int], itemsize: int
 ) -> str:
-    """Reason for gathering a tensor in high precision and casting it then, "" if its codes and scales travel.
+    """Reason for gathering a tensor in high precision before its cast, or "" if codes and scales are gathered.
 
     `sizes`: rows and columns of a rank's shard of `itemsize` bytes an element.
     """
@@ -348,8 +336,8 @@ def why_not_gathered(
 class ShardedSchedule(Schedule):
     """fprop, dgrad and wgrad of one rank's part of a Linear. ``print(schedule)`` shows casts, products, collectives.
 
-    x of a call under G is a tensor of the whole shape without memory, whose `shard` is this rank's; dy under S likewise
-    (`microfloat.torch.distributed.tp_linear`).
+    x of a call under G is a tensor of the whole shape without memory, whose `shard` is this rank's part; so is dy under
+    S (`microfloat.torch.distributed.tp_linear`).
     """
 
     def __init__(
@@ -357,9 +345,9 @@ class ShardedSchedule(Schedule):
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool,
         wants_dw: bool, late: bool,
     ) -> None:  # fmt: skip
-        """`x_shard`: an example of what is cast, `x` of what is multiplied; `note`: why x is not gathered as codes.
-
-        `late`: FSDP2 has gathered this rank's part of the weight, and frees it between forward and backward.
+        """`x_shard`: an example of the tensor that is cast, `x` of the one that is multiplied; `note`: the reason for
+        gathering x in high precision; `late`: FSDP2 has gathered this rank's part of the weight, and frees it between
+        forward and backward.
         """
         self.shards, self.note, self.dtype = shards, note, compute
         self.cast_step = functools.partial(ShardedCast, shards, as_matrix(x_shard, self.dtype))
@@ -378,7 +366,7 @@ class ShardedSchedule(Schedule):
         self.gathers_late = self.x_cast.gathers_late and not self.reads_x_row
 
     def seeded(self, inputs: Inputs, apart: bool) -> Inputs:
-        """The same with a call seed: one for all ranks that round replicas, another for each shard."""
+        """The inputs with a call seed, the same on all ranks that round replicas and another for each shard."""
         casts = self.recipe.casts
         rounded = [one.tensor for one in OPERANDS if (cast := casts[one.key]) is not None and cast.is_stochastic]
         rank = min(self.shards.seed_ranks[TENSORS.index(tensor)] for tensor in rounded)
@@ -429,7 +417,7 @@ class ShardedSchedule(Schedule):
         return super().cast_operands(arrived(x), weight, x_inputs, w_inputs, kept)
 
     def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
-        """y [M, N] of this rank, from the row operands of x and w."""
+        """See `Schedule.fprop`; y is this rank's."""
         return super().fprop(x, w, bias if self.shards.adds_bias else None)
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Operands:

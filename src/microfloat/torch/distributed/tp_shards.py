@@ -1,4 +1,4 @@
-"""How the tensors of a Linear are cut over ranks, and whether a cut leaves their blocks whole."""
+"""The cuts of a tensor-parallel Linear's tensors over ranks, and the check that no cut divides a block."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ _NAMES = {"N": "out_features", "K": "in_features", "M": "the rows of x"}
 
 
 class Axis(NamedTuple):
-    """One dimension of a mesh along which tensors of a Linear are sharded."""
+    """One dimension of a mesh, along which tensors of a Linear are sharded in the way of its `case`."""
 
     case: str
     group: str  # name of the process group of this rank's line of the mesh
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """All that the schedule of a sharded call depends on besides the local tensors."""
+    """The cut of a call's tensors: all that its schedule depends on besides the local tensors."""
 
     axes: tuple[Axis, ...]
     rows: Rows | None  # where the rows of x or dy are sharded
@@ -99,7 +99,7 @@ def block_read(entry: Entry, axes: tuple[str, str]) -> int:
 
 
 def _runs_of(shards: Shards, axis: Axis, letter: str, sizes: dict[str, int]) -> tuple[int, list[int]]:
-    """The whole extent along an axis, and the lengths of what must be whole blocks."""
+    """The whole extent along an axis, and the lengths of its parts, which must be whole blocks."""
     if letter != "M":
         return sizes[letter], [-(-sizes[letter] // axis.size)]
     rows = shards.rows
@@ -110,10 +110,10 @@ def _runs_of(shards: Shards, axis: Axis, letter: str, sizes: dict[str, int]) -> 
 def routes_of_shards(
     recipe: Recipe, routes: Routes, chip: Chip | None, shards: Shards, sizes: dict[str, int]
 ) -> Routes:
-    """The routes of a sharded call: what one process folds by 128 is folded by ranks that have all 128, or not at all.
+    """The routes of a sharded call: those of one process, without folds of 128 elements that no rank has whole.
 
     A fold depends on all of its elements (docs/numerics.md, 9). Raises InvalidValueError where a recipe asks for it
-    (``path="folded"``). `sizes`: as of `check_blocks`.
+    (``path="folded"``). `sizes`: as in `check_blocks`.
     """
     for operand in OPERANDS:
         route, gemm = getattr(routes, operand.gemm), getattr(recipe, operand.gemm)
@@ -151,26 +151,25 @@ def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, i
             if GATHERED.get(axis.case) == tensor:
                 continue  # `why_not_gathered` has looked
             size, runs = _runs_of(shards, axis, letter, sizes)
-            for column, entry in enumerate(both):
+            for axes, entry in zip(AXES_OF[tensor], both, strict=True):
                 if entry is None or entry.cast is None:
                     continue
-                cast = entry.cast
+                cast, fmt = entry.cast, entry.cast.format
                 how = (
                     "turned by a Hadamard transform" if cast.hadamard else "whose errors choose" * cast.chooses_by_error
                 )
-                if how and cast.format.block[AXES_OF[tensor][column].index(letter)] is None:
+                if how and fmt.block[axes.index(letter)] is None:
                     raise invalid_value(
-                        f"{tensor}, sharded along {letter}", f"blocks of {cast.format.name} {how}, which it divides",
+                        f"{tensor}, sharded along {letter}", f"blocks of {fmt.name} {how}, which it divides",
                         "blocks that are whole, or whose amax alone decides their scale",
                         "Take a format of smaller blocks, or leave the layer out of the plan.",
                     )  # fmt: skip
-                block = block_along(cast, AXES_OF[tensor][column], letter)
+                block = block_along(cast, axes, letter)
                 if any(run % block for run in runs):
-                    name = _NAMES[letter]
                     raise invalid_value(
-                        f"{tensor}, sharded along {letter} ({name})",
+                        f"{tensor}, sharded along {letter} ({_NAMES[letter]})",
                         f"{size} over {axis.size} ranks, in parts of {runs[0]}",
-                        f"parts that are multiples of {block}, so that no block of {cast.format.name} is cut",
-                        f"Make {name} a multiple of {axis.size * block}, take a recipe with a scale for each tensor or "
-                        "row, or leave the layer out of the plan.",
+                        f"parts that are multiples of {block}, so that no block of {fmt.name} is cut",
+                        f"Make {_NAMES[letter]} a multiple of {axis.size * block}, take a recipe with a scale for each "
+                        "tensor or row, or leave the layer out of the plan.",
                     )  # fmt: skip

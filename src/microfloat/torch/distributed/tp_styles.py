@@ -27,7 +27,7 @@ Layouts = tuple[Placement, ...]
 
 
 class _OfLinear:
-    """What both styles of a Linear do: they tell the layer its layouts, and lay its result out."""
+    """The part of both styles of a Linear: it tells the layer its layouts, and lays the result out."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         weight = module._parameters.get("weight")
@@ -58,7 +58,7 @@ class _OfLinear:
         return super()._prepare_output_fn(layouts, use_local_output, mod, outputs, mesh)  # type: ignore[misc]
 
 
-class ColwiseParallel(_OfLinear, parallel.ColwiseParallel):
+class ColwiseParallel(_OfLinear, parallel.ColwiseParallel):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Shard a Linear's weight by its rows, as torch's style of the name, whose arguments it has.
 
     An input that is sharded by its sequence (``input_layouts=Shard(1)``) is cast first and gathered as codes and
@@ -82,7 +82,7 @@ class ColwiseParallel(_OfLinear, parallel.ColwiseParallel):
         return prepare(x.placements, desired_input_layouts, mod, (x, *inputs[1:]), device_mesh)
 
 
-class RowwiseParallel(_OfLinear, parallel.RowwiseParallel):
+class RowwiseParallel(_OfLinear, parallel.RowwiseParallel):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Shard a Linear's weight by its columns, as torch's style of the name, whose arguments it has.
 
     With an output that is sharded by its sequence (``output_layouts=Shard(1)``) the gradient is cast first and gathered
@@ -129,9 +129,9 @@ class SequenceParallel(parallel.SequenceParallel):
 
 
 def beside(layer: nn.Module, bias: torch.Tensor, dims: int) -> torch.Tensor:
-    """The bias that a layer with `return_bias` gives beside y of `dims` dimensions: plain where y will be plain.
+    """The bias that a layer with `return_bias` returns with y of `dims` dimensions: plain where y will be plain.
 
-    The gradient of a plain one is that of this rank's part of y: where ranks hold rows of y it is a part of the sum.
+    Where ranks hold rows of y, the gradients of a plain bias are parts of a sum.
     """
     assert isinstance(bias, DTensor)
     border: Border | None = layer.__dict__.get("_border")
@@ -156,9 +156,9 @@ def beside(layer: nn.Module, bias: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def _is_taken(layer: nn.Module, x: object) -> bool:
-    """True where the layer takes a plain x as it is: eager, under a recipe, of a shard of x.
+    """True where the layer takes a plain x as it is: a shard, in eager mode, under a recipe.
 
-    A layer that was converted after the style was applied knows of no border, and takes DTensors.
+    A layer that was converted after the style was applied has no border, and takes DTensors.
     """
     border: Border | None = layer.__dict__.get("_border")
     return (

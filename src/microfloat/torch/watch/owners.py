@@ -15,7 +15,7 @@ __all__ = ["Owners", "Supposed", "is_compiled", "joint_name", "names_in"]
 
 
 class Supposed(NamedTuple):
-    """Layers that are taken to be those of a joined weight: float64 [1], 1 if they are, and what forgets them."""
+    """A check that layers are those of a joined weight: float64 [1], 1 if they are, and the call that forgets them."""
 
     same: torch.Tensor
     forget: Callable[[], object]
@@ -24,16 +24,15 @@ class Supposed(NamedTuple):
 class Owners:
     """The layers of weights that observed calls read.
 
-    A weight that a compiler has joined has memory of its own: its layers are found by values, for which the host
-    waits, when a call is the first of its place in a step. In later steps they are taken to be the same, which the
-    device checks.
+    A weight that a compiler has joined has memory of its own. Its layers are found by values, for which the host waits,
+    in the first step; later steps take them from the order of calls, and the device checks the values.
     """
 
     def __init__(self, layers: Sequence[RecipeLayer]) -> None:
         self._layers = layers
-        self._by_address: dict[int, RecipeLayer] = {}
-        self._places: dict[tuple, int] = {}  # calls of joined weights in this step
-        self._joined: dict[tuple, list[RecipeLayer]] = {}  # and their layers
+        self._by_address: dict[int, RecipeLayer] = {}  # an entry for each layer
+        self._places: dict[tuple, int] = {}  # numbers of calls of joined weights in this step
+        self._joined: dict[tuple, list[RecipeLayer]] = {}  # and their layers: an entry for each such call of a step
 
     def begin(self) -> None:
         """Begin a step."""
@@ -51,7 +50,7 @@ class Owners:
         return [] if layer is None else [layer]
 
     def joined_in(self, weight: torch.Tensor, is_backward: bool) -> tuple[list[RecipeLayer], Supposed | None]:
-        """The layers whose weights were joined in this tensor, none where one is unknown, and what to check of them."""
+        """The layers whose weights were joined in this tensor, none where one is unknown, and a check of them."""
         kind = is_backward, weight.shape, weight.dtype
         number = self._places.get(kind, 0)
         self._places[kind] = number + 1

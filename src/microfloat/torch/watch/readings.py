@@ -10,7 +10,7 @@ Legend: R = rows of an operand form (of a part of it), C = its contraction lengt
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -103,11 +103,10 @@ def _stacked(*numbers: torch.Tensor) -> torch.Tensor:
 
 
 class Source:
-    """A tensor [.., C] that is measured as a whole, and whose operands are: its amax is measured once."""
+    """A tensor [.., C] whose operands are measured too, with the amax that they share."""
 
     def __init__(self, backend: Backend, matrix: torch.Tensor) -> None:
         self.backend, self.matrix = backend, matrix
-        self._amax: Maybe = None
 
     def read(self, with_amax: bool = True) -> Reading:
         """amax (NaN of a tensor with NaN) and the counts of NaN and infinity, of all elements."""
@@ -118,12 +117,10 @@ class Source:
             counts = (*counts, torch.maximum(low.neg(), high))
         return Reading(_stacked(*counts), partial(of_tensor, matrix.numel()))
 
-    @property
+    @cached_property
     def amax(self) -> torch.Tensor:
         """float32 (): the largest magnitude, NaN ignored."""
-        if self._amax is None:
-            self._amax = self.backend.amax(self.matrix)
-        return self._amax
+        return self.backend.amax(self.matrix)
 
 
 # -------------------------------------------------------------------------------------------------------------- casts
@@ -138,7 +135,7 @@ class Quantized(NamedTuple):
 
 
 def _casts_whole(cast: Cast) -> bool:
-    """True where rows of an operand cannot be cast alone: their bytes depend on more of the others than an amax."""
+    """True where rows of an operand cannot be cast alone, as their bytes depend on other rows by more than an amax."""
     takes_amax = cast.takes_amax and cast.tensor_scale != "row"
     return (
         cast.is_stochastic or (cast.format.is_per_tensor and not (takes_amax or cast.is_delayed))
@@ -152,7 +149,7 @@ def quantized(
 ) -> Quantized:  # fmt: skip
     """The rows `part` of the operand that `cast` makes of a matrix, or of its transpose: the bytes of the whole cast.
 
-    Only these rows are cast where nothing in their bytes depends on the others but an amax.
+    Only these rows are cast where their bytes depend on other rows by an amax alone.
     """
     backend, matrix = source.backend, source.matrix
     takes_amax, is_whole = cast.takes_amax and cast.tensor_scale != "row", _casts_whole(cast)
@@ -231,9 +228,7 @@ def _clipped(backend: Backend, made: Quantized) -> torch.Tensor:
 
 
 def _count_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Counts of those at the limits (of float32; those of bytes are counted anyway), and of every byte that a scale may
-    be, of float32 of the byte of its exponent.
-    """
+    """Counts of float32 scales at their limits, and of all scales by byte; of float32 by the byte of the exponent."""
     flat = scale.reshape(-1)
     if flat.dtype == torch.float32:
         at_limits = _stacked((flat <= 2.0**-126).sum() - (flat == 0).sum(), (flat >= 2.0**126).sum())
