@@ -421,11 +421,13 @@ def _make(
     db = None if bias is None else Placed(mesh, placed["db"], bias.shape)
     made = {key: Placed(mesh, placed[key], shape) for key, shape in shapes.items()}
     case = _Case(schedule, x.placements, placed["x"], placed["bias"], db=db, **made)
+    axis = None if gathers is None else shards.gathers(gathers)
+    if axis is None:
+        return case
+    assert sharded_dim is not None
     if gathers == "x":
-        return case._replace(gathers=Gathering(sharded_dim, shards.gathers("x"), made["dx"], x_shape))
-    if gathers == "dy":
-        return case._replace(scatters=Gathering(sharded_dim, shards.gathers("dy"), made["y"], y_shape))
-    return case
+        return case._replace(gathers=Gathering(sharded_dim, axis, made["dx"], x_shape))
+    return case._replace(scatters=Gathering(sharded_dim, axis, made["y"], y_shape))
 
 
 def _local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> list[int]:
