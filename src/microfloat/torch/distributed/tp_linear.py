@@ -365,7 +365,8 @@ def _make(
         }[case]
         for case, by_rows in zip(cases, x.placements, strict=True)
     ]
-    placed = dict(zip(("x", "dx", "dw", "bias", "db", "y"), map(tuple, zip(*dims, strict=True)), strict=True))
+    names = "x", "dx", "dw", "bias", "db", "y"
+    placed: dict[str, _Placements] = dict(zip(names, map(tuple, zip(*dims, strict=True)), strict=True))
     local, inner = _local_shape(x.shape, placed["x"], mesh), x.shape[-1]
     along = zip(placed["x"], cases, strict=True)
     sharded_dim = next((one.dim for one, case in along if isinstance(one, Shard) and case in ("M", "G")), None)
@@ -416,18 +417,17 @@ def _make(
         shards, shard.detach(), "", recipe, backend, routes, example.detach(), weight._local_tensor.detach(),
         None if bias is None else bias._local_tensor.detach(), compute, *needs, late,
     )  # fmt: skip
-    shapes = {"dx": x.shape, "dw": weight.shape, "y": y_shape, "dy": y_shape}
-    placed["dy"] = of_gradient(placed["y"])
     db = None if bias is None else Placed(mesh, placed["db"], bias.shape)
-    made = {key: Placed(mesh, placed[key], shape) for key, shape in shapes.items()}
-    case = _Case(schedule, x.placements, placed["x"], placed["bias"], db=db, **made)
+    dx, dw = Placed(mesh, placed["dx"], x.shape), Placed(mesh, placed["dw"], weight.shape)
+    y, dy = Placed(mesh, placed["y"], y_shape), Placed(mesh, of_gradient(placed["y"]), y_shape)
+    case = _Case(schedule, x.placements, placed["x"], placed["bias"], dx, dw, db, y, dy)
     axis = None if gathers is None else shards.gathers(gathers)
     if axis is None:
         return case
     assert sharded_dim is not None
     if gathers == "x":
-        return case._replace(gathers=Gathering(sharded_dim, axis, made["dx"], x_shape))
-    return case._replace(scatters=Gathering(sharded_dim, axis, made["y"], y_shape))
+        return case._replace(gathers=Gathering(sharded_dim, axis, dx, x_shape))
+    return case._replace(scatters=Gathering(sharded_dim, axis, y, y_shape))
 
 
 def _local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> list[int]:
