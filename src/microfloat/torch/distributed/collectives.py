@@ -28,11 +28,12 @@ reduce_scatter: Callable[..., object] = (
     getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
 )
 Group = torch.distributed.ProcessGroup
+_resolved: Callable[..., Group] = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 
 def group_of(axis: Axis) -> Group:
     """The process group of this rank's line of the mesh."""
-    return distributed_c10d._resolve_process_group(axis.group)  # pyright: ignore[reportPrivateImportUsage]
+    return _resolved(axis.group)
 
 
 def all_gather_together(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: Group) -> None:
