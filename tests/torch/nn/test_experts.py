@@ -366,3 +366,66 @@ def test_experts_that_cannot_be_converted_are_named_with_the_reason():
     report = mf.convert(model, "mxfp8")
     assert report.skipped["layers.0.experts"].startswith("its forward was replaced on the instance")
     assert report.skipped[PATH].startswith("its down_proj has torch.float8_e4m3fn: another library has quantized it")
+
+
+@pytest.mark.parametrize("config", [mf.WeightOnly("nvfp4"), mf.WeightOnly("fp8_tensor"), mf.WeightActivation("mxfp8")],
+                         ids=["nvfp4", "fp8_tensor", "mxfp8"])  # fmt: skip
+@pytest.mark.parametrize("turned", [False, True], ids=["ENK", "EKN"])
+def test_quantized_experts_are_quantized_one_by_one(config, turned):
+    torch.manual_seed(0)
+    model = Model(turned=turned, has_bias=True).requires_grad_(False)
+    plain = copy.deepcopy(model.layers[1]["experts"])
+    report = mf.quantize_(model, config)
+    row = next(row for row in report if row.name == PATH)
+    assert (row.action, row.recipe) == ("quantized", config)
+    assert report.share == 1
+    experts = model.layers[1]["experts"]
+    for name in ("gate_up_proj", "down_proj"):
+        stored, values = getattr(experts, name), getattr(plain, name)
+        assert isinstance(stored, mf.QuantizedTensor)
+        assert stored.shape == values.shape
+        for e in range(E):
+            own, alone = stored[e], values[e].t() if turned else values[e]
+            alone = mf.quantize(alone, config.fprop.rhs).dequantize()
+            assert torch.equal(own.dequantize(), alone.t() if turned else alone)
+    loop = copy.deepcopy(plain)
+    loop.product = lambda x, w, bias: mf.linear(x, mf.quantize(w, config.fprop.rhs), bias, recipe=config)
+    torch.testing.assert_close(experts(*inputs()), loop(*inputs()), rtol=2**-6, atol=2**-3)
+    with pytest.raises(InvalidValueError, match="gate_up_proj is quantized already"):
+        mf.quantize_(model, config)
+    del stored, own  # views of codes, which would keep a parameter from being swapped
+    kept = dict(model.named_parameters())
+    mf.revert(model)
+    assert type(experts) is Routed
+    assert experts.down_proj is kept[f"{PATH}.down_proj"]
+    assert not isinstance(experts.down_proj, mf.QuantizedTensor)
+    assert experts.down_proj.shape == plain.down_proj.shape
+
+
+def test_states_of_quantized_experts_load_into_quantized_experts():
+    torch.manual_seed(0)
+    model, other = Model(turned=True).requires_grad_(False), Model(turned=True).requires_grad_(False)
+    for one in (model, other):
+        mf.quantize_(one, mf.WeightOnly("nvfp4"))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(*inputs()), model(*inputs()))
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(again(*inputs()), model(*inputs()))
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_static_scales_of_experts_are_calibrated(before):
+    torch.manual_seed(0)
+    model, config = Model().requires_grad_(False), mf.WeightActivation("fp8_tensor", scales="static")
+    plain = copy.deepcopy(model)
+    if not before:
+        mf.quantize_(model, config)
+    with mf.calibrate(model):
+        model(*inputs())
+    if before:
+        assert type(model.layers[1]["experts"]) is Routed
+        mf.quantize_(model, config)
+    first, second = model.layers[0]["experts"].products
+    assert first.input_amax == plain.layers[0]["up"](inputs()[0]).abs().max() or not before
+    assert second.input_amax > 0
+    assert torch.isfinite(model(*inputs())).all()

@@ -1,5 +1,7 @@
 """Layers of experts, 3-D parameters of a model, found, converted and put back in place."""
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from types import MethodType
 
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from microfloat.torch.nn.experts import ExpertsLayer, experts_class, form_of
+from microfloat.torch.nn.experts import ExpertsLayer, experts_class, form_of, products_of
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor.checks import INPUT_DTYPES
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
@@ -20,20 +22,25 @@ def is_experts(module: nn.Module) -> bool:
     return isinstance(module, ExpertsLayer) or form_of(module) is not None
 
 
+def turned_in(module: nn.Module) -> Mapping[str, bool]:
+    """By the names of the parameters that hold the matrices of a layer of experts, whether these are [E, K, N]."""
+    form = form_of(module)
+    return {} if form is None else form.turned
+
+
 def matrices_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """By name, the parameters of a layer of experts that hold its matrices, or what stands in their place."""
-    form = form_of(module)
-    return {name: getattr(module, name, None) for name in form.turned} if form else {}  # type: ignore[misc]
+    return {name: getattr(module, name, None) for name in turned_in(module)}  # type: ignore[misc]
 
 
 def shape_of_experts(module: nn.Module) -> tuple[int, int]:
     """Out features and in features of the first product of each expert; (0, 0) where its matrices are none."""
-    form, found = form_of(module), matrices_of(module)
-    if form is None or any(getattr(one, "ndim", 0) != 3 for one in found.values()):
+    found = matrices_of(module)
+    if any(getattr(one, "ndim", 0) != 3 for one in found.values()):
         return 0, 0
     name, matrix = next(iter(found.items()))
     rows, columns = matrix.shape[1:]
-    return (columns, rows) if form.turned[name] else (rows, columns)
+    return (columns, rows) if turned_in(module)[name] else (rows, columns)
 
 
 def why_not_experts(module: nn.Module) -> str:
@@ -76,6 +83,25 @@ def as_plain_experts(module: ExpertsLayer) -> None:
     """Put the class of a converted layer of experts back."""
     module.end()
     _set_class(module, module._original)
+
+
+@contextlib.contextmanager
+def products_to_measure(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    """The products of all layers of experts of a model, by name, which every call runs meanwhile, converted or not."""
+    layers = {name: one for name, one in model.named_modules() if is_experts(one) and not why_not_experts(one)}
+    borrowed = [one for one in layers.values() if not isinstance(one, ExpertsLayer)]
+    for name, layer in layers.items():
+        as_experts(name, layer)
+        layer._measures = True  # type: ignore[assignment]
+    try:
+        yield {one._path: one for layer in layers.values() for one in products_of(layer)}
+    finally:
+        for layer in layers.values():
+            del layer._measures
+        for layer in borrowed:
+            found = {one.name: one.__dict__.get("_measured_amax") for one in products_of(layer)}
+            as_plain_experts(layer)  # type: ignore[arg-type]
+            layer.__dict__["_measured_amaxes"] = found
 
 
 def _set_class(module: nn.Module, kind: type) -> None:

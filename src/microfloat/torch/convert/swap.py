@@ -43,7 +43,7 @@ from microfloat.torch.convert.experts import (
 from microfloat.torch.convert.fuse import fuse_blocks, unfuse
 from microfloat.torch.convert.predict import predict
 from microfloat.torch.nn.conv1d import TransposedLinear, as_conv1d, as_linear, is_conv1d, tell_adapters, why_not_linear
-from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer
+from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, held_weight, place_of, products_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.scaling import buffers as layer_state
@@ -339,9 +339,9 @@ def revert(model: nn.Module) -> nn.Module:
     for module in model.modules():  # what is kept of a weight refers to it
         module.__dict__.pop("_weight_cache", None)
     for name, module in list(model.named_modules()):
-        stored = isinstance(module._parameters.get("weight"), QuantizedTensor)
-        if stored and isinstance(module, RecipeLayer | nn.Embedding) and not _dequantize_weight(module):
-            replaced.append(name or "(root)")
+        for layer in products_of(module) if isinstance(module, RecipeLayer | nn.Embedding) else ():
+            if isinstance(held_weight(layer), QuantizedTensor) and not _dequantize_weight(layer):
+                replaced.append(name or "(root)")
         if isinstance(module, Linear):
             scaling.drop_buffers(module)
             module._buffers.pop("input_amax", None)
@@ -375,18 +375,18 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _dequantize_weight(layer: RecipeLayer | nn.Embedding) -> bool:
+def _dequantize_weight(layer: nn.Module) -> bool:
     """Turn a weight that exists as codes into its values; False if that took a new Parameter.
 
     Else the object stays the one that optimizers and layers tied to this one hold.
     """
-    weight = layer.weight
-    values = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
+    weight = cast(torch.Tensor, held_weight(layer))
+    values = nn.Parameter(weight.detach().dequantize().contiguous(), requires_grad=weight.requires_grad)
     values.grad = weight.grad
     try:
         torch.utils.swap_tensors(weight, values)
     except RuntimeError:
-        layer.weight = values
+        setattr(*place_of(layer), values)
         return False
     return True
 

@@ -34,6 +34,7 @@ from microfloat.recipes.placement import (
 )
 from microfloat.torch import backends
 from microfloat.torch._typing import Options
+from microfloat.torch.convert.experts import as_experts, is_experts, products_to_measure, turned_in
 from microfloat.torch.convert.swap import (
     keep_slow_paths,
     layer_shape,
@@ -43,7 +44,7 @@ from microfloat.torch.convert.swap import (
     report_of,
 )
 from microfloat.torch.nn.conv1d import as_linear, is_conv1d, tell_adapters
-from microfloat.torch.nn.experts import ExpertProduct
+from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, held_weight, place_of, products_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.scaling.buffers import larger_amax
@@ -100,18 +101,20 @@ def quantize_(
     for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
         check_config(pattern, one, isinstance(config, Placement))
     check_bool("embeddings", embeddings)
-    kinds = (*LAYERS, nn.Embedding) if embeddings else LAYERS
+    kinds = (*LAYERS, ExpertsLayer, nn.Embedding) if embeddings else (*LAYERS, ExpertsLayer)
     fused, layers = check_fuse(fuse), named_layers(model, kinds)
     rows, wishes = planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)
     rows = _with_tied_kept(model, layers, rows)
     configs = _configs_of(rows)
     if not configs:
-        are_stored = any(isinstance(layer._parameters.get("weight"), QuantizedTensor) for layer in layers.values())
+        are_stored = any(_is_stored(layer) for layer in layers.values())
         raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
     for name, layer, _ in wishes:
         if name in configs and is_conv1d(layer):
             as_linear(layer)
-    several = Counter(id(layers[name]._parameters["weight"]) for name in configs)
+    quantized = set(configs)
+    experts = _with_products(layers, configs)
+    several = Counter(id(held_weight(layers[name])) for name in configs)
     untied, spoiled = _untied(model, layers, configs), []
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
     try:
@@ -119,9 +122,9 @@ def quantize_(
             if wanted is None:
                 pin_layer(name, layer, wanted)
         for members in _groups(configs, fused):
-            weights = {name: layers[name]._parameters["weight"] for name in members}
+            weights = {name: held_weight(layers[name]) for name in members}
             spoiled += [name for name, weight in weights.items() if not _is_finite(weight)]
-            stored = _stored_weights({name: (weight, configs[name]) for name, weight in weights.items()}, shared)
+            stored = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared)
             shared |= {
                 id(plain): (plain, stored[name]) for name, plain in weights.items() if several[id(plain)] > 1
             }  # fmt: skip
@@ -129,18 +132,38 @@ def quantize_(
             for name, weight in stored.items():
                 layer = layers[name]
                 pin_layer(name, layer, configs[name])
-                layer.weight = weight
+                setattr(*place_of(layer), weight)
                 if configs[name].is_static and not isinstance(layer, nn.Embedding):
                     layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
                 if name in untied:
                     layer.__dict__["_untied_from"] = untied[name]
+        for name, (layer, chosen) in experts.items():
+            pin_layer(name, layer, chosen)
     finally:
         tell_adapters(model)
         keep_slow_paths(model)
     _name_spoiled(spoiled)
     _name_untied(untied)
-    rows = [dataclasses.replace(row, action="quantized") if row.name in configs else row for row in rows]
+    rows = [dataclasses.replace(row, action="quantized") if row.name in quantized else row for row in rows]
     return report_of(model, rows, unseen=() if embeddings else _embeddings_left(model))
+
+
+def _is_stored(layer: nn.Module) -> bool:
+    """True if a weight of a layer is quantized already."""
+    return any(isinstance(held_weight(one), QuantizedTensor) for one in products_of(layer))
+
+
+def _with_products(layers: dict[str, nn.Module], configs: dict[str, Config]) -> dict[str, tuple[nn.Module, Config]]:
+    """Put the products of experts, under the names of their parameters, in the place of each layer of experts that
+    `configs` names, in both dictionaries; gives these layers and their configs.
+    """
+    experts = {name: (layers[name], configs.pop(name)) for name in list(configs) if is_experts(layers[name])}
+    for name, (layer, chosen) in experts.items():
+        as_experts(name, layer)
+        found = {product._path: product for product in products_of(layer)}
+        layers |= found
+        configs |= dict.fromkeys(found, chosen)
+    return experts
 
 
 def _name_untied(untied: Mapping[str, str]) -> None:
@@ -194,14 +217,16 @@ def _with_tied_kept(
 
 def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, Config]) -> dict[str, str]:
     """The layers to quantize whose plain weight another module keeps: its name by theirs."""
-    weights = {id(weight) for name in configs if type(weight := layers[name]._parameters["weight"]) is nn.Parameter}
-    taken = {id(layers[name]) for name in configs}
+    held = {name: place_of(layers[name]) for name in configs if not is_experts(layers[name])}
+    weights = {name: module._parameters[key] for name, (module, key) in held.items()}
+    plain = {id(weight) for weight in weights.values() if type(weight) is nn.Parameter}
+    taken = {id(module) for module, _ in held.values()}
     keepers = {
         id(parameter): f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules() if id(module) not in taken
-        for key, parameter in module._parameters.items() if id(parameter) in weights
+        for key, parameter in module._parameters.items() if id(parameter) in plain
     }  # fmt: skip
-    found = {name: keepers.get(id(layers[name]._parameters["weight"])) for name in configs}
+    found = {name: keepers.get(id(weight)) for name, weight in weights.items()}
     return {name: keeper for name, keeper in found.items() if keeper is not None}
 
 
@@ -215,28 +240,32 @@ def _groups(configs: Mapping[str, Config], fused: Sequence[str]) -> list[list[st
 
 
 def _stored_weights(
-    members: Mapping[str, tuple[torch.Tensor, Config]], shared: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    members: Mapping[str, tuple[nn.Module, Config]], shared: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """The stored weights of layers that share a scale, by name, each of a plain one and its config."""
-    plain = [weight.detach() for weight, _ in members.values() if not isinstance(weight, QuantizedTensor)]
+    """The stored weights of layers that share a scale, by name, each of a layer and its config."""
+    held = {name: held_weight(layer) for name, (layer, _) in members.items()}
+    matrices = {name: cast(torch.Tensor, layer.weight).detach() for name, (layer, _) in members.items()}
+    plain = [matrix for matrix in matrices.values() if not isinstance(matrix, QuantizedTensor)]
     _, recipe = next(iter(members.values()))
     rhs, search = recipe.fprop.rhs, recipe.scale_search
     assert rhs is not None, "a config quantizes weights"
     amax = _shared_amax(plain, rhs, search)
     search = None if amax is not None and rhs.format.is_per_tensor else search
     made: dict[int, torch.Tensor] = {}
-    for name, (weight, _) in members.items():
+    for name, (layer, _) in members.items():
+        weight = cast(torch.Tensor, held[name])
         if isinstance(weight, QuantizedTensor):
             made[id(weight)] = weight
         elif id(weight) in shared:
             made[id(weight)] = shared[id(weight)][1]
         elif id(weight) not in made:
             try:
-                q = searched(weight.detach(), rhs, amax, search)
+                q = searched(matrices[name], rhs, amax, search)
             except MicrofloatError as error:
                 raise with_path(error, name) from None
-            made[id(weight)] = nn.Parameter(q, requires_grad=weight.requires_grad)
-    return {name: made[id(weight)] for name, (weight, _) in members.items()}
+            turned = q.transpose(1, 2) if getattr(layer, "is_turned", False) else q
+            made[id(weight)] = nn.Parameter(turned, requires_grad=weight.requires_grad)
+    return {name: made[id(weight)] for name, weight in held.items()}
 
 
 def check_config(pattern: str, config: object, in_placement: bool) -> None:
@@ -260,6 +289,7 @@ def named_layers(model: nn.Module, kinds: tuple[type, ...] = LAYERS) -> dict[str
     return {
         one: module for one, module in model.named_modules()
         if (isinstance(module, kinds) and not isinstance(module, ExpertProduct)) or is_conv1d(module)
+        or (ExpertsLayer in kinds and is_experts(module))
     }  # fmt: skip
 
 
@@ -274,17 +304,18 @@ def _embeddings_left(model: nn.Module) -> list[ConversionRow]:
 
 def _why_not_stored(layer: nn.Module, config: Recipe | None) -> str | None:
     """Reason why the weight of a layer cannot become codes of `config`, or None."""
-    weight = layer._parameters.get("weight")
-    if isinstance(weight, QuantizedTensor):
-        is_free = not isinstance(getattr(layer, "pinned", None), Recipe)
-        wanted = None if config is None or config.fprop.rhs is None else config.fprop.rhs.format
-        if is_free and (weight.format, weight.hadamard, weight.axis) == (wanted, None, weight.dim() - 1):
-            return None
-        return f"its weight is quantized already ({weight.format})"
-    if type(weight) is not nn.Parameter:
-        return "its weight is no plain Parameter (a parametrization, or a distributed tensor)"
-    if weight.dtype not in INPUT_DTYPES:
-        return f"its weight has {weight.dtype}"
+    for key, axis in turned_in(layer).items() if is_experts(layer) else [("weight", 0)]:
+        weight = layer._parameters.get(key)
+        if isinstance(weight, QuantizedTensor):
+            is_free = not isinstance(getattr(layer, "pinned", None), Recipe)
+            wanted = None if config is None or config.fprop.rhs is None else config.fprop.rhs.format
+            if is_free and (weight.format, weight.hadamard, weight.axis) == (wanted, None, weight.dim() - 1 - axis):
+                continue
+            return f"its {key} is quantized already ({weight.format})"
+        if type(weight) is not nn.Parameter:
+            return f"its {key} is no plain Parameter (a parametrization, or a distributed tensor)"
+        if weight.dtype not in INPUT_DTYPES:
+            return f"its {key} has {weight.dtype}"
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
         return "it renormalises its rows, or has sparse gradients (max_norm, sparse)"
     if isinstance(layer, nn.Embedding) and config is not None and config.fprop.rhs.format.is_tile:  # type: ignore[union-attr]
@@ -420,33 +451,35 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
     exception inside nothing has changed.
     """
     check_model(model)
-    layers = named_layers(model)
-    static = {name: layer for name, layer in layers.items() if _is_static(layer)}
-    if not layers:
-        raise invalid_value("model", f"a {type(model).__name__} without linear layers", "one with layers to calibrate")
-    measured: dict[nn.Module, torch.Tensor] = {}
+    with products_to_measure(model) as products:
+        layers = named_layers(model) | products
+        static = {name: layer for name, layer in layers.items() if _is_static(layer)}
+        if not layers:
+            got = f"a {type(model).__name__} without linear layers"
+            raise invalid_value("model", got, "one with layers to calibrate")
+        measured: dict[nn.Module, torch.Tensor] = {}
 
-    def measure(layer: nn.Module, arguments: tuple, options: Options) -> None:
-        x = arguments[0] if arguments else options.get("input")
-        if isinstance(x, torch.Tensor) and x.numel():
-            measured[layer] = larger_amax(x, measured.get(layer))
+        def measure(layer: nn.Module, arguments: tuple, options: Options) -> None:
+            x = arguments[0] if arguments else options.get("input")
+            if isinstance(x, torch.Tensor) and x.numel():
+                measured[layer] = larger_amax(x, measured.get(layer))
 
-    hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in (static or layers).values()]
-    pinned = {layer: layer.pinned for layer in static.values()}
-    try:
-        for layer, recipe in pinned.items():
-            layer.pin(dataclasses.replace(recipe, scales="dynamic"))
-        yield model
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer, recipe in pinned.items():
-            layer.pin(recipe)
-    for layer, amax in measured.items():
-        if static:
-            layer.register_buffer("input_amax", amax)
-        else:
-            layer.__dict__["_measured_amax"] = amax
+        hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in (static or layers).values()]
+        pinned = {layer: layer.pinned for layer in static.values()}
+        try:
+            for layer, recipe in pinned.items():
+                layer.pin(dataclasses.replace(recipe, scales="dynamic"))
+            yield model
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for layer, recipe in pinned.items():
+                layer.pin(recipe)
+        for layer, amax in measured.items():
+            if static:
+                layer.register_buffer("input_amax", amax)
+            else:
+                layer.__dict__["_measured_amax"] = amax
     missed = [name for name, layer in static.items() if layer not in measured]
     if missed:
         warnings.warn(

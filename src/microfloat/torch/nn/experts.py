@@ -46,15 +46,20 @@ class ExpertProduct(GroupedLinear):
         self.__dict__["_experts"] = weakref.ref(experts)
 
     @property
+    def experts(self) -> "ExpertsLayer":
+        """The layer that this product is one of."""
+        return self._experts()  # type: ignore[return-value]
+
+    @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """[E, N, K], a view of the parameter where that is [E, K, N]."""
-        weight = getattr(self._experts(), self.name)
+        weight = getattr(self.experts, self.name)
         return weight.transpose(1, 2) if self.is_turned else weight
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
         """[E, N], or None."""
-        return getattr(self._experts(), f"{self.name}_bias", None)
+        return getattr(self.experts, f"{self.name}_bias", None)
 
     @property
     def num_groups(self) -> int:  # type: ignore[override]
@@ -147,6 +152,7 @@ class ExpertsLayer(RecipeLayer):
 
     _original: ClassVar[type]
     _form: Form
+    _measures: bool = False  # True while `calibrate` looks at the inputs of products
     products: Sequence[ExpertProduct]
 
     def begin(self, form: Form) -> None:
@@ -154,6 +160,9 @@ class ExpertsLayer(RecipeLayer):
         self._form = form
         products = nn.ModuleList(ExpertProduct(self, name, turned) for name, turned in form.turned.items())
         self.products = products  # type: ignore[assignment]
+        for product in self.products:
+            product.__dict__["_measured_amax"] = self.__dict__.get("_measured_amaxes", {}).get(product.name)
+        self.__dict__.pop("_measured_amaxes", None)
 
     def end(self) -> None:
         """Drop everything that `begin` and `pin` have made; the class is the caller's to put back."""
@@ -165,7 +174,7 @@ class ExpertsLayer(RecipeLayer):
     @property
     def is_stored(self) -> bool:
         """True if a matrix of experts exists as codes only."""
-        return any(isinstance(self._parameters.get(product.name), QuantizedTensor) for product in self.products)
+        return any(isinstance(held_weight(product), QuantizedTensor) for product in self.products)
 
     def pin(self, recipe: Recipe | str | None) -> Self:
         """Fix the recipe of all products of the layer, as `Linear.pin` does."""
@@ -195,6 +204,7 @@ class ExpertsLayer(RecipeLayer):
         else:
             state = ambient()
             is_plain = self._resolve(state) is None and not (state is not None and state.calibrating)
+            is_plain = is_plain and not self._measures
         if is_plain and not self.is_stored:
             return super().forward(*arguments, **options)
         return self._form.forward(self, {one.name: one for one in self.products}, *arguments, **options)
@@ -220,6 +230,17 @@ class ExpertsLayer(RecipeLayer):
         for product in self.products:
             product.belong_to(self)
         self.name_products(self._path)
+
+
+def place_of(layer: nn.Module) -> tuple[nn.Module, str]:
+    """The module that holds the weight of a layer as a parameter, and its name there."""
+    return (layer.experts, layer.name) if isinstance(layer, ExpertProduct) else (layer, "weight")
+
+
+def held_weight(layer: nn.Module) -> torch.Tensor | None:
+    """The weight of a layer as it is held: of experts that are turned it is not `layer.weight`, but its transpose."""
+    module, key = place_of(layer)
+    return module._parameters.get(key)
 
 
 def products_of(layer: nn.Module) -> Sequence[RecipeLayer]:
