@@ -1,6 +1,7 @@
 """Experts over rows of one input, forward and backward, against torch's grouped matmul in bfloat16 (l.grouped.*).
 
-The judged shape is 8 experts, 32768 rows, 7168 -> 2048: with equal groups, and with ragged ones of which one is empty.
+Three mixtures: 8 experts of 7168 -> 2048 over 32768 rows (judged; equal groups, and ragged ones of which one is empty),
+64 such experts over 65536 rows, 8 of 4096 -> 14336 over 32768.
 Every recipe is first compared with the reference backend: y, dx and dw of a small layer.
 """
 
@@ -18,23 +19,26 @@ from microfloat.recipes import Recipe
 from microfloat.torch.timing import in_turn
 
 Shape = tuple[int, int, int]
-JUDGED, CHECKED, QUICK = (32768, 7168, 2048), (1024, 512, 384), (96, 256, 128)
-EXPERTS = 8
+CHECKED, QUICK, EXPERTS = (1024, 512, 384), (96, 256, 128), 8
+# Part of the row's name -> experts, rows, K, N.
+MIXTURES = {"": (8, 32768, 7168, 2048), "64.": (64, 65536, 7168, 2048), "wide.": (8, 32768, 4096, 14336)}
 
 
-def sizes_of(rows: int, ragged: bool) -> list[int]:
-    """Group sizes that add up to `rows`; of ragged ones the third is empty."""
+def sizes_of(rows: int, ragged: bool, experts: int = EXPERTS) -> list[int]:
+    """Group sizes that add up to `rows`; of ragged ones, of 8 experts, the third is empty."""
     if not ragged:
-        return [rows // EXPERTS] * EXPERTS
+        return [rows // experts] * experts
     shares = [19, 12, 0, 30, 10, 24, 13]
     sizes = [rows * share // 128 for share in shares]
     return [*sizes, rows - sum(sizes)]
 
 
-def layer_of(recipe: Recipe, shape: Shape, options: argparse.Namespace, backend: str) -> mf.GroupedLinear:
+def layer_of(
+    recipe: Recipe, shape: Shape, options: argparse.Namespace, backend: str, experts: int = EXPERTS
+) -> mf.GroupedLinear:
     """The experts, in bfloat16."""
     place = {"device": options.device, "dtype": torch.bfloat16}
-    return mf.GroupedLinear(EXPERTS, shape[1], shape[2], **place, recipe=recipe, backend=backend)
+    return mf.GroupedLinear(experts, shape[1], shape[2], **place, recipe=recipe, backend=backend)
 
 
 def data(shape: Shape, options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,32 +78,40 @@ def step(layer: mf.GroupedLinear, x: torch.Tensor, dy: torch.Tensor, sizes: torc
     layer(x, sizes).backward(dy)
 
 
-def measure(report: Report, name: str, decibel: float) -> None:
-    """A row for equal groups and one for ragged ones."""
-    options, shape = report.options, QUICK if report.options.quick else JUDGED
+def measure(report: Report, name: str, decibel: float, mixture: str) -> None:
+    """A row for equal groups, and of the judged mixture one for ragged ones."""
+    options, (experts, *sizes) = report.options, MIXTURES[mixture]
+    shape: Shape = tuple(sizes)  # type: ignore[assignment]
+    if options.quick:
+        experts, shape = EXPERTS, QUICK
     x, dy = data(shape, options)
-    layer = layer_of(RECIPES[name], shape, options, backend_of(options))
+    layer = layer_of(RECIPES[name], shape, options, backend_of(options), experts)
     weight = layer.weight.detach().clone().requires_grad_()
-    for ragged in (False, True):
-        sizes = torch.tensor(sizes_of(shape[0], ragged), device=options.device)
+    for ragged in (False,) if mixture else (False, True):
+        sizes = torch.tensor(sizes_of(shape[0], ragged, experts), device=options.device)
         calls = {
             "bf16": lambda i, sizes=sizes: plain_step(weight, x, dy, sizes),
             "ours": lambda i, sizes=sizes: step(layer, x, dy, sizes),
         }  # fmt: skip
         times = in_turn(calls, options.device, 150, least=12)
-        row = Row(f"l.grouped.{name}", shape, name, backend=backend_of(options), sqnr_db=decibel, ratio_of="bf16")
+        row = Row(
+            f"l.grouped.{mixture}{name}", shape, name, backend=backend_of(options), sqnr_db=decibel, ratio_of="bf16"
+        )
         row.variant = "ragged" if ragged else None
         row.timed(times["ours"], times["bf16"]).tflops = 6 * shape[0] * shape[1] * shape[2] / times["ours"].median / 1e9
         reason = layer.schedule(x).reason
-        row.extra = {"experts": EXPERTS, "one_by_one": reason} if reason else {"experts": EXPERTS}
+        row.extra = {"experts": experts, "one_by_one": reason} if reason else {"experts": experts}
         report.add(row)
 
 
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     report = Report(options, arguments)
     for name, recipe in RECIPES.items():
-        row_id = f"l.grouped.{name}"
-        if not report.wants(row_id):
+        row_id, wanted = f"l.grouped.{name}", []
+        for mixture in MIXTURES:
+            if report.wants(f"l.grouped.{mixture}{name}"):
+                wanted.append(mixture)
+        if not wanted:
             continue
         differences = report.attempt(row_id, functools.partial(check, recipe, options), recipe=name)
         if differences is None:
@@ -108,5 +120,6 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             report.skip(row_id, f"differs from the reference: {differences}", recipe=name)
             continue
         decibel = sqnr_db(max(differences.values()))
-        report.attempt(row_id, functools.partial(measure, report, name, decibel), recipe=name)
+        for mixture in wanted:
+            report.attempt(row_id, functools.partial(measure, report, name, decibel, mixture), recipe=name)
     return report.finish()

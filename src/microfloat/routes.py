@@ -323,8 +323,6 @@ def why_not_in_groups(cast: Cast) -> str:
         return "stochastic rounding counts the rows of each group"
     if cast.hadamard is not None or family == "nvfp4":
         return f"{cast.format.name} has a scale of the whole group"
-    if None in cast.format.block and not cast.is_delayed:
-        return f"{cast.format.name} measures the amax of whole groups, or of rows as long as one"
     return ""
 
 

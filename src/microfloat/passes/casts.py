@@ -18,7 +18,7 @@ from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.layout import Layout, Part, layout_of, stored_length
 from microfloat.passes import OperandSpec, tables
-from microfloat.passes.amaxes import measure, measure_axes
+from microfloat.passes.amaxes import measure, measure_axes, measure_groups
 from microfloat.passes.matrix import (
     GROUP_ROWS,
     NO_SIGNS,
@@ -212,6 +212,13 @@ def _operand(
     layout = layout_of(spec.cast, rows, length, spec.form, of_transpose=of_transpose, paired=paired, turned=spec.turned)
     # FP8 block GEMMs read 1x128 scales column-major; launches that write both operands write MX scales likewise.
     ordered = (numbers.block == (1, 128) and numbers.float_scale) or (paired and numbers.block == (1, 32))
+    if matrix.with_scales and layout.scale is not None and numbers.block in ((None, None), (1, None)):
+        # Groups have scales of their own; rows of x have them as they are.
+        shape = (matrix.with_scales,) if numbers.block == (None, None) else (matrix.rows, 1)
+        if numbers.block == (1, None) and of_transpose:
+            shape = (matrix.with_scales, matrix.columns)
+        if not spec.cast.is_delayed:
+            layout = layout._replace(scale=Part(shape, shape[1:] + (1,) * len(shape[:1]), layout.scale.dtype))
     if not matrix.device.orders_scales and layout.scale is not None:
         shape, ordered = layout.scale.shape, False
         layout = layout._replace(scale=Part(shape, shape[1:] + (1,) * len(shape[:1]), layout.scale.dtype))
@@ -337,12 +344,13 @@ class _Casting:
         """Add the launch of `casts.scaled`; `mode`: the source of its scales, GIVEN, AMAX, AXES or TILE."""
         matrix, casts, streams = self.matrix, scaled_casts(both), both.streams
         rows, columns, warps = tables.tile_of_scaled(*casts, mode, (matrix.rows, matrix.columns), matrix.fills)
-        constants = (*casts, mode, record != At.NOTHING, matrix.how(rows, columns, units=True))
+        grouped = bool(matrix.with_scales) and mode in (_AMAX, _AXES)
+        constants = (*casts, mode, record != At.NOTHING, grouped, matrix.how(rows, columns, units=True))
         words = At.NOTHING if record == At.NOTHING else At.WORDS
         self.passes.launches.append(Pass(
             scaled.cast_scaled, (matrix.key, constants, warps, *streams), matrix.tiles(rows, columns),
             (source, *both.codes, *scales, *sources, record, words, both.seed, *self.plan),
-            (*streams, both.one.numbers.epsilon, *matrix.sizes), constants, warps,
+            (*streams, both.one.numbers.epsilon, matrix.each, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
     def _tensor(self, source: int, both: Both, records: bool) -> None:
@@ -354,6 +362,9 @@ class _Casting:
             if cast.is_gradient and not records:  # its stored scale depends on the recorded amax
                 record = passes.add(Buffer((1,), (1,), "float32", cleared=True))
             mode, amax = _GIVEN, At.SCALE_ENC
+        elif matrix.with_scales:
+            mode = _AMAX
+            amax, _ = measure_groups(passes, matrix, source, self.plan, row=False, column=False)
         elif self.given_amax or not matrix.device.measures:
             mode, amax = _AMAX, At.AMAX
         elif source == At.SOURCE and both.seed == At.NOTHING and _fit_together([matrix]):
@@ -368,10 +379,14 @@ class _Casting:
     def _rows(self, source: int, both: Both) -> None:
         """FP8 per row of each operand."""
         passes, matrix = self.passes, self.matrix
-        if source == At.SOURCE and both.seed == At.NOTHING and _fit_together([matrix]):
+        made = [one is not None for one in both.operands]
+        if matrix.with_scales:
+            amaxes = measure_groups(passes, matrix, source, self.plan, *made)
+        elif source == At.SOURCE and both.seed == At.NOTHING and _fit_together([matrix]):
             _together(passes, [(matrix, both)], False)
             return
-        amaxes = measure_axes(passes, matrix, source, *(one is not None for one in both.operands))
+        else:
+            amaxes = measure_axes(passes, matrix, source, *made)
         self._scaled(source, both, both.scales, _AXES, amaxes)
 
     def _blocks(self, source: int, both: Both) -> None:

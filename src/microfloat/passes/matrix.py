@@ -69,7 +69,8 @@ def specialization(value: int) -> int:
 class Matrix:
     """A matrix as kernels see it: extents, strides in elements, dtype, and a power of two that divides its address.
 
-    `groups`: the number of groups of its rows, which are padded (`kernels.casts.groups`); 0 without groups.
+    `groups`: the number of groups of its rows, which are padded (`kernels.casts.groups`); 0 without groups. `experts`:
+    the number of matrices of equal height, a multiple of 128, that lie one below the other; 0 for one matrix.
 
     Derived fields: `sizes`: R, C and both strides, in the order of kernels. `kind`: how elements are loaded
     (`kernels.device.convert`). `index64`: offsets inside a tile of 128 rows or columns, of the input or of an output in
@@ -85,6 +86,7 @@ class Matrix:
     alignment: int
     device: Device
     groups: int = 0
+    experts: int = 0
     sizes: tuple[int, int, int, int] = field(init=False, repr=False, compare=False)
     kind: int = field(init=False, repr=False, compare=False)
     index64: bool = field(init=False, repr=False, compare=False)
@@ -105,7 +107,7 @@ class Matrix:
             ("sizes", sizes), ("kind", kind), ("index64", index64),
             ("is_column_major", self.stride_r == 1 and stride_c != 1 and rows > 1),
             ("is_contiguous", (stride_c == 1 or columns == 1) and (self.stride_r == columns or rows == 1)),
-            ("key", (*key, *map(specialization, sizes))),
+            ("key", (*key, *map(specialization, (*sizes, self.each)))),
         ):  # fmt: skip
             object.__setattr__(self, name, value)
 
@@ -114,9 +116,19 @@ class Matrix:
         """The transpose, in the same memory."""
         return replace(self, rows=self.columns, columns=self.rows, stride_r=self.stride_c, stride_c=self.stride_r)
 
+    @property
+    def each(self) -> int:
+        """Rows of each of `experts` matrices, 0 for one matrix."""
+        return self.rows // self.experts if self.experts else 0
+
+    @property
+    def with_scales(self) -> int:
+        """Number of groups that have their own scales, counting the padded rows behind the last group; 0 for one matrix."""
+        return self.experts or (self.groups + 1 if self.groups else 0)
+
     def fills(self, tile_rows: int, tile_columns: int) -> bool:
         """True if whole tiles cover the matrix, so that no load or store needs a mask."""
-        if self.groups and tile_rows > GROUP_ROWS:
+        if (self.groups or self.experts) and tile_rows > GROUP_ROWS:
             return False
         return self.rows % tile_rows == 0 and self.columns % tile_columns == 0
 

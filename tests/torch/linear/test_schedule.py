@@ -10,6 +10,7 @@ OTHER_INPUTS = (
     "strided x",
 )  # fmt: skip
 NAMES = ("delayed", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "mxfp8_exact", "mxfp6", "mxfp4", "nvfp4")
+OF_MATRICES = ("delayed", "fp8_current", "fp8_row")  # scales of whole groups, or of their rows and columns
 CASES = [
     *[("same_bits", (name, (32, 48), 64, False, "bfloat16")) for name in NAMES],
     *[("same_bits", (name, (2, 16, 48), 64, True, "float16")) for name in ("delayed", "fp8_row", "fp8_block", "nvfp4")],
@@ -47,8 +48,9 @@ CASES = [
     ("operands_are_checked_once_for_all", ()),
     ("a_computed_bias_is_not_dropped", ()),
     ("transforms_are_refused", ()),
-    *[("every_group_is_cast_alone", (name,)) for name in ("fp8_block", "mxfp8")],
-    *[("all_groups_at_once", arguments) for arguments in (("fp8_block",), ("mxfp8",), ("fp8_block", "float32"))],
+    *[("every_group_is_cast_alone", (name,)) for name in ("fp8_block", "mxfp8", *OF_MATRICES)],
+    *[("all_groups_at_once", (name,)) for name in ("fp8_block", "mxfp8", *OF_MATRICES)],
+    *[("all_groups_at_once", (name, "float32")) for name in ("fp8_block", "fp8_row")],
 ]
 
 

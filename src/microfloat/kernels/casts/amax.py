@@ -40,7 +40,7 @@ from microfloat.kernels.device.fp4 import (
 )
 from microfloat.kernels.device.grid_reduction import STORE, arrive, offer_maximum, peek, publish_maximum, publish_two
 from microfloat.kernels.device.random import zero_again
-from microfloat.kernels.device.tiles import Bounds, load_pair, program, tile_at, tiles_of
+from microfloat.kernels.device.tiles import Bounds, group_of, load_pair, program, tile_at, tile_of_program, tiles_of
 
 
 @triton.jit
@@ -138,6 +138,34 @@ def amax_rows_columns(
     across, tiles = tiles_of(R, C, HOW.BM, HOW.BN)
     row0, col0, x_tile = tile_at(x_ptr, tiles - 1 - pid, across, stride_r, stride_c, HOW.BM, HOW.BN)
     tile_axes(x_tile, row_amax, column_amax, Bounds(R, C, row0, col0), stride_r, stride_c, ROW, COLUMN, HOW)
+
+
+@triton.jit
+def amaxes_of_groups(
+    x_ptr, row_amax, group_amax, plan_ptr, tails_ptr, EACH, R, C, stride_r, stride_c, ROW: tl.constexpr,
+    COLUMN: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """Bits of the amaxes of rows in groups (int32, cleared before), one program per tile: of every row (ROW), and of
+    every column of each group, [groups, C] (COLUMN); with neither, of each group. `EACH` as in `tiles.group_of`.
+    """
+    _pid, _across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
+    R, C, row0, col0 = bounds
+    group = group_of(row0, R, plan_ptr, EACH)
+    if ROW or COLUMN:
+        tile_axes(
+            source.x, row_amax, group_amax + group * C, bounds, source.stride_r, source.stride_c, ROW, COLUMN, HOW
+        )
+    else:
+        r = tl.arange(0, HOW.BM)[:, None]
+        w = tl.arange(0, HOW.BN // 2)[None, :]
+        rows, cols, strides = R - row0, C - col0, (source.stride_r, source.stride_c)
+        raw, low, high = load_pair(source.x, r, w, rows, cols, strides[0], strides[1], HOW.KIND, HOW.EVEN, 0)
+        if HOW.HW and HOW.KIND != ELEMENTWISE:
+            m = packed_reduce(packed_reduce(packed_abs(raw, HOW.KIND), 1, HOW.KIND, True), 0, HOW.KIND, True)
+            tl.atomic_max(group_amax + group, larger_half(m, HOW.KIND, True))
+        else:
+            m = tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True))
+            tl.atomic_max(group_amax + group, tl.max(tl.max(m, 1), 0))
 
 
 # ------------------------------------------------------------------------------------------ with the Hadamard transform

@@ -7,6 +7,7 @@ group, and one of zeros for padded rows behind the last group.
 
 The plan is an int32 vector:
 * for every padded tile: its first row in x, or ~(number of its tile in the buffer of tails);
+* for every padded tile: its group, or G behind the last group;
 * begins [G + 1] of the groups in x, then padded begins [G + 1];
 * the number of row tiles of a product, each of at most ROWS rows of one group;
 * for each row tile: first row of A, number of rows, first row of C, group (-1 behind the last group).
@@ -44,18 +45,19 @@ def plan_groups(ends_ptr, plan_ptr, T, G, TILES, PARTS, ROWS: tl.constexpr, GROU
     within = entry * TILE - _at(padded_begin, groups, first)
     full = (first < G) & (within + TILE <= _at(size, groups, first))
     tl.store(plan_ptr + entry, tl.where(full, _at(begin, groups, first) + within, ~first), mask=entry < TILES)
+    tl.store(plan_ptr + TILES + entry, first, mask=entry < TILES)
     if tl.program_id(0) == 0:
         begin = tl.where(groups < G, begin, total)
-        tl.store(plan_ptr + TILES + groups, begin, mask=groups <= G)
-        tl.store(plan_ptr + TILES + G + 1 + groups, padded_begin, mask=groups <= G)
-        tl.store(plan_ptr + TILES + 2 * (G + 1), tl.sum(parts, 0) + (T - total + ROWS - 1) // ROWS)
+        tl.store(plan_ptr + 2 * TILES + groups, begin, mask=groups <= G)
+        tl.store(plan_ptr + 2 * TILES + G + 1 + groups, padded_begin, mask=groups <= G)
+        tl.store(plan_ptr + 2 * TILES + 2 * (G + 1), tl.sum(parts, 0) + (T - total + ROWS - 1) // ROWS)
     group = tl.minimum(tl.sum((part_end[None, :] <= entry[:, None]).to(tl.int32), 1), G)
     within = (entry - _at(part_begin, groups, group)) * ROWS
     inside = group < G
     # Behind the last group, where `part_begin` of G counts the parts of all.
     at = tl.where(inside, _at(begin, groups, group), total) + within
     rows = tl.where(inside, _at(size, groups, group), T - total) - within
-    table = plan_ptr + TILES + 2 * (G + 1) + 1 + 4 * entry
+    table = plan_ptr + 2 * (TILES + G + 1) + 1 + 4 * entry
     tl.store(table, tl.where(inside, _at(padded_begin, groups, group) + within, 0), mask=entry < PARTS)
     tl.store(table + 1, tl.minimum(tl.maximum(rows, 0), ROWS), mask=entry < PARTS)
     tl.store(table + 2, at, mask=entry < PARTS)
@@ -68,8 +70,8 @@ def copy_tails(x_ptr, plan_ptr, tails_ptr, TILES, G, C, stride_r, BM: tl.constex
     across = (C + BN - 1) // BN
     pid = tl.program_id(0)
     group, band = pid // across // (TILE // BM), pid // across % (TILE // BM)
-    begin = tl.load(plan_ptr + TILES + group)
-    size = tl.load(plan_ptr + TILES + tl.minimum(group + 1, G)) - begin
+    begin = tl.load(plan_ptr + 2 * TILES + group)
+    size = tl.load(plan_ptr + 2 * TILES + tl.minimum(group + 1, G)) - begin
     row = band * BM + tl.arange(0, BM)[:, None]
     column = pid % across * BN + tl.arange(0, BN)[None, :]
     at = (begin + size // TILE * TILE + row).to(tl.int64) * stride_r + column

@@ -39,7 +39,7 @@ from microfloat.kernels.device.grid_reduction import (
 from microfloat.kernels.device.produce import LOAD, produce_rows
 from microfloat.kernels.device.random import column_bytes, load_seed, pair_bytes
 from microfloat.kernels.device.scales import fp32_scale
-from microfloat.kernels.device.tiles import prefetch_later, store_pairs, store_quads, tile_of_program
+from microfloat.kernels.device.tiles import group_of, prefetch_later, store_pairs, store_quads, tile_of_program
 
 GIVEN = tl.constexpr(0)
 AMAX = tl.constexpr(1)
@@ -230,9 +230,12 @@ def measure_tile(
 @triton.jit
 def write_tile(
     tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    SOURCE: tl.constexpr, HOW: tl.constexpr,
+    SOURCE: tl.constexpr, HOW: tl.constexpr, begins=None,
 ):  # fmt: skip
-    """Write one tile of both operands from the results of `load_tile`, `given_scale` and `measure_tile`."""
+    """Write one tile of both operands from the results of `load_tile`, `given_scale` and `measure_tile`.
+
+    `begins`: True in the first rows of a group, for rows in groups; amax and scale pointers then begin at that group.
+    """
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     row_out, column_out, row_scale, column_scale = outputs
@@ -243,6 +246,8 @@ def write_tile(
     cols = C - col0
     w = local_words(BN)
     r = local_rows(BM)
+    if begins is None:
+        begins = row0 == 0
     ANY: tl.constexpr = ROW if ROW is not None else COLUMN
     factors, column_factors = (1.0, 1.0, 1.0, 1.0), (1.0, 1.0)
     if SOURCE == AXES:
@@ -258,7 +263,7 @@ def write_tile(
             c = 2 * w
             scale_low, f_low = axis_scale(source2_ptr + col0 + c, c < cols, epsilon, ANY)
             scale_high, f_high = axis_scale(source2_ptr + col0 + c + 1, c + 1 < cols, epsilon, ANY)
-            if row0 == 0:
+            if begins:
                 tl.store(column_scale + col0 + c, scale_low, mask=c < cols)
                 tl.store(column_scale + col0 + c + 1, scale_high, mask=c + 1 < cols)
             column_factors = (f_low, f_high)
@@ -272,7 +277,7 @@ def write_tile(
         at_column = (col0 // BN) * ((R + BM - 1) // BM) + row0 // BM if SOURCE == TILE else 0
         # The last program writes the given scale of a gradient: only it knows whether all elements were finite.
         FIRST: tl.constexpr = SOURCE != GIVEN or not ANY.GRADIENT
-        if FIRST and ((SOURCE == TILE) | ((row0 == 0) & (col0 == 0))):
+        if FIRST and ((SOURCE == TILE) | (begins & (col0 == 0))):
             if SOURCE == GIVEN:
                 scale = tl.div_rn(1.0, factor)
             if ROW is not None:
@@ -330,12 +335,14 @@ def record_maximum(
 @triton.jit
 def cast_scaled(
     x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, record_ptr, scratch_ptr,
-    seed_ptr, plan_ptr, tails_ptr, row_stream, column_stream, epsilon, R, C, stride_r, stride_c, ROW: tl.constexpr,
-    COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, HOW: tl.constexpr,
+    seed_ptr, plan_ptr, tails_ptr, row_stream, column_stream, epsilon, EACH, R, C, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, GROUPED: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
     """Cast a matrix; one program per BM x BN tile. ROW and COLUMN are `constants.ScaledCast`, or None.
 
-    RECORDS is required for gradients with a GIVEN scale.
+    RECORDS is required for gradients with a GIVEN scale. GROUPED: the rows belong to groups, by the plan or in matrices
+    of EACH rows, and each group has its own amax and scale (AMAX), or its own amaxes and scales of columns (AXES).
     """
     HW: tl.constexpr = HOW.HW
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
@@ -344,6 +351,19 @@ def cast_scaled(
         known = peek(scratch_ptr, HW)
     else:
         known = 0
+    begins = row0 == 0
+    if GROUPED:
+        group = group_of(row0, R, plan_ptr, EACH)
+        begins = begins | (group_of(row0 - 1, R, plan_ptr, EACH) != group)
+        if SOURCE == AMAX:
+            source_ptr += group
+            if ROW is not None:
+                row_scale += group
+            if COLUMN is not None:
+                column_scale += group
+        elif COLUMN is not None:
+            source2_ptr += group * C
+            column_scale += group * C
     given = given_scale(source_ptr, epsilon, ROW, COLUMN, SOURCE)
     tile = load_tile(source, R - row0, C - col0, LOAD, 0, HOW)
     if SOURCE == AMAX:
@@ -354,7 +374,7 @@ def cast_scaled(
     amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, HOW.KIND, HW)
     outputs, sources = (row_out, column_out, row_scale, column_scale), (source_ptr, source2_ptr)
     generators = (seed_ptr, row_stream, column_stream)
-    write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
+    write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW, begins)
     if RECORDS:
         record_maximum(arrived, record_ptr, scratch_ptr, given, row_scale, column_scale, ROW, COLUMN, HW)
 

@@ -81,6 +81,15 @@ def tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW: tl.constexpr, plan_ptr
 
 
 @triton.jit
+def group_of(row, R, plan_ptr, EACH):
+    """Number of the group that a padded row belongs to by the plan, or of its matrix where each has EACH rows."""
+    if plan_ptr is None:
+        return row // EACH
+    else:
+        return tl.load(plan_ptr + R // 128 + row // 128)
+
+
+@triton.jit
 def tiles_of(R, C, BM: tl.constexpr, BN: tl.constexpr):
     """Number of BM x BN tiles side by side, and in all."""
     across = (C + BN - 1) // BN

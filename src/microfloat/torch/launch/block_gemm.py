@@ -97,15 +97,21 @@ def _assembler() -> str | None:
     return None
 
 
+# By the blocks of both operands: ROWS or MATRIX of `kernels.gemm.block_gemm`; others have scales in blocks of K.
+SCALES_OF = {(1, None): 2, (None, None): 3}
+
+
 class GroupedWork(NamedTuple):
     """The work of a launch of many products (`kernels.gemm.block_gemm`): FPROP, DGRAD or WGRAD, of how many groups, by
-    which part of their plan; the shape of C.
+    which part of their plan; the shape of C; scales of ROWS or of a MATRIX, None where they are of blocks; fast sums.
     """
 
     kind: int
     number: int
     plan: torch.Tensor
     shape: tuple[int, int]
+    scales: int | None = None
+    fast: bool = False
 
 
 def own_block_matmul(
@@ -124,18 +130,21 @@ def own_block_matmul(
     (m, k), b = a.shape, b.t()
     cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
     c = torch.empty(shape, dtype=dtype, device=a.device)
+    scales = int(tiles) if work is None or work.scales is None else work.scales
     codes, flat = kernels.codes_layout, kernels.scale_layout
+    # Descriptors of scales are read where those are of lines, and of A where B's are of tiles.
     a_scales = descriptor(a_scale, [a_scale.numel()], [1], [kernels.SCALE_BOX], flat)
-    # With tiles the descriptor of B's scales is not read.
-    b_scales = a_scales if tiles else descriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
+    b_scales = a_scales if scales else descriptor(b_scale, [b_scale.numel()], [1], [kernels.COLUMNS], flat)
+    stride = b_scale.stride(1) if scales == kernels.TILES.value else int(b_scale.dim() > 0)
     size = c.element_size()
     arguments = (
         descriptor(a, [*a.shape], [a.shape[1], 1], [kernels.PART, _SIDE], codes),
-        descriptor(b, [*b.shape], [b.shape[1], 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales, b_scale,
-        b_scale.stride(1) if tiles else 0,
+        descriptor(b, [*b.shape], [b.shape[1], 1], [kernels.COLUMNS, _SIDE], codes), a_scales, b_scales,
+        a_scale, b_scale, stride,
         descriptor(c, [*shape], [shape[1], 1], [kernels.PART, _SIDE // size], kernels.output_layout(size)),
         None if work is None else c, None if work is None else work.plan, m, shape[1], k, cut.warpgroups, cut.parts,
-        kernels.COLUMNS, cut.stages, cut.group, tiles, cut.registers, *((0, 0) if work is None else work[:2]),
+        kernels.COLUMNS, cut.stages, cut.group, scales, work is not None and work.fast, cut.registers,
+        *((0, 0) if work is None else work[:2]),
     )  # fmt: skip
     device = a.get_device()
     rows, columns = cut.tile
@@ -143,7 +152,7 @@ def own_block_matmul(
     if work is not None:  # and a row of tiles more for every group but one
         programs += work.number * -(-shape[1] // columns)
     with torch.cuda.device(device):
-        kind = (tiles, a.dtype, b.dtype, dtype, device, *(() if work is None else work[:2]))
+        kind = (scales, a.dtype, b.dtype, dtype, device, *(() if work is None else (*work[:2], work.fast)))
         start(kernels.block_gemm, min(programs, program.device_of(device).multiprocessors), arguments, kind)
     return c
 

@@ -445,16 +445,18 @@ def _bytes_of(passes: Passes, buffer: int) -> int:
 
 def cast_program(
     x: torch.Tensor, row: OperandSpec | None, column: OperandSpec | None, *, records: bool = False,
-    given_amax: bool = False, batch: int = 0, in_groups: int = 0, misaligned: frozenset[int] = frozenset(),
+    given_amax: bool = False, batch: int = 0, in_groups: int = 0, experts: int = 0,
+    misaligned: frozenset[int] = frozenset(),
 ) -> Program:  # fmt: skip
     """The program that casts matrices like `x`: same sizes, strides, dtype, device and alignment.
 
     `row`, `column`: the operand as it lies and that of its transpose, each None where it is not asked for. `records`:
     the history that is given takes the amax. `given_amax`: the amax is given, not measured. `batch`: a word of the
-    random counters. `in_groups`: the rows are those of so many groups, padded. `misaligned`: positions of given tensors
-    that begin at no multiple of 16 bytes. Raises NotSupportedError where a cast has no kernel, or none for its form.
+    random counters. `in_groups`: the rows are those of so many groups, padded; `experts`: those of so many matrices of
+    one height. `misaligned`: positions of given tensors that begin at no multiple of 16 bytes. Raises
+    NotSupportedError where a cast has no kernel, or none for its form.
     """
-    matrix = matrix_of(x)
+    matrix = replace(matrix_of(x), experts=experts)
     if in_groups:
         matrix = replace(matrix, rows=padded_rows(matrix.rows, in_groups), groups=in_groups)
     passes = cast_passes(matrix, row, column, records=records, given_amax=given_amax, batch=batch)
@@ -478,7 +480,7 @@ def plan_groups(ends: torch.Tensor, rows: int, tile_rows: int) -> GroupPlan:
     """The plan of groups that end at `ends` in so many rows, for products in tiles of `tile_rows`."""
     number, device = ends.shape[0], ends.get_device()
     tiles, parts = padded_rows(rows, number) // GROUP_ROWS, -(-rows // tile_rows) + number + 1
-    begins = tiles + number + 1
+    begins = 2 * tiles + number + 1
     plan = torch.empty(begins + number + 2 + 4 * parts, dtype=torch.int32, device=ends.device)
     scalars, constants = (rows, number, tiles, parts), (tile_rows, 1 << number.bit_length(), _PLANNED_TOGETHER)
     key, programs = (*map(specialization, scalars), constants, device), -(-max(tiles, parts) // _PLANNED_TOGETHER)

@@ -252,14 +252,20 @@ def why_one_by_one(
     recipe: Recipe, routes: Routes, backend: str, weight: torch.Tensor, has_bias: bool, is_bfloat16: bool
 ) -> str:
     """Reason for a schedule of its own in each group of a call, "" where launches serve all groups."""
-    kinds = [route.kind for route in routes if route.kind != "blocks"]
+    kinds = [route.kind for route in routes if route.kind not in ("blocks", "fp8")]
     if kinds:
         return f"no kernel multiplies all groups by the route {kinds[0]!r} of the {backend} backend"
     products = [getattr(recipe, name) for name in GEMMS]
     casts = [cast for gemm in products for cast in gemm.casts if cast is not None]
     if len(casts) < 6 or any(gemm.from_fprop for gemm in products):
         return "the kernel that multiplies all groups reads quantized operands alone"
-    if any(cast.format.element.name == "E5M2" for cast in casts):
+    for gemm in products:
+        scales = {(cast.format.block, cast.is_delayed) for cast in gemm.casts}
+        if len(scales) > 1 and any(None in block for block, _ in scales):
+            return "the kernel that multiplies all groups takes scales of one kind for both operands"
+        if any(cast.is_static for cast in gemm.casts):
+            return "static scales are those of one matrix"
+    if any(cast.format.element.name == "E5M2" and None not in cast.format.block for cast in casts):
         return "the kernel that multiplies all groups takes E4M3 alone"
     lacks = next((why for cast in casts if (why := why_not_in_groups(cast))), "")
     if lacks:
@@ -540,8 +546,10 @@ class _AllAtOnce(GroupedSchedule):
         step = self._steps.get((tensor, *which))
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, *which) if which else self._entries[tensor]
-            number = 0 if tensor == "w" else self.number
-            step = self._steps[tensor, *which] = CastStep(self.backend, matrix, entries, 0, number)
+            options = {"in_groups": self.number}
+            if tensor == "w":
+                options = {} if self.is_delayed else {"experts": self.number}
+            step = self._steps[tensor, *which] = CastStep(self.backend, matrix, entries, 0, **options)
         inputs = inputs._replace(groups=plan, folded=self._counts, tiles=self._counts)
         return step(matrix, *self.resources(), inputs)
 
@@ -558,7 +566,10 @@ class _AllAtOnce(GroupedSchedule):
         shape = {"fprop": (t, n), "dgrad": (t, k), "wgrad": (self.number * n, k)}[name]
         plan = groups.plan(self._rows_of_tile("fprop" if name == "wgrad" else name), self._programs)
         part = plan.padded_begins if name == "wgrad" else plan.table
-        work = own_gemm.GroupedWork(1 + GEMMS.index(name), self.number, part, shape)
+        gemm = getattr(self.recipe, name)
+        scales = own_gemm.SCALES_OF.get(gemm.lhs.format.block)
+        fast = scales is not None and gemm.accumulate == "fast"
+        work = own_gemm.GroupedWork(1 + GEMMS.index(name), self.number, part, shape, scales, fast)
         tiles = self._has_tiles(name)
 
         def product(a: Parts, b: Parts, _: None) -> torch.Tensor:

@@ -114,9 +114,10 @@ class CastStep:
 
     def __init__(
         self, backend: Backend, x: torch.Tensor, entries: Entries, batch: int = 0, in_groups: int = 0,
-        given_amax: bool = False,
+        given_amax: bool = False, experts: int = 0,
     ) -> None:  # fmt: skip
-        """`x`: an example; `batch`: a word of the random counters; `in_groups`: the number of groups that its rows are;
+        """`x`: an example; `batch`: a word of the random counters; `in_groups`: the number of groups that its rows are,
+        `experts`: the number of weights one below the other;
         `given_amax`: amaxes of the whole tensor come with the inputs of every call."""
         self.entries, self._backend, self._batch = entries, backend, batch
         row, column = (None if entry is None else entry.spec for entry in entries)
@@ -135,7 +136,7 @@ class CastStep:
         if self.reason:
             self._layouts = layouts_of(backend, entries, *x.shape)
             return
-        options = {"batch": batch, "in_groups": in_groups}
+        options = {"batch": batch, "in_groups": in_groups, "experts": experts}
         given_amax |= row is not None and isinstance(row.cast.scaling, Static)
         self.program = backend.programs.cast_program(x, row, column, given_amax=given_amax, **options)
         self.is_bound = not (self._row_as_is or self._column_as_is)

@@ -28,23 +28,31 @@ def _products(device):
         return
 
     def multiply(a, a_scale, b, b_scale, dtype, tiles, work):
-        side = 128
-        a, b = a.float() * a_scale.repeat_interleave(side, 1), b.t().float()
-        if tiles:
-            b_scale = b_scale.t().repeat_interleave(side, 0).repeat_interleave(side, 1)[: len(b), : b.shape[1]]
-        else:
-            b_scale = b_scale.repeat_interleave(side, 1)
-        b, c, n = b * b_scale, torch.full(work.shape, 7.0), work.shape[1]
+        a, b, c, n = a.float(), b.t().float(), torch.full(work.shape, 7.0), work.shape[1]
+        if work.scales is None:
+            a, b = a * a_scale.repeat_interleave(128, 1), b * _spread(b_scale, b.shape, tiles)
+
+        def scaled(sums, first, g):
+            """Sums of a group times scales of rows from `first` on and of columns, or of its matrices."""
+            if work.scales is None:
+                return sums
+            if work.scales == 3:
+                return sums * (a_scale[g] if a_scale.dim() else a_scale) * (b_scale[g] if b_scale.dim() else b_scale)
+            return sums * a_scale.flatten()[first : first + len(sums), None] * b_scale.flatten()[g * n : (g + 1) * n]
+
         if work.kind == 3:
             begins = work.plan[: work.number + 1].tolist()
+            c.zero_()
             for g in range(work.number):
-                columns = slice(*begins[g : g + 2])
-                c[g * len(a) : (g + 1) * len(a)] = a[:, columns] @ b[:, columns].t()
+                columns, first = slice(*begins[g : g + 2]), g * len(a)
+                if columns.start == columns.stop:
+                    continue  # no scales either
+                c[first : first + len(a)] = scaled(a[:, columns] @ b[:, columns].t(), first, g)
             return c.to(dtype)
         for a_row, rows, c_row, g in work.plan[1:][: 4 * int(work.plan[0])].view(-1, 4).tolist():
             k = a.shape[1]
             right = b[g * n : (g + 1) * n] if work.kind == 1 else b[:, g * k : (g + 1) * k]
-            c[c_row : c_row + rows] = a[a_row : a_row + rows] @ right.t() if g >= 0 else 0
+            c[c_row : c_row + rows] = scaled(a[a_row : a_row + rows] @ right.t(), a_row, g) if g >= 0 else 0
         return c.to(dtype)
 
     with (
@@ -52,6 +60,13 @@ def _products(device):
         mock.patch.object(own_gemm, "own_block_matmul", multiply),
     ):
         yield
+
+
+def _spread(b_scale, shape, tiles):
+    """Scales of 128 columns or of 128x128 for every element of B."""
+    if not tiles:
+        return b_scale.repeat_interleave(128, 1)
+    return b_scale.t().repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
 
 
 def _results(layer, x, dy, sizes):
@@ -84,10 +99,14 @@ def all_groups_at_once(device, name, weight_dtype="bfloat16"):
             together = _results(layer, x, dy, sizes)
         assert groups._sizes is None
         # What compiled code casts again in backward is what forward saves.
-        inputs, weight = CastInputs(groups=groups), layer.weight.detach()
+        scale_enc = torch.tensor(3.0, device=device) if RECIPES[name]().is_delayed else None
+        inputs, weight = CastInputs(scale_enc=scale_enc, groups=groups), layer.weight.detach()
+        full = torch.tensor([size > 0 for size in every])  # other groups of x have scales that nobody writes
         wanted = layer.schedule(x.requires_grad_())
         _, saved = wanted.forward(x.detach(), weight, None, inputs, inputs)
         for first, again in zip(saved, wanted.saved_anew(x.detach(), weight, inputs, inputs), strict=True):
+            if first is not None and first.shape[:1] == (len(every) + 1,):
+                first, again = first[:-1][full], again[:-1][full]
             assert first is again is None or torch.equal(first.float(), again.float())
         x = x.detach()
         apart, begin = [], 0
@@ -122,25 +141,35 @@ def every_group_is_cast_alone(device, name):
         plan = program.plan_groups(ends, len(x), 192)
         stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
 
+        scale_enc = torch.tensor(3.0, device=device) if recipe.is_delayed else None
+
         def cast(matrix, in_groups=0, groups=None):
             step = schedule.CastStep(backend, matrix, entries, 0, in_groups)
-            inputs = CastInputs(folded=counts, tiles=counts, groups=groups)
+            inputs = CastInputs(scale_enc=scale_enc, folded=counts, tiles=counts, groups=groups)
             return step(matrix, stream, program.scratch(x.get_device()), inputs).flat()
 
         row, row_scale, _, column, column_scale, _ = cast(x, len(SIZES), plan.whole)
         begins = plan.padded_begins[: len(SIZES) + 1].tolist()
         assert begins == [0, 256, 256, 384, 512, 896]  # tiles of 128
         begin = 0
-        for size, first, last in zip(SIZES, begins, begins[1:], strict=False):
+        for g, (size, first, last) in enumerate(zip(SIZES, begins, begins[1:], strict=False)):
             own, begin = x[begin : begin + size].clone(), begin + size
             if not size:
                 continue
             want_row, want_row_scale, _, want_column, want_column_scale, _ = cast(own)
             assert torch.equal(row[first : first + size].view(torch.uint8), want_row.view(torch.uint8))
-            assert torch.equal(row_scale[first : first + size], want_row_scale)
             codes, wanted = column[first:last].view(torch.uint8), want_column.view(torch.uint8)  # turned
             assert torch.equal(codes[:size], wanted)
             assert not codes[size:].any()
+            if name in ("delayed", "fp8_current"):
+                of_group = row_scale if name == "delayed" else row_scale[g]
+                assert of_group == want_row_scale == want_column_scale
+                assert torch.equal(column_scale, row_scale)
+                continue
+            assert torch.equal(row_scale[first : first + size], want_row_scale)
+            if name == "fp8_row":
+                assert torch.equal(column_scale[g], want_column_scale.flatten())
+                continue
             blocks = slice(first // 128, last // 128)
             scales = column_scale[blocks] if name == "mxfp8" else column_scale[:, blocks]
             wanted = want_column_scale[: len(scales)] if name == "mxfp8" else want_column_scale
