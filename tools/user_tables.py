@@ -130,9 +130,14 @@ def linear_table() -> str:
 
 
 def grouped_table() -> str:
-    """Experts: ratios by the kind of groups."""
-    found = pivoted(rows_of(RESULTS / "grouped.json"), lambda row: row.get("variant") or "equal groups")
-    return f"{ratios(found, 'recipe', ['equal groups', 'ragged'])}\n\n{sources('grouped')}"
+    """Experts: ratios by the mixture."""
+    titles = {"64": "64 x 7168 to 2048", "wide": "8 x 4096 to 14336"}
+
+    def title(row: dict) -> str:
+        return titles.get(row["id"].split(".")[2], "ragged" if row.get("variant") else "8 x 7168 to 2048")
+
+    found = pivoted(rows_of(RESULTS / "grouped.json"), title)
+    return f"{ratios(found, 'recipe', ['8 x 7168 to 2048', 'ragged', *titles.values()])}\n\n{sources('grouped')}"
 
 
 def models_table() -> str:

@@ -123,7 +123,7 @@ class Matrix:
 
     @property
     def with_scales(self) -> int:
-        """Number of groups that have their own scales, counting the padded rows behind the last group; 0 for one matrix."""
+        """Number of groups with scales of their own, the padded rows behind the last group counted as one."""
         return self.experts or (self.groups + 1 if self.groups else 0)
 
     def fills(self, tile_rows: int, tile_columns: int) -> bool:

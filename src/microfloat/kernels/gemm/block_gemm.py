@@ -7,10 +7,10 @@ of B are one factor per block of a column (LINES) or of 128 columns (TILES). Sca
 MATRIX of each group, do not depend on j and multiply the finished sum; with FAST, tensor cores carry that sum through
 all blocks in their own, shorter accumulators.
 
-One program per multiprocessor takes tiles of C (HEIGHT x 128) in turn. Its warpgroups multiply 64 rows x 128 columns at a
-time; while one promotes its partial sums, the tensor cores work for the others. A last warp copies tiles of A, B and
-their scales into a ring of shared-memory buffers. The kernel is written in Gluon, which spells out warp specialization
-and asynchronous products. Gluon is part of Triton 3.6 and still changes, so its names stay in this module.
+One program per multiprocessor takes tiles of C (HEIGHT x 128) in turn. Its warpgroups multiply 64 rows x 128 columns
+at a time; while one promotes its partial sums, the tensor cores work for the others. A last warp copies tiles of A, B
+and their scales into a ring of shared-memory buffers. The kernel is written in Gluon, which spells out warp
+specialization and asynchronous products. Gluon is part of Triton 3.6 and still changes, so its names stay here.
 
 GROUPED launches compute many products. FPROP and DGRAD multiply consecutive groups of rows of A by a B of each group;
 WGRAD has a C for every group of columns of A and B. A plan on the device locates the groups (`casts.groups`). No tile
@@ -166,7 +166,7 @@ def _promote(total, p, row_factor, column_factor, SCALES: gl.constexpr):
 
 @gluon.jit
 def _scaled(x, a_scale_ptr, b_scale_ptr, a_row, rows, b_row, group, stride, SCALES: gl.constexpr):
-    """Multiply sums of a part of C by scales of rows and columns, or of the two matrices of a group; zeros for group -1."""
+    """Multiply sums of a part of C by scales of rows and columns, or of both matrices of a group; 0 for group -1."""
     if SCALES == ROWS:
         r = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
         c = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
@@ -305,12 +305,12 @@ def block_gemm(
 ):  # fmt: skip
     """C [M, N] from A [M, K] and B [N, K], all contiguous along the last axis; one program per multiprocessor.
 
-    Scales are float32. LINES and TILES: A's are [K / 128, M], contiguous; B's are [K / 128, N], or for TILES one per 128
-    columns, at ``b_scale_ptr + (n / 128) * scale_stride + k / 128``. ROWS: one per row of A (for WGRAD per row of C), and
-    [G, N] for B. MATRIX: one per group, or one for all groups where `scale_stride` is 0. Boxes of descriptors:
+    Scales are float32. LINES and TILES: A's are [K / 128, M], contiguous; B's are [K / 128, N], or for TILES one per
+    128 columns, at ``b_scale_ptr + (n / 128) * scale_stride + k / 128``. ROWS: one per row of A (for WGRAD per row of
+    C), and [G, N] for B. MATRIX: one per group, or one for all groups where `scale_stride` is 0. Boxes of descriptors:
     A 64 x 128, B 128 x 128, scales `SCALE_BOX` and 128, C 64 x 128 bytes. GROUPED launches have GROUPS groups, the
-    address of C in `c_ptr`, M rows of A in all, and N rows of B per group. `plan_ptr`: the number of row tiles and their
-    table (FPROP, DGRAD), or the padded begins (WGRAD).
+    address of C in `c_ptr`, M rows of A in all, and N rows of B per group. `plan_ptr`: the number of row tiles and
+    their table (FPROP, DGRAD), or the padded begins (WGRAD).
     """
     HEIGHT: gl.constexpr = 64 * WARPGROUPS * PARTS
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * (HEIGHT // 64), 64, STEP], a_desc.layout)
