@@ -31,8 +31,8 @@ HOPPER = Chip((9, 0))
 needs_kernel = pytest.mark.skipif(not own_gemm.own_gemm_is_there(), reason="needs Triton 3.6 with a new assembler")
 
 
-def _compile(tiles, dtype):
-    """Instructions of the kernel as launched; the version of Triton's assembler afterwards."""
+def _compile(tiles, dtype, scales=None, fast=False):
+    """Instructions of the kernel as launched; the version of Triton's assembler afterwards. `scales`: of groups."""
     from triton import knobs
     from triton.runtime import driver
 
@@ -61,7 +61,12 @@ def _compile(tiles, dtype):
         patch.setitem(programs.DEVICES, -1, programs.device_of(-1)._replace(multiprocessors=132))
         patch.setattr(torch.cuda, "device", Anywhere)
         patch.setattr(own_gemm, "start", lambda function, *rest: start(Compiler(), *rest))
-        own_gemm.own_block_matmul(a, scale, b.t(), tile_scale if tiles else scale, dtype, tiles)
+        work, second = None, tile_scale if tiles else scale
+        if scales is not None:
+            table = torch.zeros(64, dtype=torch.int32)
+            work, scale = own_gemm.GroupedWork(2, 8, table, (1024, 1024), scales, fast), torch.zeros(1024)
+            a, second = a.float().to(torch.float8_e5m2), scale
+        own_gemm.own_block_matmul(a, scale, b.t(), second, dtype, tiles, work)
     return instructions_of(compiled[0].asm["cubin"]), knobs.nvidia.ptxas.version
 
 
@@ -84,6 +89,22 @@ def test_products_are_the_tensor_cores_and_sums_stay_in_registers(program):
     assert operations.count("FFMA") == chunks * 64 * (1 if tiles else 2)
     # None of the sums goes to memory inside a loop: what is stored there is a few addresses.
     assert sum(operation in ("STL", "LDL") for operation in operations) <= 16
+
+
+@pytest.mark.slow("machine code of further kernels for Hopper")
+@needs_kernel
+@pytest.mark.xdist_group("triton-interpreter")
+@pytest.mark.parametrize(("scales", "fast"), [(2, False), (3, False), (3, True)], ids=["rows", "matrix", "fast"])
+def test_scales_of_groups_multiply_whole_sums(scales, fast):  # features M7
+    """Split sums take one addition an element of a partial sum, fast ones none; E5M2 gradients meet E4M3 weights."""
+    instructions, _ = other_process()(_compile, False, torch.bfloat16, scales, fast)
+    operations = [line.split()[line.startswith("@")].split(".")[0] for line in instructions]
+    assert all("E5M2.E4M3" in line for line in instructions if "QGMMA" in line)
+    chunks = OWN_GEMMS[False].warpgroups * OWN_GEMMS[False].parts
+    assert operations.count("QGMMA") == 4 * chunks
+    assert operations.count("FADD") == (0 if fast else chunks * 64)
+    assert operations.count("FFMA") == 0
+    assert not {"STL", "LDL"} & set(operations)  # sums stay in registers
 
 
 @needs_kernel

@@ -8,7 +8,7 @@ Legend: M, N = rows of the operands, K = contraction length.
 
 import functools
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -114,6 +114,17 @@ class GroupedWork(NamedTuple):
     fast: bool = False
 
 
+@functools.cache
+def _imported() -> tuple[Any, Any, Any]:
+    """Modules that need Triton, which the first product imports once: a host has microseconds for a product."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from microfloat.kernels.gemm import block_gemm
+    from microfloat.torch.launch import program
+
+    return TensorDescriptor, block_gemm, program
+
+
 def own_block_matmul(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool,
     work: GroupedWork | None = None,
@@ -122,11 +133,7 @@ def own_block_matmul(
 
     K and N multiples of 16, M of 4; of grouped products N a multiple of 128, and a K that is no number of rows.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as descriptor
-
-    from microfloat.kernels.gemm import block_gemm as kernels
-    from microfloat.torch.launch import program
-
+    descriptor, kernels, program = _imported()
     (m, k), b = a.shape, b.t()
     cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
     c = torch.empty(shape, dtype=dtype, device=a.device)
