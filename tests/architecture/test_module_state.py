@@ -21,7 +21,9 @@ STATE = {
         "_TOKENS": "distinct recipes of the program", "_FIRST": "distinct recipes of the program", "TRACED": "a flag",
     },
     "convert.fuse": {"_fused_class": "classes of blocks in the program"},
-    "launch.block_gemm": {"_COMPILED": "compiled forms of one kernel", "_assembler": "one path"},
+    "launch.block_gemm": {
+        "_COMPILED": "compiled forms of one kernel", "_assembler": "one path", "_imported": "three modules",
+    },
     "launch.driver": {"_asked": "devices x kernels with more shared memory"},
     "launch.gemms": {"stored_product": "1,024 shapes, the least recently used go"},
     "launch.program": {
