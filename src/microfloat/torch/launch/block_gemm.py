@@ -8,7 +8,8 @@ Legend: M, N = rows of the operands, K = contraction length.
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from microfloat.chips import Chip
 from microfloat.torch import backends
 
 if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime import JITFunction
 
 Shape = tuple[int, int, int]
@@ -115,7 +117,7 @@ class GroupedWork(NamedTuple):
 
 
 @functools.cache
-def _imported() -> tuple[Any, Any, Any]:
+def _imported() -> tuple["type[TensorDescriptor]", ModuleType, ModuleType]:
     """Modules that need Triton, which the first product imports once: a host has microseconds for a product."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
