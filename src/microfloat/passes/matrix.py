@@ -75,7 +75,9 @@ class Matrix:
     Derived fields: `sizes`: R, C and both strides, in the order of kernels. `kind`: how elements are loaded
     (`kernels.device.convert`). `index64`: offsets inside a tile of 128 rows or columns, of the input or of an output in
     either layout, or numbers of block scales exceed 32 bits. `is_column_major`: the transpose is row-major.
-    `is_contiguous`: the matrix is row-major without gaps. `key`: everything that Triton specializes on.
+    `is_contiguous`: the matrix is row-major without gaps. `each`: rows of each of `experts` matrices, else 0.
+    `with_scales`: number of groups with their own scales, the padded rows behind the last group counted as one. `key`:
+    everything that Triton specializes on.
     """
 
     rows: int
@@ -87,6 +89,8 @@ class Matrix:
     device: Device
     groups: int = 0
     experts: int = 0
+    each: int = field(init=False, repr=False, compare=False)
+    with_scales: int = field(init=False, repr=False, compare=False)
     sizes: tuple[int, int, int, int] = field(init=False, repr=False, compare=False)
     kind: int = field(init=False, repr=False, compare=False)
     index64: bool = field(init=False, repr=False, compare=False)
@@ -102,12 +106,14 @@ class Matrix:
         kind = _KINDS.get(self.dtype, 0) if in_words else 0
         index64 = 128 * max(stride_r, stride_c, rows, columns) > INT32_MAX or rows * columns >> 4 > INT32_MAX
         sizes = rows, columns, stride_r, stride_c
+        each = rows // self.experts if self.experts else 0
+        with_scales = self.experts or (self.groups and self.groups + 1)
         key = self.dtype, self.device.number, kind, index64, columns & 1, rows & 3, self.groups > 0
         for name, value in (
             ("sizes", sizes), ("kind", kind), ("index64", index64),
             ("is_column_major", self.stride_r == 1 and stride_c != 1 and rows > 1),
             ("is_contiguous", (stride_c == 1 or columns == 1) and (self.stride_r == columns or rows == 1)),
-            ("key", (*key, *map(specialization, (*sizes, self.each)))),
+            ("key", (*key, *map(specialization, (*sizes, each)))), ("each", each), ("with_scales", with_scales),
         ):  # fmt: skip
             object.__setattr__(self, name, value)
 
@@ -115,16 +121,6 @@ class Matrix:
     def transposed(self) -> "Matrix":
         """The transpose, in the same memory."""
         return replace(self, rows=self.columns, columns=self.rows, stride_r=self.stride_c, stride_c=self.stride_r)
-
-    @property
-    def each(self) -> int:
-        """Rows of each of `experts` matrices, 0 for one matrix."""
-        return self.rows // self.experts if self.experts else 0
-
-    @property
-    def with_scales(self) -> int:
-        """Number of groups with scales of their own, the padded rows behind the last group counted as one."""
-        return self.experts or (self.groups + 1 if self.groups else 0)
 
     def fills(self, tile_rows: int, tile_columns: int) -> bool:
         """True if whole tiles cover the matrix, so that no load or store needs a mask."""
