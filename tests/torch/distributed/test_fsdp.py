@@ -193,10 +193,10 @@ def the_codes(rank: int, names: Names = EVERY) -> dict[str, list[bool]]:
             options = {"scale_enc": gather.scale_enc} if cast.is_delayed else {}
             wanted = backends.choose("reference", weight.device).quantize_both(weight, *casts, **options)[not row]
             operand = gather.operand(cast, not row, weight.dtype, gather.scale_enc)
-            found += [
-                torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-                for a, b in zip(operand.flatten()[0], wanted.flatten()[0], strict=True)
-            ]
+            for name in ("codes", "scale", "tensor_scale"):
+                a, b = getattr(operand, name), getattr(wanted, name)
+                same = a is b is None or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+                found.append(same)
 
         layer.register_forward_hook(lambda module, x, y, compare=compare: compare(True))
         with mf.autocast(recipe=recipe):

@@ -1,8 +1,8 @@
 """The backends of the torch front end, and the explicit choice between them.
 
-A backend is a module with ``quantize, quantize_both, dequantize, scaled_matmul, amax`` on plain tensors;
-`torch.reference` says how they behave. Adding one is one entry in `_REGISTRY`. Nothing is imported before it is
-chosen, and nothing falls back in silence: `choose` returns what was asked for, or raises with the `Support.reason`.
+A backend is a module with the functions of `base.Backend`; `torch.reference` defines their results. Adding one is one
+entry in `_REGISTRY`. A backend is imported when it is chosen, and nothing falls back in silence: `choose` returns the
+backend of that name, or raises with the `Support.reason`.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def _reference_support(device: torch.device) -> Support:
 
 
 def _why_no_kernels(device: torch.device) -> str:
-    """The need of the kernels that is not met for tensors on `device`; "" where they run."""
+    """The unmet need of the kernels for tensors on `device`; "" where they run."""
     if _PRETENDED and device.type == "cpu":
         return ""
     if device.type != "cuda":
@@ -48,7 +48,7 @@ def _why_no_kernels(device: torch.device) -> str:
     return ""
 
 
-# The answers of backends of kernels, where these run.
+# The answers of the backends with kernels, where these run.
 BY_KERNELS = {
     "native": Support(True, True, "fused cast kernels and the vendor's GEMMs; explain(recipe) says which"),
     "triton": Support(True, False, "fused cast kernels; GEMMs by torch ops in float32"),
@@ -60,7 +60,7 @@ def _kernel_support(name: str, device: torch.device) -> Support:
     return Support(False, False, f"the {name} backend needs {missing}") if missing else BY_KERNELS[name]
 
 
-# name -> (what can be said without importing it, its module), in the order in which "auto" prefers them.
+# name -> (its answer, given without importing it; its module), in the order of preference of "auto".
 _REGISTRY: dict[str, tuple[Callable[[torch.device], Support], str]] = {
     "native": (functools.partial(_kernel_support, "native"), "microfloat.torch.launch.native"),
     "triton": (functools.partial(_kernel_support, "triton"), "microfloat.torch.launch.triton"),
@@ -69,7 +69,7 @@ _REGISTRY: dict[str, tuple[Callable[[torch.device], Support], str]] = {
 NAMES = ("auto", *reversed(_REGISTRY))
 
 
-# The chips that `pretend` names while it is entered, and whether tensors on the CPU run as on them.
+# The chips of the `pretend` contexts that are entered, and True where their kernels are interpreted.
 _PRETENDED: list[tuple[Chip, bool]] = []
 
 
@@ -86,19 +86,18 @@ def pretend(*, chip: str, interpreted: bool = True) -> Iterator[None]:
     named = chip_named(chip)
     if named is None:
         raise invalid_value("chip", repr(chip), "the name of a GPU, such as 'h200', 'b200' or 'sm_90'")
+
+    def forget() -> None:
+        CHOSEN.clear()
+        upper("forget_schedules")()
+
     _PRETENDED.append((named, interpreted))
-    _forget()
+    forget()
     try:
         yield
     finally:
         _PRETENDED.pop()
-        _forget()
-
-
-def _forget() -> None:
-    """Drop what was worked out for another chip."""
-    CHOSEN.clear()
-    upper("forget_schedules")()
+        forget()
 
 
 def chip_of(device: torch.device) -> Chip:
@@ -106,7 +105,7 @@ def chip_of(device: torch.device) -> Chip:
     return _PRETENDED[-1][0] if _PRETENDED else _chip_of(device)
 
 
-@functools.cache
+@functools.cache  # one entry for each GPU; asking CUDA takes longer than a launch
 def _chip_of(device: torch.device) -> Chip:
     if torch.version.hip is not None:
         raise NotSupportedError(
@@ -130,19 +129,20 @@ def check_name(backend: str, argument: str = "backend") -> str:
 
 
 def support(backend: str, device: torch.device) -> Support:
-    """The answer of `backend` for `device`: does it run, is it accelerated, and why; "auto" answers for its choice."""
+    """The answer of `backend` for `device`: available, accelerated, and why; "auto" answers for its choice."""
     return resolve(backend, device)[1]
 
 
 def resolve(backend: str, device: torch.device) -> tuple[str, Support]:
-    """The name that "auto" stands for on `device`, any other name as it is, and the answer of that backend."""
+    """The name of the backend that runs, which "auto" chooses by `device`, and its answer."""
     if backend != "auto":
         return check_name(backend), _REGISTRY[backend][0](device)
     answers = ((name, supports(device)) for name, (supports, _) in _REGISTRY.items())
     return next((name, answer) for name, answer in answers if answer.available)
 
 
-# Answers of `choose`: it is asked on every call of a layer, and looking for packages takes longer than a launch.
+# Answers of `choose`, one for each name and device: every call of a layer asks, and looking for packages takes longer
+# than a launch.
 CHOSEN: dict[tuple[str, torch.device], Backend] = {}
 
 
@@ -155,23 +155,18 @@ def choose(backend: str, device: torch.device) -> Backend:
     if not verdict.available:
         raise NotSupportedError(f"backend={name!r}: {verdict.reason}. Use backend='auto' or 'reference'.")
     chosen: Any = importlib.import_module(_REGISTRY[name][1])
-    interpreted = not _PRETENDED or _PRETENDED[-1][1]
-    if not interpreted and name != "reference":
+    if name != "reference" and _PRETENDED and not _PRETENDED[-1][1]:
         chosen = _without_kernels(chosen)
     CHOSEN[backend, device] = chosen
     return chosen
 
 
 def _without_kernels(backend: Backend) -> Any:
-    """A backend whose casts are made by plain torch operations."""
+    """The reference backend, with the chip and the products of another one."""
     reference = importlib.import_module(_REGISTRY["reference"][1])
-    same = {key: getattr(backend, key) for key in ("name", "chip_of", "scaled_matmul")}
-    casts = {
-        key: getattr(reference, key)
-        for key in ("quantize", "quantize_both", "dequantize", "fold_codes", "turned", "amax")
-    }
-    rest = {"programs": None, "no_programs": "kernels are left out", "is_strict": False, "producers": None}
-    return SimpleNamespace(**same, **casts, **rest)
+    parts = {key: getattr(reference, key) for key in reference.__all__}
+    parts |= {key: getattr(backend, key) for key in ("name", "chip_of", "scaled_matmul")}
+    return SimpleNamespace(**parts | {"no_programs": "kernels are left out"})
 
 
 def layouts_of(backend: Backend, entries: Entries, rows: int, length: int) -> tuple[Layout | None, Layout | None]:

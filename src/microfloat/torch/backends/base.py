@@ -53,9 +53,9 @@ class Operand:
     """One quantized matrix: ``value[r, c] = decode(codes[r, c]) * scale[block of r, c] * tensor_scale``.
 
     `codes` [R, C'] in the dtype of the public contract (float8 for 8-bit elements, uint8 for 4 and 6 bit, FP4 packed
-    two per byte); `scale` as docs/numerics.md 7.1 says (uint8 or float32); `tensor_scale` float32 () or [R, 1] or None.
+    two per byte); `scale` as in docs/numerics.md 7.1 (uint8 or float32); `tensor_scale` float32 () or [R, 1] or None.
     `rows`, `length`: logical R and C (C before Hadamard padding; with `hadamard` it is stored rounded up to 16).
-    `power_of_two`: whether FP32 scales are powers of two, by the rule that made them; None = not known.
+    `power_of_two`: True for FP32 scales by a rule of powers of two; None where the rule is not recorded.
     """
 
     codes: torch.Tensor
@@ -66,18 +66,6 @@ class Operand:
     length: int
     hadamard: Hadamard | None = None
     power_of_two: bool | None = None
-
-    def flatten(self) -> tuple[list[torch.Tensor], tuple]:
-        """(its tensors, the rest), for `unflatten`: what autograd saves apart from each other."""
-        tensors = [self.codes, self.scale]
-        if self.tensor_scale is not None:
-            tensors.append(self.tensor_scale)
-        return tensors, (self.format, self.rows, self.length, self.hadamard, self.power_of_two)
-
-    @staticmethod
-    def unflatten(tensors: Sequence[torch.Tensor], rest: tuple) -> "Operand":
-        """The operand that was flattened."""
-        return Operand(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None, *rest)
 
     @property
     def stored_length(self) -> int:
@@ -132,20 +120,18 @@ def record_amax_(history: torch.Tensor, amax: torch.Tensor) -> None:
 
 
 def capturing() -> bool:
-    """True while the current stream records a CUDA graph: what is launched runs at every replay, and not now.
-
-    Nobody records before CUDA is initialized, and a CUDA build of torch raises when it is asked without a driver.
-    """
+    """True while the current stream records a CUDA graph: launches run at every replay, and not now."""
+    # Before CUDA is initialized nothing records, and without a driver the second question raises.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as layouts and passes have it, such as "bfloat16"."""
+    """The name of a dtype in layouts and passes, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def laid(tensor: torch.Tensor | None, part: Part | None, backend: Backend | None = None) -> torch.Tensor | None:
-    """The tensor in the memory order of its layout: itself where it lies so, else a copy, by a kernel of `backend`."""
+    """The tensor in the memory order of its layout: itself, or a copy, by a kernel of `backend` where it has one."""
     if tensor is None or part is None or tensor.stride() == part.strides:
         return tensor
     if backend is not None and tensor.itemsize == 1 and tensor.dim() == 2:
@@ -158,7 +144,7 @@ def laid(tensor: torch.Tensor | None, part: Part | None, backend: Backend | None
 
 
 def aligned(tensor: _Kept) -> _Kept:
-    """A tensor, or a copy of it that begins at a multiple of 16 bytes, where bound launches and cuBLAS read tensors."""
+    """The tensor, or a copy, that begins at a multiple of 16 bytes, as bound launches and cuBLAS need."""
     return tensor if tensor is None or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
@@ -171,6 +157,7 @@ def parts_of(
     codes, scale, fmt = operand.codes, operand.scale, operand.format
     if entry.turned:
         codes = codes.t()
-        if scale is not None and fmt.block != (1, 128):  # those lie column-major either way, and are not turned
-            scale = scale.t() if scale.dim() else scale
+        # Decoded values have no scale; scales of 1x128 blocks are column-major either way.
+        if scale is not None and scale.dim() and fmt.block != (1, 128):
+            scale = scale.t()
     return Parts(laid(codes, layout.codes, backend), laid(scale, layout.scale), operand.tensor_scale)

@@ -18,12 +18,8 @@ from microfloat.torch.reference._grid import Workspace, reads_values
 _MAGNITUDE = 0x7FFFFFFF
 _EXPONENT = 0x7F800000
 _FLOAT8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+# Values of all codes, at most 1 KB for each format and device in use: making one takes longer than decoding a chunk.
 _TABLES: dict[tuple[ElementFormat, torch.device], torch.Tensor] = {}
-
-
-def has_float8_dtype(element: ElementFormat) -> bool:
-    """True where torch has a dtype for these codes."""
-    return element in _FLOAT8
 
 
 def codes_dtype(element: ElementFormat) -> torch.dtype:
@@ -31,19 +27,12 @@ def codes_dtype(element: ElementFormat) -> torch.dtype:
     return _FLOAT8.get(element, torch.uint8)
 
 
-@functools.cache
-def _constants(element: ElementFormat) -> tuple[int, int]:
-    """(float32 bits of the largest value, of the smallest normal value)."""
-    largest, smallest_normal = np.array([element.max, element.min_normal], np.float32).view(np.int32).tolist()
-    return largest, smallest_normal
-
-
 def encode_float8(
     values: torch.Tensor, element: ElementFormat, codes: torch.Tensor, *, saturate: bool = True, may_be_nan: bool = True
 ) -> None:
     """Write round-to-nearest-even codes of float32 `values` (overwritten) into `codes` of torch's float8 dtype.
 
-    `saturate=False` is for values that are known not to exceed `element.max`. NaN becomes 0x7F, without its sign.
+    `saturate=False` is for values that cannot exceed `element.max`. NaN becomes 0x7F, without its sign.
     """
     if saturate:
         values.clamp_(-element.max, element.max)  # keeps NaN; float8_e5m2 would overflow to Inf, older e4m3fn to NaN
@@ -66,7 +55,7 @@ def encode_integer(
     bits. What remains are numbers below 256, added modulo 256 in bytes.
     """
     mantissa_bits, shape = element.mantissa_bits, tuple(values.shape)
-    largest, smallest_normal = _constants(element)
+    largest, smallest_normal = np.array([element.max, element.min_normal], np.float32).view(np.int32).tolist()
     bits = values.view(torch.int32)
     words = workspace.take("words", shape, torch.int32)
     sign, exponent, codes = (workspace.take(name, shape, torch.uint8) for name in ("sign", "exponent", "codes"))
@@ -125,7 +114,7 @@ def code_values(element: ElementFormat, device: torch.device) -> torch.Tensor:
 
 
 class _Shifts(NamedTuple):
-    """The way from a code to its value by a float16: ``value = float16(code << left >> right & mask) * factor``."""
+    """Constants that decode a code by a float16: ``value = float16(code << left >> right & mask) * factor``."""
 
     left: int
     right: int
@@ -134,9 +123,9 @@ class _Shifts(NamedTuple):
     nan_missing: bool  # the code with all magnitude bits set is NaN, and comes out as a number
 
 
-@functools.cache
+@functools.lru_cache(64)  # tries all codes of a format, which takes as long as decoding a chunk
 def _shifts(element: ElementFormat) -> _Shifts | None:
-    """None where shifts do not give the exact value of every code; all of them are tried here."""
+    """The constants of a format; None where they do not give the exact value of every code, which is tried here."""
     right = 5 - element.exponent_bits
     if right < 0:
         return None
@@ -185,9 +174,8 @@ _LOW = 0xFFFFFFFF
 def philox(counter: tuple[torch.Tensor, ...], seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Ten rounds of Philox4x32: four int64 counter words below 2^32, seed int64 [2] -> four words below 2^32.
 
-    The words may be of any shapes that broadcast; as long as they differ (the first rounds see one axis at a time), so
-    do the intermediate ones. A product of two 32-bit numbers wraps in int64, but both of its halves are right all the
-    same; what an arithmetic shift leaves above them is masked away where a word is next multiplied.
+    The words may be of any shapes that broadcast. A product of two 32-bit numbers wraps in int64, but both halves are
+    right all the same; bits that an arithmetic shift leaves above them are masked off before the next product.
     """
     c0, c1, c2, c3 = counter
     key_0, key_1 = seed.tolist() if seed.device.type == "cpu" else seed.unbind()

@@ -5,7 +5,9 @@ matrix lies in memory (`_grid`). Whole-tensor and whole-row amaxes are measured 
 float32 (exact), scaled, and encoded while it is in the cache.
 """
 
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +20,6 @@ from microfloat.torch.reference._elements import (
     codes_dtype,
     encode_float8,
     encode_integer,
-    has_float8_dtype,
     pack_fp4,
     random_bytes,
     unpack_fp4,
@@ -28,21 +29,6 @@ from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.reference._scales import INFINITY_BITS, BlockScales, TensorLevel, four_over_six_scales
 
 _MAGNITUDE = 0x7FFFFFFF
-
-
-@dataclass(frozen=True)
-class _Noise:
-    """The source of stochastic rounding: seed int64 [2], and the two upper counter words."""
-
-    seed: torch.Tensor
-    stream: int
-    batch: int
-
-    def window(self, chunk: Chunk, shape: tuple[int, int], contraction: int) -> torch.Tensor:
-        """The bytes of a chunk, padding included."""
-        rows, columns = chunk.rows.start, chunk.columns.start
-        windows = range(rows, rows + shape[0]), range(columns, columns + shape[1])
-        return random_bytes(self.seed, *windows, stream=self.stream, batch=self.batch, contraction=contraction)
 
 
 def quantize(
@@ -92,10 +78,13 @@ def quantize_operand(
     if whole is not None:
         stored = whole.stored
     elif x.numel() == 0 and fmt.block[1] is None:  # a row without elements still has its scale, that of amax 0
-        stored = _empty_row_scales(grid.blocks[0], cast, device, level)
+        zeros = torch.zeros(grid.blocks[0], 1, dtype=torch.int32, device=device)
+        stored = _scales_of_amax(zeros, zeros, cast, level).stored
     else:
         stored = x.new_empty(grid.blocks, dtype=torch.float32 if fmt.scale.bits == 32 else torch.uint8)
-    noise = _Noise(seed, stream, batch) if cast.is_stochastic and seed is not None else None
+    noise = None
+    if cast.is_stochastic and seed is not None:
+        noise = functools.partial(random_bytes, seed, stream=stream, batch=batch, contraction=grid.contraction)
     workspace = Workspace(device)
     for chunk in grid.chunks(device):
         values = _load(x, chunk, grid, workspace)
@@ -237,11 +226,6 @@ def _with_nan(scales: BlockScales, raw: torch.Tensor, clean: torch.Tensor, cast:
     return BlockScales(scales.stored.masked_fill(is_nan, E4M3.nan_code), scales.encode, is_nan)
 
 
-def _empty_row_scales(count: int, cast: Cast, device: torch.device, level: TensorLevel | None) -> torch.Tensor:
-    zeros = torch.zeros(count, 1, dtype=torch.int32, device=device)
-    return _scales_of_amax(zeros, zeros, cast, level).stored
-
-
 def _load(x: torch.Tensor, chunk: Chunk, grid: Grid, workspace: Workspace) -> torch.Tensor:
     """A float32 copy of a chunk, zero-padded to whole blocks."""
     shape, (rows, columns) = grid.padded(chunk), chunk.shape
@@ -254,12 +238,14 @@ def _load(x: torch.Tensor, chunk: Chunk, grid: Grid, workspace: Workspace) -> to
 
 def _encode_chunk(
     values: torch.Tensor, codes: torch.Tensor, chunk: Chunk, grid: Grid, cast: Cast, scales: BlockScales,
-    noise: _Noise | None, workspace: Workspace,
+    noise: Callable[[range, range], torch.Tensor] | None, workspace: Workspace,
 ) -> None:  # fmt: skip
     """Encode scaled `values` (overwritten) of a chunk into its window of `codes`."""
     element, (rows, columns) = cast.format.element, chunk.shape
-    nan_blocks = None if scales.is_nan is None else _spread(scales.is_nan, values, grid)
-    if noise is None and has_float8_dtype(element):
+    nan_blocks = None
+    if scales.is_nan is not None:  # one flag for each element of the padded chunk
+        nan_blocks = scales.is_nan.expand(grid.as_blocks(values).shape).reshape(values.shape)
+    if noise is None and codes.dtype != torch.uint8:
         window, saturate = codes[chunk.rows, chunk.columns], _scales.saturates(cast)
         may_be_nan = scales.elements_may_be_nan
         encode_float8(values[:rows, :columns], element, window, saturate=saturate, may_be_nan=may_be_nan)
@@ -267,8 +253,12 @@ def _encode_chunk(
             window.view(torch.uint8).masked_fill_(nan_blocks[:rows, :columns], element.nan_code)
         return
     is_nan = values.isnan() if scales.elements_may_be_nan else nan_blocks
-    random_bytes = noise.window(chunk, grid.padded(chunk), grid.contraction) if noise else None
-    unpacked = encode_integer(values, element, random_bytes, workspace)
+    drawn = None
+    if noise is not None:
+        first_row, first_column = chunk.rows.start, chunk.columns.start
+        height, width = values.shape
+        drawn = noise(range(first_row, first_row + height), range(first_column, first_column + width))
+    unpacked = encode_integer(values, element, drawn, workspace)
     if is_nan is not None:
         unpacked.masked_fill_(is_nan, element.nan_code)
     unpacked = unpacked[:rows, :columns]
@@ -277,11 +267,6 @@ def _encode_chunk(
         pack_fp4(unpacked, window, grid.contraction)
     else:
         window.copy_(unpacked)
-
-
-def _spread(per_block: torch.Tensor, values: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """One flag per block -> one per element of the padded chunk."""
-    return per_block.expand(grid.as_blocks(values).shape).reshape(values.shape)
 
 
 # ---- both operand forms of a matrix ------------------------------------------------------------------------------

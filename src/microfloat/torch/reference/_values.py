@@ -1,5 +1,5 @@
-"""Values of operands: `dequantize`, in the fixed order of docs/numerics.md 8.1, `fold_codes`, which gives FP8 codes of
-them another scale, and `scaled_matmul`, through float32.
+"""Values of operands: `dequantize`, in the order of docs/numerics.md 8.1, `fold_codes`, which gives MX operands FP8
+codes under another scale, and `scaled_matmul`, through float32.
 
 Legend: R_a, R_b = rows of the operands, C = their stored contraction length.
 
@@ -8,16 +8,16 @@ tensor or row and NVFP4 tensor scales multiply the accumulator. FP32 scales of 1
 contraction and are multiplied into the operands: one more rounding of 2^-24 per element, far inside the tolerance of
 docs/numerics.md 8.3.
 
-A product that is rounded to bfloat16 in the end, of operands whose values are exact in it, is left to a CPU's bfloat16
-units where it has them: they multiply exactly, sum in float32 and round once, in half of the time. Without such units a
-bfloat16 GEMM takes 3 to 5 times as long as one in float32.
+On a CPU with bfloat16 units, they compute a product that ends in bfloat16, of operands whose values are exact in it:
+they multiply exactly, sum in float32 and round once, in half of the time. Without them a bfloat16 GEMM takes 3 to 5
+times as long as one in float32.
 """
 
 import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -222,7 +222,7 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 def _full_float32(device: torch.device) -> Iterator[None]:
     """Keep TF32 (CUDA), bf16 shortcuts (CPU) and torch.autocast out of a float32 GEMM, whatever the process allows.
 
-    The setting is one of the process: it is raised while any thread is inside, and put back by the last one to leave.
+    The setting is that of the process: it is raised while any thread is inside, and put back by the last one to leave.
     """
     global _inside, _put_back
     with ExitStack() as stack:
@@ -241,30 +241,24 @@ def _full_float32(device: torch.device) -> Iterator[None]:
                     _put_back()
 
 
+# Number of threads inside, and the way back to the former setting: a setting of torch for the whole process.
 _lock = threading.Lock()
 _inside = 0
 _put_back: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def _raise_precision() -> Callable[[], None]:
-    """Ask for IEEE float32 products; returns how to put the former setting back."""
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set through torch.backends.*.fp32_precision, which the older function refuses to summarize
-        backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-        former = [backend.fp32_precision for backend in backends]
-        for backend in backends:
-            backend.fp32_precision = "ieee"
+    """Ask for IEEE float32 products; returns the function that puts the former setting back."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    former = [backend.fp32_precision for backend in backends]
 
-        def put_back() -> None:
-            for backend, value in zip(backends, former, strict=True):
+    def put(values: Sequence[str]) -> None:
+        for backend, value in zip(backends, values, strict=True):
+            if backend.fp32_precision != value:
                 backend.fp32_precision = value
 
-        return put_back
-    if before == "highest":
-        return lambda: None
-    torch.set_float32_matmul_precision("highest")
-    return lambda: torch.set_float32_matmul_precision(before)
+    put(["ieee", "ieee"])
+    return functools.partial(put, former)
 
 
 def fold_codes(operand: Operand, form: str, part: Part, changed: torch.Tensor | None = None) -> Operand:
