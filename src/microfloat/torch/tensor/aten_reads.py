@@ -8,19 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
+from microfloat.torch._typing import Arguments, Options
 from microfloat.torch._upper import upper
 from microfloat.torch.tensor.aten_shapes import permute
-from microfloat.torch.tensor.aten_table import (
-    Arguments,
-    Operator,
-    Options,
-    check_rows,
-    is_decay,
-    raw,
-    refusal,
-    refuse_experts,
-    register,
-)
+from microfloat.torch.tensor.aten_table import Operator, is_decay, raw, refusal, refuse_experts, register
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor
 
 aten = torch.ops.aten
@@ -110,7 +101,16 @@ def _index(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     indices: Sequence[torch.Tensor | None] = where[0]
     if func is aten.index_select.default:
         indices = [None] * (where[0] % max(q.dim(), 1)) + [where[1]]
-    rows = check_rows(q, indices)
+    leading = q.shape[:-1]
+    indexed = sum(1 if i is None or i.dtype not in (torch.bool, torch.uint8) else i.dim() for i in indices)
+    if not leading or indexed > len(leading) or q.axis != q.dim() - 1 or q.format.is_tile:
+        raise invalid_value(
+            "indices", f"those of {indexed} axes of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
+            "indices of leading axes, the contraction axis being the last, and blocks of one row",
+            "Take whole slices; dequantize first for anything else.",
+        )  # fmt: skip
+    numbers = torch.arange(math.prod(leading), device=q.device).view(leading)
+    rows = numbers[tuple(slice(None) if index is None else index for index in indices)]
 
     def chosen(part: torch.Tensor) -> torch.Tensor:
         return raw(part).reshape(math.prod(part.shape[:-1]), part.shape[-1])[rows].view(part.dtype)

@@ -11,11 +11,10 @@ import torch
 
 from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.layout import leading_axes, scale_shape
+from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.aten_table import (
-    Arguments,
     Operator,
-    Options,
     check_kinds,
     raw,
     refusal,

@@ -1,6 +1,5 @@
 """The table from operators of torch to functions on a QuantizedTensor, and the errors for all other operators."""
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias, TypeVar
@@ -15,8 +14,8 @@ from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.quantized_tensor import UNKNOWN, QuantizedTensor
 
 __all__ = [
-    "Arguments", "Operator", "Options", "check_kinds", "check_rows", "dispatch", "is_decay", "raw", "refusal",
-    "refuse_experts", "register", "register_view", "upper_name", "valueless", "view_of",
+    "Operator", "check_kinds", "dispatch", "is_decay", "raw", "refusal", "refuse_experts", "register", "register_view",
+    "valueless", "view_of",
 ]  # fmt: skip
 
 Operator: TypeAlias = torch._ops.OpOverload
@@ -134,11 +133,6 @@ def raw(part: torch.Tensor) -> torch.Tensor:
     return part.view(torch.int32 if part.dtype == torch.float32 else torch.uint8)
 
 
-def upper_name(q: QuantizedTensor) -> str:
-    """The name of `q.upper`, the part that the most elements share."""
-    return "scale" if q.tensor_scale is None else "tensor_scale"
-
-
 def refuse_experts(q: QuantizedTensor, operation: str) -> None:
     """Refuse to move or to divide the first axis of experts, which have one scale each."""
     if q.is_per_expert:
@@ -166,20 +160,6 @@ def check_kinds(
             f"{q.format} of shape {tuple(needed)}, axis {q.axis}, and the same Hadamard and scales",
             "Copy from source.dequantize() to quantize anew.",
         )  # fmt: skip
-
-
-def check_rows(q: QuantizedTensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """The numbers of the rows that indices or masks of leading axes choose, in the shape that torch gives them."""
-    leading = q.shape[:-1]
-    indexed = sum(1 if i is None or i.dtype not in (torch.bool, torch.uint8) else i.dim() for i in indices)
-    if not leading or indexed > len(leading) or q.axis != q.dim() - 1 or q.format.is_tile:
-        raise invalid_value(
-            "indices", f"those of {indexed} axes of a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}",
-            "indices of leading axes, the contraction axis being the last, and blocks of one row",
-            "Take or write whole slices; dequantize first for anything else.",
-        )  # fmt: skip
-    numbers = torch.arange(math.prod(leading), device=q.device).view(leading)
-    return numbers[tuple(slice(None) if index is None else index for index in indices)]
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------

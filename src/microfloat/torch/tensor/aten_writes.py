@@ -11,18 +11,9 @@ from microfloat.errors import NotSupportedError
 from microfloat.formats import E4M3, ScaledFormat
 from microfloat.recipes import Cast, Current
 from microfloat.torch import backends
+from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.aten_table import (
-    Arguments,
-    Operator,
-    Options,
-    check_kinds,
-    is_decay,
-    raw,
-    refusal,
-    register,
-    upper_name,
-)
+from microfloat.torch.tensor.aten_table import Operator, check_kinds, is_decay, raw, refusal, register
 from microfloat.torch.tensor.quantized_tensor import INIT_VAL, UNKNOWN, QuantizedTensor
 
 __all__ = ["keep_init_val", "quantize_stored", "requantized", "store", "take"]
@@ -62,7 +53,7 @@ def _takes_bytes(q: QuantizedTensor, source: QuantizedTensor) -> bool:
     """
     if _operators.is_tracing(q.codes):
         return False
-    name, ours = upper_name(q), q.upper
+    name, ours = _upper_name(q), q.upper
     theirs = source.upper.to(ours.device)
     is_equal = raw(ours) == raw(theirs)
     if not bool(is_equal.all()):
@@ -82,6 +73,11 @@ def _copy_parts(q: QuantizedTensor, source: QuantizedTensor, kept: str | None = 
     for name, part in q.parts().items():
         if name != kept:
             part.copy_(getattr(source, name))
+
+
+def _upper_name(q: QuantizedTensor) -> str:
+    """The name of `q.upper`, the part that the most elements share."""
+    return "scale" if q.tensor_scale is None else "tensor_scale"
 
 
 def _alone_under_scales(q: QuantizedTensor) -> torch.Tensor | None:
@@ -113,7 +109,7 @@ def _store(q: QuantizedTensor, values: torch.Tensor, is_update: bool = False) ->
             _overwrite(q, values)
     elif not (q.upper.dim() == 2 and not _operators.is_tracing(q.codes) and _takes_bytes(q, _quantized(q, values))):
         _check_shared(q)
-        _overwrite(q, values, _shared_amax(q.root, q.codes, values), kept=upper_name(q))  # type: ignore[arg-type]
+        _overwrite(q, values, _shared_amax(q.root, q.codes, values), kept=_upper_name(q))  # type: ignore[arg-type]
     return q
 
 
@@ -283,7 +279,7 @@ def requantized(q: QuantizedTensor, values: torch.Tensor, quantize: Quantize) ->
         kept = raw(quantize(scaled, unit, torch.full((), largest, device=values.device)).codes)
         mask = _code_mask(_spread(q, is_kept), cast.format).view(kept.shape)
         raw(made.codes).copy_(kept & mask | raw(made.codes) & ~mask)
-    setattr(made, upper_name(q), torch.where(is_kept, q.upper, made.upper))
+    setattr(made, _upper_name(q), torch.where(is_kept, q.upper, made.upper))
     return made
 
 

@@ -70,19 +70,19 @@ def quantize(
     two ints, int64 [2] or uint32 [2]) and `stream` feed stochastic rounding and are ignored by nearest; without a seed
     one is drawn from the default generator of x's device. `amax` replaces the measured amax of a per-tensor or NVFP4
     cast (float32 scalar; [R, 1] for nvfp4_row). `scale_enc`: the encode scale of delayed scaling, required exactly
-    then. Not differentiable: what comes out requires no grad, in eager and compiled code alike.
+    then. Not differentiable: the result requires no grad, in eager and compiled code alike.
 
     ``axis=(-1, -2)`` gives the pair of both usages of a matrix, made in one pass where a kernel serves both casts: the
     bytes of two calls with the same seed and stream. `cast`, `stream`, `amax` and `scale_enc` may then be pairs too,
     one for each axis.
 
-    `group_sizes`: numbers of rows (of entries along the first axis) that are quantized each alone, as the tokens of an
-    expert are; gives a list of what separate calls would give, with the amax of each group. `amax` and `scale_enc` of
-    shape [G] hold one for each group. Under stochastic rounding group g has the noise of expert g of a grouped product
-    (docs/numerics.md 5.3). A tensor of sizes is read back.
+    `group_sizes`: numbers of rows (entries along the first axis) of groups, such as the tokens of experts; gives a list
+    of the results of separate calls, with the amax of each group. `amax` and `scale_enc` of shape [G] hold one for each
+    group. Under stochastic rounding group g has the noise of expert g of a grouped product (docs/numerics.md 5.3). A
+    tensor of sizes is read back.
 
-    `out`: what an earlier call of this kind gave, a tensor, a pair or a list, whose memory takes the codes and scales;
-    it is returned.
+    `out`: the result of an earlier call, a tensor, a pair or a list, whose memory takes the codes and scales; it is
+    returned.
 
     A DTensor gives one, placed alike: every rank casts its part, to the bytes of the whole (docs/distributed.md).
 
@@ -149,11 +149,8 @@ def _take(out: object, made: Made | Sequence[Made]) -> None:
     assert isinstance(made, QuantizedTensor)
     kinds = [(one.cast, one.axis, tuple(one.shape), one.device) for one in (out, made)]
     if kinds[0] != kinds[1]:
-        got, needed = (
-            f"{cast.format.name} ({cast.scale_rule}, {cast.rounding}), axis {axis}, shape {shape} on {device}"
-            for cast, axis, shape, device in kinds
-        )
-        raise invalid_value("out", got, needed)
+        text = "{0.format.name} ({0.scale_rule}, {0.rounding}), axis {1}, shape {2} on {3}"
+        raise invalid_value("out", *(text.format(*kind) for kind in kinds))
     take(out, made)
 
 
@@ -221,7 +218,7 @@ def _checked(usage: Usage, matrix: torch.Tensor, is_turned: bool) -> Usage:
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The tensor that `q` stands for, in its original shape; `dtype` None is the original's.
+    """The values of `q` in its original shape; `dtype` None is the original's.
 
     FP32 and E8M0 scales: ``f32(dec(code) * scale)``; NVFP4: ``f32(dec(code) * f32(dec(sb) * tensor_scale))``; then one
     rounding to `dtype`. A NaN scale gives NaN. Source: docs/numerics.md 8.1.

@@ -56,21 +56,20 @@ class QuantizedTensor(torch.Tensor):
     * `codes`: operand form (contraction axis last, leading axes kept); float8 dtypes for 8-bit elements, uint8 for 4
       and 6 bit, 4-bit codes packed two per byte, the even one in the low nibble.
     * `scale`: uint8 bytes (E8M0, E4M3) or float32; () per tensor, 2-D for tiles, else one entry per block of a row.
-    * `tensor_scale`: float32 of shape () or [R, 1], or None. Of experts [E, N, K] the one scale of a tensor (`scale`
-      per tensor, or `tensor_scale`) may be one for each expert, of shape [E].
-    * `format`, `hadamard`: those of the Cast. `axis`: the contraction axis of `shape`, >= 0.
-    * `shape`, `dtype`: those of the original; `dtype` is what `dequantize` and products return unless told otherwise.
-
+    * `tensor_scale`: float32 of shape () or [R, 1], or None. The one scale of a tensor (`scale` per tensor, or
+      `tensor_scale`) may be one for each expert of [E, N, K], of shape [E].
+    * `cast`, whose `format` and `hadamard` are attributes too; `axis`: the contraction axis of `shape`, >= 0.
+    * `shape`, `dtype`: those of the original; `dequantize` and products return `dtype` unless told otherwise.
     * `root`: the tensor that a slice was cut from, None for a tensor with scales of its own.
     * `stride()` is that of the codes, counted in elements; the contraction axis is the innermost one in memory.
 
     Made by `microfloat.torch.quantize` or `QuantizedTensor.from_parts`. ``QuantizedTensor(q, requires_grad=False)`` is
-    the Parameter of another one, as packages make it that take the class of the parameter in its place. Knows moving,
-    cloning, saving, shape operations that respect the blocks, and products with another QuantizedTensor. Any other
-    operation raises InvalidTypeError: nothing dequantizes in silence. In-place arithmetic (an optimizer's step)
-    dequantizes, applies and requantizes with the same Cast; float32 scales that still serve are kept. Writing into a
-    slice leaves the rest of the tensor as it is: where both share one scale, the values are quantized under that scale,
-    which grows by a power of two first if it is too small. Source: docs/numerics.md 7.
+    the Parameter of another one, for packages that call the class of a parameter. It can be moved, cloned, saved,
+    viewed where no block is cut, and multiplied with another QuantizedTensor; other operations raise InvalidTypeError:
+    nothing dequantizes in silence. In-place arithmetic (an optimizer's step) dequantizes, applies and requantizes with
+    the same Cast; float32 scales that still serve are kept. Writing into a slice leaves the rest of the tensor as it
+    is: where both share one scale, the values are quantized under that scale, which grows by a power of two first if it
+    is too small. Source: docs/numerics.md 7.
     """
 
     codes: torch.Tensor
@@ -82,7 +81,7 @@ class QuantizedTensor(torch.Tensor):
     _shape: Sequence[int]
     _dtype: torch.dtype
     _is_shard = False  # of a parameter that ranks share: `microfloat.torch.distributed.fsdp_quantized`
-    _is_filled = False  # by a checkpoint, piece by piece, so that what stands beside a piece need not keep its value
+    _is_filled = False  # by a checkpoint, piece by piece, so that elements beside a piece need not keep their values
 
     @staticmethod
     def __new__(
@@ -179,7 +178,7 @@ class QuantizedTensor(torch.Tensor):
         if self.hadamard is not None:
             remedy = "No checkpoint holds a Hadamard transform; dequantize first."
             raise invalid_type("to_record", got, "a tensor without one", remedy)
-        scale, level = (part if part is None else part.detach().cpu() for part in (self.scale, self.tensor_scale))
+        scale, level = (None if part is None else part.detach().cpu() for part in (self.scale, self.tensor_scale))
         if self.is_per_expert:
             scale, level = (part if part is None or part.dim() != 1 else part[:, None, None] for part in (scale, level))
         if self.format.is_tile and self.codes.dim() > 2:
@@ -199,7 +198,7 @@ class QuantizedTensor(torch.Tensor):
     def from_operand(
         cls, operand: Operand, cast: Cast, *, axis: int, shape: Sequence[int], dtype: torch.dtype
     ) -> "QuantizedTensor":
-        """Give an operand form the leading axes of the original `shape`; `axis` is normalised (>= 0)."""
+        """The tensor of an operand form, with the leading axes of the original `shape`; `axis` >= 0."""
         shape = tuple(shape)
         return cls(
             operand.codes.contiguous().view(*leading_axes(shape, axis), operand.codes.shape[1]),
@@ -246,7 +245,7 @@ class QuantizedTensor(torch.Tensor):
         return self.cast.hadamard
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
-        """A plain tensor of the original shape in `dtype` (None: this tensor's); see `microfloat.torch.dequantize`."""
+        """A plain tensor of the original shape in `dtype` (None: this tensor's)."""
         dtype = self.dtype if dtype is None else dtype
         if dtype not in (*INPUT_DTYPES, torch.float64):
             raise invalid_type("dtype", dtype, "a floating-point dtype of at least 16 bits")
@@ -273,11 +272,11 @@ class QuantizedTensor(torch.Tensor):
         return pack_fp6(codes) if _width_of(self.format) == 6 else codes
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """The plain tensors inside, by attribute name."""
+        """The plain tensors of this one, by attribute name."""
         return dict(zip(_PARTS, self.part_list(), strict=False))
 
     def part_list(self) -> list[torch.Tensor]:
-        """The plain tensors inside, in the order codes, scale, tensor_scale."""
+        """Codes, scale, and tensor scale where there is one."""
         return [self.codes, self.scale] if self.tensor_scale is None else [self.codes, self.scale, self.tensor_scale]
 
     @property
@@ -338,7 +337,7 @@ class QuantizedTensor(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Flattened]:
-        """Names of the parts, and all else but the shape; of that what the parts do not tell, where it is known."""
+        """Names of the parts, and the other fields, with sizes that the parts do not give where they are numbers."""
         more = None
         if type(self.shape[self.axis]) is int and type(self.codes.shape[-1]) is int:
             told = _shape_of(self.codes, self.cast, self.axis)
@@ -466,7 +465,7 @@ def tensors_of(
 ) -> tuple[list[QuantizedTensor], Sequence[torch.Tensor]]:  # fmt: skip
     """The tensors whose parts an operator has returned one after another, and the results behind them.
 
-    `tokens`: those of the casts, which a compiler takes as constants beside them.
+    `tokens`: of the casts; a compiler takes both as constants.
     """
     made = []
     for cast, token, axis in zip(casts, tokens, axes, strict=True):
@@ -478,7 +477,7 @@ def tensors_of(
 
 
 def attached_to(q: QuantizedTensor) -> dict[str, object]:
-    """Attributes that are no part of the tensor: the copy of its initial value, and those that a user has set."""
+    """Attributes beside the tensor's own: the copy of its initial value, and attributes that a user has set."""
     own = (*_FIELDS, "whole", "_is_filled", "_is_param")
     return {name: value for name, value in vars(q).items() if name not in own}
 
@@ -498,7 +497,7 @@ class Decoded(torch.autograd.Function):
 def _rebuild_quantized_tensor(
     codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, description: Options
 ) -> QuantizedTensor:
-    """The tensor that a file or a pickle describes; checks the parts, since a file may be damaged."""
+    """The tensor that a file or a pickle describes, its parts checked, since a file may be damaged."""
     cast = cast_from_data(description["cast"])
     if cast is None:
         raise invalid_value("cast", "None in a saved tensor", "a description of a Cast", "The file is damaged.")
@@ -541,22 +540,18 @@ def _check_parts(
             raise invalid_type(name, type(part), needed)
         if part.dtype != getattr(torch, expected.dtype):
             raise invalid_type(name, part.dtype, needed, "View or convert it first.")
-        if expected.shape == () and len(shape) == 3 and part.dim() == 1:
-            expected = expected._replace(shape=shape[:1])  # one for each expert
-        if tuple(part.shape) != tuple(expected.shape):
-            raise invalid_value(
-                name,
-                f"shape {tuple(part.shape)}",
-                f"shape {tuple(expected.shape)} for {fmt.name} of shape {shape}, axis {axis}",
-                "Stored parts are in operand form, unpadded, the contraction axis last.",
-            )
+        size = expected.shape
+        if size == () and len(shape) == 3 and part.dim() == 1:
+            size = shape[:1]  # one for each expert
+        if tuple(part.shape) != tuple(size):
+            needed = f"shape {tuple(size)} for {fmt.name} of shape {shape}, axis {axis}"
+            remedy = "Stored parts are in operand form, unpadded, the contraction axis last."
+            raise invalid_value(name, f"shape {tuple(part.shape)}", needed, remedy)
         if part.device != codes.device:
             raise invalid_value(name, f"a tensor on {part.device}", f"one on {codes.device}, where the codes are")
         if part.numel() and any(size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True)):
-            raise invalid_value(
-                name, f"an expanded tensor of strides {part.stride()}", "memory of its own for every entry",
-                "Call .contiguous() first.",
-            )  # fmt: skip
+            got, needed = f"an expanded tensor of strides {part.stride()}", "memory of its own for every entry"
+            raise invalid_value(name, got, needed, "Call .contiguous() first.")
     _check_width(codes, fmt)
 
 
