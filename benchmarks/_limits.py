@@ -25,11 +25,11 @@ def bare_gemms(recipe: Recipe, shape: tuple[int, int, int], device: str) -> Call
     made = []
     for gemm, sizes in ((recipe.fprop, (m, k, n)), (recipe.dgrad, (m, n, k)), (recipe.wgrad, (n, m, k))):
         maker = Maker(replace(gemm, lhs=_plain(gemm.lhs), rhs=_plain(gemm.rhs)), device)
-        made.append((maker, maker.operands(*matrices(sizes, device))))
+        made.append(maker.bound(*matrices(sizes, device)))
 
     def run(_: int) -> None:
-        for maker, operands in made:
-            maker.multiply(*operands)
+        for product in made:
+            product()
 
     return run
 

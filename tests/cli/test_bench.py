@@ -101,7 +101,7 @@ def test_a_kernel_that_does_not_compile_is_a_row_with_its_problem(microfloat, mo
     def fails(self, x, w):
         raise CompilationError("at 12:3:\n  store(scale_ptr, scale)")
 
-    monkeypatch.setattr(Maker, "operands", fails)
+    monkeypatch.setattr(Maker, "bound", fails)
     done = microfloat("bench", "--shapes", "64x64x64", "--formats", "mxfp8", *SMALL, "--json")
     assert done.code == 1
     assert done.json["rows"][0]["problem"] == "CompilationError: at 12:3: store(scale_ptr, scale)"

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, CustomRecipe, Gemm
 from microfloat.routes import Route, Routes, entries_of, route_of
 from microfloat.torch import backends, reference
-from microfloat.torch.backends.base import Parts
+from microfloat.torch.backends.base import Operand
 from microfloat.torch.launch import gemms
 from microfloat.torch.linear.schedule import CastStep
 from microfloat.torch.tensor.ops import quantize, scaled_matmul
@@ -132,7 +131,7 @@ def copy_gbs(elements: int, device: str) -> float:
 
 @dataclass(frozen=True)
 class Maker:
-    """Operands of one GEMM on a device, and their product."""
+    """One GEMM on a device."""
 
     gemm: Gemm
     device: str
@@ -142,64 +141,48 @@ class Maker:
         """The name of the backend that a layer would take on this device."""
         return backends.resolve("auto", torch.device(self.device))[0]
 
-    def operands(self, x: torch.Tensor, w: torch.Tensor) -> tuple:
-        """x and w as this GEMM reads them, made as in the schedule of a layer."""
-        if self.backend == "reference":
-            return reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
-        backend = backends.choose(self.backend, x.device)
-        index, programs = backends.device_index(x.device), backend.programs
-        stream = torch.cuda.current_stream(x.device).cuda_stream if index >= 0 and programs is not None else 0
-        words = None if programs is None else programs.scratch(index)
-        recipe, routes = CustomRecipe(self.gemm, self.gemm, self.gemm), Routes(self.route, self.route, self.route)
-        made = []
-        for tensor, matrix in (("x", x), ("w", w)):
-            step = CastStep(backend, matrix, entries_of(recipe, routes, tensor, True, False))
-            made.append(_Made(step(matrix, stream, words, CastInputs()).row, *matrix.shape))
-        return tuple(made)
-
     @functools.cached_property
     def route(self) -> Route:
         """The route of the GEMM on the chip behind the device."""
         return route_of(self.gemm, backends.chip_of(torch.device(self.device)))
 
-    def multiply(self, a: Any, b: Any) -> torch.Tensor:
+    def bound(self, x: torch.Tensor, w: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The product in bfloat16 of x and w, which are cast here, as in the schedule of a layer."""
         if self.backend == "reference":
-            return reference.scaled_matmul(a, b, out_dtype=torch.bfloat16, accumulate=self.gemm.accumulate)
-        shape, device = (a.rows, a.length, b.rows), a.parts.codes.device
-        return _product(self.gemm, self.route, shape, device)(a.parts, b.parts, None)
+            a, b = _reference_operands(self.gemm, x, w)
+            options = {"out_dtype": torch.bfloat16, "accumulate": self.gemm.accumulate}
+            return functools.partial(reference.scaled_matmul, a, b, **options)
+        backend, index = backends.choose(self.backend, x.device), backends.device_index(x.device)
+        stream = torch.cuda.current_stream(x.device).cuda_stream if index >= 0 and backend.programs else 0
+        words = backend.programs.scratch(index) if backend.programs else None
+        recipe, routes = CustomRecipe(self.gemm, self.gemm, self.gemm), Routes(self.route, self.route, self.route)
+        operands = []
+        for tensor, matrix in (("x", x), ("w", w)):
+            step = CastStep(backend, matrix, entries_of(recipe, routes, tensor, True, False))
+            operands.append(step(matrix, stream, words, CastInputs()).row)
+        product = gemms.product(self.gemm, self.route, (*x.shape, w.shape[0]), None, torch.bfloat16, x.device)
+        return functools.partial(product, *operands, None)
 
     def difference(self, shape: tuple[int, int, int] = (256, 512, 384)) -> float:
         """Relative difference to the exact product of the reference's operands."""
         x, w = matrices(shape, self.device)
-        a, b = reference.quantize(x, self.gemm.lhs), reference.quantize(w, self.gemm.rhs)  # type: ignore[arg-type]
+        a, b = _reference_operands(self.gemm, x, w)
         want = reference.scaled_matmul(a, b, out_dtype=torch.float32, accumulate="exact")
-        return difference(self.multiply(*self.operands(x, w)), want)
+        return difference(self.bound(x, w)(), want)
 
     def times(self, shape: tuple[int, int, int], sets: int, cpu_milliseconds: float = 0.0) -> dict[str, Times]:
         """Times of the product ("ours") in turn with bfloat16's ("bf16"), over `sets` pairs of operands."""
         plain = [matrices(shape, self.device) for _ in range(sets)]
-        made = [self.operands(x, w) for x, w in plain]
+        made = [self.bound(x, w) for x, w in plain]
         calls = {
             "bf16": lambda i: torch.mm(plain[i % sets][0], plain[i % sets][1].t()),
-            "ours": lambda i: self.multiply(*made[i % sets]),
+            "ours": lambda i: made[i % sets](),
         }
         return in_turn(calls, self.device, cpu_milliseconds=cpu_milliseconds)
 
 
-class _Made(NamedTuple):
-    """The parts of an operand of `rows` x `length`."""
-
-    parts: Parts
-    rows: int
-    length: int
-
-
-# Bound products, for calls in turn; a benchmark measures fewer than 64 at a time.
-@functools.lru_cache(64)
-def _product(
-    gemm: Gemm, route: Route, shape: tuple[int, int, int], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    return gemms.product(gemm, route, shape, None, torch.bfloat16, device)
+def _reference_operands(gemm: Gemm, x: torch.Tensor, w: torch.Tensor) -> tuple[Operand, Operand]:
+    return reference.quantize(x, gemm.lhs), reference.quantize(w, gemm.rhs)  # type: ignore[arg-type]
 
 
 def matrices(shape: tuple[int, int, int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
