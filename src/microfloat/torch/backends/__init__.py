@@ -120,7 +120,7 @@ def device_index(device: torch.device) -> int:
 
 
 def check_name(backend: str, argument: str = "backend") -> str:
-    """`backend` itself if it is a known name, else InvalidTypeError or InvalidValueError with the nearest name."""
+    """The name of a backend itself; for others raises InvalidTypeError or InvalidValueError with the nearest name."""
     if not isinstance(backend, str):
         raise invalid_type(argument, type(backend), "one of " + ", ".join(repr(name) for name in NAMES))
     if backend not in NAMES:

@@ -203,19 +203,12 @@ def random_bytes(
     Element (R, C) has byte ``C % 16`` of ``Philox((C // 16, R, stream, batch), seed)``. The range of C starts at a
     multiple of 16: a window of a larger matrix has that matrix's bytes.
     """
-    device = seed.device
-    other, along = (rows, columns) if contraction else (columns, rows)
-    groups = torch.arange(along.start // 16, -(-along.stop // 16), dtype=torch.int64, device=device)
-    others = torch.arange(other.start, other.stop, dtype=torch.int64, device=device).bitwise_and_(_LOW)
-    constants = [torch.full((), value, dtype=torch.int64, device=device) for value in (stream, batch)]
-    if contraction:
-        words = torch.empty(len(other), groups.numel(), 4, dtype=torch.int32, device=device)
-        for position, word in enumerate(philox((groups[None, :], others[:, None], *constants), seed)):
-            words[..., position] = word  # keeps the low 32 bits
-        return words.view(torch.uint8).flatten(1)[:, : len(along)]
-    result = torch.empty(groups.numel(), 16, len(other), dtype=torch.uint8, device=device)
-    for position, word in enumerate(philox((groups[:, None], others[None, :], *constants), seed)):
-        word = word.to(torch.int32)
-        for byte in range(4):  # the lowest first; of each, uint8 keeps the low 8 bits
-            result[:, 4 * position + byte] = word >> 8 * byte
-    return result.flatten(0, 1)[: len(along)]
+    if contraction == 0:
+        return random_bytes(seed, columns, rows, stream=stream, batch=batch).t()
+    groups = torch.arange(columns.start // 16, -(-columns.stop // 16), dtype=torch.int64, device=seed.device)
+    others = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=seed.device).bitwise_and_(_LOW)
+    constants = [torch.full((), value, dtype=torch.int64, device=seed.device) for value in (stream, batch)]
+    words = torch.empty(len(rows), groups.numel(), 4, dtype=torch.int32, device=seed.device)
+    for position, word in enumerate(philox((groups[None, :], others[:, None], *constants), seed)):
+        words[..., position] = word  # keeps the low 32 bits
+    return words.view(torch.uint8).flatten(1)[:, : len(columns)]

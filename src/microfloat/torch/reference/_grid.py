@@ -1,18 +1,21 @@
 """A matrix divided into blocks, and cut into chunks that stay in a CPU's cache.
 
-Everything here and in the modules that cast works on a matrix *as it lies in memory*, [r, c] with c contiguous: the
-operand form [R, C] itself, or its transpose where the operand form was read across (x.T of a stored x). Which of its
-axes a product contracts is a number, `contraction`: 1 or 0. So no cast moves an element of a large matrix.
+Casts work on a matrix in memory order, [r, c] with c contiguous: the operand form [R, C] itself, or its transpose where
+the operand form is a transposed view (x.T of a stored x). `contraction`, 1 or 0, is the axis of it that a product
+contracts. So no cast moves an element of a large matrix.
 """
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from microfloat.formats import ScaledFormat
+
+# Number of modes of torch's dispatcher that are on (fake tensors, tracing); no tensor made in one may outlive it.
+mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk (2 MB each per thread) should stay in its
 # caches, and be large enough to hide the cost of starting an operator; elsewhere the cut only bounds their memory.
@@ -29,26 +32,26 @@ def chunk_budget(device: torch.device) -> int:
 
 
 def is_stored_across(x_RC: torch.Tensor) -> bool:
-    """True for a matrix whose neighbours in memory are neighbours along the rows axis."""
+    """True for a matrix whose columns are contiguous in memory, such as a transposed view."""
     return x_RC.stride(0) < x_RC.stride(1) and x_RC.shape[0] > 1
 
 
 def ceil_to(value: int, multiple: int) -> int:
-    """The next multiple, the value itself where it is one."""
+    """The value, rounded up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 class Workspace:
     """Temporaries by name and dtype that the chunks of a call share.
 
-    On a CPU fresh memory costs more than the arithmetic on it (page faults), so there the buffers belong to the calling
-    thread and outlive the call, as far as they fit a chunk; elsewhere torch's own allocator keeps memory.
+    On a CPU fresh memory costs more than the arithmetic on it (page faults), so there each thread keeps its buffers
+    after the call, each at most as large as two chunks; on other devices torch's own allocator keeps memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        if device.type == "cpu" and not records_instead_of_running():
+        if device.type == "cpu" and not mode_count():
             self._buffers = _kept.__dict__.setdefault("buffers", {})
             for key in [key for key, buffer in self._buffers.items() if buffer.numel() > 2 * chunk_budget(device)]:
                 del self._buffers[key]
@@ -68,13 +71,8 @@ _kept = threading.local()
 
 
 def reads_values(tensor: torch.Tensor) -> bool:
-    """True where the host may look at values for a shorter way: on a CPU, and not in what is traced."""
-    return tensor.device.type == "cpu" and not records_instead_of_running()
-
-
-def records_instead_of_running() -> bool:
-    """True while a dispatch mode is active (fake tensors, tracing), whose tensors must not outlive it."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    """True where the host may read values to take a shortcut: on a CPU, outside of traces."""
+    return tensor.device.type == "cpu" and not mode_count()
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Grid:
         if not self.rows or not self.columns:
             return
         block_rows, block_columns = self.block
-        if records_instead_of_running():  # one window for any size: what is traced would repeat the steps of a loop
+        if mode_count():  # one window for any size, since a trace would unroll the loop
             sizes = (self.rows, block_rows), (self.columns, block_columns)
             grid = (slice(0, -(-size // block)) for size, block in sizes)
             yield Chunk(slice(0, self.rows), slice(0, self.columns), *grid)

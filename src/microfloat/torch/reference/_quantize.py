@@ -1,8 +1,8 @@
 """`quantize`: one matrix in operand form becomes codes and scales, chunk by chunk.
 
-Legend: R = rows of the operand form, C = its contraction length; x and everything else without these letters is as the
-matrix lies in memory (`_grid`). Whole-tensor and whole-row amaxes are measured first; then every chunk is widened to
-float32 (exact), scaled, and encoded while it is in the cache.
+Legend: R = rows of the operand form, C = its contraction length; names without these letters, such as x, are in memory
+order (`_grid`). Amaxes of the tensor and of whole rows are measured first; then every chunk is widened to float32
+(exact), scaled, and encoded while it is in the cache.
 """
 
 import functools
@@ -59,9 +59,9 @@ def quantize_operand(
     x_RC: torch.Tensor, cast: Cast, *, seed: torch.Tensor | None = None, stream: int = 0, batch: int = 0,
     amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
 ) -> Operand:  # fmt: skip
-    """Quantize operand form `x_RC` (any strides) under `cast`; arguments as those of `quantize`.
+    """Quantize operand form `x_RC` (any strides) under `cast`; the other arguments are those of `quantize`.
 
-    Codes and scales lie in memory as x does: of an x that is read across they are transposed views.
+    Codes and scales have the memory order of x: for a transposed view they are transposed views.
     """
     check_kind(cast.rule, "the reference backend")
     x_RC = x_RC.detach()
@@ -280,7 +280,7 @@ def quantize_both(
     """(x under `row_cast`, x.T under `column_cast`); None for a cast that is None.
 
     Equal casts that commute with transposition are made once (docs/numerics.md 3.1, "Sharing"). `amax` and `scale_enc`
-    go to those casts that take them. Codes and scales of x.T may be transposed views: they lie in memory as x does.
+    go to the casts that take them. Codes and scales of x.T may be transposed views, in the memory order of x.
     """
     if row_cast is not None and row_cast == column_cast and row_cast.transposes:
         shared = quantize_operand(x, row_cast, amax=amax, scale_enc=scale_enc)

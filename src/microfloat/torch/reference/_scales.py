@@ -78,7 +78,7 @@ def fp32_scales(amax: torch.Tensor, cast: Cast) -> BlockScales:
 
 
 def scales_of_encode_factor(factor: torch.Tensor, gradient_amax: torch.Tensor | None = None) -> BlockScales:
-    """The stored scale of a given encode factor, ``f32(1 / s)``; of a gradient with an infinite amax NaN."""
+    """The stored scale of an encode factor, ``f32(1 / s)``; NaN for a gradient with an infinite amax."""
     stored = divide(1.0, factor)
     if gradient_amax is not None:
         stored = unless_infinite(stored, gradient_amax)
@@ -86,7 +86,7 @@ def scales_of_encode_factor(factor: torch.Tensor, gradient_amax: torch.Tensor | 
 
 
 def unless_infinite(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """The scale that a product is handed for a gradient: NaN where the amax is infinite (docs/numerics.md 8.4)."""
+    """The scale of a gradient for its product: NaN where the amax is infinite (docs/numerics.md 8.4)."""
     return scale.masked_fill(amax == float("inf"), float("nan"))
 
 
@@ -94,8 +94,8 @@ def unless_infinite(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 class TensorLevel:
     """The upper of two levels: A clamped, S = capacity / A, the scale A / capacity.
 
-    float32 (), or one per row of the operand form: [R, 1], of a matrix that is read across [1, R]. `handed`: the scale
-    that becomes the operand's, the same one but for gradients (`unless_infinite`).
+    float32 (), or one per row of the operand form: [R, 1], or [1, R] for a transposed view. `handed`: the scale of the
+    operand, equal to `stored` except for gradients (`unless_infinite`).
     """
 
     amax: torch.Tensor

@@ -48,7 +48,7 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def block_scale_values(operand: Operand) -> torch.Tensor:
-    """Stored block scales as float32, in the shape and memory order that they are stored in; NaN bytes are NaN."""
+    """Stored block scales as float32, in the same shape and memory order; NaN bytes are NaN."""
     scale, kind = operand.scale, operand.format.scale.name
     if kind == "FP32":
         return scale
@@ -64,7 +64,7 @@ def block_scale_values(operand: Operand) -> torch.Tensor:
 def decode_scaled(operand: Operand, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """[R, stored C] in `dtype`: code values times float32 `scales` of the format's blocks (None: times nothing).
 
-    The result lies in memory as the codes do: of codes that are read across it is a transposed view.
+    The result has the memory order of the codes: for a transposed view it is a transposed view.
     """
     element, across = operand.format.element, is_stored_across(operand.codes)
     codes = (operand.codes.t() if across else operand.codes).view(torch.uint8)
@@ -131,7 +131,7 @@ def _exact_values(operand: Operand) -> torch.Tensor:
 
 
 def _per_element(scales: torch.Tensor, operand: Operand) -> torch.Tensor:
-    """Block scales spread to what broadcasts against [R, C]."""
+    """Block scales in a shape that broadcasts against [R, C]."""
     if scales.dim() == 0 or operand.format.block == (1, None):
         return scales
     rows, columns = operand.rows, operand.stored_length
@@ -142,7 +142,7 @@ def _per_element(scales: torch.Tensor, operand: Operand) -> torch.Tensor:
 def _operand_and_epilogue(
     operand: Operand, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """([R, C] for the GEMM, what its row of the accumulator is multiplied with: (), [R, 1] or None)."""
+    """(values [R, C] for the GEMM, the factor of its rows of the accumulator: (), [R, 1] or None)."""
     block_rows, block_columns = operand.format.block
     if operand.format.scale.name == "FP32" and block_columns is None:
         scale = operand.scale

@@ -24,7 +24,7 @@ def _clone(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
 
 @register(aten._to_copy.default)
 def _to_copy(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    """Moves the parts; a dtype only changes what is presented and what `dequantize` returns."""
+    """Moves the parts; a dtype changes the dtype of the tensor and of `dequantize`, and no byte."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if dtype is not None and dtype not in INPUT_DTYPES:
         needed = "torch.float32, torch.bfloat16 or torch.float16: what a QuantizedTensor may present"

@@ -38,7 +38,7 @@ def detach(q: QuantizedTensor) -> QuantizedTensor:
 
 
 def _lead(q: QuantizedTensor, dim: int) -> int:
-    """The axis of the codes for another axis of q than the contraction axis, which stands last in the codes."""
+    """The axis of the codes for a leading axis of q; the contraction axis is the last one of the codes."""
     return dim if dim < q.axis else dim - 1
 
 
@@ -63,7 +63,7 @@ def _on_rows(
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, by_shape=True,
 )  # fmt: skip
 def _regroup(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-    """Another division of the leading axes, before and behind the contraction axis, whose length stays."""
+    """Leading axes split or merged, before and behind the contraction axis, whose length stays."""
     shape = tuple(shape)
     if shape == tuple(q.shape) or (q._is_shard and shape == (q.numel(),)):  # FSDP2 keeps a flat view for its memory
         return detach(q)

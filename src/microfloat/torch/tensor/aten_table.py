@@ -117,7 +117,7 @@ def view_of(
     q: QuantizedTensor, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *,
     shape: Sequence[int], axis: int | None = None, is_slice: bool = False,
 ) -> QuantizedTensor:  # fmt: skip
-    """A tensor of these parts, which share storage with those of q; a slice keeps the tensor that it is cut from."""
+    """A tensor of these parts, which share storage with q's; a slice keeps the tensor that it is cut from."""
     root = q.root
     if is_slice and root is None:
         root = UNKNOWN if _operators.is_tracing(codes) else q.map_parts(lambda part: part)
@@ -149,7 +149,7 @@ def is_decay(gradient: object, kwargs: Options) -> bool:
 def check_kinds(
     operation: str, q: QuantizedTensor, source: QuantizedTensor, got: Sequence[int], needed: Sequence[int]
 ) -> None:
-    """Refuse to copy the bytes of `source`, whose shape is `got`, into q where they would mean something else."""
+    """Refuse to copy the bytes of `source`, whose shape is `got`, into q where they would have other values."""
     kinds = [
         (one.format, one.hadamard, sorted(one.parts()), tuple(shape), one.axis - one.dim())
         for one, shape in ((source, got), (q, needed))
@@ -178,7 +178,7 @@ _REMEDIES: dict[tuple[str, ...], str] = {
     "foreach=False, and no fused=True, or let it step on float32 master weights and write them by "
     "microfloat.torch.update_quantized(weight, master). Where AveragedModel did: give it an avg_fn that averages "
     "q.dequantize(). Clip gradients, which are plain, as usual.",
-    # Of a tensor that a transform of torch.func wraps, whose method is not ours.
+    # Inside torch.func, where torch's own method is called for a wrapped tensor.
     ("dequantize",): "A transform of torch.func hides that it is quantized: call .dequantize() outside of the "
     "transform.",
     ("_c10d", "c10d", "constant_pad_nd"): _OF_STATE,

@@ -145,7 +145,7 @@ def quantize_stored(
 
 
 def _shares_a_scale(q: QuantizedTensor) -> bool:
-    """A slice of a tensor whose scale, tensor scale or row scales serve elements outside of the slice too."""
+    """True for a slice that shares its scale, tensor scale or row scales with elements outside of it."""
     root, upper = q.root, q.upper
     if root is None or upper.dim() < 2:
         return root is not None
@@ -194,7 +194,7 @@ def _largest(cast: Cast) -> float:
 
 
 def _nonzero_bytes(q: QuantizedTensor, codes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """The number of bytes of `codes` that hold anything but zeros, of either sign; under each of `scales`, if given."""
+    """The number of bytes of `codes` with a nonzero element; under each of `scales`, if there are any."""
     sign = q.format.element.sign_code
     signs = sign | sign << 4 if q.format.element.codes_per_byte == 2 else sign
     is_nonzero = codes.view(torch.uint8).bitwise_and(~signs & 0xFF) != 0
@@ -273,7 +273,7 @@ def requantized(q: QuantizedTensor, values: torch.Tensor, quantize: Quantize) ->
     else:
         made = quantize(values, cast, None)
         is_kept = _serves(q, made.scale * largest, largest)
-        # Codes under given scales are those of the scaled values under a scale of one.
+        # Codes under kept scales are equal to the codes of scaled values under a scale of one.
         unit = dataclasses.replace(cast, format=dataclasses.replace(cast.format, block=(None, None)), scaling=Current())
         scaled = values * _spread(q, 1 / q.scale).view(values.shape)
         kept = raw(quantize(scaled, unit, torch.full((), largest, device=values.device)).codes)

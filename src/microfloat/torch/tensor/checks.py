@@ -13,6 +13,7 @@ from microfloat.arguments import as_float, check_number
 from microfloat.errors import MicrofloatError, NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.recipes import Cast
 from microfloat.recipes.usages import given_amax, given_scale_enc
+from microfloat.torch.tensor.custom_ops import transforms_active
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor
 
 __all__ = [
@@ -23,7 +24,7 @@ __all__ = [
 
 
 def with_path(error: MicrofloatError, path: str) -> MicrofloatError:
-    """The same error, whose text names the layer of a model that met it."""
+    """The same error, with the name of the layer in its text."""
     layer = f"(In the layer {path!r}.)"
     if path and layer not in str(error):
         error.args = (f"{error} {layer}",)
@@ -204,7 +205,7 @@ def check_model(model: object) -> None:
 
 
 def check_features(argument: str, layers: Sequence[nn.Linear], features: int, source: str) -> None:
-    """Raise where one of the layers does not read `features` features, those of `source`."""
+    """Raise where the in_features of a layer are not `features`, the number that `source` has."""
     for layer in layers:
         if layer.in_features != features:
             raise invalid_value(argument, f"in_features {layer.in_features}", f"{features}, the features of {source}")
@@ -216,13 +217,13 @@ def check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device:
 
 
 def check_scale_enc(scale_enc: float | torch.Tensor | None, delayed: bool, device: torch.device) -> torch.Tensor | None:
-    """The encode scale of delayed scaling, float32 () on `device`: given if and only if the cast is `delayed`."""
+    """The encode scale of delayed scaling, float32 () on `device`: needed if and only if the cast is `delayed`."""
     return given_scale_enc(scale_enc, delayed, functools.partial(real_tensor, device=device), _readable)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor, None where reading its values would wait for a device or break a trace."""
-    is_hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    is_hidden = torch.compiler.is_compiling() or transforms_active()
     return tensor if tensor.device.type == "cpu" and not is_hidden else None
 
 

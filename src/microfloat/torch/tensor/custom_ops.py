@@ -20,6 +20,7 @@ from microfloat.layout import Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, Hadamard, as_cast
 from microfloat.recipes._serialize import cast_from_data, cast_of, format_from_data
 from microfloat.recipes.cast import as_scaled_format
+from microfloat.torch.reference._grid import mode_count
 
 if TYPE_CHECKING:
     from torch._functorch.autograd_function import VmapInfo
@@ -41,12 +42,13 @@ _library.define(
 )
 _library.define("common_scale(Tensor[] scales, str what) -> Tensor")
 
+# True inside a transform of torch.func.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
 
 def is_tracing(tensor: object) -> bool:
     """True where operators must be called: for a compiler, a transform of torch.func, or the meta device."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    if torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or mode_count() or transforms_active():
         return True
     return isinstance(tensor, torch.Tensor) and tensor.is_meta
 
@@ -81,7 +83,7 @@ def refuse_transforms(operation: str, *tensors: object, is_verb: bool = False) -
 
     `is_verb`: an operation on tensors, whose operator has a rule for vmap, but no derivative for torch.func.grad.
     """
-    transforms = torch._C._are_functorch_transforms_active()
+    transforms = transforms_active()
     if transforms and is_verb:
         transforms = any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
     if transforms or torch._C._get_tracing_state() is not None or has_tangent(*tensors):
@@ -99,7 +101,7 @@ def refusal_of_transforms(operation: str, *, is_verb: bool = False) -> NotSuppor
 
 def drawn_seed(x: torch.Tensor) -> torch.Tensor:
     """A call seed from the default generator of x's device, drawn by an operator."""
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         raise invalid_value(
             "seed", "None with a stochastic cast inside a transform of torch.func", "a seed, or one for each example",
             "Draw it outside: vmap(lambda x, seed: quantize(x, cast, seed=seed))(xs, seeds), seeds int64 [B, 2].",
@@ -232,7 +234,7 @@ def _fake_scaled_matmul(
 
 
 def common_scale(scales: Sequence[torch.Tensor], what: str) -> torch.Tensor:
-    """A copy of the one scale that all of these are, to the bit; `what` names their tensors in the error."""
+    """A copy of the first scale, which all others must equal to the bit; `what` names their tensors in the error."""
     first, *others = (scale.view(torch.int32 if scale.dtype == torch.float32 else torch.uint8) for scale in scales)
     if not all(torch.equal(first, other) for other in others):
         raise invalid_value(

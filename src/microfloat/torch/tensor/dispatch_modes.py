@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from microfloat.torch._typing import Maybe
 from microfloat.torch.backends.base import Operands, Parts
+from microfloat.torch.reference._grid import mode_count
 from microfloat.torch.tensor.checks import is_abstract
 from microfloat.torch.tensor.custom_ops import refuse_batches
 
 __all__ = ["are_named", "multiply", "multiply_groups", "outside_of_modes", "quantize_operands"]
 
 # True, as a number, where a mode is on.
-are_named: Callable[[], int] = torch._C._len_torch_dispatch_stack
+are_named = mode_count
 _NOTHING = contextlib.nullcontext()
 
 # Functions are no arguments of operators: they travel as numbers. An entry lives as long as its call.

@@ -169,7 +169,7 @@ def quantize_values(
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
     _operators.refuse_transforms("quantize", x, is_verb=True)
     if not isinstance(axis, tuple | list):
-        cast = as_cast(cast)  # type: ignore[arg-type]  # what is no cast raises
+        cast = as_cast(cast)  # type: ignore[arg-type]  # raises for other objects
     check_tensor("x", x)
     usages = usages_of(cast, axis, x.dim(), stream, amax, scale_enc)
     module = backends.choose(backend, x.device)
@@ -406,7 +406,7 @@ def fake_quantize(
 
 def _straight_through(exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """`exact`, differentiated as `plain` is: by an operator, which compilers take, but transforms of torch.func not."""
-    active = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+    active = _operators.transforms_active() and not torch.compiler.is_compiling()
     return (_StraightThrough.apply if active else _straight_through_operator)(exact, plain)
 
 

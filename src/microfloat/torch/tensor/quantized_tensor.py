@@ -118,7 +118,7 @@ class QuantizedTensor(torch.Tensor):
         *, axis: int = -1, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32,
         hadamard: Hadamard | None = None, packed: bool = False,
     ) -> "QuantizedTensor":  # fmt: skip
-        """Wrap codes and scales that exist already, for instance those of a checkpoint. Nothing is copied.
+        """Wrap codes and scales that exist already, for instance of a checkpoint. Nothing is copied.
 
         `codes`, `scale`, `tensor_scale`: as the attributes of that name; `format`: a ScaledFormat or its name. `shape`
         None is that of the codes (unpacked), which have their contraction axis last; a vector has one row of codes,
@@ -249,7 +249,7 @@ class QuantizedTensor(torch.Tensor):
         dtype = self.dtype if dtype is None else dtype
         if dtype not in (*INPUT_DTYPES, torch.float64):
             raise invalid_type("dtype", dtype, "a floating-point dtype of at least 16 bits")
-        if self.requires_grad and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        if self.requires_grad and torch.is_grad_enabled() and not _operators.transforms_active():
             return Decoded.apply(self, dtype)
         if _operators.is_tracing(self.codes):
             parts = (self.codes, self.scale, self.tensor_scale)
@@ -287,7 +287,7 @@ class QuantizedTensor(torch.Tensor):
     def map_parts(
         self, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
-        """The same tensor with `function` applied to each of its plain tensors; `dtype` changes what is presented."""
+        """The same tensor with `function` applied to each of its plain tensors, and its dtype replaced by `dtype`."""
         tensor_scale = None if self.tensor_scale is None else function(self.tensor_scale)
         codes, scale, dtype = function(self.codes), function(self.scale), self.dtype if dtype is None else dtype
         return self._remade(codes, scale, tensor_scale, axis=self.axis, shape=self.shape, dtype=dtype)
@@ -315,13 +315,13 @@ class QuantizedTensor(torch.Tensor):
         """Free that copy."""
         self._about_parameter().pop(INIT_VAL, None)
 
-    # ---- what torch asks of a tensor subclass ----------------------------------------------------------------------
+    # ---- the protocol of tensor subclasses ---------------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: object, args: Sequence[object] = (), kwargs: Options | None = None
     ) -> object:
-        """Products with a plain tensor are those of `microfloat.torch.linear`; all else is torch's own."""
+        """Products with a plain tensor run as `microfloat.torch.linear`; other functions are torch's own."""
         product = PRODUCTS.get(func)
         if product is not None and (result := product(*args, **(kwargs or {}))) is not None:
             return result
@@ -379,7 +379,7 @@ class QuantizedTensor(torch.Tensor):
         return self.map_parts(lambda part: part.clone(memory_format=torch.contiguous_format))
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Parts may be replaced by parts that fit; what says how to read them is fixed."""
+        """Parts may be replaced by parts that fit; the cast and the axis are fixed."""
         if name in ("cast", "axis") and name in self.__dict__:
             raise NotSupportedError(
                 f"{name}: got an assignment, but {name} of a QuantizedTensor is fixed. "
@@ -416,7 +416,7 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of codes and scales; ``numel() * element_size()`` are those of the values."""
+        """Bytes of codes and scales; ``numel() * element_size()`` counts the values."""
         return sum(part.nbytes for part in self.part_list())
 
     def untyped_storage(self) -> torch.UntypedStorage:

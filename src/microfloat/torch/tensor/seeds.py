@@ -14,6 +14,8 @@ import torch
 from microfloat.arguments import as_int, check_int, check_word
 from microfloat.errors import invalid_value
 from microfloat.torch.reference._elements import philox
+from microfloat.torch.reference._grid import mode_count
+from microfloat.torch.tensor.custom_ops import transforms_active
 
 __all__ = ["Rank", "derive", "draw_seed", "fold_rank_", "has_ranks", "seed_words", "set_seed_rank"]
 
@@ -57,7 +59,7 @@ def draw_seed(device: torch.device | str, *, folds: bool = True, rank: int | Non
     """
     device = torch.device(device)
     # Under a mode of torch's dispatcher the call may become a node of a graph.
-    apart = torch.empty(0, device=device) if torch._C._len_torch_dispatch_stack() else None
+    apart = torch.empty(0, device=device) if mode_count() else None
     return torch.ops.microfloat.draw_seed(device=device, folds=folds, rank=rank, apart=apart)
 
 
@@ -87,7 +89,7 @@ def set_seed_rank(rank: int | None) -> None:
 
 
 def fold_rank_(draw: torch.Tensor, rank: int | None = None) -> None:
-    """``draw ^= rank * 0x9E3779B97F4A7C15 mod 2^64`` in place; int64 [1]. Rank 0 keeps what was drawn.
+    """``draw ^= rank * 0x9E3779B97F4A7C15 mod 2^64`` in place; int64 [1]. Rank 0 changes nothing.
 
     `rank`: another than this process's own, whose data it rounds as a replica.
     """
@@ -149,7 +151,7 @@ def _checked_words(seed: torch.Tensor, device: torch.device) -> torch.Tensor:
     if seed.shape != (2,):
         raise invalid_value("seed", f"shape {tuple(seed.shape)}", "shape (2,): its two 32-bit words, low first")
     seed = seed.to(torch.int64)
-    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    hidden = torch.compiler.is_compiling() or transforms_active()
     if seed.device.type == "cpu" and not hidden and bool(((seed < 0) | (seed > _LOW)).any()):
         raise invalid_value("seed", seed.tolist(), "two words in [0, 2^32), low first")
     return seed.to(device)
