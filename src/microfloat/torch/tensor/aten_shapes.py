@@ -311,7 +311,10 @@ def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
         part, is_tensor_scale = getattr(first, name), name == "tensor_scale"
         is_of_rows = is_tensor_scale or first.format.block[1] is None
         if not part.dim() or (part.dim() == 1 and dim) or (is_of_rows and along == -1):
-            return _common(tensors, name)
+            scales, what = [getattr(q, name) for q in tensors], f"{first.format} tensors, whose {name}"
+            # Compiled code compares them when it runs.
+            common = torch.ops.microfloat.common_scale if _operators.is_tracing(part) else _operators.common_scale
+            return common(scales, what)
         if is_tensor_scale and part.dim() == 2:
             return torch.cat([q.tensor_scale.view(*q.codes.shape[:-1], 1) for q in tensors], along).view(-1, 1)
         return torch.cat([raw(getattr(q, name)) for q in tensors], along).view(part.dtype)
@@ -337,13 +340,6 @@ def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> N
             f"whole blocks: multiples of {unit} along the first or the contraction axis, but for the last length",
             "Blocks cannot be torn apart; quantize the joined tensor.",
         )  # fmt: skip
-
-
-def _common(tensors: Sequence[QuantizedTensor], name: str) -> torch.Tensor:
-    """The scale that all tensors have; compiled code compares them when it runs."""
-    parts, what = [getattr(q, name) for q in tensors], f"{tensors[0].format} tensors, whose {name}"
-    common = torch.ops.microfloat.common_scale if _operators.is_tracing(parts[0]) else _operators.common_scale
-    return common(parts, what)
 
 
 @register(aten.stack.default)

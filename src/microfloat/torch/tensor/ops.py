@@ -115,8 +115,10 @@ def _of_groups(
     if x.dim() == 0:
         raise invalid_value("x", "a 0-d tensor", "at least one axis, whose entries group_sizes counts")
     windows = group_windows(group_sizes, x.shape[0], "the rows of x (its first axis)")
-    if seed is None:
-        seed = _shared_seed(x, cast)
+    if seed is None:  # one for all groups
+        casts = [as_cast(one) for one in (cast if isinstance(cast, tuple | list) else [cast])]
+        if any(one.is_stochastic for one in casts):
+            seed = _operators.drawn_seed(x) if _operators.is_tracing(x) else draw_seed(x.device)
 
     def of_group(value: Real, g: int) -> Real:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -152,14 +154,6 @@ def _take(out: object, made: Made | Sequence[Made]) -> None:
         text = "{0.format.name} ({0.scale_rule}, {0.rounding}), axis {1}, shape {2} on {3}"
         raise invalid_value("out", *(text.format(*kind) for kind in kinds))
     take(out, made)
-
-
-def _shared_seed(x: torch.Tensor, cast: Casts) -> Seed:
-    """One call seed for all groups of x, None where no cast needs any."""
-    casts = [as_cast(one) for one in (cast if isinstance(cast, tuple | list) else [cast])]
-    if not any(one.is_stochastic for one in casts):
-        return None
-    return _operators.drawn_seed(x) if _operators.is_tracing(x) else draw_seed(x.device)
 
 
 def quantize_values(

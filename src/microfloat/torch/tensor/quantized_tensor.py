@@ -90,7 +90,12 @@ class QuantizedTensor(torch.Tensor):
         root: "QuantizedTensor | None" = None, requires_grad: bool = False,
     ) -> "QuantizedTensor":  # fmt: skip
         if scale is _ABSENT:
-            return _parameter_of(codes, requires_grad)
+            if not isinstance(codes, QuantizedTensor):
+                remedy = (
+                    "microfloat.torch.quantize makes one of values, QuantizedTensor.from_parts one of codes and scales."
+                )
+                raise invalid_type("data", _described(codes), "a QuantizedTensor", remedy)
+            return torch.nn.Parameter(codes, requires_grad=requires_grad)  # type: ignore[return-value]
         if not (isinstance(cast, Cast) and isinstance(codes, torch.Tensor)):
             raise invalid_type(
                 "QuantizedTensor", f"codes of {kind_of(codes)} under a cast of {kind_of(cast)}", "a tensor and a Cast",
@@ -398,9 +403,8 @@ class QuantizedTensor(torch.Tensor):
     @data.setter
     def data(self, value: object) -> None:
         if not isinstance(value, QuantizedTensor):
-            got = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
             remedy = "Write values with copy_(values), which quantizes them."
-            raise invalid_type("data", got, "a QuantizedTensor", remedy)
+            raise invalid_type("data", _described(value), "a QuantizedTensor", remedy)
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         vars(self).update({name: vars(value)[name] for name in _FIELDS})
 
@@ -450,13 +454,8 @@ class QuantizedTensor(torch.Tensor):
         return _rebuild_quantized_tensor, (codes, whole.scale, whole.tensor_scale, description)
 
 
-def _parameter_of(q: object, requires_grad: bool) -> QuantizedTensor:
-    """The Parameter of a QuantizedTensor."""
-    if not isinstance(q, QuantizedTensor):
-        got = f"a tensor of {q.dtype}" if isinstance(q, torch.Tensor) else type(q)
-        remedy = "microfloat.torch.quantize makes one of values, QuantizedTensor.from_parts one of codes and scales."
-        raise invalid_type("data", got, "a QuantizedTensor", remedy)
-    return torch.nn.Parameter(q, requires_grad=requires_grad)  # type: ignore[return-value]
+def _described(value: object) -> object:
+    return f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
 
 
 def tensors_of(
