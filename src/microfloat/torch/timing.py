@@ -160,7 +160,8 @@ class Maker:
         for tensor, matrix in (("x", x), ("w", w)):
             step = CastStep(backend, matrix, entries_of(recipe, routes, tensor, True, False))
             operands.append(step(matrix, stream, words, CastInputs()).row)
-        product = gemms.product(self.gemm, self.route, (*x.shape, w.shape[0]), None, torch.bfloat16, x.device)
+        shape = (x.shape[0], x.shape[1], w.shape[0])
+        product = gemms.product(self.gemm, self.route, shape, None, torch.bfloat16, x.device)
         return functools.partial(product, *operands, None)
 
     def difference(self, shape: tuple[int, int, int] = (256, 512, 384)) -> float:

@@ -252,7 +252,7 @@ def _raise_precision() -> Callable[[], None]:
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     former = [backend.fp32_precision for backend in backends]
 
-    def put(values: Sequence[str]) -> None:
+    def put(values: Sequence[object]) -> None:
         for backend, value in zip(backends, values, strict=True):
             if backend.fp32_precision != value:
                 backend.fp32_precision = value

@@ -1,6 +1,7 @@
 """Operators that write into a QuantizedTensor: bytes of its own kind, or values that its Cast quantizes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import TypeAlias
@@ -104,7 +105,8 @@ def _store(q: QuantizedTensor, values: torch.Tensor, is_update: bool = False) ->
         take(q, q.quantized(values, is_update))  # type: ignore[attr-defined]
     elif not _shares_a_scale(q):
         if is_update:
-            take(q, requantized(q, _along_axis(q, values), lambda *cast: quantize_stored(*cast, q.is_per_expert)))
+            quantize = functools.partial(quantize_stored, of_experts=q.is_per_expert)
+            take(q, requantized(q, _along_axis(q, values), quantize))
         else:
             _overwrite(q, values)
     elif not (q.upper.dim() == 2 and not _operators.is_tracing(q.codes) and _takes_bytes(q, _quantized(q, values))):

@@ -115,6 +115,10 @@ class QuantizedTensor(torch.Tensor):
         wrapper._shape, wrapper._dtype = shape, dtype  # as torch presents them, for readers in every call
         return wrapper
 
+    if TYPE_CHECKING:  # torch.Tensor has another one
+
+        def __init__(self, *arguments: object, **options: object) -> None: ...
+
     # ---- construction and the operand form -------------------------------------------------------------------------
 
     @classmethod

@@ -122,8 +122,8 @@ def seed_words(seed: int | Sequence[int] | torch.Tensor, device: torch.device | 
     if isinstance(seed, torch.Tensor) and seed.dim() == 1:
         return _checked_words(seed, torch.device(device))
     error = invalid_value("seed", repr(seed), _NEEDED, "Leave it out to draw one from torch's default generator.")
-    if not isinstance(seed, torch.Tensor) and hasattr(seed, "tolist"):  # an array
-        seed = seed.tolist()
+    as_list = None if isinstance(seed, torch.Tensor) else getattr(seed, "tolist", None)  # of an array
+    seed = seed if as_list is None else as_list()
     if isinstance(seed, Sequence) and not isinstance(seed, str | bytes):
         words = [as_int(word, error) for word in seed]
     else:
