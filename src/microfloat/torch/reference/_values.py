@@ -152,7 +152,7 @@ def _operand_and_epilogue(
     return decode_scaled(operand, block_scale_values(operand), dtype), operand.tensor_scale
 
 
-@functools.cache
+@functools.cache  # one answer; building the table of capabilities takes as long as a small product
 def _has_bfloat16_units() -> bool:
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

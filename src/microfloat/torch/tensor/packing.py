@@ -9,14 +9,20 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from microfloat.arguments import check_packable, check_packed
+from microfloat.arguments import check_packable, check_packed, check_unpacked
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.layout import blocked_sizes, blocked_windows, check_scale_bytes
+from microfloat.formats import ScaledFormat
+from microfloat.layout import Storage, blocked_sizes, blocked_windows, check_scale_bytes
 from microfloat.torch import backends
 from microfloat.torch.tensor import custom_ops as _operators
 
-__all__ = ["from_blocked", "pack_fp4", "pack_fp6", "to_blocked", "unpack_fp4", "unpack_fp6"]
+__all__ = [
+    "as_bytes", "check_width", "from_blocked", "pack_fp4", "pack_fp6", "to_blocked", "unpack_fp4", "unpack_fp6",
+    "unpacked", "width_of",
+]  # fmt: skip
 
+# Dtypes of torch for bytes, by the names of formats.
+_DTYPES_OF_BYTES = {"E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn, "E2M1": torch.float4_e2m1fn_x2}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Sizes = Sequence[int] | torch.Tensor | None
 
@@ -130,3 +136,34 @@ def _checked_bytes(data: torch.Tensor, length: int, codes_in: int, bytes_in: int
         raise invalid_type("data", data.dtype, "uint8 bytes")
     check_packed(length, tuple(data.shape), codes_in, bytes_in)
     return data
+
+
+def as_bytes(part: torch.Tensor, name: str) -> torch.Tensor:
+    """Scales, or codes of FP4, as bytes; everything else as it is."""
+    is_bytes = isinstance(part, torch.Tensor) and part.dtype == _DTYPES_OF_BYTES.get(name)
+    return part.view(torch.uint8) if is_bytes else part
+
+
+def width_of(fmt: ScaledFormat) -> int:
+    """Bits of an element, from the fields, which Dynamo reads."""
+    return 1 + fmt.element.exponent_bits + fmt.element.mantissa_bits
+
+
+def unpacked(codes: torch.Tensor, storage: Storage, shape: Sequence[int] | None, axis: int) -> torch.Tensor:
+    """Packed bytes as the codes that a tensor of this shape stores; its contraction length may be left open."""
+    if codes.dtype != torch.uint8 or not codes.dim():
+        raise invalid_type("codes", f"{codes.dtype} of {codes.dim()} axes", "uint8 bytes, the contraction axis last")
+    if width_of(storage.format) != 6:
+        return codes.view(getattr(torch, storage.codes_dtype))
+    length = codes.shape[-1] // 3 * 4
+    if shape is not None and len(shape):
+        length = -(-shape[axis] // storage.group) * storage.group
+    return unpack_fp6(codes, length)
+
+
+def check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
+    """Refuse codes with bits above the element's width: packed FP6, or bytes of another format."""
+    is_hidden = _operators.is_tracing(codes) or (codes.is_cuda and torch.cuda.is_current_stream_capturing())
+    if is_hidden or codes.dtype != torch.uint8 or fmt.element.bits in (4, 8) or not codes.numel():
+        return
+    check_unpacked(int(codes.max()), fmt.element.bits, fmt.name, "microfloat.torch.unpack_fp6")

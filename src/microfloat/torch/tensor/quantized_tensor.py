@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from microfloat.arguments import check_sizes, check_unpacked, normalize_axis
+from microfloat.arguments import check_sizes, normalize_axis
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.formats import ScaledFormat
-from microfloat.layout import Storage, array_layout, leading_axes, scale_shape
+from microfloat.layout import array_layout, leading_axes, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import backends
@@ -26,7 +26,7 @@ from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.backends.base import Operand, dtype_name
 from microfloat.torch.reference._elements import codes_dtype
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.packing import pack_fp6, unpack_fp6
+from microfloat.torch.tensor.packing import as_bytes, check_width, pack_fp6, unpacked, width_of
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
@@ -43,8 +43,7 @@ PRODUCTS: dict[Callable, Callable[..., torch.Tensor | None]] = {}
 UNKNOWN: Any = object()  # the root of a slice that came through a compiler, which keeps parts only
 _PARTS = ("codes", "scale", "tensor_scale")
 _FIELDS = (*_PARTS, "cast", "axis", "root", "_shape", "_dtype")
-# Dtypes of torch for bytes, by the names of formats.
-_DTYPES_OF_BYTES = {"E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn, "E2M1": torch.float4_e2m1fn_x2}
+
 
 # Cast, axis, dtype, True for a slice, and (dimensions, contraction length) where the parts give others.
 Flattened: TypeAlias = tuple[Cast, int, torch.dtype, bool, tuple[int, int] | None]
@@ -145,10 +144,10 @@ class QuantizedTensor(torch.Tensor):
         if not isinstance(codes, torch.Tensor):
             raise invalid_type("codes", type(codes), f"a torch.Tensor of torch.{storage.codes_dtype}")
         if storage.codes_dtype == "uint8":
-            codes = _as_bytes(codes, storage.format.element.name)
-        scale = _as_bytes(scale, storage.format.scale.name)
+            codes = as_bytes(codes, storage.format.element.name)
+        scale = as_bytes(scale, storage.format.scale.name)
         if packed:
-            codes = _unpacked(codes, storage, shape, axis)
+            codes = unpacked(codes, storage, shape, axis)
         if shape is None:
             last = codes.shape[-1] * storage.codes_per_byte if codes.dim() else 1
             shape = (*codes.shape[:-1], last)
@@ -278,7 +277,7 @@ class QuantizedTensor(torch.Tensor):
     def packed_codes(self) -> torch.Tensor:
         """The codes as uint8 bytes without gaps, operand form: FP6 four in three bytes, others as they are stored."""
         codes = self.codes.view(torch.uint8)
-        return pack_fp6(codes) if _width_of(self.format) == 6 else codes
+        return pack_fp6(codes) if width_of(self.format) == 6 else codes
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The plain tensors of this one, by attribute name."""
@@ -555,38 +554,7 @@ def _check_parts(
         if part.numel() and any(size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True)):
             got, needed = f"an expanded tensor of strides {part.stride()}", "memory of its own for every entry"
             raise invalid_value(name, got, needed, "Call .contiguous() first.")
-    _check_width(codes, fmt)
-
-
-def _as_bytes(part: torch.Tensor, name: str) -> torch.Tensor:
-    """Scales, or codes of FP4, as bytes; everything else as it is."""
-    is_bytes = isinstance(part, torch.Tensor) and part.dtype == _DTYPES_OF_BYTES.get(name)
-    return part.view(torch.uint8) if is_bytes else part
-
-
-def _width_of(fmt: ScaledFormat) -> int:
-    """Bits of an element, from the fields, which Dynamo reads."""
-    return 1 + fmt.element.exponent_bits + fmt.element.mantissa_bits
-
-
-def _unpacked(codes: torch.Tensor, storage: Storage, shape: Sequence[int] | None, axis: int) -> torch.Tensor:
-    """Packed bytes as the codes that a tensor of this shape stores; its contraction length may be left open."""
-    if codes.dtype != torch.uint8 or not codes.dim():
-        raise invalid_type("codes", f"{codes.dtype} of {codes.dim()} axes", "uint8 bytes, the contraction axis last")
-    if _width_of(storage.format) != 6:
-        return codes.view(getattr(torch, storage.codes_dtype))
-    length = codes.shape[-1] // 3 * 4
-    if shape is not None and len(shape):
-        length = -(-shape[axis] // storage.group) * storage.group
-    return unpack_fp6(codes, length)
-
-
-def _check_width(codes: torch.Tensor, fmt: ScaledFormat) -> None:
-    """Refuse codes with bits above the element's width: packed FP6, or bytes of another format."""
-    is_hidden = _operators.is_tracing(codes) or (codes.is_cuda and torch.cuda.is_current_stream_capturing())
-    if is_hidden or codes.dtype != torch.uint8 or fmt.element.bits in (4, 8) or not codes.numel():
-        return
-    check_unpacked(int(codes.max()), fmt.element.bits, fmt.name, "microfloat.torch.unpack_fp6")
+    check_width(codes, fmt)
 
 
 def _shape_of(codes: torch.Tensor, cast: Cast, axis: int) -> tuple[int, ...]:
@@ -606,7 +574,7 @@ def _strides_of(codes: torch.Tensor, axis: int, shape: Sequence[int], fmt: Scale
         for size in reversed(codes.shape[1:-1]):
             leading.insert(0, leading[0] * max(size, 1))
     else:
-        per_byte = 2 if _width_of(fmt) == 4 else 1
+        per_byte = 2 if width_of(fmt) == 4 else 1
         leading = [stride * per_byte for stride in leading]
     if len(shape) < 2:
         return (last,) * len(shape)
