@@ -40,9 +40,7 @@ STATE = {
     },
     "nn.linear": {"_WARNED_LOADS": "distinct warnings about state dicts"},
     "nn.quantized_init": {"_MODEL_INIT": "a stack of the contexts that are entered"},
-    "reference._elements": {
-        "_TABLES": "element formats x devices", "_constants": "element formats", "_shifts": "element formats",
-    },
+    "reference._elements": {"_TABLES": "element formats x devices", "_shifts": "64 element formats"},
     "reference._grid": {"_kept": "buffers of one chunk for each thread"},
     "reference._values": {
         "_inside": "a number", "_put_back": "one function", "_has_bfloat16_units": "one answer",
@@ -60,7 +58,6 @@ STATE = {
     "tensor.aten_table": {"_TABLE": "operators that QuantizedTensor knows, filled at import"},
     "tensor.dispatch_modes": {"_CALLS": "operators that run now", "_NUMBERS": "a number"},
     "tensor.quantized_tensor": {"PRODUCTS": "functions of torch, filled at import"},
-    "timing": {"_product": "64 products, the least recently used go"},
 }  # fmt: skip
 CONTAINERS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 STATEFUL = {"ContextVar", "count", "local"}  # which change whatever is done with them
