@@ -16,6 +16,8 @@ from microfloat.formats import ScaledFormat
 
 # Number of modes of torch's dispatcher that are on (fake tensors, tracing); no tensor made in one may outlive it.
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# True inside a transform of torch.func.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # Elements per chunk. On a CPU the float32 and int32 temporaries of a chunk (2 MB each per thread) should stay in its
 # caches, and be large enough to hide the cost of starting an operator; elsewhere the cut only bounds their memory.

@@ -13,7 +13,7 @@ from microfloat.arguments import as_float, check_number
 from microfloat.errors import MicrofloatError, NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.recipes import Cast
 from microfloat.recipes.usages import given_amax, given_scale_enc
-from microfloat.torch.tensor.custom_ops import transforms_active
+from microfloat.torch.reference._grid import transforms_active
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor
 
 __all__ = [

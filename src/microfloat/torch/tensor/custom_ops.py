@@ -20,7 +20,7 @@ from microfloat.layout import Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, Hadamard, as_cast
 from microfloat.recipes._serialize import cast_from_data, cast_of, format_from_data
 from microfloat.recipes.cast import as_scaled_format
-from microfloat.torch.reference._grid import mode_count
+from microfloat.torch.reference._grid import mode_count, transforms_active
 
 if TYPE_CHECKING:
     from torch._functorch.autograd_function import VmapInfo
@@ -41,9 +41,6 @@ _library.define(
     "ScalarType dtype, str accumulate, str backend) -> Tensor"
 )
 _library.define("common_scale(Tensor[] scales, str what) -> Tensor")
-
-# True inside a transform of torch.func.
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_tracing(tensor: object) -> bool:

@@ -14,8 +14,7 @@ import torch
 from microfloat.arguments import as_int, check_int, check_word
 from microfloat.errors import invalid_value
 from microfloat.torch.reference._elements import philox
-from microfloat.torch.reference._grid import mode_count
-from microfloat.torch.tensor.custom_ops import transforms_active
+from microfloat.torch.reference._grid import mode_count, transforms_active
 
 __all__ = ["Rank", "derive", "draw_seed", "fold_rank_", "has_ranks", "seed_words", "set_seed_rank"]
 
