@@ -31,7 +31,7 @@ REASONS = {
     "nn/linear": "whether Dynamo is on; whether a backward runs; a forward that is not traced",
     "nn/merged": "functorch is refused",
     "nn/sdpa": "functorch is refused; the kernel that torch would choose",
-    "reference/_grid": "whether a mode of torch's dispatcher is on",
+    "reference/_grid": "whether a mode of torch's dispatcher, or a transform of functorch, is on",
     "scaling/history": "one launch for all histories; writes of kernels are counted",
     "scaling/regions": "whether a backward runs",
     "tensor/aten_reads": "operators that a tensor subclass is given",
@@ -40,9 +40,7 @@ REASONS = {
     "tensor/checks": "tensors without values are told by their class",
     "tensor/custom_ops": "functorch is refused; whether a trace or a mode is on",
     "tensor/dispatch_modes": "whether a mode of torch's dispatcher is on, and a call outside of it",
-    "tensor/ops": "functorch is refused",
     "tensor/quantized_tensor": "a tensor without memory of its own, and calls below __torch_function__",
-    "tensor/seeds": "functorch is refused; whether a mode is on",
     "watch/session": "Dynamo passes through a frame; whether a backward runs",
 }
 
