@@ -3,16 +3,19 @@
 import importlib
 import pathlib
 import re
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import numpy as np  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
-from microfloat import metrics  # noqa: E402
+from microfloat import checkpoint, metrics  # noqa: E402
 from microfloat.checkpoint import convert  # noqa: E402
+from microfloat.errors import CheckpointError  # noqa: E402
 from microfloat.recipes import CustomRecipe, DelayedScaling, Gemm  # noqa: E402
 from microfloat.torch.nn.experts import ExpertsLayer  # noqa: E402
 
@@ -282,3 +285,111 @@ def test_experts_that_are_not_known_stay_and_are_named(transformers, name):
     else:
         assert "is not known" in named
     assert ("register_experts" in named) == (name == "JetMoe")
+
+
+# ---- files
+
+BIG = {
+    "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+TARGETS = ["ct:nvfp4", "ct:fp8_dynamic", "ct:mxfp8", "modelopt:nvfp4", "hf:finegrained_fp8"]
+
+
+def big(transformers, name):
+    options = dict(BIG) if name in ("Qwen3Moe", "DeepseekV3") else {k: v for k, v in BIG.items() if k[:3] != "moe"}
+    return family(transformers, name, **options).to(torch.bfloat16).requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
+def test_numbered_experts_are_joined_byte_by_byte(transformers, tmp_path, name, to):
+    model = big(transformers, name)
+    model.save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "out", to=to)
+    report = mf.load_quantized(tmp_path / "out", model)
+    row = next(row for row in report if row.name.endswith(".experts"))
+    assert row.action == "loaded"
+    assert report.share > 0.8
+    file = checkpoint.load(tmp_path / "out")
+    first, second, last = ("w1", "w3", "w2") if name == "Mixtral" else ("gate_proj", "up_proj", "down_proj")
+    layer = experts_of(model)[0][1]
+    for e in range(4):
+        own = {key.rsplit(".", 2)[1]: one for key, one in file.items() if f".experts.{e}." in key}
+        up = np.concatenate([own[first].dequantize(), own[second].dequantize()])
+        # The oracle rounds code * scale * tensor_scale once less than a tensor does.
+        np.testing.assert_allclose(layer.gate_up_proj[e].dequantize(torch.float32).numpy(), up, rtol=1e-6)
+        assert np.array_equal(
+            layer.products[1].weight[e].codes.view(torch.uint8).numpy(), own[last].codes.view(np.uint8)
+        )
+
+
+@pytest.mark.parametrize("to", ["microfloat:native", "ct:nvfp4", "modelopt:nvfp4"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss", "Llama4"])
+def test_saved_experts_load_again_with_the_same_codes(transformers, tmp_path, name, to):
+    model = big(transformers, name)
+    mf.quantize_(model, mf.WeightOnly("nvfp4"))
+    mf.save_quantized(model, tmp_path / "out", format=to)
+    names = {key for key in checkpoint.load(tmp_path / "out") if ".experts." in key}
+    is_numbered = to != "microfloat:native" and name in ("Mixtral", "Qwen3Moe")
+    assert any(".experts.3." in key for key in names) == is_numbered
+    again = big(transformers, name)
+    report = mf.load_quantized(tmp_path / "out", again)
+    assert all(row.action == "loaded" for row in report if row.name.endswith(".experts"))
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_static_scales_of_experts_are_saved_and_loaded(transformers, tmp_path):
+    model = big(transformers, "Qwen3Moe")
+    mf.quantize_(model, mf.WeightActivation("fp8_tensor", scales="static"))
+    with mf.calibrate(model):
+        model(input_ids=IDS)
+    for to in ("microfloat:native", "ct:fp8"):
+        mf.save_quantized(model, tmp_path / to[:2], format=to)
+        again = big(transformers, "Qwen3Moe")
+        mf.load_quantized(tmp_path / to[:2], again)
+        for one, other in zip(experts_of(again)[0][1].products, experts_of(model)[0][1].products, strict=True):
+            torch.testing.assert_close(one.input_amax, other.input_amax, rtol=1e-6, atol=0)
+
+
+def numbered(transformers, tmp_path, change):
+    """A file of numbered experts in NVFP4 whose records `change` has changed."""
+    model = big(transformers, "Qwen3Moe")
+    mf.quantize_(model, mf.WeightOnly("nvfp4"))
+    mf.save_quantized(model, tmp_path / "out", format="ct:nvfp4")
+    records = dict(checkpoint.load(tmp_path / "out"))
+    change(records)
+    checkpoint.save(list(records.values()), tmp_path / "changed", format="ct:nvfp4")
+    return tmp_path / "changed"
+
+
+def test_all_missing_and_extra_experts_are_named_at_once(transformers, tmp_path):
+    at = "model.layers.0.mlp.experts"
+
+    def change(records):
+        records[f"{at}.4.up_proj.weight"] = replace(records[f"{at}.0.up_proj.weight"], name=f"{at}.4.up_proj.weight")
+        del records[f"{at}.1.gate_proj.weight"], records[f"{at}.2.down_proj.weight"]
+
+    path = numbered(transformers, tmp_path, change)
+    with pytest.raises(CheckpointError) as caught:
+        mf.load_quantized(path, big(transformers, "Qwen3Moe"))
+    for said in ("1.gate_proj.weight is missing", "2.down_proj.weight is missing", "4.up_proj.weight is one more"):
+        assert f"{at}.{said}" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gate_and_up_of_other_scales_keep_both(transformers, tmp_path):
+    at = "model.layers.0.mlp.experts.2.up_proj.weight"
+
+    def change(records):
+        records[at] = replace(records[at], tensor_scale=records[at].tensor_scale * 2, source=None)
+
+    path = numbered(transformers, tmp_path, change)
+    file = checkpoint.load(path)
+    model = big(transformers, "Qwen3Moe")
+    mf.load_quantized(path, model)
+    stored = experts_of(model)[0][1].gate_up_proj
+    assert stored.format.name == "nvfp4_row"
+    np.testing.assert_allclose(stored[2].dequantize(torch.float32)[128:].numpy(), file[at].dequantize(), rtol=1e-6)
+    assert model(input_ids=IDS).logits.isfinite().all()

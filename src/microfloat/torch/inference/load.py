@@ -25,10 +25,13 @@ from microfloat.recipes import Cast
 from microfloat.recipes.inference import WeightActivation, WeightOnly
 from microfloat.recipes.placement import ConversionReport, ConversionRow
 from microfloat.torch.backends.base import dtype_name
+from microfloat.torch.convert.experts import as_experts, turned_in
 from microfloat.torch.convert.swap import keep_slow_paths, pin_layer, planned_layers, report_of
+from microfloat.torch.inference.joined import join, joined, taken_apart
 from microfloat.torch.inference.meta_buffers import initialize_tables
-from microfloat.torch.inference.quantize import LAYERS, Config, check_config, named_layers
+from microfloat.torch.inference.quantize import LAYERS, Config, check_config
 from microfloat.torch.nn.conv1d import TransposedLinear, as_linear, is_conv1d, tell_adapters
+from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, place_of, products_of
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor.checks import INPUT_DTYPES, check_model
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
@@ -91,6 +94,7 @@ def load_quantized(
         tensors = {name: _plain(array).to(target) for name, array in beside.items()}
         return tensors | {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
+    loaded, parts = joined(model, loaded, _named(model))
     attached = {name: (place, array) for name, array in beside.items() if (place := _place_of(model, name)) is not None}
     turned = _turned(model, loaded)
     _check_names(model, loaded, attached, strict, turned)
@@ -103,10 +107,12 @@ def load_quantized(
     sources = _sources(model, loaded, tied)
     _untie(model, loaded, sources, tied)
     for name, source in sources.items():
-        row = _load_one(model, name, loaded[source], loaded, config, target, refused, turned)
+        record = join(parts[source]) if source in parts else loaded[source]
+        row = _load_one(model, name, record, loaded, config, target, refused, turned)
         rows += [] if row is None else [row]
     tell_adapters(model)
     keep_slow_paths(model)
+    rows = list({row.name: row for row in rows[::-1]}.values())[::-1]  # experts have one for each parameter
     _tie_again(model, tied)
     for name, (place, array) in attached.items():
         key, values, module = name.rpartition(".")[2], _plain(array).float(), model.get_submodule(place)
@@ -295,7 +301,8 @@ def _check_names(
 
 
 def _is_taken(name: str, existing: Mapping[str, torch.Tensor]) -> bool:
-    return name in existing or (name.endswith("input_amax") and name.removesuffix("input_amax") + "weight" in existing)
+    owner = name.removesuffix("input_amax")
+    return name in existing or (owner != name and (owner + "weight" in existing or owner[:-1] in existing))
 
 
 def _other_prefix(unknown: Iterable[str], missing: Iterable[str]) -> str:
@@ -342,24 +349,35 @@ def _load_one(
         _take(module, key, old, tensor)
         return None
     shape, why = (tensor.shape[-2], tensor.shape[-1]) if tensor.dim() > 1 else None, "it belongs to no linear layer"
-    of_conv1d = parent in turned and is_conv1d(module)
-    if key == "weight" and (of_conv1d or (isinstance(module, LAYERS) and tensor.shape == old.shape)):
+    of_conv1d, is_turned = parent in turned and is_conv1d(module), turned_in(module).get(key)
+    fits = key == "weight" and (of_conv1d or (isinstance(module, LAYERS) and tensor.shape == old.shape))
+    if is_turned is not None:  # a matrix for each expert
+        shown = old.transpose(1, 2) if is_turned else old
+        fits = tensor.shape == shown.shape and (parent in turned) == is_turned
+    if fits:
         places = (parent, record.name.rpartition(".")[0])  # the second one holds what it is shared with
+        places = places if is_turned is None else (name,)
         amax = next((loaded[at] for one in places if (at := f"{one}.input_amax") in loaded), None)
         chosen, reason = _config_of(record, tensor, config, amax is not None)
-        why = refused.get(parent, reason) if old.dtype in INPUT_DTYPES else f"its weight has {old.dtype}"
+        why = refused.get(parent, reason) if old.dtype in INPUT_DTYPES else f"its {key} has {old.dtype}"
         if chosen is not None and old.dtype in INPUT_DTYPES and parent not in refused:
+            layer = module
             if of_conv1d:
                 as_linear(module)
-            pin_layer(parent, module, chosen)
-            module.weight = nn.Parameter(tensor, requires_grad=old.requires_grad)
+            elif is_turned is not None:
+                as_experts(parent, module)
+                layer = next(one for one in products_of(module) if place_of(one)[1] == key)
+            pin_layer(parent if layer is module else name, layer, chosen)
+            module._pinned, module._pin_token = layer._pinned, layer._pin_token
+            held = tensor.transpose(1, 2) if is_turned else tensor
+            setattr(module, key, nn.Parameter(held, requires_grad=old.requires_grad))
             if chosen.is_static:
                 kept = _static_amax(record, chosen) if amax is None else _tensor_of(amax, torch.float32)
-                module.register_buffer("input_amax", None if kept is None else kept.to(target))
+                layer.register_buffer("input_amax", None if kept is None else kept.to(target))
             return ConversionRow(parent, shape, "loaded", chosen, reason)
     values = tensor.dequantize(old.dtype)
-    is_turned = parent in turned or values.shape != old.shape
-    _take(module, key, old, values.transpose(-1, -2).contiguous() if is_turned else values)
+    turns = parent in turned or values.shape != old.shape
+    _take(module, key, old, values.transpose(-1, -2).contiguous() if turns else values)
     return ConversionRow(parent, shape, "dequantized", None, why)
 
 
@@ -397,9 +415,8 @@ def _has(model: nn.Module, parent: str) -> bool:
 
 def _refused(model: nn.Module) -> dict[str, str]:
     """The layers that cannot store a quantized weight, each with the reason."""
-    layers = named_layers(model)
-    rows, _ = planned_layers(model, WeightOnly(), LAYERS, None, ())
-    return {row.name: row.reason for row in rows if row.reason and not isinstance(layers[row.name], RecipeLayer)}
+    rows, _ = planned_layers(model, WeightOnly(), (*LAYERS, ExpertsLayer), None, ())
+    return {row.name: row.reason for row in rows if row.action == "skipped"}
 
 
 def _take(module: nn.Module, key: str, old: torch.Tensor, values: torch.Tensor) -> None:
@@ -514,6 +531,7 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     records = [
         _record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)
     ]
+    records = records if is_native or _is_of_gpt_oss(format) else taken_apart(model, records)
     quantized = [record for record in records if record.format is not None]
     for finding in () if is_native else scale_findings(quantized, "keep"):
         if finding.id == "fused-mismatch":
@@ -540,6 +558,11 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     if is_folder and given is not False and generation is not None and hasattr(generation, "to_json_string"):
         (pathlib.Path(path) / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
     return shards
+
+
+def _is_of_gpt_oss(format: object) -> bool:
+    """True for the families that keep all experts of a layer in one tensor."""
+    return isinstance(format, str) and format.startswith("gptoss")
 
 
 def _cache_scales(model: nn.Module) -> list["Record"]:
@@ -575,6 +598,9 @@ def _config_of_model(model: nn.Module, is_tied: bool) -> dict[str, object] | Non
 def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
     from microfloat.checkpoint import Record
 
+    owner, _, last = name.rpartition(".")
+    if last == "input_amax" and isinstance(product := model.get_submodule(owner), ExpertProduct):
+        name = f"{owner.rpartition('.products.')[0]}.{product.name}.{last}"
     if not isinstance(value, QuantizedTensor):
         value = value.detach().cpu().contiguous()
         known = dtype_name(value.dtype)
@@ -582,8 +608,11 @@ def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
             integers = value.view({1: torch.uint8, 2: torch.uint16}[value.element_size()]).numpy()
             return Record(name, integers.view(getattr(ml_dtypes, known)), logical_shape=tuple(value.shape))
         return Record(name, value.numpy(), logical_shape=tuple(value.shape))
-    layer = model.get_submodule(name.rpartition(".")[0])
+    layer, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
     stored = value.t() if isinstance(layer, TransposedLinear) else value  # [out, in], as of any Linear
+    if isinstance(layer, ExpertsLayer):
+        stored = value.transpose(1, 2) if turned_in(layer)[key] else value
+        layer = next(one for one in products_of(layer) if place_of(one)[1] == key)
     record = stored.to_record(name)  # type: ignore[union-attr,attr-defined]
     recipe = layer.pinned if isinstance(layer, RecipeLayer) else None
     x = recipe.fprop.lhs if isinstance(recipe, Config) else None
