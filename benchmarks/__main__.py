@@ -6,7 +6,7 @@
     python -m benchmarks grouped      experts over rows of one input, against torch's grouped matmul   (l.grouped.*)
     python -m benchmarks host         host time, launches, recompilations of small layers              (h.* g.*)
     python -m benchmarks block        a transformer block, eager and compiled, time and memory         (b.*)
-    python -m benchmarks decoder      a decoder layer with attention, eager, time and memory             (d.*)
+    python -m benchmarks decoder      decoder layers with attention, also of experts, time and memory    (d.*)
     python -m benchmarks decode       a few rows by weights stored as codes, against bfloat16          (d.*)
                          --cuts       the fastest division of each such product, within --seconds      (d.cuts.*)
     python -m benchmarks train        examples/train_gpt.py, tokens per second                         (t.*)

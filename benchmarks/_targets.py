@@ -79,6 +79,9 @@ TARGETS: dict[str, Target] = {
     "d.layer.block": Target("", 26.5, at_most=True, in_ms=True, peer="TransformerEngine 29.6"),
     "d.llama.eager.delayed": Target("", 112.0, at_most=True, in_ms=True, peer="TransformerEngine's Linear 143"),
     "d.llama.eager.current": Target("", 112.0, at_most=True, in_ms=True, peer="TransformerEngine's Linear 143"),
+    # Whole decoder layers of transformers' mixtures of experts.
+    **{f"d.mixtral.{name}": Target("bf16", 1.4) for name in ("delayed", "current", "block", "mxfp8.folded")},
+    **{f"d.deepseek.{name}": Target("bf16", 1.2) for name in ("delayed", "current", "block", "mxfp8.folded")},
     "l.delayed": _bf16(1.70, 1.75, 1.72, "TransformerEngine 1.70"),
     "l.current": _bf16(1.63, 1.68, 1.66, "TransformerEngine 1.62"),
     "l.row": _bf16(1.40, 1.52, 1.62),

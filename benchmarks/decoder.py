@@ -1,4 +1,5 @@
 """A decoder layer of an 8B model, forward + backward (d.layer.*), and transformers' Llama (d.llama.*), and bfloat16.
+Decoder layers of mixtures of experts: `benchmarks.mixture`.
 
 Layer: x [4, 4096, 4096], 32 heads of 128, 8 of keys and values, causal, MLP of 14336 with SwiGLU, RMSNorm, rotary
 embedding, no bias. `torch`: the layer of plain modules, as transformers writes it; `ours`: `TransformerLayer` in
@@ -25,6 +26,7 @@ import microfloat.torch as mf
 from benchmarks import _torchao
 from benchmarks._recipes import RECIPES
 from benchmarks._report import Report, Row
+from benchmarks.mixture import mixture_rows
 from microfloat.torch.timing import in_turn
 
 SIZES = {"width": 4096, "hidden": 14336, "heads": 32, "kv": 8, "batch": 4, "tokens": 4096}
@@ -267,11 +269,13 @@ def llama_rows(report: Report, options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     """The rows that were asked for."""
-    report, bench = Report(options, arguments), Bench(options)
+    report = Report(options, arguments)
     rows: list[tuple[str, str | None]] = [("d.layer.bf16", None), *((name, recipe) for recipe, name in LAYER.items())]
+    rows = [row for row in rows if report.wants(row[0])]
+    bench = Bench(options) if rows else None
     for name, recipe in rows:
-        if report.wants(name):
-            report.attempt(name, functools.partial(measure, report, bench, name, recipe), recipe=recipe or "bf16")
+        report.attempt(name, functools.partial(measure, report, bench, name, recipe), recipe=recipe or "bf16")
     del bench
     llama_rows(report, options)
+    mixture_rows(report, options)
     return report.finish()

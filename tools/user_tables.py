@@ -144,7 +144,8 @@ def models_table() -> str:
     """A decoder layer and steps of a model: ratios by recipe, and memory of the layer."""
     titles = {
         "d.layer": "`TransformerLayer`", "d.llama.eager": "Llama, fused", "d.llama.eager.apart": "Llama, not fused",
-        "d.llama.compiled": "Llama, fused, compiled",
+        "d.llama.compiled": "Llama, fused, compiled", "d.mixtral": "a layer of Mixtral",
+        "d.deepseek": "a layer like DeepSeek-V3's",
     }  # fmt: skip
 
     def column(row: Row) -> str | None:
@@ -153,7 +154,7 @@ def models_table() -> str:
 
     rows = rows_of(RESULTS / "decoder.json")
     found = pivoted([row for row in rows if row["backend"] != "torchao"], column)
-    columns = list(titles.values())
+    columns = [title for title in titles.values() if any(title in by_column for by_column in found.values())]
     cells = []
     for recipe, by_column in found.items():
         extra = by_column[columns[0]]["extra"]

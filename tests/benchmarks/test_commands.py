@@ -111,6 +111,18 @@ def test_a_quick_run(repository, tmp_path, command, ids, measured):
 
 
 @pytest.mark.slow("most benchmark commands")
+def test_layers_of_mixtures_of_experts(repository, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    document, text = run(repository, tmp_path, "decoder", "--only", "d.mixtral.delayed", "d.deepseek.block")
+    rows = {row["id"]: row for row in document["rows"]}
+    assert rows.keys() == {"d.mixtral.delayed", "d.deepseek.block"}, text
+    for row in rows.values():
+        assert row.keys() >= RESULT, text  # a row that was not timed has no figures
+        assert row["ratio_of"] == "bf16"
+        assert 16 < row["sqnr_db"] < 30  # quantized, and close to bfloat16
+
+
+@pytest.mark.slow("most benchmark commands")
 def test_the_cpu_command(repository, tmp_path):
     document, _ = run(repository, tmp_path, "cpu")
     assert document["command"].startswith("python -m benchmarks cpu --quick --json benchmarks/results/rows.json")
