@@ -18,6 +18,7 @@ from microfloat.checkpoint import convert  # noqa: E402
 from microfloat.errors import CheckpointError  # noqa: E402
 from microfloat.recipes import CustomRecipe, DelayedScaling, Gemm  # noqa: E402
 from microfloat.torch.nn.experts import ExpertsLayer  # noqa: E402
+from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow("needs a training package that make test does not install"),
@@ -393,3 +394,36 @@ def test_gate_and_up_of_other_scales_keep_both(transformers, tmp_path):
     assert stored.format.name == "nvfp4_row"
     np.testing.assert_allclose(stored[2].dequantize(torch.float32)[128:].numpy(), file[at].dequantize(), rtol=1e-6)
     assert model(input_ids=IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("first", ["convert", "parallel"])
+def test_expert_parallelism_of_transformers_runs_converted_experts(transformers, first):
+    parallel = pytest.importorskip("transformers.distributed.expert_parallel")
+    model, alone = family(transformers, "Qwen3Moe"), family(transformers, "Qwen3Moe")
+    mf.convert(alone, "mxfp8")
+    plan = {}
+    for name, _ in experts_of(model):
+        plan |= {
+            f"{name}.gate_up_proj": "grouped_gemm",
+            f"{name}.down_proj": "grouped_gemm",
+            name: "ep_dispatch_experts",
+        }
+    with world_of_one():
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        if first == "convert":
+            mf.convert(model, "mxfp8")
+        parallel.apply_expert_parallelism(model, mesh, mesh, plan, "all_reduce")
+        if first == "parallel":
+            report = mf.convert(model, "mxfp8")
+            assert all(name in report.converted for name, _ in experts_of(model))
+        calls = []
+        for _, layer in experts_of(model):
+            layer.products[0].register_forward_pre_hook(lambda *_: calls.append(1))
+        for one in (model, alone):
+            one(input_ids=IDS, labels=IDS).loss.backward()
+        assert len(calls) == 2
+        for (key, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            gradient = ours.grad.full_tensor() if hasattr(ours.grad, "full_tensor") else ours.grad
+            assert torch.equal(gradient, theirs.grad), key
+        mf.revert(model)
+        assert model(input_ids=IDS).logits.isfinite().all()

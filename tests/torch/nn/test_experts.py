@@ -17,6 +17,7 @@ from torch import nn  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError  # noqa: E402
 from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling  # noqa: E402
+from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 pytestmark = [  # of compiled tests: noise of Dynamo's own
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -429,3 +430,21 @@ def test_static_scales_of_experts_are_calibrated(before):
     assert first.input_amax == plain.layers[0]["up"](inputs()[0]).abs().max() or not before
     assert second.input_amax > 0
     assert torch.isfinite(model(*inputs())).all()
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), DelayedScaling(reduce_amax=False)], ids=["mxfp8", "delayed"])
+@pytest.mark.parametrize("fields", [{}, {"turned": True, "has_bias": True}], ids=["ENK", "EKN"])
+def test_fsdp2_shards_converted_experts(recipe, fields):
+    fsdp = pytest.importorskip("torch.distributed.fsdp", reason="this torch has no distributed package")
+    model, _ = converted(recipe, **fields)
+    alone = copy.deepcopy(model)
+    with world_of_one():
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for module in (*(layer["experts"] for layer in model.layers), model):
+            fsdp.fully_shard(module, mesh=mesh)
+        for one in (model, alone):
+            one(*inputs()).float().square().sum().backward()
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours.grad.full_tensor(), theirs.grad)
+        with pytest.warns(UserWarning, match=r"pinned to high precision.*layers\.1\.experts"):
+            mf.revert(model)

@@ -63,10 +63,28 @@ def why_not_experts(module: nn.Module) -> str:
 
 
 def _calls_own_forward(module: nn.Module) -> bool:
-    """True if a call ends in the forward of the class, also through a hook of accelerate's."""
+    """True if a call ends in the forward of the class, also through a hook of accelerate's or expert parallelism."""
+    return "forward" not in module.__dict__ or bool(_bound_forwards(module))
+
+
+def _bound_forwards(module: nn.Module) -> list[tuple[object, str]]:
+    """The objects, and the names of their attributes, that hold the forward of the class bound to a module: the module
+    itself, and the function that transformers' expert parallelism puts in the place of the module's forward.
+    """
     own = module.__dict__
-    kept = own.get("_old_forward") if "_hf_hook" in own else own.get("forward")
-    return kept is None or (isinstance(kept, MethodType) and kept.__func__ is type(module).forward)
+    found: list[tuple[object, str]] = [(module, name) for name in ("forward", "_old_forward")]
+    inner = [cell for cell in getattr(own.get("forward"), "__closure__", None) or ()]
+    found += [(cell, "cell_contents") for cell in inner]
+    for cell in inner:
+        dispatcher = cell.cell_contents
+        if hasattr(dispatcher, "experts_forward"):  # or one of several
+            found += [(one, "experts_forward") for one in (dispatcher, *vars(dispatcher).values())]
+    held = [(holder, name, vars(holder).get(name) if holder is module else getattr(holder, name, None))
+            for holder, name in found]  # fmt: skip
+    return [
+        (holder, name) for holder, name, kept in held
+        if isinstance(kept, MethodType) and kept.__self__ is module and kept.__func__ is type(module).forward
+    ]  # fmt: skip
 
 
 def as_experts(name: str, module: nn.Module) -> None:
@@ -79,10 +97,16 @@ def as_experts(name: str, module: nn.Module) -> None:
     module.name_products(name)  # type: ignore[operator]
 
 
-def as_plain_experts(module: ExpertsLayer) -> None:
-    """Put the class of a converted layer of experts back."""
+def as_plain_experts(module: ExpertsLayer) -> bool:
+    """Put the class of a converted layer of experts back; False, and pin it to high precision, where FSDP2 has put a
+    class of its own before that.
+    """
+    if type(module) is not experts_class(module._original):
+        module.pin(None)
+        return False
     module.end()
     _set_class(module, module._original)
+    return True
 
 
 @contextlib.contextmanager
@@ -104,13 +128,11 @@ def products_to_measure(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
             layer.__dict__["_measured_amaxes"] = found
 
 
-def _set_class(module: nn.Module, kind: type) -> None:
-    before = type(module)
-    for attribute in ("forward", "_old_forward"):
-        kept = module.__dict__.get(attribute)
-        if isinstance(kept, MethodType) and kept.__func__ is before.forward:
-            module.__dict__[attribute] = MethodType(kind.forward, module)  # type: ignore[attr-defined]
+def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    bound = _bound_forwards(module)
     module.__class__ = kind
+    for holder, name in bound:
+        setattr(holder, name, MethodType(kind.forward, module))
 
 
 def why_unseen(module: nn.Module) -> str:

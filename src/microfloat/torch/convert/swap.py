@@ -354,7 +354,7 @@ def revert(model: nn.Module) -> nn.Module:
                 module.pin(None)
                 left.append(f"{name or '(root)'} ({type(module).__name__})")
         elif isinstance(module, ExpertsLayer):
-            as_plain_experts(module)
+            left += [] if as_plain_experts(module) else [f"{name or '(root)'} ({type(module).__name__})"]
         elif isinstance(module, GroupedLinear):
             module.unpin()
         if isinstance(module, nn.TransformerEncoderLayer):

@@ -25,7 +25,7 @@ from microfloat.recipes import Cast
 from microfloat.recipes.inference import WeightActivation, WeightOnly
 from microfloat.recipes.placement import ConversionReport, ConversionRow
 from microfloat.torch.backends.base import dtype_name
-from microfloat.torch.convert.experts import as_experts, turned_in
+from microfloat.torch.convert.experts import as_experts, remark_on, turned_in
 from microfloat.torch.convert.swap import keep_slow_paths, pin_layer, planned_layers, report_of
 from microfloat.torch.inference.joined import join, joined, taken_apart
 from microfloat.torch.inference.meta_buffers import initialize_tables
@@ -374,6 +374,7 @@ def _load_one(
             if chosen.is_static:
                 kept = _static_amax(record, chosen) if amax is None else _tensor_of(amax, torch.float32)
                 layer.register_buffer("input_amax", None if kept is None else kept.to(target))
+            reason = "; ".join(filter(None, (reason, remark_on(module, model) if is_turned is not None else "")))
             return ConversionRow(parent, shape, "loaded", chosen, reason)
     values = tensor.dequantize(old.dtype)
     turns = parent in turned or values.shape != old.shape

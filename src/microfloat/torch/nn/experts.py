@@ -143,7 +143,7 @@ def form_of(module: nn.Module) -> Form | None:
 
 def _is_routed(kind: type) -> bool:
     """True for a class whose forward is the choice that transformers' `use_experts_implementation` puts there."""
-    code = getattr(vars(kind).get("forward"), "__code__", None)
+    code = getattr(getattr(kind, "forward", None), "__code__", None)
     return code is not None and {"experts_interface", "original_forward"} <= set(code.co_freevars)
 
 
