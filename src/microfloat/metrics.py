@@ -216,9 +216,10 @@ def _histogram(
     exponents, which = np.unique(np.frexp(values[counted])[1] - 1, return_inverse=True)
     each = np.bincount(which, counts[counted], len(exponents))
     shares = (np.isnan(values), counted & (values <= lowest), counted & (values >= highest))
+    nan, low, high = (int(counts[share].sum()) / total for share in shares)
     return ScaleHistogram(
         tuple(exponents.tolist()), tuple((each / total).tolist()), int(counts[values == 0].sum()) / total,
-        *(int(counts[share].sum()) / total for share in shares), numbers,
+        nan, low, high, numbers,
     )  # fmt: skip
 
 

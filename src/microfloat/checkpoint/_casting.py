@@ -96,7 +96,7 @@ def amax_of(array: np.ndarray) -> tuple[np.float32, int]:
         bits = array.view(unsigned) & unsigned(magnitude)
         lost = np.count_nonzero(bits >= infinity)
         largest = bits.max(initial=0, where=bits < infinity)
-    return np.float32(np.asarray(largest, unsigned).view(array.dtype)), lost
+    return np.float32(np.asarray(largest, unsigned).view(array.dtype)[()]), int(lost)
 
 
 def needs_amax(cast: Cast) -> bool:
@@ -135,7 +135,9 @@ def _quantized(
     """Stored codes, scales and tensor scale of a matrix; several threads cast a band of its rows each."""
     fmt, level = cast.format, None if amax is None else np.asarray(amax)
     with casters.side_by_side():
-        made = in_bands(lambda band: casters.quantize(x[band], cast, level), *x.shape, fmt.block[0] or 1, _AT_A_TIME)
+        made = in_bands(
+            lambda band: casters.quantize(x[band], cast, level), x.shape[0], x.shape[1], fmt.block[0] or 1, _AT_A_TIME
+        )
     codes = np.concatenate([one.codes for one in made])
     codes = pack_fp6(codes) if fmt.element.bits == 6 else codes.view(np.uint8)
     scale, level = made[0].scale, made[0].tensor_scale

@@ -303,6 +303,7 @@ def _blocks(
     """Views of the codes of each block whose effective scale passes the test `has`."""
     for expert in range(experts_of(record)):
         matrix = matrix_of(record, expert)
+        assert matrix.scale is not None
         height, width = fmt.block[0] or max(len(matrix.codes), 1), matrix.codes.shape[-1]
         if fmt.block[1] is not None:
             width = fmt.block[1] * fmt.element.bits // 8

@@ -119,7 +119,10 @@ class PortedQuestions:
     They follow from the casts of the six operands, so a CustomRecipe of MXFP8 casts is `mxfp8` too.
     """
 
-    casts: Mapping[tuple[str, str], Cast | None]
+    @property
+    def casts(self) -> Mapping[tuple[str, str], Cast | None]:
+        """The six operands."""
+        raise NotImplementedError
 
     def _families(self) -> set[tuple[int, str, str]]:
         return {_family(cast) for cast in self.casts.values() if cast is not None}

@@ -546,10 +546,9 @@ class _AllAtOnce(GroupedSchedule):
         step = self._steps.get((tensor, *which))
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, *which) if which else self._entries[tensor]
-            options = {"in_groups": self.number}
-            if tensor == "w":
-                options = {} if self.is_delayed else {"experts": self.number}
-            step = self._steps[tensor, *which] = CastStep(self.backend, matrix, entries, 0, **options)
+            number = self.number if tensor == "w" and not self.is_delayed else 0
+            groups = 0 if tensor == "w" else self.number
+            step = self._steps[tensor, *which] = CastStep(self.backend, matrix, entries, 0, groups, experts=number)
         inputs = inputs._replace(groups=plan, folded=self._counts, tiles=self._counts)
         return step(matrix, *self.resources(), inputs)
 

@@ -349,8 +349,9 @@ def _check_packed(x: torch.Tensor, context: torch.Tensor | None, of_x: Packed, o
     if context is None and of_context.cu_seqlens is not None:
         raise invalid_value("cu_seqlens_kv", "a tensor without context", "None, or the sequences of a packed context")
     check_together(of_x, of_context)
-    is_open = context is not None and of_x.cu_seqlens is not None and of_context.cu_seqlens is None
-    if is_open and context.shape[:-1] != x.shape[:-1]:
+    if context is None or of_x.cu_seqlens is None or of_context.cu_seqlens is not None:
+        return
+    if context.shape[:-1] != x.shape[:-1]:
         needed = "where its sequences begin and end: each of x sees its own alone"
         raise invalid_value("cu_seqlens_kv", f"None beside a context of shape {tuple(context.shape)}", needed)
 

@@ -133,7 +133,7 @@ def norm_mlp(
     Backward writes the gradients of gate and up as codes where their casts allow it. Arguments as in `norm_linear` and
     `activation_linear`; a joint matrix for gate and up takes `norm_linear` and `activation_linear` one after the other.
     """
-    norm = norm_of(norm, x)
+    described = norm_of(norm, x)
     check_choice("activation", activation, ACTIVATIONS)
     outer = (gate,) if up is None else (gate, up)
     for name, layer in (("gate", gate), ("up", outer[-1]), ("down", down)):
@@ -144,7 +144,7 @@ def norm_mlp(
         got = f"out_features {outer[-1].out_features}"
         raise invalid_value("up", got, f"{gate.out_features}, as gate has: their outputs are multiplied")
     check_features("down", [down], gate.out_features, "gate's output")
-    return mlp(x, norm, outer, down, activation, is_first_microbatch)
+    return mlp(x, described, outer, down, activation, is_first_microbatch)
 
 
 def mlp(

@@ -386,7 +386,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
     def _check_parameters(self, x: torch.Tensor) -> None:
         self._check(check_linear_parameters, self.weight, self.bias, x)
 
-    def _check(self, check: Callable[..., None], *tensors: torch.Tensor | None) -> None:
+    def _check(self, check: Callable[..., object], *tensors: torch.Tensor | None) -> None:
         try:
             check(*tensors)
         except MicrofloatError as error:
