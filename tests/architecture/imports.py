@@ -21,7 +21,7 @@ LAYERS = (
     ("kernels", "checkpoint", "routes"),
     ("passes",),
     ("torch", "jax"),
-    ("cli",),
+    ("cli", "integrations"),
     ("__main__",),
 )
 # The root package re-exports the framework-free core and nothing above it.
@@ -35,6 +35,7 @@ THIRD_PARTY = {
     "checkpoint": NUMERIC | {"safetensors"},
     "torch": NUMERIC | {"torch", "triton"},
     "jax": NUMERIC | {"jax", "jaxlib", "flax", "optax", "triton"},
+    "integrations": NUMERIC | {"torch", "transformers"},
     "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors", "huggingface_hub"},
 }
 

@@ -14,7 +14,8 @@ import contextlib
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -52,7 +53,7 @@ from microfloat.torch.tensor.checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["LAYERS", "Config", "calibrate", "check_config", "quantize_", "searched"]
+__all__ = ["LAYERS", "Config", "Storage", "calibrate", "check_config", "plan_storage", "quantize_", "searched"]
 
 Config = WeightOnly | WeightActivation
 LAYERS = (nn.Linear, GroupedLinear)
@@ -62,7 +63,6 @@ _QUANTIZED = (
 )
 
 
-@torch.no_grad()
 def quantize_(
     model: nn.Module,
     config: Config | Placement | Mapping[str, Config | None],
@@ -92,6 +92,85 @@ def quantize_(
     each plain one is let go: after an error in between (memory, Ctrl-C) a layer is quantized or as it was, and a second
     call goes on.
     """
+    return plan_storage(model, config, filter, exclude, fuse, embeddings=embeddings).complete(model)
+
+
+@dataclasses.dataclass
+class Storage:
+    """The layers of a model, some of which are to store their weights quantized: `configs` says under which config.
+
+    `rows`: that of a report for each layer. `wishes`: name, layer and config of those to change, None being high
+    precision. `fuse`: the kinds of layers whose weights share a scale. `stored`: the names of layers that are done.
+    """
+
+    layers: dict[str, Any]
+    rows: list[ConversionRow]
+    wishes: list[tuple[str, nn.Module, Recipe | None]]
+    configs: dict[str, Config]
+    fuse: tuple[str, ...]
+    has_embeddings: bool
+    stored: set[str] = dataclasses.field(default_factory=set)
+    spoiled: list[str] = dataclasses.field(default_factory=list)
+
+    def groups(self) -> list[list[str]]:
+        """The names of layers that are stored together, since their weights share a scale."""
+        return _groups(self.configs, self.fuse)
+
+    def complete(self, model: nn.Module) -> ConversionReport:
+        """Store the weights of all layers that are left, and report on the model."""
+        left = [name for name in self.configs if name not in self.stored]
+        untied = _untied(model, self.layers, {name: self.configs[name] for name in left})
+        try:
+            for name, layer, wanted in self.wishes:
+                if wanted is None:
+                    pin_layer(name, layer, wanted)
+            self.store(left, untied)
+        finally:
+            tell_adapters(model)
+            keep_slow_paths(model)
+        _name_spoiled(self.spoiled)
+        _name_untied(untied)
+        rows = [dataclasses.replace(one, action="quantized") if one.name in self.configs else one for one in self.rows]
+        return report_of(model, rows, unseen=() if self.has_embeddings else _embeddings_left(model))
+
+    @torch.no_grad()
+    def store(self, names: Iterable[str], untied: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Store the weights of some of the layers, all of each group; `untied`: those of `_untied`."""
+        configs = {name: self.configs[name] for name in names}
+        layers = {name: self.layers[name] for name in configs}
+        for layer in layers.values():
+            if is_conv1d(layer):
+                as_linear(layer)
+        experts = _with_products(layers, configs)
+        several = Counter(id(held_weight(layers[name])) for name in configs)
+        shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
+        for members in _groups(configs, self.fuse):
+            weights = {name: held_weight(layers[name]) for name in members}
+            self.spoiled += [name for name, weight in weights.items() if not _is_finite(weight)]
+            stored = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared)
+            shared |= {
+                id(plain): (plain, stored[name]) for name, plain in weights.items() if several[id(plain)] > 1
+            }  # fmt: skip
+            del weights
+            for name, weight in stored.items():
+                layer = layers[name]
+                pin_layer(name, layer, configs[name])
+                setattr(*place_of(layer), weight)
+                if configs[name].is_static and not isinstance(layer, nn.Embedding):
+                    layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
+                if name in untied:
+                    layer.__dict__["_untied_from"] = untied[name]
+        for name, (layer, chosen) in experts.items():
+            pin_layer(name, layer, chosen)
+        self.stored |= {*configs, *experts}
+
+
+def plan_storage(
+    model: nn.Module, config: Config | Placement | Mapping[str, Config | None],
+    filter: Callable[[str, nn.Module], bool] | None = None, exclude: Sequence[str] = DEFAULT_EXCLUDE,
+    fuse: Sequence[str] = DEFAULT_FUSE, *, embeddings: bool = False,
+) -> Storage:  # fmt: skip
+    """The `Storage` of a model, which may be on the meta device, by the arguments of `quantize_`; raises as it does."""
     check_model(model)
     if isinstance(config, Mapping):
         for pattern, one in config.items():
@@ -109,43 +188,7 @@ def quantize_(
     if not configs:
         are_stored = any(_is_stored(layer) for layer in layers.values())
         raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
-    for name, layer, _ in wishes:
-        if name in configs and is_conv1d(layer):
-            as_linear(layer)
-    quantized = set(configs)
-    experts = _with_products(layers, configs)
-    several = Counter(id(held_weight(layers[name])) for name in configs)
-    untied, spoiled = _untied(model, layers, configs), []
-    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
-    try:
-        for name, layer, wanted in wishes:
-            if wanted is None:
-                pin_layer(name, layer, wanted)
-        for members in _groups(configs, fused):
-            weights = {name: held_weight(layers[name]) for name in members}
-            spoiled += [name for name, weight in weights.items() if not _is_finite(weight)]
-            stored = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared)
-            shared |= {
-                id(plain): (plain, stored[name]) for name, plain in weights.items() if several[id(plain)] > 1
-            }  # fmt: skip
-            del weights
-            for name, weight in stored.items():
-                layer = layers[name]
-                pin_layer(name, layer, configs[name])
-                setattr(*place_of(layer), weight)
-                if configs[name].is_static and not isinstance(layer, nn.Embedding):
-                    layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
-                if name in untied:
-                    layer.__dict__["_untied_from"] = untied[name]
-        for name, (layer, chosen) in experts.items():
-            pin_layer(name, layer, chosen)
-    finally:
-        tell_adapters(model)
-        keep_slow_paths(model)
-    _name_spoiled(spoiled)
-    _name_untied(untied)
-    rows = [dataclasses.replace(row, action="quantized") if row.name in quantized else row for row in rows]
-    return report_of(model, rows, unseen=() if embeddings else _embeddings_left(model))
+    return Storage(layers, rows, wishes, configs, fused, embeddings)
 
 
 def _is_stored(layer: nn.Module) -> bool:
@@ -208,7 +251,8 @@ def _with_tied_kept(
     """
     kept = {
         name: f"its weight is {keeper} too, which keeps its values; quantize both (exclude=()), or neither"
-        for name, keeper in _untied(model, layers, _configs_of(rows)).items() if isinstance(layers[name], nn.Embedding)
+        for name, keeper in _untied(model, layers, _configs_of(rows)).items()
+        if isinstance(layers.get(name), nn.Embedding)
     }  # fmt: skip
     return [
         ConversionRow(row.name, row.shape, "skipped", None, kept[row.name]) if row.name in kept else row for row in rows
@@ -217,7 +261,11 @@ def _with_tied_kept(
 
 def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, Config]) -> dict[str, str]:
     """The layers to quantize whose plain weight another module keeps: its name by theirs."""
-    held = {name: place_of(layers[name]) for name in configs if not is_experts(layers[name])}
+    held: dict[str, tuple[nn.Module, str]] = {}
+    for name in configs:
+        layer = layers[name]
+        keys = turned_in(layer) if is_experts(layer) else ()
+        held |= {f"{name}.{key}": (layer, key) for key in keys} or {name: place_of(layer)}
     weights = {name: module._parameters[key] for name, (module, key) in held.items()}
     plain = {id(weight) for weight in weights.values() if type(weight) is nn.Parameter}
     taken = {id(module) for module, _ in held.values()}

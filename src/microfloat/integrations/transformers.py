@@ -1,0 +1,284 @@
+"""microfloat as a quantization method of transformers, for the `quantization_config` of `from_pretrained`.
+
+    MicrofloatConfig("nvfp4")                     weights become codes while they are loaded, as `quantize_` makes them
+    MicrofloatConfig(recipe="mxfp8", fuse=True)   the loaded model is converted for training, as by `convert`
+
+Importing this module registers the method "microfloat". Every decision is taken by `quantize_` and `convert`
+themselves: which layers stay in high precision, which of them share a scale, and what is said about them.
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import Self, cast
+
+import torch
+from torch import nn
+
+from microfloat.arguments import check_bool
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of, missing_package, unknown_name
+from microfloat.recipes import Placement, Recipe, WeightActivation, WeightOnly
+from microfloat.recipes.names import as_recipe
+from microfloat.recipes.placement import ConversionReport
+from microfloat.torch.convert.swap import convert, revert
+from microfloat.torch.inference.quantize import Config, Storage, check_config, plan_storage
+from microfloat.torch.nn.experts import form_of
+
+if find_spec("transformers") is None:
+    raise missing_package("transformers", "microfloat.integrations.transformers", "integrations")
+
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+__all__ = ["MicrofloatConfig", "MicrofloatQuantizer"]
+
+_METHOD = "microfloat"
+_CLASSES: dict[str, type[Config]] = {"WeightOnly": WeightOnly, "WeightActivation": WeightActivation}
+_FIELDS = ("config", "recipe", "fuse", "modules_to_not_convert")
+
+
+@register_quantization_config(_METHOD)
+class MicrofloatConfig(QuantizationConfigMixin):
+    """What `from_pretrained` makes of the layers of a model: codes to serve, or layers that train under a recipe.
+
+    `config`: the name of a format, such as "nvfp4" for ``WeightOnly("nvfp4")``, a `WeightOnly` or `WeightActivation`,
+    or a Placement (or dictionary) of them by name pattern, as `quantize_` takes them. `recipe`: in its place, a recipe
+    for training, its name, or a Placement of recipes, as `convert` takes them, with `fuse`. `modules_to_not_convert`:
+    names or patterns of modules that stay in high precision with all that is in them, besides those that `quantize_`
+    and `convert` leave out. Raises InvalidTypeError and InvalidValueError for other arguments.
+    """
+
+    def __init__(
+        self, config: str | Config | Placement | Mapping[str, Config | None] | None = None, *,
+        recipe: str | Recipe | Placement | None = None, fuse: bool = False,
+        modules_to_not_convert: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        check_bool("fuse", fuse)
+        if (config is None) == (recipe is None):
+            got = "neither of them" if config is None else f"{config!r}, and recipe={recipe!r}"
+            remedy = "MicrofloatConfig('nvfp4') serves, MicrofloatConfig(recipe='mxfp8') trains."
+            raise invalid_value("config", got, "either config or recipe", remedy)
+        if fuse and recipe is None:
+            raise invalid_value("fuse", True, "a recipe beside it, whose layers are fused")
+        if isinstance(modules_to_not_convert, str):
+            raise invalid_type("modules_to_not_convert", repr(modules_to_not_convert), "a list of names of modules")
+        self.quant_method = _METHOD
+        self.config = None if config is None else _as_config(config)
+        self.recipe = recipe if recipe is None or isinstance(recipe, Placement) else as_recipe(recipe)
+        self.fuse = fuse
+        self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, object], return_unused_kwargs: bool = False, **kwargs: object) -> Self:
+        """The configuration of a dictionary, as `to_dict` gives it."""
+        options = {name: value for name, value in config_dict.items() if name != "quant_method"}
+        for name in options:
+            if name not in _FIELDS:
+                raise unknown_name("quantization_config", name, _FIELDS)
+        taken = {name: kwargs.pop(name) for name in _FIELDS if name in kwargs}
+        made = cls(**(options | taken))  # type: ignore[arg-type]
+        return (made, kwargs) if return_unused_kwargs else made  # type: ignore[return-value]
+
+    def to_dict(self) -> dict[str, object]:
+        """The arguments as plain data; a recipe by its name."""
+        made = {name: _as_plain(getattr(self, name)) for name in _FIELDS}
+        return {"quant_method": _METHOD, **{name: value for name, value in made.items() if value not in (None, False)}}
+
+    def leaves_in(self, name: str, module: nn.Module) -> bool:
+        """False for a layer that `modules_to_not_convert` names, by itself or by what is around it."""
+        parts = name.split(".")
+        around = [".".join(parts[start:end]) for end in range(1, len(parts) + 1) for start in range(end)]
+        return not any(fnmatchcase(one, pattern) for pattern in self.modules_to_not_convert or () for one in around)
+
+
+def _as_config(config: object) -> Config | Placement:
+    """The config or Placement that an argument stands for."""
+    if isinstance(config, str):
+        return WeightOnly(config)
+    if isinstance(config, Mapping) and "class" in config:
+        name = config["class"]
+        if name not in _CLASSES:
+            raise unknown_name("config", str(name), _CLASSES)
+        return _CLASSES[name](**{key: value for key, value in config.items() if key != "class"})
+    if isinstance(config, Mapping | list):
+        rules = config.items() if isinstance(config, Mapping) else config  # in JSON, whose objects have no order
+        config = Placement([(name, None if one is None else _as_config(one)) for name, one in rules])  # type: ignore[misc]
+    for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
+        check_config(pattern, one, isinstance(config, Placement))
+    return cast(Config | Placement, config)
+
+
+def _as_plain(value: object) -> object:
+    """Plain data in the place of a config or a recipe."""
+    if isinstance(value, Placement):
+        return [[pattern, _as_plain(one)] for pattern, one in value.rules]
+    if isinstance(value, Config):
+        return {"class": type(value).__name__, **value.arguments()}
+    return value.label if isinstance(value, Recipe) else value
+
+
+@register_quantizer(_METHOD)
+class MicrofloatQuantizer(HfQuantizer):
+    """The calls that transformers makes while it loads a model under a `MicrofloatConfig`.
+
+    A weight is quantized when it and all that share its scale have been read, and the plain ones are let go before
+    the next are read. What has not become codes by the end (a layer whose weight the file does not have, or that is
+    tied) becomes them then.
+    """
+
+    requires_calibration = False
+    report: ConversionReport
+
+    def __init__(self, quantization_config: MicrofloatConfig, **kwargs: object) -> None:
+        if not isinstance(quantization_config, MicrofloatConfig):
+            raise invalid_type("quantization_config", kind_of(quantization_config), "a MicrofloatConfig")
+        super().__init__(quantization_config, **kwargs)
+        self._dtype: torch.dtype | None = None  # in which weights are read
+        self._storage: Storage | None = None
+        self._groups: dict[str, _Group] = {}  # by the name of each weight that is quantized while it is loaded
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the model, as it is."""
+        self._dtype = dtype
+        return dtype
+
+    def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
+        """Refuse a place for weights in which no codes can be."""
+        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+        if "disk" in places:
+            raise NotSupportedError(
+                "device_map: got modules on 'disk', needed devices or 'cpu': codes are not offloaded to a disk. "
+                "Quantized weights are smaller: max_memory={...} with room for them leaves nothing for the disk."
+            )
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: object
+    ) -> nn.Module:
+        options = self.quantization_config
+        _check_plain(checkpoint_files)
+        names = [name for name, _ in model.named_modules()]
+        for pattern in options.modules_to_not_convert or ():
+            if all(MicrofloatConfig.leaves_in(options, name, model) for name in names):
+                needed = f"names or patterns of modules of the {type(model).__name__}"
+                raise invalid_value("modules_to_not_convert", repr(pattern), needed)
+        if options.config is None:
+            return model
+        self._storage = plan_storage(model, options.config, options.leaves_in)
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        for members in self._storage.groups():
+            weights = {
+                f"{name}.{key}" for name in members
+                for key in (getattr(form_of(self._storage.layers[name]), "turned", None) or ("weight",))
+            }  # fmt: skip
+            plain = [
+                type(one) is nn.Parameter and one.dtype == self._dtype for one in map(model.get_parameter, weights)
+            ]
+            if all(plain) and not weights & tied:
+                self._groups |= dict.fromkeys(weights, _Group(members, weights))
+        return model
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: object) -> bool:
+        """True for a weight that becomes codes while it is loaded."""
+        return param_name in self._groups
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
+        """Bytes of an element of a parameter, on average, when it is loaded."""
+        group = self._groups.get(param_name)
+        if group is None or self._storage is None:
+            return param.element_size()
+        rhs = self._storage.configs[group.layers[0]].fprop.rhs
+        return param.element_size() if rhs is None else rhs.format.bits_per_element / 8
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that takes a weight as it is read."""
+        return _Store(self)
+
+    def take(self, model: nn.Module, name: str, value: torch.Tensor, missing: set[str]) -> bool:
+        """Give a weight to its layer, and store the codes of its group when that is whole; False if it has none."""
+        group, (parent, _, key) = self._groups.get(name), name.rpartition(".")
+        module = model.get_submodule(parent)
+        if group is None or self._storage is None or module._parameters[key].shape != value.shape:  # type: ignore[union-attr]
+            self._groups.pop(name, None)  # so that transformers says that its shape does not fit
+            return False
+        setattr(module, key, _loaded(nn.Parameter(value)))
+        missing.discard(name)
+        group.waiting.discard(name)
+        if not group.waiting:
+            self._storage.store(group.layers)
+            for one in (one for one, other in self._groups.items() if other is group):
+                _loaded(model.get_parameter(one))
+        return True
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
+        options = self.quantization_config
+        if self._storage is not None:
+            self.report = self._storage.complete(model)
+            return model
+        self.report = convert(model, options.recipe, filter=options.leaves_in, fuse=options.fuse)
+        conversions = getattr(model, "_weight_conversions", None)  # of names, which a plain model keeps
+        self.remove_quantization_config(model)
+        if conversions is not None:
+            model._weight_conversions = conversions
+        for module in model.modules():
+            if hasattr(getattr(module, "config", None), "_is_quantized"):
+                del module.config._is_quantized  # type: ignore[union-attr]
+        return model
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        return revert(model).to(dtype)
+
+    def is_serializable(self) -> bool:
+        """False: `microfloat.torch.save_quantized` writes the model."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: adapters train around codes."""
+        return True
+
+
+class _Group:
+    """Layers whose weights share a scale, and the names of the weights that have not been read."""
+
+    def __init__(self, layers: Sequence[str], weights: set[str]) -> None:
+        self.layers, self.waiting = layers, set(weights)
+
+
+class _Store(ConversionOps):
+    """Hands weights to the quantizer in place of the loader; others go on as they are."""
+
+    def __init__(self, quantizer: MicrofloatQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self, input_dict: dict[str, torch.Tensor | list[torch.Tensor]], *args: object, model: nn.Module,
+        missing_keys: set[str] | None = None, **kwargs: object,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """The tensors that the loader is to place itself."""
+        values = {name: one[0] if isinstance(one, list) else one for name, one in input_dict.items()}
+        missing = set() if missing_keys is None else missing_keys
+        return {name: one for name, one in values.items() if not self.quantizer.take(model, name, one, missing)}
+
+
+def _loaded(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter, which transformers then does not initialize."""
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def _check_plain(files: Sequence[str] | None) -> None:
+    """Refuse a folder that is quantized by a method which transformers does not know, and takes for plain weights."""
+    folder = pathlib.Path(files[0]).parent if files else None
+    if folder is None:
+        return
+    path = folder / "config.json"
+    stated = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
+    if stated or (folder / "hf_quant_config.json").is_file():
+        method = stated.get("quant_method") if isinstance(stated, dict) else "modelopt"
+        raise invalid_value(
+            "quantization_config", f"a MicrofloatConfig for weights that are quantized already ({method})",
+            "a folder of plain weights", "microfloat.torch.load_quantized(folder, model) keeps its codes.",
+        )  # fmt: skip

@@ -1,0 +1,229 @@
+"""features I1, I8: `from_pretrained(..., quantization_config=MicrofloatConfig(...))` of transformers."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import microfloat.torch as mf  # noqa: E402
+from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError, PlacementError  # noqa: E402
+from microfloat.recipes import MXFP8BlockScaling, Placement, WeightActivation, WeightOnly  # noqa: E402
+
+PROMPT = torch.tensor([[5, 9, 2, 30, 7], [1, 2, 3, 4, 5]])
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "GPT2LMHeadModel": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64},
+    "Qwen3MoeForCausalLM": {**SIZES, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "GptOssForCausalLM": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "T5ForConditionalGeneration": {
+        "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4,
+    },
+}  # fmt: skip
+MORE = pytest.mark.slow("further configs and families of a checked kind")
+
+
+@pytest.fixture
+def hf(transformers):
+    """The module of the integration."""
+    from microfloat.integrations import transformers as integration
+
+    return integration
+
+
+@pytest.fixture
+def folder(llama, tmp_path):
+    """The folder of a tiny Llama in bfloat16."""
+    llama(attention_bias=True).bfloat16().save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def assert_same(made, wanted):
+    """The same state dict, to the byte, and the same classes of layers."""
+    ours, theirs = made.state_dict(), wanted.state_dict()
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert type(ours[name]) is type(value), name
+        assert torch.equal(ours[name], value), name
+    assert [type(one) for one in made.modules()] == [type(one) for one in wanted.modules()]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WeightOnly("nvfp4"),
+        pytest.param(WeightActivation("fp8_tensor"), marks=MORE),
+        pytest.param(WeightOnly("nvfp4", scale_search="mse"), marks=MORE),
+        pytest.param(Placement([("*.mlp.*", WeightOnly("mxfp4")), ("*", None)]), marks=MORE),
+    ],
+    ids=["nvfp4", "both", "searched", "placement"],
+)
+def test_weights_become_codes_while_they_are_read(hf, transformers, folder, monkeypatch, config):
+    plain_at_once, take = [], hf.MicrofloatQuantizer.take
+
+    def counted(quantizer, model, name, *arguments):
+        taken = take(quantizer, model, name, *arguments)
+        layers = [one.weight for path, one in model.named_modules() if path.endswith("_proj")]
+        plain_at_once.append(sum(not one.is_meta and not isinstance(one, mf.QuantizedTensor) for one in layers))
+        return taken
+
+    monkeypatch.setattr(hf.MicrofloatQuantizer, "take", counted)
+    options = hf.MicrofloatConfig("nvfp4" if config == WeightOnly("nvfp4") else config)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=options, device_map="cpu")
+    wanted = transformers.LlamaForCausalLM.from_pretrained(folder)
+    report = mf.quantize_(wanted, config)
+    assert str(model.hf_quantizer.report) == str(report)
+    assert_same(model, wanted)
+    assert len(plain_at_once) == len(report.converted)
+    # q and k wait for v, whose scale they share; where the placement says None, layers are plain
+    assert max(plain_at_once) <= 2 + (8 if isinstance(config, Placement) else 0)
+    assert torch.equal(model(PROMPT).logits, wanted(PROMPT).logits)
+    assert not isinstance(model.lm_head.weight, mf.QuantizedTensor)
+    # the configuration is plain data, from which transformers makes it again
+    stated = json.loads(model.config.to_json_string())["quantization_config"]
+    again = transformers.quantizers.AutoQuantizationConfig.from_dict(stated)
+    assert type(again) is hf.MicrofloatConfig
+    assert str(again.config) == str(config)
+
+
+@MORE
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_other_families_get_the_bits_of_quantize_(hf, transformers, tmp_path, family):
+    torch.manual_seed(0)
+    kind = getattr(transformers, family)
+    kind(kind.config_class(**FAMILIES[family])).bfloat16().save_pretrained(tmp_path)
+    model = kind.from_pretrained(tmp_path, quantization_config=hf.MicrofloatConfig("mxfp8"))
+    wanted = kind.from_pretrained(tmp_path)
+    report = mf.quantize_(wanted, WeightOnly("mxfp8"))
+    assert_same(model, wanted)
+    assert str(model.hf_quantizer.report) == str(report)
+
+
+@MORE
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_a_loaded_model_generates(hf, transformers, folder, cache):
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=hf.MicrofloatConfig("nvfp4"))
+    tokens = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), cache_implementation=cache, **options)
+    again = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), use_cache=False, **options)
+    assert torch.equal(tokens, again)
+
+
+@MORE
+def test_modules_that_are_named_stay_in_high_precision(hf, transformers, folder):
+    options = hf.MicrofloatConfig("mxfp4", modules_to_not_convert=["layers.1", "v_proj", "*.down_*"])
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=options)
+    ends = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
+    assert model.hf_quantizer.report.converted == [f"model.layers.0.{end}" for end in ends]
+    options = hf.MicrofloatConfig("mxfp4", modules_to_not_convert=["encoder"])
+    with pytest.raises(InvalidValueError, match=r"modules_to_not_convert: got 'encoder', needed names .* Llama"):
+        transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=options)
+
+
+@MORE
+def test_a_weight_that_the_file_lacks_is_quantized_in_the_end(hf, transformers, folder):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.self_attn.v_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model, facts = transformers.LlamaForCausalLM.from_pretrained(
+        folder, quantization_config=hf.MicrofloatConfig("nvfp4"), output_loading_info=True
+    )
+    assert facts["missing_keys"] == {"model.layers.0.self_attn.v_proj.weight"}
+    attention = model.model.layers[0].self_attn
+    assert torch.equal(attention.q_proj.weight.tensor_scale, attention.v_proj.weight.tensor_scale)
+
+
+@pytest.mark.parametrize("fuse", [False, pytest.param(True, marks=MORE)])
+def test_a_recipe_converts_the_loaded_model_and_leaves_no_trace(hf, transformers, folder, tmp_path, fuse):
+    options = hf.MicrofloatConfig(recipe="mxfp8", fuse=fuse)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=options)
+    wanted = transformers.LlamaForCausalLM.from_pretrained(folder)
+    mf.convert(wanted, "mxfp8", fuse=fuse)
+    assert_same(model, wanted)
+    assert model.config.to_dict() == wanted.config.to_dict()
+    assert not getattr(model, "is_quantized", False)
+    model.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "config.json").read_text() == (folder / "config.json").read_text()
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@MORE
+@pytest.mark.filterwarnings("ignore")
+def test_trainer_takes_a_model_with_a_recipe(hf, transformers, folder, tmp_path, sequences, fresh_state):
+    options = hf.MicrofloatConfig(recipe=MXFP8BlockScaling(), fuse=True)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=options, dtype=torch.float32)
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path / "run", max_steps=6, per_device_train_batch_size=8, learning_rate=1e-2, report_to=[],
+        logging_steps=1, disable_tqdm=True, use_cpu=True, save_steps=6,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=sequences)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
+    assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
+
+
+@MORE
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_train_around_codes(hf, transformers, peft, folder, tmp_path, sequences, fresh_state):
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=hf.MicrofloatConfig("nvfp4"))
+    codes = model.model.layers[0].self_attn.q_proj.weight.codes.clone()
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path / "run", max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no"
+    )
+    with pytest.raises(ValueError, match="purely quantized"):  # the words of transformers
+        transformers.Trainer(model=model, args=arguments, train_dataset=sequences)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    transformers.Trainer(model=tuned, args=arguments, train_dataset=sequences).train()
+    q_proj = tuned.base_model.model.model.layers[0].self_attn.q_proj
+    assert torch.equal(q_proj.base_layer.weight.codes, codes)
+    assert q_proj.lora_B["default"].weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "words"),
+    [
+        ((), {}, InvalidValueError, "config: got neither of them, needed either config or recipe"),
+        (("nvfp4",), {"recipe": "mxfp8"}, InvalidValueError, "got 'nvfp4', and recipe='mxfp8'"),
+        (("nvfp4",), {"fuse": True}, InvalidValueError, "fuse: got True, needed a recipe beside it"),
+        (("fp3",), {}, InvalidValueError, "'fp3'"),
+        ((MXFP8BlockScaling(),), {}, InvalidTypeError, "A recipe for training goes to"),
+        (({"class": "WeightsOnly"},), {}, InvalidValueError, "Did you mean 'WeightOnly'"),
+        (({"*": "nvfp9"},), {}, InvalidValueError, "'nvfp9'"),
+        ((), {"recipe": "nvfp44"}, InvalidValueError, "'nvfp44'"),
+        (("nvfp4",), {"modules_to_not_convert": "lm_head"}, InvalidTypeError, "needed a list of names"),
+    ],
+)
+def test_arguments_that_are_refused(hf, arguments, options, kind, words):
+    with pytest.raises(kind, match=words):
+        hf.MicrofloatConfig(*arguments, **options)
+
+
+def test_configurations_that_are_refused(hf, transformers, folder):
+    read = transformers.LlamaForCausalLM.from_pretrained
+    with pytest.raises(InvalidValueError, match=r"quantization_config: got 'formats'"):
+        read(folder, quantization_config={"quant_method": "microfloat", "formats": "nvfp4"})
+    with pytest.raises(InvalidTypeError, match=r"quantization_config: got .*dict.*, needed a MicrofloatConfig"):
+        hf.MicrofloatQuantizer({"quant_method": "microfloat", "config": "nvfp4"})
+    with pytest.raises(PlacementError, match=r"'\*\.h\.\*'"):
+        read(folder, quantization_config=hf.MicrofloatConfig({"*.h.*": WeightOnly("nvfp4")}))
+    with pytest.raises(NotSupportedError, match="device_map: got modules on 'disk'"):
+        read(folder, quantization_config=hf.MicrofloatConfig("nvfp4"), device_map={"": "cpu", "lm_head": "disk"})
+
+
+@MORE
+def test_a_folder_that_is_quantized_already_is_refused(hf, transformers, folder, tmp_path):
+    """transformers does not know ModelOpt, and would read its codes as values."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    mf.quantize_(model, WeightOnly("nvfp4"))
+    mf.save_quantized(model, tmp_path / "low", format="modelopt:nvfp4")
+    with pytest.raises(InvalidValueError, match=r"quantized already \(modelopt\), needed .*load_quantized"):
+        transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path / "low", quantization_config=hf.MicrofloatConfig("nvfp4")
+        )
