@@ -169,9 +169,9 @@ def _combined(numbers: np.ndarray, kind: str, leads: tuple[str, ...]) -> tuple[t
     if kind in ("rows", "product"):  # each device and each entry of a batch has a unit of its own
         unit, numbers = numbers[..., :1], numbers[..., 1:]
         numbers[..., :3] *= unit**2
-    if kind == "rows":
-        numbers[..., 7:8] *= unit
-        numbers[..., -2 * BINADES :] *= unit**2
+        if kind == "rows":
+            numbers[..., 7:8] *= unit
+            numbers[..., -2 * BINADES :] *= unit**2
     combined = numbers.mean(axis=others) if kind == "noise" else numbers.sum(axis=others)
     if kind == "rows":  # the peak, and the quantiles of blocks
         combined[..., 7:11] = np.fmax.reduce(numbers[..., 7:11], axis=others)
