@@ -77,10 +77,7 @@ class RaggedDot(Op):
         words: Array | np.ndarray | None = None, state: DelayedState | None = None,
     ) -> tuple[Array, DelayedState | None]:  # fmt: skip
         """(y, the state handed through) for the call seed's words; see `DotGeneral.threaded`."""
-        if group_offset is not None:
-            raise NotSupportedError(
-                "group_offset: got an offset, needed None: JAX has no implementation of it. Slice rhs and group_sizes."
-            )
+        check_offset(group_offset)
         recipe = recipe_here(self.recipe)
         if recipe is None:
             sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
@@ -95,6 +92,14 @@ class RaggedDot(Op):
         config = self.config(recipe, dtype, w_is_transposed=True)
         y, state = transformations.run_automatically(_apply, _specs, lhs, rhs, sizes, words, state, config=config)
         return place(y, out_sharding), state
+
+
+def check_offset(group_offset: object) -> None:
+    """NotSupportedError for a `group_offset`."""
+    if group_offset is not None:
+        raise NotSupportedError(
+            "group_offset: got an offset, needed None: JAX has no implementation of it. Slice rhs and group_sizes."
+        )
 
 
 def _checked_sizes(lhs: Array, rhs: Array, group_sizes: ArrayLike) -> Array:

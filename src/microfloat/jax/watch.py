@@ -215,7 +215,7 @@ def _numbered(found: Sequence[_Found], options: Measured) -> Readings:
 def _module_of(tag: _Tag) -> str:
     """``Block_0.Dense_1`` from the scopes of a call; linen's module of the op itself is left out."""
     scope = list(tag.scope)
-    if scope and re.fullmatch(rf"(Autocast|{tag.op})(Op|Einsum)_\d+(\.\w+)?", scope[-1]):
+    if scope and re.fullmatch(rf"(DelayedScaling|{tag.op})(Op|Einsum|RaggedDot)_\d+(\.\w+)?", scope[-1]):
         scope.pop()
     return ".".join(scope) or "dot_general"
 

@@ -23,12 +23,12 @@ from jax.typing import DTypeLike
 from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.jax.array import check_array
 from microfloat.jax.autocast import get_autocast_recipe, recipe_here
-from microfloat.jax.calls import words_of
+from microfloat.jax.calls import place, words_of
 from microfloat.jax.dot_general import DotGeneral, dot_general, einsum
 from microfloat.jax.flax import state as flax_state
 from microfloat.jax.flax.state import OVERWRITE_WITH_GRADIENT, SLOT_NAMES, StateVariables, has_state, max_accumulate
 from microfloat.jax.numerics.dimensions import DimensionNumbers, einsum_by
-from microfloat.jax.ragged_dot import RaggedDot, ragged_dot
+from microfloat.jax.ragged_dot import RaggedDot, check_offset, ragged_dot
 from microfloat.jax.scaling import Slot, slot_rules, slots_of, state_of
 from microfloat.jax.transformations import notice_fixed_state
 from microfloat.operands import TENSORS
@@ -67,11 +67,20 @@ def ragged_dot_cls(recipe: Recipe | str | None = None, **options: Any) -> type[n
 def _op_class(op: DotGeneral | RaggedDot, kind: str) -> type[nn.Module]:
     @nn.compact
     def call(
-        self: Any, lhs: Array, rhs: Array, third: Any, precision: object = None,
+        self: Any, lhs: Array, rhs: Array, dimension_numbers: Any, precision: object = None,
         preferred_element_type: DTypeLike | None = None, *_: object, **__: object,
     ) -> Array:  # fmt: skip
-        """lax's function of this name under the recipe; `precision` is for high precision, others are ignored."""
-        return _run(self, op, third, precision, preferred_element_type, lhs, rhs)
+        """lax.dot_general under the recipe; `precision` is for high precision, others are ignored."""
+        return _run(self, op, dimension_numbers, precision, preferred_element_type, lhs, rhs)
+
+    @nn.compact
+    def ragged_call(
+        self: Any, lhs: Array, rhs: Array, group_sizes: Any, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, group_offset: None = None, out_sharding: Any = None,
+    ) -> Array:  # fmt: skip
+        """lax.ragged_dot under the recipe; `precision` is for high precision."""
+        check_offset(group_offset)
+        return place(_run(self, op, group_sizes, precision, preferred_element_type, lhs, rhs), out_sharding)
 
     @nn.compact
     def einsum_call(
@@ -90,7 +99,7 @@ def _op_class(op: DotGeneral | RaggedDot, kind: str) -> type[nn.Module]:
     # The state of delayed scaling has this name, under a pinned recipe and under an autocast.
     holds_state = op.recipe is None or op.recipe.is_delayed
     name = f"{'DelayedScaling' if holds_state else type(op.recipe).__name__}{kind}"
-    function = einsum_call if kind == "Einsum" else call
+    function = {"Op": call, "Einsum": einsum_call, "RaggedDot": ragged_call}[kind]
     function.__name__ = "__call__"  # Flax looks methods up by this name: interceptors, tabulate, intermediates
     members = {"__call__": function, "__module__": __name__, "__doc__": f"{kind} under {op.recipe!r}."}
     return type(name, (nn.Module,), members)

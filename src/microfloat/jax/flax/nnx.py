@@ -1,4 +1,4 @@
-"""Recipes in Flax nnx: a dot_general module, layers, conversion of a whole model, and training.
+"""Recipes in Flax nnx: a dot_general module, layers that hold one, and training.
 
 Parameters are untouched. Delayed-scaling state lives in `ScaleState` variables, which no filter for nnx.Param sees;
 its gradient is its new value. Examples: docs/jax.md, "nnx".
@@ -8,14 +8,12 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial, reduce, wraps
 from operator import getitem
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -29,27 +27,17 @@ from microfloat.jax.calls import place, words_of
 from microfloat.jax.dot_general import dot_general, einsum
 from microfloat.jax.flax.state import SLOT_NAMES, Threaded, check_transformation, collected, step_counts, trace_state
 from microfloat.jax.numerics.dimensions import einsum_by
-from microfloat.jax.ragged_dot import ragged_dot
+from microfloat.jax.ragged_dot import RaggedDot as RaggedOp
+from microfloat.jax.ragged_dot import check_offset, ragged_dot
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.jax.transformations import fp32_max_grad, notice_fixed_state
 from microfloat.jax.watch import Readings
 from microfloat.jax.watch import watch_outputs as watch_pure_outputs
-from microfloat.recipes import Placement, Recipe
-from microfloat.recipes.names import as_recipe
-from microfloat.recipes.placement import (
-    DEFAULT_EXCLUDE,
-    ConversionReport,
-    ConversionRow,
-    check_exclude,
-    check_filter,
-    gates_of_mlps,
-    why_left_out,
-)
+from microfloat.recipes import Recipe
 
 __all__ = [
-    "DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "DotGeneral", "Einsum", "EinsumOp", "Linear",
-    "LinearGeneral", "Optimizer", "RaggedDot", "ScaleState", "convert", "grad", "revert", "value_and_grad",
-    "watch_outputs",
+    "DotGeneral", "Einsum", "EinsumOp", "Linear", "LinearGeneral", "Optimizer", "RaggedDot", "ScaleState", "grad",
+    "value_and_grad", "watch_outputs",
 ]  # fmt: skip
 
 _LOG = logging.getLogger("microfloat")
@@ -187,10 +175,32 @@ class RaggedDot(DotGeneral):
     def __init__(self, recipe: Recipe | str | None = None, *, num_groups: int, **options: Any) -> None:
         check_int("num_groups", num_groups, 1, 2**31 - 1)
         super().__init__(recipe, **options)
+        self.num_groups = num_groups
         for variable in _leaves(self).values():
             value = variable.get_value()
             each = jnp.broadcast_to(value[..., None, :], (*value.shape[:-1], num_groups, value.shape[-1]))
             variable.set_value(each)
+
+    def __call__(  # type: ignore[override]
+        self, lhs: Array, rhs: Array, group_sizes: Any, precision: object = None,
+        preferred_element_type: DTypeLike | None = None, group_offset: None = None, out_sharding: object = None, *,
+        key: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """``lax.ragged_dot`` under the recipe; lhs are activations, rhs a weight for each expert."""
+        check_offset(group_offset)
+        options = {"out_sharding": out_sharding, "key": key}
+        return super().__call__(lhs, rhs, group_sizes, precision, preferred_element_type, **options)
+
+
+def grouped_products(module: object) -> list[str]:
+    """The attributes in which a module keeps a `ragged_dot`: that of JAX, or one of this library."""
+    held = {} if isinstance(module, DotGeneral) else vars(module)
+    return [name for name, one in held.items() if one is lax.ragged_dot or isinstance(one, RaggedDot | RaggedOp)]
+
+
+def name_of_product(path: tuple, attribute: str, products: int) -> str:
+    """A product has the name of its module, with that of its attribute where the module has several."""
+    return ".".join(map(str, path if products < 2 else (*path, attribute)))
 
 
 def _set(variables: Iterable[nnx.Variable], values: Iterable[Array]) -> None:
@@ -224,141 +234,9 @@ class Einsum(_Layer, nnx.Einsum):
     _product = ("einsum_op", EinsumOp)
 
 
-# Conversion of a model
-
-
-class _Target(NamedTuple):
-    """A layer of Flax: the attribute that holds its product, our module for it, and Flax's own function."""
-
-    layer: type
-    attribute: str
-    op: type[DotGeneral]
-    plain: Callable
-
-
-_TARGETS = (
-    _Target(nnx.Linear, "dot_general", DotGeneral, lax.dot_general),
-    _Target(nnx.LinearGeneral, "dot_general", DotGeneral, lax.dot_general),
-    _Target(nnx.Einsum, "einsum_op", EinsumOp, jnp.einsum),
-)
-
-
-def convert(
-    model: nnx.Module, recipe: Recipe | Placement | str, *, filter: Callable[[str, nnx.Module], bool] | None = None,
-    exclude: Sequence[str] = DEFAULT_EXCLUDE, rngs: nnx.Rngs | None = None,
-) -> ConversionReport:  # fmt: skip
-    """Give every Linear, LinearGeneral and Einsum of `model` (those inside attention too) the recipe's op, in place.
-
-    `recipe`: a Recipe (or name) for all layers, or a `Placement` by dotted name: the first pattern that matches
-    decides, None is high precision. ``filter(name, layer)`` leaves out layers for which it is false, `exclude` is a
-    list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). A layer whose product is
-    neither Flax's nor this library's is left out too. `rngs` feeds stochastic recipes. Parameters are untouched. State
-    of layers that nnx.vmap made, stacked along their first axis, is stacked like their kernels. Returns a report that
-    prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments, PlacementError for patterns
-    that match no layer; then nothing changes.
-    """
-    _check_model(model)
-    if not isinstance(recipe, Placement):
-        recipe = as_recipe(recipe)
-    exclude = check_exclude(exclude)
-    check_filter(filter)
-    layers = _layers(model)
-    chosen: Mapping[str, Recipe | None] = dict.fromkeys((name for name, _, _ in layers), recipe)  # type: ignore[arg-type]
-    if isinstance(recipe, Placement):
-        ops = {name: getattr(layer, target.attribute) for name, layer, target in layers}
-        chosen = recipe.resolve(ops, {name: op.recipe for name, op in ops.items() if isinstance(op, DotGeneral)})
-    gates = gates_of_mlps(exclude, {name: _features(layer) for name, layer, _ in layers})
-    made = {}
-    for name, layer, target in layers:
-        reason = _refusal(name, layer, target, exclude, filter, gates)
-        if reason is None and name not in chosen:
-            reason = "no pattern of the placement matches"
-        pinned = chosen[name] if reason is None else None
-        made[name] = reason, pinned and target.op(pinned, rngs=rngs, stacked=_stacked(layer))
-    rows = [_install(name, layer, target, *made[name]) for name, layer, target in layers]
-    if isinstance(recipe, Placement):
-        rows = [replace(row, reason=row.reason or recipe.of_gemms(row.name)) for row in rows]
-    report = ConversionReport(tuple(rows), _share(model, [layer for _, layer, _ in layers], rows))
-    _LOG.info("%s", report)
-    return report
-
-
-def revert(model: nnx.Module) -> nnx.Module:
-    """Put Flax's own products back into every layer of `model`, in place, and return it; state is dropped."""
-    _check_model(model)
-    for _, layer, target in _layers(model):
-        if isinstance(getattr(layer, target.attribute), DotGeneral):
-            setattr(layer, target.attribute, nnx.static(target.plain))
-    return model
-
-
-def _check_model(model: object) -> None:
+def check_model(model: object) -> None:
     if not isinstance(model, nnx.Module):
         raise invalid_type("model", type(model), "an nnx.Module", "For linen use linen.dot_general_cls.")
-
-
-def _refusal(
-    name: str, layer: nnx.Module, target: _Target, exclude: Sequence[str], keep: Callable | None, gates: frozenset[str]
-) -> str | None:
-    if getattr(layer, "dot_general_cls", None) is not None:
-        return "dot_general_cls is set, which Flax prefers"
-    own = getattr(layer, target.attribute)
-    if own is not None and own is not target.plain and not isinstance(own, DotGeneral):
-        return f"it has a product of its own, in its attribute {target.attribute}"
-    return why_left_out(name, layer, exclude, keep, gates)
-
-
-def _install(name: str, layer: Any, target: _Target, reason: str | None, op: DotGeneral | None) -> ConversionRow:
-    """Put `op` into a layer, or Flax's own product where the placement says None; the row of the report."""
-    before = getattr(layer, target.attribute)
-    has_recipe = isinstance(before, DotGeneral) and before.recipe is not None
-    shape = _features(layer)
-    if reason is not None:
-        kept = before.recipe if has_recipe else None
-        return ConversionRow(name, shape, "kept" if has_recipe else "skipped", kept, reason)
-    if op is None:
-        if isinstance(before, DotGeneral):
-            setattr(layer, target.attribute, nnx.static(target.plain))
-        return ConversionRow(name, shape, "high precision", None, "the placement says None")
-    setattr(layer, target.attribute, nnx.data(op))
-    return ConversionRow(name, shape, "repinned" if has_recipe else "converted", op.recipe, "")
-
-
-def _features(layer: Any) -> tuple[int, int] | None:
-    """(out features, in features) of a layer, several axes multiplied; None for an Einsum."""
-    if isinstance(layer, nnx.Einsum):
-        return None
-    out_features, in_features = (np.prod(sizes, dtype=int) for sizes in (layer.out_features, layer.in_features))
-    return int(out_features), int(in_features)
-
-
-def _share(model: nnx.Module, layers: list[nnx.Module], rows: list[ConversionRow]) -> float:
-    """The part of the model's parameters that layers with a recipe hold."""
-
-    def count(module: nnx.Module) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
-
-    quantized = sum(count(layer) for layer, row in zip(layers, rows, strict=True) if row.recipe is not None)
-    return quantized / max(count(model), 1)
-
-
-def _layers(model: nnx.Module) -> list[tuple[str, nnx.Module, _Target]]:
-    modules = [(".".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]
-    found = [(*named, target) for named in modules for target in _TARGETS if isinstance(named[1], target.layer)]
-    return sorted(found, key=lambda entry: entry[0])
-
-
-def _stacked(layer: Any) -> tuple[int, ...]:
-    """The leading axes of a kernel beyond those that the layer itself gives it."""
-    if isinstance(layer, nnx.Einsum):
-        own = tuple(layer.kernel_shape)
-    elif isinstance(layer, nnx.LinearGeneral):
-        own = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
-    else:
-        own = (layer.in_features, layer.out_features)
-    shape = tuple(layer.kernel.shape)
-    lead = max(len(shape) - len(own), 0)
-    return shape[:lead] if shape[lead:] == own else ()
 
 
 # Training
@@ -438,8 +316,9 @@ def _op_names(module: object) -> dict["DotGeneral", str]:
     """The names of the layers that hold the ops of a module."""
     if not isinstance(module, nnx.Module):
         return {}
+    products = {path: len(grouped_products(holder)) for path, holder in nnx.iter_modules(module)}
     found = ((path, op) for path, op in nnx.iter_modules(module) if isinstance(op, DotGeneral))
-    return {op: ".".join(map(str, path[:-1])) for path, op in found}
+    return {op: name_of_product(path[:-1], path[-1], products.get(path[:-1], 0)) for path, op in found}
 
 
 class Collected(nnx.Variable):
@@ -455,7 +334,7 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param, **options: Any) -> None:
-        _check_model(model)
+        check_model(model)
         check_transformation(tx)
         super().__init__(model, tx, wrt=wrt, **options)
         # Variable names of the delayed ops -> the largest gradients since the last step.
@@ -467,7 +346,7 @@ class Optimizer(nnx.Optimizer):
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
         """One step; `grads` comes from `value_and_grad` or `grad` of this module."""
-        _check_model(model)
+        check_model(model)
         if not isinstance(grads, Mapping) or not grads:
             got = type(grads) if not isinstance(grads, Mapping) else "no gradient"
             raise invalid_type("grads", got, "what value_and_grad or grad of this module returned")
