@@ -47,8 +47,9 @@ from microfloat.torch.convert.explain import (
     is_nvfp4_available,
 )
 from microfloat.torch.convert.swap import ConversionReport, convert, plain_state_dict, revert
-from microfloat.torch.inference.load import load_quantized, save_quantized
+from microfloat.torch.inference.load import load_quantized
 from microfloat.torch.inference.quantize import calibrate, quantize_
+from microfloat.torch.inference.save import save_quantized
 from microfloat.torch.nn import quantized_products as products  # noqa: F401  (fills its table)
 from microfloat.torch.nn.attention import KVCache, MultiheadAttention, RotaryEmbedding
 from microfloat.torch.nn.experts import register_experts
