@@ -108,6 +108,9 @@ def torch_calls(folder):
         "is_fp8_block_scaling_available": mf.is_fp8_block_scaling_available,
         "is_mxfp8_available": mf.is_mxfp8_available,
         "is_nvfp4_available": mf.is_nvfp4_available,
+        "linear_cross_entropy": lambda: mf.linear_cross_entropy(
+            x.clone().requires_grad_(), w, torch.arange(32), recipe="nvfp4", chunk=16
+        ).backward(),
         "linear": lambda: mf.linear(x, w.clone().requires_grad_(), recipe="nvfp4").sum().backward(),
         "load_quantized": served,
         "pack_fp4": lambda: mf.pack_fp4(nibbles),

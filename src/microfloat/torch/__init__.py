@@ -53,6 +53,7 @@ from microfloat.torch.inference.save import save_quantized
 from microfloat.torch.nn import quantized_products as products  # noqa: F401  (fills its table)
 from microfloat.torch.nn.attention import KVCache, MultiheadAttention, RotaryEmbedding
 from microfloat.torch.nn.experts import register_experts
+from microfloat.torch.nn.functional import linear_cross_entropy
 from microfloat.torch.nn.fused import LayerNormLinear, LayerNormMLP
 from microfloat.torch.nn.grouped_linear import GroupedLinear, grouped_matmul
 from microfloat.torch.nn.linear import Linear, linear
@@ -88,10 +89,10 @@ __all__ = [
     "checkpoint", "convert", "dequantize", "explain", "export", "fake_quantize", "formats", "fp8_autocast",
     "fp8_model_init", "from_blocked", "get_align_size_for_quantization", "get_autocast_recipe",
     "get_autocast_state", "get_default_recipe", "grouped_matmul", "is_autocast_enabled", "is_fp8_available",
-    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "linear", "load_quantized",
-    "pack_fp4", "pack_fp6", "plain_state_dict", "quantize", "quantize_", "quantized_model_init", "recipes",
-    "register_experts", "reset_scaling", "revert", "save_quantized", "scaled_matmul", "set_seed_rank", "to_blocked",
-    "unpack_fp4", "unpack_fp6", "update_quantized", "update_scaling", "watch",
+    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "linear", "linear_cross_entropy",
+    "load_quantized", "pack_fp4", "pack_fp6", "plain_state_dict", "quantize", "quantize_", "quantized_model_init",
+    "recipes", "register_experts", "reset_scaling", "revert", "save_quantized", "scaled_matmul", "set_seed_rank",
+    "to_blocked", "unpack_fp4", "unpack_fp6", "update_quantized", "update_scaling", "watch",
 ]  # fmt: skip
 
 

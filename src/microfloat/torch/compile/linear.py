@@ -180,7 +180,7 @@ def state_of(layer: Any, x: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...]
     """Call seed, encode scales of x and w as they are now, scale and history of dy, which backward reads; and the
     number of the layer. Each None, or -1, where the recipe has no use for it; `layer` None: a function.
     """
-    seed = _seed_for(x) if context.is_stochastic(token) else None
+    seed = seed_for(x) if context.is_stochastic(token) else None
     if context.is_delayed(token):
         if layer is None:
             raise NotSupportedError("recipe: got delayed scaling for a function. Use microfloat.torch.GroupedLinear.")
@@ -191,7 +191,8 @@ def state_of(layer: Any, x: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...]
     return (seed, layer_state.static_amax(layer) if context.is_static(token) else None, None, None, None), -1
 
 
-def _seed_for(x: torch.Tensor) -> torch.Tensor:
+def seed_for(x: torch.Tensor) -> torch.Tensor:
+    """A call seed, drawn by an operator once x exists."""
     return torch.ops.microfloat.draw_seed_for(x, torch.empty(0, device=x.device))
 
 
@@ -226,7 +227,7 @@ def abstract_linear(
 ) -> torch.Tensor:  # fmt: skip
     """A call on tensors without values: y and the saved tensors without values; no state is read or recorded."""
     token = context.token_of(recipe)
-    seed = _seed_for(x) if context.is_stochastic(token) else None
+    seed = seed_for(x) if context.is_stochastic(token) else None
     scale = x.new_empty((), dtype=torch.float32) if context.is_delayed(token) else None
     state = seed, scale, scale, scale, None
     settings = settings_of(x, weight, token, origin, backend, state)._replace(backend=backend, compute=compute)

@@ -5,6 +5,7 @@
     norm_mlp(x, norm, gate, down, up=up)          y = down(f(gate(h)) * up(h)) of h = norm(x)
     rms_norm_quantize, layer_norm_quantize, swiglu_quantize, gelu_quantize      codes of the value, in both layouts
     dbias_quantize, dact_quantize, dact_dbias_quantize      codes of a gradient, with the gradient of a bias
+    linear_cross_entropy(x, weight, labels)       cross_entropy(linear(x, weight), labels), the logits in chunks
 
 The results are those of the modules one by one, with the same casts, seeds and scaling states: the value is rounded to
 its dtype before it is cast (docs/numerics.md, section 6). Memory and traffic are saved: backward keeps only the codes
@@ -20,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from microfloat.arguments import check_choice
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.arguments import check_choice, check_int
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.operands import OPERANDS_OF
-from microfloat.recipes import as_cast
+from microfloat.recipes import Recipe, as_cast
 from microfloat.recipes.usages import CastLike
 from microfloat.torch._typing import Maybe, Options, Seed
+from microfloat.torch.compile.cross_entropy import LossCall, loss_of
 from microfloat.torch.context import ambient
 from microfloat.torch.launch.prologues import (  # fmt: skip
     ACTIVATIONS,
@@ -39,10 +41,18 @@ from microfloat.torch.launch.prologues import (  # fmt: skip
 )
 from microfloat.torch.linear.function import Run, apply, begin_apart, end
 from microfloat.torch.linear.fused_input import ActivationRun, GradientLink, NormRun
+from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.linear.schedule import autocast_dtype
-from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear, check_first_microbatch
+from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear, check_first_microbatch, recipe_of_call
 from microfloat.torch.nn.merged import Unit, call_layer, can_join, is_bare, joined, units_of
-from microfloat.torch.tensor.checks import check_beside, check_features, check_like, check_rows, is_abstract
+from microfloat.torch.tensor.checks import (
+    check_beside,
+    check_features,
+    check_like,
+    check_linear,
+    check_rows,
+    is_abstract,
+)
 from microfloat.torch.tensor.custom_ops import is_tracing, refuse_transforms
 from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
@@ -294,6 +304,61 @@ def activated(x: torch.Tensor, up: torch.Tensor | None, activation: str) -> torc
     """``f(x)``, or with `up` ``f(x) * up``."""
     value = activate(x, activation)
     return value if up is None else value * up
+
+
+# -------------------------------------------------------------------------------------------------------------- loss
+
+
+def linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, recipe: Recipe | str | None = None,
+    ignore_index: int = -100, reduction: str = "mean", chunk: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``cross_entropy(linear(x, weight), labels)`` in float32, with logits of `chunk` tokens at a time.
+
+    x [..., K], weight [N, K], labels [...] of integers in [0, N) or `ignore_index`. `reduction` "mean" (over the labels
+    that count), "sum" or "none" (in the shape of labels). `recipe` None: that of the ambient autocast, and high
+    precision outside of one. Each chunk of tokens is quantized as a Linear quantizes its input; `chunk` None: the
+    fewest equal chunks, in multiples of 128 tokens, whose logits take 1 GiB at most. Differentiable once, by x and
+    weight. Raises as `linear` does, and InvalidValueError for labels that are no class (on a GPU by torch's own
+    assertion). Source: docs/numerics.md, section 6.
+
+    >>> x, weight, labels = torch.ones(2, 32), torch.ones(4, 32), torch.tensor([1, -100])
+    >>> round(float(linear_cross_entropy(x, weight, labels, recipe="mxfp8").exp()), 3)
+    4.0
+    """
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    check_int("ignore_index", ignore_index, -(2**63), 2**63 - 1)
+    rows = 0 if chunk is None else check_int("chunk", chunk, 1, 2**63 - 1)
+    refuse_transforms("linear_cross_entropy", x, weight)
+    check_linear(x, weight, None)
+    _check_labels(labels, x, weight)
+    token, origin, backend = recipe_of_call(recipe, "linear_cross_entropy")
+    compute, grad = autocast_dtype(x.device.type) or x.dtype, torch.is_grad_enabled()
+    x, labels, shape = x.reshape(-1, x.shape[-1]), labels.reshape(-1).long(), labels.shape
+    is_seen = labels != ignore_index
+    wants = grad and x.requires_grad, grad and weight.requires_grad
+    call = LossCall(reduction, *wants, token, origin, backend, compute, rows)
+    loss = loss_of(x, weight, torch.where(is_seen, labels, 0), is_seen.float(), call)
+    return loss.view(shape) if reduction == "none" else loss
+
+
+def _check_labels(labels: object, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise where labels are not one integer for each row of x, or where there are no classes to choose from."""
+    if not isinstance(labels, torch.Tensor):
+        raise invalid_type("labels", type(labels), "a torch.Tensor of integers")
+    if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise invalid_type("labels", labels.dtype, "integers, one class for each token", "Use torch.int64.")
+    check_beside("labels", labels, x)
+    if labels.shape != x.shape[:-1]:
+        got, needed = f"shape {tuple(labels.shape)}", f"shape {tuple(x.shape[:-1])}: one class for each row of x"
+        raise invalid_value("labels", got, needed)
+    if not weight.numel():
+        raise invalid_value("weight", f"shape {tuple(weight.shape)}", "one class and one feature or more")
+    if isinstance(weight, Gathered):
+        raise NotSupportedError(
+            "linear_cross_entropy: got a weight that low_precision_all_gather gathers as codes, needed values. Leave "
+            "the head out of it: it is the module that multiplies with this weight."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- codes

@@ -17,7 +17,7 @@ from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends, context
 from microfloat.torch._typing import InitMethod, StateDict, WithBias
 from microfloat.torch._upper import upper
-from microfloat.torch.compile.linear import compiled_linear
+from microfloat.torch.compile.linear import MARKER, compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.linear.function import find_for, run_linear
 from microfloat.torch.linear.gathered_weight import NoValues, values_of
@@ -467,6 +467,32 @@ def linear(
             "microfloat.torch.Linear, or another recipe."
         )
     return call.forward(x)
+
+
+def recipe_of_call(recipe: Recipe | str | None, function: str) -> tuple[str, str, str]:
+    """The token of the recipe that a function without state runs, who has named it, and the backend.
+
+    `recipe` None: that of the ambient autocast. Raises NotSupportedError for recipes that need a layer's state.
+    """
+    pinned, pin_token = (UNPINNED, None) if recipe is None else _pinned(recipe)
+    if torch.compiler.is_compiling():
+        token, origin = context.recipe_here(pin_token)
+        if token == context.PLAIN and origin != "code":
+            torch.ops.microfloat.check_autocast_(MARKER, origin)
+        backend = context.asked().BACKEND
+    else:
+        state, origin = ambient(), "layer"
+        is_off = state is not None and not state.enabled
+        chosen = None if is_off else pinned if pinned is not UNPINNED else state.recipe if state is not None else None
+        token, backend = token_of(chosen), "auto" if state is None else state.backend
+    if token == context.PLAIN:
+        return context.token_of_high_precision(), origin, backend
+    if context.is_delayed(token) or context.is_static(token):
+        raise NotSupportedError(
+            f"{function}: got a recipe of delayed or static scaling, needed one without state between calls. Use "
+            "microfloat.torch.Linear, or another recipe."
+        )
+    return token, origin, backend
 
 
 def _pinned(recipe: Recipe | str) -> tuple[Recipe, str | None]:

@@ -1,0 +1,145 @@
+"""The product of a language model's head and its cross-entropy, one chunk of tokens after the other.
+
+    logits_CN = x_CK @ w_NK.T     loss = logsumexp(logits) - logits[label]     dy_CN = (softmax(logits) - onehot) * s
+
+Each chunk is a call of a Linear: its rows are the matrix that is quantized. The weight is quantized once for all
+chunks. dy is rounded to the dtype of the logits; `s` is the gradient of each token's loss. dx comes chunk by chunk, dw
+is the sum over chunks in float32, rounded once. Logits exist for one chunk at a time. Source: docs/numerics.md,
+section 6.
+
+Legend: T = tokens, C = tokens of a chunk, K = in features, N = out features (the vocabulary).
+"""
+
+import math
+import typing
+from typing import NamedTuple
+
+import torch
+
+from microfloat.errors import invalid_value
+from microfloat.passes import CastInputs
+from microfloat.recipes import Recipe
+from microfloat.torch._typing import Context, Maybe
+from microfloat.torch.backends.base import Operands
+from microfloat.torch.linear.function import Run, find
+from microfloat.torch.linear.observer import OBSERVERS, observed
+
+# The logits of a chunk, in the dtype of the product, take at most so many bytes.
+_MOST_BYTES = 2**30
+# Chunks that do not end the tokens are whole numbers of the largest block of a format.
+_BLOCK = 128
+
+
+class Head(NamedTuple):
+    """All of a call besides its tensors. `chunk`: tokens at a time, 0 for `default_chunk`."""
+
+    recipe: Recipe
+    backend: str
+    compute: torch.dtype
+    chunk: int
+
+
+Losses = tuple[torch.Tensor, Maybe, Maybe]  # of every token, dx, dw
+
+
+def default_chunk(tokens: int, vocabulary: int, compute: torch.dtype) -> int:
+    """Tokens of a chunk: the fewest equal chunks, in multiples of 128, whose logits take 1 GiB at most.
+
+    >>> default_chunk(8192, 128256, torch.bfloat16)
+    4096
+    """
+    most = max(_MOST_BYTES // (vocabulary * compute.itemsize) // _BLOCK * _BLOCK, _BLOCK)
+    chunks = max(math.ceil(tokens / most), 1)
+    return max(math.ceil(tokens / chunks / _BLOCK) * _BLOCK, _BLOCK)
+
+
+def run_chunks(
+    head: Head, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, factors: Maybe, seeds: Maybe,
+    wants_dx: bool, wants_dw: bool,
+) -> Losses:  # fmt: skip
+    """The loss of every token [T] in float32 and, with `factors` [T] for ``s``, the gradients that are wanted.
+
+    `labels`: in [0, N), of tokens that are left out too; `seeds`: a call seed for each chunk of a stochastic recipe.
+    """
+    tokens = x.shape[0]
+    chunk = head.chunk or default_chunk(tokens, weight.shape[0], head.compute)
+    _check_labels(labels, weight.shape[0])
+    loss_T = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    wants_dx, wants_dw = wants_dx and factors is not None, wants_dw and factors is not None
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_dx else None
+    sums = _Sum() if tokens > chunk else None
+    dw = torch.zeros(weight.shape, dtype=weight.dtype, device=x.device) if wants_dw and not tokens else None
+    made: tuple[tuple, Operands] | None = None  # operands of the weight, and all that they depend on besides it
+    for number, start in enumerate(range(0, tokens, chunk)):
+        rows = slice(start, start + chunk)
+        x_CK = x[rows]
+        key = (x_CK.shape, x_CK.stride(), x.dtype, x.get_device(), x_CK.data_ptr() & 15, x.is_neg())
+        schedule = find(key, x_CK, weight, None, head.recipe, head.backend, head.compute, wants_dx, wants_dw)
+        assert schedule is not None
+        if OBSERVERS:
+            schedule = observed(schedule, (), weight)
+        inputs = CastInputs(seed=None if seeds is None else seeds[number])
+        run, kept = Run(schedule, inputs, inputs, inputs), _Kept(wants_dx, wants_dw)
+        with schedule.scope():
+            if made is None or made[0] != schedule.weight_key:
+                made = schedule.weight_key, schedule.quantize_weight(weight, inputs)
+            run.kept, run.into = made[1], sums
+            dy = _losses(run.forward(kept.of(run), x_CK, weight, None), labels[rows], loss_T[rows], factors, rows)
+            if dy is not None:
+                dx_CK, dw_NK = run.backward(kept.of(run), dy)[:2]
+                if dx is not None:
+                    dx[rows] = dx_CK
+                dw = dw_NK if sums is None else dw
+    if sums is not None and sums.total is not None:
+        made = None  # its memory serves the rounded sum
+        dw = sums.total.to(weight.dtype)
+    return loss_T, dx, dw
+
+
+def _losses(logits: torch.Tensor, labels: torch.Tensor, into: torch.Tensor, factors: Maybe, rows: slice) -> Maybe:
+    """Write the loss of each row of logits, by a softmax in float32, and make its gradient in their dtype."""
+    dtype, labels = logits.dtype, labels[:, None]
+    log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
+    del logits
+    log_p_of_label = log_p.gather(1, labels)  # a GPU asserts that the labels are in range
+    torch.neg(log_p_of_label[:, 0], out=into)
+    if factors is None:
+        return None
+    s = factors[rows, None]
+    of_label = log_p_of_label.exp_().mul_(s).sub_(s)
+    return log_p.exp_().mul_(s).scatter_(1, labels, of_label).to(dtype)
+
+
+def _check_labels(labels: torch.Tensor, vocabulary: int) -> None:
+    """Raise InvalidValueError for the first label that is no class. Not on a GPU, which would have to be waited for."""
+    if labels.device.type != "cpu" or not labels.numel():
+        return
+    if int(labels.min()) < 0 or int(labels.max()) >= vocabulary:
+        at = int(((labels < 0) | (labels >= vocabulary)).nonzero()[0, 0])
+        got, needed = f"{int(labels[at])} for token {at}", f"classes in [0, {vocabulary}), or ignore_index"
+        raise invalid_value("labels", got, needed)
+
+
+class _Kept:
+    """The part of torch's `ctx` that a `Run` needs between its forward and its backward."""
+
+    def __init__(self, wants_dx: bool, wants_dw: bool) -> None:
+        self.wanted = False, wants_dx, wants_dw, False
+        self.saved_tensors: tuple[Maybe, ...] = ()
+
+    def of(self, run: Run) -> Context:
+        """Itself, as the context of a run."""
+        self.run = run
+        return typing.cast(Context, self)
+
+    def save_for_backward(self, *tensors: Maybe) -> None:
+        self.saved_tensors = tensors
+
+
+class _Sum:
+    """The sum of the weight's gradients in float32."""
+
+    total: torch.Tensor | None = None
+
+    def add(self, dw: torch.Tensor) -> None:
+        self.total = dw if self.total is None else self.total.add_(dw)
