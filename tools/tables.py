@@ -11,6 +11,7 @@ import features_table
 import files_table
 import jax_tables
 import measured_table
+import shares_table
 import support_table
 import user_tables
 import wire_table
@@ -25,6 +26,7 @@ TOOLS = (
     families_table,
     features_table,
     files_table,
+    shares_table,
 )
 BLOCKS = [block for tool in TOOLS for block in tool.BLOCKS]
 

@@ -38,6 +38,20 @@ def test_a_cell_of_the_short_table_holds_one_word_or_one_figure(tool):
     assert all(re.fullmatch(r"(runs|fast|-)\*?|\d\.\d\dx", cell) for row in rows for cell in row[1:])
 
 
+@pytest.mark.slow("needs a training package that make test does not install")
+def test_the_shares_of_experts_are_those_of_reports(tool):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    shares, block = tool("shares_table"), tool("marked_block")
+    assert block.read_block(shares.PAGE.read_text(), shares.BLOCK) == shares.shares_table()
+    found = shares.counted("GptOss", {"num_hidden_layers": 1, "num_local_experts": 2})
+    width, hidden, heads, kv = 2880, 2880, 64 * 64, 8 * 64  # of the published model
+    assert found["experts"] == 2 * (2 * hidden * width + 2 * hidden + width * hidden + width)
+    assert found["others"] == 2 * width * heads + heads + width + 2 * (width * kv + kv)
+    assert found["left"] == 2 * 201088 * width
+    rest = found["all"] - found["experts"] - found["others"] - found["left"]
+    assert rest == 3 * width + 2 * width + 2 + 64  # norms, router, sinks
+
+
 def test_no_cell_of_the_peers_holds_two_figures(tool):
     peers = tool("peers_table")
     lines = [line for line in peers.peers_table().splitlines() if line.startswith("|")][2:]
