@@ -604,10 +604,15 @@ def test_every_expert_has_a_scale_of_its_own(fmt) -> None:
 
 def test_tiles_that_two_experts_would_share_are_refused_in_words() -> None:
     """Rows of a group are free; those of an expert's weight are not, where tiles cover several."""
-    experts = nn.ModuleList([mf.GroupedLinear(3, 256, 192, dtype=torch.bfloat16)])
+    model = nn.ModuleList([nn.Linear(64, 64), mf.GroupedLinear(3, 256, 192, dtype=torch.bfloat16)])
     needed = "multiples of 128 rows, so that no tile holds rows of two experts. Take a format without tiles"
     with pytest.raises(InvalidValueError, match=f"got experts of 192 rows under fp8_128x128, needed {needed}"):
-        mf.quantize_(experts, WeightOnly("fp8_128x128"))
+        mf.quantize_(model, WeightOnly("fp8_128x128"))
+    assert type(model[0]) is nn.Linear, "nothing changes"
+    mf.quantize_(model, WeightOnly("fp8_128x128"), filter=lambda name, layer: name != "1")
+    alone = nn.ModuleList([mf.GroupedLinear(1, 256, 192)])
+    mf.quantize_(alone, WeightOnly("fp8_128x128"))  # whose tiles are its own
+    assert alone[0].weight.dequantize().shape == (1, 192, 256)
 
 
 def test_gates_of_experts_share_scales_with_their_ups() -> None:

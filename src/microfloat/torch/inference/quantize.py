@@ -188,6 +188,8 @@ def plan_storage(
     if not configs:
         are_stored = any(_is_stored(layer) for layer in layers.values())
         raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
+    for name, chosen in configs.items():
+        _check_tiles(name, layers[name], chosen)
     return Storage(layers, rows, wishes, configs, fused, embeddings)
 
 
@@ -369,6 +371,20 @@ def _why_not_stored(layer: nn.Module, config: Recipe | None) -> str | None:
     if isinstance(layer, nn.Embedding) and config is not None and config.fprop.rhs.format.is_tile:  # type: ignore[union-attr]
         return f"a lookup reads rows, and a tile of {config.fprop.rhs.format} has several"  # type: ignore[union-attr]
     return None
+
+
+def _check_tiles(name: str, layer: nn.Module, config: Config) -> None:
+    """Refuse experts of which two would have rows in one tile, before anything changes."""
+    fmt = cast(Cast, config.fprop.rhs).format
+    height = fmt.block[0] or 1
+    for key, is_turned in turned_in(layer).items() if is_experts(layer) else [("weight", False)]:
+        number, *sizes = cast(torch.Tensor, layer._parameters[key]).shape
+        if fmt.is_tile and len(sizes) > 1 and number > 1 and sizes[is_turned] % height:
+            raise with_path(invalid_value(
+                "config", f"experts of {sizes[is_turned]} rows under {fmt}",
+                f"multiples of {height} rows, so that no tile holds rows of two experts",
+                f"Take a format without tiles, or leave the layer out: filter=lambda name, layer: name != {name!r}.",
+            ), name if key == "weight" else f"{name}.{key}")  # fmt: skip
 
 
 def _shared_amax(weights: Sequence[torch.Tensor], cast: Cast, search: str | None) -> torch.Tensor | None:
