@@ -157,4 +157,4 @@ def remark_on(module: nn.Module, model: nn.Module) -> str:
     number = len(next(iter(matrices_of(module).values())))
     total = sum(one.numel() for one in model.parameters() if not is_lazy(one))
     share = sum(one.numel() for one in module.parameters()) / total
-    return f"{number} experts, {share:.1%} of the model's parameters"
+    return f"{number} experts, {share:.1%} of the model's parameters a layer"
