@@ -157,6 +157,7 @@ def test_a_layer_of_experts_stands_under_the_name_of_its_module():
     assert row.reason.endswith("% of the model's parameters a layer")  # one line of the table may stand for several
     assert report.share == 1 or report.share > 0.99
     assert not report.unseen
+    assert "Routed(\n  recipe=MXFP8" in repr(model.layers[1]["experts"])
     explained = next(row for row in mf.explain(model) if row.name == PATH)
     assert explained.recipe == MXFP8BlockScaling()
     assert explained.shape == (K, 2 * N)

@@ -171,6 +171,10 @@ class ExpertsLayer(RecipeLayer):
         for name in ("_form", "_pinned", "_pin_token", "_path", "_number", "backend"):
             self.__dict__.pop(name, None)
 
+    def extra_repr(self) -> str:
+        """The original's words, and the pinned recipe."""
+        return super().extra_repr().removeprefix(", ")
+
     @property
     def is_stored(self) -> bool:
         """True if a matrix of experts exists as codes only."""
