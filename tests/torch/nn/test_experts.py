@@ -118,6 +118,7 @@ def converted(recipe, **fields):
     return model, mf.convert(model, recipe)
 
 
+@pytest.mark.slow_cases("further cases of a checked kind", all_but=("mxfp8-gpt-oss", "fp8_row-no gate"))
 @pytest.mark.parametrize(
     "fields",
     [{}, {"has_gate": False}, {"has_bias": True, "turned": True}, {"turned": True}, {"normed": True}],
@@ -284,6 +285,7 @@ def test_products_keep_no_layer_alive():
         gc.enable()
 
 
+@pytest.mark.slow_cases("further cases of a checked kind", all_but=("delayed",))
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), DelayedScaling()], ids=["mxfp8", "delayed"])
 def test_checkpointing_gives_the_same_gradients(recipe):
     model, _ = converted(recipe)
@@ -294,6 +296,7 @@ def test_checkpointing_gives_the_same_gradients(recipe):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow("sums that autograd makes")
 def test_gradients_accumulate():
     model, _ = converted("mxfp8")
     sums = [torch.zeros_like(one) for one in model.parameters()]
@@ -368,8 +371,15 @@ def test_experts_that_cannot_be_converted_are_named_with_the_reason():
     report = mf.convert(model, "mxfp8")
     assert report.skipped["layers.0.experts"].startswith("its forward was replaced on the instance")
     assert report.skipped[PATH].startswith("its down_proj has torch.float8_e4m3fn: another library has quantized it")
+    packed = type("Mxfp4Experts", (nn.Module,), {"__module__": __name__})()
+    packed.blocks = nn.Parameter(torch.zeros(E, N, 1, 16, dtype=torch.uint8), requires_grad=False)
+    report = mf.convert(nn.ModuleDict({"up": nn.Linear(8, 8), "experts": packed}), "mxfp8")
+    (row,) = report.unseen
+    assert row.name == "experts"
+    assert "blocks of Mxfp4Experts: torch.uint8, another library has quantized it" in row.reason
 
 
+@pytest.mark.slow_cases("further cases of a checked kind", all_but=("EKN-nvfp4",))
 @pytest.mark.parametrize("config", [mf.WeightOnly("nvfp4"), mf.WeightOnly("fp8_tensor"), mf.WeightActivation("mxfp8")],
                          ids=["nvfp4", "fp8_tensor", "mxfp8"])  # fmt: skip
 @pytest.mark.parametrize("turned", [False, True], ids=["ENK", "EKN"])
@@ -427,6 +437,7 @@ def test_states_of_quantized_experts_load_into_quantized_experts():
         assert torch.equal(again(*inputs()), model(*inputs()))
 
 
+@pytest.mark.slow_cases("further cases of a checked kind", all_but=("before",))
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_static_scales_of_experts_are_calibrated(before):
     torch.manual_seed(0)
@@ -445,6 +456,7 @@ def test_static_scales_of_experts_are_calibrated(before):
     assert torch.isfinite(model(*inputs())).all()
 
 
+@pytest.mark.slow_cases("further cases of a checked kind", all_but=("EKN-delayed",))
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), DelayedScaling(reduce_amax=False)], ids=["mxfp8", "delayed"])
 @pytest.mark.parametrize("fields", [{}, {"turned": True, "has_bias": True}], ids=["ENK", "EKN"])
 def test_fsdp2_shards_converted_experts(recipe, fields):

@@ -15,6 +15,7 @@ from microfloat.torch.tensor.checks import INPUT_DTYPES
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 _ADAPTER = "microfloat.torch.register_experts says how"
+_QUANTIZED = "another library has quantized it; microfloat.torch.load_quantized reads such files into a plain model"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -52,7 +53,7 @@ def why_not_experts(module: nn.Module) -> str:
         if getattr(matrix, "ndim", 0) != 3:
             return f"its {name} is no parameter of three dimensions"
         if matrix.dtype not in INPUT_DTYPES and not isinstance(matrix, QuantizedTensor):
-            return f"its {name} has {matrix.dtype}: another library has quantized it"
+            return f"its {name} has {matrix.dtype}: {_QUANTIZED}"
     if parametrize.is_parametrized(module):
         return "its parameters are computed by a parametrization; convert the model before that"
     if hasattr(module, "products"):
@@ -143,8 +144,11 @@ def why_unseen(module: nn.Module) -> str:
     if is_experts(module):
         return "a layer of experts that was not asked for"
     held = [(key, one) for key, one in module._parameters.items() if one is not None and not is_lazy(one)]
-    solid = [key for key, one in held if one.dim() == 3 and one.shape[0] > 1]
-    flat = [key for key, one in held if one.dim() == 2 and "expert" in kind.__name__.lower()]
+    is_named = "expert" in kind.__name__.lower()
+    solid = [key for key, one in held if one.shape[:1].numel() > 1 and (one.dim() == 3 or (one.dim() > 3 and is_named))]
+    flat = [key for key, one in held if one.dim() == 2 and is_named]
+    if solid and is_named and (dtype := module._parameters[solid[0]].dtype) not in INPUT_DTYPES:  # type: ignore[union-attr]
+        return f"{', '.join(solid)} of {kind.__name__}: {dtype}, {_QUANTIZED}"
     if solid:
         return f"{', '.join(solid)}: matrices of experts? {kind.__name__} is not known; {_ADAPTER}"
     return f"{', '.join(flat)}: experts in two dimensions? {kind.__name__} is not known" if flat else ""
