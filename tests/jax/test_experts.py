@@ -232,3 +232,60 @@ def test_grouped_products_take_what_lax_takes():
         assert (shape.shape, shape.dtype) == ((5, 8), jnp.bfloat16)
         with pytest.raises(NotSupportedError, match="group_offset: got an offset"):
             front(x, kernels, sizes, group_offset=jnp.array([1]))
+
+
+def modules_of(function, *arguments):
+    """Names of the modules that a watched function reads."""
+    _, readings = jax.eval_shape(function, *arguments)
+    return {label.module for label in readings.labels}
+
+
+FEW = {"metrics": ("amax",), "what_if": ()}
+
+
+def test_watches_name_the_products_of_experts():
+    """In linen the name of the op; one that has none is its module's, under a pinned recipe and under an autocast."""
+    model, x = LinenExperts(ml.ragged_dot_cls("fp8_row")), (X, jnp.array([5, 0, 19, 0]))
+    variables = jax.eval_shape(model.init, jax.random.key(0), *x)
+
+    def watched(model):
+        gradient = jax.grad(lambda variables: model.apply(variables, *x).sum())
+        return mj.watch_outputs(gradient, **FEW)
+
+    assert modules_of(watched(model), variables) == {"LinenExperts.up_dot", "LinenExperts.down_dot"}
+
+    class Unnamed(nn.Module):
+        ragged_dot_cls: Any
+        dot_general_cls: Any
+
+        @nn.compact
+        def __call__(self, x, sizes):
+            x = nn.Dense(D, dot_general_cls=self.dot_general_cls)(x)
+            return self.ragged_dot_cls()(x, self.param("kernel", nn.initializers.ones, (G, D, F)), sizes)
+
+    class Model(nn.Module):
+        recipe: Any = None
+
+        @nn.compact
+        def __call__(self, x, sizes):
+            return Unnamed(ml.ragged_dot_cls(self.recipe), ml.dot_general_cls(self.recipe), name="experts")(x, sizes)
+
+    named = {"Model.experts", "Model.experts.Dense_0"}
+    variables = jax.eval_shape(Model().init, jax.random.key(0), *x)
+    assert modules_of(watched(Model("fp8_row")), variables) == named
+    with mj.autocast("fp8_row"):
+        assert modules_of(watched(Model()), variables) == named
+
+
+def test_nnx_watches_name_the_products_of_experts():
+    model = nnx.Dict(mixture=Mixture(nnx.Rngs(0)), one=OneProduct(lax.ragged_dot))
+    mnnx.convert(model, "fp8_row")
+
+    def loss(model):
+        y = model["one"](X[:, :16], jnp.array([4, 0, 20]))
+        return model["mixture"](X).sum() + y.sum()
+
+    watched = nnx.jit(mnnx.watch_outputs(lambda model: mnnx.grad(loss)(model), **FEW))
+    _, readings = nnx.eval_shape(watched, model)
+    names = {"mixture.experts.up_dot", "mixture.experts.down_dot", "one"}
+    assert {label.module for label in readings.labels} == names

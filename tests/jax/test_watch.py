@@ -238,3 +238,43 @@ def test_layers_of_nnx_have_their_names_and_their_state():
     assert_same_bits(nnx.state(model), nnx.state(plain))
     assert int(model.calls[...]) == 1
     assert seen(readings) == of_modules("layers.0", "layers.1")
+
+
+@pytest.mark.slow_cases("further recipes", all_but=("mxfp4",))
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp4", "fp8_row", "nvfp4"])
+def test_groups_of_rows_are_one_tensor(name):
+    """Of a `ragged_dot`: errors over the rows of all groups, as the oracle casts each group; padding counts nowhere."""
+    recipe, sizes = from_name(name), (9, 0, 40, 20)
+    op, groups = mj.ragged_dot(recipe), [X[:9], X[9:49], X[49:69]]
+    w = np.stack([W, 2 * W, 4 * W, 8 * W])
+    seed = {"seed": 7} if recipe.is_stochastic else {}
+    x = np.concatenate([groups[0], 100 * groups[1], groups[2], np.full((11, 96), 1e4, np.float32)])
+    groups = [x[:9], x[9:49], x[49:69]]
+
+    def step(x, w):
+        return jax.value_and_grad(lambda x, w: (op(x, w, jnp.asarray(sizes), **seed) ** 2).sum(), argnums=(0, 1))(x, w)
+
+    wanted = ("sqnr_db", "underflow", "zeros", "amax", "nan", "relative_error", "cosine", "scale_histogram")
+    results, readings = jax.jit(mj.watch_outputs(step, metrics=wanted, what_if=("mxfp8",)))(x, w)
+    assert_same_bits(results, jax.jit(step)(x, w))
+    assert seen(readings) == of_modules("dot_general")
+    records = readings.records()
+    for cast in (recipe.fprop.lhs, "mxfp8"):
+        made = [reference.quantize(rows, cast) for rows in groups]
+        values, fmt = np.concatenate([reference.dequantize(q) for q in made]), made[0].format
+        found = {one.metric: one.value for one in records if one[2:5] == ("fprop", "x", fmt.name)}
+        for metric in ("sqnr_db", "underflow", "zeros"):
+            assert found[metric] == pytest.approx(getattr(metrics, metric)(x[:69], values), rel=1e-4), metric
+        if made[0].scale.dtype == "uint8":
+            scales = np.concatenate([q.scale for q in made])
+            assert found["scale_histogram"] == metrics.scale_histogram(scales, fmt.scale)
+    of_w = {one.metric: one.value for one in records if one[2:4] == ("fprop", "w")}
+    assert of_w["amax"] == 8 * np.abs(W).max()
+    for gemm, operand in (("fprop", "y"), ("dgrad", "dx"), ("wgrad", "dw")):
+        errors = {one.metric: one.value for one in records if one[2:4] == (gemm, operand)}
+        assert 0 < errors["relative_error"] < 0.3
+        assert errors["nan"] == 0
+    errors = {one.metric: one.value for one in records if one.operand == "y"}
+    y = np.asarray(op(x, w, jnp.asarray(sizes), **seed))[:69]
+    exact = np.concatenate([rows.astype(np.float64) @ w[g] for g, rows in zip((0, 2, 3), groups, strict=True)])
+    assert (errors["relative_error"], errors["cosine"]) == pytest.approx(metrics.gemm_error(exact, y), rel=1e-4)

@@ -8,7 +8,7 @@ float32, in units of a power of two that brings the numbers near 1 and comes fir
 Legend: M = rows of x, K = in features, N = out features; R, C = rows and contraction length of an operand form.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +36,10 @@ from microfloat.watching import (
     largest_byte,
 )
 
-__all__ = ["Subject", "observe_backward", "observe_forward", "seen_by_backward", "shown_p", "watching"]
+__all__ = [
+    "BlocksOfGroups", "Subject", "observe_backward", "observe_forward", "observe_groups_backward",
+    "observe_groups_forward", "seen_by_backward", "shown_p", "watching",
+]  # fmt: skip
 
 
 class Subject(NamedTuple):
@@ -97,7 +100,7 @@ def seen_by_backward(x_MK: Array, w_NK: Array) -> tuple[Array, Array] | None:
     if watching.value is None:
         return None
     part = watching.value.part(x_MK.shape[1])
-    return x_MK[:, part], w_NK[:, part]
+    return x_MK[:, part], w_NK[..., part]
 
 
 def observe_backward(
@@ -117,6 +120,107 @@ def observe_backward(
     return _shown(call.config.recipe, "backward", readings, *results)  # type: ignore[return-value]
 
 
+class BlocksOfGroups(NamedTuple):
+    """A call of `ragged_dot` as its readings see it; their vectors have an axis of blocks, or of groups.
+
+    `is_used` [B, P]: rows of blocks that hold a row of a group. ``quantized(operand, cast, x_BPC, words)``: the operand
+    of every block. ``of_group(w_GNK)``: the matrix of each block's group. ``for_each(function, *arrays)``:
+    ``function(call, *arrays)`` for each group. ``sums(x_BNK)``: the sum over the blocks of each group.
+    """
+
+    call: Call
+    is_used: Array
+    gather: Callable[[Array], Array]
+    quantized: Callable[..., reference.Matrix]
+    of_group: Callable[[Array], Array]
+    for_each: Callable[..., Any]
+    sums: Callable[[Array], Array]
+
+
+def observe_groups_forward(
+    groups: BlocksOfGroups, x_TK: Array, w_GNK: Array, y_BPN: Array, y_TN: Array, *, stage: str
+) -> Array:
+    """`observe_forward` for the groups of rows of a `ragged_dot`."""
+    watch, call = watching.value, groups.call
+    if watch is None or not y_TN.size:
+        return y_TN
+    x, w, y = map(lax.optimization_barrier, (x_TK, w_GNK, y_BPN))
+    uses, subjects = (True, stage == "kept"), []
+
+    def of_weight(call: Call, w_NK: Array) -> list[Array]:
+        found = _operand(watch, call, "w", w_NK, uses)
+        subjects[:] = [subject for subject, _ in found]
+        return [numbers for _, numbers in found]
+
+    readings = _operand_of_groups(watch, groups, "x", x, uses)
+    numbers = groups.for_each(of_weight, w)
+    readings += zip(subjects, numbers, strict=True)
+    readings += _product_of_groups(watch, groups, "fprop", "y", y_TN, y, groups.gather(x), w)
+    return _shown(call.config.recipe, stage, readings, y_TN)[0]
+
+
+def observe_groups_backward(
+    groups: BlocksOfGroups, seen: tuple[Array, Array] | None, dy_TN: Array, dx_BPK: Array, dw_GNK: Array,
+    results: tuple[Array, Array],
+) -> tuple[Array, Array]:  # fmt: skip
+    """`observe_backward` for the groups of rows of a `ragged_dot`; `results` are dx_TK and dw."""
+    watch, call = watching.value, groups.call
+    if watch is None or seen is None or not dy_TN.size:
+        return results
+    dy, dx, dw = map(lax.optimization_barrier, (dy_TN, dx_BPK, dw_GNK))
+    readings, blocks = _operand_of_groups(watch, groups, "dy", dy, (True, True)), groups.gather(dy)
+    inputs, outputs = watch.part(dx.shape[2]), watch.part(dy.shape[1])
+    x_columns, w_columns = seen
+    others = w_columns.swapaxes(1, 2)
+    readings += _product_of_groups(watch, groups, "dgrad", "dx", results[0], dx[..., inputs], blocks, others)
+    subject = Subject("wgrad", "dw", formats_of(call.config.recipe.wgrad), "")
+    readings.append(_tensor(subject, dw))
+    if watch.metrics.intersection(OF_PRODUCT):
+        pair = blocks[..., outputs].astype(jnp.float32), groups.gather(x_columns).astype(jnp.float32)
+        exact = groups.sums(jnp.einsum("bpn,bpk->bnk", *pair, precision=lax.Precision.HIGHEST))
+        readings.append((subject._replace(kind="product"), jax.vmap(_errors)(exact, dw[:, outputs, inputs])))
+    return _shown(call.config.recipe, "backward", readings, *results)  # type: ignore[return-value]
+
+
+def _operand_of_groups(
+    watch: Measured, groups: BlocksOfGroups, tensor: str, x_TC: Array, uses: tuple[bool, bool]
+) -> Readings:
+    """Readings of a tensor whose groups of rows are quantized separately; those of noise are left out."""
+    if tensor not in watch.tensors:
+        return []
+    x_BPC = groups.gather(x_TC)
+    subject, is_plain, asked = _asked(watch, groups.call, tensor, x_TC.dtype, x_BPC.shape[1:], uses)
+    readings = [_tensor(subject, x_TC)]
+    if is_plain and watch.metrics.intersection(OF_SAMPLE):
+        plain = jax.vmap(lambda x, used: _rows(watch, x.astype(jnp.float32), used[:, None] & jnp.isfinite(x), None))
+        readings.append((subject, plain(x_BPC, groups.is_used)))
+    for operand, cast, words in asked:
+
+        def of_block(x_PC: Array, used: Array, quantized: Any, operand: Operand = operand, cast: Cast = cast) -> Array:
+            made = _made(watch, operand, cast, x_PC, quantized, used)
+            return _rows(watch, made.x, made.finite, made)
+
+        quantized = groups.quantized(operand, cast, x_BPC, words)
+        subject = Subject(operand.gemm, tensor, cast.format.name, "rows", cast.format.scale)
+        readings.append((subject, jax.vmap(of_block)(x_BPC, groups.is_used, quantized)))
+    return readings
+
+
+def _product_of_groups(
+    watch: Measured, groups: BlocksOfGroups, gemm: str, name: str, whole: Array, result_BPN: Array, a_BPC: Array,
+    b_GNC: Array,
+) -> Readings:  # fmt: skip
+    """`_product` of every block with the matrix of its group; rows of no group count in `whole` alone."""
+    subject = Subject(gemm, name, formats_of(getattr(groups.call.config.recipe, gemm)), "")
+    readings = [_tensor(subject, whole)]
+    if watch.metrics.intersection(OF_PRODUCT):
+        rows, cols = watch.part(a_BPC.shape[1]), watch.part(b_GNC.shape[1])
+        a, b = a_BPC[:, rows].astype(jnp.float32), groups.of_group(b_GNC[:, cols]).astype(jnp.float32)
+        exact = jnp.einsum("bpc,bnc->bpn", a, b, precision=lax.Precision.HIGHEST)
+        readings.append((subject._replace(kind="product"), jax.vmap(_errors)(exact, result_BPN[:, rows, cols])))
+    return readings
+
+
 def _shown(recipe: Recipe, stage: str, readings: Readings, *results: Array) -> tuple[Array, ...]:
     subjects = tuple(subject for subject, _ in readings)
     numbers = [lax.stop_gradient(numbers) for _, numbers in readings]
@@ -130,29 +234,33 @@ def _operand(watch: Measured, call: Call, tensor: str, matrix: Array, uses: tupl
     """Readings of both operands of a tensor that are in use, and of the formats that might be."""
     if tensor not in watch.tensors or not matrix.size:
         return []
-    operands, made = OPERANDS_OF[tensor], []
-    for operand, used in zip(operands, uses, strict=True):
-        is_cast = used and not (operand.transposed and call.reuses(tensor))
-        made.append(call.cast_of(operand, matrix.shape) if is_cast else None)
-    first = made[0]
-    name = matrix.dtype.name if first is None else first.cast.format.name
-    subject = Subject(operands[0].gemm, tensor, name, "rows")
+    subject, is_plain, asked = _asked(watch, call, tensor, matrix.dtype, matrix.shape, uses)
     readings = [_tensor(subject, matrix)]
-    if first is None and watch.metrics.intersection(OF_SAMPLE):
+    if is_plain and watch.metrics.intersection(OF_SAMPLE):
         rows = matrix[watch.part(len(matrix))].astype(jnp.float32)
         readings.append((subject, _rows(watch, rows, jnp.isfinite(rows), None)))
-    in_use = [None if one is None else one.cast for one in made]
-    asked: list[Any] = [(operand, cast, call.seed.words) for operand, cast in zip(operands, in_use, strict=True)]
-    asked += [(operands[0], cast, np.zeros(2, np.uint32)) for cast in watch.not_in_use(in_use)]
     for operand, cast, words in asked:
-        if cast is None:
-            continue
         one = _quantized(watch, call, operand, cast, matrix, words)
         subject = Subject(operand.gemm, tensor, cast.format.name, "rows", cast.format.scale)
         readings.append((subject, _rows(watch, one.x, one.finite, one)))
         if cast.is_stochastic and "sr_noise" in watch.metrics:
             readings.append(_noise(subject, watch, call, operand, cast, matrix))
     return readings
+
+
+def _asked(
+    watch: Measured, call: Call, tensor: str, dtype: np.dtype, shape: tuple[int, ...], uses: tuple[bool, bool]
+) -> tuple[Subject, bool, list[tuple[Operand, Cast, Any]]]:
+    """The subject of a tensor, True if its first operand has no Cast, and casts in use and others, with their seeds."""
+    operands, made = OPERANDS_OF[tensor], []
+    for operand, used in zip(operands, uses, strict=True):
+        is_cast = used and not (operand.transposed and call.reuses(tensor))
+        made.append(call.cast_of(operand, shape) if is_cast else None)
+    name = dtype.name if made[0] is None else made[0].cast.format.name
+    in_use = [None if one is None else one.cast for one in made]
+    asked = [(operand, cast, call.seed.words) for operand, cast in zip(operands, in_use, strict=True) if cast]
+    asked += [(operands[0], cast, np.zeros(2, np.uint32)) for cast in watch.not_in_use(in_use)]
+    return Subject(operands[0].gemm, tensor, name, "rows"), made[0] is None, asked
 
 
 def _tensor(subject: Subject, matrix: Array) -> tuple[Subject, Array]:
@@ -164,7 +272,10 @@ def _tensor(subject: Subject, matrix: Array) -> tuple[Subject, Array]:
 
 
 class _Made(NamedTuple):
-    """Rows of an operand form, finite or 0, the values that a cast made of them, and all its codes and scales."""
+    """Rows of an operand form, finite or 0, the values that a cast made of them, and all its codes and scales.
+
+    `used`: for every scale, True if it is counted; None for all.
+    """
 
     x: Array
     finite: Array
@@ -172,6 +283,7 @@ class _Made(NamedTuple):
     operand: reference.Matrix
     cast: Cast
     part: slice
+    used: Array | None
 
 
 def _quantized(
@@ -183,12 +295,26 @@ def _quantized(
     pair = (None, one) if turned else (one, None)
     made = casts.cast_both(matrix, *pair, inputs, axes=call.axes(matrix), backend="reference")
     quantized: Any = made.column if turned else made.row
+    return _made(watch, operand, cast, matrix, quantized)
+
+
+def _made(
+    watch: Measured, operand: Operand, cast: Cast, matrix: Array, quantized: reference.Matrix,
+    used: Array | None = None,
+) -> _Made:  # fmt: skip
+    """The measured rows of an operand; `used`: rows of `matrix` that count, None for all."""
+    turned, scale = operand.transposed, quantized.scale
     form = widened(matrix.T if turned else matrix)
     values = reference.dequantize_matrix(quantized, cast.format, cast.hadamard, form.shape[1])
     part = watch.part(form.shape[0])
     finite = jnp.isfinite(form[part])
+    if used is not None:
+        finite &= used if turned else used[part, None]
+        along = scale.shape[1 if turned else 0] if scale.ndim == 2 else 1
+        blocks = jnp.pad(used, (0, -used.size % along)).reshape(along, -1).any(axis=1)
+        used = jnp.broadcast_to(blocks if turned or scale.ndim < 2 else blocks[:, None], scale.shape)
     x, q = (jnp.where(finite, rows[part], 0) for rows in (form, values))
-    return _Made(x, finite, q, quantized, cast, part)
+    return _Made(x, finite, q, quantized, cast, part, used)
 
 
 def _rows(watch: Measured, x_RC: Array, finite: Array, made: _Made | None) -> Array:
@@ -208,7 +334,7 @@ def _rows(watch: Measured, x_RC: Array, finite: Array, made: _Made | None) -> Ar
             flushed, zero = (is_zero & (made.x != 0)).sum(), (is_zero & finite).sum()
             clipped = _clipped(made) if "clip" in wanted else 0
         if wanted.intersection(OF_SCALES):
-            scales = _scales(made.operand.scale)
+            scales = _scales(made.operand.scale, made.used)
         if "error_by_magnitude" in wanted:
             binades = _binades(x, error)
     if wanted.intersection(OF_SAMPLE):
@@ -237,13 +363,15 @@ def _clipped(made: _Made) -> Array:
     return (jnp.abs(x) > limit[made.part]).sum()
 
 
-def _scales(scale: Array) -> Array:
+def _scales(scale: Array, used: Array | None) -> Array:
     """Counts of float32 scales at their limits, and of all scales by byte; of float32 by the byte of the exponent."""
     flat, at_limits = scale.reshape(-1), (0, 0)
+    counted = True if used is None else used.reshape(-1)
     if flat.dtype == jnp.float32:
-        at_limits = ((flat <= 2.0**-126) & (flat != 0)).sum(), (flat >= 2.0**126).sum()
+        at_limits = ((flat <= 2.0**-126) & (flat != 0) & counted).sum(), ((flat >= 2.0**126) & counted).sum()
         flat = lax.bitcast_convert_type(flat, jnp.uint32) >> 23
-    edges = jnp.searchsorted(jnp.sort(flat.astype(jnp.int32)), jnp.arange(SCALES + 1, dtype=jnp.int32))
+    flat = jnp.where(counted, flat.astype(jnp.int32), SCALES)  # behind the last edge
+    edges = jnp.searchsorted(jnp.sort(flat), jnp.arange(SCALES + 1, dtype=jnp.int32))
     return jnp.concatenate([_stacked(*at_limits), jnp.diff(edges).astype(jnp.float32)])
 
 
@@ -279,12 +407,16 @@ def _product(
     if watch.metrics.intersection(OF_PRODUCT):
         a, b = (matrix.astype(jnp.float32) for matrix in (a_RC, b_SC))
         exact = jnp.matmul(a, b.T, precision=lax.Precision.HIGHEST)
-        counted = jnp.isfinite(exact)
-        exact, unit = _near_one(jnp.where(counted, exact, 0))
-        error = jnp.where(counted, result.astype(jnp.float32), 0) / unit - exact
-        numbers = _stacked(unit, (exact * exact).sum(), (error * error).sum(), (exact * error).sum())
-        readings.append((subject._replace(kind="product"), numbers))
+        readings.append((subject._replace(kind="product"), _errors(exact, result)))
     return readings
+
+
+def _errors(exact: Array, result: Array) -> Array:
+    """The numbers of `watching.of_product`, behind the power of two in units of which they are."""
+    counted = jnp.isfinite(exact)
+    exact, unit = _near_one(jnp.where(counted, exact, 0))
+    error = jnp.where(counted, result.astype(jnp.float32), 0) / unit - exact
+    return _stacked(unit, (exact * exact).sum(), (error * error).sum(), (exact * error).sum())
 
 
 def _near_one(x: Array) -> tuple[Array, Array]:

@@ -34,6 +34,7 @@ from microfloat.jax.backends.reference import Noise
 from microfloat.jax.calls import Call, Config, Op, Seed, check_shards, named, place, words_of
 from microfloat.jax.numerics.bits import as_float, hadamard_transform, measured_bits, widened
 from microfloat.jax.numerics.scales import block_amax_bits, to_tiles
+from microfloat.jax.observing import BlocksOfGroups, observe_groups_backward, observe_groups_forward, seen_by_backward
 from microfloat.jax.scaling import DelayedState
 from microfloat.operands import GEMMS, OPERANDS, OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Recipe
@@ -214,6 +215,7 @@ class _Kept(NamedTuple):
     amaxes: dict[str, Array]
     no_x: Array
     no_w: Array
+    seen: tuple[Array, Array] | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -231,7 +233,7 @@ def _forward(
     if config.recipe.is_stochastic:
         groups.call.check_seed()
     y_TN, w, x, amaxes = groups.forward(x_TK, w_GNK, keeps=True)
-    kept = _Kept(w, x, sizes, words, state, amaxes, x_TK[:0], w_GNK[:, :0])
+    kept = _Kept(w, x, sizes, words, state, amaxes, x_TK[:0], w_GNK[:, :0], seen_by_backward(x_TK, w_GNK))
     return (checkpoint_name(y_TN, calls.OUTPUT_NAME), state), kept
 
 
@@ -259,6 +261,10 @@ class _Groups:
         self.call = self._call_of(None, state)
         rows = x_TK.shape[0]
         self._blocks = _blocks(sizes, rows, _rows_of_block(config.recipe, rows, self._count))
+        self._seen = BlocksOfGroups(
+            self.call, self._blocks.rows < rows, self._blocks.gather, self._quantized, self._blocks.of_group,
+            self._for_each, lambda x: jax.ops.segment_sum(x, self._blocks.group, self._count),
+        )  # fmt: skip
 
     def _call_of(self, index: Array | None, state: DelayedState | None) -> Call:
         return Call(self._config, Seed(self._words, index), state, self._apart)
@@ -286,6 +292,7 @@ class _Groups:
         x = self._operand(row, x_BPK)
         y_BPN = self._products("fprop", x, w, x_TK.shape[1], x_TK.dtype, self._config.dtype)
         y_TN, x_kept = self._blocks.result(y_BPN), x_TK
+        y_TN = observe_groups_forward(self._seen, x_TK, w_GNK, y_BPN, y_TN, stage="kept" if keeps else "forward")
         if not keeps:
             return y_TN, None, None, {}
         if self._config.residuals == "low" and self._config.recipe.cast(*column.key) is not None:
@@ -306,7 +313,9 @@ class _Groups:
         dx_BPK = self._products("dgrad", a, w, outputs, dtype, jnp.dtype(jnp.float32) if summed else dtype)
         dw_GNK = self._sums(self._operand(column, dy_BPN), x, dtype)
         dx_TK = transformations.sum_to_type_of(self._blocks.result(dx_BPK), kept.no_x)
-        return dx_TK, transformations.sum_to_type_of(dw_GNK, kept.no_w), self._live_amax(dy_TN, "dy")
+        gradients = dx_TK, transformations.sum_to_type_of(dw_GNK, kept.no_w)
+        gradients = observe_groups_backward(self._seen, kept.seen, dy_TN, dx_BPK, dw_GNK, gradients)
+        return *gradients, self._live_amax(dy_TN, "dy")
 
     def new_state(self, dy_TN: Array, amaxes: dict[str, Array], later: DelayedState | None) -> DelayedState | None:
         """The cotangent of the state, see `dot_general`."""
@@ -322,18 +331,22 @@ class _Groups:
         turned = operand.transposed
         if made is None:
             return jax.vmap(cuda.turned)(x_BPC) if turned else x_BPC
-        scale_enc = None
-        if made.cast.is_delayed:
+        return self._quantized(operand, made.cast, x_BPC, self._words)
+
+    def _quantized(self, operand: Operand, one: Cast, x_BPC: Array, words: Any) -> reference.Matrix:
+        """The operand of every block under a Cast."""
+        turned, scale_enc = operand.transposed, None
+        if one.is_delayed:
             scale_enc = self._blocks.of_group(self.call.scales[operand.tensor])
 
         def quantized(x_PC: Array, group: Array, start: Array, amax: Any, scale_enc: Any) -> reference.Matrix:
             noise = None
-            if made.cast.is_stochastic and self._words is not None:
-                noise = Noise(self._words, made.stream, group, (0, start) if turned else (start, 0))
+            if one.is_stochastic and words is not None:
+                noise = Noise(words, operand.stream, group, (0, start) if turned else (start, 0))
             form = x_PC.T if turned else x_PC
-            return reference.cast_matrix(form, made.cast, noise, amax=amax, scale_enc=scale_enc)
+            return reference.cast_matrix(form, one, noise, amax=amax, scale_enc=scale_enc)
 
-        amax = self._shared_amax(operand, made.cast, x_BPC)
+        amax = self._shared_amax(operand, one, x_BPC)
         return jax.vmap(quantized)(x_BPC, self._blocks.group, self._blocks.start, amax, scale_enc)
 
     def _shared_amax(self, operand: Operand, one: Cast, x_BPC: Array) -> Array | None:
