@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 
 import numpy as np
 import pytest
@@ -93,10 +94,20 @@ def texts_of(module):
             loaded = importlib.import_module(".".join(parts[parts.index("microfloat") :]))
             return [ast.Constant(getattr(loaded, text.id).value)]
         assigned = [node for node in named[text.id] if node.lineno < line][-1].value
+        function = getattr(assigned.func, "id", "") if isinstance(assigned, ast.Call) else ""
+        if function == "max_text":
+            convert = importlib.import_module("microfloat.kernels.device.convert")
+            more = [ast.literal_eval(argument) for argument in assigned.args[2:]]
+            kinds = itertools.product((convert.WORDS_BF16, convert.WORDS_F16), (False, True))
+            return [ast.Constant(convert.max_text(*kind, *more)) for kind in kinds]
         inner = [n for n in ast.walk(assigned) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         branches = [n for part in ast.walk(assigned) if isinstance(part, ast.IfExp) for n in (part.body, part.orelse)]
         names = [n for n in branches if isinstance(n, ast.Name)]
         both = [ast.Constant(form.value.replace("FP8", name)) for form in inner for name in ("e4m3", "e5m2")]
+        if function == "in_last":  # what the last of all programs does
+            reduction = importlib.import_module("microfloat.kernels.device.grid_reduction")
+            names = names or assigned.args
+            return [ast.Constant(reduction.in_last(form.value)) for name in names for form in forms(name, line)]
         return both + [form for name in names for form in forms(name, line)]
 
     for node in nodes:
