@@ -377,6 +377,12 @@ def test_all_missing_and_extra_experts_are_named_at_once(transformers, tmp_path)
         mf.load_quantized(path, big(transformers, "Qwen3Moe"))
     for said in ("1.gate_proj.weight is missing", "2.down_proj.weight is missing", "4.up_proj.weight is one more"):
         assert f"{at}.{said}" in str(caught.value)
+    model = big(transformers, "Qwen3Moe")
+    before = experts_of(model)[0][1].gate_up_proj.clone()
+    with pytest.warns(UserWarning, match=r"strict=False.*unknown to the model: .*experts\.0\.gate_proj"):
+        report = mf.load_quantized(path, model, strict=False)
+    assert all("experts" not in row.name for row in report)
+    assert torch.equal(experts_of(model)[0][1].gate_up_proj, before)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

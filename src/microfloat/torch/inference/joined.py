@@ -68,11 +68,12 @@ _STACKED = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)
 
 
 def joined(
-    model: nn.Module, loaded: Mapping[str, "Record"], existing: Mapping[str, torch.Tensor]
+    model: nn.Module, loaded: Mapping[str, "Record"], existing: Mapping[str, torch.Tensor], strict: bool
 ) -> tuple[dict[str, "Record"], dict[str, Joined]]:
     """`loaded` under the names of the model, numbered experts as outlines without bytes, and what `join` makes of them.
 
-    Raises CheckpointError that names all experts that are missing, and those that the model has not.
+    Raises CheckpointError that names all experts that are missing, and those that the model has not; where not
+    `strict` their records keep their names, and the parameter stays as it is.
     """
     transforms = _transforms(model)
     if transforms is None or not any(is_experts(module) for module in model.modules()):
@@ -95,12 +96,15 @@ def joined(
     for target, by_pattern in found.items():
         own = patterns[next(iter(by_pattern))].source_patterns
         number = existing[target].shape[0]
-        problems += _misfits(by_pattern, own, number)
-        if not problems:
-            rows = tuple(tuple(by_pattern[pattern][e] for pattern in own) for e in range(number))
-            parts[target] = Joined(target, rows)
-            renamed[target] = _outline(parts[target])
-    if problems:
+        wrong = _misfits(by_pattern, own, number)
+        problems += wrong
+        if wrong:
+            renamed |= {one.name: one for records in by_pattern.values() for one in records.values()}
+            continue
+        rows = tuple(tuple(by_pattern[pattern][e] for pattern in own) for e in range(number))
+        parts[target] = Joined(target, rows)
+        renamed[target] = _outline(parts[target])
+    if problems and strict:
         raise CheckpointError(
             f"load_quantized: got a checkpoint whose experts are not those of the {type(model).__name__}: "
             f"{'; '.join(problems)}. Needed every expert of the model once, and no other."

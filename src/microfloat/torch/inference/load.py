@@ -90,7 +90,7 @@ def load_quantized(
         tensors = {name: _plain(array).to(target) for name, array in beside.items()}
         return tensors | {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
-    loaded, parts = joined(model, loaded, _named(model))
+    loaded, parts = joined(model, loaded, _named(model), strict)
     attached = {name: (place, array) for name, array in beside.items() if (place := _place_of(model, name)) is not None}
     turned = _turned(model, loaded)
     _check_names(model, loaded, attached, strict, turned)
