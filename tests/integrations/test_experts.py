@@ -4,6 +4,7 @@ import importlib
 import pathlib
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -227,6 +228,45 @@ def test_every_class_of_transformers_computes_here_what_it_computes_there(transf
             failed.append(kind.__name__)
     assert not failed
     assert seen > 60
+
+
+@pytest.mark.parametrize(
+    ("path", "sizes"),
+    [
+        ("step3p7.modeling_step3p7.Step3p7Experts", {"num_local_experts": 6, "moe_intermediate_size": 48}),
+        ("longcat_flash.modeling_longcat_flash.LongcatFlashExperts",
+         {"n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 48}),
+        ("longcat_flash.modeling_longcat_flash.LongcatFlashExperts",
+         {"n_routed_experts": 6, "zero_expert_num": 0, "expert_ffn_hidden_size": 48}),
+    ],
+    ids=["Step-3.7", "LongCat", "LongCat without identities"],
+)  # fmt: skip
+def test_experts_with_a_shipped_adapter_compute_what_they_compute_there(transformers, path, sizes):
+    module, _, kind = path.rpartition(".")
+    torch.manual_seed(0)
+    kind = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+    experts = kind(SimpleNamespace(hidden_size=32, hidden_act="silu", **sizes))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    numbers = torch.stack([torch.randperm(6)[:3] for _ in range(20)])
+    numbers[numbers == 1] = 0  # one without tokens
+    x, weights = torch.randn(20, 32, requires_grad=True), torch.rand(20, 3, requires_grad=True)
+
+    def computed():
+        y = experts(x, numbers, weights)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, weights, *experts.parameters()])]
+
+    plain = computed()
+    mf.convert(experts, CustomRecipe(*[Gemm(None, None)] * 3))
+    for ours, theirs in zip(computed(), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    mf.convert(experts, "mxfp8")
+    y = computed()[0]
+    assert 0 < (y - plain[0]).norm() < 0.1 * plain[0].norm()
+    mf.revert(experts)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(computed(), plain, strict=True))
+    mf.quantize_(experts.requires_grad_(False), mf.WeightOnly("mxfp8"))
+    assert (experts(x, numbers, weights) - plain[0]).norm() < 0.1 * plain[0].norm()
 
 
 def test_generate_decodes_on_our_path_and_saving_writes_the_files_of_the_plain_model(transformers, tmp_path):

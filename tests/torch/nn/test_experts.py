@@ -206,6 +206,19 @@ def test_high_precision_runs_the_users_own_implementation():
         assert torch.equal(model(*inputs()), plain(*inputs()))
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_calls_with_hardly_a_token(tokens):
+    torch.manual_seed(0)
+    experts = Routed(has_bias=True)
+    mf.convert(experts, DelayedScaling())
+    x, index, weights = (one[:tokens].detach() for one in inputs())
+    y, dx, dweights, *others = gradients(experts, x.requires_grad_(), index, weights.requires_grad_())
+    assert (y.shape, dx.shape, dweights.shape) == ((tokens, K), (tokens, K), (tokens, 2))
+    assert all(one.any() == bool(tokens) for one in others)
+    with pytest.raises(RuntimeError, match="shape"):  # of five tokens, for more rows
+        experts(inputs()[0], inputs()[1][:5], inputs()[2][:5])
+
+
 def test_experts_false_and_filters_leave_experts_named():
     model = Model()
     report = mf.convert(model, "mxfp8", experts=False)

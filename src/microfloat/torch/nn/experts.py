@@ -293,18 +293,53 @@ def routed(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """[T, K]: the contract of transformers' experts, with x [T, K], and numbers and weights [T, top_k] of experts."""
+    act = experts._apply_gate if experts.has_gate else experts.act_fn
+    norm = experts.post_expert_norm if experts.has_post_expert_norm else None
+    return _by_expert(products, act, hidden_states, top_k_index, top_k_weights, norm)
+
+
+def _by_expert(
+    products: Mapping[str, ExpertProduct], act: Callable[[torch.Tensor], torch.Tensor], x_TK: torch.Tensor,
+    index: torch.Tensor, weights: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The weighted sum over the experts of each token, computed over rows that are sorted by expert."""
     up, down = products.values()
-    many, number = top_k_index.shape[-1], up.num_groups
-    ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    many, number = index.shape[-1], down.num_groups
+    ids, order = torch.sort(index.reshape(-1), stable=True)
     groups = groups_of_experts(ids, number)
-    h = up(hidden_states[order // many], groups)
-    h = down(experts._apply_gate(h) if experts.has_gate else experts.act_fn(h), groups)
-    if experts.has_post_expert_norm:
-        h = experts.post_expert_norm(h)
-    weights = top_k_weights.reshape(-1)[order].masked_fill(ids >= number, 0)
-    y = (h * weights[:, None]).masked_fill((ids >= number)[:, None], 0)
+    h = act(up(x_TK[order // many], groups if up.num_groups == number else groups_of_experts(ids, up.num_groups)))
+    h = down(h, groups)
+    if norm is not None:
+        h = norm(h)
+    scores = weights.reshape(-1)[order].masked_fill(ids >= number, 0)
+    y = (h * scores[:, None]).masked_fill((ids >= number)[:, None], 0)
     y = torch.zeros_like(y).index_copy(0, order, y)
-    return y.view(-1, many, y.shape[-1]).sum(1).to(hidden_states.dtype)
+    return y.view(x_TK.shape[0], many, y.shape[-1]).sum(1).to(x_TK.dtype)
+
+
+def _gated(
+    experts: Routed, products: Mapping[str, ExpertProduct], hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The contract of `routed`, of a class without the fields of transformers' decorator."""
+    return _by_expert(products, experts._apply_gate, hidden_states, top_k_index, top_k_weights)
+
+
+def _longcat(
+    experts: Routed, products: Mapping[str, ExpertProduct], hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Experts behind which, in number, stand some that return their input: these have rows in gate_up_proj alone."""
+    up, down = products.values()
+    is_same = top_k_index >= down.num_groups
+
+    def act(h: torch.Tensor) -> torch.Tensor:
+        gate, h = h.chunk(2, -1)
+        return experts.act_fn(gate) * h
+
+    index = top_k_index.masked_fill(is_same, up.num_groups)
+    y = _by_expert(products, act, hidden_states, index, top_k_weights)
+    return y + (hidden_states * (top_k_weights * is_same).sum(-1, keepdim=True)).to(y.dtype)
 
 
 def _llama4(experts: Routed, products: Mapping[str, ExpertProduct], hidden_states: torch.Tensor) -> torch.Tensor:
@@ -318,3 +353,10 @@ def _llama4(experts: Routed, products: Mapping[str, ExpertProduct], hidden_state
 register_experts(
     "transformers.models.llama4.modeling_llama4:Llama4TextExperts", {"gate_up_proj": "EKN", "down_proj": "EKN"}, _llama4
 )
+register_experts(
+    "transformers.models.step3p7.modeling_step3p7:Step3p7Experts", {"gate_up_proj": "ENK", "down_proj": "ENK"}, _gated
+)
+register_experts(
+    "transformers.models.longcat_flash.modeling_longcat_flash:LongcatFlashExperts",
+    {"gate_up_proj": "ENK", "down_proj": "ENK"}, _longcat,
+)  # fmt: skip
