@@ -12,4 +12,6 @@ from microfloat.jax.flax import nnx as _nnx
 from microfloat.jax.flax.conversion import *  # noqa: F403
 from microfloat.jax.flax.nnx import *  # noqa: F403
 
-__all__ = sorted(_conversion.__all__ + _nnx.__all__)
+__all__ = []
+__all__ += _conversion.__all__
+__all__ += _nnx.__all__

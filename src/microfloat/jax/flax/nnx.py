@@ -198,7 +198,7 @@ def grouped_products(module: object) -> list[str]:
     return [name for name, one in held.items() if one is lax.ragged_dot or isinstance(one, RaggedDot | RaggedOp)]
 
 
-def name_of_product(path: tuple, attribute: str, products: int) -> str:
+def name_of_product(path: tuple, attribute: object, products: int) -> str:
     """A product has the name of its module, with that of its attribute where the module has several."""
     return ".".join(map(str, path if products < 2 else (*path, attribute)))
 
