@@ -223,7 +223,91 @@ def test_a_folder_that_is_quantized_already_is_refused(hf, transformers, folder,
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     mf.quantize_(model, WeightOnly("nvfp4"))
     mf.save_quantized(model, tmp_path / "low", format="modelopt:nvfp4")
-    with pytest.raises(InvalidValueError, match=r"quantized already \(modelopt\), needed .*load_quantized"):
+    with pytest.raises(InvalidValueError, match=r"quantized already \(modelopt\), needed .*load_pretrained"):
         transformers.LlamaForCausalLM.from_pretrained(
             tmp_path / "low", quantization_config=hf.MicrofloatConfig("nvfp4")
         )
+
+
+SAVED = {
+    "ct:nvfp4": "nvfp4", "ct:mxfp8": "mxfp8", "ct:mxfp4": "mxfp4", "ct:fp8": WeightActivation("fp8_row"),
+    "ct:mixed": Placement([("*.self_attn.*", WeightOnly("mxfp8")), ("*", WeightOnly("mxfp4"))]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", [pytest.param(one, marks=() if one == "ct:mxfp4" else MORE) for one in SAVED])
+def test_save_pretrained_writes_the_folder_of_save_quantized(hf, transformers, folder, tmp_path, format):
+    options = hf.MicrofloatConfig(SAVED[format])
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=options)
+    model.save_pretrained(tmp_path / "ours")
+    mf.save_quantized(model, tmp_path / "theirs", format=format)
+    assert (tmp_path / "ours" / "generation_config.json").exists()
+    stated, wanted = (json.loads((tmp_path / one / "config.json").read_text()) for one in ("ours", "theirs"))
+    assert stated == wanted
+    ours, theirs = (mf.load_quantized(tmp_path / one) for one in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    read = hf.load_pretrained(tmp_path / "ours", transformers.LlamaForCausalLM)
+    assert torch.equal(read(PROMPT).logits, model(PROMPT).logits)
+    assert set(read.hf_quantizer.report.converted) == set(model.hf_quantizer.report.converted)
+    assert read.dtype == torch.bfloat16
+    assert not read.training
+    read.save_pretrained(tmp_path / "again")
+    again = mf.load_quantized(tmp_path / "again")
+    assert all(torch.equal(ours[name], again[name]) for name in again)
+
+
+@MORE
+@pytest.mark.parametrize("config", ["nvfp4", WeightOnly("mxfp4")], ids=["nvfp4", "mxfp4"])
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_opens_the_folder(hf, transformers, llama, tmp_path, config):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "vocab_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).bfloat16().save_pretrained(tmp_path / "a")
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "a", quantization_config=hf.MicrofloatConfig(config)
+    )
+    model.save_pretrained(tmp_path / "b")
+    opened = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "b")
+    assert type(opened.config.quantization_config).__name__ == "CompressedTensorsConfig"
+    wanted = model(PROMPT).logits
+    assert float((opened(PROMPT).logits - wanted).abs().max()) <= 0.02 * float(wanted.abs().max())
+
+
+@MORE
+def test_experts_of_a_saved_folder_come_back(hf, transformers, tmp_path):
+    kind = transformers.Qwen3MoeForCausalLM
+    torch.manual_seed(0)
+    kind(kind.config_class(**FAMILIES["Qwen3MoeForCausalLM"])).bfloat16().save_pretrained(tmp_path / "plain")
+    model = kind.from_pretrained(tmp_path / "plain", quantization_config=hf.MicrofloatConfig("nvfp4"))
+    with pytest.warns(UserWarning, match=r"one tensor scale in place of their own"):
+        model.save_pretrained(tmp_path / "low")
+    read = hf.load_pretrained(tmp_path / "low")
+    for name, value in model.state_dict().items():
+        other = read.state_dict()[name]
+        assert type(other) is type(value), name
+        if isinstance(value, mf.QuantizedTensor):
+            assert torch.equal(other.codes, value.codes), name
+            assert torch.equal(other.scale.view(torch.uint8), value.scale.view(torch.uint8)), name
+
+
+@MORE
+@pytest.mark.parametrize("format", ["modelopt:nvfp4", "microfloat:native"])
+def test_any_dialect_is_read_with_its_codes(hf, transformers, folder, tmp_path, format):
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    mf.quantize_(model, WeightOnly("nvfp4"))
+    mf.save_quantized(model, tmp_path / "low", format=format)
+    read = hf.load_pretrained(tmp_path / "low")
+    for name, value in model.state_dict().items():
+        assert torch.equal(read.state_dict()[name], value), name
+    assert read.generate(PROMPT, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 7)
+
+
+@MORE
+def test_what_cannot_be_saved_or_read_is_named(hf, transformers, folder, tmp_path):
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=hf.MicrofloatConfig("nvfp4_row"))
+    with pytest.raises(NotSupportedError, match=r"save_pretrained: got weights in nvfp4_row, needed formats"):
+        model.save_pretrained(tmp_path / "low")
+    with pytest.raises(InvalidValueError, match=r"folder: got '.*nowhere', needed a folder"):
+        hf.load_pretrained(tmp_path / "nowhere")

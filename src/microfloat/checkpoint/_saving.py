@@ -333,6 +333,14 @@ def save(
     for a destination that exists or a full disk.
     """
     limit = _writer.byte_count(max_shard_size)
+    return write(path, planned(records, format, config, producer), max_shard_size=limit, progress=progress).shards
+
+
+def planned(
+    records: Mapping[str, Record] | Iterable[Record], format: str, config: bool | Mapping[str, Any] = True,
+    producer: Mapping[str, str] | None = None,
+) -> Plan:  # fmt: skip
+    """What `save` writes of these records."""
     if format not in (*SAVED, *WRITTEN, "plain"):
         raise unknown_target("format", str(format), [*SAVED, *WRITTEN, "plain"])
     every = list(records.values() if isinstance(records, Mapping) else records)
@@ -353,8 +361,7 @@ def save(
         existing = getattr(records, "configs", {}) if config is True else {"config.json": dict(config)}
         named = next((family.name for family in families if family is not None), "")
         made = documents(named, _with_known_inputs(every, families, format), existing, producer)
-    plan = Plan(jobs, made, {}, metadata_for(family_named(format), every))
-    return write(path, plan, max_shard_size=limit, progress=progress).shards
+    return Plan(jobs, made, {}, metadata_for(family_named(format), every))
 
 
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -375,7 +382,7 @@ def _with_known_inputs(records: Sequence[Record], families: Sequence[Family | No
         warnings.warn(
             f"save: {len(lost)} layers, such as {module_of(lost[0])}, quantize their inputs with a scale that {format} "
             "stores, and have none: they are written as weight-only. WeightActivation(..., scales='static') and "
-            "mf.calibrate measure such scales.", UserWarning, stacklevel=3,
+            "mf.calibrate measure such scales.", UserWarning, stacklevel=4,
         )  # fmt: skip
     bare = set(lost)
     return [replace(one, activation=NO_ACTIVATION) if one.name in bare else one for one in records]

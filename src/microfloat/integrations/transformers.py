@@ -7,8 +7,11 @@ Importing this module registers the method "microfloat". Every decision is taken
 themselves: which layers stay in high precision, which of them share a scale, and what is said about them.
 """
 
+import copy
 import json
+import os
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -23,17 +26,21 @@ from microfloat.recipes import Placement, Recipe, WeightActivation, WeightOnly
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import ConversionReport
 from microfloat.torch.convert.swap import convert, revert
+from microfloat.torch.inference.load import load_quantized
 from microfloat.torch.inference.quantize import Config, Storage, check_config, plan_storage
+from microfloat.torch.inference.save import contents
 from microfloat.torch.nn.experts import form_of
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 if find_spec("transformers") is None:
     raise missing_package("transformers", "microfloat.integrations.transformers", "integrations")
 
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-__all__ = ["MicrofloatConfig", "MicrofloatQuantizer"]
+__all__ = ["MicrofloatConfig", "MicrofloatQuantizer", "load_pretrained"]
 
 _METHOD = "microfloat"
 _CLASSES: dict[str, type[Config]] = {"WeightOnly": WeightOnly, "WeightActivation": WeightActivation}
@@ -70,6 +77,7 @@ class MicrofloatConfig(QuantizationConfigMixin):
         self.recipe = recipe if recipe is None or isinstance(recipe, Placement) else as_recipe(recipe)
         self.fuse = fuse
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.saved_as: dict[str, object] | None = None  # the quantization_config of the folder that was saved
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, object], return_unused_kwargs: bool = False, **kwargs: object) -> Self:
@@ -83,7 +91,9 @@ class MicrofloatConfig(QuantizationConfigMixin):
         return (made, kwargs) if return_unused_kwargs else made  # type: ignore[return-value]
 
     def to_dict(self) -> dict[str, object]:
-        """The arguments as plain data; a recipe by its name."""
+        """The arguments as plain data, a recipe by its name; of a model that was saved, what its folder says."""
+        if self.saved_as is not None:
+            return copy.deepcopy(self.saved_as)
         made = {name: _as_plain(getattr(self, name)) for name in _FIELDS}
         return {"quant_method": _METHOD, **{name: value for name, value in made.items() if value not in (None, False)}}
 
@@ -136,6 +146,7 @@ class MicrofloatQuantizer(HfQuantizer):
         if not isinstance(quantization_config, MicrofloatConfig):
             raise invalid_type("quantization_config", kind_of(quantization_config), "a MicrofloatConfig")
         super().__init__(quantization_config, **kwargs)
+        self.pre_quantized = False  # also where a configuration of the model names the method
         self._dtype: torch.dtype | None = None  # in which weights are read
         self._storage: Storage | None = None
         self._groups: dict[str, _Group] = {}  # by the name of each weight that is quantized while it is loaded
@@ -231,8 +242,27 @@ class MicrofloatQuantizer(HfQuantizer):
         return revert(model).to(dtype)
 
     def is_serializable(self) -> bool:
-        """False: `microfloat.torch.save_quantized` writes the model."""
-        return False
+        """True: `save_pretrained` writes the folder of `save_quantized`, in a dialect of compressed-tensors."""
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """The tensors and the metadata of the file of a model, whose configuration then describes them."""
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}
+        tensors, documents, metadata = contents(model, _dialect_of(model))
+        experts = [
+            name for name, one in model.named_parameters()
+            if isinstance(one, QuantizedTensor) and one.dim() == 3 and one.format.tensor_scale is not None
+        ]  # fmt: skip
+        if experts:
+            warnings.warn(
+                f"save_pretrained: compressed-tensors inside transformers 5.24 gives the experts of {experts[0]} one "
+                "tensor scale in place of their own, and wrong values. load_pretrained reads this folder right.",
+                UserWarning, stacklevel=3,
+            )  # fmt: skip
+        self.quantization_config.saved_as = documents["config.json"]["quantization_config"]
+        model._weight_conversions = []  # type: ignore[assignment]  # the names are those of the file already
+        return tensors, metadata
 
     @property
     def is_trainable(self) -> bool:
@@ -280,5 +310,52 @@ def _check_plain(files: Sequence[str] | None) -> None:
         method = stated.get("quant_method") if isinstance(stated, dict) else "modelopt"
         raise invalid_value(
             "quantization_config", f"a MicrofloatConfig for weights that are quantized already ({method})",
-            "a folder of plain weights", "microfloat.torch.load_quantized(folder, model) keeps its codes.",
+            "a folder of plain weights", "load_pretrained(folder) of this module keeps its codes.",
         )  # fmt: skip
+
+
+def _dialect_of(model: nn.Module) -> str:
+    """The first dialect of compressed-tensors that holds all stored formats of a model."""
+    from microfloat.checkpoint._saving import SAVED
+
+    formats = {one.format for one in model.state_dict().values() if isinstance(one, QuantizedTensor)}
+    for name, families in SAVED.items():
+        if name.startswith("ct:") and all(any(one.holds(fmt) for one in families) for fmt in formats):
+            return name
+    raise NotSupportedError(
+        f"save_pretrained: got weights in {', '.join(sorted(fmt.name for fmt in formats))}, needed formats that "
+        "compressed-tensors holds. microfloat.torch.save_quantized(model, path) writes any; load_pretrained reads it."
+    )
+
+
+def load_pretrained(
+    folder: str | os.PathLike[str], model_class: type = AutoModelForCausalLM, *, config: Config | None = None,
+    dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """A model of transformers from a folder of any dialect that `microfloat.checkpoint` reads, its codes kept.
+
+    `model_class`: an Auto class, or the class of the model. `dtype`: that of parameters that are not quantized, by
+    default the folder's. `config` and `device`: as in `load_quantized`, which reads the weights and raises what it
+    raises. ``model.hf_quantizer.report`` says what became of each layer; `save_pretrained` writes the codes again.
+    """
+    if not pathlib.Path(folder).is_dir():
+        raise invalid_value("folder", repr(os.fspath(folder)), "a folder with config.json and the weights")
+    settings = AutoConfig.from_pretrained(folder)
+    for one in (settings, settings.get_text_config()):
+        if hasattr(one, "quantization_config"):
+            del one.quantization_config
+    dtype = dtype or settings.dtype or torch.bfloat16
+    make = getattr(model_class, "from_config", None) or model_class._from_config  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        model = make(settings, dtype=dtype)
+    report = load_quantized(folder, model, config=config, device=device)
+    if (pathlib.Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    stored = {row.name: row.recipe for row in report if isinstance(row.recipe, Config)}
+    if stored:
+        kinds = set(stored.values())
+        quantizer = MicrofloatQuantizer(MicrofloatConfig(kinds.pop() if len(kinds) == 1 else stored))
+        quantizer.report, model.hf_quantizer = report, quantizer
+        model.is_quantized, model.quantization_method = True, _METHOD
+        model.config.quantization_config = quantizer.quantization_config
+    return model.eval()

@@ -87,7 +87,7 @@ def load_quantized(
             warnings.warn(f"load_quantized: {finding}", UserWarning, stacklevel=2)
     beside = _beside(loaded)
     if model is None:
-        tensors = {name: _plain(array).to(target) for name, array in beside.items()}
+        tensors = {name: as_tensor(array).to(target) for name, array in beside.items()}
         return tensors | {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
     loaded, parts = joined(model, loaded, _named(model), strict)
@@ -111,7 +111,7 @@ def load_quantized(
     rows = list({row.name: row for row in rows[::-1]}.values())[::-1]  # experts have one for each parameter
     _tie_again(model, tied)
     for name, (place, array) in attached.items():
-        key, values, module = name.rpartition(".")[2], _plain(array).float(), model.get_submodule(place)
+        key, values, module = name.rpartition(".")[2], as_tensor(array).float(), model.get_submodule(place)
         setattr(module, key, values.item() if values.numel() == 1 else values)
         vars(module)[OF_CACHE] = tuple(dict.fromkeys((*vars(module).get(OF_CACHE, ()), key)))
     if hasattr(model, "tie_weights"):
@@ -429,7 +429,7 @@ def _take(module: nn.Module, key: str, old: torch.Tensor, values: torch.Tensor) 
 def _tensor_of(record: "Record", dtype: torch.dtype) -> torch.Tensor:
     """The QuantizedTensor of a record, which presents `dtype`; a plain record as it is stored."""
     if record.format is None:
-        return _plain(record.codes)
+        return as_tensor(record.codes)
     q = QuantizedTensor.from_record(_in_stock(record), dtype=dtype)
     # Nobody says that float32 scales of a file are powers of two, as those of the default rules are.
     is_one_level = q.format.scale.name == "E4M3" and q.tensor_scale is None
@@ -437,7 +437,7 @@ def _tensor_of(record: "Record", dtype: torch.dtype) -> torch.Tensor:
     return QuantizedTensor(q.codes, q.scale, q.tensor_scale, cast, axis=q.axis, shape=q.shape, dtype=dtype)
 
 
-def _plain(array: np.ndarray) -> torch.Tensor:
+def as_tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor with the values of an array, in torch's dtype of that name."""
     array = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.name in UNKNOWN_TO_NUMPY:

@@ -103,7 +103,7 @@ class Storage:
     precision. `fuse`: the kinds of layers whose weights share a scale. `stored`: the names of layers that are done.
     """
 
-    layers: dict[str, Any]
+    layers: Options
     rows: list[ConversionRow]
     wishes: list[tuple[str, nn.Module, Recipe | None]]
     configs: dict[str, Config]

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import dtype_name
 from microfloat.torch.convert.experts import turned_in
 from microfloat.torch.inference.joined import taken_apart
-from microfloat.torch.inference.load import OF_CACHE, UNKNOWN_TO_NUMPY, Path
+from microfloat.torch.inference.load import OF_CACHE, UNKNOWN_TO_NUMPY, Path, as_tensor
 from microfloat.torch.inference.quantize import Config
 from microfloat.torch.nn.conv1d import TransposedLinear
 from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, place_of, products_of
@@ -29,7 +30,7 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
 
-__all__ = ["save_quantized"]
+__all__ = ["contents", "save_quantized"]
 
 
 def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:native", **options: Any) -> list[str]:
@@ -48,9 +49,35 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     an embedding which `quantize_` has untied.
     """
     from microfloat import checkpoint
+
+    is_folder = not str(path).endswith(".safetensors")
+    has_config = options.get("config") is not False
+    records, options = _to_write(model, format, options, is_folder)
+    shards = checkpoint.save(records, path, format=format, **options)
+    generation = getattr(model, "generation_config", None)
+    if is_folder and has_config and generation is not None and hasattr(generation, "to_json_string"):
+        (pathlib.Path(path) / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
+    return shards
+
+
+def contents(model: nn.Module, format: str) -> tuple[dict[str, torch.Tensor], Options, dict[str, str]]:
+    """The tensors, the JSON documents by file name, and the metadata of the folder that `save_quantized` writes."""
+    from microfloat.checkpoint._saving import planned
+
+    records, options = _to_write(model, format, {}, True)
+    plan = planned(records, format, options.get("config", True))
+    tensors: dict[str, torch.Tensor] = {}
+    for job in plan.jobs:
+        job.fill(lambda name, array, start: tensors.update({name: as_tensor(array)}))
+    return tensors, dict(plan.documents), dict(plan.metadata)
+
+
+def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) -> tuple[list["Record"], Options]:
+    """The records of a model, and the options of `checkpoint.save` with the model's own configuration."""
     from microfloat.checkpoint.families import family_named
     from microfloat.checkpoint.integrity import scale_findings
 
+    options = dict(options)
     check_model(model)
     is_native = isinstance(format, str) and family_named(format) == "microfloat:native"
     amaxes = () if is_native else "input_amax"  # elsewhere they are scales of the family
@@ -61,9 +88,8 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     quantized = [record for record in records if record.format is not None]
     for finding in () if is_native else scale_findings(quantized, "keep"):
         if finding.id == "fused-mismatch":
-            warnings.warn(f"save_quantized: {finding}", UserWarning, stacklevel=2)
+            warnings.warn(f"save_quantized: {finding}", UserWarning, stacklevel=3)
     untied = [name for name, layer in model.named_modules() if "_untied_from" in vars(layer)]
-    is_folder = not str(path).endswith(".safetensors")
     made = _config_of_model(model, not untied) if is_folder and options.get("config", True) is True else None
     if made is not None:
         options["config"] = made
@@ -73,17 +99,13 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
         warnings.warn(
             f"save_quantized: the configuration has tie_word_embeddings, while quantize_ gave {', '.join(untied)} "
             "codes of its own, in whose place readers would take the embedding. Set it to False.", UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )  # fmt: skip
     cached = _cache_scales(model)
     if cached and options.get("config", True) is not False:  # as a source that announces them does
         base = options["config"] if isinstance(options.get("config"), Mapping) else {}
         options["config"] = {**base, "quantization_config": {"kv_cache_scheme": True}}
-    shards = checkpoint.save(records + cached, path, format=format, **options)
-    generation = getattr(model, "generation_config", None)
-    if is_folder and given is not False and generation is not None and hasattr(generation, "to_json_string"):
-        (pathlib.Path(path) / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
-    return shards
+    return records + cached, options
 
 
 def _is_of_gpt_oss(format: object) -> bool:
