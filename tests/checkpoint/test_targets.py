@@ -349,12 +349,36 @@ def test_fp8_experts_that_lie_as_the_plain_ones_stay_so(tmp_path):
         assert load(tmp_path / "back")[one.name].logical_shape == one.logical_shape
 
 
-@pytest.mark.parametrize(("to", "count"), [("ct:nvfp4", 1), ("ct:mxfp8", 1), ("ct:fp8_dynamic", 0), ("ct:mxfp4", 0)])
-def test_numbered_experts_are_noted_where_a_known_reader_fails(tmp_path, to, count):
+@pytest.mark.parametrize(
+    ("to", "model_type", "shape", "count"),
+    [
+        ("ct:nvfp4", "mixtral", (128, 128), 1), ("ct:mxfp8", "qwen3_moe", (64, 128), 1),
+        ("ct:fp8_dynamic", "mixtral", (256, 128), 0), ("ct:mxfp4", "mixtral", (128, 128), 0),
+        ("ct:fp8_block", "mixtral", (128, 128), 0), ("ct:fp8_block", "deepseek_v3", (128, 192), 1),
+        ("deepseek:fp8", "deepseek_v3", (192, 128), 1), ("deepseek:fp8", "deepseek_v3", (64, 256), 0),
+    ],
+)  # fmt: skip
+def test_numbered_experts_are_noted_where_a_known_reader_fails(tmp_path, to, model_type, shape, count):
     names = [f"model.layers.0.mlp.experts.{i}.down_proj.weight" for i in range(4)]
-    notes = convert(stored(tmp_path / "source", map(matrix, names)), tmp_path / "out", to=to).notes
+    source = stored(tmp_path / "source", [matrix(name, shape) for name in names], {"model_type": model_type})
+    notes = convert(source, tmp_path / "out", to=to).notes
     assert len(notes) == count
     assert all("transformers 5.24" in note and "4 in all" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("to", "model_type", "length", "reader"),
+    [
+        ("ct:fp8_block", "llama", 192, "compressed-tensors 0.20"), ("ct:fp8_block", "llama", 256, ""),
+        ("ct:nvfp4", "mamba", 128, "transformers 5.24"), ("ct:mxfp6", "t5", 128, "transformers 5.24"),
+        ("ct:mxfp8", "mamba", 128, ""), ("ct:nvfp4", "llama", 128, ""),
+    ],
+)  # fmt: skip
+def test_layers_are_noted_where_a_known_reader_fails(tmp_path, to, model_type, length, reader):
+    names = ["model.layers.0.mixer.out_proj.weight", "model.layers.0.mixer.x_proj.weight"]
+    source = stored(tmp_path / "source", [matrix(name, (128, length)) for name in names], {"model_type": model_type})
+    notes = convert(source, tmp_path / "out", to=to).notes
+    assert [reader in note and "2 in all" in note for note in notes] == [True] * bool(reader)
 
 
 # ---- nothing to convert, ambiguous sources, odd configurations ---------------------------------------------------

@@ -26,6 +26,7 @@ from microfloat.checkpoint._casting import (
 )
 from microfloat.checkpoint._modules import check_ignore
 from microfloat.checkpoint._planning import PLAIN, QUANTIZED, Notes, Step, Target, decide, lines_of, target_of
+from microfloat.checkpoint._recoding import largest_scales, recode
 from microfloat.checkpoint._saving import Job, Plan, Progress, documents, metadata_for, put_all, write
 from microfloat.checkpoint._writer import Entry, Put, byte_count
 from microfloat.checkpoint.config import FILES
@@ -35,7 +36,7 @@ from microfloat.checkpoint.records import Finding, Record
 from microfloat.errors import CheckpointError, checkpoint_error
 from microfloat.recipes.placement import DEFAULT_FUSE, check_fuse
 
-_ACTIONS = ("cast", "carried", "dequantized", "kept", "dropped")
+_ACTIONS = ("cast", "recoded", "carried", "dequantized", "kept", "dropped")
 _MEND = "Mend the weights, or keep the layer as it is with ignore= (--ignore)."
 
 
@@ -43,9 +44,10 @@ _MEND = "Mend the weights, or keep the layer as it is with ignore= (--ignore)."
 class Layer:
     """One parameter of a conversion.
 
-    `action`: "cast", "carried" (the same codes), "dequantized", "kept" (as it was) or "dropped" (a scale of a KV cache
-    that the target has no place for). `reason`: the reason why it was not cast. `sqnr_db`: the written values against
-    the source; None where they were not verified or are the same.
+    `action`: "cast", "recoded" (the same values), "carried" (the same codes), "dequantized", "kept" (as it was) or
+    "dropped" (a scale of a KV cache that the target has no place for). `reason`: the reason why it was not cast.
+    `sqnr_db`: the written values against the source; None where they were not verified or are the same.
+    `inexact_blocks`: blocks of 32 of a recoded parameter that did not fit exactly.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Layer:
     sqnr_db: float | None = None
     bytes_before: int = 0
     bytes_after: int = 0
+    inexact_blocks: int | None = None
 
 
 @dataclass
@@ -134,18 +137,20 @@ def _megabytes(count: int) -> str:
 def _measured(
     steps: Sequence[Step], src: object, progress: Callable[[Progress], object] | None
 ) -> dict[str, np.ndarray]:
-    """float32 [E], the amax of each matrix of every parameter to be cast, or of its fused group where it has one.
+    """float32 [E], the amax of each matrix of every parameter to be cast, or of its fused group where it has one; of
+    those to be recoded, the largest scale.
 
     Raises CheckpointError, before anything is written, for weights that are NaN or infinite: each would take the other
     elements of its block with it.
     """
     amaxes, findings = {}, []
     groups: dict[str, np.float32] = {}
-    casts = [step for step in steps if step.action == "cast"]
+    casts = [step for step in steps if step.action in ("cast", "recoded")]
     done, total = 0, sum(step.record.nbytes for step in casts)
     for step in casts:
         name = step.record.name
-        amaxes[name], lost = measure(step.record)
+        is_cast = step.action == "cast"
+        amaxes[name], lost = measure(step.record) if is_cast else (largest_scales(step.record), 0)
         if lost:
             message = f"{lost} of {np.prod(step.record.logical_shape)} weights are NaN or infinite."
             findings.append(Finding("nan-weight", "error", name, message, _MEND))
@@ -162,6 +167,20 @@ def _measured(
     return amaxes
 
 
+def _inexact(steps: Sequence[Step], amaxes: Mapping[str, np.ndarray], to: str, notes: Notes) -> dict[str, int]:
+    """By the name of each parameter to be recoded, the number of its blocks that do not fit exactly."""
+    found = {}
+    for step in (one for one in steps if one.action == "recoded"):
+        assert step.cast is not None
+        fmt, largest = step.cast.format, amaxes[step.record.name]
+        parts = slabs(step.record, fmt.block[0] or 1)
+        found[step.record.name] = sum(recode(slab, fmt, largest[expert])[1] for expert, _, slab in parts)
+    if any(found.values()):
+        text = f"{sum(found.values())} blocks of 32 are rounded, as {to} has no scale for them beside the others"
+        notes[text] += [name for name, count in found.items() if count]
+    return found
+
+
 def _job(step: Step, amaxes: Mapping[str, np.ndarray], peak: "_Peak") -> Job:
     """The tensors that a step writes, and the writing of them."""
     if step.action == "dropped":
@@ -173,7 +192,7 @@ def _job(step: Step, amaxes: Mapping[str, np.ndarray], peak: "_Peak") -> Job:
         return Job((entry, *beside), functools.partial(_put_decoded, step, peak))
     tensors = step.encode(step.made)
     entries = tuple(Entry.of(name, array) for name, array in tensors.items())
-    if step.action == "cast":
+    if step.cast is not None:
         return Job(entries, functools.partial(_put_cast, step, entries, amaxes, peak))
     return Job(entries, functools.partial(put_all, tensors))
 
@@ -181,7 +200,7 @@ def _job(step: Step, amaxes: Mapping[str, np.ndarray], peak: "_Peak") -> Job:
 def _put_cast(
     step: Step, entries: Sequence[Entry], amaxes: Mapping[str, np.ndarray], peak: "_Peak", put: Put
 ) -> None:  # fmt: skip
-    """Cast a parameter slab by slab, and write each."""
+    """Cast or recode a parameter slab by slab, and write each."""
     assert step.cast is not None
     sizes = {entry.name: entry.nbytes for entry in entries}
     written = dict.fromkeys(sizes, 0)
@@ -189,7 +208,11 @@ def _put_cast(
     count = experts_of(step.record)
     rounded = step.dtype if step.family is not None and step.family.model_scales else PLAIN["f32"]
     for expert, _, slab in slabs(step.record, step.cast.format.block[0] or 1):
-        made = cast_slab(slab, step.cast, None if found is None else found[expert], rounded)
+        amax = None if found is None else found[expert]
+        if step.action == "recoded":
+            made, _ = recode(slab, step.cast.format, amax)
+        else:
+            made = cast_slab(slab, step.cast, amax, rounded)
         for name, array in step.encode(made).items():
             # One scale per matrix comes with each of its slabs, and is written with the first.
             if written[name] < sizes[name] * (expert + 1) // count:
@@ -255,7 +278,8 @@ def convert(
     * `resume`: go on where the same conversion was interrupted; False starts again.
     * `progress` is called with a `Progress` now and then.
 
-    Codes that the source has already are carried over byte for byte; all others are dequantized to float32 and cast.
+    Codes that the source has already are carried over byte for byte, and values of MX formats are recoded where the
+    target has their scales; all others are dequantized to float32 and cast.
     One slab of a tensor is in memory at a time. Until the result is whole it grows as ``<dst>.partial``. Raises
     ValueError for arguments, and where nothing would be stored in the format `to`, and CheckpointError for a source
     that is damaged or has NaN or infinite weights where they would be cast (found before anything is written), a
@@ -269,7 +293,7 @@ def convert(
     checkpoint = load(src, format=format)
     report, notes, peak = Report(str(src), str(dst), to), Notes(list), _Peak()
     steps = decide(checkpoint, target, patterns, kinds, notes)
-    amaxes, measured = dict[str, np.ndarray](), dict[str, float]()
+    amaxes, measured, inexact = dict[str, np.ndarray](), dict[str, float](), dict[str, int]()
     jobs = [_job(step, amaxes, peak) for step in steps]
     files = {path: path.stat() for path in sorted(locate(src).files.values())}
     identity = {
@@ -286,6 +310,7 @@ def convert(
 
     def prepare() -> None:
         amaxes.update(_measured(steps, src, progress))
+        inexact.update(_inexact(steps, amaxes, to, notes))
 
     def check(path: Path) -> None:
         check_unchanged(files)
@@ -295,21 +320,21 @@ def convert(
     plan = Plan(jobs, configs, _copies(Path(src)), metadata_for(name, made), identity, prepare)
     written = write(dst, plan, max_shard_size=limit, resume=resume, progress=progress, check=check)
     report.notes = lines_of(notes)
-    report.layers = [_layer(step, job, measured) for step, job in zip(steps, jobs, strict=True)]
+    report.layers = [_layer(step, job, measured, inexact) for step, job in zip(steps, jobs, strict=True)]
     report.bytes_read = sum(found.st_size for found in files.values())
     report.bytes_written, report.shards, report.resumed_shards = written.nbytes, written.shards, written.resumed
     report.verified, report.peak_bytes, report.seconds = verify, peak.bytes, time.perf_counter() - started
     return report
 
 
-def _layer(step: Step, job: Job, measured: Mapping[str, float]) -> Layer:
+def _layer(step: Step, job: Job, measured: Mapping[str, float], inexact: Mapping[str, int]) -> Layer:
     """The line of the report about one parameter."""
     record, made = step.record, step.made.format
     before = "plain" if record.source is None else record.source.family
     dtype = step.dtype if step.action == "dequantized" else record.codes.dtype
     return Layer(
         record.name, step.action, before, dtype.name if made is None else made.name, step.reason,
-        measured.get(record.name), record.nbytes, sum(entry.nbytes for entry in job.entries),
+        measured.get(record.name), record.nbytes, sum(entry.nbytes for entry in job.entries), inexact.get(record.name),
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import outline
 from microfloat.checkpoint._modules import CACHE, ignored_by, module_of
+from microfloat.checkpoint._readers import complaints
+from microfloat.checkpoint._recoding import recodes
 from microfloat.checkpoint._saving import scale_dtype
 from microfloat.checkpoint.config import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
@@ -22,7 +24,7 @@ from microfloat.recipes import Cast
 from microfloat.recipes.placement import DEFAULT_EXCLUDE, fused_group, gates_of_mlps, is_kept
 
 PLAIN = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
-QUANTIZED = ("cast", "carried")  # the actions whose result the target holds in its format
+QUANTIZED = ("cast", "recoded", "carried")  # the actions whose result the target holds in its format
 
 
 Notes = defaultdict[str, list[str]]  # remarks about a conversion, with the names that each is about
@@ -85,12 +87,15 @@ def _sibling(name: str, last: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """The format of a conversion: a family and a cast, or a plain dtype."""
+    """The format of a conversion: a family and a cast, or a plain dtype. `recodes`: no rule was named for scales, and
+    values keep theirs where the format has them.
+    """
 
     name: str
     family: Family | None = None
     written: Written | None = None
     dtype: np.dtype | None = None
+    recodes: bool = True
 
     @property
     def cast(self) -> Cast | None:
@@ -115,7 +120,7 @@ def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
     if cast.tensor_scale != written.cast.tensor_scale:  # the format has a tensor for it, or has none
         needed = f"a rule with {'a' if written.cast.tensor_scale else 'no'} tensor scale, as {to} stores it"
         raise invalid_value("scale_rule", repr(rule), needed)
-    return Target(to, family, written._replace(cast=cast))
+    return Target(to, family, written._replace(cast=cast), recodes=scale_rule is None and not four_over_six)
 
 
 def _hint_of(to: str) -> str:
@@ -132,8 +137,9 @@ def _hint_of(to: str) -> str:
 class _Source:
     """Facts about a source that decide about its parameters.
 
-    `dtype`: the model's. `hidden`: its hidden size, if the configuration tells. `turned`: its plain experts are
-    stored [E, K, N]. `has_cache`: its configurations speak of scales for the KV cache. `gates`: `gates_of_mlps`.
+    `dtype`, `model_type`: the model's. `hidden`: its hidden size, if the configuration tells. `turned`: its plain
+    experts are stored [E, K, N]. `has_cache`: its configurations speak of scales for the KV cache. `gates`:
+    `gates_of_mlps`.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -142,8 +148,8 @@ class _Source:
         self.dtype = next((dtype for dtype in PLAIN.values() if dtype.name == named), PLAIN["bf16"])
         inner = config.get("text_config")
         self.hidden = (inner if isinstance(inner, Mapping) else config).get("hidden_size")
-        model_type = str(config.get("model_type"))
-        self.turned, self._has_conv1d = model_type in _TURNED_EXPERTS, model_type in _OF_CONV1D
+        self.model_type = str(config.get("model_type"))
+        self.turned, self._has_conv1d = self.model_type in _TURNED_EXPERTS, self.model_type in _OF_CONV1D
         self.is_quantized = bool(contents.entries or contents.announcements)
         self.has_cache = has_cache(checkpoint.configs)
         shapes = {
@@ -207,7 +213,7 @@ def decide(
         before, now = (one.get("scheme", "none") for one in (record.activation, step.activation))
         if step.action == "carried" and (before, now) == ("none", "dynamic"):
             notes[f"{target.name} quantizes inputs on the way, as the source does not"].append(record.name)
-    _note_experts(steps, target, source, notes)
+    _note_readers(steps, target, source, notes)
     return steps
 
 
@@ -240,10 +246,10 @@ def _note_plain(steps: Sequence[Step], target: Target, notes: Notes) -> None:
         _ = notes[f"nothing was converted: every parameter is as {target.name} has it"]
 
 
-def _note_experts(steps: Sequence[Step], target: Target, source: _Source, notes: Notes) -> None:
-    """Notes about experts in a layout that known readers of the target do not read."""
+def _note_readers(steps: Sequence[Step], target: Target, source: _Source, notes: Notes) -> None:
+    """Notes about layers that known readers of the target do not read, or wrongly."""
     assert target.written is not None
-    layout, wrongly = target.written.stacked, target.written.experts
+    layout = target.written.stacked
     able = [name for name, (_, one) in WRITTEN.items() if one.stacked and not name.startswith("microfloat:")]
     for step in steps:
         name = step.record.name
@@ -257,8 +263,8 @@ def _note_experts(steps: Sequence[Step], target: Target, source: _Source, notes:
                 f"no known reader of {target.name} expects the experts of a layer as one tensor; {', '.join(able)} and "
                 "microfloat's own families (such as microfloat:nvfp4) have a layout for them"
             ].append(name)
-        elif wrongly and ".experts." in f".{name}":
-            notes[f"{wrongly}; experts"].append(name)
+        for text in complaints(target.name, name, step.record.logical_shape, source.model_type):
+            notes[text].append(name)
 
 
 def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source) -> Step:
@@ -279,7 +285,11 @@ def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source
         activation = _activation_under(record, target)
         carried = _with_activation(record, activation)
         return Step(carried, "carried", family=target.family, dtype=scale_dtype(record), activation=activation)
-    return _cast_step(record, target, source.dtype)
+    made = _cast_step(record, target, source.dtype)
+    stored = made.dtype if target.family is not None and target.family.model_scales else PLAIN["f32"]
+    if target.recodes and "pre_quant_scale" not in record.extras and recodes(record.format, target.cast.format, stored):
+        return replace(made, action="recoded")
+    return made
 
 
 def _dequantized(
@@ -391,6 +401,9 @@ def _why_not(record: Record, target: Target) -> str:
     return "it has no elements" if not record.codes.size else ""
 
 
+_AGAIN = "members of a fused group had tensor scales of their own and were quantized again under one"
+
+
 def _share(steps: list[Step], members: list[int], key: str, target: Target, notes: Notes) -> None:
     """Give the members of a fused group one tensor scale, or one scale, and one input scale."""
     assert target.cast is not None
@@ -399,12 +412,10 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
         levels = {np.asarray(steps[i].record.tensor_scale).tobytes() for i in members if steps[i].action == "carried"}
         mixed = len({steps[i].action for i in members}) > 1
         if len(levels) > 1 or mixed:
-            notes["members of a fused group had tensor scales of their own and were quantized again under one"].append(
-                key
-            )
+            if any(steps[i].action == "carried" for i in members):
+                notes[_AGAIN].append(key)
             for i in members:
-                if steps[i].action == "carried":
-                    steps[i] = _cast_step(steps[i].record, target, steps[i].dtype)
+                steps[i] = _cast_step(steps[i].record, target, steps[i].dtype)
     if target.written.joint or target.cast.format.tensor_scale == "tensor":
         for i in members:  # carried codes keep their scales, as another would round them twice
             steps[i] = replace(steps[i], group=key)

@@ -21,8 +21,6 @@ from microfloat.formats import (
 from microfloat.recipes import Cast
 
 _METHOD = "compressed-tensors"
-_WRONG = "transformers 5.24 reads the numbered experts of ct:nvfp4 with wrong values, those of ct:fp8_dynamic rightly"
-_FAILS = "transformers 5.24 fails on the numbered experts of ct:mxfp8, and reads those of ct:fp8_dynamic"
 _FAMILY_OF = {
     "nvfp4-pack-quantized": "ct:nvfp4",
     "mxfp4-pack-quantized": "ct:mxfp4",
@@ -197,7 +195,7 @@ def _is_usual(shape: tuple[int, ...]) -> bool:
 FAMILIES = (
     Family(
         "ct:nvfp4", NVFP4, ("_packed", BYTES), ("_scale", ("F8_E4M3",)), "_global_scale", divides=True,
-        input_scales=("input_global_scale",), writes={"ct:nvfp4": Written(Cast(NVFP4), experts=_WRONG)}, scalars=(1,),
+        input_scales=("input_global_scale",), writes={"ct:nvfp4": Written(Cast(NVFP4))}, scalars=(1,),
     ),
     Family("ct:mxfp4", MXFP4, ("_packed", BYTES), ("_scale", E8M0), writes={"ct:mxfp4": Written(Cast(MXFP4))}),
     Family(
@@ -205,7 +203,7 @@ FAMILIES = (
     ),
     Family(
         "ct:mxfp8", MXFP8, ("", FP8), ("_scale", E8M0),
-        writes={"ct:mxfp8": Written(Cast(MXFP8), "dynamic", MXFP8, experts=_FAILS)},
+        writes={"ct:mxfp8": Written(Cast(MXFP8), "dynamic", MXFP8)},
     ),
     Family(
         "ct:fp8", None, ("", FP8), ("_scale", REAL), usual=_is_usual,

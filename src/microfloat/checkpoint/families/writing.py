@@ -22,7 +22,7 @@ class Written(NamedTuple):
 
     `joint`: members of a fused group share one scale though the format has no tensor scale, as its producer does.
     `stacked`: the readers that expect the experts of a layer as one tensor: none (""), those of models whose experts
-    are [E, N, K] ("rows"), or of every model that has them ("any"). `experts`: the reader that fails on numbered ones.
+    are [E, N, K] ("rows"), or of every model that has them ("any").
     """
 
     cast: Cast
@@ -30,7 +30,6 @@ class Written(NamedTuple):
     activation_format: ScaledFormat | None = None
     joint: bool = False
     stacked: str = ""
-    experts: str = ""
 
 
 # A kind of quantized layer: its format, the scheme of its inputs, and their format.
