@@ -4,11 +4,11 @@ Each rule was found by running the reader (tests/integrations/test_readers.py). 
 compressed-tensors 0.20.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-NUMBERED = re.compile(r"(^|\.)experts\.\d+\.")
+from microfloat.checkpoint._experts import NUMBERED
+
 # Models of transformers whose initializer asks Linear layers for a `weight`, which packed layers do not have.
 _INITIALIZED = (
     "mamba", "mamba2", "falcon_mamba", "nanochat", "recurrent_gemma", "siglip_text_model", "t5",
@@ -29,7 +29,7 @@ class Written(NamedTuple):
     @property
     def is_numbered(self) -> bool:
         """True for a weight of one expert."""
-        return NUMBERED.search(self.name) is not None
+        return NUMBERED.match(self.name) is not None
 
     @property
     def has_ragged_tiles(self) -> bool:

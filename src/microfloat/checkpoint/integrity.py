@@ -153,14 +153,15 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Fin
         fmt = record.format
         if fmt is None or record.scale is None:
             continue
-        yield from _nonfinite(record.name, "block scales" if fmt.block[1] else "scales", record.scale, fmt, softened)
+        yield from _nonfinite(record, "block scales" if fmt.block[1] else "scales", record.scale, fmt, softened)
         levels = {"tensor_scale": record.tensor_scale, "input_scale": record.activation.get("scale")}
         for role, level in levels.items():
             if level is not None:
                 yield from _global_findings(record, role, level, softened)
         for name, extra in record.extras.items():
             if name.endswith("_scale") and extra.dtype.kind in "fV":
-                yield from _nonfinite(record.name, name, extra.astype(np.float32), None, softened)
+                yield from _nonfinite(record, name, extra.astype(np.float32), None, softened)
+        yield from _zero_scales(record, softened)
         yield from _reordered(record)
         rows, columns = (fmt.block[0] or 1), (fmt.block[1] or 1)
         if fmt.is_tile and (record.logical_shape[-2] % rows or record.logical_shape[-1] % columns):
@@ -182,11 +183,33 @@ def _global_findings(record: Record, role: str, level: np.ndarray, severity: str
     shown = source.tensors[role].name if source and role in source.tensors else role
     divisor = source.divisors.get(role) if source else None
     stored = level if divisor is None else divisor
-    yield from _nonfinite(record.name, shown, stored, None, severity)
+    yield from _nonfinite(record, shown, stored, None, severity)
     if not stored.all():
         outcome = "so every value is" if divisor is None else "and values are divided by it"
         found = severity if divisor is None else "error"
-        yield Finding("zero-global", found, record.name, f"the global scale {shown} is 0, {outcome}.", _REEXPORT)
+        which = _of_experts(record, (stored == 0).reshape(-1))
+        yield Finding("zero-global", found, record.name, f"the global scale {shown}{which} is 0, {outcome}.", _REEXPORT)
+
+
+def _of_experts(record: Record, is_so: np.ndarray) -> str:
+    """The experts in words for which something is so, where a record has several."""
+    if len(record.logical_shape) < 3 or len(is_so) != experts_of(record):
+        return ""
+    return " of experts " + some([str(number) for number in np.flatnonzero(is_so)], 16)
+
+
+def _zero_scales(record: Record, severity: str) -> Iterator[Finding]:
+    """An error where the one scale of a matrix is 0, although its codes have values."""
+    fmt, scale = record.format, record.scale
+    if fmt is None or scale is None or not fmt.is_per_tensor or scale.all():
+        return
+    lost = scale.reshape(-1) == 0
+    for expert in np.flatnonzero(lost):
+        values = (decode(piece, fmt.element) for piece in _pieces(matrix_of(record, int(expert)).codes))
+        lost[expert] = any(bool(np.any(np.isfinite(piece) & (piece != 0))) for piece in values)
+    if lost.any():
+        message = f"the scale{_of_experts(record, lost)} is 0, so every value is."
+        yield Finding("zero-global", severity, record.name, message, _REEXPORT)
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
@@ -194,7 +217,9 @@ def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     return (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
 
 
-def _nonfinite(name: str, what: str, scale: np.ndarray, fmt: ScaledFormat | None, severity: str) -> Iterator[Finding]:
+def _nonfinite(
+    record: Record, what: str, scale: np.ndarray, fmt: ScaledFormat | None, severity: str
+) -> Iterator[Finding]:  # fmt: skip
     """Findings about NaN and infinity: `scale` as a record of `fmt` has it, or float32 without one."""
     nans = infinities = 0
     is_nan = None if fmt is None or fmt.scale.bits == 32 else np.isnan(scale_values(np.arange(256), fmt))
@@ -207,9 +232,13 @@ def _nonfinite(name: str, what: str, scale: np.ndarray, fmt: ScaledFormat | None
     found = ((nans, "nan-scale", "NaN", severity), (infinities, "inf-scale", "infinite", "error"))
     for count, id, word, weight in found:
         if count:
-            message = f"{count} of {scale.size} {what} are {word}." if scale.size > 1 else f"{what} is {word}."
+            has = np.isnan if word == "NaN" else np.isinf
+            values = scale if is_nan is None else np.where(is_nan[scale], np.nan, 0)
+            experts = scale.size % max(experts_of(record), 1) == 0 and len(record.logical_shape) > 2
+            which = _of_experts(record, has(values).reshape(experts_of(record), -1).any(-1)) if experts else ""
+            message = f"{count} of {scale.size} {what} are {word}{which}." if scale.size > 1 else f"{what} is {word}."
             remedy = f'{_REEXPORT} load(..., nan="zero") reads them as zeros.' if word == "NaN" else _REEXPORT
-            yield Finding(id, weight, name, message, remedy)
+            yield Finding(id, weight, record.name, message, remedy)
 
 
 def _reordered(record: Record) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from microfloat.arguments import as_bool, check_choice
+from microfloat.checkpoint._experts import expert_findings
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.detect import Contents, contents_of, detection_of
 from microfloat.checkpoint.families.patterns import users_regex
@@ -75,7 +76,19 @@ class Checkpoint(Mapping[str, Record]):
     def scale_findings(self) -> list[Finding]:
         """The findings that need no look at codes; all errors are among them."""
         records = (self._record(name) for name in self._quantized())
-        return [*structure_findings(self.contents, self._names), *scale_findings(records, self._nan)]
+        return [
+            *structure_findings(self.contents, self._names), *self._expert_findings(),
+            *scale_findings(records, self._nan),
+        ]  # fmt: skip
+
+    def _expert_findings(self) -> Iterator[Finding]:
+        """Findings about the experts of whole checkpoints; one file of several may hold a part of them."""
+        if any(finding.id == "part" for finding in self.contents.findings):
+            return
+        stored = {name: entry.tensors["codes"] for name, entry in self.contents.entries.items()} | self.contents.plain
+        for finding in expert_findings({name: one.shape for name, one in stored.items()}, self.config):
+            if any(name.startswith(finding.tensor) for name in self._names):
+                yield finding
 
     def _quantized(self) -> Iterator[str]:
         return (name for name in self._names if name in self.contents.entries)
