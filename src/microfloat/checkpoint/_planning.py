@@ -11,11 +11,11 @@ import numpy as np
 from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import outline
 from microfloat.checkpoint._modules import CACHE, ignored_by, module_of
-from microfloat.checkpoint._readers import complaints
 from microfloat.checkpoint._recoding import recodes
 from microfloat.checkpoint._saving import scale_dtype
 from microfloat.checkpoint.config import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
+from microfloat.checkpoint.families.readers import complaints
 from microfloat.checkpoint.families.writing import Written
 from microfloat.checkpoint.load import Checkpoint
 from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Record
