@@ -12,6 +12,8 @@ CACHE = (
     "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point",
     "q_zero_point",
 )  # fmt: skip
+# The weight of one expert, as `layer.experts.number.weight.weight`.
+NUMBERED = re.compile(r"^(?:(?P<layer>.*)\.)?experts\.(?P<number>\d+)\.(?P<weight>.*)\.weight$")
 _PATTERNS = "names of modules, wildcards or 're:' patterns"
 
 

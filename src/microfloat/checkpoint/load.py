@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 
 from microfloat.arguments import as_bool, check_choice
-from microfloat.checkpoint._experts import expert_findings
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.detect import Contents, contents_of, detection_of
 from microfloat.checkpoint.families.patterns import users_regex
 from microfloat.checkpoint.families.row import missing_roles
 from microfloat.checkpoint.folder import Folder, locate
-from microfloat.checkpoint.integrity import code_findings, scale_findings, structure_findings, without_nan
+from microfloat.checkpoint.integrity import (
+    code_findings,
+    expert_findings,
+    scale_findings,
+    structure_findings,
+    without_nan,
+)
 from microfloat.checkpoint.records import Detection, Finding, Record
 from microfloat.errors import checkpoint_error, invalid_type, kind_of
 

@@ -7,7 +7,7 @@ compressed-tensors 0.20.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from microfloat.checkpoint._experts import NUMBERED
+from microfloat.checkpoint._modules import NUMBERED
 
 # Models of transformers whose initializer asks Linear layers for a `weight`, which packed layers do not have.
 _INITIALIZED = (
