@@ -1,5 +1,6 @@
 """Mixtures of experts of transformers: their files through `convert` and back, and their layers under recipes."""
 
+import copy
 import importlib
 import pathlib
 import re
@@ -16,7 +17,7 @@ from safetensors.torch import load_file  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat import checkpoint  # noqa: E402
 from microfloat.checkpoint import convert  # noqa: E402
-from microfloat.errors import CheckpointError  # noqa: E402
+from microfloat.errors import CheckpointError, InvalidTypeError  # noqa: E402
 from microfloat.recipes import CustomRecipe, DelayedScaling, Gemm  # noqa: E402
 from microfloat.torch.nn.experts import ExpertsLayer  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
@@ -225,6 +226,40 @@ def test_experts_with_a_shipped_adapter_compute_what_they_compute_there(transfor
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(computed(), plain, strict=True))
     mf.quantize_(experts.requires_grad_(False), mf.WeightOnly("mxfp8"))
     assert (experts(x, numbers, weights) - plain[0]).norm() < 0.1 * plain[0].norm()
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_train_around_packed_experts_and_on_converted_ones(transformers, tmp_path, name):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    on_experts = {"target_parameters": ["mlp.experts.gate_up_proj"], "target_modules": ["q_proj"]}
+    for config in (mf.WeightOnly("nvfp4"), mf.WeightOnly("mxfp8")):
+        model = family(transformers, name).requires_grad_(False)
+        mf.quantize_(model, config)
+        tuned = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        optimizer = torch.optim.AdamW([one for one in tuned.parameters() if one.requires_grad], lr=1e-2)
+        losses = []
+        for _ in range(3):
+            losses.append(tuned(input_ids=IDS, labels=IDS).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[2] < losses[0]
+        tuned.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(model, tmp_path)
+        assert torch.equal(again(input_ids=IDS).logits, tuned.eval()(input_ids=IDS).logits)
+        packed = family(transformers, name).requires_grad_(False)
+        mf.quantize_(packed, config)
+        refused = peft.get_peft_model(packed, peft.LoraConfig(r=2, **on_experts))
+        with pytest.raises(InvalidTypeError, match=r"target are quantized experts.*target_modules"):
+            refused(input_ids=IDS)
+    model = family(transformers, name)
+    mf.convert(model, "mxfp8")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, **on_experts))
+    tuned(input_ids=IDS, labels=IDS).loss.backward()
+    made = [one.grad for key, one in tuned.named_parameters() if "experts" in key and "lora_B" in key]
+    assert made
+    assert all(one.any() for one in made)
 
 
 def test_generate_decodes_on_our_path_and_saving_writes_the_files_of_the_plain_model(transformers, tmp_path):

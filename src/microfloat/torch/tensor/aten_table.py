@@ -193,8 +193,10 @@ _REMEDIES: dict[tuple[str, ...], str] = {
     "F.embedding does of a matrix cast along its last axis, without max_norm and sparse.",
     ("as_strided",): f"{_DEQUANTIZE} Where torch.compile asked, for a view of a quantized argument that compiled code "
     "returns: return view.clone(), or take the view outside of it.",
-    ("bmm", "baddbmm"): f"{_DEQUANTIZE} Quantized matrices are multiplied one by one, or by "
-    "microfloat.torch.grouped_matmul.",
+    ("bmm",): f"{_DEQUANTIZE} Quantized matrices are multiplied one by one, or by microfloat.torch.grouped_matmul.",
+    ("baddbmm",): f"{_DEQUANTIZE} Where an adapter asked whose target are quantized experts (target_parameters of "
+    "PEFT): it adds to their values, which would make all of them dense. Adapt linear layers around them "
+    "(target_modules), or leave these experts out of quantize_; experts that convert has changed take such adapters.",
 }  # fmt: skip
 
 
