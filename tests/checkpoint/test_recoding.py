@@ -119,7 +119,7 @@ def test_scales_at_the_ends_of_their_range_and_matrices_of_zeros(tmp_path, to, b
 
 
 def test_members_of_a_fused_group_share_the_power_of_two(tmp_path):
-    names = [f"model.layers.0.mlp.experts.1.{one}_proj.weight" for one in ("gate", "up")]
+    names = [f"model.layers.0.mlp.experts.0.{one}_proj.weight" for one in ("gate", "up")]
     scale, codes = random(rows=4, spread=3)
     save(
         [

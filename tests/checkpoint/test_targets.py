@@ -209,7 +209,7 @@ def test_heads_and_embeddings_stay_and_gates_of_mlps_are_cast(tmp_path):
         ("attn.wq", "attn.wk", "attn.wv"),
         ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), ("linear_attn.in_proj_a", "linear_attn.in_proj_b"),
         ("attention.self.query", "attention.self.key", "attention.self.value"), ("attn.to_q", "attn.to_k", "attn.to_v"),
-        ("mlp.c_fc_0", "mlp.c_fc_1"), ("mlp.experts.3.w1", "mlp.experts.3.w3"),
+        ("mlp.c_fc_0", "mlp.c_fc_1"), ("mlp.experts.0.w1", "mlp.experts.0.w3"),
     ],
 )  # fmt: skip
 def test_layers_that_engines_join_share_a_tensor_scale(tmp_path, names):
