@@ -140,14 +140,6 @@ def grouped_table() -> str:
     return f"{ratios(found, 'recipe', ['8 x 7168 to 2048', 'ragged', *titles.values()])}\n\n{sources('grouped')}"
 
 
-def mixture_table() -> str:
-    """Whole decoder layers of mixtures: ratios by recipe."""
-    titles = {"mixtral": "like Mixtral", "deepseek": "like DeepSeek-V3"}
-    rows = [row for row in rows_of(RESULTS / "mixture.json") if row["recipe"] != "bf16"]
-    found = pivoted(rows, lambda row: titles[row["id"].split(".")[1]])
-    return f"{ratios(found, 'recipe', [*titles.values()])}\n\n{sources('mixture')}"
-
-
 def models_table() -> str:
     """A decoder layer and steps of a model: ratios by recipe, and memory of the layer."""
     titles = {
@@ -343,7 +335,6 @@ BLOCKS = [
     (_page("performance.md"), "choosing a recipe", choice_table),
     (_page("performance.md"), "measured: linear", linear_table),
     (_page("performance.md"), "measured: grouped", grouped_table),
-    (_page("performance.md"), "measured: mixture", mixture_table),
     (_page("performance.md"), "measured: decoder", models_table),
     (_page("performance.md"), "measured: train", train_table),
     (_page("performance.md"), "measured: host", host_table),
