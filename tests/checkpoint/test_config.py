@@ -154,11 +154,11 @@ def test_what_torchao_wrote_is_read_under_its_method(tmp_path):
 
 def test_a_rule_for_a_module_covers_the_modules_inside_it(tmp_path):
     table = {
-        "m.experts": {"quant_algo": "W4A16_NVFP4"}, "m.experts.1.down": {"quant_algo": "FP8"},
+        "m.experts": {"quant_algo": "W4A16_NVFP4"}, "m.experts.0.down": {"quant_algo": "FP8"},
         "m.*.shared": {"quant_algo": "W4A16_NVFP4"},
     }  # fmt: skip
     tensors = {
-        **layer("m.experts.0.up"), **fp8("m.experts.1.down", weight_scale=np.float32(1), input_scale=np.float32(1)),
+        **layer("m.experts.0.up"), **fp8("m.experts.0.down", weight_scale=np.float32(1), input_scale=np.float32(1)),
         **layer("m.0.shared.gate"),
     }  # fmt: skip
     loaded = load(
@@ -166,7 +166,7 @@ def test_a_rule_for_a_module_covers_the_modules_inside_it(tmp_path):
     )
     assert loaded.findings == []
     assert loaded["m.experts.0.up.weight"].activation["scheme"] == "none"
-    assert loaded["m.experts.1.down.weight"].activation["scheme"] == "static"
+    assert loaded["m.experts.0.down.weight"].activation["scheme"] == "static"
 
 
 def test_a_plain_layer_inside_an_ignored_module_is_no_contradiction(tmp_path):

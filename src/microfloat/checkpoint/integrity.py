@@ -369,8 +369,9 @@ _RESTORE = "Copy or export the checkpoint again, or correct the number in config
 
 
 def expert_findings(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Iterator[Finding]:
-    """Errors about experts that are missing, too many, or there twice: all of a layer in one finding.
+    """Findings about experts that are missing, too many, or there twice: all of a layer in one finding.
 
+    They are errors where the configuration tells how many there are; else the largest number of the layer counts.
     `shapes`: of the stored codes or values of every parameter, by its name.
     """
     layers: dict[str, dict[str, set[int]]] = {}
@@ -393,7 +394,8 @@ def expert_findings(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, 
                     groups.setdefault(numbers, []).append(weight)
             if groups:
                 parts = [f"{', '.join(names)} of {_ranges(numbers)}" for numbers, names in groups.items()]
-                yield Finding(id, "error", layer, f"{'; '.join(parts)} {words}, {named} experts.", _RESTORE)
+                severity = "warn" if said is None else "error"
+                yield Finding(id, severity, layer, f"{'; '.join(parts)} {words}, {named} experts.", _RESTORE)
     joined: dict[str, list[str]] = {}
     for name, shape in shapes.items():
         layer, _, last = name.removesuffix(".weight").rpartition(".")
