@@ -32,6 +32,7 @@ def largest_scales(record: Record) -> np.ndarray:
     found = np.zeros(experts_of(record), np.float32)
     for expert, _, slab in slabs(record):
         bytes_RB, _, codes_RBC = _blocks(slab)
+        assert slab.format is not None
         used = bytes_RB[(codes_RBC & _magnitude(slab.format.element)).any(-1) & (bytes_RB != 255)]
         if used.size:
             found[expert] = max(found[expert], np.ldexp(np.float32(1), int(used.max()) - 127))
@@ -43,10 +44,11 @@ def recode(slab: Record, fmt: ScaledFormat, largest: np.float32 | None) -> tuple
 
     `largest`: the largest scale that shares the tensor scale, in NVFP4.
     """
+    assert slab.format is not None
     element = slab.format.element
     bytes_RB, is_nan_RB, codes_RBC = _blocks(slab)
     used_RBC = (codes_RBC & _magnitude(element)) != 0
-    level = None
+    level = group_GH = None
     if fmt.tensor_scale is not None:
         level, exponent_RB = _under_level(bytes_RB, largest)
     else:
@@ -55,12 +57,12 @@ def recode(slab: Record, fmt: ScaledFormat, largest: np.float32 | None) -> tuple
     made_RBC, lossy = _shifted(codes_RBC, shift_RB, element, fmt.element, is_nan_RB)
     rows, length = slab.logical_shape
     codes = made_RBC.reshape(rows, -1)[:, :length]
-    if level is None:
+    if group_GH is not None:
         with np.errstate(all="ignore"):
             scale = np.where(group_GH == 255, np.float32(np.nan), np.ldexp(np.float32(1), group_GH - 127))
         return Record(slab.name, codes, scale.astype(np.float32), None, fmt, slab.logical_shape), lossy
     halves = used_RBC.reshape(rows, -1, 16).any(-1)
-    power = np.log2(level).astype(int) + 127
+    power = np.log2(level).astype(int) + 127  # type: ignore
     bytes_of = encode(np.ldexp(np.float32(1), exponent_RB - power), E4M3)
     scale = np.where(halves, np.repeat(bytes_of, 2, 1), np.uint8(0))
     scale = np.where(np.repeat(is_nan_RB, 2, 1), np.uint8(0x7F), scale)[:, : length // 16]

@@ -235,7 +235,8 @@ def _nonfinite(
             has = np.isnan if word == "NaN" else np.isinf
             values = scale if is_nan is None else np.where(is_nan[scale], np.nan, 0)
             experts = scale.size % max(experts_of(record), 1) == 0 and len(record.logical_shape) > 2
-            which = _of_experts(record, has(values).reshape(experts_of(record), -1).any(-1)) if experts else ""
+            bad = np.asarray(has(values))
+            which = _of_experts(record, bad.reshape(experts_of(record), -1).any(-1)) if experts else ""  # type: ignore
             message = f"{count} of {scale.size} {what} are {word}{which}." if scale.size > 1 else f"{what} is {word}."
             remedy = f'{_REEXPORT} load(..., nan="zero") reads them as zeros.' if word == "NaN" else _REEXPORT
             yield Finding(id, weight, record.name, message, remedy)

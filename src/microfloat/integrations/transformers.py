@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -37,7 +37,8 @@ if find_spec("transformers") is None:
 
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 __all__ = ["MicrofloatConfig", "MicrofloatQuantizer", "load_pretrained"]
@@ -72,7 +73,7 @@ class MicrofloatConfig(QuantizationConfigMixin):
             raise invalid_value("fuse", True, "a recipe beside it, whose layers are fused")
         if isinstance(modules_to_not_convert, str):
             raise invalid_type("modules_to_not_convert", repr(modules_to_not_convert), "a list of names of modules")
-        self.quant_method = _METHOD
+        self.quant_method = _METHOD  # type: ignore
         self.config = None if config is None else _as_config(config)
         self.recipe = recipe if recipe is None or isinstance(recipe, Placement) else as_recipe(recipe)
         self.fuse = fuse
@@ -168,17 +169,17 @@ class MicrofloatQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: object
     ) -> nn.Module:
-        options = self.quantization_config
+        options: Any = self.quantization_config
         _check_plain(checkpoint_files)
         names = [name for name, _ in model.named_modules()]
         for pattern in options.modules_to_not_convert or ():
-            if all(MicrofloatConfig.leaves_in(options, name, model) for name in names):
+            if all(MicrofloatConfig.leaves_in(options, name, model) for name in names):  # type: ignore
                 needed = f"names or patterns of modules of the {type(model).__name__}"
                 raise invalid_value("modules_to_not_convert", repr(pattern), needed)
         if options.config is None:
             return model
         self._storage = plan_storage(model, options.config, options.leaves_in)
-        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}  # type: ignore
         for members in self._storage.groups():
             weights = {
                 f"{name}.{key}" for name in members
@@ -223,8 +224,8 @@ class MicrofloatQuantizer(HfQuantizer):
                 _loaded(model.get_parameter(one))
         return True
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:
-        options = self.quantization_config
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:  # type: ignore
+        options: Any = self.quantization_config
         if self._storage is not None:
             self.report = self._storage.complete(model)
             return model
@@ -241,11 +242,11 @@ class MicrofloatQuantizer(HfQuantizer):
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return revert(model).to(dtype)
 
-    def is_serializable(self) -> bool:
+    def is_serializable(self) -> bool:  # type: ignore
         """True: `save_pretrained` writes the folder of `save_quantized`, in a dialect of compressed-tensors."""
         return True
 
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:  # type: ignore
         """The tensors and the metadata of the file of a model, whose configuration then describes them."""
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}
@@ -260,12 +261,12 @@ class MicrofloatQuantizer(HfQuantizer):
                 "tensor scale in place of their own, and wrong values. load_pretrained reads this folder right.",
                 UserWarning, stacklevel=3,
             )  # fmt: skip
-        self.quantization_config.saved_as = documents["config.json"]["quantization_config"]
+        self.quantization_config.saved_as = documents["config.json"]["quantization_config"]  # type: ignore
         model._weight_conversions = []  # type: ignore[assignment]  # the names are those of the file already
         return tensors, metadata
 
     @property
-    def is_trainable(self) -> bool:
+    def is_trainable(self) -> bool:  # type: ignore
         """True: adapters train around codes."""
         return True
 
@@ -283,14 +284,14 @@ class _Store(ConversionOps):
     def __init__(self, quantizer: MicrofloatQuantizer) -> None:
         self.quantizer = quantizer
 
-    def convert(
+    def convert(  # type: ignore
         self, input_dict: dict[str, torch.Tensor | list[torch.Tensor]], *args: object, model: nn.Module,
         missing_keys: set[str] | None = None, **kwargs: object,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """The tensors that the loader is to place itself."""
         values = {name: one[0] if isinstance(one, list) else one for name, one in input_dict.items()}
         missing = set() if missing_keys is None else missing_keys
-        return {name: one for name, one in values.items() if not self.quantizer.take(model, name, one, missing)}
+        return {name: one for name, one in values.items() if not self.quantizer.take(model, name, one, missing)}  # type: ignore
 
 
 def _loaded(parameter: nn.Parameter) -> nn.Parameter:
@@ -343,8 +344,8 @@ def load_pretrained(
     settings = AutoConfig.from_pretrained(folder)
     for one in (settings, settings.get_text_config()):
         if hasattr(one, "quantization_config"):
-            del one.quantization_config
-    dtype = dtype or settings.dtype or torch.bfloat16
+            del one.quantization_config  # type: ignore
+    dtype = dtype or settings.dtype or torch.bfloat16  # type: ignore
     make = getattr(model_class, "from_config", None) or model_class._from_config  # type: ignore[attr-defined]
     with torch.device("meta"):
         model = make(settings, dtype=dtype)
@@ -354,8 +355,8 @@ def load_pretrained(
     stored = {row.name: row.recipe for row in report if isinstance(row.recipe, Config)}
     if stored:
         kinds = set(stored.values())
-        quantizer = MicrofloatQuantizer(MicrofloatConfig(kinds.pop() if len(kinds) == 1 else stored))
-        quantizer.report, model.hf_quantizer = report, quantizer
+        quantizer = MicrofloatQuantizer(MicrofloatConfig(kinds.pop() if len(kinds) == 1 else stored))  # type: ignore
+        quantizer.report, model.hf_quantizer = report, quantizer  # type: ignore
         model.is_quantized, model.quantization_method = True, _METHOD
         model.config.quantization_config = quantizer.quantization_config
     return model.eval()

@@ -359,11 +359,11 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
         rows, columns = shape_of_experts(layer) if is_experts(layer) else (layer.out_features, layer.in_features)
         shape = (columns, rows)
         if not isinstance(layer, Linear | GroupedLinear | ExpertsLayer):
-            yield LayerRow(name, shape, None, f"{type(layer).__name__} that was not converted: high precision")
+            yield LayerRow(name, shape, None, f"{type(layer).__name__} that was not converted: high precision")  # type: ignore
             continue
         recipe = layer.effective_recipe()
         if recipe is None:
-            yield LayerRow(name, shape, None, "pinned to none, or no autocast is active: high precision")
+            yield LayerRow(name, shape, None, "pinned to none, or no autocast is active: high precision")  # type: ignore
             continue
         own, first = backend_name(layer, ambient()), products_of(layer)[0]
         answer = _explain(
@@ -375,7 +375,7 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
         elif isinstance(first.weight, QuantizedTensor) and recipe._of_many_rows:
             reasons |= {recipe._of_many_rows: None}
         reasons |= dict.fromkeys(_across_ranks(first))
-        yield LayerRow(name, shape, answer, "; ".join(reasons))
+        yield LayerRow(name, shape, answer, "; ".join(reasons))  # type: ignore
 
 
 def _in_groups(products: Sequence["RecipeLayer"], recipe: Recipe, backend: str) -> Iterator[str]:

@@ -152,7 +152,9 @@ def _activation(parts: Joined) -> "Activation":
     records = [one for row in parts.experts for one in row]
     scales = [one.activation.get("scale") for one in records]
     known = [np.asarray(scale).max() for scale in scales if scale is not None]
-    return {**records[0].activation, "scale": np.float32(max(known)) if len(known) == len(scales) else None}
+    return {  # type: ignore[return-value]
+        **records[0].activation, "scale": np.float32(max(known)) if len(known) == len(scales) else None,  # type: ignore
+    }  # fmt: skip
 
 
 def _format_of(parts: Joined) -> ScaledFormat | None:
@@ -161,7 +163,8 @@ def _format_of(parts: Joined) -> ScaledFormat | None:
     fmt = first.format
     if fmt is None or any(one.format != fmt for row in parts.experts for one in row):
         return None
-    if (fmt.block[0] or 1) > 1 and any(one.logical_shape[0] % fmt.block[0] for one in parts.experts[0][:-1]):
+    height = fmt.block[0] or 1
+    if any(one.logical_shape[0] % height for one in parts.experts[0][:-1]):
         return None  # a tile would reach over two matrices
     return fmt if all(_have_one_scale(row) for row in parts.experts) else _BY_ROW.get(fmt.name)
 

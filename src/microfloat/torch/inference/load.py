@@ -364,7 +364,7 @@ def _load_one(
                 as_experts(parent, module)
                 layer = next(one for one in products_of(module) if place_of(one)[1] == key)
             pin_layer(parent if layer is module else name, layer, chosen)
-            module._pinned, module._pin_token = layer._pinned, layer._pin_token
+            module._pinned, module._pin_token = layer._pinned, layer._pin_token  # type: ignore
             held = tensor.transpose(1, 2) if is_turned else tensor
             setattr(module, key, nn.Parameter(held, requires_grad=old.requires_grad))
             if chosen.is_static:

@@ -148,7 +148,7 @@ class Storage:
             weights = {name: held_weight(layers[name]) for name in members}
             self.spoiled += [name for name, weight in weights.items() if not _is_finite(weight)]
             stored = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared)
-            shared |= {
+            shared |= {  # type: ignore
                 id(plain): (plain, stored[name]) for name, plain in weights.items() if several[id(plain)] > 1
             }  # fmt: skip
             del weights
@@ -532,13 +532,13 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
         pinned = {layer: layer.pinned for layer in static.values()}
         try:
             for layer, recipe in pinned.items():
-                layer.pin(dataclasses.replace(recipe, scales="dynamic"))
+                layer.pin(dataclasses.replace(recipe, scales="dynamic"))  # type: ignore
             yield model
         finally:
             for hook in hooks:
                 hook.remove()
             for layer, recipe in pinned.items():
-                layer.pin(recipe)
+                layer.pin(recipe)  # type: ignore
         for layer, amax in measured.items():
             if static:
                 layer.register_buffer("input_amax", amax)

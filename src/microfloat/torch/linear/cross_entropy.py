@@ -83,12 +83,12 @@ def run_chunks(
         with schedule.scope():
             if made is None or made[0] != schedule.weight_key:
                 made = schedule.weight_key, schedule.quantize_weight(weight, inputs)
-            run.kept, run.into = made[1], sums
+            run.kept, run.into = made[1], sums  # type: ignore
             dy = _losses(run.forward(kept.of(run), x_CK, weight, None), labels[rows], loss_T[rows], factors, rows)
             if dy is not None:
                 dx_CK, dw_NK = run.backward(kept.of(run), dy)[:2]
                 if dx is not None:
-                    dx[rows] = dx_CK
+                    dx[rows] = dx_CK  # type: ignore
                 dw = dw_NK if sums is None else dw
     if sums is not None and sums.total is not None:
         made = None  # its memory serves the rounded sum

@@ -230,7 +230,7 @@ class ExpertsLayer(RecipeLayer):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._form = form_of(self)
+        self._form = form_of(self)  # type: ignore
         for product in self.products:
             product.belong_to(self)
         self.name_products(self._path)

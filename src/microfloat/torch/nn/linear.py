@@ -484,7 +484,7 @@ def recipe_of_call(recipe: Recipe | str | None, function: str) -> tuple[str, str
         state, origin = ambient(), "layer"
         is_off = state is not None and not state.enabled
         chosen = None if is_off else pinned if pinned is not UNPINNED else state.recipe if state is not None else None
-        token, backend = token_of(chosen), "auto" if state is None else state.backend
+        token, backend = token_of(chosen), "auto" if state is None else state.backend  # type: ignore
     if token == context.PLAIN:
         return context.token_of_high_precision(), origin, backend
     if context.is_delayed(token) or context.is_static(token):
