@@ -1,6 +1,7 @@
 """What `microfloat.torch` keeps between calls in its modules: each object has a line here that says what bounds it."""
 
 import ast
+import functools
 import re
 
 import pytest
@@ -82,6 +83,12 @@ def _holds_containers(node):
     )  # fmt: skip
 
 
+@functools.cache
+def set_in(package):
+    """Names that code sets in other modules, or in objects that are not its own."""
+    return set(re.findall(r"(?<!self)\.(\w+) = ", package))
+
+
 def state_in(source, package=""):
     """Names of a module's mutable objects and of its cached functions; `package`: text that may change them too."""
     tree = ast.parse(source)
@@ -92,7 +99,7 @@ def state_in(source, package=""):
         for name in (target.id for target in targets if isinstance(target, ast.Name)):
             called = _called(node.value)
             is_container = isinstance(node.value, CONTAINERS) or called in CLASSES
-            is_set = name.isupper() and re.search(rf"(?<!self)\.{name} = ", package)  # by another module
+            is_set = name.isupper() and name in set_in(package)  # by another module
             if name in written or is_set or called in STATEFUL or called in classes or (
                 is_container and re.search(CHANGES.format(name), source + package)
             ):  # fmt: skip

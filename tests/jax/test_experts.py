@@ -138,6 +138,7 @@ def test_experts_train_in_linen(name):
         assert (slots["input_scale"][used] != 1).all()
 
 
+@pytest.mark.slow("watches and autocasts of JAX experts")
 def test_linen_experts_without_a_recipe_follow_the_autocast():
     """High precision outside of one; parameters have the same names."""
     free, pinned = LinenExperts(), LinenExperts(ml.ragged_dot_cls("fp8_current"))
@@ -243,6 +244,7 @@ def modules_of(function, *arguments):
 FEW = {"metrics": ("amax",), "what_if": ()}
 
 
+@pytest.mark.slow("watches and autocasts of JAX experts")
 def test_watches_name_the_products_of_experts():
     """In linen the name of the op; one that has none is its module's, under a pinned recipe and under an autocast."""
     model, x = LinenExperts(ml.ragged_dot_cls("fp8_row")), (X, jnp.array([5, 0, 19, 0]))
@@ -277,6 +279,7 @@ def test_watches_name_the_products_of_experts():
         assert modules_of(watched(Model()), variables) == named
 
 
+@pytest.mark.slow("watches and autocasts of JAX experts")
 def test_nnx_watches_name_the_products_of_experts():
     model = nnx.Dict(mixture=Mixture(nnx.Rngs(0)), one=OneProduct(lax.ragged_dot))
     mnnx.convert(model, "fp8_row")
