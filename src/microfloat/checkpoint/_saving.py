@@ -340,7 +340,7 @@ def planned(
     records: Mapping[str, Record] | Iterable[Record], format: str, config: bool | Mapping[str, Any] = True,
     producer: Mapping[str, str] | None = None,
 ) -> Plan:  # fmt: skip
-    """What `save` writes of these records."""
+    """The plan of the files that `save` writes for these records."""
     if format not in (*SAVED, *WRITTEN, "plain"):
         raise unknown_target("format", str(format), [*SAVED, *WRITTEN, "plain"])
     every = list(records.values() if isinstance(records, Mapping) else records)

@@ -150,7 +150,7 @@ class CastStep:
 
     @staticmethod
     def described(backend: Backend, entries: Entries) -> tuple[str, str]:
-        """How the operands of a later tensor will be cast, in words, and why not by launches."""
+        """In words, the casts of the operands of a later tensor, and the reason why not by launches."""
         row, column = (None if entry is None else entry.spec for entry in entries)
         if row is None and column is None:
             return "", ""

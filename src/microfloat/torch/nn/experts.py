@@ -202,7 +202,7 @@ class ExpertsLayer(RecipeLayer):
             product._path = f"{path}.{product.name}" if path else product.name
 
     def forward(self, *arguments: object, **options: object) -> torch.Tensor:
-        """What the original layer returns: from products under the recipe, or from its own forward without one."""
+        """The output of the original layer, from products under the recipe; without one from the original forward."""
         if torch.compiler.is_compiling():
             is_plain = self._pinned is None
         else:
