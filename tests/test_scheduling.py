@@ -100,6 +100,7 @@ def run(folder, repository):
     return processes.run(command, seconds=60, env=environment, cwd=folder)
 
 
+@pytest.mark.slow("a run of pytest inside of another")
 def test_what_went_wrong_anywhere_is_told_briefly(tmp_path, repository) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST + BRIEF)
     (tmp_path / "test_outcomes.py").write_text(OUTCOMES)

@@ -323,6 +323,7 @@ def test_without_a_package_the_example_names_the_extra(repository, package):
     assert 'pip install ".[examples]"' in done.stderr
 
 
+@pytest.mark.slow("several whole trainings")
 def test_runs_side_by_side_end_with_the_losses_of_runs_in_turn(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

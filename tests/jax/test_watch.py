@@ -240,7 +240,7 @@ def test_layers_of_nnx_have_their_names_and_their_state():
     assert seen(readings) == of_modules("layers.0", "layers.1")
 
 
-@pytest.mark.slow_cases("further recipes", all_but=("mxfp4",))
+@pytest.mark.slow("watches of grouped products")
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp4", "fp8_row", "nvfp4"])
 def test_groups_of_rows_are_one_tensor(name):
     """Of a `ragged_dot`: errors over the rows of all groups, as the oracle casts each group; padding counts nowhere."""

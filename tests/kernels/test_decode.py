@@ -274,7 +274,7 @@ def test_values_by_warpgroups(wide_product, name, kind):  # features I2
     "further forms of the same kernel",
     cases=(
         "groups-*-nvfp4_*", "groups-*-mxfp4", "halves-*-nvfp4*", "halves-*-nvfp4_*", "parts*-nvfp4_*", "groups--*fp8*",
-        "halves-*fp8*", "parts*-fp8*", "*mxfp6*",
+        "halves-*fp8*", "parts*-fp8*", "*mxfp6*", "halves--mxfp4", "parts*--mxfp4", "groups-nan-mxfp8",
     ),
 )  # fmt: skip
 @pytest.mark.parametrize(
