@@ -10,6 +10,7 @@
     python -m benchmarks decode       a few rows by weights stored as codes, against bfloat16          (d.*)
                          --cuts       the fastest division of each such product, within --seconds      (d.cuts.*)
     python -m benchmarks train        examples/train_gpt.py, tokens per second                         (t.*)
+    python -m benchmarks model        a training step of transformers' Llama: time, memory, kernels (model.*)
     python -m benchmarks fsdp         training under FSDP2, a rank for each GPU: time, memory, bytes (fsdp.*)
     python -m benchmarks profile      which kernels one Linear step spends its time in
     python -m benchmarks cpu          casts on a CPU beside torchao                                    (c.*)
@@ -31,7 +32,7 @@ COMMANDS = {
     "quantize": "benchmarks.quantize", "matmul": "benchmarks.matmul", "linear": "benchmarks.linear",
     "grouped": "benchmarks.grouped", "host": "benchmarks.host", "block": "benchmarks.block",
     "train": "benchmarks.train", "profile": "benchmarks.gpu_profile", "decoder": "benchmarks.decoder",
-    "fsdp": "benchmarks.fsdp",
+    "fsdp": "benchmarks.fsdp", "model": "benchmarks.model",
     "decode": "benchmarks.decode",
 }  # fmt: skip
 # Commands with options of their own, which need no GPU.
@@ -58,6 +59,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             command.add_argument("--cuts", action="store_true", help="time the divisions of each product instead")
             command.add_argument("--seconds", type=float, default=600.0, help="no row of --cuts begins later")
             command.add_argument("--compile", action="store_true", help="with --cuts: compile them, without a GPU too")
+        if name == "model":
+            command.add_argument("--layers", type=int, default=12)
+            command.add_argument("--batch", type=int, default=2)
+            command.add_argument("--sequence", type=int, default=8192)
+            command.add_argument("--profile", action="store_true", help="also a step's time by kind of kernel")
         if name == "profile":
             command.add_argument("--host", action="store_true", help="Python functions of a small step instead")
     for name in OF_CPU:
