@@ -196,14 +196,85 @@ def test_tiles_of_a_users_own_fold_too():
 
 
 def test_what_cannot_be_folded():
-    with pytest.raises(InvalidValueError, match=r"q: got format nvfp4, needed E8M0 scales"):
-        fold(quantize(A, "nvfp4"))
+    with pytest.raises(InvalidValueError, match=r"q: got format fp8_row, needed E8M0 scales \(an MX format\) or E4M3"):
+        fold(quantize(A, "fp8_row"))
+    with pytest.raises(InvalidValueError, match=r"block: got \(128, 128\) with one tensor scale for each row, needed"):
+        fold(quantize(A, "nvfp4_row"), (128, 128))
     with pytest.raises(InvalidValueError, match=r"block: got \(1, 64\), needed \(1, 128\) or \(128, 128\)"):
         fold(quantize(A, "mxfp8"), (1, 64))
     with pytest.raises(InvalidValueError, match="block: got 128"):
         fold(quantize(A, "mxfp8"), 128)
     with pytest.raises(InvalidTypeError, match="q: got ndarray"):
         fold(A)
+
+
+def folded_exponent(largest):
+    """E of docs/numerics.md 9.4, by the bits of the largest E4M3 byte of a group."""
+    return np.maximum((largest.astype(int) + 6) // 8, 4) - 13
+
+
+def test_every_pair_of_nvfp4_codes_and_scales():
+    """Row (b, B): 16 codes under the scale byte b, then blocks under the largest byte B, against ml_dtypes' E4M3."""
+    low, high = (byte.ravel()[np.tril_indices(127)[0] * 127 + np.tril_indices(127)[1]].astype(np.uint8)
+                 for byte in np.meshgrid(np.arange(127), np.arange(127)))  # fmt: skip
+    scale = np.stack([low, *[high] * 7], axis=1)
+    packed = reference.pack_fp4(np.tile(np.arange(16, dtype=np.uint8), (len(low), 8)))
+    q = Quantized(packed, scale, np.asarray(np.float32(1.7)), FORMATS["nvfp4"], 1, (len(low), 128))
+    folded, lossy = fold(q)
+    assert folded.format == FORMATS["fp8_1x128"]
+    assert folded.tensor_scale is None
+    exponent = folded_exponent(high)[:, None]
+    assert np.array_equal(folded.scale, np.ldexp(np.float32(1), exponent).astype(np.float32) * np.float32(1.7))
+    values = decode(q.unpacked_codes(), formats.E2M1) * np.repeat(decode(scale, E4M3), 16, axis=1)
+    shifted = np.ldexp(values, -exponent)
+    assert abs(shifted).max() == 432  # nothing saturates
+    expected = shifted.astype(ml_dtypes.float8_e4m3fn)
+    assert np.array_equal(folded.codes, expected.view(np.uint8))
+    error = abs(np.ldexp(expected.astype(np.float64), exponent) - values)
+    assert (error <= np.maximum(abs(values) / 21, np.ldexp(1.0, exponent - 10))).all()
+    assert (error == abs(values) / 21).any()
+    assert (error / np.ldexp(1.0, exponent - 10) == 1).any()
+    assert lossy == (error != 0).sum()
+
+
+def test_tiles_of_nvfp4_fold_like_their_transpose():
+    rng = np.random.default_rng(3)
+    codes, scale = rng.integers(0, 16, (200, 304), np.uint8), rng.integers(0, 127, (13, 19), np.uint8)
+    scale[:8, :8] //= 4  # a tile of small scales, E = -9
+    scale[9, 9] = 0x7F
+    one, other = (
+        fold(
+            Quantized(reference.pack_fp4(c), np.ascontiguousarray(s), None, FORMATS["nvfp4_2d"], 1, c.shape), (128, 128)
+        )
+        for c, s in ((codes, scale), (codes.T, scale.T))
+    )
+    assert np.array_equal(one[0].codes, other[0].codes.T)
+    assert np.array_equal(one[0].scale, other[0].scale.T)
+    assert one[1] == other[1] > 0
+    finite = np.where(scale == 0x7F, 0, scale)
+    largest = [[finite[r : r + 8, c : c + 8].max() for c in (0, 8, 16)] for r in (0, 8)]
+    assert np.array_equal(np.log2(one[0].scale), folded_exponent(np.array(largest)))
+    is_nan = np.zeros(codes.shape, bool)
+    is_nan[144:160, 144:160] = True  # the block alone: NaN codes, which are not lossy
+    assert np.array_equal(np.isnan(dequantize(one[0])), is_nan)
+    assert (one[0].codes[is_nan] == 0x7F).all()
+
+
+def test_a_tensor_scale_per_row_goes_into_the_scales():
+    x = (RNG.standard_normal((3, 200)) * [[1e-30], [1], [1e30]]).astype(np.float32)
+    q = quantize(x, "nvfp4_row")
+    folded, _ = fold(q)
+    assert np.array_equal(folded.scale, np.ldexp(np.float32(1), folded_exponent(largest_of(q))) * q.tensor_scale)
+    tiny = fold(quantize(np.full((1, 128), 1e-45, np.float32), "nvfp4"))[0]
+    assert tiny.scale[0, 0] == 2.0**-126  # the smallest tensor scale times the smallest 2^E is normal
+    no_level = fold(quantize(x[1:2], Cast("nvfp4", "one_level_e4m3")))[0]
+    assert np.isin(no_level.scale, 2.0 ** np.arange(-9, 4)).all()
+
+
+def largest_of(q):
+    """Largest scale byte of every group of eight blocks."""
+    padded = np.pad(q.scale, ((0, 0), (0, -q.scale.shape[1] % 8)))
+    return padded.reshape(len(q.scale), -1, 8).max(2)
 
 
 # --- delayed scaling

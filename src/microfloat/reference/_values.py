@@ -103,38 +103,51 @@ _TARGETS: dict[tuple, ScaledFormat] = {
 
 
 def fold(q: Quantized, block: tuple[int, int] = (1, 128)) -> tuple[Quantized, int]:
-    """An MX tensor as FP8 with one FP32 scale per group, and how many elements changed their value.
+    """An MX or NVFP4 tensor as FP8 with one FP32 scale per group, and how many elements changed their value.
 
-    ``Eg = max(1, max_i b_i - k)``, ``q' = enc(dec(q) * 2^(b_i - Eg))``, ``scale' = 2^(Eg - 127)``; k is the largest
-    shift that keeps every code in range (0 for FP8; 6, 5, 4 for E2M1, E2M3, E3M2). A group with a NaN scale is NaN
-    throughout. The element is E5M2 for E5M2 codes, else E4M3. Raises InvalidValueError unless `q` is MX and `block`
-    (1, 128) or (128, 128).
+    ``q' = enc(dec(q) * block scale / 2^E)``, ``scale' = 2^E``, for NVFP4 times its tensor scale. MX:
+    ``E = max(1, max_i b_i - k) - 127``, where k is the largest shift that keeps every code in range (0 for FP8; 6, 5, 4
+    for E2M1, E2M3, E3M2), and a group with a NaN scale is NaN throughout. NVFP4: E is the smallest integer >= -9 with
+    ``6 * (largest block scale) <= 448 * 2^E``, and blocks with a NaN scale are NaN codes. The element is E5M2 for E5M2
+    codes, else E4M3. Raises InvalidValueError for other formats, and unless `block` is (1, 128) or (128, 128), which
+    cannot be had of one tensor scale per row. Source: docs/numerics.md, section 9.
     """
     check_quantized("q", q)
-    if q.format.scale.name != "E8M0":
-        raise invalid_value("q", f"format {q.format.name}", "E8M0 scales (an MX format)", "Other scales do not fold.")
-    target = E5M2 if q.format.element == E5M2 else E4M3
+    element, kind = q.format.element, q.format.scale.name
+    if kind not in ("E8M0", "E4M3"):
+        needed = "E8M0 scales (an MX format) or E4M3 scales (NVFP4)"
+        raise invalid_value("q", f"format {q.format.name}", needed, "Other scales do not fold.")
+    target = E5M2 if element == E5M2 else E4M3
     fmt = _TARGETS.get((tuple(block), target)) if isinstance(block, list | tuple) else None
     if fmt is None:
         raise invalid_value("block", repr(block), "(1, 128) or (128, 128)")
-    codes = q.unpacked_codes()
-    element_bytes = spread(scale_grid(q), q.format.block, codes.shape).astype(np.int32)
-    group_bytes = block_max(element_bytes, fmt.block)
-    is_nan = group_bytes == 255
-    exponent = np.maximum(group_bytes - _headroom(q.format.element, target), 1)
+    if fmt.is_tile and q.tensor_scale is not None and q.tensor_scale.ndim:
+        raise invalid_value("block", f"{block} with one tensor scale for each row", "(1, 128)")
+    codes, grid = q.unpacked_codes(), scale_grid(q)
     with np.errstate(all="ignore"):
-        values = decode(codes, q.format.element).astype(np.float64)
-        shift = element_bytes - spread(exponent, fmt.block, codes.shape)
-        folded = encode(np.ldexp(values, shift).astype(np.float32), target)
-        restored = np.ldexp(decode(folded, target).astype(np.float64), -shift)
+        if kind == "E8M0":
+            block_scales = np.ldexp(1.0, grid.astype(np.int32) - 127)
+            largest = block_max(spread(grid, q.format.block, codes.shape).astype(np.int32), fmt.block)
+            is_nan, exponent = largest == 255, np.maximum(largest - _headroom(element, target), 1) - 127
+        else:
+            block_scales = decode(grid, E4M3).astype(np.float64)
+            finite = np.where(np.isnan(block_scales), 0, abs(block_scales))
+            largest = block_max(spread(finite, q.format.block, codes.shape), fmt.block)
+            fraction, power = np.frexp(np.maximum(largest, E4M3.step) * element.max / target.max)
+            is_nan, exponent = np.zeros(largest.shape, bool), np.maximum(power - (fraction == 0.5), -9)
+        values = decode(codes, element).astype(np.float64) * spread(block_scales, q.format.block, codes.shape)
+        shift = spread(exponent, fmt.block, codes.shape)
+        folded = encode(np.ldexp(values, -shift).astype(np.float32), target)
         in_nan_group = spread(is_nan, fmt.block, codes.shape)
-        lossy = (restored != values) & ~np.isnan(values) & ~in_nan_group
-        scale = np.ldexp(np.float32(1), exponent - 127).astype(np.float32)
+        lossy = (np.ldexp(decode(folded, target).astype(np.float64), shift) != values) & ~np.isnan(values)
+        scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
+        scale = scale if q.tensor_scale is None else scale * q.tensor_scale
     folded = np.where(in_nan_group, np.uint8(target.nan_code), folded)
     scale = np.where(is_nan, np.uint32(0x7FC00000).view(np.float32), scale)
     stored = scale.reshape(scale_shape(fmt, q.shape, q.axis, scale.shape))
     shape = (*leading_axes(q.shape, q.axis), codes.shape[1])
-    return Quantized(folded.reshape(shape), stored, None, fmt, q.axis, q.shape, q.hadamard), int(lossy.sum())
+    changed = int((lossy & ~in_nan_group).sum())
+    return Quantized(folded.reshape(shape), stored, None, fmt, q.axis, q.shape, q.hadamard), changed
 
 
 def _headroom(element: ElementFormat, target: ElementFormat) -> int:
