@@ -30,7 +30,7 @@ from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import reference
 from microfloat.jax.calls import Call, Config, Op, Seed, check_shards, check_state, place, words_of
 from microfloat.jax.numerics.dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, einsum_by
-from microfloat.jax.observing import observe_backward, observe_forward, seen_by_backward
+from microfloat.jax.observing import Blocks, observe_backward, observe_forward, seen_by_backward
 from microfloat.jax.ops import quantize, scaled_matmul
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.operands import GEMMS
@@ -240,7 +240,7 @@ def _linear(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delayed
     check_shards(config.recipe, x_MK, w_NK, ("fprop",))
     x, w = (call.cast(value, tensor, (True, False)).first for value, tensor in ((x_MK, "x"), (w_NK, "w")))
     y_MN = call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype)
-    return observe_forward(call, x_MK, w_NK, y_MN, stage="forward"), state
+    return observe_forward(Blocks.of(call), x_MK, w_NK, y_MN, y_MN, stage="forward"), state
 
 
 def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[tuple, _Kept]:
@@ -255,7 +255,7 @@ def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delaye
         for tensor, value, made in (("x", x_MK, x), ("w", w_NK, w))
         if tensor in call.scales
     }
-    y_MN = observe_forward(call, x_MK, w_NK, y_MN, stage="kept")
+    y_MN = observe_forward(Blocks.of(call), x_MK, w_NK, y_MN, y_MN, stage="kept")
     kept = _Kept(w.second, x.second, seed, state, amaxes, x_MK[:0], w_NK[:0], seen_by_backward(x_MK, w_NK))
     return (checkpoint_name(y_MN, calls.OUTPUT_NAME), state), kept
 
@@ -276,7 +276,7 @@ def _backward(config: Config, kept: _Kept, cotangents: tuple) -> tuple[Array, Ar
     dx_MK = product("dgrad", dy.first, call.kept(kept.w, "w"), outputs, no_x)
     dw_NK = product("wgrad", dy.second, call.kept(kept.x, "x"), rows, no_w)
     gradients = transformations.sum_to_type_of(dx_MK, no_x), transformations.sum_to_type_of(dw_NK, no_w)
-    dx_MK, dw_NK = observe_backward(call, kept.seen, dy_MN, (dx_MK, dw_NK), gradients)
+    dx_MK, dw_NK = observe_backward(Blocks.of(call), kept.seen, dy_MN, (dx_MK, dw_NK), gradients)
     return dx_MK, dw_NK, None, calls.state_cotangent(call, kept.amaxes, dy_MN, dy.amax, later)
 
 

@@ -9,6 +9,7 @@ Legend: M = rows of x, K = in features, N = out features; R, C = rows and contra
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,27 +19,17 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from microfloat import watching as common
 from microfloat.jax.backends import casts, reference
 from microfloat.jax.calls import Call
 from microfloat.jax.numerics.bits import as_code_dtype, hadamard_transform, widened
 from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Recipe
 from microfloat.recipes.explanation import operands_of as formats_of
-from microfloat.watching import (
-    BINADES,
-    NOISE_SEEDS,
-    OF_CAST,
-    OF_PRODUCT,
-    OF_SAMPLE,
-    OF_SCALES,
-    SCALES,
-    Measured,
-    largest_byte,
-)
+from microfloat.watching import BINADES, SCALES, Measured
 
 __all__ = [
-    "BlocksOfGroups", "Subject", "observe_backward", "observe_forward", "observe_groups_backward",
-    "observe_groups_forward", "seen_by_backward", "shown_p", "watching",
+    "Blocks", "Subject", "observe_backward", "observe_forward", "seen_by_backward", "shown_p", "watching",
 ]  # fmt: skip
 
 
@@ -82,143 +73,80 @@ batching.primitive_batchers[shown_p] = _batched
 Readings = list[tuple[Subject, Array]]
 
 
-def observe_forward(call: Call, x_MK: Array, w_NK: Array, y_MN: Array, *, stage: str) -> Array:
-    """y, with the readings of x, w and y in a watched function."""
-    watch = watching.value
-    if watch is None:
-        return y_MN
-    uses = True, stage == "kept"
-    x, w, y = map(lax.optimization_barrier, (x_MK, w_NK, y_MN))  # nothing here is fused with the computation
-    readings = [*_operand(watch, call, "x", x, uses), *_operand(watch, call, "w", w, uses)]
-    rows, cols = watch.part(y.shape[0]), watch.part(y.shape[1])
-    readings += _product(watch, call, "fprop", "y", y, y[rows, cols], x[rows], w[cols])
-    return _shown(call.config.recipe, stage, readings, y_MN)[0]
+class Blocks(NamedTuple):
+    """The matrices of one call: blocks [B, R, C] of rows of x and dy, which are cast one by one, and a w per group.
 
-
-def seen_by_backward(x_MK: Array, w_NK: Array) -> tuple[Array, Array] | None:
-    """The columns of x and w that the measured parts of dw and dx read; None in a function that is not watched."""
-    if watching.value is None:
-        return None
-    part = watching.value.part(x_MK.shape[1])
-    return x_MK[:, part], w_NK[..., part]
-
-
-def observe_backward(
-    call: Call, seen: tuple[Array, Array] | None, dy_MN: Array, products: tuple[Array, Array],
-    results: tuple[Array, Array],
-) -> tuple[Array, Array]:  # fmt: skip
-    """dx and dw, with the readings of dy and of both products (before they are summed over a mesh)."""
-    watch = watching.value
-    if watch is None or seen is None:
-        return results
-    dy, dx_MK, dw_NK = map(lax.optimization_barrier, (dy_MN, *products))
-    readings = _operand(watch, call, "dy", dy, (True, True))
-    rows, inputs, outputs = watch.part(dy.shape[0]), watch.part(dx_MK.shape[1]), watch.part(dy.shape[1])
-    x_columns, w_columns = seen
-    readings += _product(watch, call, "dgrad", "dx", dx_MK, dx_MK[rows, inputs], dy[rows], w_columns.T)
-    readings += _product(watch, call, "wgrad", "dw", dw_NK, dw_NK[outputs, inputs], dy[:, outputs].T, x_columns.T)
-    return _shown(call.config.recipe, "backward", readings, *results)  # type: ignore[return-value]
-
-
-class BlocksOfGroups(NamedTuple):
-    """A call of `ragged_dot` as its readings see it; their vectors have an axis of blocks, or of groups.
-
-    `is_used` [B, P]: rows of blocks that hold a row of a group. ``quantized(operand, cast, x_BPC, words)``: the operand
-    of every block. ``of_group(w_GNK)``: the matrix of each block's group. ``for_each(function, *arrays)``:
-    ``function(call, *arrays)`` for each group. ``sums(x_BNK)``: the sum over the blocks of each group.
+    A `dot_general` has one block and one group. `is_used` [B, R]: rows of blocks that hold a row of a group, None for
+    all. ``gather(x_TC)``: the blocks of a tensor. ``quantized(operand, cast, x_BRC, words)``: the operand of every
+    block. ``of_group(w_GNK)``: the matrix of each block's group. ``for_each(function, *arrays)``: ``function(call,
+    *arrays)`` for each group. ``sums(x_BNK)``: the sum over the blocks of each group.
     """
 
     call: Call
-    is_used: Array
+    is_used: Array | None
     gather: Callable[[Array], Array]
     quantized: Callable[..., reference.Matrix]
     of_group: Callable[[Array], Array]
     for_each: Callable[..., Any]
     sums: Callable[[Array], Array]
 
+    @staticmethod
+    def of(call: Call) -> "Blocks":
+        """The one block of a `dot_general`."""
 
-def observe_groups_forward(
-    groups: BlocksOfGroups, x_TK: Array, w_GNK: Array, y_BPN: Array, y_TN: Array, *, stage: str
-) -> Array:
-    """`observe_forward` for the groups of rows of a `ragged_dot`."""
-    watch, call = watching.value, groups.call
-    if watch is None or not y_TN.size:
-        return y_TN
-    x, w, y = map(lax.optimization_barrier, (x_TK, w_GNK, y_BPN))
-    uses, subjects = (True, stage == "kept"), []
+        def for_each(function: Callable[..., Any], *arrays: Array) -> Any:
+            return jax.tree.map(lambda leaf: leaf[None], function(call, *(array[0] for array in arrays)))
 
-    def of_weight(call: Call, w_NK: Array) -> list[Array]:
-        found = _operand(watch, call, "w", w_NK, uses)
-        subjects[:] = [subject for subject, _ in found]
-        return [numbers for _, numbers in found]
+        def quantized(operand: Operand, cast: Cast, x_BRC: Array, words: Any) -> Any:
+            return for_each(partial(_quantized, operand, cast, words), x_BRC)
 
-    readings = _operand_of_groups(watch, groups, "x", x, uses)
-    numbers = groups.for_each(of_weight, w)
-    readings += zip(subjects, numbers, strict=True)
-    readings += _product_of_groups(watch, groups, "fprop", "y", y_TN, y, groups.gather(x), w)
-    return _shown(call.config.recipe, stage, readings, y_TN)[0]
+        return Blocks(call, None, lambda x: x[None], quantized, lambda w: w, for_each, lambda x: x)
 
 
-def observe_groups_backward(
-    groups: BlocksOfGroups, seen: tuple[Array, Array] | None, dy_TN: Array, dx_BPK: Array, dw_GNK: Array,
+def observe_forward(blocks: Blocks, x: Array, w: Array, y_BRN: Array, y: Array, *, stage: str) -> Array:
+    """y, with the readings of x, w and y in a watched function. `y_BRN`: its blocks, or itself."""
+    watch = watching.value
+    if watch is None:
+        return y
+    uses = True, stage == "kept"
+    # Behind barriers nothing here is fused with the computation.
+    x, w, y_BRN = map(lax.optimization_barrier, (x, _in_groups(w), _in_groups(y_BRN)))
+    readings = [*_operand(watch, blocks, "x", x, uses), *_operand(watch, blocks, "w", w, uses)]
+    rows, cols = watch.part(y_BRN.shape[1]), watch.part(y_BRN.shape[2])
+    factors = blocks.gather(x)[:, rows], blocks.of_group(w[:, cols])
+    readings += _product(watch, blocks, "fprop", "y", y_BRN, y_BRN[:, rows, cols], *factors)
+    return _shown(blocks.call.config.recipe, stage, readings, y)[0]
+
+
+def seen_by_backward(x: Array, w: Array) -> tuple[Array, Array] | None:
+    """The columns of x and w that the measured parts of dw and dx read; None in a function that is not watched."""
+    if watching.value is None:
+        return None
+    part = watching.value.part(x.shape[1])
+    return x[:, part], w[..., part]
+
+
+def observe_backward(
+    blocks: Blocks, seen: tuple[Array, Array] | None, dy: Array, products: tuple[Array, Array],
     results: tuple[Array, Array],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """`observe_backward` for the groups of rows of a `ragged_dot`; `results` are dx_TK and dw."""
-    watch, call = watching.value, groups.call
-    if watch is None or seen is None or not dy_TN.size:
+    """dx and dw, with the readings of dy and of both products (before they are summed over a mesh)."""
+    watch = watching.value
+    if watch is None or seen is None:
         return results
-    dy, dx, dw = map(lax.optimization_barrier, (dy_TN, dx_BPK, dw_GNK))
-    readings, blocks = _operand_of_groups(watch, groups, "dy", dy, (True, True)), groups.gather(dy)
-    inputs, outputs = watch.part(dx.shape[2]), watch.part(dy.shape[1])
-    x_columns, w_columns = seen
-    others = w_columns.swapaxes(1, 2)
-    readings += _product_of_groups(watch, groups, "dgrad", "dx", results[0], dx[..., inputs], blocks, others)
-    subject = Subject("wgrad", "dw", formats_of(call.config.recipe.wgrad), "")
-    readings.append(_tensor(subject, dw))
-    if watch.metrics.intersection(OF_PRODUCT):
-        pair = blocks[..., outputs].astype(jnp.float32), groups.gather(x_columns).astype(jnp.float32)
-        exact = groups.sums(jnp.einsum("bpn,bpk->bnk", *pair, precision=lax.Precision.HIGHEST))
-        readings.append((subject._replace(kind="product"), jax.vmap(_errors)(exact, dw[:, outputs, inputs])))
-    return _shown(call.config.recipe, "backward", readings, *results)  # type: ignore[return-value]
+    dy, dx, dw = map(lax.optimization_barrier, (dy, *map(_in_groups, products)))
+    readings, dy_BRN = _operand(watch, blocks, "dy", dy, (True, True)), blocks.gather(dy)
+    rows, inputs, outputs = (watch.part(size) for size in (dx.shape[1], dx.shape[2], dy.shape[1]))
+    x_columns, w_columns = seen[0], _in_groups(seen[1])
+    factors = dy_BRN[:, rows], blocks.of_group(w_columns.swapaxes(1, 2))
+    readings += _product(watch, blocks, "dgrad", "dx", dx, dx[:, rows, inputs], *factors)
+    factors = dy_BRN[..., outputs].swapaxes(1, 2), blocks.gather(x_columns).swapaxes(1, 2)
+    readings += _product(watch, blocks, "wgrad", "dw", dw, dw[:, outputs, inputs], *factors, sums=blocks.sums)
+    return _shown(blocks.call.config.recipe, "backward", readings, *results)  # type: ignore[return-value]
 
 
-def _operand_of_groups(
-    watch: Measured, groups: BlocksOfGroups, tensor: str, x_TC: Array, uses: tuple[bool, bool]
-) -> Readings:
-    """Readings of a tensor whose groups of rows are quantized separately; those of noise are left out."""
-    if tensor not in watch.tensors:
-        return []
-    x_BPC = groups.gather(x_TC)
-    subject, is_plain, asked = _asked(watch, groups.call, tensor, x_TC.dtype, x_BPC.shape[1:], uses)
-    readings = [_tensor(subject, x_TC)]
-    if is_plain and watch.metrics.intersection(OF_SAMPLE):
-        plain = jax.vmap(lambda x, used: _rows(watch, x.astype(jnp.float32), used[:, None] & jnp.isfinite(x), None))
-        readings.append((subject, plain(x_BPC, groups.is_used)))
-    for operand, cast, words in asked:
-
-        def of_block(x_PC: Array, used: Array, quantized: Any, operand: Operand = operand, cast: Cast = cast) -> Array:
-            made = _made(watch, operand, cast, x_PC, quantized, used)
-            return _rows(watch, made.x, made.finite, made)
-
-        quantized = groups.quantized(operand, cast, x_BPC, words)
-        subject = Subject(operand.gemm, tensor, cast.format.name, "rows", cast.format.scale)
-        readings.append((subject, jax.vmap(of_block)(x_BPC, groups.is_used, quantized)))
-    return readings
-
-
-def _product_of_groups(
-    watch: Measured, groups: BlocksOfGroups, gemm: str, name: str, whole: Array, result_BPN: Array, a_BPC: Array,
-    b_GNC: Array,
-) -> Readings:  # fmt: skip
-    """`_product` of every block with the matrix of its group; rows of no group count in `whole` alone."""
-    subject = Subject(gemm, name, formats_of(getattr(groups.call.config.recipe, gemm)), "")
-    readings = [_tensor(subject, whole)]
-    if watch.metrics.intersection(OF_PRODUCT):
-        rows, cols = watch.part(a_BPC.shape[1]), watch.part(b_GNC.shape[1])
-        a, b = a_BPC[:, rows].astype(jnp.float32), groups.of_group(b_GNC[:, cols]).astype(jnp.float32)
-        exact = jnp.einsum("bpc,bnc->bpn", a, b, precision=lax.Precision.HIGHEST)
-        readings.append((subject._replace(kind="product"), jax.vmap(_errors)(exact, result_BPN[:, rows, cols])))
-    return readings
+def _in_groups(matrix: Array) -> Array:
+    return matrix if matrix.ndim == 3 else matrix[None]
 
 
 def _shown(recipe: Recipe, stage: str, readings: Readings, *results: Array) -> tuple[Array, ...]:
@@ -230,21 +158,26 @@ def _shown(recipe: Recipe, stage: str, readings: Readings, *results: Array) -> t
 # ------------------------------------------------------------------------------------------------------------ readings
 
 
-def _operand(watch: Measured, call: Call, tensor: str, matrix: Array, uses: tuple[bool, bool]) -> Readings:
+def _operand(watch: Measured, blocks: Blocks, tensor: str, whole: Array, uses: tuple[bool, bool]) -> Readings:
     """Readings of both operands of a tensor that are in use, and of the formats that might be."""
-    if tensor not in watch.tensors or not matrix.size:
+    if tensor not in watch.tensors or not whole.size:
         return []
-    subject, is_plain, asked = _asked(watch, call, tensor, matrix.dtype, matrix.shape, uses)
-    readings = [_tensor(subject, matrix)]
-    if is_plain and watch.metrics.intersection(OF_SAMPLE):
-        rows = matrix[watch.part(len(matrix))].astype(jnp.float32)
-        readings.append((subject, _rows(watch, rows, jnp.isfinite(rows), None)))
+    matrices, used = (whole, None) if tensor == "w" else (blocks.gather(whole), blocks.is_used)
+    subject, is_plain, asked = _asked(watch, blocks.call, tensor, whole.dtype, matrices.shape[1:], uses)
+    readings = [_tensor(subject, whole)]
+    if is_plain and watch.metrics.intersection(common.OF_SAMPLE):
+        readings.append((subject, jax.vmap(partial(_plain_rows, watch))(matrices, used)))
     for operand, cast, words in asked:
-        one = _quantized(watch, call, operand, cast, matrix, words)
         subject = Subject(operand.gemm, tensor, cast.format.name, "rows", cast.format.scale)
-        readings.append((subject, _rows(watch, one.x, one.finite, one)))
-        if cast.is_stochastic and "sr_noise" in watch.metrics:
-            readings.append(_noise(subject, watch, call, operand, cast, matrix))
+        made = _made(watch, blocks, operand, cast, matrices, words)
+        readings.append((subject, jax.vmap(partial(_rows, watch, cast))(made)))
+        if cast.is_stochastic and "sr_noise" in watch.metrics and used is None:
+            draws = [
+                _made(watch, blocks, operand, cast, matrices, np.array(seed, np.uint32)) for seed in common.NOISE_SEEDS
+            ]
+            errors = jnp.stack([draw.values - draw.x for draw in draws])
+            noise = _stacked(errors.mean(), errors.var(axis=0, ddof=1).mean())
+            readings.append((subject._replace(kind="noise", more=errors.size), noise))
     return readings
 
 
@@ -274,70 +207,77 @@ def _tensor(subject: Subject, matrix: Array) -> tuple[Subject, Array]:
 class _Made(NamedTuple):
     """Rows of an operand form, finite or 0, the values that a cast made of them, and all its codes and scales.
 
-    `used`: for every scale, True if it is counted; None for all.
+    `used`: for every scale, True if it is counted; None for all. A tensor in high precision has no `values`.
     """
 
     x: Array
     finite: Array
-    values: Array
-    operand: reference.Matrix
-    cast: Cast
-    part: slice
-    used: Array | None
+    values: Any = None
+    operand: Any = None
+    used: Array | None = None
 
 
-def _quantized(
-    watch: Measured, call: Call, operand: Operand, cast: Cast, matrix: Array, words: Any
-) -> _Made:  # fmt: skip
+def _quantized(operand: Operand, cast: Cast, words: Any, call: Call, matrix: Array) -> Any:
     """The bytes that the call computes with, by XLA's operations."""
-    turned, one = operand.transposed, casts.CastOf(cast, operand.stream)
-    inputs = casts.CastInputs(words, call.seed.batch, None, call.scales.get(operand.tensor))
-    pair = (None, one) if turned else (one, None)
+    one, inputs = casts.CastOf(cast, operand.stream), casts.CastInputs(words, call.seed.batch, None)
+    inputs = inputs._replace(scale_enc=call.scales.get(operand.tensor))
+    pair = (None, one) if operand.transposed else (one, None)
     made = casts.cast_both(matrix, *pair, inputs, axes=call.axes(matrix), backend="reference")
-    quantized: Any = made.column if turned else made.row
-    return _made(watch, operand, cast, matrix, quantized)
+    return made.column if operand.transposed else made.row
 
 
-def _made(
-    watch: Measured, operand: Operand, cast: Cast, matrix: Array, quantized: reference.Matrix,
-    used: Array | None = None,
-) -> _Made:  # fmt: skip
-    """The measured rows of an operand; `used`: rows of `matrix` that count, None for all."""
-    turned, scale = operand.transposed, quantized.scale
-    form = widened(matrix.T if turned else matrix)
-    values = reference.dequantize_matrix(quantized, cast.format, cast.hadamard, form.shape[1])
-    part = watch.part(form.shape[0])
-    finite = jnp.isfinite(form[part])
-    if used is not None:
-        finite &= used if turned else used[part, None]
-        along = scale.shape[1 if turned else 0] if scale.ndim == 2 else 1
-        blocks = jnp.pad(used, (0, -used.size % along)).reshape(along, -1).any(axis=1)
-        used = jnp.broadcast_to(blocks if turned or scale.ndim < 2 else blocks[:, None], scale.shape)
-    x, q = (jnp.where(finite, rows[part], 0) for rows in (form, values))
-    return _Made(x, finite, q, quantized, cast, part, used)
+def _made(watch: Measured, blocks: Blocks, operand: Operand, cast: Cast, matrices: Array, words: Any) -> _Made:
+    """The measured rows of every block of x or dy, or of the w of every group, with a leading axis."""
+
+    def of_matrix(matrix: Array, quantized: reference.Matrix, used: Array | None) -> _Made:
+        turned, scale = operand.transposed, quantized.scale
+        form = widened(matrix.T if turned else matrix)
+        values = reference.dequantize_matrix(quantized, cast.format, cast.hadamard, form.shape[1])
+        part = watch.part(form.shape[0])
+        finite = jnp.isfinite(form[part])
+        if used is not None:
+            finite &= used if turned else used[part, None]
+            along = scale.shape[1 if turned else 0] if scale.ndim == 2 else 1
+            each = jnp.pad(used, (0, -used.size % along)).reshape(along, -1).any(axis=1)
+            used = jnp.broadcast_to(each if turned or scale.ndim < 2 else each[:, None], scale.shape)
+        x, q = (jnp.where(finite, rows[part], 0) for rows in (form, values))
+        return _Made(x, finite, q, quantized, used)
+
+    if operand.tensor == "w":
+        quantized, used = blocks.for_each(partial(_quantized, operand, cast, words), matrices), None
+    else:
+        quantized, used = blocks.quantized(operand, cast, matrices, words), blocks.is_used
+    return jax.vmap(of_matrix)(matrices, quantized, used)
 
 
-def _rows(watch: Measured, x_RC: Array, finite: Array, made: _Made | None) -> Array:
+def _plain_rows(watch: Measured, matrix: Array, used: Array | None) -> Array:
+    """The numbers of measured rows in high precision."""
+    rows = matrix[watch.part(len(matrix))].astype(jnp.float32)
+    counted = jnp.isfinite(rows) if used is None else jnp.isfinite(rows) & used[watch.part(len(matrix)), None]
+    return _rows(watch, None, _Made(rows, counted))
+
+
+def _rows(watch: Measured, cast: Cast | None, made: _Made) -> Array:
     """The numbers of `watching.of_rows`, for rows and their cast, behind the power of two in units of which they are.
 
     In place of the sum of x q stands that of the error times x, which is smaller.
     """
-    wanted = watch.metrics
-    x, unit = _near_one(jnp.where(finite, x_RC, 0))
+    wanted, finite = watch.metrics, made.finite
+    x, unit = _near_one(jnp.where(finite, made.x, 0))
     noise = along = flushed = zero = clipped = 0
     spans, scales, binades, block = jnp.zeros(3), jnp.zeros(SCALES + 2), jnp.zeros(2 * BINADES), 32
-    if made is not None:
+    if cast is not None:
         error, is_zero = made.values / unit - x, made.values == 0
-        block = made.cast.format.block[1] or x.shape[1]
-        if wanted.intersection(OF_CAST):
+        block = cast.format.block[1] or x.shape[1]
+        if wanted.intersection(common.OF_CAST):
             noise, along = (error * error).sum(), (x * error).sum()
             flushed, zero = (is_zero & (made.x != 0)).sum(), (is_zero & finite).sum()
-            clipped = _clipped(made) if "clip" in wanted else 0
-        if wanted.intersection(OF_SCALES):
+            clipped = _clipped(watch, cast, made) if "clip" in wanted else 0
+        if wanted.intersection(common.OF_SCALES):
             scales = _scales(made.operand.scale, made.used)
         if "error_by_magnitude" in wanted:
             binades = _binades(x, error)
-    if wanted.intersection(OF_SAMPLE):
+    if wanted.intersection(common.OF_SAMPLE):
         spans = _spanned(jnp.abs(x), block)
     counts = finite.sum(), flushed, zero, clipped
     sums = _stacked(unit, (x * x).sum(), noise, along, *counts, jnp.abs(x).max())
@@ -352,15 +292,15 @@ def _spanned(magnitudes: Array, block: int) -> Array:
     return jnp.nanquantile(jnp.where(spans < 0, jnp.nan, spans), jnp.array([0.5, 0.99, 1.0]))
 
 
-def _clipped(made: _Made) -> Array:
+def _clipped(watch: Measured, cast: Cast, made: _Made) -> Array:
     """The number of elements beyond the largest magnitude of their block; under a Hadamard transform those of it."""
-    cast, (codes, scale, outer) = made.cast, made.operand
+    codes, scale, outer = made.operand
     element = cast.format.element
     x = made.x if cast.hadamard is None else hadamard_transform(made.x, cast.hadamard)
-    largest = jnp.full(codes.shape, largest_byte(element), jnp.uint8)
+    largest = jnp.full(codes.shape, common.largest_byte(element), jnp.uint8)
     largest = largest if element.codes_per_byte == 2 else as_code_dtype(largest, element)
     limit = reference.dequantize_matrix(reference.Matrix(largest, scale, outer), cast.format, None, x.shape[1])
-    return (jnp.abs(x) > limit[made.part]).sum()
+    return (jnp.abs(x) > limit[watch.part(len(limit))]).sum()
 
 
 def _scales(scale: Array, used: Array | None) -> Array:
@@ -384,30 +324,19 @@ def _binades(x: Array, error: Array) -> Array:
     return jnp.matmul(jnp.stack([a * a, d * d]), in_binade, precision=lax.Precision.HIGHEST).reshape(-1)
 
 
-def _noise(
-    subject: Subject, watch: Measured, call: Call, operand: Operand, cast: Cast, matrix: Array
-) -> tuple[Subject, Array]:
-    """The mean error of stochastic rounding over the seeds that watches have for it, and the mean of its variances."""
-    draws = []
-    for seed in NOISE_SEEDS:
-        made = _quantized(watch, call, operand, cast, matrix, np.array(seed, np.uint32))
-        draws.append(made.values - made.x)
-    errors = jnp.stack(draws)
-    return subject._replace(kind="noise", more=errors.size), _stacked(errors.mean(), errors.var(axis=0, ddof=1).mean())
-
-
 def _product(
-    watch: Measured, call: Call, gemm: str, name: str, whole: Array, result: Array, a_RC: Array, b_SC: Array
-) -> Readings:
-    """The counts of a result, and its error on a part of it: ``result ~ a @ b.T`` against float32."""
+    watch: Measured, blocks: Blocks, gemm: str, name: str, whole: Array, result_BRS: Array, a_BRC: Array,
+    b_BSC: Array, sums: Callable[[Array], Array] = lambda exact: exact,
+) -> Readings:  # fmt: skip
+    """The counts of a result, and its error on a part of it: ``result ~ sums(a @ b.T)`` against float32."""
     if not whole.size:
         return []
-    subject = Subject(gemm, name, formats_of(getattr(call.config.recipe, gemm)), "")
+    subject = Subject(gemm, name, formats_of(getattr(blocks.call.config.recipe, gemm)), "")
     readings = [_tensor(subject, whole)]
-    if watch.metrics.intersection(OF_PRODUCT):
-        a, b = (matrix.astype(jnp.float32) for matrix in (a_RC, b_SC))
-        exact = jnp.matmul(a, b.T, precision=lax.Precision.HIGHEST)
-        readings.append((subject._replace(kind="product"), _errors(exact, result)))
+    if watch.metrics.intersection(common.OF_PRODUCT):
+        a, b = (matrix.astype(jnp.float32) for matrix in (a_BRC, b_BSC))
+        exact = sums(jnp.einsum("brc,bsc->brs", a, b, precision=lax.Precision.HIGHEST))
+        readings.append((subject._replace(kind="product"), jax.vmap(_errors)(exact, result_BRS)))
     return readings
 
 

@@ -34,7 +34,7 @@ from microfloat.jax.backends.reference import Noise
 from microfloat.jax.calls import Call, Config, Op, Seed, check_shards, named, place, words_of
 from microfloat.jax.numerics.bits import as_float, hadamard_transform, measured_bits, widened
 from microfloat.jax.numerics.scales import block_amax_bits, to_tiles
-from microfloat.jax.observing import BlocksOfGroups, observe_groups_backward, observe_groups_forward, seen_by_backward
+from microfloat.jax.observing import Blocks, observe_backward, observe_forward, seen_by_backward
 from microfloat.jax.scaling import DelayedState
 from microfloat.operands import GEMMS, OPERANDS, OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Recipe
@@ -261,7 +261,7 @@ class _Groups:
         self.call = self._call_of(None, state)
         rows = x_TK.shape[0]
         self._blocks = _blocks(sizes, rows, _rows_of_block(config.recipe, rows, self._count))
-        self._seen = BlocksOfGroups(
+        self._seen = Blocks(
             self.call, self._blocks.rows < rows, self._blocks.gather, self._quantized, self._blocks.of_group,
             self._for_each, lambda x: jax.ops.segment_sum(x, self._blocks.group, self._count),
         )  # fmt: skip
@@ -292,7 +292,7 @@ class _Groups:
         x = self._operand(row, x_BPK)
         y_BPN = self._products("fprop", x, w, x_TK.shape[1], x_TK.dtype, self._config.dtype)
         y_TN, x_kept = self._blocks.result(y_BPN), x_TK
-        y_TN = observe_groups_forward(self._seen, x_TK, w_GNK, y_BPN, y_TN, stage="kept" if keeps else "forward")
+        y_TN = observe_forward(self._seen, x_TK, w_GNK, y_BPN, y_TN, stage="kept" if keeps else "forward")
         if not keeps:
             return y_TN, None, None, {}
         if self._config.residuals == "low" and self._config.recipe.cast(*column.key) is not None:
@@ -314,7 +314,7 @@ class _Groups:
         dw_GNK = self._sums(self._operand(column, dy_BPN), x, dtype)
         dx_TK = transformations.sum_to_type_of(self._blocks.result(dx_BPK), kept.no_x)
         gradients = dx_TK, transformations.sum_to_type_of(dw_GNK, kept.no_w)
-        gradients = observe_groups_backward(self._seen, kept.seen, dy_TN, dx_BPK, dw_GNK, gradients)
+        gradients = observe_backward(self._seen, kept.seen, dy_TN, (dx_BPK, dw_GNK), gradients)
         return *gradients, self._live_amax(dy_TN, "dy")
 
     def new_state(self, dy_TN: Array, amaxes: dict[str, Array], later: DelayedState | None) -> DelayedState | None:
