@@ -17,7 +17,7 @@ from microfloat import recipes, reference
 from microfloat.jax import scaling
 from microfloat.jax.backends import casts, cuda, gemms, kernels
 from microfloat.recipes import Cast, Delayed, Hadamard, as_cast
-from microfloat.routes import WRITES_VALUES, family_of
+from microfloat.routes import WRITES_VALUES, OperandSpec, family_of
 from tests import processes
 from tests.contract.cases import cast_id
 from tests.jax.compare import relative_error, to_numpy
@@ -247,14 +247,14 @@ def test_both_operands_have_the_bytes_of_the_oracle(small, cast, shape, dtype):
 
     @jax.jit
     def both(x, given):
-        return casts.cast_both(x, casts.CastOf(cast, 2), casts.CastOf(cast, 3), given)
+        return casts.cast_both(x, OperandSpec(cast, stream=2), OperandSpec(cast, stream=3), given)
 
     if cast.hadamard is None or cast.format.name == "NVFP4":
         assert "triton_kernel_call" in both.lower(x, given).as_text()
     made = both(x, given)
     assert_bytes(made.row, oracle(x, cast, -1, 2), "row")
     assert_bytes(made.column, oracle(x, cast, -2, 3), "column")
-    alone = jax.jit(lambda x, given: casts.cast_both(x, None, casts.CastOf(cast, 3), given))(x, given)
+    alone = jax.jit(lambda x, given: casts.cast_both(x, None, OperandSpec(cast, stream=3), given))(x, given)
     assert alone.row is None
     assert_bytes(alone.column, oracle(x, cast, -2, 3), "column alone")
 
@@ -265,7 +265,7 @@ def test_any_bits_have_the_bytes_of_the_oracle(small, cast):
     """NaN, infinities and subnormal numbers everywhere, ties, every exponent: one compiled kernel for all."""
     rng = np.random.default_rng(zlib.crc32(cast_id(cast).encode()))
     given = casts.CastInputs(words() if cast.is_stochastic else None)
-    both = jax.jit(lambda x, given: casts.cast_both(x, casts.CastOf(cast, 2), casts.CastOf(cast, 3), given))
+    both = jax.jit(lambda x, given: casts.cast_both(x, OperandSpec(cast, stream=2), OperandSpec(cast, stream=3), given))
     for name, x in random_inputs(rng, 90 if "mse" in str(cast.scale_rule) else 0).items():
         made, x = both(x, given), jnp.asarray(x)
         assert_bytes(made.row, oracle(x, cast, -1, 2), f"{name} row")
@@ -295,9 +295,10 @@ def test_decoded_operands_are_the_codes_decoded(small, cast, shape):
     x = spread_values(shape, "bfloat16", 7)
     given = casts.CastInputs(words() if cast.is_stochastic else None)
     for decoded in ((True, True), (True, False), (False, True)):
-        row, column = (casts.CastOf(cast, 2 + use, flag) for use, flag in enumerate(decoded))
+        forms = ["values" if flag else "codes" for flag in decoded]
+        row, column = (OperandSpec(cast, form, stream=2 + use) for use, form in enumerate(forms))
         made = jax.jit(lambda x, given, row=row, column=column: casts.cast_both(x, row, column, given))(x, given)
-        both = casts.CastOf(cast, 2), casts.CastOf(cast, 3)
+        both = OperandSpec(cast, stream=2), OperandSpec(cast, stream=3)
         codes = jax.jit(lambda x, given, both=both: casts.cast_both(x, *both, given, backend="reference"))(x, given)
         for side, flag, cols in (("row", decoded[0], shape[1]), ("column", decoded[1], shape[0])):
             one, wanted = getattr(made, side), getattr(codes, side)
@@ -318,7 +319,7 @@ def test_a_delayed_cast_records_its_amax(small):
     x = spread_values((256, 384), "bfloat16", 3)
     given = casts.CastInputs(scale_enc=jnp.float32(3.5))
     made = jax.jit(
-        lambda x, given: casts.cast_both(x, casts.CastOf(cast), casts.CastOf(cast), given, records=True)
+        lambda x, given: casts.cast_both(x, OperandSpec(cast), OperandSpec(cast), given, records=True)
     )(x, given)  # fmt: skip
     expected = reference.quantize(np.asarray(x.astype(jnp.float32)), cast, scale_enc=3.5)
     assert_bytes(made.row, expected, "row")

@@ -592,7 +592,6 @@ def test_layers_without_a_recipe_join_the_autocast(recipe):
 
 
 def test_state_has_one_name_under_an_autocast_and_of_a_pinned_recipe():
-    """Also state that was saved under the name that an autocast's had before, which keeps that name."""
     recipe = DelayedScaling(amax_history_len=2)
     pinned, free = ml.Dense(16, use_bias=False, recipe=recipe), ml.Dense(16, use_bias=False)
     with mj.autocast(recipe):
@@ -601,19 +600,15 @@ def test_state_has_one_name_under_an_autocast_and_of_a_pinned_recipe():
     assert jax.tree.structure(made) == jax.tree.structure(variables)
     state = {key: value + 1 for key, value in variables[OWG]["DelayedScalingOp_0"].items()}
     current = {**variables, OWG: {"DelayedScalingOp_0": state}}
-    earlier = {**variables, OWG: {"AutocastOp_0": state}}
 
     def step(model, variables):
         return jax.value_and_grad(lambda variables: jnp.sum(model.apply(variables, X)))(variables)
 
     y, gradient = step(pinned, current)
     with mj.autocast(recipe):
-        outcomes = [step(pinned, earlier), step(free, current), step(free, earlier)]
-    for other, other_gradient in outcomes:
-        assert other == y
-        (name,) = other_gradient[OWG]
-        same = jax.tree.map(np.array_equal, other_gradient[OWG][name], gradient[OWG]["DelayedScalingOp_0"])
-        assert all(same.values())
+        other, other_gradient = step(free, current)
+    assert other == y
+    assert jax.tree.all(jax.tree.map(np.array_equal, other_gradient[OWG], gradient[OWG]))
     # A scale of 2 where 1 is the first one: it is read.
     assert all(float(value[0]) != 1 for key, value in state.items() if key.endswith("_scale"))
 

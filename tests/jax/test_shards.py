@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 import microfloat.jax as mj
 from microfloat import reference
 from microfloat.jax.backends import casts, cuda, kernels
-from microfloat.jax.backends.casts import CastOf
 from microfloat.jax.transformations import max_over, varying_axes
 from microfloat.operands import OPERANDS_OF, TENSORS
 from microfloat.recipes import Cast, NVFP4BlockScaling, from_name
+from microfloat.routes import OperandSpec
 from tests.jax.compare import relative_error
 
 CPUS = jax.devices("cpu")
@@ -142,7 +142,7 @@ def test_shard_map_casts_shards(kernel_calls, layouts, name, check_vma):
         found = []
         for tensor, spec, shard in zip(tensors, specs, shards, strict=True):
             axes = {name for part in spec for name in (part if isinstance(part, tuple) else (part,)) if name}
-            row, column = map(CastOf, casts_of(recipe, tensor))
+            row, column = map(OperandSpec, casts_of(recipe, tensor))
             made = casts.cast_both(shard, row, None, casts.CastInputs(), axes=frozenset(axes))
             found.append(
                 (made.row, casts.cast_both(shard, None, column, casts.CastInputs(), axes=frozenset(axes)).column)

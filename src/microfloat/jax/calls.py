@@ -30,6 +30,7 @@ from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
+from microfloat.routes import OperandSpec
 
 # Names of the low-precision residuals and of a GEMM's result, for rematerialisation policies.
 CODES_NAME, SCALES_NAME, OUTPUT_NAME = "microfloat_codes", "microfloat_scales", "microfloat_gemm_output"
@@ -179,7 +180,7 @@ class Call:
         """The mesh axes that shard a tensor."""
         return transformations.sharding_axes(x, self.config.axis_names) - self._apart
 
-    def cast_of(self, operand: Operand, shape: tuple[int, ...], *, decodes: bool = False) -> casts.CastOf | None:
+    def cast_of(self, operand: Operand, shape: tuple[int, ...], *, decodes: bool = False) -> OperandSpec | None:
         """One operand as the recipe's table says, decoded if its GEMM multiplies in bfloat16; None without a Cast."""
         cast = self.config.recipe.cast(*operand.key)
         if cast is None:
@@ -189,7 +190,7 @@ class Call:
             self.check_seed()
         gemm = getattr(self.config.recipe, operand.gemm)
         decoded = decodes and casts.decodes(gemm, cast, shape, self.config.backend)
-        return casts.CastOf(cast, operand.stream, decoded)
+        return OperandSpec(cast, "values" if decoded else "codes", stream=operand.stream)
 
     def keep(self, x_RC: Array, tensor: str) -> _Cast:
         """The operand of the first use, and the tensor that the backward keeps: codes, or the original if asked for."""

@@ -26,6 +26,7 @@ from microfloat.jax.numerics.bits import as_code_dtype, hadamard_transform, wide
 from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Recipe
 from microfloat.recipes.explanation import operands_of as formats_of
+from microfloat.routes import OperandSpec
 from microfloat.watching import BINADES, SCALES, Measured
 
 __all__ = [
@@ -219,7 +220,7 @@ class _Made(NamedTuple):
 
 def _quantized(operand: Operand, cast: Cast, words: Any, call: Call, matrix: Array) -> Any:
     """The bytes that the call computes with, by XLA's operations."""
-    one, inputs = casts.CastOf(cast, operand.stream), casts.CastInputs(words, call.seed.batch, None)
+    one, inputs = OperandSpec(cast, stream=operand.stream), casts.CastInputs(words, call.seed.batch, None)
     inputs = inputs._replace(scale_enc=call.scales.get(operand.tensor))
     pair = (None, one) if operand.transposed else (one, None)
     made = casts.cast_both(matrix, *pair, inputs, axes=call.axes(matrix), backend="reference")

@@ -32,6 +32,7 @@ from microfloat.layout import Part, Storage, array_layout, leading_axes
 from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_enc, usages_of
 from microfloat.reference import Quantized, casters
+from microfloat.routes import OperandSpec
 
 Real: TypeAlias = ArrayLike | None
 Factor: TypeAlias = QuantizedArray | Array
@@ -173,9 +174,9 @@ def _quantize(
     usages: tuple[tuple[Cast, int, int | None], ...], backend: str,
 ) -> list[QuantizedArray]:  # fmt: skip
     x = _without_derivative(x)
-    operands: dict[int, casts.CastOf] = {}
+    operands: dict[int, OperandSpec] = {}
     for (cast, axis, stream), word in zip(usages, traced, strict=True):
-        operands[axis] = casts.CastOf(cast, word if stream is None else stream)  # type: ignore[arg-type]
+        operands[axis] = OperandSpec(cast, stream=word if stream is None else stream)  # type: ignore[arg-type]
     matrix = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.shape else 1)
     inputs = casts.CastInputs(words, None, amax, scale_enc)
     made = casts.cast_both(matrix, operands.get(-1), operands.get(-2), inputs, backend=backend)

@@ -5,10 +5,9 @@ every jit, loop, branch and shard_map around them. Nothing leaves by a callback:
 """
 
 import re
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
-from jax.sharding import PartitionSpec
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.sharding import PartitionSpec, Sharding
 
 from microfloat import watching as common
 from microfloat.arguments import as_int
@@ -70,10 +69,14 @@ def watch_outputs(
 
         with watching(options):
             traced, shapes = jax.make_jaxpr(flat, return_shape=True)([leaves[index] for index in at])
-        inputs, constants = _without_derivative(([leaves[index] for index in at], list(traced.consts)))
-        found: list[_Found] = []
-        results = _evaluate(traced.jaxpr, constants, inputs, found)
-        return jax.tree.structure(shapes).unflatten(results), _numbered(found, options)
+
+        @jax.jit
+        def run(inputs: list[Any], constants: list[Any]) -> tuple[list[Any], Readings]:
+            found: list[_Found] = []
+            return _evaluate(traced.jaxpr, constants, inputs, found), _numbered(found, options)
+
+        results, readings = run(*_without_derivative(([leaves[index] for index in at], list(traced.consts))))
+        return jax.tree.structure(shapes).unflatten(results), readings
 
     return watched
 
@@ -87,19 +90,15 @@ _without_derivative = no_derivative(
 # ------------------------------------------------------------------------------------------------------------ readings
 
 
-class _Tag(NamedTuple):
-    """One `shown_p` under named scopes. `leads`: the meaning of the leading axes of its numbers."""
+class _Found(NamedTuple):
+    """The numbers of one `shown_p` under named scopes. `leads`: the meaning of their leading axes."""
 
     scope: tuple[str, ...]
     stage: str
     op: str
     subjects: tuple[Subject, ...]
+    numbers: Sequence[Array]
     leads: tuple[str, ...] = ()
-
-
-class _Found(NamedTuple):
-    tag: _Tag
-    numbers: list[Array]
 
 
 class _Label(NamedTuple):
@@ -198,24 +197,24 @@ def _numbered(found: Sequence[_Found], options: Measured) -> Readings:
     counts: dict[str, int] = {}
     opened: dict[str, list[str]] = {}
     numbers, labels = [], []
-    for tag, values in found:
-        name = _module_of(tag)
-        if tag.stage == "backward" and opened.get(name):
+    for one in found:
+        name = _module_of(one)
+        if one.stage == "backward" and opened.get(name):
             module = opened[name].pop()
         else:
             count = counts[name] = counts.get(name, -1) + 1
             module = f"{name}#{count}" if count else name
-            if tag.stage == "kept":
+            if one.stage == "kept":
                 opened.setdefault(name, []).append(module)
-        numbers += values
-        labels += [_Label(module, subject, tag.leads) for subject in tag.subjects]
+        numbers += one.numbers
+        labels += [_Label(module, subject, one.leads) for subject in one.subjects]
     return Readings(tuple(numbers), tuple(labels), options.metrics)
 
 
-def _module_of(tag: _Tag) -> str:
+def _module_of(one: _Found) -> str:
     """``Block_0.Dense_1`` from the scopes of a call; linen's module of the op itself is left out."""
-    scope = list(tag.scope)
-    if scope and re.fullmatch(rf"(DelayedScaling|{tag.op})(Op|Einsum|RaggedDot)_\d+(\.\w+)?", scope[-1]):
+    scope = list(one.scope)
+    if scope and re.fullmatch(rf"(DelayedScaling|{one.op})(Op|Einsum|RaggedDot)_\d+(\.\w+)?", scope[-1]):
         scope.pop()
     return ".".join(scope) or "dot_general"
 
@@ -240,42 +239,30 @@ def _scope_of(eqn: JaxprEqn) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-def _evaluate(
-    jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], found: list[_Found], *, is_mapped: bool = False
-) -> list[Any]:
-    """The results of a jaxpr; readings inside are appended to `found`. `is_mapped`: inside shard_map."""
+def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], found: list[_Found]) -> list[Any]:
+    """The results of a jaxpr; readings inside are appended to `found`."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        name, inner = eqn.primitive.name, []
+        inputs, inner = [read(atom) for atom in eqn.invars], []
+        rule = _RULES.get(eqn.primitive.name)
         if eqn.primitive is shown_p:
-            count = len(eqn.outvars)
-            tag = _Tag((), eqn.params["stage"], eqn.params["op"], eqn.params["subjects"])
-            results, inner = inputs[:count], [_Found(tag, inputs[count:])]
-        elif name in _RULES and any(_is_watched(one) for one in jaxprs_in_params(eqn.params)):
+            results, numbers = _split(inputs, len(eqn.outvars))
+            inner = [_Found((), *(eqn.params[name] for name in ("stage", "op", "subjects")), numbers)]
+        elif rule is not None and any(_is_watched(one) for one in jaxprs_in_params(eqn.params)):
             with eqn.ctx.manager:
-                results = _RULES[name](eqn, inputs, inner, is_mapped)
+                results = rule(eqn, inputs, inner)
         else:
-            results = _plain(jaxpr, eqn, inputs)
+            atoms = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+            alone = jaxpr.replace(constvars=[], invars=atoms, outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+            results = eval_jaxpr(alone, (), *map(read, atoms))
         scope = _scope_of(eqn) if inner else ()
-        found += [one._replace(tag=one.tag._replace(scope=scope + one.tag.scope)) for one in inner]
+        found += [one._replace(scope=scope + one.scope) for one in inner]
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def _plain(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """The results of one equation of a jaxpr, as JAX evaluates it."""
-    inner: dict[Any, Any] = {
-        atom: value for atom, value in zip(eqn.invars, inputs, strict=True) if not isinstance(atom, Literal)
-    }  # fmt: skip
-    alone = jaxpr.replace(
-        constvars=[], invars=list(inner), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
-    )  # fmt: skip
-    return eval_jaxpr(alone, (), *inner.values())
 
 
 def _is_watched(jaxpr: Jaxpr) -> bool:
@@ -283,83 +270,44 @@ def _is_watched(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive is shown_p for eqn in jaxpr.eqns) or any(map(_is_watched, inner))
 
 
-# Jaxpr -> the jaxpr with its readings as further results, and the tags of these: one object for each, by which JAX
-# finds what it has compiled. Bounded by the jaxprs that JAX keeps.
-_EXTENDED: Any = weakref.WeakKeyDictionary()
-
-
-def _extended(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[_Tag]]:
-    made = _EXTENDED.get(closed.jaxpr)
-    if made is None:
-        found: list[_Found] = []
-
-        def run(*arguments: Any) -> list[Any]:
-            found.clear()
-            results = _evaluate(closed.jaxpr, closed.consts, arguments, found)
-            return [*results, *_numbers(found)]
-
-        avals: Any = [variable.aval for variable in closed.jaxpr.invars]
-        shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type) for one in avals]
-        made = _EXTENDED[closed.jaxpr] = jax.make_jaxpr(run)(*shapes), [one.tag for one in found]
-    return made
-
-
 def _numbers(found: Sequence[_Found]) -> list[Array]:
     return [array for one in found for array in one.numbers]
 
 
-def _with_numbers(tags: Sequence[_Tag], numbers: Sequence[Array], lead: str = "") -> list[_Found]:
-    """The tags with their numbers, which came out beside the results; `lead`: the meaning of a new leading axis."""
+def _with_numbers(found: Sequence[_Found], numbers: Sequence[Array], *lead: str) -> list[_Found]:
+    """`found` with numbers that came out beside the results; `lead`: the meaning of a new leading axis."""
     left = iter(numbers)
-    leads = (lead,) if lead else ()
-    return [_Found(tag._replace(leads=leads + tag.leads), [next(left) for _ in tag.subjects]) for tag in tags]
+    return [one._replace(leads=(*lead, *one.leads), numbers=[next(left) for _ in one.subjects]) for one in found]
 
 
 def _split(results: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
     return list(results[:count]), list(results[count:])
 
 
-def _jit(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
-    closed, options = eqn.params["jaxpr"], dict(eqn.params)
-    if is_mapped or any(one.aval.sharding.mesh.are_all_axes_explicit for one in closed.jaxpr.invars if _has_mesh(one)):
-        return _evaluate(closed.jaxpr, closed.consts, inputs, found, is_mapped=is_mapped)
-    extended, tags = _extended(closed)
-    more = sum(len(tag.subjects) for tag in tags)
-    for name, default in _unspecified().items():
-        if name in options:
-            options[name] = (*options[name], *(default,) * more)
-    results = eqn.primitive.bind(*inputs, **{**options, "jaxpr": extended})
-    results, numbers = _split(results, len(eqn.outvars))
-    found += _with_numbers(tags, numbers)
-    return results
+def _inline(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[Any]:
+    """Evaluate the function of a jit, or one with a rule for its derivative, which nobody asks for any more."""
+    closed = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+    inputs = _placed(inputs, eqn.params.get("in_shardings"))
+    return _placed(_evaluate(closed.jaxpr, closed.consts, inputs, found), eqn.params.get("out_shardings"))
 
 
-def _has_mesh(variable: Any) -> bool:
-    return bool(getattr(getattr(variable.aval, "sharding", None), "mesh", ()))
+def _placed(arrays: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
+    """Arrays with the shardings that a jit was asked for; it leaves others open."""
+    pairs = zip(arrays, shardings or [None] * len(arrays), strict=True)
+    return [lax.with_sharding_constraint(x, one) if isinstance(one, Sharding) else x for x, one in pairs]
 
 
-@lru_cache(maxsize=1)
-def _unspecified() -> dict[str, Any]:
-    """The sharding and the layout of a result that jit leaves open."""
-    params = jax.make_jaxpr(jax.jit(lambda x: x))(np.float32(0)).eqns[0].params
-    return {name: params[name][0] for name in ("out_shardings", "out_layouts") if name in params}
-
-
-def _remat(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+def _remat(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[Any]:
     """Evaluate a rematerialised region. Its backward computes the forward once more, which was read before."""
-    closed = ClosedJaxpr(eqn.params["jaxpr"], ())
-    if is_mapped:
-        results, inner = _evaluate(closed.jaxpr, (), inputs, mine := [], is_mapped=True), mine
-    else:
-        extended, tags = _extended(closed)
-        results = eqn.primitive.bind(*inputs, **{**eqn.params, "jaxpr": extended.jaxpr})
-        results, numbers = _split(results, len(eqn.outvars))
-        inner = _with_numbers(tags, numbers)
-    found += [one for one in inner if not (eqn.params["differentiated"] and one.tag.stage == "kept")]
+    is_again, inner = eqn.params["differentiated"], []
+    if is_again and np.any(eqn.params["prevent_cse"]):
+        inputs = list(lax.optimization_barrier(inputs))  # as JAX lowers it, so that XLA does compute it once more
+    results = _evaluate(eqn.params["jaxpr"], (), inputs, inner)
+    found += [one for one in inner if not (is_again and one.stage == "kept")]
     return results
 
 
-def _scan(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+def _scan(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[Any]:
     options, closed = eqn.params, eqn.params["jaxpr"]
     if "num_consts" in options:
         fixed, carried = options["num_consts"], options["num_carry"]
@@ -371,45 +319,41 @@ def _scan(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool
 
     def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Array]]]:
         inner.clear()
-        results = _evaluate(closed.jaxpr, closed.consts, (*constants, *carry, *x), inner, is_mapped=is_mapped)
-        carry, ys = _split(results, len(first))
+        carry, ys = _split(_evaluate(closed.jaxpr, closed.consts, (*constants, *carry, *x), inner), len(first))
         return carry, (ys, _numbers(inner))
 
     loop = {name: options[name] for name in ("length", "reverse", "unroll")}
     last, (ys, numbers) = lax.scan(body, first, xs, **loop)
-    found += _with_numbers([one.tag for one in inner], numbers, "loop")
+    found += _with_numbers(inner, numbers, "loop")
     return [*last, *ys]
 
 
-def _cond(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+def _cond(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[Any]:
     """Evaluate branches, each with the readings of all; those of branches that are not taken are NaN."""
-    index, *arguments = inputs
-    tags: list[list[_Tag]] = []
+    (index, *arguments), branches = inputs, eqn.params["branches"]
+    each: list[list[_Found]] = [[] for _ in branches]
 
-    def run(closed: ClosedJaxpr, *arguments: Any) -> tuple[list[Any], list[Array]]:
-        inner: list[_Found] = []
-        results = _evaluate(closed.jaxpr, closed.consts, arguments, inner, is_mapped=is_mapped)
-        tags.append([one.tag for one in inner])
-        return results, _numbers(inner)
+    def run(which: int, *arguments: Any) -> tuple[list[Any], list[Array]]:
+        each[which].clear()
+        results = _evaluate(branches[which].jaxpr, branches[which].consts, arguments, each[which])
+        return results, _numbers(each[which])
 
-    branches = eqn.params["branches"]
-    shapes = [jax.eval_shape(partial(run, closed), *arguments)[1] for closed in branches]
-    each = tags[: len(branches)]
+    shapes = [jax.eval_shape(partial(run, which), *arguments)[1] for which in range(len(branches))]
 
     def branch(which: int, *arguments: Any) -> tuple[list[Any], list[list[Array]]]:
-        results, own = run(branches[which], *arguments)
+        results, own = run(which, *arguments)
         missing = [[jnp.full(one.shape, jnp.nan, one.dtype) for one in group] for group in shapes]
         return results, [*missing[:which], own, *missing[which + 1 :]]
 
     results, numbers = lax.switch(index, [partial(branch, which) for which in range(len(branches))], *arguments)
     made = [_with_numbers(own, values) for own, values in zip(each, numbers, strict=True)]
-    if any(tag.stage == "backward" for own in each for tag in own):
+    if any(one.stage == "backward" for own in each for one in own):
         made.reverse()  # backwards come in the reverse order of their forwards
     found += [one for own in made for one in own]
     return results
 
 
-def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
+def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[Any]:
     """Evaluate on each device. Readings get an axis of devices; the first device of replicas has theirs."""
     options, inner = eqn.params, []
     # Versions of JAX have either name.
@@ -417,7 +361,7 @@ def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped:
 
     def run(*arguments: Any) -> tuple[list[Any], list[Array]]:
         inner.clear()
-        results = _evaluate(options["jaxpr"], (), arguments, inner, is_mapped=True)
+        results = _evaluate(options["jaxpr"], (), arguments, inner)
         return results, [by_device(array) for array in _numbers(inner)]
 
     def by_device(numbers: Array) -> Array:
@@ -433,17 +377,12 @@ def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped:
         axis_names=frozenset(axes),
     )  # fmt: skip
     results, numbers = mapped(*inputs)
-    found += _with_numbers([one.tag for one in inner], numbers, "devices")
+    found += _with_numbers(inner, numbers, "devices")
     return results
 
 
-def _custom(eqn: JaxprEqn, inputs: list[Any], found: list[_Found], is_mapped: bool) -> list[Any]:
-    """Evaluate a function that has a rule for its derivative, which nobody asks for any more."""
-    closed = eqn.params["call_jaxpr"]
-    return _evaluate(closed.jaxpr, closed.consts, inputs, found, is_mapped=is_mapped)
-
-
-_RULES: dict[str, Callable[[JaxprEqn, list[Any], list[_Found], bool], list[Any]]] = {
-    "jit": _jit, "pjit": _jit, "checkpoint": _remat, "remat2": _remat, "remat": _remat, "scan": _scan, "cond": _cond,
-    "shard_map": _shard_map, "custom_vjp_call": _custom, "custom_jvp_call": _custom,
+_RULES: dict[str, Callable[[JaxprEqn, list[Any], list[_Found]], list[Any]]] = {
+    **dict.fromkeys(("jit", "pjit", "custom_vjp_call", "custom_jvp_call"), _inline),
+    **dict.fromkeys(("checkpoint", "remat2", "remat"), _remat),
+    "scan": _scan, "cond": _cond, "shard_map": _shard_map,
 }  # fmt: skip

@@ -33,23 +33,26 @@ def measure(passes: Passes, matrix: Matrix, source: int, result: int) -> None:
 
 
 def measure_groups(
-    passes: Passes, matrix: Matrix, source: int, plan: tuple[int, int], row: bool, column: bool
+    passes: Passes, matrix: Matrix, source: int, plan: tuple[int, ...], row: bool, column: bool
 ) -> tuple[int, int]:
     """Add the launch that measures rows in groups; returns the positions of the amaxes, float32.
 
     They are those of rows [R] and of the columns of each group [groups, C]; without `row` and `column`, of each group
-    [groups] and nothing.
+    [groups] and nothing. An empty `plan` is one group of all rows.
     """
     rows = matrix.rows if row else 0
-    columns = matrix.with_scales * (matrix.columns if column else 0 if row else 1)
+    columns = (matrix.with_scales or 1) * (matrix.columns if column else 0 if row else 1)
     amaxes = passes.add(Buffer((rows + columns,), (1,), "float32", cleared=True))
     tile_rows, tile_columns, warps = tables.TILES["axes"]
     constants = (row, column, matrix.how(tile_rows, tile_columns))
     parts = [(0, rows) if row else None, (rows, columns) if columns else None]
     bits = [At.NOTHING if part is None else passes.slice(amaxes, *part, "int32") for part in parts]
+    kernel, sizes = amax.amax_rows_columns, matrix.sizes
+    if plan:
+        kernel, sizes = amax.amaxes_of_groups, (matrix.each, *sizes)
     passes.launches.append(Pass(
-        amax.amaxes_of_groups, (matrix.key, constants, warps),
-        matrix.tiles(tile_rows, tile_columns), (source, *bits, *plan), (matrix.each, *matrix.sizes), constants, warps,
+        kernel, (matrix.key, constants, warps), matrix.tiles(tile_rows, tile_columns), (source, *bits, *plan), sizes,
+        constants, warps,
     ))  # fmt: skip
     of_rows, of_groups = (At.NOTHING if part is None else passes.slice(amaxes, *part) for part in parts)
     return (of_rows, of_groups) if row or column else (of_groups, At.NOTHING)
@@ -57,15 +60,4 @@ def measure_groups(
 
 def measure_axes(passes: Passes, matrix: Matrix, source: int, row: bool, column: bool) -> tuple[int, int]:
     """Add the launch that measures rows and columns; returns the positions of their amaxes, float32 [R] and [C]."""
-    rows, columns = matrix.rows if row else 0, matrix.columns if column else 0
-    amaxes = passes.add(Buffer((rows + columns,), (1,), "float32", cleared=True))
-    tile_rows, tile_columns, warps = tables.TILES["axes"]
-    constants = (row, column, matrix.how(tile_rows, tile_columns))
-    parts = [(0, rows) if row else None, (rows, columns) if column else None]
-    bits = [At.NOTHING if part is None else passes.slice(amaxes, *part, "int32") for part in parts]
-    passes.launches.append(Pass(
-        amax.amax_rows_columns, (matrix.key, constants, warps), matrix.tiles(tile_rows, tile_columns),
-        (source, *bits), matrix.sizes, constants, warps,
-    ))  # fmt: skip
-    of_rows, of_columns = (At.NOTHING if part is None else passes.slice(amaxes, *part) for part in parts)
-    return of_rows, of_columns
+    return measure_groups(passes, matrix, source, (), row, column)

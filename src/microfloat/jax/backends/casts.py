@@ -13,35 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from microfloat import passes
 from microfloat.chips import Chip
 from microfloat.jax.backends import cuda, gemms, kernels, reference, shards
 from microfloat.jax.backends.reference import Decoded, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
-from microfloat.passes import OperandSpec
 from microfloat.recipes import Cast, Gemm
-from microfloat.routes import WRITES_VALUES, family_of, route_of
-
-
-class CastOf(NamedTuple):
-    """One operand: its Cast, its random stream, and whether it is decoded for a bfloat16 GEMM."""
-
-    cast: Cast
-    stream: int | Array = 0
-    decoded: bool = False
+from microfloat.routes import WRITES_VALUES, OperandSpec, family_of, route_of
 
 
 class CastInputs(NamedTuple):
-    """Everything a cast reads besides the matrix: words of the seed, index in a batch, and `amax`, `scale_enc` of
-    `quantize`.
-    """
+    """The inputs of casts besides the matrix: words of the seed, index in a batch, `amax`, `scale_enc`."""
 
     words: Array | np.ndarray | None = None
     batch: Array | int | None = None
     amax: Array | None = None
     scale_enc: Array | None = None
 
-    def of(self, *operands: CastOf | None) -> "CastInputs":
+    def of(self, *operands: OperandSpec | None) -> "CastInputs":
         """The inputs that these casts read: no seed unless one is stochastic, no encode scale unless one is delayed."""
         casts = [operand.cast for operand in operands if operand is not None]
         words, batch = (self.words, self.batch) if any(cast.is_stochastic for cast in casts) else (None, None)
@@ -59,16 +49,16 @@ class Operands(NamedTuple):
 class _Static(NamedTuple):
     """Everything one compiled cast depends on."""
 
-    row: CastOf | None
-    column: CastOf | None
+    row: OperandSpec | None
+    column: OperandSpec | None
     axes: frozenset[str]
     records: bool
     capability: tuple[int, int] | None
 
 
 def cast_both(
-    x_RC: Array, row: CastOf | None, column: CastOf | None, inputs: CastInputs, *, axes: frozenset[str] = frozenset(),
-    records: bool = False, backend: str = "auto",
+    x_RC: Array, row: OperandSpec | None, column: OperandSpec | None, inputs: CastInputs, *,
+    axes: frozenset[str] = frozenset(), records: bool = False, backend: str = "auto",
 ) -> Operands:  # fmt: skip
     """The row operand [R, C] and the column operand [C, R] of a matrix of any wide float dtype; None for no cast.
 
@@ -96,7 +86,7 @@ def _together(row: Cast, column: Cast, *, by_kernel: bool) -> bool:
     return is_one_pass(OperandSpec(row), OperandSpec(column))
 
 
-def _by_kernel(operand: CastOf, inputs: CastInputs, x_RC: Array, backend: str) -> bool:
+def _by_kernel(operand: OperandSpec, inputs: CastInputs, x_RC: Array, backend: str) -> bool:
     counted = isinstance(operand.stream, int) and operand.stream < 1 << 31 and inputs.batch is None
     return (counted or not operand.cast.is_stochastic) and not kernels.why_no_kernel(operand.cast, x_RC.shape, backend)
 
@@ -127,17 +117,11 @@ def _on_shards(static: _Static) -> Callable[[Array, CastInputs], Operands]:
 
 
 def _by_triton(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
-    from microfloat import passes
     from microfloat.jax.backends import program
 
-    row, column = (
-        one and passes.OperandSpec(one.cast, "values" if one.decoded else "codes", False, int(one.stream))
-        for one in (static.row, static.column)
-    )
     words = None if inputs.words is None else jnp.asarray(inputs.words, jnp.uint32)
-    given = passes.CastInputs(inputs.scale_enc, words, amax=inputs.amax)
-    assert static.capability is not None
-    return Operands(*program.cast_by_kernel(x_RC, row, column, given, static.axes, static.records, static.capability))
+    given, (row, column, *others) = passes.CastInputs(inputs.scale_enc, words, amax=inputs.amax), static
+    return Operands(*program.cast_by_kernel(x_RC, row, column, given, *others))
 
 
 def _by_xla(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
@@ -147,7 +131,7 @@ def _by_xla(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
     if inputs.scale_enc is not None and any(one is not None and one.cast.is_gradient for one in (row, column)):
         inputs = inputs._replace(amax=tensor_amax(x_RC) if amax is None else amax)
 
-    def codes(operand: CastOf, matrix: Array) -> reference.Matrix:
+    def codes(operand: OperandSpec, matrix: Array) -> reference.Matrix:
         noise = None
         if operand.cast.is_stochastic and inputs.words is not None:
             noise = reference.Noise(inputs.words, operand.stream, 0 if inputs.batch is None else inputs.batch)
@@ -168,8 +152,8 @@ def _by_xla(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
     return Operands(_decoded(row, first, x_RC.shape[1]), _decoded(column, second, x_RC.shape[0]), amax)
 
 
-def _decoded(operand: CastOf | None, made: reference.Matrix | None, cols: int) -> Operand | None:
-    if operand is None or made is None or not operand.decoded:
+def _decoded(operand: OperandSpec | None, made: reference.Matrix | None, cols: int) -> Operand | None:
+    if operand is None or made is None or operand.form == "codes":
         return made
     cast = operand.cast
     return Decoded(*gemms.bf16_values(made, reference.Kind(cast.format, cast.hadamard, cols, cast.rule.power_of_two)))

@@ -26,7 +26,7 @@ from microfloat.jax.autocast import get_autocast_recipe, recipe_here
 from microfloat.jax.calls import place, words_of
 from microfloat.jax.dot_general import DotGeneral, dot_general, einsum
 from microfloat.jax.flax import state as flax_state
-from microfloat.jax.flax.state import OVERWRITE_WITH_GRADIENT, SLOT_NAMES, StateVariables, has_state, max_accumulate
+from microfloat.jax.flax.state import OVERWRITE_WITH_GRADIENT, SLOT_NAMES, StateVariables, max_accumulate
 from microfloat.jax.numerics.dimensions import DimensionNumbers, einsum_by
 from microfloat.jax.ragged_dot import RaggedDot, check_offset, ragged_dot
 from microfloat.jax.scaling import Slot, slot_rules, slots_of, state_of
@@ -116,7 +116,7 @@ def _run(
     words, state, variables = words_of(recipe, key), None, None
     if recipe is not None and recipe.is_delayed:
         rules = slot_rules(recipe)
-        if not (module.is_initializing() or has_state(module)):
+        if not (module.is_initializing() or module.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale")):
             raise NotSupportedError(
                 f"recipe: got an apply under {recipe!r} of variables without its state, needed variables that "
                 "model.init made under the same recipe. Pin the recipe to the layer, or initialise under the autocast."

@@ -8,7 +8,6 @@ everything in a new state but one amax follows from the old state, so only ``gra
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -49,19 +48,6 @@ def trace_state() -> object:
     return get_opaque_trace_state(convention="flax")
 
 
-def has_state(module: nn.Module) -> bool:
-    """True if the variables of this apply hold the module's state, under its name or the one that it had before."""
-    return module.has_variable(OVERWRITE_WITH_GRADIENT, f"{STATE_NAMES[0]}{_SCALE}") or bool(_of_earlier_name(module))
-
-
-def _of_earlier_name(module: nn.Module) -> Mapping[str, Array] | None:
-    """The state under the name that an op under an autocast had before it shared that of a pinned recipe, or None."""
-    scope = cast(Any, module.scope)
-    if scope.parent is None or scope.has_variable(OVERWRITE_WITH_GRADIENT, f"{STATE_NAMES[0]}{_SCALE}"):
-        return None
-    return scope.parent.get_variable(OVERWRITE_WITH_GRADIENT, scope.name.replace("DelayedScaling", "Autocast"))
-
-
 class StateVariables:
     """The variables ``{input,kernel,output_grad}_{scale,amax_history}`` of a linen module, float32.
 
@@ -72,11 +58,7 @@ class StateVariables:
     """
 
     def __init__(self, module: nn.Module, length: int, lead: tuple[int, ...] = ()) -> None:
-        earlier = _of_earlier_name(module)
-
         def variable(name: str, value: float, size: int) -> Any:
-            if earlier is not None:
-                return SimpleNamespace(value=earlier[name])  # which is only read
             return module.variable(OVERWRITE_WITH_GRADIENT, name, lambda: jnp.full((*lead, size), value, jnp.float32))
 
         self.pairs = {
@@ -211,8 +193,7 @@ def _next_pair(old: tuple[Array, Array], gradient: tuple[Array, Array]) -> tuple
     newest = new_history[..., 0]
     used = (newest > 0) & jnp.isfinite(newest)
     rolled = jnp.roll(history, -1, axis=-1).at[..., 0].set(newest)
-    used_scale = used.reshape(used.shape + (1,) * (scale.ndim - used.ndim))
-    advanced = jnp.where(used_scale, _single_use(scale, history, new_scale), scale)
+    advanced = jnp.where(used.reshape(scale.shape), _single_use(scale, history, new_scale), scale)
     return advanced, jnp.where(used[..., None], rolled, history)
 
 
@@ -221,7 +202,7 @@ def _single_use(scale: Array, history: Array, gradient: Array) -> Array:
 
     Few rules make scales: the gradient is a small multiple of one candidate. Otherwise it is taken as it is.
     """
-    amax = jnp.max(history, axis=-1).reshape(scale.shape[: history.ndim - 1] + (1,) * (scale.ndim - history.ndim + 1))
+    amax = jnp.max(history, axis=-1).reshape(scale.shape)
     candidates = [compute_scale(amax, scale, np.float32(largest)) for largest in _LARGEST]
     for element in (E4M3, E5M2):
         each = jnp.vectorize(lambda h, s, element=element: next_scale(h, s, element, Delayed()), signature="(l),()->()")
