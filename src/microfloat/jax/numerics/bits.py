@@ -223,19 +223,9 @@ def _is_ordinary(x: Array) -> Array:
     return (bits != 0) & (bits < INFINITY_BITS)
 
 
-@_traced_once
 def sixth(x: Array) -> Array:
-    """``f32(x / 6)`` for x >= 0. Below 2^-123, x is ``n * 2^-149``, and the bits of the result are n / 6 rounded to
-    even.
-    """
-    bits = bits_of(x)
-    exponent = bits >> 23
-    significand = (bits & _MANTISSA) | _HIDDEN_BIT
-    steps = where(exponent == 0, bits, significand << jnp.minimum(jnp.maximum(exponent, 1), 3) - 1)
-    quotient = steps // 6
-    remainder = steps - quotient * 6
-    round_up = (remainder > 3) | ((remainder == 3) & ((quotient & 1) == 1))
-    return where(exponent <= 3, as_float(quotient + round_up.astype(jnp.uint32)), divide(x, np.float32(6)))
+    """``f32(x / 6)`` for x >= 0, subnormal results included."""
+    return divide_by_integers(x, jnp.full_like(x, 6))
 
 
 def square(x: Array) -> Array:
