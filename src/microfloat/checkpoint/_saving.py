@@ -56,9 +56,8 @@ class Job:
 class Plan:
     """A checkpoint to be written.
 
-    `documents`: JSON files by name; `copies`: other files by name. `identity`: all that decides the bytes. None: nobody
-    knows, and an interrupted attempt is compared with the data before it counts. `prepare` is called once before
-    anything is written, when it is clear that something will be.
+    `documents`: JSON files by name; `copies`: other files by name. `identity`: everything that decides the bytes; with
+    None an interrupted attempt is not continued. `prepare` is called once before anything is written.
     """
 
     jobs: Sequence[Job]
@@ -99,27 +98,21 @@ def write(
         _check_beside(target, plan.documents)
     else:
         shards = _writer.plan_shards(groups, max_shard_size, plan.metadata)
+    _check_absent(target)
     partial = target.with_name(target.name + PARTIAL)
+    if os.path.lexists(partial) and not partial.is_dir():
+        raise _in_the_way(partial)
     digest = hashlib.sha256(json.dumps(plan.identity, sort_keys=True, default=str).encode())
     for shard in shards:
         digest.update(shard.name.encode() + shard.header)
-    identity = digest.hexdigest()
-    size = sum(shard.size for shard in shards)
-    if _is_finished(target, partial, plan, shards, identity):
-        return Written([shard.name for shard in shards], len(shards), size)
-    _check_absent(target)
-    if os.path.lexists(partial) and not partial.is_dir():
-        raise _in_the_way(partial)
-    if not partial.exists():
-        _check_room(target, size)  # before the source is read for an hour
+    journal = {"identity": digest.hexdigest()}
+    resume = resume and plan.identity is not None and _journal(partial) == journal
+    _check_room(target, sum(one.size for one in shards if not (resume and _writer.is_complete(partial, one))))
     plan.prepare()
-    if not resume and partial.exists():
-        _remove_partial(partial)
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial):
-        if plan.identity is not None and _journal(partial).get("identity") != identity:
-            _remove_partial(partial, keep=True)
-        journal = {"identity": identity, "destination": target.name}
+        if not resume:
+            _clear(partial)
         _writer.write_json(partial / JOURNAL, journal)
         resumed = _write_shards(partial, plan, shards, progress)
         documents = dict(plan.documents)
@@ -132,15 +125,18 @@ def write(
         _remove_others(partial, {JOURNAL, *documents, *copies, *(shard.name for shard in shards)})
         if check is not None:
             check(partial / target.name if is_file else partial)
-        _writer.write_json(partial / JOURNAL, {**journal, "whole": True})
         if target.is_dir():
             target.rmdir()
         for name in documents if is_file else ():  # a single file is never seen without its configurations
             os.replace(partial / name, target.with_name(name))
         os.rename(partial / target.name if is_file else partial, target)
         _writer.sync_folder(target.parent)
-        _remove_journal(target, partial, is_file)
-    return Written([shard.name for shard in shards], resumed, size)
+        if is_file:
+            _clear(partial)
+            partial.rmdir()
+        else:
+            (target / JOURNAL).unlink()
+    return Written([shard.name for shard in shards], resumed, sum(shard.size for shard in shards))
 
 
 def _check_beside(target: Path, documents: Mapping[str, Any]) -> None:
@@ -158,8 +154,6 @@ def _write_shards(
     folder: Path, plan: Plan, shards: Sequence[Shard], progress: Callable[[Progress], object] | None
 ) -> int:
     """Write the shards that are missing; returns the number of shards that were there."""
-    ready = [_writer.is_complete(folder, shard) for shard in shards]
-    _writer.check_space(folder, sum(shard.size for shard, done in zip(shards, ready, strict=True) if not done))
     written, total = 0, sum(shard.size for shard in shards)
 
     def count(number: int, name: str, nbytes: int) -> None:
@@ -168,14 +162,15 @@ def _write_shards(
         if progress is not None:
             progress(Progress(written, total, name, number, len(shards)))
 
-    for index, (shard, jobs) in enumerate(zip(shards, _jobs_of(plan, shards), strict=True)):
-        if ready[index] and plan.identity is None:
-            ready[index] = _has_data(folder, shard, jobs)
-        if ready[index]:
-            count(index + 1, shard.name, shard.size)
+    resumed = 0
+    for number, shard in enumerate(shards, 1):
+        if _writer.is_complete(folder, shard):
+            resumed += 1
+            count(number, shard.name, shard.size)
         else:
-            _write_shard(folder, shard, jobs, functools.partial(count, index + 1))
-    return sum(ready)
+            jobs = (job for job in plan.jobs if job.entries and job.entries[0].name in shard.starts)
+            _write_shard(folder, shard, jobs, functools.partial(count, number))
+    return resumed
 
 
 def _write_shard(folder: Path, shard: Shard, jobs: Iterable[Job], count: Callable[[str, int], None]) -> None:
@@ -190,63 +185,15 @@ def _write_shard(folder: Path, shard: Shard, jobs: Iterable[Job], count: Callabl
             job.fill(put_and_count)
 
 
-def _has_data(folder: Path, shard: Shard, jobs: Iterable[Job]) -> bool:
-    """True where a finished shard holds the data of its jobs."""
-    stored = np.memmap(folder / shard.name, np.uint8, "r")
-    is_same = []
-
-    def compare(name: str, array: np.ndarray, start: int) -> None:
-        first = shard.starts[name] + start
-        is_same.append(np.array_equal(stored[first : first + array.nbytes], array.reshape(-1).view(np.uint8)))
-
-    for job in jobs:
-        job.fill(compare)
-    return all(is_same)
-
-
-def _jobs_of(plan: Plan, shards: Sequence[Shard]) -> list[list[Job]]:
-    """The jobs of each shard."""
-    index_of = {entry.name: index for index, shard in enumerate(shards) for entry in shard.entries}
-    jobs: list[list[Job]] = [[] for _ in shards]
-    for job in plan.jobs:
-        if job.entries:
-            jobs[index_of[job.entries[0].name]].append(job)
-    return jobs
-
-
 # ---- the folder --------------------------------------------------------------------------------------------------
 
 
-def _journal(folder: Path) -> dict:
+def _journal(folder: Path) -> Any:
+    """The contents of the journal of a partial folder, None without one."""
     try:
-        found = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
+        return json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_finished(target: Path, partial: Path, plan: Plan, shards: Sequence[Shard], identity: str) -> bool:
-    """True for a destination that this very call had made when it was killed between its last steps."""
-    is_file = target.is_file()
-    folder, beside = (target.parent, partial) if is_file else (target, target)
-    journal = _journal(beside)
-    if not journal.get("whole") or journal.get("identity") != identity:
-        return False
-    if not all(_writer.is_complete(folder, shard) for shard in shards):
-        return False
-    pairs = zip(shards, _jobs_of(plan, shards), strict=True)
-    if plan.identity is None and not all(_has_data(folder, shard, jobs) for shard, jobs in pairs):
-        return False
-    _remove_journal(target, partial, is_file)
-    return True
-
-
-def _remove_journal(target: Path, partial: Path, is_file: bool) -> None:
-    """Remove the journal, or the folder, of an attempt whose result has its name."""
-    if is_file:
-        _remove_partial(partial)
-    else:
-        (target / JOURNAL).unlink()
+        return None
 
 
 def _check_absent(target: Path) -> None:
@@ -277,13 +224,11 @@ def _remove_others(folder: Path, names: set[str]) -> None:
             entry.unlink()
 
 
-def _remove_partial(folder: Path, keep: bool = False) -> None:
-    """Empty a partial folder, and remove it unless `keep`; one that no journal marks as ours is left alone."""
-    if not _journal(folder) and {entry.name for entry in folder.iterdir()} - {JOURNAL + ".tmp"}:
-        raise _in_the_way(folder)
-    _remove_others(folder, set())
-    if not keep:
-        folder.rmdir()
+def _clear(partial: Path) -> None:
+    """Empty a partial folder; CheckpointError for one that no journal marks as ours."""
+    if not _journal(partial) and {entry.name for entry in partial.iterdir()} - {JOURNAL + ".tmp"}:
+        raise _in_the_way(partial)
+    _remove_others(partial, set())
 
 
 def _in_the_way(path: Path) -> CheckpointError:
@@ -320,8 +265,7 @@ def save(
     """Write records as a checkpoint of the family `format`, and return the names of its shards.
 
     * `records`: a Checkpoint, a dictionary, or records one after the other; plain ones are written as they are.
-    * `path`: a folder, or a name that ends in ".safetensors"; it must not exist. A folder appears when it is whole; an
-      interrupted attempt is continued by the same call.
+    * `path`: a folder, or a name that ends in ".safetensors"; it must not exist. A folder appears when it is whole.
     * `format`: a family that is written, such as "ct:nvfp4"; a target of `convert`, such as "ct:fp8_dynamic", for
       records of its format; "ct:mixed" for several formats of compressed-tensors; "microfloat:native" for every format;
       "plain" for records without one.
