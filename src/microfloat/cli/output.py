@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -96,10 +97,22 @@ def words(value: Any) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
+class _Breaking(Text):
+    """Text whose long words, names of layers and files, break behind a dot or a slash."""
+
+    def __rich_measure__(self, console: Console, options: Any) -> Measurement:
+        return Measurement(1, super().__rich_measure__(console, options).maximum)
+
+    def wrap(self, console: Console, width: int, **options: Any) -> Any:  # type: ignore[override]
+        """The lines of the text."""
+        piece = rf"(?=\S{{{width + 1}}})(\S{{,{width - 1}}}[./]|\S{{,{width - 1}}}[_-]|\S{{{width}}})"
+        return Text(re.sub(piece, "\\1\n", self.plain), self.style).wrap(console, width, **options)
+
+
 def safe(text: str, style: str = "") -> Text:
     """Text with its control characters escaped: names from files must not drive the terminal."""
     plain = "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
-    return Text(plain, style)
+    return _Breaking(plain, style)
 
 
 # ---- rows about many tensors of one kind, shown as one
@@ -195,26 +208,21 @@ class Output:
         cells = [[column.cell(row) for column in columns] for row in rows]
         shown = [i for i in range(len(columns)) if i == 0 or any(line[i].plain != "-" for line in cells)]
         columns, cells = [columns[i] for i in shown], [[line[i] for i in shown] for line in cells]
-        widths = [
-            max([*map(len, column.title.split("\n")), *(line[i].cell_len for line in cells)])
-            for i, column in enumerate(columns)
-        ]
-        least = [min(n, _LEAST_TEXT) if column.prose else n for n, column in zip(widths, columns, strict=True)]
-        spare = self.console.width - sum(least) - 2 * len(least) + 2
-        if spare < 0:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
+        for i, column in enumerate(columns):
+            width = max(map(len, [*column.title.split("\n"), *(line[i].plain for line in cells)]))
+            table.add_column(
+                column.title, justify="right" if column.right else "left", no_wrap=not column.prose, overflow="fold",
+                min_width=min(width, _LEAST_TEXT) if column.prose else width,
+            )  # fmt: skip
+        for line in cells:
+            table.add_row(*line)
+        wide = self.console.options.update(max_width=_WIDE)
+        if Measurement.get(self.console, wide, table).minimum > self.console.width:
             self._print_stacked(columns, cells)
         else:
-            self._print_table(columns, cells, _widened(least, widths, spare))
-
-    def _print_table(self, columns: Sequence[Column], cells: Sequence[Sequence[Text]], widths: Sequence[int]) -> None:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
-        for column, width in zip(columns, widths, strict=True):
-            justify = "right" if column.right else "left"
-            table.add_column(column.title, justify=justify, no_wrap=not column.prose, overflow="fold", width=width)
-        for line in cells:
-            table.add_row(*(_broken(cell, width) for cell, width in zip(line, widths, strict=True)))
-        self._print(table)
-        self._print("")
+            self._print(table)
+            self._print("")
 
     def _print_stacked(self, columns: Sequence[Column], cells: Sequence[Sequence[Text]]) -> None:
         """The first cell as a heading, the others below it."""
@@ -280,9 +288,6 @@ class Output:
 
         `of_bytes`: amounts are bytes, shown with their rate. A position before the last one begins another stage.
         """
-        if self.quiet or not self.errors.is_terminal:
-            yield lambda amount=1, title=None, **absolute: None
-            return
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -295,7 +300,8 @@ class Output:
 
         rate = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (TaskProgressColumn(),)
         columns = (TextColumn("{task.description}"), BarColumn(None), *rate, TimeRemainingColumn())
-        with Progress(*columns, console=self.errors, transient=True) as bar:
+        is_hidden = self.quiet or not self.errors.is_terminal
+        with Progress(*columns, console=self.errors, transient=True, disable=is_hidden) as bar:
             task = bar.add_task(title, total=total)
 
             def advance(
@@ -324,32 +330,6 @@ def with_options(text: str) -> str:
 def finding_row(finding: "Finding") -> dict[str, str]:
     """A finding as a row of a table."""
     return {**finding._asdict(), "remedy": with_options(finding.remedy)}
-
-
-def _widened(least: Sequence[int], most: Sequence[int], spare: int) -> list[int]:
-    """Widths of columns between `least` and `most`: narrow columns get all they need, the others share the rest."""
-    widths = list(least)
-    wanting = sorted((i for i in range(len(most)) if most[i] > least[i]), key=lambda i: most[i] - least[i])
-    for number, i in enumerate(wanting):
-        more = min(most[i] - least[i], spare // (len(wanting) - number))
-        widths[i], spare = widths[i] + more, spare - more
-    return widths
-
-
-def _broken(cell: Text, width: int) -> Text:
-    """Text with words of at most `width` characters: names of layers and files break behind a dot or a slash."""
-    if all(len(word) <= width for word in cell.plain.split()):
-        return cell
-
-    def parts(word: re.Match[str]) -> str:
-        text, lines = word[0], []
-        while len(text) > width:
-            cut = next((at for c in ("./", "_-") if (at := max(text.rfind(one, 0, width) for one in c) + 1)), width)
-            lines.append(text[:cut])
-            text = text[cut:]
-        return "\n".join([*lines, text])
-
-    return Text(re.sub(r"\S+", parts, cell.plain), cell.style)
 
 
 def _console(file: Any, no_color: bool) -> Console:
