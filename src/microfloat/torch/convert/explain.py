@@ -1,7 +1,9 @@
 """`explain` and the availability queries: what runs where and why, before anything runs."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -11,15 +13,7 @@ from microfloat.arguments import check_shape
 from microfloat.chips import Chip, chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.operands import GEMMS, OPERANDS
-from microfloat.recipes import (
-    Cast,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Gemm,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from microfloat.recipes import Cast, Gemm, NVFP4BlockScaling, Recipe
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
 from microfloat.routes import UNTRIED, Route, family_of, route_of, routes_of
@@ -43,20 +37,10 @@ if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
 
 __all__ = [
-    "CastRow",
-    "Explanation",
-    "GemmRow",
-    "LayerRow",
-    "ModelExplanation",
-    "cast_rows",
-    "explain",
-    "gemm_row",
-    "get_align_size_for_quantization",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
+    "CastRow", "Explanation", "GemmRow", "LayerRow", "ModelExplanation", "cast_rows", "explain", "gemm_row",
+    "get_align_size_for_quantization", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
     "is_nvfp4_available",
-]
+]  # fmt: skip
 
 BY_TORCH = "plain torch ops"
 
@@ -159,16 +143,11 @@ def _named(
     padded = (-(-m // 8) * 8, -(-k // 16) * 16, -(-n // 16) * 16)
     tiles = route.rhs == "tiles" or (route.rhs == "codes" and gemm.casts[1].format.block == (128, 128))  # type: ignore[union-attr]
     e4m3 = all(cast is not None and cast.format.element.name != "E5M2" for cast in gemm.casts)
-    if e4m3 and _is_faster(padded, tiles, chip, device):
-        own = "microfloat's FP8 GEMM (bfloat16 results)"
-        return route.kernel.replace("vendor FP8 GEMM", own)
-    return route.kernel
-
-
-def _is_faster(shape: tuple[int, int, int], tiles: bool, chip: Chip, device: torch.device | None) -> bool:
-    if device is None:
-        return own_gemm_is_faster(shape, tiles, chip)
-    return own_gemm_serves(device, shape, tiles, torch.bfloat16)
+    serves = own_gemm_is_faster(padded, tiles, chip)
+    if device is not None:
+        serves = own_gemm_serves(device, padded, tiles, torch.bfloat16)
+    own = "microfloat's FP8 GEMM (bfloat16 results)"
+    return route.kernel.replace("vendor FP8 GEMM", own) if serves and e4m3 else route.kernel
 
 
 # ---- explain -----------------------------------------------------------------------------------------------------
@@ -328,27 +307,24 @@ def _explain(
     target = _device(device) if chip is None else torch.device("cuda")
     if shape is not None:
         shape = check_shape(shape)
-    sizes, there = _gemm_shapes(shape), chip is not None or _is_present(target)
+    sizes: dict[str, tuple[int, int, int]] = {}  # rows, contraction length and columns
+    if shape is not None:
+        m, k, n = shape
+        sizes = {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}
+    there = chip is not None or target.type != "cuda" or torch.cuda.is_available()
+    absent = Support(False, False, "torch sees no CUDA device on this machine")
     rows = tuple(
-        gemm_row(recipe, name, backend, target, sizes.get(name), chip) if there else _absent(recipe, name)
+        gemm_row(recipe, name, backend, target, sizes.get(name), chip) if there
+        else GemmRow(name, operands_of(getattr(recipe, name)), "-", "-", absent)
         for name in GEMMS
-    )
+    )  # fmt: skip
     casts = cast_rows(recipe, backend, target, chip) if there else ()
     # The figures are those of tensor cores, so they say nothing about plain torch ops.
     by_kernels = all(row.backend in ("native", "torch", "-") for row in rows)
     predictable = target.type == "cuda" and by_kernels and (chip is None or chip.is_tried)
     prediction = predict(recipe, shape) if shape is not None and predictable else None
-    return Explanation(recipe, _where(device, target, chip), rows, prediction, casts)
-
-
-def _where(device: object, target: torch.device, chip: Chip | None) -> str:
-    return str(target) if chip is None else f"{device} ({chip.name}, {chip.architecture})"
-
-
-def _absent(recipe: Recipe, name: str) -> GemmRow:
-    """The answer for a CUDA device on a machine that has none: nothing can be asked about its hardware."""
-    missing = Support(False, False, "torch sees no CUDA device on this machine")
-    return GemmRow(name, operands_of(getattr(recipe, name)), "-", "-", missing)
+    where = str(target) if chip is None else f"{device} ({chip.name}, {chip.architecture})"
+    return Explanation(recipe, where, rows, prediction, casts)
 
 
 def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: str) -> Iterator[LayerRow]:
@@ -405,38 +381,25 @@ def _across_ranks(layer: nn.Module) -> Iterator[str]:
 
 
 class _Calls:
-    """Notes the first schedule of every layer that is called."""
+    """Notes the layers that are called, and asks each for the schedule of a training step with its first x."""
 
     def __init__(self) -> None:
         self.reasons: dict[nn.Module, dict[str, str]] = {}
 
     def listener(self, schedule: object, layers: Sequence["RecipeLayer"], weight: object, is_backward: bool) -> Any:
+        """A listener to one call, of which x alone matters."""
+        listener = dict.fromkeys(("see_w", "see_y", "see_dy", "see_gradients"), self.see_plain)
+        return SimpleNamespace(see_x=functools.partial(self._see_x, layers), **listener)
+
+    def see_plain(self, *_: object) -> None:
+        """Nothing is noted of high precision, of weights and of results."""
+
+    def _see_x(self, layers: Sequence[Any], x: torch.Tensor, inputs: object) -> None:
         for layer in layers:
-            self.reasons.setdefault(layer, {})
-        return _Inputs(self.reasons, layers)
-
-    def see_plain(self, layer: nn.Module, x: object, y: object) -> None:
-        """Nothing is noted of high precision."""
-
-
-class _Inputs:
-    """Asks the layers of one call for the schedule of a training step with its x."""
-
-    def __init__(self, reasons: dict[nn.Module, dict[str, str]], layers: Sequence[Any]) -> None:
-        self._reasons, self._layers = reasons, layers
-
-    def see_x(self, x: torch.Tensor, inputs: object) -> None:
-        """The products of each layer, and what they do first."""
-        for layer in self._layers:
             schedule = layer.schedule(x.detach().requires_grad_()) if hasattr(layer, "schedule") else None
-            if schedule is not None:
-                products = schedule.products.items()
-                self._reasons[layer] |= {name: one.reason for name, one in products if one.reason}
-
-    def _see_nothing(self, *_: object) -> None:
-        """Neither weights nor results are looked at."""
-
-    see_w = see_y = see_dy = see_gradients = _see_nothing
+            products = {} if schedule is None else schedule.products
+            found = {name: one.reason for name, one in products.items() if one.reason}
+            self.reasons[layer] = self.reasons.get(layer, {}) | found
 
 
 def _rows_of_input(model: nn.Module, given: torch.Tensor | tuple | dict, backend: str) -> Iterator[LayerRow]:
@@ -463,18 +426,6 @@ def _rows_of_input(model: nn.Module, given: torch.Tensor | tuple | dict, backend
         yield replace(row, reason="; ".join(filter(None, [row.reason, called, *dict.fromkeys(reasons)])))
 
 
-def _gemm_shapes(shape: tuple[int, int, int] | None) -> dict[str, tuple[int, int, int]]:
-    """Rows, contraction length and columns of each GEMM of a Linear."""
-    if shape is None:
-        return {}
-    m, k, n = shape
-    return {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}
-
-
-def _is_present(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.is_available()
-
-
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -489,8 +440,8 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise invalid_value("device", repr(device), needed) from error
 
 
-def _availability(recipe: Recipe, device: torch.device | str | None) -> Support:
-    answer = _explain(recipe, device, None, "auto")
+def _availability(recipe: Recipe | str, device: torch.device | str | None) -> Support:
+    answer = _explain(as_recipe(recipe), device, None, "auto")
     return Support(answer.available, answer.accelerated, answer.rows[0].support.reason)
 
 
@@ -499,17 +450,17 @@ def is_fp8_available(device: torch.device | str | None = None) -> Support:
 
     The answer unpacks into ``(available, reason)``; its truth value is `available`.
     """
-    return _availability(Float8CurrentScaling(), device)
+    return _availability("fp8_current", device)
 
 
 def is_mxfp8_available(device: torch.device | str | None = None) -> Support:
     """The same for MXFP8."""
-    return _availability(MXFP8BlockScaling(), device)
+    return _availability("mxfp8", device)
 
 
 def is_fp8_block_scaling_available(device: torch.device | str | None = None) -> Support:
     """The same for FP8 with 1x128 and 128x128 blocks."""
-    return _availability(Float8BlockScaling(), device)
+    return _availability("fp8_block", device)
 
 
 def is_nvfp4_available(device: torch.device | str | None = None) -> Support:
