@@ -101,7 +101,7 @@ def load_quantized(
         initialize_tables(model, target, strict)
     rows, tied, refused = [], _tied(model), _refused(model)
     sources = _sources(model, loaded, tied)
-    _untie(model, loaded, sources, tied)
+    _untie(model, sources, tied)
     for name, source in sources.items():
         record = join(parts[source]) if source in parts else loaded[source]
         row = _load_one(model, name, record, loaded, config, target, refused, turned)
@@ -207,29 +207,16 @@ def _sources(model: nn.Module, loaded: Mapping[str, "Record"], tied: Sequence[Se
     return sources
 
 
-def _untie(
-    model: nn.Module, loaded: Mapping[str, "Record"], sources: Mapping[str, str], tied: Sequence[Sequence[str]]
-) -> None:
-    """Give memory of its own to what is one parameter of the model, and in the file several with other values."""
+def _untie(model: nn.Module, sources: Mapping[str, str], tied: Sequence[Sequence[str]]) -> None:
+    """Give memory of its own to what is one parameter of the model, and stands in the file under several names."""
     for first, *others in tied:
         for name in others:
-            if name in sources and not _is_same_plain(loaded[sources[name]], loaded[sources[first]]):
+            old = model.get_parameter(name)
+            is_plain = not (old.is_meta or isinstance(old, QuantizedTensor))
+            if is_plain and name in sources and sources[name] != sources[first]:
                 parent, _, key = name.rpartition(".")
-                old = model.get_parameter(name)
-                if not old.is_meta and not isinstance(old, QuantizedTensor):
-                    own = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
-                    setattr(model.get_submodule(parent), key, own)
-
-
-def _is_same_plain(a: "Record", b: "Record") -> bool:
-    if a is b:
-        return True
-    plain = a.format is None and b.format is None and a.codes.dtype == b.codes.dtype
-    return plain and np.array_equal(_bytes_of(a.codes), _bytes_of(b.codes))
-
-
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                own = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
+                setattr(model.get_submodule(parent), key, own)
 
 
 def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
@@ -461,9 +448,8 @@ UNKNOWN_TO_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 
 
 def _weight_format(config: Config) -> ScaledFormat:
-    cast = config.fprop.rhs
-    assert cast is not None
-    return cast.format
+    assert config.fprop.rhs is not None
+    return config.fprop.rhs.format
 
 
 def _config_of(
