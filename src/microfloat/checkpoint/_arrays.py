@@ -3,7 +3,7 @@
 import functools
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from microfloat.formats import E4M3, SCALE_E8M0, ElementFormat, ScaledFormat, de
 from microfloat.reference import unpack_fp4, unpack_fp6
 
 _BAND = 1 << 18  # elements that a thread takes at a time: their float32 values stay in its cache
+_PIECE = 1 << 22
 _F32 = np.float32
 
 
@@ -116,6 +117,12 @@ def energies(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
         finite = np.isfinite(x_32)
         x_32, error = x_32[finite], y[finite] - x_32[finite]
         return float(np.square(x_32, dtype=np.float64).sum()), float(np.square(error, dtype=np.float64).sum())
+
+
+def pieces_of(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The elements of an array in their order, so many at a time that what is made of them stays small."""
+    flat = array.reshape(-1)
+    return (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------

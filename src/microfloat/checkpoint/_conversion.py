@@ -13,17 +13,9 @@ import numpy as np
 
 from microfloat._version import __version__
 from microfloat.arguments import as_bool
-from microfloat.checkpoint._arrays import energies
-from microfloat.checkpoint._casting import (
-    cast_slab,
-    experts_of,
-    matrix_of,
-    measure,
-    needs_amax,
-    slabs,
-    tile_rows,
-    values,
-)
+from microfloat.checkpoint import _casting as casting
+from microfloat.checkpoint._arrays import energies, pieces_of
+from microfloat.checkpoint._casting import experts_of, slabs, tile_rows, values
 from microfloat.checkpoint._modules import check_ignore
 from microfloat.checkpoint._planning import PLAIN, QUANTIZED, Notes, Step, Target, decide, lines_of, target_of
 from microfloat.checkpoint._recoding import largest_scales, recode
@@ -150,7 +142,7 @@ def _measured(
     for step in casts:
         name = step.record.name
         is_cast = step.action == "cast"
-        amaxes[name], lost = measure(step.record) if is_cast else (largest_scales(step.record), 0)
+        amaxes[name], lost = casting.measure(step.record) if is_cast else (largest_scales(step.record), 0)
         if lost:
             message = f"{lost} of {np.prod(step.record.logical_shape)} weights are NaN or infinite."
             findings.append(Finding("nan-weight", "error", name, message, _MEND))
@@ -204,7 +196,7 @@ def _put_cast(
     assert step.cast is not None
     sizes = {entry.name: entry.nbytes for entry in entries}
     written = dict.fromkeys(sizes, 0)
-    found = amaxes[step.record.name] if needs_amax(step.cast) else None
+    found = amaxes[step.record.name] if casting.needs_amax(step.cast) else None
     count = experts_of(step.record)
     rounded = step.dtype if step.family is not None and step.family.model_scales else PLAIN["f32"]
     for expert, _, slab in slabs(step.record, step.cast.format.block[0] or 1):
@@ -212,7 +204,7 @@ def _put_cast(
         if step.action == "recoded":
             made, _ = recode(slab, step.cast.format, amax)
         else:
-            made = cast_slab(slab, step.cast, amax, rounded)
+            made = casting.cast_slab(slab, step.cast, amax, rounded)
         for name, array in step.encode(made).items():
             # One scale per matrix comes with each of its slabs, and is written with the first.
             if written[name] < sizes[name] * (expert + 1) // count:
@@ -227,7 +219,7 @@ def _put_decoded(step: Step, peak: "_Peak", put: Put) -> None:
     """Write the values of a parameter slab by slab, then the tensors beside it."""
     record, start = step.record, 0
     if step.turned:
-        matrices = (matrix_of(record, expert) for expert in range(experts_of(record)))
+        matrices = (casting.matrix_of(record, expert) for expert in range(experts_of(record)))
         parts = (np.ascontiguousarray(matrix.dequantize(step.dtype).T) for matrix in matrices)
     else:
         parts = (values(slab).astype(step.dtype) for _, _, slab in slabs(record))
@@ -424,11 +416,9 @@ def _read_back(written: Checkpoint, name: str) -> Record:
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.nbytes != b.nbytes:
-        return False
     first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
-    piece = 1 << 24
-    return all(np.array_equal(first[i : i + piece], second[i : i + piece]) for i in range(0, len(first), piece))
+    pieces = zip(pieces_of(first), pieces_of(second), strict=True)
+    return len(first) == len(second) and all(np.array_equal(*pair) for pair in pieces)
 
 
 def _sqnr_db(step: Step, again: Record) -> float:
@@ -438,8 +428,6 @@ def _sqnr_db(step: Step, again: Record) -> float:
     for (_, _, a), (_, _, b) in pairs:
         more = energies(values(a), b.dequantize())
         signal, noise = signal + more[0], noise + more[1]
-    if noise == 0:
-        return float("inf")
-    if noise == float("inf"):
-        return float("nan")
-    return 10 * float(np.log10(signal / noise)) if signal else float("nan")
+    if noise == 0 or not signal:
+        return math.nan if noise else math.inf
+    return math.nan if noise == math.inf else 10 * math.log10(signal / noise)

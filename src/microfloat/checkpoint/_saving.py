@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -214,7 +215,8 @@ def _check_room(target: Path, size: int) -> None:
     folder = next(parent for parent in target.absolute().parents if parent.exists())
     if not os.access(folder, os.W_OK | os.X_OK):
         raise CheckpointError(f"{folder} cannot be written. Choose another destination, or change its permissions.")
-    _writer.check_space(folder, size)
+    if shutil.disk_usage(folder).free < size:
+        raise _writer.disk_full(target, size, folder)
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:

@@ -147,10 +147,10 @@ def _replacing(path: Path, size: int) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-    except BaseException as error:  # the space that was claimed is given back
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _disk_full(path.parent, path, size) from error
+            raise disk_full(path, size, path.parent) from error
         raise
     os.replace(temporary, path)
     sync_folder(path.parent)
@@ -158,13 +158,9 @@ def _replacing(path: Path, size: int) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writing(folder: Path, shard: Shard) -> Iterator[Put]:
-    """Yield the function that writes the tensors of a shard; its file gets its name when the context ends well.
-
-    The disk space is claimed at the start, so that a full disk is found before any work is done.
-    """
+    """Yield the function that writes the tensors of a shard; its file gets its name when the context ends well."""
     entries = {entry.name: entry for entry in shard.entries}
     with _replacing(folder / shard.name, shard.size) as file:
-        _allocate(file.fileno(), shard.size)
 
         def write(data: bytes | memoryview, start: int) -> None:
             view = memoryview(data)
@@ -215,25 +211,10 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def check_space(folder: Path, needed: int) -> None:
-    """Raise CheckpointError where the disk of `folder` has less than `needed` bytes left."""
-    if shutil.disk_usage(folder).free < needed:
-        raise _disk_full(folder, folder, needed)
-
-
-def _disk_full(folder: Path, path: Path, needed: int) -> CheckpointError:
+def disk_full(path: Path, needed: int, folder: Path) -> CheckpointError:
+    """The error for a file or folder that its disk, that of `folder`, has no space for."""
     free = shutil.disk_usage(folder).free
     return CheckpointError(
         f"{path}: the disk is full: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free. Free some space "
         "and repeat the call, which continues with the files that are complete, or choose another destination."
     )
-
-
-def _allocate(file: int, size: int) -> None:
-    """Claim disk space; file systems that cannot do that claim it write by write."""
-    try:
-        os.posix_fallocate(file, 0, size)
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(file, size)

@@ -8,7 +8,6 @@ import json
 import math
 import mmap
 import os
-import re
 import stat
 import struct
 from collections.abc import Iterator, Mapping
@@ -67,33 +66,23 @@ def read_json(text: bytes, tensor: str) -> tuple[Any, list[Finding]]:
     def refused(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON")
 
+    remedy = _DAMAGED
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refused)
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value, found
     except UnicodeDecodeError as error:
         problem = f"the text is not UTF-8 at byte {error.start}."
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        problem = f"the JSON has {half}, one half of a character, which UTF-8 cannot hold."
+        remedy = "Write the name or text without it."
     except RecursionError:
         problem = "the JSON is nested too deep to be meant."
     except ValueError as error:
         problem = f"the text is no JSON: {str(error)[:200]}."
-    else:
-        if half := _half_character(text):
-            message = f"the JSON has {half}, one half of a character, which UTF-8 cannot hold."
-            return None, [Finding("json", "error", tensor, message, "Write the name or text without it.")]
-        return value, found
-    return None, [Finding("json", "error", tensor, problem, _DAMAGED)]
-
-
-_ESCAPE = re.compile(rb"\\(?:u([dD][89a-fA-F][0-9a-fA-F]{2})(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|.)", re.DOTALL)
-
-
-def _half_character(text: bytes) -> str:
-    """The first escape of a surrogate that has no partner, or an empty text."""
-    if b"\\ud" not in text and b"\\uD" not in text:
-        return ""
-    for pair in _ESCAPE.finditer(text):
-        if pair[1] and (pair[2] is None or pair[1][1:2] in b"cdefCDEF"):
-            return pair[0][:6].decode()
-    return ""
+    return None, [Finding("json", "error", tensor, problem, remedy)]
 
 
 def open_bounded(path: Path, largest: int | None = None) -> tuple[int, int]:
@@ -104,15 +93,13 @@ def open_bounded(path: Path, largest: int | None = None) -> tuple[int, int]:
         message = f"the file cannot be opened: {error.strerror}."
         raise checkpoint_error(path, [Finding("file", "error", path.name, message, "Check the path.")]) from None
     status = os.fstat(descriptor)
-    problem = ("", "")
-    if not stat.S_ISREG(status.st_mode):
-        problem = "it is no regular file.", "Check the path."
-    elif largest is not None and status.st_size > largest:
+    if stat.S_ISREG(status.st_mode) and (largest is None or status.st_size <= largest):
+        return descriptor, status.st_size
+    os.close(descriptor)
+    problem = "it is no regular file.", "Check the path."
+    if stat.S_ISREG(status.st_mode):
         problem = f"the file has {status.st_size} bytes, at most {largest} make sense.", _DAMAGED
-    if any(problem):
-        os.close(descriptor)
-        raise checkpoint_error(path, [Finding("file", "error", path.name, *problem)])
-    return descriptor, status.st_size
+    raise checkpoint_error(path, [Finding("file", "error", path.name, *problem)])
 
 
 def read_json_file(path: Path) -> tuple[Any, list[Finding]]:

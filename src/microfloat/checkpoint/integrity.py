@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from microfloat.checkpoint._arrays import scale_values
+from microfloat.checkpoint._arrays import pieces_of, scale_values
 from microfloat.checkpoint._casting import experts_of, matrix_of
 from microfloat.checkpoint._modules import NUMBERED, module_of
 from microfloat.checkpoint.detect import Contents, contradiction, lacks_input_scale
@@ -18,7 +18,6 @@ from microfloat.checkpoint.records import Finding, Record, some
 from microfloat.formats import ScaledFormat, decode
 from microfloat.recipes.placement import fused_group
 
-_PIECE = 1 << 22
 _REEXPORT = "Quantize or export the layer again; microfloat.checkpoint.convert does so from the original weights."
 
 
@@ -116,19 +115,17 @@ def _other_words(first: Announcement, other: Announcement, modules: list[str]) -
     differing = [module for module in modules if said[0][module] != said[1][module]]
     if differing:
         module = differing[0]
-        sides = [f"{one.file} says {_in_words(words[module])}" for one, words in zip((first, other), said, strict=True)]
+        sides = [f"{one.file} says {words[module]}" for one, words in zip((first, other), said, strict=True)]
         message = f"of {some(differing)}, {', '.join(sides)}."
         yield Finding("config-disagrees", "warn", other.file, message, remedy)
 
 
-def _said(announcement: Announcement, module: str) -> tuple[str, str]:
-    """The family and the activations of a module by one configuration."""
+def _said(announcement: Announcement, module: str) -> str:
+    """The family and the activations of a module by one configuration, in words."""
     scheme = announcement.scheme_of(module)
-    return scheme.families[0] if scheme.families else "", scheme.activation if scheme.families else ""
-
-
-def _in_words(said: tuple[str, str]) -> str:
-    return f"{said[0]}, activations {said[1] or 'unsaid'}" if said[0] else "high precision"
+    if not scheme.families:
+        return "high precision"
+    return f"{scheme.families[0]}, activations {scheme.activation or 'unsaid'}"
 
 
 def _kind(name: str) -> str:
@@ -205,38 +202,26 @@ def _zero_scales(record: Record, severity: str) -> Iterator[Finding]:
         return
     lost = scale.reshape(-1) == 0
     for expert in np.flatnonzero(lost):
-        values = (decode(piece, fmt.element) for piece in _pieces(matrix_of(record, int(expert)).codes))
+        values = (decode(piece, fmt.element) for piece in pieces_of(matrix_of(record, int(expert)).codes))
         lost[expert] = any(bool(np.any(np.isfinite(piece) & (piece != 0))) for piece in values)
     if lost.any():
         message = f"the scale{_of_experts(record, lost)} is 0, so every value is."
         yield Finding("zero-global", severity, record.name, message, _REEXPORT)
 
 
-def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    flat = array.reshape(-1)
-    return (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
-
-
 def _nonfinite(
     record: Record, what: str, scale: np.ndarray, fmt: ScaledFormat | None, severity: str
 ) -> Iterator[Finding]:  # fmt: skip
     """Findings about NaN and infinity: `scale` as a record of `fmt` has it, or float32 without one."""
-    nans = infinities = 0
-    is_nan = None if fmt is None or fmt.scale.bits == 32 else np.isnan(scale_values(np.arange(256), fmt))
-    for piece in _pieces(scale):
-        if is_nan is not None:  # bytes are never infinite
-            nans += np.count_nonzero(is_nan[piece])
-            continue
-        nans += np.count_nonzero(np.isnan(piece))
-        infinities += np.count_nonzero(np.isinf(piece))
-    found = ((nans, "nan-scale", "NaN", severity), (infinities, "inf-scale", "infinite", "error"))
-    for count, id, word, weight in found:
-        if count:
-            has = np.isnan if word == "NaN" else np.isinf
-            values = scale if is_nan is None else np.where(is_nan[scale], np.nan, 0)
-            experts = scale.size % max(experts_of(record), 1) == 0 and len(record.logical_shape) > 2
-            bad = np.asarray(has(values))
-            which = _of_experts(record, bad.reshape(experts_of(record), -1).any(-1)) if experts else ""  # type: ignore
+    experts, table = max(experts_of(record), 1), None
+    if fmt is not None and fmt.scale.bits == 8:
+        table = scale_values(np.arange(256), fmt)
+    for id, word, is_bad, weight in (
+        ("nan-scale", "NaN", np.isnan, severity), ("inf-scale", "infinite", np.isinf, "error"),
+    ):  # fmt: skip
+        test = is_bad if table is None else is_bad(table).take
+        if count := sum(np.count_nonzero(test(piece)) for piece in pieces_of(scale)):
+            which = _of_experts(record, test(scale).reshape(experts, -1).any(-1)) if scale.size % experts == 0 else ""
             message = f"{count} of {scale.size} {what} are {word}{which}." if scale.size > 1 else f"{what} is {word}."
             remedy = f'{_REEXPORT} load(..., nan="zero") reads them as zeros.' if word == "NaN" else _REEXPORT
             yield Finding(id, weight, record.name, message, remedy)
@@ -275,7 +260,7 @@ def code_findings(record: Record) -> Iterator[Finding]:
     fmt = record.format
     if fmt is None or record.problem is not None or record.scale is None:
         return
-    if count := sum(np.count_nonzero(is_nan) for is_nan in map(_nan_codes(fmt), _pieces(record.codes))):
+    if count := sum(np.count_nonzero(is_nan) for is_nan in map(_nan_codes(fmt), pieces_of(record.codes))):
         message = f"{count} of {record.codes.size} codes are NaN."
         yield Finding("nan-codes", "warn", record.name, message, 'load(..., nan="zero") reads them as zeros.')
     if fmt.element.bits == 4 and fmt.scale.name == "E8M0":
@@ -306,7 +291,7 @@ def _nan_codes(fmt: ScaledFormat) -> Callable[[np.ndarray], np.ndarray]:
 def _tie_style(record: Record) -> Iterator[Finding]:
     """MXFP4 that writes every zero as -0, as ModelOpt does, which also breaks ties downward."""
     negative = False
-    for piece in _pieces(record.codes):
+    for piece in pieces_of(record.codes):
         low, high = piece & 15, piece >> 4
         if not (low.all() and high.all()):
             return
@@ -321,7 +306,7 @@ def _silenced(record: Record, fmt: ScaledFormat) -> int:
         return 0
     assert record.scale is not None
     smallest = np.float32(1) if record.tensor_scale is None else record.tensor_scale.min()
-    if all((scale_values(piece, fmt) * smallest).all() for piece in _pieces(record.scale)):
+    if all((scale_values(piece, fmt) * smallest).all() for piece in pieces_of(record.scale)):
         return 0
     magnitude = np.uint8(0x77 if fmt.element.bits == 4 else 0x7F)
     return sum(bool((codes & magnitude).any()) for codes in _blocks(record, fmt, lambda factor: factor == 0))
@@ -348,12 +333,12 @@ def without_nan(record: Record) -> Record:
     if fmt is None or scale is None or record.problem is not None:
         return record
     codes, is_nan = record.codes, _nan_codes(fmt)
-    if any(is_nan(piece).any() for piece in _pieces(codes)):
+    if any(is_nan(piece).any() for piece in pieces_of(codes)):
         codes = np.where(is_nan(codes), np.uint8(0), codes)
     if level is not None and np.isnan(level).any():
         level = np.where(np.isnan(level), np.float32(0), level)
         source = source._replace(divisors={}) if source else None
-    if any(np.isnan(scale_values(piece, fmt)).any() for piece in _pieces(scale)):
+    if any(np.isnan(scale_values(piece, fmt)).any() for piece in pieces_of(scale)):
         if fmt.scale.name == "E8M0":  # which has no zero
             codes = codes.copy()
             for block in _blocks(replace(record, codes=codes), fmt, np.isnan):

@@ -235,6 +235,8 @@ def names_of_parts(model: nn.Module, names: Sequence[str]) -> dict[str, list[str
 
 def taken_apart(model: nn.Module, records: Sequence["Record"]) -> list["Record"]:
     """The records of a model's state under the names that files have, experts one by one."""
+    from microfloat.checkpoint._casting import matrix_of
+
     named = names_of_parts(model, [record.name for record in records])
     made: list[Record] = []
     for record in records:
@@ -248,17 +250,8 @@ def taken_apart(model: nn.Module, records: Sequence["Record"]) -> list["Record"]
             record = replace(record, codes=record.codes.swapaxes(1, 2))
         rows = record.codes.shape[1] // len(names)
         for e in range(record.codes.shape[0]):
-            whole = _expert(record, e)
+            whole = matrix_of(record, e)
             for number, name in enumerate(names):
                 part = whole.narrow(number * rows, (number + 1) * rows)
                 made.append(replace(part, name=name.replace("*", str(e))))
     return made
-
-
-def _expert(record: "Record", e: int) -> "Record":
-    """The matrix of one expert."""
-    codes, scale, level = record.codes[e], record.scale, record.tensor_scale
-    scale = None if scale is None else scale[e].reshape(()) if scale[e].size == 1 else scale[e]
-    level = None if level is None else level[e].reshape(()) if level[e].size == 1 else level[e]
-    shape = codes.shape if record.format is None else (codes.shape[0], record.logical_shape[-1])
-    return replace(record, codes=codes, scale=scale, tensor_scale=level, logical_shape=shape, axis=-1)
