@@ -207,3 +207,82 @@ def test_other_gated_mlps_are_fused(transformers):
     layer = "GemmaDecoderLayer is not a block that is known; of its parts: gated MLP"
     assert [(row.action, row.reason) for row in report.blocks] == [("fused", "gated MLP"), ("not fused", layer)]
     assert _relative(model(IDS).logits, plain(IDS).logits) < 0.1
+
+
+def _with_head(family, recipe="mxfp8", **options):
+    """A converted model whose head has a recipe too, without and with its loss in chunks."""
+    apart, fused = _model(family), _model(family)
+    placement = mf.Placement([("lm_head", recipe), ("*", "mxfp8")])
+    mf.convert(apart, placement, exclude=())
+    return apart, fused, mf.convert(fused, placement, exclude=(), fuse=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_and_its_loss(family):
+    """The loss and all gradients are those of the model's own loss function on its logits."""
+    _, fused, report = _with_head(family)
+    assert "head and loss" in str(report)
+    labels = IDS.clone()
+    labels[0, :5] = 14
+    calls = [
+        {}, {"num_items_in_batch": 17}, {"num_items_in_batch": torch.tensor(5)}, {"ignore_index": 14},
+        {"shift_labels": labels.flip(1)},
+    ]  # fmt: skip
+    for options in calls:
+        results = []
+        for is_chunked in (False, True):
+            if is_chunked:
+                out = fused(input_ids=IDS, labels=labels, **options)
+                assert out.logits is None
+                loss = out.loss
+            else:
+                loss = fused.loss_function(fused(input_ids=IDS).logits, labels, vocab_size=64, **options)
+            loss.backward()
+            results.append((loss.detach(), [parameter.grad for parameter in fused.parameters()]))
+            fused.zero_grad()
+        (want, wanted), (got, gradients) = results
+        assert torch.allclose(got, want, rtol=1e-6)
+        # A sum's gradient is cast before the division by the number of items, the original's after it.
+        bound = 3 * BOUNDS["mxfp8"] if "num_items_in_batch" in options else 0
+        assert max(_relative(one, other) for one, other in zip(gradients, wanted, strict=True)) <= bound
+
+
+def test_logits_where_they_are_asked_for():
+    _, fused, _ = _with_head("Llama")
+    copied = pickle.loads(pickle.dumps(fused))
+    assert copied(input_ids=IDS, labels=IDS).logits is None
+    assert fused(input_ids=IDS).logits.shape == (2, 12, 64)
+    assert len(fused(input_ids=IDS, labels=IDS, output_hidden_states=True).hidden_states) == 3
+    assert fused(input_ids=IDS, labels=IDS, logits_to_keep=12).logits.shape == (2, 12, 64)
+    assert len(fused(input_ids=IDS, labels=IDS, return_dict=False)) > 1
+    fused.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
+    assert fused(input_ids=IDS, labels=IDS).logits is not None
+    del fused._loss_function
+    assert fused.eval()(input_ids=IDS, labels=IDS).logits is not None
+    mf.revert(fused.train())
+    assert fused(input_ids=IDS, labels=IDS).logits is not None
+
+
+def test_heads_whose_loss_stays_apart():
+    """In high precision by default, and where a recipe keeps state; callers find the labels by the signature."""
+    import inspect
+
+    plain = _model("Qwen3")
+    report = mf.convert(plain, "mxfp8", fuse=True)
+    assert "head and loss" not in str(report)
+    assert plain(input_ids=IDS, labels=IDS).logits is not None
+    _, delayed, report = _with_head("Qwen3", "delayed")
+    assert "of its head keeps state between calls" in str(report)
+    assert delayed(input_ids=IDS, labels=IDS).logits is not None
+    _, fused, _ = _with_head("Qwen3")
+    assert inspect.signature(fused.forward) == inspect.signature(plain.forward)
+
+
+def test_a_compiled_model_with_its_loss():
+    _, fused, _ = _with_head("Qwen2")
+    want = fused(input_ids=IDS, labels=IDS).loss
+    out = torch.compile(fused, backend="aot_eager")(input_ids=IDS, labels=IDS)
+    assert out.logits is None
+    assert torch.allclose(out.loss, want, rtol=1e-2)  # layers are not fused in compiled code
+    out.loss.backward()
+    assert fused.lm_head.weight.grad.isfinite().all()

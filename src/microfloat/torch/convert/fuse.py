@@ -5,6 +5,7 @@
 | decoder layer | transformers' Llama, Mistral, Qwen2, Qwen3 classes; known forwards | the steps of `TransformerLayer` |
 | gated MLP | its four children and the forward that transformers gives it | the MLP with a cast activation |
 | nn.Sequential | a norm or an activation right before a Linear | the two as one |
+| causal model | the same families; a head with a recipe; known forward and loss | `linear_cross_entropy` in training |
 
 A block keeps its identity: its class becomes a subclass of its own, of the same name, whose forward is fused. Where its
 parts are no longer what was recognised (a child was replaced or hooked, by PEFT for example, or its outputs are
@@ -17,17 +18,19 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from microfloat.recipes import Recipe
 from microfloat.torch._typing import Options
+from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.nn.attention import heads_of
 from microfloat.torch.nn.forward_rules import Forward, arguments_of, names_of
-from microfloat.torch.nn.functional import NormOf, activation_linear, mlp, norm_linear, project
+from microfloat.torch.nn.functional import NormOf, activation_linear, linear_cross_entropy, mlp, norm_linear, project
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.merged import can_join, is_bare, join_
 
@@ -59,6 +62,21 @@ _NORM = Forward(
 )
 _ROTARY = Forward(names_of("q k cos sin unsqueeze_dim unsqueeze rotate_half"))
 _HALF = Forward(names_of("x shape torch cat dim"))
+_CAUSAL = Forward(
+    names_of("self input_ids attention_mask position_ids inputs_embeds labels use_cache logits_to_keep kwargs model "
+         "last_hidden_state lm_head loss_function logits loss vocab_size config CausalLMOutputWithPast hidden_states "
+         "attentions"),
+    names_of("cache past_key_values slice_logits_to_keep slice isinstance int"),
+    ("transformers.utils.deprecation", "transformers.utils.generic"),
+)  # fmt: skip
+_CAUSAL_LOSS = Forward(
+    names_of("logits labels vocab_size num_items_in_batch ignore_index shift_labels kwargs float nn functional pad "
+         "value contiguous view to device fixed_cross_entropy"),
+)  # fmt: skip
+_MEAN_LOSS = Forward(
+    names_of("source target num_items_in_batch ignore_index kwargs sum mean nn functional cross_entropy reduction"),
+    names_of("torch is_tensor to device"),
+)
 # Arguments that every layer of transformers hands to the function of attention, or to nobody.
 _PASSED_ON = names_of(
     "num_items_in_batch output_hidden_states output_attentions output_router_logits cu_seq_lens_q cu_seq_lens_k "
@@ -104,12 +122,12 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
     for name, module in model.named_modules():
         children = {id(child) for child in module.modules()}
         if isinstance(module, Fused):
-            inside |= children
+            inside |= set() if isinstance(module, _CausalModel) else children
             continue
         if id(module) in inside:
             continue
         made = _fused_class(type(module))
-        if made is None:
+        if made is None or (issubclass(made, _CausalModel) and not _has_recipe(getattr(module, "lm_head", None))):
             continue
         why = _why_not(module)
         if why:
@@ -125,6 +143,9 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
             apart = "" if can_join(layers) else " (q/k/v as three products)"
             found.append((name, "fused", f"norms, q/k/v, rotary embedding and MLP{apart}"))
             inside |= children
+        elif issubclass(made, _CausalModel):
+            object.__setattr__(module, "_children_types", (("lm_head", Linear),))
+            found.append((name, "fused", "head and loss of training, whose logits are not returned"))
         else:
             what = "gated MLP" if issubclass(made, _GatedMLP) else "norms and activations before Linears"
             found.append((name, "fused", what))
@@ -177,6 +198,11 @@ def _fused_class(kind: type) -> type | None:
         attention = getattr(sys.modules[kind.__module__], f"{_DECODERS[family]}Attention", None)
         more["_attention"] = attention
         more["_tells_cache"] = attention is not None and "kwargs" in _called_with(attention.forward)
+    elif family in _DECODERS and kind.__name__ == f"{_DECODERS[family]}ForCausalLM":
+        base = _CausalModel
+        more["_arguments"] = arguments_of(kind.forward)[1:]  # type: ignore[attr-defined]
+        # Callers look at the signature, for the name of the labels.
+        more["forward"] = functools.wraps(kind.forward)(lambda *args, **kwargs: _CausalModel.forward(*args, **kwargs))  # type: ignore[attr-defined]
     elif family and kind.__name__.endswith("MLP") and _computes_gated_mlp(kind):
         base = _GatedMLP
     elif kind is nn.Sequential:
@@ -216,6 +242,8 @@ def _computed_by(code: CodeType) -> tuple:
 
 def _why_not(module: Any) -> str:
     """The reason not to fuse a block of a known class, "" if there is none."""
+    if hasattr(module, "lm_head"):
+        return _why_not_causal(module)
     if isinstance(module, nn.Sequential):
         return "" if any(_steps(module)) else "nothing here stands right before a Linear"
     holder = getattr(module, "mlp", module)
@@ -253,6 +281,23 @@ def _why_not_layer(layer: Any) -> str:
     if _fused_class(type(mlp_of_it)) is None or not made._cache_name:
         return f"its MLP is a {type(mlp_of_it).__name__}" if made._cache_name else "its forward takes no cache"
     return ""
+
+
+def _has_recipe(head: object) -> bool:
+    """True for a Linear of ours that a recipe was given to."""
+    return type(head) is Linear and isinstance(head._pinned, Recipe)
+
+
+def _why_not_causal(model: "_CausalModel") -> str:
+    """The reason why the head and the loss of a causal model are not computed in chunks, "" if they are."""
+    recipe, loss = model.lm_head._pinned, model.loss_function
+    if recipe.is_delayed or recipe.is_static:
+        return f"{type(recipe).__name__} of its head keeps state between calls"
+    if model.lm_head._parameters.get("bias") is not None:
+        return "its head has a bias"
+    fixed = getattr(loss, "__globals__", {}).get("fixed_cross_entropy")
+    forwards = (_CAUSAL, type(model).forward), (_CAUSAL_LOSS, loss), (_MEAN_LOSS, fixed)
+    return next(filter(None, (known.why_not(forward) for known, forward in forwards)), "")
 
 
 def _norm_of(norm: Any) -> NormOf:
@@ -321,6 +366,55 @@ class _DecoderLayer(nn.Module):
         return h + mlp(
             h, _norm_of(me.post_attention_layernorm), (inner.gate_proj, inner.up_proj), inner.down_proj, kind
         )
+
+
+class _CausalModel(nn.Module):
+    """``loss = cross_entropy(lm_head(h), next tokens)`` in training, one chunk of tokens after the other."""
+
+    _arguments: tuple[str, ...]  # of the original's forward
+    _original: type
+    model: nn.Module
+    lm_head: Linear
+    config: SimpleNamespace
+    loss_function: Callable
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """The loss, without logits, in training with labels; else, and for an unknown argument, as the original."""
+        given: Options = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        head = self.lm_head
+        if (
+            not self.training or given.get("labels") is None or len(given) != len(args) + len(kwargs)
+            or not Fused._is_whole(self) or not _has_recipe(head) or _needs_logits(self, given)
+        ):  # fmt: skip
+            return super().forward(*args, **kwargs)
+        labels, shifted = given.pop("labels"), given.pop("shift_labels", None)
+        count, ignored = given.pop("num_items_in_batch", None), given.pop("ignore_index", -100)
+        for name in ("logits_to_keep", "return_dict"):
+            given.pop(name, None)
+        outputs = self.model(**given)
+        h = outputs.last_hidden_state
+        if shifted is None:
+            shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
+        shifted, reduction = shifted.reshape(h.shape[:-1]).to(h.device), "mean" if count is None else "sum"
+        options: Options = {"recipe": head._pinned, "ignore_index": ignored, "reduction": reduction}
+        loss = linear_cross_entropy(h, head.weight, shifted, **options)
+        if count is not None:
+            loss = loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
+        rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return sys.modules[self._original.__module__].CausalLMOutputWithPast(loss=loss, **rest)
+
+
+def _needs_logits(model: "_CausalModel", given: Options) -> bool:
+    """True for a call that asks for logits of some tokens, for a tuple, or for a loss of the user's own."""
+    keep, head = given.get("logits_to_keep", 0), model.lm_head
+    weight = head._parameters.get("weight")
+    return (
+        not isinstance(keep, int) or keep != 0 or given.get("return_dict") is False or not model.config.return_dict
+        or head._pinned.is_delayed or head._pinned.is_static or head.fuse_wgrad_accumulation or head.return_bias
+        or head.backend != "auto" or head._parameters.get("bias") is not None
+        or weight is None or isinstance(weight, Gathered) or hasattr(weight, "placements")
+        or model.loss_function is not sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+    )  # fmt: skip
 
 
 class _GatedMLP(nn.Module):

@@ -17,12 +17,13 @@ class Forward(NamedTuple):
 
     needs: frozenset[str]
     may_use: frozenset[str] = frozenset()
+    wrappers: tuple[str, ...] = _WRAPPERS  # modules whose wrappers the fused forward does the work of
 
     def why_not(self, function: object) -> str:
         """The reason why a function is another forward, or ""."""
         own, wrappers = _unwrapped(function)
         where = getattr(own, "__qualname__", "a forward")
-        foreign = [one for one in wrappers if one not in _WRAPPERS]
+        foreign = [one for one in wrappers if one not in self.wrappers]
         if foreign or not isinstance(own, FunctionType):
             return f"{where} is wrapped by {' and '.join(foreign) or 'an object'}, which ours would leave out"
         names = _names_in(own)
@@ -63,5 +64,5 @@ def _names_in(function: FunctionType) -> frozenset[str]:
             names.add("<function>")
         elif isinstance(constant, tuple) or (isinstance(constant, str) and constant != function.__doc__):
             words = constant if isinstance(constant, tuple) else (constant,)
-            names |= {word for word in words if isinstance(word, str)}
+            names |= {word for word in words if isinstance(word, str) and "\n" not in word}  # no replaced docstring
     return frozenset(names)
