@@ -559,7 +559,7 @@ def test_a_disk_that_fills_up_is_an_error_that_names_the_remedy(source, tmp_path
         ({"to": "ct:nvfp5"}, "Did you mean 'ct:nvfp4'"),
         ({"to": "torchao"}, "to: got 'torchao', needed one of"),
         ({"to": "nvfp4"}, "Did you mean 'modelopt:nvfp4', 'ct:nvfp4' or 'microfloat:nvfp4'?"),
-        ({"to": "mxfp6_e3m2"}, "Did you mean 'microfloat:mxfp6_e3m2'?"),
+        ({"to": "nvfp4_row"}, "Did you mean 'microfloat:nvfp4_row'?"),
         ({"to": "microfloat:native"}, "the container alone; its targets name the format in it, such as microfloat:"),
         ({"to": "ct:nvfp4", "scale_rule": "floor"}, "a rule that writes E4M3 scales"),
         ({"to": "ct:nvfp4", "scale_rule": "one_level_e4m3"}, "a rule with a tensor scale"),

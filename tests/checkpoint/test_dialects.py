@@ -27,13 +27,13 @@ weight = np.random.default_rng(0).standard_normal((64, 128), np.float32)
 names = ["model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"]
 records = [Record(name, weight, logical_shape=weight.shape) for name in names]
 save(records, "plain", format="plain", config={"model_type": "llama"})
-report = convert("plain", "made", to="quark:mxfp4")
+report = convert("plain", "made", to="acme:mxfp4")
 loaded = load("made")
 convert("plain", "other", to="ct:mxfp4", scale_rule="even")
-convert("other", "carried", to="quark:mxfp4")
+convert("other", "carried", to="acme:mxfp4")
 convert("made", "back", to="ct:mxfp4")
 convert("made", "values", to="f32")
-save(loaded, "saved", format="quark:mxfp4")
+save(loaded, "saved", format="acme:mxfp4")
 folders = ("made", "other", "carried", "back", "values", "saved")
 
 
@@ -54,7 +54,7 @@ print(json.dumps({
     "values": len({load(folder)[names[0]].dequantize().tobytes() for folder in folders}),
     "errors": [
         said(lambda: load("saved"), quant_method="unheard-of"),
-        said(lambda: convert("plain", "never", to="quark:nvfp4")),
+        said(lambda: convert("plain", "never", to="acme:nvfp4")),
         said(lambda: load("saved"), global_quant_config={"weight": {"dtype": "int4"}}),
     ],
 }), flush=True)
@@ -75,11 +75,11 @@ def outcome(tmp_path_factory):
         if "DIALECT = " in block.source
     ]
     families = package / "checkpoint" / "families"
-    (families / "quark.py").write_text(source)
+    (families / "acme.py").write_text(source)
     listed = (families / "__init__.py").read_text()
-    changed = listed.replace("modelopt, torchao\n", "modelopt, quark, torchao\n", 1)
-    changed = changed.replace("torchao, microfloat)", "torchao, microfloat, quark)", 1)
-    assert len(changed) == len(listed) + 2 * len(", quark")
+    changed = listed.replace("modelopt, quark, torchao\n", "modelopt, quark, acme, torchao\n", 1)
+    changed = changed.replace("torchao, microfloat)", "torchao, microfloat, acme)", 1)
+    assert len(changed) == len(listed) + 2 * len(", acme")
     (families / "__init__.py").write_text(changed)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=folder, env={"PYTHONPATH": str(folder / "src"), "NO_COLOR": "1"},
@@ -94,7 +94,7 @@ def test_a_dialect_of_one_file_is_written_verified_and_read(outcome):
     assert outcome["verified"]
     layers = [f"model.layers.0.mlp.{name}.weight" for name in ("up_proj", "down_proj")]
     assert outcome["actions"] == {**dict.fromkeys(layers, "cast"), "lm_head.weight": "kept"}
-    assert (outcome["family"], outcome["confidence"], outcome["findings"]) == ("quark:mxfp4", 1.0, [])
+    assert (outcome["family"], outcome["confidence"], outcome["findings"]) == ("acme:mxfp4", 1.0, [])
     assert outcome["activation"] == "dynamic"
 
 
@@ -103,11 +103,11 @@ def test_codes_pass_between_it_and_another_dialect(outcome):
 
 
 def test_inspect_shows_it_and_messages_list_it(outcome):
-    assert "quark:mxfp4" in outcome["inspected"]
+    assert "acme:mxfp4" in outcome["inspected"]
     unknown, target, refused = outcome["errors"]
     methods = [dialect.methods[0] for dialect in DIALECTS if dialect.methods]
-    assert f"read are {', '.join(map(repr, [*methods, 'quark']))}." in unknown
-    assert "quark:{mxfp4}" in target
+    assert f"read are {', '.join(map(repr, [*methods, 'acme']))}." in unknown
+    assert "acme:{mxfp4}" in target
     assert "'dtype': 'int4'" in refused
 
 

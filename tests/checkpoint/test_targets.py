@@ -45,6 +45,8 @@ def announces_stored_scales(checkpoint):
     second = checkpoint.configs.get("hf_quant_config.json", {}).get("quantization", {})
     inputs = [group.get("input_activations") for group in config.get("config_groups", {}).values()]
     groups = any(one and one["dynamic"] is not True for one in inputs)
+    quark = config.get("global_quant_config", {}).get("input_tensors")
+    groups = groups or (quark is not None and not quark["is_dynamic"])
     return groups or config.get("activation_scheme") == "static" or second.get("quant_algo") in ("FP8", "NVFP4")
 
 

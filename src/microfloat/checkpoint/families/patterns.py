@@ -95,6 +95,11 @@ SHELL = Syntax(lambda pattern: not any(sign in pattern for sign in "*?["), _shel
 SUBSTRING = Syntax(lambda pattern: False, lambda pattern: _shell(f"*{pattern}*"))
 # compressed-tensors: a whole name, or after "re:" an expression that matches from the start.
 EXACT = Syntax(lambda pattern: not pattern.startswith("re:"), _expression)
+# Quark: a shell pattern, or an expression after "re:".
+SHELL_OR_EXPRESSION = Syntax(
+    lambda pattern: SHELL.is_name(pattern) and EXACT.is_name(pattern),
+    lambda pattern: _expression(pattern) if pattern.startswith("re:") else _shell(pattern),
+)
 PARTS = Syntax(lambda pattern: False, _parts)
 
 
