@@ -154,8 +154,8 @@ PACKED = {"a.weight_packed": np.ones((4, 16), np.uint8), "a.weight_scale": np.on
         ({"a.q.weight": fp8(4, 32), "a.q.my_scale": np.float32(1)}, "a.q.my_scale F32[]"),
         ({"a.q.weight": fp8(4, 32), "a.q.weight_quantizer.scale": ONES}, "a.q.weight_quantizer.scale F32[4, 1]"),
         ({"a.q.weight": fp8(4, 32), "a.q.weight_quantizer._amax": ONES}, "a.q.weight_quantizer._amax F32[4, 1]"),
-        ({"a.q.weight": fp8(4, 32), "a.q.scale": UE8M0, "a.q.bias": ONES}, "a.q.scale F8_E8M0[1, 1]"),
-        ({"wq.weight": fp8(4, 32), "wq.qscale_weight": np.float32(1)}, "wq.qscale_weight F32[]"),
+        ({"a.q.weight": fp8(4, 32), "a.q.factor": UE8M0, "a.q.bias": ONES}, "a.q.factor F8_E8M0[1, 1]"),
+        ({"wq.weight": fp8(4, 32), "wq.dequant_scale": np.float32(1)}, "wq.dequant_scale F32[]"),
         ({"a.fc.weight": fp8(4, 32), "a.fc_scale": ONES, "a.fc_norm.weight": ONES}, "a.fc_scale F32[4, 1]"),
         ({"weight": fp8(4, 32), "scale_weight": np.float32(1)}, "scale_weight F32[]"),
         ({"a.q.weight": fp8(4, 32), "a.q.weight_scale": ONES.astype(np.int32)}, "a.q.weight_scale I32[4, 1]"),
@@ -176,17 +176,17 @@ def test_a_scale_of_another_name_or_dtype_is_named_and_the_file_not_called_damag
     assert "codes without a scale of a known name" in found.evidence[-1]
 
 
-def test_the_layout_of_deepseek_v4_is_not_called_damaged(tmp_path):
-    expert = {"weight": np.ones((4, 16), np.int8), "scale": ("F8_E8M0", np.ones((4, 1), np.uint8))}
-    trunk = {"attn.wo.weight": fp8(128, 128), "attn.wo.scale": UE8M0, "attn.wo_norm.weight": ONES}
+def test_experts_and_tiles_with_scales_of_another_name_are_not_called_damaged(tmp_path):
+    expert = {"weight": np.ones((4, 16), np.int8), "block_scale": ("F8_E8M0", np.ones((4, 1), np.uint8))}
+    trunk = {"attn.wo.weight": fp8(128, 128), "attn.wo.block_scale": UE8M0, "attn.wo_norm.weight": ONES}
     tensors = {**{f"ffn.experts.0.w1.{name}": array for name, array in expert.items()}, **trunk}
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
     for one in (None, config):
         found = load(write(tmp_path / "model.safetensors", tensors, config=one), strict=False)
         text = "\n".join(map(str, found.findings))
         assert found.detection.family == "unknown"
-        assert "ffn.experts.0.w1.scale F8_E8M0[4, 1]" in text
-        assert "attn.wo.scale F8_E8M0[1, 1]" in text
+        assert "ffn.experts.0.w1.block_scale F8_E8M0[4, 1]" in text
+        assert "attn.wo.block_scale F8_E8M0[1, 1]" in text
         assert "damaged" not in text
 
 

@@ -180,3 +180,130 @@ def test_what_convert_writes_for_quark_is_what_vllm_asks_for(to, tmp_path):
     values = loaded["m.up_proj.weight"].dequantize()
     assert np.abs(values - weight.astype(np.float32)).max() < 0.6
     assert loaded["m.up_proj.weight"].activation["scheme"] == "dynamic"
+
+
+# ---- MXFP8 of transformers, DeepSeek-V4, Mistral ---------------------------------------------------------------------
+
+MXFP8 = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+
+
+@pytest.mark.parametrize("more", [{}, {"scale_fmt": "ue8m0", "fmt": "e4m3"}, {"weight_block_size": None}], ids=str)
+@pytest.mark.parametrize("dtype", ["U8", "F8_E8M0"])
+def test_mxfp8_of_transformers(more, dtype, tmp_path):
+    codes, scale = fp8(3, 64), np.arange(120, 126, dtype=np.uint8).reshape(3, 2)
+    gate = np.ones((2, 64), ml_dtypes.bfloat16)
+    tensors = {"a.up.weight": codes, "a.up.weight_scale_inv": (dtype, scale), "a.gate.weight": gate}
+    write(tmp_path / "model.safetensors", tensors, config={**MXFP8, "ignored_layers": ["a.gate"], **more})
+    loaded = load(tmp_path)
+    assert (loaded.detection.family, loaded.detection.confidence, loaded.findings) == ("hf:mxfp8", 1.0, [])
+    record = loaded["a.up.weight"]
+    assert (record.format.name, record.activation["format"].name) == ("mxfp8", "mxfp8")
+    wanted = codes.astype(np.float32) * np.exp2(scale - 127.0).repeat(32, 1).astype(np.float32)
+    assert np.array_equal(record.dequantize(), wanted)
+
+
+def test_mxfp8_is_written_as_transformers_and_sglang_read_it(tmp_path):
+    (tmp_path / "source").mkdir()
+    weight = np.random.default_rng(0).standard_normal((64, 128)).astype(ml_dtypes.bfloat16)
+    write(tmp_path / "source" / "model.safetensors", {"m.up_proj.weight": weight, "lm_head.weight": weight})
+    convert(tmp_path / "source", tmp_path / "made", to="hf:mxfp8")
+    config = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    assert config == {**MXFP8, "fmt": "e4m3", "scale_fmt": "ue8m0", "ignored_layers": ["lm_head"]}
+    stored = load(tmp_path / "made").tensors.stored["m.up_proj.weight_scale_inv"]
+    assert (stored.dtype, stored.shape) == ("U8", (64, 4))
+
+
+V4 = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+}  # fmt: skip
+
+
+def test_deepseek_v4_holds_fp8_tiles_and_packed_experts_of_fp4(tmp_path):
+    tiles, experts, scale = fp8(144, 256), "layers.0.ffn.experts.0.w2", np.uint8([[125, 126], [127, 128]])
+    codes, bytes_, values = fp4(4, 64)
+    norm = {"layers.0.attn.q_norm.weight": np.ones(8, np.float32), "layers.0.attn.q_norm.scale": np.ones(8, np.float32)}
+    tensors = {
+        "layers.0.attn.wq_a.weight": tiles, "layers.0.attn.wq_a.scale": ("F8_E8M0", scale), **norm,
+        f"{experts}.weight": codes.view(np.int8), f"{experts}.scale": ("F8_E8M0", bytes_),
+    }  # fmt: skip
+    write(tmp_path / "model.safetensors", tensors, config=V4)
+    loaded = load(tmp_path)
+    assert (loaded.detection.family, loaded.detection.confidence) == ("deepseek:v4", 1.0)
+    assert [one.id for one in loaded.findings if one.severity != "info"] == []
+    assert np.array_equal(loaded[f"{experts}.weight"].dequantize(), values)
+    wanted = tiles.astype(np.float32) * np.exp2(scale - 127.0).repeat(128, 0).repeat(128, 1)[:144].astype(np.float32)
+    assert np.array_equal(loaded["layers.0.attn.wq_a.weight"].dequantize(), wanted)
+    assert loaded["layers.0.attn.q_norm.scale"].format is None
+    report = convert(tmp_path, tmp_path.parent / "other", to="ct:mxfp4")
+    assert {layer.name: layer.action for layer in report.layers}[f"{experts}.weight"] == "carried"
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("weight", ""), ("a.weight", "a.")])
+def test_the_scale_that_deepseeks_own_conversion_writes(name, prefix, tmp_path):
+    """Its inference code renames `weight_scale_inv` of V3 to `scale`, float32 tiles of 128."""
+    codes = fp8(8, 130)
+    tensors = {name: codes, f"{prefix}scale": np.float32([[0.5, 4]])}
+    wanted = codes.astype(np.float32) * np.float32([0.5] * 128 + [4] * 2)
+    assert np.array_equal(load(write(tmp_path / "model.safetensors", tensors))[name].dequantize(), wanted)
+
+
+def consolidated(tmp_path, quantization, **more):
+    tensors = {
+        "layers.0.attention.wq.weight": fp8(4, 32), "layers.0.attention.wq.qscale_weight": np.float32(0.5),
+        "norm.weight": np.ones(32, ml_dtypes.bfloat16), **more,
+    }  # fmt: skip
+    write(tmp_path / "consolidated.safetensors", tensors)
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 32, "n_layers": 1, **quantization}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("scheme", "expected"), [("TENSOR", "static"), (None, "static"), ("NO_SCALES", "dynamic")])
+def test_the_names_of_mistral(scheme, expected, tmp_path):
+    quantization = {"qformat_weight": "fp8_e4m3"} | ({"qscheme_act": scheme} if scheme else {})
+    act = {"layers.0.attention.wq.qscale_act": np.float32(2).astype(ml_dtypes.bfloat16)}
+    consolidated(tmp_path, {"quantization": quantization}, **(act if expected == "static" else {}))
+    loaded, name = load(tmp_path), "layers.0.attention.wq.weight"
+    assert (loaded.detection.family, loaded.detection.confidence, loaded.findings) == ("mistral:fp8", 1.0, [])
+    assert np.array_equal(loaded[name].dequantize(), fp8(4, 32).astype(np.float32) / 2)
+    assert loaded[name].activation["scheme"] == expected
+    convert(tmp_path, tmp_path / "out", to="bf16")
+    assert json.loads((tmp_path / "out" / "params.json").read_text()) == {"dim": 32, "n_layers": 1}
+
+
+def test_scales_of_tiles_under_the_names_of_mistral(tmp_path):
+    """Mistral Large 4 stores a scale for each tile, under quant_method fp8 of config.json."""
+    tensors = {"a.weight": fp8(4, 256), "a.qscale_weight": np.float32([[1, 2]])}
+    write(tmp_path / "model.safetensors", tensors, config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    loaded = load(tmp_path)
+    assert (loaded.detection.family, loaded.detection.confidence) == ("mistral:fp8", 1.0)
+    assert loaded["a.weight"].format.block == (128, 128)
+
+
+def test_params_json_describes_consolidated_files_alone(tmp_path):
+    quantization = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}}
+    consolidated(tmp_path, quantization)
+    tensors = {"model.a.weight": fp8(4, 32), "model.a.weight_scale_inv": np.float32(1)}
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+    write(tmp_path / "model.safetensors", tensors, config=config)
+    loaded = load(tmp_path)
+    assert list(loaded) == ["model.a.weight"]
+    assert [one.id for one in loaded.findings if one.severity != "info"] == []
+
+
+@pytest.mark.parametrize(
+    "quantization", [{"qformat_weight": "int4"}, {"qformat_weight": "fp8_e4m3", "qscheme_act": "X"}]
+)
+def test_another_quantization_of_mistral_is_named(quantization, tmp_path):
+    with pytest.raises(CheckpointError, match=r"params.json: qformat_weight '\w+', qscheme_act '\w+' is not read"):
+        load(consolidated(tmp_path, {"quantization": quantization}))
+
+
+def test_compressed_tensors_in_params_json(tmp_path):
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    tensors = {"layers.0.w1.weight": fp8(4, 32), "layers.0.w1.weight_scale": np.float32([2])}
+    write(tmp_path / "consolidated.safetensors", tensors)
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 32, "quantization_config": config}))
+    found = detect(tmp_path)
+    assert (found.family, found.confidence) == ("ct:fp8", 1.0)

@@ -406,13 +406,19 @@ def documents(
             kinds.setdefault(kind_of_layer(record.format, record.activation), []).append(module_of(record.name))
         elif is_linear(record):
             kept.add(module_of(record.name))
+    described = {dialect.document[0]: dialect.document[1] for dialect in DIALECTS if dialect.document}
+    others = {
+        file: {name: value for name, value in without_quantization(existing[file]).items() if name != key}
+        for file, key in described.items() if isinstance(existing.get(file), dict)
+    }  # fmt: skip
+    others = {file: one for file, one in others.items() if set(one) - {"producer"}}  # params.json describes the model
     write = dialect_of(family).write
     if write is None or not kinds:
-        return {"config.json": base} if base else {}
+        return {**({"config.json": base} if base else {}), **others}
     ignore = sorted(kept.difference(*kinds.values()))
     producer = {"name": "microfloat", "version": __version__} if producer is None else dict(producer)
     made = write(Manifest(family, kinds, ignore, has_cache(existing), producer))
-    return {"config.json": {**base, "quantization_config": made.quantization}, **made.documents}
+    return {"config.json": {**base, "quantization_config": made.quantization}, **others, **made.documents}
 
 
 def metadata_for(family: str, records: Iterable[Record]) -> dict[str, str]:

@@ -48,7 +48,8 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(configs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Read]]:
     """The place, the key and the value of every description of a quantization, and the function that reads it."""
-    for place, config in _places(_CONFIG, configs.get(_CONFIG), _DEPTH):
+    stated = [(file, configs.get(file)) for file in (_CONFIG, "params.json")]
+    for place, config in (one for file, found in stated for one in _places(file, found, _DEPTH)):
         yield from ((place, key, config[key], _announcement) for key in _KEYS if key in config)
     for dialect in DIALECTS:
         file, key = dialect.document or ("", "")

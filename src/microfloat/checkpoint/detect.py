@@ -22,6 +22,7 @@ from microfloat.checkpoint.families import (
 )
 from microfloat.checkpoint.families.patterns import parents_of
 from microfloat.checkpoint.families.row import BYTES, FP8, REAL, missing_roles
+from microfloat.checkpoint.families.writing import tensor_name
 from microfloat.checkpoint.folder import Folder, locate
 from microfloat.checkpoint.records import Detection, Finding, Stored, some
 
@@ -114,7 +115,7 @@ def contradiction(first: Announcement, entry: Entry) -> str:
     block = entry.family.format.block[1] if entry.family.format else None
     if block and scheme.group and scheme.group != block:
         return f"{first.file} says group_size {scheme.group}, {entry.family.name} has blocks of {block}: {stored}."
-    if scheme.tile and entry.layout and entry.layout[0].block != scheme.tile:
+    if scheme.tile and not entry.family.format and entry.layout and entry.layout[0].block != scheme.tile:
         block_text = entry.layout[0].block_text
         return f"{first.file} says tiles of {list(scheme.tile)}, the scales are for {block_text}: {stored}."
     return ""
@@ -188,7 +189,8 @@ class _Grouping:
         found = {"codes": codes}
         for role, suffix in (("scale", family.scale[0]), ("tensor_scale", family.tensor_scale)):
             if suffix is not None:
-                stored = self.stored.get(parameter + suffix) or self.stored.get(f"{parameter}_weight{suffix}")
+                named = tensor_name(parameter, suffix)
+                stored = self.stored.get(named) or self.stored.get(f"{parameter}_weight{suffix}")
                 if stored is not None:
                     found[role] = stored
         for last in family.input_scales:

@@ -44,7 +44,8 @@ def locate(path: str | os.PathLike[str]) -> Folder:
             message = f"it is one of several files; {some(missing)} is not read with it."
             remedy = "Name the folder, or its index, to read all of them."
             found.append(Finding("part", "warn", path.name, message, remedy))
-    read = {name: _json(root, name, found) for name in FILES if (root / name).exists()}
+    others = () if any(name.startswith("consolidated") for name in files) else ("params.json",)  # of those alone
+    read = {name: _json(root, name, found) for name in FILES if name not in others and (root / name).exists()}
     configs = {name: value for name, value in read.items() if isinstance(value, dict)}
     if any(finding.severity == "error" for finding in found):
         raise checkpoint_error(path, found)

@@ -16,7 +16,7 @@ Source = Annotated[
                       help="Family of the source, as load(format=) has it, where its files do not tell.")
 ]  # fmt: skip
 # The files that are read: weights, their index and configurations.
-_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_config.json")
+_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_config.json", "params.json")
 
 
 def read(path: Path, hub: bool, source: str, argument: str = "PATH", pattern: str | None = None) -> "Checkpoint":

@@ -6,7 +6,16 @@ numbers of the row. A new dialect is one more file here, and one line in `DIALEC
 
 from collections.abc import Iterable
 
-from microfloat.checkpoint.families import compressed_tensors, gptoss, huggingface, microfloat, modelopt, quark, torchao
+from microfloat.checkpoint.families import (
+    compressed_tensors,
+    gptoss,
+    huggingface,
+    microfloat,
+    mistral,
+    modelopt,
+    quark,
+    torchao,
+)
 from microfloat.checkpoint.families.dialect import Announcement, Dialect, Read
 from microfloat.checkpoint.families.row import Entry, Family, Scheme, decode_parts
 from microfloat.checkpoint.families.writing import Written
@@ -19,7 +28,8 @@ __all__ = [
 
 # The first one counts where tensors fit several.
 DIALECTS: tuple[Dialect, ...] = tuple(
-    module.DIALECT for module in (modelopt, compressed_tensors, huggingface, gptoss, quark, torchao, microfloat)
+    module.DIALECT
+    for module in (modelopt, compressed_tensors, huggingface, gptoss, quark, mistral, torchao, microfloat)
 )
 FAMILIES: tuple[Family, ...] = tuple(family for dialect in DIALECTS for family in dialect.families)
 # Names of targets -> the family that is written, and the cast of its weights.

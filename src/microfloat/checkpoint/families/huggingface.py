@@ -1,4 +1,7 @@
-"""FP8 of DeepSeek-V3 and of transformers, under one quant_method. `weight_scale_inv` multiplies, despite its name."""
+"""FP8 of DeepSeek-V3 and V4 and of transformers, whose MXFP8 has a method of its own.
+
+`weight_scale_inv` multiplies, despite its name. The files of V4 call it `scale`, and hold experts of FP4 too.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ from microfloat.checkpoint.families.dialect import Announcement, Dialect, string
 from microfloat.checkpoint.families.patterns import PARTS, Patterns
 from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
-from microfloat.formats import FP8_ROW, FP8_TENSOR, MXFP4, FP8_1x128, FP8_128x128
+from microfloat.formats import FP8_ROW, FP8_TENSOR, MXFP4, MXFP8, FP8_1x128, FP8_128x128
 from microfloat.recipes import Cast
 
 # The entries that only transformers writes.
@@ -17,7 +20,7 @@ _KNOWN = ("quant_method", "activation_scheme", "weight_block_size", "fmt", "kv_c
 # The dialect of AutoFP8 and vLLM has the same method, and scales named weight_scale.
 _OTHERS = (
     "deepseek:fp8", "hf:finegrained_fp8", "modelopt:fp8", "modelopt:fp8_pc_pt", "modelopt:fp8_pb_wo", "ct:fp8",
-    "ct:naive",
+    "ct:naive", "deepseek:v4", "mistral:fp8",
 )  # fmt: skip
 
 
@@ -25,21 +28,24 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
     """DeepSeek-V3 and transformers share a method; keys that only transformers writes tell them apart."""
     static = config.get("activation_scheme") == "static"
     later = static or any(key in config for key in _FINEGRAINED)
-    families = ("hf:finegrained_fp8" if later else "deepseek:fp8", "hf:ue8m0")
+    families: tuple[str, ...] = ("hf:finegrained_fp8" if later else "deepseek:fp8", "hf:ue8m0")
     if config.get("scale_fmt") == "ue8m0" or config.get("expert_dtype") == "fp4":
         families = families[::-1]
     tile = tile_of(config.get("weight_block_size"))
     fmt = FP8_TENSOR if tile is None or static else FP8_1x128
+    method = "fp8"
+    if str(config.get("quant_method")).lower() == "mxfp8" or tile == MXFP8.block:
+        method, families, fmt, tile = "mxfp8", ("hf:mxfp8", *families), MXFP8, tile or (1, 32)
     also = tuple(name for name in _OTHERS if name not in families)
     scheme = Scheme(families, tile, "static" if static else "dynamic", fmt, needs_scale=static, also=also)
     ignore = Patterns(strings(config.get("modules_to_not_convert")) or strings(config.get("ignored_layers")), PARTS)
-    words = f"quant_method 'fp8', weight_block_size {list(tile) if tile else None}"
+    words = f"quant_method {method!r}, weight_block_size {list(tile) if tile else None}"
     findings = unknown_entries(file, config, _KNOWN)
     codes = config.get("fmt")
     if isinstance(codes, str) and "fnuz" in codes.lower():
         what = f"fmt {codes[:40]!r}: these codes mean half of what E4M3 says; they are not read."
         findings.append(unsupported(file, what))
-    return Announcement(file, "fp8", words, general=scheme, ignore=ignore, findings=findings)
+    return Announcement(file, method, words, general=scheme, ignore=ignore, findings=findings)
 
 
 def write(manifest: Manifest) -> Configuration:
@@ -51,6 +57,9 @@ def write(manifest: Manifest) -> Configuration:
     scheme = "static" if all(scheme == "static" for _, scheme, _ in kinds) else "dynamic"
     made: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": tile}
     kept = manifest.ignore if set(manifest.ignore) - {"lm_head"} else None
+    if manifest.family == "hf:mxfp8":
+        made |= {"quant_method": "mxfp8", "weight_block_size": [1, 32], "fmt": "e4m3", "scale_fmt": "ue8m0"}
+        return Configuration({**made, "ignored_layers": manifest.ignore}, {})
     if manifest.family == "deepseek:fp8":
         named = {} if kept is None else {"modules_to_not_convert": kept}
         return Configuration({**made, "fmt": "e4m3", **named}, {})
@@ -76,7 +85,12 @@ FAMILIES = (
         writes={"hf:finegrained_fp8": _TILES, "hf:finegrained_fp8_tensor": _TENSOR},
         usual=lambda shape: len(shape) in (0, 2, 3),
     ),
+    Family(
+        "hf:mxfp8", MXFP8, ("", FP8), (_INV, E8M0), writes={"hf:mxfp8": Written(Cast(MXFP8), "dynamic", MXFP8)},
+    ),
     Family("hf:ue8m0", None, ("", FP8), (_INV, E8M0), input_scales=("activation_scale",)),
     Family("hf:ue8m0", MXFP4, ("", BYTES), (_INV, E8M0), input_scales=("activation_scale",)),
+    Family("deepseek:v4", None, ("", FP8), (".scale", (*E8M0, *REAL))),
+    Family("deepseek:v4", MXFP4, ("", BYTES), (".scale", E8M0)),
 )  # fmt: skip
-DIALECT = Dialect(FAMILIES, ("fp8",), ("weight_block_size", "activation_scheme"), read=read, write=write)
+DIALECT = Dialect(FAMILIES, ("fp8", "mxfp8"), ("weight_block_size", "activation_scheme"), read=read, write=write)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from microfloat.checkpoint.container import Container, byte_shape
-from microfloat.checkpoint.families.writing import Arrays, Written, encode_parts
+from microfloat.checkpoint.families.writing import Arrays, Written, encode_parts, tensor_name
 from microfloat.checkpoint.records import Activation, Finding, Record, Source, Stored
 from microfloat.formats import E4M3, E5M2, FORMATS, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat
 from microfloat.layout import scale_grid
@@ -78,7 +78,8 @@ class Entry:
 class Family:
     """One row of the table: how a parameter P is stored.
 
-    * `codes`, `scale`, `tensor_scale`: the suffix after P, and the dtypes; `tensor_scale` is None for one level.
+    * `codes`, `scale`, `tensor_scale`: the suffix after P (after its module, where a scale begins with a point), and
+      the dtypes; `tensor_scale` is None for one level.
     * `format`: None where codes and scales say it (FP8: tensor, row, tile). `divides`: global scales are divisors.
     * `input_scales`: last parts of the names of a static scale of the module's input.
     * `writes`: the casts that `convert` offers under names of targets; empty where the family is only read.
@@ -251,7 +252,9 @@ def missing_roles(entry: Entry) -> list[Finding]:
     """A finding for each scale that the family needs and the checkpoint lacks; one where other tensors may hold it."""
     needed = {"scale": entry.family.scale[0], "tensor_scale": entry.family.tensor_scale}
     codes = entry.tensors["codes"]
-    missing = [entry.name + suffix for role, suffix in needed.items() if suffix and role not in entry.tensors]
+    missing = [
+        tensor_name(entry.name, suffix) for role, suffix in needed.items() if suffix and role not in entry.tensors
+    ]
     if missing and entry.beside:
         shown = ", ".join(f"{one.name} {one.dtype}{list(one.shape)}" for one in entry.beside[:6])
         message = (

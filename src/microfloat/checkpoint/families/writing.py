@@ -86,6 +86,13 @@ def activation_format(fmt: ScaledFormat, activation: Activation) -> ScaledFormat
     return FP8_1x128 if fmt.is_tile else FP8_ROW
 
 
+def tensor_name(parameter: str, suffix: str) -> str:
+    """The name of a tensor of a parameter: a suffix that begins with a point takes the place of `.weight`."""
+    if not suffix.startswith("."):
+        return parameter + suffix
+    return (f".{parameter}".removesuffix(".weight") + suffix).lstrip(".")
+
+
 def encode_parts(family: Any, record: Record, dtype: np.dtype) -> Arrays:
     """The tensors of a record by the numbers of its family's row, by name.
 
@@ -103,7 +110,7 @@ def encode_parts(family: Any, record: Record, dtype: np.dtype) -> Arrays:
         scale = scale.astype(dtype if family.model_scales else np.float32, copy=False)
     else:
         scale = scale.view(_SCALES[fmt.scale.name])
-    made[record.name + family.scale[0]] = scale
+    made[tensor_name(record.name, family.scale[0])] = scale
     if family.tensor_scale is not None and record.tensor_scale is not None:
         made[record.name + family.tensor_scale] = _scalar(family, record, "tensor_scale", record.tensor_scale, leading)
     folder, _, leaf = record.name.rpartition(".")
