@@ -184,10 +184,13 @@ def test_what_convert_writes_for_quark_is_what_vllm_asks_for(to, tmp_path):
 
 # ---- MXFP8 of transformers, DeepSeek-V4, Mistral ---------------------------------------------------------------------
 
+SAVED = {"quant_method": "fp8", "scale_fmt": "ue8m0"}  # by transformers, where its class was named and not the method
 MXFP8 = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
 
 
-@pytest.mark.parametrize("more", [{}, {"scale_fmt": "ue8m0", "fmt": "e4m3"}, {"weight_block_size": None}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"scale_fmt": "ue8m0", "fmt": "e4m3"}, {"weight_block_size": None}, SAVED], ids=str
+)
 @pytest.mark.parametrize("dtype", ["U8", "F8_E8M0"])
 def test_mxfp8_of_transformers(more, dtype, tmp_path):
     codes, scale = fp8(3, 64), np.arange(120, 126, dtype=np.uint8).reshape(3, 2)
@@ -307,3 +310,74 @@ def test_compressed_tensors_in_params_json(tmp_path):
     (tmp_path / "params.json").write_text(json.dumps({"dim": 32, "quantization_config": config}))
     found = detect(tmp_path)
     assert (found.family, found.confidence) == ("ct:fp8", 1.0)
+
+
+# ---- torchao, as transformers saves it -------------------------------------------------------------------------------
+
+
+def of_torchao(name, kind, data, parts):
+    """The metadata of one tensor: names of its parts, and its constants, of which some have types."""
+    about = {"_type": kind, "_data": data, "_tensor_data_names": list(parts)}
+    folder, _, leaf = name.rpartition(".")
+    return {name: json.dumps(about)}, {f"{folder}._{leaf}_{part}": array for part, array in parts.items()}
+
+
+def dtype(name):
+    return {"_type": "torch.dtype", "_data": name}
+
+
+def granularity(name):
+    return {"_type": "QuantizeTensorToFloat8Kwargs", "_data": {"granularity": {"_type": name, "_data": {"dim": -1}}}}
+
+
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "AnyConfig", "_data": {}, "_version": 2}}}
+MX_INPUTS = {"_type": "QuantizeTensorToMXKwargs", "_data": {"elem_dtype": dtype("float8_e4m3fn"), "block_size": 32}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "scheme", "fmt"),
+    [
+        ("MXTensor", MX_INPUTS, "dynamic", "mxfp8"),
+        ("MXTensor", None, "none", None),
+        ("Float8Tensor", granularity("PerRow"), "dynamic", "fp8_row"),
+        ("Float8Tensor", granularity("PerTensor"), "dynamic", "fp8_tensor"),
+        ("NVFP4Tensor", {"_type": "QuantizeTensorToNVFP4Kwargs", "_data": {"block_size": 16}}, "dynamic", "nvfp4"),
+    ],
+)
+def test_torchao_says_in_each_tensor_how_its_inputs_are_quantized(kind, inputs, scheme, fmt, tmp_path):
+    """Two files with a list of tensors each: the second one holds what the first one lacks."""
+    parts, data, values = {
+        "MXTensor": (
+            {"qdata": fp8(4, 32), "scale": ("F8_E8M0", np.full((4, 1), 126, np.uint8))},
+            {"elem_dtype": dtype("float8_e4m3fn"), "block_size": 32}, fp8(4, 32).astype(np.float32) / 2,
+        ),
+        "Float8Tensor": (
+            {"qdata": fp8(4, 32), "scale": np.full((4, 1), 0.25, np.float32)},
+            {"block_size": [1, 32], "dtype": dtype("bfloat16")}, fp8(4, 32).astype(np.float32) / 4,
+        ),
+        "NVFP4Tensor": (
+            {"qdata": np.full((4, 16), 0x22, np.uint8), "scale": np.ones((4, 2), ml_dtypes.float8_e4m3fn)},
+            {"block_size": 16}, np.ones((4, 32), np.float32),
+        ),
+    }[kind]  # fmt: skip
+    data = {**data, "act_quant_kwargs": inputs, "is_swizzled_scales": False}
+    for number, name in enumerate(("a.weight", "b.weight"), 1):
+        about, tensors = of_torchao(name, kind, data, parts)
+        shard = tmp_path / f"model-0000{number}-of-00002.safetensors"
+        write(shard, tensors, {"tensor_names": json.dumps([name]), **about}, TORCHAO)
+    loaded = load(tmp_path)
+    assert (loaded.detection.family, loaded.findings, sorted(loaded)) == ("torchao", [], ["a.weight", "b.weight"])
+    activation = loaded["b.weight"].activation
+    assert np.array_equal(loaded["b.weight"].dequantize(), values)
+    assert (activation["scheme"], activation["format"] and activation["format"].name) == (scheme, fmt)
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("Int8Tensor", ("qdata", "scale")), ("Float8Tensor", ("qdata", "zero"))])
+def test_another_tensor_of_torchao_is_not_called_damaged(kind, parts, tmp_path):
+    about, tensors = of_torchao(
+        "a.weight", kind, {"block_size": [1, 32]}, dict.fromkeys(parts, np.ones((4, 32), np.int8))
+    )
+    path = write(tmp_path / "model.safetensors", tensors, {"tensor_names": '["a.weight"]', **about})
+    with pytest.raises(CheckpointError, match=f"a '{kind}' of {', '.join(parts)} is not read") as caught:
+        load(path)
+    assert "damaged" not in str(caught.value)

@@ -18,7 +18,7 @@ pytestmark = [
 
 TARGETS = [
     "ct:nvfp4", "ct:mxfp4", "ct:mxfp6", "ct:mxfp8", "ct:fp8", "ct:fp8_dynamic", "ct:fp8_block", "deepseek:fp8",
-    "hf:finegrained_fp8",
+    "hf:finegrained_fp8", "hf:mxfp8",
 ]  # fmt: skip
 
 

@@ -33,9 +33,9 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
         families = families[::-1]
     tile = tile_of(config.get("weight_block_size"))
     fmt = FP8_TENSOR if tile is None or static else FP8_1x128
-    method = "fp8"
-    if str(config.get("quant_method")).lower() == "mxfp8" or tile == MXFP8.block:
-        method, families, fmt, tile = "mxfp8", ("hf:mxfp8", *families), MXFP8, tile or (1, 32)
+    method = str(config.get("quant_method") or "fp8").lower()
+    if method == "mxfp8" or (tile == MXFP8.block and config.get("scale_fmt") == "ue8m0"):
+        families, fmt, tile = ("hf:mxfp8", *families), MXFP8, tile or (1, 32)
     also = tuple(name for name in _OTHERS if name not in families)
     scheme = Scheme(families, tile, "static" if static else "dynamic", fmt, needs_scale=static, also=also)
     ignore = Patterns(strings(config.get("modules_to_not_convert")) or strings(config.get("ignored_layers")), PARTS)

@@ -22,7 +22,17 @@ from microfloat.checkpoint.families.row import (
     misfit,
 )
 from microfloat.checkpoint.records import Finding, Record, Stored
-from microfloat.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8, MXFP8_E5M2, NVFP4, ScaledFormat
+from microfloat.formats import (
+    FP8_ROW,
+    FP8_TENSOR,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8,
+    MXFP8_E5M2,
+    NVFP4,
+    ScaledFormat,
+)
 from microfloat.reference import pack_fp6, unswizzle_scales
 
 _ROLES = {"qdata": "codes", "scale": "scale", "per_tensor_scale": "tensor_scale", "act_per_tensor_scale": "input_scale"}
@@ -30,6 +40,11 @@ _MX = {
     "float8_e4m3fn": MXFP8, "float8_e5m2": MXFP8_E5M2, "fp6_e2m3": MXFP6_E2M3, "fp6_e3m2": MXFP6_E3M2,
     "float4_e2m1fn_x2": MXFP4, "fp4_e2m1": MXFP4,
 }  # fmt: skip
+
+
+_INPUTS = {**_MX, "PerRow": FP8_ROW, "PerTensor": FP8_TENSOR}
+_KINDS = ("NVFP4Tensor", "MXTensor", "Float8Tensor")
+_READ = ", ".join(_KINDS)
 
 
 def read(file: str, config: dict[str, Any]) -> Announcement:
@@ -58,14 +73,19 @@ def decode(entry: Entry, tensors: Container) -> Record:
 
 def parameters(tensors: Container, found: list[Finding]) -> Iterator[Entry]:
     """The tensors that `tensor_names` lists, each described by JSON under its own name."""
-    for name in dict.fromkeys(map(str, metadata_of(tensors, "tensor_names", list, found))):
+    listed = map(str, metadata_of(tensors, "tensor_names", list, found))  # of the last file, where each has its own
+    others = (key for key, text in tensors.metadata.items() if '"_tensor_data_names"' in text)
+    for name in dict.fromkeys((*listed, *others)):
         about = metadata_of(tensors, name, dict, found)
         kind, data, parts = about.get("_type"), about.get("_data"), about.get("_tensor_data_names")
         if kind == "Tensor" or name not in tensors.metadata:
             continue
-        is_listed = isinstance(parts, list) and all(part in _ROLES for part in map(str, parts))
-        if not isinstance(data, dict) or not is_listed:
-            found.append(broken_metadata(name, f"describes a {str(kind)[:60]!r} that is not read"))
+        if not isinstance(data, dict) or not isinstance(parts, list):
+            found.append(broken_metadata(name, f"says nothing of the parts of a {str(kind)[:60]!r}"))
+            continue
+        if kind not in _KINDS or not all(part in _ROLES for part in map(str, parts)):
+            message = f"a {str(kind)[:60]!r} of {', '.join(map(str, parts))[:100]} is not read; read are {_READ}."
+            found.append(Finding("unsupported", "error", name, message, "Convert it with its own library."))
             continue
         folder, _, leaf = name.rpartition(".")
         prefix = f"{folder}._{leaf}_" if folder else f"_{leaf}_"
@@ -81,7 +101,23 @@ def parameters(tensors: Container, found: list[Finding]) -> Iterator[Entry]:
             continue
         fmt, shape = made
         swizzled = data.get("is_swizzled_scales") is True and len(shape) == 2
-        yield Entry(name, FAMILIES[0], stored, candidates=("torchao",), format=fmt, shape=shape, swizzled=swizzled)
+        yield Entry(
+            name, FAMILIES[0], stored, scheme=_scheme(data.get("act_quant_kwargs"), fmt), candidates=("torchao",),
+            format=fmt, shape=shape, swizzled=swizzled,
+        )  # fmt: skip
+
+
+def _scheme(inputs: Any, fmt: ScaledFormat) -> Scheme:
+    """The activations of a tensor: as they come, in the format that its `act_quant_kwargs` describe, or none."""
+    if not isinstance(inputs, dict):
+        return Scheme(activation="none")
+    described = inputs.get("_data")
+    described = described if isinstance(described, dict) else {}
+    names = [one.get("_data", one) if isinstance(one, dict) else one for one in (described.get("elem_dtype"),)]
+    granularity = described.get("granularity")
+    names.append(granularity.get("_type") if isinstance(granularity, dict) else None)
+    of_input = next((_INPUTS[name] for name in names if isinstance(name, str) and name in _INPUTS), fmt)
+    return Scheme(activation="dynamic", activation_format=of_input)
 
 
 def _format_of(kind: str, data: Mapping[str, Any], stored: Mapping[str, Stored]) -> tuple[ScaledFormat, Any] | None:
