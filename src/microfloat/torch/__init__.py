@@ -64,6 +64,7 @@ from microfloat.torch.nn.sdpa import apply_rotary
 from microfloat.torch.nn.transformer import TransformerLayer
 from microfloat.torch.reference import array_casts  # noqa: F401  (registers them)
 from microfloat.torch.scaling.regions import reset_scaling, update_scaling
+from microfloat.torch.tensor import aten_reads, aten_writes  # noqa: F401  (fill the table of operators)
 from microfloat.torch.tensor.ops import dequantize, fake_quantize, quantize, scaled_matmul
 from microfloat.torch.tensor.packing import from_blocked, pack_fp4, pack_fp6, to_blocked, unpack_fp4, unpack_fp6
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor

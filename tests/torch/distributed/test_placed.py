@@ -54,7 +54,7 @@ def mesh_of_all():
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-# ------------------------------------------------------------------------------------------------- the two Functions
+# --------------------------------------------------------------------------------------------------- the Function
 
 
 def as_public_calls(rank: int):
@@ -73,13 +73,13 @@ def as_public_calls(rank: int):
                     if fallback and is_ours:  # a version of torch that has moved what it does not document
                         patch.setattr(placed, "DTensorSpec", None)
                     leaf = values.clone().requires_grad_()
-                    of_y, of_dx = placed.Placed(mesh, (placement,), shape), placed.Placed(mesh, (gradient,), shape)
+                    of_y = placed.Placed(mesh, (placement,), shape)
                     of_dy = placed.Placed(mesh, placed.of_gradient((placement,)), shape)
                     y = placed.AsPlaced.apply(leaf, of_y, of_dy) if is_ours else DTensor.from_local(
                         leaf, mesh, [placement], run_check=False
                     )  # fmt: skip
                     y.retain_grad()
-                    local = placed.ToLocal.apply(y, of_dx) if is_ours else y.to_local(grad_placements=[gradient])
+                    local = y.to_local(grad_placements=[gradient])
                     local.view(-1).view(4, 6).backward(dy)
                     with torch.no_grad():
                         silent = placed.AsPlaced.apply(leaf, of_y, of_dy)
@@ -90,15 +90,14 @@ def as_public_calls(rank: int):
 
 
 def uneven(rank: int):
-    """Gradients of a DTensor whose rows and columns are no multiple of the ranks; and how its parts lie."""
+    """DTensors whose rows and columns are no multiple of the ranks, and how their parts lie."""
     mesh, found = mesh_of_all(), []
     whole = torch.randn(5, 7)
     for dim in (0, 1):
         part = whole.chunk(dist.get_world_size(), dim)[rank].contiguous()
-        leaf = DTensor.from_local(part, mesh, [Shard(dim)], shape=whole.shape, stride=whole.stride()).requires_grad_()
-        (placed.ToLocal.apply(leaf, placed.Placed(mesh, (Shard(dim),), whole.shape)) * 2).sum().backward()
-        found.append((leaf.grad.shape == whole.shape, leaf.grad.stride() == whole.stride(), leaf.grad.placements,
-                      bool((leaf.grad.full_tensor() == 2).all())))  # fmt: skip
+        made = placed.Placed(mesh, (Shard(dim),), whole.shape).wrap(part)
+        found.append((made.shape == whole.shape, made.stride() == whole.stride(), made.placements,
+                      torch.equal(made.full_tensor(), whole)))  # fmt: skip
     return found
 
 

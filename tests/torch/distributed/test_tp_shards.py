@@ -25,7 +25,7 @@ def routed(path: str, case: str, part: int, ranks: int = 2):
     recipe, rows = MXFP8BlockScaling(path=path), None
     if case == "M":
         rows = Rows(1, part * ranks, part, part)
-    shards = Shards((Axis(case, "a group", ranks, 0),), rows, True, (0, 0, 0))
+    shards = Shards(Axis(case, "a group", ranks, 0), rows, (0, 0, 0))
     one_process = routes_of(recipe, CHIP)
     sizes = {"N": 256, "K": 256} | {case: part * ranks}
     return one_process, routes_of_shards(recipe, one_process, CHIP, shards, sizes)
@@ -60,7 +60,7 @@ def test_rows_of_every_run_are_whole_folds() -> None:
     recipe = MXFP8BlockScaling()
     one_process, sizes = routes_of(recipe, CHIP), {"N": 256, "K": 256}
     for whole, is_torn in ((192, True), (256, False)):
-        shards = Shards((Axis("M", "a group", 2, 0),), Rows(2, whole, 128, 128), True, (0, 0, 0))
+        shards = Shards(Axis("M", "a group", 2, 0), Rows(2, whole, 128, 128), (0, 0, 0))
         made = routes_of_shards(recipe, one_process, CHIP, shards, sizes)
         assert (made.wgrad != one_process.wgrad) is is_torn
 
@@ -69,7 +69,7 @@ def test_dgrad_of_a_served_weight_reads_what_fprop_has_read() -> None:
     recipe = mf.WeightActivation("mxfp8")
     one_process = routes_of(recipe, CHIP)
     assert one_process.dgrad.rhs == one_process.fprop.rhs == "tiles"
-    shards = Shards((Axis("N", "a group", 2, 0),), None, True, (0, 0, 0))
+    shards = Shards(Axis("N", "a group", 2, 0), None, (0, 0, 0))
     cut = routes_of_shards(recipe, one_process, CHIP, shards, {"N": 192, "K": 256})
     assert cut.dgrad.rhs == cut.fprop.rhs == "values"
     assert cut.dgrad.kind == one_process.dgrad.kind
@@ -78,7 +78,7 @@ def test_dgrad_of_a_served_weight_reads_what_fprop_has_read() -> None:
 def test_what_is_gathered_after_its_cast_is_not_cut() -> None:
     """`why_not_gathered` looks at that: 96 rows of x of each rank, of which the wgrad operand is gathered as codes."""
     recipe, rows = MXFP8BlockScaling(), Rows(1, 192, 96, 96)
-    shards = Shards((Axis("G", "a group", 2, 0),), rows, True, (0, 0, 0))
+    shards = Shards(Axis("G", "a group", 2, 0), rows, (0, 0, 0))
     one_process = routes_of(recipe, CHIP)
     assert routes_of_shards(recipe, one_process, CHIP, shards, {"N": 256, "K": 256}) == one_process
 

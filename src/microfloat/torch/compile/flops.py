@@ -14,10 +14,10 @@ import torch
 
 from microfloat.torch.compile import grouped as compiled_grouped
 from microfloat.torch.compile import linear as compiled
-from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor import dispatch_modes as named
+from microfloat.torch.tensor import ops
 
-_DEFINING = _operators, compiled, compiled_grouped, named  # the operators, when they are imported
+_DEFINING = ops, compiled, compiled_grouped, named  # the operators, when they are imported
 Shape = Sequence[int]
 
 

@@ -13,8 +13,9 @@ Legend: T = rows of this rank, A = rows that arrive, E = experts of all ranks, G
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 __all__ = ["Dispatched", "dispatch"]
 
 _CALL = "the all-to-all of tokens"
+_Journey: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Route:
@@ -120,26 +122,17 @@ def _row_parts(q: QuantizedTensor, rows: int) -> list[torch.Tensor]:
     return [q.codes, *((part if part.dim() else part.expand(rows, 1)).contiguous() for part in scales)]
 
 
-class _Outward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, route: _Route, cast: Cast | None) -> torch.Tensor:
-        ctx.route = route
-        return route.outward(x, cast)
+class _Travel(torch.autograd.Function):
+    """``there(x)``, whose gradient travels ``back``."""
 
     @staticmethod
-    def backward(ctx: Context, dx: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return ctx.route.inward(dx), None, None
-
-
-class _Inward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, y: torch.Tensor, route: _Route, cast: Cast | None) -> torch.Tensor:
-        ctx.route, ctx.cast = route, cast
-        return route.inward(y)
+    def forward(ctx: Context, x: torch.Tensor, there: _Journey, back: _Journey) -> torch.Tensor:
+        ctx.route = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return ctx.route.outward(dy, ctx.cast), None, None
+        return ctx.route(dy), None, None
 
 
 class Dispatched:
@@ -160,7 +153,8 @@ class Dispatched:
         check_tensor("y", y)
         if y.dim() != 2 or len(y) != len(self.x):
             raise invalid_value("y", f"shape {tuple(y.shape)}", f"[{len(self.x)}, N]: a row for each of x")
-        return _Inward.apply(y, self._route, self._cast)  # type: ignore[return-value]
+        back = functools.partial(self._route.outward, cast=self._cast)
+        return _Travel.apply(y, self._route.inward, back)  # type: ignore[return-value]
 
 
 def dispatch(
@@ -201,7 +195,8 @@ def dispatch(
     facts = {"experts": number, "features": x.shape[1], "dtype": x.dtype, "requires_grad": x.requires_grad}
     agree(group, "dispatch", {**facts, "recipe": chosen})
     route = _Route(sizes, x.device, group)
-    return Dispatched(_Outward.apply(x, route, forward), route, backward)  # type: ignore[arg-type]
+    arrived = _Travel.apply(x, functools.partial(route.outward, cast=forward), route.inward)
+    return Dispatched(arrived, route, backward)  # type: ignore[arg-type]
 
 
 def _checked(gemm: str, cast: Cast | None) -> Cast | None:

@@ -25,7 +25,8 @@ from microfloat.torch import backends
 from microfloat.torch.distributed.fsdp import compare_weight, largest, refuse_fewer_ranks
 from microfloat.torch.linear.weight_cache import fsdp_parameters
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.aten import quantize_stored, requantized, take
+from microfloat.torch.tensor.aten_table import take
+from microfloat.torch.tensor.aten_writes import quantize_stored, requantized
 from microfloat.torch.tensor.quantized_tensor import INIT_VAL, QuantizedTensor
 
 if TYPE_CHECKING:

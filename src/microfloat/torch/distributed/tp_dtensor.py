@@ -25,7 +25,7 @@ except ImportError:  # a version of torch that has moved them
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AsPlaced", "Placed", "ToLocal", "from_the_front", "of_gradient"]
+__all__ = ["AsPlaced", "Placed", "from_the_front", "of_gradient"]
 
 
 class Placed:
@@ -76,20 +76,6 @@ def from_the_front(placements: tuple[Placement, ...], dims: int) -> tuple[Placem
 def of_gradient(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """The placements of the gradient of a tensor with these placements: each addend of a sum needs all of it."""
     return tuple(Replicate() if one.is_partial() else one for one in placements)
-
-
-class ToLocal(torch.autograd.Function):
-    """This rank's part of a DTensor; its gradient is a DTensor placed as `gradient`."""
-
-    @staticmethod
-    def forward(ctx: Context, x: DTensor, gradient: Placed) -> torch.Tensor:
-        ctx.placed = gradient
-        ctx.set_materialize_grads(False)
-        return x._local_tensor.view_as(x._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        return None if gradients[0] is None else ctx.placed.wrap(gradients[0]), None
 
 
 class AsPlaced(torch.autograd.Function):

@@ -40,8 +40,6 @@ from microfloat.torch.tensor.checks import check_linear
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from microfloat.torch.nn.linear import Linear
 
 __all__ = ["Border", "find_sharded", "run_sharded"]
@@ -226,7 +224,7 @@ def _case_of(
     is_told = not isinstance(x, DTensor) and border is not None and type(border.x) is Shard
     if (
         not isinstance(weight, DTensor) or isinstance(weight._local_tensor, QuantizedTensor)
-        or weight.device_mesh.get_coordinate() is None
+        or weight.device_mesh.ndim > 1 or weight.device_mesh.get_coordinate() is None
         or not (is_told or isinstance(x, DTensor)) or not (bias is None or isinstance(bias, DTensor))
     ):  # fmt: skip
         _checked(x, weight, bias, border if is_told else None)
@@ -243,9 +241,9 @@ def _case_of(
     needs = grad and x.requires_grad, grad and weight.requires_grad
     late = bool(getattr(layer, "_load_state_dict_post_hooks", None)) and casts_late(layer, weight)
     w_local, mesh = weight._local_tensor, weight.device_mesh
-    groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))  # equal ones may have their own
     key = (
-        groups, recipe, name, compute, *needs, lies, weight._spec, None if bias is None else bias._spec, border,
+        mesh.get_group().group_name,  # equal meshes may have groups of their own
+        recipe, name, compute, *needs, lies, weight._spec, None if bias is None else bias._spec, border,
         local.shape, local.stride(), local.data_ptr() & 15, w_local.stride(), w_local.data_ptr() & 15, type(w_local),
         x.device, x.dtype, late,
     )  # fmt: skip
@@ -275,6 +273,11 @@ def _checked(
         raise invalid_type(name, f"{got}, while the weight is on {weight.device_mesh}", _NEEDED, _REMEDY)
     if weight.device_mesh.get_coordinate() is None:
         raise invalid_value("weight", f"a DTensor on {weight.device_mesh}", "a mesh that this rank is part of")
+    if weight.device_mesh.ndim > 1:
+        raise NotSupportedError(
+            f"weight: got a DTensor on {weight.device_mesh}, needed a mesh of one dimension. Shard layers over one "
+            'dimension by its name, mesh["tp"], and leave the other ones to fully_shard or DistributedDataParallel.'
+        )
     local = weight._local_tensor
     if isinstance(local, QuantizedTensor):
         raise invalid_type(
@@ -292,31 +295,25 @@ def _decided(
 ) -> _Case:  # fmt: skip
     mesh, last = weight.device_mesh, x.dim() - 1
     facts = {"layer": path, "recipe": repr(recipe), "x": _placed(x), "weight": _placed(weight)}
-    for axis in range(mesh.ndim):
-        agree(mesh.get_group(axis), "the first sharded layer", facts)
+    agree(mesh.get_group(), "the first sharded layer", facts)
     check_linear(x._local_tensor.new_empty(()).expand(x.shape), weight._local_tensor.new_empty(()).expand(weight.shape),
                  None if bias is None else bias._local_tensor.new_empty(()).expand(bias.shape))  # fmt: skip
-    cases = [_letter(x.placements[i], weight.placements[i], last) for i in range(mesh.ndim)]
-    note, scatter = "", None
-    if border is not None and type(border.y) is Shard and cases == ["K"]:
+    case, note, scatter = _letter(x.placements[0], weight.placements[0], last), "", None
+    if border is not None and type(border.y) is Shard and case == "K":
         scatter = border.y.dim % x.dim()
-        cases = ["S"] if scatter < last else cases
-    for axis in range(mesh.ndim):  # gathers and scatters are those of one group
-        if cases[axis] == "G" and mesh.ndim > 1:
-            cases[axis], note = "N", "a mesh of more than one dimension"
+        case = "S" if scatter < last else case
     call = x, weight, bias, recipe, name, compute, needs, late
-    made = _make(*call, scatter, cases)
+    made = _make(*call, scatter, case)
     if isinstance(made, str):
-        note = made
-        made = _make(*call, None, ["N" if c == "G" else "K" for c in cases])
+        note, made = made, _make(*call, None, "N" if case == "G" else "K")
         assert not isinstance(made, str)
     made.schedule.note = note
-    return made if mesh.ndim > 1 else _at_the_border(made, x, border)
+    return _at_the_border(made, x, border)
 
 
 def _at_the_border(case: _Case, x: DTensor, border: Border | None) -> _Case:
     """The case with gathers and scatters of values around a schedule that gathers no codes."""
-    (axis, *_), (of_x,), mesh = (*case.schedule.shards.axes, None), x.placements, case.y.mesh
+    axis, (of_x,), mesh = case.schedule.shards.axis, x.placements, case.y.mesh
     if axis is not None and type(of_x) is Shard and case.x == (Replicate(),) and x.shape[of_x.dim] % axis.size == 0:
         case = case._replace(gathers=Gathering(of_x.dim, axis, Placed(mesh, x.placements, x.shape)))
     if border is None:
@@ -336,7 +333,7 @@ def _placed(tensor: DTensor) -> str:
 
 
 def _letter(of_x: Placement, of_w: Placement, last: int) -> str:
-    """The case of one dimension of the mesh."""
+    """The case of a call, by the placements of x and of the weight."""
     by_rows = type(of_x) is Shard and of_x.dim < last
     if type(of_w) is Shard:
         return ("G" if by_rows else "N") if of_w.dim == 0 else "K"
@@ -349,47 +346,35 @@ def _letter(of_x: Placement, of_w: Placement, last: int) -> str:
 
 def _make(
     x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, name: str, compute: torch.dtype,
-    needs: tuple[bool, bool], late: bool, scatter: int | None, cases: list[str],
+    needs: tuple[bool, bool], late: bool, scatter: int | None, case: str,
 ) -> "_Case | str":  # fmt: skip
     """The case of a call, or the reason for which codes cannot be gathered."""
-    mesh, last = weight.device_mesh, x.dim() - 1
-    whole, sums, columns = Replicate(), Partial(), Shard(last)
-    dims = [
-        {
-            "": (whole, whole, whole, whole, whole, whole),
-            "N": (whole, sums, Shard(0), Shard(0), Shard(0), columns),
-            "K": (columns, columns, Shard(1), whole, whole, sums),
-            "M": (by_rows, by_rows, sums, whole, sums, by_rows),
-            "G": (by_rows, by_rows, Shard(0), Shard(0), Shard(0), columns),
-            "S": (columns, columns, Shard(1), whole, sums, Shard(scatter or 0)),
-        }[case]
-        for case, by_rows in zip(cases, x.placements, strict=True)
-    ]
-    names = "x", "dx", "dw", "bias", "db", "y"
-    placed: dict[str, _Placements] = dict(zip(names, map(tuple, zip(*dims, strict=True)), strict=True))
-    local, inner = _local_shape(x.shape, placed["x"], mesh), x.shape[-1]
-    along = zip(placed["x"], cases, strict=True)
-    sharded_dim = next((one.dim for one, case in along if isinstance(one, Shard) and case in ("M", "G")), None)
-    sharded_dim = scatter if "S" in cases else sharded_dim
-    y_shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    rows = None
+    mesh, by_rows = weight.device_mesh, x.placements[0]
+    whole, sums, columns = Replicate(), Partial(), Shard(x.dim() - 1)
+    of_x, of_dx, of_dw, of_bias, of_db, of_y = {
+        "": (whole, whole, whole, whole, whole, whole),
+        "N": (whole, sums, Shard(0), Shard(0), Shard(0), columns),
+        "K": (columns, columns, Shard(1), whole, whole, sums),
+        "M": (by_rows, by_rows, sums, whole, sums, by_rows),
+        "G": (by_rows, by_rows, Shard(0), Shard(0), Shard(0), columns),
+        "S": (columns, columns, Shard(1), whole, sums, Shard(scatter or 0)),
+    }[case]
+    y_shape, rank, inner = torch.Size((*x.shape[:-1], weight.shape[0])), mesh.get_local_rank(), x.shape[-1]
+    for tensor, shape, one in (("x", x.shape, of_x), ("weight", weight.shape, weight.placements[0]),
+                               ("y", y_shape, of_y)):  # fmt: skip
+        _refuse_empty(tensor, shape, one, mesh.size())
+    local, rows = [*x.shape], None
+    if isinstance(of_x, Shard):
+        local[of_x.dim] = _part(x.shape[of_x.dim], mesh.size(), rank)
+    sharded_dim = of_y.dim if isinstance(of_y, Shard) and case in ("M", "S") else None
+    sharded_dim = by_rows.dim if isinstance(by_rows, Shard) and case == "G" else sharded_dim
     if sharded_dim is not None:
-        over = math.prod(mesh.size(i) for i, c in enumerate(cases) if c in ("M", "G", "S"))
-        behind = math.prod(x.shape[sharded_dim + 1 : -1])
-        chunk = -(-x.shape[sharded_dim] // over)
-        part = _local_shape(y_shape, placed["y"], mesh)[sharded_dim] if "S" in cases else local[sharded_dim]
-        outer = math.prod(x.shape[:sharded_dim])
-        rows = Rows(outer, x.shape[sharded_dim] * behind, part * behind, chunk * behind)
-    for tensor, shape, placements in (("x", x.shape, placed["x"]), ("weight", weight.shape, weight.placements),
-                                      ("y", y_shape, placed["y"])):  # fmt: skip
-        _refuse_empty(tensor, shape, placements, mesh)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    axes = tuple(
-        Axis(case, mesh.get_group(i).group_name, mesh.size(i), coordinate[i]) for i, case in enumerate(cases) if case
-    )
-    adds_bias = all(coordinate[i] == 0 for i, case in enumerate(cases) if case in ("K", "S"))
-    shards = Shards(axes, rows, adds_bias, _seed_ranks(mesh, coordinate, cases))
+        size, behind = x.shape[sharded_dim], math.prod(x.shape[sharded_dim + 1 : -1])
+        part, chunk = _part(size, mesh.size(), rank), -(-size // mesh.size())
+        rows = Rows(math.prod(x.shape[:sharded_dim]), size * behind, part * behind, chunk * behind)
+    axis = Axis(case, mesh.get_group().group_name, mesh.size(), rank) if case else None
+    first = [int(mesh.mesh[rank if tensor in CASES[case] else 0]) for tensor in ("x", "w", "dy")]
+    shards = Shards(axis, rows, (first[0], first[1], first[2]))
     backend = backends.choose(name, x.device)
     sizes, chip = {"N": weight.shape[0], "K": inner}, backend.chip_of(x.device)
     routes = routes_of_shards(recipe, routes_of(recipe, chip), chip, shards, sizes)
@@ -397,7 +382,7 @@ def _make(
         "x": entries_of(recipe, routes, "x", True, needs[1]), "w": entries_of(recipe, routes, "w", True, needs[0]),
         "dy": entries_of(recipe, routes, "dy", *needs),
     }  # fmt: skip
-    shard = x._local_tensor if x.placements == placed["x"] else x._local_tensor.new_empty(local)
+    shard = x._local_tensor if x.placements == (of_x,) else x._local_tensor.new_empty(local)
     example, x_shape = shard, torch.Size(local)
     gathers = next((tensor for tensor in ("x", "dy") if shards.gathers(tensor)), None)
     if gathers is not None:
@@ -417,47 +402,28 @@ def _make(
         shards, shard.detach(), "", recipe, backend, routes, example.detach(), weight._local_tensor.detach(),
         None if bias is None else bias._local_tensor.detach(), compute, *needs, late,
     )  # fmt: skip
-    db = None if bias is None else Placed(mesh, placed["db"], bias.shape)
-    dx, dw = Placed(mesh, placed["dx"], x.shape), Placed(mesh, placed["dw"], weight.shape)
-    y, dy = Placed(mesh, placed["y"], y_shape), Placed(mesh, of_gradient(placed["y"]), y_shape)
-    case = _Case(schedule, x.placements, placed["x"], placed["bias"], dx, dw, db, y, dy)
-    axis = None if gathers is None else shards.gathers(gathers)
-    if axis is None:
-        return case
+    db = None if bias is None else Placed(mesh, (of_db,), bias.shape)
+    dx, dw = Placed(mesh, (of_dx,), x.shape), Placed(mesh, (of_dw,), weight.shape)
+    y, dy = Placed(mesh, (of_y,), y_shape), Placed(mesh, of_gradient((of_y,)), y_shape)
+    made = _Case(schedule, x.placements, (of_x,), (of_bias,), dx, dw, db, y, dy)
+    if gathers is None:
+        return made
     assert sharded_dim is not None
+    assert axis is not None
     if gathers == "x":
-        return case._replace(gathers=Gathering(sharded_dim, axis, dx, x_shape))
-    return case._replace(scatters=Gathering(sharded_dim, axis, y, y_shape))
+        return made._replace(gathers=Gathering(sharded_dim, axis, dx, x_shape))
+    return made._replace(scatters=Gathering(sharded_dim, axis, y, y_shape))
 
 
-def _local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> list[int]:
-    """The shape of this rank's part."""
-    local, coordinate = list(shape), mesh.get_coordinate()
-    assert coordinate is not None
-    for i, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            size = local[placement.dim]
-            chunk = -(-size // mesh.size(i))
-            local[placement.dim] = max(0, min(chunk, size - chunk * coordinate[i]))
-    return local
+def _part(size: int, ranks: int, rank: int) -> int:
+    """The entries of a dimension that a rank has, as torch cuts it."""
+    chunk = -(-size // ranks)
+    return max(0, min(chunk, size - chunk * rank))
 
 
-def _refuse_empty(tensor: str, shape: Sequence[int], placements: Sequence[Placement], mesh: "DeviceMesh") -> None:
+def _refuse_empty(tensor: str, shape: Sequence[int], placement: Placement, ranks: int) -> None:
     """Raise, on every rank, where a rank has no elements of a tensor and could take part in no collective."""
-    for i, placement in enumerate(placements):
-        if not isinstance(placement, Shard):
-            continue
-        size, ranks = shape[placement.dim], mesh.size(i)
-        if -(-size // ranks) * (ranks - 1) >= size:
-            got = f"dimension {placement.dim} of size {size} over {ranks} ranks"
-            remedy = "Shard it over fewer ranks, or leave the layer out of the plan."
-            raise invalid_value(tensor, got, "elements for every rank", remedy)
-
-
-def _seed_ranks(mesh: "DeviceMesh", coordinate: Sequence[int], cases: list[str]) -> tuple[int, int, int]:
-    """The first ranks of the mesh that hold the same shard of x, w and dy."""
-    x, w, dy = (
-        int(mesh.mesh[tuple(c if tensor in CASES[case] else 0 for c, case in zip(coordinate, cases, strict=True))])
-        for tensor in ("x", "w", "dy")
-    )
-    return x, w, dy
+    if isinstance(placement, Shard) and _part(shape[placement.dim], ranks, ranks - 1) == 0:
+        got = f"dimension {placement.dim} of size {shape[placement.dim]} over {ranks} ranks"
+        remedy = "Shard it over fewer ranks, or leave the layer out of the plan."
+        raise invalid_value(tensor, got, "elements for every rank", remedy)

@@ -35,7 +35,7 @@ from microfloat.torch._typing import Sink
 from microfloat.torch.backends import layouts_of
 from microfloat.torch.backends.base import Backend, Operands, Parts, Saved, laid
 from microfloat.torch.distributed.collectives import differing, gather_parts, group_of
-from microfloat.torch.distributed.tp_shards import AXES_OF, CASES, Axis, Shards, block_read, scales_read
+from microfloat.torch.distributed.tp_shards import AXES_OF, CASES, Shards, block_read, scales_read
 from microfloat.torch.linear.schedule import CastStep, Inputs, Schedule, as_matrix
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.scaling import amax_reduction as reduction
@@ -68,7 +68,6 @@ class _Measure(NamedTuple):
 
     kind: str
     column: bool
-    axes: tuple[Axis, ...]
     sees_nan: bool = False
 
 
@@ -78,18 +77,17 @@ def _measures_of(
     """The amax behind a scale that a cast takes, and the amax behind block scales whose blocks are cut by ranks."""
     if cast is None or cast.is_delayed or cast.is_static:
         return None, None
-    anywhere, along = shards.axes_of(tensor), shards.axes_of(tensor, AXES_OF[tensor][column][1])
+    anywhere, along = shards.axis_of(tensor), shards.axis_of(tensor, AXES_OF[tensor][column][1])
     given, crossed, fmt = None, None, cast.format
     if cast.tensor_scale == "row":
-        given = _Measure("rows", column, along) if along else None
-    elif cast.takes_amax and anywhere:
-        plain = cast.hadamard is None
-        given = _Measure("tensor", False, anywhere) if plain else _Measure("transformed", column, anywhere)
+        given = None if along is None else _Measure("rows", column)
+    elif cast.takes_amax and anywhere is not None:
+        given = _Measure("tensor", False) if cast.hadamard is None else _Measure("transformed", column)
     sees_nan = fmt.scale.name != "FP32"
-    if fmt.is_per_tensor and not cast.takes_amax and anywhere:
-        crossed = _Measure("tensor", False, anywhere, sees_nan)
-    elif fmt.block[0] is not None and fmt.block[1] is None and along:
-        crossed = _Measure("rows", column, along, sees_nan)
+    if fmt.is_per_tensor and not cast.takes_amax and anywhere is not None:
+        crossed = _Measure("tensor", False, sees_nan)
+    elif fmt.block[0] is not None and fmt.block[1] is None and along is not None:
+        crossed = _Measure("rows", column, sees_nan)
     return given, crossed
 
 
@@ -106,14 +104,10 @@ def _measured(backend: Backend, x: torch.Tensor, measure: _Measure, cast: Cast) 
     return torch.where(amax.isnan(), torch.nan, amax).float()  # of one sign, so that its bits are the largest
 
 
-def _reduced(measures: Sequence[_Measure], parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The maxima over all ranks that hold a shard: one collective for each axis of the mesh."""
-    for axis in dict.fromkeys(axis for measure in measures for axis in measure.axes):
-        which = [index for index, measure in enumerate(measures) if axis in measure.axes]
-        made = reduction.maxima(group_of(axis), [parts[index] for index in which])
-        for index, part in zip(which, made, strict=True):
-            parts[index] = part
-    return parts
+def _reduced(shards: Shards, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The maxima over all ranks that hold a shard, by one collective."""
+    assert shards.axis is not None
+    return reduction.maxima(group_of(shards.axis), parts)
 
 
 # -------------------------------------------------------------------------------------------------------------- casts
@@ -133,7 +127,7 @@ class ShardedCast:
         batch: int = 0,
     ) -> None:  # fmt: skip
         """`x`: an example of the tensor; `shard`: one of this rank's part, for an x that is gathered as codes."""
-        self.entries, self._backend = entries, backend
+        self.entries, self._backend, self._shards = entries, backend, shards
         tensor = next((entry.operand.tensor for entry in entries if entry is not None), "")
         if tensor == "x" and shards.gathers(tensor) is not None and shard is not None:
             x = shard
@@ -186,7 +180,8 @@ class ShardedCast:
     @property
     def names(self) -> str:
         """The steps in words."""
-        words = [f"amax over {'/'.join(str(a.size) for a in one.axes)} ranks" for one in self.measures[:1]]
+        axis = self._shards.axis
+        words = [] if axis is None or not self.measures else [f"amax over {axis.size} ranks"]
         words += [" + ".join(dict.fromkeys(step.names for step, _, _ in self._steps))]
         return ", ".join(words + (["gather codes and scales"] if self._axis is not None else []))
 
@@ -204,7 +199,7 @@ class ShardedCast:
         """Both operands; in place of a column operand that waits for dgrad a function that makes it."""
         amaxes = inputs.amax
         if self.measures and not isinstance(amaxes, list):
-            amaxes = _reduced(self.measures, self.measure(x))
+            amaxes = _reduced(self._shards, self.measure(x))
         made = Operands()
         for index, (step, _, _) in enumerate(self._steps):
             row, column = step.entries
@@ -386,7 +381,7 @@ class ShardedSchedule(Schedule):
         measures = [measure for step, _ in steps for measure in step.measures]
         if measures:
             own = [part for step, tensor in steps if step.measures for part in step.measure(tensor)]
-            parts = _reduced(measures, own)
+            parts = _reduced(self.shards, own)
             first = 0 if x_made is not None else len(self.x_cast.measures)
             x_inputs = x_inputs if first == 0 else x_inputs._replace(amax=parts[:first])
             w_inputs = w_inputs if first == len(measures) else w_inputs._replace(amax=parts[first:])
@@ -443,7 +438,7 @@ class ShardedSchedule(Schedule):
     def __str__(self) -> str:
         """`Schedule.__str__`, and how the tensors are sharded."""
         lines = [super().__str__()]
-        for axis in self.shards.axes:
+        if (axis := self.shards.axis) is not None:
             held = [f"{tensor} along {letter}" for tensor, letter in CASES[axis.case].items()]
             lines.append(f"rank {axis.rank} of {axis.size}: " + (", ".join(held) or "whole tensors"))
         if self.note:

@@ -34,10 +34,10 @@ _NAMES = {"N": "out_features", "K": "in_features", "M": "the rows of x"}
 
 
 class Axis(NamedTuple):
-    """One dimension of a mesh, along which tensors of a Linear are sharded in the way of its `case`."""
+    """The ranks of a mesh, over which tensors of a Linear are sharded in the way of the `case`."""
 
     case: str
-    group: str  # name of the process group of this rank's line of the mesh
+    group: str  # name of the process group
     size: int
     rank: int  # in the group
 
@@ -55,19 +55,28 @@ class Rows(NamedTuple):
 class Shards(NamedTuple):
     """The cut of a call's tensors: all that its schedule depends on besides the local tensors."""
 
-    axes: tuple[Axis, ...]
+    axis: Axis | None  # None: every rank has whole tensors
     rows: Rows | None  # where the rows of x or dy are sharded
-    adds_bias: bool  # of ranks whose results are summed one adds it
     seed_ranks: tuple[int, int, int]  # of x, w, dy: the first rank that holds the same shard
 
-    def axes_of(self, tensor: str, letter: str | None = None) -> tuple[Axis, ...]:
-        """The axes along which a tensor is sharded before its cast; `letter`: those that shard this extent."""
-        found = ((axis, CASES[axis.case].get(tensor)) for axis in self.axes)
-        return tuple(axis for axis, one in found if one is not None and letter in (None, one))
+    @property
+    def adds_bias(self) -> bool:
+        """True on the rank that adds the bias, where the results of ranks are summed; else on all."""
+        return self.axis is None or self.axis.case not in ("K", "S") or self.axis.rank == 0
+
+    def axis_of(self, tensor: str, letter: str | None = None) -> Axis | None:
+        """The axis over which a tensor is sharded before its cast; `letter`: None where it is not along this extent."""
+        along = None if self.axis is None else CASES[self.axis.case].get(tensor)
+        return self.axis if along is not None and letter in (None, along) else None
 
     def gathers(self, tensor: str) -> Axis | None:
         """The axis over which a tensor is gathered after its cast."""
-        return next((axis for axis in self.axes if GATHERED.get(axis.case) == tensor), None)
+        return self.axis if self.axis is not None and GATHERED.get(self.axis.case) == tensor else None
+
+    def cut(self, tensor: str) -> tuple[Axis, str] | None:
+        """The axis of a tensor whose shards have to be whole blocks, and the extent that it cuts."""
+        axis = self.axis_of(tensor)  # `why_not_gathered` looks at shards that are gathered
+        return None if axis is None or self.gathers(tensor) is not None else (axis, CASES[axis.case][tensor])
 
 
 def block_along(cast: Cast, axes: tuple[str, str], letter: str) -> int:
@@ -120,56 +129,53 @@ def routes_of_shards(
         cast, form = recipe.cast(*operand.key), getattr(route, operand.side)
         if cast is None or form not in ("folded", "tiles") or gemm.from_fprop:
             continue
+        cut = shards.cut(operand.tensor)
+        if cut is None or cut[0].size == 1:
+            continue
+        axis, letter = cut
         block = folded_format(cast.format, form).block
-        for axis in shards.axes_of(operand.tensor):
-            letter = CASES[axis.case][operand.tensor]
-            if axis.size == 1 or GATHERED.get(axis.case) == operand.tensor:  # `why_not_gathered` looks at these
-                continue
-            extent = block[AXES_OF[operand.tensor][operand.transposed].index(letter)] or 1
-            size, runs = _runs_of(shards, axis, letter, sizes)
-            if all(run % extent == 0 for run in runs):
-                continue
-            if gemm.path == "folded":
-                raise invalid_value(
-                    f"{operand.tensor}, sharded along {letter} ({_NAMES[letter]})",
-                    f"{size} over {axis.size} ranks, in parts of {runs[0]}, and path='folded'",
-                    f"parts that are multiples of {extent}, which are folded together",
-                    f"Make {_NAMES[letter]} a multiple of {axis.size * extent}, or take path='auto'.",
-                )  # fmt: skip
-            made = route_of(gemm, chip, fold=False)
-            reason = f"{made.reason}; parts of {runs[0]} of {_NAMES[letter]} are not folded, which takes {extent}"
-            routes = routes._replace(**{operand.gemm: made._replace(reason=reason)})
-            break
+        extent = block[AXES_OF[operand.tensor][operand.transposed].index(letter)] or 1
+        size, runs = _runs_of(shards, axis, letter, sizes)
+        if all(run % extent == 0 for run in runs):
+            continue
+        if gemm.path == "folded":
+            raise invalid_value(
+                f"{operand.tensor}, sharded along {letter} ({_NAMES[letter]})",
+                f"{size} over {axis.size} ranks, in parts of {runs[0]}, and path='folded'",
+                f"parts that are multiples of {extent}, which are folded together",
+                f"Make {_NAMES[letter]} a multiple of {axis.size * extent}, or take path='auto'.",
+            )  # fmt: skip
+        made = route_of(gemm, chip, fold=False)
+        reason = f"{made.reason}; parts of {runs[0]} of {_NAMES[letter]} are not folded, which takes {extent}"
+        routes = routes._replace(**{operand.gemm: made._replace(reason=reason)})
     return routes.reading_fprop(recipe)
 
 
 def check_blocks(entries: dict[str, Entries], shards: Shards, sizes: dict[str, int]) -> None:
     """Raise InvalidValueError where a shard ends inside a block; `sizes`: of the whole N, K; M is in the shards."""
     for tensor, both in entries.items():
-        for axis in shards.axes_of(tensor):
-            letter = CASES[axis.case][tensor]
-            if GATHERED.get(axis.case) == tensor:
-                continue  # `why_not_gathered` has looked
-            size, runs = _runs_of(shards, axis, letter, sizes)
-            for axes, entry in zip(AXES_OF[tensor], both, strict=True):
-                if entry is None or entry.cast is None:
-                    continue
-                cast, fmt = entry.cast, entry.cast.format
-                how = (
-                    "turned by a Hadamard transform" if cast.hadamard else "whose errors choose" * cast.chooses_by_error
-                )
-                if how and fmt.block[axes.index(letter)] is None:
-                    raise invalid_value(
-                        f"{tensor}, sharded along {letter}", f"blocks of {fmt.name} {how}, which it divides",
-                        "blocks that are whole, or whose amax alone decides their scale",
-                        "Take a format of smaller blocks, or leave the layer out of the plan.",
-                    )  # fmt: skip
-                block = block_along(cast, axes, letter)
-                if any(run % block for run in runs):
-                    raise invalid_value(
-                        f"{tensor}, sharded along {letter} ({_NAMES[letter]})",
-                        f"{size} over {axis.size} ranks, in parts of {runs[0]}",
-                        f"parts that are multiples of {block}, so that no block of {fmt.name} is cut",
-                        f"Make {_NAMES[letter]} a multiple of {axis.size * block}, take a recipe with a scale for each "
-                        "tensor or row, or leave the layer out of the plan.",
-                    )  # fmt: skip
+        cut = shards.cut(tensor)
+        if cut is None:
+            continue
+        axis, letter = cut
+        size, runs = _runs_of(shards, axis, letter, sizes)
+        for axes, entry in zip(AXES_OF[tensor], both, strict=True):
+            if entry is None or entry.cast is None:
+                continue
+            cast, fmt = entry.cast, entry.cast.format
+            how = "turned by a Hadamard transform" if cast.hadamard else "whose errors choose" * cast.chooses_by_error
+            if how and fmt.block[axes.index(letter)] is None:
+                raise invalid_value(
+                    f"{tensor}, sharded along {letter}", f"blocks of {fmt.name} {how}, which it divides",
+                    "blocks that are whole, or whose amax alone decides their scale",
+                    "Take a format of smaller blocks, or leave the layer out of the plan.",
+                )  # fmt: skip
+            block = block_along(cast, axes, letter)
+            if any(run % block for run in runs):
+                raise invalid_value(
+                    f"{tensor}, sharded along {letter} ({_NAMES[letter]})",
+                    f"{size} over {axis.size} ranks, in parts of {runs[0]}",
+                    f"parts that are multiples of {block}, so that no block of {fmt.name} is cut",
+                    f"Make {_NAMES[letter]} a multiple of {axis.size * block}, take a recipe with a scale for each "
+                    "tensor or row, or leave the layer out of the plan.",
+                )  # fmt: skip

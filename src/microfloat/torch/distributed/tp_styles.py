@@ -5,7 +5,6 @@ scales: x of a column-parallel layer in forward, dy of a row-parallel one in bac
 plain where torch's make DTensors, each of which costs the host about as much as a product.
 """
 
-import types
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from microfloat.errors import NotSupportedError
 from microfloat.torch._typing import Arguments, WithBias
-from microfloat.torch.distributed.tp_dtensor import AsPlaced, Placed, ToLocal, from_the_front
+from microfloat.torch.distributed.tp_dtensor import AsPlaced, Placed, from_the_front
 from microfloat.torch.distributed.tp_linear import Border
 from microfloat.torch.nn.linear import Linear
-from microfloat.torch.nn.norms import LayerNorm, RMSNorm
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "beside"]
@@ -103,26 +101,8 @@ class RowwiseParallel(_OfLinear, parallel.RowwiseParallel):  # pyright: ignore[r
 class SequenceParallel(parallel.SequenceParallel):
     """Run a norm or a dropout on inputs that are sharded by their sequence, as torch's style of the name.
 
-    Its result is a DTensor, which the `ColwiseParallel` layers behind it gather as codes and scales. A norm of rows
-    runs on each rank's rows as a plain tensor, to the bytes and the gradients that DTensors have.
+    Its result is a DTensor, which the `ColwiseParallel` layers behind it gather as codes and scales.
     """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        made = super()._apply(module, device_mesh)
-        (sharding,) = self.sequence_sharding
-        if type(made) in _NORMS and device_mesh.ndim == 1 and isinstance(sharding, Shard):
-            made.__dict__["_rows"] = Placed(device_mesh, (sharding,), torch.Size(()))
-            made.forward = types.MethodType(_norm_of_rows, made)
-        return made
-
-    @staticmethod
-    def _prepare_input_fn(  # pyright: ignore[reportIncompatibleMethodOverride]
-        sequence_sharding: Layouts, mod: nn.Module, inputs: Arguments, device_mesh: DeviceMesh
-    ) -> torch.Tensor | None:
-        rows: Placed | None = mod.__dict__.get("_rows")
-        if rows is not None and _normalizes_rows(mod, inputs[0], rows):
-            return None
-        return parallel.SequenceParallel._prepare_input_fn(sequence_sharding, mod, inputs, device_mesh)
 
 
 # ------------------------------------------------------------------------------------------------------------ Linears
@@ -180,42 +160,3 @@ def _is_sequence(x: DTensor) -> bool:
     """True for a tensor of rows that are sharded, and nothing else."""
     placement = x.placements[0]
     return len(x.placements) == 1 and type(placement) is Shard and placement.dim < x.dim() - 1
-
-
-# -------------------------------------------------------------------------------------------------------------- norms
-
-_NORMS = (nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm)
-
-
-def _normalizes_rows(norm: nn.Module, x: object, rows: Placed) -> bool:
-    """True where rows that lie as `rows` says are normalized one by one, outside of a compiler's trace."""
-    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not x.dim():
-        return False
-    (sharding,) = from_the_front(rows.placements, x.dim())
-    if sharding.dim >= x.dim() - len(norm.normalized_shape):  # type: ignore[attr-defined, arg-type]
-        return False
-    return not isinstance(x, DTensor) or x.placements == (sharding,)
-
-
-def _norm_of_rows(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`norm` of this rank's rows, as a DTensor."""
-    rows: Placed = norm.__dict__["_rows"]
-    if not _normalizes_rows(norm, x, rows):
-        return type(norm).forward(norm, x)
-    if isinstance(x, DTensor):
-        placed = Placed(x.device_mesh, x.placements, x.shape)
-        local = ToLocal.apply(x, placed)
-    else:
-        (sharding,), shape = from_the_front(rows.placements, x.dim()), list(x.shape)
-        shape[sharding.dim] *= rows.mesh.size()  # type: ignore[attr-defined]
-        placed = Placed(rows.mesh, (sharding,), torch.Size(shape))
-        local = x.view_as(x)  # where the gradients of a norm of several operations are added, before that of others
-    # The gradients of this rank's parameters are sums over rows, of which it has a part.
-    parameters = {
-        name: ToLocal.apply(one, Placed(rows.mesh, (Partial(),), one.shape)) if isinstance(one, DTensor) else one
-        for name, one in norm._parameters.items()
-    }
-    # The same module with other parameters: what others read of it meanwhile stays as it is.
-    twin = object.__new__(type(norm))
-    twin.__dict__ = {**norm.__dict__, "_parameters": parameters}
-    return AsPlaced.apply(type(norm).forward(twin, local), placed, placed)

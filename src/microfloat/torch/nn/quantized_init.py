@@ -14,7 +14,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch._typing import InitMethod
-from microfloat.torch.tensor.aten import keep_init_val, quantize_stored, store
+from microfloat.torch.tensor.aten_writes import keep_init_val, quantize_stored, store
 from microfloat.torch.tensor.quantized_tensor import INIT_VAL, QuantizedTensor
 
 # The innermost `quantized_model_init` of this thread and task.

@@ -12,6 +12,7 @@ from microfloat.torch._typing import Arguments, Options
 from microfloat.torch._upper import upper
 from microfloat.torch.tensor.aten_shapes import permute
 from microfloat.torch.tensor.aten_table import Operator, is_decay, raw, refusal, refuse_experts, register
+from microfloat.torch.tensor.ops import scaled_matmul
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor
 
 aten = torch.ops.aten
@@ -169,8 +170,6 @@ def _equal(func: Operator, args: Arguments, kwargs: Options) -> bool:
 @register(aten.mm.default, aten.addmm.default)
 def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """``a @ b`` (+ bias), contracting the last axis of a and the first of b, also for `torch.matmul` and `F.linear`."""
-    from microfloat.torch.tensor.ops import scaled_matmul
-
     *bias, a, b = args
     are_quantized = [isinstance(one, QuantizedTensor) for one in args]
     scaled = any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))

@@ -313,7 +313,7 @@ def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
         if not part.dim() or (part.dim() == 1 and dim) or (is_of_rows and along == -1):
             scales, what = [getattr(q, name) for q in tensors], f"{first.format} tensors, whose {name}"
             # Compiled code compares them when it runs.
-            common = torch.ops.microfloat.common_scale if _operators.is_tracing(part) else _operators.common_scale
+            common = torch.ops.microfloat.common_scale if _operators.is_tracing(part) else _common_scale
             return common(scales, what)
         if is_tensor_scale and part.dim() == 2:
             return torch.cat([q.tensor_scale.view(*q.codes.shape[:-1], 1) for q in tensors], along).view(-1, 1)
@@ -324,6 +324,21 @@ def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     return QuantizedTensor(
         codes, join("scale"), tensor_scale, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype
     )
+
+
+def _common_scale(scales: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+    """A copy of the first scale, which all others must equal to the bit; `what` names their tensors in the error."""
+    if not all(torch.equal(raw(scales[0]), raw(other)) for other in scales[1:]):
+        raise invalid_value(
+            "tensors", f"{what} is one for all blocks, and differs between them", "equal ones",
+            "Join the values and quantize them: microfloat.torch.quantize(torch.cat([q.dequantize(), ...]), cast).",
+        )  # fmt: skip
+    return scales[0].clone()
+
+
+_operators.define(
+    "common_scale(Tensor[] scales, str what) -> Tensor", _common_scale, lambda scales, what: torch.empty_like(scales[0])
+)
 
 
 def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> None:

@@ -14,7 +14,7 @@ from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.quantized_tensor import UNKNOWN, QuantizedTensor
 
 __all__ = [
-    "Operator", "check_kinds", "dispatch", "is_decay", "raw", "refusal", "refuse_experts", "register", "register_view",
+    "Operator", "check_kinds", "is_decay", "raw", "refusal", "refuse_experts", "register", "register_view", "take",
     "valueless", "view_of",
 ]  # fmt: skip
 
@@ -25,9 +25,9 @@ Implementation = TypeVar("Implementation", bound=Callable[..., object])
 _TABLE: dict[Operator, Callable[[Operator, Arguments, Options], object]] = {}
 
 
-def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
+def _dispatch(cls: type, func: Operator, types: object, args: Arguments = (), kwargs: Options | None = None) -> object:
     """Run the function of an operator; raises InvalidTypeError for an operator without one."""
-    implementation = _TABLE.get(func)
+    implementation, kwargs = _TABLE.get(func), kwargs or {}
     try:
         if implementation is None:
             raise refusal(func, args, kwargs)
@@ -49,6 +49,9 @@ def dispatch(func: Operator, args: Arguments, kwargs: Options) -> object:
     if func._schema.is_mutable:
         _count_writes(args[0])
     return result
+
+
+QuantizedTensor.__torch_dispatch__ = classmethod(_dispatch)  # type: ignore[assignment]
 
 
 def _count_writes(written: object) -> None:
@@ -131,6 +134,13 @@ def view_of(
 def raw(part: torch.Tensor) -> torch.Tensor:
     """The bits as integers, which are equal for equal NaN, and which operators without float8 can read."""
     return part.view(torch.int32 if part.dtype == torch.float32 else torch.uint8)
+
+
+def take(q: QuantizedTensor, fresh: QuantizedTensor, flag: torch.Tensor | None = None) -> None:
+    """Copy the bytes of `fresh`, of q's kind, unless `flag` says otherwise."""
+    for part, new in zip(q.part_list(), fresh.part_list(), strict=True):
+        kept = raw(part)
+        kept.copy_(raw(new) if flag is None else torch.where(flag.reshape(()).to(kept.device) != 0, kept, raw(new)))
 
 
 def refuse_experts(q: QuantizedTensor, operation: str) -> None:

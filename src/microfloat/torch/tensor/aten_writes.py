@@ -14,10 +14,12 @@ from microfloat.recipes import Cast, Current
 from microfloat.torch import backends
 from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.aten_table import Operator, check_kinds, is_decay, raw, refusal, register
+from microfloat.torch.tensor.aten_table import Operator, check_kinds, is_decay, raw, refusal, register, take
+from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import INIT_VAL, UNKNOWN, QuantizedTensor
+from microfloat.torch.tensor.seeds import draw_seed
 
-__all__ = ["keep_init_val", "quantize_stored", "requantized", "store", "take"]
+__all__ = ["keep_init_val", "quantize_stored", "requantized", "store"]
 
 # Plain values in operand order, a Cast, and an amax or None.
 Quantize: TypeAlias = Callable[[torch.Tensor, Cast, torch.Tensor | None], QuantizedTensor]
@@ -134,9 +136,6 @@ def quantize_stored(
     values: torch.Tensor, cast: Cast, amax: float | torch.Tensor | None = None, of_experts: bool = False
 ) -> QuantizedTensor:
     """Plain `values` as the codes of a parameter under `cast`; experts [E, N, K] are quantized separately."""
-    from microfloat.torch.tensor.ops import quantize
-    from microfloat.torch.tensor.seeds import draw_seed
-
     # Replicas of a parameter on other ranks must round alike.
     seed = draw_seed(values.device, folds=False) if cast.is_stochastic and not values.is_meta else None
     if not of_experts:
@@ -247,13 +246,6 @@ def store(q: QuantizedTensor, values: torch.Tensor, flag: torch.Tensor | None = 
         _store(q, values)
     else:
         take(q, _store(q.map_parts(torch.clone), values), flag)
-
-
-def take(q: QuantizedTensor, fresh: QuantizedTensor, flag: torch.Tensor | None = None) -> None:
-    """Copy the bytes of `fresh`, of q's kind, unless `flag` says otherwise."""
-    for part, new in zip(q.part_list(), fresh.part_list(), strict=True):
-        kept = raw(part)
-        kept.copy_(raw(new) if flag is None else torch.where(flag.reshape(()).to(kept.device) != 0, kept, raw(new)))
 
 
 # ---- updates by small steps, which keep float32 scales that still serve (docs/numerics.md 7.4) -------------------

@@ -115,11 +115,13 @@ def row_count(shape: Sequence[int]) -> int:
     return rows
 
 
-def check_beside(argument: str, tensor: torch.Tensor | None, x: torch.Tensor, remedy: str | None = None) -> None:
+def check_beside(
+    argument: str, tensor: torch.Tensor | None, x: torch.Tensor, remedy: str | None = None, of: str = "x"
+) -> None:
     """Raise where a tensor is on another device than x."""
     if tensor is not None and tensor.device != x.device:
         remedy = f"Move it: .to({str(x.device)!r})." if remedy is None else remedy
-        raise invalid_value(argument, f"a tensor on {tensor.device}", f"one on {x.device}, where x is", remedy)
+        raise invalid_value(argument, f"a tensor on {tensor.device}", f"one on {x.device}, where {of} is", remedy)
 
 
 def check_parameter(argument: str, parameter: object, x: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""quantize, dequantize and scaled_matmul as opaque operators, for compilers that trace.
+"""Opaque operators, for compilers that trace: their definition, their constants, and the transforms they refuse.
 
 A compiler must not look inside: Inductor turns divisions into approximate ones on CUDA, and host-side decisions would
 break its graphs (docs/numerics.md 1.5). In eager mode these operators are not used. Casts travel as strings, since
@@ -6,17 +6,15 @@ operators take no objects; a token is derived from the Cast's contents and means
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
 
-from microfloat.arguments import axes_of
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.layout import Storage, array_layout, leading_axes
+from microfloat.layout import Storage, array_layout
 from microfloat.recipes import Cast, Hadamard, as_cast
 from microfloat.recipes._serialize import cast_from_data, cast_of, format_from_data
 from microfloat.recipes.cast import as_scaled_format
@@ -25,22 +23,7 @@ from microfloat.torch.reference._grid import mode_count, transforms_active
 if TYPE_CHECKING:
     from torch._functorch.autograd_function import VmapInfo
 
-    from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-
 _library = torch.library.Library("microfloat", "FRAGMENT")
-_library.define(
-    "quantize(Tensor x, str[] casts, int[] axes, Tensor? seed, int[] streams, Tensor?[] amax, Tensor?[] scale_enc, "
-    "str backend, int batch=0) -> Tensor[]"
-)
-_library.define(
-    "dequantize(Tensor codes, Tensor scale, Tensor? tensor_scale, str cast, int axis, SymInt[] shape, ScalarType dtype)"
-    " -> Tensor"
-)
-_library.define(
-    "scaled_matmul(Tensor[] a, Tensor[] b, str[] casts, int[] axes, SymInt[] a_shape, SymInt[] b_shape, Tensor? bias, "
-    "ScalarType dtype, str accumulate, str backend) -> Tensor"
-)
-_library.define("common_scale(Tensor[] scales, str what) -> Tensor")
 
 
 def is_tracing(tensor: object) -> bool:
@@ -164,90 +147,38 @@ for _function in (token_of, storage_of, _token_of_parts, _cast_of_text, _token_o
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _quantize(
-    x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
-    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,
-) -> list[torch.Tensor]:  # fmt: skip
-    from microfloat.torch.tensor.ops import quantize_values
-
-    casts, both = [cast_of(token) for token in tokens], len(axes) == 2
-    made: Any = quantize_values(
-        x, one_or_pair(casts), one_or_pair(axes), seed, one_or_pair(streams), one_or_pair(amax),
-        one_or_pair(scale_enc), backend, batch,
-    )  # fmt: skip
-    # Kernels write 1x128 scales column-major; a compiler relies on the strides that the fake promises.
-    return [part.contiguous() for q in (made if both else [made]) for part in q.part_list()]
-
-
-def one_or_pair(values: Sequence[Any]) -> Any:
-    """A pair as a tuple, else the only value: the arguments of `quantize` from the lists that operators carry."""
-    return tuple(values) if len(values) == 2 else values[0]
-
-
-def _fake_quantize(x: torch.Tensor, tokens: list[str], axes: list[int], *_: object) -> list[torch.Tensor]:
-    axes_ = axes_of(one_or_pair(axes), x.dim())
-    return [part for token, axis in zip(tokens, axes_, strict=True) for part in valueless_parts(x, token, axis)]
-
-
 def valueless_parts(x: torch.Tensor, token: str, axis: int) -> list[torch.Tensor]:
     """The parts of x quantized along `axis` >= 0, without values."""
     layout = array_layout(storage_of(token), tuple(x.shape), axis)
     return [x.new_empty(part.shape, dtype=getattr(torch, part.dtype)) for part in layout if part is not None]
 
 
-def _tensor(
-    parts: Sequence[torch.Tensor], token: str, axis: int, shape: Sequence[int], dtype: torch.dtype
-) -> "QuantizedTensor":
-    from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-
-    codes, scale, *rest = parts
-    return QuantizedTensor(codes, scale, rest[0] if rest else None, cast_of(token), axis=axis, shape=shape, dtype=dtype)
-
-
-def _dequantize(
-    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, token: str, axis: int,
-    shape: Sequence[int], dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    parts = [codes, scale] if tensor_scale is None else [codes, scale, tensor_scale]
-    return _tensor(parts, token, axis, shape, torch.float32).decoded(dtype).contiguous()
-
-
-def _scaled_matmul(
-    a: list[torch.Tensor], b: list[torch.Tensor], tokens: list[str], axes: list[int], a_shape: Sequence[int],
-    b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
-) -> torch.Tensor:  # fmt: skip
-    from microfloat.torch.tensor.ops import multiply_values
-
-    left, right = (_tensor(*one, dtype) for one in zip((a, b), tokens, axes, (a_shape, b_shape), strict=True))
-    return multiply_values(left, right, bias, dtype, accumulate, backend)
-
-
-def _fake_scaled_matmul(
-    a: list[torch.Tensor], b: object, tokens: object, axes: list[int], a_shape: Sequence[int], b_shape: Sequence[int],
-    bias: object, dtype: torch.dtype, *_: object,
-) -> torch.Tensor:  # fmt: skip
-    rows = [math.prod(leading_axes(tuple(shape), axis)) for shape, axis in zip((a_shape, b_shape), axes, strict=True)]
-    return a[0].new_empty(rows, dtype=dtype)
-
-
-def common_scale(scales: Sequence[torch.Tensor], what: str) -> torch.Tensor:
-    """A copy of the first scale, which all others must equal to the bit; `what` names their tensors in the error."""
-    first, *others = (scale.view(torch.int32 if scale.dtype == torch.float32 else torch.uint8) for scale in scales)
-    if not all(torch.equal(first, other) for other in others):
-        raise invalid_value(
-            "tensors", f"{what} is one for all blocks, and differs between them", "equal ones",
-            "Join the values and quantize them: microfloat.torch.quantize(torch.cat([q.dequantize(), ...]), cast).",
-        )  # fmt: skip
-    return scales[0].clone()
-
-
-# ---- batches of torch.func.vmap ----------------------------------------------------------------------------------
+# ---- definitions, and batches of torch.func.vmap -----------------------------------------------------------------
 
 
 Rule = Callable[..., tuple[object, object]]  # results, and the batch axis of each
 
 
-def each_alone(name: str) -> Rule:
+def define(
+    schema: str, run: Callable, fake: Callable | None = None, *, batches: bool | None = True,
+    tags: Sequence[torch.Tag] = (),
+) -> None:  # fmt: skip
+    """Define an operator: `run` on values, `fake` without them (None: it needs values).
+
+    `batches`: vmap runs each example alone; False: it is refused by name; None: its arguments are no batches.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=tags)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"microfloat::{name}", fake, lib=_library)
+    if batches:
+        torch.library.register_vmap(f"microfloat::{name}", _each_alone(name), lib=_library)
+    elif batches is not None:
+        refuse_batches(_library, name)
+
+
+def _each_alone(name: str) -> Rule:
     """The rule of an operator for a batch: each example alone, the results stacked."""
 
     def example(value: Any, dim: int | list | None, index: int) -> Any:
@@ -287,14 +218,3 @@ def refuse_batches(library: torch.library.Library, *names: str) -> None:
             raise refusal_of_transforms(f"microfloat::{name}")
 
         torch.library.register_vmap(f"microfloat::{name}", refuse, lib=library)
-
-
-for _name, _run, _fake in (
-    ("quantize", _quantize, _fake_quantize),
-    ("dequantize", _dequantize, lambda codes, *rest: codes.new_empty(rest[-2], dtype=rest[-1])),
-    ("scaled_matmul", _scaled_matmul, _fake_scaled_matmul),
-    ("common_scale", common_scale, lambda scales, what: torch.empty_like(scales[0])),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"microfloat::{_name}", _fake, lib=_library)
-    torch.library.register_vmap(f"microfloat::{_name}", each_alone(_name), lib=_library)

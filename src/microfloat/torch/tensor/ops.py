@@ -5,11 +5,11 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 
-from microfloat.arguments import check_number, check_word, for_each
+from microfloat.arguments import axes_of, check_number, check_word, for_each
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.layout import group_windows, leading_axes
 from microfloat.recipes import as_cast
@@ -18,8 +18,8 @@ from microfloat.torch import backends
 from microfloat.torch._typing import Seed
 from microfloat.torch._upper import upper
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.aten import take
-from microfloat.torch.tensor.checks import check_amax, check_scale_enc, check_tensor, real_tensor, row_count
+from microfloat.torch.tensor.aten_table import take
+from microfloat.torch.tensor.checks import check_amax, check_beside, check_scale_enc, check_tensor, real_tensor
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor, tensors_of
 from microfloat.torch.tensor.seeds import draw_seed, seed_words
 
@@ -168,7 +168,7 @@ def quantize_values(
     usages = usages_of(cast, axis, x.dim(), stream, amax, scale_enc)
     module = backends.choose(backend, x.device)
     x = x.detach().resolve_neg()
-    matrix = x if x.dim() == 2 else x.reshape(row_count(x.shape), x.shape[-1] if x.dim() else 1)
+    matrix = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
     turned = [x.dim() == 2 and usage.axis == 0 for usage in usages]
     usages = [_checked(usage, matrix, is_turned) for usage, is_turned in zip(usages, turned, strict=True)]
     words = None
@@ -315,7 +315,7 @@ def _check_quantized(argument: str, value: object, remedy: str) -> None:
 
 
 def _check_pair(a: QuantizedTensor, b: QuantizedTensor) -> None:
-    _check_device("b", b, a, f"Move it: b.to({str(a.device)!r}).")
+    check_beside("b", b, a, f"Move it: b.to({str(a.device)!r}).", "a")
     if a.format.scale != b.format.scale:
         got = f"{b.format} ({b.format.scale} scales) against {a.format} ({a.format.scale} scales) of a"
         needed = "operands of one family (both FP32, both E8M0 or both E4M3 scales)"
@@ -332,11 +332,6 @@ def _check_pair(a: QuantizedTensor, b: QuantizedTensor) -> None:
         raise invalid_value("b", got, needed, "Both operands contract their quantization axis: y = a @ b.T.")
 
 
-def _check_device(argument: str, tensor: torch.Tensor, a: QuantizedTensor, remedy: str = "") -> None:
-    if tensor.device != a.device:
-        raise invalid_value(argument, f"a tensor on {tensor.device}", f"one on {a.device}, where a is", remedy)
-
-
 def _check_out(out: object, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype | None) -> None:
     """Refuse a tensor that cannot take the product of a and b in place."""
     if not isinstance(out, torch.Tensor) or isinstance(out, QuantizedTensor) or out.dtype not in INPUT_DTYPES:
@@ -347,7 +342,7 @@ def _check_out(out: object, a: QuantizedTensor, b: QuantizedTensor, out_dtype: t
     shape = tuple(math.prod(leading_axes(tuple(q.shape), q.axis)) for q in (a, b))
     if tuple(out.shape) != shape:
         raise invalid_value("out", f"shape {tuple(out.shape)}", f"shape {shape}: the rows of a and of b")
-    _check_device("out", out, a)
+    check_beside("out", out, a, "", "a")
     if any(size > 1 and not stride for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise invalid_value("out", f"an expanded tensor of strides {out.stride()}", "memory of its own for every entry")
     if out.requires_grad and torch.is_grad_enabled():
@@ -361,7 +356,7 @@ def _check_bias(bias: torch.Tensor, columns: int, a: QuantizedTensor) -> None:
         raise invalid_type("bias", got, "None or a floating-point tensor")
     if tuple(bias.shape) != (columns,):
         raise invalid_value("bias", f"shape {tuple(bias.shape)}", f"shape ({columns},): one value per row of b")
-    _check_device("bias", bias, a)
+    check_beside("bias", bias, a, "", "a")
 
 
 @overload
@@ -401,7 +396,7 @@ def fake_quantize(
 def _straight_through(exact: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """`exact`, differentiated as `plain` is: by an operator, which compilers take, but transforms of torch.func not."""
     active = _operators.transforms_active() and not torch.compiler.is_compiling()
-    return (_StraightThrough.apply if active else _straight_through_operator)(exact, plain)
+    return (_StraightThrough.apply if active else torch.ops.microfloat.straight_through)(exact, plain)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -420,9 +415,79 @@ class _StraightThrough(torch.autograd.Function):
         return None, dy
 
 
-_straight_through_operator = torch.library.custom_op(
-    "microfloat::straight_through", _StraightThrough.forward, mutates_args=()
-)
-_straight_through_operator.register_fake(lambda exact, plain: torch.empty_like(exact))
-_straight_through_operator.register_autograd(_StraightThrough.backward)
-torch.library.register_vmap("microfloat::straight_through", _operators.each_alone("straight_through"))
+# ---- the operators of compiled code ------------------------------------------------------------------------------
+
+
+def _quantize(
+    x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
+    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,
+) -> list[torch.Tensor]:  # fmt: skip
+    casts = [_operators.cast_of(token) for token in tokens]
+    cast, axis, stream, *reals = (_one_or_pair(values) for values in (casts, axes, streams, amax, scale_enc))
+    made: Any = quantize_values(x, cast, axis, seed, stream, *reals, backend, batch)
+    # Kernels write 1x128 scales column-major; a compiler relies on the strides that the fake promises.
+    return [part.contiguous() for q in (made if len(axes) == 2 else [made]) for part in q.part_list()]
+
+
+def _one_or_pair(values: Sequence[Any]) -> Any:
+    """A pair as a tuple, else the only value: the arguments of `quantize` from the lists that operators carry."""
+    return tuple(values) if len(values) == 2 else values[0]
+
+
+def _fake_quantize(x: torch.Tensor, tokens: list[str], axes: list[int], *_: object) -> list[torch.Tensor]:
+    pairs = zip(tokens, axes_of(_one_or_pair(axes), x.dim()), strict=True)
+    return [part for token, axis in pairs for part in _operators.valueless_parts(x, token, axis)]
+
+
+def _tensor(
+    parts: Sequence[torch.Tensor], token: str, axis: int, shape: Sequence[int], dtype: torch.dtype
+) -> QuantizedTensor:
+    codes, scale, *rest = parts
+    cast = _operators.cast_of(token)
+    return QuantizedTensor(codes, scale, rest[0] if rest else None, cast, axis=axis, shape=shape, dtype=dtype)
+
+
+def _dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, token: str, axis: int,
+    shape: Sequence[int], dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    parts = [codes, scale] if tensor_scale is None else [codes, scale, tensor_scale]
+    return _tensor(parts, token, axis, shape, torch.float32).decoded(dtype).contiguous()
+
+
+def _scaled_matmul(
+    a: list[torch.Tensor], b: list[torch.Tensor], tokens: list[str], axes: list[int], a_shape: Sequence[int],
+    b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    left, right = (_tensor(*one, dtype) for one in zip((a, b), tokens, axes, (a_shape, b_shape), strict=True))
+    return multiply_values(left, right, bias, dtype, accumulate, backend)
+
+
+def _fake_scaled_matmul(
+    a: list[torch.Tensor], b: object, tokens: object, axes: list[int], a_shape: Sequence[int], b_shape: Sequence[int],
+    bias: object, dtype: torch.dtype, *_: object,
+) -> torch.Tensor:  # fmt: skip
+    rows = [math.prod(leading_axes(tuple(shape), axis)) for shape, axis in zip((a_shape, b_shape), axes, strict=True)]
+    return a[0].new_empty(rows, dtype=dtype)
+
+
+_operators.define(
+    "quantize(Tensor x, str[] casts, int[] axes, Tensor? seed, int[] streams, Tensor?[] amax, Tensor?[] scale_enc, "
+    "str backend, int batch=0) -> Tensor[]",
+    _quantize, _fake_quantize,
+)  # fmt: skip
+_operators.define(
+    "dequantize(Tensor codes, Tensor scale, Tensor? tensor_scale, str cast, int axis, SymInt[] shape, ScalarType dtype)"
+    " -> Tensor",
+    _dequantize, lambda codes, *rest: codes.new_empty(rest[-2], dtype=rest[-1]),
+)  # fmt: skip
+_operators.define(
+    "scaled_matmul(Tensor[] a, Tensor[] b, str[] casts, int[] axes, SymInt[] a_shape, SymInt[] b_shape, Tensor? bias, "
+    "ScalarType dtype, str accumulate, str backend) -> Tensor",
+    _scaled_matmul, _fake_scaled_matmul,
+)  # fmt: skip
+_operators.define(
+    "straight_through(Tensor exact, Tensor plain) -> Tensor",
+    _StraightThrough.forward, lambda exact, plain: torch.empty_like(exact),
+)  # fmt: skip
+torch.library.register_autograd("microfloat::straight_through", _StraightThrough.backward)

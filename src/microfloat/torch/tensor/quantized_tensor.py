@@ -22,7 +22,7 @@ from microfloat.layout import array_layout, leading_axes, scale_shape
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.recipes._serialize import cast_from_data, cast_to_data
 from microfloat.torch import backends
-from microfloat.torch._typing import Arguments, Options
+from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, dtype_name
 from microfloat.torch.reference._elements import codes_dtype
 from microfloat.torch.tensor import custom_ops as _operators
@@ -336,13 +336,7 @@ class QuantizedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, types: object, args: Arguments = (), kwargs: Options | None = None
-    ) -> object:
-        from microfloat.torch.tensor.aten import dispatch
-
-        return dispatch(func, args, kwargs or {})
+    # `__torch_dispatch__` is `aten_table.dispatch`.
 
     def __tensor_flatten__(self) -> tuple[list[str], Flattened]:
         """Names of the parts, and the other fields, with sizes that the parts do not give where they are numbers."""

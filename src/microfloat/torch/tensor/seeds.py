@@ -15,6 +15,7 @@ from microfloat.arguments import as_int, check_int, check_word
 from microfloat.errors import invalid_value
 from microfloat.torch.reference._elements import philox
 from microfloat.torch.reference._grid import mode_count, transforms_active
+from microfloat.torch.tensor.custom_ops import define
 
 __all__ = ["Rank", "derive", "draw_seed", "fold_rank_", "has_ranks", "seed_words", "set_seed_rank"]
 
@@ -22,15 +23,6 @@ _LOW = 0xFFFFFFFF
 _DERIVE_DOMAIN = 0x5EED0001  # the last counter word of `derive`, which keeps it apart from element counters
 _ODD = 0x9E3779B97F4A7C15  # a product with an odd number mod 2^64 is another one for every rank
 _NEEDED = "an int in [0, 2^64), or its two 32-bit words, low first"
-
-_library = torch.library.Library("microfloat", "FRAGMENT")
-# Opaque to compilers, since Inductor would replace the random call by a generator of its own; the tag says that it may
-# not be recomputed. AOTAutograd merges calls with equal arguments, whatever their tag, except for torch.empty: its
-# result, `apart`, keeps two draws apart.
-_library.define(
-    "draw_seed(*, Device device, bool folds=True, int? rank=None, Tensor? apart=None) -> Tensor",
-    tags=[torch.Tag.nondeterministic_seeded],
-)
 
 
 def _draw_seed(
@@ -43,12 +35,14 @@ def _draw_seed(
     return draw.view(torch.uint32).to(torch.int64)  # both words, low first: little-endian
 
 
-_library.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
-
-
-torch.library.register_fake(
-    "microfloat::draw_seed", lambda *, device, **_: torch.empty(2, dtype=torch.int64, device=device), lib=_library
-)
+# Opaque to compilers, since Inductor would replace the random call by a generator of its own; the tag says that it may
+# not be recomputed. AOTAutograd merges calls with equal arguments, whatever their tag, except for torch.empty: its
+# result, `apart`, keeps two draws apart.
+define(
+    "draw_seed(*, Device device, bool folds=True, int? rank=None, Tensor? apart=None) -> Tensor",
+    _draw_seed, lambda *, device, **_: torch.empty(2, dtype=torch.int64, device=device),
+    batches=None, tags=[torch.Tag.nondeterministic_seeded],
+)  # fmt: skip
 
 
 def draw_seed(device: torch.device | str, *, folds: bool = True, rank: int | None = None) -> torch.Tensor:
