@@ -69,7 +69,8 @@ from microfloat.torch.tensor.ops import dequantize, fake_quantize, quantize, sca
 from microfloat.torch.tensor.packing import from_blocked, pack_fp4, pack_fp6, to_blocked, unpack_fp4, unpack_fp6
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 from microfloat.torch.tensor.seeds import set_seed_rank
-from microfloat.torch.watch.session import Record, watch
+from microfloat.torch.watch.session import watch
+from microfloat.watching import Record
 
 tell({
     "run_sharded": "microfloat.torch.distributed.tp_linear:run_sharded",

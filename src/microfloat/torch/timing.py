@@ -22,11 +22,6 @@ from microfloat.torch.launch import gemms
 from microfloat.torch.linear.schedule import CastStep
 from microfloat.torch.tensor.ops import quantize, scaled_matmul
 
-__all__ = [
-    "L2_BYTES", "Maker", "Times", "against_oracle", "copy_gbs", "cuda_version", "difference", "in_turn", "matrices",
-    "quantize_times", "rotations",
-]  # fmt: skip
-
 L2_BYTES = 50 << 20  # of an H200
 
 

@@ -15,11 +15,6 @@ from microfloat.torch.backends.base import laid
 from microfloat.torch.distributed.tp_shards import Axis
 from microfloat.torch.scaling.rank_errors import in_collective
 
-__all__ = [
-    "all_gather", "all_gather_together", "gather_parts", "gather_rows", "group_of", "reduce_scatter", "scatter_sum",
-    "side_by_side", "sum_over",
-]  # fmt: skip
-
 # The names in newer versions of torch, and in older ones.
 all_gather: Callable[..., object] = (
     getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor

@@ -32,8 +32,6 @@ from microfloat.torch.tensor.checks import check_tensor
 from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["Dispatched", "dispatch"]
-
 _CALL = "the all-to-all of tokens"
 _Journey: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 

@@ -50,11 +50,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = [
-    "FsdpWeight", "compare_weight", "largest", "low_precision_all_gather", "precompute_scales",
-    "refuse_fewer_ranks",
-]  # fmt: skip
-
 aten = torch.ops.aten
 
 

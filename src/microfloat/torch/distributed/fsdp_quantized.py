@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["QuantizedShard", "shard_of_zeros", "tell_ranks"]
-
 
 class Whole:
     """The parameter that a shard is cut from, which all views of the shard share.

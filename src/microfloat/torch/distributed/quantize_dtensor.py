@@ -19,8 +19,6 @@ from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.checks import check_tensor
 from microfloat.torch.tensor.ops import Real, quantize_values
 
-__all__ = ["quantize_sharded"]
-
 
 def quantize_sharded(
     x: DTensor, cast: CastLike, axis: int, seed: Seed, stream: int, amax: Real, scale_enc: Real, backend: str

@@ -11,8 +11,6 @@ from microfloat.torch.scaling.amax_reduction import Group
 from microfloat.torch.scaling.rank_errors import in_collective
 from microfloat.torch.tensor.checks import is_abstract
 
-__all__ = ["distribute_saved_activations"]
-
 _FEWEST_BYTES = 4096  # a collective of less costs more than the memory is worth
 _ODD = 0x1E3779B97F4A7C15
 

@@ -25,8 +25,6 @@ except ImportError:  # a version of torch that has moved them
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AsPlaced", "Placed", "from_the_front", "of_gradient"]
-
 
 class Placed:
     """The placements, on the ranks of a mesh, of a tensor of `shape` that is contiguous as a whole."""

@@ -21,8 +21,6 @@ from microfloat.torch.distributed.tp_dtensor import Placed
 from microfloat.torch.distributed.tp_schedule import ShardedSchedule, arrived
 from microfloat.torch.distributed.tp_shards import Axis
 
-__all__ = ["Beside", "Gathering", "Readers", "gathered", "with_shard", "without_memory"]
-
 
 class Gathering(NamedTuple):
     """A gather along `dim`; `shard`: how the tensor lies before it.

@@ -42,8 +42,6 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from microfloat.torch.nn.linear import Linear
 
-__all__ = ["Border", "find_sharded", "run_sharded"]
-
 _NEEDED = "a DTensor on the mesh of the weight"
 _REMEDY = (
     "Put the layer into the plan of parallelize_module, or wrap the call's input: DTensor.from_local(x, mesh, ...)."

@@ -40,8 +40,6 @@ from microfloat.torch.linear.schedule import CastStep, Inputs, Schedule, as_matr
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.scaling import amax_reduction as reduction
 
-__all__ = ["ShardedSchedule", "arrived", "landed", "why_not_gathered"]
-
 _ALIGNED = 16  # elements, by which a matrix is widened
 
 

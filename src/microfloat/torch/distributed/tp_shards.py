@@ -12,11 +12,6 @@ from microfloat.operands import OPERANDS
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Entries, Entry, Routes, route_of
 
-__all__ = [
-    "AXES_OF", "CASES", "GATHERED", "Axis", "Rows", "Shards", "block_along", "block_read", "check_blocks",
-    "routes_of_shards", "scales_read",
-]  # fmt: skip
-
 # The axis along which each tensor is sharded before its cast, by the case.
 CASES: dict[str, dict[str, str]] = {
     "": {},

@@ -19,8 +19,6 @@ from microfloat.torch.distributed.tp_linear import Border
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "beside"]
-
 Layouts = tuple[Placement, ...]
 
 

@@ -12,8 +12,6 @@ from microfloat.reference import Quantized, casters
 from microfloat.reference._quantize import in_shape
 from microfloat.torch import reference
 
-__all__ = ["quantize"]
-
 
 def quantize(x: np.ndarray, cast: Cast, amax: np.ndarray | None) -> Quantized:
     """The Quantized of a matrix [R, C]; `amax` as in `microfloat.quantize`, or None to measure it."""

@@ -1,6 +1,7 @@
 """Operators that read a QuantizedTensor: copies, rows by index, tensors like it, comparison, products, collectives."""
 
 import dis
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -16,11 +17,6 @@ from microfloat.torch.tensor.ops import scaled_matmul
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor
 
 aten = torch.ops.aten
-
-
-@register(aten.clone.default)
-def _clone(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    return args[0].map_parts(lambda part: part.clone(memory_format=kwargs.get("memory_format")))
 
 
 @register(aten._to_copy.default)
@@ -58,20 +54,15 @@ _library = torch.library.Library("aten", "IMPL")
 _library.impl("_has_compatible_shallow_copy_type", _takes_data, "PythonTLSSnapshot")
 
 
-@register(aten._pin_memory.default)
-def _pin_memory(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    return args[0].map_parts(torch.Tensor.pin_memory)
-
-
-@register(aten.is_pinned.default)
-def _is_pinned(func: Operator, args: Arguments, kwargs: Options) -> bool:
-    return all(part.is_pinned() for part in args[0].part_list())
+register(aten.clone.default)(lambda func, args, kwargs: args[0].map_parts(functools.partial(func, **kwargs)))
+register(aten._pin_memory.default)(lambda func, args, kwargs: args[0].map_parts(func))
+register(aten.is_pinned.default)(lambda func, args, kwargs: all(part.is_pinned() for part in args[0].part_list()))
 
 
 @register(aten.record_stream.default)
 def _record_stream(func: Operator, args: Arguments, kwargs: Options) -> None:
     for part in args[0].part_list():
-        part.record_stream(args[1])
+        func(part, args[1])
 
 
 @register(aten.add.Tensor)
@@ -205,10 +196,8 @@ def _gather(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor
     return type(q)(**parts, cast=q.cast, axis=q.axis, shape=(q.shape[0] * size, *q.shape[1:]), dtype=q.dtype)
 
 
-def _wait(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    return args[0].map_parts(lambda part: func(raw(part)).view(part.dtype))
-
-
 if torch.distributed.is_available():
     register(torch.ops._c10d_functional.all_gather_into_tensor.default)(_gather)
-    register(torch.ops._c10d_functional.wait_tensor.default)(_wait)
+    register(torch.ops._c10d_functional.wait_tensor.default)(
+        lambda func, args, kwargs: args[0].map_parts(lambda part: func(raw(part)).view(part.dtype))
+    )

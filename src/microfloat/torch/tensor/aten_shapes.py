@@ -12,21 +12,10 @@ import torch
 from microfloat.errors import InvalidValueError, invalid_value
 from microfloat.layout import leading_axes, scale_shape
 from microfloat.torch._typing import Arguments, Options
+from microfloat.torch.tensor import aten_table as table
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.aten_table import (
-    Operator,
-    check_kinds,
-    raw,
-    refusal,
-    refuse_experts,
-    register,
-    register_view,
-    valueless,
-    view_of,
-)
+from microfloat.torch.tensor.aten_table import Operator, raw, refuse_experts, register, register_view, view_of
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-
-__all__ = ["permute"]
 
 aten = torch.ops.aten
 
@@ -101,7 +90,7 @@ def _as_strided(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTe
     q, size, stride, *offset = args
     offset = offset[0] if offset else kwargs.get("storage_offset")
     if tuple(size) != tuple(q.shape) or tuple(stride) != q.stride() or offset:
-        raise refusal(func, args, kwargs)
+        raise table.refusal(func, args, kwargs)
     return detach(q)
 
 
@@ -294,14 +283,11 @@ def _unbind(q: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
 @register(aten.cat.default)
 def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """The parts side by side; tensors that keep one scale for several blocks must agree on it."""
-    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if not all(isinstance(q, QuantizedTensor) for q in tensors):
-        raise refusal(func, args, kwargs)
-    joined = func([valueless(q) for q in tensors], dim)
-    first, dim = tensors[0], dim % tensors[0].dim()
+    tensors, dim, made = table.joined(func, args, kwargs)
+    first = tensors[0]
     for q in tensors[1:]:
         shapes = [(*one.shape[:dim], *one.shape[dim + 1 :]) for one in (q, first)]
-        check_kinds("cat", first, q, *shapes)
+        table.check_kinds("cat", first, q, *shapes)
     if len({q.is_per_expert for q in tensors}) == 2:
         raise invalid_value("tensors", "experts beside a tensor of one scale", "experts alone")
     along = -1 if dim == first.axis else _lead(first, dim)
@@ -322,7 +308,7 @@ def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     codes = torch.cat([raw(q.codes) for q in tensors], along).view(first.codes.dtype)
     tensor_scale = None if first.tensor_scale is None else join("tensor_scale")
     return QuantizedTensor(
-        codes, join("scale"), tensor_scale, first.cast, axis=first.axis, shape=joined.shape, dtype=joined.dtype
+        codes, join("scale"), tensor_scale, first.cast, axis=first.axis, shape=made.shape, dtype=made.dtype
     )
 
 
@@ -360,10 +346,7 @@ def _check_joints(tensors: Sequence[QuantizedTensor], dim: int, along: int) -> N
 @register(aten.stack.default)
 def _stack(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """Tensors beside each other; matrices along a first axis become experts, which keep their scales."""
-    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if not all(isinstance(q, QuantizedTensor) for q in tensors):
-        raise refusal(func, args, kwargs)
-    joined = func([valueless(q) for q in tensors], dim)
+    tensors, dim, made = table.joined(func, args, kwargs)
     first = tensors[0]
     is_of_matrices, fmt = not dim and first.dim() == 2, first.format
     rows, tile = first.codes.shape[0], fmt.block[0] or 1
@@ -376,9 +359,9 @@ def _stack(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     if not (is_of_matrices and first.upper.dim() == 0):
         return torch.cat([q.unsqueeze(dim) for q in tensors], dim)  # type: ignore[return-value]
     for q in tensors[1:]:
-        check_kinds("stack", first, q, q.shape, first.shape)
+        table.check_kinds("stack", first, q, q.shape, first.shape)
     parts = {}
     for name, part in first.parts().items():
         join = torch.cat if name == "scale" and fmt.is_tile else torch.stack
         parts[name] = join([raw(getattr(q, name)) for q in tensors]).view(part.dtype)
-    return QuantizedTensor(**parts, cast=first.cast, axis=first.axis + 1, shape=joined.shape, dtype=first.dtype)
+    return QuantizedTensor(**parts, cast=first.cast, axis=first.axis + 1, shape=made.shape, dtype=first.dtype)

@@ -13,11 +13,6 @@ from microfloat.torch._typing import Arguments, Options
 from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.quantized_tensor import UNKNOWN, QuantizedTensor
 
-__all__ = [
-    "Operator", "check_kinds", "is_decay", "raw", "refusal", "refuse_experts", "register", "register_view", "take",
-    "valueless", "view_of",
-]  # fmt: skip
-
 Operator: TypeAlias = torch._ops.OpOverload
 Implementation = TypeVar("Implementation", bound=Callable[..., object])
 
@@ -170,6 +165,15 @@ def check_kinds(
             f"{q.format} of shape {tuple(needed)}, axis {q.axis}, and the same Hadamard and scales",
             "Copy from source.dequantize() to quantize anew.",
         )  # fmt: skip
+
+
+def joined(func: Operator, args: Arguments, kwargs: Options) -> tuple[Sequence[QuantizedTensor], int, torch.Tensor]:
+    """The tensors that cat or stack joins, along which axis, and their result without values; no plain one joins."""
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if not all(isinstance(q, QuantizedTensor) for q in tensors):
+        raise refusal(func, args, kwargs)
+    made = func([valueless(q) for q in tensors], dim)
+    return tensors, dim % made.dim(), made
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------

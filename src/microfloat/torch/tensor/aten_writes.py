@@ -19,8 +19,6 @@ from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import INIT_VAL, UNKNOWN, QuantizedTensor
 from microfloat.torch.tensor.seeds import draw_seed
 
-__all__ = ["keep_init_val", "quantize_stored", "requantized", "store"]
-
 # Plain values in operand order, a Cast, and an amax or None.
 Quantize: TypeAlias = Callable[[torch.Tensor, Cast, torch.Tensor | None], QuantizedTensor]
 

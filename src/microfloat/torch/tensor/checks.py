@@ -16,12 +16,6 @@ from microfloat.recipes.usages import given_amax, given_scale_enc
 from microfloat.torch.reference._grid import transforms_active
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor
 
-__all__ = [
-    "INPUT_DTYPES", "check_amax", "check_beside", "check_eps", "check_features", "check_grouped", "check_like",
-    "check_linear", "check_linear_parameters", "check_model", "check_parameter", "check_rows", "check_scale_enc",
-    "check_tensor", "is_abstract", "real_tensor", "row_count", "with_path",
-]  # fmt: skip
-
 
 def with_path(error: MicrofloatError, path: str) -> MicrofloatError:
     """The same error, with the name of the layer in its text."""

@@ -21,8 +21,6 @@ from microfloat.torch.reference._grid import mode_count
 from microfloat.torch.tensor.checks import is_abstract
 from microfloat.torch.tensor.custom_ops import refuse_batches
 
-__all__ = ["are_named", "multiply", "multiply_groups", "outside_of_modes", "quantize_operands"]
-
 # True, as a number, where a mode is on.
 are_named = mode_count
 _NOTHING = contextlib.nullcontext()

@@ -23,8 +23,6 @@ from microfloat.torch.tensor.checks import check_amax, check_beside, check_scale
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor, tensors_of
 from microfloat.torch.tensor.seeds import draw_seed, seed_words
 
-__all__ = ["dequantize", "fake_quantize", "quantize", "scaled_matmul"]
-
 Real: TypeAlias = float | torch.Tensor | None
 # An argument, or a pair of it for a pair of axes.
 Casts: TypeAlias = CastLike | tuple[CastLike, CastLike]

@@ -16,11 +16,6 @@ from microfloat.layout import Storage, blocked_sizes, blocked_windows, check_sca
 from microfloat.torch import backends
 from microfloat.torch.tensor import custom_ops as _operators
 
-__all__ = [
-    "as_bytes", "check_width", "from_blocked", "pack_fp4", "pack_fp6", "to_blocked", "unpack_fp4", "unpack_fp6",
-    "unpacked", "width_of",
-]  # fmt: skip
-
 # Dtypes of torch for bytes, by the names of formats.
 _DTYPES_OF_BYTES = {"E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn, "E2M1": torch.float4_e2m1fn_x2}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

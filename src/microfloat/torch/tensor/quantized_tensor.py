@@ -31,8 +31,6 @@ from microfloat.torch.tensor.packing import as_bytes, check_width, pack_fp6, unp
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
 
-__all__ = ["INIT_VAL", "INPUT_DTYPES", "PRODUCTS", "UNKNOWN", "Decoded", "QuantizedTensor", "attached_to", "tensors_of"]
-
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INIT_VAL = "_high_precision_init_val"  # the attribute of a parameter that `quantized_model_init` has asked to keep it
 _NOTHING = contextlib.nullcontext()

@@ -17,8 +17,6 @@ from microfloat.torch.reference._elements import philox
 from microfloat.torch.reference._grid import mode_count, transforms_active
 from microfloat.torch.tensor.custom_ops import define
 
-__all__ = ["Rank", "derive", "draw_seed", "fold_rank_", "has_ranks", "seed_words", "set_seed_rank"]
-
 _LOW = 0xFFFFFFFF
 _DERIVE_DOMAIN = 0x5EED0001  # the last counter word of `derive`, which keeps it apart from element counters
 _ODD = 0x9E3779B97F4A7C15  # a product with an odd number mod 2^64 is another one for every rank

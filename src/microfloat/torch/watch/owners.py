@@ -11,8 +11,6 @@ from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["Owners", "Supposed", "is_compiled", "joint_name", "names_in"]
-
 
 class Supposed(NamedTuple):
     """A check that layers are those of a joined weight: float64 [1], 1 if they are, and the call that forgets them."""

@@ -34,8 +34,6 @@ from microfloat.watching import (
     of_tensor,
 )
 
-__all__ = ["Quantized", "Reading", "Sample", "Source", "quantized", "read_noise", "read_product", "read_rows"]
-
 
 class Reading(NamedTuple):
     """float64 sums on a device, and the function that makes (metric, value) pairs of them."""

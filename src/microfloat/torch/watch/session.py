@@ -37,9 +37,7 @@ from microfloat.torch.tensor.dispatch_modes import are_named, outside_of_modes
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 from microfloat.torch.watch.owners import Owners, Supposed, is_compiled, joint_name, names_in
 from microfloat.torch.watch.readings import Reading, Sample, Source, quantized, read_noise, read_product, read_rows
-from microfloat.watching import DEFAULT_METRICS, OF_PRODUCT, OF_SAMPLE, Entry, Measured, Record, RecordLog
-
-__all__ = ["Record", "watch"]
+from microfloat.watching import DEFAULT_METRICS, OF_PRODUCT, OF_SAMPLE, Entry, Measured, RecordLog
 
 _NOTHING = CastInputs()
 _AS_IT_IS = contextlib.nullcontext()
