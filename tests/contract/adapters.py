@@ -17,6 +17,7 @@ from microfloat import reference
 from microfloat.formats import FORMATS, SCALE_FP32
 from microfloat.recipes import Cast, Hadamard
 from microfloat.reference import Quantized
+from microfloat.routes import family_of
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
@@ -133,9 +134,7 @@ class TorchAdapter(Adapter):
     def supports(self, cast: Cast, dtype: str = "any") -> bool:
         if self.backend != "triton" or cast.format in FORMATS.values():
             return True
-        from microfloat.torch.launch import triton
-
-        return not triton.refusal(cast)
+        return not family_of(cast)[1]
 
     def tolerance(self, a: Quantized, b: Quantized) -> Tolerance:
         """Tensor cores multiply codes of 8 bits with float32 scales, except E5M2 by E5M2; others are decoded first."""

@@ -99,11 +99,7 @@ def starter(compiled: Any, shared_bytes: int = 0, spread: int = 0) -> Bind | Non
 
 def _hooks() -> tuple[Any, Any]:
     """Triton's chains of launch hooks, or None for one that is no such chain."""
-    try:
-        from triton import knobs
-    except ImportError:
-        return None, None
-    chains = (getattr(knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
+    chains = (getattr(triton.knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
     enter, leave = (chain if isinstance(getattr(chain, "calls", None), list) else None for chain in chains)
     return enter, leave
 
@@ -364,17 +360,9 @@ class Program:
     """
 
     __slots__ = (
-        "_allocations",
-        "_cleared",
-        "_empty",
-        "_prepared",
-        "_results",
-        "_shared",
-        "_slices",
-        "_starts",
-        "layouts",
+        "_allocations", "_cleared", "_empty", "_prepared", "_results", "_shared", "_slices", "_starts", "layouts",
         "names",
-    )
+    )  # fmt: skip
 
     layouts: tuple[Part | None, ...]  # of what `run` returns
     names: str  # its launches, in words
@@ -394,14 +382,13 @@ class Program:
             (index, original, self.layouts[index] != self.layouts[original]) for index, original in passes.shared
         )
         self._slices = tuple(
-            (one.buffer, one.offset, _bytes_of(passes, one.buffer) * one.offset, one.dtype) for one in passes.slices
+            (one.buffer, one.offset, self._allocations[one.buffer].dtype.itemsize * one.offset, one.dtype)  # type: ignore
+            for one in passes.slices
         )
         first_slice = At.MADE + len(self._allocations)
         self._prepared = []
         for launch in passes.launches:
-            aligned = tuple(
-                at not in misaligned if at >= 0 else passes.slices[~at].aligned for at in launch.tensors
-            )  # fmt: skip
+            aligned = tuple(at not in misaligned if at >= 0 else passes.slices[~at].aligned for at in launch.tensors)
             table = tuple(at if at >= 0 else first_slice + ~at for at in launch.tensors)
             kernel = kernel_of(launch.kernel, launch.cooperative, launch.dependent, launch.shared_bytes, launch.spread)
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
@@ -435,12 +422,6 @@ class Program:
         for index, original, transposed in self._shared:
             made[index] = made[original].t() if transposed else made[original]
         return made if len(made) == self._results else made[: self._results]
-
-
-def _bytes_of(passes: Passes, buffer: int) -> int:
-    made = passes.buffers[buffer]
-    assert made is not None
-    return getattr(torch, made.dtype).itemsize
 
 
 def cast_program(

@@ -29,17 +29,8 @@ from microfloat.recipes.usages import CastLike
 from microfloat.torch import backends
 from microfloat.torch._typing import Maybe, Options, Seed
 from microfloat.torch.backends.base import Operand
+from microfloat.torch.tensor import checks
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.checks import (  # fmt: skip
-    check_eps,
-    check_like,
-    check_parameter,
-    check_rows,
-    check_scale_enc,
-    check_tensor,
-    real_tensor,
-    row_count,
-)
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor, tensors_of
 from microfloat.torch.tensor.seeds import draw_seed, seed_words
 
@@ -223,11 +214,6 @@ def values_of(producer: Producer, kernels: ModuleType | None) -> tuple[list[Valu
 # On values at hand, or as one operator in traces. Kinds: "rms" and "layer" (norms), or the name of an activation,
 # gated where there is an `up`.
 
-_library = torch.library.Library("microfloat", "FRAGMENT")
-_library.define(
-    "produce(Tensor x, Tensor? second, Tensor? bias, str kind, float eps, str row, str column, Tensor? seed, "
-    "Tensor? scale_enc, str backend) -> Tensor[]"
-)
 _NORMS = ("rms", "layer")
 
 
@@ -251,8 +237,8 @@ def produce(
 ) -> Produced:  # fmt: skip
     """The codes of a value; `second`: the weight of a norm, or the `up` that an activation is multiplied with."""
     if not _operators.is_tracing(x):
-        row, column = as_cast(casts[0]), as_cast(casts[0] if casts[1] is None else casts[1])
-        return _produce_values(kind, x, second, bias, eps, row, column, seed, scale_enc, backend)
+        pair = as_cast(casts[0]), as_cast(casts[0] if casts[1] is None else casts[1])
+        return codes_of(_producer(kind, x, second, bias, eps), "x", *pair, seed, scale_enc, backend)[0]
     pair = casts[0], casts[0] if casts[1] is None else casts[1]
     (row, row_token), (column, column_token) = (_operators.constants_of(cast) for cast in pair)
     tokens = [row_token, column_token]
@@ -260,22 +246,13 @@ def produce(
         seed = None
     else:
         seed = _operators.drawn_seed(x) if seed is None else seed_words(seed, x.device)
-    scale_enc = None if scale_enc is None else real_tensor("scale_enc", scale_enc, x.device)
+    scale_enc = None if scale_enc is None else checks.real_tensor("scale_enc", scale_enc, x.device)
     second, bias = (None if tensor is None else tensor.detach() for tensor in (second, bias))
     parts = torch.ops.microfloat.produce(x.detach(), second, bias, kind, eps, *tokens, seed, scale_enc, backend)
     shape = (parts[0].shape[0], x.shape[-1])
     made, rest = tensors_of(parts, (row, column), tokens, (1, 0), shape, x.dtype)
     inverse = rest[0] if kind in _NORMS else None
     return Produced(made[0], made[1], rest[1] if kind == "layer" else None, inverse)
-
-
-def _produce_values(
-    kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, row: Cast, column: Cast, seed: Seed,
-    scale_enc: float | Maybe, backend: str,
-) -> Produced:  # fmt: skip
-    """`produce` where values are at hand: checks every argument."""
-    (made,) = codes_of(_producer(kind, x, second, bias, eps), "x", row, column, seed, scale_enc, backend)
-    return made
 
 
 def codes_of(
@@ -289,7 +266,7 @@ def codes_of(
     x = input_of(producer)
     module = backends.choose(backend, x.device)
     specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), OPERANDS_OF[tensor], strict=True)]
-    encode_scale = check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
+    encode_scale = checks.check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
     given = []
     for _ in range(2 if isinstance(producer, ActivationGradient) and producer.up_MF is not None else 1):
         words = None
@@ -331,21 +308,21 @@ def _producer(kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float
     rows = rows_of(first, x)
     if kind not in _NORMS:
         if kind == "silu":  # SwiGLU
-            check_tensor("up", second)
-            check_like("up", second, x, first)
+            checks.check_tensor("up", second)
+            checks.check_like("up", second, x, first)
         return Activation(rows, None if second is None else rows_of("up", second), kind)
     for name, parameter in (("weight", second), ("bias", bias)):
-        check_parameter(name, parameter, rows)
+        checks.check_parameter(name, parameter, rows)
     weight, bias = (None if parameter is None else parameter.detach() for parameter in (second, bias))
-    return Norm(rows, weight, bias, check_eps(eps), kind)
+    return Norm(rows, weight, bias, checks.check_eps(eps), kind)
 
 
 def rows_of(argument: str, x: torch.Tensor) -> torch.Tensor:
     """The matrix that the last dimension of x makes, without its history."""
-    check_tensor(argument, x)
-    check_rows(argument, x)
+    checks.check_tensor(argument, x)
+    checks.check_rows(argument, x)
     x = x.detach().resolve_neg()
-    return x if x.dim() == 2 else x.reshape(row_count(x.shape), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(checks.row_count(x.shape), x.shape[-1])
 
 
 def _run(
@@ -353,7 +330,7 @@ def _run(
     scale_enc: Maybe, backend: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     casts = _operators.cast_of(row), _operators.cast_of(column)
-    made = _produce_values(kind, x, second, bias, eps, *casts, seed, scale_enc, backend)
+    (made,) = codes_of(_producer(kind, x, second, bias, eps), "x", *casts, seed, scale_enc, backend)
     parts = [*made.row.part_list(), *made.column.part_list(), *(t for t in (made.inverse, made.mean) if t is not None)]
     # Outputs of an operator may not be the same memory (both operands of a cast per tensor share their scale), and have
     # the strides that the fake promises.
@@ -367,10 +344,9 @@ def _run(
 
 
 def _fake(
-    x: torch.Tensor, second: Maybe, bias: Maybe, kind: str, eps: float, row: str, column: str, seed: Maybe,
-    scale_enc: Maybe, backend: str,
-) -> list[torch.Tensor]:  # fmt: skip
-    matrix = x.new_empty((row_count(x.shape), x.shape[-1]))
+    x: torch.Tensor, second: Maybe, bias: Maybe, kind: str, eps: float, row: str, column: str, *_: object
+) -> list[torch.Tensor]:
+    matrix = x.new_empty((checks.row_count(x.shape), x.shape[-1]))
     parts = []
     for token, axis in ((row, 1), (column, 0)):
         parts += _operators.valueless_parts(matrix, token, axis)
@@ -378,6 +354,8 @@ def _fake(
     return parts + [x.new_empty(matrix.shape[:1], dtype=torch.float32) for _ in range(count)]
 
 
-_library.impl("produce", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("microfloat::produce", _fake, lib=_library)
-_operators.refuse_batches(_library, "produce")
+_operators.define(
+    "produce(Tensor x, Tensor? second, Tensor? bias, str kind, float eps, str row, str column, Tensor? seed, "
+    "Tensor? scale_enc, str backend) -> Tensor[]",
+    _run, _fake, batches=False,
+)  # fmt: skip

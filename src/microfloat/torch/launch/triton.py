@@ -1,8 +1,7 @@
 """The triton backend: every cast as one fused kernel, both orientations of a matrix in one pass.
 
 The same functions as `torch.reference`, bit for bit, and `cast_parts` for operands in the other forms that GEMMs read.
-`refusal` says which casts have no kernel, and why. Every function runs programs (`launch.program`), kept by what they
-were made for.
+Every function runs programs (`launch.program`), kept by what they were made for.
 
 Producers (`launch.prologues`) are fused with the cast of their result: `codes` quantizes the value that the unfused
 graph would have produced, rounded to the inputs' dtype first. Casts per tensor take a known encode scale (delayed
@@ -26,15 +25,9 @@ from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
 from microfloat.passes.amaxes import amax_passes
 from microfloat.passes.casts import cast_passes
-from microfloat.passes.conversions import (
-    dequantize_passes,
-    fold_codes_passes,
-    swizzle_passes,
-    turn_codes_passes,
-)
+from microfloat.passes.conversions import dequantize_passes, fold_codes_passes, swizzle_passes, turn_codes_passes
 from microfloat.passes.matrix import Matrix, Passes, specialization
 from microfloat.recipes import Cast, Delayed
-from microfloat.routes import family_of
 from microfloat.torch import reference
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, Operands, Parts, capturing, current_device, dtype_name, raw_stream
@@ -48,11 +41,6 @@ name, programs, no_programs, is_strict, producers = "triton", program, "", True,
 fuses = producer_passes.fuses
 # The GEMMs of this backend are torch's, in float32; `backends.native` has the vendor's.
 chip_of, scaled_matmul = reference.chip_of, reference.scaled_matmul
-
-
-def refusal(cast: Cast) -> str:
-    """Reason why `cast` has no kernel here, or "" where it has one."""
-    return family_of(cast)[1]
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

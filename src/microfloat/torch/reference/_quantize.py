@@ -15,15 +15,7 @@ from microfloat.formats import E4M3
 from microfloat.recipes import Cast
 from microfloat.scale_rules import check_kind
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.reference import _scales
-from microfloat.torch.reference._elements import (
-    codes_dtype,
-    encode_float8,
-    encode_integer,
-    pack_fp4,
-    random_bytes,
-    unpack_fp4,
-)
+from microfloat.torch.reference import _elements, _scales
 from microfloat.torch.reference._grid import Chunk, Grid, Workspace, is_stored_across, reads_values
 from microfloat.torch.reference._hadamard import transform
 from microfloat.torch.reference._scales import INFINITY_BITS, BlockScales, TensorLevel, four_over_six_scales
@@ -73,7 +65,7 @@ def quantize_operand(
     fmt, device = cast.format, x.device
     searches = cast.rule.two_level is not None and cast.rule.two_level.four_over_six is not None
     grid = Grid.of(fmt, x, contraction=0 if across else 1, in_one_tile=searches and x.numel() > 0)
-    codes = x.new_empty(grid.packed(fmt.element.codes_per_byte), dtype=codes_dtype(fmt.element))
+    codes = x.new_empty(grid.packed(fmt.element.codes_per_byte), dtype=_elements.codes_dtype(fmt.element))
     level, whole = _whole_tensor_scales(x, cast, grid, amax, scale_enc)
     if whole is not None:
         stored = whole.stored
@@ -84,7 +76,9 @@ def quantize_operand(
         stored = x.new_empty(grid.blocks, dtype=torch.float32 if fmt.scale.bits == 32 else torch.uint8)
     noise = None
     if cast.is_stochastic and seed is not None:
-        noise = functools.partial(random_bytes, seed, stream=stream, batch=batch, contraction=grid.contraction)
+        noise = functools.partial(
+            _elements.random_bytes, seed, stream=stream, batch=batch, contraction=grid.contraction
+        )
     workspace = Workspace(device)
     for chunk in grid.chunks(device):
         values = _load(x, chunk, grid, workspace)
@@ -248,7 +242,7 @@ def _encode_chunk(
     if noise is None and codes.dtype != torch.uint8:
         window, saturate = codes[chunk.rows, chunk.columns], _scales.saturates(cast)
         may_be_nan = scales.elements_may_be_nan
-        encode_float8(values[:rows, :columns], element, window, saturate=saturate, may_be_nan=may_be_nan)
+        _elements.encode_float8(values[:rows, :columns], element, window, saturate=saturate, may_be_nan=may_be_nan)
         if nan_blocks is not None:
             window.view(torch.uint8).masked_fill_(nan_blocks[:rows, :columns], element.nan_code)
         return
@@ -258,13 +252,13 @@ def _encode_chunk(
         first_row, first_column = chunk.rows.start, chunk.columns.start
         height, width = values.shape
         drawn = noise(range(first_row, first_row + height), range(first_column, first_column + width))
-    unpacked = encode_integer(values, element, drawn, workspace)
+    unpacked = _elements.encode_integer(values, element, drawn, workspace)
     if is_nan is not None:
         unpacked.masked_fill_(is_nan, element.nan_code)
     unpacked = unpacked[:rows, :columns]
     window = grid.packed_window(codes.view(torch.uint8), chunk, element.codes_per_byte)
     if element.codes_per_byte == 2:
-        pack_fp4(unpacked, window, grid.contraction)
+        _elements.pack_fp4(unpacked, window, grid.contraction)
     else:
         window.copy_(unpacked)
 
@@ -309,11 +303,11 @@ def transpose_operand(operand: Operand) -> Operand:
     if operand.format.element.codes_per_byte == 2:  # packed along the other axis now
         axis = 0 if is_stored_across(operand.codes) else 1
         stored = codes if axis == 0 else operand.codes
-        unpacked = unpack_fp4(stored, operand.length, axis)
+        unpacked = _elements.unpack_fp4(stored, operand.length, axis)
         packed = [*unpacked.shape]
         packed[1 - axis] = -(-packed[1 - axis] // 2)
         stored = codes.new_empty(packed)
-        pack_fp4(unpacked, stored, 1 - axis)
+        _elements.pack_fp4(unpacked, stored, 1 - axis)
         codes = stored if axis == 0 else stored.t()
     scale = operand.scale.t() if operand.scale.dim() == 2 else operand.scale
     return Operand(

@@ -19,7 +19,7 @@ from microfloat.torch._typing import Maybe
 from microfloat.torch.backends.base import Operands, Parts
 from microfloat.torch.reference._grid import mode_count
 from microfloat.torch.tensor.checks import is_abstract
-from microfloat.torch.tensor.custom_ops import refuse_batches
+from microfloat.torch.tensor.custom_ops import define
 
 # True, as a number, where a mode is on.
 are_named = mode_count
@@ -28,10 +28,6 @@ _NOTHING = contextlib.nullcontext()
 # Functions are no arguments of operators: they travel as numbers. An entry lives as long as its call.
 _CALLS: dict[int, Callable[..., object]] = {}
 _NUMBERS = itertools.count()
-_library = torch.library.Library("microfloat", "FRAGMENT")
-_library.define("quantize_operands(Tensor x, Tensor[] weight, int call) -> Tensor[]")
-_library.define("multiply_operands(Tensor?[] x, Tensor?[] w, Tensor? bias, int flops, int call) -> Tensor")
-_library.define("multiply_groups(Tensor x, Tensor[] weight, Tensor? bias, int flops, int call) -> Tensor[]")
 
 
 def outside_of_modes() -> contextlib.AbstractContextManager:
@@ -83,10 +79,9 @@ def _with_none(parts: list[torch.Tensor]) -> list:
     return [part if part.numel() else None for part in parts]
 
 
-for _name, _run in (
-    ("quantize_operands", lambda x, weight, call: _CALLS[call]()),
-    ("multiply_operands", lambda a, b, bias, flops, call: _CALLS[call](Parts(*a), Parts(*b), bias)),
-    ("multiply_groups", lambda x, weight, bias, flops, call: _CALLS[call]()),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    refuse_batches(_library, _name)
+define("quantize_operands(Tensor x, Tensor[] weight, int call) -> Tensor[]",
+       lambda x, weight, call: _CALLS[call](), batches=False)  # fmt: skip
+define("multiply_operands(Tensor?[] x, Tensor?[] w, Tensor? bias, int flops, int call) -> Tensor",
+       lambda a, b, bias, flops, call: _CALLS[call](Parts(*a), Parts(*b), bias), batches=False)  # fmt: skip
+define("multiply_groups(Tensor x, Tensor[] weight, Tensor? bias, int flops, int call) -> Tensor[]",
+       lambda x, weight, bias, flops, call: _CALLS[call](), batches=False)  # fmt: skip

@@ -15,24 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from microfloat import watching
 from microfloat.recipes import Cast
 from microfloat.torch._typing import Maybe, Options
 from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.reference._hadamard import transform
-from microfloat.watching import (
-    BINADES,
-    NOISE_SEEDS,
-    OF_CAST,
-    OF_SAMPLE,
-    OF_SCALES,
-    SCALES,
-    Entry,
-    largest_byte,
-    of_noise,
-    of_product,
-    of_rows,
-    of_tensor,
-)
+from microfloat.watching import BINADES, SCALES, Entry
 
 
 class Reading(NamedTuple):
@@ -113,7 +101,7 @@ class Source:
         if with_amax:
             low, high = torch.aminmax(matrix)
             counts = (*counts, torch.maximum(low.neg(), high))
-        return Reading(_stacked(*counts), partial(of_tensor, matrix.numel()))
+        return Reading(_stacked(*counts), partial(watching.of_tensor, matrix.numel()))
 
     @cached_property
     def amax(self) -> torch.Tensor:
@@ -189,19 +177,19 @@ def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, want
         scale_format, block = fmt.scale, fmt.block[1] or x.shape[1]
         q = torch.where(finite, backend.dequantize(made.operand, torch.float32), 0).double()
         error = x - q
-        if wanted.intersection(OF_CAST):
+        if wanted.intersection(watching.OF_CAST):
             d, is_zero = error.reshape(-1), q == 0
             noise, product = d.dot(d), flat.dot(q.reshape(-1))
             flushed, zero = (is_zero & (x != 0)).sum(), (is_zero & finite).sum()
             clipped = _clipped(backend, made) if "clip" in wanted else nothing
-        if wanted.intersection(OF_SCALES):
+        if wanted.intersection(watching.OF_SCALES):
             scales = _count_scales(made.operand.scale)
         if "error_by_magnitude" in wanted:
             binades = _sum_binades(x, error)
-    if wanted.intersection(OF_SAMPLE):
+    if wanted.intersection(watching.OF_SAMPLE):
         spans = _spanned(magnitudes, block)
     sums = _stacked(signal, noise, product, count, flushed, zero, clipped, peak)
-    return Reading(torch.cat([sums, spans, scales, binades]), partial(of_rows, wanted, scale_format))
+    return Reading(torch.cat([sums, spans, scales, binades]), partial(watching.of_rows, wanted, scale_format))
 
 
 def _spanned(magnitudes: torch.Tensor, block: int) -> torch.Tensor:
@@ -220,7 +208,7 @@ def _clipped(backend: Backend, made: Quantized) -> torch.Tensor:
     x, q = made.x, made.operand
     if q.hadamard is not None:
         x = transform(x, q.hadamard)
-    largest = torch.full_like(q.codes.view(torch.uint8), largest_byte(q.format.element)).view(q.codes.dtype)
+    largest = torch.full_like(q.codes.view(torch.uint8), watching.largest_byte(q.format.element)).view(q.codes.dtype)
     limit = dataclasses.replace(q, codes=largest, hadamard=None, length=q.stored_length)
     return (x.isfinite() & (x.abs() > backend.dequantize(limit, torch.float32))).sum()
 
@@ -255,7 +243,7 @@ def _sum_binades(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
 def read_noise(source: Source, cast: Cast, transposed: bool, part: slice, options: Options) -> Reading:
     """Noise of stochastic rounding over the seeds that watches have for it."""
     draws, device = [], source.matrix.device
-    for number, key in NOISE_SEEDS:
+    for number, key in watching.NOISE_SEEDS:
         seed = torch.full((2,), key, dtype=torch.int64, device=device)
         seed[0].fill_(number)
         made = quantized(source, cast, transposed, part, **{**options, "seed": seed})
@@ -263,7 +251,7 @@ def read_noise(source: Source, cast: Cast, transposed: bool, part: slice, option
         draws.append(torch.where(made.x.isfinite(), values - made.x.float(), 0).double())
     errors = torch.stack(draws)
     numbers = _stacked(errors.mean(), errors.var(0).mean())
-    return Reading(numbers, partial(of_noise, errors.numel()))
+    return Reading(numbers, partial(watching.of_noise, errors.numel()))
 
 
 # ----------------------------------------------------------------------------------------------------------- products
@@ -277,4 +265,4 @@ def read_product(result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, b
     counted = exact.isfinite()
     a, b = (torch.where(counted, values.double(), 0).reshape(-1) for values in (exact, result))
     error = a - b
-    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), of_product)
+    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), watching.of_product)
