@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 
-from microfloat.arguments import as_int, check_int, check_word
+from microfloat.arguments import as_int, check_int
 from microfloat.errors import invalid_value
-from microfloat.torch.reference._elements import philox
 from microfloat.torch.reference._grid import mode_count, transforms_active
 from microfloat.torch.tensor.custom_ops import define
 
 _LOW = 0xFFFFFFFF
-_DERIVE_DOMAIN = 0x5EED0001  # the last counter word of `derive`, which keeps it apart from element counters
 _ODD = 0x9E3779B97F4A7C15  # a product with an odd number mod 2^64 is another one for every rank
 _NEEDED = "an int in [0, 2^64), or its two 32-bit words, low first"
 
@@ -123,17 +121,6 @@ def seed_words(seed: int | Sequence[int] | torch.Tensor, device: torch.device | 
     if len(words) != 2 or not all(0 <= word <= _LOW for word in words):
         raise error
     return torch.tensor(words, dtype=torch.int64, device=device)
-
-
-def derive(seed64: int | Sequence[int] | torch.Tensor, step: int, site: int, shard: int) -> torch.Tensor:
-    """A call seed that every front end can compute, int64 [2] on the CPU: the same words as `reference.derive`.
-
-    ``(w0, w1) of Philox((step, site, shard, 0x5EED0001), seed64)``; `site` is the layer's index, `shard` the
-    data-parallel rank, each in [0, 2^32).
-    """
-    words = check_word("step", step), check_word("site", site), check_word("shard", shard), _DERIVE_DOMAIN
-    counter = [torch.tensor(word, dtype=torch.int64, device="cpu") for word in words]
-    return torch.stack(philox(tuple(counter), seed_words(seed64, "cpu"))[:2])
 
 
 def _checked_words(seed: torch.Tensor, device: torch.device) -> torch.Tensor:
