@@ -23,11 +23,6 @@ from microfloat.support import Support
 from microfloat.torch._upper import upper
 from microfloat.torch.backends.base import Backend
 
-__all__ = [
-    "BY_KERNELS", "NAMES", "check_name", "chip_of", "choose", "device_index", "layouts_of", "pretend", "resolve",
-    "support", "why_by_torch",
-]  # fmt: skip
-
 
 def _reference_support(device: torch.device) -> Support:
     reason = f"the reference backend runs on any device ({device.type}): plain torch ops, not accelerated"
@@ -159,6 +154,12 @@ def choose(backend: str, device: torch.device) -> Backend:
         chosen = _without_kernels(chosen)
     CHOSEN[backend, device] = chosen
     return chosen
+
+
+def amax_of(values: torch.Tensor) -> torch.Tensor:
+    """float32 (): the largest magnitude of a tensor of any shape; NaN is ignored, and no elements have 0."""
+    matrix = values.reshape(-1, values.shape[-1] if values.numel() else 1)
+    return choose("auto", values.device).amax(matrix).reshape(())
 
 
 def _without_kernels(backend: Backend) -> Any:

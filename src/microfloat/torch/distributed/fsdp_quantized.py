@@ -124,7 +124,7 @@ class QuantizedShard(QuantizedTensor):
         """Plain float32 `values` of these rows as a part of the whole parameter."""
         if is_update:
             return requantized(self, values, self._quantized)
-        amax = largest(_amax(values), (self.writing_group(),)) if self.shares_a_scale else None
+        amax = largest(backends.amax_of(values), (self.writing_group(),)) if self.shares_a_scale else None
         return self._quantized(values, self.cast, amax)
 
     def writing_group(self) -> dist.ProcessGroup:
@@ -256,9 +256,3 @@ def _shapes(q: QuantizedTensor, shape: Sequence[int]) -> dict[str, tuple[int, ..
     if q.is_per_expert:
         made["scale" if q.tensor_scale is None else "tensor_scale"] = (shape[0],)
     return made
-
-
-def _amax(values: torch.Tensor) -> torch.Tensor:
-    if not values.numel():  # of a rank without rows
-        return torch.zeros((), dtype=torch.float32, device=values.device)
-    return backends.choose("auto", values.device).amax(values.reshape(-1, values.shape[-1])).reshape(())

@@ -99,10 +99,8 @@ def _check_blocks(x: DTensor, cast: Cast, axis: int, cut: list[tuple[int, int]])
 
 def _amax(local: torch.Tensor, axis: int, is_of_rows: bool) -> torch.Tensor:
     """The amax of a rank's part, () or [R, 1]; NaN is ignored."""
-    matrix = local.movedim(axis, -1).reshape(-1, local.shape[axis]) if local.dim() else local.reshape(1, 1)
     if not is_of_rows:
-        if not matrix.numel():
-            return torch.zeros((), dtype=torch.float32, device=local.device)
-        return backends.choose("auto", local.device).amax(matrix).reshape(())
+        return backends.amax_of(local)
+    matrix = local.movedim(axis, -1).reshape(-1, local.shape[axis]) if local.dim() else local.reshape(1, 1)
     magnitudes = matrix.float().abs().masked_fill(matrix.isnan(), 0.0)
     return torch.nn.functional.pad(magnitudes, (0, 1)).amax(1, keepdim=True)  # of a rank without columns: 0

@@ -29,7 +29,6 @@ from microfloat.passes.conversions import dequantize_passes, fold_codes_passes, 
 from microfloat.passes.matrix import Matrix, Passes, specialization
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch import reference
-from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Operand, Operands, Parts, capturing, current_device, dtype_name, raw_stream
 from microfloat.torch.launch import program
 from microfloat.torch.launch.program import device_of, matrix_of, run_passes
@@ -76,7 +75,7 @@ def quantize_both(
 ) -> tuple[Operand | None, Operand | None]:  # fmt: skip
     """The row operand (x) and the column operand (x.T, codes stored transposed) of matrix `x`, each if asked for."""
     if x.numel() == 0:
-        return _empty(x, row_cast, column_cast, seed, row_stream, column_stream, amax, scale_enc)
+        return reference.quantize_both(x, row_cast, column_cast, seed=seed, amax=amax, scale_enc=scale_enc)
     row = None if row_cast is None else OperandSpec(row_cast, stream=row_stream)
     column = None if column_cast is None else OperandSpec(column_cast, stream=column_stream)
     made = cast_parts(x, row, column, CastInputs(scale_enc, seed, record, amax=amax), batch)
@@ -172,19 +171,6 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
         ),
         codes.device, (None, codes, None, scale, level),
     )[0]  # fmt: skip
-
-
-def _empty(
-    x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, seed: torch.Tensor | None, row_stream: int,
-    column_stream: int, amax: torch.Tensor | None, scale_enc: torch.Tensor | None,
-) -> tuple[Operand | None, Operand | None]:  # fmt: skip
-    """Operands of a matrix without elements: shapes and unit scales, no launch."""
-    options: Options = {"seed": seed, "amax": amax, "scale_enc": scale_enc}
-    row, column = (
-        None if cast is None else reference.quantize(x, cast, transposed=transposed, stream=stream, **options)
-        for cast, transposed, stream in ((row_cast, False, row_stream), (column_cast, True, column_stream))
-    )
-    return row, column
 
 
 def _operand_of(spec: OperandSpec | None, made: Parts, rows: int, length: int) -> Operand | None:

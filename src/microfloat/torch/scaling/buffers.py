@@ -137,7 +137,7 @@ def static_amax(layer: nn.Module) -> torch.Tensor:
 
 def larger_amax(x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
     """The larger of the amax of x and `before`, float32 (); an amax of x that is not finite is left out."""
-    amax = backends.choose("auto", x.device).amax(x.detach().reshape(-1, x.shape[-1])).reshape(())
+    amax = backends.amax_of(x.detach())
     before = torch.zeros_like(amax) if before is None else before.to(amax.device)
     return torch.where(torch.isfinite(amax), torch.maximum(before, amax), before)
 

@@ -299,8 +299,7 @@ def _serves(q: QuantizedTensor, amax: torch.Tensor, largest: float) -> torch.Ten
 def _amax(q: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
     """The amax of each scope of the float32 scales of q; NaN is ignored."""
     if q.upper.dim() == 0 and not _operators.is_tracing(values):
-        matrix = values.reshape(-1, values.shape[-1] if values.dim() else 1)
-        return backends.choose("auto", values.device).amax(matrix).reshape(())
+        return backends.amax_of(values)
     magnitudes = values.abs().masked_fill(values.isnan(), 0.0)
     if q.upper.dim() == 1:  # one for each expert
         return magnitudes.flatten(1).amax(1)
