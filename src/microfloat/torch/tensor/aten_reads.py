@@ -62,7 +62,7 @@ register(aten.is_pinned.default)(lambda func, args, kwargs: all(part.is_pinned()
 @register(aten.record_stream.default)
 def _record_stream(func: Operator, args: Arguments, kwargs: Options) -> None:
     for part in args[0].part_list():
-        func(part, args[1])
+        part.record_stream(args[1])
 
 
 @register(aten.add.Tensor)
