@@ -210,6 +210,11 @@ class Recipe(HashOnce, PortedQuestions):
         return self.fprop.lhs is not None and self.fprop.lhs.is_static
 
     @functools.cached_property
+    def is_joint(self) -> bool:
+        """True where the weight is cast with an amax that it shares with other weights."""
+        return self.fprop.rhs is not None and self.fprop.rhs.is_static
+
+    @functools.cached_property
     def _is_high_precision(self) -> bool:
         """True where no GEMM quantizes."""
         return all(getattr(self, name).is_high_precision for name in GEMMS)
@@ -218,6 +223,9 @@ class Recipe(HashOnce, PortedQuestions):
     def label(self) -> str:
         """The name of the recipe in tables of layers."""
         return type(self).__name__
+
+    # True where fprop casts a weight as it is, not rounded to the compute dtype first: codes are those of the master.
+    _casts_masters: ClassVar[bool] = False
 
     def for_call(self, rows: int, stored: Cast) -> "Recipe":
         """The recipe of a call with `rows` rows (tokens) on a weight that is stored as codes of the Cast `stored`.
@@ -371,7 +379,10 @@ class NamedRecipe(Recipe):
         return cls(**options)
 
     def __repr__(self) -> str:
-        shown = {name: value for name, value in self.arguments().items() if name != "backward" or value is not None}
+        shown = {
+            name: value for name, value in self.arguments().items()
+            if name not in ("backward", "joint_scale") or value not in (None, False)
+        }  # fmt: skip
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 

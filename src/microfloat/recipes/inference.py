@@ -5,17 +5,19 @@
 
 They are recipes like any other: `microfloat.torch.quantize_` stores weights under them, a Placement puts them on
 layers, `explain` and ``print`` show them. dx is ``dy @ dequantize(w)``, so that adapters train over frozen weights; a
-gradient of the weight is refused (`Gemm.path`).
+gradient of the weight is refused (`Gemm.path`). `convert` pins a
+recipe under which plain weights train to become such codes.
 """
 
 import functools
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Self
 
-from microfloat.arguments import check_choice, check_int
+from microfloat.arguments import check_bool, check_choice, check_int
 from microfloat.errors import invalid_value, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
-from microfloat.recipes.cast import Cast, Static, as_scaled_format
+from microfloat.recipes.cast import Cast, Current, Static, as_scaled_format
 from microfloat.recipes.core import CustomRecipe, Gemm, NamedRecipe, Recipe, register
 from microfloat.recipes.names import hint_of_recipe
 
@@ -49,15 +51,17 @@ def _name_of(fmt: str | ScaledFormat, argument: str) -> str:
     return made.name
 
 
-def _weight_cast(fmt: str, scale_search: str | None) -> Cast:
-    """The cast of a stored weight: with the rule "four_over_six" if that is the search, else with the format's own."""
+def _weight_cast(fmt: str, scale_search: str | None, joint_scale: bool) -> Cast:
+    """The cast of a weight: with the rule "four_over_six" if that is the search, else with the format's own."""
+    check_bool("joint_scale", joint_scale)
     if scale_search is not None:
         check_choice("scale_search", scale_search, _SEARCHES, or_none=True)
+    scaling = Static() if joint_scale else Current()
     if scale_search != "four_over_six":
-        return Cast(as_scaled_format(fmt))
+        return Cast(as_scaled_format(fmt), scaling=scaling)
     if not fmt.startswith("nvfp4"):
         raise invalid_value("scale_search", f"'four_over_six' with {fmt}", "'mse', or an NVFP4 format")
-    return Cast(as_scaled_format(fmt), "four_over_six")
+    return Cast(as_scaled_format(fmt), "four_over_six", scaling=scaling)
 
 
 def _table(fprop: Gemm) -> tuple[Gemm, Gemm, Gemm]:
@@ -75,6 +79,27 @@ class _Inference(NamedRecipe):
     """Base of inference recipes: codes in the recipe's format are read as stored, whatever scale rule made them."""
 
     _of_peers = MappingProxyType({})  # the variables of TransformerEngine are about training
+    _casts_masters = True
+    scale_search: str | None
+    joint_scale: bool
+
+    def _in_training(self, joint: bool) -> Self:
+        """The recipe of plain weights in training: fprop casts them as `quantize_` does, and backward multiplies in
+        high precision, unless `backward` says otherwise. `joint`: other weights share the scale of the tensor.
+        """
+        for name, value in (("scale_search", "mse"), ("prefill", "folded")):
+            if getattr(self, name, None) == value:
+                raise invalid_value(
+                    name, f"{value!r} for weights that train", "the scales and products of every call",
+                    f"Train under {name}=None, and give {name}={value!r} to quantize_ when the weights are stored.",
+                )  # fmt: skip
+        w = self.fprop.rhs
+        joint = joint and w is not None and w.takes_amax and w.tensor_scale != "row"
+        return replace(self, joint_scale=joint, backward=self.backward or "high_precision")
+
+    def _served(self) -> Self:
+        """The config that stores the weights of this recipe."""
+        return replace(self, joint_scale=False, backward=None) if self.joint_scale else self
 
     @property
     def _usual(self) -> dict[str, object]:
@@ -86,6 +111,7 @@ class _Inference(NamedRecipe):
         """The class with its format, and with the other fields that have no default value."""
         usual = self._usual
         told = {name: value for name, value in self.arguments().items() if name == "format" or value != usual[name]}
+        told.pop("joint_scale", None)
         words = (str(value) if name == "format" else f"{name}={value}" for name, value in told.items())
         return f"{type(self).__name__}({', '.join(words)})"
 
@@ -104,7 +130,7 @@ class WeightOnly(_Inference):
     `format`: that of the weights. `scale_search`: "four_over_six" (NVFP4: each block maps its maximum to 6 or to 4,
     whichever has the smaller error) or "mse" (any format: each block takes the candidate scale with the smallest
     squared error); None uses the format's own rule. `prefill`: what calls with `prefill_rows` rows (tokens) or more do
-    instead.
+    instead. `joint_scale`: the tensor scale is that of several weights, as `convert` sets it for fused groups.
 
     * "dequantized": they multiply by the weight dequantized to the dtype of the call, with the bits of a call that
       dequantizes. That weight, 2 bytes for each element in bfloat16, is made at the first such call.
@@ -122,6 +148,7 @@ class WeightOnly(_Inference):
     scale_search: str | None = None
     prefill: str | None = None
     prefill_rows: int | None = None
+    joint_scale: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", _name_of(self.format, "format"))
@@ -133,7 +160,7 @@ class WeightOnly(_Inference):
         super().__post_init__()
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
-        return _table(Gemm(None, _weight_cast(self.format, self.scale_search)))
+        return _table(Gemm(None, _weight_cast(self.format, self.scale_search, self.joint_scale)))
 
     @property
     def _usual(self) -> dict[str, object]:
@@ -173,7 +200,7 @@ class WeightActivation(_Inference):
     None means the same format (128x128 with 1x128, NVFP4 with nvfp4_row). `scales` "dynamic": computed from each input;
     "static": the scale of a whole input (fp8_tensor, and the tensor scale of nvfp4) comes from the largest amax seen
     under `microfloat.torch.calibrate`. `scale_search`: as in `WeightOnly`. `path`: how an MX product runs on chips
-    without MX GEMMs. Source: docs/inference.md.
+    without MX GEMMs. `joint_scale`: as in `WeightOnly`. Source: docs/inference.md.
     """
 
     format: str = "mxfp8"
@@ -181,6 +208,7 @@ class WeightActivation(_Inference):
     scales: str = "dynamic"
     scale_search: str | None = None
     path: str = "auto"
+    joint_scale: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.format, str) and self.format not in _PAIRS:
@@ -209,7 +237,7 @@ class WeightActivation(_Inference):
                     "Choose fp8_tensor or nvfp4 for static scales.",
                 )  # fmt: skip
             x = replace(x, scaling=Static())
-        w = _weight_cast(self.weight or weight, self.scale_search)
+        w = _weight_cast(self.weight or weight, self.scale_search, self.joint_scale)
         return _table(Gemm(x, w, accumulate, self.path))
 
 

@@ -118,6 +118,7 @@ def token_of(recipe: Recipe | None) -> str:
         kept = recipe.wgrad.rhs is None and recipe.wgrad.path != "refused"
         scaling_of_x = "d" if recipe.is_delayed else "a" if recipe.is_static else "-"
         traits = ("s" if recipe.is_stochastic else "-") + scaling_of_x + ("x" if kept else "-")
+        traits += "j" if recipe.is_joint else "-"
         try:
             contents = json.dumps(recipe.to_dict(), sort_keys=True)
         except InvalidValueError:  # a callable amax_compute_algo has no contents to write down
@@ -156,6 +157,11 @@ def is_delayed(token: str) -> bool:
 def is_static(token: str) -> bool:
     """True where x is cast under an amax that was measured beforehand."""
     return token[1] == "a"
+
+
+def is_joint(token: str) -> bool:
+    """True where the weight is cast under an amax that it shares with other weights."""
+    return token[3] == "j"
 
 
 def keeps_x(token: str) -> bool:

@@ -5,7 +5,7 @@ import torch
 from microfloat.errors import NotSupportedError
 from microfloat.passes import CastInputs
 from microfloat.routes import routes_of
-from microfloat.torch import backends, context
+from microfloat.torch import backends, context, reference
 from microfloat.torch._typing import Maybe, Options
 from microfloat.torch.linear.schedule import Schedule, autocast_dtype
 from microfloat.torch.tensor.checks import check_model
@@ -46,9 +46,10 @@ def export(
 
 
 def in_torch_operations(
-    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, token: str, scales: tuple[Maybe, Maybe]
+    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, token: str,
+    scales: tuple[Maybe, Maybe | list[torch.Tensor]],
 ) -> torch.Tensor:  # fmt: skip
-    """``x @ weight.T + bias`` in such a program; `scales`: encode scales of x and w, or the static amax of x."""
+    """``x @ weight.T + bias`` in such a program; `scales`: of x and w, or an amax, and the weights of a joint one."""
     recipe, module = context.recipe_of(token)._keeping_nothing(), backends.choose("reference", x.device)
     if any(cast is not None and cast.is_stochastic for cast in recipe.fprop.casts):
         raise NotSupportedError(
@@ -58,4 +59,7 @@ def in_torch_operations(
     compute = autocast_dtype(x.device.type) or x.dtype
     schedule = Schedule(recipe, module, routes, x, weight, None, compute, False, False)
     inputs = CastInputs(amax=scales[0]) if schedule.is_static else CastInputs(scales[0])
-    return schedule.forward(x, weight, bias, inputs, CastInputs(scales[1]))[0]
+    w_inputs = CastInputs(scales[1])
+    if schedule.is_joint:
+        w_inputs = CastInputs(amax=torch.stack([reference.amax(one).reshape(()) for one in scales[1]]).amax())
+    return schedule.forward(x, weight, bias, inputs, w_inputs)[0]

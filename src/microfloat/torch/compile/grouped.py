@@ -70,7 +70,7 @@ def compiled_grouped(
         if origin != "code":
             torch.ops.microfloat.check_autocast_(MARKER, origin)
         token = context.token_of_high_precision()
-    state, number = state_of(layer, x, token)
+    state, number = state_of(layer, x, weight, token)
     settings = settings_of(x, weight, token, origin, backend, state)
     return recorded(layer, _CompiledGrouped.apply(x, weight, bias, ends, *state, number, *settings), token, number)
 
@@ -129,7 +129,7 @@ def _grouped_forward(
     schedule, groups = _begin(call, x, weight, bias, ends, False)
     live = live_amaxes(call.records, x.device)
     x_inputs = cast_inputs(x_scale, seed, live, "x", schedule.is_static)._replace(groups=groups)
-    w_inputs = cast_inputs(w_scale, seed, live, "w")._replace(groups=groups)
+    w_inputs = cast_inputs(w_scale, seed, live, "w", schedule.is_joint)._replace(groups=groups)
     with schedule.scope():
         return [schedule.forward(x, weight, bias, x_inputs, w_inputs)[0], *live]
 
@@ -143,7 +143,7 @@ def _grouped_backward(
     schedule, groups = _begin(call, x, weight, None, ends, True)
     live = live_amaxes(call.records, dy.device)
     x_inputs = cast_inputs(x_scale, seed, [], "x", schedule.is_static)._replace(groups=groups)
-    w_inputs = cast_inputs(w_scale, seed, [], "w")._replace(groups=groups)
+    w_inputs = cast_inputs(w_scale, seed, [], "w", schedule.is_joint)._replace(groups=groups)
     inputs = cast_inputs(dy_scale, seed, live, "dy")._replace(groups=groups)
     made: list[torch.Tensor] = list(live)
     with schedule.scope():

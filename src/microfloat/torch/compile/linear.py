@@ -30,6 +30,7 @@ from microfloat.torch.compile import export as exported
 from microfloat.torch.linear.function import bias_gradient, find, refuse_double_backward
 from microfloat.torch.linear.observer import OBSERVERS, observed
 from microfloat.torch.linear.schedule import Schedule, autocast_dtype
+from microfloat.torch.linear.weight_cache import joint_amax, plain_beside
 from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.tensor.custom_ops import refuse_batches, refuse_transforms
@@ -87,6 +88,7 @@ _library.define("record_backward_(Tensor(a!) history, Tensor live, str token, in
 # The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
 # draws of two layers, which would give each the other's noise. `apart`: as of `draw_seed`, for layers of one input.
 _library.define("draw_seed_for(Tensor x, Tensor apart) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+_library.define("joint_amax(Tensor[] weights) -> Tensor")
 _library.define("check_autocast_(Tensor(a!) marker, str origin) -> ()")
 _library.define(
     "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()"
@@ -158,7 +160,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         if not is_stored:
             return layer._plain(x)
         token = context.token_of_high_precision()
-    if hasattr(weight, "placements"):
+    if hasattr(weight, "placements") or any(hasattr(one.weight, "placements") for one in getattr(layer, "_joint", ())):
         _make_eager_forward()
         return _EAGER_SHARDED(layer, x)
     refuse_transforms("forward", x)
@@ -167,17 +169,17 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         return layer._plain(x)
     if exported.PLAINLY:
         scales = (layer.scaling_x_scale, layer.scaling_w_scale) if context.is_delayed(token) else (None, None)
-        if context.is_static(token):
-            scales = layer_state.static_amax(layer), None
+        amax = layer_state.static_amax(layer) if context.is_static(token) else scales[0]
+        scales = amax, plain_beside(layer, weight) if context.is_joint(token) else scales[1]
         return exported.in_torch_operations(x, weight, layer.added_bias, token, scales)
-    state, number = state_of(layer, x, token)
+    state, number = state_of(layer, x, weight, token)
     settings = settings_of(x, weight, token, origin, layer.backend, state)
     y = _CompiledLinear.apply(x, weight, layer.added_bias, *state, number, *settings)
     return recorded(layer, y, token, number)
 
 
-def state_of(layer: Any, x: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...], int]:
-    """Call seed, encode scales of x and w as they are now, scale and history of dy, which backward reads; and the
+def state_of(layer: Any, x: torch.Tensor, weight: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...], int]:
+    """Call seed, scales of x and w as they are now (or amaxes), scale and history of dy, which backward reads; and the
     number of the layer. Each None, or -1, where the recipe has no use for it; `layer` None: a function.
     """
     seed = seed_for(x) if context.is_stochastic(token) else None
@@ -188,7 +190,9 @@ def state_of(layer: Any, x: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...]
         scales = layer.scaling_x_scale.clone(), layer.scaling_w_scale.clone(), layer.scaling_dy_scale
         # The number is a constant of compiled code, which only state makes one layer's own.
         return (seed, *scales, layer.scaling_dy_amax_history), layer._number
-    return (seed, layer_state.static_amax(layer) if context.is_static(token) else None, None, None, None), -1
+    of_x = layer_state.static_amax(layer) if context.is_static(token) else None
+    weights = plain_beside(layer, weight) if context.is_joint(token) else []
+    return (seed, of_x, torch.ops.microfloat.joint_amax(weights) if weights else None, None, None), -1
 
 
 def seed_for(x: torch.Tensor) -> torch.Tensor:
@@ -345,7 +349,8 @@ def _makes_again(routes: Routes, recipe: Recipe, gemm: str) -> bool:
     These take two bytes an element, as x and the weight do, which are there (or can be had again by a compiler) for
     others who read them too; codes take one.
     """
-    return getattr(recipe, gemm).rhs is not None and getattr(routes, gemm).rhs == "values"
+    rhs = getattr(recipe, gemm).rhs  # a static one is cast in forward alone, which is given its amax
+    return rhs is not None and not rhs.is_static and getattr(routes, gemm).rhs == "values"
 
 
 def _schedule(call: Settings, shape: Sequence[int], x: Maybe, weight: torch.Tensor, bias: Maybe) -> Schedule:
@@ -394,7 +399,7 @@ def _linear_forward(
         schedule = observed(schedule, (), weight)
     live = live_amaxes(call.records, x.device)
     x_inputs = cast_inputs(x_scale, seed, live, "x", schedule.is_static)
-    w_inputs = cast_inputs(w_scale, seed, live, "w")
+    w_inputs = cast_inputs(w_scale, seed, live, "w", schedule.is_joint)
     with schedule.scope():
         # The seed is drawn, so that the launch which casts x and w together and draws one does not serve.
         kept = schedule.quantize_weight(weight, w_inputs) if schedule.is_stochastic else None
@@ -584,6 +589,7 @@ for _operator, _run, _fake in (
     ("linear_forward", named(_linear_forward), _fake_forward),
     ("linear_backward", named(_linear_backward), _fake_backward),
     ("draw_seed_for", lambda x, _: draw_seed(x.device), lambda x, _: x.new_empty(2, dtype=torch.int64)),
+    ("joint_amax", joint_amax, lambda weights: weights[0].new_empty(weights[0].shape[:-2], dtype=torch.float32)),
     ("record_forward_", lambda x, w, *call: _record({"x": x, "w": w}, *call), _no_result),
     ("record_backward_", lambda dy, *call: _record({"dy": dy}, *call), _no_result),
     ("check_autocast_", lambda marker, origin: check_caller(context.PLAIN, origin), _no_result),

@@ -8,7 +8,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,15 +19,17 @@ from torch.nn.utils import parametrize
 
 from microfloat.arguments import check_bool
 from microfloat.errors import MicrofloatError, invalid_value
-from microfloat.recipes import Placement, Recipe
+from microfloat.recipes import Placement, Recipe, WeightActivation, WeightOnly
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import (
     DEFAULT_EXCLUDE,
+    DEFAULT_FUSE,
     FILTERED,
     ConversionReport,
     ConversionRow,
     check_exclude,
     check_filter,
+    fused_group,
     gates_of_mlps,
     why_left_out,
 )
@@ -37,6 +39,7 @@ from microfloat.torch.convert.experts import (
     is_experts,
     remark_on,
     shape_of_experts,
+    turned_in,
     why_not_experts,
     why_unseen,
 )
@@ -53,6 +56,8 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+Config = WeightOnly | WeightActivation
 
 __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "plain_state_dict", "revert"]
 
@@ -81,8 +86,9 @@ def convert(
     as fused modules, of the same parameters and keys; weights of q, k and v are moved next to each other. `experts`:
     experts that a model keeps as 3-D parameters are a layer, named by their module, where their computation is known
     (those of transformers and of `register_experts`); parameters and keys stay. Returns a report that prints as a
-    table. Raises InvalidTypeError and InvalidValueError for other arguments and where no layer is left to convert, as
-    `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
+    table. Under a `WeightOnly` or `WeightActivation` plain weights train with the codes and scales that `quantize_`
+    then stores (docs/qat.md). Raises InvalidTypeError and InvalidValueError for other arguments and where no layer is
+    left to convert, as `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
     """
     check_model(model)
     if not isinstance(recipe, Placement):
@@ -95,7 +101,9 @@ def convert(
     rows, wishes = planned_layers(model, recipe, kinds, filter, exclude, skip_small)
     if all(row.action == "skipped" for row in rows):
         raise nothing_left(model, rows, "convert")
+    wishes = [(name, layer, _in_training(layer, wanted)) for name, layer, wanted in wishes]
     pin_planned(model, wishes)
+    _share_scales([layer for _, layer, wanted in wishes if isinstance(wanted, Config)])
     blocks = tuple(
         ConversionRow(name, None, action, None, what) for name, action, what in (fuse_blocks(model) if fuse else ())
     )
@@ -137,6 +145,44 @@ def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, rem
     )  # fmt: skip
 
 
+def scale_groups(configs: Mapping[str, Config], fuse: Sequence[str] = DEFAULT_FUSE) -> list[list[str]]:
+    """The names of layers whose weights share a scale, and each other one for itself."""
+    groups: dict[object, list[str]] = {}
+    for name, recipe in configs.items():
+        key = fused_group(name, fuse)
+        groups.setdefault(name if key is None else (key, recipe.fprop.rhs, recipe.scale_search), []).append(name)
+    return list(groups.values())
+
+
+def _in_training(layer: nn.Module, recipe: Recipe | None) -> Recipe | None:
+    """The recipe to pin: of a config that under which plain weights train; stored ones have codes already."""
+    held = (layer._parameters.get(key) for key in turned_in(layer) or ("weight",))
+    is_stored = any(isinstance(getattr(one, "_local_tensor", one), QuantizedTensor) for one in held)
+    return recipe._in_training(False) if isinstance(recipe, Config) and not is_stored else recipe
+
+
+def _share_scales(layers: Sequence[nn.Module]) -> None:
+    """Let weights that are multiplied as one when they are served share their scale; `layers`: pinned to configs."""
+    products = {one._path: one for layer in layers for one in products_of(layer)}
+    for product in products.values():
+        if product.pinned.is_static:
+            take_amax(product)
+    plain = {name: one.pinned for name, one in products.items() if not isinstance(held_weight(one), QuantizedTensor)}
+    for members in scale_groups(plain):
+        group = tuple(products[name] for name in members)
+        shares = len(group) > 1 and plain[members[0]]._in_training(True).joint_scale
+        if shares and len({one.weight.shape[:-2] for one in group}) == 1:
+            for one in group:
+                one.pin(one.pinned._in_training(True))
+                one._joint = group
+
+
+def take_amax(layer: nn.Module) -> None:
+    """Give a layer of static scales the amax that `calibrate` has measured before, as its buffer, if there is one."""
+    measured = layer.__dict__.pop("_measured_amax", None)
+    layer.register_buffer("input_amax", layer._buffers.get("input_amax") if measured is None else measured)
+
+
 def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:
     """Turn one layer into a microfloat layer that is pinned to a recipe; of None one that is none stays as it is."""
     if wanted is not None and is_experts(module):
@@ -144,6 +190,8 @@ def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:
     elif wanted is not None and not isinstance(module, RecipeLayer):
         as_linear(module) if is_conv1d(module) else _change_class(module, nn.Linear, Linear)
     if isinstance(module, RecipeLayer):
+        for one in products_of(module):
+            one.__dict__.pop("_joint", None)
         module.pin(wanted)
         module._path = name
 

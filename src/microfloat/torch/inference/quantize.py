@@ -24,26 +24,29 @@ from torch import nn
 from microfloat.arguments import check_bool
 from microfloat.errors import MicrofloatError, invalid_type, invalid_value, kind_of
 from microfloat.operands import GEMMS
-from microfloat.recipes import Cast, Placement, Recipe, WeightActivation, WeightOnly
+from microfloat.recipes import Cast, Placement, Recipe
 from microfloat.recipes.placement import (
     DEFAULT_EXCLUDE,
     DEFAULT_FUSE,
     ConversionReport,
     ConversionRow,
     check_fuse,
-    fused_group,
 )
 from microfloat.torch import backends
 from microfloat.torch._typing import Options
 from microfloat.torch.convert.experts import as_experts, is_experts, products_to_measure, turned_in
 from microfloat.torch.convert.swap import (
+    Config,
     keep_slow_paths,
     layer_shape,
     nothing_left,
     pin_layer,
     planned_layers,
     report_of,
+    scale_groups,
+    take_amax,
 )
+from microfloat.torch.linear.weight_cache import joint_amax
 from microfloat.torch.nn.conv1d import as_linear, is_conv1d, tell_adapters
 from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, held_weight, place_of, products_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
@@ -55,7 +58,6 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["LAYERS", "Config", "Storage", "calibrate", "check_config", "plan_storage", "quantize_", "searched"]
 
-Config = WeightOnly | WeightActivation
 LAYERS = (nn.Linear, GroupedLinear)
 _QUANTIZED = (
     "To quantize it anew, call microfloat.torch.revert(model) first, which gives the values of its codes; "
@@ -114,7 +116,7 @@ class Storage:
 
     def groups(self) -> list[list[str]]:
         """The names of layers that are stored together, since their weights share a scale."""
-        return _groups(self.configs, self.fuse)
+        return scale_groups(self.configs, self.fuse)
 
     def complete(self, model: nn.Module) -> ConversionReport:
         """Store the weights of all layers that are left, and report on the model."""
@@ -144,7 +146,7 @@ class Storage:
         experts = _with_products(layers, configs)
         several = Counter(id(held_weight(layers[name])) for name in configs)
         shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
-        for members in _groups(configs, self.fuse):
+        for members in scale_groups(configs, self.fuse):
             weights = {name: held_weight(layers[name]) for name in members}
             self.spoiled += [name for name, weight in weights.items() if not _is_finite(weight)]
             stored = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared)
@@ -157,7 +159,7 @@ class Storage:
                 pin_layer(name, layer, configs[name])
                 setattr(*place_of(layer), weight)
                 if configs[name].is_static and not isinstance(layer, nn.Embedding):
-                    layer.register_buffer("input_amax", layer.__dict__.pop("_measured_amax", None))
+                    take_amax(layer)
                 if name in untied:
                     layer.__dict__["_untied_from"] = untied[name]
         for name, (layer, chosen) in experts.items():
@@ -242,7 +244,7 @@ def _name_spoiled(names: Sequence[str]) -> None:
 
 def _configs_of(rows: Sequence[ConversionRow]) -> dict[str, Config]:
     """The config of each layer to quantize, by name."""
-    return {row.name: cast(Config, row.recipe) for row in rows if row.action in ("converted", "repinned")}
+    return {row.name: cast(Config, row.recipe)._served() for row in rows if row.action in ("converted", "repinned")}
 
 
 def _with_tied_kept(
@@ -278,15 +280,6 @@ def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, C
     }  # fmt: skip
     found = {name: keepers.get(id(weight)) for name, weight in weights.items()}
     return {name: keeper for name, keeper in found.items() if keeper is not None}
-
-
-def _groups(configs: Mapping[str, Config], fused: Sequence[str]) -> list[list[str]]:
-    """The names of layers whose weights share a scale, and each other one for itself."""
-    groups: dict[object, list[str]] = {}
-    for name, recipe in configs.items():
-        key = fused_group(name, fused)
-        groups.setdefault(name if key is None else (key, recipe.fprop.rhs, recipe.scale_search), []).append(name)
-    return list(groups.values())
 
 
 def _stored_weights(
@@ -396,16 +389,13 @@ def _shared_amax(weights: Sequence[torch.Tensor], cast: Cast, search: str | None
         return None
     if len({weight.shape[:-2] for weight in weights}) > 1:
         return None
-    measured = []
-    for weight in weights:
-        amax = backends.choose("auto", weight.device).amax
-        experts = [amax(one) for one in weight] if weight.dim() == 3 else [amax(weight)]
-        measured.append(torch.stack([one.reshape(()) for one in experts]).to(weights[0].device))
-    largest = torch.stack(measured).amax(0)
-    if search == "mse" and cast.format.is_per_tensor:
-        experts = zip(*(weight if weight.dim() == 3 else [weight] for weight in weights), strict=True)
-        largest = torch.stack([_best_amax(those, cast, amax) for those, amax in zip(experts, largest, strict=True)])
-    return largest if weights[0].dim() == 3 else largest[0]
+    largest = joint_amax(weights)
+    if search != "mse" or not cast.format.is_per_tensor:
+        return largest
+    if weights[0].dim() == 2:
+        return _best_amax(weights, cast, largest)
+    experts = zip(zip(*weights, strict=True), largest, strict=True)
+    return torch.stack([_best_amax(those, cast, amax) for those, amax in experts])
 
 
 # ---------------------------------------------------------------------------------------------------- search of scales

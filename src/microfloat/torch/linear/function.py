@@ -34,7 +34,14 @@ from microfloat.torch.linear.fold_counts import FoldCounts, routes_after
 from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.linear.observer import OBSERVERS, observed
 from microfloat.torch.linear.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember
-from microfloat.torch.linear.weight_cache import KeptWeight, MainGrad, casts_late, fsdp_parameters, weights_of
+from microfloat.torch.linear.weight_cache import (
+    KeptWeight,
+    MainGrad,
+    amax_beside,
+    casts_late,
+    fsdp_parameters,
+    weights_of,
+)
 from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.scaling.amax_reduction import Group
@@ -354,6 +361,9 @@ def begin(
     if schedule.is_stochastic:
         inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None or are_named() > 0)
     run = Run(schedule, *inputs)
+    if schedule.is_joint:
+        amax = aligned(amax_beside(layer, weight))
+        run.w, w_later = run.w._replace(amax=amax), w_later._replace(amax=amax)
     if schedule.late:  # words of the seed are dy's: a launch that casts x and w together is given bits for w
         run.later = w_later._replace(seed=run.dy.seed)
     if layer is None:  # of a function, which keeps nothing between calls
@@ -376,6 +386,8 @@ def begin(
 def _keep_weight(run: Run, layer: object, weight: torch.Tensor, is_first_microbatch: bool, version: int | None) -> bool:
     """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
     weights = weights_of(weight)
+    if run.schedule.is_joint:
+        weights = *weights, *(one.weight for one in getattr(layer, "_joint", ()))
     # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
     schedule = run.schedule
     if not all(isinstance(one, nn.Parameter) for one in weights) or (

@@ -301,6 +301,11 @@ class _Gradient(NamedTuple):
     operands: list
 
 
+def _of_expert(inputs: CastInputs, g: int) -> CastInputs:
+    """The inputs of the cast of one weight; amaxes that experts share with others are one for each."""
+    return inputs if inputs.amax is None else inputs._replace(amax=inputs.amax[g])
+
+
 class GroupedSchedule(Schedule):
     """fprop, dgrad and wgrad of G Linears over the groups of one x. ``print(schedule)`` shows every cast and product.
 
@@ -320,7 +325,8 @@ class GroupedSchedule(Schedule):
         self.device, self.shields = x.get_device(), True
         self.number, self.out_features, self.in_features = weight.shape
         self.rows = x.shape[0]
-        self.is_delayed, self.is_stochastic, self.is_static = recipe.is_delayed, recipe.is_stochastic, recipe.is_static
+        self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
+        self.is_static, self.is_joint = recipe.is_static, recipe.is_joint
         self.keeps_weight = False
         self.delayed_scaling = delayed_of(recipe) if recipe.is_delayed else None
         self._programs = backend.programs
@@ -366,10 +372,11 @@ class GroupedSchedule(Schedule):
                 continue
             schedule = self._of_group(x[rows], own, own_bias, g)
             # A launch that casts x and w together would draw a seed.
-            w_made = schedule.quantize_weight(own, w_inputs) if self.is_stochastic and kept is None else None
+            own_inputs = _of_expert(w_inputs, g)
+            w_made = schedule.quantize_weight(own, own_inputs) if self.is_stochastic and kept is None else None
             if kept is not None:
                 w_made = Operands.of([part if part is None else part[g] for part in kept.flat()])
-            y[rows], made = schedule.forward(x[rows], own, own_bias, x_inputs, w_inputs, w_made)
+            y[rows], made = schedule.forward(x[rows], own, own_bias, x_inputs, own_inputs, w_made)
             saved += made
         y[groups.slices[-1].stop :] = 0
         return y, tuple(saved)
@@ -379,7 +386,7 @@ class GroupedSchedule(Schedule):
         made, inputs = [], inputs._replace(groups=None)
         row = torch.empty((1, self.in_features), dtype=self.dtype, device=weight.device)
         for g, own in enumerate(weight.detach()):
-            made.append(self._of_group(row, own, None, g).quantize_weight(own, inputs).flat())
+            made.append(self._of_group(row, own, None, g).quantize_weight(own, _of_expert(inputs, g)).flat())
         return Operands.of([None if parts[0] is None else parts for parts in zip(*made, strict=True)])
 
     def saved_anew(
@@ -396,7 +403,7 @@ class GroupedSchedule(Schedule):
                 continue
             schedule = self._of_group(x[rows], own, None, g)
             saved += schedule.saved_again("x", x[rows], x_inputs) if self.wants_dw else NO_PARTS
-            saved += schedule.saved_again("w", own, w_inputs) if self.wants_dx else NO_PARTS
+            saved += schedule.saved_again("w", own, _of_expert(w_inputs, g)) if self.wants_dx else NO_PARTS
         return saved
 
     def saved_operands(self, saved: Sequence[Maybe], inputs: CastInputs) -> list[Saved]:  # type: ignore[override]

@@ -29,7 +29,7 @@ import torch
 from microfloat.layout import ALIGNMENT, Layout
 from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
-from microfloat.recipes import Cast, Recipe, Static
+from microfloat.recipes import Cast, Recipe
 from microfloat.recipes.core import delayed_of
 from microfloat.routes import Entries, Routes, entries_of, first_delayed, routes_of
 from microfloat.support import Notes, text_table
@@ -137,7 +137,7 @@ class CastStep:
             self._layouts = layouts_of(backend, entries, *x.shape)
             return
         options = {"batch": batch, "in_groups": in_groups, "experts": experts}
-        given_amax |= row is not None and isinstance(row.cast.scaling, Static)
+        given_amax |= row is not None and row.cast.is_static
         self.program = backend.programs.cast_program(x, row, column, given_amax=given_amax, **options)
         self.is_bound = not (self._row_as_is or self._column_as_is)
         if self.delayed is not None:
@@ -228,7 +228,7 @@ class Schedule:
         self.device = x.get_device()
         self.is_delayed, self.is_stochastic = recipe.is_delayed, recipe.is_stochastic
         self.delayed_scaling: Any = delayed_of(recipe) if recipe.is_delayed else None
-        self.is_static = recipe.fprop.lhs is not None and isinstance(recipe.fprop.lhs.scaling, Static)
+        self.is_static, self.is_joint = recipe.is_static, recipe.is_joint
         self.x_shape = None if x.dim() == 2 else x.shape
         self.y_shape = None if x.dim() == 2 else (*x.shape[:-1], self.out_features)
         # Nobody reads fold counts of a recipe that follows from the number of rows.
@@ -252,16 +252,21 @@ class Schedule:
         x_layouts, w_layouts = layouts_of(backend, x_entries, m, k), layouts_of(backend, w_read, n, k)
         # Layouts of the operands of x and w that `forward` returns for backward.
         self.saved_layouts = x_layouts[not self.reads_x_row], w_layouts[not self.reads_w_row]
-        self.x_cast, self.w_cast = self._step_of(x, x_entries), self._step_of(weight, w_entries)
         is_stored, is_gathered = isinstance(weight, QuantizedTensor), isinstance(weight, Gathered)
+        is_other_dtype = weight.dtype != compute and not (is_stored or is_gathered)
+        self._casts_master = is_other_dtype and recipe._casts_masters
+        self._w_dtype = None if self._casts_master else compute  # in which w is cast; None: its own
+        self.x_cast = self._step_of(x, x_entries, compute)
+        self.w_cast = self._step_of(weight, w_entries, self._w_dtype)
         # An operand that the codes of a frozen weight do not serve, such as a folded one, is made once.
         self.keeps_weight = is_stored and recipe.wgrad.path == "refused" and self.w_cast.makes
         self.delayed = self.x_cast.delayed, self.w_cast.delayed
         lies_well = x.dim() == 2 or (x.is_contiguous() and self.x_cast.is_bound)
         self._converts_x = x.dtype != compute or x.is_neg() or not lies_well
-        self._converts_w = weight.dtype != compute and not (is_stored or is_gathered)
+        self._converts_w = is_other_dtype and not self._casts_master
         self._pair: tuple[Program | None, Program | None] = (None, None)
-        if self.x_cast.is_bound and self.w_cast.is_bound and not (self._converts_x or self._converts_w):
+        converts = self._converts_x or is_other_dtype or self.is_joint
+        if self.x_cast.is_bound and self.w_cast.is_bound and not converts:
             self._pair = self.pair_programs(backend, x, weight, x_entries, w_entries)
         self._dy: Step | None = None  # of the gradient that backward usually brings
         self._dy_steps: dict[tuple, Step] = {}
@@ -273,13 +278,13 @@ class Schedule:
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    def _step_of(self, tensor: torch.Tensor, entries: Entries) -> Step:
+    def _step_of(self, tensor: torch.Tensor, entries: Entries, dtype: torch.dtype | None) -> Step:
         """The step that makes operands of x, w or dy: from values, or from the codes that a weight is stored as."""
         if isinstance(tensor, QuantizedTensor):
             return StoredCast(self.backend, tensor, entries, self.dtype, self.cast_step)
         if isinstance(tensor, Gathered):
             return GatheredCast(self.backend, tensor.shape, entries, self.dtype, self.cast_step)
-        return self.cast_step(self.backend, as_matrix(tensor, self.dtype), entries, self._batch)
+        return self.cast_step(self.backend, as_matrix(tensor, dtype), entries, self._batch)
 
     def pair_programs(
         self, backend: Backend, x: torch.Tensor, weight: torch.Tensor, x_entries: Entries, w_entries: Entries
@@ -426,7 +431,7 @@ class Schedule:
             step = self._dy_steps.get(key)
             if step is None:
                 entries = entries_of(self.recipe, self.routes, "dy", wants_dx, wants_dw)
-                step = self._dy_steps[key] = self._step_of(dy, entries)
+                step = self._dy_steps[key] = self._step_of(dy, entries, self.dtype)
                 if usual and step.is_bound and wants_dx is self.wants_dx and wants_dw is self.wants_dw:
                     self._dy = step
         return step(dy, *self.resources(), inputs)
@@ -441,6 +446,8 @@ class Schedule:
         dx = dw = None
         if wants_dx:
             product, w = self.products["dgrad"], _laid(saved.w, self.saved_layouts[1])
+            if self._casts_master and w.scale is None and w.codes is not None:  # the master itself
+                w = Parts(w.codes.to(self.dtype))
             dx = multiply(product, dy.row, w, None, self.flops) if are_named() else product(dy.row, w, None)
             del w
             dy.row = NO_PARTS
@@ -476,12 +483,12 @@ class Schedule:
         """The operand of x or w that backward reads alone, to the bits of the one that forward would have saved."""
         reads_row = self.reads_x_row if tensor == "x" else self.reads_w_row
         is_stored, is_gathered = isinstance(x, QuantizedTensor), isinstance(x, Gathered)
-        x = x if is_gathered or is_stored else as_matrix(x.detach(), self.dtype)
+        x = x if is_gathered or is_stored else as_matrix(x.detach(), self._w_dtype if tensor == "w" else self.dtype)
         key = tensor, x.stride(), None if is_stored else x.data_ptr() & (ALIGNMENT - 1)
         step = self._later_steps.get(key)
         if step is None:
             entries = entries_of(self.recipe, self.routes, tensor, reads_row, True)
-            step = self._later_steps[key] = self._step_of(x, entries)
+            step = self._later_steps[key] = self._step_of(x, entries, None)
         return step(x, *self.resources(), inputs).one(reads_row)
 
     def saved_operands(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Saved:

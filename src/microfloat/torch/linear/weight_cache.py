@@ -8,8 +8,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import NotSupportedError, invalid_value
+from microfloat.torch import backends
 from microfloat.torch._typing import Context, Layer, Maybe, Sink
-from microfloat.torch.backends.base import Operands
+from microfloat.torch.backends.base import Operands, Parts
+from microfloat.torch.scaling.amax_reduction import maxima
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -110,6 +112,59 @@ class NoRows(torch.autograd.Function):
 def without_rows(layer: Layer, weight: torch.Tensor, overwrites: bool) -> torch.Tensor:
     """Zeros in place of the values of a weight, for a call without rows; their gradient goes to its `main_grad`."""
     return NoRows.apply(weight, MainGrad(layer, layer.weight, overwrites))  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------------------------------- joint scales
+
+
+def plain_beside(layer: object, weight: torch.Tensor) -> list[torch.Tensor]:
+    """The weights that share the scale of a layer's `weight`, itself among them; stored ones keep their own."""
+    weights = [one.weight.detach() for one in getattr(layer, "_joint", ())] or [weight.detach()]
+    return [one for one in weights if not isinstance(one, QuantizedTensor)]
+
+
+def joint_amax(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest amax of weights that share a scale, float32 (), or [E] of experts; of shards that of all ranks."""
+    measured = [_amaxes(weight).to(weights[0].device) for weight in weights]
+    return measured[0] if len(measured) == 1 else torch.stack(measured).amax(0)
+
+
+def _amaxes(weight: torch.Tensor) -> torch.Tensor:
+    own = getattr(weight, "_local_tensor", weight)
+    mesh = getattr(weight, "device_mesh", None)
+    if own.is_meta or (mesh is not None and own.dim() == 3):
+        got = "on the meta device" if own.is_meta else "of experts that ranks share"
+        raise NotSupportedError(
+            f"joint_scale: got a weight {got} beside one that is multiplied, needed all weights of a group, such as q, "
+            "k and v, in memory at once. Put them under one fully_shard, and do not offload them one by one."
+        )
+    amax = backends.choose("auto", own.device).amax
+    parts = own if own.dim() == 3 else [own]
+    found = [amax(one).reshape(()) if one.numel() else own.new_zeros((), dtype=torch.float32) for one in parts]
+    made = torch.stack(found) if own.dim() == 3 else found[0].clone()
+    for axis in range(0 if mesh is None else mesh.ndim):
+        (made,) = maxima(mesh.get_group(axis), [made])  # type: ignore[union-attr]
+    return made
+
+
+def amax_beside(layer: object, weight: torch.Tensor) -> torch.Tensor:
+    """The amax behind the scale that the weight of a layer shares with those beside it; `weight`: where it has none.
+
+    The first layer of a group that is called measures all weights, the others find its result while no weight has
+    changed. The next call of that layer measures again, so that writes which torch does not count are seen too.
+    """
+    layers = getattr(layer, "_joint", ())
+    if not layers:
+        return joint_amax(plain_beside(layer, weight))
+    weights, holder = [one.weight for one in layers], vars(layers[0])
+    maker, kept = holder.get("_joint_amax", (layer, KeptWeight()))
+    found = None if maker is layer else kept.find(weights, ())
+    if found is None:
+        found = Operands(Parts(joint_amax(plain_beside(layer, weight))))
+        kept = KeptWeight()
+        kept.keep(weights, (), found)
+        holder["_joint_amax"] = layer, kept
+    return found.row.codes
 
 
 # ------------------------------------------------------------------------------------------------------ kept operands

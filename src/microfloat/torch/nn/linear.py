@@ -46,7 +46,8 @@ UNPINNED = _Unpinned()
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 # Attributes of a Linear that nn.Linear does not have.
 OWN_ATTRIBUTES = ("_pinned", "_pin_token", "_path", "backend", "_weight_cache", "_fold_counts", "_number",
-                  "_followed", "fuse_wgrad_accumulation", "_fsdp_state", "_untied_from", "init_method")  # fmt: skip
+                  "_followed", "fuse_wgrad_accumulation", "_fsdp_state", "_untied_from", "init_method",
+                  "_joint", "_joint_amax")  # fmt: skip
 
 
 class RecipeLayer(nn.Module):
@@ -59,12 +60,12 @@ class RecipeLayer(nn.Module):
     _pinned: Any = UNPINNED  # a Recipe, None, or UNPINNED
     _pin_token: str | None = None
     _path: str = ""  # the layer's name in the model that was converted, for messages
-    # True: dw is added to `weight.main_grad` in float32, and autograd gets none (docs/training.md).
-    fuse_wgrad_accumulation: bool = False
+    fuse_wgrad_accumulation: bool = False  # True: dw is added to `weight.main_grad` (docs/training.md)
     return_bias: bool = False  # True: a call returns (y, bias), and its product adds no bias
     init_method: InitMethod | None = None  # draws the weight in place
     _number: int = -1  # of the layer in `microfloat.torch.scaling.buffers`
     _followed: bool = False  # True: the latest forward outside a backward ran the recipe of an autocast
+    _joint: "tuple[RecipeLayer, ...]" = ()  # those whose weights share one scale, itself among them
     weight: torch.Tensor
     bias: torch.Tensor | None
     _check_input: Callable[[torch.Tensor], None]
@@ -203,10 +204,11 @@ class RecipeLayer(nn.Module):
 
     def _drop_weight_cache(self) -> None:
         self.__dict__.pop("_weight_cache", None)
+        _ = [one.__dict__.pop("_joint_amax", None) for one in self._joint]
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(super().__getstate__())
-        for name in ("_weight_cache", "_fold_counts", "_pin_token", "_path", "_followed"):
+        for name in ("_weight_cache", "_joint_amax", "_fold_counts", "_pin_token", "_path", "_followed"):
             state.pop(name, None)
         return state
 
@@ -433,7 +435,7 @@ class JointCall(_Call):
 
     def __init__(self, layer: Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias, layer._pinned, layer._pin_token, layer.backend)
-        self._buffers, self._number = layer._buffers, layer._number
+        self._buffers, self._number, self._joint = layer._buffers, layer._number, layer._joint
         if layer_state.has_buffers(layer):
             for name in layer_state.BUFFER_NAMES:
                 setattr(self, name, getattr(layer, name))
