@@ -116,6 +116,10 @@ def product():
         "ragged-*-nvfp4_2d",
         "ragged-*-mxfp6_e3m2",
         "ragged-*-mxfp8_e5m2",
+        "ragged-*-mxfp6*",
+        "ragged-*-mxfp4",
+        "ragged-*-fp8_1x128",
+        "long-*-fp8_128x128",
     ),
 )
 @pytest.mark.parametrize("name", FORMATS)
@@ -274,7 +278,7 @@ def test_values_by_warpgroups(wide_product, name, kind):  # features I2
     "further forms of the same kernel",
     cases=(
         "groups-*-nvfp4_*", "groups-*-mxfp4", "halves-*-nvfp4*", "halves-*-nvfp4_*", "parts*-nvfp4_*", "groups--*fp8*",
-        "halves-*fp8*", "parts*-fp8*", "*mxfp6*", "halves--mxfp4", "parts*--mxfp4", "groups-nan-mxfp8",
+        "halves-*fp8*", "parts*", "*mxfp6*", "halves--mxfp4", "groups-nan-mxfp8", "groups-nan-fp8_tensor*",
     ),
 )  # fmt: skip
 @pytest.mark.parametrize(
