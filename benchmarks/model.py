@@ -8,8 +8,9 @@ float32, products in bfloat16 by FSDP2's mixed precision (also on one GPU). Cand
 
 * ``bf16``, ``bf16.compiled``: transformers' model; every layer compiled.
 * ``torchao.tensorwise.compiled``, ``torchao.rowwise.compiled``: torchao's float8 training, every layer compiled.
-* a recipe: ``microfloat.torch.convert(model, recipe, fuse=True)``, eager, with the gather in low precision where there
-  are several GPUs; the head and its loss stay in bfloat16. ``.head``: the head under the recipe too.
+* a recipe: ``microfloat.torch.convert(model, recipe, fuse=True)``, eager, weights gathered in low precision; the head
+  and its loss stay in bfloat16. ``.head``: the head under the recipe too (fp8_current beside delayed scaling), and its
+  loss in chunks of tokens.
 * any of them ``.recomputed``: every layer is computed again in backward.
 
 They run one after the other in one process, since two of them do not fit on one GPU; the first loss of each is compared
@@ -39,6 +40,7 @@ import microfloat.torch as mf
 from benchmarks import _torchao
 from benchmarks._recipes import RECIPES, sqnr_db
 from benchmarks._report import Report, Row
+from microfloat.recipes import Placement
 from microfloat.torch.timing import Times
 
 SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -84,8 +86,12 @@ class Bench:
     @functools.cached_property
     def first_loss(self) -> float:
         """The loss of the untrained model in bfloat16."""
+        model = self.build("bf16")
         with torch.no_grad():
-            return float(self.build("bf16")(input_ids=self.ids, labels=self.ids).loss)
+            loss = float(model(input_ids=self.ids, labels=self.ids).loss)
+        del model
+        clean(self.device)
+        return loss
 
     def build(self, name: str) -> nn.Module:
         """The model of a candidate, sharded over the ranks, with random weights."""
@@ -101,8 +107,10 @@ class Bench:
             model = _torchao.float8_training(model, name.split(".")[1])
             model.lm_head = lm_head  # type: ignore[assignment]
         elif recipe is not None:
-            mf.convert(model, recipe, fuse=True, **({"exclude": ()} if head else {}))
-            if dist.get_world_size() > 1:
+            # The loss in chunks takes no recipe that keeps state.
+            rules = [("lm_head", RECIPES["current"] if name.startswith("delayed") else recipe), ("*", recipe)]
+            mf.convert(model, Placement(rules) if head else recipe, fuse=True, **({"exclude": ()} if head else {}))
+            if not recomputed:
                 mf.distributed.low_precision_all_gather(model)
         layers = model.model.layers
         if recomputed:
@@ -137,6 +145,13 @@ class Bench:
             return loss.detach()
 
         return step
+
+
+def clean(device: str) -> None:
+    """Give back the memory of models that nobody holds."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def profiled(step: Callable[[], torch.Tensor]) -> dict[str, Any]:
@@ -220,9 +235,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
                     continue
                 report.attempt(f"model.{name}", functools.partial(measure, report, bench, name, options.profile))
                 torch._dynamo.reset()
-                gc.collect()
-                if gpu:
-                    torch.cuda.empty_cache()
+                clean(options.device)
         finally:
             dist.destroy_process_group()
     return report.finish()
