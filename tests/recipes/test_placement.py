@@ -163,3 +163,38 @@ def test_the_cells_of_a_report_are_named_and_layers_that_are_alike_share_a_line(
     assert str(ConversionReport((ConversionRow("", None, "skipped", None, "a filter"),))).splitlines()[2].split() == [
         "(root)", "-", "skipped", "-", "a", "filter",
     ]  # fmt: skip
+
+
+def test_first_and_last_blocks():
+    """features R20: numbers count blocks, each list for itself, and layers outside of lists are inner."""
+    names = [*(f"layers.{n}.{part}" for n in range(12) for part in ("q", "experts.0.up")), "vision.0.up", "vision.3.up",
+             "vision.1.up", "head"]  # fmt: skip
+    chosen = Placement.first_last(2, NV, MX).resolve(names)
+    outer = {name for name, recipe in chosen.items() if recipe == MX}
+    assert outer == {f"layers.{n}.{part}" for n in (0, 1, 10, 11) for part in ("q", "experts.0.up")} | {
+        "vision.0.up", "vision.1.up", "vision.3.up",
+    }  # fmt: skip
+    assert chosen["head"] == chosen["layers.2.q"] == NV
+    assert Placement.first_last(1, "nvfp4").resolve(names)["layers.11.q"] is None
+    parted = Placement([("last:1:wgrad", None), ("*", MX)])
+    assert parted.resolve(names)["layers.11.q"].wgrad.is_high_precision
+    assert parted.resolve(names)["layers.10.q"] == MX
+    assert parted.of_gemms("layers.11.q", names) == "wgrad: high precision by 'last:1:wgrad'"
+    assert parted.of_gemms("layers.10.q", names) == ""
+    with pytest.raises(PlacementError, match="match no layer"):
+        Placement.first_last(1, NV).resolve(["head"])
+    for n in (0, -1, True, 1.5, "2"):
+        with pytest.raises(InvalidValueError, match="number of blocks"):
+            Placement.first_last(n, NV)
+
+
+def test_files_of_placements(tmp_path):
+    placement = Placement([("first:1", None), ("*.up:wgrad", CustomRecipe(MX.fprop, NV.dgrad, MX.wgrad)), ("*", NV)])
+    file = tmp_path / "plan.json"
+    text = placement.to_json(file)
+    assert Placement.from_json(file) == placement == Placement.from_dict(placement.to_dict())
+    assert file.read_text() == text == placement.to_json()
+    for bad, word in (("[]", "data"), ("{", "a JSON file of Placement.to_json"), ('{"rule": []}', "rules")):
+        file.write_text(bad)
+        with pytest.raises((InvalidValueError, InvalidTypeError), match=word):
+            Placement.from_json(file)

@@ -1,6 +1,5 @@
 """`microfloat plan`: a format for each layer, by SQNR, under a budget of bits; written as a Placement."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -147,11 +146,10 @@ def _show(
     placement, used = _placement(rows), sum(choice.bits for choice in chosen.values()) / weights
     spoken = ", ".join(f"{number} {name}" for name, number in counts.most_common())
     output.facts({"bits": used, "formats": dict(counts)}, texts={"bits": f"{used:.4g} per weight", "formats": spoken})
-    rules = [[pattern, recipe and recipe.to_dict()] for pattern, recipe in placement.rules]
-    output.put(placement=rules)
+    output.put(placement=placement.to_dict())
     if out is not None:
-        out.write_text(json.dumps(rules, indent=1) + "\n", encoding="utf-8")
-        output.say(f"Written: {out}, the rules of a Placement, each a pattern and Recipe.to_dict() or null.")
+        placement.to_json(out)
+        output.say(f"Written: {out}, which Placement.from_json reads.")
 
 
 def _placement(rows: Sequence[Mapping[str, Any]]) -> Placement:

@@ -4,13 +4,17 @@ Names of layers stand here alone: those that stay in high precision, and those t
 """
 
 import inspect
+import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from microfloat.errors import PlacementError, invalid_type, kind_of, unknown_name
+from microfloat.arguments import check_keys
+from microfloat.errors import PlacementError, invalid_type, invalid_value, kind_of, unknown_name
 from microfloat.operands import GEMMS
 from microfloat.recipes.core import CustomRecipe, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
@@ -76,6 +80,9 @@ class Placement:
     expression after "re:" that must match the whole name. None means high precision. Layers that no pattern matches
     are left as they are. Raises PlacementError, in `resolve`, for patterns that match nothing.
 
+    "first:2" and "last:2" match the layers of the first and of the last two blocks: the first number in a name counts
+    them ("model.layers.0.mlp.up_proj"), each numbered list for itself. `first_last` writes such rules.
+
     A pattern that ends in ":fprop", ":dgrad" or ":wgrad" decides only about that GEMM of the layers that it matches,
     and takes it from the recipe: ``("blocks.3.*:wgrad", None)`` runs their wgrad in high precision. The first match
     decides for each GEMM separately; GEMMs that no pattern matches stay as they are.
@@ -120,9 +127,8 @@ class Placement:
         """
         names = list(names)
         parted = [(written, _parted(written), recipe) for written, recipe in self.rules]
-        unmatched = [
-            repr(written) for written, (pattern, _), _ in parted if not any(_matches(pattern, n) for n in names)
-        ]
+        matched = {pattern: _matched(pattern, names) for _, (pattern, _), _ in parted}
+        unmatched = [repr(written) for written, (pattern, _), _ in parted if not matched[pattern]]
         if unmatched:
             shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
             hint = " After a colon stands one of fprop, dgrad, wgrad." if any(":" in one for one in unmatched) else ""
@@ -134,19 +140,58 @@ class Placement:
         for name in names:
             found: dict[str, Recipe | None] = {}
             for _, (pattern, gemms), recipe in parted:
-                if _matches(pattern, name):
+                if name in matched[pattern]:
                     found = {**dict.fromkeys(gemms, recipe), **found}
             if found:
                 rest = (current or {}).get(name)
                 chosen[name] = _combined([found.get(gemm, rest) for gemm in GEMMS])
         return chosen
 
-    def of_gemms(self, name: str) -> str:
-        """The GEMMs of a layer about which patterns of their own decide, in words; "" where there are none."""
+    @classmethod
+    def first_last(cls, n: int, inner: Recipe | str, outer: Recipe | str | None = None) -> "Placement":
+        """`outer` for the first n and the last n blocks of a model, `inner` for all other layers.
+
+        `outer` = None: high precision, as NVFP4 is trained in arXiv 2509.25149 (section 4.1).
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise invalid_value("n", n, "a number of blocks >= 1")
+        return cls([(f"first:{n}", outer), (f"last:{n}", outer), ("*", inner)])  # type: ignore[list-item]
+
+    def to_dict(self) -> dict:
+        """``{"rules": [[pattern, Recipe.to_dict() or None], ...]}``, JSON-ready; `from_dict` makes an equal one."""
+        return {"rules": [[pattern, recipe and recipe.to_dict()] for pattern, recipe in self.rules]}
+
+    @classmethod
+    def from_dict(cls, data: dict) -> "Placement":
+        """The Placement that `to_dict` described. Raises InvalidValueError for other keys."""
+        check_keys("data", data, ("rules",))
+        return cls([(pattern, recipe and Recipe.from_dict(recipe)) for pattern, recipe in data["rules"]])
+
+    def to_json(self, path: str | os.PathLike | None = None) -> str:
+        """`to_dict` as JSON text, also written to `path` if one is given."""
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike) -> "Placement":
+        """The Placement in a file that `to_json` or ``microfloat plan --out`` wrote."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise invalid_value("path", str(path), f"a JSON file of Placement.to_json ({error})") from None
+        return cls.from_dict(data)
+
+    def of_gemms(self, name: str, names: Iterable[str] = ()) -> str:
+        """The GEMMs of a layer about which patterns of their own decide, in words; "" where there are none.
+
+        `names`: of all layers, which "first:" and "last:" count.
+        """
         found: dict[str, str] = {}
         for pattern, recipe in self.rules:
             plain, gemms = _parted(pattern)
-            if _matches(plain, name):
+            if name in _matched(plain, [name, *names]):
                 runs = "high precision" if recipe is None else recipe.label
                 said = {gemm: "" if plain == pattern else f"{gemm}: {runs} by {pattern!r}" for gemm in gemms}
                 found = {**said, **found}
@@ -175,10 +220,20 @@ def _combined(recipes: Sequence[Recipe | None]) -> Recipe | None:
     )
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _matched(pattern: str, names: Sequence[str]) -> set[str]:
+    """The names that a pattern matches."""
     if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern)
+        return {name for name in names if re.fullmatch(pattern[3:], name)}
+    end = re.fullmatch(r"(first|last):(\d+)", pattern)
+    if end is None:
+        return {name for name in names if fnmatchcase(name, pattern)}
+    blocks: dict[str, dict[int, list[str]]] = {}  # the name of a list -> number of a block -> its layers
+    for name in names:
+        if number := re.match(r"(|.*?\.)(\d+)(\.|$)", name):
+            blocks.setdefault(number[1], {}).setdefault(int(number[2]), []).append(name)
+    count = int(end[2])
+    chosen = [sorted(one)[:count] if end[1] == "first" else sorted(one)[-count:] for one in blocks.values()]
+    return {name for one, numbers in zip(blocks.values(), chosen, strict=True) for n in numbers for name in one[n]}
 
 
 # ---- reports -----------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def convert(
         made[name] = reason, pinned and target.op(pinned, rngs=rngs, **_sizes(layer, target))
     rows = [_install(name, layer, target, *made[name]) for name, layer, target in layers]
     if isinstance(recipe, Placement):
-        rows = [replace(row, reason=row.reason or recipe.of_gemms(row.name)) for row in rows]
+        rows = [replace(row, reason=row.reason or recipe.of_gemms(row.name, list(made))) for row in rows]
     report = ConversionReport(tuple(rows), _share(model, layers, rows), tuple(_unseen(model, layers)))
     _LOG.info("%s", report)
     return report

@@ -252,7 +252,7 @@ def planned_layers(
                 wanted, reason = None, str(prediction)
         action = "high precision" if wanted is None else "repinned" if isinstance(module, RecipeLayer) else "converted"
         if wanted is not None:
-            reason = recipe.of_gemms(name) if isinstance(recipe, Placement) else ""
+            reason = recipe.of_gemms(name, [one for one, _ in layers]) if isinstance(recipe, Placement) else ""
         reason = "; ".join(one for one in (reason, remark) if one)
         rows.append(ConversionRow(name, shape, action, wanted, reason))
         wishes.append((name, module, wanted))
