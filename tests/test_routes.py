@@ -78,6 +78,26 @@ def test_folding_is_a_matter_of_path_counts_transform_and_library():
     assert "folding is not offered" in route_of(folded, HOPPER, library="xla").reason
 
 
+def test_nvfp4_folds_where_it_is_asked_to():
+    """Features R26: never under "auto", the same without a chip, exact where hardware has NVFP4 or no FP8 blocks."""
+    rotated = Cast("nvfp4", hadamard=Hadamard())
+    for casts in (("nvfp4", "nvfp4_2d"), (rotated, rotated)):
+        gemm = Gemm(*casts, path="folded")
+        for chip, library, kind in ((HOPPER, "torch", "blocks"), (None, "torch", "float32"), (None, "xla", "float32"),
+                                    (HOPPER, "xla", "values")):  # fmt: skip
+            route = route_of(gemm, chip, library=library)
+            assert (route.kind, route.forms) == (kind, ("folded", "tiles"))
+            assert "rounded by at most 1/21" in route.reason
+            assert route_of(Gemm(*casts), chip, library=library).forms != route.forms
+        assert route_of(gemm, BLACKWELL) == route_of(Gemm(*casts), BLACKWELL)
+        ampere = route_of(gemm, AMPERE)
+        assert ampere.forms == ("values", "values")
+        assert "not folded" in ampere.reason
+    assert route_of(Gemm("nvfp4", "nvfp4_row", path="folded"), HOPPER).forms == ("folded", "folded")
+    assert encoding_of(Cast("nvfp4_row"), "folded").level is None
+    assert route_of(Gemm("nvfp4", None, path="folded"), None).forms == ("codes", "codes")
+
+
 def test_exact_sums_are_float64_or_refused():
     exact = Gemm("mxfp8", "mxfp8", accumulate="exact")
     assert route_of(exact, None).kind == "float64"

@@ -6,8 +6,8 @@ compiled code. Sizes may be symbolic: nothing here compares them.
 | form | what a GEMM reads | codes | scale |
 |---|---|---|---|
 | codes | the quantized operand (docs/numerics.md 7.1) | stored elements | by blocks of the format |
-| folded | MX operands as FP8 with one scale for 1x128 | FP8 | float32, column-major |
-| tiles | MX operands as FP8 with one scale for 128x128 | FP8 | float32, rows filled up to four tiles |
+| folded | MX and NVFP4 operands as FP8 with one scale for 1x128 | FP8 | float32, column-major |
+| tiles | MX and NVFP4 operands as FP8 with one scale for 128x128 | FP8 | float32, rows filled up to four tiles |
 | values | element times block scale, decoded to bfloat16 | bfloat16, in the memory of the matrix | none |
 
 Legend: R = rows of the operand, C = its contraction length.
@@ -65,7 +65,7 @@ def codes_dtype(element: ElementFormat) -> str:
 
 
 def folded_format(fmt: ScaledFormat, form: str) -> ScaledFormat:
-    """The FP8 format that an MX operand becomes in the form "folded" or "tiles"."""
+    """The FP8 format that an MX or NVFP4 operand becomes in the form "folded" or "tiles"."""
     return _FOLDED[form][fmt.element == E5M2]
 
 
@@ -94,7 +94,7 @@ def layout_of(
     and are not turned.
     """
     stored = stored_length(length, cast.hadamard)
-    tensor_scale = _tensor_scale(cast.tensor_scale, rows)
+    tensor_scale = None if form in _FOLDED else _tensor_scale(cast.tensor_scale, rows)
     if form == "values":
         in_memory = _row_major((stored, rows) if of_transpose else (rows, stored), "bfloat16")
         return Layout(in_memory if turned == of_transpose else in_memory.transposed, None, tensor_scale)

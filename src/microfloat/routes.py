@@ -117,7 +117,8 @@ _KERNELS = {
         "high precision": "torch matmul",
         "fp8": "vendor FP8 GEMM, {} x {} scales",
         "blocks": "vendor FP8 GEMM, {} x {} scales",
-        "folded": "fold to FP8, vendor FP8 GEMM, 1x128 x 128x128 scales",
+        "folded": "fold to FP8, vendor FP8 GEMM, 1x128 x {} scales",
+        "folded values": "fold to FP8, float32 matmul",
         "block_scaled": "native block-scaled GEMM ({} x {})",
         "values": "decode to bfloat16, vendor GEMM",
         "scaled values": "decode to bfloat16, vendor GEMM, scales in the epilogue",
@@ -134,6 +135,7 @@ _KERNELS = {
         "block_scaled": "jax.nn.scaled_matmul",
         "values": "decode to bfloat16, bfloat16 dot",
         "scaled values": "decode to bfloat16, bfloat16 dot",
+        "folded values": "fold to FP8, decode, dot",
         "float32": "decode to float32, float32 dot",
         "no chip": "decode to float32, float32 dot, scales in the epilogue",
         "float64": "decode to float64, float64 dot",
@@ -146,8 +148,9 @@ def encoding_of(cast: Cast | None, form: str = "codes") -> Encoding | None:
     """The encoding that a cast makes in a form; None stays None."""
     if cast is None:
         return None
-    fmt = folded_format(cast.format, form) if form in ("folded", "tiles") else cast.format
-    return Encoding(fmt, cast.hadamard, cast.rule.power_of_two, cast.tensor_scale)
+    if form in ("folded", "tiles"):
+        return Encoding(folded_format(cast.format, form), cast.hadamard)
+    return Encoding(cast.format, cast.hadamard, cast.rule.power_of_two, cast.tensor_scale)
 
 
 @functools.lru_cache(1024)
@@ -176,7 +179,7 @@ def route_of(gemm: Gemm, chip: Chip | None, fold: bool = True, library: str = "t
     folds = chip.has_fp8_blocks and lhs.hadamard is None and gemm.path != "exact" and (fold or gemm.path == "folded")
     if folds and families == ("blocks", "blocks") and _are_mx(lhs.format, rhs.format):
         reason = f"{chip.name} multiplies FP8: 1x32 scales folded (path={gemm.path!r}); changed elements are counted"
-        return Route("blocks", "folded", "tiles", _KERNELS[library]["folded"], True, reason)
+        return Route("blocks", "folded", "tiles", _KERNELS[library]["folded"].format("128x128"), True, reason)
     # Other casts write codes, which are decoded later.
     left, right = ("values" if family in WRITES_VALUES else "codes" for family in families)
     return route._replace(lhs=left, rhs=right)
@@ -187,7 +190,30 @@ def route_between(
     lhs: Encoding | None, rhs: Encoding | None, chip: Chip | None, accumulate: str = "split", path: str = "auto",
     library: str = "torch",
 ) -> Route:  # fmt: skip
-    """The route of a GEMM of two operands that exist as codes; None = an operand in high precision."""
+    """The route of a GEMM of two operands that exist as codes; None = an operand in high precision.
+
+    A fold of NVFP4 rounds (docs/numerics.md 9.4). So path="folded" is the same without a chip, where nothing is gained.
+    """
+    route = _exact_route(lhs, rhs, chip, accumulate, path, library)
+    if path != "folded" or lhs is None or rhs is None or not lhs.format.scale.name == rhs.format.scale.name == "E4M3":
+        return route
+    if route.kind in ("block_scaled", "refused"):
+        return route
+    if chip is not None and not chip.has_fp8_blocks:
+        return route._replace(reason=f"{route.reason}; not folded, which takes FP8 GEMMs with 1x128 scales")
+    rounds = "scales of 16 folded, elements rounded by at most 1/21 (path='folded')"
+    block, form = ("1x128", "folded") if rhs.format.tensor_scale == "row" else ("128x128", "tiles")
+    if chip is not None and library == "torch":
+        kernel, reason = _KERNELS[library]["folded"].format(block), f"{chip.name} multiplies FP8: {rounds}"
+        return Route("blocks", "folded", form, kernel, True, f"{reason}; changed elements are counted")
+    here = "plain operations multiply it" if chip is None else f"XLA on {chip.name} multiplies it decoded"
+    return route._replace(lhs="folded", rhs=form, kernel=_KERNELS[library]["folded values"], reason=f"{here}: {rounds}")
+
+
+def _exact_route(
+    lhs: Encoding | None, rhs: Encoding | None, chip: Chip | None, accumulate: str, path: str, library: str
+) -> Route:
+    """The route without the rounding of a fold."""
     kernels = _KERNELS[library]
 
     def route(kind: str, reason: str, *sizes: object, accelerated: bool = False, kernel: str = "") -> Route:

@@ -21,7 +21,9 @@ def _operand(recipe, tensors, operand, seed, scale_enc):
     arguments = {"seed": seed, "stream": STREAMS[operand]} if cast.is_stochastic else {}
     if isinstance(cast.scaling, Delayed):
         arguments["scale_enc"] = scale_enc[name]
-    return reference.quantize(np.ascontiguousarray(array), cast, **arguments)
+    quantized = reference.quantize(np.ascontiguousarray(array), cast, **arguments)
+    folds = getattr(recipe, operand[0]).path == "folded" and cast.format.scale.name == "E4M3"
+    return reference.fold(quantized, (1, 128) if operand[1] == "lhs" else (128, 128))[0] if folds else quantized
 
 
 def oracle_gemms(recipe, x_MK, w_NK, dy_MN, *, seed=None, scale_enc=None):

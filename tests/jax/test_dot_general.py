@@ -11,9 +11,11 @@ from jax import lax
 import microfloat.jax as mj
 from microfloat import reference
 from microfloat.errors import InvalidValueError
+from microfloat.jax.backends import reference as by_xla
 from microfloat.jax.numerics.dimensions import einsum_by
 from microfloat.recipes import (
     RECIPES,
+    Cast,
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -36,6 +38,7 @@ SPECIAL = {
     "nvfp4_1d_plain": NVFP4BlockScaling(
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
     ),
+    "nvfp4_folded": NVFP4BlockScaling(path="folded"),
 }
 
 
@@ -65,6 +68,21 @@ def test_three_gemms_equal_the_oracle(name):
     for gemm, actual, expected in zip(gemms, results, oracle_gemms(recipe, X, W, DY, seed=SEED), strict=True):
         assert actual.dtype == jnp.float32
         assert relative_error(actual, expected) < gemm_limit(gemm)
+
+
+@pytest.mark.slow("further JAX programs of a checked kind")
+@pytest.mark.parametrize(("name", "form"), [("nvfp4_2d", "tiles"), ("nvfp4", "folded"), ("nvfp4_row", "folded")])
+def test_folds_have_the_bytes_of_the_oracle(name, form):
+    x = (RNG.standard_normal((140, 200)) * np.exp2(RNG.integers(-14, 4, (140, 200)))).astype(np.float32)
+    x[3, 5], x[64:96, :40] = np.nan, 0
+    q = reference.quantize(x, name)
+    expected, _ = reference.fold(q, (1, 128) if form == "folded" else (128, 128))
+    codes = jnp.asarray(q.codes)
+    matrix = by_xla.Matrix(codes, jnp.asarray(q.scale), jnp.asarray(q.tensor_scale))
+    made, kind = by_xla.folded(matrix, by_xla.kind_of(Cast(name), 200), form)
+    assert kind.format == expected.format
+    np.testing.assert_array_equal(np.asarray(made.codes).view(np.uint8), expected.codes)
+    np.testing.assert_array_equal(made.scale * made.tensor_scale, expected.scale)
 
 
 @pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("low-mxfp8",))

@@ -127,6 +127,10 @@ def test_rules_of_fields():
         "fp8_128x128", "fp8_1x128", "fp8_128x128", "fp8_1x128", "fp8_128x128", "fp8_128x128",
     ]  # fmt: skip
     assert MXFP8BlockScaling(path="exact").wgrad.path == "exact"
+    folded = NVFP4BlockScaling(path="folded")
+    assert [folded.fprop.path, folded.dgrad.path, folded.wgrad.path] == ["folded"] * 3
+    with pytest.raises(InvalidValueError, match="path: got 'auto', needed one of 'exact', 'folded'"):
+        NVFP4BlockScaling(path="auto")
     assert MXFP8BlockScaling(scale_rule="oas").fprop.lhs == Cast("mxfp8", "oas")
     delayed = DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo=max, reduce_amax=False)
     assert delayed.dgrad.lhs.scaling == Delayed(1, 4, max, False)
@@ -323,15 +327,15 @@ def test_the_table_of_nvfp4():
     assert (
         str(NVFP4BlockScaling())
         == """\
-NVFP4BlockScaling(disable_rht=False, disable_stochastic_rounding=False, disable_2d_quantization=False)
+NVFP4BlockScaling(disable_rht=False, disable_stochastic_rounding=False, disable_2d_quantization=False, path='exact')
 GEMM   operand     format    block  scale_rule  rounding    hadamard    scaling  accumulate  path
------  ----------  --------  -----  ----------  ----------  ----------  -------  ----------  ----
-fprop  x [M,K]     nvfp4     1x16   two_level   nearest     -           current  fast        auto
-fprop  w [N,K]     nvfp4_2d  16x16  two_level   nearest     -           current  fast        auto
-dgrad  dy [M,N]    nvfp4     1x16   two_level   stochastic  -           current  split       auto
-dgrad  w.T [K,N]   nvfp4_2d  16x16  two_level   nearest     -           current  split       auto
-wgrad  dy.T [N,M]  nvfp4     1x16   two_level   stochastic  16, 0xd7e8  current  split       auto
-wgrad  x.T [K,M]   nvfp4     1x16   two_level   nearest     16, 0xd7e8  current  split       auto"""
+-----  ----------  --------  -----  ----------  ----------  ----------  -------  ----------  -----
+fprop  x [M,K]     nvfp4     1x16   two_level   nearest     -           current  fast        exact
+fprop  w [N,K]     nvfp4_2d  16x16  two_level   nearest     -           current  fast        exact
+dgrad  dy [M,N]    nvfp4     1x16   two_level   stochastic  -           current  split       exact
+dgrad  w.T [K,N]   nvfp4_2d  16x16  two_level   nearest     -           current  split       exact
+wgrad  dy.T [N,M]  nvfp4     1x16   two_level   stochastic  16, 0xd7e8  current  split       exact
+wgrad  x.T [K,M]   nvfp4     1x16   two_level   nearest     16, 0xd7e8  current  split       exact"""
     )
 
 

@@ -214,8 +214,13 @@ class Call:
         gemm = getattr(self.config.recipe, name)
         if not gemm.from_fprop:
             return b
-        matrix = typing.cast(reference.Matrix, b)
-        return reference.dequantize_matrix(matrix, gemm.rhs.format, None, cols).astype(dtype).T
+        matrix, kind = typing.cast(reference.Matrix, b), reference.kind_of(gemm.rhs, cols)
+        route = gemms.route_of_plan(self._plan("fprop", cols, dtype, dtype), cuda.capability())
+        form = route.rhs if name == "dgrad" else route.lhs
+        if form != "codes":
+            matrix, kind = reference.folded(matrix, typing.cast(reference.Kind, kind), form)
+        fmt = typing.cast(reference.Kind, kind).format
+        return reference.dequantize_matrix(matrix, fmt, None, cols).astype(dtype).T
 
     def reuses(self, tensor: str) -> bool:
         """True where backward reads the dequantized operand that fprop has read of x or w."""
@@ -226,11 +231,13 @@ class Call:
         self, name: str, a: reference.Operand, b: reference.Operand, cols: int, dtype: np.dtype, out: np.dtype
     ) -> Array:
         """One GEMM of the recipe, summed in float32, rounded once to `out`; `dtype` is the compute dtype."""
+        return gemms.run_gemm(a, b, self._plan(name, cols, dtype, out))
+
+    def _plan(self, name: str, cols: int, dtype: np.dtype, out: np.dtype) -> gemms.GemmPlan:
         gemm = getattr(self.config.recipe, name)
-        operands = (None, None) if gemm.from_fprop else gemm.casts  # `b` is dequantized already
+        operands = (None, None) if gemm.from_fprop else gemm.casts  # the right one is dequantized already
         kind_a, kind_b = (reference.kind_of(cast, cols) for cast in operands)
-        plan = gemms.GemmPlan(kind_a, kind_b, gemm.accumulate, gemm.path, self.config.backend, dtype, out)
-        return gemms.run_gemm(a, b, plan)
+        return gemms.GemmPlan(kind_a, kind_b, gemm.accumulate, gemm.path, self.config.backend, dtype, out)
 
     def live_amax(self, x: Array, tensor: str, measure: Callable[[Array], Array] = tensor_amax) -> Array:
         """The amax of a tensor under delayed scaling in this step; `measure` gives the amax on one device."""

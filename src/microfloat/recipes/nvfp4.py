@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from microfloat._environment import toggle
-from microfloat.arguments import check_bool
+from microfloat.arguments import check_bool, check_choice
 from microfloat.formats import NVFP4, NVFP4_2D
 from microfloat.recipes.cast import Cast, Hadamard
 from microfloat.recipes.core import Gemm, NamedRecipe
@@ -24,9 +24,10 @@ _CUSTOM = "A CustomRecipe does it: docs/migration.md, 'Options of NVFP4'."
 class NVFP4BlockScaling(NamedRecipe):
     """NVFP4 training: 1x16 blocks for x and dy, 16x16 tiles for w, Hadamard on wgrad, stochastic rounding on dy.
 
-    Each of the three arguments switches one technique off. Their defaults come from the MICROFLOAT_NVFP4_DISABLE_*
-    environment variables, read at construction, and show in the repr. Source: docs/numerics.md, section 5; arXiv
-    2509.25149.
+    Each of the first three arguments switches one technique off. Their defaults come from environment variables
+    (MICROFLOAT_NVFP4_DISABLE_*), read at construction, and show in the repr. `path`: on a CPU, and on chips that have
+    FP8 GEMMs but no NVFP4 GEMMs, "exact" multiplies what was quantized; "folded" rounds it to FP8 first, by at most
+    1/21 of an element. Source: docs/numerics.md, sections 5 and 9.4; arXiv 2509.25149.
     """
 
     _of_peers: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -35,12 +36,14 @@ class NVFP4BlockScaling(NamedRecipe):
     disable_rht: bool | None = None
     disable_stochastic_rounding: bool | None = None
     disable_2d_quantization: bool | None = None
+    path: str = "exact"
 
     def __post_init__(self) -> None:
         for name, variable in TOGGLES.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, toggle(variable))
             check_bool(name, getattr(self, name))
+        check_choice("path", self.path, ("exact", "folded"))
         super().__post_init__()
 
     def _table(self) -> tuple[Gemm, Gemm, Gemm]:
@@ -49,7 +52,7 @@ class NVFP4BlockScaling(NamedRecipe):
         x = Cast(NVFP4)
         w = Cast(NVFP4 if self.disable_2d_quantization else NVFP4_2D)
         return (
-            Gemm(x, w, "fast"),
-            Gemm(Cast(NVFP4, rounding=rounding), w),
-            Gemm(Cast(NVFP4, rounding=rounding, hadamard=hadamard), Cast(NVFP4, hadamard=hadamard)),
+            Gemm(x, w, "fast", self.path),
+            Gemm(Cast(NVFP4, rounding=rounding), w, path=self.path),
+            Gemm(Cast(NVFP4, rounding=rounding, hadamard=hadamard), Cast(NVFP4, hadamard=hadamard), path=self.path),
         )

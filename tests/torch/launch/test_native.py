@@ -22,6 +22,7 @@ from microfloat.recipes import (  # noqa: E402
     Gemm,
     Hadamard,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
 )
 from microfloat.routes import route_of, routes_of  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
@@ -63,6 +64,7 @@ def multiplied(a, b, chip=AMPERE, *, bias=None, out_dtype=torch.float32):
         (RECIPES["mxfp4"](), HOPPER, {"folded", "tiles"}, True),
         (RECIPES["nvfp4"](), HOPPER, {"values"}, False),
         (RECIPES["nvfp4"](), BLACKWELL, {"codes"}, True),
+        (NVFP4BlockScaling(path="folded"), HOPPER, {"folded", "tiles"}, True),
     ],
 )
 def test_routes(recipe, chip: Chip, forms: set[str], accelerated: bool) -> None:
@@ -230,7 +232,19 @@ def test_every_backend_has_the_whole_interface(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["delayed", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "mxfp8_exact", "mxfp6", "mxfp4", "nvfp4"]
+    "name",
+    [
+        "delayed",
+        "fp8_current",
+        "fp8_row",
+        "fp8_block",
+        "mxfp8",
+        "mxfp8_exact",
+        "mxfp6",
+        "mxfp4",
+        "nvfp4",
+        "nvfp4_folded",
+    ],
 )
 def test_a_pretended_chip_without_an_interpreter_casts_into_every_form(name: str) -> None:
     from tests.torch.linear.scheduled import setting
@@ -245,7 +259,7 @@ def test_a_pretended_chip_without_an_interpreter_casts_into_every_form(name: str
                 made.append((setting.results(layer, [(x, dy)]), layer.folded_elements()))
     setting.assert_same(made[0][0], made[1][0])
     assert made[0][1] == made[1][1]
-    assert bool(made[0][1]) is (name in ("mxfp8", "mxfp6", "mxfp4"))
+    assert bool(made[0][1]) is (name in ("mxfp8", "mxfp6", "mxfp4", "nvfp4_folded"))
     assert name != "mxfp8" or made[0][1]["fprop.lhs"] > 0
 
 

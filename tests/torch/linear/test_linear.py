@@ -43,6 +43,7 @@ RECIPE_CASES = {
         for flat in (False, True)
         if rht or sr or flat
     },
+    "nvfp4_folded": NVFP4BlockScaling(path="folded"),
     "mixed": CustomRecipe(Gemm("mxfp8", "mxfp8"), Gemm(Cast("nvfp4"), Cast("nvfp4_2d")), Gemm("mxfp6_e2m3", "mxfp4")),
     "one_none": CustomRecipe(Gemm(None, "nvfp4_2d"), Gemm("mxfp8", None), Gemm(None, None)),
     "mxfp8_32x32": CustomRecipe(
@@ -117,9 +118,12 @@ def run_and_check(recipe: Recipe, dtype, shape: tuple[int, int, int], bias: bool
     def operand(tensor, slot: str, gemm: str, side: str):
         column = {"x": gemm == "wgrad", "w": gemm == "dgrad", "dy": gemm == "wgrad"}[slot]
         cast = recipe.cast(gemm, side)
-        return oracle_operand(
+        quantized = oracle_operand(
             tensor, cast, axis=-2 if column else -1, seed=seed, stream=OPERANDS_OF[slot][column].stream
         )
+        if getattr(recipe, gemm).path == "folded":
+            return reference.fold(quantized, (1, 128) if side == "lhs" else (128, 128))[0]
+        return quantized
 
     w = layer.weight
     product, weight = oracle_gemm(dtype, operand(x, "x", "fprop", "lhs"), operand(w, "w", "fprop", "rhs"))
@@ -147,6 +151,11 @@ def run_and_check(recipe: Recipe, dtype, shape: tuple[int, int, int], bias: bool
 @pytest.mark.parametrize("name", RECIPE_CASES)
 def test_each_gemm_is_the_oracles(name: str, dtype) -> None:  # features M1, M2, R11, R19
     run_and_check(RECIPE_CASES[name], dtype, (48, 160, 96), bias=True)
+
+
+@pytest.mark.parametrize("shape", [(7, 33, 5), (130, 17, 129)], ids=str)
+def test_folds_of_ragged_sizes(shape: tuple[int, int, int]) -> None:
+    run_and_check(RECIPE_CASES["nvfp4_folded"], torch.float32, shape, bias=False)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 33, 5), (130, 17, 129), (16, 257, 31)], ids=str)

@@ -102,7 +102,8 @@ def reads_values(gemm: Gemm, cast: Cast, chip: tuple[int, int] | None) -> bool:
     """True if a GEMM multiplies decoded values on `chip`, and the kernel of the cast writes decoded values."""
     if chip is None or family_of(cast)[0] not in WRITES_VALUES:
         return False
-    return route_of(gemm, Chip(chip), library="xla").kind == "values"
+    route = route_of(gemm, Chip(chip), library="xla")
+    return route.kind == "values" and "folded" not in route.forms
 
 
 @lru_cache(maxsize=1024)

@@ -71,9 +71,13 @@ def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None, *, elsewhe
 
 def run_gemm(a: Operand, b: Operand, plan: GemmPlan, bias: Array | None = None) -> Array:
     """``a @ b.T + bias`` [M, N], summed in float32, in the plan's `out`."""
+    route = route_of_plan(plan, capability())
+    if "folded" in route.forms:
+        a, kind_a = reference.folded(a, cast(Kind, plan.kind_a), route.lhs)
+        b, kind_b = reference.folded(b, cast(Kind, plan.kind_b), route.rhs)
+        plan = plan._replace(kind_a=kind_a, kind_b=kind_b)
     if plan.accumulate == "exact":
         return reference.exact_gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype, bias).astype(plan.out)
-    route = route_of_plan(plan, capability())
     emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)
     if route.kind == "stored" and (product := _few_rows(cast(Array, a), b, plan, bias)) is not None:
         return product

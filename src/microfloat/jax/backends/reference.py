@@ -33,7 +33,7 @@ from microfloat.jax.numerics.bits import (
 from microfloat.jax.numerics.random import random_bytes
 from microfloat.jax.numerics.scales import block_scales, from_tiles, spread, tensor_amax, to_tiles
 from microfloat.jax.transformations import max_over
-from microfloat.layout import stored_length
+from microfloat.layout import folded_format, stored_length
 from microfloat.recipes import Cast, Hadamard
 from microfloat.routes import Encoding, is_outer
 
@@ -166,6 +166,24 @@ def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Arr
     return from_tiles(tiles, (matrix.codes.shape[0], length)), outer
 
 
+def folded(operand: "Operand", kind: "Kind", form: str) -> "tuple[Matrix, Kind]":
+    """An NVFP4 operand as FP8 under a power of two for each group of `form` and its tensor scale (numerics.md 9.4)."""
+    matrix, fmt = typing.cast(Matrix, operand), folded_format(kind.format, form)
+    shape_RC, (group_rows, group_columns) = (matrix.codes.shape[0], kind.length), fmt.block
+    byte = matrix.scale & np.uint8(0x7F)
+    byte = where(byte == 0x7F, np.uint8(0), byte).astype(jnp.int32)
+    rows, columns = kind.format.block
+    if kind.format.is_tile:
+        byte = jnp.repeat(byte, typing.cast(int, rows), axis=0)[: shape_RC[0]]
+    blocks = typing.cast(int, group_columns) // typing.cast(int, columns)
+    largest = jnp.max(to_tiles(byte, (group_rows, blocks)), axis=(1, 3), initial=0)
+    exponent = jnp.maximum((largest + 6) >> 3, 4) - 13
+    up, down = (as_float((sign * exponent + 127).astype(jnp.uint32) << 23) for sign in (1, -1))
+    tiles = to_tiles(factored_values(matrix, kind.format, kind.length)[0], fmt.block)
+    codes = from_tiles(encode(tiles * spread(down), fmt.element, None), shape_RC)
+    return Matrix(as_code_dtype(codes, fmt.element), up, matrix.tensor_scale), Kind(fmt, kind.hadamard, kind.cols)
+
+
 def matmul(a_MK: Array, b_NK: Array, outer_a: Array | None, outer_b: Array | None) -> Array:
     """``(a @ b.T) * outer_a * outer_b.T`` in float32 [M, N]; outer scales are (), [1, 1] or [R, 1], or None."""
     common = jnp.promote_types(a_MK.dtype, b_NK.dtype)
@@ -279,6 +297,9 @@ def _for_oracle(operand: Operand, kind: Kind | None) -> "oracle.Quantized | np.n
         return np.asarray(operand)
     matrix = typing.cast(Matrix, operand)
     codes = np.ascontiguousarray(np.asarray(matrix.codes)).view(np.uint8)
+    scale = np.asarray(matrix.scale)
     tensor_scale = None if matrix.tensor_scale is None else np.asarray(matrix.tensor_scale)
+    if kind.format.tensor_scale is None and tensor_scale is not None:  # folded
+        scale, tensor_scale = scale * tensor_scale, None
     shape = (codes.shape[0], kind.cols)
-    return oracle.Quantized(codes, np.asarray(matrix.scale), tensor_scale, kind.format, 1, shape, kind.hadamard)
+    return oracle.Quantized(codes, scale, tensor_scale, kind.format, 1, shape, kind.hadamard)

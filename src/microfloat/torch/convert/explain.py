@@ -125,9 +125,10 @@ def _backend(backend: str, device: torch.device, chip: Chip | None) -> tuple[str
 
 def _kernel_of(cast: Cast, form: str) -> str:
     """The fused kernel of a cast, by its module in `microfloat.kernels`, and what it writes where that is not codes."""
-    if form in ("folded", "tiles"):
-        return f"kernels.fold (FP8, {'128x128' if form == 'tiles' else '1x128'} scales)"
     name = f"kernels.{family_of(cast)[0]}"
+    if form in ("folded", "tiles"):
+        name = name if cast.format.scale.name == "E4M3" else "kernels.fold"
+        return f"{name} (FP8, {'128x128' if form == 'tiles' else '1x128'} scales)"
     return f"{name} (decoded to bfloat16)" if form == "values" else name
 
 

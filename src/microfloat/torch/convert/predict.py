@@ -18,7 +18,7 @@ __all__ = ["Prediction", "predict"]
 # FLOP per microsecond of the GEMMs, by how their operands are scaled; the sum of a step's three (docs/performance.md).
 _BF16_RATE = 700e6
 _RATES = {(None, None): 1320e6, (1, None): 1255e6, (1, 128): 1110e6}
-_FOLDED_RATE = 1250e6  # MX: 1x128 by 128x128 scales in all three
+_FOLDED_RATE = 1250e6  # MX and NVFP4: 1x128 by 128x128 scales in all three
 # Bytes per microsecond that a fused cast moves, and the shortest time of a GEMM and of another kernel, in microseconds.
 _CAST_RATE = 3.6e6
 _SHORTEST_GEMM, _SHORTEST_KERNEL = 6.0, 3.0
@@ -81,7 +81,7 @@ def _gpu_times(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[float, floa
 
 
 def _rate(recipe: Recipe, name: str) -> float:
-    """Of one GEMM: FP8 where Hopper multiplies it, MX folded to FP8 included, else that of bfloat16."""
+    """Of one GEMM: FP8 where Hopper multiplies it, operands folded to FP8 included, else that of bfloat16."""
     gemm = getattr(recipe, name)
     lhs, rhs = gemm.casts
     if lhs is None or rhs is None:
@@ -89,6 +89,8 @@ def _rate(recipe: Recipe, name: str) -> float:
     if lhs.format.scale.name == "E8M0":
         folds = gemm.path != "exact" and lhs.format.block == rhs.format.block == (1, 32) and lhs.hadamard is None
         return _FOLDED_RATE if folds else _BF16_RATE
+    if lhs.format.scale.name == "E4M3" and gemm.path == "folded":
+        return _FOLDED_RATE
     if lhs.format.element.bits != 8:
         return _BF16_RATE
     return _RATES.get(lhs.format.block, _BF16_RATE)

@@ -17,7 +17,7 @@ from microfloat.recipes import Gemm, Recipe
 from microfloat.routes import Route, Routes, route_of, routes_of
 from microfloat.torch.backends.base import capturing
 
-# An operand folds as long as at most this share of its elements changes.
+# An MX operand folds as long as at most this share of its elements changes.
 LOSSY_LIMIT = 1e-3
 
 # "w later": of a weight that backward casts by itself, apart from forward's words.
@@ -71,8 +71,8 @@ class FoldCounts:
     def __init__(self) -> None:
         # Taken when the first cast asks for them, which is not while a CUDA graph is captured.
         self._words: memoryview | None = None
-        # GEMM and side -> form, word, elements.
-        self._noted: dict[tuple[str, str], tuple[str, int, int]] = {}
+        # GEMM and side -> form, word, elements, most changed ones.
+        self._noted: dict[tuple[str, str], tuple[str, int, int, float]] = {}
         self._limits: list[tuple[int, float]] = []
         self._latest: object = None
         self._inputs: list[CastInputs] | None = None
@@ -95,16 +95,16 @@ class FoldCounts:
             self._inputs = _inputs_of(folded.unbind(), tiles.unbind())
         return self._inputs
 
-    def note(self, operands: dict[tuple[str, str], tuple[str, str, str, int]]) -> None:
-        """Remember which operands fold: GEMM and side -> slot, orientation, form, elements."""
+    def note(self, operands: dict[tuple[str, str], tuple[str, str, str, int, float]]) -> None:
+        """Remember which operands fold: GEMM and side -> slot, orientation, form, elements, most changed ones."""
         if operands is self._latest:
             return
         self._latest = operands
         # A launch that casts one operand folded and the other in tiles counts both in the words of the folded one.
-        folded = {slot for slot, _, form, _ in operands.values() if form == "folded"}
-        for key, (slot, orientation, form, elements) in operands.items():
-            self._noted[key] = (form, _index(slot, "folded" if slot in folded else form, orientation), elements)
-        self._limits = [(word, LOSSY_LIMIT * elements) for _, word, elements in self._noted.values()]
+        folded = {slot for slot, _, form, *_ in operands.values() if form == "folded"}
+        for key, (slot, orientation, form, *sizes) in operands.items():
+            self._noted[key] = (form, _index(slot, "folded" if slot in folded else form, orientation), *sizes)
+        self._limits = [(word, most) for _, word, _, most in self._noted.values()]
 
     @property
     def is_quiet(self) -> bool:
@@ -114,8 +114,8 @@ class FoldCounts:
 
     def exceeded(self, gemm: str, side: str, form: str) -> bool:
         """True where the latest count of this form is above the limit."""
-        noted_form, word, elements = self._noted.get((gemm, side), ("", 0, 0))
-        return noted_form == form and self._words is not None and self._words[word] > LOSSY_LIMIT * elements
+        noted_form, word, _, most = self._noted.get((gemm, side), ("", 0, 0, 0.0))
+        return noted_form == form and self._words is not None and self._words[word] > most
 
     def shares(self) -> dict[str, float]:
         """Share of changed elements per operand, "fprop.lhs" and so on; waits for counts on their way."""
@@ -125,7 +125,7 @@ class FoldCounts:
             torch.cuda.synchronize()
         return {
             f"{gemm}.{side}": self._words[word] / max(elements, 1)
-            for (gemm, side), (_, word, elements) in self._noted.items()
+            for (gemm, side), (_, word, elements, _) in self._noted.items()
         }
 
 

@@ -49,6 +49,7 @@ from microfloat.torch.backends.base import (
     record_amax_,
 )
 from microfloat.torch.launch.gemms import Product, product
+from microfloat.torch.linear.fold_counts import LOSSY_LIMIT
 from microfloat.torch.linear.gathered_weight import Gathered, in_form
 from microfloat.torch.linear.quantized_weight import GatheredCast, StoredCast
 from microfloat.torch.linear.weight_cache import weights_of
@@ -296,8 +297,8 @@ class Schedule:
         )
         return pair(), pair(records=True) if self.is_delayed else None
 
-    def _noted(self, weights: int, inputs: int) -> dict[tuple[str, str], tuple[str, str, str, int]]:
-        """The operands that fold: GEMM and side -> tensor, orientation, form, elements."""
+    def _noted(self, weights: int, inputs: int) -> dict[tuple[str, str], tuple[str, str, str, int, float]]:
+        """The operands that fold: GEMM and side -> tensor, orientation, form, elements, most changed ones."""
         sizes = {"x": inputs, "w": weights, "dy": self.rows * self.out_features}
         needed = {("x", True): self.wants_dw, ("w", True): self.wants_dx}
         needed |= {("dy", False): self.wants_dx, ("dy", True): self.wants_dw}
@@ -309,7 +310,10 @@ class Schedule:
                 if form in ("folded", "tiles") and needed.get((tensor, operand.transposed), True):
                     orientation = "column" if operand.transposed else "row"
                     slot = "w later" if self.late and operand.key == ("dgrad", "rhs") else tensor
-                    found[operand.key] = (slot, orientation, form, size)
+                    cast: Any = self.recipe.cast(*operand.key)
+                    # NVFP4 is rounded wherever it is asked to fold.
+                    most = size * (LOSSY_LIMIT if cast.format.scale.name == "E8M0" else 1.0)
+                    found[operand.key] = (slot, orientation, form, size, most)
         return found
 
     # ---------------------------------------------------------------------------------------------------- inputs

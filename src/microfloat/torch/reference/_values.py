@@ -262,7 +262,7 @@ def _raise_precision() -> Callable[[], None]:
 
 
 def fold_codes(operand: Operand, form: str, part: Part, changed: torch.Tensor | None = None) -> Operand:
-    """An MX operand in the form "folded" or "tiles": ``q' = enc(dec(q) * 2^(b - Eg))`` (docs/numerics.md, section 9).
+    """An MX or NVFP4 operand in the form "folded" or "tiles" (docs/numerics.md, section 9).
 
     `part`: what the new scales fill, with 0 where no element is. `changed`: int64 (), filled with the number of
     elements whose value changes. A NaN may have another sign than a cast's.
@@ -271,27 +271,44 @@ def fold_codes(operand: Operand, form: str, part: Part, changed: torch.Tensor | 
     tile_rows, tile_columns = fmt.block
     assert tile_rows is not None
     assert tile_columns is not None
+    if operand.format.is_tile:  # its scales, repeated for every row
+        one_row = dataclasses.replace(operand.format, block=(1, operand.format.block[1]))
+        each = operand.scale.repeat_interleave(operand.format.block[0] or 1, 0)[: operand.rows]
+        operand = dataclasses.replace(operand, scale=each, format=one_row)
+    is_mx = operand.format.scale.name == "E8M0"
     rows, blocks = operand.scale.shape
     per_group = tile_columns // (operand.format.block[1] or 1)
     grid = -(-rows // tile_rows), -(-blocks // per_group)
     stored = operand.scale.to(torch.int32)
+    if not is_mx:
+        stored = stored.masked_fill(stored & 0x7F == 0x7F, 0) & 0x7F
     if (rows, blocks) != (grid[0] * tile_rows, grid[1] * per_group):
         stored = F.pad(stored, (0, grid[1] * per_group - blocks, 0, grid[0] * tile_rows - rows))
     groups = stored.view(grid[0], tile_rows, grid[1], per_group)
     largest = groups.amax((1, 3))
-    is_nan = largest == 255
-    headroom = math.floor(math.log2(fmt.element.max / operand.format.element.max))
-    exponent = (largest - headroom).clamp_min(1)
-    # Shifted codes have few enough bits for bfloat16: they are the values under the scale bytes of their shift.
-    shift = (groups - exponent[:, None, :, None] + 127).clamp_min(0).masked_fill(is_nan[:, None, :, None], 255)
-    shift = shift.view(stored.shape)[:rows, :blocks].to(torch.uint8)
-    values = dequantize(dataclasses.replace(operand, scale=shift), torch.bfloat16)
-    scale = power_of_two(exponent - 127).masked_fill_(is_nan, float("nan"))
+    # Shifted values have few enough bits for bfloat16.
+    if is_mx:
+        is_nan = largest == 255
+        headroom = math.floor(math.log2(fmt.element.max / operand.format.element.max))
+        exponent = (largest - headroom).clamp_min(1)
+        # They are the values under the scale bytes of their shift.
+        shift = (groups - exponent[:, None, :, None] + 127).clamp_min(0).masked_fill(is_nan[:, None, :, None], 255)
+        shift = block_scale_values(dataclasses.replace(operand, scale=shift.view(stored.shape)[:rows, :blocks]))
+        scale = power_of_two(exponent - 127).masked_fill_(is_nan, float("nan"))
+    else:
+        exponent = ((largest + 6) >> 3).clamp_min(4) - 13
+        factors = power_of_two(-exponent).repeat_interleave(tile_rows, 0).repeat_interleave(per_group, 1)
+        shift = block_scale_values(operand) * factors[:rows, :blocks]
+        scale = power_of_two(exponent)
+        scale = scale if operand.tensor_scale is None else scale * operand.tensor_scale
+    values = decode_scaled(operand, shift, torch.bfloat16)
     scale = F.pad(scale, (0, part.shape[1] - grid[1]))
     codes = values.to(codes_dtype(fmt.element))
+    if not is_mx:
+        codes.view(torch.uint8).masked_fill_(values.isnan(), fmt.element.nan_code)
     if changed is not None:
         changed.copy_(((codes.to(values.dtype) != values) & ~values.isnan()).sum(), non_blocking=True)
-    return dataclasses.replace(operand, codes=codes, scale=scale, format=fmt)
+    return dataclasses.replace(operand, codes=codes, scale=scale, tensor_scale=None, format=fmt)
 
 
 def turned(codes: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import microfloat.torch as mf
 from microfloat import reference
-from microfloat.recipes import RECIPES, MXFP8BlockScaling
+from microfloat.recipes import RECIPES
 from microfloat.torch import backends
 from microfloat.torch import reference as torch_reference
 from microfloat.torch.backends import layouts_of
@@ -74,8 +74,13 @@ def _parts(entry, layout, matrix, inputs, index):
     made = torch_reference.quantize(matrix, entry.cast, **options)
     codes, scale, level = made.codes, made.scale, made.tensor_scale
     if entry.form in ("folded", "tiles"):
-        parts = codes.view(torch.uint8).cpu().numpy(), scale.cpu().numpy()
-        quantized = reference.Quantized(*parts, None, entry.cast.format, 1, tuple(matrix.shape))
+        parts = (
+            codes.view(torch.uint8).cpu().numpy(),
+            scale.cpu().numpy(),
+            None if level is None else level.cpu().numpy(),
+        )
+        quantized = reference.Quantized(*parts, entry.cast.format, 1, tuple(matrix.shape), entry.cast.hadamard)
+        level = None
         folded, lossy = reference.fold(quantized, (1, 128) if entry.form == "folded" else (128, 128))
         place = inputs.folded if entry.form == "folded" else inputs.tiles
         if place is not None:
@@ -233,4 +238,6 @@ def recipe_of(name):
     """The recipe of a name, "mxfp8 dequantized" being one with another backward."""
     name, *backward = name.split()
     options = {"backward": backward[0]} if backward else {}
-    return MXFP8BlockScaling(path="exact", **options) if name == "mxfp8_exact" else RECIPES[name](**options)
+    if name in ("mxfp8_exact", "nvfp4_folded"):
+        name, options["path"] = name.split("_")
+    return RECIPES[name](**options)
