@@ -190,30 +190,9 @@ def route_between(
     lhs: Encoding | None, rhs: Encoding | None, chip: Chip | None, accumulate: str = "split", path: str = "auto",
     library: str = "torch",
 ) -> Route:  # fmt: skip
-    """The route of a GEMM of two operands that exist as codes; None = an operand in high precision.
-
-    A fold of NVFP4 rounds (docs/numerics.md 9.4). So path="folded" is the same without a chip, where nothing is gained.
-    """
-    route = _exact_route(lhs, rhs, chip, accumulate, path, library)
-    if path != "folded" or lhs is None or rhs is None or not lhs.format.scale.name == rhs.format.scale.name == "E4M3":
-        return route
-    if route.kind in ("block_scaled", "refused"):
-        return route
-    if chip is not None and not chip.has_fp8_blocks:
-        return route._replace(reason=f"{route.reason}; not folded, which takes FP8 GEMMs with 1x128 scales")
-    rounds = "scales of 16 folded, elements rounded by at most 1/21 (path='folded')"
-    block, form = ("1x128", "folded") if rhs.format.tensor_scale == "row" else ("128x128", "tiles")
-    if chip is not None and library == "torch":
-        kernel, reason = _KERNELS[library]["folded"].format(block), f"{chip.name} multiplies FP8: {rounds}"
-        return Route("blocks", "folded", form, kernel, True, f"{reason}; changed elements are counted")
-    here = "plain operations multiply it" if chip is None else f"XLA on {chip.name} multiplies it decoded"
-    return route._replace(lhs="folded", rhs=form, kernel=_KERNELS[library]["folded values"], reason=f"{here}: {rounds}")
-
-
-def _exact_route(
-    lhs: Encoding | None, rhs: Encoding | None, chip: Chip | None, accumulate: str, path: str, library: str
-) -> Route:
-    """The route without the rounding of a fold."""
+    """The route of a GEMM of two operands that exist as codes; None = an operand in high precision."""
+    if path == "folded" and lhs and rhs and lhs.format.scale.name == rhs.format.scale.name == "E4M3":
+        return _route_of_folded(rhs.format, route_between(lhs, rhs, chip, accumulate, "exact", library), chip, library)
     kernels = _KERNELS[library]
 
     def route(kind: str, reason: str, *sizes: object, accelerated: bool = False, kernel: str = "") -> Route:
@@ -262,6 +241,24 @@ def _exact_route(
             reason += "; folding is not offered here, since XLA has no dot with one scale for 128"
         return route("values", reason)
     return route("float32", f"{lacks} GEMM with one float32 scale for each block of {a.name} x {b.name}")
+
+
+def _route_of_folded(rhs: ScaledFormat, exact: Route, chip: Chip | None, library: str) -> Route:
+    """The route of NVFP4 operands under path="folded", instead of the exact one.
+
+    The fold rounds (docs/numerics.md 9.4). So it is the same without a chip, where nothing is gained.
+    """
+    if exact.kind in ("block_scaled", "refused"):
+        return exact
+    if chip is not None and not chip.has_fp8_blocks:
+        return exact._replace(reason=f"{exact.reason}; not folded, which takes FP8 GEMMs with 1x128 scales")
+    rounds = "scales of 16 folded, elements rounded by at most 1/21 (path='folded')"
+    block, form = ("1x128", "folded") if rhs.tensor_scale == "row" else ("128x128", "tiles")
+    if chip is not None and library == "torch":
+        kernel, reason = _KERNELS[library]["folded"].format(block), f"{chip.name} multiplies FP8: {rounds}"
+        return Route("blocks", "folded", form, kernel, True, f"{reason}; changed elements are counted")
+    here = "plain operations multiply it" if chip is None else f"XLA on {chip.name} multiplies it decoded"
+    return exact._replace(lhs="folded", rhs=form, kernel=_KERNELS[library]["folded values"], reason=f"{here}: {rounds}")
 
 
 def is_outer(fmt: ScaledFormat) -> bool:
