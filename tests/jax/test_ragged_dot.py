@@ -83,7 +83,7 @@ def loop(recipe, state=None):
 
     @jax.jit
     def alone(x, w, dy, group, state):
-        y, back = jax.vjp(lambda x, w: _linear(config, x, w, Seed(words, group), state)[0], x, w)
+        y, back = jax.vjp(lambda x, w: _linear(config, x, w, Seed(words, group), state), x, w)
         return y, *back(dy)
 
     y, dx, dw = np.zeros((T, N)), np.zeros((T, K)), []

@@ -289,12 +289,10 @@ def named(matrix: reference.Matrix) -> reference.Matrix:
     return reference.Matrix(checkpoint_name(matrix.codes, CODES_NAME), scale, outer)
 
 
-def state_cotangent(
-    call: Call, amaxes: dict[str, Array], dy_MN: Array, amax: Array | None, later: DelayedState | None
-) -> DelayedState | None:
+def state_cotangent(call: Call, amaxes: dict[str, Array], dy_MN: Array, amax: Array | None) -> DelayedState | None:
     """The new state, which travels as the gradient of the old: this step's scales, and the ring with live amaxes."""
     state = call.state
-    if state is None or later is None:
+    if state is None:
         return None
     told = frozenset() if transformations.varying_axes(dy_MN) else transformations.told_axes(call.config.axis_names)
     slots: dict[str, Slot] = {}
@@ -302,10 +300,8 @@ def state_cotangent(
         if tensor == "dy":
             amaxes = {**amaxes, "dy": call.live_amax(dy_MN, "dy") if amax is None else amax}
         recorded = scaling.record(scaling.advance(slot, rule), scaling.normal_amax(amaxes[tensor]))
-        # `later` has the structure of `state`. A state of each device is not summed.
-        incoming = typing.cast(Slot, later.slot(tensor))
-        axes = told if rule.delayed.reduce_amax else frozenset()
-        slots[tensor] = Slot(*map(partial(transformations.by_maximum, told=axes), recorded, slot, incoming))
+        axes = told if rule.delayed.reduce_amax else frozenset()  # a state of each device is not summed
+        slots[tensor] = Slot(*map(partial(transformations.by_maximum, told=axes), recorded, slot))
     return scaling.state_of(slots, state.rules)
 
 

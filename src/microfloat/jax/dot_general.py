@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from microfloat.errors import invalid_value
@@ -78,28 +78,26 @@ class DotGeneral(Op):
             return place(y, out_sharding)
         words = words_of(recipe_here(self.recipe), key, seed)
         options = precision, preferred_element_type, out_sharding
-        return self.threaded(lhs, rhs, dimension_numbers, *options, words=words, state=state)[0]
+        return self.with_words(lhs, rhs, dimension_numbers, *options, words=words, state=state)
 
-    def threaded(
+    def with_words(
         self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, precision: Any = None,
         preferred_element_type: DTypeLike | None = None, out_sharding: Any = None, *,
         words: Array | np.ndarray | None = None, state: DelayedState | None = None,
-    ) -> tuple[Array, DelayedState | None]:  # fmt: skip
-        """(y, the state for a later use in this step); without the `words` of a seed stochastic recipes run forward."""
+    ) -> Array:  # fmt: skip
+        """The same with the words of the call seed; without them stochastic recipes run forward."""
         recipe = recipe_here(self.recipe)
         if recipe is None:
             options = precision, preferred_element_type
-            return lax.dot_general(lhs, rhs, dimension_numbers, *options, out_sharding=out_sharding), state
+            return lax.dot_general(lhs, rhs, dimension_numbers, *options, out_sharding=out_sharding)
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         dimensions = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers)
         dtype = calls.result_dtype(lhs, preferred_element_type)
         state = check_state(recipe, state)
         config = self.config(recipe, dtype, w_is_transposed=dimensions.rhs_is_transposed)
         specs = _Specs(dimensions.dimension_numbers, calls.check_sharding(out_sharding))
-        y, state = transformations.run_automatically(
-            _apply, specs, lhs, rhs, words, state, config=config, dimensions=dimensions
-        )
-        return place(y, out_sharding), state
+        static = {"config": config, "dimensions": dimensions}
+        return place(transformations.run_automatically(_apply, specs, lhs, rhs, words, state, **static), out_sharding)
 
     def _times_stored(
         self, lhs: Array, rhs: QuantizedArray, dimension_numbers: DimensionNumbers, element_type: DTypeLike | None,
@@ -191,25 +189,25 @@ class _Specs(NamedTuple):
             sharding = NamedSharding(jax.typeof(rhs.codes).sharding.mesh, dequantized_spec(rhs))
             values = jax.ShapeDtypeStruct(rhs.shape, rhs.dtype, sharding=sharding)
             return transformations.spec_of_product(jax.typeof(lhs), values, *self)
-        return transformations.spec_of_product(jax.typeof(lhs), jax.typeof(rhs), *self), PartitionSpec()
+        return transformations.spec_of_product(jax.typeof(lhs), jax.typeof(rhs), *self)
 
 
 @partial(jax.jit, static_argnames=("config", "dimensions"))
 def _apply(
     lhs: Array, rhs: Array, words: Array | None, state: DelayedState | None, *, config: Config,
     dimensions: DotDimensions,
-) -> tuple[Array, DelayedState | None]:  # fmt: skip
+) -> Array:  # fmt: skip
     x, w = dimensions.matrices(lhs, rhs)
     if not dimensions.batch:
-        y, state = typing.cast(tuple, _linear(config, x, w, Seed(words, None), state))
+        y = _linear(config, x, w, Seed(words, None), state)
     elif x.shape[0] == 0:
         y = jnp.zeros((0, x.shape[1], w.shape[1]), config.dtype)
     else:
         # Every entry of the batch is quantized alone, with its own tensor amax and `batch` word (numerics, Notation).
         index = None if words is None else jnp.arange(x.shape[0], dtype=jnp.uint32)
-        each = jax.vmap(partial(_linear, config), in_axes=(0, 0, Seed(None, 0), None), out_axes=(0, None))
-        y, state = each(x, w, Seed(words, index), state)
-    return dimensions.result(y), state
+        each = jax.vmap(partial(_linear, config), in_axes=(0, 0, Seed(None, 0), None))
+        y = each(x, w, Seed(words, index), state)
+    return dimensions.result(typing.cast(Array, y))
 
 
 class _Kept(NamedTuple):
@@ -230,20 +228,16 @@ class _Kept(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[Array, Any]:
-    """(y_MN = x @ w.T under ``config.recipe``, the state handed through).
-
-    The cotangent of `state` is the new state, or the cotangent of the state handed through where that is larger: a
-    second use that takes the latter contributes by maximum, never by sum.
-    """
+def _linear(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> Array:
+    """``y_MN = x @ w.T`` under ``config.recipe``; the cotangent of `state` is the new state."""
     call = Call(config, seed, state)
     check_shards(config.recipe, x_MK, w_NK, ("fprop",))
     x, w = (call.cast(value, tensor, (True, False)).first for value, tensor in ((x_MK, "x"), (w_NK, "w")))
     y_MN = call.gemm("fprop", x, w, x_MK.shape[1], x_MK.dtype, config.dtype)
-    return observe_forward(Blocks.of(call), x_MK, w_NK, y_MN, y_MN, stage="forward"), state
+    return observe_forward(Blocks.of(call), x_MK, w_NK, y_MN, y_MN, stage="forward")
 
 
-def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[tuple, _Kept]:
+def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: DelayedState | None) -> tuple[Array, _Kept]:
     call = Call(config, seed, state)
     if config.recipe.is_stochastic:
         call.check_seed()
@@ -257,11 +251,10 @@ def _forward(config: Config, x_MK: Array, w_NK: Array, seed: Seed, state: Delaye
     }
     y_MN = observe_forward(Blocks.of(call), x_MK, w_NK, y_MN, y_MN, stage="kept")
     kept = _Kept(w.second, x.second, seed, state, amaxes, x_MK[:0], w_NK[:0], seen_by_backward(x_MK, w_NK))
-    return (checkpoint_name(y_MN, calls.OUTPUT_NAME), state), kept
+    return checkpoint_name(y_MN, calls.OUTPUT_NAME), kept
 
 
-def _backward(config: Config, kept: _Kept, cotangents: tuple) -> tuple[Array, Array, None, DelayedState | None]:
-    dy_MN, later = cotangents
+def _backward(config: Config, kept: _Kept, dy_MN: Array) -> tuple[Array, Array, None, DelayedState | None]:
     dy_MN, no_x, no_w = calls.differentiated_once((dy_MN, kept.no_x, kept.no_w))
     call = Call(config, kept.seed, kept.state)
     (rows, outputs), dtype = dy_MN.shape, no_x.dtype
@@ -277,7 +270,7 @@ def _backward(config: Config, kept: _Kept, cotangents: tuple) -> tuple[Array, Ar
     dw_NK = product("wgrad", dy.second, call.kept(kept.x, "x"), rows, no_w)
     gradients = transformations.sum_to_type_of(dx_MK, no_x), transformations.sum_to_type_of(dw_NK, no_w)
     dx_MK, dw_NK = observe_backward(Blocks.of(call), kept.seen, dy_MN, (dx_MK, dw_NK), gradients)
-    return dx_MK, dw_NK, None, calls.state_cotangent(call, kept.amaxes, dy_MN, dy.amax, later)
+    return dx_MK, dw_NK, None, calls.state_cotangent(call, kept.amaxes, dy_MN, dy.amax)
 
 
 _linear.defvjp(_forward, _backward)

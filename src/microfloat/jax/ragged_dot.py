@@ -70,29 +70,29 @@ class RaggedDot(Op):
         """
         words = words_of(recipe_here(self.recipe), **seeds)
         options = precision, preferred_element_type, group_offset, out_sharding
-        return self.threaded(lhs, rhs, group_sizes, *options, words=words, state=state)[0]
+        return self.with_words(lhs, rhs, group_sizes, *options, words=words, state=state)
 
-    def threaded(
+    def with_words(
         self, lhs: Array, rhs: Array, group_sizes: ArrayLike, precision: Any = None,
         preferred_element_type: DTypeLike | None = None, group_offset: None = None, out_sharding: Any = None, *,
         words: Array | np.ndarray | None = None, state: DelayedState | None = None,
-    ) -> tuple[Array, DelayedState | None]:  # fmt: skip
-        """(y, the state handed through) for the call seed's words; see `DotGeneral.threaded`."""
+    ) -> Array:  # fmt: skip
+        """The same with the words of the call seed; see `DotGeneral.with_words`."""
         check_offset(group_offset)
         recipe = recipe_here(self.recipe)
         if recipe is None:
             sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
             sizes = jnp.asarray(group_sizes)
-            return lax.ragged_dot(lhs, rhs, sizes, precision, preferred_element_type, **sharding), state
+            return lax.ragged_dot(lhs, rhs, sizes, precision, preferred_element_type, **sharding)
         lhs, rhs = check_array("lhs", lhs), check_array("rhs", rhs)
         sizes = _checked_sizes(lhs, rhs, group_sizes)
         dtype = calls.result_dtype(lhs, preferred_element_type)
         state = calls.check_state(recipe, state, (rhs.shape[0],))
         if 0 in (lhs.shape[0], rhs.shape[0]):
-            return place(jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype), out_sharding), state
+            return place(jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype), out_sharding)
         config = self.config(recipe, dtype, w_is_transposed=True)
-        y, state = transformations.run_automatically(_apply, _specs, lhs, rhs, sizes, words, state, config=config)
-        return place(y, out_sharding), state
+        y = transformations.run_automatically(_apply, _specs, lhs, rhs, sizes, words, state, config=config)
+        return place(y, out_sharding)
 
 
 def check_offset(group_offset: object) -> None:
@@ -190,18 +190,16 @@ def _rows_of_block(recipe: Recipe, rows: int, groups: int) -> int:
 # The differentiation rule
 
 
-def _specs(x_TK: Array, w_GKN: Array, *_: Any, **__: Any) -> tuple[PartitionSpec, PartitionSpec]:
-    """The partitions of the results of `_apply`, as `run_automatically` asks for them."""
-    return transformations.distinct(
-        (transformations.spec_of(x_TK)[0], transformations.spec_of(w_GKN)[2])
-    ), PartitionSpec()
+def _specs(x_TK: Array, w_GKN: Array, *_: Any, **__: Any) -> PartitionSpec:
+    """The partition of the result of `_apply`, as `run_automatically` asks for it."""
+    return transformations.distinct((transformations.spec_of(x_TK)[0], transformations.spec_of(w_GKN)[2]))
 
 
 @partial(jax.jit, static_argnames=("config",))
 def _apply(
     x_TK: Array, w_GKN: Array, sizes: Array, words: Array | None, state: DelayedState | None, *, config: Config
-) -> tuple[Array, DelayedState | None]:
-    return cast(tuple, _grouped(config, x_TK, w_GKN.swapaxes(1, 2), sizes, words, state))
+) -> Array:
+    return cast(Array, _grouped(config, x_TK, w_GKN.swapaxes(1, 2), sizes, words, state))
 
 
 class _Kept(NamedTuple):
@@ -221,28 +219,27 @@ class _Kept(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(
     config: Config, x_TK: Array, w_GNK: Array, sizes: Array, words: Array | None, state: DelayedState | None
-) -> tuple[Array, DelayedState | None]:
-    """(y_TN, the state handed through); cotangents of states as in `dot_general`."""
-    return _Groups(config, x_TK, w_GNK, sizes, words, state).forward(x_TK, w_GNK, keeps=False)[0], state
+) -> Array:
+    """y_TN; cotangents of states as in `dot_general`."""
+    return _Groups(config, x_TK, w_GNK, sizes, words, state).forward(x_TK, w_GNK, keeps=False)[0]
 
 
 def _forward(
     config: Config, x_TK: Array, w_GNK: Array, sizes: Array, words: Array | None, state: DelayedState | None
-) -> tuple[tuple, _Kept]:
+) -> tuple[Array, _Kept]:
     groups = _Groups(config, x_TK, w_GNK, sizes, words, state)
     if config.recipe.is_stochastic:
         groups.call.check_seed()
     y_TN, w, x, amaxes = groups.forward(x_TK, w_GNK, keeps=True)
     kept = _Kept(w, x, sizes, words, state, amaxes, x_TK[:0], w_GNK[:, :0], seen_by_backward(x_TK, w_GNK))
-    return (checkpoint_name(y_TN, calls.OUTPUT_NAME), state), kept
+    return checkpoint_name(y_TN, calls.OUTPUT_NAME), kept
 
 
-def _backward(config: Config, kept: _Kept, cotangents: tuple) -> tuple:
-    dy_TN, later = cotangents
+def _backward(config: Config, kept: _Kept, dy_TN: Array) -> tuple:
     dy_TN, no_x, no_w = calls.differentiated_once((dy_TN, kept.no_x, kept.no_w))
     groups = _Groups(config, dy_TN, no_w, kept.sizes, kept.words, kept.state)
     dx_TK, dw_GNK, amaxes = groups.backward(dy_TN, kept._replace(no_x=no_x, no_w=no_w))
-    return dx_TK, dw_GNK, None, None, groups.new_state(dy_TN, kept.amaxes | amaxes, later)
+    return dx_TK, dw_GNK, None, None, groups.new_state(dy_TN, kept.amaxes | amaxes)
 
 
 _grouped.defvjp(_forward, _backward)
@@ -317,13 +314,13 @@ class _Groups:
         gradients = observe_backward(self._seen, kept.seen, dy_TN, (dx_BPK, dw_GNK), gradients)
         return *gradients, self._live_amax(dy_TN, "dy")
 
-    def new_state(self, dy_TN: Array, amaxes: dict[str, Array], later: DelayedState | None) -> DelayedState | None:
+    def new_state(self, dy_TN: Array, amaxes: dict[str, Array]) -> DelayedState | None:
         """The cotangent of the state, see `dot_general`."""
 
-        def of_group(call: Call, amaxes: dict[str, Array], later: DelayedState | None) -> DelayedState | None:
-            return calls.state_cotangent(call, amaxes, dy_TN, amaxes.get("dy"), later)
+        def of_group(call: Call, amaxes: dict[str, Array]) -> DelayedState | None:
+            return calls.state_cotangent(call, amaxes, dy_TN, amaxes.get("dy"))
 
-        return None if self._state is None else self._for_each(of_group, amaxes, later)
+        return None if self._state is None else self._for_each(of_group, amaxes)
 
     def _operand(self, operand: Operand, x_BPC: Array) -> reference.Operand:
         """The operand of every block: quantized as a part of its group's matrix, or the block without a Cast."""

@@ -24,7 +24,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ElementFormat
 from microfloat.jax.array import real_array
 from microfloat.jax.numerics.bits import INFINITY_BITS, as_float, bits_of, divide, magnitude_bits, where
-from microfloat.jax.transformations import fp32_max_grad, from_max_grad
+from microfloat.jax.transformations import as_max_grad, fp32_max_grad, from_max_grad
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.names import as_recipe
@@ -277,7 +277,7 @@ def _is_state(node: object) -> bool:
 def max_accumulate(state: DelayedState) -> DelayedState:
     """The state in a dtype whose gradients accumulate by maximum; cast it once, before all uses in the loss."""
     _check_state("state", state)
-    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), state)
+    return jax.tree.map(as_max_grad, state)
 
 
 def _check_state(argument: str, state: object) -> None:

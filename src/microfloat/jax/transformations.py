@@ -111,13 +111,13 @@ def batched_by(function: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def by_maximum(value: Array, leaf: Array, incoming: Array, told: frozenset[str] = frozenset()) -> Array:
-    """The cotangent of a leaf of state: its new value, or the larger one of a later use (`incoming`). `told`: mesh axes
-    that JAX cannot see, over which it sums the cotangent: one device contributes.
+def by_maximum(value: Array, leaf: Array, told: frozenset[str] = frozenset()) -> Array:
+    """The cotangent of a leaf of state, which is its new value.
+
+    `told`: mesh axes that JAX cannot see, over which it sums the cotangent: one device contributes.
     """
     # A derivative of a gradient does not go through `once`, which has none.
     value = like_in_variance(once(*lax.stop_gradient((value, from_max_grad(leaf)))), leaf)
-    value = jnp.maximum(value, from_max_grad(incoming))
     return lax.convert_element_type(on_first_device(value, told) if told else value, leaf.dtype)
 
 
@@ -337,6 +337,11 @@ fm32 = fp32_max_grad
 def is_max_grad(x: Array) -> bool:
     """True if `x` is of the extended dtype (ours, or another library's of the same name and meaning)."""
     return getattr(getattr(x, "dtype", None), "name", "") == "fp8_meta32"
+
+
+def as_max_grad(x: Array) -> Array:
+    """`x` as the dtype whose cotangents add up by their maximum."""
+    return lax.convert_element_type(x, fp32_max_grad)
 
 
 def from_max_grad(x: Array) -> Array:

@@ -1,8 +1,7 @@
 """The Flax-compatible FP8 operators: differentiation rules, dots of codes, linen modules.
 
-State travels as its own gradient: the cotangents of `scale` and `amax_history` are their new values. Every rule also
-hands the state through as an output and returns the maximum of its own new state and the cotangent of this output, so
-that a second use of the state contributes by maximum, never by sum (docs/jax.md, "Delayed scaling in plain JAX").
+State travels as its own gradient: the cotangents of `scale` and `amax_history` are their new values. The modules cast
+their state to `fp32_max_grad`, so that a second use contributes by maximum, never by sum (docs/jax.md).
 
 Class names and state layout are Flax's, so its checkpoints load unchanged. docs/jax.md lists the differences.
 """
@@ -96,40 +95,29 @@ def _updated(rule: Rule, x: Array, scale: Array, history: Array) -> State:
     return updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
 
 
-def _accumulated(rule: Rule, x: Array, new: State, old: State, incoming: tuple) -> State:
-    """The state's cotangent: the new state, or the larger one of a later use."""
+def _cotangent(rule: Rule, x: Array, new: State, old: State) -> State:
+    """The state's cotangent, which is the new state."""
     told = frozenset() if transformations.varying_axes(x) else transformations.told_axes(rule.axis_names)
-    scale, history = map(partial(transformations.by_maximum, told=told), new, old, incoming)
+    scale, history = map(partial(transformations.by_maximum, told=told), new, old)
     return scale, history
 
 
 def _in_qdq(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
     new = _updated(rule, x, scale, history)
-    return (qdq(x, rule.q_dtype, new[0], rule.compute_dtype), scale, history), (new, (scale, history))
+    return qdq(x, rule.q_dtype, new[0], rule.compute_dtype), (new, (scale, history))
 
 
-def _in_qdq_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
-    new, old = kept
-    g, *later = cotangents
-    return g, *_accumulated(rule, g, new, old, tuple(later))
+# x through FP8 and back with the updated scale.
+_in_qdq_op = _differentiated(_in_qdq, lambda rule, kept, g: (g, *_cotangent(rule, g, *kept)))
 
 
-# (x through FP8 and back with the updated scale, scale, history).
-_in_qdq_threaded = _differentiated(_in_qdq, _in_qdq_backward)
-
-
-def _out_qdq(_: Rule, y: Array, scale: Array, history: Array) -> tuple:
-    return (y, scale, history), (scale, history)
-
-
-def _out_qdq_backward(rule: Rule, old: State, cotangents: tuple) -> tuple:
-    g, *later = cotangents
+def _out_qdq_backward(rule: Rule, old: State, g: Array) -> tuple:
     new = _updated(rule, g, *old)
-    return qdq(g, rule.q_dtype, new[0], rule.compute_dtype), *_accumulated(rule, g, new, old, tuple(later))
+    return qdq(g, rule.q_dtype, new[0], rule.compute_dtype), *_cotangent(rule, g, new, old)
 
 
-# (y unchanged, scale, history); the cotangent of y goes through FP8 and back.
-_out_qdq_threaded = _differentiated(_out_qdq, _out_qdq_backward)
+# y unchanged; its cotangent goes through FP8 and back.
+_out_qdq_op = _differentiated(lambda _, y, scale, history: (y, (scale, history)), _out_qdq_backward)
 
 
 def in_qdq(
@@ -145,12 +133,12 @@ def in_qdq(
         fixed, new_scale, history = lax.stop_gradient((inp, scale, amax_history))
         new_scale, _ = updated_state(fixed, q_dtype, new_scale, history)
         return inp + lax.stop_gradient(qdq(fixed, q_dtype, new_scale, compute_dtype) - fixed)
-    return _in_qdq_threaded(rule, inp, scale, amax_history)[0]
+    return _in_qdq_op(rule, inp, scale, amax_history)
 
 
 def out_qdq(compute_dtype: DTypeLike, q_dtype: DTypeLike, out: ArrayLike, scale: Array, amax_history: Array) -> Array:
     """`out` unchanged; its gradient goes through FP8 and back. The gradient of the state is its new value."""
-    return _out_qdq_threaded(*_checked(compute_dtype, q_dtype, out, scale, amax_history))[0]
+    return _out_qdq_op(*_checked(compute_dtype, q_dtype, out, scale, amax_history))
 
 
 def _checked(
@@ -163,7 +151,7 @@ def _checked(
 def _in_q(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
     new = _updated(rule, x, scale, history)
     codes = quantize(x, rule.q_dtype, new[0], rule.compute_dtype)
-    return (codes, new[0], scale, history), (new, (scale, history), _empty_like(x))
+    return (codes, new[0]), (new, (scale, history), _empty_like(x))
 
 
 def _empty_like(x: Array) -> Array:
@@ -173,22 +161,18 @@ def _empty_like(x: Array) -> Array:
 
 def _in_q_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
     """The state's cotangent; one that reaches the codes is refused, since FP8 cannot hold it."""
-    (new, old, like), (g_codes, _, *later) = kept, cotangents
-    if not isinstance(g_codes, SymbolicZero):
+    new, old, like = kept
+    if not isinstance(cotangents[0], SymbolicZero):
         raise invalid_value(
-            "in_q", f"a cotangent of type {g_codes.dtype} for its codes", "codes that go into quantized_dot",
+            "in_q", f"a cotangent of type {cotangents[0].dtype} for its codes", "codes that go into quantized_dot",
             "FP8 cannot carry a gradient: use fp8_scaled_dot_general, or quantized_dot with the unquantized operands.",
         )  # fmt: skip
-    later = [
-        transformations.like_in_variance(jnp.zeros(leaf.shape, jnp.float32), leaf) if isinstance(g, SymbolicZero) else g
-        for g, leaf in zip(later, old, strict=True)
-    ]
-    return None, *_accumulated(rule, like, new, old, tuple(later))
+    return None, *_cotangent(rule, like, new, old)
 
 
-# (codes, the updated scale, scale, history). Within `_scaled_dot` the gradient of x flows beside the codes.
-_in_q_threaded = custom_vjp(lambda *arguments: _in_q(*arguments)[0], nondiff_argnums=(0,))
-_in_q_threaded.defvjp(
+# (codes, the updated scale). Within `_scaled_dot` the gradient of x flows beside the codes.
+_in_q_op = custom_vjp(lambda *arguments: _in_q(*arguments)[0], nondiff_argnums=(0,))
+_in_q_op.defvjp(
     lambda rule, *primals: _in_q(rule, *(primal.value for primal in primals)), _in_q_backward, symbolic_zeros=True
 )
 
@@ -200,7 +184,7 @@ def in_q(
 
     The codes carry no gradient: pass `inp` to `quantized_dot` beside them. Another use of them is InvalidValueError.
     """
-    return _in_q_threaded(*_checked(compute_dtype, q_dtype, inp, scale, amax_history))[:2]
+    return _in_q_op(*_checked(compute_dtype, q_dtype, inp, scale, amax_history))
 
 
 def _out_dq_forward(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> tuple:
@@ -299,12 +283,11 @@ def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
 
 
 def _dot_forward(rule: DotRule, wide: tuple, codes: tuple, scales: tuple, state: State) -> tuple:
-    return (_dot_of_codes(rule, wide, codes, scales), *state), (wide, codes, scales, state)
+    return _dot_of_codes(rule, wide, codes, scales), (wide, codes, scales, state)
 
 
-def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
+def _dot_backward(rule: DotRule, kept: tuple, g: Array) -> tuple:
     wide, codes, scales, state = kept
-    g, *later = cotangents
     if rule.out is None:
         g = _without_scales(g, *scales)
     g = g.astype(rule.gradient.compute_dtype)
@@ -312,7 +295,7 @@ def _dot_backward(rule: DotRule, kept: tuple, cotangents: tuple) -> tuple:
     q_g = quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
     gradients = _operand_gradients(rule, (*wide, g), (*codes, q_g), (*scales, new[0]))
     gradients = tuple(map(transformations.sum_to_type_of, gradients, wide))
-    return gradients, None, None, _accumulated(rule.gradient, g, new, state, tuple(later))
+    return gradients, None, None, _cotangent(rule.gradient, g, new, state)
 
 
 def _without_scales(g_scaled: Array, *scales: Array) -> Array:
@@ -346,7 +329,7 @@ def _transposed_dots(rule: DotRule, lhs: Array, rhs: Array, g: Array) -> tuple[A
     return dot_general_transpose_lhs(g, lhs, rhs, **options), dot_general_transpose_rhs(g, lhs, rhs, **options)
 
 
-# (dot of the codes, state of the output gradient); `wide` are the operands that receive the gradients.
+# The dot of the codes; `wide` are the operands that receive the gradients.
 _quantized_dot = _differentiated(_dot_forward, _dot_backward)
 
 
@@ -364,23 +347,20 @@ def quantized_dot(
     rule = DotRule(numbers, accumulator, Rule(lhs.dtype, jnp.float8_e5m2))
     state = as_state("out_grad_", out_grad_scale, out_grad_amax_history)
     scales = (jnp.asarray(lhs_scale), jnp.asarray(rhs_scale))
-    return _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), scales, state)[0]
+    return _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), scales, state)
 
 
 def _scaled_dot(
     dimension_numbers: DimensionNumbers, forward: Rule, gradient_dtype: DTypeLike, out: DTypeLike, lhs: Array,
     rhs: Array, states: Sequence[State],
-) -> tuple[Array, tuple[State, State, State]]:  # fmt: skip
-    """(y, the three states handed through) of the FP8 dot: quantize both operands, dot the codes, scale the result to
-    `out`. `forward` and `gradient_dtype` say how operands and output gradient are quantized.
-    """
+) -> Array:  # fmt: skip
+    """The FP8 dot: quantize both operands as `forward` says, dot the codes, scale the result to `out`."""
     numbers = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers).dimension_numbers
-    q_lhs, lhs_scale, *lhs_state = _in_q_threaded(forward, lhs, *states[0])
-    q_rhs, rhs_scale, *rhs_state = _in_q_threaded(forward, rhs, *states[1])
+    q_lhs, lhs_scale = _in_q_op(forward, lhs, *states[0])
+    q_rhs, rhs_scale = _in_q_op(forward, rhs, *states[1])
     gradient = Rule(lhs.dtype, gradient_dtype, forward.axis_names)
     rule = DotRule(numbers, jnp.promote_types(lhs.dtype, jnp.float32), gradient, out)
-    y, *grad_state = _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), (lhs_scale, rhs_scale), states[2])
-    return y, (tuple(lhs_state), tuple(rhs_state), tuple(grad_state))  # type: ignore[return-value]
+    return _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), (lhs_scale, rhs_scale), tuple(states[2]))
 
 
 def _warn_of_no_effect(**arguments: object) -> None:
@@ -408,7 +388,7 @@ def fp8_scaled_dot_general(
     scales, histories = (lhs_scale, rhs_scale, grad_scale), (lhs_amax_history, rhs_amax_history, grad_amax_history)
     states = list(map(as_state, ("lhs_", "rhs_", "grad_"), scales, histories))
     forward = Rule(quantize_compute_type, jnp.float8_e4m3fn)
-    return _scaled_dot(dimension_numbers, forward, jnp.float8_e5m2, out, lhs, rhs, states)[0]
+    return _scaled_dot(dimension_numbers, forward, jnp.float8_e5m2, out, lhs, rhs, states)
 
 
 # Modules
@@ -434,10 +414,7 @@ class Fp8DotGeneralBase(nn.Module):
         out = rhs.dtype if element_type is None else element_type
         forward = Rule(rhs.dtype, self.e4m3_dtype, tuple(self.axis_names))
         states = [self.state_variables.current(name) for name in STATE_NAMES]
-        y, states = _scaled_dot(numbers, forward, self.e5m2_dtype, out, lhs, rhs, states)
-        for name, pair in zip(STATE_NAMES, states, strict=True):
-            self.state_variables.hand_on(name, pair)
-        return y
+        return _scaled_dot(numbers, forward, self.e5m2_dtype, out, lhs, rhs, states)
 
 
 class Fp8DotGeneralOp(Fp8DotGeneralBase):
@@ -456,14 +433,12 @@ class Fp8DotGeneralOp(Fp8DotGeneralBase):
     def _dot(self, lhs: Array, rhs: Array, numbers: DimensionNumbers, element_type: DTypeLike | None) -> Array:
         def through(function: Callable, name: str, dtype: DTypeLike, value: Array) -> Array:
             rule = Rule(rhs.dtype, dtype, tuple(self.axis_names))
-            value, *state = function(rule, value, *self.state_variables.current(name))
-            self.state_variables.hand_on(name, tuple(state))
-            return value
+            return function(rule, value, *self.state_variables.current(name))
 
-        lhs = through(_in_qdq_threaded, "input", self.e4m3_dtype, lhs)
-        faked = through(_in_qdq_threaded, "kernel", self.e4m3_dtype, rhs)
+        lhs = through(_in_qdq_op, "input", self.e4m3_dtype, lhs)
+        faked = through(_in_qdq_op, "kernel", self.e4m3_dtype, rhs)
         y = dot_general_with_precision(lhs, faked, numbers)
-        y = through(_out_qdq_threaded, "output_grad", self.e5m2_dtype, y)
+        y = through(_out_qdq_op, "output_grad", self.e5m2_dtype, y)
         return y if element_type is None else y.astype(element_type)
 
 

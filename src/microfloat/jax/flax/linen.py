@@ -29,7 +29,7 @@ from microfloat.jax.flax import state as flax_state
 from microfloat.jax.flax.state import OVERWRITE_WITH_GRADIENT, SLOT_NAMES, StateVariables, max_accumulate
 from microfloat.jax.numerics.dimensions import DimensionNumbers, einsum_by
 from microfloat.jax.ragged_dot import RaggedDot, check_offset, ragged_dot
-from microfloat.jax.scaling import Slot, slot_rules, slots_of, state_of
+from microfloat.jax.scaling import DelayedState, slot_rules
 from microfloat.jax.transformations import notice_fixed_state
 from microfloat.operands import TENSORS
 from microfloat.recipes import Recipe
@@ -113,7 +113,7 @@ def _run(
     recipe, key = get_autocast_recipe() if op.recipe is None else op.recipe, None
     if recipe is not None and recipe.is_stochastic and module.has_rng(SR_STREAM):
         key = module.make_rng(SR_STREAM)
-    words, state, variables = words_of(recipe, key), None, None
+    words, state = words_of(recipe, key), None
     if recipe is not None and recipe.is_delayed:
         rules = slot_rules(recipe)
         if not (module.is_initializing() or module.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale")):
@@ -123,13 +123,10 @@ def _run(
             )
         length = max(rule.delayed.amax_history_len for rule in rules if rule is not None)
         variables = StateVariables(module, length, np.shape(rhs)[:1] if isinstance(op, RaggedDot) else ())
-        slots = {tensor: Slot(*variables.current(name)) for tensor, name in SLOT_NAMES.items()}
-        state = state_of({tensor: slots[tensor] for tensor, rule in zip(TENSORS, rules, strict=True) if rule}, rules)
+        names = [SLOT_NAMES[tensor] if rule else None for tensor, rule in zip(TENSORS, rules, strict=True)]
+        state = DelayedState(*(name and variables.current(name) for name in names), rules=rules)
         rhs = notice_fixed_state(check_array("rhs", rhs), state)
-    y, handed = op.threaded(lhs, rhs, third, precision, dtype, words=words, state=state)
-    for tensor, slot, _ in [] if handed is None else slots_of(handed):
-        cast(StateVariables, variables).hand_on(SLOT_NAMES[tensor], slot)
-    return y
+    return op.with_words(lhs, rhs, third, precision, dtype, words=words, state=state)
 
 
 class _Injected:

@@ -25,12 +25,12 @@ from microfloat.jax.array import check_array
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.calls import place, words_of
 from microfloat.jax.dot_general import dot_general, einsum
-from microfloat.jax.flax.state import SLOT_NAMES, Threaded, check_transformation, collected, step_counts, trace_state
+from microfloat.jax.flax.state import SLOT_NAMES, accumulating, check_transformation, collected, step_counts
 from microfloat.jax.numerics.dimensions import einsum_by
 from microfloat.jax.ragged_dot import RaggedDot as RaggedOp
 from microfloat.jax.ragged_dot import check_offset, ragged_dot
 from microfloat.jax.scaling import DelayedState, Slot
-from microfloat.jax.transformations import fp32_max_grad, notice_fixed_state
+from microfloat.jax.transformations import as_max_grad, notice_fixed_state
 from microfloat.jax.watch import Readings
 from microfloat.jax.watch import watch_outputs as watch_pure_outputs
 from microfloat.recipes import Recipe
@@ -49,9 +49,8 @@ class ScaleState(nnx.Variable):
     is_delayed_scaling_state = True  # a mark for `scaling.microbatched`
 
 
-# Per module, the slots that earlier uses handed through. nnx transforms make modules anew; an entry lives no longer
-# than its module.
-_THREADED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Per module, the memo of `accumulating`. nnx transforms make modules anew; an entry lives no longer than its module.
+_MEMOS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class DotGeneral(nnx.Module):
@@ -91,7 +90,7 @@ class DotGeneral(nnx.Module):
 
     def state(self) -> DelayedState | None:
         """The delayed-scaling state as a pytree, for `microfloat.jax.scaling`."""
-        return self._state({})
+        return self._state(lambda _, slot: slot)
 
     # nnx.tabulate gives every public method that a call enters a row of its own.
     def _variables(self) -> dict[str, Any]:
@@ -101,12 +100,11 @@ class DotGeneral(nnx.Module):
             if hasattr(self, f"{name}_scale")
         }
 
-    def _state(self, threaded: Mapping[str, Threaded]) -> DelayedState | None:
-        """The state, each slot as an earlier use in this trace handed it through."""
-        slots = {}
-        for tensor, variables in self._variables().items():
-            slot, earlier = Slot(*(variable.get_value() for variable in variables)), threaded.get(tensor)
-            slots[tensor] = earlier.pair if earlier is not None and earlier.is_of(slot.amax_history) else slot
+    def _state(self, of_slot: Callable[[str, Slot], Slot]) -> DelayedState | None:
+        slots = {
+            tensor: of_slot(tensor, Slot(*(variable.get_value() for variable in variables)))
+            for tensor, variables in self._variables().items()
+        }
         return scaling.state_of(slots, scaling.slot_rules(cast(Recipe, self.recipe))) if slots else None
 
     def __call__(
@@ -114,7 +112,8 @@ class DotGeneral(nnx.Module):
         preferred_element_type: DTypeLike | None = None, *, out_sharding: object = None, key: Array | None = None,
     ) -> Array:  # fmt: skip
         """``lax.dot_general`` under the recipe; lhs are activations, rhs weights. `precision` is for high precision."""
-        recipe, state = recipe_here(self.recipe), self._state(_THREADED.get(self, {}))
+        memo = _MEMOS.setdefault(self, {})
+        recipe, state = recipe_here(self.recipe), self._state(lambda tensor, slot: accumulating(memo, tensor, *slot))
         if recipe is not None and recipe.is_delayed and state is None:
             raise NotSupportedError(
                 f"autocast: got {recipe!r} for an nnx layer without its state, needed a stateless recipe. Pin it to "
@@ -127,12 +126,7 @@ class DotGeneral(nnx.Module):
         options = precision, preferred_element_type
         drawn = {"words": words_of(recipe, key), "state": state, "out_sharding": out_sharding}
         with jax.named_scope(self._scope) if self._scope else contextlib.nullcontext():
-            y, handed = self.op.threaded(lhs, rhs, dimension_numbers, *options, **drawn)
-        if handed is not None:
-            histories = {tensor: slot.amax_history.get_value() for tensor, slot in self._variables().items()}
-            slots = ((tensor, slot) for tensor, slot, _ in scaling.slots_of(handed))
-            _THREADED[self] = {tensor: Threaded(histories[tensor], trace_state(), slot) for tensor, slot in slots}
-        return y
+            return self.op.with_words(lhs, rhs, dimension_numbers, *options, **drawn)
 
 
 def _stream(recipe: Recipe | None, rngs: object, stacked: tuple[int, ...]) -> nnx.RngStream | None:
@@ -266,7 +260,7 @@ def _differentiated(transform: Callable, f: Callable, argnums: Any, wrt: Any, op
         ops = [op for number in numbers for _, op in _delayed_ops(args[number])]
         variables = [variable for op in ops for variable in _leaves(op).values()]
         originals = [variable.get_value() for variable in variables]
-        _set(variables, [lax.convert_element_type(value, fp32_max_grad) for value in originals])
+        _set(variables, map(as_max_grad, originals))
         try:
             return f(*args, **kwargs)
         finally:

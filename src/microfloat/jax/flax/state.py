@@ -21,8 +21,8 @@ from jax.extend.core import get_opaque_trace_state
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value
 from microfloat.formats import E4M3, E5M2
 from microfloat.jax.flax.fp8_casts import compute_scale
-from microfloat.jax.scaling import OVERWRITE_WITH_GRADIENT, largest, listed, next_scale
-from microfloat.jax.transformations import fp32_max_grad, from_max_grad
+from microfloat.jax.scaling import OVERWRITE_WITH_GRADIENT, Slot, largest, listed, next_scale
+from microfloat.jax.transformations import as_max_grad, from_max_grad
 from microfloat.recipes import Delayed
 
 # The names of the slots of x, w and dy in Flax, and of its operators.
@@ -31,30 +31,20 @@ STATE_NAMES = tuple(SLOT_NAMES.values())
 _SCALE, _HISTORY = "_scale", "_amax_history"
 
 
-class Threaded(NamedTuple):
-    """The (scale, history) that an earlier use handed through, valid for the same variable in the same trace only."""
-
-    variable: Array
-    trace: object
-    pair: tuple[Array, Array]
-
-    def is_of(self, variable: Array) -> bool:
-        """True for a use of the same value of the variable in the same trace."""
-        return self.variable is variable and self.trace == trace_state()
-
-
-def trace_state() -> object:
-    """The trace that this runs in, to be compared with others."""
-    return get_opaque_trace_state(convention="flax")
+def accumulating(memo: dict[Any, Any], key: Any, scale: Array, history: Array) -> Slot:
+    """State in the dtype whose gradients accumulate by maximum: `memo` keeps one cast for all uses in a trace."""
+    made, trace = memo.get(key), get_opaque_trace_state(convention="flax")
+    if made is None or made[0] is not history or made[1] != trace:
+        made = memo[key] = history, trace, Slot(*map(as_max_grad, (scale, history)))
+    return made[2]
 
 
 class StateVariables:
     """The variables ``{input,kernel,output_grad}_{scale,amax_history}`` of a linen module, float32.
 
-    A second use of the module within one trace reads the state that the first one handed through instead of the
-    variable, so that their contributions meet as a maximum. The memo lives on the root scope of this apply; uses in
-    different traces (bodies of scan, remat) are joined by `fp8_ops.max_accumulate`. `lead`: axes before their own, of
-    a state per group.
+    All uses of the module within one trace read one cast of the state, which accumulates their contributions as a
+    maximum. It lives on the root scope of this apply; uses in different traces (bodies of scan, remat) are joined by
+    `fp8_ops.max_accumulate`. `lead`: axes before their own, of a state per group.
     """
 
     def __init__(self, module: nn.Module, length: int, lead: tuple[int, ...] = ()) -> None:
@@ -65,22 +55,15 @@ class StateVariables:
             name: (variable(f"{name}{_SCALE}", 1, 1), variable(f"{name}{_HISTORY}", 0, length)) for name in STATE_NAMES
         }
         scope = cast(Any, module.scope)  # None only outside of init and apply
-        if not hasattr(scope.root, "_microfloat_threaded"):
-            scope.root._microfloat_threaded = {}
-        self._memo, self._path = scope.root._microfloat_threaded, scope.path
+        if not hasattr(scope.root, "_microfloat_state"):
+            scope.root._microfloat_state = {}
+        self._memo, self._path = scope.root._microfloat_state, scope.path
 
-    def current(self, name: str) -> tuple[Array, Array]:
-        """(scale, history) for this use: handed through by an earlier one, or the variables."""
-        scale, history = (variable.value for variable in self.pairs[name])
-        threaded = self._memo.get((self._path, name))
-        if threaded is not None and threaded.is_of(history):
-            return threaded.pair
+    def current(self, name: str) -> Slot:
+        """Scale and history for a use of the module."""
+        scale, history = accumulating(self._memo, (self._path, name), *(one.value for one in self.pairs[name]))
         # An optimizer that steps on the state steps on every slot: checking one is enough.
-        return (scale, _with_amaxes(history)) if name == SLOT_NAMES["w"] else (scale, history)
-
-    def hand_on(self, name: str, pair: tuple[Array, Array]) -> None:
-        """Remember the state that this use handed through, for a later use in the same trace."""
-        self._memo[self._path, name] = Threaded(self.pairs[name][1].value, trace_state(), pair)
+        return Slot(scale, _with_amaxes(history) if name == SLOT_NAMES["w"] else history)
 
 
 _STEPPED_ON = (
@@ -127,8 +110,7 @@ def max_accumulate(variables: Mapping[str, Any]) -> dict[str, Any]:
     _check_collection("variables", variables, "a mapping of collections")
     if OVERWRITE_WITH_GRADIENT not in variables:
         return dict(variables)
-    cast = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, fp32_max_grad), variables[OVERWRITE_WITH_GRADIENT])
-    return {**variables, OVERWRITE_WITH_GRADIENT: cast}
+    return {**variables, OVERWRITE_WITH_GRADIENT: jax.tree.map(as_max_grad, variables[OVERWRITE_WITH_GRADIENT])}
 
 
 def reset_state(collection: Any) -> Any:
