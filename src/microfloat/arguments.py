@@ -200,10 +200,7 @@ def check_packable(smallest: int, largest: int, bits: int) -> None:
 
 
 def check_unpacked(largest: int, bits: int, format_name: str, unpack: str) -> None:
-    """Refuse stored codes with bits above the element's width: packed FP6, or bytes of another format.
-
-    `unpack`: the function that unpacks them.
-    """
+    """Refuse stored codes that need more bits than the element has; `unpack` names the function for packed ones."""
     if largest >> bits:
         raise invalid_value(
             "codes", f"a byte of {largest:#x}", f"unpacked {bits}-bit codes for {format_name}, one per byte",

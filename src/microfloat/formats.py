@@ -98,10 +98,8 @@ class ElementFormat:
             raise invalid_value("ElementFormat.max", got, needed, largest)
 
     def _remedy_of_max(self, codes: range) -> str:
-        """The change that makes `max` a value: the bias with which it is the largest, or the nearest value.
-
-        A bias that is smaller by 1 doubles every value.
-        """
+        """The change that makes `max` a value: the bias with which it is the largest, or the nearest value."""
+        # A bias that is smaller by 1 doubles every value.
         values = [self._magnitude(code) for code in codes]
         shift = math.log2(values[-1] / self.max)
         hints = []
@@ -188,14 +186,12 @@ class ScaleFormat:
 
 
 def contents_of_format(name: str, element: tuple, scale: tuple, block: tuple, tensor_scale: str | None) -> str:
-    """The `contents` of a ScaledFormat as JSON; `element` and `scale` are pairs of names and values.
-
-    Compiled code may build formats: Dynamo follows their constructor, and takes this function for a constant.
-    """
+    """The `contents` of a ScaledFormat as JSON; `element` and `scale` are pairs of names and values."""
     parts = {"name": name, "element": dict(element), "scale": dict(scale), "block": block, "tensor_scale": tensor_scale}
     return json.dumps(parts, sort_keys=True)
 
 
+# Compiled code may build formats: Dynamo follows their constructor, and takes the function for a constant.
 contents_of_format._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -367,11 +363,10 @@ def encode(values_f32: np.ndarray, element: ElementFormat | str) -> np.ndarray:
 
 
 def encode_bits(values_f32: np.ndarray, element: ElementFormat, random_bytes: np.ndarray | None) -> np.ndarray:
-    """The integer form of `encode`; with `random_bytes` (0..255 per value) it rounds stochastically instead.
-
-    Stochastic: up with probability floor(256 * fraction) / 256, grid points never move (docs/numerics.md 5.4).
-    Works on parts that stay in a processor's cache, which takes a seventh of the time for millions of values.
-    """
+    """`encode` in integers, or stochastic rounding by `random_bytes`, 0..255 per value (docs/numerics.md 5.4)."""
+    # Parts that stay in a processor's cache take a seventh of the time for millions of values.
+    # Parts that stay in a processor's cache take a seventh of the time for millions of values.
+    # Parts that stay in a processor's cache take a seventh of the time for millions of values.
     codes = np.empty(values_f32.shape, np.uint8)
     values, flat = values_f32.reshape(-1), codes.reshape(-1)
     noise = None if random_bytes is None else random_bytes.reshape(-1)

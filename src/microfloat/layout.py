@@ -187,11 +187,7 @@ Windows = list[tuple[slice, slice]]
 
 
 def blocked_windows(shape: Sequence[Size], group_sizes: Any, dim: int) -> Windows:
-    """The parts of a matrix of scales (`shape`: its rows and columns) that are put into tiles alone.
-
-    All of it, or groups of these sizes along axis `dim`.
-    Raises InvalidTypeError and InvalidValueError for sizes that do not fit.
-    """
+    """The parts of a matrix of scales that are put into tiles alone: all, or groups of these sizes along axis `dim`."""
     shape = _count("rows", shape[0]), _count("cols", shape[1])
     if isinstance(dim, bool) or dim not in (0, 1):
         raise invalid_value("dim", repr(dim), "0 (groups of rows) or 1 (groups of columns)")
@@ -206,10 +202,7 @@ def blocked_windows(shape: Sequence[Size], group_sizes: Any, dim: int) -> Window
 
 
 def group_windows(group_sizes: Any, total: int, what: str, remedy: str = "") -> list[slice]:
-    """The windows of consecutive groups of these sizes, which add up to `total`, in words `what`.
-
-    Sizes are ints, or an array or tensor of them, which is read back.
-    """
+    """The windows of groups of these sizes (ints, or an array that is read) that add up to `total`, in words `what`."""
     sizes, needed = group_sizes, f"ints >= 0 that add up to {total}, {what}"
     try:
         sizes = [operator.index(size) for size in (sizes.tolist() if hasattr(sizes, "tolist") else sizes)]

@@ -275,10 +275,7 @@ def sr_noise(x: np.ndarray, draws: Sequence[np.ndarray] | np.ndarray) -> SRNoise
 
 @dataclass(frozen=True)
 class Difference:
-    """The first index where two arrays differ (C order), codes and values of both there, and the number of differences.
-
-    `value_a` and `value_b` are None where nothing says what the codes mean.
-    """
+    """The first index where two arrays differ (C order), codes and values there (None: unknown), and the count."""
 
     index: tuple[int, ...]
     a: int

@@ -306,11 +306,7 @@ def state_cotangent(call: Call, amaxes: dict[str, Array], dy_MN: Array, amax: Ar
 
 
 def check_shards(recipe: Recipe, x_MK: Array, w_NK: Array, names: Sequence[str], apart: Axes = frozenset()) -> None:
-    """InvalidValueError for blocks that the boundaries of shards cut.
-
-    Inside shard_map K is sharded over the mesh axes that both operands vary over, M over those of x alone, N over those
-    of w alone. With ``check_vma=False`` JAX does not know them. `apart`: see `Call`.
-    """
+    """InvalidValueError for blocks that the boundaries of shards cut inside shard_map; `apart`: see `Call`."""
     of_x, of_w = (transformations.varying_axes(value) - apart for value in (x_MK, w_NK))
     contracted = {"fprop": ("K", of_x & of_w, x_MK.shape[1]), "dgrad": ("N", of_w - of_x, w_NK.shape[0])}
     contracted["wgrad"] = "M", of_x - of_w, x_MK.shape[0]

@@ -211,11 +211,7 @@ def _apply(
 
 
 class _Kept(NamedTuple):
-    """Residuals: the rhs of dgrad and of wgrad (quantized, or the originals), seed, state, live amaxes.
-
-    `no_x` [0, K], `no_w` [0, K]: empty slices with the dtypes and the device variance of the primals.
-    `seen`: columns of x and w that a watched function measures the products by.
-    """
+    """Residuals; `no_x`, `no_w`: empty slices [0, K] with the dtypes and the variance of the primals."""
 
     w: reference.Operand
     x: reference.Operand

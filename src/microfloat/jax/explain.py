@@ -236,10 +236,8 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
 def dots_of(text: str) -> tuple[ProgramDot, ...]:
-    """The rows of `ProgramDots` from the text of an optimised HLO module.
-
-    Operands may be printed by name alone. A dot of FP8 operands inside a fusion is a GEMM that XLA generates.
-    """
+    """The rows of `ProgramDots` from the text of an optimised HLO module."""
+    # Operands may be printed by name alone. A dot of FP8 operands inside a fusion is a GEMM that XLA generates.
     dtypes: dict[str, str] = {}
     rows = []
     for line in text.splitlines():
@@ -265,10 +263,7 @@ def _availability(recipe: str, device: object) -> Support:
 
 
 def is_fp8_available(device: object = None) -> Support:
-    """Support of per-tensor FP8 on `device`: it runs everywhere, on tensor cores of FP8 where `accelerated` says so.
-
-    The answer unpacks into ``(available, reason)``; its truth value is `available`.
-    """
+    """Support of per-tensor FP8 on `device`, which runs everywhere; `accelerated`: on tensor cores of FP8."""
     return _availability("fp8_current", device)
 
 

@@ -259,10 +259,8 @@ def _plain_rows(watch: Measured, matrix: Array, used: Array | None) -> Array:
 
 
 def _rows(watch: Measured, cast: Cast | None, made: _Made) -> Array:
-    """The numbers of `watching.of_rows`, for rows and their cast, behind the power of two in units of which they are.
-
-    In place of the sum of x q stands that of the error times x, which is smaller.
-    """
+    """The numbers of `watching.of_rows` for rows and their cast, behind the power of two in units of which they are."""
+    # In place of the sum of x q stands that of the error times x, which is smaller.
     wanted, finite = watch.metrics, made.finite
     x, unit = _near_one(jnp.where(finite, made.x, 0))
     noise = along = flushed = zero = clipped = 0

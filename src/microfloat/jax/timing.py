@@ -10,10 +10,8 @@ from microfloat.recipes import Cast, Gemm
 
 
 def against_oracle(gemm: Gemm, backend: str, device: str | None = None, size: int = 64) -> tuple[bool, float]:
-    """For square matrices: if the bytes of our casts equal the oracle's, and the relative difference of the product.
-
-    Rounding is to nearest, without a Hadamard transform; the scale of delayed scaling is 64.
-    """
+    """For square matrices: if the bytes of our casts equal the oracle's, and the relative difference of the product."""
+    # Rounding is to nearest, without a Hadamard transform; the scale of delayed scaling is 64.
     generator = np.random.default_rng(0)
     arrays = [generator.normal(size=(size, size)).astype(np.float32) for _ in range(2)]
     casts = [Cast(cast.format, cast.scale_rule, scaling=cast.scaling) for cast in gemm.casts if cast is not None]

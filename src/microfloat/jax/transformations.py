@@ -1,7 +1,4 @@
-"""Support for JAX's transformations: mesh axes, explicit meshes, identities for autodiff, gradients that add up by max.
-
-Source: docs/jax.md, "Transformations and sharding".
-"""
+"""Support for JAX's transformations: mesh axes, explicit meshes, gradients that add up by maximum (docs/jax.md)."""
 
 import builtins
 import math

@@ -35,10 +35,9 @@ def measure(passes: Passes, matrix: Matrix, source: int, result: int) -> None:
 def measure_groups(
     passes: Passes, matrix: Matrix, source: int, plan: tuple[int, ...], row: bool, column: bool
 ) -> tuple[int, int]:
-    """Add the launch that measures rows in groups; returns the positions of the amaxes, float32.
+    """Add the launch that measures rows in groups (an empty `plan`: one group); returns the positions of the amaxes.
 
-    They are those of rows [R] and of the columns of each group [groups, C]; without `row` and `column`, of each group
-    [groups] and nothing. An empty `plan` is one group of all rows.
+    Those of rows [R] and of the columns of each group [groups, C]; without `row` and `column`, of each group [groups].
     """
     rows = matrix.rows if row else 0
     columns = (matrix.with_scales or 1) * (matrix.columns if column else 0 if row else 1)

@@ -29,10 +29,7 @@ _ITEM_BYTES = {"float32": 4, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2
 
 
 class At:
-    """Positions in the table of tensors: none; the matrix; scratch words; its `CastInputs`; a second matrix and its.
-
-    The buffers of the passes begin at MADE.
-    """
+    """Positions of tensors: none, the matrix, scratch words, its `CastInputs`; a second matrix, its; the buffers."""
 
     NOTHING, SOURCE, WORDS, SCALE_ENC, SEED, RECORD, FOLDED, TILES, AMAX, GROUPS = range(10)
     SECOND, SECOND_SCALE_ENC, SECOND_SEED, SECOND_RECORD, MADE = range(10, 15)
@@ -199,11 +196,7 @@ def kernel_cast(cast: Cast) -> KernelCast:
 
 
 def is_one_pass(row: OperandSpec | None, column: OperandSpec | None, orders_scales: bool = True) -> bool:
-    """True if one launch makes both operands of a matrix; `orders_scales`: the property of the device.
-
-    Both casts must be of one family, without a Hadamard transform that is a launch of its own. Casts with scales per
-    tensor, row or tile must also measure and round alike.
-    """
+    """True if one launch makes both operands: casts of one family that measure alike, without a Hadamard launch."""
     if row is None or column is None:
         return False
     forms = {row.form, column.form}
@@ -220,11 +213,7 @@ def is_one_pass(row: OperandSpec | None, column: OperandSpec | None, orders_scal
 
 
 class Buffer(NamedTuple):
-    """A buffer to allocate; `cleared`: zero before the first launch.
-
-    `spans_mesh`: it holds amaxes of this device's part of a matrix, and later launches read the maximum over all
-    devices with parts.
-    """
+    """A buffer to allocate: zero before the first launch (`cleared`), amaxes of a part of a matrix (`spans_mesh`)."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

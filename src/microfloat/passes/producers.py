@@ -117,11 +117,7 @@ def cast_passes(
     matrix: Matrix, work: Producer, row: OperandSpec | None, column: OperandSpec | None, *,
     records: tuple[bool, bool] = (False, False), given: str = "",
 ) -> Passes:  # fmt: skip
-    """The passes that cast one produced matrix, or two, into both operands.
-
-    `records`: for each matrix, True if its amax is recorded in a history. `given`: "scale_enc" or "amax", the source of
-    the scale of casts per tensor.
-    """
+    """The passes that cast one produced matrix, or two, into both operands; `given`: "scale_enc", "amax" or ""."""
     numbers = _check(row and row.cast, column and column.cast)
     if numbers.family == "scaled" and not given:
         raise NotSupportedError(

@@ -56,8 +56,7 @@ def decode_passes(
 ) -> Passes:  # fmt: skip
     """The passes of y [M, N] from x [M, K] and codes [N, K]; `dtypes`: of x, y and the bias (None without a bias).
 
-    `level_stride`: 1 for a tensor scale per row, otherwise 0. `experts`: rows of x come in groups, one for each weight.
-    `cut`: replaces the cut that would be chosen.
+    `level_stride`: 1 for a tensor scale per row, else 0. `experts`: rows of x come in groups. `cut`: None chooses one.
     """
     (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
     passes = Passes(1)
@@ -163,10 +162,8 @@ def _add_sum(
 
 
 def _most_beside(programs: int, processors: int, most: int) -> int:
-    """Number of programs on a multiprocessor if all run at once with at most `most` on each; otherwise 0.
-
-    Without this limit, launches that begin early fill some multiprocessors twice while others run the launch before.
-    """
+    """Number of programs on a multiprocessor if all run at once with at most `most` on each; otherwise 0."""
+    # Without this limit, launches that begin early fill some multiprocessors twice while others run the launch before.
     each = -(-programs // processors)
     return each if each <= most else 0
 
@@ -274,10 +271,9 @@ _BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {
 
 
 class _WideDivision(NamedTuple):
-    """What a table says of a cut of `decode_wide`; the words are those of `DecodeCut`.
+    """A cut of `decode_wide` in a table; the fields are those of `DecodeCut`."""
 
-    PROGRAMS: so many of each multiprocessor, which parts of K make where the rows of the weight are few.
-    """
+    # PROGRAMS: so many of each multiprocessor, made by parts of K where the rows of the weight are few.
 
     PROGRAMS: int
     ROW_WARPS: int
@@ -372,10 +368,7 @@ def _most_of(codes: DecodeCodes, cut: DecodeCut) -> int:
 
 
 def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int) -> int:
-    """Number of parts of K with the shortest time of `warpgroups`, if a program's time is its part of K.
-
-    With several parts, at most `most` programs run on a multiprocessor.
-    """
+    """Number of parts of K, with `most` programs on a multiprocessor, that take `warpgroups` the shortest time."""
 
     def duration(parts: int) -> float:
         each = -(-tiles * parts // processors)
@@ -439,11 +432,8 @@ def cut_of_experts(
     codes: DecodeCodes, shape: tuple[int, int, int], experts: int, scale_strides: tuple[int, int], bias: bool,
     device: Device,
 ) -> DecodeCut:  # fmt: skip
-    """The cut of products of M rows of x in all with N x K weights of `experts` experts.
-
-    Tiles of x hold twice the mean group (at most 64 rows), since the groups of a router differ in size: few groups need
-    a second tile, which decodes the weight again.
-    """
+    """The cut of products of M rows of x in all with N x K weights of `experts` experts."""
+    # Tiles of x hold twice the mean group (at most 64 rows): few groups need a second tile, which decodes once more.
     m, k, n = shape
     rows = min(m, 2 * -(-m // experts), MOST_DECODED_ROWS)
     alike = device._replace(warpgroups=False)  # experts are multiplied by `decode_gemm`, one launch after the other

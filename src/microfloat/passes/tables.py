@@ -14,10 +14,9 @@ SHARED_BYTES, SYSTEM_BYTES = 228 << 10, 1 << 10
 
 
 class Warps(NamedTuple):
-    """Number of warps of a program, and most registers of a thread (None: the compiler chooses).
+    """Number of warps of a program, and most registers of a thread (None: the compiler chooses)."""
 
-    Casts wait for memory more than they compute, so a limit that lets more programs share a multiprocessor pays.
-    """
+    # Casts wait for memory more than they compute, so a limit that lets more programs share a multiprocessor pays.
 
     number: int
     registers: int | None = None

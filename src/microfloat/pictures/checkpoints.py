@@ -46,10 +46,7 @@ class Layer:
 def overview(
     layers: Sequence[Layer], bits: Mapping[str, float], exponents: Mapping[str, Mapping[int, float]], title: str
 ) -> "Figure":
-    """Heat map of SQNR where `layers` have some; below it bits, amax against crest factor, exponents of block scales.
-
-    `bits`: per parameter, by format or part; `exponents`: shares of scales by power of two, by format.
-    """
+    """Heat map of SQNR where `layers` have some; below it bits, amax against crest factor, and exponents of scales."""
     formats = list(dict.fromkeys(name for layer in layers for name in layer.sqnr_db))
     kinds = list(dict.fromkeys(layer.kind for layer in layers))
     rows = min(len(kinds), _MOST_ROWS)

@@ -16,10 +16,7 @@ _TOGETHER = 1.08  # largest ratio of the FLOP per byte of two marks that share a
 
 
 def roofline(rows: Sequence[Mapping[str, Any]], copy_gbs: float, device: str) -> "Figure":
-    """TFLOP/s of every product against its FLOP per byte, under what a copy and the best bf16 product allow.
-
-    `rows`: with the keys of `microfloat bench --json`; rows without times are left out.
-    """
+    """TFLOP/s over FLOP per byte of the `rows` of `microfloat bench --json`, under the limits of a copy and of bf16."""
     rows = [row for row in rows if row.get("tflops")]
     figure = new_figure(9, 5.5)
     from matplotlib.ticker import LogLocator

@@ -30,10 +30,7 @@ _MOST_LETTERS = 32
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of `width` x `height` inches whose parts arrange themselves.
-
-    Raises MissingPackageError without matplotlib.
-    """
+    """An empty figure of `width` x `height` inches; MissingPackageError without matplotlib."""
     return _figure_class()(figsize=(width, height), layout="constrained")
 
 

@@ -1,7 +1,4 @@
-"""Cast: how one operand is quantized, as immutable data whose validity is checked when it is built.
-
-Source: docs/numerics.md, section 10.
-"""
+"""Cast: how one operand is quantized, as data that is checked when it is built (docs/numerics.md, section 10)."""
 
 import functools
 import json
@@ -18,10 +15,9 @@ _KEYS: "dict[HashOnce, object]" = {}  # see `HashOnce._key`
 
 
 class HashOnce:
-    """Base of frozen dataclasses whose hash is computed once per object, so that caches find them by value cheaply.
+    """Base of frozen dataclasses whose hash is computed once per object, so that caches find them by value cheaply."""
 
-    The hash never leaves the process, because hashes of strings differ between processes.
-    """
+    # The hash never leaves the process, because hashes of strings differ between processes.
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -247,11 +243,8 @@ class Cast(CastFacts):
 
     @property
     def transposes(self) -> bool:
-        """True where the codes of the transposed tensor are the transposed codes, so one cast may serve two GEMMs.
-
-        Rules that choose by an error do not guarantee this: rows are summed first, so a near tie may fall the other
-        way.
-        """
+        """True where the codes of the transposed tensor are the transposed codes, so one cast may serve two GEMMs."""
+        # Rules that choose by an error sum rows first, so that a near tie may fall the other way.
         deterministic = self.hadamard is None and not self.is_stochastic and not self.chooses_by_error
         return self.format.transposes and deterministic
 
@@ -259,10 +252,7 @@ class Cast(CastFacts):
 def contents_of_cast(
     fmt: str, scale_rule: str | None, rounding: str, hadamard: tuple[int, int] | None, scaling: str, numbers: tuple
 ) -> str:
-    """The `contents` of a Cast as JSON; `fmt`: those of its format, `numbers`: names and values of the scaling.
-
-    Dynamo follows the constructor of a Cast, and takes this function for a constant.
-    """
+    """The `contents` of a Cast as JSON; `fmt`: those of its format, `numbers`: names and values of the scaling."""
     data = {
         "format": json.loads(fmt), "scale_rule": scale_rule, "rounding": rounding,
         "hadamard": hadamard and {"size": hadamard[0], "sign_mask": hadamard[1]},
@@ -271,6 +261,7 @@ def contents_of_cast(
     return json.dumps(data, sort_keys=True)
 
 
+# Dynamo follows the constructor of a Cast, and takes the function for a constant.
 contents_of_cast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -21,10 +21,9 @@ class CastRow:
 
 
 class Answer:
-    """Base of the front ends' explanations, which are dataclasses with these fields: a table of GEMMs, and a line for
-    operands that are cast in the same way.
+    """Base of the front ends' explanations: a table of GEMMs, and a line for operands that are cast in the same way.
 
-    `rows`: dataclasses with the fields gemm, operands, kernel, support (a Support), and the one that `_column` names.
+    `rows`: dataclasses of gemm, operands, kernel, support (a Support) and the field that `_column` names.
     """
 
     recipe: Recipe

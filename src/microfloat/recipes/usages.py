@@ -50,10 +50,7 @@ Read: TypeAlias = Callable[[Any], Any]
 
 
 def given_amax(amax: Any, cast: Cast, rows: int, convert: Convert, read: Read) -> Any:
-    """The amax that replaces the measured one, float32 of shape () or [R, 1]; None stays None.
-
-    Raises InvalidValueError for a cast that measures none, another shape, negative values and NaN.
-    """
+    """The amax that replaces the measured one, float32 () or [R, 1]; InvalidValueError for one that does not fit."""
     if amax is None:
         return None
     if not cast.takes_amax:
@@ -75,10 +72,7 @@ def given_amax(amax: Any, cast: Cast, rows: int, convert: Convert, read: Read) -
 
 
 def given_scale_enc(scale_enc: Any, is_delayed: bool, convert: Convert, read: Read) -> Any:
-    """The encode scale of delayed scaling, float32 (), which is given exactly where scaling is delayed; else None.
-
-    Raises InvalidValueError for anything but one positive finite number.
-    """
+    """The encode scale, float32 (), of a delayed cast, else None; InvalidValueError for one that does not fit."""
     if (scale_enc is not None) != is_delayed:
         raise invalid_value(
             "scale_enc", "None" if is_delayed else "a value",

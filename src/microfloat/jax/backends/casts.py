@@ -1,7 +1,6 @@
-"""Both operands of a matrix, by XLA's operations or by one of our Triton kernels; the bytes are the same.
+"""Both operands of a matrix, by XLA's operations or by a Triton kernel, with the same bytes (docs/jax.md).
 
-x_RC is a matrix as it lies in memory. Its *row* operand contracts C, its *column* operand contracts R and is the
-transposed matrix. `kernels` says where kernels can be called. Source: docs/jax.md, "What casts on a GPU".
+The *row* operand of x_RC contracts C; the *column* operand contracts R and is the transposed matrix.
 """
 
 import math

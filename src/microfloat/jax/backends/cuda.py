@@ -49,11 +49,9 @@ def converts(element: ElementFormat) -> bool:
 
 
 def converted(tiles: Array, factor: Array, element: ElementFormat) -> Array:
-    """uint8 codes of ``clip(tiles * factor, -max, max)`` by the chip's conversion, NaN as the canonical code.
+    """uint8 codes of ``clip(tiles * factor, -max, max)`` by the chip's conversion; the bytes are those of `encode`.
 
-    The bytes are those of ``encode(multiply(tiles, factor))`` on a platform that keeps subnormal numbers, as CUDA
-    does: after the clip only the rounding is left, and it is nearest even in both. `factor`: one per block, [.., 1,
-    .., 1].
+    `factor`: one per block, [.., 1, .., 1]. After the clip only the rounding is left, nearest even in both.
     """
     if factor.size == 1:
         # A factor that XLA knew to be constant would be merged with constant factors inside x, in another rounding.
@@ -68,10 +66,8 @@ def converted(tiles: Array, factor: Array, element: ElementFormat) -> Array:
 
 
 def row_major(x_RC: Array) -> Array:
-    """`x_RC`, kept in rows by the compiler on CUDA; left alone where JAX partitions or batches programs.
-
-    Otherwise a transposed use pulls its layout up to the input, which is then transposed in float32.
-    """
+    """`x_RC`, kept in rows by the compiler on CUDA; left alone where JAX partitions or batches programs."""
+    # Otherwise a transposed use pulls its layout up to the input, which is then transposed in float32.
     if capability() is None or not is_alone():
         return x_RC
     return _row_major(x_RC)

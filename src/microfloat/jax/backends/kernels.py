@@ -167,8 +167,7 @@ def _library() -> Any:
 def call(kernel: Any, programs: int, capability: tuple[int, int], arguments: Mapping, warps: Warps) -> dict[str, Array]:
     """Start `programs` programs of `kernel`; returns the arrays it writes, by parameter name.
 
-    `arguments`, one per parameter: arrays in rows, an `Output` for each that the kernel writes, None for a pointer that
-    it does not read, numbers and constants. `warps`: how many run a program, and the most registers of a thread.
+    `arguments`: for each parameter an array, a number, a constant, an `Output`, or None for a pointer that is not read.
     """
     names = tuple(kernel.arg_names)
     inputs = [name for name in names if isinstance(arguments[name], jax.Array)]

@@ -1,8 +1,6 @@
-"""Passes bound to JAX: casts of a matrix and decoded operands, by kernels that are started from inside the XLA program.
+"""Passes bound to JAX: casts of a matrix and decoded operands, by kernels that an XLA program starts.
 
-x_RC is a matrix as it lies in memory. Its *row* operand contracts C and is x itself; its *column* operand contracts R
-and is the transposed matrix. Each is made as codes and scales, or decoded: code times block scale in bfloat16, exact,
-in the layout of x, which a bfloat16 GEMM reads in any orientation. Arrays of XLA lie in rows, at multiples of 16 bytes.
+An operand of x_RC is codes and scales, or "values": bfloat16 in the layout of x, which a GEMM reads in any orientation.
 """
 
 from typing import Any

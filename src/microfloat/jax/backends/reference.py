@@ -1,7 +1,4 @@
-"""The reference backend: integer-bit casts and GEMMs on decoded operands, the same bytes on every platform.
-
-Everything here works on operand forms: matrices [R, C] whose last axis is contracted (docs/numerics.md, Notation).
-"""
+"""The reference backend: casts in integer bits and GEMMs on decoded operands; operand forms are matrices [R, C]."""
 
 import typing
 from functools import partial
@@ -149,10 +146,7 @@ def dequantize_matrix(matrix: Matrix, fmt: ScaledFormat, hadamard: Hadamard | No
 
 
 def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Array, Array | None]:
-    """(values [R, length], outer scale): the exact part of the operand, and the scale () or [R, 1] for the epilogue.
-
-    Scales of blocks are multiplied in, scales of tensors and rows are not (docs/numerics.md 8.2).
-    """
+    """The operand [R, length] times its block scales, which is exact, and the scale () or [R, 1] that is left (8.2)."""
     tiles, grid = _tiled(matrix, fmt, length)
     outer = matrix.tensor_scale
     if fmt.scale.name == "E8M0":

@@ -1,8 +1,7 @@
-"""Casts of matrices that jit shards over a mesh by itself: every device casts the blocks that it holds.
+"""Casts of matrices that jit shards over a mesh by itself: every device casts the whole blocks that it holds.
 
-XLA knows how to cut its own operations, and would gather a sharded matrix before a kernel. A rule for the partitioner
-says that the codes and scales of a shard are the shard of the codes and scales, which holds where shards are whole
-blocks; the amax of a tensor is the maximum over the mesh axes that cut it. Source: docs/jax.md, "What casts on a GPU".
+XLA would gather a sharded matrix before a kernel. A rule for the partitioner says that the codes and scales of a shard
+are the shard of the codes and scales. Source: docs/jax.md, "What casts on a GPU".
 """
 
 import math

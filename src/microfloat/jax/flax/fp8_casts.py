@@ -1,8 +1,6 @@
 """Casts and state of the Flax-compatible FP8 operators: quantize, dequantize, scales, amax histories.
 
-Here dequantization multiplies with `scale`, ``amax / max``, and quantization divides by it; the recipes of
-microfloat multiply by an encode scale instead (`microfloat.jax.scaling`). Every rounding that the definition names is
-made, on every device: quotients are those of a true division, and no conversion stands where XLA would take it back
+Quantization divides by `scale`, ``amax / max``. Every rounding that the definition names is made, on every device
 (docs/numerics.md 1.2). Source: docs/jax.md, "Flax's fp8_ops".
 """
 
@@ -32,11 +30,7 @@ def get_fp8_max(fp8_dtype: DTypeLike, out_dtype: DTypeLike) -> Array:
 
 
 def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: DTypeLike) -> Array:
-    """``clip(x / scale, -max, max)`` rounded to nearest even in `q_dtype`; x and scale of shape () or (1,).
-
-    The scale is rounded to `compute_dtype` first; the quotient is one of ``promote(x.dtype, compute_dtype)``. NaN
-    stays.
-    """
+    """``clip(x / scale, -max, max)``, nearest even; the scale is rounded to `compute_dtype` first, and NaN stays."""
     x, scale, compute = _operands(as_numbers("x", x), scale, compute_dtype)
     q_dtype = as_fp8_dtype("q_dtype", q_dtype)
     return transformations.straight_through(

@@ -180,10 +180,7 @@ _in_q_op.defvjp(
 def in_q(
     compute_dtype: DTypeLike, q_dtype: DTypeLike, inp: ArrayLike, scale: Array, amax_history: Array
 ) -> tuple[Array, Array]:
-    """(FP8 codes of `inp`, the updated scale they were made with). The gradient of the state is its new value.
-
-    The codes carry no gradient: pass `inp` to `quantized_dot` beside them. Another use of them is InvalidValueError.
-    """
+    """(FP8 codes of `inp`, the updated scale). Codes carry no gradient: pass `inp` to `quantized_dot` beside them."""
     return _in_q_op(*_checked(compute_dtype, q_dtype, inp, scale, amax_history))
 
 
@@ -337,10 +334,7 @@ def quantized_dot(
     lhs: Array, q_lhs: Array, lhs_scale: Array, rhs: Array, q_rhs: Array, rhs_scale: Array, out_grad_scale: Array,
     out_grad_amax_history: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None = None,
 ) -> Array:  # fmt: skip
-    """The dot of FP8 codes (not yet scaled: see `out_dq`), in `preferred_element_type` or lhs's dtype.
-
-    Gradients go to the unquantized `lhs` and `rhs`, from the output gradient in e5m2 and the other operand's codes.
-    """
+    """The dot of FP8 codes, which `out_dq` scales; gradients go to the unquantized `lhs` and `rhs`, rounded to e5m2."""
     lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
     numbers = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers).dimension_numbers
     accumulator = lhs.dtype if preferred_element_type is None else preferred_element_type
@@ -462,10 +456,7 @@ class Fp8Einsum(Fp8DotGeneralBase):
         self, eqn: str, lhs: ArrayLike, rhs: Array, precision: object = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Array:  # fmt: skip
-        """Computes in rhs's dtype. Raises InvalidValueError for another number of operands or a repeated label.
-
-        `precision` has no effect, and a UserWarning says so.
-        """
+        """Computes in rhs's dtype. `precision` has no effect, and a UserWarning says so."""
         _warn_of_no_effect(precision=precision)
         lhs, rhs = _operands(lhs, rhs)
         dot = partial(self.direct_dot, element_type=preferred_element_type)

@@ -180,10 +180,8 @@ def _next_pair(old: tuple[Array, Array], gradient: tuple[Array, Array]) -> tuple
 
 
 def _single_use(scale: Array, history: Array, gradient: Array) -> Array:
-    """The new scale behind a gradient that may be the sum of several equal ones.
-
-    Few rules make scales: the gradient is a small multiple of one candidate. Otherwise it is taken as it is.
-    """
+    """The new scale behind a gradient that may be the sum of several equal ones."""
+    # Few rules make scales: the gradient is a small multiple of one candidate. Otherwise it is taken as it is.
     amax = jnp.max(history, axis=-1).reshape(scale.shape)
     candidates = [compute_scale(amax, scale, np.float32(largest)) for largest in _LARGEST]
     for element in (E4M3, E5M2):

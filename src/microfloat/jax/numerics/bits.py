@@ -56,10 +56,8 @@ def measured_bits(x: Array) -> Array:
 
 
 def widened(x: Array) -> Array:
-    """x of a float dtype of 8, 16 or 32 bits as float32, rounded to that dtype even inside a larger program.
-
-    GPUs may leave out a conversion to a narrower float that is widened again, but no integer operation between both.
-    """
+    """x of a float dtype of 8, 16 or 32 bits as float32, rounded to that dtype even inside a larger program."""
+    # GPUs may drop a conversion to a narrower float that is widened again, but no integer operation between both.
     if x.dtype == jnp.float32:
         return x
     if x.dtype == jnp.bfloat16:
@@ -83,10 +81,8 @@ def where(condition: Array, x: ArrayLike, y: ArrayLike) -> Array:
 
 @_traced_once
 def multiply(x: Array, factor: Array) -> Array:
-    """``f32(x * factor)`` for a positive normal factor, right also for a subnormal x that the platform would flush.
-
-    A subnormal x is ``M * 2^-149 = (M * 2^-24) * 2^-125``; the second power goes into the exponent of the factor.
-    """
+    """``f32(x * factor)`` for a positive normal factor, right also for a subnormal x that the platform would flush."""
+    # A subnormal x is M * 2^-149 = (M * 2^-24) * 2^-125; the second power goes into the exponent of the factor.
     bits = bits_of(x)
     # A factor that XLA knew to be constant would be merged with constant factors inside x, in another rounding.
     factor = where(bits == np.uint32(0xFFFFFFFF), np.float32(1), factor)
@@ -133,10 +129,8 @@ def _divide_by_hardware(x: Array, divisor: Array) -> Array:
 
 @_traced_once
 def divide_by_integers(x: Array, divisor: Array) -> Array:
-    """`divide` by way of an estimate that the remainder corrects, which is exact modulo 2^32.
-
-    Significands lie in [2^23, 2^24), that of x doubled if it is the smaller, so their quotient has 25 bits.
-    """
+    """`divide` by way of an estimate that the remainder corrects, which is exact modulo 2^32."""
+    # Significands lie in [2^23, 2^24), that of x doubled if it is the smaller, so their quotient has 25 bits.
     top, top_exponent = _significand(x)
     bottom, bottom_exponent = _significand(divisor)
     smaller = (top < bottom).astype(jnp.int32)
@@ -181,10 +175,8 @@ def _quotient_by_hardware(shape: tuple[int, ...], x: Array, divisor: Array, powe
 
 
 def quotient_by_residual(shape: tuple[int, ...], few_bits: bool, x: Array, divisor: Array, power: Array) -> Array:
-    """`quotient` of magnitudes: a product with the reciprocal, less than two units off, corrected by the remainder.
-
-    ``x - q * divisor`` is exact in float32 if both factors are split in halves of 12 bits.
-    """
+    """`quotient` of magnitudes: a product with the reciprocal, less than two units off, corrected by the remainder."""
+    # x - q * divisor is exact in float32 if both factors are split in halves of 12 bits.
     x, divisor = x * power, divisor * power
     reciprocal = divide_by_integers(jnp.ones_like(divisor), divisor)
     q = x * reciprocal
@@ -244,9 +236,7 @@ def round_to_bf16(x: Array) -> Array:
 
 @partial(_traced_once, static_argnames="element")
 def encode(y: Array, element: ElementFormat, random_bytes: Array | None = None) -> Array:
-    """float32 -> unpacked uint8 codes: nearest even (or stochastic with one byte per value), saturating. The integer
-    rules of docs/numerics.md 1.2 and 5.4.
-    """
+    """float32 -> unpacked uint8 codes, nearest even or with random bytes, saturating (docs/numerics.md 1.2 and 5.4)."""
     mantissa_bits, bias = element.mantissa_bits, element.bias
     bits = bits_of(y)
     magnitude = bits & np.uint32(0x7FFFFFFF)

@@ -52,10 +52,8 @@ def _looped(counter: Words, key: tuple[Array, Array]) -> Words:
 
 
 def philox(counter: Words, key: tuple[Array, Array]) -> Words:
-    """Ten rounds of Philox4x32: four uint32 counter words of one shape and two key words -> four random words.
-
-    LLVM may compile ten rounds for minutes that XLA fuses on a CPU, where they are a loop.
-    """
+    """Ten rounds of Philox4x32: four uint32 counter words of one shape and two key words -> four random words."""
+    # LLVM may compile ten rounds for minutes that XLA fuses on a CPU, where they are a loop.
     *counter_words, key0, key1 = in_common_variance(*counter, *key)
     return jax.lax.platform_dependent(tuple(counter_words), (key0, key1), cpu=_looped, default=_straight)
 

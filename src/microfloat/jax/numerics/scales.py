@@ -223,10 +223,8 @@ def _four_over_six(
 def _block_error(
     tiles: Array, cast: Cast, constants: TwoLevel, tensor: _TensorLevel, byte: Array, factor: Array
 ) -> Array:
-    """Sum of |d| or d^2 over every block in the fixed order of docs/numerics.md 2.6.
-
-    Below A = 2^-40 the errors of "mae" are summed times 2^64, which keeps them from being flushed.
-    """
+    """Sum of |d| or d^2 over every block in the fixed order of docs/numerics.md 2.6."""
+    # Below A = 2^-40 the errors of "mae" are summed times 2^64, which keeps them from being flushed.
     element = cast.format.element
     is_mae = constants.four_over_six == "mae"
     lift = where(tensor.amax < np.float32(2.0**-40), np.float32(2.0**64 if is_mae else 1), np.float32(1))
