@@ -146,11 +146,7 @@ class Call:
     def __init__(self, config: Config, seed: Seed, state: DelayedState | None, apart: Axes = frozenset()) -> None:
         self.config, self.seed, self.state, self._apart = config, seed, state, apart
         # The encode scales of this step, () or of a stacked state [G]: the update that the previous step left open.
-        scales = {} if state is None else scaling.encode_scales(state)
-        leads = (
-            {} if state is None else {name: slot.amax_history.shape[:-1] for name, slot, _ in scaling.slots_of(state)}
-        )
-        self.scales = {tensor: scale.reshape(leads[tensor]) for tensor, scale in scales.items()}
+        self.scales = {} if state is None else scaling.encode_scales(state)
 
     def cast(
         self, x_RC: Array, tensor: str, uses: tuple[bool, bool] = (True, True), *, keeps: bool = False,
@@ -241,8 +237,9 @@ class Call:
 
     def live_amax(self, x: Array, tensor: str, measure: Callable[[Array], Array] = tensor_amax) -> Array:
         """The amax of a tensor under delayed scaling in this step; `measure` gives the amax on one device."""
-        rules = {name: rule for name, _, rule in scaling.slots_of(typing.cast(DelayedState, self.state))}
-        return live_amax(x, self.axes(x), self.state, measure, reduces=rules[tensor].delayed.reduce_amax)
+        slots = scaling.slots_of(typing.cast(DelayedState, self.state))
+        reduces = next(rule.delayed.reduce_amax for name, _, rule in slots if name == tensor)
+        return live_amax(x, self.axes(x), self.state, measure, reduces=reduces)
 
     def check_seed(self) -> None:
         """InvalidValueError where a stochastic recipe has neither key nor seed."""

@@ -139,7 +139,8 @@ def encode_scales(state: DelayedState) -> dict[str, Array]:
     """The encode scale that the next step will use, per tensor: ``code = round(x * scale_enc)``."""
     _check_state("state", state)
     return {
-        tensor: _stacked(partial(advance, rule=rule), slot)(slot).scale_enc for tensor, slot, rule in slots_of(state)
+        tensor: _stacked(partial(advance, rule=rule), slot)(slot).scale_enc.reshape(slot.amax_history.shape[:-1])
+        for tensor, slot, rule in slots_of(state)
     }
 
 
