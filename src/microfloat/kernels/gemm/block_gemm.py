@@ -101,10 +101,12 @@ def _extent(row, plan_ptr, M, N, K, HEIGHT: gl.constexpr, GROUPED: gl.constexpr)
 
 @gluon.jit
 def _copy_tiles(
-    a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty, plan_ptr, M, N,
-    K, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr,
-    GROUPED: gl.constexpr, GROUPS: gl.constexpr,
+    sources, rings, plan_ptr, sizes, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, SCALES: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
+    a_desc, b_desc, a_scale_desc, b_scale_desc = sources
+    a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty = rings
+    M, N, K = sizes
     PARTS: gl.constexpr = HEIGHT // 64
     OF_LINES: gl.constexpr = a_scale_ring.shape[1] + (COLUMNS if SCALES == LINES else 0)
     COPIED: gl.constexpr = OF_LINES if SCALES < ROWS else 0
@@ -210,12 +212,15 @@ def _store_part(c_desc, c_ptr, staging, x, row, column, rows, N, GROUPED: gl.con
 
 @gluon.jit
 def _multiply(
-    c_desc, c_ptr, a_scale_ptr, b_scale_ptr, scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring, staging, full,
-    empty, plan_ptr, M, N, K, WARPGROUP: gl.constexpr, PARTS: gl.constexpr, HEIGHT: gl.constexpr,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr,
-    GROUPED: gl.constexpr, GROUPS: gl.constexpr,
+    target, scales, rings, staging, plan_ptr, sizes, WARPGROUP: gl.constexpr, PARTS: gl.constexpr,
+    HEIGHT: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr,
+    FAST: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Multiply, in one warpgroup, PARTS x 64 rows of every tile; with one part `second` is unused."""
+    c_desc, c_ptr = target
+    a_scale_ptr, b_scale_ptr, scale_stride = scales
+    a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty = rings
+    M, N, K = sizes
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 32]
     )
@@ -324,45 +329,26 @@ def block_gemm(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
+    sources, target, sizes = (a_desc, b_desc, a_scale_desc, b_scale_desc), (c_desc, c_ptr), (M, N, K)
+    scales, rings = (a_scale_ptr, b_scale_ptr, scale_stride), (a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     TWO: gl.constexpr = 2
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (_multiply, (
-                c_desc, c_ptr, a_scale_ptr, b_scale_ptr, scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
-                staging.index(0), full, empty, plan_ptr, M, N, K, ZERO, PARTS, HEIGHT, COLUMNS, STAGES, GROUP, SCALES,
-                FAST, GROUPED, GROUPS,
-            )),
-            (_multiply, (
-                c_desc, c_ptr, a_scale_ptr, b_scale_ptr, scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
-                staging.index(1), full, empty, plan_ptr, M, N, K, ONE, PARTS, HEIGHT, COLUMNS, STAGES, GROUP, SCALES,
-                FAST, GROUPED, GROUPS,
-            )),
-            (_copy_tiles, (
-                a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty,
-                plan_ptr, M, N, K, HEIGHT, COLUMNS, STAGES, GROUP, SCALES, GROUPED, GROUPS,
-            )),
+            (_multiply, (target, scales, rings, staging.index(0), plan_ptr, sizes, ZERO, PARTS, HEIGHT, COLUMNS,
+                         STAGES, GROUP, SCALES, FAST, GROUPED, GROUPS)),
+            (_multiply, (target, scales, rings, staging.index(1), plan_ptr, sizes, ONE, PARTS, HEIGHT, COLUMNS,
+                         STAGES, GROUP, SCALES, FAST, GROUPED, GROUPS)),
+            (_copy_tiles, (sources, rings, plan_ptr, sizes, HEIGHT, COLUMNS, STAGES, GROUP, SCALES, GROUPED, GROUPS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (
-                c_desc, c_ptr, a_scale_ptr, b_scale_ptr, scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
-                staging.index(0), full, empty, plan_ptr, M, N, K, ZERO, PARTS, HEIGHT, COLUMNS, STAGES, GROUP, SCALES,
-                FAST, GROUPED, GROUPS,
-            )),
-            (_multiply, (
-                c_desc, c_ptr, a_scale_ptr, b_scale_ptr, scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
-                staging.index(1), full, empty, plan_ptr, M, N, K, ONE, PARTS, HEIGHT, COLUMNS, STAGES, GROUP, SCALES,
-                FAST, GROUPED, GROUPS,
-            )),
-            (_multiply, (
-                c_desc, c_ptr, a_scale_ptr, b_scale_ptr, scale_stride, a_ring, b_ring, a_scale_ring, b_scale_ring,
-                staging.index(2), full, empty, plan_ptr, M, N, K, TWO, PARTS, HEIGHT, COLUMNS, STAGES, GROUP, SCALES,
-                FAST, GROUPED, GROUPS,
-            )),
-            (_copy_tiles, (
-                a_desc, b_desc, a_scale_desc, b_scale_desc, a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty,
-                plan_ptr, M, N, K, HEIGHT, COLUMNS, STAGES, GROUP, SCALES, GROUPED, GROUPS,
-            )),
+            (_multiply, (target, scales, rings, staging.index(0), plan_ptr, sizes, ZERO, PARTS, HEIGHT, COLUMNS,
+                         STAGES, GROUP, SCALES, FAST, GROUPED, GROUPS)),
+            (_multiply, (target, scales, rings, staging.index(1), plan_ptr, sizes, ONE, PARTS, HEIGHT, COLUMNS,
+                         STAGES, GROUP, SCALES, FAST, GROUPED, GROUPS)),
+            (_multiply, (target, scales, rings, staging.index(2), plan_ptr, sizes, TWO, PARTS, HEIGHT, COLUMNS,
+                         STAGES, GROUP, SCALES, FAST, GROUPED, GROUPS)),
+            (_copy_tiles, (sources, rings, plan_ptr, sizes, HEIGHT, COLUMNS, STAGES, GROUP, SCALES, GROUPED, GROUPS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
