@@ -80,7 +80,7 @@ class Nvfp4Cast(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Constants of one matrix in a launch that casts two: casts of its row and column operand (or None), and tiles."""
+    """Constants of a matrix in a launch: the casts of its row and column operand (or None), and its tiles."""
 
     ROW: ScaledCast | Nvfp4Cast | None
     COLUMN: ScaledCast | Nvfp4Cast | None

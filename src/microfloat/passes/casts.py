@@ -345,7 +345,8 @@ class _Casting:
         matrix, casts, streams = self.matrix, scaled_casts(both), both.streams
         rows, columns, warps = tables.tile_of_scaled(*casts, mode, (matrix.rows, matrix.columns), matrix.fills)
         grouped = bool(matrix.with_scales) and mode in (_AMAX, _AXES)
-        constants = (*casts, mode, record != At.NOTHING, grouped, matrix.how(rows, columns, units=True))
+        of_matrix = MatrixConstants(*casts, matrix.how(rows, columns, units=True))
+        constants = (mode, record != At.NOTHING, grouped, of_matrix)
         words = At.NOTHING if record == At.NOTHING else At.WORDS
         self.passes.launches.append(Pass(
             scaled.cast_scaled, (matrix.key, constants, warps, *streams), matrix.tiles(rows, columns),

@@ -336,14 +336,16 @@ def record_maximum(
 def cast_scaled(
     x_ptr, row_out, column_out, row_scale, column_scale, source_ptr, source2_ptr, record_ptr, scratch_ptr,
     seed_ptr, plan_ptr, tails_ptr, row_stream, column_stream, epsilon, EACH, R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr, RECORDS: tl.constexpr, GROUPED: tl.constexpr,
-    HOW: tl.constexpr,
+    SOURCE: tl.constexpr, RECORDS: tl.constexpr, GROUPED: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
-    """Cast a matrix; one program per BM x BN tile. ROW and COLUMN are `constants.ScaledCast`, or None.
+    """Cast a matrix, `constants.Pass`, whose casts are `constants.ScaledCast`; one program per BM x BN tile.
 
     RECORDS is required for gradients with a GIVEN scale. GROUPED: the rows belong to groups, by the plan or in matrices
     of EACH rows, and each group has its own amax and scale (AMAX), or its own amaxes and scales of columns (AXES).
     """
+    ROW: tl.constexpr = MATRIX.ROW
+    COLUMN: tl.constexpr = MATRIX.COLUMN
+    HOW: tl.constexpr = MATRIX.HOW
     HW: tl.constexpr = HOW.HW
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds

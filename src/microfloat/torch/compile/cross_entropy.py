@@ -3,7 +3,7 @@
 Legend: T = tokens, K = in features, N = out features (the vocabulary).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -135,10 +135,11 @@ def _chunks(
 
 def _run(
     x: torch.Tensor, parts: list[torch.Tensor], labels: torch.Tensor, factors: Maybe, seeds: Maybe, wants_dx: bool,
-    wants_dw: bool, stored: str, token: str, origin: str, backend: str, compute: torch.dtype, chunk: int,
+    wants_dw: bool, stored: str, *settings: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
+    token, origin, *others = settings
     check_caller(token, origin)
-    head = Head(context.recipe_of(token), backend, compute, chunk)
+    head = Head(context.recipe_of(token), *others)
     made = run_chunks(head, x, rebuilt(parts, stored), labels, factors, seeds, wants_dx, wants_dw)
     return [one for one in made if one is not None]
 
