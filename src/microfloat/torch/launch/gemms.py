@@ -147,11 +147,14 @@ def _fp8(task: _Task) -> Product:
         return _filled_up(_fp8, task, sizes, axis=1 if rows_of_b else None)
     if task.adds_bias:
         return _as_product(lambda a, b, bias: scaled_mm(a.codes, b.codes, a.scale, b.scale, bias, None, dtype, fast))
-    finish = _epilogue(m, n, (None, None), task.bias, dtype, task.device)
     sums = torch.float32, fast
-    return _as_product(
-        lambda a, b, bias: finish(scaled_mm(a.codes, b.codes, a.scale, b.scale, None, None, *sums), None, None, bias)
-    )
+    return _finished(task, lambda a, b: scaled_mm(a.codes, b.codes, a.scale, b.scale, None, None, *sums))
+
+
+def _finished(task: _Task, sums: Callable[[Parts, Parts], Tensor]) -> Product:
+    """Float32 sums, rounded once after the bias."""
+    finish = _epilogue(task.shape[0], task.shape[2], (None, None), task.bias, task.out_dtype, task.device)
+    return _as_product(lambda a, b, bias: finish(sums(a, b), None, None, bias))
 
 
 def _with_repeated_scale(task: _Task, by_row: Encoding) -> Product:
@@ -214,17 +217,13 @@ def _blocks(task: _Task) -> Product:
     multiply = _block_multiplication(task, tiles, dtype if task.bias is None else torch.float32)
     # Rows of 128x128 scales are filled up to a multiple of four, as folded ones already are.
     more = (-k // _SIDE) % 4 if tiles and task.route.rhs == "codes" else 0
-    if task.bias is None and not more:
-        return _as_product(lambda a, b, bias: multiply(a.codes, a.scale, b.codes, b.scale, dtype))
-    finish = None if task.bias is None else _epilogue(m, n, (None, None), task.bias, dtype, task.device)
+    dtype = dtype if task.bias is None else torch.float32
 
-    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
+    def multiplied(a: Parts, b: Parts, bias: Level = None) -> Tensor:
         b_scale = F.pad(b.scale.t(), (0, more)).t() if more else b.scale
-        if finish is None:
-            return multiply(a.codes, a.scale, b.codes, b_scale, dtype)
-        return finish(multiply(a.codes, a.scale, b.codes, b_scale, torch.float32), None, None, bias)
+        return multiply(a.codes, a.scale, b.codes, b_scale, dtype)
 
-    return _as_product(multiplied)
+    return _as_product(multiplied) if task.bias is None else _finished(task, multiplied)
 
 
 _NONE: list[Tensor] = []

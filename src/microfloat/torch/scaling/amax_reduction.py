@@ -72,13 +72,8 @@ class _Table:
 
     def remember(self, payload: torch.Tensor) -> None:
         """Keep the header of an all-reduce for the next one, which reads it without waiting for the GPU."""
-        header, event = payload[:_HEADER], None
-        if payload.is_cuda:
-            header = torch.empty(_HEADER, dtype=torch.float32, device="cpu", pin_memory=True)
-            header.copy_(payload[:_HEADER], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self.header = header, event
+        header = payload[:_HEADER].to("cpu", non_blocking=True)  # into pinned memory
+        self.header = header, torch.cuda.current_stream().record_event() if payload.is_cuda else None
 
     def agree(self, group: Group) -> None:
         """Compare the new slots of all ranks, and give each of them a place."""

@@ -51,12 +51,9 @@ class Sample:
         for index, (_, reading) in enumerate(self._subjects):
             by_device.setdefault(reading.numbers.device, []).append(index)
         for device, indices in by_device.items():
-            host, ready = torch.cat([self._subjects[index][1].numbers for index in indices]), None
-            if device.type == "cuda":
-                numbers, host = host, torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True)
-                host.copy_(numbers, non_blocking=True)
-                ready = torch.cuda.Event()
-                ready.record(torch.cuda.current_stream(device))
+            numbers = torch.cat([self._subjects[index][1].numbers for index in indices])
+            host = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            ready = torch.cuda.current_stream(device).record_event() if numbers.is_cuda else None
             self._copies.append((indices, host, ready))
 
     def unpin(self) -> None:
