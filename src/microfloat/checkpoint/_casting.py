@@ -5,13 +5,14 @@ those of one cast of the whole parameter. Experts [E, N, K] are cast one by one.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import ml_dtypes
 import numpy as np
 
 from microfloat.checkpoint._arrays import in_bands, scale_in_place
+from microfloat.checkpoint._modules import parts_of_stacked, stacked_name
 from microfloat.checkpoint.records import Record
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.layout import scale_grid
@@ -69,8 +70,76 @@ def matrix_of(record: Record, expert: int) -> Record:
     codes = record.codes.reshape(count, *(1, 1, *record.codes.shape)[-2:])[expert]
     return replace(
         record, codes=codes, scale=scale, tensor_scale=part(record.tensor_scale, level), logical_shape=matrix,
-        source=source,
+        axis=-1, source=source,
     )  # fmt: skip
+
+
+def experts_apart(record: Record, alternate: bool) -> list[Record]:
+    """The matrices [N, K], or biases [N], of stacked experts under the names of numbered ones, without a copy.
+
+    `alternate`: rows of gate and up stand in turn. One record of the whole where its tiles hold rows of two parts.
+    """
+    names, rows, made = parts_of_stacked(record.name), record.logical_shape[1], []
+    height, share = tile_rows(record), rows // max(len(names), 1)
+    if not names or (height > 1 and len(names) > 1 and (alternate or share % height)):
+        return [record]
+    for expert in range(record.logical_shape[0]):
+        one = replace(record, codes=record.codes[expert], logical_shape=record.logical_shape[1:])
+        one = matrix_of(record, expert) if len(record.logical_shape) == 3 else one
+        for i, name in enumerate(names):
+            part = one.narrow(i, rows, len(names)) if alternate else one.narrow(i * share, (i + 1) * share)
+            made.append(replace(part, name=name.format(expert)))
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class Stack(Record):
+    """Numbered experts as one plain parameter of `logical_shape`: the parts of each, and if their rows alternate."""
+
+    parts: tuple[tuple[Record, ...], ...] = ()
+    alternate: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(part.nbytes for row in self.parts for part in row)
+
+
+def stacked(records: Iterable[Record], alternate: bool) -> list[Record]:
+    """The records, with a `Stack` for each group of numbered experts that is complete, at the place of its first."""
+    groups: dict[str, dict[tuple[int, int], Record]] = {}
+    placed: dict[str, Record | None] = {}
+    for record in records:
+        name, *place = stacked_name(record.name) or (record.name,)
+        if place:
+            groups.setdefault(name, {})[place[0], place[1]] = record
+        placed[name] = None if place else record
+    made: list[Record] = []
+    for name, record in placed.items():
+        group, width = groups.get(name, {}), len(parts_of_stacked(name))
+        count = len(group) // max(width, 1)
+        if record is not None or group.keys() != {(e, i) for e in range(count) for i in range(width)}:
+            made += group.values() if record is None else [record]
+            continue
+        parts = tuple(tuple(group[e, i] for i in range(width)) for e in range(count))
+        shape = (*parts[0][0].logical_shape[1:], sum(part.logical_shape[0] for part in parts[0]))
+        first = {field.name: getattr(parts[0][0], field.name) for field in fields(Record)}
+        made.append(Stack(**first | {"name": name, "logical_shape": (count, *shape)}, parts=parts, alternate=alternate))
+    return made
+
+
+def turned_matrices(record: Record, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """The values [K, N] of each expert of a record [E, N, K] or of a `Stack`; the biases [N] of one of biases."""
+    if isinstance(record, Stack):
+        values = (joined_rows([part.dequantize(dtype) for part in row], record.alternate) for row in record.parts)
+    else:
+        values = (matrix_of(record, expert).dequantize(dtype) for expert in range(experts_of(record)))
+    return (np.ascontiguousarray(one.T) for one in values)
+
+
+def joined_rows(parts: Sequence[np.ndarray], alternate: bool) -> np.ndarray:
+    """The rows of the parts of one expert as stacked experts have them: one part after the other, or in turn."""
+    return np.stack(parts, 1).reshape(-1, *parts[0].shape[1:]) if alternate else np.concatenate(parts)
 
 
 def values(record: Record) -> np.ndarray:

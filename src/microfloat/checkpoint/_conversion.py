@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +178,7 @@ def _job(step: Step, amaxes: Mapping[str, np.ndarray], peak: "_Peak") -> Job:
     if step.action == "dropped":
         return Job((), lambda put: None)
     if step.action == "dequantized":
-        shape = step.record.logical_shape
-        entry = Entry(step.record.name, step.dtype, (shape[0], shape[2], shape[1]) if step.turned else shape)
+        entry = Entry(step.record.name, step.dtype, step.shape)
         beside = [Entry.of(name, array) for name, array in step.beside.items()]
         return Job((entry, *beside), functools.partial(_put_decoded, step, peak))
     tensors = step.encode(step.made)
@@ -218,11 +217,9 @@ def _put_cast(
 def _put_decoded(step: Step, peak: "_Peak", put: Put) -> None:
     """Write the values of a parameter slab by slab, then the tensors beside it."""
     record, start = step.record, 0
+    parts = (values(slab).astype(step.dtype) for _, _, slab in slabs(record))
     if step.turned:
-        matrices = (casting.matrix_of(record, expert) for expert in range(experts_of(record)))
-        parts = (np.ascontiguousarray(matrix.dequantize(step.dtype).T) for matrix in matrices)
-    else:
-        parts = (values(slab).astype(step.dtype) for _, _, slab in slabs(record))
+        parts = casting.turned_matrices(record, step.dtype)
     for array in parts:
         put(record.name, array, start)
         start += array.nbytes
@@ -387,9 +384,6 @@ def _verify(
             if any(a is not None and not _same_bytes(a, b) for a, b in parts):
                 wrong.append(f"{step.record.name} does not have the bytes of the source")
         else:
-            if step.turned:
-                codes = np.swapaxes(again.codes, 1, 2)
-                again = replace(again, codes=codes, logical_shape=codes.shape)
             found[step.record.name] = _sqnr_db(step, again)
             if found[step.record.name] != found[step.record.name]:
                 parts = (slab.dequantize() for _, _, slab in slabs(again, tile_rows(again)))
@@ -425,8 +419,11 @@ def _sqnr_db(step: Step, again: Record) -> float:
     """Signal to quantization noise of a parameter in decibels, over the finite elements of the source."""
     signal = noise = 0.0
     pairs = zip(slabs(step.record, tile_rows(again)), slabs(again, tile_rows(step.record)), strict=True)
-    for (_, _, a), (_, _, b) in pairs:
-        more = energies(values(a), b.dequantize())
+    compared = ((values(a), b.dequantize()) for (_, _, a), (_, _, b) in pairs)
+    if step.turned:
+        compared = zip(casting.turned_matrices(step.record, PLAIN["f32"]), again.codes, strict=True)
+    for a, b in compared:
+        more = energies(np.atleast_2d(a), np.atleast_2d(b).astype(np.float32, copy=False))
         signal, noise = signal + more[0], noise + more[1]
     if noise == 0 or not signal:
         return math.nan if noise else math.inf

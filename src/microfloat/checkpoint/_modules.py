@@ -14,6 +14,10 @@ CACHE = (
 )  # fmt: skip
 # The weight of one expert, as `layer.experts.number.weight.weight`.
 NUMBERED = re.compile(r"^(?:(?P<layer>.*)\.)?experts\.(?P<number>\d+)\.(?P<weight>.*)\.weight$")
+# Models whose experts are stored as one tensor of each kind, with the inputs before the outputs: the type, and whether
+# rows of gate and up alternate in `gate_up_proj`.
+STACKED = {"gpt_oss": True, "llama4": False, "llama4_text": False}
+_OF_EXPERT = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _PATTERNS = "names of modules, wildcards or 're:' patterns"
 
 
@@ -22,6 +26,28 @@ def module_of(name: str) -> str:
     that is named nothing else, are named by themselves.
     """
     return name.removesuffix(".weight")
+
+
+def stacked_name(name: str) -> tuple[str, int, int] | None:
+    """The name of the stacked parameter that a matrix or a bias of a numbered expert is a part of, the number of the
+    expert, and that of the part: 0, or 1 for up beside gate; None for other names.
+    """
+    found = _OF_EXPERT.fullmatch(name)
+    if found is None:
+        return None
+    layer, number, part, leaf = found.groups()
+    key = ("down_proj" if part == "down" else "gate_up_proj") + ("_bias" if leaf == "bias" else "")
+    return f"{layer}.{key}", int(number), int(part == "up")
+
+
+def parts_of_stacked(name: str) -> tuple[str, ...]:
+    """The names of a stacked parameter's parts, in the order of their rows, with {} for the number of the expert; none
+    for other names.
+    """
+    layer, _, key = name.rpartition(".")
+    leaf = "bias" if key.endswith("_bias") else "weight"
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(key.removesuffix("_bias"), ())
+    return tuple(f"{layer}.{{}}.{part}.{leaf}" for part in parts) if layer.endswith("experts") else ()
 
 
 def check_ignore(ignore: Iterable[str] | str) -> tuple[str, ...]:

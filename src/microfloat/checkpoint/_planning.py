@@ -1,7 +1,7 @@
 """The steps of a conversion, one for each parameter, decided before anything is written."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from microfloat.arguments import check_name
-from microfloat.checkpoint._casting import outline
-from microfloat.checkpoint._modules import CACHE, ignored_by, module_of
+from microfloat.checkpoint._casting import Stack, experts_apart, outline, stacked
+from microfloat.checkpoint._modules import CACHE, STACKED, ignored_by, module_of
 from microfloat.checkpoint._recoding import recodes
 from microfloat.checkpoint._saving import scale_dtype
 from microfloat.checkpoint.config import has_cache
@@ -64,6 +64,12 @@ class Step:
         if self.cast is not None:
             return replace(outline(self.record, self.cast.format), activation=self.activation, extras=self.extras)
         return self.record if self.family is not None else replace(self.record, format=None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a plain result."""
+        shape = self.record.logical_shape
+        return (shape[0], shape[2], shape[1]) if self.turned and not isinstance(self.record, Stack) else shape
 
     @property
     def beside(self) -> dict[str, np.ndarray]:
@@ -138,7 +144,8 @@ class _Source:
     """Facts about a source that decide about its parameters.
 
     `dtype`, `model_type`: the model's. `hidden`: its hidden size, if the configuration tells. `turned`: its plain
-    experts are stored [E, K, N]. `has_cache`: its configurations speak of scales for the KV cache. `gates`:
+    experts are stored [E, K, N]. `alternate`: of experts that are one tensor of each kind, if gate and up alternate.
+    `has_cache`: its configurations speak of scales for the KV cache. `gates`:
     `gates_of_mlps`.
     """
 
@@ -149,6 +156,7 @@ class _Source:
         inner = config.get("text_config")
         self.hidden = (inner if isinstance(inner, Mapping) else config).get("hidden_size")
         self.model_type = str(config.get("model_type"))
+        self.alternate = STACKED.get(self.model_type, True if "gptoss:hf" in contents.families else None)
         self.turned, self._has_conv1d = self.model_type in _TURNED_EXPERTS, self.model_type in _OF_CONV1D
         self.is_quantized = bool(contents.entries or contents.announcements)
         self.has_cache = has_cache(checkpoint.configs)
@@ -173,7 +181,7 @@ class _Source:
 _OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 _CONV1D_LEFT = "a Conv1D stores it [in, out], which no reader of quantized layers expects"
 _CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")  # their layers with weights stored [in, out]
-_TURNED_EXPERTS = ("gpt_oss", "llama4", "llama4_text", "openai_privacy_filter")  # their experts are stored [E, K, N]
+_TURNED_EXPERTS = (*STACKED, "openai_privacy_filter")  # their experts are stored [E, K, N]
 
 
 def decide(
@@ -185,9 +193,10 @@ def decide(
     that shall be quantized holds codes of a layout that is not read.
     """
     _note_unread(checkpoint, target, notes)
-    source, records = _Source(checkpoint), list(checkpoint.values())
+    source = _Source(checkpoint)
+    records = _arranged(checkpoint.values(), target, source)
     steps = [_step(record, target, ignore, source) for record in records]
-    modules = [module_of(name) for name in checkpoint]
+    modules = [module_of(record.name) for record in records]
     unused = [pattern for pattern in ignore if not any(ignored_by(module, [pattern]) for module in modules)]
     if unused:
         _ = notes[f"ignore: no parameter is covered by {', '.join(map(repr, unused))}"]
@@ -224,6 +233,26 @@ _NO_LINEAR = (
 _NOTHING = "Choose another target; what a quantized source leaves plain is cast after a conversion to bf16."
 
 
+def _arranged(records: Iterable[Record], target: Target, source: _Source) -> list[Record]:
+    """The records, with experts that the source stacks taken apart where the target's readers expect a matrix for each,
+    and with numbered ones put together where a plain model has one tensor.
+    """
+    if source.alternate is None or (target.written is not None and target.written.stacked):
+        return list(records)
+    if target.written is None:
+        return stacked(records, source.alternate)
+    made: list[Record] = []
+    for record in records:
+        shape = record.logical_shape
+        if len(shape) == 3 and not _lies_turned(record, source):
+            scale = record.scale if record.scale is None or record.scale.ndim < 3 else np.swapaxes(record.scale, 1, 2)
+            codes, shape = np.swapaxes(record.codes, 1, 2), (shape[0], shape[2], shape[1])
+            record = replace(record, codes=codes, scale=scale, logical_shape=shape)
+        is_bias = len(shape) == 2 and record.name.endswith("_bias")
+        made += experts_apart(record, source.alternate) if len(shape) == 3 or is_bias else [record]
+    return made
+
+
 def _note_unread(checkpoint: Checkpoint, target: Target, notes: Notes) -> None:
     """Notes about codes and entries of the source that are not read; CheckpointError for codes beside others."""
     found = [finding for finding in checkpoint.scale_findings if finding.id in ("unread-codes", "unknown-entry")]
@@ -255,7 +284,7 @@ def _note_readers(steps: Sequence[Step], target: Target, source: _Source, notes:
         name = step.record.name
         if step.action not in QUANTIZED:
             continue
-        of_gptoss = source.turned or (step.record.source is not None and step.record.source.family[:7] == "gptoss:")
+        of_gptoss = source.turned or source.alternate is not None
         if len(step.record.logical_shape) > 2 and (not layout or (layout == "rows" and of_gptoss)):
             if of_gptoss:
                 able = [one for one in able if WRITTEN[one][1].stacked == "any"]
@@ -268,6 +297,8 @@ def _note_readers(steps: Sequence[Step], target: Target, source: _Source, notes:
 
 
 def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source) -> Step:
+    if isinstance(record, Stack):
+        return Step(record, "dequantized", dtype=target.dtype or source.dtype, turned=True)
     module = module_of(record.name)
     pattern = ignored_by(module, ignore)
     if record.format is None:

@@ -142,20 +142,22 @@ class Record:
             decode_into(matrix, out)
         return np.moveaxis(values, -1, self._axis).reshape(self.logical_shape)
 
-    def narrow(self, start: int, stop: int) -> "Record":
-        """The record of rows [start, stop) of the first axis, without a copy.
+    def narrow(self, start: int, stop: int, step: int = 1) -> "Record":
+        """The record of every row, or every `step`-th, of [start, stop) of the first axis, without a copy.
 
-        `start` must stand at the first row of a tile. Raises InvalidValueError otherwise.
+        `start` must stand at the first row of a tile; with a `step` every row is a tile. Raises InvalidValueError
+        otherwise.
         """
+        rows = slice(start, stop, step)
         if self.format is None:
-            return replace(self, codes=self.codes[start:stop], logical_shape=self.codes[start:stop].shape)
+            return replace(self, codes=self.codes[rows], logical_shape=self.codes[rows].shape)
         tile = (self.format.block[0] or 1) if len(self.logical_shape) == 2 else 1
-        if start % tile or self._axis != len(self.logical_shape) - 1 or len(self.logical_shape) < 2:
+        is_cut = start % tile or (step > 1 and tile > 1)
+        if is_cut or self._axis != len(self.logical_shape) - 1 or len(self.logical_shape) < 2:
             raise invalid_value("start", start, f"a multiple of {tile}, the rows of a tile, of a matrix or of experts")
-        rows = slice(start, stop)
         scale, level = self.scale, self.tensor_scale
         if scale is not None and scale.ndim == len(self.logical_shape):
-            scale = scale[start // tile : -(-stop // tile)]
+            scale = scale[start // tile : -(-stop // tile) : step]
         if level is not None and level.ndim:
             level = level[rows]
         source, codes = self.source, self.codes[rows]

@@ -7,14 +7,12 @@ compressed-tensors 0.20.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from microfloat.checkpoint._modules import NUMBERED
+from microfloat.checkpoint._modules import NUMBERED, STACKED
 
 # Models of transformers whose initializer asks Linear layers for a `weight`, which packed layers do not have.
 _INITIALIZED = (
     "mamba", "mamba2", "falcon_mamba", "nanochat", "recurrent_gemma", "siglip_text_model", "t5",
 )  # fmt: skip
-# Models whose experts transformers stores as one tensor, with no mapping from numbered ones.
-_STACKED_ALONE = ("gpt_oss", "llama4", "llama4_text")
 _DYNAMIC = "those of ct:fp8_dynamic rightly"
 
 
@@ -32,6 +30,11 @@ class Written(NamedTuple):
         return NUMBERED.match(self.name) is not None
 
     @property
+    def is_joined(self) -> bool:
+        """True for a weight of one expert that transformers joins with others; Llama 4's are layers of their own."""
+        return self.is_numbered and self.model_type not in STACKED
+
+    @property
     def has_ragged_tiles(self) -> bool:
         """True for a matrix of several tiles of 128 of which the last is short."""
         return any(size > 128 and size % 128 for size in self.shape[-2:])
@@ -39,14 +42,14 @@ class Written(NamedTuple):
 
 _RULES: Mapping[str, Callable[[Written], bool]] = {
     f"transformers 5.24 reads the numbered experts of ct:nvfp4 with wrong values, {_DYNAMIC}; experts": (
-        lambda one: one.target == "ct:nvfp4" and one.is_numbered
+        lambda one: one.target == "ct:nvfp4" and one.is_joined
     ),
     f"transformers 5.24 fails on the numbered experts of ct:mxfp8, and reads {_DYNAMIC}; experts": (
-        lambda one: one.target == "ct:mxfp8" and one.is_numbered
+        lambda one: one.target == "ct:mxfp8" and one.is_joined
     ),
     f"transformers 5.24 fails on numbered experts of ct:fp8_block that are larger than one tile, and reads {_DYNAMIC}; "
     "experts": (
-        lambda one: one.target == "ct:fp8_block" and one.is_numbered and max(one.shape[-2:]) > 128
+        lambda one: one.target == "ct:fp8_block" and one.is_joined and max(one.shape[-2:]) > 128
     ),
     "compressed-tensors 0.20 fails when it runs layers of ct:fp8_block whose inputs are no multiple of 128, and runs "
     "those of ct:fp8_dynamic; layers": (
@@ -61,7 +64,7 @@ _RULES: Mapping[str, Callable[[Written], bool]] = {
         lambda one: one.target in ("deepseek:fp8", "hf:finegrained_fp8") and one.has_ragged_tiles
     ),
     "transformers 5.24 does not read numbered experts of this model, whose plain ones are one tensor; experts": (
-        lambda one: one.model_type in _STACKED_ALONE and one.is_numbered
+        lambda one: one.model_type == "gpt_oss" and one.is_numbered and not one.target.startswith("modelopt:")
     ),
 }  # fmt: skip
 

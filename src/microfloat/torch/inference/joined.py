@@ -36,6 +36,8 @@ class Joined:
 
     name: str
     experts: tuple[tuple["Record", ...], ...]
+    alternate: bool = False  # the rows of the matrices of an expert stand in turn
+    is_turned: bool = False  # plain values are stored [E, K, N]
 
 
 class Transform(Protocol):
@@ -67,6 +69,13 @@ def _kinds(converter: Transform) -> list[tuple[str, int]]:
 _STACKED = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
 
 
+def _alternate(model: nn.Module) -> bool | None:
+    """For a model whose stacked experts transformers maps to no numbered ones, if rows of gate and up alternate."""
+    from microfloat.checkpoint._modules import STACKED
+
+    return STACKED.get(str(getattr(getattr(model, "config", None), "model_type", None)))
+
+
 def joined(
     model: nn.Module, loaded: Mapping[str, "Record"], existing: Mapping[str, torch.Tensor], strict: bool
 ) -> tuple[dict[str, "Record"], dict[str, Joined]]:
@@ -78,23 +87,31 @@ def joined(
     transforms = _transforms(model)
     if transforms is None or not any(is_experts(module) for module in model.modules()):
         return dict(loaded), {}
+    from microfloat.checkpoint._modules import parts_of_stacked, stacked_name
+
     rename = sys.modules["transformers.core_model_loading"].rename_source_key
     renamed: dict[str, Record] = {}
     found: dict[str, dict[str, dict[int, Record]]] = {}
-    patterns = {one: converter for converter in transforms[1] for one in converter.source_patterns}
+    patterns = {one: list(converter.source_patterns) for converter in transforms[1] if _kinds(converter) in _STACKED
+                for one in converter.source_patterns}  # fmt: skip
+    alternate = _alternate(model)
     for name, record in loaded.items():
         target, pattern = name, None
         if name not in existing:
             target, pattern = rename(name, *transforms, model.base_model_prefix, existing)
+        if alternate is not None and (place := stacked_name(target)) is not None:
+            target, leaves = place[0], [part.partition("{}.")[2] for part in parts_of_stacked(place[0])]
+            patterns |= dict.fromkeys(leaves, leaves)
+            pattern = leaves[place[2]]
         numbers = _NUMBER.findall(name)
-        if pattern is None or target not in existing or not numbers or _kinds(patterns[pattern]) not in _STACKED:
+        if target not in existing or not numbers or pattern not in patterns:
             renamed[target if pattern is None and target in existing else name] = record
         else:
             found.setdefault(target, {}).setdefault(pattern, {})[int(numbers[-1])] = record
     problems: list[str] = []
     parts: dict[str, Joined] = {}
     for target, by_pattern in found.items():
-        own = patterns[next(iter(by_pattern))].source_patterns
+        own = patterns[next(iter(by_pattern))]
         number = existing[target].shape[0]
         wrong = _misfits(by_pattern, own, number)
         problems += wrong
@@ -102,7 +119,8 @@ def joined(
             renamed |= {one.name: one for records in by_pattern.values() for one in records.values()}
             continue
         rows = tuple(tuple(by_pattern[pattern][e] for pattern in own) for e in range(number))
-        parts[target] = Joined(target, rows)
+        layer, _, key = target.rpartition(".")
+        parts[target] = Joined(target, rows, bool(alternate), bool(turned_in(model.get_submodule(layer)).get(key)))
         renamed[target] = _outline(parts[target])
     if problems and strict:
         raise CheckpointError(
@@ -137,7 +155,9 @@ def _outline(parts: Joined) -> "Record":
     """A record with the shape and the format of joined experts, whose bytes are all one zero."""
     first, fmt = parts.experts[0][0], _format_of(parts)
     rows = sum(one.logical_shape[0] for one in parts.experts[0])
-    shape = (len(parts.experts), rows, first.logical_shape[1])
+    shape = (len(parts.experts), rows, *first.logical_shape[1:])
+    if fmt is None and parts.is_turned:
+        shape = (shape[0], *shape[:0:-1])
     zeros = np.broadcast_to(np.zeros((), first.codes.dtype if fmt is first.format else np.float32), shape)
     extras = {key: array for row in parts.experts for one in row for key, array in one.extras.items()}
     scale = None if fmt is None else zeros
@@ -164,7 +184,8 @@ def _format_of(parts: Joined) -> ScaledFormat | None:
     if fmt is None or any(one.format != fmt for row in parts.experts for one in row):
         return None
     height = fmt.block[0] or 1
-    if any(one.logical_shape[0] % height for one in parts.experts[0][:-1]):
+    is_cut = parts.alternate and height > 1 and len(parts.experts[0]) > 1
+    if is_cut or any(one.logical_shape[0] % height for one in parts.experts[0][:-1]):
         return None  # a tile would reach over two matrices
     return fmt if all(_have_one_scale(row) for row in parts.experts) else _BY_ROW.get(fmt.name)
 
@@ -184,13 +205,15 @@ def join(parts: Joined) -> "Record":
     Matrices of one scale each that stand one below the other and have different ones become rows with these scales.
     What no format holds becomes plain values, and a warning names it.
     """
+    from microfloat.checkpoint._casting import joined_rows
+
     outline, fmt = _outline(parts), _format_of(parts)
     if fmt is None:
         if any(one.format is not None for row in parts.experts for one in row):
             text = "their formats or tiles do not fit one parameter"
             warnings.warn(f"load_quantized: {parts.name} is dequantized: {text}.", UserWarning, stacklevel=4)
-        values = [np.concatenate([one.dequantize() for one in row]) for row in parts.experts]
-        return replace(outline, codes=np.stack(values))
+        values = np.stack([joined_rows([one.dequantize() for one in row], parts.alternate) for row in parts.experts])
+        return replace(outline, codes=values.swapaxes(1, 2) if parts.is_turned else values)
 
     def stacked(role: str) -> np.ndarray | None:
         made = []
@@ -199,12 +222,13 @@ def join(parts: Joined) -> "Record":
             if arrays[0] is None:
                 return None
             if np.ndim(arrays[0]) or role == "codes":
-                made.append(np.concatenate(arrays))
+                made.append(joined_rows(arrays, parts.alternate))
             elif fmt is row[0].format:
                 made.append(np.asarray(arrays[0]).reshape(1, 1))
             else:
-                made.append(np.concatenate([np.full((one.logical_shape[0], 1), one_scale, np.float32)
-                                            for one, one_scale in zip(row, arrays, strict=True)]))  # fmt: skip
+                scales = [np.full((one.logical_shape[0], 1), scale, np.float32)
+                          for one, scale in zip(row, arrays, strict=True)]  # fmt: skip
+                made.append(joined_rows(scales, parts.alternate))
         return np.stack(made)
 
     return replace(
@@ -235,18 +259,25 @@ def names_of_parts(model: nn.Module, names: Sequence[str]) -> dict[str, list[str
 
 def taken_apart(model: nn.Module, records: Sequence["Record"]) -> list["Record"]:
     """The records of a model's state under the names that files have, experts one by one."""
-    from microfloat.checkpoint._casting import matrix_of
+    from microfloat.checkpoint._casting import experts_apart, matrix_of
 
+    alternate = _alternate(model)
     named = names_of_parts(model, [record.name for record in records])
     made: list[Record] = []
     for record in records:
         names = named[record.name]
         parent, _, key = record.name.rpartition(".")
+        turned = turned_in(model.get_submodule(parent))
+        if alternate is not None and key.removesuffix("_bias") in turned:
+            if record.format is None and len(record.logical_shape) == 3:
+                record = replace(record, codes=record.codes.swapaxes(1, 2))
+                record = replace(record, logical_shape=record.codes.shape)
+            made += experts_apart(record, alternate)
+            continue
         if "*" not in names[0] or len(record.logical_shape) != 3:
             made.append(replace(record, name=names[0] if "*" not in names[0] else record.name))
             continue
-        experts = model.get_submodule(parent)
-        if turned_in(experts).get(key) and record.format is None:
+        if turned.get(key) and record.format is None:
             record = replace(record, codes=record.codes.swapaxes(1, 2))
         rows = record.codes.shape[1] // len(names)
         for e in range(record.codes.shape[0]):
