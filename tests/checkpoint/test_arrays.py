@@ -27,7 +27,7 @@ def misaligned(x):
 def decoded(q, codes=None, dtype=np.float32, **outer):
     out = np.empty((q.rows, q.length), dtype)
     codes = q.codes if codes is None else codes
-    _arrays.decode_into(_arrays.Matrix(codes, q.length, q.format, scale_grid(q), **outer), out)
+    _arrays.decode_into(out, codes, q.format, scale_grid(q), **outer)
     return out
 
 
@@ -75,7 +75,7 @@ def test_every_code_is_decoded(element):
     stored = codes if element.bits > 4 else reference.pack_fp4(codes)
     made = ScaledFormat("mine", element, SCALE_E8M0, (1, 32))
     out, scale = np.empty(codes.shape, np.float32), np.full((2, -(-codes.shape[1] // 32)), 127, np.uint8)
-    _arrays.decode_into(_arrays.Matrix(stored, codes.shape[1], made, scale), out)
+    _arrays.decode_into(out, stored, made, scale)
     assert out.tobytes() == decode(codes, element).tobytes()
 
 

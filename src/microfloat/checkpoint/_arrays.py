@@ -5,7 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,37 +17,28 @@ _PIECE = 1 << 22
 _F32 = np.float32
 
 
-class Matrix(NamedTuple):
-    """A matrix [R, C] as it is stored: ``value = dec(code) * scale * outer``, every product rounded.
+def decode_into(
+    out: np.ndarray, codes: np.ndarray, fmt: ScaledFormat, scale: np.ndarray, outer: np.ndarray | None = None,
+    divides: bool = False,
+) -> None:  # fmt: skip
+    """Put the values of a stored matrix into `out` [R, C], each rounded to float32 and from there to its dtype.
 
-    * `codes`: [R, bytes], FP4 packed, FP6 packed or a byte each. `length`: C. `format`: element, scale and block.
-    * `scale`: [G, H] of the blocks, bytes or float32.
-    * `outer`: float32, () or [R, 1], or None. With `divides` the value is divided by it.
+    ``value = dec(codes) * scale * outer``, every product rounded. `codes`: [R, bytes], FP4 packed, FP6 packed or a byte
+    each. `scale`: [G, H] of the blocks, bytes or float32. `outer`: float32, () or [R, 1], or None; it `divides`, or
+    multiplies.
     """
-
-    codes: np.ndarray
-    length: int
-    format: ScaledFormat
-    scale: np.ndarray
-    outer: np.ndarray | None = None
-    divides: bool = False
-
-
-def decode_into(matrix: Matrix, out: np.ndarray) -> None:
-    """Put the values of a stored matrix into `out` [R, C], each rounded to float32 and from there to its dtype."""
     rows, columns = out.shape
-    fmt = matrix.format
-    outer = None if matrix.outer is None else np.array(matrix.outer, _F32).reshape(-1, 1)
+    outer = None if outer is None else np.array(outer, _F32).reshape(-1, 1)
 
     def work(band: slice) -> None:
         height = fmt.block[0]
         tiles = slice(None) if height is None else slice(band.start // height, -(-band.stop // height))
         with np.errstate(all="ignore"):
-            values = _values_of(matrix.codes[band], fmt.element, columns)
-            scale_in_place(values, scale_values(matrix.scale[tiles], fmt), fmt.block)
+            values = _values_of(codes[band], fmt.element, columns)
+            scale_in_place(values, scale_values(scale[tiles], fmt), fmt.block)
             if outer is not None:
                 level = outer[band] if len(outer) > 1 else outer
-                (np.divide if matrix.divides else np.multiply)(values, level, values)
+                (np.divide if divides else np.multiply)(values, level, values)
             out[band] = values
 
     in_bands(work, rows, columns, fmt.block[0] or 1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from microfloat.checkpoint._arrays import in_bands, scale_in_place
 from microfloat.checkpoint._modules import parts_of_stacked, stacked_name
-from microfloat.checkpoint.records import Record
+from microfloat.checkpoint.records import Record, experts_of, matrix_of
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.layout import scale_grid
 from microfloat.recipes import Cast
@@ -22,11 +22,6 @@ from microfloat.reference import casters, pack_fp6
 _SLAB = 1 << 22  # elements
 _AT_A_TIME = 1 << 21  # elements that all threads cast together
 _UNIT = Cast(FORMATS["fp8_tensor"], "amax"), Cast(FORMATS["fp8_tensor_e5m2"], "amax")
-
-
-def experts_of(record: Record) -> int:
-    """The number of matrices that a parameter consists of."""
-    return math.prod(record.logical_shape[:-2])
 
 
 def tile_rows(record: Record) -> int:
@@ -45,33 +40,6 @@ def slabs(record: Record, multiple: int = 1, elements: int = _SLAB) -> Iterator[
         matrix = matrix_of(record, expert)
         for first in range(0, rows, step):
             yield expert, first, matrix.narrow(first, min(first + step, rows))
-
-
-def matrix_of(record: Record, expert: int) -> Record:
-    """One expert of a parameter, as a matrix [N, K]."""
-    shape = record.logical_shape
-    if len(shape) == 2:
-        return record
-    count, matrix = experts_of(record), (1, 1, *shape)[-2:]
-
-    def part(array: np.ndarray | None, last: tuple[int, ...]) -> np.ndarray | None:
-        if array is None or not array.ndim:
-            return array
-        return array.reshape(count, *last)[expert]
-
-    scale, fmt = record.scale, record.format
-    level = (matrix[0], 1) if fmt is not None and fmt.tensor_scale == "row" else ()
-    if scale is not None:
-        scale = part(scale, () if fmt is not None and fmt.is_per_tensor else scale.shape[-2:])
-    source = record.source
-    if source is not None:
-        divisors = {role: np.asarray(part(array, ())) for role, array in source.divisors.items()}
-        source = source._replace(divisors=divisors)
-    codes = record.codes.reshape(count, *(1, 1, *record.codes.shape)[-2:])[expert]
-    return replace(
-        record, codes=codes, scale=scale, tensor_scale=part(record.tensor_scale, level), logical_shape=matrix,
-        axis=-1, source=source,
-    )  # fmt: skip
 
 
 def experts_apart(record: Record, alternate: bool) -> list[Record]:

@@ -4,13 +4,13 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from microfloat.checkpoint._arrays import Matrix, decode_into
+from microfloat.checkpoint._arrays import decode_into
 from microfloat.errors import checkpoint_error, invalid_type, invalid_value
 from microfloat.formats import FORMATS, NVFP4_ROW, ScaledFormat
 from microfloat.layout import leading_axes
@@ -136,10 +136,13 @@ class Record:
         if self.format is None:
             with np.errstate(all="ignore"):
                 return self.codes.astype(dtype)
-        values = np.empty((*leading_axes(self.logical_shape, self._axis), self._length), dtype)
-        matrices = list(self._matrices())
-        for matrix, out in zip(matrices, values.reshape(len(matrices), *values.shape[-2:]), strict=True):
-            decode_into(matrix, out)
+        flat = (*leading_axes(self.logical_shape, self._axis), self._length)
+        values, record = np.empty(flat, dtype), replace(self, logical_shape=flat, axis=-1)
+        for expert, out in enumerate(values.reshape(experts_of(record), *(1, *flat)[-2:])):
+            matrix = matrix_of(record, expert)
+            divisor = matrix.source.divisors.get("tensor_scale") if matrix.source else None
+            outer = matrix.tensor_scale if divisor is None else divisor
+            decode_into(out, matrix.codes, self.format, np.atleast_2d(matrix.scale), outer, divisor is not None)  # type: ignore
         return np.moveaxis(values, -1, self._axis).reshape(self.logical_shape)
 
     def narrow(self, start: int, stop: int, step: int = 1) -> "Record":
@@ -227,25 +230,37 @@ class Record:
             raise invalid_type(self.name, f"a plain tensor of {self.codes.dtype}", "a quantized record", "Use .codes.")
         return self.format
 
-    def _matrices(self) -> Iterator[Matrix]:
-        """The matrix of every expert; the one of a matrix."""
-        fmt, scale = self._known_format(), self.scale
-        assert scale is not None
-        *leading, rows = leading_axes(self.logical_shape, self._axis)
-        experts = math.prod(leading)
-        codes_ERC = self.codes.reshape(experts, rows, self.codes.shape[-1])
-        if fmt.is_per_tensor:
-            scale_EGH = np.broadcast_to(scale.reshape(-1, 1, 1), (experts, 1, 1))
-        else:
-            scale_EGH = scale.reshape(experts, -1, scale.shape[-1])
-        divisor = self.source.divisors.get("tensor_scale") if self.source else None
-        outer = self.tensor_scale if divisor is None else divisor
-        outers = [None] * experts
-        if outer is not None:  # [E, 1], or [E, R] where every row has its own
-            by_row = fmt.tensor_scale == "row"
-            outers = outer.reshape(experts, -1) if by_row else np.broadcast_to(outer.reshape(-1, 1), (experts, 1))
-        for codes, grid, one in zip(codes_ERC, scale_EGH, outers, strict=True):
-            yield Matrix(codes, self._length, fmt, grid, one, divisor is not None)
+
+def experts_of(record: Record) -> int:
+    """The number of matrices that a parameter consists of."""
+    return math.prod(record.logical_shape[:-2])
+
+
+def matrix_of(record: Record, expert: int) -> Record:
+    """One expert of a parameter, as a matrix [N, K]."""
+    shape = record.logical_shape
+    if len(shape) == 2:
+        return record
+    count, matrix = experts_of(record), (1, 1, *shape)[-2:]
+
+    def part(array: np.ndarray | None, last: tuple[int, ...]) -> np.ndarray | None:
+        if array is None or not array.ndim:
+            return array
+        return array.reshape(count, *last)[expert]
+
+    scale, fmt = record.scale, record.format
+    level = (matrix[0], 1) if fmt is not None and fmt.tensor_scale == "row" else ()
+    if scale is not None:
+        scale = part(scale, () if fmt is not None and fmt.is_per_tensor else scale.shape[-2:])
+    source = record.source
+    if source is not None:
+        divisors = {role: np.asarray(part(array, ())) for role, array in source.divisors.items()}
+        source = source._replace(divisors=divisors)
+    codes = record.codes.reshape(count, *(1, 1, *record.codes.shape)[-2:])[expert]
+    return replace(
+        record, codes=codes, scale=scale, tensor_scale=part(record.tensor_scale, level), logical_shape=matrix,
+        axis=-1, source=source,
+    )  # fmt: skip
 
 
 def _by_rows(fmt: ScaledFormat) -> ScaledFormat:
