@@ -40,16 +40,13 @@ SHAPES = {
 _ON_CPU = "256x256x256,512x512x512"
 
 
-def _change(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:+.1f} %"
-
-
 _COLUMNS = (
     Column("shape", "M x N x K"), Column("format"),
     Column("quantize_ms", "quantize\nms", three, right=True), Column("quantize_gbs", "GB/s", three, right=True),
     Column("gemm_ms", "GEMM\nms", three, right=True), Column("spread", "p10 to\np90 ms"),
     Column("tflops", "TFLOP/s", three, right=True), Column("ratio_to_bf16", "x bf16\nspeed", three, right=True),
-    Column("change", "against\nbaseline", _change, right=True), Column("problem", prose=True),
+    Column("change", "against\nbaseline", lambda value: "-" if value is None else f"{100 * value:+.1f} %", right=True),
+    Column("problem", prose=True),
 )  # fmt: skip
 
 
@@ -81,10 +78,6 @@ def bench(
     microfloat bench --baseline before.json
     """
     gemms = _gemms(formats)
-    if plot is not None:
-        from microfloat.pictures.style import check_path
-
-        check_path(plot, "--plot")
     if csv_file is not None:
         check_new_file("--csv", csv_file)
     earlier = None if baseline is None else _read(baseline)
@@ -103,13 +96,11 @@ def bench(
     output.put(copy_gbs=copy)
     output.say(f"A copy moves {copy:.1f} GB/s, read and written.")
     output.say()
-    rows = []
-    with output.progress("measuring", len(chosen) * len(gemms)) as advance:
-        for name, gemm in gemms.items():
-            for shape in chosen:
-                advance(0, f"{name} {shape}")
-                rows.append(_measured(name, gemm, shape, device, milliseconds))
-                advance(1)
+    pairs = [(name, shape) for name in gemms for shape in chosen]
+    rows = [
+        _measured(name, gemms[name], shape, device, milliseconds)
+        for name, shape in output.each("measuring", pairs, lambda pair: f"{pair[0]} {pair[1]}")
+    ]
     slower = _compare(rows, earlier, tolerance) if earlier is not None else []
     _report(output, rows, csv_file)
     if plot is not None:

@@ -69,12 +69,12 @@ def convert(
         output.say("The NumPy oracle casts, some 30 million elements a second; torch or jax, installed, cast faster.")
     kinds = [kind.strip() for kind in fuse.split(",") if kind.strip() not in ("", "none")]
     seen: Progress | None = None
-    with output.progress(f"to {to}", None, of_bytes=True) as advance:
+    with output.progress(f"to {to}", None, of_bytes=True) as show:
 
         def follow(progress: "Progress") -> None:
             nonlocal seen
             seen = progress
-            advance(0, stage(progress), done=progress.done, total=progress.total)
+            show(progress.done, progress.total, stage(progress))
 
         try:
             report = checkpoint.convert(

@@ -58,10 +58,6 @@ def diff(
     microfloat diff model/ model-nvfp4/ --threshold-db 18
     microfloat diff a.safetensors b.safetensors --bytes
     """
-    if plot is not None:
-        from microfloat.pictures.style import check_path
-
-        check_path(plot, "--plot")
     if compare_bytes and (plot is not None or threshold_db is not None):
         option = "--plot" if plot is not None else "--threshold-db"
         raise invalid_value(option, "it together with --bytes", "one of them", "Compare values without --bytes.")
@@ -103,12 +99,11 @@ def _values(
     """The table of errors; True if a tensor is below the threshold or cannot be compared."""
     from microfloat.pictures.errors import ErrorCounts, error_against_magnitude
 
-    counts, rows = ErrorCounts(), []
-    with output.progress("comparing", len(names)) as advance:
-        for name in names:
-            advance(0, name)
-            rows.append(_compared(name, first[name], second[name], counts if plot is not None else None, threshold))
-            advance(1)
+    counts = ErrorCounts()
+    rows = [
+        _compared(name, first[name], second[name], counts if plot is not None else None, threshold)
+        for name in output.each("comparing", names)
+    ]
 
     def badness(row: dict[str, Any]) -> float:
         value = row["sqnr_db"]
@@ -189,12 +184,8 @@ def _windows(a: "Record", b: "Record") -> Iterator[tuple[np.ndarray, np.ndarray]
 
 def _bytes(output: Output, first: "Checkpoint", second: "Checkpoint", names: list[str]) -> bool:
     """The table of first differences; True if there is one."""
-    rows = []
-    with output.progress("comparing", len(names)) as advance:
-        for name in names:
-            advance(0, name)
-            rows += _byte_rows(name, first[name], second[name])
-            advance(1)
+    each = output.each("comparing", names)
+    rows = [row for name in each for row in _byte_rows(name, first[name], second[name])]
     output.put(tensors=rows)
     if rows:
         output.table(None, rows[:_MOST_LINES], _BYTE_COLUMNS, "The first byte that differs")

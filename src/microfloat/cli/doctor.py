@@ -191,12 +191,8 @@ def _check(output: Output, rows: list[dict[str, Any]], device: str) -> int:
     """Casts and products of every backend that runs here against the oracle; the exit code."""
     output.put(check=[])
     able = [row for row in rows if row["available"] and row["front_end"] != "numpy"]
-    results = []
-    with output.progress("checking", len(able)) as advance:
-        for row in able:
-            advance(0, f"{row['front_end']} {row['backend']} {row['recipe']}")
-            results.append(_checked(row, device))
-            advance(1)
+    each = output.each("checking", able, lambda row: f"{row['front_end']} {row['backend']} {row['recipe']}")
+    results = [_checked(row, device) for row in each]
     columns = (
         Column("front_end"), Column("backend"), Column("recipe"), Column("bytes_equal"),
         Column("difference", text=lambda value: "-" if value is None else f"{value:.1e}", right=True),

@@ -71,10 +71,6 @@ def formats(
         raise invalid_value(
             f"formats {first}", "--values or --plot", "an element for them", "Try: decode 127 --as e8m0"
         )
-    if plot:  # before anything is printed
-        from microfloat.pictures.style import check_path
-
-        check_path(plot, "--plot")
     shown = _overview(output, first)
     if values:
         _print_values(output, shown)

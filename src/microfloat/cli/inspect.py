@@ -58,10 +58,6 @@ def inspect(
     """
     from microfloat.cli.survey import chosen_formats, survey
 
-    if plot is not None:
-        from microfloat.pictures.style import check_path
-
-        check_path(plot, "--plot")
     formats = chosen_formats(format)
     checkpoint = read(path, hub, source, pattern=layers_pattern(layers))
     if layers and not len(checkpoint):
@@ -75,8 +71,7 @@ def inspect(
         formats = chosen_formats(DEFAULT_FORMATS)
     if not formats and plot is None:
         return _findings(output, checkpoint, strict)
-    with output.progress("measuring", len(matrices)) as advance:
-        found = survey(checkpoint, matrices, formats, sample_rows, advance)
+    found = survey(checkpoint, output.each("measuring", matrices), formats, sample_rows)
     bits = _errors(output, rows, found, formats, together) if formats else _bits_by_format(rows)
     if plot is not None:
         _draw(output, plot, checkpoint, found, formats, bits)

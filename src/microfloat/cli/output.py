@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -31,6 +31,7 @@ from microfloat.support import alike
 if TYPE_CHECKING:
     from microfloat.checkpoint import Finding
 
+_Item = TypeVar("_Item")
 _WIDE = 100_000  # a pipe has no edge
 _PROSE = 100
 _LEAST_TEXT = 24  # columns that a column of prose needs to stand in a table
@@ -284,7 +285,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, total: float | None, of_bytes: bool = False) -> Iterator[Callable[..., None]]:
-        """A bar with the time left, on stderr where that is a terminal; yields `advance(amount, title=None)`.
+        """A bar with the time left, on stderr where that is a terminal; yields ``show(done, total=None, title=None)``.
 
         `of_bytes`: amounts are bytes, shown with their rate. A position before the last one begins another stage.
         """
@@ -304,15 +305,19 @@ class Output:
         with Progress(*columns, console=self.errors, transient=True, disable=is_hidden) as bar:
             task = bar.add_task(title, total=total)
 
-            def advance(
-                amount: float = 1, title: str | None = None, *, done: float | None = None, total: float | None = None
-            ) -> None:
-                step = amount if done is None else None
-                if done is not None and done < bar.tasks[0].completed:
+            def show(done: float, total: float | None = None, title: str | None = None) -> None:
+                if done < bar.tasks[0].completed:
                     bar.reset(task)
-                bar.update(task, advance=step, completed=done, total=total, description=title)
+                bar.update(task, completed=done, total=total, description=title)
 
-            yield advance
+            yield show
+
+    def each(self, title: str, items: Sequence[_Item], text: Callable[[_Item], str] = str) -> Iterator[_Item]:
+        """The items, while a bar shows how many are done and the `text` of the present one."""
+        with self.progress(title, len(items)) as show:
+            for done, item in enumerate(items):
+                show(done, title=text(item))
+                yield item
 
     def close(self) -> None:
         """Print the document if it was asked for."""
@@ -360,10 +365,14 @@ def _in_words(error: Exception) -> Exception:
     return error
 
 
-def _run(output: Output, run: Callable[[], int | None]) -> int:
+def _run(output: Output, run: Callable[..., int | None], options: dict[str, Any]) -> int:
     """The exit code of a command; its errors are printed."""
     try:
-        return run() or 0
+        if options.get("plot") is not None:  # a picture that cannot be drawn is named before anything is done
+            from microfloat.pictures.style import check_path
+
+            check_path(options["plot"], "--plot")
+        return run(output, **options) or 0
     except BrokenPipeError:
         raise
     except CheckpointError as error:
@@ -394,7 +403,7 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
     def called(**options: Any) -> None:
         output = Output(name, **{key: options.pop(key) for key in _COMMON})
         try:
-            code = _run(output, functools.partial(run, output, **options))
+            code = _run(output, run, options)
             output.close()
         except BrokenPipeError:  # the reader of the pipe has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -70,8 +70,7 @@ def plan(
     ]  # fmt: skip
     if not layers:
         raise invalid_value("PATH", path, "a checkpoint with matrices in high precision", "Convert it to bf16 first.")
-    with output.progress("measuring", len(layers)) as advance:
-        found = survey(checkpoint, layers, formats, sample_rows, advance)
+    found = survey(checkpoint, output.each("measuring", layers), formats, sample_rows)
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in found.rows:
         groups.setdefault(fused_group(module_of(row["name"])) or row["name"], []).append(row)

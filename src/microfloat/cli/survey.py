@@ -4,7 +4,7 @@ Large matrices are sampled: groups of 128 rows, or whole experts, evenly spaced.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,15 +55,11 @@ def fits(shape: Sequence[int], fmt: ScaledFormat) -> bool:
     return fmt.scale.name == "FP32" or shape[-1] % (fmt.block[1] or 1) == 0
 
 
-def survey(
-    checkpoint: Checkpoint, names: Sequence[str], formats: Sequence[ScaledFormat], rows: int,
-    advance: Callable[..., None] = lambda amount=1, title=None: None,
-) -> Survey:  # fmt: skip
+def survey(checkpoint: Checkpoint, names: Iterable[str], formats: Sequence[ScaledFormat], rows: int) -> Survey:
     """Measure the named matrices, at most about `rows` rows of each (0: all), cast to each of `formats`."""
     load_casts()
     found = Survey()
     for name in names:
-        advance(0, name)
         record = checkpoint[name]
         x_RC = sampled(record, rows)
         row: dict[str, Any] = {
@@ -80,7 +76,6 @@ def survey(
                 row[fmt.name] = metrics.sqnr_db(x_RC, reference.dequantize(q))
                 _count(found, fmt.name, q.scale, fmt)
         found.rows.append(row)
-        advance(1)
     return found
 
 
