@@ -253,6 +253,20 @@ def test_rows_of_other_ranks_reach_neither_outputs_nor_gradients():
     )
 
 
+@pytest.mark.parametrize("number", [-1, -(1 << 31), -(1 << 20)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_number_below_zero_is_that_of_no_expert(number, dtype):
+    """It was expert 0's; an index of a router may be of 32 bits."""
+    experts = Routed(has_bias=True)
+    mf.convert(experts, "fp8_row")
+    x, index, weights = inputs()
+    none, below = index.to(dtype, copy=True), index.to(dtype, copy=True)
+    none[3, 1] = none[7] = E
+    below[3, 1] = below[7] = number
+    for ours, theirs in zip(gradients(experts, x, below, weights), gradients(experts, x, none, weights), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_delayed_scaling_has_one_state_for_each_product():
     model, _ = converted(DelayedScaling(amax_history_len=4))
     plain = Model()

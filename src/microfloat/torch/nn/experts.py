@@ -305,7 +305,8 @@ def _by_expert(
     """The weighted sum over the experts of each token, computed over rows that are sorted by expert."""
     up, down = products.values()
     many, number = index.shape[-1], down.num_groups
-    ids, order = torch.sort(index.reshape(-1), stable=True)
+    # The remainder of a number below zero is large: it is nobody's, as every number that is too large.
+    ids, order = torch.sort(index.reshape(-1) % torch.iinfo(index.dtype).max, stable=True)
     groups = groups_of_experts(ids, number)
     h = act(up(x_TK[order // many], groups if up.num_groups == number else groups_of_experts(ids, up.num_groups)))
     h = down(h, groups)
