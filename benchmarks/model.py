@@ -8,9 +8,9 @@ float32, products in bfloat16 by FSDP2's mixed precision (also on one GPU). Cand
 
 * ``bf16``, ``bf16.compiled``: transformers' model; every layer compiled.
 * ``torchao.tensorwise.compiled``, ``torchao.rowwise.compiled``: torchao's float8 training, every layer compiled.
-* a recipe: ``microfloat.torch.convert(model, recipe, fuse=True)``, eager, weights gathered in low precision; the head
-  and its loss stay in bfloat16. ``.head``: the head under the recipe too (fp8_current beside delayed scaling), and its
-  loss in chunks of tokens.
+* a recipe: ``microfloat.torch.convert(model, placement, fuse=True)``, eager, weights gathered in low precision; the
+  head stays in bfloat16, and its loss is computed in chunks of tokens. ``.head``: the head under the recipe too
+  (fp8_current beside delayed scaling).
 * any of them ``.recomputed``: every layer is computed again in backward.
 
 They run one after the other in one process, since two of them do not fit on one GPU; the first loss of each is compared
@@ -108,8 +108,8 @@ class Bench:
             model.lm_head = lm_head  # type: ignore[assignment]
         elif recipe is not None:
             # The loss in chunks takes no recipe that keeps state.
-            rules = [("lm_head", RECIPES["current"] if name.startswith("delayed") else recipe), ("*", recipe)]
-            mf.convert(model, Placement(rules) if head else recipe, fuse=True, **({"exclude": ()} if head else {}))
+            of_head = None if not head else RECIPES["current"] if name.startswith("delayed") else recipe
+            mf.convert(model, Placement([("lm_head", of_head), ("*", recipe)]), fuse=True)
             if not recomputed:
                 mf.distributed.low_precision_all_gather(model)
         layers = model.model.layers

@@ -13,11 +13,12 @@ recorded), and where a call has an argument that the fused forward does not read
 that what another version of a package adds is right without being known. `unfuse` puts the class back.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import CodeType, SimpleNamespace
 from typing import Any, cast
 
@@ -27,11 +28,12 @@ from torch import nn
 
 from microfloat.recipes import Recipe
 from microfloat.torch._typing import Options
+from microfloat.torch.autocast import autocast
 from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.nn.attention import heads_of
 from microfloat.torch.nn.forward_rules import Forward, arguments_of, names_of
 from microfloat.torch.nn.functional import NormOf, activation_linear, linear_cross_entropy, mlp, norm_linear, project
-from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.linear import UNPINNED, Linear
 from microfloat.torch.nn.merged import can_join, is_bare, join_
 
 __all__ = ["fuse_blocks", "unfuse"]
@@ -112,10 +114,11 @@ def _rebuilt(original: type) -> object:
     return kind.__new__(kind)
 
 
-def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+def fuse_blocks(model: nn.Module, placed: Container[str] = ()) -> Iterator[tuple[str, str, str]]:
     """Fuse every block of `model` that is known; gives (name, "fused" or "not fused", what or why).
 
     Of a block that is not known, a member of an nn.ModuleList with Linears of ours, says which of its parts are fused.
+    `placed`: names of the layers that were decided about; other heads in high precision keep their logits.
     """
     inside: set[int] = set()
     found: list[tuple[str, str, str]] = []
@@ -127,7 +130,9 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
         if id(module) in inside:
             continue
         made = _fused_class(type(module))
-        if made is None or (issubclass(made, _CausalModel) and not _has_recipe(getattr(module, "lm_head", None))):
+        if made is None or (
+            issubclass(made, _CausalModel) and not _is_head(module, f"{name}.lm_head".lstrip(".") in placed)
+        ):
             continue
         why = _why_not(module)
         if why:
@@ -144,7 +149,7 @@ def fuse_blocks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
             found.append((name, "fused", f"norms, q/k/v, rotary embedding and MLP{apart}"))
             inside |= children
         elif issubclass(made, _CausalModel):
-            object.__setattr__(module, "_children_types", (("lm_head", Linear),))
+            object.__setattr__(module, "_children_types", (("lm_head", type(module.lm_head)),))
             found.append((name, "fused", "head and loss of training, whose logits are not returned"))
         else:
             what = "gated MLP" if issubclass(made, _GatedMLP) else "norms and activations before Linears"
@@ -283,15 +288,17 @@ def _why_not_layer(layer: Any) -> str:
     return ""
 
 
-def _has_recipe(head: object) -> bool:
-    """True for a Linear of ours that a recipe was given to."""
-    return type(head) is Linear and isinstance(head._pinned, Recipe)
+def _is_head(model: nn.Module, is_placed: bool = True) -> bool:
+    """True if the head of a causal model has a recipe, or runs in high precision because it was placed there."""
+    head = model._modules.get("lm_head")
+    pinned = head._pinned if type(head) is Linear else None if type(head) is nn.Linear else UNPINNED
+    return isinstance(pinned, Recipe) or (pinned is None and is_placed)
 
 
 def _why_not_causal(model: "_CausalModel") -> str:
     """The reason why the head and the loss of a causal model are not computed in chunks, "" if they are."""
-    recipe, loss = model.lm_head._pinned, model.loss_function
-    if recipe.is_delayed or recipe.is_static:
+    recipe, loss = getattr(model.lm_head, "_pinned", None), model.loss_function
+    if recipe is not None and (recipe.is_delayed or recipe.is_static):
         return f"{type(recipe).__name__} of its head keeps state between calls"
     if model.lm_head._parameters.get("bias") is not None:
         return "its head has a bias"
@@ -374,7 +381,7 @@ class _CausalModel(nn.Module):
     _arguments: tuple[str, ...]  # of the original's forward
     _original: type
     model: nn.Module
-    lm_head: Linear
+    lm_head: nn.Linear
     config: SimpleNamespace
     loss_function: Callable
 
@@ -384,7 +391,7 @@ class _CausalModel(nn.Module):
         head = self.lm_head
         if (
             not self.training or given.get("labels") is None or len(given) != len(args) + len(kwargs)
-            or not Fused._is_whole(self) or not _has_recipe(head) or _needs_logits(self, given)
+            or not Fused._is_whole(self) or not _is_head(self) or _needs_logits(self, given)
         ):  # fmt: skip
             return super().forward(*args, **kwargs)
         labels, shifted = given.pop("labels"), given.pop("shift_labels", None)
@@ -396,8 +403,10 @@ class _CausalModel(nn.Module):
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
         shifted, reduction = shifted.reshape(h.shape[:-1]).to(h.device), "mean" if count is None else "sum"
-        options: Options = {"recipe": head._pinned, "ignore_index": ignored, "reduction": reduction}
-        loss = linear_cross_entropy(h, head.weight, shifted, **options)
+        recipe = getattr(head, "_pinned", None)
+        options: Options = {"recipe": recipe, "ignore_index": ignored, "reduction": reduction}
+        with autocast(enabled=False) if recipe is None else contextlib.nullcontext():
+            loss = linear_cross_entropy(h, head.weight, shifted, **options)
         if count is not None:
             loss = loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
@@ -407,11 +416,11 @@ class _CausalModel(nn.Module):
 def _needs_logits(model: "_CausalModel", given: Options) -> bool:
     """True for a call that asks for logits of some tokens, for a tuple, or for a loss of the user's own."""
     keep, head = given.get("logits_to_keep", 0), model.lm_head
-    weight = head._parameters.get("weight")
+    weight, recipe = head._parameters.get("weight"), getattr(head, "_pinned", None)
     return (
         not isinstance(keep, int) or keep != 0 or given.get("return_dict") is False or not model.config.return_dict
-        or head._pinned.is_delayed or head._pinned.is_static or head.fuse_wgrad_accumulation or head.return_bias
-        or head.backend != "auto" or head._parameters.get("bias") is not None
+        or (recipe is not None and (recipe.is_delayed or recipe.is_static)) or head._parameters.get("bias") is not None
+        or (isinstance(head, Linear) and (head.fuse_wgrad_accumulation or head.return_bias or head.backend != "auto"))
         or weight is None or isinstance(weight, Gathered) or hasattr(weight, "placements")
         or model.loss_function is not sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     )  # fmt: skip

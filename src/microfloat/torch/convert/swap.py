@@ -78,7 +78,8 @@ def convert(
     Exactly nn.Linear is converted, not subclasses, and transformers' Conv1D, whose state dict stays what it is; layers
     that are microfloat Linears already, also under a parametrization or FSDP2, and `GroupedLinear` are pinned anew.
     `filter(name, module) -> bool` keeps layers out,
-    `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). `skip_small`:
+    `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing), which give
+    way to a Placement that names a layer in full. `skip_small`:
     rows (tokens) that a layer gets in one call; layers that low precision would slow down at that size, in eager mode
     on a GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes and the recipe
     alone (docs/performance.md), so it answers the same on every machine; None (default): sizes do not matter. `fuse`:
@@ -104,9 +105,8 @@ def convert(
     wishes = [(name, layer, _in_training(layer, wanted)) for name, layer, wanted in wishes]
     pin_planned(model, wishes)
     _share_scales([layer for _, layer, wanted in wishes if isinstance(wanted, Config)])
-    blocks = tuple(
-        ConversionRow(name, None, action, None, what) for name, action, what in (fuse_blocks(model) if fuse else ())
-    )
+    fused = fuse_blocks(model, {name for name, _, _ in wishes}) if fuse else ()
+    blocks = tuple(ConversionRow(name, None, action, None, what) for name, action, what in fused)
     return report_of(model, rows, blocks)
 
 
@@ -227,11 +227,12 @@ def planned_layers(
         current = {name: one for name, one in pinned.items() if isinstance(one, Recipe)}
         chosen = recipe.resolve([name for name, _ in layers], current)
     gates = gates_of_mlps(exclude, shapes)
+    by_name = {pattern for pattern, _ in recipe.rules} if isinstance(recipe, Placement) else set()
     rows, wishes = [], []
     for name, module in layers:
         shape = shapes[name]
         reason = reserved.get(id(module)) or (why_not_linear(module, shared) if is_conv1d(module) else "")
-        reason = reason or _refusal(name, module, exclude, filter, gates)
+        reason = reason or _refusal(name, module, () if name in by_name else exclude, filter, gates)
         if reason is None and chosen is not None and name not in chosen:
             reason = "no pattern of the placement matches"
         wanted = None if reason else chosen[name] if chosen is not None else cast(Recipe, recipe)
