@@ -126,7 +126,7 @@ def _megabytes(count: int) -> str:
 # ---- the data ----------------------------------------------------------------------------------------------------
 
 
-def _measured(
+def amaxes_of(
     steps: Sequence[Step], src: object, progress: Callable[[Progress], object] | None
 ) -> dict[str, np.ndarray]:
     """float32 [E], the amax of each matrix of every parameter to be cast, or of its fused group where it has one; of
@@ -173,8 +173,9 @@ def _inexact(steps: Sequence[Step], amaxes: Mapping[str, np.ndarray], to: str, n
     return found
 
 
-def _job(step: Step, amaxes: Mapping[str, np.ndarray], peak: "_Peak") -> Job:
+def job_of(step: Step, amaxes: Mapping[str, np.ndarray], peak: "_Peak | None" = None) -> Job:
     """The tensors that a step writes, and the writing of them."""
+    peak = peak or _Peak()
     if step.action == "dropped":
         return Job((), lambda put: None)
     if step.action == "dequantized":
@@ -283,7 +284,7 @@ def convert(
     report, notes, peak = Report(str(src), str(dst), to), Notes(list), _Peak()
     steps = decide(checkpoint, target, patterns, kinds, notes)
     amaxes, measured, inexact = dict[str, np.ndarray](), dict[str, float](), dict[str, int]()
-    jobs = [_job(step, amaxes, peak) for step in steps]
+    jobs = [job_of(step, amaxes, peak) for step in steps]
     files = {path: path.stat() for path in sorted(locate(src).files.values())}
     identity = {
         "version": __version__, "to": to, "scale_rule": scale_rule, "four_over_six": four_over_six,
@@ -298,7 +299,7 @@ def convert(
         config |= {key: target.dtype.name for key in ("dtype", "torch_dtype") if key in config}
 
     def prepare() -> None:
-        amaxes.update(_measured(steps, src, progress))
+        amaxes.update(amaxes_of(steps, src, progress))
         inexact.update(_inexact(steps, amaxes, to, notes))
 
     def check(path: Path) -> None:

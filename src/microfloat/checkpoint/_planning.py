@@ -140,7 +140,7 @@ def _hint_of(to: str) -> str:
 # ---- the steps ---------------------------------------------------------------------------------------------------
 
 
-class _Source:
+class Facts:
     """Facts about a source that decide about its parameters.
 
     `dtype`, `model_type`: the model's. `hidden`: its hidden size, if the configuration tells. `turned`: its plain
@@ -193,9 +193,9 @@ def decide(
     that shall be quantized holds codes of a layout that is not read.
     """
     _note_unread(checkpoint, target, notes)
-    source = _Source(checkpoint)
-    records = _arranged(checkpoint.values(), target, source)
-    steps = [_step(record, target, ignore, source) for record in records]
+    source = Facts(checkpoint)
+    records = arranged(checkpoint.values(), target, source)
+    steps = [step_of(record, target, ignore, source) for record in records]
     modules = [module_of(record.name) for record in records]
     unused = [pattern for pattern in ignore if not any(ignored_by(module, [pattern]) for module in modules)]
     if unused:
@@ -233,7 +233,7 @@ _NO_LINEAR = (
 _NOTHING = "Choose another target; what a quantized source leaves plain is cast after a conversion to bf16."
 
 
-def _arranged(records: Iterable[Record], target: Target, source: _Source) -> list[Record]:
+def arranged(records: Iterable[Record], target: Target, source: Facts) -> list[Record]:
     """The records, with experts that the source stacks taken apart where the target's readers expect a matrix for each,
     and with numbered ones put together where a plain model has one tensor.
     """
@@ -275,7 +275,7 @@ def _note_plain(steps: Sequence[Step], target: Target, notes: Notes) -> None:
         _ = notes[f"nothing was converted: every parameter is as {target.name} has it"]
 
 
-def _note_readers(steps: Sequence[Step], target: Target, source: _Source, notes: Notes) -> None:
+def _note_readers(steps: Sequence[Step], target: Target, source: Facts, notes: Notes) -> None:
     """Notes about layers that known readers of the target do not read, or wrongly."""
     assert target.written is not None
     layout = target.written.stacked
@@ -296,7 +296,7 @@ def _note_readers(steps: Sequence[Step], target: Target, source: _Source, notes:
             notes[text].append(name)
 
 
-def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source) -> Step:
+def step_of(record: Record, target: Target, ignore: Sequence[str], source: Facts) -> Step:
     if isinstance(record, Stack):
         return Step(record, "dequantized", dtype=target.dtype or source.dtype, turned=True)
     module = module_of(record.name)
@@ -324,7 +324,7 @@ def _step(record: Record, target: Target, ignore: Sequence[str], source: _Source
 
 
 def _dequantized(
-    record: Record, reason: str, source: _Source, dtype: np.dtype | None = None, keeps_cache: bool = True
+    record: Record, reason: str, source: Facts, dtype: np.dtype | None = None, keeps_cache: bool = True
 ) -> Step:
     """A step to a plain tensor, in the layout that transformers stores: of some models the experts are [E, K, N]."""
     extras = _cache_scales(record) if keeps_cache else {}
@@ -332,7 +332,7 @@ def _dequantized(
     return Step(record, "dequantized", reason, dtype=dtype or source.dtype, turned=turned, extras=extras)
 
 
-def _lies_turned(record: Record, source: _Source) -> bool:
+def _lies_turned(record: Record, source: Facts) -> bool:
     """True for codes [E, N, K] of experts that transformers stores as [E, K, N] when they are plain.
 
     Blocks and rows lie along K. One scale of a matrix or tile leaves it open, and other tools store such codes as the
@@ -395,7 +395,7 @@ def _with_activation(record: Record, activation: Activation) -> Record:
     return replace(record, activation=activation, source=source)
 
 
-def _step_of_plain(record: Record, target: Target, module: str, pattern: str | None, source: _Source) -> Step:
+def _step_of_plain(record: Record, target: Target, module: str, pattern: str | None, source: Facts) -> Step:
     floating = record.codes.dtype in (*PLAIN.values(), np.dtype(np.float64))
     if target.cast is None:
         of_cache = record.name.rpartition(".")[2] in CACHE
@@ -463,7 +463,7 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
             steps[i] = replace(steps[i], activation=activation, record=record)
 
 
-def _keep_bare(steps: list[Step], records: Sequence[Record], target: Target, source: _Source, notes: Notes) -> None:
+def _keep_bare(steps: list[Step], records: Sequence[Record], target: Target, source: Facts, notes: Notes) -> None:
     """Layers without the static input scale that the target announces: beside others that have one they stay in high
     precision; where none has one all are weight-only, and announced so.
     """

@@ -36,7 +36,7 @@ from microfloat.torch.distributed import (  # noqa: E402
     precompute_scales,
 )
 from microfloat.torch.distributed import fsdp as gathering  # noqa: E402
-from tests.torch.distributed import quantized_cases  # noqa: E402
+from tests.torch.distributed import joint_cases, quantized_cases  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 
@@ -657,7 +657,7 @@ CASES = (
     every_recipe, memory_between, beside_tensor_parallel, low_precision, the_codes, bytes_on_the_wire,
     ways_of_training, accumulation, high_precision_islands, nan_on_one_rank, no_rows_on_one_rank, uneven_shards,
     refusals, after_a_refusal, saved, assigned, compiled_beside_a_plan, stored_bytes, returned_biases,
-    *quantized_cases.CASES,
+    *quantized_cases.CASES, *joint_cases.CASES,
 )  # fmt: skip
 
 
@@ -736,6 +736,16 @@ def test_a_returned_bias_of_a_wrapped_part_is_there_when_its_call_has_ended(rank
     for made in of(ranks, returned_biases):
         assert set(made) == {"down_proj", "o_proj", "q", "beside tensor parallelism"}
         assert all(all(found) and len(found) == 2 for found in made.values()), made
+
+
+def test_weights_of_several_shards_share_the_scale_that_is_served(ranks) -> None:
+    for made in of(ranks, joint_cases.joint_scales):
+        assert len(made) == 10
+        assert not [way for way, is_same in made.items() if not is_same]
+
+
+def test_a_sharded_trainer_gives_a_server_the_tensors_of_a_whole_one(ranks) -> None:
+    assert of(ranks, joint_cases.refitted) == [True, True]
 
 
 def test_bytes_of_the_gather(ranks) -> None:

@@ -69,7 +69,7 @@ def _kinds(converter: Transform) -> list[tuple[str, int]]:
 _STACKED = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
 
 
-def _alternate(model: nn.Module) -> bool | None:
+def alternate_in(model: nn.Module) -> bool | None:
     """For a model whose stacked experts transformers maps to no numbered ones, if rows of gate and up alternate."""
     from microfloat.checkpoint._modules import STACKED
 
@@ -94,7 +94,7 @@ def joined(
     found: dict[str, dict[str, dict[int, Record]]] = {}
     patterns = {one: list(converter.source_patterns) for converter in transforms[1] if _kinds(converter) in _STACKED
                 for one in converter.source_patterns}  # fmt: skip
-    alternate = _alternate(model)
+    alternate = alternate_in(model)
     for name, record in loaded.items():
         target, pattern = name, None
         if name not in existing:
@@ -261,7 +261,7 @@ def taken_apart(model: nn.Module, records: Sequence["Record"]) -> list["Record"]
     """The records of a model's state under the names that files have, experts one by one."""
     from microfloat.checkpoint._casting import experts_apart, matrix_of
 
-    alternate = _alternate(model)
+    alternate = alternate_in(model)
     named = names_of_parts(model, [record.name for record in records])
     made: list[Record] = []
     for record in records:

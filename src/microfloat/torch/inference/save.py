@@ -81,16 +81,14 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
     check_model(model)
     is_native = isinstance(format, str) and family_named(format) == "microfloat:native"
     amaxes = () if is_native else "input_amax"  # elsewhere they are scales of the family
-    records = [
-        _record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)
-    ]
+    records = [record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)]
     records = records if is_native or _is_of_gpt_oss(format) else taken_apart(model, records)
     quantized = [record for record in records if record.format is not None]
     for finding in () if is_native else scale_findings(quantized, "keep"):
         if finding.id == "fused-mismatch":
             warnings.warn(f"save_quantized: {finding}", UserWarning, stacklevel=3)
     untied = [name for name, layer in model.named_modules() if "_untied_from" in vars(layer)]
-    made = _config_of_model(model, not untied) if is_folder and options.get("config", True) is True else None
+    made = config_of_model(model, not untied) if is_folder and options.get("config", True) is True else None
     if made is not None:
         options["config"] = made
     own, given = getattr(model, "config", None), options.get("config")
@@ -125,7 +123,7 @@ def _cache_scales(model: nn.Module) -> list["Record"]:
     return made
 
 
-def _config_of_model(model: nn.Module, is_tied: bool) -> dict[str, object] | None:
+def config_of_model(model: nn.Module, is_tied: bool) -> dict[str, object] | None:
     """The contents of config.json for a model of transformers, as its `save_pretrained` writes them; None for others.
 
     `is_tied`: its head may be tied to its embedding, if it says so.
@@ -143,7 +141,7 @@ def _config_of_model(model: nn.Module, is_tied: bool) -> dict[str, object] | Non
     return made
 
 
-def _record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
+def record_of(model: nn.Module, name: str, value: torch.Tensor) -> "Record":
     from microfloat.checkpoint import Record
 
     owner, _, last = name.rpartition(".")
