@@ -1,5 +1,6 @@
 """`microfloat diff`: features O6."""
 
+import functools
 import json
 import math
 
@@ -26,11 +27,12 @@ def pair(tmp_path):
 
 def test_figures_are_those_of_the_metrics(microfloat, pair, monkeypatch):
     from microfloat import metrics
-    from microfloat.cli import diff
+    from microfloat.checkpoint import _casting
 
+    slabs = _casting.slabs
     a, b, other, noisy = pair
     for elements in (1 << 22, 1000):  # in one window, and in several
-        monkeypatch.setattr(diff, "ELEMENTS", elements)
+        monkeypatch.setattr(_casting, "slabs", functools.partial(slabs, elements=elements))
         done = microfloat("diff", a, b, "--json")
         assert done.code == 0
         rows = {row["name"]: row for row in done.json["tensors"]}

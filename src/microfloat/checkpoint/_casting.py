@@ -6,7 +6,7 @@ those of one cast of the whole parameter. Experts [E, N, K] are cast one by one.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -62,15 +62,15 @@ def experts_apart(record: Record, alternate: bool) -> list[Record]:
 
 @dataclass(frozen=True, eq=False)
 class Stack(Record):
-    """Numbered experts as one plain parameter of `logical_shape`: the parts of each, and if their rows alternate."""
+    """Numbered experts as one plain parameter of `logical_shape`: the matrices of each, and if their rows alternate."""
 
-    parts: tuple[tuple[Record, ...], ...] = ()
+    experts: tuple[tuple[Record, ...], ...] = ()
     alternate: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(part.nbytes for row in self.parts for part in row)
+        return sum(part.nbytes for row in self.experts for part in row)
 
 
 def stacked(records: Iterable[Record], alternate: bool) -> list[Record]:
@@ -91,15 +91,17 @@ def stacked(records: Iterable[Record], alternate: bool) -> list[Record]:
             continue
         parts = tuple(tuple(group[e, i] for i in range(width)) for e in range(count))
         shape = (*parts[0][0].logical_shape[1:], sum(part.logical_shape[0] for part in parts[0]))
-        first = {field.name: getattr(parts[0][0], field.name) for field in fields(Record)}
-        made.append(Stack(**first | {"name": name, "logical_shape": (count, *shape)}, parts=parts, alternate=alternate))
+        made.append(Stack(
+            name, parts[0][0].codes, logical_shape=(count, *shape), source=parts[0][0].source, experts=parts,
+            alternate=alternate,
+        ))  # fmt: skip
     return made
 
 
 def turned_matrices(record: Record, dtype: np.dtype) -> Iterator[np.ndarray]:
     """The values [K, N] of each expert of a record [E, N, K] or of a `Stack`; the biases [N] of one of biases."""
     if isinstance(record, Stack):
-        values = (joined_rows([part.dequantize(dtype) for part in row], record.alternate) for row in record.parts)
+        values = (joined_rows([part.dequantize(dtype) for part in row], record.alternate) for row in record.experts)
     else:
         values = (matrix_of(record, expert).dequantize(dtype) for expert in range(experts_of(record)))
     return (np.ascontiguousarray(one.T) for one in values)

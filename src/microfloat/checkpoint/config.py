@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from microfloat.checkpoint.families import DIALECTS, Announcement, Dialect, Read
+from microfloat.checkpoint.families import DIALECTS, Announcement, Read
 from microfloat.checkpoint.records import Finding
 from microfloat.errors import kind_of
 
@@ -72,10 +72,13 @@ def _places(place: str, config: Any, depth: int) -> Iterator[tuple[str, dict[str
 
 def _announcement(file: str, config: dict[str, Any]) -> Announcement:
     """The announcement of the dialect that has this quant_method, or without one these entries; else a refusal."""
-    method = config.get("quant_method")
+    method, producer = config.get("quant_method"), config.get("producer")
+    producer = producer.get("name") if isinstance(producer, dict) else None
     name = str(method).lower().replace("_", "-")
     for dialect in DIALECTS:
-        known = _knows(dialect, config) if method is None else any(fnmatchcase(name, one) for one in dialect.methods)
+        known = any(fnmatchcase(name, one) for one in dialect.methods)
+        if method is None:  # its entries, or its producer, tell
+            known = producer in dialect.methods or any(entry in config for entry in dialect.entries)
         if known and dialect.read is not None:
             return dialect.read(file, config)
     if method is None:
@@ -86,10 +89,3 @@ def _announcement(file: str, config: dict[str, Any]) -> Announcement:
     methods = ", ".join(repr(dialect.methods[0]) for dialect in DIALECTS if dialect.methods)
     refusal = f"quant_method {shown!r} is not read; read are {methods}."
     return Announcement(file, shown, f"quant_method {shown!r}", refusal=refusal)
-
-
-def _knows(dialect: Dialect, config: Mapping[str, Any]) -> bool:
-    """True for a configuration without quant_method that has entries or the producer of a dialect."""
-    producer = config.get("producer")
-    is_producer = isinstance(producer, dict) and producer.get("name") in dialect.methods
-    return is_producer or any(entry in config for entry in dialect.entries)

@@ -221,7 +221,8 @@ def _nonfinite(
     ):  # fmt: skip
         test = is_bad if table is None else is_bad(table).take
         if count := sum(np.count_nonzero(test(piece)) for piece in pieces_of(scale)):
-            which = _of_experts(record, test(scale).reshape(experts, -1).any(-1)) if scale.size % experts == 0 else ""
+            bad = np.asarray(test(scale)).reshape(experts if scale.size % experts == 0 else 1, -1).any(-1)
+            which = _of_experts(record, np.asarray(bad))
             message = f"{count} of {scale.size} {what} are {word}{which}." if scale.size > 1 else f"{what} is {word}."
             remedy = f'{_REEXPORT} load(..., nan="zero") reads them as zeros.' if word == "NaN" else _REEXPORT
             yield Finding(id, weight, record.name, message, remedy)

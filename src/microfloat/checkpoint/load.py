@@ -146,8 +146,9 @@ def opened(
     contents = contents_of(folder, tensors, format)
     first = next(iter(contents.announcements), None)
     if format == "auto" and first is not None and first.refusal:
-        remedy = "Convert it with its own library."
-        if family := _likely(contents):
+        remedy, entries = "Convert it with its own library.", contents.entries.values()
+        if entries and all(one.layout and not missing_roles(one) for one in entries):
+            family = contents.families.most_common(1)[0][0]
             remedy = f'Its tensors have the names and shapes of {family}: format="{family}" reads them as such.'
         raise checkpoint_error(path, [Finding("unsupported", "error", first.file, first.refusal, remedy)])
     checkpoint = Checkpoint(folder, tensors, contents, pattern, dequantize, nan)
@@ -156,13 +157,6 @@ def opened(
     if strict and errors:
         raise checkpoint_error(path, errors)
     return checkpoint
-
-
-def _likely(contents: Contents) -> str:
-    """The family of most parameters, where all of them fit one; else an empty text."""
-    entries = contents.entries.values()
-    fit = entries and all(one.layout and not missing_roles(one) for one in entries)
-    return contents.families.most_common(1)[0][0] if fit else ""
 
 
 def _matcher(pattern: str | None) -> Callable[[str], bool]:

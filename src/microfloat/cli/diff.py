@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from microfloat.pictures.errors import ErrorCounts
 
 _MOST_LINES = 24
-ELEMENTS = 1 << 22  # that are compared at a time
 
 
 _COLUMNS = (
@@ -134,7 +133,9 @@ def _values(
 def _compared(
     name: str, a: "Record", b: "Record", counts: "ErrorCounts | None", threshold: float | None
 ) -> dict[str, Any]:  # fmt: skip
-    """One row: sums over windows of both tensors, over the elements that are finite in A."""
+    """One row: sums over slabs of both tensors, over the elements that are finite in A."""
+    from microfloat.checkpoint._casting import slabs, tile_rows
+
     row: dict[str, Any] = {"name": name, "formats": [_format(a), _format(b)]}
     row |= {"sqnr_db": None, "relative": None, "max_abs": None, "non_finite": 0, "problem": None}
     problem = next((record.problem for record in (a, b) if record.problem is not None), None)
@@ -144,7 +145,8 @@ def _compared(
         return row | {"problem": str(problem)}
     signal = noise = largest = 0.0
     others = 0
-    for x, y in _windows(a, b):
+    for (_, _, part_a), (_, _, part_b) in zip(slabs(a, tile_rows(b)), slabs(b, tile_rows(a)), strict=True):
+        x, y = part_a.dequantize(), part_b.dequantize()
         finite = np.isfinite(x)
         row["non_finite"] += int(x.size - finite.sum())
         others += int(np.count_nonzero(~finite & (x != y) & ~(np.isnan(x) & np.isnan(y))))
@@ -169,14 +171,6 @@ def _compared(
 
 def _format(record: "Record") -> str:
     return record.format.name if record.format else record.codes.dtype.name
-
-
-def _windows(a: "Record", b: "Record") -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Equal parts of both, few enough elements to stay in memory."""
-    from microfloat.checkpoint._casting import slabs, tile_rows
-
-    for (_, _, x), (_, _, y) in zip(slabs(a, tile_rows(b), ELEMENTS), slabs(b, tile_rows(a), ELEMENTS), strict=True):
-        yield x.dequantize(), y.dequantize()
 
 
 # ---- bytes
@@ -216,23 +210,19 @@ def _byte_rows(name: str, a: "Record", b: "Record") -> Iterator[dict[str, Any]]:
 
 def _first(record: "Record", part: str, ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
     """The first difference of two arrays of one dtype; packed codes are unpacked at that place."""
-    from microfloat.checkpoint._arrays import scale_values
+    from microfloat.checkpoint._arrays import pieces_of, scale_values
     from microfloat.metrics import first_difference
     from microfloat.reference import unpack_fp4, unpack_fp6
 
-    bits, differing = np.dtype(f"u{ours.dtype.itemsize}"), 0
-    where: tuple[int, ...] | None = None
-    length = ours.shape[-1] if ours.ndim else 1
-    flat = [np.ascontiguousarray(array).view(bits).reshape(-1, length) for array in (ours, theirs)]
-    step = max(ELEMENTS // flat[0].shape[1], 1)
-    for start in range(0, len(flat[0]), step):
-        unequal = flat[0][start : start + step] != flat[1][start : start + step]
-        differing += int(unequal.sum())
-        if where is None and unequal.any():
-            line = start + int(np.argmax(unequal.any(-1)))
-            where = tuple(int(i) for i in np.unravel_index(line, ours.shape[:-1])) if ours.ndim > 1 else ()
-    if where is None:
+    bits, differing, start, first = np.dtype(f"u{ours.dtype.itemsize}"), 0, 0, 0
+    for x, y in zip(*(pieces_of(np.ascontiguousarray(array).view(bits)) for array in (ours, theirs)), strict=True):
+        unequal = x != y
+        first = first if differing else start + int(np.argmax(unequal))
+        differing += int(np.count_nonzero(unequal))
+        start += len(x)
+    if not differing:
         return {}
+    where = tuple(int(i) for i in np.unravel_index(first, ours.shape)[:-1])
     element = record.format.element if record.format is not None and part == "codes" else None
     lines = [np.atleast_1d(array[where]) for array in (ours, theirs)]
     if element is not None and element.bits < 8:

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import asdict
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
@@ -34,6 +35,7 @@ PLACES = (
     Place("jax", "native"), Place("jax", "reference"), Place("numpy", "reference"),
 )  # fmt: skip
 RECIPES = tuple(recipes.RECIPES)
+_COLOURS = {"fast": "green", "runs": "", "no": "yellow"}
 
 
 def doctor(
@@ -105,22 +107,14 @@ def _packages(output: Output, front_ends: dict[str, ModuleType | str]) -> None:
         cuda = cuda_version()
         remedy = None if cuda else "this torch is built without CUDA"
         rows.append({"package": "CUDA (of torch)", "version": cuda, "remedy": remedy})
-    columns = (
-        Column("package"),
-        Column("version", text=lambda text: text or "not installed"),
-        Column("remedy", prose=True),
-    )
-    output.table("packages", rows, columns, "Packages")
+    version = Column("version", text=lambda text: text or "not installed")
+    output.table("packages", rows, [Column("package"), version, Column("remedy", prose=True)], "Packages")
 
 
 def _row(place: Place, recipe: str, front_ends: dict[str, ModuleType | str], device: str | None) -> dict[str, Any]:
     """The answer of one backend about the fprop of a recipe, and the kernel that runs instead."""
     answer, runs, instead = _answer(place, recipe, front_ends, device)
-    return {
-        "front_end": place.front_end, "backend": place.backend, "recipe": recipe,
-        "available": answer.available, "accelerated": answer.accelerated, "reason": answer.reason, "runs": runs,
-        "instead": instead,
-    }  # fmt: skip
+    return {**place._asdict(), "recipe": recipe, **asdict(answer), "runs": runs, "instead": instead}
 
 
 def _answer(
@@ -134,10 +128,8 @@ def _answer(
         return Support(False, False, module), None, None
     try:
         found = module.explain(recipe, device=device, backend=place.backend)
-        support, kernel = (
-            Support(found.available, found.accelerated, found.rows[0].support.reason),
-            found.rows[0].kernel,
-        )
+        kernel = found.rows[0].kernel
+        support = Support(found.available, found.accelerated, found.rows[0].support.reason)
     except NotSupportedError as refusal:
         support, kernel = Support(False, False, str(refusal)), "-"
     except InvalidValueError as unknown:  # a device of the other front end
@@ -164,7 +156,10 @@ def _matrix(output: Output, rows: list[dict[str, Any]], device: str) -> None:
                 word = "fast" if row["accelerated"] else "runs" if row["available"] else "no"
                 line[f"{row['front_end']} {row['backend']}"] = f"{word} {notes.setdefault(_why(row), len(notes) + 1)}"
         lines.append(line)
-    columns = [Column(f"{place.front_end} {place.backend}", place.title, style=_colour) for place in PLACES]
+    columns = [
+        Column(f"{place.front_end} {place.backend}", place.title, style=lambda cell: _COLOURS[cell.split()[0]])
+        for place in PLACES
+    ]
     where = f" on {device}" if device else ""
     output.table(None, lines, [Column("recipe"), *columns], f"Recipes by backend{where}")
     output.say("fast: on tensor cores of the format; runs: the same bytes, not accelerated; numbers: see below.")
@@ -178,10 +173,6 @@ def _why(row: dict[str, Any]) -> str:
     else:
         text = row["reason"] + (f". Instead: {row['instead']}" if row["instead"] else "")
     return re.sub(r" (\([a-z0-9_]+ x [a-z0-9_]+\)|for [a-z0-9_]+ x [a-z0-9_]+)", "", text)
-
-
-def _colour(cell: str) -> str:
-    return {"fast": "green", "runs": "", "no": "yellow"}[cell.split()[0]]
 
 
 # ---- --check

@@ -1,5 +1,6 @@
 """`microfloat formats`: the bits of every format, its values, and single codes decoded and encoded."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,7 +55,7 @@ def formats(
     microfloat formats encode 1.7 -0.3 --as e2m1
     """
     first, *rest = what or [""]
-    if stray := next((word for word in what or () if word.startswith("-") and not _is_number(word)), None):
+    if stray := next((word for word in what or () if re.match(r"-(?![\d.]|inf|nan)", word, re.IGNORECASE)), None):
         raise invalid_value("option", stray, "--values, --as, --plot, --json, --no-color or --quiet")
     if first in ("decode", "encode"):
         if values or plot:
@@ -226,11 +227,3 @@ def _value_row(text: str, element: ElementFormat) -> dict[str, Any]:
         "below": float(below[-1]) if below.size else None, "above": float(above[0]) if above.size else None,
         "saturated": bool(abs(value) > element.max),
     }  # fmt: skip
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

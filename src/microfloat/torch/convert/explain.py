@@ -389,11 +389,11 @@ class _Calls:
 
     def listener(self, schedule: object, layers: Sequence["RecipeLayer"], weight: object, is_backward: bool) -> Any:
         """A listener to one call, of which x alone matters."""
-        listener = dict.fromkeys(("see_w", "see_y", "see_dy", "see_gradients"), self.see_plain)
-        return SimpleNamespace(see_x=functools.partial(self._see_x, layers), **listener)
+        others = dict.fromkeys(("see_w", "see_y", "see_dy", "see_gradients"), lambda *_: None)
+        return SimpleNamespace(see_x=functools.partial(self._see_x, layers), **others)
 
-    def see_plain(self, *_: object) -> None:
-        """Nothing is noted of high precision, of weights and of results."""
+    def see_plain(self, layer: nn.Module, x: object, y: object) -> None:
+        """Nothing is noted of high precision."""
 
     def _see_x(self, layers: Sequence[Any], x: torch.Tensor, inputs: object) -> None:
         for layer in layers:

@@ -51,9 +51,10 @@ def _put(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 
 def _is_initialized(model: nn.Module, name: str, buffers: Mapping[str, torch.Tensor], device: torch.device) -> bool:
     """Make the buffers of a module; True where its initialization has written every element, whatever was there."""
-    module = model.get_submodule(name)
-    owner = _owner(model, name)
-    made = []
+    module, parts, made = model.get_submodule(name), name.split(".") if name else [], []
+    # The innermost module around it, or itself, that initializes modules as those of transformers do.
+    around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1))
+    owner = next((one for one in around if callable(getattr(one, "_init_weights", None))), None)
     for fill in (0, 1):
         _put(module, {key: torch.full_like(buffer, fill, device=device) for key, buffer in buffers.items()})
         try:
@@ -66,10 +67,3 @@ def _is_initialized(model: nn.Module, name: str, buffers: Mapping[str, torch.Ten
             return False
         made.append([getattr(module, key) for key in buffers])
     return all(torch.equal(*pair) for pair in zip(*made, strict=True))
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module | None:
-    """The innermost module around one, or itself, that initializes modules as those of transformers do."""
-    parts = name.split(".") if name else []
-    around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1))
-    return next((one for one in around if callable(getattr(one, "_init_weights", None))), None)

@@ -148,7 +148,10 @@ class Storage:
         shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
         for members in scale_groups(configs, self.fuse):
             weights = {name: held_weight(layers[name]) for name in members}
-            self.spoiled += [name for name, weight in weights.items() if not _is_finite(weight)]
+            plain = {name: one for name, one in weights.items() if one is not None and not one.is_meta}
+            self.spoiled += [
+                name for name, one in plain.items() if not isinstance(one, QuantizedTensor) and not one.isfinite().all()
+            ]
             stored = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared)
             shared |= {  # type: ignore
                 id(plain): (plain, stored[name]) for name, plain in weights.items() if several[id(plain)] > 1
@@ -224,13 +227,6 @@ def _name_untied(untied: Mapping[str, str]) -> None:
             f"leave them as they were: filter=lambda name, layer: name not in {list(untied)}.", UserWarning,
             stacklevel=4,
         )  # fmt: skip
-
-
-def _is_finite(weight: object) -> bool:
-    """False for plain values at hand of which one is not finite. Codes have been looked at when they were made."""
-    if not isinstance(weight, torch.Tensor) or isinstance(weight, QuantizedTensor) or weight.is_meta:
-        return True
-    return bool(weight.isfinite().all())
 
 
 def _name_spoiled(names: Sequence[str]) -> None:
@@ -507,7 +503,8 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
     check_model(model)
     with products_to_measure(model) as products:
         layers = named_layers(model) | products
-        static = {name: layer for name, layer in layers.items() if _is_static(layer)}
+        pins = {name: layer.pinned for name, layer in layers.items() if isinstance(layer, RecipeLayer)}
+        static = {name: layers[name] for name, pin in pins.items() if isinstance(pin, Recipe) and pin.is_static}
         if not layers:
             got = f"a {type(model).__name__} without linear layers"
             raise invalid_value("model", got, "one with layers to calibrate")
@@ -519,16 +516,15 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
                 measured[layer] = larger_amax(x, measured.get(layer))
 
         hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in (static or layers).values()]
-        pinned = {layer: layer.pinned for layer in static.values()}
         try:
-            for layer, recipe in pinned.items():
-                layer.pin(dataclasses.replace(recipe, scales="dynamic"))  # type: ignore
+            for name, layer in static.items():
+                layer.pin(dataclasses.replace(pins[name], scales="dynamic"))  # type: ignore
             yield model
         finally:
             for hook in hooks:
                 hook.remove()
-            for layer, recipe in pinned.items():
-                layer.pin(recipe)  # type: ignore
+            for name, layer in static.items():
+                layer.pin(pins[name])  # type: ignore
         for layer, amax in measured.items():
             if static:
                 layer.register_buffer("input_amax", amax)
@@ -540,8 +536,3 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
             f"calibrate: these layers were not called, and keep no or an earlier amax: {', '.join(missed)}.",
             UserWarning, stacklevel=3,
         )  # fmt: skip
-
-
-def _is_static(layer: nn.Module) -> bool:
-    recipe = layer.pinned if isinstance(layer, RecipeLayer) else None
-    return isinstance(recipe, Recipe) and recipe.is_static

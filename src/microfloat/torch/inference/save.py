@@ -82,7 +82,7 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
     is_native = isinstance(format, str) and family_named(format) == "microfloat:native"
     amaxes = () if is_native else "input_amax"  # elsewhere they are scales of the family
     records = [record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)]
-    records = records if is_native or _is_of_gpt_oss(format) else taken_apart(model, records)
+    records = records if is_native or str(format).startswith("gptoss") else taken_apart(model, records)
     quantized = [record for record in records if record.format is not None]
     for finding in () if is_native else scale_findings(quantized, "keep"):
         if finding.id == "fused-mismatch":
@@ -104,11 +104,6 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
         base = options["config"] if isinstance(options.get("config"), Mapping) else {}
         options["config"] = {**base, "quantization_config": {"kv_cache_scheme": True}}
     return records + cached, options
-
-
-def _is_of_gpt_oss(format: object) -> bool:
-    """True for the families that keep all experts of a layer in one tensor."""
-    return isinstance(format, str) and format.startswith("gptoss")
 
 
 def _cache_scales(model: nn.Module) -> list["Record"]:
