@@ -1,6 +1,5 @@
 """`microfloat diff`: features O6."""
 
-import functools
 import json
 import math
 
@@ -27,12 +26,11 @@ def pair(tmp_path):
 
 def test_figures_are_those_of_the_metrics(microfloat, pair, monkeypatch):
     from microfloat import metrics
-    from microfloat.checkpoint import _casting
+    from microfloat.cli import diff
 
-    slabs = _casting.slabs
     a, b, other, noisy = pair
     for elements in (1 << 22, 1000):  # in one window, and in several
-        monkeypatch.setattr(_casting, "slabs", functools.partial(slabs, elements=elements))
+        monkeypatch.setattr(diff, "ELEMENTS", elements)
         done = microfloat("diff", a, b, "--json")
         assert done.code == 0
         rows = {row["name"]: row for row in done.json["tensors"]}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from microfloat.pictures.errors import ErrorCounts
 
 _MOST_LINES = 24
+ELEMENTS = 1 << 22  # that are compared at a time
 
 
 _COLUMNS = (
@@ -145,7 +146,8 @@ def _compared(
         return row | {"problem": str(problem)}
     signal = noise = largest = 0.0
     others = 0
-    for (_, _, part_a), (_, _, part_b) in zip(slabs(a, tile_rows(b)), slabs(b, tile_rows(a)), strict=True):
+    windows = slabs(a, tile_rows(b), ELEMENTS), slabs(b, tile_rows(a), ELEMENTS)
+    for (_, _, part_a), (_, _, part_b) in zip(*windows, strict=True):
         x, y = part_a.dequantize(), part_b.dequantize()
         finite = np.isfinite(x)
         row["non_finite"] += int(x.size - finite.sum())
