@@ -106,7 +106,7 @@ def cast_passes(
     matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None, *, records: bool = False,
     given_amax: bool = False, batch: int = 0,
 ) -> Passes:  # fmt: skip
-    """The passes that make the row and the column operand of a matrix; None for an operand that is not wanted.
+    """The passes that make the row and the column operand of a matrix; None for an operand that is not read.
 
     `records`: the first element of RECORD takes the amax. `given_amax`: AMAX holds the amax. `batch`: a word of the
     random counters. Raises NotSupportedError if a cast has no kernel, or none for its form.
@@ -121,7 +121,7 @@ def cast_passes(
 
 
 def _copy_tails(passes: Passes, matrix: Matrix) -> int:
-    """Add the launch that copies rows of groups that fill no tile (`kernels.casts.groups`); position of the copies."""
+    """Add the launch that copies rows of groups that fill no tile (`kernels.casts.groups`); returns their position."""
     rows, columns, warps = tables.TILES["tails"]
     shape = ((matrix.groups + 1) * GROUP_ROWS, matrix.columns)
     tails = passes.add(Buffer(shape, (matrix.stride_r, 1), matrix.dtype))

@@ -199,7 +199,7 @@ def _produced_kind(matrix: Matrix) -> int:
 
 
 def _how(matrix: Matrix, tile_rows: int, tile_columns: int) -> How:
-    """Constants of a kernel that produces such a matrix."""
+    """Constants of a kernel that produces this matrix."""
     return matrix.how(tile_rows, tile_columns, units=True)._replace(KIND=_produced_kind(matrix))
 
 

@@ -115,7 +115,7 @@ def _wide_passes(
     codes: DecodeCodes, shape: tuple[int, int, int], dtypes: tuple[str, str, str | None],
     scale_strides: tuple[int, int], level_stride: int, device: Device, cut: DecodeCut,
 ) -> Passes:  # fmt: skip
-    """The same by `kernels.gemm.decode_wide`."""
+    """The passes of `decode_passes` by `kernels.gemm.decode_wide`."""
     (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
     hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
     parts = 1 if x_dtype == "bfloat16" else 2
@@ -380,8 +380,9 @@ def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int) -> int
 def _wide_cut(
     table: dict[int, tuple[int, ...]], codes: DecodeCodes, shape: tuple[int, int, int], processors: int
 ) -> DecodeCut:
-    """The same by `decode_wide`: so many parts of K that every multiprocessor has some programs, larger ones where
-    the rows of the weight are enough without parts.
+    """The cut of a product by `decode_wide`: K in enough parts that every multiprocessor has some programs.
+
+    Programs are larger where the rows of the weight are enough without parts.
     """
     m, k, n = shape
     own = _WideDivision(*next(division for most, division in table.items() if m <= most))

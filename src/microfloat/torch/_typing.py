@@ -28,7 +28,7 @@ class Sink(Protocol):
     """The receiver of a weight's gradient in float32."""
 
     def add(self, dw: torch.Tensor, /) -> Maybe:
-        """Take it; returns what autograd is to pass on."""
+        """Take the gradient; returns the one that autograd passes on, or None."""
         ...
 
 
@@ -44,12 +44,12 @@ class Layer(Protocol):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Its weight, perhaps as a parametrization computes it."""
+        """The weight, perhaps computed by a parametrization."""
         ...
 
     @property
     def bias(self) -> Maybe:
-        """Its bias."""
+        """The bias, perhaps computed by a parametrization."""
         ...
 
     @property

@@ -241,7 +241,7 @@ def _stepped(function: Callable, enter: Callable[[], autocast]) -> Callable:
 
 
 def _stepped_async(function: Callable, enter: Callable[[], autocast]) -> Callable:
-    """The same for an async generator function."""
+    """`_stepped` for an async generator function."""
 
     async def steps(*args: object, **kwargs: object) -> AsyncIterator[object]:
         generator = function(*args, **kwargs)

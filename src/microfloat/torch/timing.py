@@ -106,7 +106,7 @@ def rotations(bytes_of_one_set: int) -> int:
 
 
 def quantize_times(shape: tuple[int, int], cast: Cast, device: str, cpu_milliseconds: float = 0.0) -> Times:
-    """Times of the public `quantize` of bfloat16 matrices that rotate."""
+    """Times of the public `quantize`, with bfloat16 matrices in turn, so that none is in the cache."""
     sets = rotations(2 * shape[0] * shape[1]) if device == "cuda" else 2
     x = [torch.randn(shape, device=device).bfloat16() for _ in range(sets)]
     call = {"quantize": lambda i: quantize(x[i % sets], cast)}
@@ -114,7 +114,7 @@ def quantize_times(shape: tuple[int, int], cast: Cast, device: str, cpu_millisec
 
 
 def copy_gbs(elements: int, device: str) -> float:
-    """GB/s, read and written, of a device copy of so many bfloat16 elements."""
+    """GB/s, read and written, of a device copy of bfloat16 elements."""
     source = torch.randn(elements, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     times = in_turn({"copy": lambda i: target.copy_(source)}, device, 100, cpu_milliseconds=50)
@@ -226,5 +226,5 @@ def has_cuda() -> bool:
 
 
 def cuda_version() -> str | None:
-    """The CUDA, or ROCm, that this torch was built with; None for a build without."""
+    """The version of CUDA or ROCm that this torch was built with, or None."""
     return torch.version.cuda or (torch.version.hip and f"ROCm {torch.version.hip}")

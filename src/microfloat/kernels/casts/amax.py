@@ -235,7 +235,7 @@ def amax_transformed(
     x_ptr, out_ptr, scratch_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """float32[2]: amax of a matrix and of its Hadamard transform along columns (or rows), by any number of programs."""
+    """The amaxes of a matrix and of its Hadamard transform along columns (or rows), by any number of programs."""
     HW: tl.constexpr = HOW.HW
     known, known_transformed = peek(scratch_ptr, HW), peek(scratch_ptr + 2, HW)
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)

@@ -110,13 +110,13 @@ def columns_amax(phases, IGNORE_NAN: tl.constexpr, NB: tl.constexpr, G: tl.const
 
 @triton.jit
 def spread_rows(x, NB: tl.constexpr, T: tl.constexpr, BM: tl.constexpr):
-    """[NB, BM] per block -> [NB * T, BM, 1, 1] per lane."""
+    """Repeat values of blocks [NB, BM] for their lanes, [NB * T, BM, 1, 1]."""
     return tl.reshape(tl.broadcast_to(x[:, None, :], [NB, T, BM]), [NB * T, BM])[:, :, None, None]
 
 
 @triton.jit
 def spread_columns(x, NB: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
-    """[NB, W] per block -> [NB * G, 1, W] per group of rows."""
+    """Repeat values of blocks [NB, W] for their groups of rows, [NB * G, 1, W]."""
     return tl.reshape(tl.broadcast_to(x[:, None, :], [NB, G, W]), [NB * G, W])[:, None, :]
 
 

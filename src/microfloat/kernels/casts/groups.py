@@ -23,7 +23,7 @@ TILE = tl.constexpr(128)
 
 @triton.jit
 def _at(values, groups, group):
-    """``values[group]`` for a vector `group` of indices."""
+    """The elements of `values` at the indices `group`."""
     return tl.sum(tl.where(groups[None, :] == group[:, None], values[None, :], 0), 1)
 
 

@@ -151,8 +151,8 @@ def cast_pair(
     x_epsilon, XR, XC, x_stride_r, x_stride_c, w_epsilon, WR, WC, w_stride_r, w_stride_c,
     SOURCE: tl.constexpr, RECORDS: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs. X and W: `constants.Pass`, casts as in `cast_scaled`; W is None where there is only one
-    matrix. SOURCE: GIVEN (`source` holds the encode factor), AMAX (measured here) or AXES (the same; `source` is room
+    """Cast one or two matrices. X and W: `constants.Pass`, with casts as in `cast_scaled`; W may be None.
+    SOURCE: GIVEN (`source` holds the encode factor), AMAX (measured here) or AXES (the same; `source` is room
     for the amaxes of rows and of columns, int32 [R + C]). No matrix needs 64-bit offsets inside a tile.
     """
     X_ROW: tl.constexpr = X.ROW
@@ -243,7 +243,7 @@ def cast_values(
 def cast_values_by_size(
     matrix, row, column, seed_ptr, streams, first, programs, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr
 ):
-    """The same, by the form that the tensor amaxes allow."""
+    """`cast_values`, in the form that the tensor amaxes allow."""
     lowered = False
     if HOW.HW and (can_lower(ROW) or can_lower(COLUMN)):
         lowered = is_modest(row.amax, ROW) & is_modest(column.amax, COLUMN)

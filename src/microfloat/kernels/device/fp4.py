@@ -386,7 +386,7 @@ def oct_of(even, odd, factor):
 
 @triton.jit
 def row_oct(halves, factor, FIRST: tl.constexpr):
-    """Oct of the pairs FIRST .. FIRST + 3."""
+    """The oct (eight codes in an int32) of the pairs FIRST .. FIRST + 3."""
     a = choose_bytes(halves[FIRST], halves[FIRST + 1], 0x7531)
     b = choose_bytes(halves[FIRST + 2], halves[FIRST + 3], 0x7531)
     return oct_of(choose_bytes(a, b, 0x6420), choose_bytes(a, b, 0x7531), factor)

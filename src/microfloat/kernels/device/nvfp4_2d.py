@@ -124,7 +124,7 @@ def tile_amax(words, HW: tl.constexpr):
 
 @triton.jit
 def in_lanes(x):
-    """One value per tile [4, 4, N] -> one per lane [8, 4, N, 1]."""
+    """Repeat values of tiles [4, 4, N] for their lanes, [8, 4, N, 1]."""
     N: tl.constexpr = x.shape[2]
     return tl.reshape(tl.broadcast_to(x[:, None], [4, 2, 4, N]), [8, 4, N])[:, :, :, None]
 

@@ -108,7 +108,7 @@ def pack_bytes_rows(t):
 
 @triton.jit
 def pack_bytes_columns(t0, t1, t2, t3):
-    """int32 of four codes for the first and the second column: bytes 0 and 2 of the words of four rows."""
+    """Words of four codes of the first and of the second column: bytes 0 and 2 of the words of four rows."""
     a = t0 | (t1 << 8)
     b = t2 | (t3 << 8)
     low = tl.inline_asm_elementwise(

@@ -168,7 +168,7 @@ def _promote(total, p, row_factor, column_factor, SCALES: gl.constexpr):
 
 @gluon.jit
 def _scaled(x, a_scale_ptr, b_scale_ptr, a_row, rows, b_row, group, stride, SCALES: gl.constexpr):
-    """Multiply sums of a part of C by scales of rows and columns, or of both matrices of a group; 0 for group -1."""
+    """Multiply sums of a part of C by scales of rows and columns, or of both matrices; group -1 makes them 0."""
     if SCALES == ROWS:
         r = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
         c = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))

@@ -214,7 +214,7 @@ def _wide(x):
 
 @triton.jit
 def _ended(sums, HW: tl.constexpr):
-    """The same sums, once their products have ended: something that is no product reads them."""
+    """The sums, after the products that make them have ended, for arithmetic that reads them."""
     if HW:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -223,7 +223,7 @@ def _ended(sums, HW: tl.constexpr):
 
 @triton.jit
 def _behind(a, BITS: tl.constexpr, HW: tl.constexpr):
-    """The same words, once all products under way have ended."""
+    """The words, after all products under way have ended."""
     if not HW:
         return a
     elif BITS == 4:

@@ -98,7 +98,7 @@ def times(a, b, HW: tl.constexpr):
 
 @triton.jit
 def ask_for(at, here):
-    """Prefetch the lines at these addresses into the L2 cache where `here` is not 0."""
+    """Prefetch the cache lines at these addresses into the L2 cache where `here` is not 0."""
     PTX: tl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
     tl.inline_asm_elementwise(PTX, "=r,l,r", [at.to(tl.int64), here], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -159,7 +159,7 @@ def _dots(a, b):
 
 @triton.jit
 def _unstack(words):
-    """[L, 4] -> 4 tensors of one entry per lane."""
+    """The four columns of [L, 4], each with one entry per lane."""
     even, odd = tl.split(tl.reshape(words, [words.shape[0], 2, 2]))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)

@@ -26,7 +26,7 @@ def scale_and_round(
     accumulator_ptr, left_ptr, right_ptr, bias_ptr, out_ptr, M, N, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BIAS: tl.constexpr, BF16: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """`accumulator` float32 [M, N] contiguous -> `out` [M, N]; `bias` [N] in any dtype; scales [M], [N] if VECTOR."""
+    """Scale `accumulator`, float32 [M, N], add `bias` [N] and round into `out` [M, N]; scales [M] and [N] if VECTOR."""
     column_tiles = tl.cdiv(N, BN)
     tile = tl.program_id(0)
     rows = (tile // column_tiles) * BM + tl.arange(0, BM)

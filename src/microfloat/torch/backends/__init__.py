@@ -157,7 +157,7 @@ def choose(backend: str, device: torch.device) -> Backend:
 
 
 def amax_of(values: torch.Tensor) -> torch.Tensor:
-    """float32 (): the largest magnitude of a tensor of any shape; NaN is ignored, and no elements have 0."""
+    """The largest magnitude of a tensor of any shape, float32 (), 0 for a tensor without elements; NaN is ignored."""
     matrix = values.reshape(-1, values.shape[-1] if values.numel() else 1)
     return choose("auto", values.device).amax(matrix).reshape(())
 

@@ -86,7 +86,7 @@ NO_PARTS = Parts()
 
 @dataclass(slots=True, eq=False)
 class Operands:
-    """Both operands of one tensor: `row` as it lies, `column` of its transpose."""
+    """Both operands of one tensor: `row` of the matrix itself, `column` of its transpose."""
 
     row: Parts = NO_PARTS
     column: Parts = NO_PARTS

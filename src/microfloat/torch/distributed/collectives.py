@@ -74,7 +74,7 @@ def differing(shape: Sequence[int], other: Sequence[int]) -> int:
 
 
 def side_by_side(shards: torch.Tensor) -> torch.Tensor:
-    """uint8 [ranks, R, bytes of a row] -> [R * ranks * bytes], the rows of all ranks beside each other."""
+    """The rows of all ranks beside each other: uint8 [ranks, R, bytes of a row] -> [R * ranks * bytes]."""
     width, start = shards.shape[2], shards.storage_offset()
     for dtype in (torch.int64, torch.int32, torch.int16):  # a copy of whole words is as fast as memory
         if width % dtype.itemsize == 0 and start % dtype.itemsize == 0:

@@ -54,13 +54,13 @@ class _Route:
         self.order, self.inverse = order.to(device), torch.argsort(order).to(device)
 
     def outward(self, x: torch.Tensor, cast: Cast | None) -> torch.Tensor:
-        """Rows at their experts, [A, K]: as they are, or decoded from what `cast` makes of them."""
+        """The rows that arrive at this rank's experts, [A, K]: the rows sent, or decoded from the codes of `cast`."""
         if cast is None:
             return self.exchange(x, self.sent, self.arriving)[0].index_select(0, self.order)
         return self.outward_codes(x, cast).dequantize(x.dtype)
 
     def outward_codes(self, x: torch.Tensor, cast: Cast) -> QuantizedTensor:
-        """Rows at their experts, as codes and scales."""
+        """The rows that arrive at this rank's experts, as codes and scales."""
         parts, row_cast = _cast_rows(x, cast, self.sizes, self.group)
         scales = torch.cat([part.view(torch.uint8) for part in parts[1:]], 1)
         made = self.exchange(parts[0].view(torch.uint8), self.sent, self.arriving, scales)
@@ -73,7 +73,7 @@ class _Route:
         return QuantizedTensor(codes, scale, level, row_cast, axis=1, shape=shape, dtype=x.dtype)
 
     def inward(self, y: torch.Tensor) -> torch.Tensor:
-        """Rows back at the ranks that they came from, [T, N]."""
+        """The rows that come back to this rank, [T, N]."""
         return self.exchange(y.index_select(0, self.inverse), self.arriving, self.sent)[0]
 
     def exchange(

@@ -163,7 +163,7 @@ class WeightState:
 
 
 class Metadata(NamedTuple):
-    """Message of the hook before a gather to the one after it. `scale`: one of the whole tensor, else None."""
+    """Message of the hook before a gather to the hook after it. `scale`: one of the whole tensor, or None."""
 
     gather: Gather
     transposed: bool
@@ -178,7 +178,7 @@ class Metadata(NamedTuple):
 
 
 class FsdpWeight(torch.Tensor):
-    """The values of a weight or of a shard, which FSDP2 gathers as codes. Every operation is that of `plain`."""
+    """The values of a weight or of a shard, which FSDP2 gathers as codes. Every operation runs on `plain`."""
 
     plain: torch.Tensor
     state: WeightState
@@ -226,7 +226,7 @@ class FsdpWeight(torch.Tensor):
         self, mesh: "DeviceMesh", outer_size: torch.Size, outer_stride: tuple[int, ...], module: Linear,
         mp_policy: "MixedPrecisionPolicy",
     ) -> tuple[tuple[torch.Tensor, ...], Metadata]:  # fmt: skip
-        """Codes and scales of this shard for the pass that asks, as bytes, and what is the same on all ranks."""
+        """Codes and scales of this shard as bytes, for fprop or dgrad, and the message to the other hook."""
         state, recipe = self.state, module._pinned
         if not isinstance(recipe, Recipe) or _casts_of(recipe) != state.casts:
             raise NotSupportedError(
@@ -260,7 +260,7 @@ class FsdpWeight(torch.Tensor):
         self, outputs: tuple[torch.Tensor, ...], metadata: Metadata, param_dtype: torch.dtype, *,
         out: torch.Tensor | None = None,
     ) -> tuple[Gathered, tuple] | None:  # fmt: skip
-        """The weight that layers see: a `Gathered` over what was gathered."""
+        """The weight that layers see: a `Gathered` over the gathered bytes."""
         gather = metadata.gather
         gather.gathered[metadata.transposed] = outputs, metadata
         for tensor in (metadata.scale, metadata.tensor_scale, gather.scale_enc, gather.amax):
@@ -319,7 +319,7 @@ def _wrap(layer: Any, keys: object) -> None:
 
 
 def _casts_of(recipe: Recipe) -> tuple[Cast, ...]:
-    """The casts of the weight in fprop and in dgrad, which may read the operand of fprop; none if one is None."""
+    """The casts of the weight in fprop and in dgrad; empty if a GEMM reads the weight in high precision."""
     same = recipe.dgrad.from_fprop or recipe.dgrad.path == "refused"
     first, second = recipe.fprop.rhs, recipe.fprop.rhs if same else recipe.dgrad.rhs
     return () if first is None or second is None else (first, second)
@@ -331,7 +331,7 @@ def _is_ready(weight: object) -> bool:
 
 
 def _unready(layer: Linear) -> str:
-    """Reason why a layer cannot be prepared yet, or no more, or ""."""
+    """Reason why it is too early or too late to prepare a layer, or ""."""
     weight = layer._parameters.get("weight")
     if _is_ready(weight):
         return ""
@@ -361,7 +361,7 @@ def _refusal(layer: Linear) -> str:
 
 
 def _refusal_of_shards(weight: FsdpWeight, rows: int, dim: int) -> str:
-    """Reason for gathering a weight in shards of so many rows in high precision, or ""."""
+    """Reason for gathering a weight in high precision that is cut into shards of `rows` rows, or ""."""
     if dim:
         return f"it is sharded along dimension {dim}"
     (all_rows, length), sizes = weight.shape, []
@@ -382,7 +382,7 @@ def _refusal_of_shards(weight: FsdpWeight, rows: int, dim: int) -> str:
 
 
 def refuse_fewer_ranks(layer: nn.Module) -> None:
-    """Raise where FSDP2 would keep shards on fewer ranks after forward, which it does with values alone."""
+    """Raise where FSDP2 would keep the weight on fewer ranks after forward, which it can do with values alone."""
     for owner in fsdp_parameters(layer):
         kept = owner.post_forward_mesh_info
         if kept is not None and kept.shard_mesh_size != getattr(owner.mesh_info, "shard_mesh_size", None):
@@ -502,6 +502,6 @@ def _reduces_later(casts: Sequence[Cast]) -> bool:
 
 
 def _stamp(weight: Any) -> tuple:
-    """A value that changes with the weight, made as `microfloat.torch.linear` stamps what it keeps of weights."""
+    """A value that changes with the weight, like the stamps of `linear.weight_cache`."""
     local = weight._local_tensor
     return weight._version, local._version, local.plain._version, local.plain.data_ptr(), latest_step()

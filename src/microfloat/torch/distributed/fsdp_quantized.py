@@ -87,7 +87,7 @@ class QuantizedShard(QuantizedTensor):
         self, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, *, axis: int,
         shape: Sequence[int], dtype: torch.dtype, root: QuantizedTensor | None = None,
     ) -> QuantizedTensor:  # fmt: skip
-        """A tensor of these parts: a shard too, while they are rows."""
+        """A tensor of these parts: a shard as long as they are rows of the parameter."""
         are_rows = tuple(shape[1:]) == tuple(self.shape[1:]) and axis == self.axis
         kind, options = QuantizedShard if are_rows else QuantizedTensor, {"axis": axis, "shape": shape, "dtype": dtype}
         made = kind(codes, scale, tensor_scale, self.cast, root=root, **options)
@@ -99,7 +99,7 @@ class QuantizedShard(QuantizedTensor):
         return vars(self.whole)
 
     def ends_at(self, row: int) -> bool:
-        """True if only padding lies behind this row, or nobody knows yet."""
+        """True if only padding lies behind this row, or before FSDP2 has named the ranks."""
         return self.whole.group is None or row == self.whole.own_rows
 
     # ------------------------------------------------------------------------------------------------------- writes
@@ -121,14 +121,14 @@ class QuantizedShard(QuantizedTensor):
             )
 
     def quantized(self, values: torch.Tensor, is_update: bool) -> QuantizedTensor:
-        """Plain float32 `values` of these rows as a part of the whole parameter."""
+        """Codes of plain float32 `values` of these rows, as a part of the whole parameter."""
         if is_update:
             return requantized(self, values, self._quantized)
         amax = largest(backends.amax_of(values), (self.writing_group(),)) if self.shares_a_scale else None
         return self._quantized(values, self.cast, amax)
 
     def writing_group(self) -> dist.ProcessGroup:
-        """The ranks that write together; raises for a part of the rows, and for ranks that are not known yet."""
+        """The ranks that write together; raises for a part of the rows, and before FSDP2 has named the ranks."""
         whole, got, needed, remedy = self.whole, "", "", ""
         if whole.group is None:
             got, needed = "a shard whose ranks are not known yet", "one that was gathered before"
@@ -145,7 +145,7 @@ class QuantizedShard(QuantizedTensor):
         return whole.group
 
     def _quantized(self, values: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> QuantizedTensor:
-        """Plain float32 `values` of these rows under a Cast as the whole parameter has them."""
+        """Codes of float32 `values` of these rows under a Cast, equal to the rows of a cast of the whole."""
         first = self.whole.first_row if self.cast.is_stochastic and not self.is_per_expert else 0
         if first:  # rows in front of them, for the counters of the noise alone
             values = torch.cat([values.new_zeros((first, *values.shape[1:])), values])
@@ -209,7 +209,7 @@ class QuantizedShard(QuantizedTensor):
         return None
 
     def _over(self, gathered: Sequence[torch.Tensor], metadata: Metadata, dtype: torch.dtype) -> QuantizedTensor:
-        """The parameter over the bytes of each part of all ranks. One scale of all is that of the first rank."""
+        """The parameter over the bytes of all ranks; where one scale serves all, the first rank's."""
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             needed = "torch.float32, torch.bfloat16 or torch.float16: what a QuantizedTensor may present"
             raise invalid_type("mp_policy.param_dtype", dtype, needed)
@@ -225,7 +225,7 @@ class QuantizedShard(QuantizedTensor):
 
 
 def shard_of_zeros(q: QuantizedTensor, rows: int) -> QuantizedShard:
-    """A shard of so many rows of a quantized parameter, or of a shard, filled with zeros."""
+    """A shard of `rows` rows of a quantized parameter, or of another shard, filled with zeros."""
     shape, parts = torch.Size((rows, *q.shape[1:])), {}
     layout = _shapes(q, shape)
     for name, part in q.parts().items():

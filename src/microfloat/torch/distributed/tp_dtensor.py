@@ -57,7 +57,7 @@ class Placed:
         return DTensor.__new__(DTensor, local, copy.copy(spec), requires_grad=False)
 
     def local_of(self, tensor: DTensor) -> torch.Tensor:
-        """This rank's part of a DTensor, redistributed if need be, without a history; maybe a promise of torch's."""
+        """This rank's part of a DTensor in these placements, without a history; maybe a promise of torch's."""
         if tensor.placements == self.placements:
             return tensor._local_tensor
         if self.placements == (Replicate(),) and tensor.placements == (Partial(),):
@@ -72,12 +72,12 @@ def from_the_front(placements: tuple[Placement, ...], dims: int) -> tuple[Placem
 
 
 def of_gradient(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The placements of the gradient of a tensor with these placements: each addend of a sum needs all of it."""
+    """The placements of the gradient of a tensor with these placements: each addend of a sum has the whole gradient."""
     return tuple(Replicate() if one.is_partial() else one for one in placements)
 
 
 class AsPlaced(torch.autograd.Function):
-    """The DTensor whose part on this rank is a tensor; the gradient of that is this rank's part of `gradient`."""
+    """The DTensor whose part on this rank is `local`; its gradient is redistributed as `gradient` says."""
 
     @staticmethod
     def forward(ctx: Context, local: torch.Tensor, placed: Placed, gradient: Placed) -> torch.Tensor:

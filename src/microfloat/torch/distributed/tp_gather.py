@@ -35,7 +35,7 @@ class Gathering(NamedTuple):
 
 
 class _Backward:
-    """The gradients of a gathered x in one backward. torch holds the object, as a callback, until the end of that."""
+    """The gradients of a gathered x in one backward, at whose end torch drops the object, a callback of it."""
 
     __slots__ = ("__weakref__", "came", "columns", "dx", "part")
 
@@ -120,7 +120,7 @@ class Beside:
     def gradients(
         self, dy: Operands, saved: Saved, wants_dx: bool, wants_dw: bool, into: Sink | None = None
     ) -> tuple[None, Maybe]:
-        """None, and dw."""
+        """None in place of dx, which goes to the readers, and dw."""
         schedule, readers, dw = self._schedule, self._readers, None
         if wants_dw:
             saved = readers.wgrad_operand(schedule, saved)

@@ -170,7 +170,7 @@ class _ShardedRun:
         return y if case.is_plain else case.y.wrap(y)
 
     def backward(self, ctx: Context, dy: Maybe) -> tuple[Maybe, ...]:
-        """The gradients of x, weight and bias, DTensors where these are."""
+        """The gradients of x, weight and bias: a DTensor for each of them that is one."""
         case, self.held = self.case, None
         if dy is None:  # of a result whose reader has no gradient
             assert self.result is not None

@@ -124,7 +124,7 @@ class ShardedCast:
         self, shards: Shards, shard: torch.Tensor | None, backend: Backend, x: torch.Tensor, entries: Entries,
         batch: int = 0,
     ) -> None:  # fmt: skip
-        """`x`: an example of the tensor; `shard`: one of this rank's part, for an x that is gathered as codes."""
+        """Make the step for tensors like `x`; `shard`: this rank's part of an x that is gathered as codes."""
         self.entries, self._backend, self._shards = entries, backend, shards
         tensor = next((entry.operand.tensor for entry in entries if entry is not None), "")
         if tensor == "x" and shards.gathers(tensor) is not None and shard is not None:
@@ -269,7 +269,7 @@ class ShardedCast:
         return Parts(*parts)
 
     def _turned(self, codes: torch.Tensor) -> torch.Tensor:
-        """The codes of the column operand, of those of the row operand."""
+        """The codes of the column operand, made from the codes of the row operand."""
         (row, column), layout = self.entries, self._whole[1]
         assert row is not None
         assert column is not None
@@ -338,9 +338,9 @@ class ShardedSchedule(Schedule):
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compute: torch.dtype, wants_dx: bool,
         wants_dw: bool, late: bool,
     ) -> None:  # fmt: skip
-        """`x_shard`: an example of the tensor that is cast, `x` of the one that is multiplied; `note`: the reason for
-        gathering x in high precision; `late`: FSDP2 has gathered this rank's part of the weight, and frees it between
-        forward and backward.
+        """Make the schedule of tensors like `x`, which is multiplied, and `x_shard`, the part of it that is cast.
+
+        `note`: the reason for gathering x in high precision; `late`: FSDP2 frees the weight before backward.
         """
         self.shards, self.note, self.dtype = shards, note, compute
         self.cast_step = functools.partial(ShardedCast, shards, as_matrix(x_shard, self.dtype))

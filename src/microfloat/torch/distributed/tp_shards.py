@@ -91,7 +91,7 @@ def _format_read(entry: Entry) -> ScaledFormat:
 
 
 def scales_read(entry: Entry, sizes: Sequence[int]) -> int:
-    """The number of scales of an operand of so many rows and columns, without those that fill up its layout."""
+    """The number of scales of an operand of `sizes` rows and columns, without the padding of its layout."""
     assert entry.cast is not None
     return math.prod(scale_grid(_format_read(entry), sizes[0], stored_length(sizes[1], entry.cast.hadamard)))
 
@@ -114,7 +114,7 @@ def _runs_of(shards: Shards, axis: Axis, letter: str, sizes: dict[str, int]) -> 
 def routes_of_shards(
     recipe: Recipe, routes: Routes, chip: Chip | None, shards: Shards, sizes: dict[str, int]
 ) -> Routes:
-    """The routes of a sharded call: those of one process, without folds of 128 elements that no rank has whole.
+    """The routes of one process, without folds of 128 elements of which no rank has all.
 
     A fold depends on all of its elements (docs/numerics.md, 9). Raises InvalidValueError where a recipe asks for it
     (``path="folded"``). `sizes`: as in `check_blocks`.

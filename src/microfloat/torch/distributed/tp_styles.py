@@ -134,7 +134,7 @@ def beside(layer: nn.Module, bias: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def _is_taken(layer: nn.Module, x: object) -> bool:
-    """True where the layer takes a plain x as it is: a shard, in eager mode, under a recipe.
+    """True where the layer takes a plain x without a DTensor around it: a shard, in eager mode, under a recipe.
 
     A layer that was converted after the style was applied has no border, and takes DTensors.
     """

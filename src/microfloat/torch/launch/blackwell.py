@@ -31,7 +31,7 @@ def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> Op
 def _block_scaled_side(
     operand: Operand, rows: int, packed: bool, level: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[F.ScalingType], list[F.SwizzleType]]:
-    """(codes, scales, scale kinds, swizzles) of one operand, padded to `rows` and a C of 32 by code 0.
+    """Codes, scales, scale kinds and swizzles of one operand, padded to `rows` and a C of 32 by code 0.
 
     The scale of what is padded is byte 0, which is 0 or 2^-127. `packed`: FP4 stays FP4. `level`: with a tensor scale.
     """

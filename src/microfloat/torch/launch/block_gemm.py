@@ -104,8 +104,10 @@ SCALES_OF = {(1, None): 2, (None, None): 3}
 
 
 class GroupedWork(NamedTuple):
-    """The work of a launch of many products (`kernels.gemm.block_gemm`): FPROP, DGRAD or WGRAD, of how many groups, by
-    which part of their plan; the shape of C; scales of ROWS or of a MATRIX, None where they are of blocks; fast sums.
+    """The work of a launch that multiplies many groups (`kernels.gemm.block_gemm`).
+
+    `kind`: FPROP, DGRAD or WGRAD; `number`: of groups; `plan`: its part for this kind; `shape`: of C; `scales`: ROWS or
+    MATRIX, None for blocks; `fast`: tensor cores carry the sums.
     """
 
     kind: int

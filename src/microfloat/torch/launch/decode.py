@@ -47,7 +47,7 @@ class Decoding:
     def __call__(
         self, x: torch.Tensor, w: Parts, bias: torch.Tensor | None, plan: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[M, N]. `plan`: of experts, the table of groups in tiles of `rows_of_tile`."""
+        """The product [M, N]; `plan`: for experts, the table of groups in tiles of `rows_of_tile`."""
         codes, scale, level = (aligned(part) for part in w)
         x, is_odd = aligned(x.contiguous()), bias is not None and bias.data_ptr() % ALIGNMENT != 0
         key = x.dtype, scale.stride(), is_odd
@@ -102,7 +102,7 @@ def _strides(scale: torch.Tensor) -> tuple[int, int]:
 def decoding_of(
     rhs: Encoding, shape: Shape, out_dtype: torch.dtype, bias: torch.dtype | None, device: torch.device
 ) -> Decoding | str:
-    """The product of a few rows with a weight [N, K] in the encoding `rhs`, or the reason for none."""
+    """The product of a few rows with a weight [N, K] in the encoding `rhs`, or the reason why no kernel makes it."""
     codes = _stored_codes(rhs, shape, device)
     if isinstance(codes, str):
         return codes
@@ -110,7 +110,7 @@ def decoding_of(
 
 
 def _stored_codes(rhs: Encoding, shape: Shape, device: torch.device, experts: int = 0) -> "DecodeCodes | str":
-    """The codes as the kernel reads them, or why it does not, for a product of M, K, N; `experts`: 0 for one weight."""
+    """The codes as the kernel reads them in a product of M, K, N, or why it cannot; `experts`: 0 for none."""
     if rhs.format.element.name not in ELEMENTS or not backends.support("triton", device):
         return f"no kernel decodes {rhs.format.element.name} here"
     from microfloat.passes import products
@@ -137,7 +137,7 @@ def _stored_codes(rhs: Encoding, shape: Shape, device: torch.device, experts: in
 def decoding_of_experts(
     weight: QuantizedTensor, rows: int, out_dtype: torch.dtype, bias: torch.dtype | None
 ) -> Decoding | str:
-    """The product of so many rows in groups with the weights of experts, or why there is none."""
+    """The product of `rows` rows in groups with the weights of experts, or the reason why no kernel makes it."""
     rhs, (number, n, k), device = encoding_of(weight.cast), weight.shape, weight.device
     assert rhs is not None
     codes = _stored_codes(rhs, (rows, k, n), device, number)

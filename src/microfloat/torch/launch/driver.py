@@ -17,7 +17,7 @@ _LOCK = threading.Lock()
 
 
 def shared_memory(function: int, needed: int, spread: int) -> int | None:
-    """Bytes that launches of a loaded kernel on the current device may now ask for; None where the driver refuses.
+    """Bytes of shared memory that launches of a loaded kernel may now ask for; None where the driver refuses.
 
     They are `needed`, or as many more that a multiprocessor takes `spread` programs at most (0: as many as fit).
     """

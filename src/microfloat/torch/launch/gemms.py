@@ -1,4 +1,4 @@
-"""Products: every GEMM of quantized operands, with all decided but its tensors.
+"""Products: every GEMM of quantized operands, prepared so that only its tensors are still open.
 
 A product is a function ``(a, b, bias) -> [M, N]`` of the parts of both operands: each is codes or values, scales and
 tensor scale (None where there is none), in the layouts of `microfloat.layout`; `b` is turned where `Route.turned` says
@@ -6,7 +6,7 @@ so. It is *direct* where a GEMM takes them as they are, and says why not otherwi
 
 * **fp8**, **blocks**: the vendor's GEMMs of Ada and Hopper take a K and N of multiples of 16, and of 8 rows where
   scales are 1x128; other operands are filled up with codes of zero. Large products with 1x128 scales run on a kernel of
-  microfloat's (`own_gemm`).
+  microfloat's (`launch.block_gemm`).
 * **values**: bfloat16 products, float32 sums, tensor scales in an epilogue; exact operands (docs/numerics.md 8.2).
 * **block_scaled**: Blackwell's GEMMs, written against the documented layouts (128x4 scale tiles, FP4 two per byte) and
   tested on the CPU down to what is passed; not yet run on the hardware.
@@ -48,13 +48,13 @@ LARGEST_SUM, _ROWS = 1 << 28, 256
 
 
 class Product(Protocol):
-    """A GEMM with all decided but its tensors; `reason`: why it is not direct."""
+    """A GEMM whose tensors alone are still open; `reason`: why it is not direct."""
 
     direct: bool
     reason: str
 
     def __call__(self, a: Parts, b: Parts, bias: Level, /) -> torch.Tensor:
-        """[M, N]."""
+        """The product [M, N]."""
         ...
 
 
@@ -66,7 +66,7 @@ class _Bias(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """One GEMM to be worked out."""
+    """The description of a GEMM, from which its product is made."""
 
     lhs: Any  # Encoding, or None in high precision
     rhs: Any
@@ -84,7 +84,7 @@ class _Task(NamedTuple):
 
     @property
     def length(self) -> int:
-        """K as it is stored."""
+        """K, with the padding of a Hadamard transform."""
         k = self.shape[1]
         return -(-k // 16) * 16 if self.lhs.hadamard is not None else k
 
@@ -290,7 +290,7 @@ def _values(task: _Task) -> Product:
 
 
 def _decoder(one: Encoding, rows: int, length: int, device: torch.device) -> Callable[[Parts], Parts]:
-    """Codes, scale and level -> bfloat16 values without an outer scale (exact where normal), None, the outer scale."""
+    """A function from an operand to its bfloat16 values without the outer scale, exact where normal, and that scale."""
     dequantize, outer = _dequantizer(one, device), is_outer(one.format)
 
     def decode(parts: Parts) -> Parts:
@@ -304,7 +304,7 @@ def _decoder(one: Encoding, rows: int, length: int, device: torch.device) -> Cal
 
 
 def _dequantizer(one: Encoding, device: torch.device) -> Callable[[Operand, torch.dtype], torch.Tensor]:
-    """The kernel where there is one for these codes on `device`, else the reference."""
+    """The function that decodes these codes on `device`: by a kernel where one exists, else the reference."""
     if device.type != "cuda" or one.format.element.name not in ELEMENTS or not backends.support("triton", device):
         return reference.dequantize
     from microfloat.torch.launch.triton import dequantize
@@ -387,7 +387,7 @@ _EPILOGUE_TILE = 8, 512  # rows and columns that one of its programs rounds
 def _plain_epilogue(
     dtype: torch.dtype, accumulator: Tensor, left: Level, right: Level, bias: Level, out: Level = None
 ) -> torch.Tensor:
-    """The same in torch operations."""
+    """The function that `_epilogue` returns, by torch operations."""
     factors = [scale for scale in (left, right if right is None or not right.dim() else right.t()) if scale is not None]
     y = accumulator
     if factors:

@@ -98,7 +98,7 @@ def starter(compiled: Any, shared_bytes: int = 0, spread: int = 0) -> Bind | Non
 
 
 def _hooks() -> tuple[Any, Any]:
-    """Triton's chains of launch hooks, or None for one that is no such chain."""
+    """Triton's chains of launch hooks; None in place of a chain of another form."""
     chains = (getattr(triton.knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
     enter, leave = (chain if isinstance(getattr(chain, "calls", None), list) else None for chain in chains)
     return enter, leave
@@ -161,8 +161,7 @@ class Kernel:
         self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR_WARPS,
         aligned: tuple[bool, ...] = (),
     ) -> "Prepared":  # fmt: skip
-        """A launch with everything decided but the addresses, which will be multiples of 16 where `aligned` says so
-        (nothing said: all of them)."""
+        """A launch that lacks only its addresses; `aligned`: True for multiples of 16 (empty: all of them)."""
         return Prepared(self, key if all(aligned) else (key, *aligned), programs, scalars, constants, warps)
 
 
@@ -252,7 +251,7 @@ _made_for_captures = 0
 
 
 def scratch(device: int) -> torch.Tensor:
-    """int64 words, the first five of them zero: where the programs of one launch meet. Every launch leaves them so.
+    """Scratch memory in which the programs of one launch meet: int64 words, the first five zero before and after it.
 
     One set per stream, since launches of a stream follow each other. A launch that is being captured into a CUDA graph
     gets its own for good, since the graph may be replayed on any stream.
@@ -289,7 +288,7 @@ def _more_scratch(device: int) -> torch.Tensor:
 
 
 def fast_empty(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], torch.Tensor]:
-    """``empty(size, stride, dtype)`` on the current device of a type, with the least host time there is."""
+    """A function ``empty(size, stride, dtype)`` that allocates on the current device with little host time."""
     # The function that Inductor's generated code calls: a third of the host time of torch.empty_strided.
     found = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     fast = getattr(found, f"_empty_strided_{device.type}", None)
@@ -356,7 +355,7 @@ class _Allocation(NamedTuple):
 
 class Program:
     """``run(stream, table)`` allocates, launches, and returns the results of the passes: for each operand codes (or
-    values), scale and tensor scale, None what is not there.
+    values), scale and tensor scale, None where it has none.
     """
 
     __slots__ = (
@@ -368,7 +367,7 @@ class Program:
     names: str  # its launches, in words
 
     def __init__(self, passes: Passes, device: torch.device, misaligned: frozenset[int] = frozenset()) -> None:
-        """`misaligned`: positions up to MADE whose tensors do not begin at multiples of 16 bytes."""
+        """Bind passes; `misaligned`: positions up to MADE whose tensors do not begin at multiples of 16 bytes."""
         self.layouts = tuple(passes.layouts)
         self.names = " + ".join(one.kernel.__name__ for one in passes.launches)
         self._empty = fast_empty(device)
@@ -396,7 +395,7 @@ class Program:
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None
 
     def run(self, stream: int, table: tuple[torch.Tensor | None, ...]) -> list:
-        """`table`: all positions up to MADE. On a stream of the current device, which is the matrix's."""
+        """Run on a stream of the current device, the matrix's; `table`: the tensors of all positions up to MADE."""
         empty = self._empty
         made: list = [None if one is None else empty(*one) for one in self._allocations]
         for index in self._cleared:
@@ -445,7 +444,7 @@ def cast_program(
 
 
 def padded_rows(rows: int, groups: int) -> int:
-    """The most padded rows that so many groups of so many rows can have (`kernels.casts.groups`)."""
+    """An upper bound of the padded rows of `groups` groups of `rows` rows together (`kernels.casts.groups`)."""
     return (rows + groups * (GROUP_ROWS - 1)) // GROUP_ROWS * GROUP_ROWS
 
 
@@ -458,7 +457,7 @@ class GroupPlan(NamedTuple):
 
 
 def plan_groups(ends: torch.Tensor, rows: int, tile_rows: int) -> GroupPlan:
-    """The plan of groups that end at `ends` in so many rows, for products in tiles of `tile_rows`."""
+    """The plan of groups of rows that end at `ends`, for products in tiles of `tile_rows`."""
     number, device = ends.shape[0], ends.get_device()
     tiles, parts = padded_rows(rows, number) // GROUP_ROWS, -(-rows // tile_rows) + number + 1
     begins = 2 * tiles + number + 1

@@ -47,14 +47,14 @@ class Valued(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Of the rows of a norm's input, float32 [M]: the mean (None for RMSNorm) and 1 / its spread."""
+    """Statistics of the rows of a norm's input, float32 [M]: mean (None for RMSNorm) and inverse of the spread."""
 
     mean: torch.Tensor | None
     inverse: torch.Tensor
 
 
 def waits_for_amax(row: Cast | None, column: Cast | None) -> bool:
-    """True for casts per tensor with current scaling, whose scale is known when all of the value is."""
+    """True for casts per tensor with current scaling, whose scale depends on the whole value."""
     cast = row or column
     return cast is not None and cast.format.is_per_tensor and cast.format.scale.name == "FP32" and not cast.is_delayed
 
@@ -78,7 +78,7 @@ class Norm:
         return [self.value_of(statistics)], statistics
 
     def value_of(self, statistics: Statistics) -> torch.Tensor:
-        """The value under given statistics."""
+        """The value [M, K] of the norm, computed with these statistics."""
         value = self.x_MK.float()
         if statistics.mean is not None:
             value = value - statistics.mean[:, None]
@@ -188,7 +188,7 @@ class ActivationGradient:
     activation: str
 
     def by_torch(self) -> tuple[list[torch.Tensor], None]:
-        """The gradient of x, and that of up."""
+        """The gradient of x, and the gradient of up where there is one."""
         inner = self.grad_MF if self.up_MF is None else self.grad_MF * self.up_MF
         made = [_through_activation(inner, self.x_MF, self.activation)]
         return made if self.up_MF is None else [*made, self.grad_MF * activate(self.x_MF, self.activation)], None

@@ -43,7 +43,7 @@ chip_of, scaled_matmul = reference.chip_of, reference.scaled_matmul
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """float32 () largest magnitude of matrix `x`; NaN is ignored, infinity counts (docs/numerics.md 2.3)."""
+    """The largest magnitude of matrix `x`, float32 (); NaN is ignored, infinity counts (docs/numerics.md 2.3)."""
     if x.numel() == 0:
         return reference.amax(x)
     return run_passes(("amax", *_like(x)), lambda: amax_passes(matrix_of(x)), x.device, (None, x, None))[0]
@@ -95,7 +95,7 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
-    """uint8 [R, C] -> uint8 [512 * ceil(R / 128) * ceil(C / 4)], tiles of 128 x 4, padded with 0 (numerics 7.2)."""
+    """Scale bytes [R, C] in tiles of 128 x 4: [512 * ceil(R / 128) * ceil(C / 4)], padded with 0 (numerics 7.2)."""
     (rows, columns), strides = scale.shape, scale.stride()
     if scale.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=scale.device)
@@ -137,7 +137,7 @@ def turned(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _like(x: torch.Tensor) -> tuple:
-    """All that passes over a matrix depend on but its device."""
+    """All properties of a matrix, except its device, on which passes over it depend."""
     return x.shape, x.stride(), x.dtype, x.data_ptr() & 15
 
 
@@ -203,7 +203,7 @@ class _Inputs(NamedTuple):
 
     @property
     def key(self) -> tuple:
-        """All that passes over them depend on but their device."""
+        """All properties of the inputs, except their device, on which passes over them depend."""
         others = tuple(
             None if t is None else (t.dtype, t.data_ptr() & 15, self.is_norm and t.stride(0) == 1)
             for t in (self.y, self.z)
@@ -212,7 +212,7 @@ class _Inputs(NamedTuple):
 
     @property
     def matrix(self) -> Matrix:
-        """The inputs as passes know them: the alignment is that of the least aligned; vectors with gaps have none."""
+        """The inputs as one matrix of passes, with the smallest of their alignments; vectors with gaps have none."""
         matrix = matrix_of(self.x)
         for other in (self.y, self.z):
             if other is not None:
@@ -359,7 +359,7 @@ class Slots:
         self.updates: dict[tuple, program.Prepared] = {}
 
     def gather_live(self) -> torch.Tensor:
-        """float32 [slots]: every slot's live amax, for one all-reduce."""
+        """The live amaxes of all slots, float32 [slots], for one all-reduce."""
         live = torch.empty(self.count, dtype=torch.float32, device=self.device)
         key = (self.count, self.number)
         programs = -(-self.count // 128)
@@ -378,7 +378,7 @@ def slots_of(histories: list[torch.Tensor], scales: list[torch.Tensor], maxima: 
 
 
 def update_delayed(slots: Slots, delayed: Delayed, live: torch.Tensor | None) -> torch.Tensor:
-    """Roll every slot once; returns the scales from before, float32 [slots]. `live`: reduced amaxes, or None."""
+    """Roll every slot once; returns the former scales, float32 [slots]. `live`: reduced amaxes, or None."""
     device = slots.number
     if device >= 0 and device != current_device():
         with torch.cuda.device(device):

@@ -47,7 +47,7 @@ def encode_float8(
 def encode_integer(
     values: torch.Tensor, element: ElementFormat, random_bytes: torch.Tensor | None, workspace: Workspace
 ) -> torch.Tensor:
-    """uint8 codes, one per byte, of float32 `values` (overwritten). NaN comes out as +-max: the caller handles it.
+    """The codes of float32 `values` (overwritten), uint8, one per byte. NaN comes out as +-max: the caller handles it.
 
     With p the power of two at or below |y| (at least the smallest normal), the local step is ``p * 2^-mb``:
     nearest adds ``p * 2^(23-mb)``, whose own last bit is that step, so that the float addition rounds to even and
@@ -103,7 +103,7 @@ def unpack_fp4(packed: torch.Tensor, length: int, axis: int) -> torch.Tensor:
 
 
 def code_values(element: ElementFormat, device: torch.device) -> torch.Tensor:
-    """float32 [2^bits]: the exact value of every code."""
+    """The exact values of all codes, float32 [2^bits]."""
     table = _TABLES.get((element, device))
     if table is None:
         with torch.inference_mode(False):
@@ -125,7 +125,7 @@ class _Shifts(NamedTuple):
 
 @functools.lru_cache(64)  # tries all codes of a format, which takes as long as decoding a chunk
 def _shifts(element: ElementFormat) -> _Shifts | None:
-    """The constants of a format; None where they do not give the exact value of every code, which is tried here."""
+    """The constants of a format; None where a trial of all codes shows that they do not give every exact value."""
     right = 5 - element.exponent_bits
     if right < 0:
         return None
@@ -198,7 +198,7 @@ def _mixed(product: torch.Tensor, word: torch.Tensor, key: torch.Tensor | int) -
 def random_bytes(
     seed: torch.Tensor, rows: range, columns: range, *, stream: int = 0, batch: int = 0, contraction: int = 1
 ) -> torch.Tensor:
-    """uint8 [rows, columns] of a matrix in memory, whose axis `contraction` is C of the operand form [R, C].
+    """Random bytes, uint8 [rows, columns], of a matrix in memory whose axis `contraction` is C of the operand form.
 
     Element (R, C) has byte ``C % 16`` of ``Philox((C // 16, R, stream, batch), seed)``. The range of C starts at a
     multiple of 16: a window of a larger matrix has that matrix's bytes.

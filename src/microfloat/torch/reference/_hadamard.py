@@ -37,7 +37,7 @@ def transform(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
 
 
 def inverse(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
-    """float32 [R, C]: ``(x' H / 4) diag(sgn)``. Undoes `transform` up to rounding."""
+    """``(x' H / 4) diag(sgn)``, float32 [R, C], which undoes `transform` up to rounding."""
     rows, columns = x_RC.shape
     workspace = Workspace(x_RC.device)
     values_CR = workspace.take("contraction_first", (columns, rows), torch.float32).copy_(x_RC.t())

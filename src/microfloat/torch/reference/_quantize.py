@@ -99,13 +99,13 @@ def quantize_operand(
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
-    """float32 () largest magnitude of matrix `x`; NaN is ignored, infinity counts (docs/numerics.md 2.3)."""
+    """The largest magnitude of matrix `x`, float32 (); NaN is ignored, infinity counts (docs/numerics.md 2.3)."""
     x = x.detach()
     return _amax_bits(x.t() if is_stored_across(x) else x)[1].view(torch.float32)
 
 
 def _amax_bits(x: torch.Tensor, axis: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(with NaN above infinity, NaN ignored) as int32 magnitude bits: (), or of `axis` reduced to 1 alone.
+    """Bits of the amax of a matrix, or along `axis`: int32, once with NaN above infinity and once with NaN ignored.
 
     Where there is no NaN both are the same tensor.
     """
@@ -141,7 +141,7 @@ def _loaded_magnitude_bits(part: torch.Tensor, workspace: Workspace) -> torch.Te
 
 
 def _reduce(bits: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(maximum with NaN above infinity, maximum with NaN ignored) of magnitude bits over `dims`, which are kept."""
+    """Maxima of magnitude bits over `dims`, which are kept: once with NaN above infinity, once with NaN ignored."""
     raw = _maximum(bits, dims)
     infinity = INFINITY_BITS if bits.dtype == torch.int32 else INFINITY_BITS >> 16
     if reads_values(bits) and int(raw.amax()) <= infinity:
@@ -159,7 +159,7 @@ def _maximum(bits: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 def _whole_tensor_scales(
     x: torch.Tensor, cast: Cast, grid: Grid, amax: torch.Tensor | None, scale_enc: torch.Tensor | None
 ) -> tuple[TensorLevel | None, BlockScales | None]:
-    """(upper level of a two-level rule, scales of a per-tensor format), each None where the format has none."""
+    """The upper level of a two-level rule, and the scales of a per-tensor format; None where there is none."""
     constants, fmt = cast.rule.two_level, cast.format
     level = None
     if constants is not None and not constants.tensor_scale:
@@ -209,8 +209,9 @@ def _block_scales(
 
 
 def _with_nan(scales: BlockScales, raw: torch.Tensor, clean: torch.Tensor, cast: Cast) -> BlockScales:
-    """E4M3 block scales: a block that contains a NaN stores the NaN scale; so does, where there is no tensor scale to
-    tell of it, a block of a gradient with an infinity.
+    """E4M3 block scales in which a block with a NaN stores the NaN scale.
+
+    A block of a gradient with an infinity stores it too where no tensor scale shows the overflow.
     """
     if cast.is_gradient and cast.tensor_scale is None:
         scales = replace(scales, stored=scales.stored.masked_fill(raw >= INFINITY_BITS, E4M3.nan_code))
@@ -271,7 +272,7 @@ def quantize_both(
     row_stream: int = 0, column_stream: int = 0, batch: int = 0, amax: torch.Tensor | None = None,
     scale_enc: torch.Tensor | None = None,
 ) -> tuple[Operand | None, Operand | None]:  # fmt: skip
-    """(x under `row_cast`, x.T under `column_cast`); None for a cast that is None.
+    """The operand of x under `row_cast` and that of x.T under `column_cast`, each None for a cast that is None.
 
     Equal casts that commute with transposition are made once (docs/numerics.md 3.1, "Sharing"). `amax` and `scale_enc`
     go to the casts that take them. Codes and scales of x.T may be transposed views, in the memory order of x.

@@ -33,7 +33,7 @@ class BlockScales:
 
 
 def divide(numerator: torch.Tensor | float, denominator: torch.Tensor | float) -> torch.Tensor:
-    """float32 quotient with one rounding; one side may be a number."""
+    """The float32 quotient with one rounding; numerator or denominator may be a number."""
     if isinstance(denominator, torch.Tensor):
         return torch.div(_like(numerator, denominator), denominator)
     assert isinstance(numerator, torch.Tensor)
@@ -104,7 +104,7 @@ class TensorLevel:
     handed: torch.Tensor | None = None
 
     def window(self, chunk: Chunk, contraction: int) -> "TensorLevel":
-        """The same for the rows of a chunk, shaped to meet its blocks [blocks, rows, blocks, columns]."""
+        """The level of the rows of a chunk, shaped to meet its blocks [blocks, rows, blocks, columns]."""
         if self.amax.dim() == 0:
             return self
         rows = (chunk.rows, slice(None)) if contraction else (slice(None), chunk.columns)
@@ -125,13 +125,13 @@ def tensor_level(amax: torch.Tensor, constants: TwoLevel, gradient: bool = False
 
 
 def encode_e4m3(target: torch.Tensor, smallest: float, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(stored byte, its value) of non-negative float32 block scales, clamped to [smallest, largest] first."""
+    """Stored bytes and their values of non-negative float32 block scales, clamped to [smallest, largest] first."""
     codes = target.clamp(smallest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes, decode_bytes(codes, E4M3)
 
 
 def decode_bytes(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
-    """float32: the values of a few uint8 codes, such as block scales."""
+    """The values of a few uint8 codes, such as block scales, float32."""
     table = code_values(element, codes.device)
     return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
@@ -139,7 +139,7 @@ def decode_bytes(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
 def block_level(
     target: torch.Tensor, largest: float, tensor: TensorLevel
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(byte, its value, e) with ``e = min(f32(1 / f32(value * f32(1 / S))), FMAX)``; a zero byte gives FMAX."""
+    """Byte, value and encode factor e of a scale: ``e = min(f32(1 / f32(value * f32(1 / S))), FMAX)``."""
     byte, value = encode_e4m3(target, 0.0, largest)
     factor = divide(1.0, value * divide(1.0, tensor.encode)).clamp_(max=FMAX)
     return byte, value, factor
@@ -182,7 +182,7 @@ def _block_error(
     blocks: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, element: ElementFormat, constants: TwoLevel,
     tensor: TensorLevel, workspace: Workspace, contraction: int,
 ) -> torch.Tensor:  # fmt: skip
-    """One per block, in four axes: sum of |d| or d^2, ``d = f32(f32(f32(f32(dec(c) * scale) * A) / F) - x)``."""
+    """The error of each block, a sum of |d| or d^2 with ``d = f32(f32(f32(f32(dec(c) * scale) * A) / F) - x)``."""
     codes = encode_integer(blocks * factor, element, None, workspace)
     values = code_values(element, blocks.device).index_select(0, codes.view(-1).to(torch.int32)).view(blocks.shape)
     difference = divide(values.mul_(scale).mul_(tensor.amax), constants.capacity).sub_(blocks)
@@ -197,7 +197,7 @@ def _block_error(
 
 
 def _pairwise_rows(sums: torch.Tensor) -> torch.Tensor:
-    """[blocks, rows of a tile, blocks] -> [blocks, 1, blocks] by halving, rows padded to a power of two."""
+    """Sums over the rows of tiles by halving, [blocks, rows, blocks] -> [blocks, 1, blocks]; rows padded to 2^k."""
     count = 1 << (sums.shape[1] - 1).bit_length()
     sums = torch.nn.functional.pad(sums, (0, 0, 0, count - sums.shape[1]))
     while sums.shape[1] > 1:

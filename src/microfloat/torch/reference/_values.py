@@ -62,7 +62,7 @@ def block_scale_values(operand: Operand) -> torch.Tensor:
 
 
 def decode_scaled(operand: Operand, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """[R, stored C] in `dtype`: code values times float32 `scales` of the format's blocks (None: times nothing).
+    """Code values times float32 `scales` of the format's blocks (None: without scales), [R, stored C] in `dtype`.
 
     The result has the memory order of the codes: for a transposed view it is a transposed view.
     """
@@ -123,7 +123,7 @@ def scaled_matmul(
 
 
 def _exact_values(operand: Operand) -> torch.Tensor:
-    """float64 [R, C]: every factor of an element is exact in float64."""
+    """The values of an operand in float64 [R, C], in which every factor of an element is exact."""
     scales = block_scale_values(operand).double()
     if operand.tensor_scale is not None:
         scales = scales * operand.tensor_scale.double()
@@ -142,7 +142,7 @@ def _per_element(scales: torch.Tensor, operand: Operand) -> torch.Tensor:
 def _operand_and_epilogue(
     operand: Operand, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [R, C] for the GEMM, the factor of its rows of the accumulator: (), [R, 1] or None)."""
+    """Values [R, C] for the GEMM, and the factor of the accumulator's rows: (), [R, 1] or None."""
     block_rows, block_columns = operand.format.block
     if operand.format.scale.name == "FP32" and block_columns is None:
         scale = operand.scale
@@ -180,7 +180,7 @@ def _bfloat16_product(a: Operand, b: Operand) -> torch.Tensor | None:
 
 
 def _unit(operand: Operand) -> float | None:
-    """A power of two of which all values for the GEMM are multiples, where bfloat16 has them; else None."""
+    """A power of two of which all values for the GEMM are multiples; None where bfloat16 cannot hold the values."""
     element, scale, kind = operand.format.element, operand.scale, operand.format.scale.name
     if (operand.tensor_scale is not None and operand.tensor_scale.dim()) or not scale.numel():
         return None

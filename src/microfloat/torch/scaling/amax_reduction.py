@@ -42,8 +42,10 @@ class Key(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """`live`: float32, maxima of the keys whose indices are `known`; `others`: maxima of slots that this rank did not
-    record, -1 where no rank did.
+    """The maxima over all ranks.
+
+    `live`: float32, of this rank's keys with the indices `known`, on which the ranks have agreed; `others`: of slots
+    that this rank did not record, -1 where no rank did.
     """
 
     known: list[int]
@@ -119,7 +121,7 @@ def _header(point: Point, is_new: bool, device: torch.device) -> torch.Tensor:
 
 
 def _read(header: torch.Tensor) -> tuple[bool, bool]:
-    """Two flags: any rank has new slots, all ranks have. Raises, on every rank, where ranks are at different points."""
+    """True if any rank has new slots, and True if all have. Raises on every rank where their points differ."""
     largest, smallest, some, not_all = header.tolist()
     if largest == -smallest:
         return some > 0, not_all < 0

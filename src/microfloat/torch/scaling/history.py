@@ -29,7 +29,7 @@ _MOST_PREPARED = 16
 def _rolled(
     histories: torch.Tensor, scales: torch.Tensor, delayed: Delayed, maximum: float, live: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(histories [slots, L], scales [slots]) after the update; the arguments stay unchanged, so that this may fail."""
+    """Histories [slots, L] and scales [slots] after the update; the arguments stay unchanged, so that this may fail."""
     histories = histories.clone()
     histories[:, 0] = live
     algo = delayed.amax_compute_algo

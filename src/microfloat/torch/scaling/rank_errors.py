@@ -46,7 +46,7 @@ def named_failures(group: Group = None) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def in_collective(what: str, group: Group, tells_errors: bool = False) -> Iterator[None]:
-    """`named_failures` around one collective, named `what`. `tells_errors`: other ranks learn of this rank's errors."""
+    """Name failed ranks around the collective `what`, as `named_failures`; `tells_errors`: tell others own errors."""
     try:
         yield
     except RankError:

@@ -351,7 +351,7 @@ def _recorded_elsewhere(others: dict[Key, torch.Tensor], example: Pending) -> li
 
 
 def _is_due(entry: Pending) -> bool:
-    """True if it is to be rolled now; a CUDA graph rolls the amaxes that it has recorded in its own replays."""
+    """True for an amax to roll now; a CUDA graph rolls the amaxes that it has recorded in its own replays."""
     region = entry.region
     return region is not None and region.closed and not region.failed and (not entry.captured or capturing())
 
@@ -362,7 +362,7 @@ def leave_shared(shared: Shared) -> None:
 
 
 def take_shared() -> Shared:
-    """The groups that wait for this thread in the backward direction; none of a world that has ended since."""
+    """The groups that wait for this thread in the backward direction, without groups of a world that has ended."""
     world, shared = _LOCAL.__dict__.pop("shared", (None, {}))
     return shared if world is reduction.world() else {}
 

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @register(aten._to_copy.default)
 def _to_copy(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    """Moves the parts; a dtype changes the dtype of the tensor and of `dequantize`, and no byte."""
+    """A copy with moved parts; a dtype changes the dtype of the tensor and of `dequantize`, and no byte."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if dtype is not None and dtype not in INPUT_DTYPES:
         needed = "torch.float32, torch.bfloat16 or torch.float16: what a QuantizedTensor may present"
@@ -180,7 +180,7 @@ def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
 
 
 def _gather(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
-    """The rows of all ranks below each other, with the scales of these rows: the bytes of a cast of all values."""
+    """The rows of all ranks, one rank below the other, with their scales: the bytes of a cast of all values."""
     q, *rest = args
     if not isinstance(q, QuantizedTensor) or q._is_shard:  # full_tensor asks for shards of a parameter
         raise refusal(func, args, kwargs)

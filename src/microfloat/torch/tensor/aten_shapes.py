@@ -109,7 +109,7 @@ def _transpose(q: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
 
 @register_view(aten.permute.default)
 def permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
-    """Any order of axes. Codes are in operand form, so moving the contraction axis moves no byte."""
+    """The axes in any order. Codes are in operand form, so moving the contraction axis moves no byte."""
     order = [dim % max(q.dim(), 1) for dim in dims]
     if order == list(range(q.dim())):
         return detach(q)
@@ -184,7 +184,7 @@ def _slice_contraction(q: QuantizedTensor, first: int, last: int, step: int) -> 
 def _of_experts(
     q: QuantizedTensor, scale: torch.Tensor, window: slice | int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scale and tensor scale of some of the experts, or of one; `scale`: that of the blocks, already cut."""
+    """Scale and tensor scale of some of the experts, or of one; `scale`: the scale of the blocks, already cut."""
     upper = q.upper[window]
     return (upper, None) if q.tensor_scale is None else (scale, upper)
 

@@ -82,7 +82,7 @@ def _upper_name(q: QuantizedTensor) -> str:
 
 
 def _alone_under_scales(q: QuantizedTensor) -> torch.Tensor | None:
-    """For each scale that the slice q shares, True where the rest of its root under it is zeros; None if unknown."""
+    """For each scale of the slice q, True if all other elements of its root under that scale are 0; None if unknown."""
     root = q.root
     if root is None or root is UNKNOWN:
         return None
@@ -188,7 +188,7 @@ def _shared_amax(root: QuantizedTensor, codes: torch.Tensor, values: torch.Tenso
 
 
 def _largest(cast: Cast) -> float:
-    """The largest magnitude under a float32 scale of one."""
+    """The largest magnitude that codes hold under a float32 scale of one."""
     return cast.format.element.max if cast.rule.two_level is None else cast.rule.two_level.capacity
 
 
@@ -231,7 +231,7 @@ def _in_place_arithmetic(func: Operator, args: Arguments, kwargs: Options) -> to
 
 
 def keep_init_val(q: QuantizedTensor, values: torch.Tensor) -> None:
-    """Keep a CPU copy of initial values; on the meta device only the mark that one is wanted when values are drawn."""
+    """Keep a CPU copy of initial values; on the meta device only a mark to keep one when values are drawn."""
     q._about_parameter()[INIT_VAL] = None if values.is_meta else values.to("cpu", copy=True)
 
 
@@ -286,7 +286,7 @@ def _inflates(cast: Cast) -> bool:
 def _serves(q: QuantizedTensor, amax: torch.Tensor, largest: float) -> torch.Tensor:
     """For each float32 scale True while `amax` encodes to the top code under it, or is smaller, down to a half.
 
-    The top code is that of elements, or of the block scales between.
+    The top code is the largest code of an element, or of a block scale where there are two levels.
     """
     top = q.format.element if q.cast.rule.two_level is None else E4M3
     half_step = 2.0 ** (top.emax - top.mantissa_bits - 1)

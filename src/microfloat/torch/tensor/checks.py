@@ -159,7 +159,7 @@ def check_linear_parameters(weight: object, bias: object, x: torch.Tensor) -> in
 
 
 def check_grouped(x: object, weight: object, bias: object) -> None:
-    """Raise where these are no x [T, K], weight [G, N, K] and bias [G, N] (or None)."""
+    """Raise for anything but x [T, K], weight [G, N, K] and bias [G, N] (or None)."""
     for name, tensor in (("x", x), ("bias", bias)):
         if isinstance(tensor, QuantizedTensor):
             raise _not_plain(name, tensor, "Call dequantize() first.")

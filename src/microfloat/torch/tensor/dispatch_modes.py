@@ -38,7 +38,7 @@ def outside_of_modes() -> contextlib.AbstractContextManager:
 def quantize_operands(
     cast: Callable[[], tuple[Operands, Operands]], x: torch.Tensor, weight: list[torch.Tensor]
 ) -> tuple[Operands, Operands]:
-    """``cast()``: the operands that it makes of x and of the parts of a weight."""
+    """The operands that ``cast()`` makes of x and of the parts of a weight."""
     with _numbered(lambda: _without_none([part for both in cast() for part in both.flat()], x)) as number:
         parts = _with_none(torch.ops.microfloat.quantize_operands(x, weight, number))
     return Operands.of(parts), Operands.of(parts[len(parts) // 2 :])
@@ -55,7 +55,7 @@ def multiply(product: Callable[..., torch.Tensor], a: Parts, b: Parts, bias: May
 def multiply_groups(
     forward: Callable[[], Sequence[Maybe]], x: torch.Tensor, weight: list[torch.Tensor], bias: Maybe, flops: int
 ) -> list:
-    """``forward()``, y and a list of tensors or None, made of x and of the parts of a weight."""
+    """The results of ``forward()``, tensors or None, made of x and of the parts of a weight."""
     with _numbered(lambda: _without_none(forward(), x)) as number:
         return _with_none(torch.ops.microfloat.multiply_groups(x, weight, bias, flops, number))
 

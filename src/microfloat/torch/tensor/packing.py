@@ -79,7 +79,7 @@ def to_blocked(scale: torch.Tensor, group_sizes: Sizes = None, *, dim: int = 0) 
 
 
 def from_blocked(flat: torch.Tensor, rows: int, cols: int, group_sizes: Sizes = None, *, dim: int = 0) -> torch.Tensor:
-    """The inverse of `to_blocked`: 1-D bytes -> [rows, cols], padding cropped; the sizes of groups as there."""
+    """The inverse of `to_blocked`, with the same sizes of groups: 1-D bytes -> [rows, cols], padding cropped."""
     _check_scale("flat", flat)
     windows = blocked_windows((rows, cols), group_sizes, dim)
     sizes = blocked_sizes(windows, flat.shape)
@@ -134,7 +134,7 @@ def _checked_bytes(data: torch.Tensor, length: int, codes_in: int, bytes_in: int
 
 
 def as_bytes(part: torch.Tensor, name: str) -> torch.Tensor:
-    """Scales, or codes of FP4, as bytes; everything else as it is."""
+    """Scales, or codes of FP4, as bytes; anything else unchanged."""
     is_bytes = isinstance(part, torch.Tensor) and part.dtype == _DTYPES_OF_BYTES.get(name)
     return part.view(torch.uint8) if is_bytes else part
 

@@ -293,7 +293,7 @@ class QuantizedTensor(torch.Tensor):
     def map_parts(
         self, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
-        """The same tensor with `function` applied to each of its plain tensors, and its dtype replaced by `dtype`."""
+        """This tensor with `function` applied to each of its plain tensors, and its dtype replaced by `dtype`."""
         tensor_scale = None if self.tensor_scale is None else function(self.tensor_scale)
         codes, scale, dtype = function(self.codes), function(self.scale), self.dtype if dtype is None else dtype
         return self._remade(codes, scale, tensor_scale, axis=self.axis, shape=self.shape, dtype=dtype)
@@ -337,7 +337,7 @@ class QuantizedTensor(torch.Tensor):
     # `__torch_dispatch__` is `aten_table.dispatch`.
 
     def __tensor_flatten__(self) -> tuple[list[str], Flattened]:
-        """Names of the parts, and the other fields, with sizes that the parts do not give where they are numbers."""
+        """Names of the parts, and the other fields, with those sizes, where they are numbers, that the parts lack."""
         more = None
         if type(self.shape[self.axis]) is int and type(self.codes.shape[-1]) is int:
             told = _shape_of(self.codes, self.cast, self.axis)
@@ -471,7 +471,7 @@ def tensors_of(
 
 
 def attached_to(q: QuantizedTensor) -> dict[str, object]:
-    """Attributes beside the tensor's own: the copy of its initial value, and attributes that a user has set."""
+    """Attributes besides the tensor's own: the copy of its initial value, and attributes that a user has set."""
     own = (*_FIELDS, "whole", "_is_filled", "_is_param")
     return {name: value for name, value in vars(q).items() if name not in own}
 

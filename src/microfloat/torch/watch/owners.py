@@ -13,7 +13,7 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 
 class Supposed(NamedTuple):
-    """A check that layers are those of a joined weight: float64 [1], 1 if they are, and the call that forgets them."""
+    """A check that a joined weight consists of these layers: float64 [1], 1 if so, and the call that forgets them."""
 
     same: torch.Tensor
     forget: Callable[[], object]
@@ -37,7 +37,7 @@ class Owners:
         self._places.clear()
 
     def of(self, weight: torch.Tensor) -> list[RecipeLayer]:
-        """The layer whose weight this tensor is, none where it is nobody's."""
+        """The layer with this weight, as a list of one; an empty list for another tensor."""
         address = _address_of(weight)
         layer = self._by_address.get(address)
         if layer is None or _address_of(layer.weight) != address:  # memory of weights moves under FSDP
@@ -48,7 +48,7 @@ class Owners:
         return [] if layer is None else [layer]
 
     def joined_in(self, weight: torch.Tensor, is_backward: bool) -> tuple[list[RecipeLayer], Supposed | None]:
-        """The layers whose weights were joined in this tensor, none where one is unknown, and a check of them."""
+        """The layers whose weights were joined in this tensor, empty where one is unknown, and a check of them."""
         kind = is_backward, weight.shape, weight.dtype
         number = self._places.get(kind, 0)
         self._places[kind] = number + 1
@@ -62,7 +62,7 @@ class Owners:
         return found, None
 
     def _with_rows_of(self, weight: torch.Tensor) -> list[RecipeLayer]:
-        """The layers with the first rows of the parts of this weight, none where one is nobody's."""
+        """The layers whose first rows are those of the parts of this weight, empty where a part has no layer."""
         found: list[RecipeLayer] = []
         row = 0
         while row < weight.shape[0]:
@@ -95,7 +95,7 @@ def joint_name(names: Sequence[str]) -> str:
 
 
 def _are_joined_in(layers: Sequence[RecipeLayer], weight: torch.Tensor) -> torch.Tensor:
-    """float64 [1]: 1 where the first rows of the layers' weights are those of the parts of this one."""
+    """Float64 [1]: 1 if the first rows of the layers' weights equal the first rows of the parts of this weight."""
     starts = itertools.accumulate((layer.weight.shape[0] for layer in layers[:-1]), initial=0)
     firsts = torch.cat([layer.weight[:1].to(weight.dtype) for layer in layers])
     parts = torch.cat([weight[start : start + 1] for start in starts])

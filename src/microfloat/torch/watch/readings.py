@@ -46,7 +46,7 @@ class Sample:
         self._subjects.append((entry, reading))
 
     def close(self) -> None:
-        """Begin the copies to the host, which nobody waits for."""
+        """Begin the copies to the host, without waiting for them."""
         by_device: dict[torch.device, list[int]] = {}
         for index, (_, reading) in enumerate(self._subjects):
             by_device.setdefault(reading.numbers.device, []).append(index)
@@ -102,7 +102,7 @@ class Source:
 
     @cached_property
     def amax(self) -> torch.Tensor:
-        """float32 (): the largest magnitude, NaN ignored."""
+        """The largest magnitude, float32 (); NaN is ignored."""
         return self.backend.amax(self.matrix)
 
 
@@ -110,7 +110,7 @@ class Source:
 
 
 class Quantized(NamedTuple):
-    """Rows of an operand form [R, C], and what a cast made of them."""
+    """Rows of an operand form [R, C], and the operand that a cast made of them."""
 
     x: torch.Tensor
     operand: Operand
@@ -190,7 +190,7 @@ def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, want
 
 
 def _spanned(magnitudes: torch.Tensor, block: int) -> torch.Tensor:
-    """Three quantiles of the binades that blocks of so many elements span; NaN where no block has a number."""
+    """Three quantiles of the binades that blocks of `block` elements span; NaN where no block has a number."""
     blocks = torch.nn.functional.pad(magnitudes, (0, -magnitudes.shape[1] % block)).reshape(-1, block)
     smallest = blocks.masked_fill(blocks == 0, math.inf).amin(1)
     binades = blocks.amax(1).log2_() - smallest.log2_()  # of a block without a number: -inf
@@ -201,7 +201,7 @@ def _spanned(magnitudes: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _clipped(backend: Backend, made: Quantized) -> torch.Tensor:
-    """The number of elements beyond the largest magnitude of their block; under a Hadamard transform those of it."""
+    """The number of elements, after a Hadamard transform if any, beyond the largest magnitude of their block."""
     x, q = made.x, made.operand
     if q.hadamard is not None:
         x = transform(x, q.hadamard)

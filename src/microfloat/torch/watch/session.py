@@ -288,7 +288,7 @@ class watch(RecordLog):
         return f"{name}#{count}" if count else name
 
     def _check(self, name: str, supposed: Supposed) -> None:
-        """Read later whether layers were those of a joined weight; else this sample has no records of them."""
+        """Check, when the sample is read, that a joined weight had these layers; else drop their records."""
         step = self._count
 
         def derive(numbers: Sequence[float]) -> Iterator[tuple[str, object]]:
