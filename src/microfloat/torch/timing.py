@@ -55,22 +55,35 @@ def in_turn(
     nothing waits between calls, so that the host runs ahead as in a training loop. On a CPU each is warmed up once and
     measured for `cpu_milliseconds`, once for 0.
     """
-    if device == "cpu":
-        return _in_turn_on_cpu(calls, cpu_milliseconds, least)
-    estimate = {name: _estimate(call) for name, call in calls.items()}
+    on_gpu, turns = device != "cpu", 3000
+    if on_gpu:
+        estimate = {name: _estimate(call) for name, call in calls.items()}
+        turns = min(turns, max(least, int(milliseconds / max(estimate.values()))))
     for name, call in calls.items():
-        for i in range(min(1000, max(1, int(25 / estimate[name])))):
+        for i in range(min(1000, max(1, int(25 / estimate[name]))) if on_gpu else 1):  # pyright: ignore
             call(i)
-    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    for i in range(min(3000, max(least, int(milliseconds / max(estimate.values()))))):
+    pairs: dict[str, list[tuple]] = {name: [] for name in calls}
+    begin, turn, is_done = time.perf_counter(), 0, False
+    while not is_done:
+        turn += 1
         for name, call in calls.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call(i)
-            stop.record()
-            pairs[name].append((start, stop))
-    torch.cuda.synchronize()
-    return {name: Times.of([start.elapsed_time(stop) for start, stop in found]) for name, found in pairs.items()}
+            start = _now(on_gpu)
+            call(turn)
+            pairs[name].append((start, _now(on_gpu)))
+        spent = (time.perf_counter() - begin) * 1e3
+        is_done = turn >= turns or (not on_gpu and spent >= cpu_milliseconds * len(calls) and turn >= least)
+        is_done |= not (on_gpu or cpu_milliseconds)
+    if on_gpu:
+        torch.cuda.synchronize()
+        return {name: Times.of([start.elapsed_time(stop) for start, stop in found]) for name, found in pairs.items()}
+    return {name: Times.of([(stop - start) * 1e3 for start, stop in found]) for name, found in pairs.items()}
+
+
+def _now(on_gpu: bool) -> "torch.cuda.Event | float":
+    """A mark of time: an event on the current stream, or seconds."""
+    if on_gpu:
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+    return time.perf_counter()
 
 
 def _estimate(call: Callable[[int], object]) -> float:
@@ -83,21 +96,6 @@ def _estimate(call: Callable[[int], object]) -> float:
             call(i)
     torch.cuda.synchronize()
     return max((time.perf_counter() - begin) / 3 * 1e3, 1e-3)
-
-
-def _in_turn_on_cpu(calls: Mapping[str, Callable[[int], object]], milliseconds: float, least: int) -> dict[str, Times]:
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call(0)
-    spent, turn = 0.0, 0
-    while turn == 0 or (milliseconds and turn < 3000 and (turn < least or spent < milliseconds * len(calls))):
-        turn += 1
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call(turn)
-            samples[name].append((time.perf_counter() - begin) * 1e3)
-            spent += samples[name][-1]
-    return {name: Times.of(values) for name, values in samples.items()}
 
 
 def rotations(bytes_of_one_set: int) -> int:

@@ -24,7 +24,6 @@ from microfloat.torch import backends  # noqa: E402
 from microfloat.torch.distributed import collectives  # noqa: E402
 from microfloat.torch.distributed import tp_linear as sharded_linear  # noqa: E402
 from microfloat.torch.distributed import tp_schedule as sharded  # noqa: E402
-from microfloat.torch.distributed.tp_schedule import landed  # noqa: E402
 from microfloat.torch.linear.schedule import SCHEDULES, CastStep  # noqa: E402
 from tests.torch.distributed.ranks import With, of, on_gpus, run_ranks  # noqa: E402
 from tests.torch.linear.scheduled.setting import block_gemms  # noqa: E402
@@ -70,7 +69,8 @@ class Casts:
 
         def recorded(step, x, stream, words, inputs):
             made = call(step, x, stream, words, inputs)
-            column = step.gathered(made.column, 1) if getattr(step, "gathers_late", False) else landed(made.column)
+            column = made.column().column if callable(made.column) else made.column
+            column = step.gathered(column, 1) if getattr(step, "gathers_late", False) else column
             whole = *made.row, *column
             tensor = next(entry.operand.tensor for entry in step.entries if entry is not None)
             casts.made[tensor] = [None if part is None else part.clone() for part in whole]

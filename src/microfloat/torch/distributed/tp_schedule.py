@@ -49,11 +49,6 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
 
 
-def landed(operand: Parts) -> Parts:
-    """An operand, made now where a `ShardedCast` has left it for later."""
-    return typing.cast(Parts, operand()) if callable(operand) else operand
-
-
 # ------------------------------------------------------------------------------------------------------------- amaxes
 
 
@@ -194,7 +189,7 @@ class ShardedCast:
         return [_measured(self._backend, x, measure, cast) for measure, cast in pairs]  # type: ignore[arg-type]
 
     def __call__(self, x: torch.Tensor, stream: int, words: torch.Tensor | None, inputs: CastInputs) -> Operands:
-        """Both operands; in place of a column operand that waits for dgrad a function that makes it."""
+        """Both operands; in place of a column operand that waits for dgrad a function that makes the operands."""
         amaxes = inputs.amax
         if self.measures and not isinstance(amaxes, list):
             amaxes = _reduced(self._shards, self.measure(x))
@@ -203,7 +198,7 @@ class ShardedCast:
             row, column = step.entries
             cast = functools.partial(self._by_step, index, x, amaxes, stream, words, inputs)
             if self._waits and row is None:
-                made.column = functools.partial(_column_of, cast)  # type: ignore[assignment]
+                made.column = cast  # type: ignore[assignment]
                 continue
             operands = cast()
             made.row = operands.row if row is not None else made.row
@@ -276,10 +271,6 @@ class ShardedCast:
         assert layout is not None
         codes = codes if row.turned == (not column.turned) else codes.t()
         return typing.cast(torch.Tensor, laid(codes, layout.codes, self._backend))
-
-
-def _column_of(cast: functools.partial[Operands]) -> Parts:
-    return cast().column
 
 
 def why_not_gathered(
@@ -429,7 +420,7 @@ class ShardedSchedule(Schedule):
         if wants_dx:
             dx, _ = super().gradients(dy, saved, True, False)
         if wants_dw:
-            dy.column = landed(dy.column)
+            dy.column = dy.column().column if callable(dy.column) else dy.column
             _, dw = super().gradients(dy, saved, False, True, into)
         return dx, dw
 

@@ -20,6 +20,8 @@ from microfloat.torch.nn.linear import Linear
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 Layouts = tuple[Placement, ...]
+# Norms and dropouts run as torch has them; the DTensor that they return is gathered as codes by the layers behind them.
+SequenceParallel = parallel.SequenceParallel
 
 
 class _OfLinear:
@@ -94,16 +96,6 @@ class RowwiseParallel(_OfLinear, parallel.RowwiseParallel):  # pyright: ignore[r
             return None
         prepare = parallel.RowwiseParallel._prepare_input_fn
         return prepare(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
-
-
-class SequenceParallel(parallel.SequenceParallel):
-    """Run a norm or a dropout on inputs that are sharded by their sequence, as torch's style of the name.
-
-    Its result is a DTensor, which the `ColwiseParallel` layers behind it gather as codes and scales.
-    """
-
-
-# ------------------------------------------------------------------------------------------------------------ Linears
 
 
 def beside(layer: nn.Module, bias: torch.Tensor, dims: int) -> torch.Tensor:

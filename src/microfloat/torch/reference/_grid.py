@@ -138,8 +138,7 @@ class Grid:
             return
         block_rows, block_columns = self.block
         if mode_count():  # one window for any size, since a trace would unroll the loop
-            sizes = (self.rows, block_rows), (self.columns, block_columns)
-            grid = (slice(0, -(-size // block)) for size, block in sizes)
+            grid = (slice(0, size) for size in self.blocks)
             yield Chunk(slice(0, self.rows), slice(0, self.columns), *grid)
             return
         budget = chunk_budget(device)
@@ -150,16 +149,9 @@ class Grid:
         if row_unit * column_step > budget:
             column_step = max(column_unit, budget // row_unit // column_unit * column_unit)
         row_step = max(row_unit, budget // column_step // row_unit * row_unit)
-        for row in range(0, self.rows, row_step):
-            row_stop = min(row + row_step, self.rows)
-            for column in range(0, self.columns, column_step):
-                column_stop = min(column + column_step, self.columns)
-                yield Chunk(
-                    slice(row, row_stop),
-                    slice(column, column_stop),
-                    slice(row // block_rows, -(-row_stop // block_rows)),
-                    slice(column // block_columns, -(-column_stop // block_columns)),
-                )
+        for rows, in_rows in _windows(self.rows, row_step, block_rows):
+            for columns, in_columns in _windows(self.columns, column_step, block_columns):
+                yield Chunk(rows, columns, in_rows, in_columns)
 
     def padded(self, chunk: Chunk) -> tuple[int, int]:
         """Rows and columns of a chunk, filled up to whole blocks."""
@@ -173,3 +165,10 @@ class Grid:
         rows, columns = values.shape
         block_rows, block_columns = (1, max(columns, 1)) if self.is_per_tensor else self.block
         return values.view(rows // block_rows, block_rows, columns // block_columns, block_columns)
+
+
+def _windows(size: int, step: int, block: int) -> Iterator[tuple[slice, slice]]:
+    """Ranges of `step` elements that cover an axis, each with its range of blocks."""
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        yield slice(start, stop), slice(start // block, -(-stop // block))

@@ -163,11 +163,9 @@ def batches_of(jobs: list[Job]) -> list[Batch]:
             prepared[slots] = known
     if len(known[1]) == 1:
         return [Batch(known[1][0], jobs, histories, scales)]
-    return [Batch(part, *(_pick(values, part) for values in (jobs, histories, scales))) for part in known[1]]
-
-
-def _pick(values: list, part: _Part) -> list:
-    return [values[index] for index in part.indices]
+    return [
+        Batch(part, *([one[index] for index in part.indices] for one in (jobs, histories, scales))) for part in known[1]
+    ]
 
 
 def _prepare(asked: list[tuple], histories: list[torch.Tensor], scales: list[torch.Tensor]) -> list[_Part]:
@@ -178,8 +176,8 @@ def _prepare(asked: list[tuple], histories: list[torch.Tensor], scales: list[tor
     for (delayed, _, device), indices in alike.items():
         part = _Part(None if callable(delayed.amax_compute_algo) else update_kernel(device), None, indices)
         if part.kernel is not None:
-            maxima = [asked[index][1] for index in indices]
-            part = part._replace(table=part.kernel.slots_of(_pick(histories, part), _pick(scales, part), maxima))
+            of_part = zip(*[(histories[index], scales[index], asked[index][1]) for index in indices], strict=True)
+            part = part._replace(table=part.kernel.slots_of(*map(list, of_part)))
         parts.append(part)
     return parts
 
