@@ -82,7 +82,7 @@ def in_turn(
 def _now(on_gpu: bool) -> "torch.cuda.Event | float":
     """A mark of time: an event on the current stream, or seconds."""
     if on_gpu:
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[return-value]
     return time.perf_counter()
 
 

@@ -99,7 +99,9 @@ def starter(compiled: Any, shared_bytes: int = 0, spread: int = 0) -> Bind | Non
 
 def _hooks() -> tuple[Any, Any]:
     """Triton's chains of launch hooks; None in place of a chain of another form."""
-    chains = (getattr(triton.knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
+    from triton import knobs
+
+    chains = (getattr(knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
     enter, leave = (chain if isinstance(getattr(chain, "calls", None), list) else None for chain in chains)
     return enter, leave
 

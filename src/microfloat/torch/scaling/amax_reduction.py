@@ -75,7 +75,7 @@ class _Table:
     def remember(self, payload: torch.Tensor) -> None:
         """Keep the header of an all-reduce for the next one, which reads it without waiting for the GPU."""
         header = payload[:_HEADER].to("cpu", non_blocking=True)  # into pinned memory
-        self.header = header, torch.cuda.current_stream().record_event() if payload.is_cuda else None
+        self.header = header, torch.cuda.current_stream().record_event() if payload.is_cuda else None  # type: ignore
 
     def agree(self, group: Group) -> None:
         """Compare the new slots of all ranks, and give each of them a place."""

@@ -163,9 +163,8 @@ def batches_of(jobs: list[Job]) -> list[Batch]:
             prepared[slots] = known
     if len(known[1]) == 1:
         return [Batch(known[1][0], jobs, histories, scales)]
-    return [
-        Batch(part, *([one[index] for index in part.indices] for one in (jobs, histories, scales))) for part in known[1]
-    ]
+    lists: list[list] = [jobs, histories, scales]
+    return [Batch(part, *([one[index] for index in part.indices] for one in lists)) for part in known[1]]
 
 
 def _prepare(asked: list[tuple], histories: list[torch.Tensor], scales: list[torch.Tensor]) -> list[_Part]:

@@ -302,7 +302,7 @@ def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
             common = torch.ops.microfloat.common_scale if _operators.is_tracing(part) else _common_scale
             return common(scales, what)
         if is_tensor_scale and part.dim() == 2:
-            return torch.cat([q.tensor_scale.view(*q.codes.shape[:-1], 1) for q in tensors], along).view(-1, 1)
+            return torch.cat([q.upper.view(*q.codes.shape[:-1], 1) for q in tensors], along).view(-1, 1)
         return torch.cat([raw(getattr(q, name)) for q in tensors], along).view(part.dtype)
 
     codes = torch.cat([raw(q.codes) for q in tensors], along).view(first.codes.dtype)

@@ -421,8 +421,9 @@ def _quantize(
     amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,
 ) -> list[torch.Tensor]:  # fmt: skip
     casts = [_operators.cast_of(token) for token in tokens]
-    cast, axis, stream, *reals = (_one_or_pair(values) for values in (casts, axes, streams, amax, scale_enc))
-    made: Any = quantize_values(x, cast, axis, seed, stream, *reals, backend, batch)
+    lists = casts, axes, streams, amax, scale_enc
+    cast, axis, stream, of_amax, of_scale = (_one_or_pair(values) for values in lists)
+    made: Any = quantize_values(x, cast, axis, seed, stream, of_amax, of_scale, backend, batch)
     # Kernels write 1x128 scales column-major; a compiler relies on the strides that the fake promises.
     return [part.contiguous() for q in (made if len(axes) == 2 else [made]) for part in q.part_list()]
 

@@ -54,7 +54,7 @@ class Sample:
             numbers = torch.cat([self._subjects[index][1].numbers for index in indices])
             host = numbers.to("cpu", non_blocking=True)  # into pinned memory
             ready = torch.cuda.current_stream(device).record_event() if numbers.is_cuda else None
-            self._copies.append((indices, host, ready))
+            self._copies.append((indices, host, ready))  # type: ignore[arg-type]
 
     def unpin(self) -> None:
         """Move the numbers of copies that are done to ordinary memory, where many samples may wait."""
