@@ -26,7 +26,7 @@ from microfloat.recipes.names import as_recipe
 from microfloat.torch._typing import Context
 from microfloat.torch.linear.grouped import groups_of
 from microfloat.torch.linear.schedule import autocast_dtype
-from microfloat.torch.scaling.amax_reduction import Group
+from microfloat.torch.scaling.amax_reduction import Group, largest
 from microfloat.torch.scaling.rank_errors import agree, in_collective
 from microfloat.torch.tensor.checks import check_tensor
 from microfloat.torch.tensor.ops import quantize
@@ -100,8 +100,7 @@ def _cast_rows(x: torch.Tensor, cast: Cast, sizes: list[int], group: Group) -> t
     rows = x.abs().float().nan_to_num(nan=0.0, posinf=torch.inf)
     experts = torch.arange(len(sizes), device=x.device).repeat_interleave(torch.tensor(sizes, device=x.device))
     amaxes = rows.new_zeros(len(sizes)).scatter_reduce_(0, experts, rows.amax(1), "amax")
-    with in_collective("the maximum of the experts' amaxes", group):
-        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
+    amaxes = largest(amaxes, (group,))
     made = [
         _row_parts(quantize(own, cast, amax=amaxes[expert]), len(own))
         for expert, own in enumerate(x.split(sizes))

@@ -42,6 +42,7 @@ from microfloat.torch.nn.fused import LayerNormLinear
 from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.merged import can_join
 from microfloat.torch.scaling import buffers as layer_state
+from microfloat.torch.scaling.amax_reduction import largest
 from microfloat.torch.scaling.rank_errors import compare, in_collective
 from microfloat.torch.tensor.checks import check_model
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
@@ -483,15 +484,6 @@ def compare_weight(mesh: "DeviceMesh", layer: nn.Module, recipe: object, weight:
     name = getattr(layer, "_path", "") or type(layer).__name__
     facts = {"the layer": repr(name), f"the recipe of {name!r}": recipe, f"the weight of {name!r}": weight}
     compare(mesh.get_group(), "fully_shard", facts)
-
-
-def largest(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The largest of all ranks' amaxes: float32, never negative, whose bits order as integers."""
-    bits = amax.contiguous().clone().view(torch.int32)
-    for group in groups:
-        with in_collective("the maximum of the amaxes of sharded weights", group):
-            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
-    return bits.view(torch.float32)
 
 
 def _reduces_later(casts: Sequence[Cast]) -> bool:

@@ -22,8 +22,9 @@ from microfloat.errors import NotSupportedError, invalid_type
 from microfloat.layout import array_layout
 from microfloat.recipes import Cast
 from microfloat.torch import backends
-from microfloat.torch.distributed.fsdp import compare_weight, largest, refuse_fewer_ranks
+from microfloat.torch.distributed.fsdp import compare_weight, refuse_fewer_ranks
 from microfloat.torch.linear.weight_cache import fsdp_parameters
+from microfloat.torch.scaling.amax_reduction import largest
 from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.aten_table import take
 from microfloat.torch.tensor.aten_writes import quantize_stored, requantized

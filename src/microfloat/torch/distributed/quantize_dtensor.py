@@ -14,7 +14,7 @@ from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.usages import CastLike
 from microfloat.torch import backends
 from microfloat.torch._typing import Seed
-from microfloat.torch.distributed.fsdp import largest
+from microfloat.torch.scaling.amax_reduction import largest
 from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.checks import check_tensor
 from microfloat.torch.tensor.ops import Real, quantize_values

@@ -10,7 +10,7 @@ for a GPU: new slots of some ranks count one reduction later (docs/numerics.md 3
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -221,6 +221,14 @@ def _is_read_later(live: torch.Tensor) -> bool:
     return live.is_cuda
 
 
+def largest(amax: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+    """The elementwise maximum of all ranks' amaxes, as in `maxima`, over one group after the other."""
+    amax = amax.clone(memory_format=torch.contiguous_format)
+    for group in groups:
+        maxima(group, [amax])
+    return amax
+
+
 def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Elementwise maxima over the ranks of a group of the float32 tensors `parts`, by one all-reduce.
 
@@ -234,6 +242,6 @@ def maxima(group: Group, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         payload = parts[0].new_zeros(sum(sizes))
         pieces = zip(payload.split(sizes), parts, strict=True)
         made = [piece[: part.numel()].view(part.shape).copy_(part) for piece, part in pieces]
-    with in_collective("the all-reduce of the amaxes of a sharded layer", group):
+    with in_collective("the maximum of the amaxes of sharded tensors", group):
         torch.distributed.all_reduce(payload.view(torch.int32), op=torch.distributed.ReduceOp.MAX, group=group)
     return made
