@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax.linen.fp8_ops import dot_general_with_precision
-from jax import Array, custom_jvp, custom_vjp, lax
+from jax import Array, custom_vjp, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
@@ -242,29 +242,18 @@ class DotRule(NamedTuple):
     out: DTypeLike | None = None
 
 
-# The rule of a first derivative is that of _quantized_dot. Derivatives of a gradient go by the two custom_jvp here,
-# straight through the rounding: codes have none, and tangents of an FP8 dtype would overflow.
+# A first derivative is that of _quantized_dot. Derivatives of a gradient go straight through the rounding, since codes
+# have none: a product of codes is differentiated as the product of their values, which is computed for nothing else.
 
 
-@partial(custom_jvp, nondiff_argnums=(0,))
-def _dot_and_scale(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> Array:
-    del wide
+@partial(jax.jit, static_argnums=0)
+def _dot_of_codes(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> Array:
     product = _dot(rule, lax.Precision.DEFAULT, *codes)
-    return product if rule.out is None else scaled_by(product, *scales).astype(rule.out)
-
-
-@_dot_and_scale.defjvp
-def _dot_and_scale_jvp(rule: DotRule, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    result = _dot_and_scale(rule, *primals)
-    _, derivative = jax.jvp(partial(_dot, rule, lax.Precision.HIGHEST), _straight(*primals), tangents[0])
-    if rule.out is None:
-        for factor in factors(*primals[2]):
-            derivative = derivative / factor
-    return result, derivative.astype(result.dtype)
-
-
-# Under jit, since vmap outside of jit hands NumPy arrays to a custom_jvp, which JAX 0.10 does not take.
-_dot_of_codes = jax.jit(_dot_and_scale, static_argnums=0)
+    product = product if rule.out is None else scaled_by(product, *scales).astype(rule.out)
+    plain = _dot(rule, lax.Precision.HIGHEST, *_straight(wide, codes, scales))
+    for factor in factors(*lax.stop_gradient(scales)) if rule.out is None else ():
+        plain = plain / factor
+    return transformations.straight_through(product, plain)
 
 
 def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Array:
@@ -275,7 +264,8 @@ def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Arr
 
 def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
     """The values of the codes, differentiated as the operands that were quantized."""
-    values = (dequantize(code, operand.dtype, scale) for operand, code, scale in zip(wide, codes, scales, strict=True))
+    operands = zip(wide, *lax.stop_gradient((codes, scales)), strict=True)
+    values = (dequantize(code, operand.dtype, scale) for operand, code, scale in operands)
     return tuple(map(transformations.straight_through, values, wide))
 
 
@@ -304,19 +294,13 @@ def _without_scales(g_scaled: Array, *scales: Array) -> Array:
     return g_scaled
 
 
-@partial(custom_jvp, nondiff_argnums=(0,))
-def _operand_gradients(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, Array]:
+@partial(jax.jit, static_argnums=0)
+def _operand_gradients(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
     """Gradients of both operands, from the codes of (lhs, rhs, g)."""
-    del wide
     lhs_scale, rhs_scale, g_scale = scales
     d_lhs, d_rhs = _transposed_dots(rule, *codes)
-    return scaled_by(d_lhs, rhs_scale, g_scale), scaled_by(d_rhs, lhs_scale, g_scale)
-
-
-@_operand_gradients.defjvp
-def _operand_gradients_jvp(rule: DotRule, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    _, derivatives = jax.jvp(partial(_transposed_dots, rule), _straight(*primals), tangents[0])
-    return _operand_gradients(rule, *primals), derivatives
+    exact = scaled_by(d_lhs, rhs_scale, g_scale), scaled_by(d_rhs, lhs_scale, g_scale)
+    return tuple(map(transformations.straight_through, exact, _transposed_dots(rule, *_straight(wide, codes, scales))))
 
 
 def _transposed_dots(rule: DotRule, lhs: Array, rhs: Array, g: Array) -> tuple[Array, Array]:
