@@ -184,21 +184,10 @@ def in_q(
     return _in_q_op(*_checked(compute_dtype, q_dtype, inp, scale, amax_history))
 
 
-def _out_dq_forward(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: Array) -> tuple:
-    return scaled_by(out, lhs_scale, rhs_scale).astype(dq_type), (lhs_scale, rhs_scale, _empty_like(out))
-
-
-def _out_dq_backward(_: DTypeLike, kept: tuple, g: Array) -> tuple:
-    lhs_scale, rhs_scale, like = kept
-    return None, None, scaled_by(g, lhs_scale, rhs_scale).astype(like.dtype)
-
-
-_out_dq = _differentiated(_out_dq_forward, _out_dq_backward)
-
-
 def out_dq(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: ArrayLike) -> Array:
     """``out * (lhs_scale * rhs_scale)`` in float32, rounded once to `dq_type`; the scales get no gradient."""
-    return _out_dq(dq_type, jnp.asarray(lhs_scale), jnp.asarray(rhs_scale), jnp.asarray(out))
+    scales = lax.stop_gradient([transformations.from_max_grad(jnp.asarray(one)) for one in (lhs_scale, rhs_scale)])
+    return scaled_by(jnp.asarray(out), *scales).astype(dq_type)
 
 
 # Dots of codes, with high-precision gradients
