@@ -99,10 +99,16 @@ def test_einsum_in_high_precision_is_that_of_jax():
 
 def test_every_op_joins():
     state = mj.scaling.init(DelayedScaling(amax_history_len=2))
+
+    def traced(op, *arguments):
+        return str(jax.make_jaxpr(op)(*arguments))
+
+    einsums, groups = ([make(recipe) for recipe in (None, MXFP4)] for make in (mj.einsum, mj.ragged_dot))
     with mj.autocast(MXFP4):
-        np.testing.assert_array_equal(mj.einsum()("mk,nk->mn", X, W), pinned(MXFP4))
-        grouped = mj.ragged_dot()(X, W.T[None], jnp.array([16]))
-        np.testing.assert_allclose(grouped, pinned(MXFP4), rtol=1e-5, atol=1e-5)
+        free, fixed = (traced(lambda x, w, op=op: op("mk,nk->mn", x, w), X, W) for op in einsums)
+        assert free == fixed != traced(lambda x, w: mj.einsum(FP8)("mk,nk->mn", x, w), X, W)
+        free, fixed = (traced(op, X, W.T[None], jnp.array([16])) for op in groups)
+        assert free == fixed != traced(mj.ragged_dot(FP8), X, W.T[None], jnp.array([16]))
     delayed = mj.dot_general(DelayedScaling(amax_history_len=2))
     with mj.autocast(enabled=False):
         gradient = jax.jit(jax.grad(lambda state: jnp.sum(delayed(X, W, PLAIN, state=state))))(state)

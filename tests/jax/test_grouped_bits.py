@@ -67,7 +67,7 @@ def by_jax(op, x, w, dy, sizes, words, state):
     return y, *back(dy)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8",))
+@pytest.mark.slow("groups of JAX are dots of theirs in test_ragged_dot.py, whose bytes are torch's")
 @pytest.mark.parametrize("name", RECIPES)
 def test_bits_of_grouped_products(name):
     """Sizes that are no multiple of anything, experts without tokens, and all tokens to one expert."""

@@ -365,7 +365,7 @@ OPTIMIZERS = {
     [
         (ml.dot_general_cls("delayed"), "adamw", False),
         (fp8_ops.Fp8DotGeneralOp, "clipped", False),
-        (ml.dot_general_cls("delayed"), "multi_steps", True),
+        pytest.param(ml.dot_general_cls("delayed"), "multi_steps", True, marks=pytest.mark.slow("further optimizers")),
         (fp8_ops.Fp8DotGeneralOp, "adamw", True),
         (ml.dot_general_cls("delayed"), "whole", True),
     ],
@@ -601,14 +601,13 @@ def test_state_has_one_name_under_an_autocast_and_of_a_pinned_recipe():
     state = {key: value + 1 for key, value in variables[OWG]["DelayedScalingOp_0"].items()}
     current = {**variables, OWG: {"DelayedScalingOp_0": state}}
 
-    def step(model, variables):
-        return jax.value_and_grad(lambda variables: jnp.sum(model.apply(variables, X)))(variables)
+    def step(model):
+        return str(jax.make_jaxpr(jax.grad(lambda variables: jnp.sum(model.apply(variables, X))))(current))
 
-    y, gradient = step(pinned, current)
+    y, program = pinned.apply(current, X), step(pinned)
     with mj.autocast(recipe):
-        other, other_gradient = step(free, current)
-    assert other == y
-    assert jax.tree.all(jax.tree.map(np.array_equal, other_gradient[OWG], gradient[OWG]))
+        assert step(free) == program
+        np.testing.assert_array_equal(free.apply(current, X), y)
     # A scale of 2 where 1 is the first one: it is read.
     assert all(float(value[0]) != 1 for key, value in state.items() if key.endswith("_scale"))
 
