@@ -4,6 +4,7 @@
     python -m benchmarks matmul       GEMMs of quantized operands against bfloat16                     (m.*)
     python -m benchmarks linear       one Linear, forward and backward, against nn.Linear              (l.*)
     python -m benchmarks grouped      experts over rows of one input, against torch's grouped matmul   (l.grouped.*)
+    python -m benchmarks loss         a head and its loss in chunks, against torch's                       (loss.*)
     python -m benchmarks host         host time, launches, recompilations of small layers              (h.* g.*)
     python -m benchmarks block        a transformer block, eager and compiled, time and memory         (b.*)
     python -m benchmarks decoder      decoder layers with attention, also of experts, time and memory    (d.*)
@@ -32,7 +33,7 @@ COMMANDS = {
     "quantize": "benchmarks.quantize", "matmul": "benchmarks.matmul", "linear": "benchmarks.linear",
     "grouped": "benchmarks.grouped", "host": "benchmarks.host", "block": "benchmarks.block",
     "train": "benchmarks.train", "profile": "benchmarks.gpu_profile", "decoder": "benchmarks.decoder",
-    "fsdp": "benchmarks.fsdp", "model": "benchmarks.model",
+    "fsdp": "benchmarks.fsdp", "model": "benchmarks.model", "loss": "benchmarks.loss",
     "decode": "benchmarks.decode",
 }  # fmt: skip
 # Commands with options of their own, which need no GPU.

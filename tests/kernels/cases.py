@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
+import microfloat.torch as mf
 from microfloat import reference as oracle
 from microfloat.formats import E2M1, E2M3, E4M3, FORMATS, SCALE_E8M0, SCALE_FP32, ScaledFormat
 from microfloat.kernels.casts import blocks
@@ -588,6 +589,51 @@ def rotary(device, dtype, interleaved):
                 for got, wanted in ((torch.cat(y, 2).detach(), want.detach()), (again.grad, leaf.grad)):
                     bound = unit * wanted.float().abs().clamp_min(2.0**-6)
                     assert not ((got.float() - wanted.float()).abs() > bound).any()
+
+
+def losses(device, dtype):
+    """Losses of rows, and gradients over their logits, are those of torch's softmax; rows of one block and of some."""
+    dtype, saved = getattr(torch, dtype), triton.LOSS_BLOCK
+    try:
+        for columns, triton.LOSS_BLOCK in ((200, saved), (200, 64), (129, 128), (1, saved)):
+            generator = torch.Generator().manual_seed(columns)
+            logits = (5 * torch.randn(5, columns, generator=generator)).to(dtype).to(device)
+            labels = torch.randint(0, columns, (5,), generator=generator).to(device)
+            s = torch.tensor([0.25, 0.0, -1.5, 1.0, 1.0], device=device)
+            if columns > 1:
+                logits[3, : columns - 1] = -torch.inf  # a first block without a finite logit
+                logits[4, 1], labels[4] = torch.inf, 0
+                labels[3] = columns - 1
+            wide = logits.double().requires_grad_()
+            want = functional.cross_entropy(wide, labels, reduction="none")
+            (dy,) = torch.autograd.grad(want, wide, s.double())
+            of_label, found = logits.gather(1, labels[:, None]), [torch.empty(5, device=device) for _ in range(2)]
+            triton.cross_entropy_(logits, of_label, labels, None, found[0])
+            triton.cross_entropy_(logits, of_label, labels, s, found[1])
+            assert torch.equal(*(one.nan_to_num(-1.0) for one in found))
+            torch.testing.assert_close(found[0].double(), want.detach(), rtol=2e-6, atol=2e-6, equal_nan=True)
+            unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-18
+            torch.testing.assert_close(logits.double(), dy, rtol=unit, atol=1e-7, equal_nan=True)
+    finally:
+        triton.LOSS_BLOCK = saved
+
+
+def loss_of_a_head(device, name, backend):
+    """The loss in chunks and its gradients are those of the reference backend."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(70, 64).bfloat16().to(device), torch.randn(144, 64).div(4).bfloat16().to(device)
+    labels = torch.randint(0, 144, (70,)).to(device)
+    labels[::7], found = -100, []
+    around = contextlib.nullcontext() if device == "cuda" else backends.pretend(chip="h200")
+    with around, block_gemms(device, []):
+        for one in ("reference", backend):
+            leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            torch.manual_seed(1)
+            with mf.autocast(recipe=name, backend=one):
+                loss = mf.linear_cross_entropy(*leaves, labels, chunk=32)
+            found.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for one, other in zip(*found, strict=True):
+        assert float((one.float() - other.float()).norm()) <= 0.02 * float(one.float().norm())
 
 
 def fused_casts(device, name):

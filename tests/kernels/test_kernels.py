@@ -127,6 +127,8 @@ CASES = [
         for name in ("silu", "gelu", "gelu_tanh", "relu", "qgelu", "srelu", "sigmoid")
     ],
     *[case("rotary", dtype, turned) for dtype, turned in (("bfloat16", False), ("float32", True))],
+    *[case("losses", dtype) for dtype in ("bfloat16", "float32")],
+    *[case("loss_of_a_head", name, "native") for name in ("fp8_current", "mxfp8")],
     case("activations", "silu", "float32"),
     case("traced"),
     *[case("fused_casts", name) for name in ("delayed", "fp8_tensor", "mxfp8", "mxfp4", "fp8_1x128")],

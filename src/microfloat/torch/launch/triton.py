@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from microfloat.kernels.casts import scaled as kernels
-from microfloat.kernels.producers import rotary
+from microfloat.kernels.producers import loss, rotary
 from microfloat.layout import Part, folded_format
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
@@ -27,6 +27,7 @@ from microfloat.passes.amaxes import amax_passes
 from microfloat.passes.casts import cast_passes
 from microfloat.passes.conversions import dequantize_passes, fold_codes_passes, swizzle_passes, turn_codes_passes
 from microfloat.passes.matrix import Matrix, Passes, specialization
+from microfloat.passes.tables import Warps
 from microfloat.recipes import Cast, Delayed
 from microfloat.torch import reference
 from microfloat.torch.backends.base import Operand, Operands, Parts, capturing, current_device, dtype_name, raw_stream
@@ -323,6 +324,26 @@ def rotate(
         return
     with torch.cuda.device(number):
         launch(raw_stream(number), *used)
+
+
+# --------------------------------------------------------------------------------------------------------------- loss
+
+_LOSS = program.Kernel(loss.cross_entropy_rows)
+LOSS_BLOCK, LOSS_WARPS = 4096, Warps(8)  # the fastest of seven pairs on an H200
+
+
+def cross_entropy_(
+    logits: torch.Tensor, of_label: torch.Tensor, labels: torch.Tensor, s: torch.Tensor | None, losses: torch.Tensor
+) -> None:
+    """Write `losses` [C] of contiguous logits [C, N] and, with their gradients `s`, dy over the logits. `of_label` [C]:
+    the logit of each row's label."""
+    (rows, columns), number = logits.shape, logits.get_device()
+    constants = min(LOSS_BLOCK, 1 << (columns - 1).bit_length()), logits.dtype == torch.bfloat16, s is not None
+    tensors = logits, of_label, labels, s, losses
+    aligned = tuple(x is None or x.data_ptr() & 15 == 0 for x in tensors)
+    key = constants, logits.dtype, specialization(columns), number
+    launch = _LOSS.prepared(key, rows, (columns,), constants, LOSS_WARPS, aligned)
+    launch(0 if number < 0 else raw_stream(number), *tensors)
 
 
 # ------------------------------------------------------------------------------------------------------ delayed scaling

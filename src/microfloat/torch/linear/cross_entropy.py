@@ -4,14 +4,14 @@
 
 Each chunk is a call of a Linear: its rows are the matrix that is quantized. The weight is quantized once for all
 chunks. dy is rounded to the dtype of the logits; `s` is the gradient of each token's loss. dx comes chunk by chunk, dw
-is the sum over chunks in float32, rounded once. Logits exist for one chunk at a time. Source: docs/numerics.md,
-section 6.
+is the sum over chunks in float32, rounded once. Logits exist for one chunk at a time, and a kernel writes dy over them.
+Of float32 [N, K] there is that sum alone: the products of later chunks add to it. Source: docs/numerics.md, section 6.
 
 Legend: T = tokens, C = tokens of a chunk, K = in features, N = out features (the vocabulary).
 """
 
 import math
-import typing
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -19,13 +19,14 @@ import torch
 from microfloat.errors import invalid_value
 from microfloat.passes import CastInputs
 from microfloat.recipes import Recipe
-from microfloat.torch._typing import Context, Maybe
+from microfloat.torch._typing import Maybe
 from microfloat.torch.backends.base import Operands
 from microfloat.torch.linear.function import Run, find
 from microfloat.torch.linear.observer import OBSERVERS, observed
+from microfloat.torch.tensor.dispatch_modes import are_named
 
 # The logits of a chunk, in the dtype of the product, take at most so many bytes.
-_MOST_BYTES = 2**30
+_MOST_BYTES = 2**29
 # Chunks that do not end the tokens are whole numbers of the largest block of a format.
 _BLOCK = 128
 
@@ -43,10 +44,10 @@ Losses = tuple[torch.Tensor, Maybe, Maybe]  # of every token, dx, dw
 
 
 def default_chunk(tokens: int, vocabulary: int, compute: torch.dtype) -> int:
-    """Tokens of a chunk: the fewest equal chunks, in multiples of 128, whose logits take 1 GiB at most.
+    """Tokens of a chunk: the fewest equal chunks, in multiples of 128, whose logits take 512 MiB at most.
 
     >>> default_chunk(8192, 128256, torch.bfloat16)
-    4096
+    2048
     """
     most = max(_MOST_BYTES // (vocabulary * compute.itemsize) // _BLOCK * _BLOCK, _BLOCK)
     chunks = max(math.ceil(tokens / most), 1)
@@ -79,35 +80,48 @@ def run_chunks(
         if OBSERVERS:
             schedule = observed(schedule, (), weight)
         inputs = CastInputs(seed=None if seeds is None else seeds[number])
-        run, kept = Run(schedule, inputs, inputs, inputs), _Kept(wants_dx, wants_dw)
         with schedule.scope():
             if made is None or made[0] != schedule.weight_key:
                 made = schedule.weight_key, schedule.quantize_weight(weight, inputs)
-            run.kept, run.into = made[1], sums  # type: ignore
-            dy = _losses(run.forward(kept.of(run), x_CK, weight, None), labels[rows], loss_T[rows], factors, rows)
-            if dy is not None:
-                dx_CK, dw_NK = run.backward(kept.of(run), dy)[:2]
+            if are_named():
+                logits, kept = Run(schedule, *[inputs] * 3, kept=made[1]).forward_by_name(x_CK, weight, None)
+            else:
+                logits, kept = schedule.forward(x_CK, weight, None, inputs, inputs, made[1])
+            made = made if start + chunk < tokens else None  # backward reads one orientation, which is kept
+            s = None if factors is None else factors[rows]
+            logits = _losses(schedule.backend.producers, logits, labels[rows], s, loss_T[rows])
+            if logits is not None:
+                operands = schedule.cast_dy(logits, inputs, wants_dx, wants_dw)
+                del logits  # and with them their memory, where no product reads dy as it is
+                saved = schedule.saved_operands(kept, inputs)
+                dx_CK, dw_NK = schedule.gradients(operands, saved, wants_dx, wants_dw, sums)
                 if dx is not None:
                     dx[rows] = dx_CK  # type: ignore
-                dw = dw_NK if sums is None else dw
+                dw, operands, saved = dw_NK if sums is None else dw, None, None
+            kept = ()
     if sums is not None and sums.total is not None:
-        made = None  # its memory serves the rounded sum
         dw = sums.total.to(weight.dtype)
     return loss_T, dx, dw
 
 
-def _losses(logits: torch.Tensor, labels: torch.Tensor, into: torch.Tensor, factors: Maybe, rows: slice) -> Maybe:
-    """Write the loss of each row of logits, by a softmax in float32, and make its gradient in their dtype."""
-    dtype, labels = logits.dtype, labels[:, None]
+def _losses(
+    kernels: ModuleType | None, logits: torch.Tensor, labels: torch.Tensor, s: Maybe, into: torch.Tensor
+) -> Maybe:
+    """Write the loss of each row of logits, by a softmax in float32, and make its gradient in their dtype.
+
+    Logits become the gradient where there are kernels.
+    """
+    of_label = logits.gather(1, labels[:, None])  # a GPU asserts that the labels are in range
+    if kernels is not None:
+        kernels.cross_entropy_(logits, of_label, labels, s, into)
+        return None if s is None else logits
     log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
-    del logits
-    log_p_of_label = log_p.gather(1, labels)  # a GPU asserts that the labels are in range
+    log_p_of_label = log_p.gather(1, labels[:, None])
     torch.neg(log_p_of_label[:, 0], out=into)
-    if factors is None:
+    if s is None:
         return None
-    s = factors[rows, None]
-    of_label = log_p_of_label.exp_().mul_(s).sub_(s)
-    return log_p.exp_().mul_(s).scatter_(1, labels, of_label).to(dtype)
+    p_of_label = log_p_of_label.exp_().mul_(s[:, None]).sub_(s[:, None])
+    return log_p.exp_().mul_(s[:, None]).scatter_(1, labels[:, None], p_of_label).to(logits.dtype)
 
 
 def _check_labels(labels: torch.Tensor, vocabulary: int) -> None:
@@ -120,26 +134,10 @@ def _check_labels(labels: torch.Tensor, vocabulary: int) -> None:
         raise invalid_value("labels", got, needed)
 
 
-class _Kept:
-    """The part of torch's `ctx` that a `Run` needs between its forward and its backward."""
-
-    def __init__(self, wants_dx: bool, wants_dw: bool) -> None:
-        self.wanted = False, wants_dx, wants_dw, False
-        self.saved_tensors: tuple[Maybe, ...] = ()
-
-    def of(self, run: Run) -> Context:
-        """Itself, as the context of a run."""
-        self.run = run
-        return typing.cast(Context, self)
-
-    def save_for_backward(self, *tensors: Maybe) -> None:
-        self.saved_tensors = tensors
-
-
 class _Sum:
     """The sum of the weight's gradients in float32."""
 
     total: torch.Tensor | None = None
 
     def add(self, dw: torch.Tensor) -> None:
-        self.total = dw if self.total is None else self.total.add_(dw)
+        self.total = dw if self.total is None or dw is self.total else self.total.add_(dw)

@@ -318,7 +318,7 @@ def linear_cross_entropy(
     x [..., K], weight [N, K], labels [...] of integers in [0, N) or `ignore_index`. `reduction` "mean" (over the labels
     that count), "sum" or "none" (in the shape of labels). `recipe` None: that of the ambient autocast, and high
     precision outside of one. Each chunk of tokens is quantized as a Linear quantizes its input; `chunk` None: the
-    fewest equal chunks, in multiples of 128 tokens, whose logits take 1 GiB at most. Differentiable once, by x and
+    fewest equal chunks, in multiples of 128 tokens, whose logits take 512 MiB at most. Differentiable once, by x and
     weight. Raises as `linear` does, and InvalidValueError for labels that are no class (on a GPU by torch's own
     assertion). Source: docs/numerics.md, section 6.
 
