@@ -25,11 +25,11 @@ STATE = {
     "launch.block_gemm": {
         "_COMPILED": "compiled forms of one kernel", "_assembler": "one path", "_imported": "three modules",
     },
-    "launch.driver": {"_asked": "devices x kernels with more shared memory"},
     "launch.gemms": {"stored_product": "1,024 shapes, the least recently used go"},
     "launch.program": {
         "_SCRATCH": "64 bytes for each stream", "_CAPTURED": "65,536 sets of 128 bytes in all",
-        "_made_for_captures": "a number", "DEVICES": "devices", "_PROGRAMS": "4,096 programs, then emptied",
+        "_made_for_captures": "a number", "DEVICES": "devices", "_asked": "devices x kernels with more shared memory",
+        "_PROGRAMS": "4,096 programs, then emptied",
         "kernel_of": "kernels of the library", "_splitter": "devices",
     },
     "linear.fold_counts": {"_POOL": "256 words for each 256 layers with folded operands that lived at once"},

@@ -32,7 +32,7 @@ REASONS = {
     "nn/merged": "functorch is refused",
     "nn/sdpa": "functorch is refused; the kernel that torch would choose",
     "reference/_grid": "whether a mode of torch's dispatcher, or a transform of functorch, is on",
-    "scaling/history": "one launch for all histories; writes of kernels are counted",
+    "scaling/buffers": "one launch for all histories; writes of kernels are counted",
     "scaling/regions": "whether a backward runs",
     "tensor/aten_reads": "operators that a tensor subclass is given",
     "tensor/aten_shapes": "operators that a tensor subclass is given",

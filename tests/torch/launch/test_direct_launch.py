@@ -12,7 +12,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton import knobs  # noqa: E402
 from triton.backends.nvidia import driver  # noqa: E402
 
-from microfloat.torch.launch import driver as cuda  # noqa: E402
 from microfloat.torch.launch import program  # noqa: E402
 
 needs_known_launcher = pytest.mark.skipif(
@@ -102,11 +101,11 @@ class Driver:
 @pytest.fixture
 def asks(compiled, monkeypatch):
     """``asks(driver, needed, spread)``: the bytes that a launch asks for, None where it is refused."""
-    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(program.torch.cuda, "current_device", lambda: 0)
     compiled.function = next(FUNCTIONS)
 
     def ask(answers: Driver, needed: int, spread: int) -> int | None:
-        monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: answers)
+        monkeypatch.setattr(program.ctypes, "CDLL", lambda name: answers)
         bind = program.starter(compiled, needed, spread)
         if bind is None:
             return None
@@ -162,14 +161,14 @@ def test_threads_leave_the_most_that_one_of_them_has_asked_for(monkeypatch) -> N
 
     def ask_for_more() -> None:
         begun.wait(5)
-        cuda.shared_memory(function, 2048, 0)
+        program.shared_memory(function, 2048, 0)
 
     monkeypatch.setattr(answers, "cuFuncSetAttribute", slowly)
-    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: answers)
+    monkeypatch.setattr(program.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(program.ctypes, "CDLL", lambda name: answers)
     second = threading.Thread(target=ask_for_more)
     second.start()
-    assert cuda.shared_memory(function, 1024, 0) == 1024
+    assert program.shared_memory(function, 1024, 0) == 1024
     second.join(5)
     assert [size for _, size in answers.allowed] == [1024, 2048]
 
@@ -193,7 +192,7 @@ def test_only_what_a_driver_does_not_begin_counts_as_refused(monkeypatch, text: 
     def start(*_: object) -> None:
         raise RuntimeError(f"Triton Error [CUDA]: {text}")
 
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuGetErrorString=text_of))
+    monkeypatch.setattr(program.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuGetErrorString=text_of))
     monkeypatch.setattr(program, "starter", lambda *_: lambda *_: start)
     monkeypatch.setattr(program, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -207,7 +206,7 @@ def test_without_a_driver_there_is_no_more_shared_memory(compiled, monkeypatch) 
     def missing(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
+    monkeypatch.setattr(program.ctypes, "CDLL", missing)
     assert program.starter(compiled, 1024) is None
     assert program.starter(compiled) is not None
 

@@ -15,7 +15,7 @@ from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueErr
 from microfloat.operands import GEMMS  # noqa: E402
 from microfloat.recipes import CustomRecipe, DelayedScaling, MXFP8BlockScaling  # noqa: E402
 from microfloat.torch.scaling import buffers as layer_state  # noqa: E402
-from microfloat.torch.scaling import history as rolling  # noqa: E402
+from microfloat.torch.scaling import buffers as rolling  # noqa: E402
 from microfloat.torch.scaling import regions as scaling  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 

@@ -9,6 +9,7 @@ All that depends on Triton's version is here. Which private parts of a compiled 
 so every form is checked before it is used, and the ordinary path remains where none fits.
 """
 
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -25,10 +26,9 @@ from microfloat.layout import ALIGNMENT, Part
 from microfloat.passes import OperandSpec
 from microfloat.passes.casts import cast_passes, pair_passes
 from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, is_one_pass, specialization  # noqa: F401
-from microfloat.passes.tables import Warps
+from microfloat.passes.tables import SHARED_BYTES, SYSTEM_BYTES, Warps
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import current_device, raw_stream
-from microfloat.torch.launch import driver
 
 # True where kernels run in Triton's interpreter (on CPU tensors): decided when triton was imported.
 INTERPRETED = not isinstance(convert.bits_of, triton.JITFunction)
@@ -73,7 +73,7 @@ def starter(compiled: Any, shared_bytes: int = 0, spread: int = 0) -> Bind | Non
         # Triton's launcher takes the shared memory of a launch from what its kernel was compiled for.
         if not knows or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
             return None
-        size = driver.shared_memory(function, metadata[2] + shared_bytes, spread)
+        size = shared_memory(function, metadata[2] + shared_bytes, spread)
         if size is None:
             return None
         metadata = (metadata[0], metadata[1], size)
@@ -194,7 +194,7 @@ class PlacedKernel(Kernel):
         try:
             bind(programs, (*scalars, *constants))(stream, *addresses)
         except RuntimeError as error:
-            if driver.is_refusal(error):
+            if is_refusal(error):
                 raise PlacingRefused from error
             raise
         self.compiled[key] = bind
@@ -241,6 +241,47 @@ def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
     if tensor is not None and tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return tensor.view(torch.uint8)
     return tensor
+
+
+# CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, which a kernel declares, and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_DECLARED, _MOST_ASKED = 1, 8
+# CUDA_ERROR_INVALID_VALUE, _LAUNCH_OUT_OF_RESOURCES and _NOT_SUPPORTED: what the driver says of
+# launches that it does not begin. It says others of a kernel that has failed, perhaps an earlier one.
+_REFUSALS = 1, 701, 801
+_asked: dict[tuple[int, int], int] = {}  # device and function: the most that was allowed
+_ASKED_LOCK = threading.Lock()
+
+
+def shared_memory(function: int, needed: int, spread: int) -> int | None:
+    """Bytes of shared memory that launches of a loaded kernel may now ask for; None where the driver refuses.
+
+    They are `needed`, or as many more that a multiprocessor takes `spread` programs at most (0: as many as fit).
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle, declared = ctypes.c_void_p(function), ctypes.c_int()
+    if library.cuFuncGetAttribute(ctypes.byref(declared), _DECLARED, handle):
+        return None
+    apart = SHARED_BYTES // spread - SYSTEM_BYTES - declared.value if spread else 0
+    size, key = max(needed, apart), (torch.cuda.current_device(), function)
+    with _ASKED_LOCK:
+        most = max(size, _asked.get(key, 0))  # other launches of the kernel may ask for more
+        if library.cuFuncSetAttribute(handle, _MOST_ASKED, most):
+            return None
+        _asked[key] = most
+    return size
+
+
+def is_refusal(error: RuntimeError) -> bool:
+    """True for an error of Triton's launcher by which the driver refuses to begin a launch, and nothing is broken."""
+    library, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_char_p()
+    for code in _REFUSALS:  # Triton reports an error in the driver's own words
+        known = library.cuGetErrorString(code, ctypes.byref(text)) == 0
+        if known and text.value and str(error).endswith(text.value.decode()):
+            return True
+    return False
 
 
 _SCRATCH: dict[tuple[int, int], torch.Tensor] = {}

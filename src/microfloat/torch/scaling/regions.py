@@ -19,8 +19,7 @@ from microfloat.torch.backends.base import capturing, record_amax_
 from microfloat.torch.scaling import amax_reduction as reduction
 from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling.amax_reduction import Group, Key, reduces
-from microfloat.torch.scaling.buffers import BUFFER_NAMES, SLOTS, LayerState, state_of
-from microfloat.torch.scaling.history import Batch, Job, Pending, Slot, batches_of
+from microfloat.torch.scaling.buffers import SLOTS, Batch, Job, LayerState, Pending, Slot, batches_of, state_of
 from microfloat.torch.scaling.rank_errors import without_addresses
 from microfloat.torch.tensor.checks import check_model
 
@@ -86,7 +85,7 @@ def forget(layer: nn.Module) -> None:
 def drop_buffers(layer: nn.Module) -> None:
     """Forget the delayed-scaling state of a layer, pending updates too."""
     forget(layer)
-    for name in BUFFER_NAMES:
+    for name in layer_state.BUFFER_NAMES:
         layer._buffers.pop(name, None)
 
 
@@ -186,7 +185,7 @@ def _shield_from(wrapper: nn.parallel.DistributedDataParallel) -> None:
     for prefix, module in wrapper.module.named_modules():
         if layer_state.has_buffers(module):
             start = f"{prefix}." if prefix else ""
-            wrapper.parameters_to_ignore.update(start + name for name in BUFFER_NAMES)
+            wrapper.parameters_to_ignore.update(start + name for name in layer_state.BUFFER_NAMES)
             state_of(module).wrapper = reference
     # DDP asks whether this list is empty before it makes it anew, and cannot broadcast nothing.
     wrapper._assign_modules_buffers()
