@@ -9,6 +9,7 @@ import sys
 from marked_block import ROOT, command, table
 
 from microfloat.checkpoint.families import DIALECTS, Dialect, Family
+from microfloat.checkpoint.families.readers import FACTS, SOURCES
 
 PAGE, BLOCK = ROOT / "docs" / "checkpoints.md", "families"
 _MOST_TARGETS = 4
@@ -52,7 +53,15 @@ def families_table() -> str:
     return table(["family", "targets", "tensors of a parameter P", "global scale", "quant_method"], [*rows.values()])
 
 
-BLOCKS = ((PAGE, BLOCK, families_table),)
+def readers_table() -> str:
+    """A row per fact, in the order of the readers."""
+    order = list(SOURCES)
+    facts = sorted(FACTS, key=lambda one: order.index(one.reader))
+    rows = [[one.reader, one.does, _quoted(one.families.split()), one.what] for one in facts]
+    return table(["reader", "does", "families", "about"], rows)
+
+
+BLOCKS = ((PAGE, BLOCK, families_table), (PAGE, "readers", readers_table))
 
 if __name__ == "__main__":
     sys.exit(command(__doc__ or "", BLOCKS))

@@ -148,7 +148,7 @@ def test_a_description_of_single_layers_wins(tmp_path):
     [
         (quark({"dtype": "int4", "qscheme": "per_group"}), "int4 per_group are not read"),
         (quark([of_fp8(), {"dtype": "int4"}]), "fp8_e4m3 per_tensor of int4 None"),
-        (quark(of_mx("fp4"), algo_config=[{"name": "rotation", "r1": True, "r4": True}]), "algo_config: r4 rotates"),
+        (quark(of_mx("fp4"), algo_config=[{"name": "rotation", "r1": True, "r4": True}]), "r4, a rotation"),
         (quark(None), "of no layer"),
     ],
     ids=["int4", "fp8 of int4", "rotation", "nothing"],

@@ -244,3 +244,15 @@ def test_findings_for_information_are_one_line_for_each_kind(microfloat, tmp_pat
     assert "and 13 more" in shown
     found = microfloat("inspect", tmp_path / "tiles", "--json").json["findings"]
     assert [one["id"] for one in found] == ["ragged-tile"] * 14
+
+
+def test_it_says_who_reads_a_quantized_file(microfloat, model, tmp_path):
+    from microfloat.checkpoint import convert
+
+    convert(model, tmp_path / "low", to="quark:mxfp6_e3m2")
+    rows = {row["reader"].split()[0]: row for row in microfloat("inspect", tmp_path / "low", "--json").json["readers"]}
+    assert (rows["vLLM"]["does"], rows["SGLang"]["does"]) == ("reads", "refuses")
+    assert rows["transformers"]["what"] == "without the package amd-quark 0.12"
+    done = microfloat("inspect", tmp_path / "low")
+    assert "Who reads it" in done.out
+    assert microfloat("inspect", model, "--json").json["readers"] == []

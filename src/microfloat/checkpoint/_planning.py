@@ -15,7 +15,7 @@ from microfloat.checkpoint._recoding import recodes
 from microfloat.checkpoint._saving import scale_dtype
 from microfloat.checkpoint.config import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
-from microfloat.checkpoint.families.readers import complaints
+from microfloat.checkpoint.families.readers import Layer, complaints
 from microfloat.checkpoint.families.writing import Written
 from microfloat.checkpoint.load import Checkpoint
 from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Record
@@ -292,7 +292,9 @@ def _note_readers(steps: Sequence[Step], target: Target, source: Facts, notes: N
                 f"no known reader of {target.name} expects the experts of a layer as one tensor; {', '.join(able)} and "
                 "microfloat's own families (such as microfloat:nvfp4) have a layout for them"
             ].append(name)
-        for text in complaints(target.name, name, step.record.logical_shape, source.model_type):
+        assert step.family is not None
+        fmt = step.record.format if step.cast is None else step.cast.format
+        for text in complaints(Layer(step.family.name, fmt, name, step.record.logical_shape, source.model_type)):
             notes[text].append(name)
 
 

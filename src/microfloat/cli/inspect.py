@@ -32,6 +32,12 @@ _FINDING_COLUMNS = (
 )  # fmt: skip
 
 
+_READER_COLUMNS = (
+    Column("reader"), Column("family"), Column("does", style=lambda does: "yellow" if does != "reads" else ""),
+    Column("what", "about", prose=True), Column("layers", "n", right=True),
+)  # fmt: skip
+
+
 def inspect(
     output: Output,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A safetensors file, or a folder of them.")],
@@ -65,6 +71,7 @@ def inspect(
     together = not layers and len(checkpoint) > MOST_LINES
     _detection(output, checkpoint)
     rows = _tensors(output, checkpoint, together)
+    _readers(output, checkpoint)
     matrices = [row["name"] for row in rows if _is_measured(checkpoint, row, bool(layers))]
     is_plain = all(row["family"] is None for row in rows)
     if not formats and is_plain:
@@ -120,6 +127,24 @@ def _tensors(output: Output, checkpoint: "Checkpoint", together: bool) -> list[d
     texts = {"parameters": count(elements), "bytes": size(stored), "bits": f"{totals['bits']:.4g} per parameter"}
     output.facts(totals, texts=texts)
     return rows
+
+
+def _readers(output: Output, checkpoint: "Checkpoint") -> None:
+    """What the engines whose sources were read make of the quantized layers."""
+    from microfloat.checkpoint.detect import lacks_input_scale
+    from microfloat.checkpoint.families.readers import Layer, readers_of
+
+    kind = str(checkpoint.config.get("model_type"))
+    layers = []
+    for name, entry in checkpoint.contents.entries.items():
+        if name in checkpoint:
+            record = checkpoint[name]
+            inputs = "unscaled" if lacks_input_scale(entry) else record.activation.get("scheme", "")
+            layers.append(Layer(entry.family.name, record.format, name, record.logical_shape, kind, inputs))
+    rows = readers_of(layers)
+    output.put(readers=rows)
+    if rows:
+        output.table(None, rows, _READER_COLUMNS, "Who reads it")
 
 
 def _is_measured(checkpoint: "Checkpoint", row: dict[str, Any], chosen: bool) -> bool:

@@ -7,17 +7,7 @@ from microfloat.checkpoint.families.patterns import EXACT, Patterns
 from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
 from microfloat.checkpoint.families.writing import Configuration, Manifest, Written
 from microfloat.checkpoint.records import Finding
-from microfloat.formats import (
-    FP8_ROW,
-    FP8_TENSOR,
-    MXFP4,
-    MXFP6_E2M3,
-    MXFP8,
-    NVFP4,
-    FP8_1x128,
-    FP8_128x128,
-    ScaledFormat,
-)
+from microfloat.formats import FORMATS, FP8_ROW, FP8_TENSOR, MXFP4, MXFP6_E2M3, MXFP8, NVFP4, ScaledFormat
 from microfloat.recipes import Cast
 
 _METHOD = "compressed-tensors"
@@ -123,7 +113,7 @@ def _scheme(families: tuple[str, ...], group: dict[str, Any]) -> Scheme:
         return Scheme(families, tile, "none" if is_said else "", group=own)
     size, bits = inputs.get("group_size"), inputs.get("num_bits")
     by_group = {16: NVFP4, 32: {4: MXFP4, 6: MXFP6_E2M3, 8: MXFP8}.get(bits if type(bits) is int else 0)}
-    by_group[128] = FP8_1x128
+    by_group[128] = FORMATS["fp8_1x128"]
     by_strategy = {"tensor": FP8_TENSOR, "token": FP8_ROW}
     strategy = inputs.get("strategy")
     fmt = by_strategy.get(strategy if isinstance(strategy, str) else "")
@@ -210,7 +200,7 @@ FAMILIES = (
         writes={
             "ct:fp8": Written(Cast(FP8_TENSOR, "amax"), "dynamic", FP8_ROW),
             "ct:fp8_dynamic": Written(Cast(FP8_ROW, "amax"), "dynamic", FP8_ROW),
-            "ct:fp8_block": Written(Cast(FP8_128x128, "amax"), "dynamic", FP8_1x128),
+            "ct:fp8_block": Written(Cast(FORMATS["fp8_128x128"], "amax"), "dynamic", FORMATS["fp8_1x128"]),
         },
         scalars=(1,), model_scales=True,
     ),

@@ -66,6 +66,8 @@ class Syntax(NamedTuple):
 
 
 def _shell(pattern: str) -> Matcher | None:
+    if pattern.startswith("re:"):
+        return _expression(pattern)
     return None if pattern.count("*") > _MOST_STARS else re.compile(translate(pattern)).match
 
 
@@ -90,16 +92,11 @@ def _parts(pattern: str) -> Matcher | None:
     return re.compile(rf"(?:{pattern})(?=\.|$)").match
 
 
-# ModelOpt: a shell pattern for the whole name. Before version 0.39 it covered every name that it is a part of.
-SHELL = Syntax(lambda pattern: not any(sign in pattern for sign in "*?["), _shell)
+# ModelOpt (before version 0.39 a part of a name) and Quark: a shell pattern for a name, or "re:" and an expression.
+SHELL = Syntax(lambda pattern: not pattern.startswith("re:") and not any(sign in pattern for sign in "*?["), _shell)
 SUBSTRING = Syntax(lambda pattern: False, lambda pattern: _shell(f"*{pattern}*"))
 # compressed-tensors: a whole name, or after "re:" an expression that matches from the start.
 EXACT = Syntax(lambda pattern: not pattern.startswith("re:"), _expression)
-# Quark: a shell pattern, or an expression after "re:".
-SHELL_OR_EXPRESSION = Syntax(
-    lambda pattern: SHELL.is_name(pattern) and EXACT.is_name(pattern),
-    lambda pattern: _expression(pattern) if pattern.startswith("re:") else _shell(pattern),
-)
 PARTS = Syntax(lambda pattern: False, _parts)
 
 

@@ -5,35 +5,23 @@ from typing import Any
 import numpy as np
 
 from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, tile_of, unknown_entries, unsupported
-from microfloat.checkpoint.families.patterns import SHELL_OR_EXPRESSION, Patterns
+from microfloat.checkpoint.families.patterns import SHELL, Patterns
 from microfloat.checkpoint.families.row import BYTES, E8M0, FP8, REAL, Family, Scheme
 from microfloat.checkpoint.families.writing import Arrays, Configuration, Manifest, Written, encode_parts
 from microfloat.checkpoint.records import Record
-from microfloat.formats import (
-    FP8_ROW,
-    FP8_TENSOR,
-    MXFP4,
-    MXFP6_E2M3,
-    MXFP6_E3M2,
-    MXFP8,
-    NVFP4,
-    FP8_1x128,
-    FP8_128x128,
-    ScaledFormat,
-)
+from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes import Cast
 
 _METHOD = "quark"
-_MX = {"qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "scale_calculation_mode": "even"}
+_MX = {"qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 _E4M3 = {"dtype": "fp8_e4m3"}
-# The entries that describe a tensor of each format, as they are written; the mode of the scales matters to nobody else.
-_TENSORS: dict[ScaledFormat, dict[str, Any]] = {
-    MXFP4: {"dtype": "fp4", **_MX}, MXFP8: {**_E4M3, **_MX},
-    MXFP6_E2M3: {"dtype": "fp6_e2m3", **_MX}, MXFP6_E3M2: {"dtype": "fp6_e3m2", **_MX},
-    FP8_TENSOR: {**_E4M3, "qscheme": "per_tensor"}, FP8_ROW: {**_E4M3, "qscheme": "per_channel"},
-    FP8_1x128: {**_E4M3, "qscheme": "per_group", "group_size": 128},
-    FP8_128x128: {**_E4M3, "qscheme": "per_block"},
-    NVFP4: {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
+# The entries that describe a tensor of each format.
+_TENSORS: dict[str, dict[str, Any]] = {
+    "mxfp4": {"dtype": "fp4", **_MX}, "mxfp8": {**_E4M3, **_MX},
+    "mxfp6_e2m3": {"dtype": "fp6_e2m3", **_MX}, "mxfp6_e3m2": {"dtype": "fp6_e3m2", **_MX},
+    "fp8_tensor": {**_E4M3, "qscheme": "per_tensor"}, "fp8_row": {**_E4M3, "qscheme": "per_channel"},
+    "fp8_1x128": {**_E4M3, "qscheme": "per_group", "group_size": 128}, "fp8_128x128": {**_E4M3, "qscheme": "per_block"},
+    "nvfp4": {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
 }  # fmt: skip
 _KNOWN = (
     "quant_method", "global_quant_config", "layer_quant_config", "exclude", "export", "algo_config", "version",
@@ -59,49 +47,42 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
     algorithms = config.get("algo_config")
     for one in algorithms if isinstance(algorithms, list) else [algorithms]:
         if isinstance(one, dict) and (online := [key for key in _ONLINE if one.get(key)]):
-            findings.append(
-                unsupported(file, f"algo_config: {', '.join(online)} rotates activations, which is not done.")
-            )
+            findings.append(unsupported(file, f"algo_config: {', '.join(online)}, a rotation of inputs, is not done."))
     refusal, schemes = "", [*rules.values(), *([general] if general else [])]
     if not any(scheme.families for scheme in schemes):
         unread = ", ".join(dict.fromkeys(one.unread for one in schemes if one.unread)) or "of no layer"
         refusal = f"the weights {unread} are not read; read are MX, FP8 and NVFP4 ones."
-    ignore = Patterns(strings(config.get("exclude")), SHELL_OR_EXPRESSION)
-    words = f"quant_method {_METHOD!r}"
+    ignore = Patterns(strings(config.get("exclude")), SHELL)
     return Announcement(
-        file, _METHOD, words, rules, general, ignore, SHELL_OR_EXPRESSION, refusal, list(dict.fromkeys(findings)),
+        file, _METHOD, f"quant_method {_METHOD!r}", rules, general, ignore, SHELL, refusal,
+        list(dict.fromkeys(findings)),
     )  # fmt: skip
 
 
 def _scheme(layer: dict[str, Any]) -> Scheme:
     """The scheme of a layer; without families where its weight is left alone, or is not read."""
     weight, inputs = layer.get("weight"), layer.get("input_tensors")
-    fmt, of_input = _format_of(weight), _format_of(inputs)
-    if fmt is None:
+    name, of_input = _format_of(weight), _format_of(inputs)
+    if not name:
         parts = weight if isinstance(weight, list) else [weight] if weight else []
         names = [f"{one.get('dtype')} {one.get('qscheme')}" if isinstance(one, dict) else str(one) for one in parts]
         return Scheme(unread=" of ".join(names)[:100])
     parts = inputs if isinstance(inputs, list) else [inputs]
-    dynamic = all(isinstance(one, dict) and one.get("is_dynamic") for one in parts)
-    needs_scale = bool(inputs) and not dynamic
-    activation = "none" if not inputs else "static" if needs_scale and of_input != NVFP4 else "dynamic"
+    needs_scale = bool(inputs) and not all(isinstance(one, dict) and one.get("is_dynamic") for one in parts)
+    activation = "none" if not inputs else "static" if needs_scale and of_input != "nvfp4" else "dynamic"
     tile = tile_of(weight.get("block_size")) if isinstance(weight, dict) else None
-    return Scheme((_FAMILY_OF[fmt],), tile, activation, of_input, None, needs_scale)
+    family = "quark:fp8" if name.startswith("fp8") else f"quark:{name}"
+    return Scheme((family,), tile, activation, FORMATS.get(of_input), None, needs_scale)
 
 
-def _format_of(tensor: Any) -> ScaledFormat | None:
-    """The format of one description, or of NVFP4's two, of the blocks and of the tensor; None for others."""
-    parts = tensor if isinstance(tensor, list) else [tensor]
+def _format_of(tensor: Any) -> str:
+    """The name of the format of one description, or of NVFP4's two, of the blocks and of the tensor; "" for others."""
     found = []
-    for part in parts:
-        entries = part if isinstance(part, dict) else {}
-        for fmt, spec in _TENSORS.items():
-            if all(entries.get(key) == value for key, value in spec.items() if key != "scale_calculation_mode"):
-                found.append(fmt)
-                break
-    if len(found) == 2 and len(parts) == 2:
-        return NVFP4 if found == [NVFP4, FP8_TENSOR] else None
-    return found[0] if len(parts) == 1 and found and found[0] != NVFP4 else None
+    for part in tensor if isinstance(tensor, list) else [tensor]:
+        one = part if isinstance(part, dict) else {}
+        fits = (name for name, spec in _TENSORS.items() if all(one.get(key) == value for key, value in spec.items()))
+        found.append(next(fits, ""))
+    return "nvfp4" if found == ["nvfp4", "fp8_tensor"] else found[0] if len(found) == 1 and found != ["nvfp4"] else ""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -124,42 +105,36 @@ def write(manifest: Manifest) -> Configuration:
 
 def _layer(fmt: ScaledFormat, scheme: str, inputs: ScaledFormat | None) -> dict[str, Any]:
     """The description of a layer."""
-    weight: dict[str, Any] = {**_TENSORS[fmt], "is_dynamic": False, "symmetric": True}
-    if fmt == FP8_ROW:
+    weight: dict[str, Any] = {**_TENSORS[fmt.name], "is_dynamic": False, "symmetric": True}
+    if fmt.name == "fp8_row":
         weight["ch_axis"] = 0
-    of_input = None
-    if inputs in _TENSORS and inputs != NVFP4:
-        of_input = {**_TENSORS[inputs], "is_dynamic": scheme == "dynamic", "symmetric": True}
+    of_input = None if inputs is None or inputs.name == "nvfp4" else _TENSORS.get(inputs.name)
+    if of_input is not None:
+        of_input = {**of_input, "is_dynamic": scheme == "dynamic", "symmetric": True}
     return {"weight": weight, "input_tensors": of_input, "output_tensors": None, "bias": None}
 
 
 def encode(family: Family, record: Record, dtype: np.dtype) -> Arrays:
     """The tensors of a record; the scales of rows stand on one axis."""
-    made = encode_parts(family, record, dtype)
-    scale = f"{record.name}{family.scale[0]}"
-    if record.format is not None and record.format.block == FP8_ROW.block:
-        made[scale] = made[scale].reshape(record.logical_shape[:-1])
-    return made
+    made, scale = encode_parts(family, record, dtype), f"{record.name}{family.scale[0]}"
+    rows = made[scale].shape == (*record.logical_shape[:-1], 1) and family.format is None
+    return made | ({scale: made[scale].reshape(record.logical_shape[:-1])} if rows else {})
 
 
-def _mx(name: str, fmt: ScaledFormat, codes: tuple[str, ...]) -> Family:
-    name = f"quark:{name}"
+def _mx(name: str, codes: tuple[str, ...]) -> Family:
+    fmt, name = FORMATS[name], f"quark:{name}"
     return Family(name, fmt, ("", codes), ("_scale", E8M0), writes={name: Written(Cast(fmt), "dynamic", fmt)})
 
 
-_ROWS = Written(Cast(FP8_ROW, "amax"), "dynamic", FP8_ROW)
+_TENSOR, _ROW, _NVFP4 = FORMATS["fp8_tensor"], FORMATS["fp8_row"], FORMATS["nvfp4"]
 FAMILIES = (
-    _mx("mxfp4", MXFP4, BYTES), _mx("mxfp6_e2m3", MXFP6_E2M3, ("U8",)), _mx("mxfp6_e3m2", MXFP6_E3M2, ("U8",)),
-    _mx("mxfp8", MXFP8, FP8),
+    _mx("mxfp4", BYTES), _mx("mxfp6_e2m3", ("U8",)), _mx("mxfp6_e3m2", ("U8",)), _mx("mxfp8", FP8),
     Family(
-        "quark:fp8", None, ("", FP8), ("_scale", REAL), encode=encode,
-        writes={"quark:fp8": Written(Cast(FP8_TENSOR, "amax"), "dynamic", FP8_ROW), "quark:fp8_ptpc": _ROWS},
+        "quark:fp8", None, ("", FP8), ("_scale", REAL), encode=encode, writes={
+            "quark:fp8": Written(Cast(_TENSOR, "amax"), "dynamic", _ROW),
+            "quark:fp8_ptpc": Written(Cast(_ROW, "amax"), "dynamic", _ROW),
+        },
     ),
-    Family(
-        "quark:nvfp4", NVFP4, ("", BYTES), ("_scale", ("F8_E4M3",)), "_scale_2", input_scales=("input_scale_2",),
-    ),
+    Family("quark:nvfp4", _NVFP4, ("", BYTES), ("_scale", ("F8_E4M3",)), "_scale_2", False, ("input_scale_2",)),
 )  # fmt: skip
-_FAMILY_OF = {family.format: family.name for family in FAMILIES if family.format} | dict.fromkeys(
-    (FP8_TENSOR, FP8_ROW, FP8_1x128, FP8_128x128), "quark:fp8"
-)
 DIALECT = Dialect(FAMILIES, (_METHOD,), ("global_quant_config",), read=read, write=write, mixed="quark:mixed")

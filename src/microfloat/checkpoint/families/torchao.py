@@ -43,8 +43,7 @@ _MX = {
 
 
 _INPUTS = {**_MX, "PerRow": FP8_ROW, "PerTensor": FP8_TENSOR}
-_KINDS = ("NVFP4Tensor", "MXTensor", "Float8Tensor")
-_READ = ", ".join(_KINDS)
+_READ = "NVFP4Tensor, MXTensor, Float8Tensor"
 
 
 def read(file: str, config: dict[str, Any]) -> Announcement:
@@ -83,7 +82,7 @@ def parameters(tensors: Container, found: list[Finding]) -> Iterator[Entry]:
         if not isinstance(data, dict) or not isinstance(parts, list):
             found.append(broken_metadata(name, f"says nothing of the parts of a {str(kind)[:60]!r}"))
             continue
-        if kind not in _KINDS or not all(part in _ROLES for part in map(str, parts)):
+        if kind not in _READ.split(", ") or not all(part in _ROLES for part in map(str, parts)):
             message = f"a {str(kind)[:60]!r} of {', '.join(map(str, parts))[:100]} is not read; read are {_READ}."
             found.append(Finding("unsupported", "error", name, message, "Convert it with its own library."))
             continue
@@ -113,10 +112,9 @@ def _scheme(inputs: Any, fmt: ScaledFormat) -> Scheme:
         return Scheme(activation="none")
     described = inputs.get("_data")
     described = described if isinstance(described, dict) else {}
-    names = [one.get("_data", one) if isinstance(one, dict) else one for one in (described.get("elem_dtype"),)]
-    granularity = described.get("granularity")
-    names.append(granularity.get("_type") if isinstance(granularity, dict) else None)
-    of_input = next((_INPUTS[name] for name in names if isinstance(name, str) and name in _INPUTS), fmt)
+    parts = (described.get("elem_dtype"), described.get("granularity"))
+    names = [str(one.get(key)) for one, key in zip(parts, ("_data", "_type"), strict=True) if isinstance(one, dict)]
+    of_input = next((_INPUTS[name] for name in names if name in _INPUTS), fmt)
     return Scheme(activation="dynamic", activation_format=of_input)
 
 
