@@ -1,6 +1,4 @@
-"""Checks of plain values, alike in the oracle and the front ends: errors that name the argument or field, and the value
-in its one form.
-"""
+"""Checks of plain values for the oracle and the front ends: errors name the argument, and results have one form."""
 
 import numbers
 import operator
@@ -126,7 +124,7 @@ def check_sizes(
     argument: str, sizes: object, needed: str, remedy: str = "", *, count: int | None = None,
     kinds: type | tuple[type, ...] = int,
 ) -> tuple[int, ...]:  # fmt: skip
-    """`sizes` as a tuple: `count` of them, each of one of `kinds` (an int, a compiler's symbol) and not negative."""
+    """`sizes` as a tuple of `count` sizes that are not negative and of one of `kinds` (an int, a compiler's symbol)."""
     if (
         isinstance(sizes, tuple | list)
         and count in (None, len(sizes))
@@ -182,7 +180,7 @@ def axes_of(axis: object, ndim: int) -> tuple[int, ...]:
 
 
 def for_each(argument: str, value: Any, count: int) -> tuple[Any, ...]:
-    """`value` for each of `count` casts: for two of them a pair is taken apart, anything else serves both."""
+    """`value` for each of `count` casts; a pair holds a value for each of two."""
     if count == 1 or not isinstance(value, tuple | list):
         return (value,) * count
     if len(value) != 2:

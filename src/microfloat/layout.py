@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
 
 def codes_dtype(element: ElementFormat) -> str:
-    """The dtype of stored codes: a float8 one for E4M3 and E5M2, bytes for every other element."""
+    """The dtype of stored codes: a float8 dtype for E4M3 and E5M2, uint8 for every other element."""
     return {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2"}.get(element.name, "uint8")
 
 
@@ -161,7 +161,7 @@ def leading_axes(shape: tuple[Size, ...], axis: int) -> tuple[Size, ...]:
 
 
 def scale_shape(fmt: ScaledFormat, shape: tuple[Size, ...], axis: int, grid: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Shape of the scales of an array, whose operand has a `grid` of them: one-row blocks keep the leading axes."""
+    """Shape of the scales of an array, from the `grid` of its operand: blocks of one row keep the leading axes."""
     block_rows = fmt.block[0]
     if block_rows is None:
         return ()

@@ -45,7 +45,7 @@ def rel_mse(x: np.ndarray, q: np.ndarray) -> float:
 
 
 def relative_error(x: np.ndarray, q: np.ndarray) -> float:
-    """Frobenius norm of the error against that of the reference: ``||x - q|| / ||x||``, the root of `rel_mse`."""
+    """Frobenius norm of the error over the norm of the reference: ``||x - q|| / ||x||``, the root of `rel_mse`."""
     return float(np.sqrt(rel_mse(x, q)))
 
 
@@ -66,7 +66,7 @@ def cosine(x: np.ndarray, q: np.ndarray) -> float:
 
 
 class GemmError(NamedTuple):
-    """The error of a product: Frobenius norm of the difference over that of the reference, and the cosine of both."""
+    """The error of a product: the Frobenius norm of the difference over the norm of the reference, and the cosine."""
 
     relative_error: float
     cosine: float
@@ -198,7 +198,7 @@ def scale_histogram(scale: np.ndarray, scale_format: ScaleFormat | None = None) 
 
 
 def histogram_of_bytes(counts: np.ndarray, scale_format: ScaleFormat) -> ScaleHistogram:
-    """`scale_histogram` of so many scales of each byte: int64 [256]."""
+    """`scale_histogram` of scales that are counted by their byte, int64 [256]."""
     if scale_format == SCALE_E4M3:
         values, lowest, highest = decode(np.arange(256, dtype=np.uint8), "E4M3").astype(np.float64), 2.0**-9, 448.0
     else:
@@ -339,7 +339,7 @@ def _numpy(argument: str, value: Any) -> np.ndarray:
 
 
 def _codes(argument: str, value: Any) -> np.ndarray:
-    """Unpacked codes as bytes, those of FP8 dtypes too."""
+    """Unpacked codes as uint8, also if they have an FP8 dtype."""
     codes = _numpy(argument, value)
     return codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes
 

@@ -78,7 +78,7 @@ class Entry(NamedTuple):
 
 
 def _several(argument: str, values: Any, one: type | UnionType, remedy: str) -> tuple[Any, ...]:
-    """The values as a tuple; a single one, of the type `one`, may stand for itself."""
+    """The values as a tuple; a single value of the type `one` becomes a tuple of one."""
     if isinstance(values, one):
         return (values,)
     if not isinstance(values, Iterable):
@@ -224,7 +224,7 @@ class RecordLog:
         """Take what has been measured and not read yet."""
 
     def take(self, entry: Entry, found: dict[str, Any], wanted: Collection[str] = METRICS) -> None:
-        """Keep the metrics of one reading, those of `wanted`."""
+        """Keep the metrics of one reading that are among `wanted`."""
         if "amax" in found:
             key = entry.module, entry.gemm, entry.operand
             last = self._emas.get(key, found["amax"])

@@ -104,7 +104,7 @@ def check_state(recipe: Recipe, state: DelayedState | None, lead: tuple[int, ...
 
 
 def result_dtype(lhs: Array, preferred_element_type: DTypeLike | None) -> np.dtype:
-    """The dtype of a product: the one that was asked for, or that of lhs."""
+    """The dtype of a product: `preferred_element_type`, or the dtype of lhs without one."""
     return check_dtype(
         "preferred_element_type", lhs.dtype if preferred_element_type is None else preferred_element_type
     )
@@ -133,7 +133,7 @@ class Seed(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """Both operands of a tensor, the second from the transposed matrix, and its live amax if a cast recorded it."""
+    """The operands of both uses of a tensor, and its amax if a cast recorded it."""
 
     first: reference.Operand
     second: reference.Operand
@@ -141,7 +141,7 @@ class _Cast(NamedTuple):
 
 
 class Call:
-    """The context of one call; `apart`: mesh axes along which devices hold other matrices, not parts of these."""
+    """The context of one call; along the mesh axes `apart`, devices hold different matrices, not parts of one."""
 
     def __init__(self, config: Config, seed: Seed, state: DelayedState | None, apart: Axes = frozenset()) -> None:
         self.config, self.seed, self.state, self._apart = config, seed, state, apart

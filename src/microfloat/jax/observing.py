@@ -35,8 +35,9 @@ __all__ = [
 
 
 class Subject(NamedTuple):
-    """The subject of a vector of numbers. `kind`: "tensor", "rows", "noise" or "product", by which the host makes
-    metrics of them; `more`: all that it needs besides, the format of the scales of rows or the number of draws.
+    """The subject of a vector of numbers: a "tensor", "rows", "noise" or a "product" (its `kind`).
+
+    `more`: the format of the scales of rows, or the number of draws of noise.
     """
 
     gemm: str
@@ -185,7 +186,7 @@ def _operand(watch: Measured, blocks: Blocks, tensor: str, whole: Array, uses: t
 def _asked(
     watch: Measured, call: Call, tensor: str, dtype: np.dtype, shape: tuple[int, ...], uses: tuple[bool, bool]
 ) -> tuple[Subject, bool, list[tuple[Operand, Cast, Any]]]:
-    """The subject of a tensor, True if its first operand has no Cast, and casts in use and others, with their seeds."""
+    """The subject of a tensor, if its first operand has no Cast, and the casts to measure with their seeds."""
     operands, made = OPERANDS_OF[tensor], []
     for operand, used in zip(operands, uses, strict=True):
         is_cast = used and not (operand.transposed and call.reuses(tensor))
@@ -259,7 +260,8 @@ def _plain_rows(watch: Measured, matrix: Array, used: Array | None) -> Array:
 
 
 def _rows(watch: Measured, cast: Cast | None, made: _Made) -> Array:
-    """The numbers of `watching.of_rows` for rows and their cast, behind the power of two in units of which they are."""
+    """The numbers of `watching.of_rows` in units of a power of two, which stands first."""
+    # In place of the sum of x q stands the sum of the error times x, which is smaller.
     # In place of the sum of x q stands that of the error times x, which is smaller.
     wanted, finite = watch.metrics, made.finite
     x, unit = _near_one(jnp.where(finite, made.x, 0))
@@ -292,7 +294,7 @@ def _spanned(magnitudes: Array, block: int) -> Array:
 
 
 def _clipped(watch: Measured, cast: Cast, made: _Made) -> Array:
-    """The number of elements beyond the largest magnitude of their block; under a Hadamard transform those of it."""
+    """The number of elements, of the Hadamard transform where there is one, that are too large for their block."""
     codes, scale, outer = made.operand
     element = cast.format.element
     x = made.x if cast.hadamard is None else hadamard_transform(made.x, cast.hadamard)
@@ -327,7 +329,7 @@ def _product(
     watch: Measured, blocks: Blocks, gemm: str, name: str, whole: Array, result_BRS: Array, a_BRC: Array,
     b_BSC: Array, sums: Callable[[Array], Array] = lambda exact: exact,
 ) -> Readings:  # fmt: skip
-    """The counts of a result, and its error on a part of it: ``result ~ sums(a @ b.T)`` against float32."""
+    """The counts of a result, and the error of a part of it against ``sums(a @ b.T)`` in float32."""
     if not whole.size:
         return []
     subject = Subject(gemm, name, formats_of(getattr(blocks.call.config.recipe, gemm)), "")
@@ -340,7 +342,7 @@ def _product(
 
 
 def _errors(exact: Array, result: Array) -> Array:
-    """The numbers of `watching.of_product`, behind the power of two in units of which they are."""
+    """The numbers of `watching.of_product` in units of a power of two, which stands first."""
     counted = jnp.isfinite(exact)
     exact, unit = _near_one(jnp.where(counted, exact, 0))
     error = jnp.where(counted, result.astype(jnp.float32), 0) / unit - exact

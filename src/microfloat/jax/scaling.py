@@ -55,9 +55,7 @@ class SlotRule(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "dy"], meta_fields=["rules"])
 @dataclass(frozen=True)
 class DelayedState:
-    """The delayed-scaling state of one op: a `Slot` for each of x, w and dy (None where no cast of it is delayed), and,
-    static, the `rules` that they follow.
-    """
+    """The delayed-scaling state of one op: a `Slot` for each tensor with a delayed cast, and the `rules` of all."""
 
     x: Slot | None
     w: Slot | None
@@ -196,14 +194,14 @@ def update(state: DelayedState, amaxes: dict[str, Array]) -> DelayedState:
 
 
 def merge(old: DelayedState, gradients: Iterable[DelayedState]) -> DelayedState:
-    """N microbatches as one step: one roll, and the largest amax. `gradients` are those with respect to `old`."""
+    """N microbatches as one step: the histories roll once and take the largest amax of all `gradients`."""
     _check_state("old", old)
     gradients = listed(gradients, DelayedState)
     return apply(old, largest(gradients)) if gradients else old
 
 
 def listed(gradients: Iterable[Any], kind: type) -> list[Any]:
-    """A list of gradients of `kind`; InvalidTypeError for a single one, or for others."""
+    """A list of gradients of `kind`; InvalidTypeError for a single gradient and for other values."""
     is_one = isinstance(gradients, DelayedState | Mapping | jax.Array | np.ndarray | str)
     if is_one or not isinstance(gradients, Iterable):
         needed = "a list of gradients with respect to `old`, one per microbatch"

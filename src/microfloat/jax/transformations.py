@@ -342,5 +342,5 @@ def as_max_grad(x: Array) -> Array:
 
 
 def from_max_grad(x: Array) -> Array:
-    """`x` as float32, whichever of the two dtypes it has."""
+    """`x`, a float32 array or one of the dtype `fp32_max_grad`, as float32."""
     return lax.convert_element_type(x, jnp.float32)

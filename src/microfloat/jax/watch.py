@@ -275,7 +275,7 @@ def _numbers(found: Sequence[_Found]) -> list[Array]:
 
 
 def _with_numbers(found: Sequence[_Found], numbers: Sequence[Array], *lead: str) -> list[_Found]:
-    """`found` with numbers that came out beside the results; `lead`: the meaning of a new leading axis."""
+    """`found` with numbers that a loop, a branch or a mesh returned; `lead`: the meaning of a new leading axis."""
     left = iter(numbers)
     return [one._replace(leads=(*lead, *one.leads), numbers=[next(left) for _ in one.subjects]) for one in found]
 
@@ -292,7 +292,7 @@ def _inline(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[Any]:
 
 
 def _placed(arrays: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
-    """Arrays with the shardings that a jit was asked for; it leaves others open."""
+    """Arrays with the shardings that a jit asks for, and others as they are."""
     pairs = zip(arrays, shardings or [None] * len(arrays), strict=True)
     return [lax.with_sharding_constraint(x, one) if isinstance(one, Sharding) else x for x, one in pairs]
 

@@ -185,7 +185,7 @@ def _items_in_order(codes: DecodeCodes, length: int, cut: DecodeCut) -> int:
 
 
 def _most_tiles(rows: int, groups: int, tile: int) -> int:
-    """Most tiles of `rows` rows in groups, with no tile of two groups, and rows behind the last group."""
+    """Most tiles of `tile` rows for `rows` rows in groups, if no tile holds rows of two groups."""
     return (rows + min(groups + 1, rows) * (tile - 1)) // tile
 
 

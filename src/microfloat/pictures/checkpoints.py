@@ -38,7 +38,7 @@ class Layer:
 
     @property
     def kind(self) -> str:
-        """The part of the name behind the number of its block."""
+        """The name of the layer after the number of its block."""
         found = _NUMBER.search(self.name)
         return self.name[found.end() + 1 if found else 0 :].removesuffix(".weight")
 

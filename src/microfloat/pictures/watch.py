@@ -43,7 +43,7 @@ def _colors(names: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def sqnr_heatmap(axes: Any, records: Sequence[Any]) -> None:
-    """SQNR in dB, layer x step: of each layer the worst operand, by the first format recorded of it."""
+    """The SQNR in dB of the worst operand of every layer at every step, in the first format recorded of it."""
     first = {(one.module, one.gemm, one.operand): one.format for one in reversed(_of(records, "sqnr_db"))}
     found = [one for one in _of(records, "sqnr_db") if first[one.module, one.gemm, one.operand] == one.format]
     steps, modules = sorted({one.step for one in found}), list(dict.fromkeys(one.module for one in found))

@@ -43,7 +43,7 @@ class Answer:
         return all(row.support.accelerated for row in self.rows)
 
     def to_dict(self) -> dict:
-        """The same as JSON-ready data."""
+        """The explanation as JSON-ready data."""
         gemms = [
             {
                 "gemm": row.gemm, "operands": row.operands, self._column: getattr(row, self._column),

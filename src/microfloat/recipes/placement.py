@@ -205,7 +205,7 @@ class Placement:
 
 
 def _parted(pattern: str) -> tuple[str, tuple[str, ...]]:
-    """(pattern over names, the GEMMs that it decides about)."""
+    """The pattern of names, and the GEMMs that the pattern decides about."""
     names, _, gemm = pattern.rpartition(":")
     return (names, (gemm,)) if gemm in GEMMS and names not in ("", "re") else (pattern, GEMMS)
 

@@ -34,8 +34,7 @@ _MULTIPLE = 16
 class GemmPlan(NamedTuple):
     """Everything static about one GEMM: kinds of both operands (None = high precision), accumulation, path, backend.
 
-    `dtype`: the compute dtype, to which a quantized operand beside one in high precision is dequantized. `out`: the
-    dtype of the result.
+    `dtype`: the compute dtype, to which an operand is dequantized if the other is in high precision. `out`: of the result.
     """
 
     kind_a: Kind | None

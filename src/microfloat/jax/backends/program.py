@@ -85,7 +85,7 @@ def multiply_stored(
 
 
 class _Run:
-    """Passes that are started one after the other. `table` holds the inputs by position, and then their records."""
+    """Passes that start one after the other; `table` holds their inputs by position, and later their records."""
 
     def __init__(self, passes: Passes, table: dict, axes: frozenset[str], capability: tuple[int, int]) -> None:
         self.table, self._given = table, frozenset(table)

@@ -216,9 +216,7 @@ Operand = Matrix | Decoded | Array
 
 
 def gemm(a: Operand, b: Operand, kind_a: Kind | None, kind_b: Kind | None, dtype: np.dtype) -> Array:
-    """``a @ b.T`` in float32 [M, N]; a kind of None marks an array in high precision, beside which the other operand is
-    dequantized to `dtype`. Outer scales of two quantized operands are applied in the epilogue.
-    """
+    """``a @ b.T`` in float32 [M, N]; beside an array (its kind is None) an operand is dequantized to `dtype`."""
     if kind_a is None or kind_b is None:
         return matmul(_in_high_precision(a, kind_a, dtype), _in_high_precision(b, kind_b, dtype), None, None)
     is_mx = kind_a.format.scale.name == kind_b.format.scale.name == "E8M0"

@@ -38,8 +38,9 @@ def why_not_whole(cast: Cast, shape: Sequence[int] | None) -> str:
 
 
 def on_shards(on_device: Callable, by_xla: Callable, unit: int) -> Callable:
-    """A function of a matrix x_RC and whole arrays that gives the results of ``on_device(axes)`` for shards of x, which
-    are casts' `Operands`. `axes` cut x, `unit` holds whole blocks of every cast; batches run `by_xla`.
+    """``on_device(axes)`` of the shards of a matrix, which mesh axes `axes` cut; batches of matrices run `by_xla`.
+
+    Both give `casts.Operands`; `unit` is a length that holds whole blocks of every cast.
     """
 
     @custom_vmap

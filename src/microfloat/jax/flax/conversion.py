@@ -203,7 +203,7 @@ def _unseen(model: nnx.Module, layers: list[_Entry]) -> Iterable[ConversionRow]:
 
 
 def _stacked(layer: Any) -> tuple[int, ...]:
-    """The leading axes of a kernel beyond those that the layer itself gives it."""
+    """The leading axes that nnx.vmap or nnx.scan gave to a layer's kernel."""
     if isinstance(layer, nnx.Einsum):
         own = tuple(layer.kernel_shape)
     elif isinstance(layer, nnx.LinearGeneral):

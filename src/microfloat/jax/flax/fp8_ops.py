@@ -197,9 +197,7 @@ def dot_general_transpose_lhs(
     g: Array, x: Array, y: Array, *, dimension_numbers: DimensionNumbers, precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike | None, swap_ans: bool = False,
 ) -> Array:  # fmt: skip
-    """The cotangent of x in its axis order, for the cotangent `g` of ``dot_general(x, y)``, of which x's shape is read.
-    `swap_ans`: g has y's free axes before x's.
-    """
+    """The gradient of x in ``dot_general(x, y)`` for the gradient `g` of the result; `swap_ans`: y's axes are first."""
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
     x_free = [axis for axis in range(np.ndim(x)) if axis not in (*x_contract, *x_batch)]
     y_free = [axis for axis in range(np.ndim(y)) if axis not in (*y_contract, *y_batch)]
@@ -293,7 +291,7 @@ def _operand_gradients(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) 
 
 
 def _transposed_dots(rule: DotRule, lhs: Array, rhs: Array, g: Array) -> tuple[Array, Array]:
-    """The cotangents of lhs and rhs in their dot for the cotangent `g`."""
+    """The gradients of lhs and rhs of a dot whose result has the gradient `g`."""
     options: Any = {"dimension_numbers": rule.dimension_numbers, "precision": lax.Precision.HIGHEST}
     options["preferred_element_type"] = rule.accumulator
     return dot_general_transpose_lhs(g, lhs, rhs, **options), dot_general_transpose_rhs(g, lhs, rhs, **options)

@@ -202,7 +202,7 @@ def _has_state(variables: Any) -> bool:
 
 
 def _replaced(variables: Mapping[str, Any], new: dict[str, Any]) -> Any:
-    """A mapping of the same kind with some collections replaced; the others, and their order, stay."""
+    """A copy of a mapping with some collections replaced, in the order of before."""
     merged = {name: new.get(name, value) for name, value in variables.items()}
     return flax_core.freeze(merged) if isinstance(variables, flax_core.FrozenDict) else merged
 

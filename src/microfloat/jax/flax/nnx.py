@@ -187,13 +187,13 @@ class RaggedDot(DotGeneral):
 
 
 def grouped_products(module: object) -> list[str]:
-    """The attributes in which a module keeps a `ragged_dot`: that of JAX, or one of this library."""
+    """The attributes in which a module keeps `jax.lax.ragged_dot` or a `ragged_dot` of this library."""
     held = {} if isinstance(module, DotGeneral) else vars(module)
     return [name for name, one in held.items() if one is lax.ragged_dot or isinstance(one, RaggedDot | RaggedOp)]
 
 
 def name_of_product(path: tuple, attribute: object, products: int) -> str:
-    """A product has the name of its module, with that of its attribute where the module has several."""
+    """The name of a product: the name of its module, and its attribute if the module has several products."""
     return ".".join(map(str, path if products < 2 else (*path, attribute)))
 
 

@@ -98,7 +98,7 @@ class EinsumPlan(NamedTuple):
     out_order: Axes
 
     def operands(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
-        """The operands, summed over axes whose labels are in no other term and over axes of size 1 that broadcast."""
+        """The operands, summed over labels that no other term has and over axes of size 1 that broadcast."""
         lhs = jnp.sum(lhs, axis=self.lhs_sum) if self.lhs_sum else lhs
         return lhs, jnp.sum(rhs, axis=self.rhs_sum) if self.rhs_sum else rhs
 

@@ -94,9 +94,7 @@ class _TensorLevel(NamedTuple):
 
 
 def block_scales(tiles: Array, cast: Cast, amax: Array | None, scale_enc: Array | None) -> BlockScales:
-    """Scales of a tiled operand form; `amax` replaces the measured one, `scale_enc` is that of delayed scaling, under
-    which a known amax does not change the scale.
-    """
+    """Scales of a tiled operand form; `amax` replaces the measured one, `scale_enc` is the scale of delayed scaling."""
     check_kind(cast.rule, "the JAX front end")
     if scale_enc is not None:
         factor = jnp.full((1, 1), scale_enc, jnp.float32)
@@ -211,7 +209,7 @@ def _block_level(target: Array, tensor: _TensorLevel) -> tuple[Array, Array]:
 def _four_over_six(
     tiles: Array, cast: Cast, constants: TwoLevel, tensor: _TensorLevel, block_amax: Array
 ) -> tuple[Array, Array]:
-    """Per block the smaller error of mapping its maximum to 6 (k = 1) or to 4 (k = 1.5); a tie keeps 6."""
+    """Per block the scale that maps its maximum to 6 (k = 1) or to 4 (k = 1.5), whichever errs less; a tie takes 6."""
     base = multiply(sixth(block_amax), tensor.encode)
     targets = (jnp.minimum(base * np.float32(k), np.float32(constants.largest_scale)) for k in (1.0, 1.5))
     (byte_6, factor_6), (byte_4, factor_4) = (_block_level(target, tensor) for target in targets)
