@@ -154,7 +154,8 @@ def cast_passes(
         scratch = At.NOTHING if each[0] == At.NOTHING else At.WORDS
         kernel, tensors = fused.produce_scaled, (*inputs, *outputs, scratch, *seeds)
         how = _how(matrix, rows, columns)
-        constants = (*casts, _mode(given), each[0] != At.NOTHING, work.number, work.function, how)
+        mode = (scaled.GIVEN if given == "scale_enc" else scaled.AMAX).value
+        constants = (*casts, mode, each[0] != At.NOTHING, work.number, work.function, how)
     passes.launches.append(Pass(
         kernel, (matrix.key, constants, warps, *streams, work.parameter_dtype), matrix.tiles(rows, columns), tensors,
         (*streams, numbers.epsilon, *matrix.sizes), constants, warps,
@@ -179,10 +180,6 @@ def values_passes(matrix: Matrix, work: Producer) -> Passes:
         (At.SOURCE, work.y, work.z, *statistics, *outputs, At.WORDS), matrix.sizes, constants, warps,
     ))  # fmt: skip
     return passes
-
-
-def _mode(given: str) -> int:
-    return (scaled.GIVEN if given == "scale_enc" else scaled.AMAX).value
 
 
 def _records(passes: Passes, records: tuple[bool, bool], numbers: KernelCast, given: str) -> list[int]:

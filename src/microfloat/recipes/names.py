@@ -54,7 +54,8 @@ def _named(name: str, argument: str) -> Recipe:
         raise invalid_type(argument, type(name), "a recipe name such as 'mxfp8'")
     maker = RECIPES.get(name) or ALIASES.get(name)
     if maker is None:
-        raise unknown_name(argument, name, [*RECIPES, *ALIASES], hint_of_format(name) or _hint_of_class(name))
+        of_class = (f"{name} is the class of {short!r}." for short, one in RECIPES.items() if one.__name__ == name)
+        raise unknown_name(argument, name, [*RECIPES, *ALIASES], hint_of_format(name) or next(of_class, ""))
     return _made(maker, state_of(_WATCHED))
 
 
@@ -62,11 +63,6 @@ def _named(name: str, argument: str) -> Recipe:
 def _made(maker: Callable[[], Recipe], toggles: tuple[str | None, ...]) -> Recipe:
     """The recipe that `maker` makes under these toggles of the environment: one object, since recipes are values."""
     return maker()
-
-
-def _hint_of_class(name: str) -> str:
-    known = (f"{name} is the class of {short!r}." for short, maker in RECIPES.items() if maker.__name__ == name)
-    return next(known, "")
 
 
 def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:

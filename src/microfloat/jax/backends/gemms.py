@@ -34,7 +34,7 @@ _MULTIPLE = 16
 class GemmPlan(NamedTuple):
     """Everything static about one GEMM: kinds of both operands (None = high precision), accumulation, path, backend.
 
-    `dtype`: the compute dtype, to which an operand is dequantized beside one in high precision. `out`: that of the result.
+    `dtype`: the compute dtype, to which an operand is dequantized beside one in high precision. `out`: the result's.
     """
 
     kind_a: Kind | None

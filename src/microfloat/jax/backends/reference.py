@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from microfloat import reference as oracle
-from microfloat.formats import E4M3, ElementFormat, ScaledFormat
+from microfloat.formats import E4M3, ScaledFormat
 from microfloat.jax.backends import cuda
 from microfloat.jax.numerics.bits import (
     as_code_dtype,
@@ -84,7 +84,11 @@ def cast_matrix(
     noise_tiles = None
     if cast.is_stochastic and noise is not None:
         noise_tiles = to_tiles(random_bytes(*shape_RC, *noise), cast.format.block)
-    factor, integers = spread(scales.encode), partial(_encoded, element=element, noise=noise_tiles)
+    factor = spread(scales.encode)
+
+    def integers(tiles: Array, factor: Array) -> Array:
+        return encode(multiply(tiles, factor), element, noise_tiles)
+
     if noise_tiles is None and tiles.size and cuda.converts(element):
         by_chip = partial(cuda.converted, element=element)
         codes = lax.platform_dependent(tiles, factor, cuda=by_chip, default=integers)
@@ -94,10 +98,6 @@ def cast_matrix(
         codes = where(spread(scales.is_nan), np.uint8(element.nan_code), codes)
     stored = as_code_dtype(from_tiles(codes, shape_RC), element)
     return Matrix(cuda.row_major(stored), scales.stored, scales.tensor_scale)
-
-
-def _encoded(tiles: Array, factor: Array, *, element: ElementFormat, noise: Array | None) -> Array:
-    return encode(multiply(tiles, factor), element, noise)
 
 
 def transposed(matrix: Matrix, fmt: ScaledFormat, cols: int) -> Matrix:
