@@ -121,17 +121,6 @@ class Readings:
     labels: tuple[_Label, ...]
     metrics: frozenset[str]
 
-    def entries(self, step: int = 0) -> list[tuple[Entry, dict[str, Any]]]:
-        """Subjects and their metrics, in the order of the calls."""
-        made = []
-        for numbers, (module, subject, leads) in zip(jax.device_get(self.numbers), self.labels, strict=True):
-            loops, table = _combined(np.asarray(numbers, np.float64), subject.kind, leads)
-            for index, row in zip(np.ndindex(loops), table, strict=True):
-                name = module + "".join(f"[{number}]" for number in index)
-                if not (np.isnan(row).all() and subject.kind != "noise"):  # else of a branch that was not taken
-                    made.append((Entry(step, name, *subject[:3]), dict(_metrics(subject, row.tolist(), self.metrics))))
-        return made
-
     def records(self, step: int = 0) -> list[Record]:
         """The records of this step."""
         log = RecordLog()
@@ -156,10 +145,15 @@ class RecordLog(common.RecordLog):
     def _read(self) -> None:
         while self._pending:
             step, readings = self._pending[0]
-            made = readings.entries(step)
+            arrays = jax.device_get(readings.numbers)
             del self._pending[0]  # no sooner: Ctrl-C while the device is waited for leaves it
-            for entry, found in made:
-                self.take(entry, found, readings.metrics)
+            for numbers, (module, subject, leads) in zip(arrays, readings.labels, strict=True):
+                loops, table = _combined(np.asarray(numbers, np.float64), subject.kind, leads)
+                for index, row in zip(np.ndindex(loops), table, strict=True):
+                    name = module + "".join(f"[{number}]" for number in index)
+                    if not (np.isnan(row).all() and subject.kind != "noise"):  # else of a branch that was not taken
+                        found = dict(_metrics(subject, row.tolist(), readings.metrics))
+                        self.take(Entry(step, name, *subject[:3]), found, readings.metrics)
 
 
 def _combined(numbers: np.ndarray, kind: str, leads: tuple[str, ...]) -> tuple[tuple[int, ...], np.ndarray]:

@@ -316,15 +316,12 @@ class ConversionReport:
         columns = [column for column in zip(*cells, strict=True) if set(column[1:]) - {_SAYS_NOTHING.get(column[0])}]
         lines = text_table(list(zip(*columns, strict=True)))
         if self.blocks:
-            lines += wrapped(self._fused())
+            left = [row for row in self.blocks if row.action != "fused"]
+            why = "; ".join(dict.fromkeys(row.reason for row in left))
+            fused = f"{len(self.blocks) - len(left)} of {len(self.blocks)} blocks are fused"
+            lines += wrapped(f"{fused}{': ' if why else ''}{why}.")
         total = f"{len(self.converted)} of {len(self.rows)} linear layers run in low precision"
         return "\n".join([*lines, f"{total}: {self.share:.1%} of the model's parameters."])
-
-    def _fused(self) -> str:
-        """The number of blocks that are fused, and why the others are not."""
-        left = [row for row in self.blocks if row.action != "fused"]
-        why = "; ".join(dict.fromkeys(row.reason for row in left))
-        return f"{len(self.blocks) - len(left)} of {len(self.blocks)} blocks are fused{': ' if why else ''}{why}."
 
 
 def check_exclude(exclude: object) -> tuple[str, ...]:

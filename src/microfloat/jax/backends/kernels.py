@@ -43,7 +43,8 @@ def why_none_here(shape: Shape = None) -> str:
         return "no CUDA device"
     if missing := why_unavailable(capability):
         return missing
-    if not (is_local() or is_sharded()):
+    mesh = jax.sharding.get_abstract_mesh()
+    if not (is_local() or all(kind == AxisType.Auto for kind in mesh.axis_types)):
         return "a mesh with explicit axes or with some manual ones: XLA shards its own operations only"
     return _why_too_small(shape)
 
@@ -75,12 +76,6 @@ def is_local() -> bool:
     if mesh.size == 1:
         return True
     return all(kind == AxisType.Manual for kind in mesh.axis_types)
-
-
-def is_sharded() -> bool:
-    """True if jit may cut arrays over several devices by itself where this is traced."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not is_local() and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
 def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
