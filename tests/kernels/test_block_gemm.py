@@ -31,7 +31,7 @@ HOPPER = Chip((9, 0))
 needs_kernel = pytest.mark.skipif(not own_gemm.own_gemm_is_there(), reason="needs Triton 3.6 with a new assembler")
 
 
-def _compile(tiles, dtype, scales=None, fast=False):
+def _compile(tiles, dtype, scales=None, fast=False, adds=False):
     """Instructions of the kernel as launched; the version of Triton's assembler afterwards. `scales`: of groups."""
     from triton import knobs
     from triton.runtime import driver
@@ -66,7 +66,9 @@ def _compile(tiles, dtype, scales=None, fast=False):
             table = torch.zeros(64, dtype=torch.int32)
             work, scale = own_gemm.GroupedWork(2, 8, table, (1024, 1024), scales, fast), torch.zeros(1024)
             a, second = a.float().to(torch.float8_e5m2), scale
-        own_gemm.own_block_matmul(a, scale, b.t(), second, dtype, tiles, work)
+        total = torch.zeros(1024, 1024) if adds else None
+        work = work._replace(kind=own_gemm.ADDED) if work and adds else work
+        own_gemm.own_block_matmul(a, scale, b.t(), second, dtype, tiles, work, total)
     return instructions_of(compiled[0].asm["cubin"]), knobs.nvidia.ptxas.version
 
 
@@ -107,6 +109,16 @@ def test_scales_of_groups_multiply_whole_sums(scales, fast):  # features M7
     assert not {"STL", "LDL"} & set(operations)  # sums stay in registers
 
 
+@pytest.mark.slow("machine code of further kernels for Hopper")
+@needs_kernel
+@pytest.mark.xdist_group("triton-interpreter")
+def test_memory_adds_a_product_to_what_is_there():
+    instructions, _ = other_process()(_compile, False, torch.float32, 3, True, True)
+    operations = [line.split()[line.startswith("@")].split(".")[0] for line in instructions]
+    assert "UTMAREDG" in operations
+    assert "UTMASTG" not in operations
+
+
 @needs_kernel
 @pytest.mark.xdist_group("triton-interpreter")
 def test_a_product_imports_nothing():
@@ -120,6 +132,53 @@ def test_the_assembler_is_swapped_for_this_kernel_alone(program):
     from triton import knobs
 
     assert program[1][1] == knobs.nvidia.ptxas.version
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "shape", "own"),
+    [("fp8_tensor_e5m2", "fp8_tensor", (48, 32, 40), True), ("fp8_row", "fp8_row", (48, 32, 128), True),
+     ("fp8_row", "fp8_row", (48, 32, 40), False), ("fp8_1x128", "fp8_1x128", (48, 160, 40), True),
+     ("fp8_row", "fp8_tensor", (48, 32, 128), False), (None, None, (48, 32, 40), False)],
+)  # fmt: skip
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+def test_a_product_that_is_added(monkeypatch, lhs, rhs, shape, own, accumulate):
+    """The kernel adds to the total where it serves; else the product is made and added, with the same values."""
+    works = []
+
+    def added(a, a_scale, b, b_scale, dtype, tiles, work, total):
+        works.append(work)
+        return total.add_(plain(Parts(a, a_scale), Parts(b, b_scale), None))
+
+    monkeypatch.setattr(own_gemm, "own_gemm_adds", lambda device, shape: True)
+    monkeypatch.setattr(gemms, "own_block_matmul", added)
+    monkeypatch.setattr(gemms, "scaled_mm_v2", None)
+    by_blocks = lambda a, b, a_scale, _, b_scale, *__, output_dtype: _as_documented(  # noqa: E731
+        a, a_scale, b, b_scale, output_dtype, False
+    )
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", by_blocks)
+    gemm = Gemm(*(one and Cast(one) for one in (lhs, rhs)), accumulate=accumulate)
+    route, device = route_of(gemm, HOPPER), torch.device("cpu")
+    plain = gemms.product(gemm, route, shape, None, torch.float32, device)
+    multiply, (m, k, n) = gemms.sum_product(gemm, route, shape, device), shape
+    torch.manual_seed(0)
+    a, b = torch.randn(m, k), torch.randn(n, k)
+    if lhs is None:
+        parts = Parts(a), Parts(b)
+    else:
+        made = reference.quantize(a, gemm.lhs), reference.quantize(b, gemm.rhs)
+        scales = [one.scale.t().contiguous().t() if one.scale.dim() else one.scale for one in made]
+        turned = scales[1].t() if rhs == "fp8_row" else scales[1]
+        parts = Parts(made[0].codes, scales[0]), Parts(made[1].codes.t(), turned)
+    total = torch.ones(m, n)
+    first, second = multiply(*parts, None), multiply(*parts, total)
+    assert second is total
+    assert torch.equal(first, plain(*parts, None))
+    torch.testing.assert_close(total, 1 + first)
+    kinds = {"fp8_row": 2, "fp8_tensor_e5m2": 3}
+    wanted = own_gemm.GroupedWork(
+        own_gemm.ADDED, 0, None, (m, n), kinds.get(lhs), accumulate == "fast" and lhs in kinds
+    )
+    assert works == ([wanted] if own else [])
 
 
 class TestChoice:
@@ -271,3 +330,28 @@ def test_mixed_elements(elements, tiles):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     _check(*_operands(256, 384, 512, elements, tiles), torch.float32, tiles)
+
+
+@pytest.mark.gpu
+@needs_kernel
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_1x128"])
+@pytest.mark.parametrize("shape", [(1024, 2048, 768), (1000, 528, 1024), (68, 16, 128)], ids=str)
+def test_sums_in_memory(shape, name):
+    """Two products added to a total are those that torch adds."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    gemm, device = Gemm(Cast(f"{name}_e5m2"), Cast(name)), torch.device("cuda", torch.cuda.current_device())
+    route, (m, k, n) = route_of(gemm, HOPPER), shape
+    multiply = gemms.sum_product(gemm, route, shape, device)
+    plain = gemms.product(gemm, route, shape, None, torch.float32, device)
+    torch.manual_seed(0)
+    made = reference.quantize(torch.randn(m, k), gemm.lhs), reference.quantize(torch.randn(n, k), gemm.rhs)
+    codes, right = (one.codes.cuda() for one in made)
+    scale, right_scale = (
+        one.scale.cuda().t().contiguous().t() if one.scale.dim() else one.scale.cuda() for one in made
+    )
+    parts = Parts(codes, scale), Parts(right.t(), right_scale.t() if name == "fp8_row" else right_scale)
+    total = torch.full((m, n), 3.0, device=device)
+    for _ in range(2):
+        assert multiply(*parts, total) is total
+    torch.testing.assert_close(total, 3 + 2 * plain(*parts, None), rtol=1e-4, atol=1e-2)

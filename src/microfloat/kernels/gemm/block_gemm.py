@@ -14,13 +14,15 @@ specialization and asynchronous products. Gluon is part of Triton 3.6 and still 
 
 GROUPED launches compute many products. FPROP and DGRAD multiply consecutive groups of rows of A by a B of each group;
 WGRAD has a C for every group of columns of A and B. A plan on the device locates the groups (`casts.groups`). No tile
-of C holds rows of two groups, and a part of fewer than 64 rows is stored row by row.
+of C holds rows of two groups, and a part of fewer than 64 rows is stored row by row. ADDED adds a product to C, once.
 
 Legend: M, N, K as above; a step is 128 elements of K; HEIGHT = rows of a tile of C, 64 for each part of a warpgroup.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -34,6 +36,7 @@ ALONE = gl.constexpr(0)
 FPROP = gl.constexpr(1)  # A [rows, K] by the rows of a group, B [G * N, K]
 DGRAD = gl.constexpr(2)  # the same with B [N, G * K]
 WGRAD = gl.constexpr(3)  # A [M, padded rows], B [N, padded rows], C [G * M, N]
+ADDED = gl.constexpr(-1)  # a single one; memory adds it to C, float32, while programs go on
 
 # SCALES. The first two are per block of 128 along K: of a row of both operands; of a row of A and 128 rows of B.
 LINES = gl.constexpr(0)
@@ -67,7 +70,7 @@ def _place(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
 @gluon.jit
 def _row_tiles(M, plan_ptr, HEIGHT: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr):
     """Number of rows of tiles; the plan of FPROP and DGRAD begins with it."""
-    if GROUPED == 0:
+    if GROUPED <= ALONE:
         return gl.cdiv(M, HEIGHT)
     elif GROUPED == WGRAD:
         return gl.cdiv(M, HEIGHT) * GROUPS
@@ -78,8 +81,8 @@ def _row_tiles(M, plan_ptr, HEIGHT: gl.constexpr, GROUPED: gl.constexpr, GROUPS:
 @gluon.jit
 def _extent(row, plan_ptr, M, N, K, HEIGHT: gl.constexpr, GROUPED: gl.constexpr):
     """For a row of tiles: first rows of A, B and C, number of rows, first steps of A and B, number of steps, group."""
-    if GROUPED == 0:
-        return row * HEIGHT, 0, row * HEIGHT, HEIGHT, 0, 0, gl.cdiv(K, STEP), 0
+    if GROUPED <= ALONE:
+        return row * HEIGHT, 0, row * HEIGHT, gl.minimum(M - row * HEIGHT, HEIGHT), 0, 0, gl.cdiv(K, STEP), 0
     elif GROUPED == WGRAD:
         tiles = gl.cdiv(M, HEIGHT)
         group = row // tiles
@@ -180,30 +183,40 @@ def _scaled(x, a_scale_ptr, b_scale_ptr, a_row, rows, b_row, group, stride, SCAL
     return gl.where(group < 0, 0.0, x)
 
 
+@builtin
+def _add_to_global(c_desc, at, staging, _semantic=None):
+    """Add a piece of shared memory to C, as `tma.async_copy_shared_to_global` copies one; Gluon has no name for it."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, c_desc.handle, at, staging.handle)
+
+
 @gluon.jit
-def _store(c_desc, staging, x, row, column):
-    """Store a part of C in pieces as wide as `staging`; elements outside C are not written."""
+def _store(c_desc, staging, x, row, column, GROUPED: gl.constexpr):
+    """Store, or add, a part of C in pieces as wide as `staging`; elements outside C are not written."""
     WIDTH: gl.constexpr = staging.shape[1]
     HALF: gl.constexpr = x.shape[1] // 2
     if x.shape[1] > WIDTH:
         left, right = _halves(x)
-        _store(c_desc, staging, left, row, column)
-        _store(c_desc, staging, right, row, column + HALF)
+        _store(c_desc, staging, left, row, column, GROUPED)
+        _store(c_desc, staging, right, row, column + HALF, GROUPED)
     else:
         tma.store_wait(0)
         staging.store(x.to(c_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [row, column], staging)
+        if GROUPED == ADDED:
+            _add_to_global(c_desc, [row, column], staging)
+        else:
+            tma.async_copy_shared_to_global(c_desc, [row, column], staging)
 
 
 @gluon.jit
 def _store_part(c_desc, c_ptr, staging, x, row, column, rows, N, GROUPED: gl.constexpr):
     """Store the first `rows` rows of a part of C; further rows belong to another group."""
-    if GROUPED == 0:
-        _store(c_desc, staging, x, row, column)
+    if GROUPED <= ALONE:
+        _store(c_desc, staging, x, row, column, GROUPED)
     else:
         if rows >= 64:
-            _store(c_desc, staging, x, row, column)
+            _store(c_desc, staging, x, row, column, GROUPED)
         elif rows > 0:
             r = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))[:, None]
             c = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]

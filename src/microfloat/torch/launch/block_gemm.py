@@ -75,6 +75,12 @@ def own_gemm_serves(device: torch.device, shape: Shape, tiles: bool, dtype: torc
     return own_gemm_is_faster(shape, tiles, chip, processors) and own_gemm_is_there()
 
 
+def own_gemm_adds(device: torch.device, shape: Shape) -> bool:
+    """True if microfloat's FP8 GEMM can be built, and adds a product of M, K, N to float32."""
+    is_hopper = device.type == "cuda" and backends.chip_of(device).capability == (9, 0)
+    return is_hopper and not (shape[0] % 4 or (shape[1] | shape[2]) % 16) and own_gemm_is_there()
+
+
 def own_gemm_is_there() -> bool:
     """True if this Triton can build the kernel."""
     import triton
@@ -101,18 +107,19 @@ def _assembler() -> str | None:
 
 # By the blocks of both operands: ROWS or MATRIX of `kernels.gemm.block_gemm`; others have scales in blocks of K.
 SCALES_OF = {(1, None): 2, (None, None): 3}
+ADDED = -1  # the kind of a `GroupedWork` that is a single product, added to what is there
 
 
 class GroupedWork(NamedTuple):
     """The work of a launch that multiplies many groups (`kernels.gemm.block_gemm`).
 
-    `kind`: FPROP, DGRAD or WGRAD; `number`: of groups; `plan`: its part for this kind; `shape`: of C; `scales`: ROWS or
-    MATRIX, None for blocks; `fast`: tensor cores carry the sums.
+    `kind`: FPROP, DGRAD or WGRAD, or ADDED for one product; `number`: of groups; `plan`: its part for this kind;
+    `shape`: of C; `scales`: ROWS or MATRIX, None for blocks; `fast`: tensor cores carry the sums.
     """
 
     kind: int
     number: int
-    plan: torch.Tensor
+    plan: torch.Tensor | None
     shape: tuple[int, int]
     scales: int | None = None
     fast: bool = False
@@ -131,16 +138,17 @@ def _imported() -> tuple["type[TensorDescriptor]", ModuleType, ModuleType]:
 
 def own_block_matmul(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, tiles: bool,
-    work: GroupedWork | None = None,
+    work: GroupedWork | None = None, into: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``a @ b`` by `kernels.gemm.block_gemm`, whatever the size; with `work` one product for each group of rows.
 
     K and N multiples of 16, M of 4; of grouped products N a multiple of 128, and a K that is no number of rows.
+    `into`: float32 [M, N] that a single product, by `work` ADDED, is added to.
     """
     descriptor, kernels, program = _imported()
     (m, k), b = a.shape, b.t()
     cut, shape = OWN_GEMMS[tiles], (m, b.shape[0]) if work is None else work.shape
-    c = torch.empty(shape, dtype=dtype, device=a.device)
+    c = torch.empty(shape, dtype=dtype, device=a.device) if into is None else into
     scales = int(tiles) if work is None or work.scales is None else work.scales
     codes, flat = kernels.codes_layout, kernels.scale_layout
     # Descriptors of scales are read where those are of lines, and of A where B's are of tiles.
@@ -160,7 +168,7 @@ def own_block_matmul(
     device = a.get_device()
     rows, columns = cut.tile
     programs = -(-shape[0] // rows) * -(-shape[1] // columns)
-    if work is not None:  # and a row of tiles more for every group but one
+    if work is not None and into is None:  # and a row of tiles more for every group but one
         programs += work.number * -(-shape[1] // columns)
     with torch.cuda.device(device):
         kind = (scales, a.dtype, b.dtype, dtype, device, *(() if work is None else (*work[:2], work.fast)))

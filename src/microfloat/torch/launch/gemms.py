@@ -30,6 +30,7 @@ from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, is_outer, route_between
 from microfloat.torch import backends, reference
 from microfloat.torch.backends.base import Operand, Parts, aligned, raw_stream
+from microfloat.torch.launch import block_gemm
 from microfloat.torch.launch.blackwell import block_scaled_arguments
 from microfloat.torch.launch.block_gemm import own_block_matmul, own_gemm_serves
 from microfloat.torch.launch.decode import DECODED_BESIDE, decoding_of
@@ -116,6 +117,30 @@ def _made(task: _Task) -> Product:
         "stored": _stored, "fprop": _of_fprop, "fprop turned": _of_fprop,
     }  # fmt: skip
     return ways.get(kind, _decoded)(task)
+
+
+def sum_product(gemm: Gemm, route: Route, shape: Shape, device: torch.device) -> Product:
+    """``total + a @ b`` in float32, by a GEMM that adds where one does: (a, b, total) -> total, a new one for None."""
+    multiply, work = product(gemm, route, shape, None, torch.float32, device), None
+    left, right = (None if cast is None else cast.format.block for cast in (gemm.lhs, gemm.rhs))
+    scales, tiles = block_gemm.SCALES_OF.get(left), right == (_SIDE, _SIDE) or route.rhs == "tiles"  # type: ignore[arg-type]
+    fits = scales is None or (
+        left == right and (left != (1, None) or shape[2] % _SIDE == 0)
+    )  # rows' are read for whole tiles
+    if fits and route.kind in ("fp8", "blocks") and block_gemm.own_gemm_adds(device, shape):
+        fast = scales is not None and gemm.accumulate == "fast"
+        work = block_gemm.GroupedWork(block_gemm.ADDED, 0, None, (shape[0], shape[2]), scales, fast)
+
+    def added(a: Parts, b: Parts, total: Level) -> Tensor:
+        if total is None:
+            return multiply(a, b, None)
+        if work is not None:
+            return own_block_matmul(a.codes, a.scale, b.codes, b.scale, torch.float32, tiles, work, total)
+        if route.kind == "plain" and total.is_cuda and a.codes.dtype == b.codes.dtype != torch.float32:
+            return torch.addmm(total, a.codes, b.codes.t(), out_dtype=torch.float32, out=total)
+        return total.add_(multiply(a, b, None))
+
+    return _as_product(added, multiply.reason)
 
 
 def _as_product(function: Callable[..., torch.Tensor], reason: str = "") -> Product:

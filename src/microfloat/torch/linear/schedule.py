@@ -48,7 +48,7 @@ from microfloat.torch.backends.base import (
     raw_stream,
     record_amax_,
 )
-from microfloat.torch.launch.gemms import Product, product
+from microfloat.torch.launch.gemms import Product, product, sum_product
 from microfloat.torch.linear.fold_counts import LOSSY_LIMIT
 from microfloat.torch.linear.gathered_weight import Gathered, in_form
 from microfloat.torch.linear.quantized_weight import GatheredCast, StoredCast
@@ -458,20 +458,18 @@ class Schedule:
             if self.x_shape is not None:
                 dx = dx.view(self.x_shape)
         if wants_dw:
-            product, x = (
-                self.products["wgrad"] if into is None else self.wgrad_sum,
-                _laid(saved.x, self.saved_layouts[0]),
-            )
-            dw = multiply(product, dy.column, x, None, self.flops) if are_named() else product(dy.column, x, None)
+            product, x = self.products["wgrad"] if into is None else self.wgrad_sum, saved.x
+            x, total = _laid(x, self.saved_layouts[0]), getattr(into, "total", None)  # of a loss in chunks
+            dw = multiply(product, dy.column, x, None, self.flops) if are_named() else product(dy.column, x, total)
             dw = dw if into is None else into.add(dw)
         return dx, dw
 
     @functools.cached_property
     def wgrad_sum(self) -> Product:
-        """wgrad with the float32 result of its sums, which torch's FP8 GEMMs cannot add to anything themselves."""
+        """wgrad with the float32 result of its sums, added to a total (`launch.gemms.sum_product`)."""
         device = torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device)
         shape = self.out_features, self.rows, self.in_features
-        return product(self.recipe.wgrad, self.routes.wgrad, shape, None, torch.float32, device)
+        return sum_product(self.recipe.wgrad, self.routes.wgrad, shape, device)
 
     def fprop(self, x: Parts, w: Parts, bias: torch.Tensor | None) -> torch.Tensor:
         """y [M, N], from the row operands of x and w."""
