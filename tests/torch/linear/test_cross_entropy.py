@@ -303,3 +303,23 @@ def test_shapes_alone():
     loss = mf.linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), labels, recipe="nvfp4")
     assert loss.shape == ()
     assert [one.shape for one in gradients(loss, x, weight)] == [x.shape, weight.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [None, "fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4"])
+def test_losses_on_a_gpu(name):
+    """Within the roundings of dy those of the reference backend, with a factor behind the loss, and without tokens."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(500, 256).bfloat16().cuda(), torch.randn(1040, 256).div(16).bfloat16().cuda()
+    labels = torch.randint(0, 1040, (500,)).cuda()
+    labels[::7] = -100
+    for rows in (500, 0):
+        found = []
+        for backend in ("auto", "reference"):
+            leaves = x[:rows].clone().requires_grad_(), weight.clone().requires_grad_()
+            torch.manual_seed(1)
+            with mf.autocast(enabled=name is not None, recipe=name, backend=backend):
+                loss = mf.linear_cross_entropy(*leaves, labels[:rows], chunk=192, reduction="sum")
+            found.append((loss.detach(), *torch.autograd.grad(loss / 3, leaves)))
+        for one, other in zip(*found, strict=True):
+            assert (one.float() - other.float()).norm() <= 0.02 * other.float().norm()

@@ -178,7 +178,7 @@ def _fp8(task: _Task) -> Product:
 
 def _finished(task: _Task, sums: Callable[[Parts, Parts], Tensor]) -> Product:
     """Float32 sums, rounded once after the bias."""
-    finish = _epilogue(task.shape[0], task.shape[2], (None, None), task.bias, task.out_dtype, task.device)
+    finish = epilogue(task.shape[0], task.shape[2], (None, None), task.bias, task.out_dtype, task.device)
     return _as_product(lambda a, b, bias: finish(sums(a, b), None, None, bias))
 
 
@@ -349,10 +349,10 @@ def _product_of_values(task: _Task, levels: tuple[str | None, ...]) -> Product:
         return _as_product(lambda a, b, bias: multiply(a.codes, b.codes))
     step = -(-m // (-(-m * n // LARGEST_SUM) * _ROWS)) * _ROWS
     if m <= step:
-        finish = _epilogue(m, n, levels, bias, dtype, task.device)
+        finish = epilogue(m, n, levels, bias, dtype, task.device)
         return _as_product(lambda a, b, bias: finish(multiply(a.codes, b.codes), a.tensor_scale, b.tensor_scale, bias))
     parts = [slice(begin, min(begin + step, m)) for begin in range(0, m, step)]
-    finishes = [_epilogue(rows.stop - rows.start, n, levels, bias, dtype, task.device) for rows in parts]
+    finishes = [epilogue(rows.stop - rows.start, n, levels, bias, dtype, task.device) for rows in parts]
 
     def in_parts(a: Parts, b: Parts, bias: Level) -> Tensor:
         (values, _, level), (b_values, _, b_level) = a, b
@@ -373,7 +373,7 @@ def float32_product_on_cpu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.float() @ b.float()
 
 
-def _epilogue(
+def epilogue(
     rows: int, columns: int, levels: tuple[str | None, ...], bias: _Bias | None, dtype: torch.dtype,
     device: torch.device,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
