@@ -20,9 +20,7 @@ def cross_entropy_rows(
     """`logits` [rows, N], those `of_label` [rows], `s` float32 -> `loss` float32 and, with GRADIENT, dy over them."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr, at = logits_ptr + row * N, tl.arange(0, BLOCK)
-    top = tl.full((), float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK], tl.float32)
-    first = 0
+    top, sums, first = tl.full((), float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32), 0
     while first < N:
         x = tl.load(x_ptr + first + at, mask=first + at < N, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))

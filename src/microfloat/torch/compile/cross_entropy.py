@@ -109,8 +109,7 @@ def _scaled(tensor: Maybe, factor: torch.Tensor) -> Maybe:
     if tensor is None:
         return None
     if tensor.is_cuda and tensor.numel() and not (torch.compiler.is_compiling() or is_abstract(tensor)):
-        rows, columns = tensor.shape
-        finish = epilogue(rows, columns, ("tensor", None), None, tensor.dtype, tensor.device)
+        finish = epilogue(tensor.shape[0], tensor.shape[1], ("tensor", None), None, tensor.dtype, tensor.device)
         return finish(tensor, factor.float(), None, None)  # in a quarter of the time that torch takes
     return torch.mul(tensor, factor.float().reshape(1), out=torch.empty_like(tensor))
 

@@ -107,10 +107,7 @@ def run_chunks(
 def _losses(
     kernels: ModuleType | None, logits: torch.Tensor, labels: torch.Tensor, s: Maybe, into: torch.Tensor
 ) -> Maybe:
-    """Write the loss of each row of logits, by a softmax in float32, and make its gradient in their dtype.
-
-    Logits become the gradient where there are kernels.
-    """
+    """Write the loss of each row of logits, by a softmax in float32; kernels make their gradient of their memory."""
     of_label = logits.gather(1, labels[:, None])  # a GPU asserts that the labels are in range
     if kernels is not None:
         kernels.cross_entropy_(logits, of_label, labels, s, into)
