@@ -550,6 +550,14 @@ def activations(device, activation, dtype):
     ):  # fmt: skip
         assert got.dtype == want.dtype
         assert float((got.float() - want.float()).abs().max()) <= unit * float(want.float().abs().max())
+    halves = torch.cat([gate, up], 1).chunk(2, 1)  # which lie alike, but not as the gradient does
+    for producer, wanted in (
+        (ActivationGradient(grad, *halves, activation), (first[0], second[0])),
+        (ActivationGradient(grad, gate, halves[1], activation), (first[0], second[0])),
+        (Activation(halves[0], up, activation), (product,)),
+    ):
+        for got, want in zip(triton.values(producer)[0], wanted, strict=True):
+            assert torch.equal(got.value, want)
     assert float(product_amax) == float(product.float().abs().max())
     assert float(first[1]) == float(first[0].float().abs().max())
     assert float(second[1]) == float(second[0].float().abs().max())

@@ -197,10 +197,9 @@ class _Inputs(NamedTuple):
     @staticmethod
     def alike(x: torch.Tensor, y: torch.Tensor | None = None, z: torch.Tensor | None = None) -> "_Inputs":
         """Inputs that lie alike, copied where they do not."""
-        others = [None if t is None else t if t.stride() == x.stride() else t.contiguous() for t in (y, z)]
-        if any(t is not None and t.stride() != x.stride() for t in others):
-            x = x.contiguous()
-        return _Inputs(x, others[0], others[1])
+        if any(t is not None and t.stride() != x.stride() for t in (y, z)):
+            x, y, z = x.contiguous(), *(t if t is None else t.contiguous() for t in (y, z))
+        return _Inputs(x, y, z)
 
     @property
     def key(self) -> tuple:
