@@ -107,7 +107,7 @@ class LinenMixture(nn.Module):
         return mixed(nn.Dense(G, name="router"), LinenExperts(self.ragged_dot_cls, name="experts"), x)
 
 
-@pytest.mark.slow("its op is that of nnx above, its class that of test_linen.py")
+@slow_but_one
 @train_each
 def test_experts_train_in_linen(name):
     model, rngs = LinenMixture(ml.ragged_dot_cls(name)), {"sr_rng": jax.random.key(1)}
