@@ -265,10 +265,8 @@ class RecordLog:
         return "\n".join([f"step {step}", *text_table(cells), *end])
 
     def to_csv(self, path: str | Path) -> None:
-        """Write all records; a histogram as ``exponent:share`` pairs, errors by magnitude as numbers, with blanks.
-
-        A file gets its name when it is whole: what is interrupted leaves an earlier one as it was.
-        """
+        """Write all records; a histogram as ``exponent:share`` pairs, errors by magnitude as numbers, with blanks."""
+        # A file gets its name when it is whole: what is interrupted leaves an earlier one as it was.
         checked = as_path("path", path)
         check_new_file("path", checked)
         target = checked.resolve()  # of a link, which stays one
@@ -314,10 +312,7 @@ class RecordLog:
             run.log(values, step=step)
 
     def plot(self, path: str | Path) -> list[Path]:
-        """Draw the pictures of `microfloat.pictures.watch`; returns their paths.
-
-        `path`: a file (.png, .svg, .pdf) for one sheet of all, or a folder for a file of each. Needs matplotlib.
-        """
+        """Draw `microfloat.pictures.watch` on one sheet (.png, .svg, .pdf), or each picture in a file of a folder."""
         from microfloat.pictures import watch as pictures
 
         return pictures.draw(self.records, as_path("path", path, "a str or a pathlib.Path, of a file or a folder"))

@@ -93,10 +93,7 @@ class QuantizedArray:
 
     @classmethod
     def from_record(cls, record: typing.Any, *, dtype: DTypeLike = jnp.float32) -> "QuantizedArray":
-        """The array of a quantized `microfloat.checkpoint.Record`; `dequantize` returns `dtype`.
-
-        Raises CheckpointError for a record whose scales are missing or do not fit, InvalidTypeError for a plain one.
-        """
+        """The array of a quantized `checkpoint.Record`; CheckpointError for scales that do not fit."""
         codes, scale, level, fmt = record.parts()
         return cls.from_parts(
             codes, scale, level, fmt, axis=record.axis, shape=record.logical_shape, dtype=dtype, packed=True

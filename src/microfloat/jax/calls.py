@@ -1,7 +1,4 @@
-"""One call under a recipe: the casts and the products of its six operands, its seed, and its delayed-scaling state.
-
-`dot_general` makes one for every matrix, `ragged_dot` one for every group of rows. Source: docs/numerics.md 6.
-"""
+"""One call under a recipe: the casts and products of its operands, its seed, and its delayed-scaling state."""
 
 import types
 import typing

@@ -1,8 +1,4 @@
-"""Drop-in for `flax.linen.fp8_ops`: every name of it, old and new, with the same state layout and arithmetic.
-
-docs/jax.md lists the differences. `max_accumulate`, `merge_state`, `next_state` and `reset_state`, for the state
-collection as a whole, are further names.
-"""
+"""All names of `flax.linen.fp8_ops`, old and new, with its state layout; docs/jax.md lists the differences."""
 
 from importlib.util import find_spec
 

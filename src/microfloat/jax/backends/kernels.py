@@ -1,11 +1,8 @@
 """The kernels of `microfloat.kernels` in JAX: where one may be called, and how an XLA program calls it.
 
-Kernels serve matrices that lie on one CUDA device as a whole: with one device, under a mesh of one, inside shard_map;
-and the shards of matrices that jit has cut into whole blocks (`shards`).
-
-jaxlib starts a kernel of Triton from inside an XLA program by the foreign function that its own Pallas uses. It takes
-the PTX, the grid, and the parameters: arrays, inputs before outputs, and numbers. All that depends on private parts of
-jaxlib and on Triton's version is in this file. Source: docs/jax.md, "What casts on a GPU".
+Kernels serve matrices that lie on one CUDA device, and shards that are whole blocks (`shards`). jaxlib starts them by
+the foreign function of Pallas, from the PTX, the grid and the parameters: inputs, outputs, numbers. All that depends
+on private parts of jaxlib and on Triton's version is in this file. Source: docs/jax.md, "What casts on a GPU".
 """
 
 import re

@@ -65,11 +65,7 @@ def cast_matrix(
     x_RC: Array, cast: Cast, noise: Noise | None = None, *, amax: Array | None = None, scale_enc: Array | None = None,
     axes: frozenset[str] = frozenset(),
 ) -> Matrix:  # fmt: skip
-    """Quantize an operand form of any wide float dtype (docs/numerics.md, sections 2 to 5).
-
-    `amax` replaces a measured one: of the tensor, shape (), or of rows, [R, 1], where a row has one scale or tensor
-    scale. `axes`: mesh axes over which a measured tensor amax is the maximum (inside shard_map).
-    """
+    """Quantize an operand form, which `axes` cut; `amax` replaces the amax of the tensor, (), or of rows, [R, 1]."""
     x_RC = widened(x_RC)
     if cast.hadamard is not None:
         x_RC = hadamard_transform(x_RC, cast.hadamard)

@@ -1,7 +1,4 @@
-"""Flax: the operators of linen and nnx that run a recipe, the names of `flax.linen.fp8_ops`, and their state.
-
-`flax.serialization` knows quantized arrays and delayed-scaling state as soon as one of the front ends is imported.
-"""
+"""Flax: the operators of linen and nnx, the names of `flax.linen.fp8_ops`, their state and its serialization."""
 
 from dataclasses import replace
 from typing import Any

@@ -40,11 +40,10 @@ def accumulating(memo: dict[Any, Any], key: Any, scale: Array, history: Array) -
 
 
 class StateVariables:
-    """The variables ``{input,kernel,output_grad}_{scale,amax_history}`` of a linen module, float32.
+    """The variables ``{input,kernel,output_grad}_{scale,amax_history}`` of a linen module, float32, after axes `lead`.
 
-    All uses of the module within one trace read one cast of the state, which accumulates their contributions as a
-    maximum. It lives on the root scope of this apply; uses in different traces (bodies of scan, remat) are joined by
-    `fp8_ops.max_accumulate`. `lead`: axes before their own, of a state per group.
+    All uses of the module in one trace read one cast of the state, on the root scope of this apply, which accumulates
+    them as a maximum. `fp8_ops.max_accumulate` joins uses in different traces (bodies of scan, remat).
     """
 
     def __init__(self, module: nn.Module, length: int, lead: tuple[int, ...] = ()) -> None:
@@ -103,10 +102,7 @@ _LARGEST = (448.0, 57344.0, 240.0)
 
 
 def max_accumulate(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables with the state collection cast to `fp32_max_grad`: gradients of several uses become their maximum.
-
-    Call it once inside the loss, before all uses: ``model.apply(max_accumulate(variables), x)``.
-    """
+    """The variables with state whose gradients become their maximum: cast it once in the loss, before all uses."""
     _check_collection("variables", variables, "a mapping of collections")
     if OVERWRITE_WITH_GRADIENT not in variables:
         return dict(variables)

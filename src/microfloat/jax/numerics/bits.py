@@ -98,9 +98,8 @@ def multiply(x: Array, factor: Array) -> Array:
 def multiply_code(values: Array, significand: Array, exponent: Array, product: Array) -> Array:
     """`product` = values * scale, with subnormal results as gradual underflow has them.
 
-    `values` are decoded codes (at most four significant bits), the scale is ``significand * 2^(exponent - 150)``;
-    their significands multiply exactly in 28 bits, and the bits of a subnormal result are that integer, shifted and
-    rounded to even.
+    `values` are decoded codes of at most four significant bits, the scale is ``significand * 2^(exponent - 150)``. The
+    bits of a subnormal result are their exact product in 28 bits, shifted and rounded.
     """
     bits = bits_of(values)
     field = ((bits >> 23) & np.uint32(255)).astype(jnp.int32)

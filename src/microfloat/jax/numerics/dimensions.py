@@ -104,11 +104,9 @@ class EinsumPlan(NamedTuple):
 
 
 def parse_einsum(equation: str, lhs_shape: Axes, rhs_shape: Axes) -> EinsumPlan:
-    """The plan of ``einsum(equation, lhs, rhs)``. The first operand stays lhs, the second rhs, for every equation.
+    """The plan of ``einsum(equation, lhs, rhs)``; InvalidValueError for an equation that one dot cannot compute.
 
-    Supports an ellipsis, an implicit output, and axes of size 1 that broadcast, as jnp.einsum does. Raises
-    InvalidValueError for another number of operands, a label that appears twice in one operand, one in the output that
-    no operand has, or one of two sizes.
+    The first operand stays lhs. An ellipsis, an implicit output and axes of size 1 that broadcast are jnp.einsum's.
     """
     if not isinstance(equation, str):
         raise invalid_type("eqn", type(equation), "an einsum equation such as 'mk,kn->mn'")

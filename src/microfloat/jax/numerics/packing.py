@@ -1,7 +1,4 @@
-"""Bytes as kernels and files hold them: FP4 two per byte, FP6 four in three bytes, scales in the tiles of Blackwell.
-
-The same functions as those of `microfloat.reference`, on arrays, traced ones too. Source: docs/numerics.md 1.4 and 7.2.
-"""
+"""Packed FP4 and FP6 codes, and Blackwell's tiles of scales: functions of `microfloat.reference` on JAX's arrays."""
 
 from collections.abc import Sequence
 
@@ -37,10 +34,7 @@ def unpack_fp4(data: ArrayLike, length: int) -> Array:
 
 
 def pack_fp6(codes: ArrayLike) -> Array:
-    """Four 6-bit codes in three bytes, little-endian: ``w = c0 | c1 << 6 | c2 << 12 | c3 << 18``.
-
-    Integers [..., C] -> uint8 [..., 3 * ceil(C / 4)], C padded with code 0; errors as in `pack_fp4`, above 63.
-    """
+    """Four 6-bit codes in three little-endian bytes, C padded with code 0: [..., C] -> uint8 [..., 3 * ceil(C / 4)]."""
     return run_automatically(_pack_fp6, rows_apart, _checked_codes(codes, 6))
 
 
