@@ -154,8 +154,10 @@ def test_a_recipe_converts_the_loaded_model_and_leaves_no_trace(hf, transformers
 
 @MORE
 @pytest.mark.filterwarnings("ignore")
-def test_trainer_takes_a_model_with_a_recipe(hf, transformers, folder, tmp_path, sequences, fresh_state):
-    options = hf.MicrofloatConfig(recipe=MXFP8BlockScaling(), fuse=True)
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), WeightOnly("nvfp4")], ids=["mxfp8", "to be served"])
+def test_trainer_takes_a_model_with_a_recipe(hf, transformers, folder, tmp_path, sequences, fresh_state, recipe):
+    options = hf.MicrofloatConfig(recipe=recipe, fuse=True)
+    assert hf.MicrofloatQuantizer(options).is_qat_trainable
     model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=options, dtype=torch.float32)
     arguments = transformers.TrainingArguments(
         output_dir=tmp_path / "run", max_steps=6, per_device_train_batch_size=8, learning_rate=1e-2, report_to=[],
@@ -167,12 +169,18 @@ def test_trainer_takes_a_model_with_a_recipe(hf, transformers, folder, tmp_path,
     assert losses[-1] < losses[0]
     saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
     assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
+    if recipe == WeightOnly("nvfp4"):
+        logits = model.eval()(PROMPT).logits
+        assert hf.MicrofloatConfig.from_dict(options.to_dict()).recipe == recipe
+        mf.quantize_(saved, recipe)
+        assert torch.equal(saved(PROMPT).logits, logits)
 
 
 @MORE
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_train_around_codes(hf, transformers, peft, folder, tmp_path, sequences, fresh_state):
     model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=hf.MicrofloatConfig("nvfp4"))
+    assert not model.hf_quantizer.is_qat_trainable
     codes = model.model.layers[0].self_attn.q_proj.weight.codes.clone()
     arguments = transformers.TrainingArguments(
         output_dir=tmp_path / "run", max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no"

@@ -54,7 +54,8 @@ class MicrofloatConfig(QuantizationConfigMixin):
 
     `config`: the name of a format, such as "nvfp4" for ``WeightOnly("nvfp4")``, a `WeightOnly` or `WeightActivation`,
     or a Placement (or dictionary) of them by name pattern, as `quantize_` takes them. `recipe`: in its place, a recipe
-    for training, its name, or a Placement of recipes, as `convert` takes them, with `fuse`. `modules_to_not_convert`:
+    for training, its name, a config whose codes the weights train to become, or a Placement, as `convert` takes them,
+    with `fuse`. `modules_to_not_convert`:
     names or patterns of modules that stay in high precision with all that is in them, besides those that `quantize_`
     and `convert` leave out. Raises InvalidTypeError and InvalidValueError for other arguments.
     """
@@ -75,6 +76,7 @@ class MicrofloatConfig(QuantizationConfigMixin):
             raise invalid_type("modules_to_not_convert", repr(modules_to_not_convert), "a list of names of modules")
         self.quant_method = _METHOD  # type: ignore
         self.config = None if config is None else _as_config(config)
+        recipe = _as_config(recipe) if isinstance(recipe, Mapping) else recipe  # of a dictionary, a config that trains
         self.recipe = recipe if recipe is None or isinstance(recipe, Placement) else as_recipe(recipe)
         self.fuse = fuse
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
@@ -264,6 +266,11 @@ class MicrofloatQuantizer(HfQuantizer):
         self.quantization_config.saved_as = documents["config.json"]["quantization_config"]  # type: ignore
         model._weight_conversions = []  # type: ignore[assignment]  # the names are those of the file already
         return tensors, metadata
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """True where weights stay plain and train under a recipe; codes themselves do not train."""
+        return self.quantization_config.recipe is not None  # type: ignore
 
     @property
     def is_trainable(self) -> bool:  # type: ignore
