@@ -16,6 +16,7 @@
     python -m benchmarks profile      which kernels one Linear step spends its time in
     python -m benchmarks cpu          casts on a CPU beside torchao                                    (c.*)
     python -m benchmarks convert      a checkpoint of 2 GB converted, with the profile that says what bounds it
+    python -m benchmarks qat          held-out loss: trained under a config against quantized afterwards
     python -m benchmarks merge FROM INTO       rows of one result file into another
 
 A row is compared with the reference before it is timed; what differs is not timed. Times are medians of CUDA events on
@@ -37,7 +38,7 @@ COMMANDS = {
     "decode": "benchmarks.decode",
 }  # fmt: skip
 # Commands with options of their own, which need no GPU.
-OF_CPU = {"cpu": "benchmarks.cpu_quantize", "convert": "benchmarks.convert"}
+OF_CPU = {"cpu": "benchmarks.cpu_quantize", "convert": "benchmarks.convert", "qat": "benchmarks.qat"}
 DESCRIPTION, DETAILS = __doc__.split("\n\n", 1)  # type: ignore[union-attr]
 
 

@@ -70,6 +70,30 @@ def cpu_quantize_table(path: Path = CPU_QUANTIZE) -> str:
     return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{provenance(data)}"
 
 
+def qat_table(path: Path = RESULTS / "qat.json") -> str:
+    """Held-out losses of models as they are served: quantized afterwards, and trained under the config."""
+    if not path.exists():
+        return _missing(path, "`python -m benchmarks qat`")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    seeds, config = data["seeds"], data["config"]
+
+    def losses(name: str, row: str | None = None) -> str:
+        found = [one[name] if row is None else one[name][row] for one in seeds]
+        return f"{sum(found) / len(found):.4f} ({', '.join(f'{loss:.4f}' for loss in found)})"
+
+    columns = "nearest", "longer", "qat", "distilled"
+    labels = [label for label, row in seeds[0].items() if isinstance(row, dict)]
+    rows = [["not quantized", losses("teacher"), losses("teacher_longer"), "", ""]]
+    rows += [[f"`{label}`", *(losses(label, name) for name in columns)] for label in labels]
+    header = ["served", "teacher", "trained further, then quantized", "trained under the config", "distilled under it"]
+    text = (
+        f"Held-out loss in nats per byte, mean and each seed. {config['steps']} steps of the teacher, then "
+        f"{config['further']} further steps of {config['batch']} x {config['context']} bytes of Python's standard "
+        f"library, {config['num_hidden_layers']} layers of width {config['hidden_size']}, learning rate {config['rate']:g}."
+    )
+    return f"{table(header, rows, right=range(1, len(header)))}\n\n{text}\n\n{provenance(data)}"
+
+
 def provenance(data: dict[str, Any]) -> str:
     """Command, machine, date and versions of a result."""
     machine, versions = data["machine"], data["versions"]
@@ -101,6 +125,7 @@ def _missing(path: Path, what: str) -> str:
 BLOCKS = [
     (ROOT / "docs" / "performance.md", "measured: peers", peers_table.peers_table),
     (ROOT / "README.md", "measured: demo", demo_table),
+    (ROOT / "docs" / "qat.md", "measured: qat", qat_table),
     (ROOT / "docs" / "laboratory" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
     *(
         (

@@ -99,7 +99,7 @@ def missing_in(block, root):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pages(slow={"integrations.md": WHY_SLOW, "experts.md": WHY_SLOW, **COMPILING})
+@pages(slow={"integrations.md": WHY_SLOW, "experts.md": WHY_SLOW, "qat.md": WHY_SLOW, **COMPILING})
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     try:
@@ -120,7 +120,7 @@ def pasted_blocks():
 
 
 @pytest.mark.filterwarnings(NOISE)
-@pytest.mark.slow_cases(WHY_SLOW, cases=("integrations.md:*", "experts.md:*", "jax.md:*"))
+@pytest.mark.slow_cases(WHY_SLOW, cases=("integrations.md:*", "experts.md:*", "qat.md:*", "jax.md:*"))
 @pytest.mark.parametrize("block", list(pasted_blocks()))
 def test_blocks_run_by_themselves(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
