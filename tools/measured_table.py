@@ -89,7 +89,8 @@ def qat_table(path: Path = RESULTS / "qat.json") -> str:
     text = (
         f"Held-out loss in nats per byte, mean and each seed. {config['steps']} steps of the teacher, then "
         f"{config['further']} further steps of {config['batch']} x {config['context']} bytes of Python's standard "
-        f"library, {config['num_hidden_layers']} layers of width {config['hidden_size']}, learning rate {config['rate']:g}."
+        f"library, {config['num_hidden_layers']} layers of width {config['hidden_size']}, learning rate "
+        f"{config['rate']:g}."
     )
     return f"{table(header, rows, right=range(1, len(header)))}\n\n{text}\n\n{provenance(data)}"
 
