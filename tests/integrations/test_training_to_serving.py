@@ -113,3 +113,33 @@ def test_what_cannot_be_served_is_named(llama):
         empty = llama()
     with pytest.raises(InvalidValueError, match="on the meta device"):
         refit(empty, "ct:nvfp4")
+
+
+@pytest.mark.slow("needs a training package that make test does not install")
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_of_trl_takes_a_model_that_trains_under_a_config(llama, tmp_path, fresh_state):
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    import pyarrow
+    from datasets.table import InMemoryTable
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model, config = llama(), WeightOnly("nvfp4")
+    mf.convert(model, config)
+    ids = [[(i * step + first) % 64 for i in range(16)] for step in (1, 2, 3) for first in range(8)]
+    table = InMemoryTable(pyarrow.table({"input_ids": ids, "labels": ids}))
+    words = models.WordLevel({str(number): number for number in range(64)}, unk_token="0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1")
+    arguments = trl.SFTConfig(
+        str(tmp_path), max_steps=6, report_to=[], use_cpu=True, bf16=False, learning_rate=1e-2, logging_steps=1,
+        disable_tqdm=True, save_strategy="no", dataset_kwargs={"skip_prepare_dataset": True},
+    )  # fmt: skip
+    dataset = datasets.Dataset(table, fingerprint="numbers")
+    trainer = trl.SFTTrainer(model, args=arguments, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert float(losses[-1]) < float(losses[0])
+    logits = model.eval()(PROMPT).logits
+    mf.quantize_(model, config)
+    assert torch.equal(model(PROMPT).logits, logits)
