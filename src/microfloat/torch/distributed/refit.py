@@ -7,6 +7,7 @@ share a scale, and how the tensors are called. Nothing is written to a disk.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -24,7 +25,6 @@ from microfloat.torch.tensor.checks import check_model
 if TYPE_CHECKING:
     from microfloat.checkpoint import Checkpoint, Record
     from microfloat.checkpoint._planning import Step
-    from microfloat.checkpoint.detect import Contents
 
 
 def refit(model: nn.Module, target: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,19 +109,7 @@ def _described(model: nn.Module, outlines: "list[Record]") -> "Checkpoint":
     from microfloat.checkpoint.detect import Contents
     from microfloat.checkpoint.records import Stored
 
-    config = config_of_model(model, True) or {}
+    config, name = config_of_model(model, True) or {}, f"the {type(model).__name__}"
     plain = {one.name: Stored(one.name, one.codes.dtype.name, one.logical_shape, "", 0, 0) for one in outlines}
-    made = _Outlines((one.name, one) for one in outlines)
-    made.path, made.config, made.configs = f"the {type(model).__name__}", config, {"config.json": config}
-    made.contents = Contents({}, plain, [], [])
-    return cast("Checkpoint", made)
-
-
-class _Outlines(dict):
-    """Records without values, by name, with the fields of a `Checkpoint` that `decide` reads."""
-
-    path: str
-    config: dict[str, object]
-    configs: dict[str, object]
-    contents: "Contents"
-    scale_findings = ()
+    fields = {"config": config, "configs": {"config.json": config}, "contents": Contents({}, plain, [], [])}
+    return cast("Checkpoint", SimpleNamespace(values=lambda: outlines, path=name, scale_findings=(), **fields))
