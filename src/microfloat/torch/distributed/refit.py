@@ -30,13 +30,10 @@ if TYPE_CHECKING:
 def refit(model: nn.Module, target: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Give (name, tensor) of everything that a server stores of `model`, as codes and scales on the CPU.
 
-    `target`: a format of `microfloat.checkpoint.convert`, such as "ct:nvfp4", "modelopt:nvfp4" or "deepseek:fp8"; names
-    are those of files, experts one by one where the files have them so. The tensors are equal to those of `convert`
-    applied to the folder that ``model.save_pretrained`` writes. Weights that FSDP2 or a tensor-parallel plan has
-    sharded are gathered one after the other, so that every rank has to go through the result; a group that shares a
-    scale, such as q, k and v, is in memory at once. Raises InvalidTypeError for anything but a module,
-    InvalidValueError for a target that cannot be written or a model without a weight for it, and CheckpointError for
-    weights that are NaN or infinite. Source: docs/qat.md.
+    `target`: a format of `microfloat.checkpoint.convert`, such as "ct:nvfp4". The tensors are those of `convert` of the
+    folder that ``model.save_pretrained`` writes. Sharded weights are gathered one by one, so that every rank has to go
+    through the result; a group that shares a scale is in memory at once. Raises as `convert` does for targets, models
+    without a weight to quantize, and weights that are not finite. Source: docs/qat.md.
     """
     from microfloat.checkpoint._planning import Facts, Notes, arranged, decide, step_of, target_of
     from microfloat.recipes.placement import DEFAULT_FUSE
