@@ -79,7 +79,7 @@ def inspect(
     if not formats and plot is None:
         return _findings(output, checkpoint, strict)
     found = survey(checkpoint, output.each("measuring", matrices), formats, sample_rows)
-    bits = _errors(output, rows, found, formats, together) if formats else _bits_by_format(rows)
+    bits = _errors(output, rows, found, formats, together)
     if plot is not None:
         _draw(output, plot, checkpoint, found, formats, bits)
     return _findings(output, checkpoint, strict, _lost_weights(checkpoint, found))
@@ -163,6 +163,10 @@ def _errors(
     output: Output, rows: list[dict[str, Any]], found: "Survey", formats: Sequence["ScaledFormat"], together: bool
 ) -> dict[str, float]:
     """SQNR of every layer under every format, and a line for each format; returns bits per parameter."""
+    elements = max(sum(row["elements"] for row in rows), 1)
+    bits, summary = {"as stored": 8 * sum(row["bytes"] for row in rows) / elements}, []
+    if not formats:
+        return bits
     output.put(sqnr=found.rows)
     shown = list(together_rows(found.rows, ("shape",))) if together else found.rows
     columns = [
@@ -174,8 +178,6 @@ def _errors(
     ]  # fmt: skip
     of = "" if len(shown) == len(found.rows) else ", the worst of n layers"
     output.table(None, shown, columns, f"SQNR in dB against what is stored{of}")
-    elements = max(sum(row["elements"] for row in rows), 1)
-    bits, summary = {"as stored": 8 * sum(row["bytes"] for row in rows) / elements}, []
     for fmt in formats:
         cast = {row["name"]: row[fmt.name] for row in found.rows if row[fmt.name] is not None}
         stored = sum(
@@ -195,17 +197,6 @@ def _errors(
     )  # fmt: skip
     output.table("formats", summary, columns, "If these layers were converted")
     return bits
-
-
-def _bits_by_format(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Bits per parameter: of all tensors, and of the tensors of each format."""
-    parts = {"as stored": rows}
-    for row in rows:
-        parts.setdefault(row["format"], []).append(row)
-    return {
-        name: 8 * sum(row["bytes"] for row in part) / max(sum(row["elements"] for row in part), 1)
-        for name, part in parts.items()
-    }
 
 
 def _draw(

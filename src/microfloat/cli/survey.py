@@ -45,16 +45,6 @@ def chosen_formats(text: str) -> list[ScaledFormat]:
     return [FORMATS[name] for name in dict.fromkeys(names)]
 
 
-def cast_of(fmt: ScaledFormat) -> Cast:
-    """The cast by which checkpoints of a format are written."""
-    return Cast(fmt, "amax" if fmt.scale.name == "FP32" else None)
-
-
-def fits(shape: Sequence[int], fmt: ScaledFormat) -> bool:
-    """True if a checkpoint can hold this matrix in this format: its blocks of 16 and 32 are whole."""
-    return fmt.scale.name == "FP32" or shape[-1] % (fmt.block[1] or 1) == 0
-
-
 def survey(checkpoint: Checkpoint, names: Iterable[str], formats: Sequence[ScaledFormat], rows: int) -> Survey:
     """Measure the named matrices, at most about `rows` rows of each (0: all), cast to each of `formats`."""
     load_casts()
@@ -70,9 +60,9 @@ def survey(checkpoint: Checkpoint, names: Iterable[str], formats: Sequence[Scale
         if record.format is not None and record.scale is not None:
             _count(found, record.format.name, record.scale, record.format)
         for fmt in formats:
-            row[fmt.name] = None
-            if fits(x_RC.shape, fmt):
-                q = casters.quantize(x_RC, cast_of(fmt))
+            row[fmt.name], is_real = None, fmt.scale.name == "FP32"
+            if is_real or x_RC.shape[-1] % (fmt.block[1] or 1) == 0:  # else no checkpoint holds it: blocks are whole
+                q = casters.quantize(x_RC, Cast(fmt, "amax" if is_real else None))
                 row[fmt.name] = metrics.sqnr_db(x_RC, reference.dequantize(q))
                 _count(found, fmt.name, q.scale, fmt)
         found.rows.append(row)
