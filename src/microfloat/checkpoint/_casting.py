@@ -29,9 +29,9 @@ def tile_rows(record: Record) -> int:
     return record.format.block[0] or 1 if record.format else 1
 
 
-def slabs(record: Record, multiple: int = 1, elements: int = _SLAB) -> Iterator[tuple[int, int, Record]]:
-    """(expert, first row, record of some rows [R, K]) in order, of about so many elements; R is a multiple of
-    `multiple` but for the last rows.
+def slabs(record: Record, multiple: int = 1, elements: int = _SLAB) -> Iterator[tuple[int, Record]]:
+    """(expert, record of some of its rows [R, K]) in order, of about so many elements; R is a multiple of `multiple`
+    but for the last rows.
     """
     rows, length = (1, 1, *record.logical_shape)[-2:]
     step = math.lcm(multiple, tile_rows(record))
@@ -39,7 +39,7 @@ def slabs(record: Record, multiple: int = 1, elements: int = _SLAB) -> Iterator[
     for expert in range(experts_of(record)):
         matrix = matrix_of(record, expert)
         for first in range(0, rows, step):
-            yield expert, first, matrix.narrow(first, min(first + step, rows))
+            yield expert, matrix.narrow(first, min(first + step, rows))
 
 
 def experts_apart(record: Record, alternate: bool) -> list[Record]:
@@ -146,7 +146,7 @@ def needs_amax(cast: Cast) -> bool:
 def measure(record: Record) -> tuple[np.ndarray, int]:
     """float32 [E], the amax of every matrix of a parameter, and the number of elements that are NaN or infinite."""
     largest, lost = np.zeros(experts_of(record), np.float32), 0
-    for expert, _, slab in slabs(record):
+    for expert, slab in slabs(record):
         x = values(slab)
         found = in_bands(lambda band, x=x: amax_of(x[band]), *x.shape)
         largest[expert] = max([largest[expert], *(amax for amax, _ in found)])

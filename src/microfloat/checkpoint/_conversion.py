@@ -166,7 +166,7 @@ def _inexact(steps: Sequence[Step], amaxes: Mapping[str, np.ndarray], to: str, n
         assert step.cast is not None
         fmt, largest = step.cast.format, amaxes[step.record.name]
         parts = slabs(step.record, fmt.block[0] or 1)
-        found[step.record.name] = sum(recode(slab, fmt, largest[expert])[1] for expert, _, slab in parts)
+        found[step.record.name] = sum(recode(slab, fmt, largest[expert])[1] for expert, slab in parts)
     if any(found.values()):
         text = f"{sum(found.values())} blocks of 32 are rounded, as {to} has no scale for them beside the others"
         notes[text] += [name for name, count in found.items() if count]
@@ -199,7 +199,7 @@ def _put_cast(
     found = amaxes[step.record.name] if casting.needs_amax(step.cast) else None
     count = experts_of(step.record)
     rounded = step.dtype if step.family is not None and step.family.model_scales else PLAIN["f32"]
-    for expert, _, slab in slabs(step.record, step.cast.format.block[0] or 1):
+    for expert, slab in slabs(step.record, step.cast.format.block[0] or 1):
         amax = None if found is None else found[expert]
         if step.action == "recoded":
             made, _ = recode(slab, step.cast.format, amax)
@@ -218,7 +218,7 @@ def _put_cast(
 def _put_decoded(step: Step, peak: "_Peak", put: Put) -> None:
     """Write the values of a parameter slab by slab, then the tensors beside it."""
     record, start = step.record, 0
-    parts = (values(slab).astype(step.dtype) for _, _, slab in slabs(record))
+    parts = (values(slab).astype(step.dtype) for _, slab in slabs(record))
     if step.turned:
         parts = casting.turned_matrices(record, step.dtype)
     for array in parts:
@@ -387,7 +387,7 @@ def _verify(
         else:
             found[step.record.name] = _sqnr_db(step, again)
             if found[step.record.name] != found[step.record.name]:
-                parts = (slab.dequantize() for _, _, slab in slabs(again, tile_rows(again)))
+                parts = (slab.dequantize() for _, slab in slabs(again, tile_rows(again)))
                 lost = sum(int((~np.isfinite(part)).sum()) for part in parts)
                 wrong.append(
                     f"{step.record.name} has {lost} values that are NaN or infinite, beyond the range of the target: "
@@ -420,7 +420,7 @@ def _sqnr_db(step: Step, again: Record) -> float:
     """Signal to quantization noise of a parameter in decibels, over the finite elements of the source."""
     signal = noise = 0.0
     pairs = zip(slabs(step.record, tile_rows(again)), slabs(again, tile_rows(step.record)), strict=True)
-    compared = ((values(a), b.dequantize()) for (_, _, a), (_, _, b) in pairs)
+    compared = ((values(a), b.dequantize()) for (_, a), (_, b) in pairs)
     if step.turned:
         compared = zip(casting.turned_matrices(step.record, PLAIN["f32"]), again.codes, strict=True)
     for a, b in compared:

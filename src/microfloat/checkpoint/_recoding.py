@@ -30,7 +30,7 @@ def recodes(source: ScaledFormat, target: ScaledFormat, scale_dtype: np.dtype) -
 def largest_scales(record: Record) -> np.ndarray:
     """float32 [E], the largest scale of a block with a value in every matrix; 0 where all are zero."""
     found = np.zeros(experts_of(record), np.float32)
-    for expert, _, slab in slabs(record):
+    for expert, slab in slabs(record):
         bytes_RB, _, codes_RBC = _blocks(slab)
         assert slab.format is not None
         used = bytes_RB[(codes_RBC & _magnitude(slab.format.element)).any(-1) & (bytes_RB != 255)]

@@ -147,7 +147,7 @@ def _compared(
     signal = noise = largest = 0.0
     others = 0
     windows = slabs(a, tile_rows(b), ELEMENTS), slabs(b, tile_rows(a), ELEMENTS)
-    for (_, _, part_a), (_, _, part_b) in zip(*windows, strict=True):
+    for (_, part_a), (_, part_b) in zip(*windows, strict=True):
         x, y = part_a.dequantize(), part_b.dequantize()
         finite = np.isfinite(x)
         row["non_finite"] += int(x.size - finite.sum())
