@@ -13,7 +13,6 @@ import argparse
 import concurrent.futures
 import functools
 import itertools
-import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +27,7 @@ from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.passes import products
 from microfloat.passes.matrix import At, Device, Passes
 from microfloat.recipes import WeightOnly
-from microfloat.routes import MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS, encoding_of
+from microfloat.routes import MOST_DECODED_ROWS, encoding_of
 from microfloat.torch.launch.program import Program, device_of
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 from microfloat.torch.timing import Times
@@ -36,9 +35,7 @@ from microfloat.torch.timing import Times
 TOKENS = (256, 128, 1, 64, 16, 32, 4, 8)
 HOPPER, PROCESSORS = (9, 0), 132  # what is compiled for where there is no GPU
 _ROUNDS, _FINALISTS, _LAST_ROUNDS = 5, 4, 24
-_LEAST_SHARE, _MOST_WAVES = 0.4, 6.0  # of the multiprocessors that the programs of `decode_wide` fill
-_LAST_ROUND = 0.75  # the same of the last programs, where each multiprocessor has one or two at a time
-_SHARED = 220 << 10  # bytes of shared memory, and some for scales
+_LEAST_SHARE, _MOST_WAVES = 0.4, 6.0  # of the multiprocessors that the programs of `warpgroups` fill
 _REPEATS = 3
 Shape = tuple[int, int, int]
 
@@ -62,27 +59,28 @@ class Stored(NamedTuple):
 
     def passes(self, shape: Shape, device: Device, cut: DecodeCut) -> Passes:
         """The launches of a product of M, K, N without a bias, in bfloat16."""
-        return products.decode_passes(
+        passes = products.decode_passes(
             self.codes, shape, ("bfloat16", "bfloat16", None), self.strides, self.level_stride, device, None, cut
         )
+        assert passes is not None, "a cut is given"
+        return passes
 
 
 def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool) -> list[DecodeCut]:
     """The cuts that a row tries: that of a Linear first; `dependent`: the chip has programmatic dependent launch."""
     m, k, _ = shape
     about = stored.codes, shape, stored.strides, False
-    if m > (MOST_ROWS_BY_WARPGROUPS if device.warpgroups else MOST_DECODED_ROWS):
-        return []
     usual = products.cut_of(*about, device)
+    if usual is None:
+        return []
     if m > MOST_DECODED_ROWS:
-        plain = products.cut_of(*about, device._replace(places=False))
-        groups = _by_warpgroups(16, shape, device) if m <= 128 else ()
-        tried = itertools.chain([usual], groups, _many(plain, stored.codes, shape, device.multiprocessors))
+        tried = itertools.chain([usual], _by_warpgroups(16, shape, device))
     else:
         plain = products.cut_of(*about, device._replace(warpgroups=False))
-        groups = _by_warpgroups(plain.TOKENS, shape, device) if m > 8 else ()
-        wide = _wide(plain, shape, device.multiprocessors)
-        tried = itertools.chain([usual], _by_warps(plain, m), groups, wide)
+        assert plain is not None, "decode_gemm multiplies a few rows everywhere"
+        tried = itertools.chain(
+            [usual], _by_warps(plain, m), _by_warpgroups(plain.TOKENS, shape, device) if m > 8 else ()
+        )
     fitted = [products.fitted(cut, stored.codes, k, stored.strides, False) for cut in tried]
     found = list(dict.fromkeys(cut for cut in fitted if _runs(cut, stored.codes, k)))
     return found if dependent else [cut for cut in found if not cut.DEPENDENT]
@@ -112,64 +110,10 @@ def _by_warpgroups(tokens: int, shape: Shape, device: Device) -> Iterator[Decode
             yield products.by_warpgroups(warps, tokens, splits)
 
 
-def _wide(usual: DecodeCut, shape: Shape, processors: int) -> Iterator[DecodeCut]:
-    """Cuts of `decode_wide`, of programs that fill the chip but for a few."""
-    m, _, n = shape
-    if m <= 8:
-        return
-    for warps, tiles, (ahead, stages), splits in itertools.product(
-        (4, 8), (1, 2), ((1, 3), (1, 4), (2, 2), (2, 3), (2, 4)), (1, 2, 3, 4, 6, 8)
-    ):
-        waves = -(-n // (16 * warps * tiles)) * splits / processors
-        if _LEAST_SHARE <= waves <= _MOST_WAVES:
-            cut = usual._replace(
-                ROW_WARPS=warps,
-                LENGTH_WARPS=1,
-                TILES=tiles,
-                STAGES=stages,
-                AHEAD=ahead,
-                ORDERED=False,
-                SPLITS=splits,
-                TOKENS=max(usual.TOKENS, 2),  # fewer columns than 16 are not multiplied by warpgroups
-            )
-            yield cut
-            if stages == 3:
-                yield cut._replace(DEPENDENT=True)
-            elif (ahead, stages) == (1, 4):
-                yield cut._replace(OVERLAPS=True)
-
-
-# Of more than 64 rows of x: ROW_WARPS, TILES, TOKENS and OVERLAPS, and by the bits of a code each AHEAD and STAGES that
-# is tried: a step has 128 elements of FP4 and 64 of a byte.
-_MANY = (
-    (8, 2, 16, True, {4: ((1, 3), (1, 4)), 8: ((1, 4), (1, 6))}), (8, 1, 32, True, {4: ((1, 3),), 8: ((1, 3), (1, 5))}),
-    (8, 1, 16, True, {4: ((1, 3), (1, 4)), 8: ((1, 4),)}), (8, 2, 16, False, {4: ((1, 3),), 8: ((1, 4), (2, 3))}),
-    (4, 2, 16, False, {4: ((1, 2),), 8: ((1, 3), (2, 2))}), (8, 1, 16, False, {4: ((1, 3),), 8: ((2, 3),)}),
-    (4, 2, 16, True, {4: (), 8: ((1, 4),)}),
-)  # fmt: skip
-
-
-def _many(usual: DecodeCut, codes: DecodeCodes, shape: Shape, processors: int) -> Iterator[DecodeCut]:
-    """Cuts of `decode_wide` for more than 64 rows: one part of K, or as many as fill the chip a few times."""
-    m, _, n = shape
-    yield usual._replace(DEPENDENT=True)
-    for warps, tiles, tokens, overlaps, stages_of in _MANY:
-        for (ahead, stages), splits in itertools.product(stages_of[codes.BITS], (1, 2, 3, 4, 6, 8)):
-            rows, columns = 16 * warps * tiles, 8 * tokens
-            rounds = -(-n // rows) * -(-m // columns) * splits / processors
-            shared = ahead * (stages * columns * 1024 // codes.BITS + (stages - 1) * rows * 64)
-            fills = rounds >= _LAST_ROUND * math.ceil(rounds) and (rounds <= 2 or splits == 2)
-            if (fills or (splits == 1 and rounds > _LEAST_SHARE)) and shared <= _SHARED:
-                yield usual._replace(
-                    ROW_WARPS=warps, TILES=tiles, TOKENS=tokens, STAGES=stages, AHEAD=ahead, SPLITS=splits,
-                    OVERLAPS=overlaps,
-                )  # fmt: skip
-
-
 def _runs(cut: DecodeCut, codes: DecodeCodes, length: int) -> bool:
     """True where a cut has work for all warps along K, and is none of those that need too many registers."""
     if cut.SPLITS:
-        return length * codes.BITS >= cut.SPLITS * 512
+        return length * codes.BITS >= cut.SPLITS * 1024
     sums = 4 * cut.TILES * cut.TOKENS
     return length * codes.BITS >= cut.LENGTH_WARPS * 1024 and sums <= 64 and cut.AHEAD <= 32 // codes.BITS
 

@@ -228,7 +228,8 @@ def serving_table() -> str:
     """What calls are like -> a config, with its bits and its speed on an H100 and an H200."""
 
     def speeds(fmt: str, size: str) -> str:
-        return "; ".join(span(decode_ratios(name, "d", size)[fmt], 1) for name in ("decode", "decode_h200"))
+        found = [decode_ratios(name, "d", size).get(fmt) for name in ("decode", "decode_h200")]
+        return "; ".join(span(one, 1) if one else "not measured" for one in found)
 
     def by_id(prefix: str, **extra: Any) -> list[float]:
         return [row["ratio"] for row in rows_of(RESULTS / "decode_h200.json") if row["id"].startswith(prefix)

@@ -46,7 +46,7 @@ WRITES_VALUES = ("blocks", "nvfp4")
 # Rows of x in high precision up to which a kernel multiplies a weight's stored codes: anywhere (of experts, the mean of
 # their rows), and by the warpgroups of a Hopper (benchmarks/results/decode.json). Above, the weight is decoded for the
 # vendor's GEMM.
-MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS = 64, 256
+MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS = 64, 128
 _SIDE = 128
 _NO_FASTER = "products are exact, no faster than bfloat16"
 _ONE_WIDE = "the recipe keeps one operand in high precision: the other is dequantized to the compute dtype"

@@ -24,12 +24,15 @@ def test_candidates_fit_the_product(name):
     for (n, k), m in itertools.product(SHAPES, decode_cuts.TOKENS):
         stored = decode_cuts.stored_like(name, (n, k))
         cuts = decode_cuts.candidates(stored, (m, k, n), H100, dependent=True)
+        if (m > 64 and name == "block") or m > 128:
+            assert cuts == []
+            continue
         assert cuts[0] == products.cut_of(stored.codes, (m, k, n), stored.strides, False, H100)
-        assert len(cuts) == len(set(cuts)) > 10
+        assert len(cuts) == len(set(cuts)) > (10 if m <= 64 else 2)
         assert all(m <= 8 * cut.TOKENS or cut.SPLITS for cut in cuts)
         assert m <= 64 or len(cuts) <= 45
         assert all(cut == products.fitted(cut, stored.codes, k, stored.strides, False) for cut in cuts)
-        assert any(cut.SPLITS for cut in cuts) is (m > 8)
+        assert any(cut.SPLITS for cut in cuts) is (m > 8 and name != "block")
         assert any(cut.DEPENDENT for cut in cuts)
         older = decode_cuts.candidates(stored, (m, k, n), H100, dependent=False)
         assert older == [cut for cut in cuts if not cut.DEPENDENT]
@@ -45,7 +48,8 @@ def test_divisions_are_the_fastest_that_were_measured(repository):
             (m, k, n), name = row["shape"], row["id"].split(".")[2]
             stored = decode_cuts.stored_like(name, (n, k))
             cut = products.cut_of(stored.codes, (m, k, n), stored.strides, False, H100)
-            measured = {DecodeCut(*one): milliseconds for one, milliseconds in row["extra"]["first_ms"]}
+            # Parts of K were those of a kernel that is gone, as is the last field.
+            measured = {DecodeCut(*one[:13]): ms for one, ms in row["extra"]["first_ms"] if not one[12]}
             ratio = measured.get(cut, float("inf")) / min(measured.values())
             chosen[name, m, n] = cut.STAGES == 0, ratio
     first, second = found.values()
@@ -68,12 +72,14 @@ def test_warpgroups_multiply_where_they_were_faster(repository):
         own = {
             (one["ROW_WARPS"], one["SPLITS"]): one["ms"] for one in row["first"] if one["kernel"] == "decode_warpgroups"
         }
-        before = [one["ms"] for one in row["first"] if one["kernel"] != "decode_warpgroups"]
+        before = [one["ms"] for one in row["first"] if one["kernel"] == "decode_gemm"]
         compared += len(before)
+        if not before and m <= 64:  # the other was a kernel that is gone
+            continue
         wins = not before or min(own.values()) < 0.99 * min(before)
         assert cut.WARPGROUPS is wins, (m, k, n)
         assert not wins or own[cut.ROW_WARPS, cut.SPLITS] <= 1.02 * min(own.values())
-    assert compared >= 33
+    assert compared >= 14
 
 
 def test_warpgroups_take_bfloat16_and_whole_chunks():
@@ -81,7 +87,8 @@ def test_warpgroups_take_bfloat16_and_whole_chunks():
     codes, strides = stored.codes, stored.strides
 
     def is_taken(codes=codes, m=64, k=8192, n=28672, strides=strides, device=H100, **halves):
-        return products.cut_of(codes, (m, k, n), strides, False, device, **halves).WARPGROUPS
+        cut = products.cut_of(codes, (m, k, n), strides, False, device, **halves)
+        return cut and cut.WARPGROUPS
 
     assert is_taken()
     assert is_taken(k=8192 + 256)
@@ -99,7 +106,6 @@ def test_warpgroups_take_bfloat16_and_whole_chunks():
     mxfp8, fp8 = (decode_cuts.stored_like(name, (28672, 8192)) for name in ("mxfp8", "row"))
     for other in (mxfp8, fp8):
         assert [is_taken(codes=other.codes, strides=other.strides, m=m) for m in (64, 65, 128)] == [False, True, True]
-    assert not is_taken(codes=fp8.codes, strides=fp8.strides, m=128, n=4096)
     assert not is_taken(codes=decode_cuts.stored_like("block", (28672, 8192)).codes, m=128)
     eight = products.fitted(products.by_warpgroups(8, 8), mxfp8.codes, 8192, mxfp8.strides, False)
     assert (eight.STAGES, eight.WARPGROUPS) == (0, True)
@@ -165,34 +171,31 @@ def test_codes_come_through_shared_memory_where_it_takes_them():
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("m", [65, 128, 129, 256])
-def test_programs_of_many_rows_fill_the_chip(name, m):
-    """About once, in parts of a few steps; a chip without warpgroups multiplies no more than 64 rows."""
-    for n, k in (*SHAPES, (1024, 8192), (4096, 4096), (256, 256)):
-        stored = decode_cuts.stored_like(name, (n, k))
-        about = stored.codes, (m, k, n), stored.strides, False
-        cut = products.cut_of(*about, H100)
-        rows, steps = 16 * cut.ROW_WARPS * cut.TILES, k * stored.codes.BITS // (512 * cut.AHEAD)
-        programs = -(-n // rows) * -(-m // products.rows_of_tile(cut)) * cut.SPLITS
-        assert cut.SPLITS == 1 or (programs <= 132 and steps >= 4 * cut.SPLITS)
-        assert programs > 64 or cut.SPLITS in (8, max(1, steps // 4))
-        assert decode_cuts.candidates(stored, about[1], H100._replace(warpgroups=False), dependent=True) == []
+def test_no_kernel_takes_more_rows_than_warpgroups(name):
+    """More than 128 rows of x, and more than 64 of what warpgroups do not multiply, go to the vendor."""
+    stored = decode_cuts.stored_like(name, (8192, 8192))
+    for m, device in ((129, H100), (65, H100._replace(warpgroups=False)), (65, H100._replace(places=False))):
+        assert products.cut_of(stored.codes, (m, 8192, 8192), stored.strides, False, device) is None
+        assert decode_cuts.candidates(stored, (m, 8192, 8192), device, dependent=True) == []
+        about = stored.codes, (m, 8192, 8192), ("bfloat16", "bfloat16", None), stored.strides, stored.level_stride
+        assert products.decode_passes(*about, device) is None
+    assert (products.cut_of(stored.codes, (128, 8192, 8192), stored.strides, False, H100) is None) is (name == "block")
 
 
 def _compile_some():
     """Reasons of candidates that compile and of one that cannot."""
     stored = decode_cuts.stored_like("nvfp4", (256, 1024))
     usual = products.cut_of(stored.codes, (16, 1024, 256), stored.strides, False, H100)
-    wide = usual._replace(ROW_WARPS=4, LENGTH_WARPS=1, TILES=1, AHEAD=1, ORDERED=False, SPLITS=2)
-    cuts = wide, usual._replace(DEPENDENT=True), wide._replace(ROW_WARPS=3)
+    groups = products.fitted(products.by_warpgroups(8, 2), stored.codes, 1024, stored.strides, False)
+    cuts = groups, usual._replace(DEPENDENT=True), usual._replace(ROW_WARPS=3)
     jobs = [decode_cuts.Job(stored, (16, 1024, 256), cut, (9, 0)) for cut in cuts]
     return [decode_cuts.compile_one(job) for job in jobs]
 
 
 @pytest.mark.slow("compiles")
 def test_what_compiles_and_what_does_not():
-    wide, early, bad = processes.other_process()(_compile_some)
-    assert wide == early == ""
+    groups, early, bad = processes.other_process()(_compile_some)
+    assert groups == early == ""
     assert "Error" in bad
 
 

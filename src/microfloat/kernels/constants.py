@@ -115,13 +115,8 @@ class DecodeCut(NamedTuple):
     DEPENDENT: a launch begins while the one before it ends, prefetches codes into the L2 cache, and then waits for it
     (programmatic dependent launch, Hopper and newer).
 
-    SPLITS: 0, or `gemm.decode_wide` multiplies, and the contraction is cut into so many parts. A program of it has
-    ROW_WARPS warps with TILES tiles of 16 rows each. AHEAD: steps of 64 bytes of a row that an iteration takes, 1 or 2;
-    STAGES counts iterations, and EVEN means whole ones. LENGTH_WARPS and ORDERED say nothing. OVERLAPS: the next step
-    is decoded while the products of one are under way; with an AHEAD of 1, and scales that are no blocks of float32.
-
     WARPGROUPS: `gemm.warpgroups` multiplies, with codes through shared memory (STAGES = 0) and x ORDERED for it. A
-    program has ROW_WARPS warps with 16 rows each, and SPLITS is the number of parts of K. AHEAD is unused.
+    program has ROW_WARPS warps with 16 rows each, and the contraction is cut into SPLITS parts. AHEAD is unused.
     """
 
     ROW_WARPS: int
@@ -137,5 +132,4 @@ class DecodeCut(NamedTuple):
     GROUPED: bool = False
     DEPENDENT: bool = False
     SPLITS: int = 0
-    OVERLAPS: bool = False
     WARPGROUPS: bool = False

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device import convert
-from microfloat.kernels.gemm import decode, decode_wide, warpgroups
+from microfloat.kernels.gemm import decode, warpgroups
 from microfloat.layout import Part
 from microfloat.passes.conversions import SCALE_KINDS
 from microfloat.passes.matrix import INT32_MAX, At, Buffer, Device, Pass, Passes, specialization
@@ -21,8 +21,7 @@ CODES, SCALE, LEVEL, BIAS, PLAN = 3, 4, 5, 6, 7
 _X_KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}
 _CHUNK_BITS = 1024  # a chunk of the codes of a row, which four lanes read in two halves
 _WARPS_THAT_ORDER = 4
-# Of `decode_wide`: bits of a row's codes in a step, and elements that a program orders or sums.
-_STEP_BITS, _ORDERED_TOGETHER, _SUMMED_TOGETHER = 512, 1024, 1024
+_SUMMED_TOGETHER = 1024  # elements of y that a program adds up
 Division = TypeVar("Division")  # what a table says of one
 _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
@@ -53,23 +52,25 @@ def decode_passes(
     codes: DecodeCodes, shape: tuple[int, int, int], dtypes: tuple[str, str, str | None],
     scale_strides: tuple[int, int], level_stride: int, device: Device, experts: DecodedExperts | None = None,
     cut: DecodeCut | None = None,
-) -> Passes:  # fmt: skip
-    """The passes of y [M, N] from x [M, K] and codes [N, K]; `dtypes`: of x, y and the bias (None without a bias).
+) -> Passes | None:  # fmt: skip
+    """The passes of y [M, N] from x [M, K] and codes [N, K], or None where no kernel multiplies so many rows.
+
+    `dtypes`: of x, y and the bias (None without a bias).
 
     `level_stride`: 1 for a tensor scale per row, else 0. `experts`: rows of x come in groups. `cut`: None chooses one.
     """
     (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
-    passes = Passes(1)
-    out = passes.put(0, Part((m, n), (n, 1), dtype))
     if cut is None:
         about = scale_strides, bias is not None, device
         if experts is None:
             cut = cut_of(codes, shape, *about, halves=x_dtype != "bfloat16")
         else:
             cut = cut_of_experts(codes, shape, experts.number, *about)
+    if cut is None:
+        return None
+    passes = Passes(1)
+    out = passes.put(0, Part((m, n), (n, 1), dtype))
     assert experts is None or not (cut.SPLITS or cut.DEPENDENT), "experts are not multiplied so"
-    if cut.SPLITS and not cut.WARPGROUPS:
-        return _wide_passes(codes, shape, dtypes, scale_strides, level_stride, device, cut)
     splits, cut = max(cut.SPLITS, 1), of_kernel(cut)
     entries = 1 if experts is None else _most_tiles(m, experts.number, rows_of_tile(cut))
     hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
@@ -111,44 +112,6 @@ def decode_passes(
     return passes
 
 
-def _wide_passes(
-    codes: DecodeCodes, shape: tuple[int, int, int], dtypes: tuple[str, str, str | None],
-    scale_strides: tuple[int, int], level_stride: int, device: Device, cut: DecodeCut,
-) -> Passes:  # fmt: skip
-    """The passes of `decode_passes` by `kernels.gemm.decode_wide`."""
-    (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
-    hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
-    parts = 1 if x_dtype == "bfloat16" else 2
-    if parts == 2 and cut.TOKENS > 8:  # parts of x are further columns: as many columns, then, of half the rows
-        cut = cut._replace(TOKENS=cut.TOKENS // 2, SPLITS=-(-cut.SPLITS // 2))
-    bands = -(-m // rows_of_tile(cut))
-    rows = bands * rows_of_tile(cut)
-    step = cut.AHEAD * _STEP_BITS // codes.BITS
-    length = -(-k // step) * step
-    splits, cut = cut.SPLITS, of_kernel(cut)
-    passes, about = Passes(1), (device.number, dtypes, codes, cut)
-    out = passes.put(0, Part((m, n), (n, 1), dtype))
-    ordered = passes.add(Buffer((parts * rows, length), (length, 1), "bfloat16"))
-    scalars = (m, k, length)
-    passes.launches.append(Pass(
-        decode_wide.order_wide, (*about, *map(specialization, scalars)), rows * -(-length // _ORDERED_TOGETHER),
-        (At.SOURCE, ordered), scalars, (cut, codes.BITS, kind, hardware, _ORDERED_TOGETHER), Warps(4),
-        dependent=cut.DEPENDENT,
-    ))  # fmt: skip
-    finishing = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS
-    sums = out if splits == 1 else passes.add(Buffer((splits, m, n), (m * n, n, 1), "float32"))
-    scalars = (m, n, k, length, k * codes.BITS // 128, *scale_strides, level_stride, splits)
-    tiles = -(-n // (16 * cut.TILES * cut.ROW_WARPS))
-    passes.launches.append(Pass(
-        decode_wide.decode_wide, (*about, *map(specialization, scalars[1:-1])), tiles * splits * bands,
-        (ordered, CODES, *finishing, sums), scalars, (codes, cut, kind, hardware, device.conversions),
-        Warps(cut.ROW_WARPS), dependent=cut.DEPENDENT,
-    ))  # fmt: skip
-    if splits > 1:
-        _add_sum(passes, about, codes, cut, (sums, *finishing, out), (m, n, scale_strides[0], level_stride, splits))
-    return passes
-
-
 def _add_sum(
     passes: Passes, about: tuple, codes: DecodeCodes, cut: DecodeCut, tensors: tuple[int, ...],
     scalars: tuple[int, int, int, int, int],
@@ -156,7 +119,7 @@ def _add_sum(
     """Add the pass that makes y of the sums of all parts of K; `scalars`: M, N, two strides and the number of parts."""
     m, n, *_ = scalars
     passes.launches.append(Pass(
-        decode_wide.sum_parts, (*about, *map(specialization, scalars[1:-1])), m * -(-n // _SUMMED_TOGETHER), tensors,
+        warpgroups.sum_parts, (*about, *map(specialization, scalars[1:-1])), m * -(-n // _SUMMED_TOGETHER), tensors,
         scalars, (codes, cut, about[0] >= 0, _SUMMED_TOGETHER), Warps(4), dependent=cut.DEPENDENT,
     ))  # fmt: skip
 
@@ -205,12 +168,12 @@ class _Division(NamedTuple):
 # multiprocessor): the fastest of 20 to 48 that were measured on an H100 with 4096, 8192 and 28672 rows
 # (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4 but MXFP4 of 5 to 16 rows. More warps along K where
 # rows of the weight are few, and more rows of a warp where there are many, or many of x: those share what is read of x.
-_ANY64 = ((1, 4, 1, 1, 2, 1, 0), (2, 2, 1, 1, 2, 1, 0), (2, 2, 2, 1, 1, 1, 0))
+_FP8_64 = ((1, 8, 2, 1, 2, 1, 1), (2, 4, 2, 1, 2, 1, 1), (4, 1, 2, 1, 2, 1, 1))
 _ROWS_OF_FP8: dict[int, tuple[tuple[int, ...], ...]] = {
     8: ((1, 8, 2, 2, 2, 0, 1), (1, 8, 2, 1, 2, 0, 1), (1, 8, 1, 1, 4, 0, 1)),
     16: ((1, 8, 1, 2, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 4, 2, 1, 4, 1, 1)),
     32: ((1, 8, 1, 1, 2, 1, 1), (2, 4, 1, 1, 2, 1, 1), (4, 1, 1, 1, 2, 1, 1)),
-    64: _ANY64,
+    64: _FP8_64,
 }
 _ROWS_OF_FP4: dict[int, tuple[tuple[int, ...], ...]] = {
     4: ((1, 8, 1, 2, 8, 0, 1), (1, 4, 1, 2, 8, 0, 1), (1, 4, 2, 1, 8, 0, 1)),
@@ -238,7 +201,7 @@ _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
         8: ((1, 8, 1, 2, 2, 0, 1), *_ROWS_OF_FP8[8][1:]),
         16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 2, 1, 1)),
         32: ((1, 8, 2, 1, 2, 1, 1), (2, 4, 2, 1, 4, 1, 1), (4, 2, 2, 1, 2, 1, 1)),
-        64: _ANY64,
+        64: _FP8_64,
     },
 }  # fmt: skip
 
@@ -266,45 +229,16 @@ _BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {
     "FP4": {32: _BY_OTHERS, 64: (8, 8, 8), 128: (8, 8, 16)},
     "MXFP4": {16: _BY_OTHERS, 32: (None, 8, 8), 64: (8, 8, 8), 128: (8, 8, 16)},
     "MX": {64: _BY_OTHERS, 128: (8, 8, 8)},
-    "FP8": {64: _BY_OTHERS, 128: (None, 8, 8)},
+    "FP8": {64: _BY_OTHERS, 128: (8, 8, 8)},
 }
-
-
-class _WideDivision(NamedTuple):
-    """A cut of `decode_wide` in a table; the fields are those of `DecodeCut`."""
-
-    # PROGRAMS: so many of each multiprocessor, made by parts of K where the rows of the weight are few.
-
-    PROGRAMS: int
-    ROW_WARPS: int
-    TILES: int
-    TOKENS: int
-    STAGES: int
-    AHEAD: int
-    OVERLAPS: int
-
-
 _MOST_PARTS = 8  # of K: more of them were not tried
-_LEAST_STEPS = 4  # iterations of a part, where more than 64 rows of x meet it
-# Kind of codes: with how many rows of x `decode_wide` begins on a Hopper, where the weight has few rows, some, or many.
-# Then the most rows of x: a division, of more than 64 rows the fastest on average of those in
-# benchmarks/results/decode_cuts.json. Such a program has 128 or 256 rows of the weight by 128 or 256 of x. The sums of
-# 256 by 128 take half of all registers; sums of 128x128 blocks take as many again before they are scaled.
-_LEAST_WIDE = {"FP4": (65,) * 3, "MXFP4": (33, 33, 17), "MX": (65,) * 3, "FP8": (33,) * 3, "BLOCKS": (33,) * 3}
-_FP4_OF_MANY = {128: (1, 8, 1, 16, 4, 1, 1), 256: (1, 8, 1, 32, 3, 1, 1)}
-_WIDE: dict[str, dict[int, tuple[int, ...]]] = {
-    "FP4": _FP4_OF_MANY,
-    "MXFP4": {32: (4, 4, 1, 4, 2, 2, 0), 64: (3, 4, 1, 8, 3, 1, 0), **_FP4_OF_MANY},
-    "MX": {128: (1, 8, 1, 16, 3, 2, 0), 256: (1, 8, 1, 32, 5, 1, 1)},
-    "FP8": {64: (2, 4, 1, 8, 4, 2, 0), 128: (1, 8, 2, 16, 3, 2, 0), 256: (1, 8, 2, 16, 4, 1, 1)},
-    "BLOCKS": {64: (2, 4, 1, 8, 4, 2, 0), 256: (1, 8, 2, 16, 3, 2, 0)},
-}
+_LEAST_STEPS = 4  # chunks of a part of K
 
 
 def _kind_of(codes: DecodeCodes) -> str:
     """Kind of codes: the key of the tables of divisions."""
     if codes.SCALE not in _SCALES_OF_BYTES:
-        return "BLOCKS" if _has_blocks(codes) else "FP8"
+        return "BLOCKS" if codes.WIDTH else "FP8"
     if codes.BITS == 8:
         return "MX"
     return "MXFP4" if SCALE_KINDS["E8M0"] == codes.SCALE else "FP4"
@@ -313,20 +247,19 @@ def _kind_of(codes: DecodeCodes) -> str:
 def cut_of(
     codes: DecodeCodes, shape: tuple[int, int, int], scale_strides: tuple[int, int], bias: bool, device: Device,
     *, halves: bool = False,
-) -> DecodeCut:  # fmt: skip
-    """The cut of a product of M, K, N; `halves`: x is float16, which enters as two bfloat16 parts."""
+) -> DecodeCut | None:  # fmt: skip
+    """The cut of a product of M, K, N, None where no kernel multiplies so many rows; `halves`: x is float16."""
     m, k, n = shape
     kind, size = _kind_of(codes), (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
-    tokens = next(tokens for tokens in (1, 2, 4, 8, 16, 32) if m <= 8 * tokens)
+    tokens = next((tokens for tokens in (1, 2, 4, 8, 16) if m <= 8 * tokens), 0)
     by_groups = device.warpgroups and device.places and not halves
     if by_groups and (warps := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
         cut = fitted(by_warpgroups(warps, tokens), codes, k, scale_strides, bias)
         if cut.WARPGROUPS:
             tiles, chunks = -(-n // (16 * warps)), -(-k * codes.BITS // _CHUNK_BITS)
             return cut._replace(SPLITS=_parts_that_fill(tiles, chunks, device.multiprocessors, _most_of(codes, cut)))
-    if device.warpgroups and m >= _LEAST_WIDE[kind][size]:
-        return fitted(_wide_cut(_WIDE[kind], codes, shape, device.multiprocessors), codes, k, scale_strides, bias)
-    assert m <= MOST_DECODED_ROWS, "nothing else multiplies so many rows"
+    if m > MOST_DECODED_ROWS:
+        return None
     if device.warpgroups and (row := _of_most(_SHARED.get(kind, {}), m, size)):
         cut = fitted(_cut_by(_Division(*row), tokens, early=True), codes, k, scale_strides, bias)
         if cut.STAGES == 0:
@@ -377,54 +310,23 @@ def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int) -> int
     return min(range(1, min(_MOST_PARTS, max(1, chunks // _LEAST_STEPS)) + 1), key=duration)
 
 
-def _wide_cut(
-    table: dict[int, tuple[int, ...]], codes: DecodeCodes, shape: tuple[int, int, int], processors: int
-) -> DecodeCut:
-    """The cut of a product by `decode_wide`: K in enough parts that every multiprocessor has some programs.
-
-    Programs are larger where the rows of the weight are enough without parts.
-    """
-    m, k, n = shape
-    own = _WideDivision(*next(division for most, division in table.items() if m <= most))
-    bands, most = -(-m // (8 * own.TOKENS)), _MOST_PARTS
-    if m > MOST_DECODED_ROWS:
-        most = min(most, max(1, -(-k * codes.BITS // (_STEP_BITS * own.AHEAD)) // _LEAST_STEPS))
-    if -(-n // (16 * own.ROW_WARPS * own.TILES)) * bands * most < processors // 2:  # not even all parts fill the chip
-        own = own._replace(TILES=1)
-    tiles = -(-n // (16 * own.ROW_WARPS * own.TILES)) * bands
-    splits = min(max(1, own.PROGRAMS * processors // tiles), most)
-    if splits == 1 and own.ROW_WARPS == 4 and own.PROGRAMS < 4 and tiles > 2 * processors:
-        own = own._replace(ROW_WARPS=8, STAGES=3)
-    return DecodeCut(
-        own.ROW_WARPS, 1, own.TILES, own.TOKENS, own.STAGES, own.AHEAD, False, False, False, False, SPLITS=splits,
-        OVERLAPS=bool(own.OVERLAPS),
-    )  # fmt: skip
-
-
-def _has_blocks(codes: DecodeCodes) -> bool:
-    """Float32 scales of parts of a row, by which `decode_wide` multiplies sums as it goes."""
-    return codes.SCALE not in _SCALES_OF_BYTES and codes.WIDTH != 0
-
-
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
     """A cut with the fields that follow from the operands: BIAS, EVEN, WIDE, and an AHEAD of one chunk at most.
 
     STAGES = 0 and WARPGROUPS stay only if shared memory takes the codes: whole chunks, with scales in words without
-    gaps and, for STAGES = 0, four bits per code. OVERLAPS stays only if it is possible.
+    gaps and, for STAGES = 0, four bits per code.
     """
-    part = _STEP_BITS * cut.AHEAD if cut.SPLITS and not cut.WARPGROUPS else _CHUNK_BITS * cut.LENGTH_WARPS
     stride_r, stride_k = scale_strides
     wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
     ahead = min(cut.AHEAD, 2 * 16 // codes.BITS)
-    overlaps = cut.OVERLAPS and cut.AHEAD == 1 and not _has_blocks(codes)
-    even = length * codes.BITS % part == 0
+    even = length * codes.BITS % (_CHUNK_BITS * cut.LENGTH_WARPS) == 0
     width = 16 if SCALE_KINDS["E4M3"] == codes.SCALE else 32
     in_words = wide and width == codes.WIDTH
     stages = cut.STAGES if even and in_words and codes.BITS == 4 else max(cut.STAGES, 1)
     groups = cut.WARPGROUPS and even and (in_words or codes.WIDTH == 0)
     return cut._replace(
-        BIAS=bias, EVEN=even, WIDE=wide, STAGES=0 if groups else stages, AHEAD=ahead, OVERLAPS=overlaps,
-        SPLITS=0 if cut.WARPGROUPS and not groups else cut.SPLITS, WARPGROUPS=groups,
+        BIAS=bias, EVEN=even, WIDE=wide, STAGES=0 if groups else stages, AHEAD=ahead,
+        SPLITS=cut.SPLITS if groups else 0, WARPGROUPS=groups,
     )  # fmt: skip
 
 
@@ -439,6 +341,7 @@ def cut_of_experts(
     rows = min(m, 2 * -(-m // experts), MOST_DECODED_ROWS)
     alike = device._replace(warpgroups=False)  # experts are multiplied by `decode_gemm`, one launch after the other
     cut = cut_of(codes, (rows, k, n * min(experts, m)), scale_strides, bias, alike)
+    assert cut is not None, "decode_gemm multiplies so many rows"
     return cut._replace(GROUPED=True)
 
 

@@ -79,6 +79,7 @@ def multiply_stored(
     stride = int(level is not None and level.ndim > 0)
     device = _device(capability, getattr(jax.devices()[0], "core_count", _MOST))
     passes = products.decode_passes(codes, shape, dtypes, strides, stride, device)
+    assert passes is not None, "a few rows"
     table = {At.SOURCE: x_MK, products.CODES: matrix.codes, products.SCALE: scale}
     table |= {products.LEVEL: level, products.BIAS: bias}
     return _Run(passes, table, frozenset(), capability).results()[0]

@@ -1,4 +1,4 @@
-"""Products of up to 256 rows of x with stored codes by warpgroups (Hopper), with x in shared memory.
+"""Products of up to 128 rows of x with stored codes by warpgroups (Hopper), with x in shared memory.
 
 One program multiplies 16 * ROW_WARPS rows of the weight by all rows of x, over one of `splits` parts of K. A warpgroup
 takes 64 rows of the weight: it decodes half a chunk of codes into registers, the left operand of its products
@@ -363,3 +363,23 @@ def decode_warpgroups(
                 sums[i], row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT
             )
             put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def sum_parts(
+    parts_ptr, scale_ptr, level_ptr, bias_ptr, out_ptr, M, N, scale_stride_r, level_stride, splits,
+    CODES: tl.constexpr, CUT: tl.constexpr, HW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y from the sums of all parts of K, in their order. Grid: rows of y, and blocks of N."""
+    blocks = (N + BLOCK - 1) // BLOCK
+    token, row = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = row < N
+    if CUT.DEPENDENT and HW:
+        parts_ptr += begin_after()
+    total = tl.load(parts_ptr + token * N + row, mask=inside, other=0.0)
+    part = 1
+    while part < splits:
+        total += tl.load(parts_ptr + (part * M + token) * N + row, mask=inside, other=0.0)
+        part += 1
+    total = finished(total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT)
+    put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)

@@ -41,19 +41,21 @@ class Decoding:
         self._codes, self._shape, self._level_stride, self._experts = codes, shape, level_stride, experts
         self._dtypes = dtype_name(out_dtype), bias and dtype_name(bias)
         self._device, self._index = device, backends.device_index(device)
-        self._programs: dict[tuple, Program] = {}
+        self._programs: dict[tuple, Program | None] = {}
         self._rest = (None,) * (At.MADE - PLAN - 1)
 
     def __call__(
         self, x: torch.Tensor, w: Parts, bias: torch.Tensor | None, plan: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The product [M, N]; `plan`: for experts, the table of groups in tiles of `rows_of_tile`."""
+    ) -> torch.Tensor | None:
+        """The product [M, N], or None where no kernel takes so many rows; `plan`: for experts, the table of groups."""
         codes, scale, level = (aligned(part) for part in w)
         x, is_odd = aligned(x.contiguous()), bias is not None and bias.data_ptr() % ALIGNMENT != 0
         key = x.dtype, scale.stride(), is_odd
-        program = self._programs.get(key)
+        if key not in self._programs:
+            self._programs[key] = self._program(x.dtype, scale, is_odd)
+        program = self._programs[key]
         if program is None:
-            program = self._programs[key] = self._program(x.dtype, scale, is_odd)
+            return None
         table = (None, x, None, codes, scale, level, bias, plan, *self._rest)
         stream = 0 if self._index < 0 else raw_stream(self._index)
         try:
@@ -63,7 +65,7 @@ class Decoding:
 
             refuse_placing(self._index)
             program = self._programs[key] = self._program(x.dtype, scale, is_odd)
-            return program.run(stream, table)[0]
+            return None if program is None else program.run(stream, table)[0]
 
     def rows_of_tile(self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> int:
         """Rows of x in the tiles of the plan that a call takes; of experts."""
@@ -75,7 +77,7 @@ class Decoding:
         cut = products.cut_of_experts(self._codes, self._shape, self._experts.number, *about)
         return products.rows_of_tile(cut)
 
-    def _program(self, dtype: torch.dtype, scale: torch.Tensor, is_odd: bool) -> "Program":
+    def _program(self, dtype: torch.dtype, scale: torch.Tensor, is_odd: bool) -> "Program | None":
         from microfloat.passes import products
         from microfloat.torch.launch.program import Program, device_of
 
@@ -83,6 +85,8 @@ class Decoding:
             self._codes, self._shape, (dtype_name(dtype), *self._dtypes), _strides(scale), self._level_stride,
             device_of(self._index), self._experts,
         )  # fmt: skip
+        if passes is None:
+            return None
         misaligned = {products.BIAS} if is_odd else set()
         if self._experts is not None:
             misaligned.add(products.PLAN)

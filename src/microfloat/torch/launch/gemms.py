@@ -479,9 +479,8 @@ def _stored(task: _Task) -> Product:
         return otherwise
 
     def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
-        if a.codes.dtype not in DECODED_BESIDE:
-            return otherwise(a, b, bias)
-        return decodes(a.codes, b, bias)
+        y = decodes(a.codes, b, bias) if a.codes.dtype in DECODED_BESIDE else None
+        return otherwise(a, b, bias) if y is None else y
 
     return _as_product(multiplied)
 

@@ -481,6 +481,7 @@ class _Decoded(GroupedSchedule):
         matrix, parts, groups = as_matrix(x, self.dtype), parts_of_experts(weight), x_inputs.groups
         plan = groups.plan(self.decode.rows_of_tile(matrix, parts.scale, bias), self._programs).table
         y = self.decode(matrix, parts, bias, plan)
+        assert y is not None, "rows of experts come in tiles"
         if not (self.wants_dx or self.wants_dw):
             return y, ()
         return y, tuple(self.saved_anew(x, weight, x_inputs, w_inputs))
