@@ -15,7 +15,7 @@ __all__ = ["bare_gemms", "limit_of_run"]
 # Bytes per element of x, w and dy that must move: read once, or twice where a global amax comes first, codes written.
 CAST_BYTES = {
     "delayed": 4, "current": 6, "row": 6, "block": 4.0625, "mxfp8.folded": 4.0625, "mxfp4.folded": 4.0625,
-    "mxfp8.exact": 6, "nvfp4": 8,
+    "mxfp8.exact": 6, "nvfp4": 8, "nvfp4.folded": 6,
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def _all() -> dict[str, recipes.Recipe]:
             found[_SHORT.get(name, name)] = make()
         else:
             found |= {f"{name}.{path}": _with_path(make(), path) for path in paths}
-    return found
+    return found | {"nvfp4.folded": recipes.NVFP4BlockScaling(path="folded")}
 
 
 RECIPES = _all()

@@ -167,21 +167,32 @@ def dequantized(row_id: str, cast: Cast, size: float, instructions: float) -> Ca
     )  # fmt: skip
 
 
-def folded(x: torch.Tensor, cast: Cast) -> Any:
-    """The oracle's folded operands of both axes, and how many elements changed."""
-    parts, counts = [], []
-    for axis in (-1, -2):
-        operand, count = oracle.fold(oracle.quantize(x.float().cpu().numpy(), cast, axis=axis), (1, 128))
-        parts.append((operand.codes.reshape(-1), operand.scale.reshape(-1)))
-        counts.append(count)
-    return parts, torch.tensor(counts)
+def folded(
+    row_id: str, row: Cast, column: Cast, size: float, instructions: float, *, form: str = "folded",
+    shapes: tuple = SHAPES,
+) -> Case:  # fmt: skip
+    """A cast of rows and columns folded to FP8, amaxes included, and the numbers of elements that changed."""
+    stochastic = row.is_stochastic or column.is_stochastic
+    streams: State = STREAMS if stochastic else {}
+    both_specs = specs(row, column, form, **streams)
 
+    def run(x: torch.Tensor, state: State) -> Any:
+        lossy = torch.empty(2, dtype=torch.int64, device=x.device)
+        made = backend.cast_parts(x, *both_specs, CastInputs(folded=lossy, tiles=lossy, **state))
+        sides = (made.row, x.shape[1]), (made.column, x.shape[0])
+        return [(operand.codes, operand.scale[:, : -(-length // 128)]) for operand, length in sides], lossy
 
-def flat_fold(x: torch.Tensor, cast: Cast) -> Any:
-    lossy = torch.empty(2, dtype=torch.int64, device=x.device)
-    made = backend.cast_parts(x, *specs(cast, cast, "folded"), CastInputs(folded=lossy))
-    sides = (made.row, x.shape[1]), (made.column, x.shape[0])
-    return [(operand.codes, operand.scale[:, : -(-length // 128)]) for operand, length in sides], lossy
+    def expected(x: torch.Tensor, state: State) -> Any:
+        parts, counts, seed = [], [], {"seed": SEED} if stochastic else {}
+        for axis, spec in ((-1, both_specs[0]), (-2, both_specs[1])):
+            made = oracle.quantize(x.float().cpu().numpy(), spec.cast, axis=axis, stream=spec.stream, **seed)
+            operand, count = oracle.fold(made, (1, 128) if form == "folded" else (128, 128))
+            parts.append((operand.codes.reshape(-1), operand.scale.reshape(-1)))
+            counts.append(count)
+        return parts, torch.tensor(counts)
+
+    make = (lambda x: {"seed": seed_words(x)}) if stochastic else (lambda x: {})
+    return Case(row_id, run, expected, size, shapes, instructions, make)
 
 
 def cases() -> list[Case]:
@@ -206,14 +217,14 @@ def cases() -> list[Case]:
         both("q.mxfp8.row", mx8, 3.03125, 5.8, column=None),
         both("q.mxfp8.rowcol", mx8, 4.0625, 11.1),
         decoded("q.mxfp8.qdq", mx8, mx8, 6, 18.5),
-        Case(
-            "q.mxfp8.fold", lambda x, s: flat_fold(x, mx8), lambda x, s: folded(x, mx8), 4.0625, instructions=23.5
-        ),
+        folded("q.mxfp8.fold", mx8, mx8, 4.0625, 23.5),
         both("q.mxfp4.row", mx4, 2.53125, 9.5, column=None),
         replace(both("q.nvfp4.row", nv, 2.5625, 17.7, column=None), state=given_amax),
         both("q.nvfp4.train", nv_sr, 5.125, 58.1, column=nv_rht_sr, stochastic=True),
         both("q.nvfp4.2d", Cast("nvfp4_2d"), 5.125, 17.6, shapes=WEIGHT),
         decoded("q.nvfp4.qdq", nv_sr, nv_rht_sr, 8, 60.4, stochastic=True),
+        folded("q.nvfp4.fold", nv_sr, nv_rht_sr, 6.0625, 44.0),
+        folded("q.nvfp4.fold.2d", Cast("nvfp4_2d"), Cast("nvfp4_2d"), 6, 43.6, form="tiles", shapes=WEIGHT),
         dequantized("dq.mxfp8", mx8, 3.03125, 6.9),
         dequantized("dq.nvfp4", nv, 2.5625, 11.1),
         # 64 MB and more of scales: the matrix's bytes serve as such, two for every element.

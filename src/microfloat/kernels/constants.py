@@ -63,8 +63,9 @@ class Nvfp4Cast(NamedTuple):
 
     RULE, CAPACITY, INVERSE_SIX: constants of the scale rule (`scales`). SIGNS: sign mask of the Hadamard transform, or
     -1 without one. TILE: blocks are 16 x 16. PER_ROW: every row of the operand has its own amax and tensor scale.
-    OUTPUT: `CODES`, or `VALUES`: code x block scale in bfloat16, which is exact, in the layout of the input and without
-    the tensor scale. ALIGNED: groups of eight codes (or two values) start at multiples of their size.
+    OUTPUT: `CODES`; `VALUES`: code x block scale in bfloat16, which is exact, in the layout of the input and without
+    the tensor scale; `FOLDED`, `TILED`: these rounded to E4M3 with a float32 scale for 1x128 or 128x128, which takes up
+    the tensor scale. ALIGNED: groups of eight codes, of two values or of four bytes start at multiples of their size.
     """
 
     RULE: int

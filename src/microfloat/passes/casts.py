@@ -39,6 +39,7 @@ from microfloat.routes import WRITES_VALUES
 
 _GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
 _CODES, _VALUES = blocks.CODES.value, blocks.VALUES.value
+_NVFP4_FOLDED = {"folded": nvfp4.FOLDED.value, "tiles": nvfp4.TILED.value}
 _TILES_TOGETHER = 4  # rows of 128x128 scales are padded to a multiple of this (`microfloat.layout`)
 # Most elements of matrices that one launch measures and casts: larger ones do not stay in the L2 cache between the two
 # readings, and the time of a second launch does not matter beside theirs.
@@ -179,11 +180,12 @@ def _refuse(matrix: Matrix, row: OperandSpec | None, column: OperandSpec | None)
             raise NotSupportedError(f"the triton backend has no kernel for {numbers.refusal}. Use backend='reference'.")
         if spec.form == "values" and numbers.family not in WRITES_VALUES:
             raise NotSupportedError(f"no kernel decodes {name} to bfloat16 values. Ask for the form 'codes'.")
-        is_mx = numbers.block == (1, 32) and not numbers.float_scale and numbers.bare is None
-        if spec.form in ("folded", "tiles") and not is_mx:
+        folds = numbers.block == (1, 32) and not numbers.float_scale and numbers.bare is None
+        folds |= numbers.family == "nvfp4" and not (numbers.is_scaled_per_row and spec.form == "tiles")
+        if spec.form in ("folded", "tiles") and not folds:
             raise NotSupportedError(
                 f"folding: got {name} (hadamard {spec.cast.hadamard}), needed an MX format of 1x32 blocks without a "
-                "Hadamard transform."
+                "Hadamard transform, or NVFP4 (in tiles, under one tensor scale)."
             )
     if (row or column) is None or not matrix.rows * matrix.columns:
         raise NotSupportedError(
@@ -227,12 +229,15 @@ def _operand(
     )
     cast = numbers.nvfp4_cast
     if cast is not None:
-        tensor_scale = passes.add(SCALAR) if tensor_scale == At.NOTHING else tensor_scale
+        if tensor_scale == At.NOTHING and spec.form not in _NVFP4_FOLDED:
+            tensor_scale = passes.add(SCALAR)
         # Units are aligned if every row has a whole number of them; values have the layout of the matrix.
         stored = stored_length(length, spec.cast.hadamard)
         if spec.form == "values":
             aligned = (matrix.columns if of_transpose else stored) % 2 == 0
             cast = cast._replace(OUTPUT=_VALUES, ALIGNED=aligned)
+        elif spec.form in _NVFP4_FOLDED:
+            cast = cast._replace(OUTPUT=_NVFP4_FOLDED[spec.form], ALIGNED=stored % 4 == 0)
         else:
             cast = cast._replace(OUTPUT=_CODES, ALIGNED=stored % 8 == 0)
     return _Operand(spec, numbers, layout, at, codes, scale, tensor_scale, ordered, cast)
@@ -412,15 +417,14 @@ class _Casting:
         constants = (*casts, *multiples, how)
         warps = tables.TILES["fold_squares" if fold.folds(*casts, sum(multiples), how.KIND, how.EVEN) else "fold"][2]
         outputs = both.codes[0], both.scales[0], both.codes[1], both.scales[1]
-        folded = any(one is not None and one.spec.form == "folded" for one in both.operands)
         self.passes.launches.append(Pass(
             fold.fold_blocks, (matrix.key, constants, warps, *streams), matrix.tiles(128, 128),
-            (source, *outputs, At.FOLDED if folded else At.TILES, At.WORDS, both.seed, *self.plan),
+            (source, *outputs, *_counts(both), both.seed, *self.plan),
             (*streams, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
     def _nvfp4(self, source: int, both: Both) -> None:
-        """NVFP4: codes and scales, or bfloat16 values."""
+        """NVFP4: codes and scales, bfloat16 values, or folded to FP8 with counts of changed elements."""
         passes, matrix = self.passes, self.matrix
         if all(one is None or one.spec.form == "values" for one in both.operands):
             both = _without_copies(passes, both)
@@ -435,7 +439,7 @@ class _Casting:
         outputs = both.codes[0], both.scales[0], levels[0], both.codes[1], both.scales[1], levels[1]
         passes.launches.append(Pass(
             nvfp4.quantize_nvfp4, (matrix.key, constants, warps, *streams, self.batch),
-            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, both.seed),
+            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, both.seed, *_counts(both)),
             (*streams, self.batch, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
@@ -469,6 +473,12 @@ class _Casting:
                 measure(passes, matrix, source, plain)
         row, column = (plain or At.NOTHING if amax is None else amax for amax in found)
         return row, column
+
+
+def _counts(both: Both) -> tuple[int, int]:
+    """Positions of the counts of a fold, of both operands together, and of scratch words; NOTHING for other casts."""
+    forms = {one.spec.form for one in both.operands if one is not None}
+    return (At.FOLDED if "folded" in forms else At.TILES, At.WORDS) if forms & {*_NVFP4_FOLDED} else (At.NOTHING,) * 2
 
 
 def _without_copies(passes: Passes, both: Both) -> Both:

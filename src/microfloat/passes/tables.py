@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from microfloat.kernels.casts.nvfp4 import FOLDED
 from microfloat.kernels.casts.scaled import TILE, converts_once
 from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.device import nvfp4_2d
@@ -42,6 +43,7 @@ TILES = {
     "nvfp4_2d_small": (64, 64, Warps(1)),  # where whole tiles of the size above do not cover the matrix
     "nvfp4_rows": (32, 256, Warps(4, 112)),
     "nvfp4_values": (32, 128, Warps(4, 80)),
+    "nvfp4_folded": (128, 128, Warps(8, 128)),
     "nvfp4_amax": (128, 128, Warps(8)),
     "nvfp4_together": (32, 128, Warps(4, 168)),
     "dequantize": (64, 128, Warps(4)),
@@ -117,6 +119,8 @@ def tile_of_nvfp4(
     for tile in (TILES["nvfp4_2d"], TILES["nvfp4_2d_small"]):
         if nvfp4_2d.takes(row, column, kind, shape[0] % tile[0] == shape[1] % tile[1] == 0, tile[0]):
             return *tile, 1
+    if any(cast.OUTPUT >= FOLDED.value for cast in (row, column) if cast is not None):
+        return *TILES["nvfp4_folded"], 1
     values = all(cast.OUTPUT for cast in (row, column) if cast is not None)  # only values are written
     name = "nvfp4_tiles" if column is not None and column.TILE else "nvfp4"
     if values or column is None:

@@ -30,7 +30,7 @@ from microfloat.kernels.device.convert import (
     quantized_pair,
 )
 from microfloat.kernels.device.grid_reduction import arrive, offer_count, publish_two
-from microfloat.kernels.device.packed import add_f16x2, factor_word, fold_pair, scale_word, shift_word
+from microfloat.kernels.device.packed import add_f16x2, count_halves, factor_word, fold_pair, scale_word, shift_word
 from microfloat.kernels.device.produce import LOAD, produce_rows
 from microfloat.kernels.device.random import column_quads, lane_pairs, load_seed
 from microfloat.kernels.device.scales import e8m0_scale
@@ -52,6 +52,7 @@ from microfloat.kernels.device.tiles import (
     prefetch_later,
     store_pairs,
     store_quads,
+    store_tile_scale,
     tile_of_program,
     transpose_quads,
 )
@@ -313,17 +314,6 @@ def is_lossy(shifted, BIAS: tl.constexpr):
 
 
 @triton.jit
-def store_tile_scale(scale_ptr, scale, row, column, columns, MULTIPLE: tl.constexpr):
-    """Store the scale of a tile; rows of scales have `columns` entries and are padded with zeros to a multiple."""
-    stride = (columns + MULTIPLE - 1) // MULTIPLE * MULTIPLE
-    tl.store(scale_ptr + row * stride + column, scale)
-    if MULTIPLE > 1:  # noqa: SIM102  # a constant beside a tensor
-        if column == columns - 1:
-            at = columns + tl.arange(0, MULTIPLE)
-            tl.store(scale_ptr + row * stride + at, tl.zeros([MULTIPLE], tl.float32), mask=at < stride)
-
-
-@triton.jit
 def fold_rows(
     source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):
@@ -368,13 +358,6 @@ def fold_rows(
         factor = spread_rows(factor, 4, T, BM)
         shift = spread_rows(shift, 4, T, BM)
         return fold_rows_by_steps(out_tile, low * factor, high * factor, shift, generator, r, w, bounds, CAST, HOW)
-
-
-@triton.jit
-def count_halves(words):
-    """Sum of both halves of a two-dimensional tensor of float16 pairs, as an integer."""
-    low, high = low_half(words, WORDS_F16), high_half(words, WORDS_F16)
-    return tl.sum(tl.sum(low + high, 1), 0).to(tl.int32)
 
 
 @triton.jit

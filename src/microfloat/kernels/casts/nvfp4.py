@@ -17,6 +17,7 @@ from microfloat.kernels.constants import Nvfp4Cast
 from microfloat.kernels.device.convert import WORDS_BF16, encode_e4m3_scale, float_of
 from microfloat.kernels.device.fp4 import (
     column_block_amax,
+    column_folds,
     column_octs,
     column_values,
     hadamard_column_blocks,
@@ -25,11 +26,14 @@ from microfloat.kernels.device.fp4 import (
     load_row_blocks,
     nearest_value,
     row_block_amax,
+    row_folds,
     row_octs,
     row_values,
     stack8,
 )
+from microfloat.kernels.device.grid_reduction import arrive, offer_count, publish_two
 from microfloat.kernels.device.nvfp4_2d import cast_tiles, load_halves, takes
+from microfloat.kernels.device.packed import count_halves
 from microfloat.kernels.device.random import block_words, load_seed, zero_again, zero_like
 from microfloat.kernels.device.scales import (
     FOUR_OVER_SIX_MAE,
@@ -38,6 +42,8 @@ from microfloat.kernels.device.scales import (
     TWO_LEVEL,
     e4m3_factor,
     e4m3_scale,
+    finite_byte,
+    fold_scales,
     tensor_level,
 )
 from microfloat.kernels.device.tiles import (
@@ -47,11 +53,16 @@ from microfloat.kernels.device.tiles import (
     program,
     store_octs,
     store_pairs,
+    store_quads,
+    store_tile_scale,
     tile_of_program,
 )
 
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
+FOLDED = tl.constexpr(2)
+TILED = tl.constexpr(3)
+TILES_TOGETHER = tl.constexpr(4)  # rows of 128x128 scales are padded to a multiple of this (`microfloat.layout`)
 
 
 class Operand(NamedTuple):
@@ -218,10 +229,67 @@ def is_modest(amax_ptr, CAST: tl.constexpr):
 
 
 @triton.jit
+def fold_rows(made, stored, level, operand, bounds, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr):
+    """Store a tile of the row operand folded to FP8; returns the number of elements that changed.
+
+    `made`: the arguments of `row_folds`; `bounds`: with the stored length of a row.
+    """
+    R, length, row0, col0 = bounds
+    block, words, factor, value, random = made
+    b = tl.arange(0, HOW.BN // 16)[:, None, None, None]
+    r = tl.arange(0, HOW.BM)[None, :]
+    down, up = fold_scales(finite_byte(stored), CAST.OUTPUT == TILED)
+    quads, lossy = row_folds(block, words, factor, value * down, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
+    codes = tl.join(tl.join(quads[0], quads[2]), tl.join(quads[1], quads[3]))  # [NB, BM, 2, 2], in order
+    quad = b * 4 + tl.arange(0, 2)[None, None, :, None] * 2 + tl.arange(0, 2)[None, None, None, :]
+    out_tile = operand.out + row0.to(tl.int64) * length + col0
+    rows, cols = R - row0, length - col0
+    store_quads(out_tile, codes, r[:, :, None, None], quad, cols, rows, length, 8, CAST.ALIGNED, HOW.EVEN)
+    if CAST.OUTPUT == TILED:
+        columns = (length + 127) // 128
+        store_tile_scale(operand.scale, up * level.stored, row0 // 128, col0 // 128, columns, TILES_TOGETHER)
+    else:
+        tl.store(operand.scale + (col0 // 128) * R + row0 + r, up * level.stored, mask=r < rows)
+    return count_halves(lossy) if HOW.HW else tl.sum(tl.sum(lossy, 1), 0)
+
+
+@triton.jit
+def fold_columns(made, stored, levels, operand, bounds, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr):
+    """`fold_rows` of the column operand; stored bytes and levels are pairs, for both columns of words."""
+    length, C, row0, col0 = bounds
+    blocks, words, factors, values, random = made
+    G: tl.constexpr = HOW.BM // 16
+    W: tl.constexpr = HOW.BN // 2
+    rows, cols = length - row0, C - col0
+    if CAST.OUTPUT == TILED:
+        down, up = fold_scales(tl.maximum(finite_byte(stored[0]), finite_byte(stored[1])), True)
+        values = (values[0] * down, values[1] * down)
+        columns = (length + 127) // 128
+        store_tile_scale(operand.scale, up * levels[0].stored, col0 // 128, row0 // 128, columns, TILES_TOGETHER)
+    else:
+        c = tl.arange(0, W)[None, :] * 2
+        at = operand.scale + (row0 // 128) * C + col0 + c
+        down, up = fold_scales(finite_byte(stored[0]), False)
+        tl.store(at, up * levels[0].stored, mask=c < cols)
+        down2, up = fold_scales(finite_byte(stored[1]), False)
+        tl.store(at + 1, up * levels[1].stored, mask=c + 1 < cols)
+        values = (values[0] * down, values[1] * down2)
+    folded = column_folds(blocks, words, factors, values, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
+    out_tile = operand.out + col0.to(tl.int64) * length + row0
+    cs, quad = tl.arange(0, W)[:, None] * 2, tl.arange(0, 4 * G)[None, :]
+    for second in tl.static_range(2):
+        q = folded[second]
+        codes = tl.reshape(tl.join(tl.join(q[0], q[2]), tl.join(q[1], q[3])), [G, W, 4])
+        codes = tl.reshape(tl.permute(codes, [1, 0, 2]), [W, 4 * G])
+        store_quads(out_tile, codes, cs + second, quad, rows, cols, length, 8, CAST.ALIGNED, HOW.EVEN)
+    return count_halves(folded[2]) if HOW.HW else tl.sum(tl.sum(folded[2], 1), 0)
+
+
+@triton.jit
 def nvfp4_rows(
     matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
 ):
-    """Cast one tile into the row operand."""
+    """Cast one tile into the row operand; returns the number of elements that a fold changed."""
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
     HW: tl.constexpr = HOW.HW
@@ -255,7 +323,11 @@ def nvfp4_rows(
     if CAST.SIGNS >= 0:
         length = (C + 15) // 16 * 16
     inside = (r < rows) & (b * 16 < cols)
-    if CAST.OUTPUT == CODES:
+    lossy = 0
+    if CAST.OUTPUT >= FOLDED:
+        made = (block, words, factor, value, random)
+        lossy = fold_rows(made, stored, level, operand, Bounds(R, length, row0, col0), CAST, LOWERED, HOW)
+    elif CAST.OUTPUT == CODES:
         first, second = row_octs(block, words, factor, amax > 0x7F800000, random, CAST.STOCHASTIC, LOWERED, HW)
         out_tile = out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + col0 // 2
         if CAST.ALIGNED and EVEN:
@@ -283,19 +355,20 @@ def nvfp4_rows(
         out_tile = out_ptr + row0.to(tl.int64) * length + col0
         w = b[:, :, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
         store_pairs(out_tile, stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST.ALIGNED, EVEN)
-    if CAST.PER_ROW:
+    if CAST.PER_ROW and CAST.OUTPUT < FOLDED:
         if col0 == 0:
             tl.store(tensor_scale_ptr + row0 + r, level.stored, mask=r < rows)
-    else:
+    elif CAST.OUTPUT < FOLDED:
         if (row0 == 0) & (col0 == 0):
             tl.store(tensor_scale_ptr, level.stored)
+    return lossy
 
 
 @triton.jit
 def nvfp4_columns(
     matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
 ):
-    """Cast one tile into the column operand."""
+    """Cast one tile into the column operand; returns the number of elements that a fold changed."""
     KIND: tl.constexpr = HOW.KIND
     EVEN: tl.constexpr = HOW.EVEN
     HW: tl.constexpr = HOW.HW
@@ -334,7 +407,11 @@ def nvfp4_columns(
         zero = zero_like(amax_low, HW)
         first = block_words(seed, col0 + c + zero, row0 // 16 + g + zero, stream, batch, HW)
         random = (first, block_words(seed, col0 + c + 1 + zero, row0 // 16 + g + zero, stream, batch, HW))
-    if CAST.OUTPUT == CODES:
+    lossy = 0
+    if CAST.OUTPUT >= FOLDED:
+        made, levels = ((low, high), words, factors, values, random), (level_low, level_high)
+        lossy = fold_columns(made, stored, levels, operand, Bounds(length, C, row0, col0), CAST, LOWERED, HOW)
+    elif CAST.OUTPUT == CODES:
         ld = (length + 1) // 2
         out_tile = out_ptr + col0.to(tl.int64) * ld + row0 // 2
         cs = tl.arange(0, W)[:, None] * 2
@@ -362,13 +439,14 @@ def nvfp4_columns(
         for i in tl.static_range(16):
             w = tl.arange(0, W)[None, :]  # not c // 2: only so are neighbours seen to be neighbours
             store_pairs(out_tile, values[i], g * 16 + i, w, rows, cols, C, 16, CAST.ALIGNED, EVEN)
-    if CAST.PER_ROW:
+    if CAST.PER_ROW and CAST.OUTPUT < FOLDED:
         if row0 == 0:
             tl.store(tensor_scale_ptr + col0 + c, level_low.stored, mask=c < cols)
             tl.store(tensor_scale_ptr + col0 + c + 1, level_high.stored, mask=c + 1 < cols)
-    else:
+    elif CAST.OUTPUT < FOLDED:
         if (row0 == 0) & (col0 == 0):
             tl.store(tensor_scale_ptr, level_low.stored)
+    return lossy
 
 
 @triton.jit
@@ -376,15 +454,21 @@ def nvfp4_tile(
     matrix, row0, col0, row, column, levels, seed, streams, ROW: tl.constexpr, COLUMN: tl.constexpr,
     LOWERED: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile into both operands, with the results of `shared_levels` and `shared_seed`."""
+    """Cast one tile into both operands, with the results of `shared_levels` and `shared_seed`; returns the numbers of
+    elements that folds changed.
+    """
     row_level, column_level = levels
     row_stream, column_stream, batch = streams
+    lossy_rows, lossy_columns = 0, 0
     if ROW is not None:
         generator = (seed, row_stream, batch)
-        nvfp4_rows(matrix, row0, col0, row, row_level, generator, ROW, LOWERED and can_lower(ROW), HOW)
+        lossy_rows = nvfp4_rows(matrix, row0, col0, row, row_level, generator, ROW, LOWERED and can_lower(ROW), HOW)
     if COLUMN is not None:
         generator = (seed, column_stream, batch)
-        nvfp4_columns(matrix, row0, col0, column, column_level, generator, COLUMN, LOWERED and can_lower(COLUMN), HOW)
+        lossy_columns = nvfp4_columns(
+            matrix, row0, col0, column, column_level, generator, COLUMN, LOWERED and can_lower(COLUMN), HOW
+        )
+    return lossy_rows, lossy_columns
 
 
 @triton.jit
@@ -431,10 +515,10 @@ def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.conste
 
 @triton.jit
 def nvfp4_tiles(
-    matrix, row, column, seed_ptr, streams, pid, ROW: tl.constexpr, COLUMN: tl.constexpr, LOWERED: tl.constexpr,
-    STEPS: tl.constexpr, HOW: tl.constexpr,
+    matrix, row, column, seed_ptr, streams, pid, lossy_ptr, scratch_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    LOWERED: tl.constexpr, STEPS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Cast STEPS tiles, one below the other."""
+    """Cast STEPS tiles, one below the other; a fold is counted, and takes one."""
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix
@@ -444,7 +528,11 @@ def nvfp4_tiles(
     row0 = (pid // across) * (BM * STEPS)
     col0 = (pid % across) * BN
     if STEPS == 1:
-        nvfp4_tile(matrix, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
+        lossy = nvfp4_tile(matrix, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
+        if lossy_ptr is not None:
+            offer_count(lossy[0] + tl.zeros([], tl.int32), scratch_ptr, HOW.HW)
+            offer_count(lossy[1] + tl.zeros([], tl.int32), scratch_ptr + 2, HOW.HW)
+            publish_two(arrive(scratch_ptr + 1, HOW.HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HOW.HW)
     else:
         end = tl.minimum(row0 + BM * STEPS, R)
         while row0 < end:
@@ -457,12 +545,13 @@ def nvfp4_tiles(
 @triton.jit
 def quantize_nvfp4(
     x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
-    seed_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    STEPS: tl.constexpr, HOW: tl.constexpr,
+    seed_ptr, lossy_ptr, scratch_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, STEPS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Cast a matrix; one program per STEPS tiles of BM x BN. ROW and COLUMN are casts, or None.
 
-    `row_amax`, `column_amax`: pointers to float32; equal casts read the same one.
+    `row_amax`, `column_amax`: pointers to float32; equal casts read the same one. `lossy_ptr`: int64[2] of elements
+    that folding changed in the row and the column operand; folds alone.
     """
     BN: tl.constexpr = HOW.BN
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
@@ -478,9 +567,9 @@ def quantize_nvfp4(
         tile = tl.num_programs(0) - 1 - pid
         nvfp4_2d(matrix, (tile // (C // BN)) * HOW.BM, (tile % (C // BN)) * BN, row, column, ROW, HOW)
     elif lowered:
-        nvfp4_tiles(matrix, row, column, seed_ptr, streams, pid, ROW, COLUMN, True, STEPS, HOW)
+        nvfp4_tiles(matrix, row, column, seed_ptr, streams, pid, lossy_ptr, scratch_ptr, ROW, COLUMN, True, STEPS, HOW)
     else:
-        nvfp4_tiles(matrix, row, column, seed_ptr, streams, pid, ROW, COLUMN, False, STEPS, HOW)
+        nvfp4_tiles(matrix, row, column, seed_ptr, streams, pid, lossy_ptr, scratch_ptr, ROW, COLUMN, False, STEPS, HOW)
 
 
 @triton.jit

@@ -8,7 +8,16 @@ arithmetic is `fma.rn` (compute capability 8.0 and newer); adding -0.0 keeps the
 import triton
 import triton.language as tl
 
-from microfloat.kernels.device.convert import WORDS_BF16, bits_of, cvt_pair, cvt_quad, element_bits, high_half, low_half
+from microfloat.kernels.device.convert import (
+    WORDS_BF16,
+    WORDS_F16,
+    bits_of,
+    cvt_pair,
+    cvt_quad,
+    element_bits,
+    high_half,
+    low_half,
+)
 
 
 @triton.jit
@@ -176,6 +185,13 @@ def fold_pair(low, high, shift):
 def add_f16x2(a, b):
     """Halfwise sum."""
     return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def count_halves(words):
+    """Sum of both halves of a two-dimensional tensor of float16 pairs, as an integer."""
+    low, high = low_half(words, WORDS_F16), high_half(words, WORDS_F16)
+    return tl.sum(tl.sum(low + high, 1), 0).to(tl.int32)
 
 
 @triton.jit

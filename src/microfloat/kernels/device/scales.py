@@ -112,6 +112,26 @@ def tensor_level(amax, CAST: tl.constexpr):
 
 
 @triton.jit
+def finite_byte(stored):
+    """An E4M3 byte, 0 in place of NaN."""
+    return tl.where(stored == 0x7F, 0, stored)
+
+
+@triton.jit
+def fold_scales(stored, TILE: tl.constexpr):
+    """``2^-E`` and ``2^E`` of groups from the finite E4M3 bytes of their blocks, along axis 0 or (TILE) over all.
+
+    ``E = max((B + 6) >> 3, 4) - 13`` of the largest byte B (docs/numerics.md 9.4).
+    """
+    if TILE:
+        largest = tl.max(tl.max(stored, 1), 0)
+    else:
+        largest = tl.max(stored, 0)[None, :]
+    field = tl.maximum((largest + 6) >> 3, 4)
+    return float_of((140 - field) << 23), float_of((114 + field) << 23)
+
+
+@triton.jit
 def e4m3_factor(stored, decode_level, LOWERED: tl.constexpr, HW: tl.constexpr):
     """Encode factor ``min(f32(1 / f32(dec(sb) * Sd)), FMAX)`` and dec(sb).
 

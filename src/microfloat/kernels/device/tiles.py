@@ -262,6 +262,17 @@ def scale_offset(row, block, rows, blocks, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def store_tile_scale(scale_ptr, scale, row, column, columns, MULTIPLE: tl.constexpr):
+    """Store the scale of a tile; rows of scales have `columns` entries and are padded with zeros to a multiple."""
+    stride = (columns + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    tl.store(scale_ptr + row * stride + column, scale)
+    if MULTIPLE > 1:  # noqa: SIM102  # a constant beside a tensor
+        if column == columns - 1:
+            at = columns + tl.arange(0, MULTIPLE)
+            tl.store(scale_ptr + row * stride + at, tl.zeros([MULTIPLE], tl.float32), mask=at < stride)
+
+
+@triton.jit
 def over_rows(x, N: tl.constexpr, BM: tl.constexpr, SIDE: tl.constexpr):
     """Maximum over every SIDE rows of [N, BM], repeated for each of them."""
     m = tl.max(tl.reshape(x, [N, BM // SIDE, SIDE]), 2)
