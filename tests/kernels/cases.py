@@ -423,6 +423,8 @@ def folded(device, name, tile, options=()):
             assert count == number, f"folded {name} axis {axis}: {count} lossy elements, oracle {number}"
             codes = reference.quantize(x, cast, transposed=axis == -2, seed=seed_words("cpu"))
             moved = replace(codes, codes=codes.codes.to(device), scale=codes.scale.to(device))
+            if codes.tensor_scale is not None:
+                moved.tensor_scale = codes.tensor_scale.to(device)
             got = calls.folded_codes(moved, cast, tile=tile)
             across = want.scale.shape[1]
             assert not got.scale[:, across:].any()

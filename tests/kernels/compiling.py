@@ -213,6 +213,8 @@ def _every_launch(x, stream):
             for tile in (False, True):
                 yield f"{name} folded codes, {tile}", functools.partial(calls.folded_codes, operand, both[0], tile=tile)
             yield f"{name} to bfloat16", functools.partial(calls.cast_to, "values", x, *both)
+    for tile, name in ((False, "nvfp4 rht sr"), (True, "nvfp4 2d")):
+        yield f"{name} folded", functools.partial(calls.folded, x, casts[name], casts[name], tile=tile, **random)
     for name in ("nvfp4 sr", "nvfp4 rht sr"):
         both = casts[name], casts[name]
         yield f"{name} to bfloat16", functools.partial(calls.cast_to, "values", x, *both, **random)
@@ -264,6 +266,9 @@ def _fused(name):
                 name[5:] == "delayed",
             )
             calls.codes(norm, *((delayed, delayed) if is_delayed else (cast, cast)), **(known if is_delayed else {}))
+        elif name == "nvfp4 folded":
+            cast, column = _casts()["nvfp4 sr"], _casts()["nvfp4 rht sr"]
+            calls.folded(x, cast, column, seed=torch.zeros(2, dtype=torch.int64))
         elif name.startswith("fold"):
             calls.folded(x, cast if name != "fold columns" else None, cast if name != "fold rows" else None)
         else:
@@ -322,7 +327,7 @@ WORKLOADS = {
     "swiglu to mxfp8, rows": _fused("swiglu rows"), "gradients of swiglu to fp8, both": _fused("gradients"),
     "norm to fp8, both": _fused("norm delayed"), "norm to mxfp8, both": _fused("norm mxfp8"),
     "mxfp8 folded, both": _fused("fold"), "mxfp8 folded, rows": _fused("fold rows"),
-    "mxfp8 folded, columns": _fused("fold columns"),
+    "mxfp8 folded, columns": _fused("fold columns"), "nvfp4 folded, both": _fused("nvfp4 folded"),
     "fp8 current, two matrices": _together(False), "fp8 delayed, two matrices": _together(True),
     "nvfp4 to bfloat16, two matrices": _values_together(True),
     "nvfp4 to bfloat16, rows of two matrices": _values_together(False),

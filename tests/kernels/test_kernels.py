@@ -105,6 +105,9 @@ CASES = [
     *[case("folded", name, tile) for name in ("mxfp8", "mxfp4") for tile in (False, True)],
     *[case("folded", name, False) for name in ("mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2")],
     case("folded", "mxfp8", False, STOCHASTIC),
+    case("folded", "nvfp4", False, RHT + STOCHASTIC),
+    *[case("folded", name, True) for name in ("nvfp4", "nvfp4_2d")],
+    case("folded", "nvfp4_row", False),
     case("turned_codes"),
     *[case("dequantized", name) for name in ("fp8_tensor", "fp8_row_e5m2", "fp8_1x128", "fp8_128x128")],
     *[case("dequantized", name) for name in ("mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d")],
@@ -156,13 +159,13 @@ WORDS = [
     *[case("special_words", "nvfp4", options) for options in (RHT, RHT + STOCHASTIC, _rule("four_over_six"))],
     *[case("special_words", name, dtype="float16") for name in ("fp8_tensor", "fp8_1x128", "mxfp8", "nvfp4",
     "nvfp4_row")],
-    *[case("special_words_folded", "mxfp8", tile) for tile in (False, True)],
+    *[case("special_words_folded", name, tile) for name in ("mxfp8", "nvfp4") for tile in (False, True)],
 ]  # fmt: skip
 
 
 # Cases of seconds, whose kernels other cases run too.
 LONG = (
-    "folded-mxfp8-False", "scale_orders", "wide_offsets", "guard_zones", "odd_alignments", "programs",
+    "folded-mxfp8-False", "folded-nvfp4*", "scale_orders", "wide_offsets", "guard_zones", "odd_alignments", "programs",
     "fused_squares", "delayed_gradients", "gradients-nvfp4-((scale_rule,four_over_six),)-(40,72)-bfloat16",
     "operands-mxfp8_e5m2-(256,192)-*", "operands-mxfp6_e2m3-(256,192)-*", "operands-mxfp8-(128,128)-*-special",
     "operands-nvfp4-(80,144)-*stochastic*-spread", "sides-((*",

@@ -77,7 +77,8 @@ class _Operand:
 class Both(NamedTuple):
     """Both operands of a matrix, None for one that is not made, and the arguments of launches.
 
-    `one`: the first operand that is made. `codes`, `scales`, `tensor_scales`, `seed`: positions of tensors.
+    `one`: the first operand that is made. `codes`, `scales`, `tensor_scales`, `seed`: positions of tensors. `counts`:
+    those of the counts of a fold, of both operands together, and of scratch words; NOTHING for other casts.
     """
 
     operands: tuple[_Operand | None, _Operand | None]
@@ -87,6 +88,7 @@ class Both(NamedTuple):
     tensor_scales: tuple[int, int]
     streams: tuple[int, int]
     seed: int
+    counts: tuple[int, int]
 
     @staticmethod
     def of(row: _Operand | None, column: _Operand | None) -> "Both":
@@ -100,7 +102,10 @@ class Both(NamedTuple):
         ]  # fmt: skip
         draws = any(operand is not None and operand.spec.cast.is_stochastic for operand in (row, column))
         codes, scales, levels, streams = zip(*parts, strict=True)
-        return Both((row, column), one, codes, scales, levels, streams, At.SEED if draws else At.NOTHING)
+        forms = {operand.spec.form for operand in (row, column) if operand is not None}
+        counted = At.FOLDED if "folded" in forms else At.TILES if "tiles" in forms else At.NOTHING
+        counts = counted, At.WORDS if counted else At.NOTHING
+        return Both((row, column), one, codes, scales, levels, streams, At.SEED if draws else At.NOTHING, counts)
 
 
 def cast_passes(
@@ -419,7 +424,7 @@ class _Casting:
         outputs = both.codes[0], both.scales[0], both.codes[1], both.scales[1]
         self.passes.launches.append(Pass(
             fold.fold_blocks, (matrix.key, constants, warps, *streams), matrix.tiles(128, 128),
-            (source, *outputs, *_counts(both), both.seed, *self.plan),
+            (source, *outputs, *both.counts, both.seed, *self.plan),
             (*streams, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
@@ -439,7 +444,7 @@ class _Casting:
         outputs = both.codes[0], both.scales[0], levels[0], both.codes[1], both.scales[1], levels[1]
         passes.launches.append(Pass(
             nvfp4.quantize_nvfp4, (matrix.key, constants, warps, *streams, self.batch),
-            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, both.seed, *_counts(both)),
+            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, both.seed, *both.counts),
             (*streams, self.batch, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
@@ -473,12 +478,6 @@ class _Casting:
                 measure(passes, matrix, source, plain)
         row, column = (plain or At.NOTHING if amax is None else amax for amax in found)
         return row, column
-
-
-def _counts(both: Both) -> tuple[int, int]:
-    """Positions of the counts of a fold, of both operands together, and of scratch words; NOTHING for other casts."""
-    forms = {one.spec.form for one in both.operands if one is not None}
-    return (At.FOLDED if "folded" in forms else At.TILES, At.WORDS) if forms & {*_NVFP4_FOLDED} else (At.NOTHING,) * 2
 
 
 def _without_copies(passes: Passes, both: Both) -> Both:

@@ -119,7 +119,7 @@ def tile_of_nvfp4(
     for tile in (TILES["nvfp4_2d"], TILES["nvfp4_2d_small"]):
         if nvfp4_2d.takes(row, column, kind, shape[0] % tile[0] == shape[1] % tile[1] == 0, tile[0]):
             return *tile, 1
-    if any(cast.OUTPUT >= FOLDED.value for cast in (row, column) if cast is not None):
+    if any(FOLDED.value <= cast.OUTPUT for cast in (row, column) if cast is not None):
         return *TILES["nvfp4_folded"], 1
     values = all(cast.OUTPUT for cast in (row, column) if cast is not None)  # only values are written
     name = "nvfp4_tiles" if column is not None and column.TILE else "nvfp4"

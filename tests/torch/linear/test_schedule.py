@@ -16,6 +16,8 @@ CASES = [
     *[("same_bits", (name, (2, 16, 48), 64, True, "float16")) for name in ("delayed", "fp8_row", "fp8_block", "nvfp4")],
     *[("same_bits", (name, (32, 48), 64, True, "float32")) for name in ("fp8_current", "mxfp8", "mxfp8_exact")],
     ("same_bits", ("fp8_block", (48, 400), 144, False, "bfloat16")),
+    *[("same_bits", ("nvfp4_folded", *sizes, False, "bfloat16")) for sizes in (((32, 48), 64), ((80, 144), 272))],
+    ("same_bits", ("nvfp4_folded dequantized", (3, 40, 400), 144, False, "float32")),
     # features P14: backward reads the operands of fprop, as codes, as values, folded, and as tiles.
     *[("same_bits", (f"{name} dequantized", (32, 48), 64, True, "bfloat16")) for name in NAMES],
     ("same_bits", ("mxfp8 dequantized", (3, 40, 400), 144, False, "float32")),
@@ -27,7 +29,7 @@ CASES = [
     # Histories, parts of buffers, counts of folding, seeds: what is given by address besides operands and scales.
     *[("one_cast_without_a_kernel", (name,)) for name in ("nvfp4", "mxfp8")],
     *[("same_bits_by_addresses", (name,)) for name in ("fp8_current", "delayed", "fp8_row", "mxfp8", "nvfp4")],
-    *[("operators", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
+    *[("operators", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "nvfp4_folded")],
     *[("fewer_gradients_than_planned", (name,)) for name in ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4")],
     *[("overflow", (name,)) for name in NAMES],
     ("counts_change_the_schedule", ()),
@@ -78,7 +80,7 @@ def _name(case: tuple) -> str:
     "microbatches-fp8_current", "every_group_is_cast_alone-mxfp8", "every_group_is_cast_alone-fp8_current",
     "same_bits-*(80,144)*", "kept_weights_*", "same_bits_by_addresses-nvfp4",
     "fewer_gradients_than_planned-[fn]*", "same_bits-*-float16", "same_bits-fp8_block*-(48,400)*",
-    "same_bits-mxfp6dequantized*", "same_bits-mxfp4dequantized*", "same_bits-fp8_rowdequantized*",
+    "same_bits-mxfp6dequantized*", "same_bits-nvfp4_folded*", "same_bits-mxfp4dequantized*", "same_bits-fp8_rowdequantized*",
     "reads_what_fprop_read-[fm]*", "named_operators-delayed", "named_operators-nvfp4",
     "named_operators-mxfp8",
     "same_bits-*-64-True-float32", "same_bits_by_addresses-fp8_row", "same_bits_by_addresses-mxfp8",

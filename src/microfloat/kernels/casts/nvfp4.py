@@ -358,7 +358,7 @@ def nvfp4_rows(
     if CAST.PER_ROW and CAST.OUTPUT < FOLDED:
         if col0 == 0:
             tl.store(tensor_scale_ptr + row0 + r, level.stored, mask=r < rows)
-    elif CAST.OUTPUT < FOLDED:
+    elif CAST.OUTPUT < FOLDED:  # noqa: SIM102  # a constant beside a tensor
         if (row0 == 0) & (col0 == 0):
             tl.store(tensor_scale_ptr, level.stored)
     return lossy
@@ -443,7 +443,7 @@ def nvfp4_columns(
         if row0 == 0:
             tl.store(tensor_scale_ptr + col0 + c, level_low.stored, mask=c < cols)
             tl.store(tensor_scale_ptr + col0 + c + 1, level_high.stored, mask=c + 1 < cols)
-    elif CAST.OUTPUT < FOLDED:
+    elif CAST.OUTPUT < FOLDED:  # noqa: SIM102  # a constant beside a tensor
         if (row0 == 0) & (col0 == 0):
             tl.store(tensor_scale_ptr, level_low.stored)
     return lossy

@@ -238,6 +238,6 @@ def recipe_of(name):
     """The recipe of a name, "mxfp8 dequantized" being one with another backward."""
     name, *backward = name.split()
     options = {"backward": backward[0]} if backward else {}
-    if name in ("mxfp8_exact", "nvfp4_folded"):
+    if name in ("mxfp8_exact", "nvfp4_folded"):  # a name and its path
         name, options["path"] = name.split("_")
     return RECIPES[name](**options)
