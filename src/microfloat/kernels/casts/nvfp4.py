@@ -17,23 +17,22 @@ from microfloat.kernels.constants import Nvfp4Cast
 from microfloat.kernels.device.convert import WORDS_BF16, encode_e4m3_scale, float_of
 from microfloat.kernels.device.fp4 import (
     column_block_amax,
-    column_folds,
     column_octs,
     column_values,
+    fold_words,
     hadamard_column_blocks,
     hadamard_row_blocks,
     load_column_blocks,
     load_row_blocks,
     nearest_value,
     row_block_amax,
-    row_folds,
     row_octs,
     row_values,
     stack8,
 )
 from microfloat.kernels.device.grid_reduction import arrive, offer_count, publish_two
-from microfloat.kernels.device.nvfp4_2d import cast_tiles, load_halves, takes
-from microfloat.kernels.device.packed import count_halves
+from microfloat.kernels.device.nvfp4_2d import bytes_of, cast_tiles, load_halves, takes
+from microfloat.kernels.device.packed import add_f16x2, count_halves
 from microfloat.kernels.device.random import block_words, load_seed, zero_again, zero_like
 from microfloat.kernels.device.scales import (
     FOUR_OVER_SIX_MAE,
@@ -42,7 +41,6 @@ from microfloat.kernels.device.scales import (
     TWO_LEVEL,
     e4m3_factor,
     e4m3_scale,
-    finite_byte,
     fold_scales,
     tensor_level,
 )
@@ -50,6 +48,7 @@ from microfloat.kernels.device.tiles import (
     Bounds,
     over_columns,
     over_rows,
+    prefetch_later,
     program,
     store_octs,
     store_pairs,
@@ -62,7 +61,7 @@ CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
 FOLDED = tl.constexpr(2)
 TILED = tl.constexpr(3)
-TILES_TOGETHER = tl.constexpr(4)  # rows of 128x128 scales are padded to a multiple of this (`microfloat.layout`)
+TOGETHER = tl.constexpr(4)  # rows of 128x128 scales are padded to a multiple of this (`microfloat.layout`)
 
 
 class Operand(NamedTuple):
@@ -232,25 +231,35 @@ def is_modest(amax_ptr, CAST: tl.constexpr):
 def fold_rows(made, stored, level, operand, bounds, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr):
     """Store a tile of the row operand folded to FP8; returns the number of elements that changed.
 
-    `made`: the arguments of `row_folds`; `bounds`: with the stored length of a row.
+    `made`: the arguments of `row_values`; `bounds`: with the stored length of a row.
     """
     R, length, row0, col0 = bounds
     block, words, factor, value, random = made
-    b = tl.arange(0, HOW.BN // 16)[:, None, None, None]
     r = tl.arange(0, HOW.BM)[None, :]
-    down, up = fold_scales(finite_byte(stored), CAST.OUTPUT == TILED)
-    quads, lossy = row_folds(block, words, factor, value * down, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
-    codes = tl.join(tl.join(quads[0], quads[2]), tl.join(quads[1], quads[3]))  # [NB, BM, 2, 2], in order
-    quad = b * 4 + tl.arange(0, 2)[None, None, :, None] * 2 + tl.arange(0, 2)[None, None, None, :]
+    down, up = fold_scales(stored, stored, CAST.OUTPUT == TILED)
+    v = row_values(block, words, factor, value * down, random, CAST.STOCHASTIC, LOWERED, True, HOW.HW)
+    q = ()
+    lossy = tl.zeros_like(stored)
+    for i in tl.static_range(4):
+        codes, changed = fold_words(v[2 * i], v[2 * i + 1], HOW.HW)
+        q, lossy = q + (codes,), add_counts(lossy, changed, HOW.HW)
+    codes = tl.join(tl.join(q[0], q[2]), tl.join(q[1], q[3]))  # [NB, BM, 2, 2], in order
+    quad = tl.arange(0, HOW.BN // 16)[:, None, None, None] * 4
+    quad += tl.arange(0, 2)[None, None, :, None] * 2 + tl.arange(0, 2)[None, None, None, :]
     out_tile = operand.out + row0.to(tl.int64) * length + col0
-    rows, cols = R - row0, length - col0
-    store_quads(out_tile, codes, r[:, :, None, None], quad, cols, rows, length, 8, CAST.ALIGNED, HOW.EVEN)
+    sizes = (length - col0, R - row0)
+    store_quads(out_tile, codes, r[:, :, None, None], quad, sizes[0], sizes[1], length, 8, CAST.ALIGNED, HOW.EVEN)
     if CAST.OUTPUT == TILED:
-        columns = (length + 127) // 128
-        store_tile_scale(operand.scale, up * level.stored, row0 // 128, col0 // 128, columns, TILES_TOGETHER)
+        store_tile_scale(operand.scale, up * level.stored, row0 // 128, col0 // 128, (length + 127) // 128, TOGETHER)
     else:
-        tl.store(operand.scale + (col0 // 128) * R + row0 + r, up * level.stored, mask=r < rows)
+        tl.store(operand.scale + (col0 // 128) * R + row0 + r, up * level.stored, mask=r < R - row0)
     return count_halves(lossy) if HOW.HW else tl.sum(tl.sum(lossy, 1), 0)
+
+
+@triton.jit
+def add_counts(a, b, HW: tl.constexpr):
+    """Sum of two numbers of `fold_words`."""
+    return add_f16x2(a, b) if HW else a + b
 
 
 @triton.jit
@@ -260,29 +269,35 @@ def fold_columns(made, stored, levels, operand, bounds, CAST: tl.constexpr, LOWE
     blocks, words, factors, values, random = made
     G: tl.constexpr = HOW.BM // 16
     W: tl.constexpr = HOW.BN // 2
-    rows, cols = length - row0, C - col0
     if CAST.OUTPUT == TILED:
-        down, up = fold_scales(tl.maximum(finite_byte(stored[0]), finite_byte(stored[1])), True)
+        down, up = fold_scales(stored[0], stored[1], True)
+        scale, tiles = up * levels[0].stored, (length + 127) // 128
+        store_tile_scale(operand.scale, scale, col0 // 128, row0 // 128, tiles, TOGETHER)
         values = (values[0] * down, values[1] * down)
-        columns = (length + 127) // 128
-        store_tile_scale(operand.scale, up * levels[0].stored, col0 // 128, row0 // 128, columns, TILES_TOGETHER)
     else:
         c = tl.arange(0, W)[None, :] * 2
         at = operand.scale + (row0 // 128) * C + col0 + c
-        down, up = fold_scales(finite_byte(stored[0]), False)
-        tl.store(at, up * levels[0].stored, mask=c < cols)
-        down2, up = fold_scales(finite_byte(stored[1]), False)
-        tl.store(at + 1, up * levels[1].stored, mask=c + 1 < cols)
+        down, up = fold_scales(stored[0], stored[0], False)
+        tl.store(at, up * levels[0].stored, mask=c < C - col0)
+        down2, up = fold_scales(stored[1], stored[1], False)
+        tl.store(at + 1, up * levels[1].stored, mask=c + 1 < C - col0)
         values = (values[0] * down, values[1] * down2)
-    folded = column_folds(blocks, words, factors, values, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
+    v = column_values(blocks, words, factors, values, random, CAST.STOCHASTIC, LOWERED, True, HOW.HW)
+    first, second = (), ()
+    lossy = tl.zeros_like(stored[0])
+    for i in tl.static_range(4):
+        a, changed = fold_words(v[4 * i], v[4 * i + 1], HOW.HW)
+        b, more = fold_words(v[4 * i + 2], v[4 * i + 3], HOW.HW)
+        first, second = first + (bytes_of(a, b, 0x6420, HOW.HW),), second + (bytes_of(a, b, 0x7531, HOW.HW),)
+        lossy = add_counts(lossy, add_counts(changed, more, HOW.HW), HOW.HW)
     out_tile = operand.out + col0.to(tl.int64) * length + row0
-    cs, quad = tl.arange(0, W)[:, None] * 2, tl.arange(0, 4 * G)[None, :]
-    for second in tl.static_range(2):
-        q = folded[second]
+    for number in tl.static_range(2):
+        q = second if number else first
         codes = tl.reshape(tl.join(tl.join(q[0], q[2]), tl.join(q[1], q[3])), [G, W, 4])
         codes = tl.reshape(tl.permute(codes, [1, 0, 2]), [W, 4 * G])
-        store_quads(out_tile, codes, cs + second, quad, rows, cols, length, 8, CAST.ALIGNED, HOW.EVEN)
-    return count_halves(folded[2]) if HOW.HW else tl.sum(tl.sum(folded[2], 1), 0)
+        c, quad = tl.arange(0, W)[:, None] * 2 + number, tl.arange(0, 4 * G)[None, :]
+        store_quads(out_tile, codes, c, quad, length - row0, C - col0, length, 8, CAST.ALIGNED, HOW.EVEN)
+    return count_halves(lossy) if HOW.HW else tl.sum(tl.sum(lossy, 1), 0)
 
 
 @triton.jit
@@ -351,7 +366,7 @@ def nvfp4_rows(
             else:
                 tl.store(at, stored.to(tl.uint8), mask=inside)
     else:
-        values = row_values(block, words, factor, value, random, CAST.STOCHASTIC, LOWERED, HW)
+        values = row_values(block, words, factor, value, random, CAST.STOCHASTIC, LOWERED, False, HW)
         out_tile = out_ptr + row0.to(tl.int64) * length + col0
         w = b[:, :, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
         store_pairs(out_tile, stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST.ALIGNED, EVEN)
@@ -434,7 +449,7 @@ def nvfp4_columns(
                 tl.store(at, stored[0].to(tl.uint8), mask=(c < cols) & (g * 16 < rows))
                 tl.store(at + blocks, stored[1].to(tl.uint8), mask=(c + 1 < cols) & (g * 16 < rows))
     else:
-        values = column_values((low, high), words, factors, values, random, CAST.STOCHASTIC, LOWERED, HW)
+        values = column_values((low, high), words, factors, values, random, CAST.STOCHASTIC, LOWERED, False, HW)
         out_tile = out_ptr + row0.to(tl.int64) * C + col0
         for i in tl.static_range(16):
             w = tl.arange(0, W)[None, :]  # not c // 2: only so are neighbours seen to be neighbours
@@ -528,6 +543,8 @@ def nvfp4_tiles(
     row0 = (pid // across) * (BM * STEPS)
     col0 = (pid % across) * BN
     if STEPS == 1:
+        if lossy_ptr is not None:
+            prefetch_later(x_ptr, pid, across, R, stride_r, HOW)
         lossy = nvfp4_tile(matrix, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
         if lossy_ptr is not None:
             offer_count(lossy[0] + tl.zeros([], tl.int32), scratch_ptr, HOW.HW)

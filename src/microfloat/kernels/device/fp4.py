@@ -31,7 +31,7 @@ from microfloat.kernels.device.convert import (
     round_bf16,
     round_by_addition,
 )
-from microfloat.kernels.device.packed import add_f16x2, factor_word, scale_word
+from microfloat.kernels.device.packed import factor_word, scale_word
 
 # ---------------------------------------------------------------------------------------------------------- loading
 
@@ -506,107 +506,64 @@ def integer_values(block, factor, value, random, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def value_word(halves, scales, STOCHASTIC: tl.constexpr):
-    """Values of two codes times two block scales as a word of bfloat16, exact with at most six significant bits."""
+def value_word(halves, scales, STOCHASTIC: tl.constexpr, FOLD: tl.constexpr):
+    """Values of two codes times two block scales as a word of bfloat16 (FOLD: of float16, in whose range they are);
+    exact with at most six significant bits.
+    """
+    if FOLD:
+        word = ((halves << (0 if STOCHASTIC else 1)) & 0x0E000E00) | (halves & -2147450880)  # the value times 2^-14
+        PTX: tl.constexpr = "{ .reg .b32 m; mov.b32 m, 0x74007400; mul.rn.f16x2 m, $1, m; mul.rn.f16x2 $0, m, $2; }"
+        return tl.inline_asm_elementwise(PTX, "=r,r,r", [word, scales], dtype=tl.int32, is_pure=True, pack=1)
     SHIFT: tl.constexpr = 3 if STOCHASTIC else 2
     word = ((halves >> SHIFT) & 0x01C001C0) | (halves & -2147450880)  # the value times 2^-126
     return scale_word(scale_word(word, 0x7E807E80), scales)
 
 
 @triton.jit
-def fold_halves(a, b, scales, STOCHASTIC: tl.constexpr):
-    """E4M3 codes of the values of two words of halves times `scales` (two float16, the product is exact), as the four
-    bytes of an int32; and 1.0 in the float16 halves of a word for each code that is not exact.
+def fold_words(a, b, HW: tl.constexpr):
+    """Four E4M3 codes of two words of values (HW: float16, else bfloat16) as the bytes of an int32, and the number that
+    is not exact (HW: in the halves of a word of float16); NaN does not count.
     """
-    SHIFT: tl.constexpr = 0 if STOCHASTIC else 1
-    a = ((a << SHIFT) & 0x0E000E00) | (a & -2147450880)  # float16, the value times 2^-14
-    b = ((b << SHIFT) & 0x0E000E00) | (b & -2147450880)
-    PTX: tl.constexpr = (
-        "{ .reg .b16 p, q; .reg .b32 m, u, v, s, t; mov.b32 m, 0x74007400; mul.rn.f16x2 u, $2, m; "
-        "mul.rn.f16x2 v, $3, m; mul.rn.f16x2 u, u, $4; mul.rn.f16x2 v, v, $4; cvt.rn.satfinite.e4m3x2.f16x2 p, u; "
-        "cvt.rn.satfinite.e4m3x2.f16x2 q, v; mov.b32 $0, {p, q}; cvt.rn.f16x2.e4m3x2 s, p; cvt.rn.f16x2.e4m3x2 t, q; "
-        "set.ne.f16x2.f16x2 s, s, u; set.ne.f16x2.f16x2 t, t, v; add.rn.f16x2 $1, s, t; }"
-    )
-    return tl.inline_asm_elementwise(
-        PTX, "=&r,=&r,r,r,r", [a, b, scales], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def fold_values(values):
-    """Four E4M3 codes of four values as the bytes of an int32, and the number that is not exact; integers alone."""
+    if HW:
+        PTX: tl.constexpr = (
+            "{ .reg .b16 p, q; .reg .b32 s, t; cvt.rn.satfinite.e4m3x2.f16x2 p, $2; "
+            "cvt.rn.satfinite.e4m3x2.f16x2 q, $3; mov.b32 $0, {p, q}; cvt.rn.f16x2.e4m3x2 s, p; "
+            "cvt.rn.f16x2.e4m3x2 t, q; set.ne.f16x2.f16x2 s, s, $2; set.ne.f16x2.f16x2 t, t, $3; add.rn.f16x2 $1, s, t; }"
+        )
+        return tl.inline_asm_elementwise(PTX, "=&r,=&r,r,r", [a, b], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
     codes, lossy = 0, 0
+    values = (low_half(a, WORDS_BF16), high_half(a, WORDS_BF16), low_half(b, WORDS_BF16), high_half(b, WORDS_BF16))
     for i in tl.static_range(4):
         code = encode_integer(values[i], 0, 3, 7, False)
-        changed = (decode(code, 3, 7) != values[i]) & (values[i] == values[i])  # NaN does not count
+        changed = (decode(code, 3, 7) != values[i]) & (values[i] == values[i])
         codes, lossy = codes | (code << (8 * i)), lossy + tl.where(changed, 1, 0)
     return codes, lossy
 
 
 @triton.jit
-def f16_word(low, high):
-    """Two float32 values as one word of float16."""
-    return tl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def row_folds(block, words, factor, value, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
-    """E4M3 codes of ``decode(code of block * factor) * value`` of a block, four quads, and the number that is not exact
-    (HW: as halves of float16).
-    """
-    quads = ()
-    if HW:
-        words = sign_words(words, block[0::2], block[1::2])
-        halves = row_halves(block, words, factor, random, STOCHASTIC, LOWERED)
-        scales = f16_word(value, value)
-        lossy = tl.zeros_like(scales)
-        for i in tl.static_range(4):
-            quad, changed = fold_halves(halves[2 * i], halves[2 * i + 1], scales, STOCHASTIC)
-            quads, lossy = quads + (quad,), add_f16x2(lossy, changed)
+def scale_words(low, high, FOLD: tl.constexpr):
+    """Two block scales, powers of two times at most four bits, as a word of bfloat16 (FOLD: of float16)."""
+    if FOLD:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
-        values = integer_values(block, factor, value, random, STOCHASTIC)
-        lossy = 0
-        for i in tl.static_range(4):
-            quad, changed = fold_values((values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]))
-            quads, lossy = quads + (quad,), lossy + changed
-    return quads, lossy
+        return factor_word(low, high)
 
 
 @triton.jit
-def column_folds(
-    blocks, words, factors, values, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr
-):
-    """`row_folds` of two neighbouring columns: the quads of each, and the number of both that is not exact."""
-    if HW:
-        words = sign_words(words, blocks[0], blocks[1])
-        halves = column_halves(blocks, words, factors, random, STOCHASTIC, LOWERED)
-        scales = f16_word(values[0], values[1])
-        first, second = (), ()
-        lossy = tl.zeros_like(scales)
-        for i in tl.static_range(4):
-            a, changed = fold_halves(halves[4 * i], halves[4 * i + 1], scales, STOCHASTIC)
-            b, more = fold_halves(halves[4 * i + 2], halves[4 * i + 3], scales, STOCHASTIC)
-            first, second = first + (choose_bytes(a, b, 0x6420),), second + (choose_bytes(a, b, 0x7531),)
-            lossy = add_f16x2(lossy, add_f16x2(changed, more))
-        return first, second, lossy
-    else:
-        first, lossy = row_folds(blocks[0], (), factors[0], values[0], random[0], STOCHASTIC, LOWERED, HW)
-        second, more = row_folds(blocks[1], (), factors[1], values[1], random[1], STOCHASTIC, LOWERED, HW)
-        return first, second, lossy + more
-
-
-@triton.jit
-def row_values(block, words, factor, value, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr):
-    """``decode(code of block * factor) * value`` of a block: eight words of bfloat16."""
+def row_values(
+    block, words, factor, value, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, FOLD: tl.constexpr,
+    HW: tl.constexpr,
+):  # fmt: skip
+    """``decode(code of block * factor) * value`` of a block: eight words, for `fold_words` if FOLD, else of bfloat16."""
     out = ()
     if HW:
         words = sign_words(words, block[0::2], block[1::2])
         halves = row_halves(block, words, factor, random, STOCHASTIC, LOWERED)
-        scales = factor_word(value, value)
+        scales = scale_words(value, value, FOLD)
         for i in tl.static_range(8):
-            out = out + (value_word(halves[i], scales, STOCHASTIC),)
+            out = out + (value_word(halves[i], scales, STOCHASTIC, FOLD),)
     else:
         values = integer_values(block, factor, value, random, STOCHASTIC)
         for i in tl.static_range(8):
@@ -616,16 +573,17 @@ def row_values(block, words, factor, value, random, STOCHASTIC: tl.constexpr, LO
 
 @triton.jit
 def column_values(
-    blocks, words, factors, values, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr
-):
-    """``decode(code of block * factor) * value`` of two neighbouring columns: sixteen bfloat16 words, one per row."""
+    blocks, words, factors, values, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, FOLD: tl.constexpr,
+    HW: tl.constexpr,
+):  # fmt: skip
+    """`row_values` of two neighbouring columns: sixteen words, one per row."""
     out = ()
     if HW:
         words = sign_words(words, blocks[0], blocks[1])
         halves = column_halves(blocks, words, factors, random, STOCHASTIC, LOWERED)
-        scales = factor_word(values[0], values[1])
+        scales = scale_words(values[0], values[1], FOLD)
         for i in tl.static_range(16):
-            out = out + (value_word(halves[i], scales, STOCHASTIC),)
+            out = out + (value_word(halves[i], scales, STOCHASTIC, FOLD),)
     else:
         a = integer_values(blocks[0], factors[0], values[0], random[0], STOCHASTIC)
         b = integer_values(blocks[1], factors[1], values[1], random[1], STOCHASTIC)

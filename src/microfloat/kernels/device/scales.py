@@ -112,22 +112,14 @@ def tensor_level(amax, CAST: tl.constexpr):
 
 
 @triton.jit
-def finite_byte(stored):
-    """An E4M3 byte, 0 in place of NaN."""
-    return tl.where(stored == 0x7F, 0, stored)
+def fold_scales(a, b, TILE: tl.constexpr):
+    """``2^-E`` and ``2^E`` of groups from the bytes of their blocks in two tensors, along axis 0 or (TILE) over all.
 
-
-@triton.jit
-def fold_scales(stored, TILE: tl.constexpr):
-    """``2^-E`` and ``2^E`` of groups from the finite E4M3 bytes of their blocks, along axis 0 or (TILE) over all.
-
-    ``E = max((B + 6) >> 3, 4) - 13`` of the largest byte B (docs/numerics.md 9.4).
+    ``E = max((B + 6) >> 3, 4) - 13`` of the largest byte B that is no NaN, which is 0x7F (docs/numerics.md 9.4).
     """
-    if TILE:
-        largest = tl.max(tl.max(stored, 1), 0)
-    else:
-        largest = tl.max(stored, 0)[None, :]
-    field = tl.maximum((largest + 6) >> 3, 4)
+    largest = tl.max(tl.maximum((a + 1) & 0x7F, (b + 1) & 0x7F), 0)  # B + 1, 0 for NaN
+    largest = tl.max(largest, 0) if TILE else largest[None, :]
+    field = tl.maximum((largest + 5) >> 3, 4)
     return float_of((140 - field) << 23), float_of((114 + field) << 23)
 
 
