@@ -79,6 +79,7 @@ TARGETS: dict[str, Target] = {
     "d.layer.delayed": Target("", 23.2, at_most=True, in_ms=True, peer="TransformerEngine 24.4"),
     "d.layer.current": Target("", 23.6, at_most=True, in_ms=True, peer="TransformerEngine 24.7"),
     "d.layer.block": Target("", 26.5, at_most=True, in_ms=True, peer="TransformerEngine 29.6"),
+    "d.layer.nvfp4.folded": Target("bf16", 1.55),
     "d.llama.eager.delayed": Target("", 112.0, at_most=True, in_ms=True, peer="TransformerEngine's Linear 143"),
     "d.llama.eager.current": Target("", 112.0, at_most=True, in_ms=True, peer="TransformerEngine's Linear 143"),
     # A training step of twelve layers of an 8B and its head, batch 2.
@@ -112,6 +113,8 @@ TARGETS: dict[str, Target] = {
     "l.grouped.row": _bf16(1.45, 1.50, None),
     "l.grouped.block": _bf16(1.45, 1.50, 1.6, "TransformerEngine 1.12"),
     "l.grouped.mxfp8.folded": _bf16(1.50, 1.55, 1.6),
+    "l.grouped.nvfp4.folded": _bf16(1.25, 1.35, None),
+    "l.grouped.wide.nvfp4.folded": _bf16(1.30, 1.40, None),
     "l.grouped.64.delayed": _bf16(1.30, 1.40, None, "TransformerEngine 0.68"),
     "l.grouped.64.current": _bf16(1.25, 1.35, None, "TransformerEngine 0.51"),
     "l.grouped.64.row": _bf16(1.20, 1.30, None),

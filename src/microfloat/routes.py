@@ -342,10 +342,12 @@ def why_not_in_groups(cast: Cast) -> str:
     family, refusal = family_of(cast)
     if refusal:
         return f"no kernel for {refusal}"
+    if family == "nvfp4":  # folded: no other route multiplies all groups at once
+        return f"{cast.format.name} has a scale for each row" if cast.tensor_scale == "row" else ""
     if cast.is_stochastic:
         return "stochastic rounding counts the rows of each group"
-    if cast.hadamard is not None or family == "nvfp4":
-        return f"{cast.format.name} has a scale of the whole group"
+    if cast.hadamard is not None:
+        return f"the Hadamard transform of {cast.format.name} is a launch for the whole group"
     return ""
 
 

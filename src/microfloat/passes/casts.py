@@ -440,12 +440,13 @@ class _Casting:
         row, column = (None if one is None else one.nvfp4_cast for one in both.operands)
         casts, levels = (row, column), both.tensor_scales
         rows, columns, warps, steps = tables.tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
-        constants, streams = (*casts, steps, matrix.how(rows, columns)), both.streams
+        constants, streams = (*casts, 0 if matrix.with_scales else steps, matrix.how(rows, columns)), both.streams
+        each = matrix.each or matrix.with_scales
         outputs = both.codes[0], both.scales[0], levels[0], both.codes[1], both.scales[1], levels[1]
         passes.launches.append(Pass(
-            nvfp4.quantize_nvfp4, (matrix.key, constants, warps, *streams, self.batch),
-            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, both.seed, *both.counts),
-            (*streams, self.batch, *matrix.sizes), constants, warps,
+            nvfp4.quantize_nvfp4, (matrix.key, constants, warps, *streams, self.batch, specialization(each)),
+            matrix.tiles(rows * steps, columns), (source, *outputs, *amaxes, both.seed, *both.counts, *self.plan),
+            (*streams, self.batch, each, *matrix.sizes), constants, warps,
         ))  # fmt: skip
 
     def _nvfp4_amaxes(self, source: int, both: Both) -> tuple[int, int]:
@@ -460,10 +461,19 @@ class _Casting:
             one = both.operands[at]
             if one is None or found[at] is not None or one.numbers.signs == NO_SIGNS:
                 continue
-            plain = passes.add(Buffer((2,), (1,), "float32", spans_mesh=True))
-            found[at] = passes.slice(plain, 1, 1)
+            number = matrix.with_scales or 1
+            plain = passes.add(Buffer((2 * number,), (1,), "float32", bool(matrix.with_scales), spans_mesh=True))
+            found[at] = passes.slice(plain, number, number)
             rows, columns, warps = tables.TILES["nvfp4_amax"]
             constants = (one.numbers.signs, at == 0, matrix.how(rows, columns))
+            if matrix.with_scales:
+                bits = (passes.slice(plain, first, number, "int32") for first in (0, number))
+                passes.launches.append(Pass(
+                    amax_kernels.amaxes_of_transformed_groups, (matrix.key, constants, warps),
+                    matrix.tiles(rows, columns), (source, *bits, *self.plan), (matrix.each, *matrix.sizes), constants,
+                    warps,
+                ))  # fmt: skip
+                continue
             programs = min(matrix.tiles(rows, columns), matrix.device.multiprocessors * _MEASURING)
             passes.launches.append(Pass(
                 amax_kernels.amax_transformed, (matrix.key, constants, warps), programs, (source, plain, At.WORDS),
@@ -473,7 +483,9 @@ class _Casting:
             one is not None and amax is None for one, amax in zip(both.operands, found, strict=True)
         ):
             plain = At.AMAX
-            if matrix.device.measures:
+            if matrix.with_scales:
+                plain, _ = measure_groups(passes, matrix, source, self.plan, row=False, column=False)
+            elif matrix.device.measures:
                 plain = passes.add(SCALAR)
                 measure(passes, matrix, source, plain)
         row, column = (plain or At.NOTHING if amax is None else amax for amax in found)

@@ -52,6 +52,8 @@ CASES = [
     ("transforms_are_refused", ()),
     *[("every_group_is_cast_alone", (name,)) for name in ("fp8_block", "mxfp8", *OF_MATRICES)],
     *[("all_groups_at_once", (name,)) for name in ("fp8_block", "mxfp8", *OF_MATRICES)],
+    ("groups_of_nvfp4", ()),
+    ("groups_of_nvfp4_at_once", ()),
     *[("all_groups_at_once", (name, "float32")) for name in ("fp8_block", "fp8_row")],
 ]
 
@@ -85,7 +87,8 @@ def _name(case: tuple) -> str:
     "reads_what_fprop_read-[fm]*", "named_operators-delayed", "named_operators-nvfp4",
     "named_operators-mxfp8",
     "same_bits-*-64-True-float32", "same_bits_by_addresses-fp8_row", "same_bits_by_addresses-mxfp8",
-    "all_groups_at_once-*", "operators-*", "negated_views", "same_bits-fp8_row-*", "same_bits-mxfp6-*",
+    "all_groups_at_once-*", "groups_of_nvfp4*",
+    "operators-*", "negated_views", "same_bits-fp8_row-*", "same_bits-mxfp6-*",
     "same_bits-mxfp4-(32,48)*", "same_bits-mxfp8_exact-(32,48)*"),
 )  # fmt: skip
 @pytest.mark.xdist_group("schedules-interpreted")

@@ -224,6 +224,12 @@ def amaxes(matrix, first, programs, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr
         a, b = tile_amaxes(x_tile, R - row0, C - col0, stride, stride_c, MASK, ALONG_ROWS, HOW)
         plain, transformed = tl.maximum(plain, a), tl.maximum(transformed, b)
         tile -= programs
+    return largest_of(plain, transformed, HW)
+
+
+@triton.jit
+def largest_of(plain, transformed, HW: tl.constexpr):
+    """Bits of the largest of the results of `tile_amaxes`."""
     largest = tl.max(tl.max(transformed, 1), 0)
     if HW:  # rounding keeps the order
         largest = bf16_bits(float_of(largest) * 0.25, HW) << 16
@@ -244,3 +250,20 @@ def amax_transformed(
     offer_maximum(plain, known, scratch_ptr, HW)
     offer_maximum(transformed, known_transformed, scratch_ptr + 2, HW)
     publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), out_ptr, scratch_ptr, HW)
+
+
+@triton.jit
+def amaxes_of_transformed_groups(
+    x_ptr, group_amax, transformed_amax, plan_ptr, tails_ptr, EACH, R, C, stride_r, stride_c, MASK: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """The same of each group of rows, as bits (int32, cleared before); one program per tile. EACH as in `group_of`."""
+    _pid, _across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
+    R, C, row0, col0 = bounds
+    plain, transformed = tile_amaxes(
+        source.x, R - row0, C - col0, source.stride_r, source.stride_c, MASK, ALONG_ROWS, HOW
+    )
+    plain, transformed = largest_of(plain, transformed, HOW.HW)
+    group = group_of(row0, R, plan_ptr, EACH)
+    tl.atomic_max(group_amax + group, plain)
+    tl.atomic_max(transformed_amax + group, transformed)

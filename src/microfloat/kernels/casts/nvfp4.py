@@ -46,6 +46,7 @@ from microfloat.kernels.device.scales import (
 )
 from microfloat.kernels.device.tiles import (
     Bounds,
+    group_of,
     over_columns,
     over_rows,
     prefetch_later,
@@ -312,7 +313,7 @@ def nvfp4_rows(
     NB: tl.constexpr = HOW.BN // 16
     x_ptr, R, C, stride_r, stride_c = matrix
     out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr = operand
-    seed, stream, batch = generator
+    seed, stream, batch, origin = generator
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     rows = R - row0
     cols = C - col0
@@ -333,7 +334,7 @@ def nvfp4_rows(
     random = (0, 0, 0, 0)
     if CAST.STOCHASTIC:
         zero = zero_like(amax, HW)
-        random = block_words(seed, row0 + r + zero, col0 // 16 + b + zero, stream, batch, HW)
+        random = block_words(seed, row0 - origin + r + zero, col0 // 16 + b + zero, stream, batch, HW)
     length = C
     if CAST.SIGNS >= 0:
         length = (C + 15) // 16 * 16
@@ -391,7 +392,7 @@ def nvfp4_columns(
     W: tl.constexpr = HOW.BN // 2
     x_ptr, R, C, stride_r, stride_c = matrix
     out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr = operand
-    seed, stream, batch = generator
+    seed, stream, batch, origin = generator
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     rows = R - row0
     cols = C - col0
@@ -420,8 +421,9 @@ def nvfp4_columns(
     random = ((0, 0, 0, 0), (0, 0, 0, 0))
     if CAST.STOCHASTIC:
         zero = zero_like(amax_low, HW)
-        first = block_words(seed, col0 + c + zero, row0 // 16 + g + zero, stream, batch, HW)
-        random = (first, block_words(seed, col0 + c + 1 + zero, row0 // 16 + g + zero, stream, batch, HW))
+        blocks = (row0 - origin) // 16 + g + zero
+        first = block_words(seed, col0 + c + zero, blocks, stream, batch, HW)
+        random = (first, block_words(seed, col0 + c + 1 + zero, blocks, stream, batch, HW))
     lossy = 0
     if CAST.OUTPUT >= FOLDED:
         made, levels = ((low, high), words, factors, values, random), (level_low, level_high)
@@ -473,13 +475,13 @@ def nvfp4_tile(
     elements that folds changed.
     """
     row_level, column_level = levels
-    row_stream, column_stream, batch = streams
+    row_stream, column_stream, batch, origin = streams
     lossy_rows, lossy_columns = 0, 0
     if ROW is not None:
-        generator = (seed, row_stream, batch)
+        generator = (seed, row_stream, batch, origin)
         lossy_rows = nvfp4_rows(matrix, row0, col0, row, row_level, generator, ROW, LOWERED and can_lower(ROW), HOW)
     if COLUMN is not None:
-        generator = (seed, column_stream, batch)
+        generator = (seed, column_stream, batch, origin)
         lossy_columns = nvfp4_columns(
             matrix, row0, col0, column, column_level, generator, COLUMN, LOWERED and can_lower(COLUMN), HOW
         )
@@ -540,10 +542,10 @@ def nvfp4_tiles(
     levels = shared_levels(row, column, ROW, COLUMN)
     seed = shared_seed(seed_ptr, ROW, COLUMN)
     across = (C + BN - 1) // BN
-    row0 = (pid // across) * (BM * STEPS)
+    row0 = (pid // across) * (BM * (STEPS if STEPS > 1 else 1))
     col0 = (pid % across) * BN
-    if STEPS == 1:
-        if lossy_ptr is not None:
+    if STEPS <= 1:
+        if lossy_ptr is not None and STEPS == 1:
             prefetch_later(x_ptr, pid, across, R, stride_r, HOW)
         lossy = nvfp4_tile(matrix, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
         if lossy_ptr is not None:
@@ -562,20 +564,35 @@ def nvfp4_tiles(
 @triton.jit
 def quantize_nvfp4(
     x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
-    seed_ptr, lossy_ptr, scratch_ptr, row_stream, column_stream, batch, R, C, stride_r, stride_c,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, STEPS: tl.constexpr, HOW: tl.constexpr,
+    seed_ptr, lossy_ptr, scratch_ptr, plan_ptr, tails_ptr, row_stream, column_stream, batch, EACH,
+    R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, STEPS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Cast a matrix; one program per STEPS tiles of BM x BN. ROW and COLUMN are casts, or None.
 
     `row_amax`, `column_amax`: pointers to float32; equal casts read the same one. `lossy_ptr`: int64[2] of elements
-    that folding changed in the row and the column operand; folds alone.
+    that folding changed in the row and the column operand; folds alone. With STEPS = 0 a program has one tile, of rows
+    in groups, each of which is cast as a matrix of its own: amaxes are those of groups, and `batch` is the group. EACH:
+    the number of these amaxes with a plan (`casts.groups`), else the rows of each group.
     """
     BN: tl.constexpr = HOW.BN
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
+    origin = 0
+    if STEPS == 0:
+        row0 = pid // ((C + BN - 1) // BN) * HOW.BM
+        batch = group_of(row0, R, plan_ptr, EACH)
+        if ROW is not None:
+            row_amax += batch
+        if COLUMN is not None:
+            column_amax += batch
+        if plan_ptr is not None:
+            first = tl.load(plan_ptr + row0 // 128)
+            x_ptr = tl.where(first < 0, tails_ptr, x_ptr)
+            x_ptr += (tl.where(first < 0, ~first * 128, first) - row0).to(tl.int64) * stride_r
+            origin = tl.load(plan_ptr + 2 * (R // 128) + EACH + batch)  # the group's first padded row
     matrix = (x_ptr, R, C, stride_r, stride_c)
     row = Operand(row_out, row_scale, row_tensor_scale, row_amax)
     column = Operand(column_out, column_scale, column_tensor_scale, column_amax)
-    streams = (row_stream, column_stream, batch)
+    streams = (row_stream, column_stream, batch, origin)
     lowered = False
     if HOW.HW and (can_lower(ROW) or can_lower(COLUMN)):
         lowered = is_modest(row_amax, ROW) & is_modest(column_amax, COLUMN)

@@ -289,13 +289,13 @@ def values_pair(
     if X_COLUMN is not None and X_COLUMN.SIGNS >= 0:
         column_amax = transformed_word.to(tl.pointer_type(tl.float32))
     row, column = Operand(x_row, None, x_row_scale, row_amax), Operand(x_column, None, x_column_scale, column_amax)
-    streams = (x_row_stream, x_column_stream, 0)
+    streams = (x_row_stream, x_column_stream, 0, 0)
     cast_values_by_size(x, row, column, seed_ptr, streams, pid, programs, X_ROW, X_COLUMN, X_HOW)
     if W is not None:
         W_ROW: tl.constexpr = W.ROW
         W_COLUMN: tl.constexpr = W.COLUMN
         amax = second_word.to(tl.pointer_type(tl.float32))
         row, column = Operand(w_row, None, w_row_scale, amax), Operand(w_column, None, w_column_scale, amax)
-        streams = (w_row_stream, w_column_stream, 0)
+        streams = (w_row_stream, w_column_stream, 0, 0)
         cast_values_by_size(w, row, column, seed_ptr, streams, begin, programs, W_ROW, W_COLUMN, W_HOW)
     leave(scratch_ptr)

@@ -528,7 +528,8 @@ def fold_words(a, b, HW: tl.constexpr):
         PTX: tl.constexpr = (
             "{ .reg .b16 p, q; .reg .b32 s, t; cvt.rn.satfinite.e4m3x2.f16x2 p, $2; "
             "cvt.rn.satfinite.e4m3x2.f16x2 q, $3; mov.b32 $0, {p, q}; cvt.rn.f16x2.e4m3x2 s, p; "
-            "cvt.rn.f16x2.e4m3x2 t, q; set.ne.f16x2.f16x2 s, s, $2; set.ne.f16x2.f16x2 t, t, $3; add.rn.f16x2 $1, s, t; }"
+            "cvt.rn.f16x2.e4m3x2 t, q; set.ne.f16x2.f16x2 s, s, $2; set.ne.f16x2.f16x2 t, t, $3; "
+            "add.rn.f16x2 $1, s, t; }"
         )
         return tl.inline_asm_elementwise(PTX, "=&r,=&r,r,r", [a, b], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
     codes, lossy = 0, 0
@@ -556,7 +557,7 @@ def row_values(
     block, words, factor, value, random, STOCHASTIC: tl.constexpr, LOWERED: tl.constexpr, FOLD: tl.constexpr,
     HW: tl.constexpr,
 ):  # fmt: skip
-    """``decode(code of block * factor) * value`` of a block: eight words, for `fold_words` if FOLD, else of bfloat16."""
+    """``decode(code of block * factor) * value`` of a block: eight words, for `fold_words` if FOLD, else bfloat16."""
     out = ()
     if HW:
         words = sign_words(words, block[0::2], block[1::2])

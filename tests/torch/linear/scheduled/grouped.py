@@ -14,7 +14,7 @@ from microfloat.torch.launch import block_gemm as own_gemm
 from microfloat.torch.launch import program
 from microfloat.torch.linear import grouped, schedule
 from microfloat.torch.nn import grouped_linear
-from tests.torch.linear.scheduled.setting import block_gemms, native_on
+from tests.torch.linear.scheduled.setting import block_gemms, native_on, recipe_of
 
 SIZES = (130, 0, 128, 37, 261)
 BEHIND = 20
@@ -174,6 +174,78 @@ def every_group_is_cast_alone(device, name):
             scales = column_scale[blocks] if name == "mxfp8" else column_scale[:, blocks]
             wanted = want_column_scale[: len(scales)] if name == "mxfp8" else want_column_scale
             assert torch.equal(scales, wanted)
+
+
+def groups_of_nvfp4(device):
+    """Features N3: amaxes, random counters and transforms are those of each group, all of them in one launch."""
+    generator, recipe = torch.Generator().manual_seed(2), recipe_of("nvfp4_folded")
+    x = torch.randn(sum(SIZES) + BEHIND, 256, generator=generator)
+    x *= torch.exp2(torch.arange(len(x)) // 50)[:, None]  # amaxes of their own
+    x, ends = x.bfloat16().to(device), torch.tensor(SIZES, device=device).cumsum(0, dtype=torch.int32)
+    seed = torch.tensor([5, 6], device=device)
+    with native_on(device):
+        backend = backends.choose("native", x.device)
+        routes = routes_of(recipe, backend.chip_of(x.device))
+        plan = program.plan_groups(ends, len(x), 192)
+        begins = plan.padded_begins[: len(SIZES) + 1].tolist()
+        stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
+        for tensor in ("x", "dy"):
+            entries = entries_of(recipe, routes, tensor, True, True)
+
+            def cast(matrix, group, in_groups=0, groups=None, entries=entries):
+                step, counts = schedule.CastStep(backend, matrix, entries, group, in_groups), torch.zeros(2).long()
+                counts = counts.to(device)
+                inputs = CastInputs(seed=seed, folded=counts, tiles=counts, groups=groups)
+                made = step(matrix, stream, program.scratch(x.get_device()), inputs)
+                return *made.row[:2], *made.column[:2], counts
+
+            row, row_scale, column, column_scale, counts = cast(x, 0, len(SIZES), plan.whole)
+            column, turned = (column.t(), True) if tensor == "x" else (column, False)
+            begin, total = 0, 0
+            for g, (size, first, last) in enumerate(zip(SIZES, begins, begins[1:], strict=False)):
+                own, begin = x[begin : begin + size].clone(), begin + size
+                if not size:
+                    continue
+                one_row, one_row_scale, one_column, one_column_scale, changed = cast(own, g)
+                total = total + changed
+                assert torch.equal(row[first : first + size].float(), one_row.float())
+                assert torch.equal(row_scale[first : first + size], one_row_scale)
+                one_column = one_column.t() if turned else one_column
+                length, blocks = one_column.shape[1], slice(first // 128, last // 128)
+                assert torch.equal(column[:, first : first + length].float(), one_column.float())
+                assert not column[:, first + length : last].float().any()
+                scales = column_scale[blocks] if turned else column_scale[:, blocks]
+                assert torch.equal(scales, one_column_scale[: len(scales)])
+            assert torch.equal(counts, total)
+
+
+def groups_of_nvfp4_at_once(device):
+    """Features N3: y, dx and dw of one launch for all groups are those of one group after the other, at one seed."""
+    generator = torch.Generator().manual_seed(0)
+    every, length, width = (SIZES, 256, 384) if device == "cuda" else ((40, 0, 20), 128, 128)
+    x, dy = (torch.randn(sum(every), size, generator=generator).bfloat16().to(device) for size in (length, width))
+    sizes, recipe = torch.tensor(every, device=device), recipe_of("nvfp4_folded")
+    layer = mf.GroupedLinear(
+        len(every), length, width, device=device, dtype=torch.bfloat16, recipe=recipe, backend="native"
+    )
+    with torch.no_grad():
+        layer.weight *= torch.exp2(torch.arange(len(every), device=device))[:, None, None]
+    made = []
+    for apart in (False, True):
+        asked = (
+            mock.patch.object(grouped, "why_one_by_one", return_value="asked") if apart else contextlib.nullcontext()
+        )
+        with (
+            native_on(device),
+            _products(device),
+            asked,
+            block_gemms(device, []) if apart else contextlib.nullcontext(),
+        ):
+            assert layer.schedule(x).reason == ("asked" if apart else "")
+            torch.manual_seed(3)
+            made.append(_results(layer, x, dy, sizes))
+    for got, wanted in zip(*made, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-9 * float(wanted.abs().max()))
 
 
 def _of_one(device, layer, x, dy):
