@@ -177,7 +177,7 @@ def every_group_is_cast_alone(device, name):
 
 
 def groups_of_nvfp4(device):
-    """Features N3: amaxes, random counters and transforms are those of each group, all of them in one launch."""
+    """Features R26: amaxes, random counters and transforms are those of each group, all of them in one launch."""
     generator, recipe = torch.Generator().manual_seed(2), recipe_of("nvfp4_folded")
     x = torch.randn(sum(SIZES) + BEHIND, 256, generator=generator)
     x *= torch.exp2(torch.arange(len(x)) // 50)[:, None]  # amaxes of their own
@@ -220,7 +220,7 @@ def groups_of_nvfp4(device):
 
 
 def groups_of_nvfp4_at_once(device):
-    """Features N3: y, dx and dw of one launch for all groups are those of one group after the other, at one seed."""
+    """Features R26: y, dx and dw of one launch for all groups are those of one group after the other, at one seed."""
     generator = torch.Generator().manual_seed(0)
     every, length, width = (SIZES, 256, 384) if device == "cuda" else ((40, 0, 20), 128, 128)
     x, dy = (torch.randn(sum(every), size, generator=generator).bfloat16().to(device) for size in (length, width))
