@@ -14,7 +14,10 @@ import tomllib
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PACKAGE, EXTRA = "transformers", "integrations"
-TESTS = ("test_fused_transformers.py", "test_generation.py", "test_transformers.py")
+TESTS = (
+    "test_checkpoints.py", "test_from_pretrained.py", "test_fused_transformers.py", "test_generation.py",
+    "test_transformers.py",
+)  # fmt: skip
 
 
 def oldest():

@@ -227,14 +227,133 @@ def test_configurations_that_are_refused(hf, transformers, folder):
 
 @MORE
 def test_a_folder_that_is_quantized_already_is_refused(hf, transformers, folder, tmp_path):
-    """transformers does not know ModelOpt, and would read its codes as values."""
+    """An older ModelOpt says it in hf_quant_config.json alone, of which transformers knows nothing; where it sees that
+    a folder has another method it refuses the config itself.
+    """
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     mf.quantize_(model, WeightOnly("nvfp4"))
-    mf.save_quantized(model, tmp_path / "low", format="modelopt:nvfp4")
-    with pytest.raises(InvalidValueError, match=r"quantized already \(modelopt\), needed .*load_pretrained"):
-        transformers.LlamaForCausalLM.from_pretrained(
-            tmp_path / "low", quantization_config=hf.MicrofloatConfig("nvfp4")
-        )
+    read = transformers.LlamaForCausalLM.from_pretrained
+    for format in ("modelopt:nvfp4", "ct:nvfp4"):
+        mf.save_quantized(model, tmp_path / format, format=format)
+        with pytest.raises(ValueError, match="but you are passing a MicrofloatConfig"):
+            read(tmp_path / format, quantization_config=hf.MicrofloatConfig("nvfp4"))
+    path = tmp_path / "modelopt:nvfp4" / "config.json"
+    settings = json.loads(path.read_text())
+    del settings["quantization_config"]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(InvalidValueError, match=r"quantized already \(modelopt:nvfp4\), needed .*load_pretrained"):
+        read(path.parent, quantization_config=hf.MicrofloatConfig("nvfp4"))
+    assert mf.QuantizedTensor in {type(one) for one in hf.load_pretrained(path.parent).parameters()}
+
+
+# ---- ModelOpt, places, heads -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("to", "tied"),
+    [
+        ("modelopt:nvfp4", True), pytest.param("modelopt:fp8", False, marks=MORE),
+        pytest.param("modelopt:mxfp8", True, marks=MORE),
+    ],
+)  # fmt: skip
+def test_from_pretrained_keeps_the_codes_of_modelopt(hf, transformers, llama, tmp_path, to, tied):
+    from microfloat.checkpoint import convert
+
+    llama(tie_word_embeddings=tied).bfloat16().save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "low", to=to)
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    model, info = read(tmp_path / "low", output_loading_info=True)
+    assert not any(info.values())
+    assert_same(model, hf.load_pretrained(tmp_path / "low"))
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, mf.QuantizedTensor)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert (model.dtype, model.training) == (torch.bfloat16, False)
+    model.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]["quant_method"] == (
+        "compressed-tensors"
+    )
+
+
+@MORE
+def test_numbered_experts_of_modelopt_are_joined(hf, transformers, tmp_path):
+    from microfloat.checkpoint import convert
+
+    kind = transformers.Qwen3MoeForCausalLM
+    torch.manual_seed(0)
+    model = kind(
+        kind.config_class(**FAMILIES["Qwen3MoeForCausalLM"] | {"hidden_size": 64, "moe_intermediate_size": 64})
+    )
+    model.bfloat16().save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "low", to="modelopt:nvfp4")
+    assert_same(kind.from_pretrained(tmp_path / "low"), hf.load_pretrained(tmp_path / "low"))
+
+
+@MORE
+@pytest.mark.parametrize(
+    ("places", "taken"),
+    [
+        ("auto", True), ({"": "cpu"}, True), ("cpu", True), ({"model": "cpu", "lm_head": "cpu"}, True),
+        ({"model": "cpu", "lm_head": "disk"}, False), ({"model": 0, "lm_head": "cpu"}, False), ("balanced", False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_all_codes_of_modelopt_go_to_one_device(hf, transformers, folder, accelerate, tmp_path, places, taken):
+    from microfloat.checkpoint import convert
+
+    convert(folder, tmp_path / "low", to="modelopt:fp8")
+    read = transformers.LlamaForCausalLM.from_pretrained
+    if taken:
+        model = read(tmp_path / "low", device_map=places)
+        assert {str(one.device) for one in model.parameters()} == {"cuda:0" if torch.cuda.is_available() else "cpu"}
+    else:
+        with pytest.raises(NotSupportedError, match=r"device_map: got .*, needed (one device|devices or)"):
+            read(tmp_path / "low", device_map=places)
+
+
+@MORE
+def test_weights_that_are_offloaded(hf, transformers, folder, accelerate, tmp_path):
+    """To a CPU they go as they are; a disk is refused, whether its folder is there or not, and however it is chosen."""
+    read, options = transformers.LlamaForCausalLM.from_pretrained, {"quantization_config": hf.MicrofloatConfig("nvfp4")}
+    model = read(folder, **options)
+    wanted = model(PROMPT).logits
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert torch.equal(model(PROMPT).logits, wanted)
+    for where in (tmp_path, tmp_path / "gone" / "for good"):
+        with pytest.raises(NotSupportedError, match="device_map: got modules on 'disk'"):
+            read(folder, device_map="auto", max_memory={"cpu": "8KB"}, offload_folder=str(where), **options)
+        with pytest.raises(InvalidTypeError, match="got a QuantizedTensor"):
+            accelerate.disk_offload(read(folder, **options), str(where), execution_device=torch.device("cpu"))
+
+
+@MORE
+def test_a_model_on_meta_and_a_tied_head(hf, transformers, llama, tmp_path):
+    llama(tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path / "tied")
+    read = transformers.LlamaForCausalLM.from_pretrained
+    model = read(tmp_path / "tied", quantization_config=hf.MicrofloatConfig("nvfp4"), device_map="meta")
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, mf.QuantizedTensor)
+    assert model.model.layers[0].mlp.up_proj.weight.is_meta
+    both = Placement([("lm_head", WeightOnly("mxfp8")), ("*", WeightOnly("nvfp4"))])
+    with pytest.warns(UserWarning, match="lm_head .*are tied no longer"):
+        model = read(tmp_path / "tied", quantization_config=hf.MicrofloatConfig(both))
+    wanted = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "tied")
+    with pytest.warns(UserWarning, match="lm_head .*are tied no longer"):
+        mf.quantize_(wanted, both)
+    assert_same(model, wanted)
+    assert isinstance(model.lm_head.weight, mf.QuantizedTensor)
+
+
+@MORE
+@pytest.mark.parametrize("stored", ["modelopt:nvfp4", "ct:nvfp4"])
+def test_a_folder_of_two_methods_is_read_as_its_tensors_are(hf, folder, tmp_path, stored):
+    """config.json says compressed-tensors and hf_quant_config.json ModelOpt; the tensors decide."""
+    from microfloat.checkpoint import convert
+
+    for to in ("modelopt:nvfp4", "ct:nvfp4"):
+        convert(folder, tmp_path / to, to=to)
+    wanted = hf.load_pretrained(tmp_path / stored)
+    for file, of in (("config.json", "ct:nvfp4"), ("hf_quant_config.json", "modelopt:nvfp4")):
+        (tmp_path / stored / file).write_bytes((tmp_path / of / file).read_bytes())
+    assert_same(hf.load_pretrained(tmp_path / stored), wanted)
 
 
 SAVED = {
@@ -289,7 +408,7 @@ def test_experts_of_a_saved_folder_come_back(hf, transformers, tmp_path):
     torch.manual_seed(0)
     kind(kind.config_class(**FAMILIES["Qwen3MoeForCausalLM"])).bfloat16().save_pretrained(tmp_path / "plain")
     model = kind.from_pretrained(tmp_path / "plain", quantization_config=hf.MicrofloatConfig("nvfp4"))
-    with pytest.warns(UserWarning, match=r"one tensor scale in place of their own"):
+    with pytest.warns(UserWarning, match=r"misreads ct:nvfp4: numbered experts, without global scales"):
         model.save_pretrained(tmp_path / "low")
     read = hf.load_pretrained(tmp_path / "low")
     for name, value in model.state_dict().items():

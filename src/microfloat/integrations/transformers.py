@@ -8,7 +8,6 @@ themselves: which layers stay in high precision, which of them share a scale, an
 """
 
 import copy
-import json
 import os
 import pathlib
 import warnings
@@ -37,7 +36,7 @@ if find_spec("transformers") is None:
 
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -143,6 +142,7 @@ class MicrofloatQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
+    is_trainable = True  # type: ignore[assignment]  # adapters train around codes
     report: ConversionReport
 
     def __init__(self, quantization_config: MicrofloatConfig, **kwargs: object) -> None:
@@ -252,17 +252,10 @@ class MicrofloatQuantizer(HfQuantizer):
         """The tensors and the metadata of the file of a model, whose configuration then describes them."""
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}
-        tensors, documents, metadata = contents(model, _dialect_of(model))
-        experts = [
-            name for name, one in model.named_parameters()
-            if isinstance(one, QuantizedTensor) and one.dim() == 3 and one.format.tensor_scale is not None
-        ]  # fmt: skip
-        if experts:
-            warnings.warn(
-                f"save_pretrained: compressed-tensors inside transformers 5.24 gives the experts of {experts[0]} one "
-                "tensor scale in place of their own, and wrong values. load_pretrained reads this folder right.",
-                UserWarning, stacklevel=3,
-            )  # fmt: skip
+        dialect, notes = _dialect_of(model)
+        tensors, documents, metadata = contents(model, dialect)
+        for note in notes:
+            warnings.warn(f"save_pretrained: {note}. load_pretrained reads it.", UserWarning, stacklevel=3)
         self.quantization_config.saved_as = documents["config.json"]["quantization_config"]  # type: ignore
         model._weight_conversions = []  # type: ignore[assignment]  # the names are those of the file already
         return tensors, metadata
@@ -271,11 +264,6 @@ class MicrofloatQuantizer(HfQuantizer):
     def is_qat_trainable(self) -> bool:
         """True where weights stay plain and train under a recipe; codes themselves do not train."""
         return self.quantization_config.recipe is not None  # type: ignore
-
-    @property
-    def is_trainable(self) -> bool:  # type: ignore
-        """True: adapters train around codes."""
-        return True
 
 
 class _Group:
@@ -309,27 +297,32 @@ def _loaded(parameter: nn.Parameter) -> nn.Parameter:
 
 def _check_plain(files: Sequence[str] | None) -> None:
     """Refuse a folder that is quantized by a method which transformers does not know, and takes for plain weights."""
-    folder = pathlib.Path(files[0]).parent if files else None
-    if folder is None:
-        return
-    path = folder / "config.json"
-    stated = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
-    if stated or (folder / "hf_quant_config.json").is_file():
-        method = stated.get("quant_method") if isinstance(stated, dict) else "modelopt"
+    from microfloat.checkpoint import detect
+
+    family = detect(pathlib.Path(files[0]).parent).family if files and files[0].endswith(".safetensors") else "plain"
+    if family != "plain":
         raise invalid_value(
-            "quantization_config", f"a MicrofloatConfig for weights that are quantized already ({method})",
+            "quantization_config", f"a MicrofloatConfig for weights that are quantized already ({family})",
             "a folder of plain weights", "load_pretrained(folder) of this module keeps its codes.",
         )  # fmt: skip
 
 
-def _dialect_of(model: nn.Module) -> str:
-    """The first dialect of compressed-tensors that holds all stored formats of a model."""
+def _dialect_of(model: Any) -> tuple[str, list[str]]:
+    """The first dialect of compressed-tensors that holds the formats of a model, and how transformers fails at it."""
     from microfloat.checkpoint._saving import SAVED
+    from microfloat.checkpoint.families.readers import Layer, complaints
 
-    formats = {one.format for one in model.state_dict().values() if isinstance(one, QuantizedTensor)}
-    for name, families in SAVED.items():
-        if name.startswith("ct:") and all(any(one.holds(fmt) for one in families) for fmt in formats):
-            return name
+    stored = {name: one for name, one in model.state_dict().items() if isinstance(one, QuantizedTensor)}
+    formats = {one.format for one in stored.values()}
+    for dialect, families in SAVED.items():
+        holding = {fmt: one.name for fmt in formats for one in families if one.holds(fmt)}
+        if dialect.startswith("ct:") and len(holding) == len(formats):
+            notes = set()
+            for name, one in stored.items():
+                named = "experts.0.of.weight" if one.dim() == 3 else name
+                layer = Layer(holding[one.format], one.format, named, tuple(one.shape[-2:]), model.config.model_type)
+                notes.update(complaints(layer))
+            return dialect, sorted(notes)
     raise NotSupportedError(
         f"save_pretrained: got weights in {', '.join(sorted(fmt.name for fmt in formats))}, needed formats that "
         "compressed-tensors holds. microfloat.torch.save_quantized(model, path) writes any; load_pretrained reads it."
@@ -356,9 +349,15 @@ def load_pretrained(
     make = getattr(model_class, "from_config", None) or model_class._from_config  # type: ignore[attr-defined]
     with torch.device("meta"):
         model = make(settings, dtype=dtype)
-    report = load_quantized(folder, model, config=config, device=device)
+    _give_codes(model, folder, config, device)
     if (pathlib.Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _give_codes(model: Any, folder: str | os.PathLike[str], config: Config | None, device: Any) -> None:
+    """Load a folder of any dialect into a model, which says afterwards in its configuration how it is quantized."""
+    report = load_quantized(folder, model, config=config, device=device)
     stored = {row.name: row.recipe for row in report if isinstance(row.recipe, Config)}
     if stored:
         kinds = set(stored.values())
@@ -366,4 +365,59 @@ def load_pretrained(
         quantizer.report, model.hf_quantizer = report, quantizer  # type: ignore
         model.is_quantized, model.quantization_method = True, _METHOD
         model.config.quantization_config = quantizer.quantization_config
-    return model.eval()
+
+
+class ModelOptConfig(QuantizationConfigMixin):
+    """The configuration of a folder of ModelOpt, which transformers does not know and would take for plain weights."""
+
+    def __init__(self, **stated: object) -> None:
+        vars(self).update(stated, quant_method="modelopt")
+
+
+class ModelOptQuantizer(MicrofloatQuantizer):
+    """Gives a model the codes of its folder, once transformers has built it and passed over the tensors in it."""
+
+    def __init__(self, quantization_config: ModelOptConfig, **kwargs: object) -> None:
+        super().__init__(MicrofloatConfig("nvfp4"), **kwargs)  # type: ignore  # until the folder says what it holds
+        self.quantization_config = quantization_config
+
+    def update_device_map(self, device_map: Any) -> dict[str, Any]:
+        """One device for all codes, under "auto" a GPU where there is one; several are refused."""
+        places = {str(one) for one in (device_map.values() if isinstance(device_map, Mapping) else [device_map])}
+        place = places.pop()
+        if places or place in ("balanced", "balanced_low_0", "sequential", "meta"):
+            raise NotSupportedError(
+                f"device_map: got {device_map!r} for codes of ModelOpt, needed one device, such as 'cuda:0', or 'cpu'. "
+                "accelerate.cpu_offload(model, execution_device=0) moves them to a device layer by layer."
+            )
+        place = {"None": "cpu", "auto": "cuda:0" if torch.cuda.is_available() else "cpu"}.get(place, place)
+        self._device = f"cuda:{place}" if place.isdigit() else place
+        return {"": self._device}
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: object) -> Any:
+        self._folder = pathlib.Path((checkpoint_files or [""])[0]).parent
+        model._keys_to_ignore_on_load_unexpected = {".*"}
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """None: the tensors are passed over."""
+        return []
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: object) -> bool:
+        """True: every tensor of the files is passed over."""
+        return True
+
+    def take(self, model: nn.Module, name: str, value: torch.Tensor, missing: set[str]) -> bool:
+        """True: a tensor counts as loaded, and so do those that no file has under the name of the model."""
+        missing.clear()
+        return True
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:  # type: ignore
+        model.tie_weights()  # type: ignore[operator]  # whose names no file has
+        _give_codes(model, self._folder, None, self._device)
+        return model
+
+
+if "modelopt" not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config("modelopt")(ModelOptConfig)
+    register_quantizer("modelopt")(ModelOptQuantizer)

@@ -131,7 +131,5 @@ def readers_of(layers: Iterable[Layer]) -> list[dict[str, object]]:
         for reader in SOURCES:
             does, what = (found[reader].does, found[reader].what) if reader in found else ("not known", "")
             counts[reader, layer.family, does, what] += 1
-    rows = [
-        dict(zip(("reader", "family", "does", "what", "layers"), (*key, n), strict=True)) for key, n in counts.items()
-    ]
-    return sorted(rows, key=lambda row: [*SOURCES].index(str(row["reader"])))
+    keys = sorted(counts, key=lambda key: [*SOURCES].index(key[0]))
+    return [dict(reader=key[0], family=key[1], does=key[2], what=key[3], layers=counts[key]) for key in keys]
