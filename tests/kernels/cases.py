@@ -888,6 +888,34 @@ def measured_products(device, names):
             assert maker.difference((64, 128, 96)) < 4e-3, name
 
 
+def routed_rows(device, tokens, many, features, dtype, live):
+    """Sums of rows of experts are those of plain torch operations to the bit, and so is what is spread to them."""
+    from microfloat.torch.launch import triton
+
+    generator = torch.Generator().manual_seed(many)
+    x = torch.randn(tokens, features, generator=generator).to(dtype)
+    rows = torch.randn(tokens * many, features, generator=generator).to(dtype)
+    weights = torch.rand(tokens, many, generator=generator)
+    place = torch.randperm(tokens * many, generator=generator).view(tokens, many)
+    ends = torch.tensor([1, 1, live], dtype=torch.int32)
+    rows[live:] = float("nan")  # rows of no expert here
+    weights[place >= live] = float("inf")
+    on = [one.to(device) for one in (x, rows, weights, place, ends)]
+    for scale in (None, weights):
+        own = None if scale is None else on[2]
+        (want,) = torch.ops.microfloat.route_rows(rows, place, ends, scale, None, torch.float32, False)
+        got = torch.empty_like(want, device=device)
+        triton.route_rows(False, on[1], on[3], on[4], own, None, None, got)
+        assert torch.equal(got.cpu(), want)
+        want, dots = torch.ops.microfloat.route_rows(x, place, ends, scale, rows, dtype, True)
+        got, measured = torch.empty_like(on[1]), torch.empty(tokens, many, device=device)
+        triton.route_rows(True, on[0], on[3], on[4], own, on[1], measured, got)
+        assert torch.equal(got.cpu(), want)
+        torch.testing.assert_close(measured.cpu(), dots, rtol=1e-4, atol=1e-4)
+        triton.route_rows(True, on[0], on[3], on[4], own, None, None, got.zero_())
+        assert torch.equal(got.cpu(), want)
+
+
 def run(case, device):
     """Run ``(function name, arguments, keyword arguments)`` on a device; returns which form of the conversions ran."""
     name, arguments, options = case

@@ -215,8 +215,10 @@ def test_calls_with_hardly_a_token(tokens):
     y, dx, dweights, *others = gradients(experts, x.requires_grad_(), index, weights.requires_grad_())
     assert (y.shape, dx.shape, dweights.shape) == ((tokens, K), (tokens, K), (tokens, 2))
     assert all(one.any() == bool(tokens) for one in others)
-    with pytest.raises(RuntimeError, match="shape"):  # of five tokens, for more rows
+    with pytest.raises(InvalidValueError, match=r"top_k_index: got shape \(5, 2\).*hidden_states \(20, 32\)"):
         experts(inputs()[0], inputs()[1][:5], inputs()[2][:5])
+    with pytest.raises(InvalidValueError, match=r"top_k_index: got shape \(20, 2\), top_k_weights \(20, 1\)"):
+        experts(*inputs()[:2], inputs()[2][:, :1])
 
 
 def test_experts_false_and_filters_leave_experts_named():
@@ -247,6 +249,7 @@ def test_rows_of_other_ranks_reach_neither_outputs_nor_gradients():
     with torch.no_grad():
         x[away.all(1)] = torch.nan
         assert experts(x, marked, weights).isfinite().all()
+        assert torch.equal(experts(x, torch.where(away, -1, index), weights), experts(x, marked, weights))
     everywhere = torch.full_like(index, E)
     assert all(
         not one.any() for one in gradients(experts, x.detach().nan_to_num().requires_grad_(), everywhere, weights)

@@ -191,6 +191,14 @@ def round_bf16(x, HW: tl.constexpr):
 
 
 @triton.jit
+def stored(x, dtype: tl.constexpr, HW: tl.constexpr):
+    """float32 values rounded to the dtype in which they are stored, nearest even."""
+    if dtype == tl.bfloat16:
+        x = round_bf16(x, HW)
+    return x.to(dtype)
+
+
+@triton.jit
 def bf16_word(low, high, HW: tl.constexpr):
     """Two float32 values as one word of bfloat16."""
     if HW:

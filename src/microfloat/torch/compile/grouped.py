@@ -93,8 +93,7 @@ class _CompiledGrouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Maybe, ...]:  # type: ignore[override]
-        if not torch.compiler.is_compiling():
-            refuse_double_backward()
+        refuse_double_backward()
         (x, *saved), (dy_scale, dy_history) = ctx.saved_tensors, ctx.dy_state
         number, *settings = ctx.settings
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]

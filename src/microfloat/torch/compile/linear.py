@@ -289,8 +289,7 @@ class _CompiledLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dy: torch.Tensor, *_: object) -> tuple[Maybe, ...]:  # type: ignore[override]
-        if not torch.compiler.is_compiling():
-            refuse_double_backward()
+        refuse_double_backward()
         x, seed, *saved = ctx.saved_tensors
         (dy_scale, dy_history), (parts, number, *settings) = ctx.dy_state, ctx.settings
         call = settings_in(settings)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from microfloat.kernels.casts import scaled as kernels
-from microfloat.kernels.producers import loss, rotary
+from microfloat.kernels.producers import loss, rotary, routing
 from microfloat.layout import Part, folded_format
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
@@ -288,8 +288,6 @@ def codes(
 
 # ------------------------------------------------------------------------------------------------------------- rotary
 
-_ROTATE = program.Kernel(rotary.rotate_tokens)
-
 
 def rotate(
     parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, *,
@@ -312,17 +310,42 @@ def rotate(
         interleaved,
     )  # fmt: skip
     scalars = (length, *strides, *steps, *table)
-    number = parts[0].get_device()
-    used = [*tensors, *written, cos, sin]
-    aligned = tuple(x is None or x.data_ptr() & 15 == 0 for x in used)
-    dtypes = tuple(None if x is None else x.dtype for x in used)
+    _start(rotary.rotate_tokens, batch * length, [*tensors, *written, cos, sin], scalars, constants)
+
+
+def _start(
+    kernel: Callable, programs: int, tensors: Sequence[torch.Tensor | None], scalars: tuple, constants: tuple
+) -> None:
+    """Start a kernel on the device of the first tensor; kept by all that Triton specializes on."""
+    if not programs:
+        return
+    number = tensors[0].get_device()  # type: ignore[union-attr]
+    aligned = tuple(x is None or x.data_ptr() & 15 == 0 for x in tensors)
+    dtypes = tuple(None if x is None else x.dtype for x in tensors)
     key = (constants, dtypes, tuple(specialization(n) for n in scalars), number, *aligned)
-    launch = _ROTATE.prepared(key, batch * length, scalars, constants)
+    launch = program.kernel_of(kernel).prepared(key, programs, scalars, constants)
     if number < 0:
-        launch(0, *used)
+        launch(0, *tensors)
         return
     with torch.cuda.device(number):
-        launch(raw_stream(number), *used)
+        launch(raw_stream(number), *tensors)
+
+
+# ------------------------------------------------------------------------------------------------------------ routing
+
+
+def route_rows(spreads: bool, *tensors: torch.Tensor) -> None:
+    """Start `spread_rows` or `sum_rows` of `kernels.producers.routing`; the last of the tensors is written."""
+    x, place, ends, weights, rows, dots, made = (t if t is None else t.contiguous() for t in tensors)
+    (tokens, many), columns = place.shape, x.shape[1]
+    padded, block = 1 << (many - 1).bit_length(), min(1024, 1 << (columns - 1).bit_length())
+    scalars, conversions = (columns, ends.shape[0]), device_of(x.get_device()).conversions
+    if spreads:
+        constants = many, padded, max(64, min(block, 4096 // padded)), conversions
+        _start(routing.spread_rows, tokens, (x, place, ends, weights, rows, dots, made), scalars, constants)
+    else:
+        programs = tokens * -(-columns // block)
+        _start(routing.sum_rows, programs, (x, place, ends, weights, made), scalars, (many, block, conversions))
 
 
 # --------------------------------------------------------------------------------------------------------------- loss
@@ -347,7 +370,7 @@ def cross_entropy_(
 
 # ------------------------------------------------------------------------------------------------------ delayed scaling
 
-_UPDATE, _GATHER = program.Kernel(kernels.update_delayed), program.Kernel(kernels.gather_live)
+_UPDATE = program.Kernel(kernels.update_delayed)
 _LONGEST_HISTORY = 8192
 
 
@@ -381,11 +404,7 @@ class Slots:
     def gather_live(self) -> torch.Tensor:
         """The live amaxes of all slots, float32 [slots], for one all-reduce."""
         live = torch.empty(self.count, dtype=torch.float32, device=self.device)
-        key = (self.count, self.number)
-        programs = -(-self.count // 128)
-        stream = 0 if self.number < 0 else raw_stream(self.number)
-        with torch.cuda.device(self.number):
-            _GATHER.prepared(key, programs, (self.count,), (128,))(stream, self.addresses, live)
+        _start(kernels.gather_live, -(-self.count // 128), (self.addresses, live), (self.count,), (128,))
         return live
 
 

@@ -548,7 +548,9 @@ def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None, groups: Any = Non
 
 
 def refuse_double_backward() -> None:
-    """Raise NotSupportedError where backward is itself being differentiated."""
+    """Raise NotSupportedError where backward is itself being differentiated; a compiler refuses it by itself."""
+    if torch.compiler.is_compiling():
+        return
     if torch.is_grad_enabled():
         raise NotSupportedError(
             "backward: got create_graph=True (a double backward) through a quantized Linear, needed a single backward. "

@@ -24,9 +24,11 @@ from microfloat.recipes import Recipe
 from microfloat.torch._typing import StateDict
 from microfloat.torch.context import ambient
 from microfloat.torch.linear.grouped import Groups
+from microfloat.torch.linear.routing import Route
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, adapt_scaling_keys
 from microfloat.torch.tensor.checks import is_abstract
+from microfloat.torch.tensor.custom_ops import refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -269,10 +271,9 @@ def experts_class(original: type) -> type[ExpertsLayer]:
 
 
 class Routed(Protocol):
-    """The fields of a layer that carries transformers' `use_experts_implementation`."""
+    """The fields of a layer that carries transformers' `use_experts_implementation`; `has_gate` and
+    `has_post_expert_norm` besides, which others lack."""
 
-    has_gate: bool
-    has_post_expert_norm: bool
     act_fn: Callable[[torch.Tensor], torch.Tensor]
     post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
@@ -293,8 +294,8 @@ def routed(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """[T, K]: the contract of transformers' experts, with x [T, K], and numbers and weights [T, top_k] of experts."""
-    act = experts._apply_gate if experts.has_gate else experts.act_fn
-    norm = experts.post_expert_norm if experts.has_post_expert_norm else None
+    act = experts._apply_gate if getattr(experts, "has_gate", True) else experts.act_fn
+    norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
     return _by_expert(products, act, hidden_states, top_k_index, top_k_weights, norm)
 
 
@@ -303,27 +304,19 @@ def _by_expert(
     index: torch.Tensor, weights: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The weighted sum over the experts of each token, computed over rows that are sorted by expert."""
+    refuse_transforms("forward", x_TK)
     up, down = products.values()
-    many, number = index.shape[-1], down.num_groups
+    if index.dim() != 2 or (*index.shape[:1], *weights.shape) != (*x_TK.shape[:1], *index.shape):
+        needed = "[T, top_k], top_k_weights of the same shape, and hidden_states [T, K]"
+        got = f"shape {tuple(index.shape)}, top_k_weights {tuple(weights.shape)}, hidden_states {tuple(x_TK.shape)}"
+        raise invalid_value("top_k_index", got, needed)
     # The remainder of a number below zero is large: it is nobody's, as every number that is too large.
     ids, order = torch.sort(index.reshape(-1) % torch.iinfo(index.dtype).max, stable=True)
-    groups = groups_of_experts(ids, number)
-    h = act(up(x_TK[order // many], groups if up.num_groups == number else groups_of_experts(ids, up.num_groups)))
-    h = down(h, groups)
-    if norm is not None:
-        h = norm(h)
-    scores = weights.reshape(-1)[order].masked_fill(ids >= number, 0)
-    y = (h * scores[:, None]).masked_fill((ids >= number)[:, None], 0)
-    y = torch.zeros_like(y).index_copy(0, order, y)
-    return y.view(x_TK.shape[0], many, y.shape[-1]).sum(1).to(x_TK.dtype)
-
-
-def _gated(
-    experts: Routed, products: Mapping[str, ExpertProduct], hidden_states: torch.Tensor, top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """The contract of `routed`, of a class without the fields of transformers' decorator."""
-    return _by_expert(products, experts._apply_gate, hidden_states, top_k_index, top_k_weights)
+    place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device)).view_as(index)
+    groups = groups_of_experts(ids, down.num_groups)
+    of_up = groups if up.num_groups == down.num_groups else groups_of_experts(ids, up.num_groups)
+    h = down(act(up(Route.apply(x_TK, place, of_up.ends, None, x_TK.dtype, True), of_up)), groups)
+    return Route.apply(h if norm is None else norm(h), place, groups.ends, weights, x_TK.dtype, False)
 
 
 def _longcat(
@@ -355,7 +348,7 @@ register_experts(
     "transformers.models.llama4.modeling_llama4:Llama4TextExperts", {"gate_up_proj": "EKN", "down_proj": "EKN"}, _llama4
 )
 register_experts(
-    "transformers.models.step3p7.modeling_step3p7:Step3p7Experts", {"gate_up_proj": "ENK", "down_proj": "ENK"}, _gated
+    "transformers.models.step3p7.modeling_step3p7:Step3p7Experts", {"gate_up_proj": "ENK", "down_proj": "ENK"}, routed
 )
 register_experts(
     "transformers.models.longcat_flash.modeling_longcat_flash:LongcatFlashExperts",

@@ -1,0 +1,80 @@
+"""Rows of tokens to the rows of their experts and back, in one launch each way.
+
+    spread  rows[place[t, k]] = x[t]                             dx[t] = sum over k of drows[place[t, k]]
+    sum     y[t] = sum over k of w[t, k] * rows[place[t, k]]     drows[place[t, k]] = w[t, k] * dy[t]
+                                                                 dw[t, k] = dy[t] . rows[place[t, k]]
+
+Sums over k run in float32, k = 0 first, and are rounded once, so that they are the same on every device; the dots of dw
+are sums of float32 in any order. Rows from ``ends[-1]`` on are those of no expert here: whatever they hold, they count
+as zeros, and have zeros as gradients.
+
+Legend: T = tokens, K = experts of a token, S = T * K rows sorted by expert, H = features.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from microfloat.torch import backends
+from microfloat.torch._typing import Context, Maybe
+from microfloat.torch.linear.function import refuse_double_backward
+from microfloat.torch.tensor.custom_ops import refuse_batches
+
+_library = torch.library.Library("microfloat", "FRAGMENT")
+_library.define(
+    "route_rows(Tensor x, Tensor place, Tensor ends, Tensor? weights, Tensor? rows, ScalarType dtype, bool spreads)"
+    " -> Tensor[]"
+)
+
+
+class Route(torch.autograd.Function):
+    """(x, place [T, K], ends, weights [T, K] or None, dtype, spreads) -> rows [S, H] of x [T, H], or y of rows x."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, weights: Maybe, dtype: torch.dtype,
+        spreads: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(place, ends, weights, x if ctx.needs_input_grad[3] else None)
+        ctx.back = x.dtype, not spreads
+        return torch.ops.microfloat.route_rows(x, place, ends, weights, None, dtype, spreads)[0]
+
+    @staticmethod
+    def backward(ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:  # type: ignore[override]
+        refuse_double_backward()
+        place, ends, weights, rows = ctx.saved_tensors
+        dx, *dots = torch.ops.microfloat.route_rows(dy, place, ends, weights, rows, *ctx.back)
+        return dx, None, None, dots[0].to(weights.dtype) if dots else None, None, None
+
+
+def _route_rows(
+    x: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, weights: Maybe, rows: Maybe, dtype: torch.dtype,
+    spreads: bool, is_fake: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The rows or the sums, and with `rows` their dots with x."""
+    made = x.new_empty((place.numel() if spreads else place.shape[0], x.shape[1]), dtype=dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dots = [] if rows is None else [x.new_empty(place.shape, dtype=wide)]
+    kernels: Any = None if is_fake else backends.choose("auto", x.device).producers
+    if is_fake or (kernels is not None and made.numel() and wide == torch.float32):
+        if kernels is not None:
+            kernels.route_rows(spreads, x, place, ends, weights, rows, *(dots or [None]), made)
+        return [made, *dots]
+    total, is_dead = torch.zeros_like(made, dtype=wide), place >= ends[-1]
+    for k, at in enumerate(place.unbind(1)):
+        value = (x if spreads else x[at]).to(wide)
+        value = value if weights is None else value * weights[:, k, None].to(wide)
+        value = value.masked_fill(is_dead[:, k, None], 0)
+        if spreads:
+            total[at] = value
+        else:
+            total += value
+        if rows is not None:
+            dots[0][:, k] = (x.to(wide) * rows[at].to(wide)).sum(1).masked_fill(is_dead[:, k], 0)
+    return [total.to(dtype), *dots]
+
+
+_library.impl("route_rows", _route_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("microfloat::route_rows", functools.partial(_route_rows, is_fake=True), lib=_library)
+refuse_batches(_library, "route_rows")
