@@ -916,6 +916,25 @@ def routed_rows(device, tokens, many, features, dtype, live):
         assert torch.equal(got.cpu(), want)
 
 
+def gates_of_rows(device, rows, columns, dtype, activation):
+    """A gate of rows that hold its two inputs, and the gradient of these rows, are those of torch's operations."""
+    from microfloat.torch.launch import triton
+    from microfloat.torch.launch.prologues import Activation, ActivationGradient
+
+    generator = torch.Generator().manual_seed(columns)
+    h, grad = (torch.randn(rows, n * columns, generator=generator).to(dtype).to(device) for n in (2, 1))
+    gate, up = h.chunk(2, -1)
+    (value,), _ = Activation(gate, up, activation).by_torch()
+    gradients, _ = ActivationGradient(grad, gate, up, activation).by_torch()
+    steps = 2.0 ** -{torch.bfloat16: 7, torch.float16: 10, torch.float32: 18}[dtype]  # of the last bit
+    for got, want in (
+        (triton.gated_halves(h, None, activation), value),
+        (triton.gated_halves(h, grad, activation), torch.cat(gradients, -1)),
+    ):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=2 * steps, atol=steps / 2)
+
+
 def run(case, device):
     """Run ``(function name, arguments, keyword arguments)`` on a device; returns which form of the conversions ran."""
     name, arguments, options = case

@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from torch import nn  # noqa: E402
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError  # noqa: E402
 from microfloat.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling  # noqa: E402
+from microfloat.torch.nn import experts as experts_module  # noqa: E402
 from tests.torch.distributed.world import world_of_one  # noqa: E402
 
 pytestmark = [  # of compiled tests: noise of Dynamo's own
@@ -219,6 +221,40 @@ def test_calls_with_hardly_a_token(tokens):
         experts(inputs()[0], inputs()[1][:5], inputs()[2][:5])
     with pytest.raises(InvalidValueError, match=r"top_k_index: got shape \(20, 2\), top_k_weights \(20, 1\)"):
         experts(*inputs()[:2], inputs()[2][:, :1])
+
+
+class Halves(Routed):
+    def _apply_gate(self, h):
+        """The gate of most classes of transformers, in other words."""
+        first, second = h.chunk(2, dim=-1)
+        return self.act_fn(first) * second
+
+
+class Swapped(Routed):
+    def _apply_gate(self, h):
+        first, second = h.chunk(2, dim=-1)
+        return self.act_fn(second) * first
+
+
+def test_gates_are_known_by_their_code(monkeypatch):
+    kernels = SimpleNamespace(gated_halves=lambda h, grad, kind: f"{kind} of {h.shape}")
+    monkeypatch.setattr(experts_module.backends, "choose", lambda *_: SimpleNamespace(producers=kernels))
+    monkeypatch.setattr(experts_module, "Gate", SimpleNamespace(apply=lambda h, kind, run: run(h, None, kind)))
+
+    def made(kind, act, hooked=False):
+        experts = kind()
+        experts.act_fn = act
+        if hooked:
+            act.register_forward_hook(lambda *_: None)
+        return experts_module.gate_of(experts, torch.zeros(1, K))(torch.zeros(1, 2))
+
+    assert made(Halves, nn.SiLU()) == "silu of torch.Size([1, 2])"
+    assert made(Halves, nn.ReLU()).startswith("relu")
+    for others in [(Swapped, nn.SiLU()), (Routed, nn.SiLU()), (Halves, nn.Tanh()), (Halves, nn.SiLU(), True)]:
+        assert torch.equal(made(*others), torch.zeros(1, 1))
+    experts = Halves()
+    del experts.act_fn
+    assert experts_module.gate_of(experts, torch.zeros(1, K)) == experts._apply_gate
 
 
 def test_experts_false_and_filters_leave_experts_named():

@@ -5,6 +5,7 @@
 | `measure_rows` | mean and inverse of each row, for a norm | one for ROWS rows |
 | `produce_scaled` | FP8 codes with a scale per tensor (`casts.scaled`) | one for each BM x BN tile |
 | `produce_blocks` | MX and FP8 1x128 codes (`casts.blocks`) | one for each BM x BN tile |
+| `gate_halves` | a gate of rows that hold its two inputs, or their gradient | one for BLOCK columns of a row |
 | `produce_values` | values in the dtype of the input, and their amax | one for each BM x BN tile |
 
 Values are rounded as an unfused operation would round them (`produce`). GATE_GRADIENTS writes two matrices. For bundles
@@ -24,9 +25,16 @@ from microfloat.kernels.casts.scaled import (
     words_amax_bits,
     write_tile,
 )
-from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half, magnitude_bits, packed_abs
+from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half, magnitude_bits, packed_abs, stored
 from microfloat.kernels.device.grid_reduction import STORE, arrive, offer_maximum, peek, publish_maximum
-from microfloat.kernels.device.produce import GATE_GRADIENTS, RMS_NORM, produce_gradients, produce_pair
+from microfloat.kernels.device.produce import (  # fmt: skip
+    GATE_GRADIENTS,
+    RMS_NORM,
+    activate,
+    activate_gradient,
+    produce_gradients,
+    produce_pair,
+)
 from microfloat.kernels.device.squares import cast_squares, load_squares, takes
 from microfloat.kernels.device.tiles import Bounds, Source, load_pair, program, store_pairs, tiles_of
 
@@ -264,3 +272,23 @@ def values_amax(values, KIND: tl.constexpr, HW: tl.constexpr):
     else:
         m = tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True))
         return tl.max(tl.max(tl.max(m, 2), 1), 0)
+
+
+@triton.jit
+def gate_halves(x, grad, out, C, F: tl.constexpr, BLOCK: tl.constexpr, HW: tl.constexpr):
+    """``round(f(gate)) * up`` of rows (gate, up) of 2 C columns; with `grad`, the gradient of these rows."""
+    OUT: tl.constexpr = out.dtype.element_ty
+    across = (C + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+    at, inside = row * C * 2 + column, column < C
+    gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + at + C, mask=inside, other=0.0).to(tl.float32)
+    value = stored(activate(gate, F, HW), OUT, HW).to(tl.float32)
+    if grad is None:
+        tl.store(out + row * C + column, stored(value * up, OUT, HW), mask=inside)
+    else:
+        z = tl.load(grad + row * C + column, mask=inside, other=0.0).to(tl.float32)
+        inner = stored(z * up, OUT, HW).to(tl.float32) * activate_gradient(gate, F, HW)
+        tl.store(out + at, stored(inner, OUT, HW), mask=inside)
+        tl.store(out + at + C, stored(z * value, OUT, HW), mask=inside)

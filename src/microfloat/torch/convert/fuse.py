@@ -31,7 +31,7 @@ from microfloat.torch._typing import Options
 from microfloat.torch.autocast import autocast
 from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.nn.attention import heads_of
-from microfloat.torch.nn.forward_rules import Forward, arguments_of, names_of
+from microfloat.torch.nn.forward_rules import ACTIVATION_OF, Forward, arguments_of, names_of
 from microfloat.torch.nn.functional import NormOf, activation_linear, linear_cross_entropy, mlp, norm_linear, project
 from microfloat.torch.nn.linear import UNPINNED, Linear
 from microfloat.torch.nn.merged import can_join, is_bare, join_
@@ -39,12 +39,6 @@ from microfloat.torch.nn.merged import can_join, is_bare, join_
 __all__ = ["fuse_blocks", "unfuse"]
 
 _DECODERS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-# Classes of transformers and torch -> the activation that they compute.
-_ACTIVATIONS = {
-    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "PytorchGELUTanh": "gelu_tanh",
-    "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu", "QuickGELUActivation": "qgelu",
-    "ReLUSquaredActivation": "srelu",
-}  # fmt: skip
 
 
 _CACHES = ("cache", "past_key_values")  # the name of one argument, in newer and in older versions of transformers
@@ -259,7 +253,7 @@ def _why_not(module: Any) -> str:
         linears += [getattr(module.self_attn, f"{name}_proj", None) for name in "qkvo"]
     if any(type(layer) is not Linear for layer in linears):
         return "not all of its Linears were converted"
-    if type(holder.act_fn).__name__ not in _ACTIVATIONS:
+    if type(holder.act_fn).__name__ not in ACTIVATION_OF:
         return f"its activation {type(holder.act_fn).__name__} has no fused form"
     return ""
 
@@ -369,7 +363,7 @@ class _DecoderLayer(nn.Module):
         )  # fmt: skip
         h = x + attn.o_proj(y.reshape(*x.shape[:-1], -1))
         inner = me.mlp
-        kind = _ACTIVATIONS[type(inner.act_fn).__name__]
+        kind = ACTIVATION_OF[type(inner.act_fn).__name__]
         return h + mlp(
             h, _norm_of(me.post_attention_layernorm), (inner.gate_proj, inner.up_proj), inner.down_proj, kind
         )
@@ -435,7 +429,7 @@ class _GatedMLP(nn.Module):
         if not me._is_whole() or len(args) != 1 or kwargs:
             return super().forward(*args, **kwargs)
         (x,) = args
-        kind = _ACTIVATIONS[type(me.act_fn).__name__]
+        kind = ACTIVATION_OF[type(me.act_fn).__name__]
         return activation_linear(me.gate_proj(x), me.down_proj, up=me.up_proj(x), activation=kind)
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from microfloat.kernels.casts import scaled as kernels
-from microfloat.kernels.producers import loss, rotary, routing
+from microfloat.kernels.producers import fused, loss, rotary, routing
 from microfloat.layout import Part, folded_format
 from microfloat.passes import CastInputs, OperandSpec
 from microfloat.passes import producers as producer_passes
@@ -284,6 +284,17 @@ def codes(
         for one in (Operands.of(made), *((Operands.of(made[6:]),) if work.two else ()))
     ]
     return both, Statistics(*made[6:]) if isinstance(producer, Norm) else None
+
+
+def gated_halves(x: torch.Tensor, grad: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """``f(gate) * up`` [S, F] of x = (gate, up) [S, 2 F]; with `grad`, its gradient, the gradient of x."""
+    x, grad, columns = x.contiguous(), None if grad is None else grad.contiguous(), x.shape[1] // 2
+    out = torch.empty_like(x) if grad is not None else x.new_empty((x.shape[0], columns))
+    block = min(1024, 1 << (columns - 1).bit_length())
+    function = producer_passes.Producer.of_activation(activation, gated=True).function
+    constants = function, block, device_of(x.get_device()).conversions
+    _start(fused.gate_halves, x.shape[0] * -(-columns // block), (x, grad, out), (columns,), constants)
+    return out
 
 
 # ------------------------------------------------------------------------------------------------------------- rotary

@@ -1,4 +1,4 @@
-"""Rows of tokens to the rows of their experts and back, in one launch each way.
+"""What stands around the products of experts, in one launch each way: rows to the experts and back, and their gate.
 
     spread  rows[place[t, k]] = x[t]                             dx[t] = sum over k of drows[place[t, k]]
     sum     y[t] = sum over k of w[t, k] * rows[place[t, k]]     drows[place[t, k]] = w[t, k] * dy[t]
@@ -8,10 +8,11 @@ Sums over k run in float32, k = 0 first, and are rounded once, so that they are 
 are sums of float32 in any order. Rows from ``ends[-1]`` on are those of no expert here: whatever they hold, they count
 as zeros, and have zeros as gradients.
 
-Legend: T = tokens, K = experts of a token, S = T * K rows sorted by expert, H = features.
+Legend: T = tokens, K = experts of a token, S = T * K rows sorted by expert, H = features, F = features of a gate.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,3 +79,19 @@ def _route_rows(
 _library.impl("route_rows", _route_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("microfloat::route_rows", functools.partial(_route_rows, is_fake=True), lib=_library)
 refuse_batches(_library, "route_rows")
+
+
+class Gate(torch.autograd.Function):
+    """(h = (gate, up) [S, 2 F], activation, kernel) -> f(gate) * up [S, F]."""
+
+    @staticmethod
+    def forward(ctx: Context, h: torch.Tensor, activation: str, kernel: Callable) -> torch.Tensor:
+        ctx.save_for_backward(h)
+        ctx.call = kernel, activation
+        return kernel(h, None, activation)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[Maybe, ...]:  # type: ignore[override]
+        refuse_double_backward()
+        kernel, activation = ctx.call
+        return kernel(*ctx.saved_tensors, grad, activation), None, None

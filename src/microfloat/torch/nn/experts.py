@@ -14,21 +14,25 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from types import MethodType
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import nn
 
 from microfloat.errors import invalid_type, invalid_value, kind_of
 from microfloat.recipes import Recipe
+from microfloat.torch import backends
 from microfloat.torch._typing import StateDict
 from microfloat.torch.context import ambient
 from microfloat.torch.linear.grouped import Groups
-from microfloat.torch.linear.routing import Route
+from microfloat.torch.linear.routing import Gate, Route
+from microfloat.torch.nn.forward_rules import ACTIVATION_OF, instructions_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, adapt_scaling_keys
+from microfloat.torch.nn.merged import is_bare
 from microfloat.torch.tensor.checks import is_abstract
-from microfloat.torch.tensor.custom_ops import refuse_transforms
+from microfloat.torch.tensor.custom_ops import is_tracing, refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -274,7 +278,7 @@ class Routed(Protocol):
     """The fields of a layer that carries transformers' `use_experts_implementation`; `has_gate` and
     `has_post_expert_norm` besides, which others lack."""
 
-    act_fn: Callable[[torch.Tensor], torch.Tensor]
+    act_fn: nn.Module
     post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
@@ -294,9 +298,26 @@ def routed(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """[T, K]: the contract of transformers' experts, with x [T, K], and numbers and weights [T, top_k] of experts."""
-    act = experts._apply_gate if getattr(experts, "has_gate", True) else experts.act_fn
+    act = gate_of(experts, hidden_states) if getattr(experts, "has_gate", True) else experts.act_fn
     norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
     return _by_expert(products, act, hidden_states, top_k_index, top_k_weights, norm)
+
+
+def _plain_gate(experts: Routed, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return experts.act_fn(gate) * up
+
+
+def gate_of(experts: Routed, x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The gate of a layer: one launch each way where its code is that of `_plain_gate` and its activation is known."""
+    plain, act = experts._apply_gate, getattr(experts, "act_fn", None)  # gpt-oss has none
+    kind = None if is_tracing(x) else ACTIVATION_OF.get(type(act).__name__)
+    if kind is None or not is_bare(act) or not isinstance(plain, MethodType):
+        return plain
+    kernels: Any = backends.choose("auto", x.device).producers
+    if kernels is None or instructions_of(plain.__func__) != instructions_of(_plain_gate):
+        return plain
+    return lambda h: Gate.apply(h, kind, kernels.gated_halves)
 
 
 def _by_expert(
@@ -326,13 +347,8 @@ def _longcat(
     """Experts behind which, in number, stand some that return their input: these have rows in gate_up_proj alone."""
     up, down = products.values()
     is_same = top_k_index >= down.num_groups
-
-    def act(h: torch.Tensor) -> torch.Tensor:
-        gate, h = h.chunk(2, -1)
-        return experts.act_fn(gate) * h
-
     index = top_k_index.masked_fill(is_same, up.num_groups)
-    y = _by_expert(products, act, hidden_states, index, top_k_weights)
+    y = _by_expert(products, functools.partial(_plain_gate, experts), hidden_states, index, top_k_weights)
     return y + (hidden_states * (top_k_weights * is_same).sum(-1, keepdim=True)).to(y.dtype)
 
 

@@ -1,5 +1,7 @@
 """Forwards of other packages that a fused one can replace, recognised by the names that they use."""
 
+import dis
+import functools
 import inspect
 from collections.abc import Callable
 from types import CodeType, FunctionType
@@ -7,6 +9,13 @@ from typing import NamedTuple
 
 # Modules whose wrappers a fused forward may leave out: they rename an argument, or wrap the fused forward as well.
 _WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
+
+# Classes of transformers and torch -> the activation that they compute.
+ACTIVATION_OF = {
+    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "PytorchGELUTanh": "gelu_tanh",
+    "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu", "QuickGELUActivation": "qgelu",
+    "ReLUSquaredActivation": "srelu",
+}  # fmt: skip
 
 
 class Forward(NamedTuple):
@@ -37,6 +46,13 @@ class Forward(NamedTuple):
 def names_of(names: str) -> frozenset[str]:
     """The words of a text."""
     return frozenset(names.split())
+
+
+@functools.lru_cache(256)
+def instructions_of(function: FunctionType) -> list[tuple[str, object]]:
+    """The instructions of a function, which say nothing of the names of its variables."""
+    by_value, made = {*dis.hasconst, *dis.hasname}, dis.get_instructions(function)
+    return [(one.opname, one.argval if one.opcode in by_value else one.arg) for one in made]
 
 
 def _unwrapped(function: object) -> tuple[object, list[str]]:
