@@ -13,7 +13,6 @@ Legend: T = tokens, K = experts of a token, S = T * K rows sorted by expert, H =
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -57,7 +56,7 @@ def _route_rows(
     made = x.new_empty((place.numel() if spreads else place.shape[0], x.shape[1]), dtype=dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     dots = [] if rows is None else [x.new_empty(place.shape, dtype=wide)]
-    kernels: Any = None if is_fake else backends.choose("auto", x.device).producers
+    kernels = None if is_fake else backends.choose("auto", x.device).producers
     if is_fake or (kernels is not None and made.numel() and wide == torch.float32):
         if kernels is not None:
             kernels.route_rows(spreads, x, place, ends, weights, rows, *(dots or [None]), made)

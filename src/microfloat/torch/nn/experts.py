@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import nn
@@ -314,7 +314,7 @@ def gate_of(experts: Routed, x: torch.Tensor) -> Callable[[torch.Tensor], torch.
     kind = None if is_tracing(x) else ACTIVATION_OF.get(type(act).__name__)
     if kind is None or not is_bare(act) or not isinstance(plain, MethodType):
         return plain
-    kernels: Any = backends.choose("auto", x.device).producers
+    kernels = backends.choose("auto", x.device).producers
     if kernels is None or instructions_of(plain.__func__) != instructions_of(_plain_gate):
         return plain
     return lambda h: Gate.apply(h, kind, kernels.gated_halves)
