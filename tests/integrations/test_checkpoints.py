@@ -1,5 +1,6 @@
 """compressed-tensors and transformers read the files of `convert` and `save_quantized`; their models load ours."""
 
+import json
 import warnings
 
 import pytest
@@ -141,3 +142,41 @@ def test_models_are_built_without_memory_and_loaded(transformers, accelerate, ll
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(empty(ids)[0], model(ids)[0])
+
+
+@pytest.mark.slow("a further dialect, whose files transformers reads as load does")
+def test_transformers_has_our_values_of_deepseek_v4(transformers, tmp_path):
+    """FP8 tiles and FP4 experts beside `.scale` of E8M0, under the names of the published files."""
+    from safetensors.torch import load_file, save_file
+
+    from microfloat.integrations.transformers import load_pretrained
+
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 64, "q_lora_rank": 64, "o_lora_rank": 32}
+    heads = {"num_attention_heads": 2, "o_groups": 2, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 2, "hc_mult": 2, "vocab_size": 64, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    config = transformers.DeepseekV4Config(**sizes, **heads, **experts, max_position_embeddings=128, sliding_window=16)
+    model = transformers.DeepseekV4ForCausalLM(config).bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored = [name for name in tensors if name.split(".")[-2] in ("wq_a", "wq_b", "wo_b", "w1", "w2", "w3")]
+    assert len(stored) == 3 + 3 + 6
+    for name in stored:
+        module, q = name.removesuffix(".weight"), mf.quantize(tensors[name].float(), "mxfp4")
+        if ".experts." in name:
+            tensors[name], scale = q.codes.view(torch.int8), q.scale.view(torch.float8_e8m0fnu)
+        else:
+            tensors[name] = (256 * tensors[name].float()).to(torch.float8_e4m3fn)
+            scale = torch.full((1, 1), 2.0**-8).to(torch.float8_e8m0fnu)
+        tensors[f"{module}.scale"] = scale
+    save_file({name: one.contiguous() for name, one in tensors.items()}, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    tile = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    settings |= {"expert_dtype": "fp4", "quantization_config": {**tile, "scale_fmt": "ue8m0", "expert_dtype": "fp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    ours, theirs = mf.revert(load_pretrained(tmp_path)), loaded(transformers, tmp_path)
+    values = theirs.state_dict()
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value.to(values[name].dtype), values[name]), name
