@@ -140,7 +140,7 @@ def test_under_torch_autocast_the_gradient_of_an_activation_has_its_dtype():
 
 
 def test_no_value_is_kept_for_backward():
-    """Of the normed x and of the activation only codes are saved: one byte an element, and gate and up once each."""
+    """Of the normed x and of the activation nothing is saved: their codes are made again of x, gate and up."""
     model = Mlp("rms", True, False, from_name("fp8_current"), "reference", "cpu")
     x = torch.randn(64, fused_cases.WIDTH).bfloat16().requires_grad_()
     sizes = []
@@ -149,11 +149,8 @@ def test_no_value_is_kept_for_backward():
     ):
         model.fused(x, "silu")
     width, hidden = fused_cases.WIDTH, fused_cases.HIDDEN
-    assert sizes.count(((64, width), 2)) == 1, "x itself, for the norm's backward"
-    assert sizes.count(((64, hidden), 2)) == 2, "gate and up"
-    # Codes of the value, shared by gate and up; each of them notes it.
-    assert sizes.count(((width, 64), 1)) == 2
-    assert sizes.count(((hidden, 64), 1)) == 1
+    of_tokens = [(shape, size) for shape, size in sizes if 64 in shape and len(shape) == 2]
+    assert sorted(of_tokens) == sorted([((64, width), 2), *[((64, hidden), 2)] * 2]), "x, gate and up"
 
 
 def test_frozen_parts_get_no_gradient():

@@ -23,7 +23,7 @@ from microfloat.recipes import Cast
 from microfloat.routes import Entries, entries_of
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.backends import layouts_of
-from microfloat.torch.backends.base import NO_PARTS, Operands, parts_of
+from microfloat.torch.backends.base import NO_PARTS, Operands, Parts, parts_of
 from microfloat.torch.launch.prologues import (
     Activation,
     ActivationGradient,
@@ -36,7 +36,7 @@ from microfloat.torch.launch.prologues import (
     waits_for_amax,
 )
 from microfloat.torch.linear.function import Run, bias_gradient
-from microfloat.torch.linear.schedule import as_matrix
+from microfloat.torch.linear.schedule import Schedule, as_matrix
 from microfloat.torch.linear.weight_cache import weights_of
 from microfloat.torch.tensor.dispatch_modes import outside_of_modes
 
@@ -48,12 +48,16 @@ _STREAMS = "row_stream", "column_stream"
 class Reader:
     """One Linear that reads a produced value, between its forward and its backward."""
 
-    __slots__ = ("bias_dtype", "run", "saved", "schedule")
+    __slots__ = ("again", "again_by", "bias_dtype", "caster", "run", "saved", "schedule")
 
     def __init__(self, run: Run, bias: torch.Tensor | None) -> None:
         self.run, self.schedule = run, run.schedule
         self.bias_dtype = None if bias is None else bias.dtype
         self.saved = slice(0, 0)
+        # The Linear by whose cast backward makes the value's operand again; its inputs then, and kernels that do both.
+        self.caster: Reader | None = None
+        self.again_by: ModuleType | None = None
+        self.again = run.x
 
     def forward(self, x: Operands, weight: torch.Tensor, bias: torch.Tensor | None, saved: list) -> torch.Tensor:
         """fprop of the value's operands; adds the operands of backward to `saved`."""
@@ -62,18 +66,29 @@ class Reader:
         with outside_of_modes():
             w = schedule.quantize_weight(weight, self.run.w) if kept is None else kept
         start, w_saved = len(saved), weights_of(weight) if schedule.late else w.one(schedule.reads_w_row)
-        saved += [*(x.one(schedule.reads_x_row) if schedule.wants_dw else NO_PARTS), *w_saved]
+        x_saved = x.one(schedule.reads_x_row) if schedule.wants_dw and self.caster is None else NO_PARTS
+        saved += [*x_saved, *w_saved]
         self.saved = slice(start, len(saved))
         return schedule.fprop(x.row, w.row, bias)
 
     def backward(
-        self, dy: Operands, tensors: _Saved, wants_dx: bool, wants_dw: bool
+        self, dy: Operands, tensors: _Saved, wants_dx: bool, wants_dw: bool, x: Parts
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(dx, dw), each None where it is not asked for, from both operands of dy."""
+        """(dx, dw), each None where it is not asked for, from both operands of dy; `x`: the one that is made again."""
         schedule = self.schedule
         saved = schedule.saved_operands(tensors[self.saved], self.run.later)
+        saved = saved if self.caster is None else saved._replace(x=x)
         wants = schedule.wants_dx and wants_dx, schedule.wants_dw and wants_dw
         return schedule.gradients(dy, saved, *wants, self.run.into)
+
+    def operand_again(self, producer: Norm | Activation) -> Parts:
+        """The operand of backward, to the bits that forward would have kept, of what is kept anyway."""
+        schedule, row = self.schedule, self.schedule.reads_x_row
+        if self.again_by is None:
+            return schedule.saved_again("x", producer.by_torch()[0][0].to(schedule.dtype), self.again)
+        casts = _Casts.of(self, "x", row, not row)
+        (both,), _ = self.again_by.codes(producer, *casts.specs, self.again)
+        return casts.operands(both, input_of(producer).shape).one(row)
 
     def cast_dy(self, dy_MN: torch.Tensor) -> Operands:
         """Both operands of a gradient; empty where neither dx nor dw is asked for."""
@@ -141,12 +156,22 @@ def _are_alike(readers: Sequence[Reader]) -> bool:
 
 
 def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple[list[Operands], Statistics | None]:
-    """Both operands of a producer's value for each Linear that reads it; casts that are alike are made once."""
+    """Both operands of a producer's value for each Linear that reads it; casts that are alike are made once.
+
+    The operand of backward alone is left out where one launch makes it then (`Reader.operand_again`).
+    """
     caster = next((reader for reader in readers if reader.schedule.wants_dw), readers[0])
     schedule, run = caster.schedule, caster.run
     casts = _Casts.of(caster, "x", True, schedule.wants_dw)
     shares = _are_alike(readers) and (len(readers) == 1 or not (casts.is_stochastic or schedule.is_static))
     kernels = casts.kernels() if shares and input_of(producer).dtype == schedule.dtype else None
+    if shares and schedule.wants_dw and type(schedule) is Schedule and (kernels or not schedule.backend.producers):
+        # The buffer of an encode scale changes when its region closes.
+        scale_enc = None if run.x.scale_enc is None else run.x.scale_enc.clone()
+        caster.again, caster.again_by = run.x._replace(scale_enc=scale_enc, record=None), kernels
+        for reader in readers:
+            reader.caster = caster
+        casts = _Casts.of(caster, "x", True, False)
     written: Maybe = None
     if kernels is None:
         ((value, _),), statistics = values_of(producer, schedule.backend.producers)
@@ -158,6 +183,7 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
     elif waits_for_amax(*casts.both):
         ((value, amax),), statistics = kernels.values(producer)
         made, written = [casts.quantized(kernels, value, amax, run.x.seed)], value
+        caster.again = caster.again._replace(amax=amax)
     else:
         (both,), statistics = kernels.codes(producer, *casts.specs, run.x)
         made = [casts.operands(both, input_of(producer).shape)]
@@ -277,7 +303,9 @@ class NormRun:
         link, tensors = self.link, tuple(saved)
         operands, amaxes = (None, None) if link is None else link.take()
         (_, *wanted), total, outer = ctx.wanted, None, []
+        norm, caster = Norm(as_matrix(x), weight, bias, self.eps, self.kind), self.readers[0].caster
         with self.runs[0].schedule.scope():
+            value = caster.operand_again(norm) if caster is not None and any(wanted[3::2]) else NO_PARTS
             for index, (reader, dy) in enumerate(zip(self.readers, gradients, strict=True)):
                 if operands is not None:
                     made, operands[index] = operands[index], Operands()
@@ -285,13 +313,12 @@ class NormRun:
                     made = link.cast_with_amax(reader, as_matrix(dy), amaxes[index])  # type: ignore[arg-type]
                 else:
                     made = reader.cast_dy(as_matrix(dy))
-                dx, dw = reader.backward(made, tensors, any(wanted[:3]), wanted[3 + 2 * index])
+                dx, dw = reader.backward(made, tensors, any(wanted[:3]), wanted[3 + 2 * index], value)
                 del made
                 total = dx if total is None else total if dx is None else total + dx
                 outer += [dw, bias_gradient(dy, reader.bias_dtype) if wanted[4 + 2 * index] else None]
             grads: tuple[Maybe, ...] = (None, None, None)
             if total is not None:
-                norm = Norm(as_matrix(x), weight, bias, self.eps, self.kind)
                 dx, dweight, dbias = norm_gradients(norm, Statistics(mean, inverse), total, self.needs)
                 grads = None if dx is None else dx.reshape(x.shape), dweight, dbias
         return *grads, *outer
@@ -314,7 +341,7 @@ class ActivationRun:
                 producer = Activation(as_matrix(x), None if up is None else as_matrix(up), self.activation)
                 (made,), _ = _cast_value([self.reader], producer)
             y = _like(self.reader.forward(made, weight, bias, saved), x)
-        kept = (x, up) if self.run.schedule.wants_dx else (None, None)
+        kept = (x, up) if self.run.schedule.wants_dx or self.reader.caster else (None, None)
         ctx.save_for_backward(*kept, *saved)
         return y
 
@@ -324,9 +351,12 @@ class ActivationRun:
         reader, (_, *wanted) = self.reader, ctx.wanted
         grads: list[torch.Tensor | None] = [None, None]
         with self.run.schedule.scope():
-            dvalue, dw = reader.backward(reader.cast_dy(as_matrix(dy)), tuple(saved), any(wanted[:2]), wanted[2])
+            second, value = None if up is None else as_matrix(up), NO_PARTS
+            if reader.caster is not None and wanted[2]:
+                value = reader.operand_again(Activation(as_matrix(x), second, self.activation))
+            made = reader.cast_dy(as_matrix(dy))
+            dvalue, dw = reader.backward(made, tuple(saved), any(wanted[:2]), wanted[2], value)
             if dvalue is not None:
-                second = None if up is None else as_matrix(up)
                 producer = ActivationGradient(dvalue, as_matrix(x), second, self.activation)
                 del dvalue
                 if self.link is None:

@@ -8,9 +8,10 @@
     linear_cross_entropy(x, weight, labels)       cross_entropy(linear(x, weight), labels), the logits in chunks
 
 The results are those of the modules one by one, with the same casts, seeds and scaling states: the value is rounded to
-its dtype before it is cast (docs/numerics.md, section 6). Memory and traffic are saved: backward keeps only the codes
-of the normed value and of the activation's, and on a GPU the kernel that computes a value writes its delayed and block
-casts. Where nothing can be fused (a layer in high precision, compiled code, which fuses by itself) the modules run.
+its dtype before it is cast (docs/numerics.md, section 6). Memory and traffic are saved: on a GPU the kernel that
+computes a value writes its delayed and block casts, and backward casts a value once more of what is kept anyway, where
+one launch does. Where nothing can be fused (a layer in high precision, compiled code, which fuses by itself) the
+modules run.
 Outputs and gradients of the Linears have the same bits as without fusion; gradients of a norm are torch's own on a GPU
 where all dtypes agree, else computed in float32 and rounded once, so that they differ from torch's by rounding.
 """
