@@ -74,6 +74,7 @@ def test_every_command_can_be_imported():
         ("matmul", ["m.tensor", "m.nvfp4"], {"m.tensor.fast", "m.tensor.split", "m.tensor.e5m2", "m.nvfp4"}),
         ("linear", ["l.current", "l.small", "l.fwd"], {"l.current", "l.small", "l.fwd.fp8"}),
         ("grouped", ["l.grouped.block"], {"l.grouped.block"}),
+        ("loss", ["loss.current"], {"loss.current"}),
         ("model", ["model.bf16", "model.current.head"], {"model.bf16", "model.bf16.compiled", "model.bf16.recomputed",
                                                          "model.current.head"}),
         ("host", ["h.fwdbwd.current", "h.region.delayed", "h.fwd", "h.autocast", "h.launches.delayed",
