@@ -119,9 +119,6 @@ def copy_gbs(elements: int, device: str) -> float:
     return 4 * elements / times["copy"].median / 1e6
 
 
-# ---- GEMMs of quantized operands
-
-
 @dataclass(frozen=True)
 class Maker:
     """One GEMM on a device."""

@@ -107,7 +107,7 @@ def wait_for_all(scratch_ptr, times):
 
 @triton.jit
 def leave(scratch_ptr):
-    """The last program to leave clears the scratch words; none of them is read afterwards."""
+    """Let the last program to leave clear the scratch words; none of them is read afterwards."""
     tl.debug_barrier()
     if tl.atomic_add(scratch_ptr + 4, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.atomic_xchg(scratch_ptr, 0)

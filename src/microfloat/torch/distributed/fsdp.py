@@ -175,9 +175,6 @@ class Metadata(NamedTuple):
     shape: torch.Size
 
 
-# ------------------------------------------------------------------------------------------------------ the tensor
-
-
 class FsdpWeight(torch.Tensor):
     """The values of a weight or of a shard, which FSDP2 gathers as codes. Every operation runs on `plain`."""
 
@@ -316,9 +313,6 @@ def _wrap(layer: Any, keys: object) -> None:
         layer.weight = nn.Parameter(FsdpWeight(weight.detach(), state), requires_grad=weight.requires_grad)
 
 
-# ------------------------------------------------------------------------------------------------ refusals
-
-
 def _casts_of(recipe: Recipe) -> tuple[Cast, ...]:
     """The casts of the weight in fprop and in dgrad; empty if a GEMM reads the weight in high precision."""
     same = recipe.dgrad.from_fprop or recipe.dgrad.path == "refused"
@@ -408,9 +402,6 @@ def _joint_layers(model: nn.Module) -> Iterator[Linear]:
         linears = [layer for layer in layers if isinstance(layer, Linear)]
         if len(linears) == len(layers) and can_join(linears):
             yield from linears
-
-
-# ------------------------------------------------------------------------------------------------ casts and gathers
 
 
 class Source(NamedTuple):

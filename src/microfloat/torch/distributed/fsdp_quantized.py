@@ -103,8 +103,6 @@ class QuantizedShard(QuantizedTensor):
         """True if only padding lies behind this row, or before FSDP2 has named the ranks."""
         return self.whole.group is None or row == self.whole.own_rows
 
-    # ------------------------------------------------------------------------------------------------------- writes
-
     @property
     def shares_a_scale(self) -> bool:
         """True where one scale covers rows of several ranks."""
@@ -152,8 +150,6 @@ class QuantizedShard(QuantizedTensor):
             values = torch.cat([values.new_zeros((first, *values.shape[1:])), values])
         made = quantize_stored(values, cast, amax, self.is_per_expert)
         return made[first:] if first else made  # type: ignore[return-value]
-
-    # ----------------------------------------------------------------------------------------------- hooks of FSDP2
 
     def fsdp_pre_all_gather(
         self, mesh: "DeviceMesh", outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module,

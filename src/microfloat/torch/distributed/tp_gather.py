@@ -134,9 +134,6 @@ class Beside:
         return None, dw
 
 
-# ------------------------------------------------------------------------------------------------ tensors and nodes
-
-
 def without_memory(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros of a shape, in the memory of one."""
     return like.new_zeros(()).expand(shape)

@@ -208,9 +208,6 @@ def find_sharded(layer: "Linear", x: torch.Tensor, recipe: Recipe, state: Ambien
     return None if case is None else case.schedule
 
 
-# ------------------------------------------------------------------------------------------------------- one case
-
-
 def _case_of(
     layer: "Linear", x: torch.Tensor, weight: torch.Tensor, bias: Maybe, recipe: Recipe, state: Ambient | None
 ) -> _Case | None:

@@ -49,9 +49,6 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
 
 
-# ------------------------------------------------------------------------------------------------------------- amaxes
-
-
 class _Measure(NamedTuple):
     """An amax of the whole tensor that a cast needs.
 
@@ -95,15 +92,6 @@ def _measured(backend: Backend, x: torch.Tensor, measure: _Measure, cast: Cast) 
         magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=float("inf"))
     amax = magnitudes.amax() if measure.kind == "tensor" else magnitudes.amax(0 if measure.column else 1)
     return torch.where(amax.isnan(), torch.nan, amax).float()  # of one sign, so that its bits are the largest
-
-
-def _reduced(shards: Shards, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The maxima over all ranks that hold a shard, by one collective."""
-    assert shards.axis is not None
-    return reduction.maxima(group_of(shards.axis), parts)
-
-
-# -------------------------------------------------------------------------------------------------------------- casts
 
 
 class ShardedCast:
@@ -192,7 +180,7 @@ class ShardedCast:
         """Both operands; in place of a column operand that waits for dgrad a function that makes the operands."""
         amaxes = inputs.amax
         if self.measures and not isinstance(amaxes, list):
-            amaxes = _reduced(self._shards, self.measure(x))
+            amaxes = reduction.maxima(group_of(self._shards.axis), self.measure(x))  # type: ignore[arg-type]
         made = Operands()
         for index, (step, _, _) in enumerate(self._steps):
             row, column = step.entries
@@ -244,8 +232,6 @@ class ShardedCast:
         codes = laid(codes.contiguous() if layout.codes.strides[-1] == 1 else codes, layout.codes)
         parts = parts._replace(codes=codes)
         return Operands(column=parts) if column else Operands(parts)
-
-    # ------------------------------------------------------------------------------------------------- gathering
 
     def gathered(self, operand: Parts, which: int) -> Parts:
         """The row operand (0) or the column operand (1) of all ranks, given this rank's."""
@@ -314,9 +300,6 @@ def why_not_gathered(
     return ""
 
 
-# ----------------------------------------------------------------------------------------------------------- schedule
-
-
 class ShardedSchedule(Schedule):
     """fprop, dgrad and wgrad of one rank's part of a Linear. ``print(schedule)`` shows casts, products, collectives.
 
@@ -370,7 +353,7 @@ class ShardedSchedule(Schedule):
         measures = [measure for step, _ in steps for measure in step.measures]
         if measures:
             own = [part for step, tensor in steps if step.measures for part in step.measure(tensor)]
-            parts = _reduced(self.shards, own)
+            parts = reduction.maxima(group_of(self.shards.axis), own)  # type: ignore[arg-type]
             first = 0 if x_made is not None else len(self.x_cast.measures)
             x_inputs = x_inputs if first == 0 else x_inputs._replace(amax=parts[:first])
             w_inputs = w_inputs if first == len(measures) else w_inputs._replace(amax=parts[first:])

@@ -472,7 +472,7 @@ def _plain(task: _Task) -> Product:
 
 
 def _stored(task: _Task) -> Product:
-    """Products of a few rows of x with stored codes; more rows, and codes without a kernel, go the way of `_plain`."""
+    """Products of a few rows of x with stored codes; `_plain` multiplies more rows, and codes without a kernel."""
     otherwise = _plain(task)
     decodes = decoding_of(task.rhs, task.shape, task.out_dtype, task.bias and task.bias.dtype, task.device)
     if isinstance(decodes, str):

@@ -64,9 +64,7 @@ def quantize(
         x, None if transposed else cast, cast if transposed else None, seed=seed, row_stream=stream,
         column_stream=stream, batch=batch, amax=amax, scale_enc=scale_enc, record=record,
     )  # fmt: skip
-    operand = column if transposed else row
-    assert operand is not None
-    return operand
+    return column if transposed else row  # type: ignore[return-value]
 
 
 def quantize_both(
@@ -181,9 +179,6 @@ def _operand_of(spec: OperandSpec | None, made: Parts, rows: int, length: int) -
     cast = spec.cast
     power_of_two = None if cast.rule.two_level is not None else cast.rule.power_of_two
     return Operand(*made, cast.format, rows, length, cast.hadamard, power_of_two)
-
-
-# ---------------------------------------------------------------------------------------------------------- producers
 
 
 class _Inputs(NamedTuple):
@@ -358,8 +353,6 @@ def route_rows(spreads: bool, *tensors: torch.Tensor) -> None:
         programs = tokens * -(-columns // block)
         _start(routing.sum_rows, programs, (x, place, ends, weights, made), scalars, (many, block, conversions))
 
-
-# --------------------------------------------------------------------------------------------------------------- loss
 
 _LOSS = program.Kernel(loss.cross_entropy_rows)
 LOSS_BLOCK, LOSS_WARPS = 4096, Warps(8)  # the fastest of seven pairs on an H200

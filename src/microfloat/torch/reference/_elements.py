@@ -162,9 +162,6 @@ def decode_codes(codes: torch.Tensor, element: ElementFormat, workspace: Workspa
             values.masked_fill_(magnitudes == last, float("nan"))
 
 
-# ---- random bytes ------------------------------------------------------------------------------------------------
-
-
 _ROUNDS = 10
 _MULTIPLIER_0, _MULTIPLIER_2 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85

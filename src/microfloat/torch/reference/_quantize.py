@@ -264,9 +264,6 @@ def _encode_chunk(
         window.copy_(unpacked)
 
 
-# ---- both operand forms of a matrix ------------------------------------------------------------------------------
-
-
 def quantize_both(
     x: torch.Tensor, row_cast: Cast | None, column_cast: Cast | None, *, seed: torch.Tensor | None = None,
     row_stream: int = 0, column_stream: int = 0, batch: int = 0, amax: torch.Tensor | None = None,

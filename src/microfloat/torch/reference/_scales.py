@@ -158,9 +158,6 @@ def two_level_scales(block_amax: torch.Tensor, constants: TwoLevel, tensor: Tens
     return BlockScales(byte, factor)
 
 
-# ---- four_over_six -----------------------------------------------------------------------------------------------
-
-
 def four_over_six_scales(
     blocks: torch.Tensor, block_amax: torch.Tensor, element: ElementFormat, constants: TwoLevel, tensor: TensorLevel,
     workspace: Workspace, contraction: int,

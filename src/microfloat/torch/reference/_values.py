@@ -94,9 +94,6 @@ def decode_scaled(operand: Operand, scales: torch.Tensor | None, dtype: torch.dt
     return result.t() if across else result
 
 
-# ---- products ----------------------------------------------------------------------------------------------------
-
-
 def scaled_matmul(
     a: Operand, b: Operand, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.float32,
     accumulate: str = "split",

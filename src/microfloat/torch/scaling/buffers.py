@@ -178,7 +178,7 @@ def layer_of(number: int) -> nn.Module | None:
 
 
 def layers() -> list[nn.Module]:
-    """Every layer that has a number and is alive."""
+    """Every layer that has a number and was not deleted."""
     found = [state.layer() for state in list(_STATES.values())]
     return [layer for layer in found if layer is not None]
 
@@ -189,9 +189,6 @@ def numbered(number: int) -> nn.Module:
     if layer is None:
         raise NotSupportedError("compiled code: the layer that holds the delayed-scaling state was deleted.")
     return layer
-
-
-# ---- the update of slots -----------------------------------------------------------------------------------------
 
 
 def _rolled(

@@ -176,9 +176,6 @@ def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     return scaled_matmul(a, permute(b, (1, 0)), bias=bias[0] if bias else None)
 
 
-# ---- functional collectives: codes and scales travel, as bytes ---------------------------------------------------
-
-
 def _gather(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """The rows of all ranks, one rank below the other, with their scales: the bytes of a cast of all values."""
     q, *rest = args

@@ -277,9 +277,6 @@ def _unbind(q: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
     return [_select(q, dim, index) for index in range(q.shape[dim])]
 
 
-# ---- joining -----------------------------------------------------------------------------------------------------
-
-
 @register(aten.cat.default)
 def _cat(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
     """The parts side by side; tensors that keep one scale for several blocks must agree on it."""

@@ -103,9 +103,6 @@ def register_view(
     return add
 
 
-# ---- shared by the functions of the table ------------------------------------------------------------------------
-
-
 def valueless(q: QuantizedTensor) -> torch.Tensor:
     """A plain tensor of q's shape and dtype on the meta device."""
     return torch.empty(q.shape, dtype=q.dtype, device="meta")
@@ -175,8 +172,6 @@ def joined(func: Operator, args: Arguments, kwargs: Options) -> tuple[Sequence[Q
     made = func([valueless(q) for q in tensors], dim)
     return tensors, dim % made.dim(), made
 
-
-# ---- refusals ----------------------------------------------------------------------------------------------------
 
 _DEQUANTIZE = "Call .dequantize() first; nothing dequantizes in silence."
 _OF_STATE = (

@@ -153,9 +153,6 @@ def valueless_parts(x: torch.Tensor, token: str, axis: int) -> list[torch.Tensor
     return [x.new_empty(part.shape, dtype=getattr(torch, part.dtype)) for part in layout if part is not None]
 
 
-# ---- definitions, and batches of torch.func.vmap -----------------------------------------------------------------
-
-
 Rule = Callable[..., tuple[object, object]]  # results, and the batch axis of each
 
 

@@ -413,9 +413,6 @@ class _StraightThrough(torch.autograd.Function):
         return None, dy
 
 
-# ---- the operators of compiled code ------------------------------------------------------------------------------
-
-
 def _quantize(
     x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
     amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,

@@ -82,9 +82,6 @@ def _stacked(*numbers: torch.Tensor) -> torch.Tensor:
     return torch.stack([number.double() for number in numbers])
 
 
-# ------------------------------------------------------------------------------------------------------------ tensors
-
-
 class Source:
     """A tensor [.., C] whose operands are measured too, with the amax that they share."""
 
@@ -104,9 +101,6 @@ class Source:
     def amax(self) -> torch.Tensor:
         """The largest magnitude, float32 (); NaN is ignored."""
         return self.backend.amax(self.matrix)
-
-
-# -------------------------------------------------------------------------------------------------------------- casts
 
 
 class Quantized(NamedTuple):
@@ -249,9 +243,6 @@ def read_noise(source: Source, cast: Cast, transposed: bool, part: slice, option
     errors = torch.stack(draws)
     numbers = _stacked(errors.mean(), errors.var(0).mean())
     return Reading(numbers, partial(watching.of_noise, errors.numel()))
-
-
-# ----------------------------------------------------------------------------------------------------------- products
 
 
 def read_product(result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, bias: Maybe = None) -> Reading:
