@@ -1,15 +1,16 @@
-"""The table of the families of checkpoints in docs/checkpoints.md; from the rows of `microfloat.checkpoint.families`.
+"""The tables of the families of checkpoints and of their readers; from the rows of `microfloat.checkpoint.families`.
 
-python tools/families_table.py           # print it
-python tools/families_table.py --write   # rewrite the block in the page
+python tools/families_table.py           # print them
+python tools/families_table.py --write   # rewrite the blocks in docs/checkpoints.md and docs/index.md
 """
 
 import sys
 
 from marked_block import ROOT, command, table
 
-from microfloat.checkpoint.families import DIALECTS, Dialect, Family
-from microfloat.checkpoint.families.readers import FACTS, SOURCES
+from microfloat.checkpoint.families import DIALECTS, FAMILIES, Dialect, Family
+from microfloat.checkpoint.families.readers import FACTS, SOURCES, Layer, readers_of
+from microfloat.checkpoint.families.writing import Written
 
 PAGE, BLOCK = ROOT / "docs" / "checkpoints.md", "families"
 _MOST_TARGETS = 4
@@ -61,7 +62,60 @@ def readers_table() -> str:
     return table(["reader", "does", "families", "about"], rows)
 
 
-BLOCKS = ((PAGE, BLOCK, families_table), (PAGE, "readers", readers_table))
+# A column of the first page -> the elements of its formats, and whether they have scales of powers of two.
+_COLUMNS = {
+    "FP8 (units: Ada, Hopper, Blackwell)": (("E4M3",), "FP32"),
+    "MXFP8 (Blackwell)": (("E4M3",), "E8M0"),
+    "NVFP4 (Blackwell)": (("E2M1",), "E4M3"),
+    "MXFP4, MXFP6 (Blackwell)": (("E2M1", "E2M3", "E3M2"), "E8M0"),
+}
+_NOT_EXPERTS, _ONLY_EXPERTS, _STATIC, _STACKED = "[1]", "[2]", "[3]", "[4]"
+
+
+def read_by(reader: str, family: str, target: Written) -> str | None:
+    """Marks of a target that the reader reads, of a plain model that was converted to it; None for any other."""
+    inputs = "none" if target.activation == "static" else target.activation
+    one = Layer(family, target.cast.format, "model.layers.0.self_attn.o_proj.weight", (4096, 4096), "mixtral", inputs)
+    expert = one._replace(name="model.layers.0.block_sparse_moe.experts.0.w1.weight")
+    layer, of_experts = (
+        any(row["reader"] == reader and row["does"] == "reads" and not row["what"] for row in readers_of([each]))
+        for each in (one, expert)
+    )
+    if not (layer or of_experts):
+        return None
+    marks = ("" if of_experts else _NOT_EXPERTS) + ("" if layer else _ONLY_EXPERTS)
+    marks += (_STATIC if target.activation == "static" else "") + (_STACKED if target.stacked == "any" else "")
+    return f" {marks}" if marks else ""
+
+
+def engines_table() -> str:
+    """Engine and format, with the chips that have units for it -> targets of `convert` that the engine reads."""
+    rows = []
+    for reader in SOURCES:
+        cells: dict[str, list[str]] = {title: [] for title in _COLUMNS}
+        for family in FAMILIES:
+            for name, target in family.writes.items():
+                marks, fmt = read_by(reader, family.name, target), target.cast.format
+                for title, (elements, scale) in _COLUMNS.items():
+                    if marks is not None and fmt.element.name in elements and fmt.scale.name == scale:
+                        cells[title].append(f"`{name}`{marks}")
+        rows.append([reader, *(", ".join(names) or "none known" for names in cells.values())])
+    text = (
+        f"{_NOT_EXPERTS} Not for models whose experts are stored one by one. {_ONLY_EXPERTS} For such experts alone. "
+        f"{_STATIC} If the source has scales of inputs; from a plain one the result has quantized weights alone, which "
+        f"engines may not take. {_STACKED} For models whose experts are one tensor for each layer, as in gpt-oss. "
+        "Looked up in the source of the version that is named, or found by running it; whether an engine has a kernel "
+        "for your chip or knows your model is not said here. Shapes and models that make an exception, and all that is "
+        "read besides: [checkpoints.md](checkpoints.md#what-readers-do); `microfloat inspect FILE` says it of a file."
+    )
+    return f"{table(['engine', *_COLUMNS], rows)}\n\n{text}"
+
+
+BLOCKS = (
+    (PAGE, BLOCK, families_table),
+    (PAGE, "readers", readers_table),
+    (ROOT / "docs" / "index.md", "targets by engine", engines_table),
+)
 
 if __name__ == "__main__":
     sys.exit(command(__doc__ or "", BLOCKS))

@@ -333,6 +333,7 @@ def _page(name: str) -> Path:
 
 
 BLOCKS = [
+    (_page("index.md"), "choosing a recipe", choice_table),
     (_page("performance.md"), "choosing a recipe", choice_table),
     (_page("performance.md"), "measured: linear", linear_table),
     (_page("performance.md"), "measured: grouped", grouped_table),

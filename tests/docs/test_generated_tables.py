@@ -124,6 +124,24 @@ def test_the_families_of_checkpoints_are_the_rows_of_the_library(tool):
     assert "| P_packed, P_scale (E4M3) | P_global_scale, divides | `compressed-tensors` |" in committed
 
 
+def test_the_first_page_names_targets_that_its_engines_read(tool):
+    """Those of a plain model that was converted; conditions of a reader are marked, and refusals are not listed."""
+    families, block = tool("families_table"), tool("marked_block")
+    page = families.ROOT / "docs" / "index.md"
+    text = families.engines_table()
+    assert block.read_block(page.read_text(), "targets by engine") == text, (
+        "run: python tools/families_table.py --write"
+    )
+    rows = {row.split(" ")[1]: row for row in text.splitlines() if row.startswith("| ")}
+    assert "`ct:mxfp8` [1]" in rows["transformers"]  # no numbered experts
+    assert "modelopt" not in rows["transformers"]
+    assert "`ct:mxfp4` [2]" in rows["SGLang"]  # experts alone
+    assert "`ct:nvfp4`" not in rows["TensorRT-LLM"]  # it refuses weights without activations
+    assert "`ct:fp8`" not in rows["TensorRT-LLM"]
+    assert "hf:mxfp8" not in rows["vLLM"]  # but for one model
+    assert all("`modelopt:fp8` [3]" in rows[name] for name in ("vLLM", "SGLang", "TensorRT-LLM"))
+
+
 def test_make_tables_regenerates_every_block_of_the_pages(tool):
     """Those of each tool, and none is left in a page that no tool writes."""
     pytest.importorskip("torch", reason="torch is not installed")

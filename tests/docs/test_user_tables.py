@@ -98,6 +98,8 @@ def test_the_choice_names_recipes_and_their_loss(tables):
     from microfloat.recipes import RECIPES
 
     text = tables.choice_table()
+    for page in ("index.md", "performance.md"):
+        assert text in (ROOT / "docs" / page).read_text(), "run: python tools/user_tables.py --write"
     taken = set(re.findall(r"^\|[^|]*\|[^|]*\| `(\w+)` \|", text, re.MULTILINE))
     assert taken <= set(RECIPES)
     assert {"delayed", "fp8_current", "mxfp8", "nvfp4"} <= taken
