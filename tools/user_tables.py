@@ -27,7 +27,7 @@ Row = dict[str, Any]
 RECIPES = {
     "bf16": "bf16", "delayed": "`delayed`", "current": "`fp8_current`", "row": "`fp8_row`", "block": "`fp8_block`",
     "mxfp8": "`mxfp8`", "mxfp8.folded": "`mxfp8`", "mxfp8.exact": '`mxfp8`, `path="exact"`', "mxfp6": "`mxfp6`",
-    "mxfp4.folded": "`mxfp4`", "nvfp4": "`nvfp4`",
+    "mxfp4.folded": "`mxfp4`", "nvfp4": "`nvfp4`", "nvfp4.folded": '`nvfp4`, `path="folded"`',
 }  # fmt: skip
 
 
