@@ -6,6 +6,7 @@ python tools/tables.py --check   # exit with status 1 if a page is out of date
 
 import sys
 
+import api_pages
 import families_table
 import features_table
 import files_table
@@ -27,6 +28,7 @@ TOOLS = (
     features_table,
     files_table,
     shares_table,
+    api_pages,
 )
 BLOCKS = [block for tool in TOOLS for block in tool.BLOCKS]
 
