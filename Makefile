@@ -6,6 +6,7 @@
 #                   the training packages around (Accelerate, Lightning, PEFT, the newest and the oldest transformers)
 #   make lint       ruff and pyright
 #   make tables     regenerate every generated table of README.md and docs/
+#   make docs       the site of docs/ with the API reference, into site/; a dead link or name is an error
 #   make fuzz       damaged checkpoints against their reader, for SECONDS=600; inputs that fail are kept
 #
 # Settings: PYTHON=python3.12 (what to build the environment with), JOBS=8 (test processes), TESTS="tests/torch -k linear",
@@ -18,6 +19,8 @@ DEMO ?= --preset tiny
 TORCH_BUILD ?= auto
 SECONDS ?= 600
 VENV := .venv
+DOCS_VENV ?= .venv-docs
+SITE ?= site
 
 # A virtual environment or a module path of the caller must not leak into ours. Byte code is written: the tests start
 # dozens of processes that import the library.
@@ -27,7 +30,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo fuzz test test-all test-installed lint format api tables setup-demo setup-test setup-test-all setup-lint clean
+.PHONY: help demo docs fuzz test test-all test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,6 +48,14 @@ setup-lint:
 # The packages of tests/integrations, which skip in `make test` where they are not installed.
 setup-test-all:
 	@$(SETUP) torch,triton,jax,cli,plot,examples,dev,integrations
+
+# In an environment of its own, which holds neither torch nor jax: the sources are read, not imported.
+setup-docs:
+	@$(SETUP) docs
+
+docs: VENV := $(DOCS_VENV)
+docs: setup-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
 
 demo: setup-demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO)
@@ -83,5 +94,5 @@ tables: setup-test
 	$(VENV)/bin/python tools/tables.py --write
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(SITE) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
