@@ -278,6 +278,24 @@ def test_ci_runs_the_command_that_everybody_runs(repository):
     assert sum("make" in line for line in commands) == 1
 
 
+def test_workflows_run_commands_of_make_alone(repository):
+    text = (repository / ".github" / "workflows" / "ci.yml").read_text()
+    commands = re.findall(r"^\s*(?:- )?run: *(.*)$", text, re.MULTILINE)
+    assert commands == ["make test", "make lint", "make docs"]
+    targets = set(re.findall(r"^([a-z][\w-]*):", (repository / "Makefile").read_text(), re.MULTILINE))
+    assert {command.split()[1] for command in commands} <= targets
+
+
+def test_the_versions_of_a_release_agree(repository):
+    """Of the library and of its citation; the classifiers name the versions of Python that the workflow runs."""
+    version = re.search(r'^__version__ = "(.+)"$', (repository / "src/microfloat/_version.py").read_text(), re.M)[1]
+    assert f"\nversion: {version}\n" in (repository / "CITATION.cff").read_text()
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    classified = [name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    matrix = re.search(r"python: \[(.+)\]", (repository / ".github/workflows/ci.yml").read_text())[1]
+    assert re.findall(r"3\.\d+", matrix) == classified
+
+
 def test_a_foreign_environment_does_not_reach_the_commands(repository, tmp_path):
     """A recipe line sees neither VIRTUAL_ENV nor PYTHONPATH of the caller."""
     probe = tmp_path / "probe.mk"

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -85,6 +86,28 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel, repository):
     sources = {path.relative_to(repository / "src").as_posix() for path in (repository / "src").rglob("*.py")}
     assert {name for name in package if name.endswith(".py")} == sources
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow("the sdist, and a wheel from it")
+def test_the_sdist_gives_the_same_wheel_and_holds_the_tests(wheel, repository, tmp_path):
+    build = [sys.executable, "-m", "build", "--no-isolation"]
+    done = _run([*build, "--sdist", "--outdir", tmp_path, repository], tmp_path)
+    assert done.returncode == 0, _output(done)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / path.name.removesuffix(".tar.gz")
+    for name in ("Makefile", "constraints.txt", "mkdocs.yml", "CITATION.cff", "RELEASING.md", ".ci/run",
+                 "tools/make_venv.py", "docs/index.md", "tests/golden/index.json"):  # fmt: skip
+        assert (source / name).read_bytes() == (repository / name).read_bytes(), name
+    tests = [path.relative_to(repository) for path in (repository / "tests").rglob("test_*.py")]
+    assert [str(name) for name in tests if not (source / name).exists()] == []
+    assert not list(source.glob("*venv*"))
+    done = _run([*build, "--wheel", "--outdir", tmp_path / "again", source], tmp_path)
+    assert done.returncode == 0, _output(done)
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(tmp_path / "again" / wheel.name) as second:
+        assert sorted(first.namelist()) == sorted(second.namelist())
+        assert all(first.read(name) == second.read(name) for name in first.namelist() if name.endswith(".py"))
 
 
 @pytest.mark.slow("the wheel in an environment of its own, which pip fills")

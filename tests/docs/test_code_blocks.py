@@ -17,7 +17,10 @@ from tests.torch.distributed.world import end_group
 ROOT = Path(__file__).parents[2]
 PAGES = [
     path
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
     if path.exists()
 ]
 HAVE_JAX = importlib.util.find_spec("jax") is not None
