@@ -420,7 +420,7 @@ class _Casting:
         multiples = [_TILES_TOGETHER if is_tile else 0 for is_tile in are_tiles]
         casts, how = scaled_casts(both), matrix.how(128, 128, units=True)
         constants = (*casts, *multiples, how)
-        warps = tables.TILES["fold"][2]
+        warps = tables.TILES["fold_squares" if fold.folds(*casts, sum(multiples), how.KIND, how.EVEN) else "fold"][2]
         outputs = both.codes[0], both.scales[0], both.codes[1], both.scales[1]
         self.passes.launches.append(Pass(
             fold.fold_blocks, (matrix.key, constants, warps, *streams), matrix.tiles(128, 128),

@@ -36,6 +36,7 @@ TILES = {
     "block_rows": (32, 256, Warps(8, 64)),
     "block_values": (32, 128, Warps(8, 64)),
     "fold": (128, 128, Warps(8, 64)),
+    "fold_squares": (128, 128, Warps(8, 80)),
     "nvfp4": (64, 64, Warps(4, 80)),
     "nvfp4_tiles": (32, 256, Warps(4, 128)),
     "nvfp4_2d": (128, 128, Warps(4)),  # both operands, `kernels.device.nvfp4_2d`
