@@ -1,5 +1,6 @@
 """`make docs` builds the site: no dead link, no entry of the API without its object, no page outside the navigation."""
 
+import importlib
 import os
 import re
 import sys
@@ -9,11 +10,20 @@ import pytest
 from tests import processes
 from tests.docs.test_code_blocks import ROOT
 
+UNREAD = re.compile(r"^.*```.*$|^\|.*\|$", re.MULTILINE)
 WHY = "builds the site, in an environment that it fills first"
 
 
 def environment():
     return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
+
+def shown(page):
+    """The text of the article of a page, without its code."""
+    article = re.split(r"<article[^>]*>", page, maxsplit=1)[-1].split("</article", 1)[0]
+    for tag in ("pre", "code"):
+        article = re.sub(rf"<{tag}\b.*?</{tag}>", "", article, flags=re.DOTALL)
+    return re.sub(r"<[^>]+>", "", article)
 
 
 @pytest.mark.slow(WHY)
@@ -31,6 +41,17 @@ def test_make_docs_builds_the_site_strictly(tmp_path):
     models = (tmp_path / "site" / "api" / "models.html").read_text()
     assert re.search(r"\bmicrofloat\.torch\.convert\b", models)
     assert "Turn every" in models  # the docstring of the function, not of the folder of its name
+    rendered = {path.relative_to(tmp_path): shown(path.read_text()) for path in (tmp_path / "site").rglob("*.html")}
+    assert len(rendered) > 30
+    unread = {name: found for name, text in rendered.items() if (found := UNREAD.findall(text))}
+    assert not unread, "fences, or tables without a blank line before them, stayed Markdown"
+
+
+def test_fences_have_a_language_alone_on_the_site(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    hooks = importlib.import_module("site_hooks")
+    assert hooks.on_page_markdown("a\n```python no-run\n# x\n```\n", page=None) == "a\n```python\n# x\n```\n"
+    assert shown("<p>head</p><article>a<pre>| b |</pre><code>```</code> | c |</article>| d |").strip() == "a | c |"
 
 
 def test_every_page_stands_in_the_navigation_once():
