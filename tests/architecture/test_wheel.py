@@ -90,6 +90,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel, repository):
 
 @pytest.mark.slow("the sdist, and a wheel from it")
 def test_the_sdist_gives_the_same_wheel_and_holds_the_tests(wheel, repository, tmp_path):
+    """Features B1."""
     build = [sys.executable, "-m", "build", "--no-isolation"]
     done = _run([*build, "--sdist", "--outdir", tmp_path, repository], tmp_path)
     assert done.returncode == 0, _output(done)

@@ -32,6 +32,7 @@ def public(text):
 
 
 def test_every_public_name_has_one_entry():
+    """Features B11."""
     found = Counter(name for page in sorted(FOLDER.glob("*.md")) for name in entered(page.read_text()))
     assert [name for name, times in found.items() if times > 1] == []
     names = set(public(SNAPSHOT.read_text()))

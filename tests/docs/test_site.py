@@ -28,6 +28,7 @@ def shown(page):
 
 @pytest.mark.slow(WHY)
 def test_make_docs_builds_the_site_strictly(tmp_path):
+    """Features B11."""
     probe = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     reached = processes.run([*probe, "--retries=1", "--timeout=20", "-d", str(tmp_path / "probe"), "mergedeep"])
     if reached.returncode != 0:
