@@ -261,6 +261,30 @@ def serving_table() -> str:
     return f"{table(header, cells)}\n\n{text}"
 
 
+def whole_models_table() -> str:
+    """Training steps of transformers' Llama: twelve layers on one GPU, and the 8B on several."""
+    words = {"head": "FP8 head", "recomputed": "every layer recomputed", "compiled": "compiled"}
+    files = [{row["id"]: row for row in rows_of(RESULTS / f"{name}.json") if "median_ms" in row}
+             for name in ("model", "model_8b")]  # fmt: skip
+    cells = []
+    for name in dict.fromkeys(name for rows in files for name in rows):
+        kind = name.removeprefix("model.")
+        known = max((one for one in (*RECIPES, "nvfp4.folded", "torchao.tensorwise", "torchao.rowwise")
+                     if kind == one or kind.startswith(f"{one}.")), key=len)  # fmt: skip
+        shown = {"nvfp4.folded": '`nvfp4`, `path="folded"`', "torchao.tensorwise": "torchao 0.18, tensorwise",
+                 "torchao.rowwise": "torchao 0.18, rowwise"}.get(known) or RECIPES[known]  # fmt: skip
+        of_head = kind.removeprefix(known).strip(".").split(".")
+        cells.append([", ".join([shown, *(words[one] for one in of_head if one)])])
+        for number_of_file, rows in enumerate(files):
+            row = rows.get(name)
+            tokens = f"{row['extra']['tokens_per_s_gpu']:,}" if row else ""
+            cells[-1] += [number(row and row["median_ms"], 0)] if number_of_file == 0 else []
+            cells[-1] += [tokens, number(row and row["extra"]["peak_gib"], 0)]
+    gpus = next(iter(files[1].values()))["extra"]["ranks"]
+    header = ["training step", "12 layers, ms", "tokens/s", "GiB", f"8B, {gpus} GPUs, tokens/s a GPU", "GiB a GPU"]
+    return f"{table(header, cells, right=range(1, 6))}\n\n{sources('model', 'model_8b')}"
+
+
 def prompt_table() -> str:
     """Prompts whose activations are quantized too."""
     found: dict[str, list[float]] = {}
@@ -338,6 +362,7 @@ BLOCKS = [
     (_page("performance.md"), "measured: linear", linear_table),
     (_page("performance.md"), "measured: grouped", grouped_table),
     (_page("performance.md"), "measured: decoder", models_table),
+    (_page("performance.md"), "measured: whole models", whole_models_table),
     (_page("performance.md"), "measured: train", train_table),
     (_page("performance.md"), "measured: host", host_table),
     (_page("inference.md"), "choosing for serving", serving_table),

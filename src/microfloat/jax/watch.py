@@ -245,7 +245,8 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], 
         rule = _RULES.get(eqn.primitive.name)
         if eqn.primitive is shown_p:
             results, numbers = _split(inputs, len(eqn.outvars))
-            inner = [_Found((), *(eqn.params[name] for name in ("stage", "op", "subjects")), numbers)]
+            stage, op, subjects = (eqn.params[name] for name in ("stage", "op", "subjects"))
+            inner = [_Found((), stage, op, subjects, numbers)]
         elif rule is not None and any(_is_watched(one) for one in jaxprs_in_params(eqn.params)):
             with eqn.ctx.manager:
                 results = rule(eqn, inputs, inner)

@@ -120,8 +120,10 @@ def _by_triton(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
     from microfloat.jax.backends import program
 
     words = None if inputs.words is None else jnp.asarray(inputs.words, jnp.uint32)
-    given, (row, column, *others) = passes.CastInputs(inputs.scale_enc, words, amax=inputs.amax), static
-    return Operands(*program.cast_by_kernel(x_RC, row, column, given, *others))
+    given = passes.CastInputs(inputs.scale_enc, words, amax=inputs.amax)
+    assert static.capability is not None, "a kernel runs on a chip"
+    about = static.axes, static.records, static.capability
+    return Operands(*program.cast_by_kernel(x_RC, static.row, static.column, given, *about))
 
 
 def _by_xla(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:

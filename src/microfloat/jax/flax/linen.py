@@ -124,7 +124,7 @@ def _run(
         length = max(rule.delayed.amax_history_len for rule in rules if rule is not None)
         variables = StateVariables(module, length, np.shape(rhs)[:1] if isinstance(op, RaggedDot) else ())
         names = [SLOT_NAMES[tensor] if rule else None for tensor, rule in zip(TENSORS, rules, strict=True)]
-        state = DelayedState(*(name and variables.current(name) for name in names), rules=rules)
+        state = DelayedState(*(variables.current(name) if name else None for name in names), rules=rules)
         rhs = notice_fixed_state(check_array("rhs", rhs), state)
     return op.with_words(lhs, rhs, third, precision, dtype, words=words, state=state)
 

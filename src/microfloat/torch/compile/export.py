@@ -60,6 +60,7 @@ def in_torch_operations(
     schedule = Schedule(recipe, module, routes, x, weight, None, compute, False, False)
     inputs = CastInputs(amax=scales[0]) if schedule.is_static else CastInputs(scales[0])
     w_inputs = CastInputs(scales[1])
-    if schedule.is_joint:
-        w_inputs = CastInputs(amax=torch.stack([reference.amax(one).reshape(()) for one in scales[1]]).amax())
+    joint = scales[1]
+    if schedule.is_joint and joint is not None:
+        w_inputs = CastInputs(amax=torch.stack([reference.amax(one).reshape(()) for one in joint]).amax())
     return schedule.forward(x, weight, bias, inputs, w_inputs)[0]

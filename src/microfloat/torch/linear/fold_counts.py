@@ -102,8 +102,8 @@ class FoldCounts:
         self._latest = operands
         # A launch that casts one operand folded and the other in tiles counts both in the words of the folded one.
         folded = {slot for slot, _, form, *_ in operands.values() if form == "folded"}
-        for key, (slot, orientation, form, *sizes) in operands.items():
-            self._noted[key] = (form, _index(slot, "folded" if slot in folded else form, orientation), *sizes)
+        for key, (slot, orientation, form, elements, most) in operands.items():
+            self._noted[key] = form, _index(slot, "folded" if slot in folded else form, orientation), elements, most
         self._limits = [(word, most) for _, word, _, most in self._noted.values()]
 
     @property

@@ -37,14 +37,14 @@ class Route(torch.autograd.Function):
         spreads: bool,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(place, ends, weights, x if ctx.needs_input_grad[3] else None)
-        ctx.back = x.dtype, not spreads
+        ctx.settings = x.dtype, not spreads
         return torch.ops.microfloat.route_rows(x, place, ends, weights, None, dtype, spreads)[0]
 
     @staticmethod
     def backward(ctx: Context, dy: torch.Tensor) -> tuple[Maybe, ...]:  # type: ignore[override]
         refuse_double_backward()
         place, ends, weights, rows = ctx.saved_tensors
-        dx, *dots = torch.ops.microfloat.route_rows(dy, place, ends, weights, rows, *ctx.back)
+        dx, *dots = torch.ops.microfloat.route_rows(dy, place, ends, weights, rows, *ctx.settings)
         return dx, None, None, dots[0].to(weights.dtype) if dots else None, None, None
 
 
@@ -86,11 +86,11 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, h: torch.Tensor, activation: str, kernel: Callable) -> torch.Tensor:
         ctx.save_for_backward(h)
-        ctx.call = kernel, activation
+        ctx.settings = kernel, activation
         return kernel(h, None, activation)
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[Maybe, ...]:  # type: ignore[override]
         refuse_double_backward()
-        kernel, activation = ctx.call
+        kernel, activation = ctx.settings
         return kernel(*ctx.saved_tensors, grad, activation), None, None

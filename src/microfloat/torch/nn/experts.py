@@ -312,7 +312,7 @@ def gate_of(experts: Routed, x: torch.Tensor) -> Callable[[torch.Tensor], torch.
     """The gate of a layer: one launch each way where its code is that of `_plain_gate` and its activation is known."""
     plain, act = experts._apply_gate, getattr(experts, "act_fn", None)  # gpt-oss has none
     kind = None if is_tracing(x) else ACTIVATION_OF.get(type(act).__name__)
-    if kind is None or not is_bare(act) or not isinstance(plain, MethodType):
+    if kind is None or act is None or not is_bare(act) or not isinstance(plain, MethodType):
         return plain
     kernels = backends.choose("auto", x.device).producers
     if kernels is None or instructions_of(plain.__func__) != instructions_of(_plain_gate):
