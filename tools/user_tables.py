@@ -78,7 +78,10 @@ def choice_table() -> str:
              for has, wants, take in rows]  # fmt: skip
     exact = number(linear["l.mxfp8.exact", "eager"])
     small, graph = number(linear["l.small", "eager"]), number(linear["l.small", "graph"])
+    folded = next(row["ratio"] for row in rows_of(RESULTS / "decoder.json") if row["id"] == "d.layer.nvfp4.folded")
     cells += [
+        ["", "the same codes, their products folded to FP8", '`NVFP4BlockScaling(path="folded")`',
+         f"{number(folded)} (a `TransformerLayer`)", "not measured"],
         ["", "MXFP8 with its exact products", '`MXFP8BlockScaling(path="exact")`', f"{exact} (a Linear)",
          _gap(demo, "mxfp8")],
         ["", "layers below about 2048 x 2048, or few tokens", "bf16 for them, or a CUDA graph of the step",
@@ -363,6 +366,7 @@ BLOCKS = [
     (_page("performance.md"), "measured: grouped", grouped_table),
     (_page("performance.md"), "measured: decoder", models_table),
     (_page("performance.md"), "measured: whole models", whole_models_table),
+    (ROOT / "README.md", "measured: whole models", whole_models_table),
     (_page("performance.md"), "measured: train", train_table),
     (_page("performance.md"), "measured: host", host_table),
     (_page("inference.md"), "choosing for serving", serving_table),
