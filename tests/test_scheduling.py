@@ -112,6 +112,7 @@ def test_what_went_wrong_anywhere_is_told_briefly(tmp_path, repository) -> None:
     assert "[100%]" in ended.stdout
 
 
+@pytest.mark.slow("a run of pytest in processes of its own")
 def test_the_second_process_imports_from_the_end_and_reports_the_same_order(tmp_path, repository) -> None:
     """Otherwise pytest-xdist refuses to run anything."""
     (tmp_path / "conftest.py").write_text(CONFTEST + FROM_THE_END)

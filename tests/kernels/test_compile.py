@@ -117,6 +117,7 @@ def test_kernels_read_sizes_of_one_and_wide_streams():
     assert kernels > 80
 
 
+@pytest.mark.slow("machine code of norms")
 @pytest.mark.xdist_group("triton-interpreter")
 def test_norms_of_one_column_compile():
     pytest.importorskip("triton", reason="triton is not installed")

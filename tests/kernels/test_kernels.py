@@ -172,7 +172,7 @@ LONG = (
     "hidden_by_nan-nvfp4-*", "values_in_bf16-nvfp4-*", "operands-*-(68,140)-*", "operands-*-(70,90)-*",
     "operands-*-transposed", "operands-mxfp8-(256,192)-*", "rotary-bfloat16-*", "fused_linears-native-[df]*",
     "fused_linears-triton-delayed-kind*", "fused_linears-triton-fp8_*", "fused_linears-triton-nowgrad",
-    "norms_alone-layer-*",
+    "norms_alone-layer-*", "rotary-float32-True", "loss_of_a_head-fp8_current-*",
     "gradients-nvfp4_2d-()-*", "gradients-nvfp4-((rht,*", "operands-nvfp4-(80,144)-float32-*", "folded-mxfp8_e5m2-*",
     "folded-mxfp6_e3m2-*", "folded-mxfp4-True", "operands-nvfp4-*mse_448*", "operands-nvfp4_2d-(33,47)-*",
     "operands-nvfp4-(40,72)-*one_level*rht*", "operands-nvfp4-(40,72)-*17_16*rht*",

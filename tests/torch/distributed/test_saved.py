@@ -110,6 +110,9 @@ class _Recomputed(nn.Module):
 CASES = (same_gradients, memory_orders, fused_block)
 
 
+pytestmark = pytest.mark.slow("ranks of their own for saved activations")
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     return run_ranks(CASES, str(tmp_path_factory.mktemp("ranks") / "store"), WORLD, seconds=30)
