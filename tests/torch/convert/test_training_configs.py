@@ -10,7 +10,7 @@ from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.errors import InvalidValueError, NotSupportedError  # noqa: E402
-from microfloat.recipes import WeightActivation, WeightOnly  # noqa: E402
+from microfloat.recipes import Placement, WeightActivation, WeightOnly  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -102,6 +102,51 @@ def test_a_change_of_one_weight_changes_the_codes_of_its_group() -> None:
     assert torch.equal(q(x, is_first_microbatch=False), before)
     model.k_proj.weight.detach().mul_(50)
     assert torch.equal(q(x, is_first_microbatch=False), served(model, config).q_proj(x))
+
+
+def _by_filters(model: Block, config) -> None:
+    for one in (*model.names, "o_proj"):
+        mf.convert(model, config, filter=lambda name, module, one=one: name == one)
+
+
+def _replaced(model: Block, config) -> None:
+    mf.convert(model, config)
+    model.k_proj = nn.Linear(40, 32)
+    mf.convert(model, config, filter=lambda name, module: name == "k_proj")
+
+
+def _kept_high(model: Block, config) -> None:
+    mf.convert(model, config)
+    mf.convert(model, Placement([("k_proj", None)]))
+
+
+def _reverted(model: Block, config) -> None:
+    mf.convert(copy.deepcopy(model), config)
+    mf.convert(model, config)
+    mf.revert(model.q_proj)
+
+
+def _pinned(model: Block, config) -> None:
+    mf.convert(nn.ModuleDict({"whole": model}), config)
+    model.v_proj.pin("mxfp8")
+
+
+@pytest.mark.parametrize("change", [_by_filters, _replaced, _kept_high, _reverted, _pinned], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("config", [WeightOnly("nvfp4"), WeightActivation("fp8_tensor")], ids=str)
+def test_groups_are_those_of_the_layers_that_hold_the_config_now(change, config) -> None:
+    model, x = Block().eval(), torch.randn(3, 40)
+    with torch.no_grad():
+        model.k_proj.weight.mul_(50)
+        model(x)
+        change(model, config)
+        named = {name: getattr(model, name) for name in model.names}
+        trains = {name for name, layer in named.items() if isinstance(getattr(layer, "pinned", None), type(config))}
+        stored = copy.deepcopy(model)
+        mf.quantize_(stored, config, filter=lambda name, module: name in trains)
+        assert len(trains) == (3 if change in (_by_filters, _replaced) else 2)
+        for name in trains:
+            assert torch.equal(named[name](x), getattr(stored, name)(x)), name
+            assert set(named[name]._joint) == {named[one] for one in trains}
 
 
 def test_compiled_code_shares_scales() -> None:

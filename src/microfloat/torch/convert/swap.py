@@ -104,7 +104,7 @@ def convert(
         raise nothing_left(model, rows, "convert")
     wishes = [(name, layer, _in_training(layer, wanted)) for name, layer, wanted in wishes]
     pin_planned(model, wishes)
-    _share_scales([layer for _, layer, wanted in wishes if isinstance(wanted, Config)])
+    _share_scales(model)
     fused = fuse_blocks(model, {name for name, _, _ in wishes}) if fuse else ()
     blocks = tuple(ConversionRow(name, None, action, None, what) for name, action, what in fused)
     return report_of(model, rows, blocks)
@@ -161,20 +161,27 @@ def _in_training(layer: nn.Module, recipe: Recipe | None) -> Recipe | None:
     return recipe._in_training(False) if isinstance(recipe, Config) and not is_stored else recipe
 
 
-def _share_scales(layers: Sequence[nn.Module]) -> None:
-    """Let weights that are multiplied as one when they are served share their scale; `layers`: pinned to configs."""
-    products = {one._path: one for layer in layers for one in products_of(layer)}
-    for product in products.values():
-        if product.pinned.is_static:
-            take_amax(product)
-    plain = {name: one.pinned for name, one in products.items() if not isinstance(held_weight(one), QuantizedTensor)}
+def _share_scales(model: nn.Module) -> None:
+    """Let weights that train and are multiplied as one when they are served share their scale."""
+    plain: dict[str, Config] = {}
+    products: dict[str, RecipeLayer] = {}
+    for path, layer in model.named_modules():
+        for one in products_of(layer) if isinstance(layer, RecipeLayer) and not isinstance(layer, ExpertProduct) else ():
+            name = ".".join(filter(None, (path, one.name))) if isinstance(one, ExpertProduct) else path
+            if not isinstance(one.pinned, Config):
+                continue
+            if one.pinned.is_static:
+                take_amax(one)
+            held = held_weight(one)
+            if one.pinned.backward and not isinstance(getattr(held, "_local_tensor", held), QuantizedTensor):
+                products[name], plain[name] = one, one.pinned._in_training(False)
     for members in scale_groups(plain):
         group = tuple(products[name] for name in members)
         shares = len(group) > 1 and plain[members[0]]._in_training(True).joint_scale
-        if shares and len({one.weight.shape[:-2] for one in group}) == 1:
-            for one in group:
-                one.pin(one.pinned._in_training(True))
-                one._joint = group
+        shares = shares and len({one.weight.shape[:-2] for one in group}) == 1
+        for one in group:
+            one.pin(one.pinned._in_training(shares))
+            one._joint = group if shares else ()
 
 
 def take_amax(layer: nn.Module) -> None:
@@ -190,8 +197,6 @@ def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:
     elif wanted is not None and not isinstance(module, RecipeLayer):
         as_linear(module) if is_conv1d(module) else _change_class(module, nn.Linear, Linear)
     if isinstance(module, RecipeLayer):
-        for one in products_of(module):
-            one.__dict__.pop("_joint", None)
         module.pin(wanted)
         module._path = name
 
@@ -392,7 +397,7 @@ def revert(model: nn.Module) -> nn.Module:
             if isinstance(held_weight(layer), QuantizedTensor) and not _dequantize_weight(layer):
                 replaced.append(name or "(root)")
         if isinstance(module, Linear):
-            scaling.drop_buffers(module)
+            module.unpin()
             module._buffers.pop("input_amax", None)
             if isinstance(module, TransposedLinear):
                 as_conv1d(module)

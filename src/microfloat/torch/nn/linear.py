@@ -88,6 +88,8 @@ class RecipeLayer(nn.Module):
         self._pinned = None if recipe is None else canonical(as_recipe(recipe))
         self._pin_token = token_of(self._pinned)
         self._drop_weight_cache()
+        if not (self._pinned is not None and self._pinned.is_joint):
+            self._leave_group()
         layer_state.state_of(self)  # gives it a number
         if self._pinned is not None and self._pinned.is_delayed:
             layer_state.ensure_buffers(self, delayed_of(self._pinned))
@@ -99,6 +101,7 @@ class RecipeLayer(nn.Module):
         """Follow the ambient autocast again; delayed-scaling state is dropped. Returns the layer."""
         self._pinned, self._pin_token = UNPINNED, None
         self._drop_weight_cache()
+        self._leave_group()
         scaling.drop_buffers(self)
         return self
 
@@ -205,6 +208,15 @@ class RecipeLayer(nn.Module):
     def _drop_weight_cache(self) -> None:
         self.__dict__.pop("_weight_cache", None)
         _ = [one.__dict__.pop("_joint_amax", None) for one in self._joint]
+
+    def _leave_group(self) -> None:
+        """Share the scale of no weight any more; the others of the group share theirs without this one."""
+        left = self.__dict__.pop("_joint", ())
+        rest = tuple(one for one in left if one is not self)
+        for one in rest:
+            if one._joint is left:  # else it has joined another group since
+                one._drop_weight_cache()
+                one._joint = rest
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(super().__getstate__())
