@@ -1,10 +1,11 @@
 """Placement: which recipe which layer runs."""
 
+import json
 import pickle
 
 import pytest
 
-from microfloat.errors import InvalidTypeError, InvalidValueError, PlacementError
+from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError, PlacementError
 from microfloat.recipes import CustomRecipe, Gemm, MXFP8BlockScaling, NVFP4BlockScaling, Placement
 from microfloat.recipes.placement import ConversionReport, ConversionRow
 
@@ -198,3 +199,42 @@ def test_files_of_placements(tmp_path):
         file.write_text(bad)
         with pytest.raises((InvalidValueError, InvalidTypeError), match=word):
             Placement.from_json(file)
+
+
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        ([["a"]], r"rules\[0\]: got \['a'\], needed a pair"), (5, "rules: got int"), ("ab", "rules: got str"),
+        ([["a", None], ["b", 7]], r"rules\[1\]\[1\]: got"), ([["a", {"recipe": "MXFP8BlockScaling"}]], r"rules\[0\]\[1\]: "),
+        ([["a", ""]], r"rules\[0\]\[1\]: got"), ([[3, None]], r"rules\[0\]\[0\]: got int"),
+    ],
+)  # fmt: skip
+def test_rules_of_a_file_that_are_none_are_named(rules, named, tmp_path):
+    (tmp_path / "rules.json").write_text(json.dumps({"rules": rules}))
+    with pytest.raises(MicrofloatError, match=named):
+        Placement.from_json(tmp_path / "rules.json")
+
+
+def test_a_file_may_name_its_recipes():
+    made = Placement.from_dict({"rules": [["a", "mxfp8"], ["b", None]]})
+    assert made == Placement([("a", "mxfp8"), ("b", None)])
+    assert Placement.from_dict({"rules": {"a": made.to_dict()["rules"][0][1], "b": None}}) == made
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "hint"),
+    [
+        ("first:x", ["0.up"], "Needed a number >= 1 after first:"), ("last:0", ["0.up"], "number >= 1 after last:"),
+        ("first:0:wgrad", ["0.up"], "number >= 1 after first:"), ("last:2", ["up", "down"], "no names with numbered blocks"),
+        ("up:wgrd", ["up"], "one of fprop, dgrad, wgrad"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_matches_nothing_gets_a_hint_of_its_own(pattern, names, hint):
+    with pytest.raises(PlacementError, match=hint) as raised:
+        Placement([(pattern, None)]).resolve(names)
+    assert ("fprop" in hint) == ("stands one of fprop" in str(raised.value))
+
+
+def test_a_number_of_blocks_that_is_no_int_is_told_by_its_type():
+    with pytest.raises(InvalidValueError, match=r"n: got '1' \(str\), needed a number of blocks >= 1, an int"):
+        Placement.first_last("1", "mxfp8")

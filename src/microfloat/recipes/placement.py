@@ -7,14 +7,14 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from microfloat.arguments import check_keys
-from microfloat.errors import PlacementError, invalid_type, invalid_value, kind_of, unknown_name
+from microfloat.errors import MicrofloatError, PlacementError, invalid_type, invalid_value, kind_of, unknown_name
 from microfloat.operands import GEMMS
 from microfloat.recipes.core import CustomRecipe, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
@@ -128,10 +128,10 @@ class Placement:
         names = list(names)
         parted = [(written, _parted(written), recipe) for written, recipe in self.rules]
         matched = {pattern: _matched(pattern, names) for _, (pattern, _), _ in parted}
-        unmatched = [repr(written) for written, (pattern, _), _ in parted if not matched[pattern]]
+        unmatched = {repr(written): pattern for written, (pattern, _), _ in parted if not matched[pattern]}
         if unmatched:
             shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-            hint = " After a colon stands one of fprop, dgrad, wgrad." if any(":" in one for one in unmatched) else ""
+            hint = "".join(dict.fromkeys(_hint(written, pattern) for written, pattern in unmatched.items()))
             raise PlacementError(
                 f"placement: got patterns that match no layer: {', '.join(unmatched)}; needed patterns over these "
                 f"names: {shown or 'none'}. Correct or remove them.{hint}"
@@ -154,7 +154,7 @@ class Placement:
         `outer` = None: high precision, as NVFP4 is trained in arXiv 2509.25149 (section 4.1).
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise invalid_value("n", n, "a number of blocks >= 1")
+            raise invalid_value("n", f"{n!r} ({type(n).__name__})", "a number of blocks >= 1, an int")
         return cls([(f"first:{n}", outer), (f"last:{n}", outer), ("*", inner)])  # type: ignore[list-item]
 
     def to_dict(self) -> dict:
@@ -163,9 +163,14 @@ class Placement:
 
     @classmethod
     def from_dict(cls, data: dict) -> "Placement":
-        """The Placement that `to_dict` described. Raises InvalidValueError for other keys."""
+        """The Placement that `to_dict` described; a recipe may be a name too. Raises as the constructor does, and
+        InvalidValueError for other keys.
+        """
         check_keys("data", data, ("rules",))
-        return cls([(pattern, recipe and Recipe.from_dict(recipe)) for pattern, recipe in data["rules"]])
+        rules = data["rules"].items() if isinstance(data["rules"], dict) else data["rules"]
+        if not isinstance(rules, list | tuple | ItemsView):
+            return cls(rules)  # which says what is wrong
+        return cls([_read(index, rule) for index, rule in enumerate(rules)])
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
         """`to_dict` as JSON text, also written to `path` if one is given."""
@@ -204,6 +209,25 @@ class Placement:
         )
 
 
+def _read(index: int, rule: Any) -> Any:
+    """A rule of `Placement.to_dict` with its recipe; anything else as it is, for the constructor to refuse."""
+    if not (isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[1], dict)):
+        return rule
+    try:
+        return rule[0], Recipe.from_dict(rule[1])
+    except MicrofloatError as error:
+        raise type(error)(f"rules[{index}][1]: {error}") from None
+
+
+def _hint(written: str, pattern: str) -> str:
+    """The likely reason why a pattern matches no name, as a sentence after a space; "" where none is known."""
+    if end := re.fullmatch(r"(first|last):(.*)", pattern):
+        if re.fullmatch(r"0*[1-9]\d*", end[2]):
+            return " There are no names with numbered blocks."
+        return f" Needed a number >= 1 after {end[1]}:."
+    return " After a colon stands one of fprop, dgrad, wgrad." if ":" in written else ""
+
+
 def _parted(pattern: str) -> tuple[str, tuple[str, ...]]:
     """The pattern of names, and the GEMMs that the pattern decides about."""
     names, _, gemm = pattern.rpartition(":")
@@ -232,6 +256,8 @@ def _matched(pattern: str, names: Sequence[str]) -> set[str]:
         if number := re.match(r"(|.*?\.)(\d+)(\.|$)", name):
             blocks.setdefault(number[1], {}).setdefault(int(number[2]), []).append(name)
     count = int(end[2])
+    if count == 0:
+        return set()
     chosen = [sorted(one)[:count] if end[1] == "first" else sorted(one)[-count:] for one in blocks.values()]
     return {name for one, numbers in zip(blocks.values(), chosen, strict=True) for n in numbers for name in one[n]}
 

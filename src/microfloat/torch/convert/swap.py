@@ -166,7 +166,9 @@ def _share_scales(model: nn.Module) -> None:
     plain: dict[str, Config] = {}
     products: dict[str, RecipeLayer] = {}
     for path, layer in model.named_modules():
-        for one in products_of(layer) if isinstance(layer, RecipeLayer) and not isinstance(layer, ExpertProduct) else ():
+        for one in (
+            products_of(layer) if isinstance(layer, RecipeLayer) and not isinstance(layer, ExpertProduct) else ()
+        ):
             name = ".".join(filter(None, (path, one.name))) if isinstance(one, ExpertProduct) else path
             if not isinstance(one.pinned, Config):
                 continue
