@@ -205,7 +205,8 @@ def test_files_of_placements(tmp_path):
     ("rules", "named"),
     [
         ([["a"]], r"rules\[0\]: got \['a'\], needed a pair"), (5, "rules: got int"), ("ab", "rules: got str"),
-        ([["a", None], ["b", 7]], r"rules\[1\]\[1\]: got"), ([["a", {"recipe": "MXFP8BlockScaling"}]], r"rules\[0\]\[1\]: "),
+        ([["a", None], ["b", 7]], r"rules\[1\]\[1\]: got"),
+        ([["a", {"recipe": "MXFP8BlockScaling"}]], r"rules\[0\]\[1\]: "),
         ([["a", ""]], r"rules\[0\]\[1\]: got"), ([[3, None]], r"rules\[0\]\[0\]: got int"),
     ],
 )  # fmt: skip
@@ -225,7 +226,8 @@ def test_a_file_may_name_its_recipes():
     ("pattern", "names", "hint"),
     [
         ("first:x", ["0.up"], "Needed a number >= 1 after first:"), ("last:0", ["0.up"], "number >= 1 after last:"),
-        ("first:0:wgrad", ["0.up"], "number >= 1 after first:"), ("last:2", ["up", "down"], "no names with numbered blocks"),
+        ("first:0:wgrad", ["0.up"], "number >= 1 after first:"),
+        ("last:2", ["up", "down"], "no names with numbered blocks"),
         ("up:wgrd", ["up"], "one of fprop, dgrad, wgrad"),
     ],
 )  # fmt: skip

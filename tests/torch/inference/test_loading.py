@@ -757,6 +757,22 @@ def test_a_given_configuration_is_taken_in_place_of_the_models(tmp_path) -> None
     assert json_of(tmp_path / "own" / "config.json").keys() == {"quantization_config"}
 
 
+@pytest.mark.parametrize(
+    ("config", "target"),
+    [
+        (WeightOnly("nvfp4"), "modelopt:nvfp4"), (WeightActivation("mxfp8"), "microfloat:native"), (None, "ct:fp8"),
+        (None, "modelopt:mxfp8"),
+    ],
+)  # fmt: skip
+def test_a_model_whose_weights_are_plain_is_not_saved_as_quantized(config, target, tmp_path) -> None:
+    model = made()
+    if config is not None:
+        mf.convert(model, config)
+    with pytest.raises(InvalidValueError, match=r"model: got a \w+ without quantized weights.*Call .*quantize_"):
+        mf.save_quantized(model, tmp_path / "model", format=target)
+    assert not (tmp_path / "model").exists()
+
+
 def test_an_untied_head_is_saved_as_one(tmp_path) -> None:
     model = described(tie_word_embeddings=True)
     with pytest.warns(UserWarning, match="tied no longer"):

@@ -50,7 +50,6 @@ from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, held_weight
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.scaling import buffers as layer_state
-from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.tensor.checks import check_model
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 

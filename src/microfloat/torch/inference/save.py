@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from microfloat.errors import invalid_value
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import dtype_name
 from microfloat.torch.convert.experts import turned_in
@@ -41,7 +42,8 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     and the scales of a KV cache that a checkpoint has given to modules under their names. A folder gets config.json and
     generation_config.json of a model of transformers, so that transformers and engines open it; the files of the
     tokenizer are the caller's (``tokenizer.save_pretrained(path)``). `options`: those of `microfloat.checkpoint.save`
-    (config, max_shard_size, producer, progress); `config` is taken in place of the model's own. Raises as that does.
+    (config, max_shard_size, producer, progress); `config` is taken in place of the model's own. Raises as that does,
+    and InvalidValueError for a model without quantized weights, except for a plain one in the default format.
 
     Warns, for the families of serving engines, of layers that engines join and whose scales differ: `quantize_` gives
     them one, and a plain state dict that is loaded later gives each its own again; and of layers that are written as
@@ -84,6 +86,13 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
     records = [record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)]
     records = records if is_native or str(format).startswith("gptoss") else taken_apart(model, records)
     quantized = [record for record in records if record.format is not None]
+    trains = any(isinstance(getattr(one, "pinned", None), Config) for one in model.modules())
+    if not quantized and (trains or not is_native):
+        got = " weights, which convert lets train as plain ones" if trains else " weights"
+        raise invalid_value(
+            "model", f"a {type(model).__name__} without quantized{got}", "codes to write",
+            "Call microfloat.torch.quantize_(model, config) first.",
+        )  # fmt: skip
     for finding in () if is_native else scale_findings(quantized, "keep"):
         if finding.id == "fused-mismatch":
             warnings.warn(f"save_quantized: {finding}", UserWarning, stacklevel=3)
