@@ -276,6 +276,21 @@ def test_plain_layers_report_no_folded_elements() -> None:
     assert layer.folded_elements() == {}
 
 
+@pytest.mark.parametrize(("rows", "features", "outputs"), [(17, 130, 48), (1, 16, 32), (33, 48, 16)])
+def test_shares_count_the_padding_of_a_transform(rows: int, features: int, outputs: int) -> None:
+    """Features R26: at most 1, and of wgrad the oracle's count over rows that are padded to whole groups of 16."""
+    layer = mf.Linear(features, outputs, recipe=NVFP4BlockScaling(path="folded", disable_stochastic_rounding=True))
+    dy, layer_input = torch.ones(rows, outputs), torch.randn(rows, features)
+    layer(layer_input.requires_grad_()).backward(dy)
+    shares = layer.folded_elements()
+    assert len(shares) == 6
+    assert max(shares.values()) <= 1, shares
+    cast = Cast("nvfp4", hadamard=Hadamard())
+    for name, operand, block in (("lhs", dy, (1, 128)), ("rhs", layer_input.detach(), (128, 128))):
+        lossy = reference.fold(reference.quantize(operand.numpy(), cast, axis=0), block)[1]
+        assert shares[f"wgrad.{name}"] == lossy / (-(-rows // 16) * 16 * operand.shape[1])
+
+
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_128x128"])
 def test_gemms_read_the_transpose_of_stored_codes_row_by_row(monkeypatch, name) -> None:
     seen = []

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from microfloat.layout import ALIGNMENT, Layout
+from microfloat.layout import ALIGNMENT, Layout, stored_length
 from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
@@ -275,7 +275,7 @@ class Schedule:
         direct = all(product.direct for product in self.products.values())
         # torch.autocast may not touch products that torch itself takes part in: their dtypes are decided here.
         self.shields = not (direct and self.x_cast.is_bound and self.w_cast.is_bound)
-        self.noted = self._noted(weight.numel(), x.numel()) if self.folds else {}
+        self.noted = self._noted() if self.folds else {}
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -297,13 +297,14 @@ class Schedule:
         )
         return pair(), pair(records=True) if self.is_delayed else None
 
-    def _noted(self, weights: int, inputs: int) -> dict[tuple[str, str], tuple[str, str, str, int, float]]:
-        """The operands that fold: GEMM and side -> tensor, orientation, form, elements, most changed ones."""
-        sizes = {"x": inputs, "w": weights, "dy": self.rows * self.out_features}
+    def _noted(self) -> dict[tuple[str, str], tuple[str, str, str, int, float]]:
+        """The operands that fold: GEMM and side -> tensor, orientation, form, stored elements, most changed ones."""
+        m, k, n = self.rows, self.in_features, self.out_features
+        sizes = {"x": (m, k), "w": (n, k), "dy": (m, n)}
         needed = {("x", True): self.wants_dw, ("w", True): self.wants_dx}
         needed |= {("dy", False): self.wants_dx, ("dy", True): self.wants_dw}
         found = {}
-        for tensor, size in sizes.items():
+        for tensor, shape in sizes.items():
             for operand in OPERANDS_OF[tensor]:
                 route = getattr(self.routes, operand.gemm)
                 form = route.rhs if operand.side == "rhs" else route.lhs
@@ -311,6 +312,8 @@ class Schedule:
                     orientation = "column" if operand.transposed else "row"
                     slot = "w later" if self.late and operand.key == ("dgrad", "rhs") else tensor
                     cast: Any = self.recipe.cast(*operand.key)
+                    outer, length = reversed(shape) if operand.transposed else shape
+                    size = outer * stored_length(length, cast.hadamard)
                     # NVFP4 is rounded wherever it is asked to fold.
                     most = size * (LOSSY_LIMIT if cast.format.scale.name == "E8M0" else 1.0)
                     found[operand.key] = (slot, orientation, form, size, most)
