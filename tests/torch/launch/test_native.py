@@ -291,6 +291,13 @@ def test_shares_count_the_padding_of_a_transform(rows: int, features: int, outpu
         assert shares[f"wgrad.{name}"] == lossy / (-(-rows // 16) * 16 * operand.shape[1])
 
 
+def test_grouped_layers_do_not_count_folded_elements() -> None:
+    layer = mf.GroupedLinear(2, 32, 16, recipe=NVFP4BlockScaling(path="folded"))
+    layer(torch.randn(5, 32), [2, 3]).sum().backward()
+    assert layer.folded_elements() == {}
+    assert "GroupedLinear" in str(layer.folded_elements.__doc__)
+
+
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_128x128"])
 def test_gemms_read_the_transpose_of_stored_codes_row_by_row(monkeypatch, name) -> None:
     seen = []

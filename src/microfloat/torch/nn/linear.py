@@ -195,7 +195,8 @@ class RecipeLayer(nn.Module):
     def folded_elements(self) -> dict[str, float]:
         """Share of elements that folding changed in the latest step, per operand ("fprop.lhs"); empty if none folded.
 
-        Waits for the GPU. Source: docs/numerics.md, section 9.
+        Elements count as they are stored, with the padding of a Hadamard transform. Layers of groups of rows
+        (`GroupedLinear`) do not count, and give {}. Waits for the GPU. Source: docs/numerics.md, section 9.
         """
         counts = self.__dict__.get("_fold_counts")
         return {} if counts is None else counts.shares()
