@@ -252,7 +252,8 @@ def _route_of_folded(rhs: ScaledFormat, exact: Route, chip: Chip | None, library
         return exact
     if chip is not None and not chip.has_fp8_blocks:
         return exact._replace(reason=f"{exact.reason}; not folded, which takes FP8 GEMMs with 1x128 scales")
-    rounds = "scales of 16 folded, elements rounded by at most 1/21 (path='folded')"
+    bound = "at most 1/21, or 2^-17.9 of the largest value that their group or tile of 128 can hold"
+    rounds = f"scales of 16 folded, elements rounded by {bound} (path='folded')"
     block, form = ("1x128", "folded") if rhs.tensor_scale == "row" else ("128x128", "tiles")
     if chip is not None and library == "torch":
         kernel, reason = _KERNELS[library]["folded"].format(block), f"{chip.name} multiplies FP8: {rounds}"

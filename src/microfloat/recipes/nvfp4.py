@@ -27,7 +27,8 @@ class NVFP4BlockScaling(NamedRecipe):
     Each of the first three arguments switches one technique off. Their defaults come from environment variables
     (MICROFLOAT_NVFP4_DISABLE_*), read at construction, and show in the repr. `path`: on a CPU, and on chips that have
     FP8 GEMMs but no NVFP4 GEMMs, "exact" multiplies what was quantized; "folded" rounds it to FP8 first, by at most
-    1/21 of an element. Source: docs/numerics.md, sections 5 and 9.4; arXiv 2509.25149.
+    1/21 of an element or 2^-17.9 of the largest value that its group or tile of 128 can hold. Source: docs/numerics.md,
+    sections 5 and 9.4; arXiv 2509.25149.
     """
 
     _of_peers: ClassVar[Mapping[str, str]] = MappingProxyType(
