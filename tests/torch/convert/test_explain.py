@@ -25,6 +25,14 @@ def test_every_recipe_runs_on_a_cpu_unaccelerated(name):
     assert all(row.support.reason in " ".join(str(explanation).split()) for row in explanation.rows)
 
 
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "auto"), ("h200", "triton"), ("h200", "auto")])
+def test_a_fold_that_rounds_is_told(device, backend):
+    """Features R26: wherever it is made, and nowhere else."""
+    rounds, exact = (mf.explain(NVFP4BlockScaling(path=path), device, backend=backend) for path in ("folded", "exact"))
+    assert all("elements rounded by at most 1/21" in row.support.reason for row in rounds.rows)
+    assert not any("rounded" in row.support.reason for row in exact.rows)
+
+
 def test_a_high_precision_gemm_is_told_apart():
     recipe = CustomRecipe(Gemm("mxfp8", "mxfp8"), Gemm("mxfp8", None), Gemm(None, None))
     backends = [row.backend for row in mf.explain(recipe, device="cpu").rows]

@@ -76,7 +76,10 @@ def gemm_row(
     if not verdict:
         return GemmRow(name, operands, backend, "-", verdict)
     if backend != "native":
-        return GemmRow(name, operands, backend, route_of(gemm, None).kernel, verdict)
+        route = route_of(gemm, None)
+        if "folded" in route.forms:  # NVFP4, whose fold rounds wherever it is made
+            verdict = Support(True, False, f"{verdict.reason}; {route.reason}")
+        return GemmRow(name, operands, backend, route.kernel, verdict)
     there = chip_of(device) if chip is None else chip
     route = route_of(gemm, there)
     untried = "" if there.is_tried or UNTRIED in route.reason else f"; {UNTRIED}"
