@@ -1,6 +1,6 @@
-"""Figures about every parameter of a checkpoint: magnitudes, exponents of scales, and the error under other formats.
+"""Figures about every parameter of a file, from sampled rows: magnitudes, exponents, and the error under other formats.
 
-Large matrices are sampled: groups of 128 rows, or whole experts, evenly spaced.
+A sample is groups of 128 rows, or whole experts, evenly spaced.
 """
 
 from collections import Counter

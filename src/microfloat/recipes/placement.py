@@ -1,4 +1,4 @@
-"""Which layer gets which recipe: name patterns, and the report of a conversion, the same in every front end.
+"""Which layer gets which recipe, or is excluded: name patterns, and the report of a conversion in every front end.
 
 Names of layers stand here alone: those that stay in high precision, and those that engines join.
 """

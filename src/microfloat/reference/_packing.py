@@ -1,4 +1,4 @@
-"""Bytes as memory and files hold them: FP4 two per byte, FP6 four in three bytes, scales in the tiles of Blackwell.
+"""Bytes as files hold them: FP4 two per byte, FP6 four in three bytes, scales in Blackwell's tiles, by groups of rows.
 
 Source: docs/numerics.md 1.4 and 7.2.
 """

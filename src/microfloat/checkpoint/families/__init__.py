@@ -1,4 +1,4 @@
-"""The dialects of checkpoints, one file each: rows of families, and the reading and writing of configurations.
+"""The dialects of checkpoints, one file each, and the names of targets; an unknown target is refused here.
 
 A row is read by `decode` and written by `encode`; nearly all share `decode_parts` and `encode_parts`, which go by the
 numbers of the row. A new dialect is one more file here, and one line in `DIALECTS`.

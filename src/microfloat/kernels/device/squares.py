@@ -1,4 +1,4 @@
-"""MX casts of whole tiles into both operands, with one load of each element (`takes`; `blocks` and `fold` do the rest).
+"""MX casts of whole tiles into both operands with one load: words of codes in squares of lanes (`takes`).
 
 A lane holds a *square* of 8 rows of 8 neighbouring elements, as four words of two elements in each row. A warp of 8 x 4
 lanes covers 32 x 64 elements, and with them whole blocks along rows and along columns. Both kinds of amax come from the

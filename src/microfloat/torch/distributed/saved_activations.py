@@ -1,4 +1,4 @@
-"""Saved activations of which each rank of a group keeps a part, and which backward gathers."""
+"""Tensors saved for backward, packed into a part for each rank of a group and gathered again by hooks."""
 
 import zlib
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Bytes as kernels and files hold them: FP4 two per byte, FP6 four in three bytes, scales in the tiles of Blackwell.
+"""Bytes as kernels hold them: FP4 two per byte, FP6 four in three bytes, scales in Blackwell's tiles, by row groups.
 
 The same functions as those of `microfloat.reference`, on tensors of any device, also in compiled code. Source:
 docs/numerics.md 1.4 and 7.2.
