@@ -291,6 +291,16 @@ def test_shares_count_the_padding_of_a_transform(rows: int, features: int, outpu
         assert shares[f"wgrad.{name}"] == lossy / (-(-rows // 16) * 16 * operand.shape[1])
 
 
+def test_operands_that_backward_reads_from_fprop_count_once() -> None:
+    for recipe in (NVFP4BlockScaling(path="folded", backward="dequantized"), NVFP4BlockScaling(path="folded")):
+        layer = mf.Linear(48, 32, recipe=recipe)
+        layer(torch.randn(20, 48, requires_grad=True)).sum().backward()
+        shares = layer.folded_elements()
+        assert set(shares) >= {"fprop.lhs", "fprop.rhs"}
+        assert ("wgrad.rhs" in shares) is ("dgrad.rhs" in shares) is (recipe.backward is None)
+        assert all(shares.values()), shares
+
+
 def test_grouped_layers_do_not_count_folded_elements() -> None:
     layer = mf.GroupedLinear(2, 32, 16, recipe=NVFP4BlockScaling(path="folded"))
     layer(torch.randn(5, 32), [2, 3]).sum().backward()

@@ -308,6 +308,8 @@ class Schedule:
             for operand in OPERANDS_OF[tensor]:
                 route = getattr(self.routes, operand.gemm)
                 form = route.rhs if operand.side == "rhs" else route.lhs
+                if operand.transposed and getattr(self.recipe, operand.gemm).from_fprop:  # fprop's, counted there
+                    continue
                 if form in ("folded", "tiles") and needed.get((tensor, operand.transposed), True):
                     orientation = "column" if operand.transposed else "row"
                     slot = "w later" if self.late and operand.key == ("dgrad", "rhs") else tensor
