@@ -43,7 +43,8 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
     generation_config.json of a model of transformers, so that transformers and engines open it; the files of the
     tokenizer are the caller's (``tokenizer.save_pretrained(path)``). `options`: those of `microfloat.checkpoint.save`
     (config, max_shard_size, producer, progress); `config` is taken in place of the model's own. Raises as that does,
-    and InvalidValueError for a model without quantized weights, except for a plain one in the default format.
+    and InvalidValueError for a model without quantized weights, except for a plain one in the default format,
+    or of a KV cache with scales.
 
     Warns, for the families of serving engines, of layers that engines join and whose scales differ: `quantize_` gives
     them one, and a plain state dict that is loaded later gives each its own again; and of layers that are written as
@@ -87,7 +88,8 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
     records = records if is_native or str(format).startswith("gptoss") else taken_apart(model, records)
     quantized = [record for record in records if record.format is not None]
     trains = any(isinstance(getattr(one, "pinned", None), Config) for one in model.modules())
-    if not quantized and (trains or not is_native):
+    cached = _cache_scales(model)
+    if not quantized and (trains or not (is_native or cached)):
         got = " weights, which convert lets train as plain ones" if trains else " weights"
         raise invalid_value(
             "model", f"a {type(model).__name__} without quantized{got}", "codes to write",
@@ -108,7 +110,6 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
             "codes of its own, in whose place readers would take the embedding. Set it to False.", UserWarning,
             stacklevel=3,
         )  # fmt: skip
-    cached = _cache_scales(model)
     if cached and options.get("config", True) is not False:  # as a source that announces them does
         base = options["config"] if isinstance(options.get("config"), Mapping) else {}
         options["config"] = {**base, "quantization_config": {"kv_cache_scheme": True}}
