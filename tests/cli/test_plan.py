@@ -2,10 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from microfloat.cli.plan import Choice, allot
-from tests.cli.checkpoints import llama, nvfp4_file
+from tests.cli.checkpoints import llama, nvfp4_file, write
 
 pytest.importorskip("typer", reason="typer is not installed")
 
@@ -61,3 +62,15 @@ def test_a_plan_stays_in_its_budget_and_is_a_placement(microfloat, model, tmp_pa
 def test_a_wrong_question_exits_2(microfloat, model, tmp_path, words, named):
     places = {"MODEL": model, "FILE": nvfp4_file(tmp_path)}
     microfloat("plan", *[places.get(word, word) for word in words]).refuses(named)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("formats", ["nvfp4,mxfp8,bf16", "nvfp4"])
+def test_a_layer_that_is_not_finite_stays_in_high_precision(microfloat, tmp_path, value, formats):
+    matrices = {name: np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) for name in "abcdefgh"}
+    matrices["c"][3, 5] = float(value)
+    write(tmp_path / "model.safetensors", {f"layers.{name}.weight": array for name, array in matrices.items()})
+    done = microfloat("plan", tmp_path, "--bits", 7, "--format", formats, "--json")
+    assert {row["name"]: row["format"] for row in done.json["layers"]}["layers.c.weight"] == "bf16"
+    assert ["layers.c", None] in done.json["placement"]["rules"]
+    assert "layers.c.weight" in microfloat("plan", tmp_path, "--bits", 7, "--format", formats).err

@@ -72,6 +72,10 @@ def plan(
         raise invalid_value("PATH", path, "a checkpoint with matrices in high precision", "Convert it to bf16 first.")
     found = survey(checkpoint, output.each("measuring", layers), formats, sample_rows)
     groups: dict[str, list[dict[str, Any]]] = {}
+    if broken := [row["name"] for row in found.rows if row["non_finite"]]:
+        output.warn(
+            f"NaN or Inf in {', '.join(broken)}: kept in high precision, with the layers that share their format"
+        )
     for row in found.rows:
         groups.setdefault(fused_group(module_of(row["name"])) or row["name"], []).append(row)
     cost = {fmt.name: fmt.bits_per_element for fmt in formats} | ({_PLAIN: 16.0} if _PLAIN in names else {})
@@ -80,7 +84,7 @@ def plan(
     least = sum(choice.bits for choice in chosen.values()) / weights
     if least > bits:
         raise invalid_value("--bits", bits, f"{least:.4g} or more, what the smallest of these formats take")
-    _show(output, groups, chosen, cost, out)
+    _show(output, groups, chosen, cost | {_PLAIN: 16.0}, out)
     return 0
 
 
@@ -101,7 +105,8 @@ def _choices(
             fmt.name, sum(sizes) * cost[fmt.name],
             sum(n * 10 ** (-row[fmt.name] / 10) for n, row in zip(sizes, rows, strict=True)),
         )
-        for fmt in formats if all(row[fmt.name] is not None for row in rows)
+        for fmt in formats
+        if all(row[fmt.name] is not None and not row["non_finite"] for row in rows)
     ]  # fmt: skip
     return made + ([Choice(_PLAIN, sum(sizes) * 16.0, 0.0)] if _PLAIN in cost or not made else [])
 
