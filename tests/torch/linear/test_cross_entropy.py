@@ -255,11 +255,26 @@ def test_a_frozen_weight_in_low_precision():
     assert dx.isfinite().all()
 
 
+@pytest.mark.parametrize("doubled", ["x", "weight"])
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_float64_is_refused_with_a_remedy_that_helps(doubled, recipe):
+    given = dict(zip(("x", "weight", "labels"), tensors(), strict=True))
+    given[doubled] = given[doubled].double()
+    with pytest.raises(InvalidTypeError, match=rf"{doubled}: got torch\.float64.*{doubled}\.to") as raised:
+        mf.linear_cross_entropy(**given, recipe=recipe)
+    assert "enabled=False" not in str(raised.value)
+    assert mf.linear_cross_entropy(**{**given, doubled: given[doubled].to(torch.float32)}, recipe=recipe).isfinite()
+
+
 def test_calls_that_have_no_answer():
     x, weight, labels = tensors()
     for wrong, message in ((labels.clamp(min=0) + N - 2, f"needed classes in \\[0, {N}\\)"), (labels - 7, "got -107")):
         with pytest.raises(InvalidValueError, match=message):
             mf.linear_cross_entropy(x, weight, wrong, recipe="mxfp8")
+    labels[11] = N
+    with pytest.raises(InvalidValueError, match=rf"labels: got {N} for token 11 .*after the shift"):
+        mf.linear_cross_entropy(x, weight, labels)
+    labels[11] = 0
     with pytest.raises(InvalidTypeError, match=r"labels: got torch\.float32"):
         mf.linear_cross_entropy(x, weight, labels.float())
     with pytest.raises(InvalidValueError, match="one class for each row"):

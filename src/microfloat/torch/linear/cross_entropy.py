@@ -127,7 +127,8 @@ def _check_labels(labels: torch.Tensor, vocabulary: int) -> None:
         return
     if int(labels.min()) < 0 or int(labels.max()) >= vocabulary:
         at = int(((labels < 0) | (labels >= vocabulary)).nonzero()[0, 0])
-        got, needed = f"{int(labels[at])} for token {at}", f"classes in [0, {vocabulary}), or ignore_index"
+        place = f"for token {at} (of a causal model: counted after the shift of its labels by one)"
+        got, needed = f"{int(labels[at])} {place}", f"classes in [0, {vocabulary}), or ignore_index"
         raise invalid_value("labels", got, needed)
 
 

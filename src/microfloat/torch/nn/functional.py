@@ -331,6 +331,11 @@ def linear_cross_entropy(
     check_int("ignore_index", ignore_index, -(2**63), 2**63 - 1)
     rows = 0 if chunk is None else check_int("chunk", chunk, 1, 2**63 - 1)
     refuse_transforms("linear_cross_entropy", x, weight)
+    for name, one in (("x", x), ("weight", weight)):  # also in high precision, unlike the operands of a Linear
+        if getattr(one, "dtype", None) == torch.float64:
+            needed = "torch.float32, torch.bfloat16 or torch.float16: the loss is computed in float32"
+            remedy = f"Convert it with {name}.to(torch.float32), or use torch.nn.functional.cross_entropy."
+            raise invalid_type(name, one.dtype, needed, remedy)
     check_linear(x, weight, None)
     _check_labels(labels, x, weight)
     token, origin, backend = recipe_of_call(recipe, "linear_cross_entropy")
