@@ -40,7 +40,7 @@ STATE = {
         "_FORMS": "classes of experts that are registered", "experts_class": "classes of experts in the program",
     },
     "nn.forward_rules": {"instructions_of": "256 functions, the least recently used go"},
-    "nn.linear": {"_WARNED_LOADS": "distinct warnings about state dicts"},
+    "nn.options": {"_WARNED_LOADS": "distinct warnings about state dicts"},
     "nn.quantized_init": {"_MODEL_INIT": "a stack of the contexts that are entered"},
     "reference._elements": {"_TABLES": "element formats x devices", "_shifts": "64 element formats"},
     "reference._grid": {"_kept": "buffers of one chunk for each thread"},

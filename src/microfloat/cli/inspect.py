@@ -130,7 +130,7 @@ def _tensors(output: Output, checkpoint: "Checkpoint", together: bool) -> list[d
 
 
 def _readers(output: Output, checkpoint: "Checkpoint") -> None:
-    """What the engines whose sources were read make of the quantized layers."""
+    """Say whether the engines whose sources were read load the quantized layers."""
     from microfloat.checkpoint.detect import lacks_input_scale
     from microfloat.checkpoint.families.readers import Layer, readers_of
 

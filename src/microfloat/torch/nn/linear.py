@@ -1,6 +1,5 @@
 """`Linear`: nn.Linear whose three GEMMs run under a recipe, and `RecipeLayer`, the base of all such layers."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -24,7 +23,7 @@ from microfloat.torch.linear.gathered_weight import NoValues, values_of
 from microfloat.torch.linear.observer import OBSERVERS
 from microfloat.torch.linear.schedule import Schedule, autocast_dtype
 from microfloat.torch.linear.weight_cache import fsdp_parameters, without_rows
-from microfloat.torch.nn.options import names_moved
+from microfloat.torch.nn.options import check_scaling_entry, drop_extra_state, names_moved, warn_once_per_load
 from microfloat.torch.nn.quantized_init import draw_parameters, quantize_parameter
 from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
@@ -548,7 +547,7 @@ def adapt_scaling_keys(
             replicated = getattr(state_dict[prefix + name], "full_tensor", None)  # a DTensor
             if replicated is not None:
                 state_dict[prefix + name] = replicated()
-            _check_scaling_entry(prefix + name, state_dict[prefix + name])
+            check_scaling_entry(prefix + name, state_dict[prefix + name])
         scaling.forget(layer)
         for name in names:
             # In float32 also where assign=True takes the tensor itself.
@@ -561,53 +560,4 @@ def adapt_scaling_keys(
         scaling.reset_scaling(layer)
         state_dict.update({prefix + name: layer._buffers[name].clone() for name in names})  # type: ignore[union-attr]
         text = "The checkpoint holds no delayed-scaling state; it starts fresh (scales 1, histories 0)."
-        _warn_once_per_load(load, text)
-
-
-def drop_extra_state(module: nn.Module, state_dict: StateDict, prefix: str, load: list[str]) -> None:
-    """Remove the entries that TransformerEngine's modules save beside their parameters, below `module` too.
-
-    Entries of a submodule with a `set_extra_state` of its own stay.
-    """
-    names = [key for key in state_dict if key.startswith(prefix) and f".{key}".endswith("._extra_state")]
-    children = dict(module.named_modules()) if names else {}
-    takes = {f"{prefix}{name}." if name else prefix for name, child in children.items()
-             if type(child).set_extra_state is not nn.Module.set_extra_state}  # fmt: skip
-    dropped = [state_dict.pop(key) for key in names if key.removesuffix("_extra_state") not in takes]
-    if any(value is not None for value in dropped):
-        _warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
-
-
-def _check_scaling_entry(key: str, value: object) -> None:
-    """Raise CheckpointError for a value that is no scale, or no history of amaxes, by the name of its key."""
-    is_scale = key.endswith("_scale")
-    scale = "a positive, finite number as a tensor of shape ()"
-    needed = scale if is_scale else "a tensor [L >= 1] of amaxes >= 0, finite"
-    if not isinstance(value, torch.Tensor):
-        got = repr(value)
-    elif not value.is_floating_point():
-        got = f"a tensor of {value.dtype}"
-    elif value.dim() != (0 if is_scale else 1) or value.numel() == 0:
-        got = f"shape {tuple(value.shape)}"
-    elif is_abstract(value):
-        return
-    else:
-        values = value.detach().float()
-        wrong = values[~(torch.isfinite(values) & (values > 0 if is_scale else values >= 0))]
-        if not wrong.numel():
-            return
-        got = f"the value {float(wrong[0])}"
-    raise CheckpointError(
-        f"state_dict[{key!r}]: got {got}, needed {needed}. Remove the six scaling entries of the layer to start with "
-        "fresh scaling state."
-    )
-
-
-# Text -> the list of error messages of its latest load, one object per load_state_dict call. There are two texts.
-_WARNED_LOADS: dict[str, list[str]] = {}
-
-
-def _warn_once_per_load(load: list[str], text: str) -> None:
-    if _WARNED_LOADS.get(text) is not load:
-        _WARNED_LOADS[text] = load
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn_once_per_load(load, text)

@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 from microfloat.recipes import Recipe
 from microfloat.torch._typing import Context, Maybe, StateDict
 from microfloat.torch.context import Ambient
-from microfloat.torch.nn.linear import Linear, drop_extra_state
+from microfloat.torch.nn.linear import Linear
+from microfloat.torch.nn.options import drop_extra_state
 
 
 def is_bare(module: nn.Module) -> bool:

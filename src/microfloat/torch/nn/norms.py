@@ -7,7 +7,7 @@ from torch.types import Device
 
 from microfloat.arguments import check_choice
 from microfloat.torch._typing import StateDict
-from microfloat.torch.nn.linear import drop_extra_state
+from microfloat.torch.nn.options import drop_extra_state
 
 
 class _ZeroCentred(nn.Module):

@@ -1,13 +1,18 @@
-"""`LayerOptions`: settings that the modules share beside sizes and recipe; errors for keywords that were removed."""
+"""`LayerOptions`: settings that modules share; errors for removed keywords, and for entries of state dicts."""
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import ParamSpec
 
-from microfloat.errors import invalid_type, invalid_value
-from microfloat.torch._typing import InitMethod
+import torch
+from torch import nn
+
+from microfloat.errors import CheckpointError, invalid_type, invalid_value
+from microfloat.torch._typing import InitMethod, StateDict
+from microfloat.torch.tensor.checks import is_abstract
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +90,53 @@ def names_moved(init: Callable[_P, None]) -> Callable[_P, None]:
         init(*args, **keywords)
 
     return checked
+
+
+def drop_extra_state(module: nn.Module, state_dict: StateDict, prefix: str, load: list[str]) -> None:
+    """Remove the entries that TransformerEngine's modules save beside their parameters, below `module` too.
+
+    Entries of a submodule with a `set_extra_state` of its own stay.
+    """
+    names = [key for key in state_dict if key.startswith(prefix) and f".{key}".endswith("._extra_state")]
+    children = dict(module.named_modules()) if names else {}
+    takes = {f"{prefix}{name}." if name else prefix for name, child in children.items()
+             if type(child).set_extra_state is not nn.Module.set_extra_state}  # fmt: skip
+    dropped = [state_dict.pop(key) for key in names if key.removesuffix("_extra_state") not in takes]
+    if any(value is not None for value in dropped):
+        warn_once_per_load(load, "The checkpoint holds `_extra_state` blobs of another library; they were ignored.")
+
+
+def check_scaling_entry(key: str, value: object) -> None:
+    """Raise CheckpointError for a value that is no scale, or no history of amaxes, by the name of its key."""
+    is_scale = key.endswith("_scale")
+    scale = "a positive, finite number as a tensor of shape ()"
+    needed = scale if is_scale else "a tensor [L >= 1] of amaxes >= 0, finite"
+    if not isinstance(value, torch.Tensor):
+        got = repr(value)
+    elif not value.is_floating_point():
+        got = f"a tensor of {value.dtype}"
+    elif value.dim() != (0 if is_scale else 1) or value.numel() == 0:
+        got = f"shape {tuple(value.shape)}"
+    elif is_abstract(value):
+        return
+    else:
+        values = value.detach().float()
+        wrong = values[~(torch.isfinite(values) & (values > 0 if is_scale else values >= 0))]
+        if not wrong.numel():
+            return
+        got = f"the value {float(wrong[0])}"
+    raise CheckpointError(
+        f"state_dict[{key!r}]: got {got}, needed {needed}. Remove the six scaling entries of the layer to start with "
+        "fresh scaling state."
+    )
+
+
+# Text -> the list of error messages of its latest load, one object per load_state_dict call. There are two texts.
+_WARNED_LOADS: dict[str, list[str]] = {}
+
+
+def warn_once_per_load(load: list[str], text: str) -> None:
+    """A UserWarning, once for each text in one call of load_state_dict."""
+    if _WARNED_LOADS.get(text) is not load:
+        _WARNED_LOADS[text] = load
+        warnings.warn(text, UserWarning, stacklevel=2)
