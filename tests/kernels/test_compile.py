@@ -78,6 +78,7 @@ def instructions():
     return lambda workload: compile_group(groups[workload not in QUICK])[workload]
 
 
+@pytest.mark.slow("machine code of casts")
 @pytest.mark.xdist_group("triton-interpreter")
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_instructions_per_element(instructions, workload, record_property):

@@ -407,9 +407,6 @@ CASES = (
 )  # fmt: skip
 
 
-pytestmark = pytest.mark.slow("ranks of their own for plans; test_tensor_parallel.py has the bytes of layers")
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     return run_ranks(CASES, str(tmp_path_factory.mktemp("ranks") / "store"))

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
@@ -110,7 +111,16 @@ class _Recomputed(nn.Module):
 CASES = (same_gradients, memory_orders, fused_block)
 
 
-pytestmark = pytest.mark.slow("ranks of their own for saved activations")
+RANKS = pytest.mark.slow("ranks of their own for saved activations")
+
+
+def test_one_rank_keeps_all(tmp_path) -> None:  # features D8
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ((name, (are_equal, kept)), *_) = fused_block(0).items()
+    finally:
+        dist.destroy_process_group()
+    assert (name, are_equal, kept) == ("eager", True, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +128,7 @@ def ranks(tmp_path_factory) -> list[dict]:
     return run_ranks(CASES, str(tmp_path_factory.mktemp("ranks") / "store"), WORLD, seconds=30)
 
 
+@RANKS
 def test_gradients_are_equal_and_saved_bytes_halve(ranks) -> None:  # features D8
     for found in of(ranks, same_gradients):
         for (name, held_alike), (equal, whole, kept) in found.items():
@@ -129,6 +140,7 @@ def test_gradients_are_equal_and_saved_bytes_halve(ranks) -> None:  # features D
                 assert 0.6 * whole < kept < whole, name
 
 
+@RANKS
 def test_tensors_in_any_memory_and_what_ranks_do_not_share(ranks) -> None:
     for returned in of(ranks, memory_orders):
         for name, (equal, whole, kept, freed) in returned["found"].items():
@@ -138,6 +150,7 @@ def test_tensors_in_any_memory_and_what_ranks_do_not_share(ranks) -> None:
             assert freed == shared, name
 
 
+@RANKS
 def test_a_layer_of_many_products(ranks) -> None:
     for found in of(ranks, fused_block):
         assert found["eager"][0]
