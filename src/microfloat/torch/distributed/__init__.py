@@ -6,11 +6,10 @@ One module per kind of parallelism; importing this package needs a torch with di
 from microfloat.torch.distributed.expert_parallel import Dispatched, dispatch
 from microfloat.torch.distributed.fsdp import low_precision_all_gather, precompute_scales
 from microfloat.torch.distributed.refit import refit
-from microfloat.torch.distributed.saved_activations import distribute_saved_activations
 from microfloat.torch.distributed.tp_styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 from microfloat.torch.scaling.rank_errors import check_ranks, named_failures
 
 __all__ = [
     "ColwiseParallel", "Dispatched", "RowwiseParallel", "SequenceParallel", "check_ranks", "dispatch",
-    "distribute_saved_activations", "low_precision_all_gather", "named_failures", "precompute_scales", "refit",
+    "low_precision_all_gather", "named_failures", "precompute_scales", "refit",
 ]  # fmt: skip
