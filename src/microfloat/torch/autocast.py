@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +84,8 @@ class autocast:
     def __call__(self, function: Callable[Takes, Result]) -> Callable[Takes, Result]:
         """Decorate a function: each call runs under an autocast of its own.
 
-        A coroutine runs under it in the task that awaits it. Each step of a generator, also of an async one, runs under
-        it up to the `yield`, its caller does not; for delayed scaling each step is a region.
+        A coroutine runs under it in the task that awaits it. Each step of a generator runs under it up to the `yield`,
+        its caller does not; for delayed scaling each step is a region. An async generator is refused.
         """
         if isinstance(function, (staticmethod, classmethod)):
             raise invalid_type("autocast", type(function), "a function to decorate", "Write @autocast() below it.")
@@ -212,9 +212,10 @@ def _decorated(function: Callable, enter: Callable[[], autocast]) -> Callable:
             return function(*args, **kwargs)
 
     if is_kind(inspect.isasyncgenfunction):
-        made: Callable = _stepped_async(function, enter)
-    elif is_kind(inspect.isgeneratorfunction):
-        made = _stepped(function, enter)
+        needed, remedy = "a function, a generator or a coroutine", "Enter autocast(...) around each step inside of it."
+        raise invalid_type("autocast", "an async generator", needed, remedy)
+    if is_kind(inspect.isgeneratorfunction):
+        made: Callable = _stepped(function, enter)
     else:
         made = run_async if is_kind(inspect.iscoroutinefunction) else run
     return functools.wraps(function)(made)
@@ -236,26 +237,6 @@ def _stepped(function: Callable, enter: Callable[[], autocast]) -> Callable:
                 step, sent = generator.send, (yield value)
             except BaseException as error:
                 step, sent = generator.throw, error
-
-    return steps
-
-
-def _stepped_async(function: Callable, enter: Callable[[], autocast]) -> Callable:
-    """`_stepped` for an async generator function."""
-
-    async def steps(*args: object, **kwargs: object) -> AsyncIterator[object]:
-        generator = function(*args, **kwargs)
-        step, sent = generator.asend, None
-        while True:
-            with enter():
-                try:
-                    value = await step(sent)
-                except StopAsyncIteration:
-                    return
-            try:
-                step, sent = generator.asend, (yield value)
-            except BaseException as error:
-                step, sent = generator.athrow, error
 
     return steps
 

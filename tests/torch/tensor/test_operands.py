@@ -49,7 +49,7 @@ BAD = {
     "x sparse": ({"x": X.to_sparse()}, InvalidTypeError, "^x: .*sparse_coo.*to_dense"),
     "x nested": ({"x": lambda: nested(torch.strided)}, InvalidTypeError, "^x: .*nested"),
     "x jagged": ({"x": lambda: nested(torch.jagged)}, InvalidTypeError, "^x: .*nested"),
-    "x quantized": ({"x": mf.quantize(X, "mxfp8")}, NotSupportedError, "^x: .*a gradient is wanted.*dequantize"),
+    "x quantized": ({"x": mf.quantize(X, "mxfp8")}, InvalidTypeError, r"^x: .*Tensor \(mxfp8\).*dequantize"),
     "microbatch": ({"is_first_microbatch": "yes"}, InvalidTypeError, "^is_first_microbatch: .*str"),
 }
 
@@ -274,9 +274,18 @@ def test_dtensors_are_refused_by_name_where_no_plan_is() -> None:
             assert torch.equal(model(X), plain)
         with pytest.raises(InvalidTypeError, match=r"^x: got a DTensor.*parallelize_module"):
             whole(distribute_tensor(X, mesh))
-        assert torch.equal(mf.quantize(distribute_tensor(X, mesh), "mxfp8").to_local(), mf.quantize(X, "mxfp8"))
-        with pytest.raises(NotSupportedError, match=r"^x: got a DTensor.*to_local"):
-            mf.quantize(distribute_tensor(X, mesh), "mxfp8", group_sizes=[X.shape[0]])
+        for options in ({}, {"axis": (-1, -2)}, {"group_sizes": [X.shape[0]]}):
+            with pytest.raises(NotSupportedError, match=r"^x: got a DTensor.*to_local"):
+                mf.quantize(distribute_tensor(X, mesh), "mxfp8", **options)
+
+
+def test_a_layer_with_stored_codes_refuses_an_input_of_codes_and_names_the_product_of_both() -> None:
+    model = nn.Sequential(nn.Linear(64, 16))
+    mf.quantize_(model, mf.WeightActivation("mxfp8"))
+    q, words = mf.quantize(X, "mxfp8"), r"^x: got a QuantizedTensor.*functional\.linear\(x"
+    with torch.no_grad(), pytest.raises(InvalidTypeError, match=words):
+        model(q)
+    assert nn.functional.linear(q, model[0].weight).shape == (*X.shape[:-1], 16)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -74,10 +74,6 @@ def run_linear(
         or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):  # fmt: skip
         refuse_transforms("forward", x, weight, bias)
-        if isinstance(x, QuantizedTensor):
-            from microfloat.torch.linear.cast_input import multiply
-
-            return multiply(x, weight, bias, recipe, backend_name(layer, state))
         if _is_sharded(x) or _is_sharded(weight):
             return upper("run_sharded")(layer, x, weight, bias, recipe, state, is_first_microbatch)
         check_linear(x, weight, bias)

@@ -16,7 +16,6 @@ from microfloat.recipes import as_cast
 from microfloat.recipes.usages import CastLike, Usage, usages_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Seed
-from microfloat.torch._upper import upper
 from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.aten_table import take
 from microfloat.torch.tensor.checks import check_amax, check_beside, check_scale_enc, check_tensor, real_tensor
@@ -82,8 +81,6 @@ def quantize(
     `out`: the result of an earlier call, a tensor, a pair or a list, whose memory takes the codes and scales; it is
     returned.
 
-    A DTensor gives one, placed alike: every rank casts its part, to the bytes of the whole (docs/distributed.md).
-
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast, and
     NotSupportedError where `backend` cannot run. The bytes equal those of `microfloat.reference.quantize`.
     Source: docs/numerics.md 2 to 5 and 7.
@@ -91,8 +88,6 @@ def quantize(
     >>> quantize(torch.tensor([[1.0, -2.0, 3.0]]), "mxfp4").codes
     tensor([[162,   5]], dtype=torch.uint8)
     """
-    if hasattr(type(x), "placements") and group_sizes is None and out is None:  # a DTensor
-        return upper("quantize_sharded")(x, cast, axis, seed, stream, amax, scale_enc, backend)
     run = _traced_quantize if _operators.is_tracing(x) else quantize_values
     if group_sizes is None:
         made: Made | list[Made] = run(x, cast, axis, seed, stream, amax, scale_enc, backend)
