@@ -23,6 +23,10 @@ try:
 except ImportError:
     print("done")
 try:
+    mj.scaling.max_accumulate(mj.scaling.init("delayed"))
+except ModuleNotFoundError as error:
+    print(error)
+try:
     mj.haiku
 except AttributeError as error:
     print(error)
@@ -37,6 +41,7 @@ assert "torch" not in sys.modules
 """
     finished = fresh_python(code)
     assert finished.returncode == 0, finished.stderr
-    first, second = finished.stdout.splitlines()
+    first, accumulated, second = finished.stdout.splitlines()
     assert first == "done"
+    assert "needs the package flax" in accumulated
     assert "has no attribute 'haiku'" in second

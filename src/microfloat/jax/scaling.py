@@ -24,7 +24,7 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import ElementFormat
 from microfloat.jax.array import real_array
 from microfloat.jax.numerics.bits import INFINITY_BITS, as_float, bits_of, divide, magnitude_bits, where
-from microfloat.jax.transformations import as_max_grad, fp32_max_grad, from_max_grad
+from microfloat.jax.transformations import as_max_grad, from_max_grad, is_max_grad
 from microfloat.operands import OPERANDS, TENSORS
 from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes.names import as_recipe
@@ -289,10 +289,9 @@ def check_slots(state: DelayedState, lead: tuple[int, ...] = ()) -> None:
     `max_accumulate`. `lead`: the leading axis of a stack of them.
     """
     for tensor, slot, _ in slots_of(state):
-        kinds = [str(leaf.dtype) for leaf in slot]
         fits = np.size(slot.scale_enc) == math.prod(lead) and slot.amax_history.shape[:-1] == lead
-        if not fits or not set(kinds) <= {"float32", str(fp32_max_grad)}:
-            shapes = [leaf.shape for leaf in slot]
+        if not fits or not all(leaf.dtype == jnp.float32 or is_max_grad(leaf) for leaf in slot):
+            kinds, shapes = [str(leaf.dtype) for leaf in slot], [leaf.shape for leaf in slot]
             raise invalid_value(
                 f"state.{tensor}", f"scale_enc and amax_history of {kinds}, shapes {shapes}",
                 f"float32 of shapes {lead} and {(*lead, 'L')}",

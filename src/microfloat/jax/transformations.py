@@ -1,23 +1,20 @@
 """Support for JAX's transformations: mesh axes, explicit meshes, gradients that add up by maximum (docs/jax.md)."""
 
-import builtins
+import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, dtypes, lax
+from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 
-from microfloat.errors import NotSupportedError
+from microfloat.errors import NotSupportedError, missing_package
 
 _Tree = TypeVar("_Tree")
 
@@ -253,94 +250,36 @@ notice_fixed_state.defvjp(
 
 # The dtype whose cotangents add up by their maximum: float32 in memory, ``add(x, y) = max(x, y)``. An operand that is
 # cast to it once, outside of all its uses, hands back the maximum of all contributions, where float32 would hand back
-# the sum. It rests on parts of JAX that are not public; where they are missing, `CAN_USE_EARRAY` is False and
-# `fp32_max_grad` is float32 (then the consumer rule of `scaling` limits the damage). Semantics: flax.linen.fp8_ops.
-
-try:  # private modules that have moved between JAX versions
-    from jax._src import ad_util as _ad_util
-    from jax._src import core as _core
-    from jax._src import dtypes as _private_dtypes
-    from jax._src import earray as _earray
-    from jax._src.interpreters import pxla as _pxla
-
-    _ExtendedDType: Any = _private_dtypes.ExtendedDType
-    CAN_USE_EARRAY = hasattr(_pxla, "global_result_handlers") and hasattr(_earray, "EArray")
-except (ImportError, AttributeError):  # pragma: no cover - depends on the installed JAX
-    _ad_util = _core = _earray = _pxla = cast(Any, None)
-    _ExtendedDType = object
-    CAN_USE_EARRAY = False
+# the sum. It is Flax's, which keeps up with the private parts of JAX that such a dtype rests on.
 
 
-class Fp8MetaTyRules:
-    """The rules that JAX asks of the extended dtype: one float32 per element, whose sum is the maximum."""
-
-    physical_element_aval = staticmethod(lambda dtype: _core.ShapedArray((), dtype.float_dtype))
-    convert_from = staticmethod(lambda dtype, other: dtype.float_dtype == other)
-    convert_to = staticmethod(lambda other, dtype: dtype.float_dtype == other)
-    zero = staticmethod(lambda dtype: lax.convert_element_type(np.array(-np.inf, dtype.float_dtype), dtype))
-    tangent_dtype = staticmethod(lambda dtype: dtype)
-
-    @staticmethod
-    def add(dtype: "_MaxGradDType", x: Array, y: Array) -> Array:
-        """The maximum: how autodiff accumulates two contributions."""
-        wide = [lax.convert_element_type(value, dtype.float_dtype) for value in (x, y)]
-        return lax.convert_element_type(lax.max(*wide), dtype)
-
-    @staticmethod
-    def full(shape: tuple[int, ...], fill_value: ArrayLike, dtype: "_MaxGradDType") -> Array:
-        """An array of one value."""
-        fill = lax.convert_element_type(fill_value, dtype.float_dtype)
-        return lax.convert_element_type(lax.full(shape, fill, dtype.float_dtype), dtype)
-
-    @staticmethod
-    def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: bool) -> object:
-        """The function that wraps the buffers of an array that leaves jit."""
-        physical = _core.physical_aval(aval)
-        handler = _pxla.global_result_handlers[_core.ShapedArray](physical, out_sharding, committed)
-        return lambda buffers: _earray.EArray(aval, handler(buffers))
-
-
-class fp8_meta_dtype(dtypes.extended):
-    """The abstract type of `fp32_max_grad`."""
-
-
-@dataclass(frozen=True, eq=False)
-class _MaxGradDType(_ExtendedDType):
-    float_dtype: np.dtype
-    _rules: builtins.type = Fp8MetaTyRules
-    type: builtins.type = fp8_meta_dtype
-
-    def __repr__(self) -> str:
-        return f"fp8_meta{jnp.finfo(self.float_dtype).bits}"
-
-    name = property(__repr__)
-
-    # Flax's dtype of this name is the same, so that its operators take a state that was cast here.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ExtendedDType) and getattr(other, "name", None) == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-
-if CAN_USE_EARRAY and hasattr(_ad_util, "raw_jaxval_adders"):
+@functools.cache
+def max_grad_dtype() -> Any:
+    """Flax's `fp32_max_grad`; MissingPackageError without Flax."""
+    try:
+        from flax.linen.fp8_ops import fp32_max_grad
+    except ModuleNotFoundError:
+        raise missing_package("flax", "A state that is cast to accumulate by maximum", "jax") from None
+    try:
+        from jax._src.ad_util import raw_jaxval_adders
+        from jax._src.earray import EArray
+    except ImportError:  # a JAX that has moved them; gradients under jit do without
+        return fp32_max_grad
     # Autodiff outside of jit looks adders up by the class of array, and JAX registers none for this class.
-    _ad_util.raw_jaxval_adders.setdefault(_earray.EArray, lambda x, y: x.dtype._rules.add(x.dtype, x, y))
-
-fp32_max_grad = _MaxGradDType(jnp.dtype(jnp.float32)) if CAN_USE_EARRAY else jnp.dtype(jnp.float32)
-fm32 = fp32_max_grad
+    raw_jaxval_adders.setdefault(EArray, lambda x, y: x.dtype._rules.add(x.dtype, x, y))
+    return fp32_max_grad
 
 
 def is_max_grad(x: Array) -> bool:
-    """True if `x` is of the extended dtype (ours, or another library's of the same name and meaning)."""
+    """True if `x` is of the dtype of `as_max_grad`."""
     return getattr(getattr(x, "dtype", None), "name", "") == "fp8_meta32"
 
 
 def as_max_grad(x: Array) -> Array:
     """`x` as the dtype whose cotangents add up by their maximum."""
-    return lax.convert_element_type(x, fp32_max_grad)
+    return lax.convert_element_type(x, max_grad_dtype())
 
 
 def from_max_grad(x: Array) -> Array:
-    """`x`, a float32 array or one of the dtype `fp32_max_grad`, as float32."""
+    """`x`, a float32 array or one of the dtype of `as_max_grad`, as float32."""
     return lax.convert_element_type(x, jnp.float32)

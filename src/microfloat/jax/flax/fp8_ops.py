@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax.linen.fp8_ops import dot_general_with_precision
+from flax.linen.fp8_ops import CAN_USE_EARRAY, Fp8MetaTyRules, dot_general_with_precision, fp8_meta_dtype
 from jax import Array, custom_vjp, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
@@ -51,7 +51,6 @@ from microfloat.jax.flax.state import (
 )
 from microfloat.jax.numerics.bits import quotient, widened
 from microfloat.jax.numerics.dimensions import DimensionNumbers, canonical_dimensions, einsum_by
-from microfloat.jax.transformations import CAN_USE_EARRAY, Fp8MetaTyRules, fm32, fp8_meta_dtype, fp32_max_grad
 
 __all__ = [
     "CAN_USE_EARRAY", "OVERWRITE_WITH_GRADIENT", "Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralBase",
@@ -64,6 +63,7 @@ __all__ = [
 
 # The former name of `qdq`, which published guides still use.
 quantize_dequantize = qdq
+fm32 = fp32_max_grad = transformations.max_grad_dtype()
 State = tuple[Array, Array]
 
 
