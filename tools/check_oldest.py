@@ -15,8 +15,8 @@ import tomllib
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PACKAGE, EXTRA = "transformers", "integrations"
 TESTS = (
-    "test_checkpoints.py", "test_from_pretrained.py", "test_fused_transformers.py", "test_generation.py",
-    "test_transformers.py",
+    "test_checkpoints.py", "test_experts.py", "test_from_pretrained.py", "test_fused_transformers.py",
+    "test_generation.py", "test_peft.py", "test_readers.py", "test_training_to_serving.py", "test_transformers.py",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ PAGES = [
 ]
 HAVE_JAX = importlib.util.find_spec("jax") is not None
 OPTIONAL = {"torch", "jax", "flax", "triton", "matplotlib", "rich", "safetensors"}
-OPTIONAL |= {"accelerate", "peft", "transformers"}
+OPTIONAL |= {"accelerate", "datasets", "peft", "transformers", "trl"}
 WHY_SLOW = "needs a training package that make test does not install"
 # Pages whose blocks compile one program after another. What they show has tests of its own, and their first blocks run.
 WHY_COMPILING = "pages of which every block compiles programs"
@@ -102,6 +102,7 @@ def missing_in(block, root):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL's own words
 @pages(slow={"integrations.md": WHY_SLOW, "experts.md": WHY_SLOW, "qat.md": WHY_SLOW, **COMPILING})
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

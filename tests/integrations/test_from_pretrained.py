@@ -194,6 +194,52 @@ def test_adapters_train_around_codes(hf, transformers, peft, folder, tmp_path, s
     assert q_proj.lora_B["default"].weight.abs().sum() > 0
 
 
+@MORE
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["a recipe", "to be served", "adapters around codes"])
+def test_the_trainer_of_trl_loads_the_model_by_this_door(hf, transformers, peft, folder, tmp_path, fresh_state, kind):
+    """Its loss reads the weight of the head: a recipe of the head has no part in it, and codes are refused."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(64)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1").save_pretrained(folder)
+    texts = [" ".join(str((i * step + first) % 60 + 2) for i in range(14)) for step in (1, 2, 3) for first in range(16)]
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if kind == "adapters around codes" else None
+
+    def trained(folder, config, **options):
+        arguments = trl.SFTConfig(
+            str(tmp_path / "run"), max_steps=6, report_to=[], use_cpu=True, bf16=False, learning_rate=1e-2,
+            logging_steps=1, disable_tqdm=True, save_steps=6, per_device_train_batch_size=8,
+            model_init_kwargs={"dtype": "float32"}, **options,
+        )  # fmt: skip
+        data = Dataset.from_dict({"text": texts})
+        trainer = trl.SFTTrainer(
+            str(folder), args=arguments, train_dataset=data, quantization_config=config, peft_config=adapters
+        )
+        trainer.train()
+        return trainer.model, [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+    recipe = {"a recipe": "mxfp8", "to be served": WeightOnly("nvfp4")}.get(kind)
+    options = {"recipe": recipe, "fuse": True} if recipe else {"config": "nvfp4"}
+    model, losses = trained(folder, hf.MicrofloatConfig(**options))
+    assert losses[-1] < losses[0]
+    if adapters is None:
+        saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
+        assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
+        assert not hasattr(saved.config, "quantization_config")
+        head = Placement([("lm_head", "mxfp4"), ("*", recipe)])
+        assert recipe != "mxfp8" or trained(folder, hf.MicrofloatConfig(recipe=head, fuse=True))[1] == losses
+    else:
+        weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+        assert isinstance(weight, mf.QuantizedTensor)
+        head = {"lm_head": WeightOnly("nvfp4"), "*": WeightOnly("nvfp4")}
+        with pytest.raises(InvalidTypeError, match=r"got a QuantizedTensor \(nvfp4\), needed a plain tensor"):
+            trained(folder, hf.MicrofloatConfig(head))
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "words"),
     [
