@@ -52,7 +52,6 @@ class Settings:
 
     recipe: str = "fp8_current"  # a name that microfloat.recipes.from_name knows
     high_precision: tuple[str, ...] = ()  # shell patterns over layer names, beside heads and routers
-    skip_small: int | None = None  # tokens of a microbatch: layers that would not gain from them stay in bfloat16
 
     def build(self, *, parallel_dims: Any = None, model_compile_enabled: bool = False) -> "MicrofloatConverter":
         """The converter of these settings."""
@@ -78,7 +77,7 @@ class MicrofloatConverter:
         def is_low_precision(name: str, module: nn.Module) -> bool:
             return not any(fnmatchcase(name, pattern) for pattern in chosen.high_precision)
 
-        self.reports.append(mf.convert(model, chosen.recipe, filter=is_low_precision, skip_small=chosen.skip_small))
+        self.reports.append(mf.convert(model, chosen.recipe, filter=is_low_precision))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Bring the scales of delayed scaling up to date on all ranks; other recipes have nothing to do.

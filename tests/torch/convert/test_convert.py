@@ -271,22 +271,6 @@ def test_deepcopy_of_a_converted_model_computes_the_same() -> None:
         assert torch.equal(model(x), other(x))
 
 
-def test_small_layers_stay_in_high_precision_where_that_is_asked_for() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(8192, 8192, device="meta"), mf.Linear(64, 64, backend="native"))
-    report = mf.convert(model, "fp8_current", skip_small=8192)
-    assert report.converted == ["1", "2"]
-    assert "bfloat16 is faster" in report.skipped["0"]
-    assert type(model[0]) is nn.Linear
-    assert mf.convert(model, "fp8_current").converted == ["0", "1", "2"]  # by default, size is nobody's business
-    assert mf.convert(model, "fp8_current", skip_small=8192).skipped.keys() == {"0"}
-    assert model[0].effective_recipe() is None
-    with mf.autocast(recipe="mxfp8"):
-        assert model[0].effective_recipe() is None
-    for wrong in (0, True, 1.5, "64"):
-        with pytest.raises(InvalidValueError, match="skip_small"):
-            mf.convert(model, "fp8_current", skip_small=wrong)
-
-
 # ------------------------------------------------------------------------ layers that others have changed meanwhile
 
 X = torch.randn(4, 64)

@@ -22,7 +22,6 @@ from microfloat.torch import backends
 from microfloat.torch.backends import BY_KERNELS, check_name, chip_of, resolve
 from microfloat.torch.context import ambient
 from microfloat.torch.convert.experts import is_experts, shape_of_experts
-from microfloat.torch.convert.predict import Prediction, predict
 from microfloat.torch.launch.block_gemm import own_gemm_is_faster, own_gemm_serves
 from microfloat.torch.linear.function import backend_name
 from microfloat.torch.linear.grouped import why_not_all_at_once
@@ -159,30 +158,17 @@ def _named(
 
 @dataclass(frozen=True)
 class Explanation(Answer):
-    """The way of a recipe on a device: a row per GEMM, and what casts each operand; prints as a table with notes.
-
-    `prediction`: for a CUDA device and a given shape, whether a Linear of that shape gains from the recipe.
-    """
+    """The way of a recipe on a device: a row per GEMM, and what casts each operand; prints as a table with notes."""
 
     _column = "backend"
 
     recipe: Recipe
     device: str
     rows: tuple[GemmRow, ...]
-    prediction: Prediction | None = None
     casts: tuple[CastRow, ...] = ()
 
-    def to_dict(self) -> dict:
-        """The same as JSON-ready data."""
-        prediction = None if self.prediction is None else {
-            "shape": list(self.prediction.shape), "small": self.prediction.is_small,
-            "eager_speed_up": self.prediction.eager, "graph_speed_up": self.prediction.graph,
-        }  # fmt: skip
-        return {**super().to_dict(), "prediction": prediction}
-
     def __str__(self) -> str:
-        prediction = [] if self.prediction is None else wrapped(str(self.prediction))
-        return "\n".join([super().__str__(), *wrapped(self.recipe._of_many_rows), *prediction])
+        return "\n".join([super().__str__(), *wrapped(self.recipe._of_many_rows)])
 
 
 @dataclass(frozen=True)
@@ -279,8 +265,7 @@ def explain(
     `device` None: CUDA where there is one, else the CPU. A GPU that this machine lacks goes by its name, its generation
     or its architecture: "h200", "ampere", "sm_100"; that answer assumes that all packages are installed there, while
     the answer about this machine names the package that is missing. `shape` (M, K, N) of a Linear: on a CUDA device the
-    answer then names the kernel that serves products of that size where it depends on it, and predicts whether low
-    precision pays there (docs/performance.md); no precision depends on it by itself, see `convert(skip_small=...)`.
+    answer then names the kernel that serves products of that size where it depends on it.
 
     A model in place of a recipe: a row for each of its linear layers, with what a call here and now would run
     (autocasts that are active included), on the device of its weight unless `device` names another. With an input in
@@ -323,12 +308,8 @@ def _explain(
         for name in GEMMS
     )  # fmt: skip
     casts = cast_rows(recipe, backend, target, chip) if there else ()
-    # The figures are those of tensor cores, so they say nothing about plain torch ops.
-    by_kernels = all(row.backend in ("native", "torch", "-") for row in rows)
-    predictable = target.type == "cuda" and by_kernels and (chip is None or chip.is_tried)
-    prediction = predict(recipe, shape) if shape is not None and predictable else None
     where = str(target) if chip is None else f"{device} ({chip.name}, {chip.architecture})"
-    return Explanation(recipe, where, rows, prediction, casts)
+    return Explanation(recipe, where, rows, casts)
 
 
 def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: str) -> Iterator[LayerRow]:

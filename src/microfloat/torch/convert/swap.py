@@ -44,7 +44,6 @@ from microfloat.torch.convert.experts import (
     why_unseen,
 )
 from microfloat.torch.convert.fuse import fuse_blocks, unfuse
-from microfloat.torch.convert.predict import predict
 from microfloat.torch.nn.conv1d import TransposedLinear, as_conv1d, as_linear, is_conv1d, tell_adapters, why_not_linear
 from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, held_weight, place_of, products_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
@@ -67,7 +66,6 @@ def convert(
     *,
     filter: Callable[[str, nn.Module], bool] | None = None,
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    skip_small: int | None = None,
     fuse: bool = False,
     experts: bool = True,
 ) -> ConversionReport:
@@ -76,16 +74,12 @@ def convert(
     `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad").
     Exactly nn.Linear is converted, not subclasses, and transformers' Conv1D, whose state dict stays what it is; layers
     that are microfloat Linears already, also under a parametrization or FSDP2, and `GroupedLinear` are pinned anew.
-    `filter(name, module) -> bool` keeps layers out,
-    `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing), which give
-    way to a Placement that names a layer in full. `skip_small`:
-    rows (tokens) that a layer gets in one call; layers that low precision would slow down at that size, in eager mode
-    on a GPU, then stay in high precision, except those with ``backend="native"``. The rule reads sizes and the recipe
-    alone (docs/performance.md), so it answers the same on every machine; None (default): sizes do not matter. `fuse`:
-    blocks that are known (`convert.fuse`: decoder layers and MLPs of transformers, norms before Linears) run
-    as fused modules, of the same parameters and keys; weights of q, k and v are moved next to each other. `experts`:
-    experts that a model keeps as 3-D parameters are a layer, named by their module, where their computation is known
-    (those of transformers and of `register_experts`); parameters and keys stay. Returns a report that prints as a
+    `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name patterns (default: heads, routers and
+    LoRA adapters; () excludes nothing), which give way to a Placement that names a layer in full. `fuse`: blocks that
+    are known (`convert.fuse`: decoder layers and MLPs of transformers, norms before Linears) run as fused modules, of
+    the same parameters and keys; weights of q, k and v are moved next to each other. `experts`: experts that a model
+    keeps as 3-D parameters are a layer, named by their module, where their computation is known (those of transformers
+    and of `register_experts`); parameters and keys stay. Returns a report that prints as a
     table. Under a `WeightOnly` or `WeightActivation` plain weights train with the codes and scales that `quantize_`
     then stores (docs/qat.md). Raises InvalidTypeError and InvalidValueError for other arguments and where no layer is
     left to convert, as `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
@@ -95,10 +89,8 @@ def convert(
         recipe = as_recipe(recipe)
     check_bool("fuse", fuse)
     check_bool("experts", experts)
-    if skip_small is not None and (isinstance(skip_small, bool) or not isinstance(skip_small, int) or skip_small < 1):
-        raise invalid_value("skip_small", repr(skip_small), "the rows of a layer's input, an int >= 1, or None")
     kinds = (nn.Linear, GroupedLinear, ExpertsLayer) if experts else (nn.Linear, GroupedLinear)
-    rows, wishes = planned_layers(model, recipe, kinds, filter, exclude, skip_small)
+    rows, wishes = planned_layers(model, recipe, kinds, filter, exclude)
     if all(row.action == "skipped" for row in rows):
         raise nothing_left(model, rows, "convert")
     wishes = [(name, layer, _in_training(layer, wanted)) for name, layer, wanted in wishes]
@@ -204,7 +196,7 @@ def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:
 
 def planned_layers(
     model: nn.Module, recipe: Recipe | Placement, kinds: tuple[type, ...],
-    filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str], skip_small: int | None = None,
+    filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str],
     refuse: Callable[[nn.Module, Recipe | None], str | None] = lambda module, recipe: None,
 ) -> tuple[list[ConversionRow], list[tuple[str, nn.Module, Recipe | None]]]:  # fmt: skip
     """A row for each layer of these kinds, and name, layer and recipe of those that `pin_layer` is to change.
@@ -253,10 +245,6 @@ def planned_layers(
                 rows.append(ConversionRow(name, shape, "skipped", None, reason))
             continue
         reason = "the placement says None"
-        if wanted is not None and skip_small is not None and getattr(module, "backend", "auto") != "native":
-            prediction = predict(wanted, (skip_small, shape[1], shape[0]))
-            if prediction.is_small:
-                wanted, reason = None, str(prediction)
         action = "high precision" if wanted is None else "repinned" if isinstance(module, RecipeLayer) else "converted"
         if wanted is not None:
             reason = recipe.of_gemms(name, [one for one, _ in layers]) if isinstance(recipe, Placement) else ""
