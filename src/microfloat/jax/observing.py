@@ -261,7 +261,6 @@ def _plain_rows(watch: Measured, matrix: Array, used: Array | None) -> Array:
 
 def _rows(watch: Measured, cast: Cast | None, made: _Made) -> Array:
     """The numbers of `watching.of_rows` in units of a power of two, which stands first."""
-    # In place of the sum of x q stands the sum of the error times x, which is smaller.
     # In place of the sum of x q stands that of the error times x, which is smaller.
     wanted, finite = watch.metrics, made.finite
     x, unit = _near_one(jnp.where(finite, made.x, 0))

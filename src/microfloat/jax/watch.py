@@ -1,7 +1,7 @@
 """`watch_outputs`: a function that also returns what low precision did to the operands and products inside it.
 
 The function is traced, and its jaxpr run again with the readings of `microfloat.jax.observing` as further results of
-every jit, loop, branch and shard_map around them. Nothing leaves by a callback: readings are arrays like any output.
+every jit, scan and shard_map around them. Nothing leaves by a callback: readings are arrays like any output.
 """
 
 import re
@@ -37,8 +37,8 @@ def watch_outputs(
 
     It goes around the gradient and inside jit: ``jax.jit(mj.watch_outputs(jax.value_and_grad(loss)))``. A training
     step that is called in sampled steps alone costs nothing in the others, which call `fn` as it is. Results have the
-    bits of `fn`'s. Calls inside scan are read in every iteration, in all branches of cond; those inside a while_loop
-    are not read. Modules are named by `jax.named_scope`, as Flax linen sets it, layers of Flax nnx by
+    bits of `fn`'s. Calls inside scan are read in every iteration; those inside a cond or a while_loop are not read.
+    Modules are named by `jax.named_scope`, as Flax linen sets it, layers of Flax nnx by
     `microfloat.jax.nnx.watch_outputs`.
 
     `tensors`, `metrics`, `what_if` and `rows` are those of `microfloat.torch.watch`: operands that are measured, names
@@ -151,9 +151,8 @@ class RecordLog(common.RecordLog):
                 loops, table = _combined(np.asarray(numbers, np.float64), subject.kind, leads)
                 for index, row in zip(np.ndindex(loops), table, strict=True):
                     name = module + "".join(f"[{number}]" for number in index)
-                    if not (np.isnan(row).all() and subject.kind != "noise"):  # else of a branch that was not taken
-                        found = dict(_metrics(subject, row.tolist(), readings.metrics))
-                        self.take(Entry(step, name, *subject[:3]), found, readings.metrics)
+                    found = dict(_metrics(subject, row.tolist(), readings.metrics))
+                    self.take(Entry(step, name, *subject[:3]), found, readings.metrics)
 
 
 def _combined(numbers: np.ndarray, kind: str, leads: tuple[str, ...]) -> tuple[tuple[int, ...], np.ndarray]:
@@ -270,7 +269,7 @@ def _numbers(found: Sequence[_Found]) -> list[Array]:
 
 
 def _with_numbers(found: Sequence[_Found], numbers: Sequence[Array], *lead: str) -> list[_Found]:
-    """`found` with numbers that a loop, a branch or a mesh returned; `lead`: the meaning of a new leading axis."""
+    """`found` with numbers that a loop or a mesh returned; `lead`: the meaning of a new leading axis."""
     left = iter(numbers)
     return [one._replace(leads=(*lead, *one.leads), numbers=[next(left) for _ in one.subjects]) for one in found]
 
@@ -323,31 +322,6 @@ def _scan(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[Any]:
     return [*last, *ys]
 
 
-def _cond(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[Any]:
-    """Evaluate branches, each with the readings of all; those of branches that are not taken are NaN."""
-    (index, *arguments), branches = inputs, eqn.params["branches"]
-    each: list[list[_Found]] = [[] for _ in branches]
-
-    def run(which: int, *arguments: Any) -> tuple[list[Any], list[Array]]:
-        each[which].clear()
-        results = _evaluate(branches[which].jaxpr, branches[which].consts, arguments, each[which])
-        return results, _numbers(each[which])
-
-    shapes = [jax.eval_shape(partial(run, which), *arguments)[1] for which in range(len(branches))]
-
-    def branch(which: int, *arguments: Any) -> tuple[list[Any], list[list[Array]]]:
-        results, own = run(which, *arguments)
-        missing = [[jnp.full(one.shape, jnp.nan, one.dtype) for one in group] for group in shapes]
-        return results, [*missing[:which], own, *missing[which + 1 :]]
-
-    results, numbers = lax.switch(index, [partial(branch, which) for which in range(len(branches))], *arguments)
-    made = [_with_numbers(own, values) for own, values in zip(each, numbers, strict=True)]
-    if any(one.stage == "backward" for own in each for one in own):
-        made.reverse()  # backwards come in the reverse order of their forwards
-    found += [one for own in made for one in own]
-    return results
-
-
 def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[Any]:
     """Evaluate on each device. Readings get an axis of devices; the first device of replicas has theirs."""
     options, inner = eqn.params, []
@@ -379,5 +353,5 @@ def _shard_map(eqn: JaxprEqn, inputs: list[Any], found: list[_Found]) -> list[An
 _RULES: dict[str, Callable[[JaxprEqn, list[Any], list[_Found]], list[Any]]] = {
     **dict.fromkeys(("jit", "pjit", "custom_vjp_call", "custom_jvp_call"), _inline),
     **dict.fromkeys(("checkpoint", "remat2", "remat"), _remat),
-    "scan": _scan, "cond": _cond, "shard_map": _shard_map,
+    "scan": _scan, "shard_map": _shard_map,
 }  # fmt: skip
