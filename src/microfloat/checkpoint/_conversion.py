@@ -65,7 +65,6 @@ class Report:
     bytes_read: int = 0
     bytes_written: int = 0
     seconds: float = 0.0
-    peak_bytes: int | None = None
     shards: list[str] = field(default_factory=list)
     resumed_shards: int = 0
     verified: bool = False
@@ -99,8 +98,6 @@ class Report:
         }
         if self.resumed_shards:
             rows["resumed"] = f"{self.resumed_shards} of {len(self.shards)} files were complete"
-        if self.peak_bytes is not None:
-            rows["peak memory"] = _megabytes(self.peak_bytes)
         if self.worst is not None:
             is_exact = self.worst.sqnr_db == math.inf
             rows["worst layer"] = "all are exact" if is_exact else f"{self.worst.name}: {self.worst.sqnr_db:.2f} dB"
@@ -173,25 +170,22 @@ def _inexact(steps: Sequence[Step], amaxes: Mapping[str, np.ndarray], to: str, n
     return found
 
 
-def job_of(step: Step, amaxes: Mapping[str, np.ndarray], peak: "_Peak | None" = None) -> Job:
+def job_of(step: Step, amaxes: Mapping[str, np.ndarray]) -> Job:
     """The tensors that a step writes, and the writing of them."""
-    peak = peak or _Peak()
     if step.action == "dropped":
         return Job((), lambda put: None)
     if step.action == "dequantized":
         entry = Entry(step.record.name, step.dtype, step.shape)
         beside = [Entry.of(name, array) for name, array in step.beside.items()]
-        return Job((entry, *beside), functools.partial(_put_decoded, step, peak))
+        return Job((entry, *beside), functools.partial(_put_decoded, step))
     tensors = step.encode(step.made)
     entries = tuple(Entry.of(name, array) for name, array in tensors.items())
     if step.cast is not None:
-        return Job(entries, functools.partial(_put_cast, step, entries, amaxes, peak))
+        return Job(entries, functools.partial(_put_cast, step, entries, amaxes))
     return Job(entries, functools.partial(put_all, tensors))
 
 
-def _put_cast(
-    step: Step, entries: Sequence[Entry], amaxes: Mapping[str, np.ndarray], peak: "_Peak", put: Put
-) -> None:  # fmt: skip
+def _put_cast(step: Step, entries: Sequence[Entry], amaxes: Mapping[str, np.ndarray], put: Put) -> None:
     """Cast or recode a parameter slab by slab, and write each."""
     assert step.cast is not None
     sizes = {entry.name: entry.nbytes for entry in entries}
@@ -210,12 +204,11 @@ def _put_cast(
             if written[name] < sizes[name] * (expert + 1) // count:
                 put(name, array, written[name])
                 written[name] += array.nbytes
-        peak.look()
     assert written == sizes, (written, sizes)
 
 
 @np.errstate(all="ignore")
-def _put_decoded(step: Step, peak: "_Peak", put: Put) -> None:
+def _put_decoded(step: Step, put: Put) -> None:
     """Write the values of a parameter slab by slab, then the tensors beside it."""
     record, start = step.record, 0
     parts = (values(slab).astype(step.dtype) for _, slab in slabs(record))
@@ -224,24 +217,7 @@ def _put_decoded(step: Step, peak: "_Peak", put: Put) -> None:
     for array in parts:
         put(record.name, array, start)
         start += array.nbytes
-        peak.look()
     put_all(step.beside, put)
-
-
-class _Peak:
-    """The most memory that the process held beside mapped files, looked at while arrays are alive."""
-
-    def __init__(self) -> None:
-        self.bytes: int | None = None
-
-    def look(self) -> None:
-        try:
-            with open("/proc/self/status", encoding="ascii") as file:
-                line = next((line for line in file if line.startswith("RssAnon:")), None)
-        except OSError:
-            return
-        if line is not None:
-            self.bytes = max(self.bytes or 0, int(line.split()[1]) * 1024)
 
 
 # ---- the call ----------------------------------------------------------------------------------------------------
@@ -281,10 +257,10 @@ def convert(
     target = target_of(to, scale_rule, four_over_six)
     patterns, kinds, limit = check_ignore(ignore), check_fuse(fuse), byte_count(max_shard_size)
     checkpoint = load(src, format=format)
-    report, notes, peak = Report(str(src), str(dst), to), Notes(list), _Peak()
+    report, notes = Report(str(src), str(dst), to), Notes(list)
     steps = decide(checkpoint, target, patterns, kinds, notes)
     amaxes, measured, inexact = dict[str, np.ndarray](), dict[str, float](), dict[str, int]()
-    jobs = [job_of(step, amaxes, peak) for step in steps]
+    jobs = [job_of(step, amaxes) for step in steps]
     files = {path: path.stat() for path in sorted(locate(src).files.values())}
     identity = {
         "version": __version__, "to": to, "scale_rule": scale_rule, "four_over_six": four_over_six,
@@ -313,7 +289,7 @@ def convert(
     report.layers = [_layer(step, job, measured, inexact) for step, job in zip(steps, jobs, strict=True)]
     report.bytes_read = sum(found.st_size for found in files.values())
     report.bytes_written, report.shards, report.resumed_shards = written.nbytes, written.shards, written.resumed
-    report.verified, report.peak_bytes, report.seconds = verify, peak.bytes, time.perf_counter() - started
+    report.verified, report.seconds = verify, time.perf_counter() - started
     return report
 
 
