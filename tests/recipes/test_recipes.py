@@ -61,6 +61,9 @@ def variants():
     yield MXFP4BlockScaling("rceil")
     for flags in itertools.product((False, True), repeat=3):
         yield NVFP4BlockScaling(*flags)
+    yield MXFP8BlockScaling(Format.HYBRID, enable_2d_quantization=True)
+    yield NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True, nvfp4_4over6="all")
+    yield NVFP4BlockScaling(nvfp4_4over6="weights")
     for family in recipes.FAMILIES:
         yield from (family(backward=backward) for backward in ("high_precision", "dequantized"))
     tile = formats.ScaledFormat("mine", formats.E4M3, formats.SCALE_E8M0, (32, 32))
@@ -86,6 +89,9 @@ R4, B1, B2 = Cast("fp8_row", "amax_pow2"), Cast("fp8_1x128", "amax_pow2"), Cast(
 M8, M85, M6, M4 = Cast("mxfp8"), Cast("mxfp8_e5m2"), Cast("mxfp6_e3m2"), Cast("mxfp4", "even")
 N1, N2, N1SR = Cast("nvfp4"), Cast("nvfp4_2d"), Cast("nvfp4", rounding="stochastic")
 N1RHT, N1RHTSR = Cast("nvfp4", hadamard=Hadamard()), Cast("nvfp4", None, "stochastic", Hadamard())
+NROW, N1_46, N2_46 = Cast("nvfp4_row"), Cast("nvfp4", "four_over_six"), Cast("nvfp4_2d", "four_over_six")
+T32 = formats.ScaledFormat("mxfp8_2d", formats.E4M3, formats.SCALE_E8M0, (32, 32))
+M8_2D, F8, F85 = Cast(T32), Cast("mxfp8", "floor"), Cast("mxfp8_e5m2", "floor")
 FAST, SPLIT = ("fast", "split", "split"), ("split", "split", "split")
 # recipe, (fprop x, w, dgrad dy, w, wgrad dy, x), accumulate
 TABLE = [
@@ -105,6 +111,13 @@ TABLE = [
     (NVFP4BlockScaling(disable_rht=True), (N1, N2, N1SR, N2, N1SR, N1), FAST),
     (NVFP4BlockScaling(disable_stochastic_rounding=True), (N1, N2, N1, N2, N1RHT, N1RHT), FAST),
     (NVFP4BlockScaling(disable_2d_quantization=True), (N1, N1, N1SR, N1, N1RHTSR, N1RHT), FAST),
+    (NVFP4BlockScaling(True, row_scaled_activation=True), (NROW, N2, N1SR, N2, N1SR, NROW), FAST),
+    (NVFP4BlockScaling(True, nvfp4_4over6="activations"), (N1_46, N2, N1SR, N2, N1SR, N1_46), FAST),
+    (NVFP4BlockScaling(nvfp4_4over6="weights"), (N1, N2_46, N1SR, N2_46, N1RHTSR, N1RHT), FAST),
+    (NVFP4BlockScaling(row_scaled_activation=True, backward="dequantized"), (NROW, N2, None, N2, None, NROW), FAST),
+    (MXFP8BlockScaling(enable_2d_quantization=True), (M8, M8_2D, M8, M8_2D, M8, M8), FAST),
+    (MXFP8BlockScaling("HYBRID", "floor", enable_2d_quantization=True),
+     (F8, Cast(T32, "floor"), F85, Cast(T32, "floor"), F85, F8), FAST),
 ]  # fmt: skip
 
 
@@ -131,6 +144,13 @@ def test_rules_of_fields():
     assert [folded.fprop.path, folded.dgrad.path, folded.wgrad.path] == ["folded"] * 3
     with pytest.raises(InvalidValueError, match="path: got 'auto', needed one of 'exact', 'folded'"):
         NVFP4BlockScaling(path="auto")
+    for options in ({"row_scaled_activation": True}, {"nvfp4_4over6": "activations"}, {"nvfp4_4over6": "all"}):
+        with pytest.raises(InvalidValueError, match=f"{next(iter(options))}: got .* needed disable_rht=True"):
+            NVFP4BlockScaling(**options)
+    with pytest.raises(InvalidValueError, match=r"nvfp4_4over6: got 'weight', .*Did you mean 'weights'"):
+        NVFP4BlockScaling(nvfp4_4over6="weight")
+    with pytest.raises(InvalidTypeError, match="enable_2d_quantization"):
+        MXFP8BlockScaling(enable_2d_quantization=1)
     assert MXFP8BlockScaling(scale_rule="oas").fprop.lhs == Cast("mxfp8", "oas")
     delayed = DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo=max, reduce_amax=False)
     assert delayed.dgrad.lhs.scaling == Delayed(1, 4, max, False)
@@ -423,8 +443,8 @@ PEERS = {
     "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1": (
         "NVFP4BlockScaling(disable_rht=True)", "Set MICROFLOAT_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1."
     ),
-    "NVTE_NVFP4_4OVER6=weights": ("NVFP4BlockScaling()", "docs/migration.md, 'Options of NVFP4'."),
-    "NVTE_NVFP4_ROW_SCALED_ACTIVATION=1": ("NVFP4BlockScaling()", "docs/migration.md, 'Options of NVFP4'."),
+    "NVTE_NVFP4_4OVER6=weights": ("NVFP4BlockScaling()", "Give the recipe nvfp4_4over6=."),
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION=1": ("NVFP4BlockScaling()", "Give the recipe row_scaled_activation=."),
     "NVTE_BACKWARD_OVERRIDE=dequantized": ("MXFP8BlockScaling()", "Give the recipe backward=."),
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1": ("Float8CurrentScaling()", "Give the recipe use_power_2_scales=."),
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1": ("Float8BlockScaling()", "Give the recipe use_f32_scales=."),
@@ -463,15 +483,15 @@ def test_variables_of_transformer_engine_are_told_of_once(fresh_python):
 
 def test_who_has_asked_for_it_here_is_told_nothing(monkeypatch):
     for setting in PEERS:
-        if "4OVER6" not in setting and "ROW" not in setting:
-            monkeypatch.setenv(*setting.split("="))
+        monkeypatch.setenv(*setting.split("="))
     Float8CurrentScaling(use_power_2_scales=True, backward="dequantized")  # warnings are errors
     Float8BlockScaling(use_f32_scales=True, backward="high_precision")
     WeightOnly("mxfp8")
-    NVFP4BlockScaling(True, False, False, backward="dequantized")
+    peers = {"row_scaled_activation": True, "nvfp4_4over6": "weights", "backward": "dequantized"}
+    NVFP4BlockScaling(True, False, False, **peers)
     for variable in TOGGLES.values():
         monkeypatch.setenv(variable, "0")
-    NVFP4BlockScaling(backward="dequantized")
+    NVFP4BlockScaling(**peers)
 
 
 def test_a_recipe_by_name_is_made_once_for_each_state_of_the_toggles(monkeypatch):

@@ -282,6 +282,9 @@ def register(*classes: type[Recipe]) -> None:
 
 
 _NUMBERS: Mapping[str, type] = {"int": int, "float": float}
+# Fields that a repr shows where they are on, and values that are off.
+_OPTIONS = ("backward", "joint_scale", "row_scaled_activation", "nvfp4_4over6", "enable_2d_quantization")
+_OFF = (None, False, "none")
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,7 @@ class NamedRecipe(Recipe):
     backward: str | None = field(default=None, kw_only=True)
     # Fields that are numbers, as text. Compiled code takes text for a constant, but numbers of an object for variables.
     _numbers: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
-    # Variables of TransformerEngine's environment -> the field that does the same here, or the advice.
+    # Variables of TransformerEngine's environment -> the field that does the same here.
     _of_peers: ClassVar[Mapping[str, str]] = MappingProxyType({"NVTE_BACKWARD_OVERRIDE": "backward"})
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -330,9 +333,8 @@ class NamedRecipe(Recipe):
         })  # fmt: skip
         super().__post_init__()
         for name, advice in self._of_peers.items():
-            if not getattr(self, advice, None):
-                given = f"Give the recipe {advice}=."
-                warn_of_peer(name, given if advice.isidentifier() else advice)
+            if getattr(self, advice, None) in _OFF:
+                warn_of_peer(name, f"Give the recipe {advice}=.")
 
     def _check_class(self) -> None:
         """Refuse a class whose recipes would not compare by their fields, since caches find recipes by comparison."""
@@ -381,7 +383,7 @@ class NamedRecipe(Recipe):
     def __repr__(self) -> str:
         shown = {
             name: value for name, value in self.arguments().items()
-            if name not in ("backward", "joint_scale") or value not in (None, False)
+            if name not in _OPTIONS or value not in _OFF
         }  # fmt: skip
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 

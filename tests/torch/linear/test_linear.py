@@ -46,10 +46,8 @@ RECIPE_CASES = {
     "nvfp4_folded": NVFP4BlockScaling(path="folded"),
     "mixed": CustomRecipe(Gemm("mxfp8", "mxfp8"), Gemm(Cast("nvfp4"), Cast("nvfp4_2d")), Gemm("mxfp6_e2m3", "mxfp4")),
     "one_none": CustomRecipe(Gemm(None, "nvfp4_2d"), Gemm("mxfp8", None), Gemm(None, None)),
-    "mxfp8_32x32": CustomRecipe(
-        *[Gemm("mxfp8", Cast(mf.formats.ScaledFormat("mx32", mf.formats.E4M3, mf.formats.SCALE_E8M0, (32, 32))))] * 2,
-        Gemm("mxfp8", "mxfp8"),
-    ),
+    "mxfp8_2d": MXFP8BlockScaling(enable_2d_quantization=True),
+    "nvfp4_peers": NVFP4BlockScaling(True, row_scaled_activation=True, nvfp4_4over6="all"),
 }
 OUT_STEP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 OUT_REL = {torch.float32: 1e-5, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}

@@ -1,8 +1,6 @@
 """The layers that a weight belongs to, as `mf.watch` sees it in a call of compiled code."""
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,29 +10,15 @@ from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 
-class Supposed(NamedTuple):
-    """A check that a joined weight consists of these layers: float64 [1], 1 if so, and the call that forgets them."""
-
-    same: torch.Tensor
-    forget: Callable[[], object]
-
-
 class Owners:
     """The layers of weights that observed calls read.
 
-    A weight that a compiler has joined has memory of its own. Its layers are found by values, for which the host waits,
-    in the first step; later steps take them from the order of calls, and the device checks the values.
+    A weight that a compiler has joined has memory of its own: its layers are found by values, for which the host waits.
     """
 
     def __init__(self, layers: Sequence[RecipeLayer]) -> None:
         self._layers = layers
         self._by_address: dict[int, RecipeLayer] = {}  # an entry for each layer
-        self._places: dict[tuple, int] = {}  # numbers of calls of joined weights in this step
-        self._joined: dict[tuple, list[RecipeLayer]] = {}  # and their layers: an entry for each such call of a step
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self._places.clear()
 
     def of(self, weight: torch.Tensor) -> list[RecipeLayer]:
         """The layer with this weight, as a list of one; an empty list for another tensor."""
@@ -47,21 +31,7 @@ class Owners:
             layer = self._by_address.get(address)
         return [] if layer is None else [layer]
 
-    def joined_in(self, weight: torch.Tensor, is_backward: bool) -> tuple[list[RecipeLayer], Supposed | None]:
-        """The layers whose weights were joined in this tensor, empty where one is unknown, and a check of them."""
-        kind = is_backward, weight.shape, weight.dtype
-        number = self._places.get(kind, 0)
-        self._places[kind] = number + 1
-        place = *kind, number
-        found = self._joined.get(place)
-        if found is not None:
-            return found, Supposed(_are_joined_in(found, weight), lambda: self._joined.pop(place, None))
-        found = self._with_rows_of(weight)
-        if found:
-            self._joined[place] = found
-        return found, None
-
-    def _with_rows_of(self, weight: torch.Tensor) -> list[RecipeLayer]:
+    def joined_in(self, weight: torch.Tensor) -> list[RecipeLayer]:
         """The layers whose first rows are those of the parts of this weight, empty where a part has no layer."""
         found: list[RecipeLayer] = []
         row = 0
@@ -92,14 +62,6 @@ def joint_name(names: Sequence[str]) -> str:
     prefix = names[0].rpartition(".")[0]
     cut = len(prefix) + 1 if prefix else 0
     return "+".join([names[0], *(name[cut:] for name in names[1:])])
-
-
-def _are_joined_in(layers: Sequence[RecipeLayer], weight: torch.Tensor) -> torch.Tensor:
-    """Float64 [1]: 1 if the first rows of the layers' weights equal the first rows of the parts of this weight."""
-    starts = itertools.accumulate((layer.weight.shape[0] for layer in layers[:-1]), initial=0)
-    firsts = torch.cat([layer.weight[:1].to(weight.dtype) for layer in layers])
-    parts = torch.cat([weight[start : start + 1] for start in starts])
-    return (firsts == parts).all().double().reshape(1)
 
 
 def _address_of(weight: torch.Tensor) -> int:

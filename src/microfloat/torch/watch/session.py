@@ -35,8 +35,8 @@ from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor.checks import check_model
 from microfloat.torch.tensor.dispatch_modes import are_named, outside_of_modes
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-from microfloat.torch.watch.owners import Owners, Supposed, is_compiled, joint_name, names_in
-from microfloat.torch.watch.readings import Reading, Sample, Source, quantized, read_noise, read_product, read_rows
+from microfloat.torch.watch.owners import Owners, is_compiled, joint_name, names_in
+from microfloat.torch.watch.readings import Sample, Source, quantized, read_noise, read_product, read_rows
 from microfloat.watching import DEFAULT_METRICS, OF_PRODUCT, OF_SAMPLE, Entry, Measured, RecordLog
 
 _NOTHING = CastInputs()
@@ -96,7 +96,6 @@ class watch(RecordLog):
         self._open: dict[str, list[_Call]] = {}
         self._hooks: list[RemovableHandle] = []
         self._owners = Owners(())
-        self._mistaken: set[tuple[int, str]] = set()  # steps and names whose layers were others
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -181,7 +180,6 @@ class watch(RecordLog):
         if number % self.every:
             return
         self._calls.clear()
-        self._owners.begin()
         self._choose()
         if self._follows:
             return
@@ -218,12 +216,12 @@ class watch(RecordLog):
         """The listener of one call; see `microfloat.torch.linear.observer`."""
         if schedule.device >= 0 and torch.cuda.is_current_stream_capturing():
             return None
-        supposed = None
         if weight is not None:
             layers = self._owners.of(weight)
-            if not layers and (not self._follows or self._seen_backward or self._count < 0 or self._is_sampled()):
+            begins = not is_backward and (self._seen_backward or self._count < 0)
+            if not layers and (not self._follows or begins or self._is_sampled()):
                 with _plainly():
-                    layers, supposed = self._owners.joined_in(weight, is_backward)
+                    layers = self._owners.joined_in(weight)
         if not layers or any(layer not in self._names for layer in layers):
             return None
         name = joint_name([self._names[layer] for layer in layers])
@@ -232,8 +230,6 @@ class watch(RecordLog):
             return None
         if layers[0] not in self._chosen:
             return None
-        if supposed is not None:
-            self._check(name, supposed)
         if is_backward:
             opened = self._open.get(name)
             call = opened.pop() if opened else _Call(self, self._numbered(name), layers, schedule)
@@ -287,18 +283,6 @@ class watch(RecordLog):
         self._calls[name] = count + 1
         return f"{name}#{count}" if count else name
 
-    def _check(self, name: str, supposed: Supposed) -> None:
-        """Check, when the sample is read, that a joined weight had these layers; else drop their records."""
-        step = self._count
-
-        def derive(numbers: Sequence[float]) -> Iterator[tuple[str, object]]:
-            if not numbers[0]:
-                supposed.forget()
-                self._mistaken.add((step, name))
-            return iter(())
-
-        self._sample.add(Entry(step, name, "", "", ""), Reading(supposed.same, derive))
-
     def _part(self, size: int) -> slice:
         """The part of an axis that is measured in this sample."""
         return self.measured.part(size, self._sampled - 1)
@@ -320,8 +304,7 @@ class watch(RecordLog):
             made = self._samples[0].read()
             del self._samples[0]  # no sooner: Ctrl-C while the device is waited for leaves it
             for entry, found in made:
-                if (entry.step, entry.module.split("#")[0]) not in self._mistaken:
-                    self.take(entry, found)
+                self.take(entry, found)
 
 
 @contextlib.contextmanager
