@@ -7,6 +7,7 @@
 #   make lint       ruff and pyright
 #   make tables     regenerate every generated table of README.md and docs/
 #   make docs       the site of docs/ with the API reference, into site/; a dead link or name is an error
+#   make corpus     the text of the pretraining study, docs/evidence.md, from fifteen packages of Debian into .data/corpus
 #   make fuzz       damaged checkpoints against their reader, for SECONDS=600; inputs that fail are kept
 #
 # Settings: PYTHON=python3.12 (what to build the environment with), JOBS=8 (test processes), TESTS="tests/torch -k linear",
@@ -30,7 +31,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo docs fuzz test test-all test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean
+.PHONY: help demo docs corpus fuzz test test-all test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,6 +49,10 @@ setup-lint:
 # The packages of tests/integrations, which skip in `make test` where they are not installed.
 setup-test-all:
 	@$(SETUP) torch,triton,jax,cli,plot,examples,dev,integrations
+
+# In one process: its order of documents is that of their digests, so that more would change nothing but the time.
+corpus: setup-test-all
+	RAYON_NUM_THREADS=1 $(VENV)/bin/python tools/corpus.py --out .data/corpus
 
 # In an environment of its own, which holds neither torch nor jax: the sources are read, not imported.
 setup-docs:

@@ -99,7 +99,9 @@ def train_one(
     checkpoint.unlink(missing_ok=True)
     rate = size.steps * size.batch * size.context / run.seconds
     losses = ", ".join(f"{kind} {loss:.4f}" for kind, loss in result["held_out"].items())
-    show(f"{row}.{seed}: {losses}; {rate:,.0f} tokens/s, prepared in {prepared:.0f} s, {time.time() - began:.0f} s in all")
+    show(
+        f"{row}.{seed}: {losses}; {rate:,.0f} tokens/s, prepared in {prepared:.0f} s, {time.time() - began:.0f} s in all"
+    )
 
 
 def write(file: Path, value: Any) -> None:
@@ -167,7 +169,9 @@ def report(options: argparse.Namespace) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("--size", default="cpu", choices=[*SIZES])
     parser.add_argument("--tokens", type=int, help="of a run, in place of the size's")
@@ -176,7 +180,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--more", default="", help="rows that run with the first seed alone")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
-    parser.add_argument("--workers", default="cpu", help="cpu, or the GPU of each process: 0,0,1,1 is two on each of two")
+    parser.add_argument(
+        "--workers", default="cpu", help="cpu, or the GPU of each process: 0,0,1,1 is two on each of two"
+    )
     parser.add_argument("--compile", action="store_true", help="compile blocks and loss")
     parser.add_argument("--stop-after", type=float, help="seconds after which checkpoints are written")
     parser.add_argument("--json", type=Path, help="of report: where all runs go")

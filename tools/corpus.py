@@ -130,7 +130,9 @@ def fetch(package: Package, folder: Path) -> Path:
         next(folder.glob(f"{package.name}_*.deb")).rename(file)
     found = hashlib.sha256(file.read_bytes()).hexdigest()
     if found != package.sha256:
-        sys.exit(f"{file}: got SHA-256 {found}, needed {package.sha256}. Delete it and fetch version {package.version}.")
+        sys.exit(
+            f"{file}: got SHA-256 {found}, needed {package.sha256}. Delete it and fetch version {package.version}."
+        )
     return file
 
 

@@ -7,6 +7,7 @@ python tools/tables.py --check   # exit with status 1 if a page is out of date
 import sys
 
 import api_pages
+import evidence_table
 import families_table
 import features_table
 import files_table
@@ -28,6 +29,7 @@ TOOLS = (
     features_table,
     files_table,
     shares_table,
+    evidence_table,
     api_pages,
 )
 BLOCKS = [block for tool in TOOLS for block in tool.BLOCKS]

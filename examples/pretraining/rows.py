@@ -54,13 +54,10 @@ ROWS = {
     "mxfp4": Row("MXFP4, all six operands", exact(recipes.MXFP4BlockScaling())),
     "mxfp6": Row("MXFP6, all six operands", exact(recipes.MXFP6BlockScaling())),
     "mxfp8_floor": Row("MXFP8, scales rounded down", recipes.MXFP8BlockScaling(scale_rule="floor", path="exact")),
-    "mxfp8_e5m2": Row(
-        "MXFP8, dy in E5M2", recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID, path="exact")
-    ),
+    "mxfp8_e5m2": Row("MXFP8, dy in E5M2", recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID, path="exact")),
     "fp8_current": Row("FP8, a scale for each tensor", recipes.Float8CurrentScaling()),
     "fp8_delayed": Row("FP8, scales of earlier steps", recipes.DelayedScaling()),
     "fp8_block": Row("FP8, 1x128 and 128x128 scales", recipes.Float8BlockScaling()),
     "fp8_head": Row("bf16 blocks, the head in FP8", None, recipes.Float8CurrentScaling()),
 }
 MAIN = ("bf16", "bf16_again", "mxfp8", "nvfp4", "nvfp4_forward", "nvfp4_folded")
-

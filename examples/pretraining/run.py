@@ -35,7 +35,9 @@ FEW = 2
 class Run:
     """A training run. `train` goes on until it is done or told to stop; `state` and `load` are all that it depends on."""
 
-    def __init__(self, row: str, seed: int, size: Size, text: Text, device: torch.device, compiled: bool = False) -> None:
+    def __init__(
+        self, row: str, seed: int, size: Size, text: Text, device: torch.device, compiled: bool = False
+    ) -> None:
         self.name, self.row, self.seed, self.size, self.text, self.device = row, ROWS[row], seed, size, text, device
         self.step, self.seconds, self.held_out = 0, 0.0, []  # type: ignore[var-annotated]
         self.switch = math.ceil(self.row.bf16_from * size.steps)  # the first step that is bf16 whatever the row
@@ -49,6 +51,7 @@ class Run:
                 parameter.data.mul_(factor)
         self.model.to(device)
         self.place_recipe()
+        self.compiled = compiled
         if compiled:
             for block in self.model.blocks:
                 block.compile(fullgraph=True)
@@ -58,9 +61,7 @@ class Run:
         others = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
         on_gpu = device.type == "cuda"
         rate = torch.tensor(0.0, device=device) if on_gpu else 0.0
-        self.optimizer = torch.optim.AdamW(
-            [matrices, others], rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu
-        )
+        self.optimizer = torch.optim.AdamW([matrices, others], rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tokens = torch.zeros(size.batch, size.context + 1, dtype=torch.int64, device=device)
         self.loss = torch.zeros((), device=device)
@@ -78,7 +79,7 @@ class Run:
         """The loss as it is trained on: bfloat16 operands, quantized where the row says so; parameters are float32."""
         recipe = self.row.recipe
         nothing = contextlib.nullcontext()
-        slow = products(self.device.type) if self.device.type == "cpu" else nothing
+        slow = nothing if self.compiled else products(self.device.type)
         steps = nothing if recipe is None else mf.autocast(recipe=recipe)  # of delayed scaling
         with torch.autocast(self.device.type, torch.bfloat16), steps, slow:
             return self.model(tokens_BT)
@@ -204,7 +205,9 @@ class Run:
         for key in ("row", "seed", "settings"):
             ours = {"row": self.name, "seed": self.seed, "settings": self.settings()}[key]
             if state[key] != ours:
-                raise CheckpointError(f"{key}: the checkpoint has {state[key]}, this run has {ours}. Use another --out.")
+                raise CheckpointError(
+                    f"{key}: the checkpoint has {state[key]}, this run has {ours}. Use another --out."
+                )
         self.step, self.seconds, self.held_out = state["step"], state["seconds"], state["held_out"]
         if not self.prepared:
             if self.step > self.switch:  # at that very step it is still to come

@@ -78,7 +78,8 @@ def load_text(folder: Path | None) -> Text:
         raise invalid_value("--text", str(folder), "a folder with a card.json", "Make it with `make corpus`.")
     card = json.loads((folder / "card.json").read_text())
     train, held_out = (
-        {kind: np.memmap(folder / f"{part}_{kind}.bin", "<u2", "r") for kind in SHARES} for part in ("train", "held_out")
+        {kind: np.memmap(folder / f"{part}_{kind}.bin", "<u2", "r") for kind in SHARES}
+        for part in ("train", "held_out")
     )
     names = [f"{part}_{kind}" for part in ("train", "held_out") for kind in SHARES]
     digest = hashlib.sha256("".join(card["streams"][name]["sha256"] for name in names).encode()).hexdigest()

@@ -60,7 +60,9 @@ def gaps_to(results: Results, base: str = BASELINE, kind: str | None = None) -> 
         losses.setdefault(result["row"], {})[result["seed"]] = loss_of(result, kind)
     found = {}
     for row, of_seed in losses.items():
-        gaps = {seed: loss - losses[base][seed] for seed, loss in sorted(of_seed.items()) if seed in losses.get(base, {})}
+        gaps = {
+            seed: loss - losses[base][seed] for seed, loss in sorted(of_seed.items()) if seed in losses.get(base, {})
+        }
         if row != base and gaps:
             found[row] = Gap(row, gaps, float(np.mean([*gaps.values()])), half_width([*gaps.values()]))
     return found

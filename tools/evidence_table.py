@@ -1,0 +1,94 @@
+"""Tables of docs/evidence.md: gaps and verdicts, the rows, the text. Nothing is trained here."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from marked_block import ROOT, table
+
+sys.path.append(str(ROOT / "examples"))
+from pretraining.rows import AGAIN, BASELINE, ROWS  # noqa: E402
+from pretraining.verdicts import Gap, chance, gaps_to, loss_of, verdict  # noqa: E402
+
+PAGE = ROOT / "docs" / "evidence.md"
+RESULTS = ROOT / "benchmarks" / "results" / "evidence.json"
+CARD = ROOT / "benchmarks" / "results" / "evidence_text.json"
+# Failures first: what costs, what is open, what does no harm; then rows of one seed.
+ORDER = ("costs", "undecided", "within chance", "gains", "one seed: no verdict")
+
+
+def results() -> dict[str, Any]:
+    """What the study left; no runs where it has not run yet."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
+
+
+def cells_of(gap: Gap, kinds: Sequence[dict[str, Gap]], yardstick: float) -> list[str]:
+    """A row of the table: the gap with its interval, each seed, each kind of text, the verdict."""
+    width = "" if gap.half is None else f" ± {gap.half:.4f}"
+    seeds = ", ".join(f"{value:+.4f}" for value in gap.gaps.values())
+    word = "the yardstick" if gap.row == AGAIN else verdict(gap, yardstick)
+    of_kinds = [f"{kind[gap.row].mean:+.4f}" for kind in kinds]
+    return [f"`{gap.row}`", f"{gap.mean:+.4f}{width}", seeds, *of_kinds, f"**{word}**" if word == "costs" else word]
+
+
+def verdicts_table() -> str:
+    """Gaps to bf16, those that cost first."""
+    found = results()
+    if not found["runs"]:
+        return "No run has ended yet."
+    runs = found["runs"]
+    gaps, names = gaps_to(runs), [*runs[0]["held_out"]]
+    kinds = [gaps_to(runs, kind=kind) for kind in names]
+    yardstick = chance(gaps)
+    ordered = sorted(gaps.values(), key=lambda gap: (ORDER.index(verdict(gap, yardstick)), -gap.mean))
+    header = ["row", "gap to bf16, nats per token", "of each seed", *names, "verdict"]
+    lines = [table(header, [cells_of(gap, kinds, yardstick) for gap in ordered], right=range(1, 3 + len(names)))]
+    losses = ", ".join(f"{loss_of(run):.4f}" for run in runs if run["row"] == BASELINE)
+    size = found["size"]
+    tokens = found["steps"] * size["batch"] * size["context"]
+    lines.append(
+        f"Held-out loss minus that of bf16 with the same seed; ±: half of the 95 % interval over the seeds. bf16 itself: "
+        f"{losses}. Chance, the largest gap of `{AGAIN}` in one seed: {yardstick:.4f}. Each run: {tokens / 1e6:.1f} "
+        f"million tokens in {found['steps']} steps. {found['environment']['device']}, torch "
+        f"{found['environment']['torch']}, {found['date']}: `{found['command']}`."
+    )
+    return "\n\n".join(lines)
+
+
+def rows_table() -> str:
+    """What each row computes, and how many runs of it ended."""
+    counts = [run["row"] for run in results()["runs"]]
+    return table(
+        ["row", "what it is", "runs"], [[f"`{n}`", r.about, str(counts.count(n))] for n, r in ROWS.items()], [2]
+    )
+
+
+def text_table() -> str:
+    """The card of the text: packages, licences, counts, checksums."""
+    if not CARD.exists():
+        return "The card is written by `make corpus`."
+    card = json.loads(CARD.read_text())
+    packages = [
+        [f"`{name}`", one["version"], one["licence"], str(one["kept"]), f"{one['tokens'] / 1e6:.1f}"]
+        for name, one in card["packages"].items()
+    ]
+    streams = [[f"`{name}`", f"{one['tokens']:,}", f"`{one['sha256'][:16]}`"] for name, one in card["streams"].items()]
+    parts = [
+        table(["package of Debian 12", "version", "licence", "documents", "million tokens"], packages, [3, 4]),
+        table(["stream", "tokens", "SHA-256 begins"], streams, [1]),
+    ]
+    used = results().get("text", {}).get("tokens")
+    if used:
+        parts.append(
+            f"The runs above read the beginning of each training stream: {used['train_code'] / 1e6:.1f} million tokens of "
+            f"code, {used['train_prose'] / 1e6:.1f} million of prose."
+        )
+    return "\n\n".join(parts)
+
+
+BLOCKS = (
+    (PAGE, "evidence verdicts", verdicts_table),
+    (PAGE, "evidence rows", rows_table),
+    (PAGE, "evidence text", text_table),
+)
