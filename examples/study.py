@@ -1,8 +1,8 @@
 """Pretrain one model under many recipes with paired seeds, and say which gaps to bf16 are more than chance.
 
-    python examples/study.py run                                      # a model of 0.4M parameters, bytes, minutes on a CPU
+    python examples/study.py run                             # 0.4 million parameters, bytes: minutes on a CPU
     make corpus && python examples/study.py run --size 30m --text .data/corpus --workers 0,1   # two GPUs
-    python examples/study.py run ... --stop-after 540                 # stops in time; the same command goes on, bit for bit
+    python examples/study.py run ... --stop-after 540        # stops in time; the same command goes on, bit for bit
     python examples/study.py report --out runs/study --json benchmarks/results/evidence.json
 
 Every row of a seed starts from the same weights and sees the same batches; a gap is the difference of held-out losses
@@ -99,9 +99,8 @@ def train_one(
     checkpoint.unlink(missing_ok=True)
     rate = size.steps * size.batch * size.context / run.seconds
     losses = ", ".join(f"{kind} {loss:.4f}" for kind, loss in result["held_out"].items())
-    show(
-        f"{row}.{seed}: {losses}; {rate:,.0f} tokens/s, prepared in {prepared:.0f} s, {time.time() - began:.0f} s in all"
-    )
+    times = f"prepared in {prepared:.0f} s, {time.time() - began:.0f} s in all"
+    show(f"{row}.{seed}: {losses}; {rate:,.0f} tokens/s, {times}")
 
 
 def write(file: Path, value: Any) -> None:
@@ -162,7 +161,7 @@ def report(options: argparse.Namespace) -> int:
         runs = [{key: value for key, value in result.items() if key not in shared} for result in results]
         command = "python examples/study.py " + options.command_line
         facts = {key: results[0][key] for key in shared}
-        date = datetime.datetime.fromtimestamp(time.time(), datetime.timezone.utc).date().isoformat()
+        date = datetime.datetime.fromtimestamp(time.time(), datetime.UTC).date().isoformat()
         write(options.json, {"command": command.strip(), "date": date, **facts, "runs": runs})
     return 0
 

@@ -1,6 +1,6 @@
 """Build the text of examples/study.py from fifteen packages of Debian, fixed by version and checksum: `make corpus`.
 
-    python tools/corpus.py --out .data/corpus        # fetch, extract, train the tokenizer, encode: half an hour, one core
+    python tools/corpus.py --out .data/corpus    # fetch, extract, train the tokenizer, encode: half an hour
     python tools/corpus.py --out .data/corpus --pack .data/part0 --tokens 66000000   # the beginning, to carry elsewhere
     python tools/corpus.py --unpack .data/part0 --out .data/corpus                   # there; checked against the card
 

@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from marked_block import ROOT, table
+from marked_block import ROOT, command, table
 
 sys.path.append(str(ROOT / "examples"))
-from pretraining.rows import AGAIN, BASELINE, ROWS  # noqa: E402
-from pretraining.verdicts import Gap, chance, gaps_to, loss_of, verdict  # noqa: E402
+from pretraining.rows import AGAIN, BASELINE, ROWS
+from pretraining.verdicts import Gap, chance, gaps_to, loss_of, verdict
 
 PAGE = ROOT / "docs" / "evidence.md"
 RESULTS = ROOT / "benchmarks" / "results" / "evidence.json"
@@ -48,9 +48,9 @@ def verdicts_table() -> str:
     size = found["size"]
     tokens = found["steps"] * size["batch"] * size["context"]
     lines.append(
-        f"Held-out loss minus that of bf16 with the same seed; ±: half of the 95 % interval over the seeds. bf16 itself: "
-        f"{losses}. Chance, the largest gap of `{AGAIN}` in one seed: {yardstick:.4f}. Each run: {tokens / 1e6:.1f} "
-        f"million tokens in {found['steps']} steps. {found['environment']['device']}, torch "
+        f"Held-out loss minus that of bf16 with the same seed; ±: half of the 95 % interval over the seeds. bf16 "
+        f"itself: {losses}. Chance, the largest gap of `{AGAIN}` in one seed: {yardstick:.4f}. Each run: "
+        f"{tokens / 1e6:.1f} million tokens in {found['steps']} steps. {found['environment']['device']}, torch "
         f"{found['environment']['torch']}, {found['date']}: `{found['command']}`."
     )
     return "\n\n".join(lines)
@@ -81,8 +81,8 @@ def text_table() -> str:
     used = results().get("text", {}).get("tokens")
     if used:
         parts.append(
-            f"The runs above read the beginning of each training stream: {used['train_code'] / 1e6:.1f} million tokens of "
-            f"code, {used['train_prose'] / 1e6:.1f} million of prose."
+            f"The runs above read the beginning of each training stream: {used['train_code'] / 1e6:.1f} million "
+            f"tokens of code, {used['train_prose'] / 1e6:.1f} million of prose."
         )
     return "\n\n".join(parts)
 
@@ -92,3 +92,6 @@ BLOCKS = (
     (PAGE, "evidence rows", rows_table),
     (PAGE, "evidence text", text_table),
 )
+
+if __name__ == "__main__":
+    sys.exit(command("The tables of docs/evidence.md.", BLOCKS))

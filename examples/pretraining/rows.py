@@ -37,7 +37,7 @@ def exact(recipe: Recipe) -> Recipe:
     return CustomRecipe(*(replace(gemm, path="exact") for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)))
 
 
-# On chips without MX or NVFP4 GEMMs "exact" multiplies the quantized values as they are; the formats are what is studied.
+# "exact" multiplies the quantized values as they are, also on chips without MX or NVFP4 GEMMs: formats are studied.
 ROWS = {
     BASELINE: Row("bfloat16 products"),
     AGAIN: Row("bf16 from weights that differ by one rounding to bfloat16, on the same batches: chance", noise=2.0**-8),

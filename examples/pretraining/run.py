@@ -33,7 +33,7 @@ FEW = 2
 
 
 class Run:
-    """A training run. `train` goes on until it is done or told to stop; `state` and `load` are all that it depends on."""
+    """A training run: `train` goes on until it is done or told to stop, `state` and `load` are all it depends on."""
 
     def __init__(
         self, row: str, seed: int, size: Size, text: Text, device: torch.device, compiled: bool = False

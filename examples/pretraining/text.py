@@ -25,7 +25,7 @@ class Text(NamedTuple):
     facts: dict[str, Any]
 
     def batch(self, seed: int, step: int, batch: int, context: int) -> np.ndarray:
-        """Windows of a step, int64 [batch, context + 1]: each kind's windows once in an order of the seed, then anew."""
+        """Windows of a step, int64 [batch, context + 1]: each kind's windows once in the seed's order, then anew."""
         parts, left = [], batch
         for kind, stream in self.train.items():
             last = kind == [*self.train][-1]

@@ -157,6 +157,18 @@ def test_make_tables_regenerates_every_block_of_the_pages(tool):
     assert "tools/tables.py --write" in (ROOT / "Makefile").read_text().split("\ntables:", 1)[1].split("\n\n", 1)[0]
 
 
+def test_the_tables_of_evidence_are_those_of_its_runs(tool):
+    """Every block, and a row that costs stands before one that does not."""
+    evidence, block = tool("evidence_table"), tool("marked_block")
+    for page, name, make in evidence.BLOCKS:
+        assert block.read_block(page.read_text(), name) == make().strip(), "run: python tools/evidence_table.py --write"
+    gap = evidence.Gap("mxfp4", {0: 0.05, 1: 0.06}, 0.055, 0.001)
+    assert evidence.cells_of(gap, [{"mxfp4": gap}], 0.01) == [
+        "`mxfp4`", "+0.0550 ± 0.0010", "+0.0500, +0.0600", "+0.0550", "**costs**",
+    ]  # fmt: skip
+    assert evidence.ORDER[0] == evidence.verdict(gap, 0.01) == "costs"
+
+
 @pytest.fixture
 def demo_result():
     """Results as examples/train_gpt.py writes them, with round figures."""

@@ -9,14 +9,13 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-import torch  # noqa: E402
-
-import study  # noqa: E402
-from pretraining import verdicts  # noqa: E402
-from pretraining.model import SIZES, Size  # noqa: E402
-from pretraining.rows import AGAIN, BASELINE, MAIN, ROWS  # noqa: E402
-from pretraining.run import Run  # noqa: E402
-from pretraining.text import Text, order  # noqa: E402
+import study
+import torch
+from pretraining import verdicts
+from pretraining.model import SIZES, Size
+from pretraining.rows import AGAIN, BASELINE, MAIN, ROWS
+from pretraining.run import Run
+from pretraining.text import Text, order
 
 CPU, SMALL = torch.device("cpu"), SIZES["seconds"]
 
