@@ -94,7 +94,7 @@ def train_one(
         file.with_suffix(".claim").unlink(missing_ok=True)
         show(f"{row}.{seed}: stopped after step {run.step} of {size.steps}")
         return
-    result = run.result()
+    result = run.summary()
     write(file, result)
     checkpoint.unlink(missing_ok=True)
     rate = size.steps * size.batch * size.context / run.seconds

@@ -162,7 +162,7 @@ class Run:
             losses = [self.forward(torch.from_numpy(batch).to(self.device)) for batch in batches]
         return float(np.average([float(loss) for loss in losses], weights=[len(batch) for batch in batches]))
 
-    def result(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """What is kept of a run that is done."""
         group = max(1, self.size.steps // 200)
         losses = self.losses.double().cpu().numpy()[: self.size.steps // group * group]

@@ -88,7 +88,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(text, tmp_path, row, stop, monkeypatc
     assert whole.held_out == second.held_out
     ours, theirs = whole.model.state_dict(), second.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert whole.result()["held_out"] == second.result()["held_out"]
+    assert whole.summary()["held_out"] == second.summary()["held_out"]
 
 
 def test_a_checkpoint_of_another_run_is_refused(text):
