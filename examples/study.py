@@ -15,6 +15,7 @@ of `--size 30m`.
 import argparse
 import contextlib
 import datetime
+import gc
 import json
 import os
 import subprocess
@@ -59,11 +60,13 @@ def work(options: argparse.Namespace, show: Any = print) -> bool:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
+        torch._dynamo.config.recompile_limit = 64  # each row compiles the same code once more
     for row, seed in queue(options):
         file = options.out / f"{row}.{seed}.json"
         if file.exists() or time.time() > until - LATEST_START or not claim(file.with_suffix(".claim")):
             continue
         train_one(options, row, seed, (size, text, device), until, show)
+        gc.collect()  # a compiled model refers to itself
     return all((options.out / f"{row}.{seed}.json").exists() for row, seed in queue(options))
 
 
