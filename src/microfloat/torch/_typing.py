@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from microfloat.recipes import Cast
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -19,6 +17,7 @@ Group: TypeAlias = "ProcessGroup | None"
 Seed: TypeAlias = int | Sequence[int] | Maybe
 Arguments: TypeAlias = Sequence[Any]  # of an operator or a hook, as torch passes them
 Options: TypeAlias = dict[str, Any]  # the same by name
+Context: TypeAlias = Any  # the `ctx` of an autograd Function, on which a forward leaves what its backward reads
 WithBias: TypeAlias = Any  # y, or y and the bias that `return_bias` puts beside it
 InitMethod: TypeAlias = Callable[[torch.Tensor], object]  # writes into the weight that it is given
 StateDict: TypeAlias = dict[str, Any]  # a QuantizedTensor lies in one, or what another library put there
@@ -71,39 +70,4 @@ class Runs(Protocol):
     @property
     def backward(self) -> Callable:
         """A function of a `Context` and gradients of the results, which gives those of the tensors."""
-        ...
-
-
-class Context(Protocol):
-    """The `ctx` of an autograd Function: torch's part of it, and what the Functions of this library keep there."""
-
-    saved_tensors: tuple[torch.Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-    next_functions: tuple[tuple[torch.autograd.graph.Node | None, int], ...]
-    wanted: list[bool]
-
-    run: Runs
-    dy_state: tuple  # encode scale and history of delayed scaling
-    settings: tuple
-    into: Sink
-    stored: str
-    bias_dtype: torch.dtype | None
-    shape: torch.Size
-    rows: list[int]
-    split: Sequence[int] | None
-    interleaved: bool
-    route: Any  # of rows to their experts
-    cast: Cast | None
-    placed: Any  # the places of the parts of a DTensor
-
-    def save_for_backward(self, *tensors: Maybe) -> None:
-        """Keep tensors for backward."""
-        ...
-
-    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
-        """Name results that have no gradient."""
-        ...
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """False: gradients that do not exist come as None."""
         ...

@@ -15,14 +15,8 @@ from microfloat.torch.launch.gemms import epilogue
 from microfloat.torch.linear.cross_entropy import Head, Losses, default_chunk, run_chunks
 from microfloat.torch.linear.function import refuse_batched
 from microfloat.torch.tensor.checks import is_abstract
-from microfloat.torch.tensor.custom_ops import refuse_batches
+from microfloat.torch.tensor.custom_ops import define
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-
-_library = torch.library.Library("microfloat", "FRAGMENT")
-_library.define(
-    "cross_entropy_chunks(Tensor x, Tensor[] weight, Tensor labels, Tensor? factors, Tensor? seeds, bool wants_dx, "
-    "bool wants_dw, str stored, str token, str origin, str backend, ScalarType compute, int chunk) -> Tensor[]"
-)
 
 
 class LossCall(NamedTuple):
@@ -158,6 +152,8 @@ def _fake(
     return made + ([x.new_empty(weight.shape, dtype=weight.dtype)] if wants_dw else [])
 
 
-_library.impl("cross_entropy_chunks", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("microfloat::cross_entropy_chunks", _fake, lib=_library)
-refuse_batches(_library, "cross_entropy_chunks")
+define(
+    "cross_entropy_chunks(Tensor x, Tensor[] weight, Tensor labels, Tensor? factors, Tensor? seeds, bool wants_dx, "
+    "bool wants_dw, str stored, str token, str origin, str backend, ScalarType compute, int chunk) -> Tensor[]",
+    _run, _fake, batches=False,
+)  # fmt: skip

@@ -36,18 +36,8 @@ from microfloat.torch.linear.function import refuse_double_backward
 from microfloat.torch.linear.grouped import GroupedSchedule, Groups, find_grouped, groups_of
 from microfloat.torch.linear.observer import OBSERVERS, observed
 from microfloat.torch.tensor.checks import check_grouped
-from microfloat.torch.tensor.custom_ops import refuse_batches, refuse_transforms
+from microfloat.torch.tensor.custom_ops import define, refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-
-_library = torch.library.Library("microfloat", "FRAGMENT")
-_library.define(
-    "grouped_forward(Tensor x, Tensor[] weight, Tensor? bias, Tensor ends, Tensor? seed, Tensor? x_scale, "
-    f"Tensor? w_scale, {SETTINGS}) -> Tensor[]"
-)
-_library.define(
-    "grouped_backward(Tensor dy, Tensor x, Tensor[] weight, Tensor ends, Tensor? seed, Tensor? x_scale, "
-    f"Tensor? w_scale, Tensor? dy_scale, ScalarType? bias_dtype, {SETTINGS}) -> Tensor[]"
-)
 
 
 def compiled_grouped(
@@ -78,9 +68,9 @@ def compiled_grouped(
 class _CompiledGrouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, ends: torch.Tensor, seed: Maybe,
-        x_scale: Maybe, w_scale: Maybe, dy_scale: Maybe, dy_history: Maybe, number: int, *settings: object,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, ends: torch.Tensor, *state: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        seed, x_scale, w_scale, dy_scale, dy_history, number, *settings = state
         weights = weight.part_list() if isinstance(weight, QuantizedTensor) else [weight]
         y, *live = torch.ops.microfloat.grouped_forward(x, weights, bias, ends, seed, x_scale, w_scale, *settings)
         ctx.save_for_backward(x, ends, seed, x_scale, w_scale, *weights)
@@ -173,9 +163,13 @@ def _fake_backward(
     return fake_gradients(call, dy, rebuilt(parts, call.stored), bias_dtype)
 
 
-for _operator, _run, _fake in (
-    ("grouped_forward", _grouped_forward, _fake_forward), ("grouped_backward", _grouped_backward, _fake_backward)
-):  # fmt: skip
-    _library.impl(_operator, named(_run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"microfloat::{_operator}", _fake, lib=_library)
-    refuse_batches(_library, _operator)
+define(
+    "grouped_forward(Tensor x, Tensor[] weight, Tensor? bias, Tensor ends, Tensor? seed, Tensor? x_scale, "
+    f"Tensor? w_scale, {SETTINGS}) -> Tensor[]",
+    named(_grouped_forward), _fake_forward, batches=False,
+)  # fmt: skip
+define(
+    "grouped_backward(Tensor dy, Tensor x, Tensor[] weight, Tensor ends, Tensor? seed, Tensor? x_scale, "
+    f"Tensor? w_scale, Tensor? dy_scale, ScalarType? bias_dtype, {SETTINGS}) -> Tensor[]",
+    named(_grouped_backward), _fake_backward, batches=False,
+)  # fmt: skip

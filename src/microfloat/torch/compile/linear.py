@@ -33,11 +33,9 @@ from microfloat.torch.linear.schedule import Schedule, autocast_dtype
 from microfloat.torch.linear.weight_cache import joint_amax, plain_beside
 from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
-from microfloat.torch.tensor.custom_ops import refuse_batches, refuse_transforms
+from microfloat.torch.tensor.custom_ops import define, refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 from microfloat.torch.tensor.seeds import draw_seed
-
-_library = torch.library.Library("microfloat", "FRAGMENT")
 
 
 class Settings(NamedTuple):
@@ -74,25 +72,6 @@ SETTINGS = (
     "bool wants_dx, bool wants_dw, bool records"
 )
 _LIVE = {"x": 0, "w": 4, "dy": 0}
-_library.define(
-    "linear_forward(Tensor x, Tensor[] weight, Tensor? bias, Tensor? seed, Tensor? x_scale, Tensor? w_scale, "
-    f"{SETTINGS}) -> Tensor[]"
-)
-# x only where wgrad reads it in high precision, or decoded: elsewhere its codes are among `saved`, and x itself can go.
-_library.define(
-    "linear_backward(Tensor dy, Tensor? x, Tensor[] weight, Tensor[] saved, Tensor? seed, Tensor? dy_scale, "
-    f"{SETTINGS}) -> Tensor[]"
-)
-_library.define("record_forward_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor live, str token, int layer) -> ()")
-_library.define("record_backward_(Tensor(a!) history, Tensor live, str token, int layer) -> ()")
-# The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
-# draws of two layers, which would give each the other's noise. `apart`: as of `draw_seed`, for layers of one input.
-_library.define("draw_seed_for(Tensor x, Tensor apart) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
-_library.define("joint_amax(Tensor[] weights) -> Tensor")
-_library.define("check_autocast_(Tensor(a!) marker, str origin) -> ()")
-_library.define(
-    "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()"
-)
 
 OWN_WGRAD = (
     "fuse_wgrad_accumulation: got True in compiled code, needed eager mode, since a compiled backward cannot see "
@@ -363,8 +342,8 @@ def _schedule(call: Settings, shape: Sequence[int], x: Maybe, weight: torch.Tens
         key = (shape, strides, call.x_dtype, weight.get_device(), 0, False)
     else:
         key = (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg())
-    wants = call.wants_dx, call.wants_dw
-    schedule = find(key, x, weight, bias, call.recipe, call.backend, call.compute, *wants)
+    needs = call.wants_dx, call.wants_dw, False
+    schedule = find(key, x, weight, bias, call.recipe, call.backend, call.compute, needs)
     assert schedule is not None
     return schedule
 
@@ -584,16 +563,35 @@ def _no_result(*_: object) -> None:
     """The fake of an operator that changes its arguments alone."""
 
 
-for _operator, _run, _fake in (
-    ("linear_forward", named(_linear_forward), _fake_forward),
-    ("linear_backward", named(_linear_backward), _fake_backward),
-    ("draw_seed_for", lambda x, _: draw_seed(x.device), lambda x, _: x.new_empty(2, dtype=torch.int64)),
-    ("joint_amax", joint_amax, lambda weights: weights[0].new_empty(weights[0].shape[:-2], dtype=torch.float32)),
-    ("record_forward_", lambda x, w, *call: _record({"x": x, "w": w}, *call), _no_result),
-    ("record_backward_", lambda dy, *call: _record({"dy": dy}, *call), _no_result),
-    ("check_autocast_", lambda marker, origin: check_caller(context.PLAIN, origin), _no_result),
-    ("calibrate_", _calibrate_, _no_result),
+for _schema, _run, _fake in (
+    (
+        "linear_forward(Tensor x, Tensor[] weight, Tensor? bias, Tensor? seed, Tensor? x_scale, Tensor? w_scale, "
+        f"{SETTINGS}) -> Tensor[]", named(_linear_forward), _fake_forward,
+    ), (
+        # x only where wgrad reads it in high precision, or decoded: elsewhere its codes are among `saved`.
+        "linear_backward(Tensor dy, Tensor? x, Tensor[] weight, Tensor[] saved, Tensor? seed, Tensor? dy_scale, "
+        f"{SETTINGS}) -> Tensor[]", named(_linear_backward), _fake_backward,
+    ), (
+        "joint_amax(Tensor[] weights) -> Tensor", joint_amax,
+        lambda weights: weights[0].new_empty(weights[0].shape[:-2], dtype=torch.float32),
+    ), (
+        "record_forward_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor live, str token, int layer) -> ()",
+        lambda x, w, *call: _record({"x": x, "w": w}, *call), _no_result,
+    ), (
+        "record_backward_(Tensor(a!) history, Tensor live, str token, int layer) -> ()",
+        lambda dy, *call: _record({"dy": dy}, *call), _no_result,
+    ), (
+        "check_autocast_(Tensor(a!) marker, str origin) -> ()",
+        lambda marker, origin: check_caller(context.PLAIN, origin), _no_result,
+    ), (
+        "calibrate_(Tensor(a!) x_history, Tensor(b!) w_history, Tensor x, Tensor weight, str token, int layer) -> ()",
+        _calibrate_, _no_result,
+    ),
 ):  # fmt: skip
-    _library.impl(_operator, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"microfloat::{_operator}", _fake, lib=_library)
-    refuse_batches(_library, _operator)
+    define(_schema, _run, _fake, batches=False)
+# The call seed of a layer, drawn once its input exists: a plain draw has no inputs, and a compiler is free to swap the
+# draws of two layers, which would give each the other's noise. `apart`: as of `draw_seed`, for layers of one input.
+define(
+    "draw_seed_for(Tensor x, Tensor apart) -> Tensor", lambda x, _: draw_seed(x.device),
+    lambda x, _: x.new_empty(2, dtype=torch.int64), batches=False, tags=[torch.Tag.nondeterministic_seeded],
+)  # fmt: skip

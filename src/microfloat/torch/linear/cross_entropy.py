@@ -70,12 +70,13 @@ def run_chunks(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_dx else None
     sums = _Sum() if tokens > chunk else None
     dw = torch.zeros(weight.shape, dtype=weight.dtype, device=x.device) if wants_dw and not tokens else None
+    needs = wants_dx, wants_dw, False
     made: tuple[tuple, Operands] | None = None  # operands of the weight, and all that they depend on besides it
     for number, start in enumerate(range(0, tokens, chunk)):
         rows = slice(start, start + chunk)
         x_CK = x[rows]
         key = (x_CK.shape, x_CK.stride(), x.dtype, x.get_device(), x_CK.data_ptr() & 15, x.is_neg())
-        schedule = find(key, x_CK, weight, None, head.recipe, head.backend, head.compute, wants_dx, wants_dw)
+        schedule = find(key, x_CK, weight, None, head.recipe, head.backend, head.compute, needs)
         assert schedule is not None
         if OBSERVERS:
             schedule = observed(schedule, (), weight)

@@ -15,7 +15,7 @@ import typing
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -133,14 +133,14 @@ def _of_call(
     name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
     late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
     needs = grad and x.requires_grad, grad and weight.requires_grad, late
-    call = x_key, x, weight, bias, recipe, name, compute, *needs
+    call = x_key, x, weight, bias, recipe, name, compute, needs
     schedule = find(*call)
     if schedule is None or not schedule.folds:
         return schedule
-    return _after_counts(schedule, counts_of(layer), call)
+    return after_counts(schedule, counts_of(layer), call)
 
 
-def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedule | None:
+def after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedule | None:
     """The schedule that fold counts of earlier steps ask for; `call`: the arguments of `find` that found this one."""
     if counts.is_quiet:
         return schedule
@@ -150,13 +150,13 @@ def _after_counts(schedule: Schedule, counts: FoldCounts, call: tuple) -> Schedu
 
 def find(
     x_key: tuple, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, name: str,
-    compute: torch.dtype, wants_dx: bool, wants_dw: bool, late: bool = False,
-    routes: Routes | None = None,
+    compute: torch.dtype, needs: tuple[bool, bool, bool], routes: Routes | None = None,
 ) -> Schedule | None:  # fmt: skip
     """The schedule of a call, made where there is none yet; None where there are no elements to multiply.
 
     `x_key`: shape, strides, dtype, device index, alignment and negation bit of x; `x`: an example, or None to have
-    one made; `late`: backward casts the weight again; `routes`: other ones than the recipe has there.
+    one made; `needs`: True for dx, for dw, and for a weight that backward casts again; `routes`: others than the
+    recipe's.
     """
     if isinstance(weight, QuantizedTensor):
         codes = weight.codes
@@ -164,7 +164,7 @@ def find(
     else:
         of_weight = weight.data_ptr() & 15, weight.shape, weight.stride(), weight.dtype, weight.get_device()
     key = (
-        recipe._key, name, compute, wants_dx, wants_dw, late, x_key, routes, of_weight,
+        recipe._key, name, compute, needs, x_key, routes, of_weight,
         None if bias is None else (bias.shape, bias.dtype, bias.get_device(), bias.data_ptr() & 15),
     )  # fmt: skip
     schedule = SCHEDULES.get(key)
@@ -178,7 +178,7 @@ def find(
     backend = backends.choose(name, x.device)
     if routes is None:
         routes = routes_of(recipe, backend.chip_of(x.device))
-    options = compute, wants_dx, wants_dw, 0, late
+    options = compute, *needs[:2], 0, needs[2]
     return remember(key, Schedule(recipe, backend, routes, x.detach(), weight.detach(), bias, *options))
 
 
@@ -405,38 +405,6 @@ def _keep_weight(run: Run, layer: object, weight: torch.Tensor, is_first_microba
     if not (schedule.keeps_weight and schedule.device >= 0 and torch.cuda.is_current_stream_capturing()):
         kept.keep(weights, key, run.kept)
     return True
-
-
-class _Unit(Protocol):
-    """Layers that are multiplied at once, such as `nn.merged.Unit`; the first is `layer`."""
-
-    @property
-    def layer(self) -> Layer: ...
-    @property
-    def layers(self) -> Sequence[Layer]: ...
-    @property
-    def recipe(self) -> Recipe | None: ...
-    @property
-    def weight(self) -> torch.Tensor: ...
-    @property
-    def bias(self) -> Maybe: ...
-
-
-def begin_apart(
-    unit: _Unit, x_key: tuple, state: Ambient | None, compute: torch.dtype, wants_dx: bool, wants_dw: bool,
-    is_first_microbatch: bool | None,
-) -> Run | None:  # fmt: skip
-    """A run of `unit` on an input that a producer will make; `x_key` as in `find`. None without elements."""
-    layer, weight, recipe = unit.layer, unit.weight, unit.recipe
-    assert recipe is not None
-    late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
-    call = x_key, None, weight, unit.bias, recipe, backend_name(layer, state), compute, wants_dx, wants_dw, late
-    schedule = find(*call)
-    if schedule is not None and schedule.folds:
-        schedule = _after_counts(schedule, counts_of(layer), call)
-    if OBSERVERS and schedule is not None:
-        schedule = observed(schedule, unit.layers)
-    return None if schedule is None else begin(layer, schedule, weight, state, is_first_microbatch, apart=True)
 
 
 # --------------------------------------------------------------------------------------------------- delayed scaling

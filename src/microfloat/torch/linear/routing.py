@@ -19,13 +19,7 @@ import torch
 from microfloat.torch import backends
 from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.linear.function import refuse_double_backward
-from microfloat.torch.tensor.custom_ops import refuse_batches
-
-_library = torch.library.Library("microfloat", "FRAGMENT")
-_library.define(
-    "route_rows(Tensor x, Tensor place, Tensor ends, Tensor? weights, Tensor? rows, ScalarType dtype, bool spreads)"
-    " -> Tensor[]"
-)
+from microfloat.torch.tensor.custom_ops import define
 
 
 class Route(torch.autograd.Function):
@@ -75,9 +69,11 @@ def _route_rows(
     return [total.to(dtype), *dots]
 
 
-_library.impl("route_rows", _route_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("microfloat::route_rows", functools.partial(_route_rows, is_fake=True), lib=_library)
-refuse_batches(_library, "route_rows")
+define(
+    "route_rows(Tensor x, Tensor place, Tensor ends, Tensor? weights, Tensor? rows, ScalarType dtype, bool spreads)"
+    " -> Tensor[]",
+    _route_rows, functools.partial(_route_rows, is_fake=True), batches=False,
+)  # fmt: skip
 
 
 class Gate(torch.autograd.Function):

@@ -40,10 +40,12 @@ from microfloat.torch.launch.prologues import (  # fmt: skip
     rows_of,
     sum_of_rows,
 )
-from microfloat.torch.linear.function import Run, apply, begin_apart, end
+from microfloat.torch.linear.function import Run, after_counts, apply, backend_name, begin, counts_of, end, find
 from microfloat.torch.linear.fused_input import ActivationRun, GradientLink, NormRun
 from microfloat.torch.linear.gathered_weight import Gathered
+from microfloat.torch.linear.observer import OBSERVERS, observed
 from microfloat.torch.linear.schedule import autocast_dtype
+from microfloat.torch.linear.weight_cache import casts_late
 from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear, check_first_microbatch, recipe_of_call
 from microfloat.torch.nn.merged import Unit, call_layer, can_join, is_bare, joined, units_of
 from microfloat.torch.tensor.checks import (
@@ -237,10 +239,17 @@ def _begin(
         x_key = (torch.Size((rows, width)), (width, 1), dtype, x.get_device(), 0, False)
         wants_dx = grad and any(tensor.requires_grad for source in feed for tensor in _parameters(source))
         wants_dw = grad and unit.weight.requires_grad
-        run = begin_apart(unit, x_key, state, compute, wants_dx, wants_dw, is_first_microbatch)
-        if run is None:
+        layer, weight = unit.layer, unit.weight
+        needs = wants_dx, wants_dw, bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
+        call = x_key, None, weight, unit.bias, unit.recipe, backend_name(layer, state), compute, needs
+        schedule = find(*call)
+        if schedule is not None and schedule.folds:
+            schedule = after_counts(schedule, counts_of(layer), call)
+        if schedule is None:
             return None
-        runs.append(run)
+        if OBSERVERS:
+            schedule = observed(schedule, unit.layers)
+        runs.append(begin(layer, schedule, weight, state, is_first_microbatch, apart=True))
     return units, runs
 
 

@@ -172,7 +172,11 @@ def define(
     if batches:
         torch.library.register_vmap(f"microfloat::{name}", _each_alone(name), lib=_library)
     elif batches is not None:
-        refuse_batches(_library, name)
+
+        def refuse(*_: object) -> NoReturn:
+            raise refusal_of_transforms(f"microfloat::{name}")
+
+        torch.library.register_vmap(f"microfloat::{name}", refuse, lib=_library)
 
 
 def _each_alone(name: str) -> Rule:
@@ -204,14 +208,3 @@ def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if parts[0].is_floating_point() and parts[0].itemsize == 1:  # torch joins bytes, not float8
         return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
     return torch.stack(list(parts))
-
-
-def refuse_batches(library: torch.library.Library, *names: str) -> None:
-    """Register a rule for vmap that raises NotSupportedError by name, for operators of quantized layers."""
-
-    for name in names:
-
-        def refuse(*_: object, name: str = name) -> NoReturn:
-            raise refusal_of_transforms(f"microfloat::{name}")
-
-        torch.library.register_vmap(f"microfloat::{name}", refuse, lib=library)
