@@ -1,6 +1,8 @@
 """features I1, I8: `from_pretrained(..., quantization_config=MicrofloatConfig(...))` of transformers."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -267,8 +269,6 @@ def test_configurations_that_are_refused(hf, transformers, folder):
         hf.MicrofloatQuantizer({"quant_method": "microfloat", "config": "nvfp4"})
     with pytest.raises(PlacementError, match=r"'\*\.h\.\*'"):
         read(folder, quantization_config=hf.MicrofloatConfig({"*.h.*": WeightOnly("nvfp4")}))
-    with pytest.raises(NotSupportedError, match="device_map: got modules on 'disk'"):
-        read(folder, quantization_config=hf.MicrofloatConfig("nvfp4"), device_map={"": "cpu", "lm_head": "disk"})
 
 
 @MORE
@@ -357,18 +357,98 @@ def test_all_codes_of_modelopt_go_to_one_device(hf, transformers, folder, accele
 
 
 @MORE
-def test_weights_that_are_offloaded(hf, transformers, folder, accelerate, tmp_path):
-    """To a CPU they go as they are; a disk is refused, whether its folder is there or not, and however it is chosen."""
-    read, options = transformers.LlamaForCausalLM.from_pretrained, {"quantization_config": hf.MicrofloatConfig("nvfp4")}
-    model = read(folder, **options)
+def test_weights_that_are_offloaded_to_the_cpu(hf, transformers, folder, accelerate, tmp_path):
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=hf.MicrofloatConfig("nvfp4"))
     wanted = model(PROMPT).logits
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert torch.equal(model(PROMPT).logits, wanted)
-    for where in (tmp_path, tmp_path / "gone" / "for good"):
-        with pytest.raises(NotSupportedError, match="device_map: got modules on 'disk'"):
-            read(folder, device_map="auto", max_memory={"cpu": "8KB"}, offload_folder=str(where), **options)
-        with pytest.raises(InvalidTypeError, match="got a QuantizedTensor"):
-            accelerate.disk_offload(read(folder, **options), str(where), execution_device=torch.device("cpu"))
+    with pytest.raises(InvalidValueError, match="save_pretrained: got weights that are offloaded or on meta"):
+        model.save_pretrained(tmp_path / "low")
+
+
+DISK = {
+    "all": {"device_map": {"": "disk"}},
+    "chosen by size": {"device_map": "auto", "max_memory": {"cpu": "12KB"}},
+    "some": {
+        "device_map": {
+            "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1.self_attn": "disk",
+            "model.layers.1.mlp": "cpu", "model.layers.1.input_layernorm": "cpu", "lm_head": "disk",
+            "model.layers.1.post_attention_layernorm": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu",
+        },
+    },
+}  # fmt: skip
+
+
+@MORE
+@pytest.mark.parametrize(
+    ("family", "places"),
+    [
+        *(("LlamaForCausalLM", one) for one in DISK), ("Qwen3MoeForCausalLM", "all"), ("GPT2LMHeadModel", "all"),
+        ("GPT2LMHeadModel", "chosen by size"),
+    ],
+)  # fmt: skip
+def test_codes_on_a_disk_are_read_in_each_call(hf, transformers, accelerate, tmp_path, places, family):
+    """The folder may be written again, or be gone: memory is mapped to what was in the files."""
+    kind, sizes = getattr(transformers, family), FAMILIES.get(family, SIZES | {"attention_bias": True})
+    torch.manual_seed(0)
+    kind(kind.config_class(**sizes)).bfloat16().save_pretrained(tmp_path / "plain")
+    wanted = kind.from_pretrained(tmp_path / "plain")
+    mf.quantize_(wanted, WeightOnly("mxfp8"))
+    disk, options = tmp_path / "disk", {"quantization_config": hf.MicrofloatConfig("mxfp8")}
+    model, other = (
+        kind.from_pretrained(tmp_path / "plain", offload_folder=str(disk), **DISK[places], **options) for _ in range(2)
+    )
+    assert str(model.hf_quantizer.report) == str(
+        kind.from_pretrained(tmp_path / "plain", **options).hf_quantizer.report
+    )
+    stored = {path.stem for path in disk.glob("*.pt")}
+    assert stored == {
+        name for name, one in model.named_modules()
+        if any(isinstance(part, mf.QuantizedTensor) and part.is_meta for part in one.parameters(recurse=False))
+    }  # fmt: skip
+    if maps := [path for path in (Path("/proc/self/maps"),) if path.exists()]:
+        assert all(f"{disk / name}.pt" in maps[0].read_text() for name in stored)
+    shutil.rmtree(disk)
+    for one in (model, other, model):
+        assert torch.equal(one(PROMPT).logits, wanted(PROMPT).logits)
+
+
+@MORE
+def test_what_cannot_be_offloaded_is_named(hf, transformers, llama, folder, accelerate, tmp_path):
+    read, disk = transformers.LlamaForCausalLM.from_pretrained, {"offload_folder": str(tmp_path / "disk")}
+    places = {"device_map": {"": "disk"}}
+    with pytest.raises(
+        InvalidValueError, match=r"offload_folder: got none, needed a folder to which the codes of model\.layers"
+    ):
+        read(folder, quantization_config=hf.MicrofloatConfig("nvfp4"), **places)
+    with pytest.raises(InvalidValueError, match=r"device_map: got .* offloaded under a recipe"):
+        read(folder, quantization_config=hf.MicrofloatConfig(recipe="mxfp8"), **places, **disk)
+    llama(tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path / "tied")
+    head = hf.MicrofloatConfig({"lm_head": WeightOnly("mxfp8"), "*": WeightOnly("nvfp4")})
+    with pytest.raises(InvalidValueError, match="device_map: got lm_head, whose weight the file lacks or shares"):
+        read(tmp_path / "tied", quantization_config=head, **places, **disk)
+    model = read(folder, quantization_config=hf.MicrofloatConfig("nvfp4"))
+    for offload in (accelerate.disk_offload, lambda model, folder, **_: accelerate.dispatch_model(
+        model, {"model": "cpu", "lm_head": "disk"}, offload_dir=folder
+    )):  # fmt: skip
+        with pytest.raises(InvalidTypeError, match="from_pretrained with a MicrofloatConfig"):
+            offload(model, str(tmp_path / "disk"), execution_device=torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_codes_on_a_gpu_in_memory_and_on_a_disk(hf, transformers, folder, accelerate, tmp_path):
+    options = {"quantization_config": hf.MicrofloatConfig("nvfp4"), "offload_folder": str(tmp_path / "disk")}
+    read = transformers.LlamaForCausalLM.from_pretrained
+    wanted = read(folder, device_map=0, **options)(PROMPT.cuda()).logits
+    places = dict.fromkeys(DISK["some"]["device_map"], 0) | {
+        "model.layers.0": "cpu",
+        "model.layers.1.self_attn": "disk",
+    }
+    for one in (places, {**places, "lm_head": "cpu"}, {"": "disk"}, {"model": "cpu", "lm_head": 0}):
+        model = read(folder, device_map=one, **options)
+        prompt = PROMPT if one == {"": "disk"} else PROMPT.cuda()
+        for _ in range(2):
+            torch.testing.assert_close(model(prompt).logits.cuda(), wanted, atol=0.02, rtol=0.02)
 
 
 @MORE

@@ -11,6 +11,7 @@ import copy
 import os
 import pathlib
 import warnings
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -153,6 +154,8 @@ class MicrofloatQuantizer(HfQuantizer):
         self._dtype: torch.dtype | None = None  # in which weights are read
         self._storage: Storage | None = None
         self._groups: dict[str, _Group] = {}  # by the name of each weight that is quantized while it is loaded
+        self._places: Mapping[str, Any] = {}  # by the name of a module
+        self._codes: dict[str, dict[str, nn.Parameter]] = {}  # by layer, while accelerate makes its hooks
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the model, as it is."""
@@ -160,13 +163,9 @@ class MicrofloatQuantizer(HfQuantizer):
         return dtype
 
     def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
-        """Refuse a place for weights in which no codes can be."""
-        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-        if "disk" in places:
-            raise NotSupportedError(
-                "device_map: got modules on 'disk', needed devices or 'cpu': codes are not offloaded to a disk. "
-                "Quantized weights are smaller: max_memory={...} with room for them leaves nothing for the disk."
-            )
+        """Take the places of modules, of which accelerate makes hooks when there are several, or a disk."""
+        places = device_map if isinstance(device_map, Mapping) else {}
+        self._places = places if len({*places.values()}) > 1 or "disk" in places.values() else {}
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: object
@@ -223,14 +222,27 @@ class MicrofloatQuantizer(HfQuantizer):
         if not group.waiting:
             self._storage.store(group.layers)
             for one in (one for one, other in self._groups.items() if other is group):
-                _loaded(model.get_parameter(one))
+                stored = _loaded(model.get_parameter(one))
+                if self._places:  # its hooks ask for addresses, which codes do not have
+                    path, _, key = one.rpartition(".")
+                    self._codes.setdefault(path, {})[key] = stored
+                    model.get_submodule(path)._parameters[key] = _loaded(nn.Parameter(torch.empty(0)))
         return True
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> nn.Module:  # type: ignore
         options: Any = self.quantization_config
         if self._storage is not None:
+            if self._codes:
+                _put_back(model, self._codes, self._places)
+            for name in self._storage.configs.keys() - self._storage.stored:
+                if hasattr(model.get_submodule(name), "_hf_hook"):
+                    got = f"{name}, whose weight the file lacks or shares with another, with a hook of accelerate"
+                    raise invalid_value("device_map", got, "one device for all modules", "Or leave this layer out.")
             self.report = self._storage.complete(model)
             return model
+        if offloaded := [*_offloading(model)]:
+            got = f"{offloaded[0] or 'a model'} offloaded under a recipe, where it would get no gradients"
+            raise invalid_value("device_map", got, "a device for every module that trains")
         self.report = convert(model, options.recipe, filter=options.leaves_in, fuse=options.fuse)
         conversions = getattr(model, "_weight_conversions", None)  # of names, which a plain model keeps
         self.remove_quantization_config(model)
@@ -252,6 +264,9 @@ class MicrofloatQuantizer(HfQuantizer):
         """The tensors and the metadata of the file of a model, whose configuration then describes them."""
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}
+        if any(one.is_meta for one in model.parameters()):
+            got = "weights that are offloaded or on meta"
+            raise invalid_value("save_pretrained", got, "weights in memory", "Load the model without offloading.")
         dialect, notes = _dialect_of(model)
         tensors, documents, metadata = contents(model, dialect)
         for note in notes:
@@ -287,6 +302,38 @@ class _Store(ConversionOps):
         values = {name: one[0] if isinstance(one, list) else one for name, one in input_dict.items()}
         missing = set() if missing_keys is None else missing_keys
         return {name: one for name, one in values.items() if not self.quantizer.take(model, name, one, missing)}  # type: ignore
+
+
+def _put_back(model: nn.Module, codes: dict[str, dict[str, nn.Parameter]], places: Mapping[str, Any]) -> None:
+    """Give layers their codes, by accelerate's hooks where they are offloaded: to memory, or to the offload folder."""
+    hooks = _offloading(model)
+    while codes:
+        name, held = codes.popitem()
+        layer, around = model.get_submodule(name), name
+        layer._parameters.update(held)
+        if name not in hooks:
+            continue
+        while around not in places and around:
+            around = around.rpartition(".")[0]
+        if places.get(around) == "disk":
+            if hooks[name].weights_map.dataset.save_folder is None:
+                raise invalid_value("offload_folder", "none", f"a folder to which the codes of {name} are written")
+            path = pathlib.Path(hooks[name].weights_map.dataset.save_folder) / f"{name}.pt"
+            torch.save(held, path.with_name(f"{name}.part"))
+            path.with_name(f"{name}.part").replace(path)  # models that read the old file keep it
+            held = torch.load(path, mmap=True)
+        hooks[name].weights_map = ChainMap(held, hooks[name].weights_map)
+        hooks[name].tied_params_map = None  # by addresses
+        layer._parameters.update({key: nn.Parameter(one.to("meta"), one.requires_grad) for key, one in held.items()})
+
+
+def _offloading(model: nn.Module) -> dict[str, Any]:
+    """Those hooks of accelerate that move weights in for each call, by the name of the module."""
+    hooks = {name: getattr(module, "_hf_hook", None) for name, module in model.named_modules()}
+    return {
+        name: one for name, hook in hooks.items()
+        for one in getattr(hook, "hooks", (hook,)) if getattr(one, "offload", False)
+    }  # fmt: skip
 
 
 def _loaded(parameter: nn.Parameter) -> nn.Parameter:
@@ -385,7 +432,7 @@ class ModelOptQuantizer(MicrofloatQuantizer):
         """One device for all codes, under "auto" a GPU where there is one; several are refused."""
         places = {str(one) for one in (device_map.values() if isinstance(device_map, Mapping) else [device_map])}
         place = places.pop()
-        if places or place in ("balanced", "balanced_low_0", "sequential", "meta"):
+        if places or place in ("balanced", "balanced_low_0", "sequential", "meta", "disk"):
             raise NotSupportedError(
                 f"device_map: got {device_map!r} for codes of ModelOpt, needed one device, such as 'cuda:0', or 'cpu'. "
                 "accelerate.cpu_offload(model, execution_device=0) moves them to a device layer by layer."

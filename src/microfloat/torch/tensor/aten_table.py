@@ -182,6 +182,9 @@ _OF_STATE = (
     "ASGD did: step with another one, and average by torch.optim.swa_utils.AveragedModel."
 )
 # Beginnings of operators' names, and the remedy.
+_NO_ARRAY = (
+    f"{_DEQUANTIZE} Instead of accelerate's disk_offload: from_pretrained with a MicrofloatConfig and a device_map."
+)
 _REMEDIES: dict[tuple[str, ...], str] = {
     ("_foreach_", "_fused_"): "Quantized tensors are updated one by one. Where an optimizer asked: give it "
     "foreach=False, and no fused=True, or let it step on float32 master weights and write them by "
@@ -192,6 +195,7 @@ _REMEDIES: dict[tuple[str, ...], str] = {
     "transform.",
     ("_c10d", "c10d", "constant_pad_nd"): _OF_STATE,
     # Called by torch.testing.assert_close.
+    ("view.dtype",): _NO_ARRAY,
     ("isclose", "allclose"): f"{_DEQUANTIZE} torch.equal(a, b) compares codes and scales.",
     ("mm", "addmm"): f"{_DEQUANTIZE} Or quantize the other operand too. With a plain tensor, a product contracts the "
     "axis along which the blocks of the weight run, as microfloat.torch.linear(x, w) does: x @ w.t() or w @ x of one "
@@ -232,7 +236,7 @@ _NO_STORAGE = (
     "Its memory is that of q.codes, q.scale and q.tensor_scale: use those, or q.dequantize(). Save it with torch.save; "
     "safetensors take plain weights, such as those of microfloat.torch.plain_state_dict(model); "
     "microfloat.torch.save_quantized(model, path) writes codes and scales. accelerate's cpu_offload moves it; its "
-    "dispatch_model and disk_offload ask for addresses."
+    "dispatch_model and disk_offload ask for addresses: from_pretrained with a MicrofloatConfig takes a device_map."
 )
 _NO_ORDER = (
     f"{_DEQUANTIZE} Where torch.nn.init.trunc_normal_ asked, which draws again what is out of bounds: "
@@ -257,7 +261,8 @@ def _refuse_methods() -> None:
     arithmetic = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
     binary = [*arithmetic, *(f"r{stem}" for stem in arithmetic), "eq", "ne"]
     for remedy, names in (
-        (_DEQUANTIZE, ["numpy", "item", "tolist", "__array__", "apply_", "map_", *(f"__{stem}__" for stem in binary)]),
+        (_NO_ARRAY, ["numpy"]),
+        (_DEQUANTIZE, ["item", "tolist", "__array__", "apply_", "map_", *(f"__{stem}__" for stem in binary)]),
         (_NO_STORAGE, ["storage", "_typed_storage", "data_ptr", "const_data_ptr", "__dlpack__", "__dlpack_device__"]),
         (_NO_ORDER, ["__lt__", "__le__", "__gt__", "__ge__"]),
     ):
