@@ -145,7 +145,7 @@ def commands(folder):
         ["formats"], ["formats", "nvfp4", "--plot", picture], ["formats", "encode", "0.3", "--as", "e2m1"],
         ["inspect", model, "--format", "nvfp4"], ["inspect", model, "--plot", picture],
         ["inspect", "--hub", "owner/name"],
-        ["convert", model, made, "--to", "ct:nvfp4"], ["diff", model, made, "--plot", picture],
+        ["convert", model, made, "--to", "ct:nvfp4"], ["diff", model, made],
         ["plan", model, "--bits", "6"], bench,
     ]  # fmt: skip
 
