@@ -18,9 +18,9 @@ from microfloat.checkpoint import Record, convert, load, save
 from microfloat.checkpoint._conversion import check_unchanged
 from microfloat.checkpoint._saving import SAVED
 from microfloat.checkpoint.families import WRITTEN
-from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, MicrofloatError
+from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, MicrofloatError, PlacementError
 from microfloat.formats import FORMATS, decode, encode
-from microfloat.recipes import Cast
+from microfloat.recipes import Cast, MXFP8BlockScaling, NVFP4BlockScaling, Placement, WeightActivation, WeightOnly
 from tests import processes
 from tests.checkpoint import files
 
@@ -38,6 +38,13 @@ SHAPES = {
     "model.layers.0.mlp.down_proj": (64, 144),  # 144 is no multiple of 32
     "lm_head": (48, 64),
 }
+
+
+def placed(source, rules, to="ct:mixed", out="placed"):
+    """The formats of weights that a conversion under these rules wrote, by module, and its report."""
+    report = convert(source, source.parent / out, to=to, placement=Placement(rules))
+    made = load(source.parent / out)
+    return {name.removesuffix(".weight"): made[name].format and made[name].format.name for name in made}, report
 
 
 def plain(name, shape, dtype=BF16, factor=1.0, seed=0):
@@ -784,3 +791,87 @@ def test_the_rule_even_has_the_bytes_of_compressed_tensors(tmp_path, name):  # t
     blocks = np.abs(record.codes.astype(np.float32)).reshape(len(record.codes), -1, 32).max(-1)
     np.testing.assert_array_equal(made.scale[blocks > 0], theirs.scale[blocks > 0])
     np.testing.assert_array_equal(made.dequantize(), theirs.dequantize())
+
+
+# ---- placements --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["ct:mixed", "modelopt:mixed", "microfloat:native"])
+def test_a_placement_says_the_format_of_each_layer(source, to):
+    """issue 39: a plan leads to a checkpoint, and each weight has the bytes that its format alone would give it."""
+    rules = [("*.gate_proj", None), ("*.mlp.*", "mxfp8"), ("*.self_attn.*", NVFP4BlockScaling(True))]
+    found, report = placed(source, rules, to)
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    assert {name: fmt for name, fmt in found.items() if fmt} == {
+        **dict.fromkeys((f"{attention}{name}_proj" for name in "qkv"), "nvfp4"), f"{mlp}up_proj": "mxfp8",
+    }  # fmt: skip
+    reasons = {layer.name: layer.reason for layer in report.skipped}
+    assert reasons[f"{mlp}gate_proj.weight"] == "the placement leaves it as it is"
+    assert "no multiple of 32" in reasons[f"{mlp}down_proj.weight"]
+    assert any("several formats, and engines multiply them as one" in note for note in report.notes)  # gate and up
+    convert(source, source.parent / "one", to=to.replace("mixed", "nvfp4").replace("native", "nvfp4"))
+    mixed, one = (load(source.parent / name)[f"{attention}k_proj.weight"] for name in ("placed", "one"))
+    assert mixed.codes.tobytes() == one.codes.tobytes()
+    assert np.array_equal(mixed.tensor_scale, one.tensor_scale)  # that of q, k and v together
+
+
+def test_recipes_of_a_placement_that_say_more_than_a_format(source):
+    searched = WeightOnly("nvfp4", scale_search="four_over_six")
+    rules = [("*.q_proj", WeightOnly("mxfp8")), ("*.k_proj", MXFP8BlockScaling(enable_2d_quantization=True)),
+             ("*.v_proj", searched), ("lm_head", WeightActivation("fp8_row"))]  # fmt: skip
+    found, _ = placed(source, rules)
+    names = {name.rpartition(".")[2]: fmt for name, fmt in found.items() if fmt}
+    assert names == {"q_proj": "mxfp8", "k_proj": "mxfp8", "v_proj": "nvfp4", "lm_head": "fp8_row"}
+    made = load(source.parent / "placed")
+    schemes = {name: made[f"{name}.weight"].activation["scheme"] for name, fmt in found.items() if fmt}
+    assert {name.rpartition(".")[2]: scheme for name, scheme in schemes.items()} == {
+        "q_proj": "none", "k_proj": "dynamic", "v_proj": "none", "lm_head": "dynamic",
+    }  # fmt: skip
+    plain = load(source)["model.layers.0.self_attn.v_proj.weight"].codes.astype(np.float32)
+    best = reference.quantize(plain, Cast("nvfp4", "four_over_six"))
+    assert np.array_equal(made["model.layers.0.self_attn.v_proj.weight"].codes, best.codes)
+
+
+def test_none_keeps_a_layer_as_it_is_stored(source):
+    convert(source, source.parent / "nvfp4", to="ct:nvfp4")
+    found, report = placed(source.parent / "nvfp4", [("*.k_proj", "mxfp8"), ("*.q_proj", None)])
+    assert found["model.layers.0.self_attn.k_proj"] == "mxfp8"
+    before, after = load(source.parent / "nvfp4"), load(source.parent / "placed")
+    for name in ("q_proj", "v_proj"):  # no pattern matches the second
+        name = f"model.layers.0.self_attn.{name}.weight"
+        assert before[name].codes.tobytes() == after[name].codes.tobytes()
+        assert next(one for one in report.layers if one.name == name).action == "carried"
+    found, report = placed(source.parent / "nvfp4", [("*.k_proj", "mxfp8")], "quark:mixed", "quark")
+    kept = next(one for one in report.layers if one.name.endswith("q_proj.weight"))
+    assert (kept.action, kept.reason) == ("dequantized", "quark:mixed has no place for nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("rules", "options", "message"),
+    [
+        ([["*.experts.*", None], ["*", "mxfp8"]], {},
+         r"plan\.json: got patterns that match no layer: '\*\.experts\.\*' \(rules\[0\]\); .* names: lm_head, model"),
+        ([["*", "mxfp6"]], {}, r"plan\.json: '\*' got mxfp6_e3m2, needed a format that ct:mixed holds: nvfp4, mxfp4"),
+        ([["*", "mxfp8"]], {"to": "ct:nvfp4"}, r"to: got 'ct:nvfp4', needed one of .*ct:\{mixed\}"),
+        ([["*", "mxfp8"]], {"to": "bf16"}, r"to: got 'bf16', .*A placement says the format of each layer"),
+        ([["*", "mxfp8"]], {"scale_rule": "floor"}, r"scale_rule: got floor, needed None beside a placement"),
+        ([["*", "mxfp9"]], {}, r"plan\.json: rules\[0\]\[1\]: got 'mxfp9', .*Did you mean"),
+        ([["*", {"recipe": "WeightOnly", "fields": {"format": "nvfp4", "scale_search": "mse"}}]], {},
+         r"plan\.json: '\*' got scale_search='mse', which microfloat\.torch\.quantize_ carries out"),
+        (None, {}, r"placement: got .*plan\.json, needed a JSON file"),
+    ],
+)  # fmt: skip
+def test_a_placement_that_does_not_fit_is_told_by_file_and_field(source, rules, options, message):
+    path = source.parent / "plan.json"
+    if rules is not None:
+        path.write_text(json.dumps({"rules": rules}))
+    with pytest.raises(MicrofloatError, match=message):
+        convert(source, source.parent / "made", placement=path, **{"to": "ct:mixed", **options})
+    assert not (source.parent / "made").exists()
+
+
+def test_a_target_of_several_formats_takes_a_placement(source):
+    with pytest.raises(InvalidValueError, match=r"to: got 'ct:mixed', .*It takes a placement"):
+        convert(source, source.parent / "made", to="ct:mixed")
+    with pytest.raises(PlacementError, match="placement: got patterns"):
+        convert(source, source.parent / "made", to="ct:mixed", placement=Placement([("nothing", "mxfp8")]))

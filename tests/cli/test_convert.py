@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,7 @@ def test_options_are_passed_on(microfloat, model, convert):
     microfloat(
         "convert", model, "out", "--to", "ct:nvfp4", "--scale-rule", "amax", "--ignore", "a", "--ignore", "re:b,c",
         "--fuse", "qkv,experts", "--four-over-six", "--no-verify", "--no-resume", "--max-shard-size", "1GB",
+        "--placement", "plan.json",
     )  # fmt: skip
     ((source, target), options) = calls[0]
     assert (source, str(target)) == (model, "out")
@@ -83,6 +85,7 @@ def test_options_are_passed_on(microfloat, model, convert):
     assert options == {
         "to": "ct:nvfp4", "scale_rule": "amax", "ignore": ["a", "re:b,c"], "fuse": ["qkv", "experts"],
         "four_over_six": True, "verify": False, "resume": False, "max_shard_size": "1GB", "format": "auto",
+        "placement": Path("plan.json"),
     }  # fmt: skip
     microfloat("convert", model, "out", "--to", "bf16", "--fuse", "none")
     options = calls[1][1]

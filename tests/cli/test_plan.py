@@ -48,6 +48,42 @@ def test_a_plan_stays_in_its_budget_and_is_a_placement(microfloat, model, tmp_pa
     }
 
 
+def test_a_plan_is_what_convert_reads(microfloat, model, tmp_path):
+    """issue 39: the formats of a plan are those of the checkpoint, and the next commands are named."""
+    path = tmp_path / "rules.json"
+    done = microfloat("plan", model, "--bits", 6, "--out", path)
+    assert f"microfloat convert {model} OUT --to ct:mixed --placement {path}" in " ".join(done.out.split())
+    planned = {row["name"]: row["format"] for row in microfloat("plan", model, "--bits", 6, "--json").json["layers"]}
+    assert {"nvfp4", "mxfp8"} <= set(planned.values())
+    converted = microfloat("convert", model, tmp_path / "out", "--to", "ct:mixed", "--placement", path, "--json")
+    assert converted.code == 0
+    made = {row["name"]: row["format"] for row in converted.json["layers"]}
+    assert {name: made[name] for name in planned} == {
+        name: "bfloat16" if fmt == "bf16" else fmt for name, fmt in planned.items()
+    }
+    wrong = ("convert", model, tmp_path / "other", "--to", "ct:mixed", "--placement")
+    microfloat(*wrong, tmp_path / "nowhere.json").refuses("--placement: got")
+    path.write_text('{"rules": [["*.experts.*", "mxfp8"]]}')
+    microfloat(*wrong, path).refuses("(rules[0])")
+
+
+def test_the_experts_of_a_layer_get_one_format(microfloat, tmp_path):
+    """The names of a file and the one module of a model both match; a tenth of one expert is large."""
+    random = np.random.default_rng(0)
+    matrices = {
+        f"layers.{layer}.mlp.experts.{expert}.{name}": random.normal(size=(32, 32)).astype(np.float32)
+        for layer in range(2) for expert in range(3) for name in ("gate_proj", "up_proj", "down_proj")
+    }  # fmt: skip
+    matrices["layers.1.mlp.experts.2.down_proj"][::10] *= 500
+    write(tmp_path / "model.safetensors", {f"{name}.weight": array for name, array in matrices.items()})
+    done = microfloat("plan", tmp_path, "--bits", 6.4, "--json")
+    formats = {row["name"]: row["format"] for row in done.json["layers"]}
+    assert [len({fmt for name, fmt in formats.items() if f"layers.{n}." in name}) for n in range(2)] == [1, 1]
+    assert len(set(formats.values())) == 2
+    patterns = [pattern for pattern, _ in done.json["placement"]["rules"]]
+    assert patterns in (["layers.0.mlp.experts*", "*"], ["layers.1.mlp.experts*", "*"])
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -6,7 +6,17 @@ import pickle
 import pytest
 
 from microfloat.errors import InvalidTypeError, InvalidValueError, MicrofloatError, PlacementError
-from microfloat.recipes import CustomRecipe, Gemm, MXFP8BlockScaling, NVFP4BlockScaling, Placement
+from microfloat.formats import E4M3, SCALE_E8M0, ScaledFormat
+from microfloat.recipes import (
+    CustomRecipe,
+    Gemm,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Placement,
+    WeightActivation,
+    WeightOnly,
+)
+from microfloat.recipes.inference import as_stored
 from microfloat.recipes.placement import ConversionReport, ConversionRow
 
 NAMES = ["embed", "blocks.0.attn.qkv", "blocks.0.mlp.up", "blocks.1.attn.qkv", "blocks.10.mlp.up", "lm_head"]
@@ -240,3 +250,37 @@ def test_a_pattern_that_matches_nothing_gets_a_hint_of_its_own(pattern, names, h
 def test_a_number_of_blocks_that_is_no_int_is_told_by_its_type():
     with pytest.raises(InvalidValueError, match=r"n: got '1' \(str\), needed a number of blocks >= 1, an int"):
         Placement.first_last("1", "mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        ("nvfp4", WeightActivation("nvfp4")), ("mxfp8", WeightActivation("mxfp8")),
+        ("mxfp4", WeightActivation("mxfp4")),
+        ("mxfp6", WeightActivation("mxfp6_e3m2")), ("delayed", WeightActivation("fp8_tensor")),
+        ("fp8_current", WeightActivation("fp8_tensor")), ("fp8_row", WeightActivation("fp8_row")),
+        ("fp8_block", WeightActivation("fp8_1x128")),
+        (MXFP8BlockScaling(path="folded"), WeightActivation(path="folded")),
+        (MXFP8BlockScaling(enable_2d_quantization=True), WeightActivation("mxfp8")),
+        (NVFP4BlockScaling(True, row_scaled_activation=True, nvfp4_4over6="all"),
+         WeightActivation("nvfp4_row", scale_search="four_over_six")),
+        (CustomRecipe(Gemm(None, "mxfp4"), Gemm(None, None), Gemm(None, None)), WeightOnly("mxfp4")),
+        (CustomRecipe(Gemm("mxfp8", "mxfp4"), Gemm(None, None), Gemm(None, None)), WeightActivation("mxfp8", "mxfp4")),
+        (CustomRecipe(Gemm("mxfp8", None), Gemm(None, None), Gemm(None, None)), None),
+        (WeightOnly("mxfp4", prefill="folded"), WeightOnly("mxfp4", prefill="folded")), (None, None),
+    ],
+)  # fmt: skip
+def test_the_config_that_stores_a_weight_multiplies_as_fprop_of_its_recipe(recipe, config):
+    stored = as_stored(Placement([("a", "mxfp8"), ("b", recipe)]))
+    assert dict(stored.rules)["b"] == config
+
+
+def test_patterns_of_gradients_play_no_part_where_weights_are_stored(tmp_path):
+    plan = Placement([("a:wgrad", None), ("a:fprop", "nvfp4"), ("*:dgrad", MX), ("*", MX)])
+    assert as_stored(plan).rules == (("a", WeightActivation("nvfp4")), ("*", WeightActivation("mxfp8")))
+    configs = Placement([("a", None), ("*", WeightOnly("mxfp8"))])
+    assert as_stored(configs) is configs
+    own = ScaledFormat("mine", E4M3, SCALE_E8M0, (1, 64))
+    Placement([("a", None), ("b", CustomRecipe(*[Gemm(own, own)] * 3))]).to_json(tmp_path / "plan.json")
+    with pytest.raises(InvalidValueError, match=r"plan\.json: rules\[1\] 'b': w of fprop: got a ScaledFormat"):
+        as_stored(Placement.from_json(tmp_path / "plan.json"))

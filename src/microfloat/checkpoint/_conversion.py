@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from microfloat._version import __version__
-from microfloat.arguments import as_bool
+from microfloat.arguments import as_bool, as_path
 from microfloat.checkpoint import _casting as casting
 from microfloat.checkpoint._arrays import energies, pieces_of
 from microfloat.checkpoint._casting import experts_of, slabs, tile_rows, values
@@ -22,10 +22,12 @@ from microfloat.checkpoint._recoding import largest_scales, recode
 from microfloat.checkpoint._saving import Job, Plan, Progress, documents, metadata_for, put_all, write
 from microfloat.checkpoint._writer import Entry, Put, byte_count
 from microfloat.checkpoint.config import FILES
+from microfloat.checkpoint.families import WRITTEN
 from microfloat.checkpoint.folder import locate
 from microfloat.checkpoint.load import Checkpoint, load, opened
 from microfloat.checkpoint.records import Finding, Record
 from microfloat.errors import CheckpointError, checkpoint_error
+from microfloat.recipes import Placement
 from microfloat.recipes.placement import DEFAULT_FUSE, check_fuse
 
 _ACTIONS = ("cast", "recoded", "carried", "dequantized", "kept", "dropped")
@@ -227,7 +229,7 @@ def convert(
     src: str | os.PathLike, dst: str | os.PathLike, *, to: str, scale_rule: str | None = None,
     ignore: Iterable[str] | str = (), fuse: Iterable[str] | str | None = DEFAULT_FUSE, four_over_six: bool = False,
     verify: bool = True, resume: bool = True, max_shard_size: int | str = "5GB", format: str = "auto",
-    progress: Callable[[Progress], object] | None = None,
+    progress: Callable[[Progress], object] | None = None, placement: Placement | str | os.PathLike | None = None,
 ) -> Report:  # fmt: skip
     """Convert a checkpoint to another format, and report the result for every parameter.
 
@@ -243,6 +245,11 @@ def convert(
     * `verify`: read the result back from disk and compare it. `max_shard_size`: bytes, or text such as "5GB".
     * `resume`: go on where the same conversion was interrupted; False starts again.
     * `progress` is called with a `Progress` now and then.
+    * `placement`: a Placement, or the file of one that ``microfloat plan`` wrote; `to` is then "ct:mixed",
+      "modelopt:mixed", "quark:mixed" or "microfloat:native". The recipe of a layer decides in which format its weight
+      is stored, that of w in fprop (16x16 and 32x32 tiles as blocks along K); its inputs are announced as the target of
+      that format does, and not at all where the recipe leaves x in high precision. None, and no pattern, keep a layer
+      as it is stored. A layer that a pattern names in full is not left out by default.
 
     Codes that the source has already are carried over byte for byte, and values of MX formats are recoded where the
     target has their scales; all others are dequantized to float32 and cast.
@@ -254,17 +261,19 @@ def convert(
     started = time.perf_counter()
     verify, resume = as_bool("verify", verify), as_bool("resume", resume)
     four_over_six = as_bool("four_over_six", four_over_six)
-    target = target_of(to, scale_rule, four_over_six)
+    if placement is not None and not isinstance(placement, Placement):
+        placement = Placement.from_json(as_path("placement", placement))
+    target = target_of(to, scale_rule, four_over_six, placement is not None)
     patterns, kinds, limit = check_ignore(ignore), check_fuse(fuse), byte_count(max_shard_size)
     checkpoint = load(src, format=format)
     report, notes = Report(str(src), str(dst), to), Notes(list)
-    steps = decide(checkpoint, target, patterns, kinds, notes)
+    steps = decide(checkpoint, target, patterns, kinds, notes, placement)
     amaxes, measured, inexact = dict[str, np.ndarray](), dict[str, float](), dict[str, int]()
     jobs = [job_of(step, amaxes) for step in steps]
     files = {path: path.stat() for path in sorted(locate(src).files.values())}
     identity = {
         "version": __version__, "to": to, "scale_rule": scale_rule, "four_over_six": four_over_six,
-        "ignore": patterns, "fuse": kinds, "format": format,
+        "ignore": patterns, "fuse": kinds, "format": format, "placement": placement and placement.to_dict(),
         "files": [(str(path.resolve()), found.st_size, found.st_mtime_ns) for path, found in files.items()],
     }  # fmt: skip
     name = target.family.name if target.family is not None else ""
@@ -348,7 +357,8 @@ def _verify(
     `notes` get the contradictions of the written configuration, such as an ignored name that is also a part of the
     name of a quantized module.
     """
-    written = opened(path, format="auto" if target.family is None else target.family.name)
+    is_one = target.family is not None and target.name in WRITTEN
+    written = opened(path, format=target.family.name if is_one else "auto")  # type: ignore[union-attr]
     for finding in written.scale_findings:
         if finding.id == "config-disagrees":
             notes["the configuration that was written may be read otherwise"].append(str(finding))

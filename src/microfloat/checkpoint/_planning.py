@@ -12,18 +12,20 @@ from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import Stack, experts_apart, outline, stacked
 from microfloat.checkpoint._modules import CACHE, STACKED, ignored_by, module_of
 from microfloat.checkpoint._recoding import recodes
-from microfloat.checkpoint._saving import scale_dtype
+from microfloat.checkpoint._saving import SAVED, scale_dtype
 from microfloat.checkpoint.config import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
 from microfloat.checkpoint.families.readers import Layer, complaints
 from microfloat.checkpoint.families.writing import Written
 from microfloat.checkpoint.load import Checkpoint
 from microfloat.checkpoint.records import NO_ACTIVATION, Activation, Record
-from microfloat.errors import CheckpointError, checkpoint_error, invalid_value
-from microfloat.recipes import Cast
+from microfloat.errors import CheckpointError, PlacementError, checkpoint_error, invalid_value
+from microfloat.recipes import Cast, Placement, Recipe
+from microfloat.recipes.inference import as_stored
 from microfloat.recipes.placement import DEFAULT_EXCLUDE, fused_group, gates_of_mlps, is_kept
 
 PLAIN = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
+MIXED = tuple(name for name, families in SAVED.items() if len(families) > 1 or name == "microfloat:native")
 QUANTIZED = ("cast", "recoded", "carried")  # the actions whose result the target holds in its format
 
 
@@ -91,7 +93,7 @@ def _sibling(name: str, last: str) -> str:
     return f"{folder}.{last}" if folder else last
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
     """The format of a conversion: a family and a cast, or a plain dtype. `recodes`: no rule was named for scales, and
     values keep theirs where the format has them.
@@ -109,9 +111,19 @@ class Target:
         return None if self.written is None else self.written.cast
 
 
-def target_of(to: str, scale_rule: str | None, four_over_six: bool) -> Target:
-    """The target of a name such as "ct:nvfp4"; ValueError for an unknown one, or a scale rule that does not fit it."""
+def target_of(to: str, scale_rule: str | None, four_over_six: bool, is_placed: bool = False) -> Target:
+    """The target of a name such as "ct:nvfp4"; ValueError for an unknown one, or a scale rule that does not fit it.
+
+    `is_placed`: a placement names the format of each layer, and the target the producer alone ("ct:mixed").
+    """
     check_name("to", to)
+    if is_placed:
+        if to not in MIXED:
+            raise unknown_target("to", to, MIXED, "A placement says the format of each layer.")
+        if scale_rule is not None or four_over_six:
+            raise invalid_value("scale_rule", scale_rule or "four_over_six", "None beside a placement of recipes")
+        family = SAVED[to][0]
+        return Target(to, family, next(iter(family.writes.values())))
     if to in PLAIN:
         if scale_rule is not None or four_over_six:
             raise invalid_value("scale_rule", scale_rule or "four_over_six", f"None, as {to} has no scales")
@@ -133,6 +145,8 @@ def _hint_of(to: str) -> str:
     """A hint for a format without its family, or for our own container without a format; "" for other names."""
     if to.lower() in ("native", "microfloat:native"):
         return "That is the container alone; its targets name the format in it, such as microfloat:nvfp4_row."
+    if to in MIXED:
+        return "It takes a placement, which says the format of each layer."
     *first, last = [repr(name) for name in WRITTEN if name.partition(":")[2] == to.lower()] or [""]
     return f"Did you mean {', '.join(first) + ' or ' if first else ''}{last}?" if last else ""
 
@@ -185,8 +199,9 @@ _TURNED_EXPERTS = (*STACKED, "openai_privacy_filter")  # their experts are store
 
 
 def decide(
-    checkpoint: Checkpoint, target: Target, ignore: Sequence[str], fuse: Sequence[str], notes: Notes
-) -> list[Step]:
+    checkpoint: Checkpoint, target: Target, ignore: Sequence[str], fuse: Sequence[str], notes: Notes,
+    placement: Placement | None = None,
+) -> list[Step]:  # fmt: skip
     """A step for each parameter, in the order of the files.
 
     Raises InvalidValueError where nothing would be stored in the target's format, and CheckpointError where a source
@@ -195,23 +210,35 @@ def decide(
     _note_unread(checkpoint, target, notes)
     source = Facts(checkpoint)
     records = arranged(checkpoint.values(), target, source)
-    steps = [step_of(record, target, ignore, source) for record in records]
     modules = [module_of(record.name) for record in records]
+    targets: list[Target | None] = [target] * len(records)
+    if placement is not None:
+        targets = _placed(records, target, placement, source)
+    steps = [
+        _left(record, target, source) if one is None else step_of(record, one, ignore, source)
+        for record, one in zip(records, targets, strict=True)
+    ]
     unused = [pattern for pattern in ignore if not any(ignored_by(module, [pattern]) for module in modules)]
     if unused:
         _ = notes[f"ignore: no parameter is covered by {', '.join(map(repr, unused))}"]
     if target.written is None:
         _note_plain(steps, target, notes)
         return steps
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, dict[Target | None, list[int]]] = {}
     for index, step in enumerate(steps):
-        key = fused_group(module_of(step.record.name), fuse)
-        if key is not None and step.action in QUANTIZED:
-            groups.setdefault(key, []).append(index)
-    for key, members in groups.items():
-        _share(steps, members, key, target, notes)
-    if target.written.activation == "static":
-        _keep_bare(steps, records, target, source, notes)
+        key = fused_group(modules[index], fuse)
+        if key is not None and (step.action in QUANTIZED or placement is not None):
+            groups.setdefault(key, {}).setdefault(targets[index], []).append(index)
+    for key, by_target in groups.items():
+        if len(by_target) > 1:
+            notes["members of a fused group have several formats, and engines multiply them as one"].append(key)
+        for one, members in by_target.items():
+            if one is not None:
+                _share(steps, [i for i in members if steps[i].action in QUANTIZED], key, one, notes)
+    for one in dict.fromkeys(targets):
+        if one is not None and one.written is not None and one.written.activation == "static":
+            its = [record if own is one else None for record, own in zip(records, targets, strict=True)]
+            _keep_bare(steps, its, one, source, notes)
     if not any(step.action in QUANTIZED for step in steps):
         reasons = sorted({step.reason for step in steps if step.reason}) or ["it has no weight of a linear layer"]
         raise invalid_value(
@@ -222,8 +249,47 @@ def decide(
         before, now = (one.get("scheme", "none") for one in (record.activation, step.activation))
         if step.action == "carried" and (before, now) == ("none", "dynamic"):
             notes[f"{target.name} quantizes inputs on the way, as the source does not"].append(record.name)
-    _note_readers(steps, target, source, notes)
+    for one in dict.fromkeys(targets):
+        if one is not None:
+            _note_readers([step for step, its in zip(steps, targets, strict=True) if its is one], one, source, notes)
     return steps
+
+
+def _placed(records: Sequence[Record], target: Target, placement: Placement, source: Facts) -> list[Target | None]:
+    """The target of each parameter: of a weight by the recipe of its layer, None to leave it as it is stored."""
+    plan, made = as_stored(placement), dict[Recipe, Target]()
+    held = {name: one for name, one in WRITTEN.items() if one[0] in SAVED[target.name]}
+    for pattern, recipe in plan.rules:
+        if recipe is None or recipe in made:
+            continue
+        w, search = recipe.fprop.rhs, getattr(recipe, "scale_search", None)
+        assert w is not None
+        name = next((name for name, (_, one) in held.items() if one.cast.format == w.format), None)
+        if name is None or search == "mse":
+            known = ", ".join(dict.fromkeys(one.cast.format.name for _, one in held.values()))
+            needed = f"a format that {target.name} holds: {known}" if name is None else "None or 'four_over_six'"
+            got = w.format.name if name is None else "scale_search='mse', which microfloat.torch.quantize_ carries out"
+            raise PlacementError(f"{plan._source}: {pattern!r} got {got}, needed {needed}.")
+        family, written = held[name]
+        written = written._replace(cast=w) if search else written
+        written = written if recipe.fprop.lhs else written._replace(activation="none", activation_format=None)
+        made[recipe] = Target(name, family, written)
+    names = [module_of(one.name) if one.format is not None or _is_weight(one) else "" for one in records]
+    chosen = plan.resolve(dict.fromkeys(filter(None, names)))
+    source.gates |= {pattern for pattern, _ in plan.rules}  # a layer that is named in full is not left out by default
+    found = {name: None if recipe is None else made[recipe] for name, recipe in chosen.items()}
+    return [found.get(name) for name in names]
+
+
+def _left(record: Record, target: Target, source: Facts) -> Step:
+    """A step that keeps a parameter as it is stored, where the target holds its format."""
+    reason = "the placement leaves it as it is"
+    if record.format is None:
+        return Step(record, "kept", reason if _is_weight(record) else "")
+    family = next((one for one in SAVED[target.name] if one.holds(record.format)), None)
+    if family is None:
+        return _dequantized(record, f"{target.name} has no place for {record.format}", source)
+    return Step(record, "carried", reason, family, dtype=scale_dtype(record), activation=record.activation)
 
 
 _NO_LINEAR = (
@@ -398,19 +464,17 @@ def _with_activation(record: Record, activation: Activation) -> Record:
 
 
 def _step_of_plain(record: Record, target: Target, module: str, pattern: str | None, source: Facts) -> Step:
-    floating = record.codes.dtype in (*PLAIN.values(), np.dtype(np.float64))
+    floating = _is_floating(record)
     if target.cast is None:
         of_cache = record.name.rpartition(".")[2] in CACHE
         if of_cache and (source.has_cache or (source.is_quantized and record.codes.size == 1)):
             return Step(record, "dropped")
         same = not floating or record.codes.dtype == target.dtype
         return Step(record, "kept") if same else Step(record, "dequantized", dtype=target.dtype or PLAIN["f32"])
-    stacked = record.codes.ndim == 3 and ".experts." in f".{record.name}."
-    is_weight = floating and (stacked or (record.codes.ndim == 2 and record.name.rpartition(".")[2] == "weight"))
-    if not is_weight:
+    if not _is_weight(record):
         return Step(record, "kept")
     turned = record
-    if source.turned and stacked:
+    if source.turned and record.codes.ndim == 3:
         codes = np.swapaxes(record.codes, 1, 2)
         turned = replace(record, codes=codes, logical_shape=codes.shape)
     reason = "kept by default" if is_kept(module, source.gates) else source.left(module) or _why_not(turned, target)
@@ -419,6 +483,17 @@ def _step_of_plain(record: Record, target: Target, module: str, pattern: str | N
     if reason:
         return Step(record, "kept", reason)
     return _cast_step(turned, target, record.codes.dtype if record.codes.dtype in PLAIN.values() else PLAIN["f32"])
+
+
+def _is_floating(record: Record) -> bool:
+    return record.codes.dtype in (*PLAIN.values(), np.dtype(np.float64))
+
+
+def _is_weight(record: Record) -> bool:
+    """True for plain values of a matrix, or of the experts of a layer."""
+    stacked = record.codes.ndim == 3 and ".experts." in f".{record.name}."
+    is_matrix = record.codes.ndim == 2 and record.name.rpartition(".")[2] == "weight"
+    return record.format is None and _is_floating(record) and (stacked or is_matrix)
 
 
 def _why_not(record: Record, target: Target) -> str:
@@ -465,12 +540,15 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
             steps[i] = replace(steps[i], activation=activation, record=record)
 
 
-def _keep_bare(steps: list[Step], records: Sequence[Record], target: Target, source: Facts, notes: Notes) -> None:
+def _keep_bare(
+    steps: list[Step], records: Sequence[Record | None], target: Target, source: Facts, notes: Notes
+) -> None:  # fmt: skip
     """Layers without the static input scale that the target announces: beside others that have one they stay in high
-    precision; where none has one all are weight-only, and announced so.
+    precision; where none has one all are weight-only, and announced so. `records`: None for one of another target.
     """
-    bare = [i for i, step in enumerate(steps) if step.action in QUANTIZED and step.activation.get("scale") is None]
-    if len(bare) == sum(step.action in QUANTIZED for step in steps):
+    of_it = [i for i, step in enumerate(steps) if step.action in QUANTIZED and records[i] is not None]
+    bare = [i for i in of_it if steps[i].activation.get("scale") is None]
+    if len(bare) == len(of_it):
         notes[
             f"{target.name} announces static input scales, of which the source has none, so that these layers are "
             "weight-only (ct:fp8_dynamic needs no such scales; mf.calibrate measures them)"
@@ -479,4 +557,5 @@ def _keep_bare(steps: list[Step], records: Sequence[Record], target: Target, sou
     reason = f"it has no input scale, which {target.name} announces"
     for i in bare:
         record = records[i]
+        assert record is not None
         steps[i] = _dequantized(record, reason, source) if record.format else Step(record, "kept", reason)

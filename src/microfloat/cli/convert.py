@@ -45,6 +45,11 @@ def convert(
     four_over_six: Annotated[
         bool, typer.Option("--four-over-six", help="NVFP4: choose 4 or 6 as the largest value of each block.")
     ] = False,
+    placement: Annotated[
+        Path | None,
+        typer.Option("--placement", metavar="FILE", help="A format for each layer, as plan --out wrote it; with --to "
+                     "ct:mixed, modelopt:mixed, quark:mixed or microfloat:native."),
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Read the result back and compare it.")] = True,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue the same conversion where it stopped.")
@@ -62,6 +67,7 @@ def convert(
     microfloat convert model/ model-nvfp4/ --to ct:nvfp4
     microfloat convert model/ model-fp8/ --to deepseek:fp8 --ignore 're:.*layers\\.0\\.'
     microfloat convert model-nvfp4/ model-bf16/ --to bf16
+    microfloat convert model/ model-mixed/ --to ct:mixed --placement placement.json
     """
     from microfloat import checkpoint
 
@@ -80,7 +86,7 @@ def convert(
             report = checkpoint.convert(
                 local(src, hub, "SRC"), dst, to=to, scale_rule=scale_rule, ignore=ignore or (), fuse=kinds,
                 four_over_six=four_over_six, verify=verify, resume=resume, max_shard_size=max_shard_size,
-                format=source, progress=follow,
+                format=source, progress=follow, placement=placement,
             )  # fmt: skip
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_stopped(dst, seen)) from None
@@ -105,7 +111,7 @@ def stage(progress: "Progress") -> str:
 # Arguments of `checkpoint.convert`, and the words of the command line that they come from.
 _OPTIONS = {"path": "DST", "src": "SRC", "format": "--from"} | {
     name: f"--{name.replace('_', '-')}"
-    for name in ("to", "scale_rule", "ignore", "fuse", "four_over_six", "max_shard_size")
+    for name in ("to", "scale_rule", "ignore", "fuse", "four_over_six", "max_shard_size", "placement")
 }
 
 

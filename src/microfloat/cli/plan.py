@@ -1,6 +1,7 @@
 """`microfloat plan`: a format for each layer, by SQNR, under a budget of bits; written as a Placement."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from microfloat.cli.output import MOST_LINES, Column, Output, decibel, four, tog
 from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.recipes import Placement, from_name
+from microfloat.recipes.placement import fused_group
 
 DEFAULT_FORMATS = "nvfp4,mxfp8,bf16"
 # Format -> the recipe that trains and runs it.
@@ -43,16 +45,17 @@ def plan(
 ) -> int:  # fmt: skip
     """Choose a format for each layer: the least noise under a budget of bits.
 
-    Layers that are served as one matrix (q, k and v; gate and up) get one format.
+    Layers that are served as one matrix (q, k and v; gate and up) get one format, as do the experts of a layer.
 
     \b
     microfloat plan model/ --bits 4.8
     microfloat plan model/ --bits 6 --format nvfp4,mxfp6_e3m2,mxfp8 --out placement.json
+    microfloat convert model/ model-mixed/ --to microfloat:native --placement placement.json
     """
     from microfloat.checkpoint import load
     from microfloat.checkpoint._modules import module_of
     from microfloat.cli.survey import chosen_formats, survey
-    from microfloat.recipes.placement import fused_group, is_kept
+    from microfloat.recipes.placement import is_kept
 
     if not 0 < bits < math.inf:
         raise invalid_value("--bits", bits, "a finite number > 0")
@@ -77,15 +80,22 @@ def plan(
             f"NaN or Inf in {', '.join(broken)}: kept in high precision, with the layers that share their format"
         )
     for row in found.rows:
-        groups.setdefault(fused_group(module_of(row["name"])) or row["name"], []).append(row)
+        groups.setdefault(_group(row["name"]), []).append(row)
     cost = {fmt.name: fmt.bits_per_element for fmt in formats} | ({_PLAIN: 16.0} if _PLAIN in names else {})
     weights = sum(_size(row) for row in found.rows)
     chosen = allot({key: _choices(rows, formats, cost) for key, rows in groups.items()}, bits * weights)
     least = sum(choice.bits for choice in chosen.values()) / weights
     if least > bits:
         raise invalid_value("--bits", bits, f"{least:.4g} or more, what the smallest of these formats take")
-    _show(output, groups, chosen, cost | {_PLAIN: 16.0}, out)
+    _show(output, groups, chosen, cost | {_PLAIN: 16.0}, (path, out))
     return 0
+
+
+def _group(name: str) -> str:
+    """A pattern of the layers that get one format: those that are served as one matrix, and the experts of a layer."""
+    module = name.removesuffix(".weight")
+    experts = re.match(r"(.*\bexperts)\.\d+\.", module)
+    return f"{experts[1]}*" if experts else fused_group(module) or module
 
 
 class Choice(NamedTuple):
@@ -133,7 +143,7 @@ def allot(groups: Mapping[str, Sequence[Choice]], budget: float) -> dict[str, Ch
 
 def _show(
     output: Output, groups: Mapping[str, list[dict[str, Any]]], chosen: Mapping[str, Choice],
-    cost: Mapping[str, float], out: Path | None,
+    cost: Mapping[str, float], paths: tuple[Path, Path | None],
 ) -> None:  # fmt: skip
     rows = [
         {
@@ -147,19 +157,21 @@ def _show(
     output.table(None, shown, _COLUMNS, "A format for each layer")
     weights = sum(_size(row) for members in groups.values() for row in members)
     counts = Counter(row["format"] for row in rows)
-    placement, used = _placement(rows), sum(choice.bits for choice in chosen.values()) / weights
+    (path, out), placement, used = paths, _placement(rows), sum(choice.bits for choice in chosen.values()) / weights
     spoken = ", ".join(f"{number} {name}" for name, number in counts.most_common())
     output.facts({"bits": used, "formats": dict(counts)}, texts={"bits": f"{used:.4g} per weight", "formats": spoken})
     output.put(placement=placement.to_dict())
     if out is not None:
         placement.to_json(out)
-        output.say(f"Written: {out}, which Placement.from_json reads.")
+        output.say(f"Written: {out}. Next: microfloat convert {path} OUT --to ct:mixed --placement {out}, or")
+        output.say(f"in Python mf.quantize_(model, '{out}') to serve, mf.convert(model, '{out}') to train.")
 
 
 def _placement(rows: Sequence[Mapping[str, Any]]) -> Placement:
     """A rule for each layer that differs from the most common format, and one for the others."""
     ((usual, _),) = Counter(row["format"] for row in rows).most_common(1)
-    formats = {row["name"].removesuffix(".weight"): row["format"] for row in rows if row["format"] != usual}
+    named = ((_group(row["name"]), row["name"].removesuffix(".weight"), row["format"]) for row in rows)
+    formats = {group if group.endswith("*") else name: one for group, name, one in named if one != usual}
     formats["*"] = usual
     return Placement([(name, None if one == _PLAIN else from_name(RECIPES[one])) for name, one in formats.items()])
 

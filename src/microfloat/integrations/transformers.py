@@ -23,8 +23,9 @@ from torch import nn
 from microfloat.arguments import check_bool
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of, missing_package, unknown_name
 from microfloat.recipes import Placement, Recipe, WeightActivation, WeightOnly
+from microfloat.recipes.inference import as_stored
 from microfloat.recipes.names import as_recipe
-from microfloat.recipes.placement import ConversionReport
+from microfloat.recipes.placement import ConversionReport, as_placement
 from microfloat.torch.convert.swap import convert, revert
 from microfloat.torch.inference.load import load_quantized
 from microfloat.torch.inference.quantize import Config, Storage, check_config, plan_storage
@@ -53,11 +54,11 @@ class MicrofloatConfig(QuantizationConfigMixin):
     """What `from_pretrained` makes of the layers of a model: codes to serve, or layers that train under a recipe.
 
     `config`: the name of a format, such as "nvfp4" for ``WeightOnly("nvfp4")``, a `WeightOnly` or `WeightActivation`,
-    or a Placement (or dictionary) of them by name pattern, as `quantize_` takes them. `recipe`: in its place, a recipe
-    for training, its name, a config whose codes the weights train to become, or a Placement, as `convert` takes them,
-    with `fuse`. `modules_to_not_convert`:
-    names or patterns of modules that stay in high precision with all that is in them, besides those that `quantize_`
-    and `convert` leave out. Raises InvalidTypeError and InvalidValueError for other arguments.
+    or a Placement (or dictionary) of them by name pattern, or its file, as `quantize_` takes them. `recipe`: in its
+    place, a recipe for training, its name, a config whose codes the weights train to become, a Placement or its file,
+    as `convert` takes them, with `fuse`. `modules_to_not_convert`: names or patterns of modules that stay in high
+    precision with all that is in them, besides those that `quantize_` and `convert` leave out. Raises InvalidTypeError
+    and InvalidValueError for other arguments.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class MicrofloatConfig(QuantizationConfigMixin):
         if isinstance(modules_to_not_convert, str):
             raise invalid_type("modules_to_not_convert", repr(modules_to_not_convert), "a list of names of modules")
         self.quant_method = _METHOD  # type: ignore
+        config, recipe = as_placement(config), as_placement(recipe)
         self.config = None if config is None else _as_config(config)
         recipe = _as_config(recipe) if isinstance(recipe, Mapping) else recipe  # of a dictionary, a config that trains
         self.recipe = recipe if recipe is None or isinstance(recipe, Placement) else as_recipe(recipe)
@@ -111,6 +113,7 @@ def _as_config(config: object) -> Config | Placement:
     """The config or Placement that an argument stands for."""
     if isinstance(config, str):
         return WeightOnly(config)
+    config = as_stored(config) if isinstance(config, Placement) else config
     if isinstance(config, Mapping) and "class" in config:
         name = config["class"]
         if name not in _CLASSES:

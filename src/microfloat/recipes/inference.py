@@ -15,11 +15,12 @@ from types import MappingProxyType
 from typing import Self
 
 from microfloat.arguments import check_bool, check_choice, check_int
-from microfloat.errors import invalid_value, unknown_name
+from microfloat.errors import MicrofloatError, invalid_value, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes.cast import Cast, Current, Static, as_scaled_format
 from microfloat.recipes.core import CustomRecipe, Gemm, NamedRecipe, Recipe, register
 from microfloat.recipes.names import hint_of_recipe
+from microfloat.recipes.placement import Placement, parted
 
 _SEARCHES = ("four_over_six", "mse")
 # The format of activations -> (that of the weights beside them, how the product accumulates as in training).
@@ -242,3 +243,46 @@ class WeightActivation(_Inference):
 
 
 register(WeightOnly, WeightActivation)
+
+
+def as_stored(placement: Placement) -> Placement:
+    """The Placement under which weights are stored: of each rule about fprop the config that multiplies as it does.
+
+    x and w have the formats of fprop, and scales of their own tensors: delayed scaling becomes a current one. Tiles
+    with scales of one byte, which two GEMMs of a training share, become blocks along K, which checkpoints have.
+    """
+    if all(recipe is None or isinstance(recipe, _Inference) for _, recipe in placement.rules):
+        return placement
+    rules: list[tuple[str, Recipe | None]] = []
+    for index, (pattern, recipe) in enumerate(placement.rules):
+        names, gemms = parted(pattern)
+        if "fprop" in gemms:
+            try:
+                rules.append((names, recipe and _config_of(recipe)))
+            except MicrofloatError as error:
+                raise type(error)(f"{placement._source}: rules[{index}] {pattern!r}: {error}") from None
+    made = Placement(rules)
+    vars(made).update({"_source": placement._source} if "_source" in vars(placement) else {})
+    return made
+
+
+def _config_of(recipe: Recipe) -> Recipe | None:
+    """The config that multiplies x and stored weights as fprop of a recipe does; None in high precision."""
+    x, w = recipe.fprop.casts
+    if w is None or isinstance(recipe, _Inference):
+        return recipe if w is not None else None
+    search, weight = "four_over_six" if w.chooses_by_error else None, _name_of(_along_k(w.format), "w of fprop")
+    if x is None:
+        return WeightOnly(weight, search)
+    name = _name_of(_along_k(x.format), "x of fprop")
+    is_usual = name in _PAIRS and _PAIRS[name][0] == weight
+    path = recipe.fprop.path if x.format.tensor_scale is None or recipe.fprop.path == "folded" else "auto"
+    return WeightActivation(name, None if is_usual else weight, scale_search=search, path=path)
+
+
+def _along_k(fmt: ScaledFormat) -> ScaledFormat:
+    """The format of blocks of one row, in the place of tiles with scales of one byte."""
+    if not fmt.is_tile or fmt.scale.bits != 8:
+        return fmt
+    rows = replace(fmt, block=(1, fmt.block[1]))
+    return next((one for one in FORMATS.values() if replace(rows, name=one.name) == one), rows)

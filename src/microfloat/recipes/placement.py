@@ -90,6 +90,7 @@ class Placement:
 
     rules: tuple[tuple[str, Recipe | None], ...]
     _not_a_recipe: ClassVar[str] = "A Placement goes to convert."  # where one is given as a recipe
+    _source: ClassVar[str] = "placement"  # in errors; of one that was read, its file
 
     def __init__(self, rules: Sequence[tuple[str, Recipe | None]]) -> None:
         checked = []
@@ -109,7 +110,7 @@ class Placement:
                 recipe = as_recipe(recipe, f"rules[{index}][1]")
             if pattern.startswith("re:"):
                 try:
-                    re.compile(_parted(pattern)[0][3:])
+                    re.compile(parted(pattern)[0][3:])
                 except re.error as error:
                     raise PlacementError(
                         f"rules[{index}][0]: got {pattern!r} ({error}), needed a regular expression after 're:'."
@@ -126,20 +127,23 @@ class Placement:
         none. A layer whose GEMMs follow several recipes gets a CustomRecipe of them.
         """
         names = list(names)
-        parted = [(written, _parted(written), recipe) for written, recipe in self.rules]
-        matched = {pattern: _matched(pattern, names) for _, (pattern, _), _ in parted}
-        unmatched = {repr(written): pattern for written, (pattern, _), _ in parted if not matched[pattern]}
+        rules = [(written, parted(written), recipe) for written, recipe in self.rules]
+        matched = {pattern: _matched(pattern, names) for _, (pattern, _), _ in rules}
+        unmatched = {
+            repr(written) + (f" (rules[{index}])" if "_source" in vars(self) else ""): pattern
+            for index, (written, (pattern, _), _) in enumerate(rules) if not matched[pattern]
+        }  # fmt: skip
         if unmatched:
             shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
             hint = "".join(dict.fromkeys(_hint(written, pattern) for written, pattern in unmatched.items()))
             raise PlacementError(
-                f"placement: got patterns that match no layer: {', '.join(unmatched)}; needed patterns over these "
+                f"{self._source}: got patterns that match no layer: {', '.join(unmatched)}; needed patterns over these "
                 f"names: {shown or 'none'}. Correct or remove them.{hint}"
             )
         chosen: dict[str, Recipe | None] = {}
         for name in names:
             found: dict[str, Recipe | None] = {}
-            for _, (pattern, gemms), recipe in parted:
+            for _, (pattern, gemms), recipe in rules:
                 if name in matched[pattern]:
                     found = {**dict.fromkeys(gemms, recipe), **found}
             if found:
@@ -184,9 +188,14 @@ class Placement:
         """The Placement in a file that `to_json` or ``microfloat plan --out`` wrote."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise invalid_value("path", str(path), f"a JSON file of Placement.to_json ({error})") from None
-        return cls.from_dict(data)
+        except (OSError, ValueError) as error:
+            raise invalid_value("placement", str(path), f"a JSON file of Placement.to_json ({error})") from None
+        try:
+            made = cls.from_dict(data)
+        except MicrofloatError as error:
+            raise type(error)(f"{path}: {error}") from None
+        object.__setattr__(made, "_source", str(path))
+        return made
 
     def of_gemms(self, name: str, names: Iterable[str] = ()) -> str:
         """The GEMMs of a layer about which patterns of their own decide, in words; "" where there are none.
@@ -195,7 +204,7 @@ class Placement:
         """
         found: dict[str, str] = {}
         for pattern, recipe in self.rules:
-            plain, gemms = _parted(pattern)
+            plain, gemms = parted(pattern)
             if name in _matched(plain, [name, *names]):
                 runs = "high precision" if recipe is None else recipe.label
                 said = {gemm: "" if plain == pattern else f"{gemm}: {runs} by {pattern!r}" for gemm in gemms}
@@ -207,6 +216,12 @@ class Placement:
         return "\n".join(
             f"{pattern.ljust(width)}  {repr(recipe) if recipe else 'high precision'}" for pattern, recipe in self.rules
         )
+
+
+def as_placement(value: Any) -> Any:
+    """The Placement in a file, whose name ends in .json where it is text; any other argument as it is."""
+    is_file = isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json"))
+    return Placement.from_json(value) if is_file else value
 
 
 def _read(index: int, rule: Any) -> Any:
@@ -228,7 +243,7 @@ def _hint(written: str, pattern: str) -> str:
     return " After a colon stands one of fprop, dgrad, wgrad." if ":" in written else ""
 
 
-def _parted(pattern: str) -> tuple[str, tuple[str, ...]]:
+def parted(pattern: str) -> tuple[str, tuple[str, ...]]:
     """The pattern of names, and the GEMMs that the pattern decides about."""
     names, _, gemm = pattern.rpartition(":")
     return (names, (gemm,)) if gemm in GEMMS and names not in ("", "re") else (pattern, GEMMS)

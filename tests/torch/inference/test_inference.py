@@ -28,6 +28,7 @@ from microfloat.recipes import (  # noqa: E402
     Recipe,
     WeightActivation,
     WeightOnly,
+    from_name,
 )
 from microfloat.torch.inference import quantize as inference  # noqa: E402
 
@@ -624,6 +625,29 @@ def test_gates_of_experts_share_scales_with_their_ups() -> None:
     assert torch.equal(gate, up)
     with pytest.raises(InvalidValueError, match="experts"):
         model["up_proj"].weight.permute(1, 0, 2)
+
+
+def test_a_plan_of_a_training_is_served(tmp_path) -> None:
+    """issue 39: one file trains and serves; each layer multiplies as fprop of its recipe does."""
+    report = mf.quantize_(made(), WeightOnly("mxfp8"))
+    first, second, *_, last = report.converted
+    plan = mf.Placement([(first, None), (f"{second}:wgrad", None), (second, "mxfp8"), ("*", "nvfp4")])
+    plan.to_json(tmp_path / "plan.json")
+    expected = {first: None, second: WeightActivation("mxfp8"), "*": WeightActivation("nvfp4")}
+    served = [made(config) for config in (tmp_path / "plan.json", str(tmp_path / "plan.json"), plan, expected)]
+    outputs = [model(inputs()) for model in served]
+    assert all(torch.equal(one, outputs[-1]) for one in outputs)
+    assert type(served[0].get_submodule(first)) is nn.Linear
+    model = made()
+    trained = {row.name: row.recipe for row in mf.convert(model, str(tmp_path / "plan.json"))}
+    assert trained[first] is None
+    assert trained[second] == plan.resolve([row.name for row in report])[second]
+    assert trained[last] == from_name("nvfp4")
+    mf.Placement([("nothing", "mxfp8"), ("*", "nvfp4")]).to_json(tmp_path / "wrong.json")
+    named = r"wrong\.json: got patterns that match no layer: 'nothing' \(rules\[0\]\)"
+    for call in (mf.quantize_, mf.convert):
+        with pytest.raises(PlacementError, match=named):
+            call(made(), tmp_path / "wrong.json")
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

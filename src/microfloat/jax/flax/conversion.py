@@ -1,6 +1,7 @@
 """Conversion of a model of Flax nnx: every product that its layers keep in an attribute gets the op of a recipe."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from microfloat.recipes.placement import (
     DEFAULT_EXCLUDE,
     ConversionReport,
     ConversionRow,
+    as_placement,
     check_exclude,
     check_filter,
     gates_of_mlps,
@@ -48,21 +50,23 @@ _OURS = DotGeneral | RaggedOp
 
 
 def convert(
-    model: nnx.Module, recipe: Recipe | Placement | str, *, filter: Callable[[str, nnx.Module], bool] | None = None,
+    model: nnx.Module, recipe: Recipe | Placement | str | os.PathLike, *,
+    filter: Callable[[str, nnx.Module], bool] | None = None,
     exclude: Sequence[str] = DEFAULT_EXCLUDE, rngs: nnx.Rngs | None = None,
 ) -> ConversionReport:  # fmt: skip
     """Give every Linear, LinearGeneral and Einsum of `model` (those inside attention too) the recipe's op, in place,
     and every module of experts: one that keeps `jax.lax.ragged_dot`, or this library's, in an attribute and calls that.
 
     `recipe`: a Recipe (or name) for all layers, or a `Placement` by dotted name: the first pattern that matches
-    decides, None is high precision. ``filter(name, layer)`` leaves out layers for which it is false, `exclude` is a
-    list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). A layer whose product is
-    neither Flax's nor this library's is left out too. `rngs` feeds stochastic recipes. Parameters are untouched. State
-    of layers that nnx.vmap made, stacked along their first axis, is stacked like their kernels. Returns a report that
-    prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments, PlacementError for patterns
-    that match no layer; then nothing changes.
+    decides, None is high precision; or a file of one. ``filter(name, layer)`` leaves out layers for which it is false,
+    `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). A layer whose
+    product is neither Flax's nor this library's is left out too. `rngs` feeds stochastic recipes. Parameters are
+    untouched. State of layers that nnx.vmap made, stacked along their first axis, is stacked like their kernels.
+    Returns a report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments,
+    PlacementError for patterns that match no layer; then nothing changes.
     """
     check_model(model)
+    recipe = as_placement(recipe)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)
     exclude = check_exclude(exclude)

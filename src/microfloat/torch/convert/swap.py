@@ -5,6 +5,7 @@ stay what they were.
 """
 
 import logging
+import os
 import sys
 import warnings
 from collections import Counter
@@ -27,6 +28,7 @@ from microfloat.recipes.placement import (
     FILTERED,
     ConversionReport,
     ConversionRow,
+    as_placement,
     check_exclude,
     check_filter,
     fused_group,
@@ -62,7 +64,7 @@ __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "p
 
 def convert(
     model: nn.Module,
-    recipe: Recipe | Placement | str,
+    recipe: Recipe | Placement | str | os.PathLike,
     *,
     filter: Callable[[str, nn.Module], bool] | None = None,
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
@@ -71,7 +73,8 @@ def convert(
 ) -> ConversionReport:
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
-    `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad").
+    `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad"),
+    or a file of one, as ``microfloat plan`` writes it.
     Exactly nn.Linear is converted, not subclasses, and transformers' Conv1D, whose state dict stays what it is; layers
     that are microfloat Linears already, also under a parametrization or FSDP2, and `GroupedLinear` are pinned anew.
     `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name patterns (default: heads, routers and
@@ -85,6 +88,7 @@ def convert(
     left to convert, as `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
     """
     check_model(model)
+    recipe = as_placement(recipe)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)
     check_bool("fuse", fuse)

@@ -12,6 +12,7 @@ Legend: N = out features, K = in features, E = experts.
 
 import contextlib
 import dataclasses
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +26,13 @@ from microfloat.arguments import check_bool
 from microfloat.errors import MicrofloatError, invalid_type, invalid_value, kind_of
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Placement, Recipe
+from microfloat.recipes.inference import as_stored
 from microfloat.recipes.placement import (
     DEFAULT_EXCLUDE,
     DEFAULT_FUSE,
     ConversionReport,
     ConversionRow,
+    as_placement,
     check_fuse,
 )
 from microfloat.torch import backends
@@ -67,7 +70,7 @@ _QUANTIZED = (
 
 def quantize_(
     model: nn.Module,
-    config: Config | Placement | Mapping[str, Config | None],
+    config: Config | Placement | Mapping[str, Config | None] | str | os.PathLike,
     filter: Callable[[str, nn.Module], bool] | None = None,
     *,
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
@@ -77,13 +80,15 @@ def quantize_(
     """Store the weight of every nn.Linear and GroupedLinear of `model` quantized, in place; returns a report.
 
     `config`: a `WeightOnly` or a `WeightActivation` for all layers, or a Placement (or dictionary) of them by name
-    pattern, None being high precision. `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name
-    patterns (default: heads, routers and LoRA adapters). `fuse`: layers whose weights share one tensor scale, because
-    serving engines multiply them as one: q, k and v ("qkv"), gate and up ("gate_up"). The experts of a GroupedLinear
-    have a scale each. Weights that several layers share stay shared; biases and norms stay as they are. `embeddings`:
-    every nn.Embedding too is quantized, its weight alone; a lookup dequantizes the rows that it reads. One that is
-    tied to a module which is left out, such as a head, stays as it is. Another layer whose weight is that of a module
-    that is left out gets codes of its own, and a warning.
+    pattern, None being high precision, or a file of one, as ``microfloat plan`` writes it. Under a Placement of recipes
+    for training a layer multiplies as fprop of its recipe does: x and w in those formats, with scales of each input,
+    16x16 and 32x32 tiles stored as blocks along K. `filter(name, module) -> bool` keeps layers out, `exclude` is a list
+    of name patterns (default: heads, routers and LoRA adapters). `fuse`: layers whose weights share one tensor scale,
+    because serving engines multiply them as one: q, k and v ("qkv"), gate and up ("gate_up"). The experts of a
+    GroupedLinear have a scale each. Weights that several layers share stay shared; biases and norms stay as they are.
+    `embeddings`: every nn.Embedding too is quantized, its weight alone; a lookup dequantizes the rows that it reads.
+    One that is tied to a module which is left out, such as a head, stays as it is. Another layer whose weight is that
+    of a module that is left out gets codes of its own, and a warning.
     Codes of the format in question stay as they are too, in a layer that has no recipe yet: one whose state dict was
     loaded with ``assign=True``, or that trained under `quantized_model_init`.
 
@@ -171,12 +176,14 @@ class Storage:
 
 
 def plan_storage(
-    model: nn.Module, config: Config | Placement | Mapping[str, Config | None],
+    model: nn.Module, config: Config | Placement | Mapping[str, Config | None] | str | os.PathLike,
     filter: Callable[[str, nn.Module], bool] | None = None, exclude: Sequence[str] = DEFAULT_EXCLUDE,
     fuse: Sequence[str] = DEFAULT_FUSE, *, embeddings: bool = False,
 ) -> Storage:  # fmt: skip
     """The `Storage` of a model, which may be on the meta device, by the arguments of `quantize_`; raises as it does."""
     check_model(model)
+    config = as_placement(config)
+    config = as_stored(config) if isinstance(config, Placement) else config
     if isinstance(config, Mapping):
         for pattern, one in config.items():
             if isinstance(one, str):  # which a Placement would take for the name of a recipe for training
