@@ -14,9 +14,6 @@ STATE = {
         "_chip_of": "devices",
     },
     "compile.export": {"PLAINLY": "a flag"},
-    "compile.linear": {
-        "_EAGER_FORWARD": "one function", "_EAGER_GATHERED": "one function", "_EAGER_SHARDED": "one function",
-    },
     "context": {
         "_AMBIENT": "a stack of the autocasts that are entered", "_RECIPES": "distinct recipes of the program",
         "_TOKENS": "distinct recipes of the program", "_FIRST": "distinct recipes of the program", "TRACED": "a flag",

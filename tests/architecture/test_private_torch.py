@@ -10,9 +10,10 @@ PRIVATE = re.compile(
 BUDGET = 89  # only ever lowered
 # Module -> why torch's public parts do not do. All names exist in torch 2.7 to 2.13.
 REASONS = {
-    "autocast": "whether Dynamo traces a frame; a function that Dynamo leaves alone, without importing Dynamo",
+    "autocast": "whether Dynamo traces a frame",
     "backends/base": "the current stream and device, a tenth of the host time of torch.cuda",
-    "compile/linear": "whether a backward runs; one launch for all histories",
+    "compile/operators": "whether a backward runs; one launch for all histories",
+    "context": "a function that Dynamo leaves alone, without importing Dynamo",
     "distributed/tp_dtensor": "a DTensor without the checks of every call",
     "distributed/fsdp": "FSDP2's hooks for a gathered tensor take a subclass; the operators that it is given",
     "distributed/fsdp_quantized": "a parameter that is written while autograd keeps it",

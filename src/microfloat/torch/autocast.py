@@ -299,18 +299,6 @@ def fp8_autocast(
     return autocast(enabled, fp8_recipe, calibrating, fp8_group)
 
 
-def _in_eager_mode(function: Callable) -> Callable:
-    """Let Dynamo break the graph at `function`, and give the reason under fullgraph."""
-    # Dynamo is imported by the first call only.
-    wrapped = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
-    wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
-    wrapped._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-        "microfloat.torch.checkpoint: got layers under delayed scaling in compiled code, needed eager mode, which "
-        "alone replays the scales of the first pass. Leave fullgraph=True out, or use a recipe with current scaling"
-    )
-    return wrapped
-
-
 def checkpoint(
     function: Callable[..., Result], *args: object, use_reentrant: bool = False, preserve_rng_state: bool = True,
     context_fn: Callable | None = None, **kwargs: Any,
@@ -336,7 +324,7 @@ def checkpoint(
         if context_fn is not None:
             options["context_fn"] = context_fn
         return torch_checkpoint.checkpoint(function, *args, **options, **kwargs)
-    return _replayed(context_fn, function, args, options | kwargs)
+    return _REPLAYED(context_fn, function, args, options | kwargs)
 
 
 def _has_scales(function: object) -> bool:
@@ -347,7 +335,6 @@ def _has_scales(function: object) -> bool:
     return isinstance(function, nn.Module) and any(layer_state.has_buffers(module) for module in function.modules())
 
 
-@_in_eager_mode
 def _replayed(context_fn: Callable | None, function: Callable[..., Result], args: tuple, options: Options) -> Result:
     state = ambient()
 
@@ -360,6 +347,13 @@ def _replayed(context_fn: Callable | None, function: Callable[..., Result], args
         )
 
     return torch_checkpoint.checkpoint(function, *args, context_fn=contexts, **options)
+
+
+_REPLAYED: Callable = context.in_eager_mode(
+    _replayed,
+    "microfloat.torch.checkpoint: got layers under delayed scaling in compiled code, needed eager mode, which alone "
+    "replays the scales of the first pass. Leave fullgraph=True out, or use a recipe with current scaling",
+)
 
 
 @contextlib.contextmanager

@@ -259,6 +259,14 @@ def recipe_here(pin_token: str | None) -> tuple[str, str]:
     return token, "code"
 
 
+def in_eager_mode(function: Callable, reason: str) -> Callable:
+    """A function whose call ends the graph; the reason is told under fullgraph."""
+    # Dynamo is imported by the first call only.
+    wrapped = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
+    wrapped._torchdynamo_disable, wrapped._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+    return wrapped
+
+
 def _ends_the_graph(reason: str) -> Callable[[], NoReturn]:
     """A function at which Dynamo ends the graph, so that its caller runs in eager mode; else it raises."""
 

@@ -532,12 +532,14 @@ def test_torchs_own_checks_of_the_layers_operators() -> None:  # features G2
         seed = torch.tensor([1, 2]) if context.is_stochastic(token) else None
         scales = (scale, scale) if records else (None, None)
         settings = "", token, "layer", "reference", torch.float32, torch.float32, True, True, records
-        call = x, [weight], None, seed, *scales, *settings
+        call = x, [weight], None, None, seed, *scales, *settings
         torch.library.opcheck(operators.linear_forward.default, call, test_utils=checks)
         _, *saved = operators.linear_forward(*call)
         saved = saved[1:] if records else saved
-        call = dy, x, [weight], saved, seed, scales[0], *settings
+        call = dy, x, [weight], saved, None, seed, None, None, scales[0], None, *settings
         torch.library.opcheck(operators.linear_backward.default, call, test_utils=checks)
-        ends = torch.tensor([10, 40], dtype=torch.int32)
-        call = x, [weight.expand(2, 32, 64).clone()], None, ends, seed, *scales, *settings
-        torch.library.opcheck(operators.grouped_forward.default, call, test_utils=checks)
+        ends, experts = torch.tensor([10, 40], dtype=torch.int32), [weight.expand(2, 32, 64).clone()]
+        call = x, experts, None, ends, seed, *scales, *settings
+        torch.library.opcheck(operators.linear_forward.default, call, test_utils=checks)
+        call = dy, x, experts, [], ends, seed, *scales, scales[0], torch.float32, *settings
+        torch.library.opcheck(operators.linear_backward.default, call, test_utils=checks)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import microfloat.torch as mf
 from microfloat.recipes import from_name
-from microfloat.torch.compile.grouped import compiled_grouped
+from microfloat.torch.compile.linear import compiled_grouped
 from microfloat.torch.context import token_of
 
 M, K, N = 33, 70, 50  # multiples of nothing that a GEMM or a block would be filled up to

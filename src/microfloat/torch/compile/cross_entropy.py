@@ -10,7 +10,8 @@ import torch
 from microfloat.errors import NotSupportedError
 from microfloat.torch import context
 from microfloat.torch._typing import Context, Maybe
-from microfloat.torch.compile.linear import check_caller, describe, rebuilt, seed_for
+from microfloat.torch.compile.linear import seed_for
+from microfloat.torch.compile.operators import check_caller, describe, rebuilt
 from microfloat.torch.launch.gemms import epilogue
 from microfloat.torch.linear.cross_entropy import Head, Losses, default_chunk, run_chunks
 from microfloat.torch.linear.function import refuse_batched

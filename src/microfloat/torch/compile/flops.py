@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from microfloat.torch.compile import grouped as compiled_grouped
-from microfloat.torch.compile import linear as compiled
+from microfloat.torch.compile import operators as compiled
 from microfloat.torch.tensor import dispatch_modes as named
 from microfloat.torch.tensor import ops
 
-_DEFINING = ops, compiled, compiled_grouped, named  # the operators, when they are imported
+_DEFINING = ops, compiled, named  # the operators, when they are imported
 Shape = Sequence[int]
 
 
@@ -51,7 +50,5 @@ FLOP_FORMULAS: dict[object, Callable[..., int]] = {
         "scaled_matmul": _of_scaled_matmul,
         "linear_forward": _of_forward,
         "linear_backward": _of_backward,
-        "grouped_forward": _of_forward,
-        "grouped_backward": _of_backward,
     }.items()
 }

@@ -4,7 +4,7 @@
     backward   dy   -> operands      dx_MK = dy_MN @ w_NK        dw_NK = dy_MN.T @ x_MK
 
 Every call runs a `Schedule`: eager code through the autograd Function of `microfloat.torch.linear`, compiled code
-through the operators of `compile.linear`, fused norms and activations with another first cast. A schedule is
+through the operators of `compile.operators`, fused norms and activations with another first cast. A schedule is
 found by everything that it depends on (recipe, backend, shapes, strides, dtypes, device, alignment, what needs a
 gradient, torch.autocast); it holds no data and serves every layer that asks for the same. Casts are bound launches of
 kernels, or plain torch operations where no kernel serves; products are closures over a GEMM, with padding where sizes

@@ -12,7 +12,7 @@ from microfloat.recipes import Recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends
 from microfloat.torch._typing import InitMethod, WithBias
-from microfloat.torch.compile.grouped import compiled_grouped
+from microfloat.torch.compile.linear import compiled_grouped
 from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
 from microfloat.torch.linear.function import backend_name
 from microfloat.torch.linear.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
