@@ -55,19 +55,3 @@ class Layer(Protocol):
     def added_bias(self) -> Maybe:
         """The bias that its product adds."""
         ...
-
-
-class Runs(Protocol):
-    """A forward and its backward, such as `linear.function.Run`."""
-
-    path: str
-
-    @property
-    def forward(self) -> Callable:
-        """A function of a `Context` and tensors, which gives the results."""
-        ...
-
-    @property
-    def backward(self) -> Callable:
-        """A function of a `Context` and gradients of the results, which gives those of the tensors."""
-        ...

@@ -26,7 +26,7 @@ from microfloat.passes import CastInputs
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Routes, routes_of
 from microfloat.torch import backends
-from microfloat.torch._typing import Context, Layer, Maybe, Runs
+from microfloat.torch._typing import Context, Layer, Maybe
 from microfloat.torch._upper import upper
 from microfloat.torch.backends.base import Operands, aligned, current_device
 from microfloat.torch.context import Ambient
@@ -313,7 +313,7 @@ class Scheduled(torch.autograd.Function):
     """The one Function of the library: `run.forward` and `run.backward`, of a `Run` or of a fused one."""
 
     @staticmethod
-    def forward(ctx: Context, run: Runs, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, run: Run, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         ctx.run = run
         return run.forward(ctx, *tensors)
 
