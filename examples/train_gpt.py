@@ -5,7 +5,7 @@
     python examples/train_gpt.py --ablate rht,sr,2d                  # NVFP4 with each of its techniques missing in turn
     python examples/train_gpt.py --recipe nvfp4 --last-fraction-bf16 0.15
     python examples/train_gpt.py --recipe bf16_again,mxfp8           # is a gap more than chance?
-    python examples/train_gpt.py --preset 124m --device cuda --compile
+    python examples/train_gpt.py --preset 124m --device cuda --compile --cuda-graph
     python examples/train_gpt.py --resume                            # after Ctrl-C: the same losses, bit for bit
 
 Ctrl-C or SIGTERM stops it after the step under way; a second one ends it at once, and the last checkpoint is whole.
@@ -18,6 +18,7 @@ differs: `Trainer.place_recipe` is all that turns a bf16 training into a low-pre
 Results: a table, runs/NAME/loss_curves.png and runs/NAME/results.json.
 """
 
+import argparse
 import contextlib
 import os
 
@@ -43,6 +44,7 @@ from gpt.runs import Training, run_command
 from torch import Tensor, nn
 
 import microfloat.torch as mf
+from microfloat.errors import invalid_value
 from microfloat.torch.tensor.seeds import draw_seed
 
 
@@ -66,7 +68,10 @@ class Trainer(Training):
         parameters = list(self.model.parameters())
         matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay}
         others = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
-        self.optimizer = torch.optim.AdamW([matrices, others], options.lr, betas=(0.9, 0.95), foreach=self.foreach)
+        self.optimizer = torch.optim.AdamW(
+            [matrices, others], options.lr, betas=(0.9, 0.95), foreach=self.foreach, capturable=options.cuda_graph
+        )
+        self.graph: GraphedStep | None = None
 
     def distribute(self) -> None:
         """Divide the model over processes, before its optimizer is made: here there is one."""
@@ -76,6 +81,7 @@ class Trainer(Training):
 
         Parameters are shared with the layers they came from, so the optimizer never notices.
         """
+        self.graph = None  # its kernels are those of the recipe before
         if self.recipe is None:
             return
         if self.step >= self.options.bf16_from_step:
@@ -83,7 +89,7 @@ class Trainer(Training):
         else:
             mf.convert(self.model, self.options.placement(self.recipe))
 
-    def loss(self, tokens_BT: np.ndarray, model: GPT | None = None) -> Tensor:
+    def loss(self, tokens_BT: np.ndarray | Tensor, model: GPT | None = None) -> Tensor:
         """The mean loss of a batch. x and w are bfloat16 before they are quantized; parameters stay float32.
 
         The converted layers have their recipe pinned; entering `mf.autocast` marks the steps of delayed scaling.
@@ -93,7 +99,7 @@ class Trainer(Training):
             mf.autocast(self.recipe is not None, self.recipe),
             contextlib.nullcontext() if self.options.compile else products(self.options.device_type),
         ):
-            return (model or self.model).loss(torch.from_numpy(tokens_BT).to(self.options.device))
+            return (model or self.model).loss(torch.as_tensor(tokens_BT, device=self.options.device))
 
     def train(self, stopped: Any, show: Any) -> Result:
         """As every run, with its layers watched if --watch asks for it."""
@@ -107,14 +113,23 @@ class Trainer(Training):
 
     def train_step(self) -> float:
         """One optimizer step on `batch`; returns its loss."""
+        rate = self.options.learning_rate(self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.learning_rate(self.step)
-        loss = self.loss(self.batch())
+            # A replay of a graph reads the rate from the device.
+            group["lr"] = torch.as_tensor(rate, device=self.options.device) if self.options.cuda_graph else rate
+        if not self.options.cuda_graph:
+            return self.update(self.batch()).item()
+        self.graph = self.graph or GraphedStep(self)
+        return self.graph(self.batch()).item()
+
+    def update(self, tokens_BT: np.ndarray | Tensor) -> Tensor:
+        """Forward, backward and optimizer step on a batch; returns the loss, on its device."""
+        loss = self.loss(tokens_BT)
         loss.backward()
         self.clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        return loss
 
     def clip_gradients(self) -> None:
         """Scale all gradients down where their norm is above 1."""
@@ -200,6 +215,36 @@ class Trainer(Training):
         return "torch's deterministic algorithms are on, so that --resume gives the same losses bit for bit."
 
 
+class GraphedStep:
+    """`Trainer.update` as a CUDA graph: three steps that compile what it launches, then replays (docs/training.md)."""
+
+    warm = 3
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.steps, self.stream = trainer, 0, torch.cuda.Stream()
+        self.graph = torch.cuda.CUDAGraph()
+        self.tokens_BT = torch.as_tensor(trainer.batch(), device=trainer.options.device)
+        self.rates = [torch.empty_like(group["lr"]) for group in trainer.optimizer.param_groups]
+
+    def __call__(self, tokens_BT: np.ndarray) -> Tensor:
+        """The loss of a step on a batch."""
+        self.tokens_BT.copy_(torch.from_numpy(tokens_BT))
+        for rate, group in zip(self.rates, self.trainer.optimizer.param_groups, strict=True):
+            group["lr"] = rate.copy_(group["lr"])
+        self.steps += 1
+        if self.steps <= self.warm:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = self.trainer.update(self.tokens_BT)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss.detach()
+        if self.steps == self.warm + 1:
+            with torch.cuda.graph(self.graph):
+                self.loss = self.trainer.update(self.tokens_BT).detach()
+        self.graph.replay()
+        return self.loss
+
+
 def find_device(name: str) -> tuple[torch.device, str, str | None]:
     """Device, its type and the GPU's name; "auto" is CUDA where there is one."""
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
@@ -207,7 +252,20 @@ def find_device(name: str) -> tuple[torch.device, str, str | None]:
     return device, device.type, torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-parse_options = partial(gpt_options.parse_options, program=Trainer.program, find_device=find_device, divides_cores=True)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this example alone."""
+    parser.add_argument("--cuda-graph", action="store_true", help="replay every step from the fourth on as a CUDA "
+                        "graph, which takes no host time (on a GPU)")  # fmt: skip
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """Parse and check the command line. Raises InvalidValueError whose message names the flag."""
+    options = gpt_options.parse_options(
+        arguments, Trainer.program, find_device, divides_cores=True, add_flags=add_flags
+    )  # fmt: skip
+    if options.cuda_graph and options.device_type != "cuda":
+        raise invalid_value("--cuda-graph", f"a step on {options.device_type}", "a CUDA device", "Leave it out.")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:

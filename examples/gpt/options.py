@@ -51,6 +51,8 @@ class Options(argparse.Namespace):
     None for bf16; results go to `folder`.
     """
 
+    cuda_graph = False  # of an example without the flag
+
     @property
     def bf16_from_step(self) -> int:
         """The first step that runs in bf16 whatever the recipe, rounded down; `steps` when there is none."""
