@@ -97,6 +97,9 @@ def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Call
 
 _TARGET = "triton_kernel_call_ffi"
 _ALIGNED = (("tt.divisibility", 16),)
+# The name of a parameter in whose place a kernel is given the memory that the compiler takes for itself, which jaxlib
+# does not give.
+SCRATCH = "scratch_ptr"
 _INT32_MAX = 2**31 - 1
 
 
@@ -162,15 +165,25 @@ def call(kernel: Any, programs: int, capability: tuple[int, int], arguments: Map
     `arguments`: for each parameter an array, a number, a constant, an `Output`, or None for a pointer that is not read.
     """
     names = tuple(kernel.arg_names)
+    if SCRATCH in names:  # its size is known once the kernel is compiled
+        blank = dict(arguments) | {SCRATCH: Output((1,), jnp.uint8)}
+        signature = _signature(kernel, blank)
+        size = _compiled(kernel, capability, tuple(map(_compiled_form, signature)), warps).scratch
+        arguments = blank | {SCRATCH: Output((programs * size,), jnp.uint8)}
     inputs = [name for name in names if isinstance(arguments[name], jax.Array)]
     outputs = [name for name in names if isinstance(arguments[name], Output)]
-    signature = tuple(_parameter(arguments[name], param) for name, param in zip(names, kernel.params, strict=True))
-    opaque = _opaque(kernel, programs, capability, signature, warps)
+    opaque = _opaque(kernel, programs, capability, _signature(kernel, arguments), warps)
     shapes = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in outputs]
     operands = in_common_variance(*(arguments[name] for name in inputs))
     started = jax.ffi.ffi_call(_TARGET, shapes)
     results = started(*operands, name=kernel.__name__, opaque=opaque)
     return {name: like_in_variance(result, operands[0]) for name, result in zip(outputs, results, strict=True)}
+
+
+def _signature(kernel: Any, arguments: Mapping) -> tuple["_Parameter", ...]:
+    return tuple(
+        _parameter(arguments[name], param) for name, param in zip(kernel.arg_names, kernel.params, strict=True)
+    )  # fmt: skip
 
 
 class _Parameter(NamedTuple):
@@ -207,7 +220,7 @@ def _pointer(dtype: DTypeLike) -> str:
 @lru_cache(maxsize=1024)
 def _opaque(kernel: Any, programs: int, capability: tuple[int, int], signature: tuple, warps: Warps) -> bytes:
     """The message to the foreign function: the compiled kernel, the grid, every parameter."""
-    name, ptx, shared = _compiled(kernel, capability, tuple(map(_compiled_form, signature)), warps)
+    compiled = _compiled(kernel, capability, tuple(map(_compiled_form, signature)), warps)
     library = _library()
     parameters = []
     for part in map(signature.__getitem__, _order(signature)):
@@ -216,7 +229,8 @@ def _opaque(kernel: Any, programs: int, capability: tuple[int, int], signature: 
             parameters.append(library.create_scalar_parameter(value, part.type))
         else:
             parameters.append(library.create_array_parameter(part.value or 0, 16))
-    started = library.TritonKernel(name, warps[0], 1, shared, ptx, "", 10 * capability[0] + capability[1])
+    name, ptx, shared, number, _ = compiled
+    started = library.TritonKernel(name, number, 1, shared, ptx, "", 10 * capability[0] + capability[1])
     message = library.TritonKernelCall(started, programs, 1, 1, parameters).to_proto(kernel.__name__, b"")
     return zlib.compress(message)
 
@@ -233,12 +247,25 @@ def _compiled_form(part: _Parameter) -> tuple[str, str, Any]:
     return part.kind, part.type, part.value if part.kind == "constant" else None
 
 
+class _Compiled(NamedTuple):
+    """A kernel's name, its PTX with parameters in the order of `_order`, its bytes of shared memory, its warps, those
+    beside the ones it was asked for included, and the bytes of memory that the compiler takes for each program."""
+
+    name: str
+    ptx: str
+    shared: int
+    warps: int
+    scratch: int
+
+
 @lru_cache(maxsize=1024)
-def _compiled(kernel: Any, capability: tuple[int, int], signature: tuple, warps: Warps) -> tuple[str, str, int]:
-    """The kernel's name, its PTX with parameters in the order of `_order`, and its bytes of shared memory."""
+def _compiled(kernel: Any, capability: tuple[int, int], signature: tuple, warps: Warps) -> _Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource  # noqa: N811
 
     types, constants, attributes = {}, {}, {}
     for index, (name, (kind, spelled, value)) in enumerate(zip(kernel.arg_names, signature, strict=True)):
@@ -253,7 +280,13 @@ def _compiled(kernel: Any, capability: tuple[int, int], signature: tuple, warps:
     present = [index for index, part in enumerate(signature) if part[0] != "constant"]
     wanted = _order(tuple(_Parameter(kind, spelled) for kind, spelled, _ in signature))
     places = [present.index(index) for index in wanted]
-    return compiled.metadata.name, reordered(compiled.asm["ptx"], places), compiled.metadata.shared
+    if SCRATCH in kernel.arg_names:  # stands where the array is given, and its own place is one that nobody reads
+        own = present.index(kernel.arg_names.index(SCRATCH))
+        places[places.index(own)] = len(present)
+        places.append(own)
+    about = compiled.metadata
+    ptx = reordered(compiled.asm["ptx"], places)
+    return _Compiled(about.name, ptx, about.shared, about.num_warps, about.global_scratch_size)
 
 
 def reordered(ptx: str, places: list[int]) -> str:

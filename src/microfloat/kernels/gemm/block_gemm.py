@@ -365,3 +365,32 @@ def block_gemm(
                          STAGES, GROUP, SCALES, FAST, GROUPED, GROUPS)),
             (_copy_tiles, (sources, rings, plan_ptr, sizes, HEIGHT, COLUMNS, STAGES, GROUP, SCALES, GROUPED, GROUPS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["scale_stride", "M", "N", "K"])
+def block_gemm_of_pointers(
+    a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, c_ptr, scratch_ptr, scale_stride, M, N, K, A_TYPE: gl.constexpr,
+    B_TYPE: gl.constexpr, WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    SCALES: gl.constexpr, FAST: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`block_gemm` of a single product for launchers that pass no descriptors: each program makes its own.
+
+    Codes come as bytes, of the element types A_TYPE and B_TYPE. `scratch_ptr` is not read: it holds the place of the
+    parameter by which the compiler takes memory for descriptors.
+    """
+    codes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    c_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a_codes, b_codes = a_ptr.to(gl.pointer_type(A_TYPE), bitcast=True), b_ptr.to(gl.pointer_type(B_TYPE), bitcast=True)
+    blocks = gl.cdiv(K, STEP)
+    a_desc = tma.make_tensor_descriptor(a_codes, [M, K], [K, 1], [64, 128], codes)
+    b_desc = tma.make_tensor_descriptor(b_codes, [N, K], [K, 1], [128, 128], codes)
+    c_desc = tma.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [64, 64], c_layout)
+    a_scale_desc = tma.make_tensor_descriptor(a_scale_ptr, [M * blocks], [1], [256], flat)
+    b_scale_desc = a_scale_desc
+    if SCALES == LINES:
+        b_scale_desc = tma.make_tensor_descriptor(b_scale_ptr, [N * blocks], [1], [128], flat)
+    block_gemm(
+        a_desc, b_desc, a_scale_desc, b_scale_desc, a_scale_ptr, b_scale_ptr, scale_stride, c_desc, c_ptr, c_ptr, M, N,
+        K, WARPGROUPS, PARTS, 128, STAGES, GROUP, SCALES, FAST, REGISTERS, 0, 0,
+    )  # fmt: skip
