@@ -399,6 +399,7 @@ class CustomRecipe(Recipe):
 register(CustomRecipe, Recipe)
 
 
+@functools.lru_cache(256)
 def delayed_of(recipe: Recipe) -> Delayed:
     """The settings of a recipe with delayed scaling."""
     return next(one.scaling for one in recipe.casts.values() if one is not None and isinstance(one.scaling, Delayed))

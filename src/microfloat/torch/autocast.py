@@ -61,8 +61,10 @@ class autocast:
             name, value = ("calibrating", calibrating) if isinstance(enabled, bool) else ("enabled", enabled)
             hint = "Write @autocast() with parentheses." if callable(value) else "A recipe goes to recipe=."
             raise invalid_type(name, type(value), "True or False", hint)
-        backends.check_name(backend)
-        _check_group(amax_reduction_group)
+        if backend != "auto":
+            backends.check_name(backend)
+        if amax_reduction_group is not None:
+            _check_group(amax_reduction_group)
         recipe = canonical(_default_recipe() if recipe is None else as_recipe(recipe))
         self._state = Ambient(enabled, recipe, calibrating, amax_reduction_group, backend)
         self._busy = threading.Lock()
@@ -115,11 +117,12 @@ class autocast:
             # Closed: the context was copied inside an autocast that has been left. A replay belongs to its forward.
             has_ended = region is None or (region.closed and tapes[1] is None)
             if has_ended and (enabled or calibrating):
-                scaling.flush_backward()
                 region = scaling.Region()
+                scaling.flush_backward(region)
             if region is not None and enabled and recipe is not None and recipe.is_delayed:
                 delayed = delayed_of(recipe)
-                if delayed.reduce_amax:  # else what an outer autocast shares stays as it is
+                # Else what an outer autocast shares stays as it is.
+                if delayed.reduce_amax and not region.is_alone():
                     region.shared[group] = delayed
             is_traced = torch.compiler.is_compiling()
             if is_traced and (calibrating or (enabled and recipe is not None and recipe.is_delayed)):

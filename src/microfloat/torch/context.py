@@ -101,12 +101,12 @@ PLAIN = ""  # the token of high precision
 # One entry for each different recipe of the process; none may go, since compiled code and layers hold tokens.
 _RECIPES: dict[str, Recipe] = {}
 _TOKENS: dict[Recipe, str] = {}
-_FIRST: dict[Recipe, Recipe] = {}
+_FIRST: dict[object, Recipe] = {}  # by their keys, which hash in C
 
 
 def canonical(recipe: Recipe) -> Recipe:
     """One object for all equal recipes, by which layers and autocasts look up without comparing fields."""
-    return _FIRST.setdefault(recipe, recipe)
+    return _FIRST.setdefault(recipe._key, recipe)
 
 
 def token_of(recipe: Recipe | None) -> str:

@@ -151,7 +151,7 @@ def test_several_backwards_give_one_dy_update_and_none_gives_none() -> None:  # 
     second.backward(torch.full_like(second, 4.0))
     assert layer.scaling_dy_amax_history.tolist() == [4.0, 0.0, 0.0]
     with mf.autocast(recipe=recipe):
-        assert layer.scaling_dy_amax_history.tolist() == [0.0, 0.0, 4.0]
+        assert layer.state_dict()["scaling_dy_amax_history"].tolist() == [0.0, 0.0, 4.0]
         layer(x)
     with mf.autocast(recipe=recipe):
         pass
@@ -544,8 +544,8 @@ def test_a_region_updates_all_its_layers_in_one_launch_prepared_once(monkeypatch
         with mf.autocast(recipe=recipe):
             y = model(model(torch.ones(2, 8)))  # every layer twice
         y.sum().backward()
-    # At an entry dy of the step before, at an exit x and w: each prepared once.
-    assert kernel.counts == [2 * layers, *[layers, 2 * layers] * 3]
+    # At an exit x and w, and dy of the step before: each prepared once.
+    assert kernel.counts == [2 * layers, *[3 * layers] * 3]
     assert kernel.tables == 2
     model[0].scaling_x_scale = model[0].scaling_x_scale.clone()  # as a move to another device makes them
     with mf.autocast(recipe=recipe):
@@ -630,3 +630,62 @@ def test_a_stored_weight_records_where_its_transpose_is_cast() -> None:
     assert layer_state.encode_scale(layer, "w") == 1
     layer(torch.randn(8, 32, requires_grad=True)).sum().backward()
     assert layer_state.amax_history(layer, "w").max() == layer.weight.dequantize().abs().max()
+
+
+def _scales_of_steps(step) -> list[float]:
+    """dy's encode scale of a layer in the backward of three steps, and at the end; `step` runs one."""
+    layer, used = mf.Linear(8, 8, bias=False), []
+    for number in range(3):
+        step(layer, 2.0 ** (2 - number), lambda: used.append(float(layer.scaling_dy_scale)))
+    mf.update_scaling(layer)
+    return [*used, float(layer.scaling_dy_scale)]
+
+
+def test_dy_uses_the_scale_of_the_step_before_wherever_its_backward_runs() -> None:
+    """The update that an entry asks for is made at the exit, or by the first backward before it."""
+    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent")
+
+    def after(model, amax, note):
+        with mf.autocast(recipe=recipe):
+            y = model(torch.ones(2, 8))
+        note()
+        y.backward(torch.full_like(y, amax))
+
+    def inside(model, amax, note):
+        with mf.autocast(recipe=recipe):
+            y = model(torch.ones(2, 8))
+            y.backward(torch.full_like(y, amax))
+            note()
+
+    def of_the_region_before(model, amax, note):
+        with mf.autocast(recipe=recipe):
+            y = model(torch.ones(2, 8))
+        with mf.autocast(recipe=recipe):
+            y.backward(torch.full_like(y, amax))
+            note()
+
+    def after_a_failure(model, amax, note):
+        with contextlib.suppress(KeyError), mf.autocast(recipe=recipe):
+            model(torch.ones(2, 8))
+            raise KeyError
+        after(model, amax, note)
+
+    first, *rest = [_scales_of_steps(step) for step in (after, inside, of_the_region_before, after_a_failure)]
+    assert first == [1.0, 57344.0 / 4, 57344.0 / 2, 57344.0]
+    assert rest == [first] * 3
+
+
+def test_an_entry_that_is_never_left_delays_no_update() -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    layer = mf.Linear(8, 8, bias=False)
+    with mf.autocast(recipe=recipe):
+        layer(torch.ones(2, 8)).sum().backward()
+
+    def left_open():
+        with mf.autocast(recipe=recipe):
+            yield layer(torch.ones(2, 8))
+
+    steps = left_open()
+    next(steps).sum().backward()
+    assert float(layer.scaling_dy_scale) == 57344.0
+    steps.close()

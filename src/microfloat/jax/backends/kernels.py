@@ -265,7 +265,7 @@ def _compiled(kernel: Any, capability: tuple[int, int], signature: tuple, warps:
     from triton.compiler import ASTSource
 
     if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource  # noqa: N811
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
 
     types, constants, attributes = {}, {}, {}
     for index, (name, (kind, spelled, value)) in enumerate(zip(kernel.arg_names, signature, strict=True)):

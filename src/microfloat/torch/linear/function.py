@@ -302,11 +302,13 @@ class Run:
         layer, region, group = delayed.kept_layer(), delayed.region, delayed.group
         if delayed.late is not None:
             region, group = scaling.record_late(layer, delayed.late)
-        history = None
+        history, due = None, layer_state.state_of(layer).slots["dy"].due
+        if due is not None:
+            due()
         if delayed.records:
             scaling.note_recorded(layer, {"dy": cast}, group=group, region=region)
-            history = layer_state.amax_history(layer, "dy")
-        return CastInputs(aligned(layer_state.encode_scale(layer, "dy")), self.dy.seed, history, *self.dy[3:])
+            history = layer._buffers["scaling_dy_amax_history"]
+        return CastInputs(aligned(layer._buffers["scaling_dy_scale"]), self.dy.seed, history, *self.dy[3:])
 
 
 class Scheduled(torch.autograd.Function):
@@ -513,15 +515,15 @@ def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None, groups: Any = Non
 
 def refuse_double_backward() -> None:
     """Raise NotSupportedError where backward is itself being differentiated; a compiler refuses it by itself."""
-    if torch.compiler.is_compiling():
+    grad, transforms = torch.is_grad_enabled(), torch._C._are_functorch_transforms_active()
+    if not (grad or transforms) or torch.compiler.is_compiling():
         return
-    if torch.is_grad_enabled():
+    if grad:
         raise NotSupportedError(
             "backward: got create_graph=True (a double backward) through a quantized Linear, needed a single backward. "
             "Quantization has no second derivative; run this layer under autocast(enabled=False)."
         )
-    if torch._C._are_functorch_transforms_active():
-        raise refusal_of_transforms("backward")
+    raise refusal_of_transforms("backward")
 
 
 def refuse_batched(tensor: torch.Tensor) -> None:

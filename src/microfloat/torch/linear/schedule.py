@@ -386,7 +386,8 @@ class Schedule:
             stream, words = self.resources()
             second = (weight, w_inputs.scale_enc, w_inputs.seed, w_inputs.record)
             made = pair.run(stream, (None, x, words, *x_inputs, *second))
-            x_made, w_made = (Operands(Parts(*made[at : at + 3]), Parts(*made[at + 3 : at + 6])) for at in (0, 6))
+            x_made = Operands(_new(Parts, made[:3]), _new(Parts, made[3:6]))
+            w_made = Operands(_new(Parts, made[6:9]), _new(Parts, made[9:]))
         else:
             x_made = self.x_cast(x, *self.resources(), x_inputs)
             w_made = self.quantize_weight(weight, w_inputs) if kept is None else kept
@@ -422,8 +423,10 @@ class Schedule:
 
     def delayed_dy(self, wants_dx: bool, wants_dw: bool) -> Cast | None:
         """The first delayed cast of the gradient for dx and dw, as far as they are asked for."""
-        row, column = self.recipe.dgrad.lhs, self.recipe.wgrad.lhs
-        return first_delayed((row if wants_dx else None, column if wants_dw else None))
+        for cast in (self.recipe.dgrad.lhs if wants_dx else None, self.recipe.wgrad.lhs if wants_dw else None):
+            if cast is not None and cast.is_delayed:
+                return cast
+        return None
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Operands:
         """Both operands of a gradient, each where it is asked for, by a cast for the gradient's memory order."""
@@ -500,9 +503,9 @@ class Schedule:
 
     def saved_operands(self, saved: Sequence[torch.Tensor | None], inputs: CastInputs) -> Saved:
         """The operands that backward reads, of the tensors that `forward` saved; a weight among them is cast now."""
-        x = Parts(*saved[:3])
+        x = _new(Parts, saved[:3])
         if not self.late:
-            return Saved(x, Parts(*saved[3:]))
+            return _new(Saved, (x, _new(Parts, saved[3:])))
         weights = typing.cast(list[torch.Tensor], saved[3:])
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return Saved(x, self.saved_again("w", weight, inputs))

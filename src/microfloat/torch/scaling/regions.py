@@ -38,17 +38,26 @@ class Region:
     """The span in which a slot's amaxes are collected into one live value.
 
     `shared`: the groups over which its autocasts reduce amaxes; `evaluates`: a layer ran in it without gradients. A
-    rank takes part in the reduction also if none of its layers has run, such as experts without tokens.
+    rank takes part in the reduction also if none of its layers has run, such as experts without tokens. `due`: the
+    updates of its opening, which wait for its close, or for a backward before it, so that one launch makes all.
     """
 
-    __slots__ = ("_states", "closed", "evaluates", "failed", "shared")
+    __slots__ = ("_alone", "_states", "closed", "due", "evaluates", "failed", "shared")
 
     def __init__(self) -> None:
+        self._alone: bool | None = None
+        self.due: list[tuple[LayerState, Slot, Pending]] = []
         self.shared: Shared = {}
         self.evaluates = False
         self.closed = False
         self.failed = False  # left by an exception
         self._states: dict[LayerState, None] = {}  # layers whose forward slots it must roll
+
+    def is_alone(self) -> bool:
+        """True where there is no process group, as this was when it was asked for first."""
+        if self._alone is None:
+            self._alone = reduction.world() is None
+        return self._alone
 
     def close(self, completed: bool = True) -> None:
         """Roll the forward slots recorded inside.
@@ -56,14 +65,30 @@ class Region:
         After an exception nothing is rolled, nor is dy; amaxes stay live, so that the step may be taken again.
         """
         self.closed = self.failed = True  # until all is rolled
+        due = self._take_due()
         if completed:
             trains = torch.is_grad_enabled() and not (self.evaluates and not self._states)
             shared = self.shared if trains else {}
-            _roll(self._states, ("x", "w"), lambda entry: entry.region is self, "forward", shared)
+            jobs = _jobs_of(self._states, ("x", "w"), lambda entry: entry.region is self)
+            _roll_jobs(jobs + due, "forward", shared, self._alone is True)
             if shared and not capturing():
                 leave_shared(shared)
+        else:
+            for layer, _, _ in due:
+                _await_backward(state_of(layer))
         self.failed = not completed
         self._states.clear()
+
+    def settle(self) -> None:
+        """Make the updates of its opening now: a backward reads the scales."""
+        _roll_jobs(self._take_due(), "backward", None, is_alone=True)
+
+    def _take_due(self) -> list[Job]:
+        due, self.due = self.due, []
+        for _, slot, _ in due:
+            slot.due = None
+        kept = ((state.layer(), slot, entry) for state, slot, entry in due if slot.pending is entry)
+        return [(layer, slot, entry) for layer, slot, entry in kept if layer is not None]
 
 
 # The region of every layer that is called outside any autocast.
@@ -237,6 +262,8 @@ def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, 
             "runs again, needed the checkpointed part in eager mode. Leave it uncompiled, or call "
             "microfloat.torch.checkpoint inside the compiled function, which ends the graph there."
         )
+    if region is not None:
+        region.settle()
     if region is None or region.closed:
         raise NotSupportedError(
             "torch.compile: got a layer under delayed scaling outside any microfloat.torch.autocast, needed an "
@@ -269,12 +296,19 @@ def _roll(
     `direction`: the point of the program at which all ranks do so; None for one layer by itself. `shared`: groups whose
     ranks wait for this rank, even if nothing is pending here.
     """
-    jobs = [
+    _roll_jobs(_jobs_of(states, names, ready), direction, shared)
+
+
+def _jobs_of(states: Iterable[LayerState], names: tuple[str, ...], ready: Callable[[Pending], bool]) -> list[Job]:
+    return [
         (layer, slot, entry)
         for state in states if (layer := state.layer()) is not None
         for slot in map(state.slots.__getitem__, names) if (entry := slot.pending) is not None and ready(entry)
     ]  # fmt: skip
-    rolled = _update(jobs, direction, shared)
+
+
+def _roll_jobs(jobs: list[Job], direction: str | None, shared: Shared | None, is_alone: bool = False) -> None:
+    rolled = _update(jobs, direction, shared, is_alone)
     for layer, slot, _ in rolled:
         slot.pending = None
         if LATE:
@@ -285,9 +319,14 @@ def _roll(
                 _await_backward(state_of(layer))
 
 
-def _update(jobs: list[Job], direction: str | None, waiting: Shared | None = None) -> list[Job]:
-    """Roll slots; returns the rolled jobs. Others wait until the ranks have agreed on them. `waiting`: see `_roll`."""
+def _update(jobs: list[Job], direction: str | None, waiting: Shared | None = None, is_alone: bool = False) -> list[Job]:
+    """Roll slots; returns the rolled jobs. Others wait until the ranks have agreed on them. `waiting`: see `_roll`;
+    `is_alone`: there are no ranks."""
     rolled: list[Job] = []
+    if is_alone:
+        for batch in batches_of(jobs) if jobs else ():
+            rolled += batch.roll()
+        return rolled
     waiting = waiting or {}
     shared: dict[Group, list[Batch]] = {group: [] for group, one in waiting.items() if reduces(one, group)}
     for batch in batches_of(jobs) if jobs else ():
@@ -363,11 +402,13 @@ def leave_shared(shared: Shared) -> None:
 def take_shared() -> Shared:
     """The groups that wait for this thread in the backward direction, without groups of a world that has ended."""
     world, shared = _LOCAL.__dict__.pop("shared", (None, {}))
-    return shared if world is reduction.world() else {}
+    return shared if shared and world is reduction.world() else {}
 
 
-def flush_backward() -> None:
+def flush_backward(region: Region) -> None:
     """Roll the slots that backward passes have recorded in layers of this thread whose region has closed.
+
+    Where no ranks wait, and eager code alone reads the scales of dy, the update is `due` in `region`, which opens.
 
     In the capture of a CUDA graph only shared slots are rolled; `begin_forward` rolls the layers that the graph runs.
     Shared slots of a layer that was called outside of any region stay for its next call or `update_scaling`: one rank
@@ -383,6 +424,14 @@ def flush_backward() -> None:
         for state in states:
             state.waits_in = None
 
+    if not (inside or shared or LATE) and region.is_alone() and not any([state.compiled for state in states]):
+        for state in states:
+            slot = state.slots["dy"]  # x and w have been rolled where nothing is late
+            if slot.pending is not None and _is_due(slot.pending):
+                region.due.append((state, slot, slot.pending))
+                slot.due = region.settle
+        return
+
     def is_ready(entry: Pending) -> bool:
         is_shared = reduces(entry.delayed, entry.group)
         return _is_due(entry) and (is_shared if inside else not (is_shared and entry.region is CLOSED_REGION))
@@ -397,8 +446,10 @@ def begin_forward(layer: nn.Module, region: Region | None, group: Group) -> None
     if region is not None and not torch.is_grad_enabled():
         region.evaluates = True
     slots = state.slots
-    _await_replays(slots["dy"])
-    if slots["dy"].pending is not None or LATE:
+    dy, inside = slots["dy"], capturing()
+    if inside:
+        _await_replays(dy)
+    if (dy.pending is not None and (dy.due is None or inside)) or LATE:
         # Shared slots wait for a point that all ranks pass: for layers without a region, a forward that records, or the
         # first pass of a reentrant checkpoint.
         shared = region is None and any(slot.pending is not None and slot.pending.late for slot in slots.values())
