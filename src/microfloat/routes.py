@@ -109,7 +109,7 @@ class Routes(NamedTuple):
         return self._replace(fprop=self.fprop._replace(rhs="codes")).reading_fprop(recipe)
 
 
-# Names of GEMMs in words, for each library: torch's, and XLA's as JAX calls it.
+# Names of GEMMs in words, for each library: torch's, XLA's as JAX calls it, and XLA's beside microfloat's kernels.
 _KERNELS = {
     "torch": {
         "plain": "dequantize one operand, vendor GEMM in the compute dtype",
@@ -144,6 +144,9 @@ _KERNELS = {
 }
 
 
+_KERNELS["jax"] = _KERNELS["xla"] | dict.fromkeys(("blocks", "rows"), "microfloat's FP8 GEMM, {} x {} scales")
+
+
 def encoding_of(cast: Cast | None, form: str = "codes") -> Encoding | None:
     """The encoding that a cast makes in a form; None stays None."""
     if cast is None:
@@ -164,7 +167,7 @@ def routes_of(recipe: Recipe, chip: Chip | None) -> Routes:
 def route_of(gemm: Gemm, chip: Chip | None, fold: bool = True, library: str = "torch") -> Route:
     """The route of `gemm` on `chip`; None = no tensor cores: operands are decoded by plain operations.
 
-    `fold`: whether path="auto" may fold, given the lossy counts of the step before. `library`: "torch" or "xla".
+    `fold`: whether path="auto" may fold, given the lossy counts of the step before. `library`: "torch", "xla" or "jax".
     """
     lhs, rhs = gemm.lhs, gemm.rhs
     if gemm.path == "refused":
@@ -208,7 +211,7 @@ def route_between(
             return route("stored", reason if chip.is_tried else f"{reason}; {UNTRIED}", most)
         return route("plain", _ONE_WIDE, kernel="plain" if chip else "no chip, plain")
     if accumulate == "exact":
-        if chip is None or library == "xla":
+        if chip is None or library != "torch":
             return route("float64", "accumulate='exact' multiplies and sums in float64")
         needed = "accumulate='exact' is for the reference backend: sums of tensor cores are not exact"
         return Route("refused", "codes", "codes", "-", False, needed)
@@ -227,18 +230,21 @@ def route_between(
     lacks = f"{here} has no" if chip.is_known else f"{here} is none that microfloat knows, so it gets no"
     if is_outer(a) and is_outer(b):
         if are_fp8 and chip.has_fp8:
-            return route("fp8", multiplies, a.block_text, b.block_text, accelerated=True)
+            own = library == "jax" and chip.capability == (9, 0) and a.block == b.block == (1, None)
+            name = "rows" if own else "fp8"
+            return route("fp8", multiplies, a.block_text, b.block_text, accelerated=True, kernel=name)
         missing = f"{lacks} FP8 tensor cores" if are_fp8 else "no GEMM multiplies these codes"
         return route("values", f"{missing}; {_NO_FASTER}", kernel="scaled values")
-    if library == "torch" and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b):
+    has_gemm = library == "torch" or (library == "jax" and chip.capability == (9, 0))
+    if has_gemm and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b):
         return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True)
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"
         return route("block_scaled", f"{chip.name} multiplies it{as_mx}; {UNTRIED}", a.name, b.name, accelerated=True)
     if all(one.format.scale.name != "FP32" or one.power_of_two for one in (lhs, rhs)):
         reason = f"{lacks} block-scaled GEMM for {a.name} x {b.name}; {_NO_FASTER}"
-        if path == "folded" and library == "xla":
-            reason += "; folding is not offered here, since XLA has no dot with one scale for 128"
+        if path == "folded" and library != "torch":
+            reason += "; folding is not offered here"
         return route("values", reason)
     return route("float32", f"{lacks} GEMM with one float32 scale for each block of {a.name} x {b.name}")
 
@@ -280,7 +286,7 @@ def _are_mx(a: ScaledFormat, b: ScaledFormat) -> bool:
 def _are_block_scaled(lhs: Encoding, rhs: Encoding, library: str) -> bool:
     """Operands for Blackwell's tensor cores, as the library's GEMM takes them."""
     a, b = lhs.format, rhs.format
-    if library == "xla":  # jax.nn.scaled_matmul: FP8 by FP8 or FP4 by FP4; row scales follow
+    if library != "torch":  # jax.nn.scaled_matmul: FP8 by FP8 or FP4 by FP4; row scales follow
         if a.scale != b.scale or a.block[1] != b.block[1]:
             return False
         if a.scale.name == "E8M0":

@@ -166,7 +166,8 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
         why = (why_no_kernel(each, size, backend, elsewhere=target.elsewhere) for each in together if each is not None)
         reason = next(filter(None, why), "")
         kernel = "XLA's operations" if reason else f"kernels.{family_of(one)[0]}"
-        if not reason and (gemm, side) in _READ_AT_ONCE and reads_values(getattr(recipe, gemm), one, target.chip):
+        about = one, target.chip, gemms.library(elsewhere=target.elsewhere)
+        if not reason and (gemm, side) in _READ_AT_ONCE and reads_values(getattr(recipe, gemm), *about):
             kernel += " (decoded to bfloat16)"
         found.append(CastRow(gemm, tensor, one.format.name, kernel, reason))
     return found

@@ -134,3 +134,23 @@ class DecodeCut(NamedTuple):
     DEPENDENT: bool = False
     SPLITS: int = 0
     WARPGROUPS: bool = False
+
+
+class OwnGemm(NamedTuple):
+    """The cut of a program of microfloat's FP8 GEMM with 1x128 scales: warpgroups that multiply, parts of 64 rows of
+    each, stages of its ring, rows of tiles to go down before the next column, registers of a multiplying thread."""
+
+    warpgroups: int
+    parts: int
+    stages: int
+    group: int
+    registers: int
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of C that one program makes at a time."""
+        return 64 * self.warpgroups * self.parts, 128
+
+
+# By whether the second operand has 128x128 scales ("tiles"); chosen by measurement.
+OWN_GEMMS = {False: OwnGemm(2, 2, 4, 8, 240), True: OwnGemm(3, 1, 4, 8, 160)}

@@ -92,16 +92,16 @@ def _by_kernel(operand: OperandSpec, inputs: CastInputs, x_RC: Array, backend: s
 
 def decodes(gemm: Gemm, cast: Cast, shape: Sequence[int], backend: str) -> bool:
     """True if a kernel casts an operand straight to the bfloat16 that its GEMM reads."""
-    if backend == "reference" or not reads_values(gemm, cast, cuda.capability()):
+    if backend == "reference" or not reads_values(gemm, cast, cuda.capability(), gemms.library()):
         return False
     return not kernels.why_no_kernel(cast, shape, backend)
 
 
-def reads_values(gemm: Gemm, cast: Cast, chip: tuple[int, int] | None) -> bool:
+def reads_values(gemm: Gemm, cast: Cast, chip: tuple[int, int] | None, library: str) -> bool:
     """True if a GEMM multiplies decoded values on `chip`, and the kernel of the cast writes decoded values."""
     if chip is None or family_of(cast)[0] not in WRITES_VALUES:
         return False
-    route = route_of(gemm, Chip(chip), library="xla")
+    route = route_of(gemm, Chip(chip), library=library)
     return route.kind == "values" and "folded" not in route.forms
 
 

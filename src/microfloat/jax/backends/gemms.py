@@ -1,6 +1,7 @@
 """The GEMMs of two operands, through XLA's own dots, by the kinds of their routes (`microfloat.routes`).
 
 * `fp8`: one dot of FP8 codes; tensor and row scales multiply its float32 result, or go into it (`cuda.folds_scales`).
+* `blocks`: microfloat's FP8 GEMM with 1x128 and 128x128 scales; it takes row scales too.
 * `values`: one bfloat16 dot of codes times block scales, which are exact; tensor scales follow.
 * `block_scaled`: `jax.nn.scaled_matmul` of codes and scales (not yet run on the hardware).
 * `stored`: a few rows in high precision by codes that a kernel decodes in registers.
@@ -29,6 +30,8 @@ from microfloat.routes import Route, route_between
 
 # cuBLASLt takes FP8 operands whose sizes are multiples of this; XLA falls back to a wider dot otherwise.
 _MULTIPLE = 16
+# Products of elements from which a kernel is worth its compilation, and columns of a tile of microfloat's GEMM.
+_LEAST_PRODUCTS, _TILE = 1 << 30, 128
 
 
 class GemmPlan(NamedTuple):
@@ -46,6 +49,11 @@ class GemmPlan(NamedTuple):
     out: np.dtype = np.dtype(np.float32)
 
 
+def library(*, elsewhere: bool = False) -> str:
+    """The library of routes: "jax" where microfloat's FP8 GEMM may run, as `elsewhere` it may, else "xla"."""
+    return "jax" if elsewhere or not kernels.why_no_gemm() else "xla"
+
+
 def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None, *, elsewhere: bool = False) -> Route:
     """The route of `plan` on a chip, None without a GPU; `elsewhere`: a chip of another machine, with all packages.
 
@@ -53,7 +61,7 @@ def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None, *, elsewhe
     """
     chip = None if capability is None or plan.backend == "reference" else Chip(capability)
     encodings = [None if kind is None else kind.encoding for kind in (plan.kind_a, plan.kind_b)]
-    route = route_between(*encodings, chip, plan.accumulate, plan.path, "xla")
+    route = route_between(*encodings, chip, plan.accumulate, plan.path, library(elsewhere=elsewhere))
     missing = kernels.why_none_here() or ("" if kernels.is_local() else "jit cuts arrays over several devices")
     if route.kind == "stored" and not elsewhere and missing:
         route = route_between(*encodings, None, plan.accumulate, plan.path, "xla")
@@ -80,7 +88,9 @@ def run_gemm(a: Operand, b: Operand, plan: GemmPlan, bias: Array | None = None) 
     emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)
     if route.kind == "stored" and (product := _few_rows(cast(Array, a), b, plan, bias)) is not None:
         return product
-    if route.kind not in ("fp8", "values", "block_scaled"):
+    if route.kind == "blocks" or (route.kind == "fp8" and cast(Kind, plan.kind_a).format.block == (1, None)):
+        product = _by_own_gemm(cast(Matrix, a), cast(Matrix, b), plan, route.kind, bias)
+    elif route.kind not in ("fp8", "values", "block_scaled"):
         product = emulate(a, b)
     else:
         # These are kinds of two quantized operands.
@@ -153,6 +163,39 @@ def _fp8(
         return product[:rows, :cols]
     product = lax.dot_general(codes_a, codes_b, _CONTRACT_LAST, precision=precision, preferred_element_type=jnp.float32)
     return reference.apply_outer(product[:rows, :cols], a.scale, b.scale).astype(out)
+
+
+def _by_own_gemm(a: Matrix, b: Matrix, plan: GemmPlan, way: str, bias: Array | None) -> Array:
+    """Scales of rows, or 1x128 by 1x128 or 128x128: by microfloat's GEMM where it takes the sizes, else by XLA."""
+    kind_a, kind_b = cast(Kind, plan.kind_a), cast(Kind, plan.kind_b)
+    out = plan.out if bias is None else jnp.dtype(jnp.float32)
+
+    def emulate(a: Matrix, b: Matrix) -> Array:
+        return reference.gemm(a, b, kind_a, kind_b, plan.dtype).astype(out)
+
+    def by_xla(a: Matrix, b: Matrix) -> Array:
+        if way == "fp8":
+            return gemm(a, b, kind_a, kind_b, way, plan.accumulate, out)
+        if kind_a.power_of_two and kind_b.power_of_two:
+            return _bf16(a, b, kind_a, kind_b, out).astype(out)
+        return emulate(a, b)
+
+    def by_kernel(a: Matrix, b: Matrix) -> Array:
+        from microfloat.jax.backends import program
+
+        scales = "rows" if way == "fp8" else "tiles" if kind_b.format.is_tile else "lines"
+        fast = plan.accumulate == "fast" and way == "fp8"
+        return program.multiply_fp8(a, b, scales, fast, out, cast(tuple[int, int], cuda.capability()))
+
+    (m, k), n = a.codes.shape, b.codes.shape[0]
+    fits = out == jnp.bfloat16 and not (m % 4 or (k | n) % 16) and m * k * n >= _LEAST_PRODUCTS
+    rows_fit = way != "fp8" or (kind_b.format.block == (1, None) and n % _TILE == 0)
+    if not fits or not rows_fit or kernels.why_no_gemm():
+        return lax.platform_dependent(a, b, cuda=by_xla, default=emulate)
+    either = kernels.on_either(by_kernel, by_xla)
+    differentiable = jax.custom_jvp(either)
+    differentiable.defjvp(lambda primals, tangents: (either(*primals), jax.jvp(by_xla, primals, tangents)[1]))
+    return cast(Array, differentiable(a, b))
 
 
 def _padded(codes: Array) -> Array:

@@ -46,6 +46,18 @@ def why_none_here(shape: Shape = None) -> str:
     return _why_too_small(shape)
 
 
+def why_no_gemm() -> str:
+    """Reason against microfloat's FP8 GEMM where this is traced, "" if there is none: it is written for one chip, in a
+    language that changes from one Triton to the next."""
+    if cuda.capability() != (9, 0):
+        return "no Hopper GPU"
+    if missing := why_none_here() or ("" if is_local() else "jit cuts arrays over several devices"):
+        return missing
+    from triton import __version__ as release
+
+    return "" if release.startswith("3.6.") else f"triton {release} is not 3.6"
+
+
 def _why_too_small(shape: Shape) -> str:
     is_small = shape is not None and int(np.prod(shape, dtype=np.int64)) < SMALLEST
     return f"fewer than {SMALLEST} elements" if is_small else ""

@@ -15,7 +15,7 @@ from microfloat.jax.backends.kernels import Output, call
 from microfloat.jax.backends.reference import Decoded, Kind, Matrix, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
-from microfloat.kernels.constants import DecodeCodes
+from microfloat.kernels.constants import OWN_GEMMS, DecodeCodes
 from microfloat.layout import Part
 from microfloat.passes import CastInputs, OperandSpec, products
 from microfloat.passes import matrix as passes_of
@@ -83,6 +83,32 @@ def multiply_stored(
     table = {At.SOURCE: x_MK, products.CODES: matrix.codes, products.SCALE: scale}
     table |= {products.LEVEL: level, products.BIAS: bias}
     return _Run(passes, table, frozenset(), capability).results()[0]
+
+
+def multiply_fp8(
+    a: Matrix, b: Matrix, scales: str, fast: bool, out: np.dtype, capability: tuple[int, int]
+) -> Array:  # fmt: skip
+    """``a @ b.T`` [M, N] in `out` by `kernels.gemm.block_gemm`; `scales`: "lines", "tiles" or "rows" of b."""
+    from triton.experimental.gluon import language as gl
+
+    from microfloat.kernels.gemm import block_gemm as kernels
+
+    (m, k), n = a.codes.shape, b.codes.shape[0]
+    cut, processors = OWN_GEMMS[scales == "tiles"], getattr(jax.devices()[0], "core_count", _MOST)
+    height, width = cut.tile
+    types = {jnp.dtype(jnp.float8_e4m3fn): gl.float8e4nv, jnp.dtype(jnp.float8_e5m2): gl.float8e5}
+    a_scale = a.scale if scales == "rows" else a.scale.T
+    b_scale = b.scale.T if scales == "lines" else b.scale
+    kind = {"lines": kernels.LINES, "tiles": kernels.TILES, "rows": kernels.ROWS}[scales].value
+    arguments = {
+        "a_ptr": a.codes, "b_ptr": b.codes, "a_scale_ptr": a_scale, "b_scale_ptr": b_scale,
+        "c_ptr": Output((m, n), out), "scratch_ptr": None, "scale_stride": b.scale.shape[1], "M": m, "N": n, "K": k,
+        "A_TYPE": types[a.codes.dtype], "B_TYPE": types[b.codes.dtype], "WARPGROUPS": cut.warpgroups,
+        "PARTS": cut.parts, "STAGES": cut.stages, "GROUP": cut.group, "SCALES": kind, "FAST": fast,
+        "REGISTERS": cut.registers,
+    }  # fmt: skip
+    programs = min(processors, -(-m // height) * -(-n // width))
+    return call(kernels.block_gemm_of_pointers, programs, capability, arguments, (4, None))["c_ptr"]
 
 
 class _Run:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from microfloat.chips import Chip
+from microfloat.kernels.constants import OWN_GEMMS
 from microfloat.torch import backends
 
 if TYPE_CHECKING:
@@ -24,24 +25,6 @@ Shape = tuple[int, int, int]
 _SIDE = 128
 
 
-class OwnGemm(NamedTuple):
-    """The cut of a program of microfloat's FP8 GEMM with 1x128 scales: warpgroups that multiply, parts of 64 rows of
-    each, stages of its ring, rows of tiles to go down before the next column, registers of a multiplying thread."""
-
-    warpgroups: int
-    parts: int
-    stages: int
-    group: int
-    registers: int
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of C that one program makes at a time."""
-        return 64 * self.warpgroups * self.parts, 128
-
-
-# By whether the second operand has 128x128 scales ("tiles"); chosen by measurement.
-OWN_GEMMS = {False: OwnGemm(2, 2, 4, 8, 240), True: OwnGemm(3, 1, 4, 8, 160)}
 # Where it was measured to win: E4M3 to bfloat16 (the kernel's other forms have not run on a GPU yet), long sums, many
 # products, and tiles that keep all multiprocessors busy to the end.
 _LEAST_LENGTH, _LEAST_PRODUCTS, _LEAST_FILL = 4096, 2**38, 0.95
