@@ -15,6 +15,7 @@ import microfloat.jax as mj
 from microfloat import reference
 from microfloat.formats import ELEMENTS
 from microfloat.jax.backends import cuda, gemms
+from microfloat.jax.backends import reference as reference_in_jax
 from microfloat.jax.numerics.bits import encode, multiply
 from microfloat.recipes import Float8CurrentScaling, MXFP8BlockScaling, as_cast
 from tests.jax.compare import relative_error
@@ -271,3 +272,70 @@ def test_large_products_on_a_gpu():
     assert relative_error(actual, expected) < 3e-3
     # Roundings of the result average out; a rounded scale would be off by 2.9e-3 everywhere.
     assert abs((actual * expected).sum() / (expected * expected).sum() - 1) < 2e-4
+
+
+@pytest.fixture
+def own_products(hopper):
+    """Products that microfloat's GEMM is asked for on a Hopper where it can be built: scales, and rows of both."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from microfloat.jax.backends import kernels, program
+
+    asked = []
+
+    def multiply(a, b, scales, fast, out, chip):
+        asked.append((scales, a.codes.shape, b.codes.shape))
+        return jnp.zeros((a.codes.shape[0], b.codes.shape[0]), out)
+
+    hopper.setattr(kernels, "why_no_gemm", lambda: "")
+    hopper.setattr(program, "multiply_fp8", multiply)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "scales"),
+    [
+        (("fp8_1x128", "fp8_128x128"), (1536, 1024, 1152), ["tiles"]),
+        (("fp8_1x128", "fp8_1x128"), (1532, 1040, 1168), ["lines"]),
+        (("fp8_row", "fp8_row_e5m2"), (1536, 1024, 1152), ["rows"]),
+        (("fp8_row", "fp8_row"), (1536, 1024, 1168), []),  # columns that are no whole tiles
+        (("fp8_1x128", "fp8_128x128"), (1534, 1024, 1152), []),  # no multiple of 4 rows
+        (("fp8_1x128", "fp8_128x128"), (64, 128, 256), []),  # less than a kernel is compiled for
+        (("fp8_row", "fp8_tensor"), (1536, 1024, 1152), []),
+        (("mxfp8", "mxfp8"), (1536, 1024, 1152), []),
+    ],
+)  # fmt: skip
+def test_fp8_blocks_and_rows_go_into_the_gemm_of_microfloat(own_products, names, shape, scales):
+    m, k, n = shape
+    kinds = [reference_in_jax.kind_of(as_cast(name), k) for name in names]
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    plan = gemms.GemmPlan(*kinds, "split", "auto", "auto", bfloat16, bfloat16)
+    operands = [
+        jax.eval_shape(lambda x, name=name: reference_in_jax.cast_matrix(x, as_cast(name)),
+                       jax.ShapeDtypeStruct((rows, k), bfloat16))
+        for rows, name in zip((m, n), names, strict=True)
+    ]  # fmt: skip
+    assert jax.eval_shape(lambda a, b: gemms.run_gemm(a, b, plan), *operands).shape == (m, n)
+    assert own_products == [(kind, (m, k), (n, k)) for kind in scales]
+
+
+def test_explain_names_the_gemm_of_microfloat():
+    """Of an H200 that this machine lacks; another Hopper's successor has none."""
+    for name in ("fp8_block", "fp8_row"):
+        assert "microfloat's FP8 GEMM" in str(mj.explain(name, "h200"))
+        assert "microfloat's FP8 GEMM" not in str(mj.explain(name, "b200"))
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("pair", [("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128"), ("fp8_row", "fp8_row")])
+@pytest.mark.parametrize("shape", [(1000, 1040, 1152), (2048, 1536, 1024)])
+def test_products_of_the_gemm_on_a_gpu(pair, shape):
+    """Ragged tiles of every kind of scales; tolerances of docs/numerics.md 8.3."""
+    (m, k, n), rng = shape, np.random.default_rng(11)
+    x, w = (rng.standard_normal((rows, k)).astype(np.float32) for rows in (m, n))
+
+    def product(x, w):
+        a, b = mj.quantize(x, pair[0]), mj.quantize(w, pair[1])
+        return mj.scaled_matmul(a, b, out_dtype=jnp.bfloat16), a.dequantize(), b.dequantize()
+
+    actual, a, b = (np.asarray(value).astype(np.float64) for value in jax.jit(product)(x, w))
+    assert relative_error(actual, a @ b.T) < 3e-3

@@ -137,6 +137,25 @@ def test_one_kernel_for_each_tensor(repository):
     assert "cast by kernels.blocks: dgrad w, wgrad x" in told
 
 
+@pytest.mark.slow("the FP8 GEMM of a JAX program, compiled")
+def test_codes_of_blocks_go_into_the_gemm_of_microfloat(repository):
+    """Its own memory, for descriptors, is an array among the results; in its place stands a pointer nobody reads."""
+    found = program(repository, "fp8_block")
+    assert found["cuda"]["dots"] == []
+    gemms = [call for call in found["cuda"]["calls"] if call[0] == "block_gemm_of_pointers"]
+    sizes = ["512x2048xbf16", "512x1024xbf16", "2048x1024xbf16"]
+    assert [results[0] for _, _, results in gemms] == sizes
+    started = [one for one in found["started"] if one["name"] == "block_gemm_of_pointers"]
+    for one, (_, operands, results) in zip(started[:3], gemms, strict=True):
+        programs, size = one["grid"][0], int(results[1].removesuffix("xui8"))
+        assert size // programs >= 4 * 128  # descriptors of 128 bytes
+        assert size % programs == 0
+        arrays = len(operands) + len(results)
+        assert one["declared"] == ["u64"] * arrays + ["u32"] * 4 + ["u64"] * 2
+        assert one["warps"] in (12, 16)  # those that multiply, and those that copy
+    assert found["batch"] == []
+
+
 @pytest.mark.slow("further JAX programs of a checked kind")
 def test_delayed_scaling_records_in_the_cast(repository):
     found = program(repository, "delayed")
