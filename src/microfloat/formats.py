@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat.arguments import check_bool, check_choice, check_int, check_name, check_number
-from microfloat.errors import invalid_type, invalid_value, unknown_name
+from microfloat.errors import InvalidValueError, invalid_type, invalid_value, unknown_name
 
 __all__ = [
     "E2M1", "E2M3", "E3M2", "E4M3", "E5M2",
@@ -35,8 +35,10 @@ ELEMENTS: dict[str, "ElementFormat"] = {}
 _LARGEST_EXPONENT = 60
 _LEAST_MAX = 4.0
 _LARGEST_BLOCK = 1 << 30
-# A scale format is known by its name.
-_SCALE_BITS = {"E8M0": 8, "E4M3": 8, "FP32": 32}
+# Bits, exponent bits, mantissa bits and bias of the stock scale formats; their names stand for their numbers.
+_SCALES = {"E8M0": (8, 8, 0, 127), "E4M3": (8, 4, 3, 7), "FP32": (32, 8, 23, 127)}
+# Those of a user's own that are powers of two lie in [2^-126, 2^126], and they and their reciprocals are normal float32
+# numbers; others lie in [2^-60, 2^60] with a largest one of 1 or more, as elements do.
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class ElementFormat:
     `max` is the largest finite value, a normal one; encoding saturates to it. Above it are no codes without `has_inf`
     and `has_nan`, codes of NaN with `has_nan` alone, and with both those of the largest exponent, where mantissa 0 is
     infinity. `max` is 4 or more (a scale takes up any other choice of `bias`), magnitudes lie in [2^-60, 2^60], and the
-    names of the stock elements stand for their numbers alone. Raises InvalidTypeError and InvalidValueError, which name
-    the field.
+    names of the stock elements stand for their numbers alone. Without mantissa bits the values are powers of two and
+    zero; with one exponent bit they are multiples of one step, integers of sign and magnitude. Raises InvalidTypeError
+    and InvalidValueError, which name the field and a call that is accepted.
     Source: OCP Microscaling Formats v1.0, section 5.3; docs/numerics.md 1.1.
     """
 
@@ -61,21 +64,24 @@ class ElementFormat:
 
     def __post_init__(self) -> None:
         check_name("ElementFormat.name", self.name)
-        check_int("ElementFormat.exponent_bits", self.exponent_bits, 1, 6)
-        check_int("ElementFormat.mantissa_bits", self.mantissa_bits, 1, 6)
-        if not 4 <= self.bits <= 8:
-            raise invalid_value("ElementFormat", f"{self.bits} bits", "4 to 8 bits (1 + exponent_bits + mantissa_bits)")
-        check_int("ElementFormat.bias", self.bias, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
         check_bool("ElementFormat.has_inf", self.has_inf)
         check_bool("ElementFormat.has_nan", self.has_nan)
-        self._check_max()
+        try:
+            self._check_numbers()
+        except InvalidValueError as error:
+            raise InvalidValueError(f"{error} {self._remedy()}".strip()) from None
         stock = ELEMENTS.get(self.name)
         if stock is not None and stock != self:
             got = f"{self.name!r} for other numbers than those of the stock element"
             raise invalid_value("ElementFormat.name", got, "a name of its own")
 
-    def _check_max(self) -> None:
-        """`max` is a normal value of the format, and the codes above it are exactly infinity and NaN."""
+    def _check_numbers(self) -> None:
+        """Widths and bias are in range, `max` is a normal value, and the codes above it are infinity and NaN alone."""
+        check_int("ElementFormat.exponent_bits", self.exponent_bits, 1, 6)
+        check_int("ElementFormat.mantissa_bits", self.mantissa_bits, 0, 6)
+        if not 4 <= self.bits <= 8:
+            raise invalid_value("ElementFormat", f"{self.bits} bits", "4 to 8 bits (1 + exponent_bits + mantissa_bits)")
+        check_int("ElementFormat.bias", self.bias, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
         limit = 2.0**_LARGEST_EXPONENT
         needed = f"the largest finite value, a number in [{_LEAST_MAX:g}, 2^{_LARGEST_EXPONENT}]"
         object.__setattr__(self, "max", check_number("ElementFormat.max", self.max, needed, _LEAST_MAX, limit))
@@ -85,33 +91,44 @@ class ElementFormat:
         codes = range(1 << self.mantissa_bits, self.sign_code)  # of the normal values
         if self.max_code not in codes or self._magnitude(self.max_code) != self.max:
             needed = f"a normal value of E{self.exponent_bits}M{self.mantissa_bits} with bias {self.bias}"
-            raise invalid_value("ElementFormat.max", f"{self.max:g}", needed, self._remedy_of_max(codes))
+            raise invalid_value("ElementFormat.max", f"{self.max:g}", needed)
         above = self.sign_code - 1 - self.max_code
         taken = 1 << self.mantissa_bits if self.has_inf else above if self.has_nan else 0
-        if above != taken or (self.has_nan and not above) or (self.has_inf and not self.has_nan):
+        unnamed = self.has_inf and not (self.has_nan and self.mantissa_bits)
+        if above != taken or (self.has_nan and not above) or unnamed:
             got = f"{self.max:g} with {above} codes above it, has_inf={self.has_inf}, has_nan={self.has_nan}"
             needed = (
                 "no code above max without infinity and NaN, at least one with NaN alone, "
-                "those of the largest exponent with infinity and NaN (never infinity alone)"
+                "those of the largest exponent, two or more, with infinity and NaN (never infinity alone)"
             )
-            largest = f"The largest value of all codes is {self._magnitude(self.sign_code - 1):g}."
-            raise invalid_value("ElementFormat.max", got, needed, largest)
+            raise invalid_value("ElementFormat.max", got, needed)
 
-    def _remedy_of_max(self, codes: range) -> str:
-        """The change that makes `max` a value: the bias with which it is the largest, or the nearest value."""
-        # A bias that is smaller by 1 doubles every value.
-        values = [self._magnitude(code) for code in codes]
-        shift = math.log2(values[-1] / self.max)
-        hints = []
-        if shift.is_integer() and abs(self.bias + shift) <= _LARGEST_EXPONENT:
-            hints.append(f"With bias={self.bias + int(shift)} it is the largest one.")
-        allowed = [value for value in values if value >= _LEAST_MAX]
-        if allowed:
-            hints.append(f"The nearest is {min(allowed, key=lambda value: abs(value - self.max)):g}.")
-        elif not hints:
-            fitting = self.bias - math.ceil(math.log2(_LEAST_MAX / values[-1]))
-            hints.append(f"No value reaches {_LEAST_MAX:g}: choose a bias of {fitting} or less.")
-        return " ".join(hints)
+    def _remedy(self) -> str:
+        """A call that is accepted, as near as possible: with the same `max` or else the nearest bias and value."""
+        if any(type(one) not in (int, float) for one in (*vars(self).values(),) if not isinstance(one, str | bool)):
+            return ""
+        exponent, mantissa = min(max(self.exponent_bits, 1), 6), min(max(self.mantissa_bits, 0), 6)
+        mantissa = min(mantissa, 7 - exponent)
+        exponent = max(exponent, 3 - mantissa)
+        has_inf = self.has_inf and mantissa > 0 and exponent > 1
+        has_nan = self.has_nan or has_inf
+        top = (1 << exponent + mantissa) - 1 - ((1 << mantissa) if has_inf else has_nan)
+        codes = range(1 << mantissa if has_nan and not has_inf else top, top + 1)
+        largest = 2.0**_LARGEST_EXPONENT
+        made = (
+            (bias, ((code & (1 << mantissa) - 1) + (1 << mantissa)) * 2.0 ** ((code >> mantissa) - bias - mantissa))
+            for bias in range(-_LARGEST_EXPONENT, _LARGEST_EXPONENT + 2 - mantissa)
+            for code in codes
+        )
+        aim = min(float(self.max), largest) if abs(self.max) <= largest else largest
+        bias, value = min(
+            ((bias, value) for bias, value in made if _LEAST_MAX <= value <= largest and bias <= _LARGEST_EXPONENT),
+            key=lambda pair: (pair[1] != aim, abs(pair[0] - self.bias), abs(pair[1] - aim)),
+        )
+        return (
+            f"Accepted: ElementFormat({self.name!r}, {exponent}, {mantissa}, bias={bias}, max={value!r}, "
+            f"has_inf={has_inf}, has_nan={has_nan})."
+        )
 
     def _magnitude(self, code: int) -> float:
         """The value of a positive code, were all codes numbers."""
@@ -166,23 +183,100 @@ class ElementFormat:
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """The scale that one block shares, `bits` wide; it always multiplies on the way out (docs/numerics.md 1.3)."""
+    """The scale that one block shares, an unsigned float of a byte, or float32; it multiplies on the way out.
+
+    Values are those of an ElementFormat without its sign, ``m * 2^(1 - bias - mb)`` at e = 0; without mantissa bits
+    they are ``2^(e - bias)`` throughout, and there is no zero. The last code is NaN. ``ScaleFormat("UE5M3",
+    exponent_bits=5, mantissa_bits=3, bias=15)`` is one of a user's own; `bits` are those that are stored. The names of
+    the stock formats stand for their numbers. Raises InvalidTypeError and InvalidValueError, which name the field.
+    Source: docs/numerics.md 1.3.
+    """
 
     name: str
-    bits: int
+    bits: int | None = None
+    exponent_bits: int | None = None
+    mantissa_bits: int | None = None
+    bias: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("ScaleFormat.name", self.name, _SCALE_BITS)
-        if check_int("ScaleFormat.bits", self.bits, 1, 64) != _SCALE_BITS[self.name]:
-            raise invalid_value("ScaleFormat.bits", self.bits, f"{_SCALE_BITS[self.name]}, as {self.name} has them")
+        check_name("ScaleFormat.name", self.name)
+        given = {name: getattr(self, name) for name in ScaleFormat.__match_args__[1:]}
+        for name, value in given.items():
+            if value is not None:
+                check_int(f"ScaleFormat.{name}", value, -127, 127)
+        stock = _SCALES.get(self.name)
+        if stock is not None:
+            if any(one not in (None, known) for one, known in zip(given.values(), stock, strict=True)):
+                got = f"{self.name!r} for other numbers than those of the stock scale, {stock}"
+                raise invalid_value("ScaleFormat.name", got, "a name of its own")
+            vars(self).update(zip(given, stock, strict=True))
+            return
+        exponent, mantissa, bias = self.exponent_bits, self.mantissa_bits, self.bias
+        if exponent is None or mantissa is None or bias is None:
+            needed = f"the numbers of a format of your own, or the name of a stock one, {', '.join(_SCALES)}"
+            remedy = 'Accepted: ScaleFormat("UE5M3", exponent_bits=5, mantissa_bits=3, bias=15).'
+            raise invalid_value("ScaleFormat.name", f"{self.name!r} with {given}", needed, remedy)
+        if exponent < 1 or mantissa < 0 or not 3 <= exponent + mantissa <= 8:
+            got = f"{exponent} + {mantissa}"
+            raise invalid_value(
+                "ScaleFormat.exponent_bits + mantissa_bits", got, "1 or more + 0 or more, 3 to 8 in all"
+            )
+        vars(self).update(bits=check_int("ScaleFormat.bits", self.bits or exponent + mantissa, exponent + mantissa, 8))
+        top = (1 << exponent) - 1
+        low, high = (top - 59, min(61 - mantissa, top)) if mantissa else (top - 127, 126)
+        if low > high:
+            needed = "6 or less with mantissa bits, 7 or less without them, or SCALE_E8M0 itself"
+            raise invalid_value("ScaleFormat.exponent_bits", exponent, needed)
+        check_int("ScaleFormat.bias", bias, low, high)
+
+    @property
+    def kind(self) -> str:
+        """The kind of rules that write it: "ratio" for float32, "threshold" for powers of two, else "two_level"."""
+        return "ratio" if self.bits == 32 else "two_level" if self.mantissa_bits else "threshold"
 
     @property
     def dtype(self) -> np.dtype:
-        """NumPy dtype of stored scales: uint8 bytes for E8M0 and E4M3, float32 otherwise."""
-        return np.dtype(np.uint8 if self.bits == 8 else np.float32)
+        """NumPy dtype of stored scales: float32 for FP32, else uint8 bytes."""
+        return np.dtype(np.float32 if self.bits == 32 else np.uint8)
+
+    @functools.cached_property
+    def element(self) -> ElementFormat:
+        """The element whose magnitudes are the values of a scale with a mantissa, of up to 9 bits with its sign."""
+        if self.name in ELEMENTS:
+            return ELEMENTS[self.name]
+        made = object.__new__(ElementFormat)  # unchecked, since it may have 9 bits
+        fields = (f"scale {self.name}", self.exponent_bits, self.mantissa_bits, self.bias, 0.0, False, True)
+        vars(made).update(zip(ElementFormat.__match_args__, fields, strict=True))
+        object.__setattr__(made, "max", made._magnitude(made.sign_code - 2))
+        return made
+
+    @property
+    def nan_code(self) -> int:
+        """The code of NaN, the last one."""
+        return (1 << (self.exponent_bits or 0) + (self.mantissa_bits or 0)) - 1
+
+    @property
+    def lowest(self) -> int:
+        """Exponent field in float32 of code 0 of a power of two: of the code c it is ``c + lowest``."""
+        return 127 - (self.bias or 0)
+
+    def values(self, scales: np.ndarray) -> np.ndarray:
+        """float32 values of stored scales."""
+        return scales if self.bits == 32 else _scale_table(self)[scales]
 
     def __str__(self) -> str:
         return self.name
+
+
+@functools.cache
+def _scale_table(scale: ScaleFormat) -> np.ndarray:
+    """The float32 value of every byte of a scale format; bytes that are no codes are NaN."""
+    if scale.name in ELEMENTS:
+        return _value_table(scale.element)
+    codes = np.arange(scale.nan_code)
+    table = np.full(256, np.nan, np.float32)
+    table[codes] = decode(codes, scale.element) if scale.mantissa_bits else np.ldexp(1.0, codes - scale.bias)
+    return table
 
 
 def contents_of_format(name: str, element: tuple, scale: tuple, block: tuple, tensor_scale: str | None) -> str:
@@ -227,10 +321,10 @@ class ScaledFormat:
         object.__setattr__(self, "block", tuple(self.block))
         if self.tensor_scale is not None:
             check_choice("ScaledFormat.tensor_scale", self.tensor_scale, ("tensor", "row"))
-        if self.tensor_scale is not None and self.scale.name != "E4M3":
+        if self.tensor_scale is not None and self.scale.kind != "two_level":
             raise invalid_value(
                 "ScaledFormat.tensor_scale", repr(self.tensor_scale), "None for this scale format",
-                "Only E4M3 block scales need a second scale.",
+                "Only E4M3 block scales, and others with a mantissa, need a second scale.",
             )  # fmt: skip
         if self.tensor_scale == "row" and self.block[0] != 1:
             raise invalid_value(
@@ -240,6 +334,8 @@ class ScaledFormat:
             tuple([(name, getattr(part, name)) for name in type(part).__dataclass_fields__])
             for part in (self.element, self.scale)
         )
+        if self.scale.name in _SCALES:
+            scale = scale[:2]  # which say all of a stock one
         # Beside the fields, since Dynamo rebuilds a dataclass from its fields; it guards a string, but takes no
         # dataclass for a constant.
         contents = contents_of_format(self.name, element, scale, self.block, self.tensor_scale)
@@ -268,10 +364,11 @@ class ScaledFormat:
     @property
     def default_scale_rule(self) -> str:
         """The rule that ``Cast(format)`` uses (docs/numerics.md, section 7.1)."""
-        if self.scale.name == "E8M0":
+        if self.scale.kind == "threshold":
             return "even" if self.element.bits == 4 else "rceil"
-        if self.scale.name == "E4M3":
-            return "two_level" if self.tensor_scale else "one_level_e4m3"
+        if self.scale.kind == "two_level":
+            stock = (self.element, self.scale) == (E2M1, SCALE_E4M3)
+            return "two_level" if self.tensor_scale else "one_level_e4m3" if stock else "one_level"
         return "amax" if self.is_per_tensor else "amax_pow2"
 
     @property
@@ -298,9 +395,7 @@ E2M3 = ElementFormat("E2M3", 2, 3, bias=1, max=7.5, has_inf=False, has_nan=False
 E2M1 = ElementFormat("E2M1", 2, 1, bias=1, max=6.0, has_inf=False, has_nan=False)
 ELEMENTS.update((element.name, element) for element in (E4M3, E5M2, E3M2, E2M3, E2M1))
 
-SCALE_E8M0 = ScaleFormat("E8M0", 8)
-SCALE_E4M3 = ScaleFormat("E4M3", 8)
-SCALE_FP32 = ScaleFormat("FP32", 32)
+SCALE_E8M0, SCALE_E4M3, SCALE_FP32 = (ScaleFormat(name) for name in _SCALES)
 
 FP8_TENSOR = ScaledFormat("fp8_tensor", E4M3, SCALE_FP32, (None, None))
 FP8_TENSOR_E5M2 = ScaledFormat("fp8_tensor_e5m2", E5M2, SCALE_FP32, (None, None))
@@ -364,8 +459,6 @@ def encode(values_f32: np.ndarray, element: ElementFormat | str) -> np.ndarray:
 
 def encode_bits(values_f32: np.ndarray, element: ElementFormat, random_bytes: np.ndarray | None) -> np.ndarray:
     """`encode` in integers, or stochastic rounding by `random_bytes`, 0..255 per value (docs/numerics.md 5.4)."""
-    # Parts that stay in a processor's cache take a seventh of the time for millions of values.
-    # Parts that stay in a processor's cache take a seventh of the time for millions of values.
     # Parts that stay in a processor's cache take a seventh of the time for millions of values.
     codes = np.empty(values_f32.shape, np.uint8)
     values, flat = values_f32.reshape(-1), codes.reshape(-1)

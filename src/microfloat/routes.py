@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from microfloat.chips import Chip
-from microfloat.formats import E5M2, ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ScaledFormat
+from microfloat.formats import E2M1, E5M2, ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ScaledFormat
 from microfloat.layout import folded_format
 from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
@@ -37,7 +37,7 @@ NO_GRADIENT = (
     "Freeze it (model.requires_grad_(False)) and train adapters or inputs, or microfloat.torch.revert the model and "
     "train it under a recipe."
 )
-# The kinds of scale rules that kernels compute, by the scale format.
+# The scales that kernels and GEMMs know, and the kinds of rules that kernels compute for them.
 _RULE_KINDS = {SCALE_FP32: "ratio", SCALE_E8M0: "threshold", SCALE_E4M3: "two_level"}
 _BLOCKS = (16, 32, 64, 128)
 _LEAST_SCALE = 2.0**-6
@@ -194,7 +194,7 @@ def route_between(
     library: str = "torch",
 ) -> Route:  # fmt: skip
     """The route of a GEMM of two operands that exist as codes; None = an operand in high precision."""
-    if path == "folded" and lhs and rhs and lhs.format.scale.name == rhs.format.scale.name == "E4M3":
+    if path == "folded" and lhs and rhs and is_nvfp4(lhs.format) and is_nvfp4(rhs.format):
         return _route_of_folded(rhs.format, route_between(lhs, rhs, chip, accumulate, "exact", library), chip, library)
     kernels = _KERNELS[library]
 
@@ -218,10 +218,12 @@ def route_between(
     if chip is None:
         return route("float32", "plain operations decode and multiply it in float32", kernel="no chip")
     a, b = lhs.format, rhs.format
-    foreign = [fmt.element.name for fmt in (a, b) if fmt.element.name not in ELEMENTS]
+    foreign = [
+        f"{fmt.element.name} is not one of the stock elements" for fmt in (a, b) if fmt.element.name not in ELEMENTS
+    ]
+    foreign += [f"{fmt.scale.name} is not one of the stock scales" for fmt in (a, b) if fmt.scale not in _RULE_KINDS]
     if foreign:
-        reason = f"{foreign[0]} is not one of the stock elements: plain operations cast, decode and multiply it"
-        return route("float32", reason)
+        return route("float32", f"{foreign[0]}: plain operations cast, decode and multiply it")
     if a.element == b.element == E5M2:  # recipes cannot ask for it, stored operands can
         kind = "values" if a.scale.name == b.scale.name == "E8M0" else "float32"
         return route(kind, "no hardware multiplies E5M2 by E5M2")
@@ -279,6 +281,11 @@ def _are_fp8_blocks(a: ScaledFormat, b: ScaledFormat) -> bool:
     return a.scale.name == b.scale.name == "FP32" and a.block == (1, _SIDE) and b.block in blocks_of_b
 
 
+def is_nvfp4(fmt: ScaledFormat) -> bool:
+    """True for E2M1 elements with E4M3 scales, in blocks of any size."""
+    return fmt.scale == SCALE_E4M3 and fmt.element == E2M1
+
+
 def _are_mx(a: ScaledFormat, b: ScaledFormat) -> bool:
     return a.scale.name == b.scale.name == "E8M0" and a.block == b.block == (1, 32)
 
@@ -300,7 +307,7 @@ def _are_block_scaled(lhs: Encoding, rhs: Encoding, library: str) -> bool:
     if a.scale != b.scale or _are_mx(a, b):
         return a.scale == b.scale
     blocks = ((1, 16), (16, 16))
-    return all(fmt.scale.name == "E4M3" and fmt.block in blocks and fmt.tensor_scale != "row" for fmt in (a, b))
+    return all(is_nvfp4(fmt) and fmt.block in blocks and fmt.tensor_scale != "row" for fmt in (a, b))
 
 
 # ---- the kernels that serve a cast -------------------------------------------------------------------------------
@@ -321,19 +328,23 @@ def family_of(cast: Cast) -> tuple[str, str]:
     fmt, element = cast.format, cast.format.element
     if element.name not in ELEMENTS:
         return "", f"element {element.name}, which is not one of the stock elements"
-    if _RULE_KINDS.get(fmt.scale) != cast.rule.kind:
+    if fmt.scale not in _RULE_KINDS:
+        return "", f"scale {fmt.scale.name}, which is not one of the stock scales"
+    if fmt.scale == SCALE_E4M3 and element != E2M1:
+        return "", f"element {element.name} under E4M3 scales"
+    if _RULE_KINDS[fmt.scale] != cast.rule.kind:
         return "", unknown_kind(cast.rule)
     level = cast.rule.two_level
     # The rules that kernels compute with this capacity and sixth; the rest of a rule are constants of theirs.
     computed = () if level is None else (
-        TwoLevel(level.capacity, level.inverse_six or 1.0), TwoLevel(level.capacity, None, _LEAST_SCALE),
+        TwoLevel(level.capacity, level.inverse_max or 1.0), TwoLevel(level.capacity, None, _LEAST_SCALE),
         TwoLevel(level.capacity, None, _LEAST_SCALE, tensor_scale=False),
         TwoLevel(level.capacity, smallest_amax=level.capacity * 2.0**-117, four_over_six="mae"),
         TwoLevel(level.capacity, smallest_amax=level.capacity * 2.0**-117, four_over_six="mse"),
     )  # fmt: skip
     if level is not None and level not in computed:
         return "", f"the constants of the scale rule {cast.rule.name!r}"
-    if fmt.scale.name == "E4M3" and fmt.block in ((1, 16), (16, 16)) and element.name == "E2M1":
+    if fmt.scale == SCALE_E4M3 and fmt.block in ((1, 16), (16, 16)):
         return "nvfp4", ""
     if fmt.block in ((None, None), (1, None), (128, 128)) and fmt.scale.name == "FP32" and element.bits == 8:
         return "scaled", ""

@@ -1,36 +1,50 @@
 """Scale rules as rows of numbers: how an amax becomes a stored scale (docs/numerics.md, section 2).
 
-Three kinds, one for each scale format: E8M0 rules ("threshold") differ in one mantissa threshold; FP32 rules ("ratio")
-in whether the encode factor, max / amax, is rounded to a power of two; E4M3 rules ("two_level", NVFP4) in their
-headroom and order of operations. Whoever computes scales knows kinds, not names, and refuses a kind that it does not
-know.
+Three kinds, one for each kind of scale format: rules of powers of two such as E8M0 ("threshold") differ in one mantissa
+threshold; FP32 rules ("ratio") in whether the encode factor, max / amax, is rounded to a power of two; rules of scales
+with a mantissa such as E4M3 ("two_level") in their headroom and order of operations. Whoever computes scales knows
+kinds, not names, and refuses a kind that it does not know. A Cast takes a rule by its name, or a `ScaleRule` of a known
+kind by value.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 
+import numpy as np
+
+from microfloat.arguments import check_choice, check_int, check_name, check_number
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, unknown_name
-from microfloat.formats import SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, ScaleFormat
+from microfloat.formats import E2M1, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat, ScaleFormat
 
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """Constants of one NVFP4 rule. All are exact float32 values.
+    """Constants of one rule of block scales with a mantissa. All are exact float32 values; the defaults are NVFP4's.
 
     `capacity`: the largest magnitude that codes x block scale can hold under a tensor scale of one; the encode factor
-    of the tensor is ``capacity / A``. `inverse_six`: the factor that turns a block amax into a block scale (None where
-    the rule divides by 6 instead). `smallest_scale`, `largest_scale`: clamps of the block scale (0 = none).
-    `smallest_amax`: lower clamp of the tensor amax, which keeps the encode factor at about 2^117 or below.
-    `tensor_scale`: False for one-level.
+    of the tensor is ``capacity / A``. `inverse_max`: the factor that turns a block amax into a block scale (None where
+    the rule divides by the element's max instead). `smallest_scale`, `largest_scale`: clamps of the block scale (0 =
+    none). `smallest_amax`: lower clamp of the tensor amax, which keeps a step of the block scale times the tensor scale
+    a normal number. `tensor_scale`: False for one-level.
     `four_over_six`: None, or the error that chooses between mapping the block maximum to 6 or to 4 ("mae", "mse").
     """
 
     capacity: float
-    inverse_six: float | None = None
+    inverse_max: float | None = None
     smallest_scale: float = 0.0
     largest_scale: float = 448.0
     smallest_amax: float = 2688.0 * 2.0**-117
     tensor_scale: bool = True
     four_over_six: str | None = None
+
+    @staticmethod
+    def of(element: ElementFormat, scale: ScaleFormat, *, headroom: float = 1.0, one_level: bool = False) -> "TwoLevel":
+        """The constants of `two_level`, or of `one_level`, for a pair of formats; `headroom` times their capacity."""
+        reach = float(np.float32(element.max * headroom))
+        smallest, inverse = (scale.element.min_normal, None) if one_level else (0.0, float(np.float32(1 / reach)))
+        capacity = float(np.float32(reach * scale.element.max))
+        least = element.max * scale.element.max * 2.0**-126 / scale.element.step
+        return TwoLevel(capacity, inverse, smallest, scale.element.max, least, not one_level)
 
 
 _THRESHOLDS = ("never", "any", "even", "max")
@@ -39,35 +53,49 @@ KINDS = ("ratio", "threshold", "two_level")
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """One named rule: the scale format it writes, and the numbers that its kind needs.
+    """One named rule: a scale format that it writes, and the numbers that its kind needs.
 
     `kind`: how the numbers are used. None is the kind that `thresholds` or `two_level` belong to; a rule without them,
-    and without a kind, is a kind of its own, which every backend refuses until it computes it.
+    and without a kind, is a kind of its own, which every backend refuses until it computes it. `thresholds`: "never",
+    "any", "even", "max", or the mantissa of the block amax in [0, 2^23] from which the next power of two is taken, for
+    every element or by the names of elements. The names of the stock rules stand for their numbers.
     """
 
     name: str
     scale: ScaleFormat
-    summary: str
+    summary: str = ""
     power_of_two: bool = False
-    thresholds: dict[str, int] | str | None = None
+    thresholds: dict[str, int] | str | int | None = None
     two_level: TwoLevel | None = None
     kind: str | None = None
 
     def __post_init__(self) -> None:
+        check_name("ScaleRule.name", self.name)
+        if not isinstance(self.scale, ScaleFormat):
+            raise invalid_type("ScaleRule.scale", type(self.scale), "a ScaleFormat such as formats.SCALE_E8M0")
+        given = self.thresholds
+        for value in given.values() if isinstance(given, dict) else [given] if isinstance(given, int) else ():
+            check_int("ScaleRule.thresholds", value, 1, 1 << 23)
+        if not isinstance(self.two_level, TwoLevel | None):
+            raise invalid_type(
+                "ScaleRule.two_level", type(self.two_level), "a TwoLevel, such as TwoLevel.of(E2M1, scale)"
+            )
         if self.kind is None:
-            threshold = isinstance(self.thresholds, dict) or self.thresholds in _THRESHOLDS
+            threshold = isinstance(self.thresholds, dict | int) or self.thresholds in _THRESHOLDS
             kind = "two_level" if self.two_level is not None else "threshold" if threshold else self.name
             object.__setattr__(self, "kind", kind)
+        # Beside the fields, as in ScaledFormat: all numbers, as JSON.
+        object.__setattr__(self, "contents", json.dumps(asdict(self), sort_keys=True))
 
     def __hash__(self) -> int:
         return hash(self.name)
 
+    def __str__(self) -> str:
+        return self.name
+
 
 # Qwix's outlier-aware threshold: the exact image of its float32 chain on the mantissa (numerics 2.2; arXiv 2603.08713).
 _OUTLIER_AWARE = {"E4M3": 0x6703BD, "E2M1": 0x5F9000}
-_INVERSE_SIX = float.fromhex("0x1.555556p-3")  # f32(1/6)
-_CAPACITY_17_16 = float.fromhex("0x1.3c3c3cp+11")  # f32(2688 * 16/17)
-_INVERSE_SIX_17_16 = float.fromhex("0x1.6aaaaap-3")  # f32(17/96)
 
 
 def _four_over_six(error: str, bound: int) -> ScaleRule:
@@ -88,7 +116,7 @@ SCALE_RULES = {
         ScaleRule("oas", SCALE_E8M0, "outlier aware: may clip up to 3 %", thresholds=_OUTLIER_AWARE),
         ScaleRule(
             "two_level", SCALE_E4M3, "E4M3 block scale under an FP32 tensor scale",
-            two_level=TwoLevel(capacity=2688.0, inverse_six=_INVERSE_SIX),
+            two_level=TwoLevel.of(E2M1, SCALE_E4M3),
         ),
         ScaleRule(
             "two_level_torchao", SCALE_E4M3, "the same, dividing by 6 first; block scale >= 2^-6",
@@ -98,10 +126,14 @@ SCALE_RULES = {
             "one_level_e4m3", SCALE_E4M3, "E4M3 block scale only, >= 2^-6",
             two_level=TwoLevel(capacity=2688.0, smallest_scale=2.0**-6, tensor_scale=False),
         ),
+        ScaleRule(
+            "one_level", SCALE_E4M3, "block scale with a mantissa only, at least its smallest normal value",
+            two_level=TwoLevel.of(E2M1, SCALE_E4M3, one_level=True),
+        ),
         *(_four_over_six(error, bound) for error in ("mae", "mse") for bound in (256, 448)),
         ScaleRule(
             "two_level_17_16", SCALE_E4M3, "two_level with 16/17 headroom, so that stochastic rounding does not clip",
-            two_level=TwoLevel(capacity=_CAPACITY_17_16, inverse_six=_INVERSE_SIX_17_16),
+            two_level=TwoLevel.of(E2M1, SCALE_E4M3, headroom=16 / 17),
         ),
     )
 }  # fmt: skip
@@ -125,6 +157,8 @@ def e8m0_threshold(rule: ScaleRule, element: ElementFormat) -> int:
 
     ``b = E(amax) - emax + (M(amax) >= threshold)``; 2^23 means never (docs/numerics.md 2.2).
     """
+    if isinstance(rule.thresholds, int):
+        return rule.thresholds
     if isinstance(rule.thresholds, dict):
         return rule.thresholds[element.name]
     max_mantissa = int((element.max / 2.0**element.emax - 1.0) * 2**23)
@@ -136,30 +170,79 @@ def e8m0_threshold(rule: ScaleRule, element: ElementFormat) -> int:
     }[str(rule.thresholds)]
 
 
-def resolve_scale_rule(name: str | None, fmt: ScaledFormat) -> str:
-    """The canonical rule name for `fmt` (None = its default); InvalidValueError for a rule of another family."""
-    name = fmt.default_scale_rule if name is None else name
-    if not isinstance(name, str):
-        raise invalid_type("scale_rule", type(name), "the name of a rule, such as 'rceil', or None")
-    canonical = _ALIASES.get(name, name)
-    if canonical not in SCALE_RULES:
-        raise unknown_name("scale_rule", name, [*SCALE_RULES, *_ALIASES])
-    rule = SCALE_RULES[canonical]
-    if rule.scale != fmt.scale:
-        fitting = [other.name for other in SCALE_RULES.values() if other.scale == fmt.scale]
+# Rules whose numbers follow from the formats; other stock rules of this kind are for E2M1 elements and E4M3 scales.
+_OPEN = {"two_level": False, "one_level": True}
+
+
+def resolve_scale_rule(given: str | ScaleRule | None, fmt: ScaledFormat) -> str | ScaleRule:
+    """The canonical name of a stock rule for `fmt` (None = its default), or a rule of a user's own itself.
+
+    InvalidValueError for a rule of another kind than the scales of `fmt`, for other elements, or with numbers that
+    leave float32.
+    """
+    given = fmt.default_scale_rule if given is None else given
+    if not isinstance(given, str | ScaleRule):
+        needed = "the name of a rule, such as 'rceil', a ScaleRule, or None"
+        raise invalid_type("scale_rule", type(given), needed)
+    name = _ALIASES.get(str(given), str(given))
+    if isinstance(given, str) and name not in SCALE_RULES:
+        raise unknown_name("scale_rule", given, [*SCALE_RULES, *_ALIASES])
+    rule = given if isinstance(given, ScaleRule) else SCALE_RULES[name]
+    if SCALE_RULES.get(name, rule) != rule:
+        raise invalid_value("ScaleRule.name", f"{name!r} for other numbers than the stock rule's", "a name of its own")
+    if rule.kind != fmt.scale.kind if rule.kind in KINDS else rule.scale != fmt.scale:
+        fitting = [other.name for other in SCALE_RULES.values() if other.kind == fmt.scale.kind]
         raise invalid_value(
-            "scale_rule", repr(name), f"a rule that writes {fmt.scale} scales, as {fmt.name} has them",
+            "scale_rule", repr(str(given)), f"a rule that writes {fmt.scale} scales, as {fmt.name} has them",
             "Choose one of " + ", ".join(fitting) + ".",
         )  # fmt: skip
     if isinstance(rule.thresholds, dict) and fmt.element.name not in rule.thresholds:
-        raise invalid_value(
-            "scale_rule", f"{name!r} with {fmt.element} elements", "E4M3 or E2M1 elements", "Use 'rceil' instead."
+        needed = " or ".join(rule.thresholds) + " elements"
+        raise invalid_value("scale_rule", f"{name!r} with {fmt.element} elements", needed, "Use 'rceil' instead.")
+    if rule.two_level is not None:
+        _check_level(rule.two_level, name, fmt)
+    return name if name in SCALE_RULES else rule
+
+
+def _check_level(level: TwoLevel, name: str, fmt: ScaledFormat) -> None:
+    """Refuse formats that a rule with this level does not serve, and numbers that it cannot compute with."""
+    stock, element = SCALE_RULES.get(name), fmt.element
+    if stock and name not in _OPEN and (element.max, element.bits, fmt.scale) != (6.0, 4, SCALE_E4M3):
+        got, fix = (
+            f"{name!r} with {element} elements and {fmt.scale} scales",
+            "Use 'two_level', 'one_level' or your own.",
         )
-    if rule.two_level is not None and (fmt.element.max, fmt.element.bits) != (6.0, 4):
-        raise invalid_value("scale_rule", f"{name!r} with {fmt.element} elements", "E2M1 elements")
-    if rule.two_level is not None and rule.two_level.tensor_scale and fmt.tensor_scale is None:
+        raise invalid_value("scale_rule", got, "E2M1 elements and E4M3 scales", fix)
+    if level.four_over_six and (element.max, element.bits) != (6.0, 4):
+        raise invalid_value("scale_rule", f"{name!r} with {element} elements", "E2M1 elements")
+    if level.tensor_scale and fmt.tensor_scale is None:
         raise invalid_value(
             "scale_rule", f"{name!r} on {fmt.name}, which has no tensor scale", "a format with tensor_scale='tensor'",
             "Use NVFP4, or the rule 'one_level_e4m3'.",
         )  # fmt: skip
-    return canonical
+    if stock is None:
+        check_choice("TwoLevel.four_over_six", level.four_over_six or "mae", ("mae", "mse"), or_none=True)
+        scale, divides = fmt.scale.element, level.inverse_max is None and level.four_over_six is None
+        limits = {
+            "capacity": (2.0**-60, 2.0**120), "smallest_scale": (scale.step if divides else 0.0, scale.max),
+            "largest_scale": (scale.step, scale.max), "inverse_max": (2.0**-60, 2.0**60),
+            "smallest_amax": (level.capacity * 2.0**-126 / scale.step, 2.0**127),
+        }  # fmt: skip
+        for field, ends in limits.items():
+            value = getattr(level, field)
+            needed = f"a float32 number in {list(ends)} for {fmt.scale} scales"
+            exact = (
+                value if value is None else float(np.float32(check_number(f"TwoLevel.{field}", value, needed, *ends)))
+            )
+            if exact != value:
+                raise invalid_value(f"TwoLevel.{field}", repr(value), needed, f"Use {exact!r}.")
+
+
+def rule_of(resolved: str | ScaleRule, fmt: ScaledFormat) -> ScaleRule:
+    """The rule that `resolve_scale_rule` found, with the numbers that it has for `fmt`."""
+    if isinstance(resolved, ScaleRule):
+        return resolved
+    rule = SCALE_RULES[resolved]
+    if resolved not in _OPEN or (fmt.element, fmt.scale) == (E2M1, SCALE_E4M3):
+        return rule
+    return replace(rule, scale=fmt.scale, two_level=TwoLevel.of(fmt.element, fmt.scale, one_level=_OPEN[resolved]))

@@ -141,13 +141,13 @@ def test_thresholds_of_the_table():
 def test_constants_of_the_two_level_rules_are_float32():
     for rule in SCALE_RULES.values():
         constants = rule.two_level
-        for name in ("capacity", "inverse_six", "smallest_amax", "smallest_scale", "largest_scale"):
+        for name in ("capacity", "inverse_max", "smallest_amax", "smallest_scale", "largest_scale"):
             value = getattr(constants, name, None)
             assert value is None or float(np.float32(value)) == value, (rule.name, name)
     bits = {name: int(np.float32(value).view(np.uint32)) for name, value in {
-        "c6": SCALE_RULES["two_level"].two_level.inverse_six,
+        "c6": SCALE_RULES["two_level"].two_level.inverse_max,
         "F17": SCALE_RULES["two_level_17_16"].two_level.capacity,
-        "c6_17": SCALE_RULES["two_level_17_16"].two_level.inverse_six,
+        "c6_17": SCALE_RULES["two_level_17_16"].two_level.inverse_max,
     }.items()}  # fmt: skip
     assert bits == {"c6": 0x3E2AAAAB, "F17": 0x451E1E1E, "c6_17": 0x3E355555}
     for name, bound in (("two_level", 448), ("four_over_six_mae_256", 256), ("four_over_six_mse_448", 448)):

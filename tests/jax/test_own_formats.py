@@ -9,7 +9,7 @@ from microfloat.chips import Chip
 from microfloat.formats import E2M1, E3M2, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat
 from microfloat.recipes import Cast, CustomRecipe, Delayed, Gemm
 from microfloat.routes import route_of
-from tests.formats.elements import wild_matrix
+from tests.formats.elements import own_casts, wild_matrix
 
 E3M4 = ElementFormat("E3M4", 3, 4, bias=3, max=31.0, has_inf=False, has_nan=False)
 E3M4_IEEE = ElementFormat("E3M4_IEEE", 3, 4, bias=3, max=15.5, has_inf=True, has_nan=True)
@@ -31,6 +31,16 @@ def test_bytes_and_values_are_the_oracles(element):
     from microfloat.jax.numerics.bits import decode
 
     np.testing.assert_array_equal(np.asarray(decode(codes, element)), formats.decode(codes, element))
+
+
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("two levels", "short powers"))
+@pytest.mark.parametrize("name", own_casts())
+def test_scales_and_rules_of_a_users_own_have_the_oracles_bytes(name):
+    cast, x = own_casts()[name], wild_matrix()
+    ours, oracle = mj.quantize(x, cast, seed=3), reference.quantize(x, cast, seed=3)
+    assert np.asarray(ours.codes).tobytes() == oracle.codes.tobytes()
+    assert np.asarray(ours.scale).tobytes() == oracle.scale.tobytes()
+    np.testing.assert_array_equal(np.asarray(ours.dequantize()), reference.dequantize(oracle))
 
 
 @pytest.mark.parametrize("chip", [(8, 0), (9, 0), (10, 0)])

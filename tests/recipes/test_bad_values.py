@@ -50,7 +50,7 @@ VALUES = [
 BASES = {
     ElementFormat: {"name": "mine", "exponent_bits": 4, "mantissa_bits": 3, "bias": 7, "max": 448.0, "has_inf": False,
                     "has_nan": True},
-    ScaleFormat: {"name": "E8M0", "bits": 8},
+    ScaleFormat: {"name": "UE5M3", "bits": 8, "exponent_bits": 5, "mantissa_bits": 3, "bias": 15},
     ScaledFormat: {"name": "mine", "element": E4M3, "scale": SCALE_E8M0, "block": (1, 32), "tensor_scale": None},
     Current: {"amax_epsilon": 0.0},
     Delayed: {"margin": 0, "amax_history_len": 4, "amax_compute_algo": "max", "reduce_amax": True},
@@ -92,8 +92,9 @@ def test_every_field_takes_what_it_is_for_or_refuses_by_name(make):
         for value in VALUES:
             made, message = _made(make, {**base, field: value})
             if made is None:
-                # A pair, or the numbers of an element, may not fit each other: then the error speaks of all of them.
-                assert field in message.partition(": got")[0] or make in (Gemm, ElementFormat), (field, message)
+                # A pair, or numbers of a format, may not fit each other: then the error speaks of all of them.
+                together = (Gemm, ElementFormat, ScaleFormat)
+                assert field in message.partition(": got")[0] or make in together, (field, message)
                 assert len(message) < 900
                 refused += 1
             else:
@@ -176,12 +177,18 @@ def element(exponent_bits, mantissa_bits, bias, largest, has_inf=False, has_nan=
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 3, 7, 449.0, False, True), r"ElementFormat\.max: got 449, .*The nearest is 448\."),
-        ((4, 3, 7, 1e9, False, True), r"ElementFormat\.max: got 1e\+09.*The nearest is 480\."),
-        # A hint is one that the next call takes: with the bias, and never a value below 4.
-        ((1, 6, 0, 7.9375, False, False), r"got 7\.9375.* With bias=-1 it is the largest one\.$"),
-        ((2, 1, 4, 6.0, False, False), r"got 6, .* With bias=1 it is the largest one\.$"),
-        ((1, 2, 3, 30.0, False, False), r"got 30, .* No value reaches 4: choose a bias of -1 or less\.$"),
+        # A hint is a call that is accepted: with the bias that keeps the value, else with the nearest value.
+        (
+            (4, 3, 7, 449.0, False, True),
+            r"max: got 449, .* Accepted: ElementFormat\('mine', 4, 3, bias=7, max=448\.0, ",
+        ),
+        ((4, 3, 7, 1e9, False, True), r"max: got 1e\+09.* bias=7, max=448\.0, has_inf=False, has_nan=True\)\.$"),
+        (
+            (1, 6, 0, 7.9375, False, False),
+            r"got 7\.9375.* Accepted: ElementFormat\('mine', 1, 6, bias=-1, max=7\.9375, ",
+        ),
+        ((2, 1, 4, 6.0, False, False), r"got 6, .* Accepted: ElementFormat\('mine', 2, 1, bias=1, max=6\.0, "),
+        ((1, 2, 3, 30.0, False, False), r"got 30, .* Accepted: ElementFormat\('mine', 1, 2, bias=-1, max=7\.0, "),
         ((4, 3, 7, 0.0, False, True), r"ElementFormat\.max: got 0\.0, needed the largest finite value"),
         ((4, 3, 7, -448.0, False, True), r"ElementFormat\.max: got -448"),
         ((4, 3, 7, math.nan, False, True), r"ElementFormat\.max: got nan"),
@@ -192,7 +199,7 @@ def element(exponent_bits, mantissa_bits, bias, largest, has_inf=False, has_nan=
         ((4, 3, -80, 2.0**80, False, True), r"ElementFormat\.bias: got -80, needed an int in \[-60, 60\]"),
         ((4, 3, -50, 2.0**62, False, True), r"ElementFormat\.max: got 4\.6\d*e\+18, needed .* in \[4, 2\^60\]"),
         ((4, 3, 7, 480.0, False, True), "with 0 codes above it, has_inf=False, has_nan=True"),
-        ((4, 3, 7, 448.0), "with 1 codes above it, has_inf=False, has_nan=False.*largest value of all codes is 480"),
+        ((4, 3, 7, 448.0), "with 1 codes above it, has_inf=False, has_nan=False.* bias=7, max=480"),
         ((5, 2, 15, 57344.0, True), "has_inf=True, has_nan=False"),
         ((5, 2, 15, 49152.0, True, True), "with 5 codes above it"),
         ((2, 1, 3, 1.5), r"ElementFormat\.max: got 1\.5, needed .* in \[4, 2\^60\]"),

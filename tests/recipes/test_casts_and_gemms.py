@@ -72,10 +72,12 @@ def test_casts_that_cannot_be(arguments, error, message):
         Cast(*arguments)
 
 
-def test_two_level_rules_need_e2m1_and_a_tensor_scale():
+def test_two_level_rules_take_their_numbers_from_the_formats_and_need_a_tensor_scale():
     eight_bit = ScaledFormat("mine", formats.E4M3, formats.SCALE_E4M3, (1, 16), "tensor")
-    with pytest.raises(InvalidValueError, match="'two_level' with E4M3 elements, needed E2M1"):
-        Cast(eight_bit)
+    assert Cast(eight_bit).rule.two_level.capacity == 448.0 * 448.0
+    for rule in ("two_level_17_16", "four_over_six", "two_level_torchao"):  # whose numbers are those of NVFP4
+        with pytest.raises(InvalidValueError, match=r"with E4M3 elements and E4M3 scales, needed E2M1.*'one_level'"):
+            Cast(eight_bit, rule)
     one_level = ScaledFormat("mine", formats.E2M1, formats.SCALE_E4M3, (1, 16))
     assert Cast(one_level).scale_rule == "one_level_e4m3"
     with pytest.raises(InvalidValueError, match="Use NVFP4, or the rule 'one_level_e4m3'"):

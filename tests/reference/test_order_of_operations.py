@@ -52,7 +52,7 @@ def block_scales(rule, amax, a):
 @pytest.mark.parametrize("rule", ["two_level", "two_level_17_16"])
 def test_block_scale_of_two_level(rule):
     constants = SCALE_RULES[rule].two_level
-    capacity, c6 = f32(constants.capacity), f32(constants.inverse_six)
+    capacity, c6 = f32(constants.capacity), f32(constants.inverse_max)
     other_orders = {"a * S * c6": 0, "a / 6 * S": 0}
     for amax in AMAXES:
         a = neighbours(midpoints(E4M3, 0x08, 0x7E) / (float(capacity) / amax * c6)).reshape(-1)
@@ -120,8 +120,8 @@ def test_encode_factor(rule):
     for amax in AMAXES:
         maximum = f32(amax * f32(0.25))  # a block scale near 112, no power of two
         p = amax / capacity if constants.tensor_scale else ONE
-        if constants.inverse_six is not None:
-            sb = decode(sb_two_level(maximum, amax, capacity, f32(constants.inverse_six)), E4M3)
+        if constants.inverse_max is not None:
+            sb = decode(sb_two_level(maximum, amax, capacity, f32(constants.inverse_max)), E4M3)
             factor = ONE / (sb * (ONE / (capacity / amax)))
             others = {
                 "1 / sb * S": ONE / sb * (capacity / amax),

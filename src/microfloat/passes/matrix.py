@@ -179,11 +179,11 @@ def kernel_cast(cast: Cast) -> KernelCast:
     scaled = ScaledCast(element.mantissa_bits, element.bias, numbers_of_rule, cast.is_stochastic, cast.is_gradient)
     nvfp4, level = None, cast.rule.two_level
     if family == "nvfp4" and level is not None:
-        rule = TWO_LEVEL if level.inverse_six is not None else TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
+        rule = TWO_LEVEL if level.inverse_max is not None else TWO_LEVEL_DIVIDED if level.tensor_scale else ONE_LEVEL
         if level.four_over_six is not None:
             rule = FOUR_OVER_SIX_MSE if level.four_over_six == "mse" else FOUR_OVER_SIX_MAE
         nvfp4 = Nvfp4Cast(
-            rule.value, level.capacity, level.inverse_six or 0.0, cast.is_stochastic,
+            rule.value, level.capacity, level.inverse_max or 0.0, cast.is_stochastic,
             NO_SIGNS if cast.hadamard is None else cast.hadamard.sign_mask, fmt.block[0] != 1,
             cast.tensor_scale == "row", OUTPUT=0, ALIGNED=False, GRADIENT=cast.is_gradient,
         )  # fmt: skip

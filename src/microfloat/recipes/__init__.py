@@ -12,10 +12,11 @@ from microfloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8Blo
 from microfloat.recipes.names import FAMILIES, RECIPES, from_name, get_default_recipe
 from microfloat.recipes.nvfp4 import NVFP4BlockScaling
 from microfloat.recipes.placement import Placement
+from microfloat.scale_rules import ScaleRule, TwoLevel
 
 __all__ = [
     "FAMILIES", "RECIPES", "Cast", "Current", "CustomRecipe", "Delayed", "DelayedScaling", "Float8BlockScaling",
     "Float8CurrentScaling", "Float8RowScaling", "Format", "Gemm", "Hadamard", "MXFP4BlockScaling", "MXFP6BlockScaling",
-    "MXFP8BlockScaling", "NVFP4BlockScaling", "Placement", "Recipe", "Static", "WeightActivation", "WeightOnly",
-    "as_cast", "from_name", "get_default_recipe",
+    "MXFP8BlockScaling", "NVFP4BlockScaling", "Placement", "Recipe", "ScaleRule", "Static", "TwoLevel",
+    "WeightActivation", "WeightOnly", "as_cast", "from_name", "get_default_recipe",
 ]  # fmt: skip

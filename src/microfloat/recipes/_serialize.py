@@ -3,11 +3,13 @@
 import functools
 import json
 from dataclasses import fields
+from typing import Any
 
 from microfloat.arguments import check_choice, check_keys
 from microfloat.errors import InvalidValueError, invalid_type, invalid_value
 from microfloat.formats import FORMATS, ElementFormat, ScaledFormat, ScaleFormat
 from microfloat.recipes.cast import Cast, Current, Delayed, Hadamard, Static, as_scaled_format
+from microfloat.scale_rules import ScaleRule, TwoLevel
 
 
 def format_to_data(fmt: ScaledFormat) -> str | dict:
@@ -19,11 +21,26 @@ def format_from_data(data: str | dict) -> ScaledFormat:
     """The format that `format_to_data` wrote."""
     if isinstance(data, str):
         return as_scaled_format(data)
-    element, scale = (
-        cls(**check_keys(name, check_keys("format", data, _names(ScaledFormat))[name], _names(cls)))
-        for name, cls in (("element", ElementFormat), ("scale", ScaleFormat))
+    parts = check_keys("format", data, _names(ScaledFormat))
+    element = ElementFormat(**check_keys("element", parts["element"], _names(ElementFormat)))
+    return ScaledFormat(**{**parts, "element": element, "scale": _scale_from_data(parts["scale"])})
+
+
+def _scale_from_data(data: dict) -> ScaleFormat:
+    names = _names(ScaleFormat)  # of a stock one the name says all
+    return ScaleFormat(
+        **check_keys("scale", {**dict.fromkeys(names), **data} if isinstance(data, dict) else data, names)
     )
-    return ScaledFormat(**{**data, "element": element, "scale": scale})
+
+
+def _rule_from_data(data: object) -> Any:
+    """The scale rule of a Cast: a name, or all numbers of a rule of a user's own."""
+    if not isinstance(data, dict):
+        return data
+    data = check_keys("scale_rule", data, _names(ScaleRule))
+    level = data["two_level"]
+    level = level and TwoLevel(**check_keys("two_level", level, _names(TwoLevel)))
+    return ScaleRule(**{**data, "scale": _scale_from_data(data["scale"]), "two_level": level})
 
 
 def _names(cls: type) -> list[str]:
@@ -71,4 +88,5 @@ def cast_from_data(data: dict | None) -> Cast | None:
     del numbers["kind"]
     transform = data["hadamard"]
     hadamard = None if transform is None else Hadamard(**check_keys("hadamard", transform, _names(Hadamard)))
-    return Cast(format_from_data(data["format"]), data["scale_rule"], data["rounding"], hadamard, kind(**numbers))
+    rule = _rule_from_data(data["scale_rule"])
+    return Cast(format_from_data(data["format"]), rule, data["rounding"], hadamard, kind(**numbers))

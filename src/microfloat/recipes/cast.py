@@ -9,7 +9,7 @@ from typing import ClassVar
 from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
-from microfloat.scale_rules import SCALE_RULES, ScaleRule, resolve_scale_rule
+from microfloat.scale_rules import ScaleRule, resolve_scale_rule, rule_of
 
 _KEYS: "dict[HashOnce, object]" = {}  # see `HashOnce._key`
 
@@ -130,12 +130,13 @@ class CastFacts(HashOnce):
 class Cast(CastFacts):
     """How one operand is cast to low precision: format, scale rule, rounding, Hadamard transform, scaling.
 
-    The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8". Raises
-    InvalidValueError for a combination that is not defined (docs/numerics.md, section 10).
+    The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8", `scale_rule`
+    a name or a `ScaleRule` of a user's own. Raises InvalidValueError for a combination that is not defined
+    (docs/numerics.md, section 10).
     """
 
     format: ScaledFormat
-    scale_rule: str | None = None
+    scale_rule: str | ScaleRule | None = None
     rounding: str = "nearest"
     hadamard: Hadamard | None = None
     scaling: Current | Delayed = None  # type: ignore[assignment]  # as the format, resolved below
@@ -153,7 +154,7 @@ class Cast(CastFacts):
         if not isinstance(self.scaling, Current | Delayed):
             raise invalid_type("scaling", type(self.scaling), "Current(...) or Delayed(...)")
         scaling, hadamard = self.scaling, self.hadamard
-        rule = SCALE_RULES[str(self.scale_rule)]
+        rule = rule_of(self.scale_rule, fmt)  # type: ignore[arg-type]  # resolved above
         object.__setattr__(self, "rule", rule)
         object.__setattr__(self, "is_delayed", isinstance(scaling, Delayed))
         object.__setattr__(self, "is_static", isinstance(scaling, Static))
@@ -167,7 +168,7 @@ class Cast(CastFacts):
             scaling = Delayed()  # how a history is read plays no part in a cast
         numbers = tuple([(name, getattr(scaling, name)) for name in type(scaling).__dataclass_fields__])
         contents = contents_of_cast(
-            self.format.contents, self.scale_rule, self.rounding,
+            self.format.contents, getattr(self.scale_rule, "contents", self.scale_rule), self.rounding,
             None if hadamard is None else (hadamard.size, hadamard.sign_mask), type(scaling).__name__, numbers,
         )  # fmt: skip
         object.__setattr__(self, "contents", contents)
@@ -192,19 +193,19 @@ class Cast(CastFacts):
             )  # fmt: skip
         if self.chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
             raise invalid_value(
-                "scale_rule", f"{self.scale_rule!r} with Hadamard or stochastic rounding",
+                "scale_rule", f"{str(self.scale_rule)!r} with Hadamard or stochastic rounding",
                 "nearest rounding, no Hadamard",
                 "four_over_six chooses by the error of nearest rounding; use 'two_level' here.",
             )  # fmt: skip
         is_per_tensor_amax = self.format.is_per_tensor and self.scale_rule == "amax"
         if isinstance(self.scaling, Delayed) and not is_per_tensor_amax:
             raise invalid_value(
-                "scaling", f"Delayed with {self.format.name} and rule {self.scale_rule!r}",
+                "scaling", f"Delayed with {self.format.name} and rule {str(self.scale_rule)!r}",
                 "FP8_TENSOR or FP8_TENSOR_E5M2 with rule 'amax'", "Use Current() here.",
             )  # fmt: skip
         if isinstance(self.scaling, Static) and (not self.takes_amax or self.tensor_scale == "row"):
             raise invalid_value(
-                "scaling", f"Static with {self.format.name} and rule {self.scale_rule!r}",
+                "scaling", f"Static with {self.format.name} and rule {str(self.scale_rule)!r}",
                 "a format with one scale for the whole tensor: FP8_TENSOR or NVFP4", "Use Current() here.",
             )  # fmt: skip
         if isinstance(self.scaling, Current) and self.scaling.amax_epsilon and self.format.scale.name != "FP32":
@@ -213,7 +214,7 @@ class Cast(CastFacts):
     @functools.cached_property
     def of_gradient(self) -> "Cast":
         """The same cast of an output gradient, as the products of a layer run it."""
-        if self.format.scale.name == "E8M0":
+        if self.rule.kind == "threshold":
             return self
         made = object.__new__(GradientCast)
         vars(made).update(vars(self))  # which were checked when this cast was made
@@ -254,7 +255,8 @@ def contents_of_cast(
 ) -> str:
     """The `contents` of a Cast as JSON; `fmt`: those of its format, `numbers`: names and values of the scaling."""
     data = {
-        "format": json.loads(fmt), "scale_rule": scale_rule, "rounding": rounding,
+        "format": json.loads(fmt), "rounding": rounding,
+        "scale_rule": json.loads(scale_rule) if scale_rule and scale_rule.startswith("{") else scale_rule,
         "hadamard": hadamard and {"size": hadamard[0], "sign_mask": hadamard[1]},
         "scaling": {"kind": scaling, **dict(numbers)},
     }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from microfloat.formats import E4M3, decode, encode
+from microfloat.formats import ElementFormat, decode, encode
 from microfloat.recipes import Cast, Current
 from microfloat.reference._operand import block_max, padded, spread
 from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
@@ -57,13 +57,18 @@ def _amax(x_RC: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:
 
 
 def _e8m0(x_RC: np.ndarray, cast: Cast) -> BlockScales:
-    """``b = clamp(E(a) - emax + (M(a) >= threshold), 0, 254)``, 255 for NaN and Inf; encode by 2^(127 - b)."""
-    element = cast.format.element
+    """``b = clamp(E(a) - emax + (M(a) >= threshold), 0, 254)``, 255 for NaN and Inf; encode by 2^(127 - b).
+
+    Other powers of two store ``b - lowest``, with b between the exponent fields of their smallest and largest value.
+    """
+    element, scale = cast.format.element, cast.format.scale
     bits = block_max(magnitude_bits(x_RC), cast.format.block)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     bump = mantissa >= e8m0_threshold(cast.rule, element)
-    byte = np.where(exponent == 255, 255, np.clip(exponent - element.emax + bump, 0, 254))
-    return BlockScales(byte.astype(np.uint8), np.ldexp(_F32(1), 127 - byte).astype(np.float32), byte == 255)
+    field = np.clip(exponent - element.emax + bump, scale.lowest, scale.lowest + scale.nan_code - 1)
+    is_nan = exponent == 255
+    byte = np.where(is_nan, scale.nan_code, field - scale.lowest)
+    return BlockScales(byte.astype(np.uint8), np.ldexp(_F32(1), 127 - field).astype(np.float32), is_nan)
 
 
 def encode_factor(measured: np.ndarray, cast: Cast) -> np.ndarray:
@@ -103,30 +108,30 @@ def tensor_level(amax: np.ndarray, constants: TwoLevel) -> TensorLevel:
 
 
 def _two_level(x_RC: np.ndarray, cast: Cast, constants: TwoLevel, amax: np.ndarray | None) -> BlockScales:
-    """E4M3 block scales under an FP32 tensor scale (docs/numerics.md 2.4 to 2.7)."""
+    """Block scales with a mantissa, such as E4M3, under an FP32 tensor scale (docs/numerics.md 2.4 to 2.7)."""
     if amax is None:
         per_row = cast.format.tensor_scale == "row"
         amax = _amax(x_RC, (1, None) if per_row else (None, None))
         amax = amax if per_row else amax.reshape(())
     tensor = tensor_level(amax, constants)
-    block_amax = _amax(x_RC, cast.format.block)
+    block_amax, scale = _amax(x_RC, cast.format.block), cast.format.scale.element
     if constants.four_over_six is not None:
         byte, factor = _four_over_six(x_RC, cast, constants, tensor, block_amax)
-    elif constants.inverse_six is not None:
-        byte, factor = _block_level(block_amax * (tensor.encode * _F32(constants.inverse_six)), tensor)
+    elif constants.inverse_max is not None:
+        byte, factor = _block_level(block_amax * (tensor.encode * _F32(constants.inverse_max)), scale, tensor)
     else:
-        target = block_amax / _F32(6) / tensor.stored
-        byte = encode(np.clip(target, _F32(constants.smallest_scale), _F32(constants.largest_scale)), E4M3)
-        factor = _F32(1) / tensor.stored / decode(byte, E4M3)
+        target = block_amax / _F32(cast.format.element.max) / tensor.stored
+        byte = encode(np.clip(target, _F32(constants.smallest_scale), _F32(constants.largest_scale)), scale)
+        factor = _F32(1) / tensor.stored / decode(byte, scale)
     is_nan = block_max(magnitude_bits(x_RC), cast.format.block) > _INFINITY_BITS
-    stored = np.where(is_nan, np.uint8(E4M3.nan_code), byte)
+    stored = np.where(is_nan, np.uint8(scale.nan_code), byte)
     return BlockScales(stored, factor, is_nan, tensor.stored if constants.tensor_scale else None)
 
 
-def _block_level(target: np.ndarray, tensor: TensorLevel) -> tuple[np.ndarray, np.ndarray]:
-    """``sb = enc(min(target, FMAX), E4M3)`` and ``e = min(f32(1 / f32(dec(sb) * f32(1 / S))), FMAX)``."""
-    byte = encode(np.minimum(target, _FMAX), E4M3)
-    return byte, np.minimum(_F32(1) / (decode(byte, E4M3) * (_F32(1) / tensor.encode)), _FMAX)
+def _block_level(target: np.ndarray, scale: ElementFormat, tensor: TensorLevel) -> tuple[np.ndarray, np.ndarray]:
+    """``sb = enc(min(target, FMAX), scale)`` and ``e = min(f32(1 / f32(dec(sb) * f32(1 / S))), FMAX)``."""
+    byte = encode(np.minimum(target, _FMAX), scale)
+    return byte, np.minimum(_F32(1) / (decode(byte, scale) * (_F32(1) / tensor.encode)), _FMAX)
 
 
 def _four_over_six(
@@ -136,7 +141,9 @@ def _four_over_six(
     base = block_amax / _F32(6) * tensor.encode
     candidates = []
     for k in (1.0, 1.5):
-        byte, factor = _block_level(np.minimum(base * _F32(k), _F32(constants.largest_scale)), tensor)
+        byte, factor = _block_level(
+            np.minimum(base * _F32(k), _F32(constants.largest_scale)), cast.format.scale.element, tensor
+        )
         candidates.append((byte, factor, _block_error(x_RC, cast, constants, tensor, byte, factor)))
     (byte_6, factor_6, error_6), (byte_4, factor_4, error_4) = candidates
     to_four = error_4 < error_6
@@ -152,7 +159,7 @@ def _block_error(
     """
     block, element = cast.format.block, cast.format.element
     values = decode(encode(x_RC * spread(factor, block, x_RC.shape), element), element)
-    scaled = values * spread(decode(byte, E4M3), block, x_RC.shape)
+    scaled = values * spread(decode(byte, cast.format.scale.element), block, x_RC.shape)
     difference = scaled * tensor.amax / _F32(constants.capacity) - x_RC
     errors = np.abs(difference) if constants.four_over_six == "mae" else difference * difference
     block_rows, block_cols = (extent if size is None else size for size, extent in zip(block, x_RC.shape, strict=True))

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.formats import E4M3, E5M2, FORMATS, ElementFormat, ScaledFormat, decode, encode
+from microfloat.formats import E2M1, E4M3, E5M2, FORMATS, ElementFormat, ScaledFormat, decode, encode
 from microfloat.layout import leading_axes, scale_shape
 from microfloat.reference._operand import block_max, hadamard_inverse, spread
 from microfloat.reference._quantize import Quantized, check_quantized
@@ -40,11 +40,7 @@ def scale_grid(q: Quantized) -> np.ndarray:
 
 def element_scales(q: Quantized, dtype: type = np.float32) -> np.ndarray:
     """Factors [R, C] of the codes, tensor scale included; exact in float64."""
-    grid, kind = scale_grid(q), q.format.scale.name
-    if kind == "E8M0":
-        values = np.where(grid == 255, np.nan, np.ldexp(1.0, grid.astype(np.int32) - 127)).astype(dtype)
-    else:
-        values = (decode(grid, E4M3) if kind == "E4M3" else grid).astype(dtype)
+    values = q.format.scale.values(scale_grid(q)).astype(dtype)
     if q.tensor_scale is not None:
         # A tile format has one tensor scale; [R, 1] meets one-row blocks only.
         values = values * q.tensor_scale.astype(dtype)
@@ -114,8 +110,8 @@ def fold(q: Quantized, block: tuple[int, int] = (1, 128)) -> tuple[Quantized, in
     """
     check_quantized("q", q)
     element, kind = q.format.element, q.format.scale.name
-    if kind not in ("E8M0", "E4M3"):
-        needed = "E8M0 scales (an MX format) or E4M3 scales (NVFP4)"
+    if kind != "E8M0" and (kind, element) != ("E4M3", E2M1):
+        needed = "E8M0 scales (an MX format) or E4M3 scales of E2M1 elements (NVFP4)"
         raise invalid_value("q", f"format {q.format.name}", needed, "Other scales do not fold.")
     target = E5M2 if element == E5M2 else E4M3
     fmt = _TARGETS.get((tuple(block), target)) if isinstance(block, list | tuple) else None

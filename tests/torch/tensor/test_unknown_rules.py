@@ -23,7 +23,7 @@ NEW_KINDS = {
 # Kinds that are known, with constants that kernels have compiled in otherwise.
 NEW_NUMBERS = {
     "smaller_scales": TwoLevel(2688.0, smallest_scale=2.0**-9),
-    "lower_scales": TwoLevel(2688.0, inverse_six=1 / 6, largest_scale=256.0),
+    "lower_scales": TwoLevel(2688.0, inverse_max=1 / 6, largest_scale=256.0),
     "another_error": TwoLevel(1536.0, smallest_amax=1536.0 * 2.0**-117, four_over_six="max"),
     "another_clamp": TwoLevel(1536.0, four_over_six="mae"),
 }

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from microfloat import reference as oracle
-from microfloat.formats import E4M3, ScaledFormat
+from microfloat.formats import ScaledFormat, ScaleFormat
 from microfloat.jax.backends import cuda
 from microfloat.jax.numerics.bits import (
     as_code_dtype,
@@ -109,25 +109,25 @@ def _tiled(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Array, Array
     return tiles, matrix.scale.reshape(1, 1) if fmt.is_per_tensor else matrix.scale
 
 
-def _power_of_two(tiles: Array, grid: Array) -> Array:
-    """``tiles * 2^(byte - 127)``, NaN for byte 255. Two normal factors: 2^-127 alone would be flushed."""
-    exponent = grid.astype(jnp.int32) - 127
+def _power_of_two(tiles: Array, grid: Array, scale: ScaleFormat) -> Array:
+    """``tiles * 2^(byte - bias)``, NaN for its code. Two normal factors: 2^-127 alone would be flushed."""
+    exponent = grid.astype(jnp.int32) + (scale.lowest - 127)
     half = exponent >> 1
     for part in (half, exponent - half):
         tiles = tiles * spread(as_float((part + 127).astype(jnp.uint32) << 23))
-    return where(spread(grid == 255), np.float32(np.nan), tiles)
+    return where(spread(grid >= scale.nan_code), np.float32(np.nan), tiles)
 
 
 def dequantize_matrix(matrix: Matrix, fmt: ScaledFormat, hadamard: Hadamard | None, cols: int) -> Array:
     """float32 [R, cols] in the order of operations of docs/numerics.md 8.1; a Hadamard transform is undone."""
     length = stored_length(cols, hadamard)
     tiles, grid = _tiled(matrix, fmt, length)
-    if fmt.scale.name == "E8M0":
-        product, exponent = _power_of_two(tiles, grid), grid.astype(jnp.int32)
+    if fmt.scale.kind == "threshold":
+        product, exponent = _power_of_two(tiles, grid, fmt.scale), grid.astype(jnp.int32) + fmt.scale.lowest
         significand = jnp.full(grid.shape, 1 << 23, jnp.uint32)
-        exponent = where(grid == 255, np.int32(1 << 20), exponent)  # NaN is not small
+        exponent = where(grid >= fmt.scale.nan_code, np.int32(1 << 20), exponent)  # NaN is not small
     else:
-        factor = decode(grid, E4M3) if fmt.scale.name == "E4M3" else grid
+        factor = decode(grid, fmt.scale.element) if fmt.scale.kind == "two_level" else grid
         if matrix.tensor_scale is not None:
             # The order is part of the definition; without the barrier XLA may multiply the codes first.
             factor = lax.optimization_barrier(factor * matrix.tensor_scale)
@@ -145,10 +145,10 @@ def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Arr
     """The operand [R, length] times its block scales, which is exact, and the scale () or [R, 1] that is left (8.2)."""
     tiles, grid = _tiled(matrix, fmt, length)
     outer = matrix.tensor_scale
-    if fmt.scale.name == "E8M0":
-        tiles = _power_of_two(tiles, grid)
-    elif fmt.scale.name == "E4M3":
-        tiles = tiles * spread(decode(grid, E4M3))
+    if fmt.scale.kind == "threshold":
+        tiles = _power_of_two(tiles, grid, fmt.scale)
+    elif fmt.scale.kind == "two_level":
+        tiles = tiles * spread(decode(grid, fmt.scale.element))
     elif is_outer(fmt):
         outer = grid
     else:

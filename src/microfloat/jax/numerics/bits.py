@@ -98,14 +98,14 @@ def multiply(x: Array, factor: Array) -> Array:
 def multiply_code(values: Array, significand: Array, exponent: Array, product: Array) -> Array:
     """`product` = values * scale, with subnormal results as gradual underflow has them.
 
-    `values` are decoded codes of at most four significant bits, the scale is ``significand * 2^(exponent - 150)``. The
-    bits of a subnormal result are their exact product in 28 bits, shifted and rounded.
+    `values` are decoded codes of at most seven significant bits, the scale is ``significand * 2^(exponent - 150)``. The
+    bits of a subnormal result are their exact product in 31 bits, shifted and rounded.
     """
     bits = bits_of(values)
     field = ((bits >> 23) & np.uint32(255)).astype(jnp.int32)
-    few_bits = where(field == 0, np.uint32(0), ((bits & _MANTISSA) | _HIDDEN_BIT) >> 20)
+    few_bits = where(field == 0, np.uint32(0), ((bits & _MANTISSA) | _HIDDEN_BIT) >> 17)
     exact = few_bits * significand
-    shift = 131 - field - exponent
+    shift = 134 - field - exponent
     clipped = jnp.minimum(jnp.maximum(shift, 1), 31).astype(jnp.uint32)
     half = (np.uint32(1) << (clipped - 1)) - 1 + ((exact >> clipped) & 1)
     subnormal = where(shift > 31, jnp.zeros_like(exact), (exact + half) >> clipped)
@@ -212,11 +212,6 @@ def _is_ordinary(x: Array) -> Array:
     """True for x that is neither zero nor infinite nor NaN."""
     bits = magnitude_bits(x)
     return (bits != 0) & (bits < INFINITY_BITS)
-
-
-def sixth(x: Array) -> Array:
-    """``f32(x / 6)`` for x >= 0, subnormal results included."""
-    return divide_by_integers(x, jnp.full_like(x, 6))
 
 
 def square(x: Array) -> Array:

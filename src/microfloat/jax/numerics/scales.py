@@ -11,19 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from microfloat.formats import E4M3
+from microfloat.formats import ElementFormat
 from microfloat.jax.numerics.bits import (
     INFINITY_BITS,
     as_float,
     bits_of,
     decode,
     divide,
+    divide_by_integers,
     encode,
     is_nan,
     magnitude_bits,
     measured_bits,
     multiply,
-    sixth,
     square,
     where,
     widened,
@@ -65,7 +65,8 @@ class BlockScales(NamedTuple):
 
     `stored`: uint8 or float32; `encode`: the factor elements are multiplied with; `is_nan`: blocks that become NaN
     throughout (None: none can); `tensor_scale`: float32 of shape () or [R, 1], or None; `overflowed`: where the amax
-    behind the tensor scale, or without one behind `stored`, is infinite (None: the scale says so itself).
+    behind the tensor scale, or without one behind `stored`, is infinite (None: the scale says so itself). `nan_code`:
+    the byte of a NaN scale.
     """
 
     stored: Array
@@ -73,6 +74,7 @@ class BlockScales(NamedTuple):
     is_nan: Array | None = None
     tensor_scale: Array | None = None
     overflowed: Array | None = None
+    nan_code: int = 255
 
     def for_product(self) -> "BlockScales":
         """The scales that the product of a gradient reads: NaN over an infinite amax (docs/numerics.md 8.4)."""
@@ -80,7 +82,7 @@ class BlockScales(NamedTuple):
             return self
         if self.tensor_scale is not None:
             return self._replace(tensor_scale=where(self.overflowed, np.float32(np.nan), self.tensor_scale))
-        nan = np.uint8(E4M3.nan_code) if self.stored.dtype == jnp.uint8 else np.float32(np.nan)
+        nan = np.uint8(self.nan_code) if self.stored.dtype == jnp.uint8 else np.float32(np.nan)
         return self._replace(stored=where(self.overflowed, nan, self.stored))
 
 
@@ -128,15 +130,19 @@ def _f32_bits(value: float) -> np.uint32:
 
 
 def _e8m0(tiles: Array, cast: Cast) -> BlockScales:
-    """``b = clamp(E(a) - emax + (M(a) >= threshold), 0, 254)``, 255 for NaN and Inf; encode by 2^(127 - b)."""
-    element = cast.format.element
+    """``b = clamp(E(a) - emax + (M(a) >= threshold), 0, 254)``, 255 for NaN and Inf; encode by 2^(127 - b).
+
+    Other powers of two store ``b - lowest``, with b between the exponent fields of their smallest and largest value.
+    """
+    element, scale = cast.format.element, cast.format.scale
     bits = _block_max(magnitude_bits(tiles))
     exponent, mantissa = (bits >> 23).astype(jnp.int32), bits & _MANTISSA
     bump = (mantissa >= np.uint32(e8m0_threshold(cast.rule, element))).astype(jnp.int32)
     lost = exponent == 255
-    byte = jnp.minimum(jnp.maximum(exponent - element.emax + bump, 0), 253)
-    factor = as_float((254 - byte).astype(jnp.uint32) << 23)
-    return BlockScales(where(lost, np.int32(255), byte).astype(jnp.uint8), factor, lost)
+    highest = min(scale.lowest + scale.nan_code - 1, 253)
+    field = jnp.minimum(jnp.maximum(exponent - element.emax + bump, scale.lowest), highest)
+    factor = as_float((254 - field).astype(jnp.uint32) << 23)
+    return BlockScales(where(lost, np.int32(scale.nan_code), field - scale.lowest).astype(jnp.uint8), factor, lost)
 
 
 def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> tuple[Array, Array]:
@@ -178,31 +184,33 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
 
 
 def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> BlockScales:
-    """E4M3 block scales under an FP32 tensor scale (docs/numerics.md 2.4 to 2.7)."""
-    tensor = _tensor_level(tiles, cast, constants, amax)
+    """Block scales with a mantissa, such as E4M3, under an FP32 tensor scale (docs/numerics.md 2.4 to 2.7)."""
+    tensor, scale = _tensor_level(tiles, cast, constants, amax), cast.format.scale.element
     block_amax = as_float(block_amax_bits(tiles))
     if constants.four_over_six is not None:
         byte, factor = _four_over_six(tiles, cast, constants, tensor, block_amax)
-    elif constants.inverse_six is not None:
-        per_amax = lax.optimization_barrier(tensor.encode * np.float32(constants.inverse_six))
-        byte, factor = _block_level(multiply(block_amax, per_amax), tensor)
+    elif constants.inverse_max is not None:
+        per_amax = lax.optimization_barrier(tensor.encode * np.float32(constants.inverse_max))
+        byte, factor = _block_level(multiply(block_amax, per_amax), scale, tensor)
     else:
-        # A flushed quotient is below the clamp 2^-6 in any case.
-        target = jnp.maximum(divide(sixth(block_amax), tensor.stored), np.float32(constants.smallest_scale))
-        byte = encode(jnp.minimum(target, np.float32(constants.largest_scale)), E4M3)
+        # A flushed quotient is below the clamp in any case.
+        share = divide_by_integers(block_amax, jnp.full_like(block_amax, cast.format.element.max))
+        target = jnp.maximum(divide(share, tensor.stored), np.float32(constants.smallest_scale))
+        byte = encode(jnp.minimum(target, np.float32(constants.largest_scale)), scale)
         # Without the barrier XLA may divide once, by the product of both divisors.
-        factor = divide(lax.optimization_barrier(divide(np.float32(1), tensor.stored)), decode(byte, E4M3))
+        factor = divide(lax.optimization_barrier(divide(np.float32(1), tensor.stored)), decode(byte, scale))
     lost = is_nan(_block_max(magnitude_bits(tiles)))
-    stored = where(lost, np.uint8(E4M3.nan_code), byte)
+    stored = where(lost, np.uint8(scale.nan_code), byte)
     if constants.tensor_scale:
         return BlockScales(stored, factor, lost, tensor.stored, tensor.overflowed)
-    return BlockScales(stored, factor, lost, overflowed=bits_of(block_amax) == INFINITY_BITS)
+    overflowed = bits_of(block_amax) == INFINITY_BITS
+    return BlockScales(stored, factor, lost, overflowed=overflowed, nan_code=scale.nan_code)
 
 
-def _block_level(target: Array, tensor: _TensorLevel) -> tuple[Array, Array]:
-    """``sb = enc(min(target, FMAX), E4M3)`` and ``e = min(f32(1 / f32(dec(sb) * f32(1 / S))), FMAX)``."""
-    byte = encode(jnp.minimum(target, _FMAX), E4M3)
-    divisor = decode(byte, E4M3) * divide(np.float32(1), tensor.encode)
+def _block_level(target: Array, scale: ElementFormat, tensor: _TensorLevel) -> tuple[Array, Array]:
+    """``sb = enc(min(target, FMAX), scale)`` and ``e = min(f32(1 / f32(dec(sb) * f32(1 / S))), FMAX)``."""
+    byte = encode(jnp.minimum(target, _FMAX), scale)
+    divisor = decode(byte, scale) * divide(np.float32(1), tensor.encode)
     return byte, jnp.minimum(divide(np.float32(1), divisor), _FMAX)
 
 
@@ -210,9 +218,11 @@ def _four_over_six(
     tiles: Array, cast: Cast, constants: TwoLevel, tensor: _TensorLevel, block_amax: Array
 ) -> tuple[Array, Array]:
     """Per block the scale that maps its maximum to 6 (k = 1) or to 4 (k = 1.5), whichever errs less; a tie takes 6."""
-    base = multiply(sixth(block_amax), tensor.encode)
+    sixth = divide_by_integers(block_amax, jnp.full_like(block_amax, 6))
+    base = multiply(sixth, tensor.encode)
     targets = (jnp.minimum(base * np.float32(k), np.float32(constants.largest_scale)) for k in (1.0, 1.5))
-    (byte_6, factor_6), (byte_4, factor_4) = (_block_level(target, tensor) for target in targets)
+    scale = cast.format.scale.element
+    (byte_6, factor_6), (byte_4, factor_4) = (_block_level(target, scale, tensor) for target in targets)
     error = partial(_block_error, tiles, cast, constants, tensor)
     to_four = error(byte_4, factor_4) < error(byte_6, factor_6)
     return where(to_four, byte_4, byte_6), where(to_four, factor_4, factor_6)
@@ -229,7 +239,7 @@ def _block_error(
     # A tensor's value, shape () or [R, 1] for blocks of one row, beside the tiles.
     lift_tiles, amax_tiles = (value.reshape(-1 if value.ndim else 1, 1, 1, 1) for value in (lift, tensor.amax * lift))
     values = decode(encode(multiply(tiles, spread(factor)), element), element)
-    scaled = values * spread(decode(byte, E4M3)) * amax_tiles
+    scaled = values * spread(decode(byte, cast.format.scale.element)) * amax_tiles
     difference = divide(scaled, np.float32(constants.capacity)) - multiply(tiles, lift_tiles)
     errors = as_float(magnitude_bits(difference)) if is_mae else square(difference)
     sums = jnp.zeros(errors.shape[:3], jnp.float32)

@@ -62,7 +62,7 @@ def fp32_scale(amax_bits, epsilon, CAST: tl.constexpr):
 
 
 # Rules for the block scales of NVFP4, as constants of a compiled kernel.
-TWO_LEVEL = tl.constexpr(0)  # a * f32(S * inverse_six)
+TWO_LEVEL = tl.constexpr(0)  # a * f32(S * inverse_max)
 TWO_LEVEL_DIVIDED = tl.constexpr(1)  # f32(a / 6) / tensor_scale, at least 2^-6
 ONE_LEVEL = tl.constexpr(2)  # a / 6, at least 2^-6; no tensor scale
 FOUR_OVER_SIX_MAE = tl.constexpr(3)

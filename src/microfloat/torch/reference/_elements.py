@@ -59,7 +59,7 @@ def encode_integer(
     bits = values.view(torch.int32)
     words = workspace.take("words", shape, torch.int32)
     sign, exponent, codes = (workspace.take(name, shape, torch.uint8) for name in ("sign", "exponent", "codes"))
-    sign.copy_(torch.bitwise_right_shift(bits, 32 - element.bits, out=words)).bitwise_and_(element.sign_code)
+    sign.copy_(torch.bitwise_right_shift(bits, 32 - element.bits, out=words)).bitwise_and_(element.sign_code & 0xFF)
     bits.bitwise_and_(_MAGNITUDE).clamp_(max=largest)
     power = torch.bitwise_and(bits, _EXPONENT, out=words).clamp_(min=smallest_normal)
     if random_bytes is None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from microfloat.formats import E4M3
 from microfloat.recipes import Cast
 from microfloat.scale_rules import check_kind
 from microfloat.torch.backends.base import Operand
@@ -185,7 +184,9 @@ def _scales_of_amax(raw: torch.Tensor, clean: torch.Tensor, cast: Cast, level: T
     """Block scales from the two kinds of amax bits (NaN above infinity; NaN ignored, the same tensor without NaN)."""
     constants = cast.rule.two_level
     if constants is not None and level is not None:
-        return _with_nan(_scales.two_level_scales(clean.view(torch.float32), constants, level), raw, clean, cast)
+        return _with_nan(
+            _scales.two_level_scales(clean.view(torch.float32), cast.format, constants, level), raw, clean, cast
+        )
     if cast.rule.thresholds is not None:
         return _scales.e8m0_scales(raw, cast)
     scales = _scales.fp32_scales(clean.view(torch.float32), cast)
@@ -203,22 +204,23 @@ def _block_scales(
     raw, clean = _reduce(bits, (1, 3))
     if constants is not None and constants.four_over_six is not None and level is not None:
         amax = clean.view(torch.float32)
-        scales = four_over_six_scales(blocks, amax, cast.format.element, constants, level, workspace, contraction)
+        scales = four_over_six_scales(blocks, amax, cast.format, constants, level, workspace, contraction)
         return _with_nan(scales, raw, clean, cast)
     return _scales_of_amax(raw, clean, cast, level)
 
 
 def _with_nan(scales: BlockScales, raw: torch.Tensor, clean: torch.Tensor, cast: Cast) -> BlockScales:
-    """E4M3 block scales in which a block with a NaN stores the NaN scale.
+    """Block scales with a mantissa in which a block with a NaN stores the NaN scale.
 
     A block of a gradient with an infinity stores it too where no tensor scale shows the overflow.
     """
+    nan_code = cast.format.scale.element.nan_code
     if cast.is_gradient and cast.tensor_scale is None:
-        scales = replace(scales, stored=scales.stored.masked_fill(raw >= INFINITY_BITS, E4M3.nan_code))
+        scales = replace(scales, stored=scales.stored.masked_fill(raw >= INFINITY_BITS, nan_code))
     if raw is clean:
         return scales
     is_nan = raw > INFINITY_BITS
-    return BlockScales(scales.stored.masked_fill(is_nan, E4M3.nan_code), scales.encode, is_nan)
+    return BlockScales(scales.stored.masked_fill(is_nan, nan_code), scales.encode, is_nan)
 
 
 def _load(x: torch.Tensor, chunk: Chunk, grid: Grid, workspace: Workspace) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from microfloat.formats import E4M3, ElementFormat
+from microfloat.formats import ElementFormat, ScaledFormat, ScaleFormat
 from microfloat.recipes import Cast, Current
 from microfloat.scale_rules import TwoLevel, e8m0_threshold
 from microfloat.torch.reference._elements import code_values, encode_integer
@@ -46,23 +46,27 @@ def _like(value: torch.Tensor | float, other: torch.Tensor) -> torch.Tensor:
 
 def saturates(cast: Cast) -> bool:
     """True where an encoded finite value can exceed the element's max, so that it must be clamped."""
-    if cast.format.scale.name != "E8M0":
+    if cast.format.scale.kind != "threshold" or cast.format.scale.nan_code != 255:
         return True
     largest_mantissa = int((cast.format.element.max / 2.0**cast.format.element.emax - 1.0) * 2**23)
     return e8m0_threshold(cast.rule, cast.format.element) > largest_mantissa + 1
 
 
 def e8m0_scales(amax_bits: torch.Tensor, cast: Cast) -> BlockScales:
-    """``b = clamp(E - emax + (M >= threshold), 0, 254)``, 255 for NaN or Inf; encode by 2^(127 - b)."""
-    element = cast.format.element
+    """``b = clamp(E - emax + (M >= threshold), 0, 254)``, 255 for NaN or Inf; encode by 2^(127 - b).
+
+    Other powers of two store ``b - lowest``, with b between the exponent fields of their smallest and largest value.
+    """
+    element, scale = cast.format.element, cast.format.scale
     carry = (1 << 23) - e8m0_threshold(cast.rule, element)  # the bump, as a carry out of the mantissa
-    byte = ((amax_bits + carry) >> 23).sub_(element.emax).clamp_(0, 254)
+    last = scale.lowest + scale.nan_code
+    field = ((amax_bits + carry) >> 23).sub_(element.emax).clamp_(scale.lowest, last - 1)
+    factor = (254 - field).clamp_(min=1).bitwise_left_shift_(23).view(torch.float32)
     is_nan = None
     if not reads_values(amax_bits) or (amax_bits.numel() and int(amax_bits.amax()) >= INFINITY_BITS):
         is_nan = amax_bits >= INFINITY_BITS
-        byte.masked_fill_(is_nan, 255)
-    factor = (254 - byte).clamp_(min=1).bitwise_left_shift_(23).view(torch.float32)
-    return BlockScales(byte.to(torch.uint8), factor, is_nan)
+        field.masked_fill_(is_nan, last)
+    return BlockScales(field.sub_(scale.lowest).to(torch.uint8), factor, is_nan)
 
 
 def fp32_scales(amax: torch.Tensor, cast: Cast) -> BlockScales:
@@ -124,10 +128,16 @@ def tensor_level(amax: torch.Tensor, constants: TwoLevel, gradient: bool = False
     return TensorLevel(amax, encode, stored, unless_infinite(stored, measured) if gradient else stored)
 
 
-def encode_e4m3(target: torch.Tensor, smallest: float, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_scale(
+    target: torch.Tensor, scale: ScaleFormat, smallest: float, largest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Stored bytes and their values of non-negative float32 block scales, clamped to [smallest, largest] first."""
-    codes = target.clamp(smallest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes, decode_bytes(codes, E4M3)
+    target = target.clamp(smallest, largest)
+    if scale.name == "E4M3":
+        codes = target.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = encode_integer(target, scale.element, None, Workspace(target.device)).clone()
+    return codes, decode_bytes(codes, scale.element)
 
 
 def decode_bytes(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
@@ -137,38 +147,39 @@ def decode_bytes(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
 
 
 def block_level(
-    target: torch.Tensor, largest: float, tensor: TensorLevel
+    target: torch.Tensor, scale: ScaleFormat, largest: float, tensor: TensorLevel
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Byte, value and encode factor e of a scale: ``e = min(f32(1 / f32(value * f32(1 / S))), FMAX)``."""
-    byte, value = encode_e4m3(target, 0.0, largest)
+    byte, value = encode_scale(target, scale, 0.0, largest)
     factor = divide(1.0, value * divide(1.0, tensor.encode)).clamp_(max=FMAX)
     return byte, value, factor
 
 
-def two_level_scales(block_amax: torch.Tensor, constants: TwoLevel, tensor: TensorLevel) -> BlockScales:
-    """E4M3 block scales of the rules without a search: two_level, its 17/16 variant, torchao's order, one level."""
-    if constants.inverse_six is not None:
-        byte, _, factor = block_level(
-            block_amax * (tensor.encode * constants.inverse_six), constants.largest_scale, tensor
-        )
+def two_level_scales(
+    block_amax: torch.Tensor, fmt: ScaledFormat, constants: TwoLevel, tensor: TensorLevel
+) -> BlockScales:
+    """Block scales of the rules without a search: two_level, its 17/16 variant, torchao's order, one level."""
+    if constants.inverse_max is not None:
+        target = block_amax * (tensor.encode * constants.inverse_max)
+        byte, _, factor = block_level(target, fmt.scale, constants.largest_scale, tensor)
     else:
-        target = divide(divide(block_amax, 6.0), tensor.stored.expand_as(block_amax))
-        byte, value = encode_e4m3(target, constants.smallest_scale, constants.largest_scale)
+        target = divide(divide(block_amax, fmt.element.max), tensor.stored.expand_as(block_amax))
+        byte, value = encode_scale(target, fmt.scale, constants.smallest_scale, constants.largest_scale)
         factor = divide(divide(1.0, tensor.stored), value)
     return BlockScales(byte, factor)
 
 
 def four_over_six_scales(
-    blocks: torch.Tensor, block_amax: torch.Tensor, element: ElementFormat, constants: TwoLevel, tensor: TensorLevel,
+    blocks: torch.Tensor, block_amax: torch.Tensor, fmt: ScaledFormat, constants: TwoLevel, tensor: TensorLevel,
     workspace: Workspace, contraction: int,
 ) -> BlockScales:  # fmt: skip
     """Scales of float32 `blocks` [blocks, rows, blocks, columns], which are left as they are. A tie maps to 6.
 
     `contraction`: the axis, 0 or 1, along which the columns of a block lie.
     """
-    base = divide(block_amax, 6.0) * tensor.encode
-    byte_6, value_6, factor_6 = block_level(base, constants.largest_scale, tensor)
-    byte_4, value_4, factor_4 = block_level(base * 1.5, constants.largest_scale, tensor)
+    base, element = divide(block_amax, 6.0) * tensor.encode, fmt.element
+    byte_6, value_6, factor_6 = block_level(base, fmt.scale, constants.largest_scale, tensor)
+    byte_4, value_4, factor_4 = block_level(base * 1.5, fmt.scale, constants.largest_scale, tensor)
     error_6 = _block_error(blocks, value_6, factor_6, element, constants, tensor, workspace, contraction)
     error_4 = _block_error(blocks, value_4, factor_4, element, constants, tensor, workspace, contraction)
     to_four = error_4 < error_6

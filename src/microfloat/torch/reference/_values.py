@@ -23,7 +23,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.nn.functional as F
 
-from microfloat.formats import E4M3
 from microfloat.layout import Part, folded_format
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.reference._elements import codes_dtype, decode_codes, unpack_fp4
@@ -49,15 +48,16 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Te
 
 def block_scale_values(operand: Operand) -> torch.Tensor:
     """Stored block scales as float32, in the same shape and memory order; NaN bytes are NaN."""
-    scale, kind = operand.scale, operand.format.scale.name
-    if kind == "FP32":
+    scale, kind = operand.scale, operand.format.scale
+    if kind.kind == "ratio":
         return scale
-    if kind == "E4M3":
+    if kind.kind == "two_level":
         across = scale.dim() == 2 and is_stored_across(scale)
-        values = decode_bytes(scale.t() if across else scale, E4M3)
+        values = decode_bytes(scale.t() if across else scale, kind.element)
         return values.t() if across else values
     byte = scale.to(torch.int32)
-    bits = (byte << 23).masked_fill_(byte == 0, 0x00400000).masked_fill_(byte == 255, 0x7FC00000)
+    field = byte + kind.lowest if kind.lowest else byte
+    bits = (field << 23).masked_fill_(field == 0, 0x00400000).masked_fill_(byte >= kind.nan_code, 0x7FC00000)
     return bits.view(torch.float32)
 
 
@@ -178,14 +178,15 @@ def _bfloat16_product(a: Operand, b: Operand) -> torch.Tensor | None:
 
 def _unit(operand: Operand) -> float | None:
     """A power of two of which all values for the GEMM are multiples; None where bfloat16 cannot hold the values."""
-    element, scale, kind = operand.format.element, operand.scale, operand.format.scale.name
+    element, scale, kind = operand.format.element, operand.scale, operand.format.scale
     if (operand.tensor_scale is not None and operand.tensor_scale.dim()) or not scale.numel():
         return None
-    if kind == "FP32":
+    if kind.kind == "ratio":
         return element.step if scale.dim() == 0 else None
-    if kind == "E8M0":
-        return element.step * 2.0 ** (int(scale.amin()) - 127)
-    return element.step * E4M3.step if element.mantissa_bits + E4M3.mantissa_bits + 2 <= 8 else None
+    if kind.kind == "threshold":
+        return element.step * 2.0 ** (int(scale.amin()) + kind.lowest - 127)
+    scale_step, significant = kind.element.step, element.mantissa_bits + kind.element.mantissa_bits + 2
+    return element.step * scale_step if significant <= 8 else None
 
 
 def _scale_accumulator(accumulator: torch.Tensor, a_scale: torch.Tensor | None, b_scale: torch.Tensor | None) -> None:

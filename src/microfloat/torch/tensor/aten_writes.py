@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from microfloat.errors import NotSupportedError
-from microfloat.formats import E4M3, ScaledFormat
+from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast, Current
 from microfloat.torch import backends
 from microfloat.torch._typing import Arguments, Options
@@ -288,7 +288,7 @@ def _serves(q: QuantizedTensor, amax: torch.Tensor, largest: float) -> torch.Ten
 
     The top code is the largest code of an element, or of a block scale where there are two levels.
     """
-    top = q.format.element if q.cast.rule.two_level is None else E4M3
+    top = q.format.element if q.cast.rule.two_level is None else q.format.scale.element
     half_step = 2.0 ** (top.emax - top.mantissa_bits - 1)
     if isinstance(q.cast.scaling, Current) and q.cast.scaling.amax_epsilon:
         amax = amax.clamp_min(q.cast.scaling.amax_epsilon)
