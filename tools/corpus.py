@@ -305,7 +305,16 @@ def pack(out: Path, folder: Path, tokens: int, prose_share: float) -> None:
         count = -1 if name.startswith("held_out") else prose if name.endswith("prose") else tokens - prose
         array = np.fromfile(out / f"{name}.bin", "<u2", count)
         card["streams"][name] |= {"tokens": len(array), "sha256": hashlib.sha256(array.tobytes()).hexdigest()}
-        filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 1, "pb": 1}]
+        filters = [
+            {
+                "id": lzma.FILTER_LZMA2,
+                "preset": 6,
+                "dict_size": min(max(array.nbytes, 1 << 16), 1 << 26),
+                "lc": 0,
+                "lp": 1,
+                "pb": 1,
+            }
+        ]
         (folder / f"{name}.xz").write_bytes(lzma.compress(array.tobytes(), filters=filters))
     (folder / "card.json").write_text(json.dumps(card, indent=1) + "\n")
     print(f"{folder}: {sum(file.stat().st_size for file in folder.iterdir()) / 2**20:.1f} MiB")

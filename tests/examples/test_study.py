@@ -114,6 +114,16 @@ def test_the_queue_skips_what_is_done_and_ends_seeds_in_turn(tmp_path, capsys):
     assert not [*tmp_path.glob("*.pt")]
 
 
+@pytest.mark.slow("a tenth of the size for a CPU")
+def test_the_size_for_a_cpu_learns(tmp_path):
+    command = ["run", "--size", "cpu", "--tokens", "60000", "--rows", "bf16,nvfp4", "--seeds", "0"]
+    assert study.main([*command, "--out", str(tmp_path)]) == 0
+    bf16, nvfp4 = (json.loads((tmp_path / f"{row}.0.json").read_text()) for row in ("bf16", "nvfp4"))
+    assert bf16["held_out"]["code"] < 3.6 < bf16["train"][0]  # five and a half nats are a uniform byte
+    assert abs(nvfp4["held_out"]["code"] - bf16["held_out"]["code"]) < 0.1
+    assert bf16["held_out_curve"][0][1]["code"] > bf16["held_out_curve"][-1][1]["code"]
+
+
 def test_a_report_holds_every_run_and_no_path(tmp_path, capsys):
     facts = {"size": {}, "steps": 1, "steps_of_a_mean": 1, "text": {}, "environment": {"device": "none"}}
     for row, seed in itertools.product(("bf16", "bf16_again", "mxfp8"), (0, 1, 2)):
