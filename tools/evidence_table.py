@@ -18,6 +18,22 @@ CARD = ROOT / "benchmarks" / "results" / "evidence_text.json"
 ORDER = ("costs", "undecided", "within chance", "gains", "one seed: no verdict")
 
 
+# Hypotheses of the page: a row, the row it is compared with, and what is expected of their difference.
+PAIRS = (
+    ("nvfp4_forward", "nvfp4", "the backward has its share of the gap", "gains"),
+    ("nvfp4_folded", "nvfp4", "folding costs nothing more", "within chance"),
+    ("mxfp4", "nvfp4", "MXFP4 costs more", "costs"),
+    ("nvfp4_late_bf16", "nvfp4", "late bf16 closes the gap", "gains"),
+    ("nvfp4_no_sr", "nvfp4", "stochastic rounding of dy helps", "costs"),
+    ("nvfp4_no_rht", "nvfp4", "Hadamard on wgrad helps", "costs"),
+    ("nvfp4_no_2d", "nvfp4", "two-dimensional weights help", "costs"),
+    ("nvfp4_four_over_six", "nvfp4_no_2d", "four over six helps 1x16 blocks", "gains"),
+    ("mxfp8_floor", "mxfp8", "scales rounded up beat scales rounded down", "costs"),
+    ("mxfp8_e5m2", "mxfp8", "E4M3 suffices for gradients", "within chance"),
+    ("fp8_delayed", "fp8_current", "scales of earlier steps cost", "costs"),
+)
+
+
 def results() -> dict[str, Any]:
     """What the study left; no runs where it has not run yet."""
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
@@ -56,6 +72,28 @@ def verdicts_table() -> str:
     return "\n\n".join(lines)
 
 
+def pairs_table() -> str:
+    """Each hypothesis with the difference of its two rows, in the words of the rule for gaps to bf16."""
+    runs = results()["runs"]
+    if not runs:
+        return "No run has ended yet."
+    yardstick = chance(gaps_to(runs))
+    lines = []
+    for row, base, statement, expected in PAIRS:
+        gap = gaps_to(runs, base).get(row)
+        if gap is None:
+            lines.append([statement, f"`{row}` - `{base}`", "not run", "", ""])
+            continue
+        seen = verdict(gap, yardstick)
+        if gap.half is None:  # a direction
+            seen = "within chance" if abs(gap.mean) <= yardstick else "costs" if gap.mean > 0 else "gains"
+        word = "open" if seen == "undecided" else "as expected" if seen == expected else "**contradicted**"
+        width = "one seed" if gap.half is None else f"± {gap.half:.4f}"
+        lines.append([statement, f"`{row}` - `{base}`", f"{gap.mean:+.4f}", width, word])
+    lines.sort(key=lambda line: (line[3] == "one seed", line[4] != "**contradicted**", line[4]))
+    return table(["hypothesis", "difference", "nats per token", "interval", "seen"], lines, [2, 3])
+
+
 def rows_table() -> str:
     """What each row computes, and how many runs of it ended."""
     counts = [run["row"] for run in results()["runs"]]
@@ -89,6 +127,7 @@ def text_table() -> str:
 
 BLOCKS = (
     (PAGE, "evidence verdicts", verdicts_table),
+    (PAGE, "evidence hypotheses", pairs_table),
     (PAGE, "evidence rows", rows_table),
     (PAGE, "evidence text", text_table),
 )
