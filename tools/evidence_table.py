@@ -87,7 +87,8 @@ def pairs_table() -> str:
         seen = verdict(gap, yardstick)
         if gap.half is None:  # a direction
             seen = "within chance" if abs(gap.mean) <= yardstick else "costs" if gap.mean > 0 else "gains"
-        word = "open" if seen == "undecided" else "as expected" if seen == expected else "**contradicted**"
+        is_open = seen in ("undecided", "within chance")
+        word = "as expected" if seen == expected else "open" if is_open else "**contradicted**"
         width = "one seed" if gap.half is None else f"± {gap.half:.4f}"
         lines.append([statement, f"`{row}` - `{base}`", f"{gap.mean:+.4f}", width, word])
     lines.sort(key=lambda line: (line[3] == "one seed", line[4] != "**contradicted**", line[4]))
