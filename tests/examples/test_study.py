@@ -1,4 +1,7 @@
-"""The pretraining study: paired seeds, runs that go on bit for bit, and intervals that cover what they say."""
+"""The pretraining study: paired seeds, runs that go on bit for bit, and intervals that cover what they say.
+
+Features N14.
+"""
 
 import itertools
 import json
