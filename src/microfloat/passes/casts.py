@@ -440,7 +440,8 @@ class _Casting:
         row, column = (None if one is None else one.nvfp4_cast for one in both.operands)
         casts, levels = (row, column), both.tensor_scales
         rows, columns, warps, steps = tables.tile_of_nvfp4(*casts, matrix.kind, (matrix.rows, matrix.columns))
-        constants, streams = (*casts, 0 if matrix.with_scales else steps, matrix.how(rows, columns)), both.streams
+        of_matrix, streams = MatrixConstants(*casts, matrix.how(rows, columns)), both.streams
+        constants = (0 if matrix.with_scales else steps, of_matrix)
         each = matrix.each or matrix.with_scales
         outputs = both.codes[0], both.scales[0], levels[0], both.codes[1], both.scales[1], levels[1]
         passes.launches.append(Pass(

@@ -68,15 +68,13 @@ def block_scale(amax_bits, epsilon, CAST: tl.constexpr):
 def rows_amax(values, IGNORE_NAN: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, HOW: tl.constexpr):
     """Amax bits [NB, BM] of blocks along rows; `values`: (raw, low, high) of [NB * T, BM, ., 4] words."""
     raw, low, high = values
-    BM: tl.constexpr = HOW.BM
-    KIND: tl.constexpr = HOW.KIND
-    if HOW.HW and KIND != ELEMENTWISE:
-        m = packed_reduce(packed_reduce(packed_abs(raw, KIND), 3, KIND, IGNORE_NAN), 2, KIND, IGNORE_NAN)
-        m = packed_reduce(tl.reshape(m, [NB, T, BM]), 1, KIND, IGNORE_NAN)
-        return larger_half(m, KIND, IGNORE_NAN)
+    if HOW.HW and HOW.KIND != ELEMENTWISE:
+        m = packed_reduce(packed_reduce(packed_abs(raw, HOW.KIND), 3, HOW.KIND, IGNORE_NAN), 2, HOW.KIND, IGNORE_NAN)
+        m = packed_reduce(tl.reshape(m, [NB, T, HOW.BM]), 1, HOW.KIND, IGNORE_NAN)
+        return larger_half(m, HOW.KIND, IGNORE_NAN)
     else:
         m = tl.maximum(magnitude_bits(low, IGNORE_NAN), magnitude_bits(high, IGNORE_NAN))
-        return tl.max(tl.reshape(tl.max(tl.max(m, 3), 2), [NB, T, BM]), 1)
+        return tl.max(tl.reshape(tl.max(tl.max(m, 3), 2), [NB, T, HOW.BM]), 1)
 
 
 @triton.jit
@@ -93,12 +91,11 @@ def columns_amax(phases, IGNORE_NAN: tl.constexpr, NB: tl.constexpr, G: tl.const
 
     `phases`: tiles (raw, low, high) of shape [NB * G, Q, W], one for each of four neighbouring rows.
     """
-    KIND: tl.constexpr = HOW.KIND
     W: tl.constexpr = HOW.BN // 2
-    if HOW.HW and KIND != ELEMENTWISE:
-        m = packed_reduce(largest_of_four(phases, KIND, IGNORE_NAN), 1, KIND, IGNORE_NAN)
-        m = packed_reduce(tl.reshape(m, [NB, G, W]), 1, KIND, IGNORE_NAN)
-        amax_low, amax_high = bits_of(low_half(m, KIND)), bits_of(high_half(m, KIND))
+    if HOW.HW and HOW.KIND != ELEMENTWISE:
+        m = packed_reduce(largest_of_four(phases, HOW.KIND, IGNORE_NAN), 1, HOW.KIND, IGNORE_NAN)
+        m = packed_reduce(tl.reshape(m, [NB, G, W]), 1, HOW.KIND, IGNORE_NAN)
+        amax_low, amax_high = bits_of(low_half(m, HOW.KIND)), bits_of(high_half(m, HOW.KIND))
         if IGNORE_NAN:
             amax_low, amax_high = drop_nan(amax_low), drop_nan(amax_high)
         return amax_low, amax_high
@@ -181,10 +178,8 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
         if CAST.TILE:
             at = scale_ptr + (row0 + rs) // BLOCK * blocks + col0 // BLOCK + k
             tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols) & (rs % BLOCK == 0))
-        elif HOW.EVEN:
-            tl.store(at, stored)
         else:
-            tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols))
+            tl.store(at, stored, mask=None if HOW.EVEN else (rs < rows) & (k * BLOCK < cols))
     else:
         value = spread_rows(value, NB, T, BM)
         a, b = quantized_pair(low * factor, high * factor, random, random >> 8, MB, BIAS, STOCHASTIC, HW)
@@ -268,12 +263,9 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
         if CAST.TILE:
             at_low = scale_ptr + (col0 + cs) // BLOCK * blocks + row0 // BLOCK + k
             tl.store(at_low, stored_low, mask=(k * BLOCK < rows) & (cs < cols) & (cs % BLOCK == 0))
-        elif EVEN:
-            tl.store(at_low, stored_low)
-            tl.store(at_high, stored_high)
         else:
-            tl.store(at_low, stored_low, mask=(k * BLOCK < rows) & (cs < cols))
-            tl.store(at_high, stored_high, mask=(k * BLOCK < rows) & (cs + 1 < cols))
+            tl.store(at_low, stored_low, mask=None if EVEN else (k * BLOCK < rows) & (cs < cols))
+            tl.store(at_high, stored_high, mask=None if EVEN else (k * BLOCK < rows) & (cs + 1 < cols))
     else:
         vl = spread_columns(value_low, NB, G, W)
         vh = spread_columns(value_high, NB, G, W)

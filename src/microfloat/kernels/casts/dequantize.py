@@ -113,10 +113,7 @@ def dequantize(
     out_tile = out_ptr + row0.to(tl.int64) * C + col0
     if BF16 and PAIRS:
         at = out_tile.to(tl.pointer_type(tl.int32)) + (r * (C // 2) + w)
-        if EVEN:
-            tl.store(at, bf16_word(low, high, HW))
-        else:
-            tl.store(at, bf16_word(low, high, HW), mask=inside)
+        tl.store(at, bf16_word(low, high, HW), mask=None if EVEN else inside)
     elif BF16:
         at = out_tile.to(tl.pointer_type(tl.int16)) + (r * C + 2 * w)
         word = bf16_word(low, high, HW)
@@ -198,7 +195,4 @@ def turn_codes(
     quads = tl.reshape(tl.permute(quads, [1, 2, 3, 0]), [BN, BM // 4])
     column, quad = tl.arange(0, BN)[:, None], tl.arange(0, BM // 4)[None, :]
     at = (out_ptr + col0.to(tl.int64) * R + row0).to(tl.pointer_type(tl.int32)) + (column * (R // 4) + quad)
-    if EVEN:
-        tl.store(at, quads)
-    else:
-        tl.store(at, quads, mask=(column < cols) & (4 * quad < rows))
+    tl.store(at, quads, mask=None if EVEN else (column < cols) & (4 * quad < rows))

@@ -318,61 +318,57 @@ def fold_rows(
     source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):
     """Cast a BM x 128 tile into the row operand; returns the number of lossy elements."""
-    BIAS: tl.constexpr = CAST.BIAS
-    KIND: tl.constexpr = HOW.KIND
-    BM: tl.constexpr = HOW.BM
     x_tile, _y, _z, stride_r, stride_c = source
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     T: tl.constexpr = 32 // (16 if CAST.STOCHASTIC else 8)  # lanes that share a block
-    r = lane_rows(BM)
+    r = lane_rows(HOW.BM)
     w = lane_words(128, 32 // T)
-    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, 0)
+    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, HOW.KIND, HOW.EVEN, 0)
     amax = rows_amax((raw, low, high), False, 4, T, HOW)
-    byte, factor = e8m0_scale(amax, BIAS, CAST.RULE)
-    largest = tl.max(byte, 0)  # [BM]
+    byte, factor = e8m0_scale(amax, CAST.BIAS, CAST.RULE)
+    largest = tl.max(byte, 0)  # [HOW.BM]
     if TILE:
         largest = tl.max(largest, 0)
-    exponent, scale = group_scale(largest, CAST.MB, BIAS)
+    exponent, scale = group_scale(largest, CAST.MB, CAST.BIAS)
     if not TILE:
         exponent, largest = exponent[None, :], largest[None, :]
     shift = group_shift(byte, exponent, largest)
     if TILE:
-        store_tile_scale(scale_ptr, scale, row0 // BM, col0 // 128, (C + 127) // 128, TILE)
+        store_tile_scale(scale_ptr, scale, row0 // HOW.BM, col0 // 128, (C + 127) // 128, TILE)
     else:
-        rs = tl.arange(0, BM)
+        rs = tl.arange(0, HOW.BM)
         tl.store(scale_ptr + (col0 // 128) * R + row0 + rs, scale, mask=rs < rows)
-    if HOW.HW and CAST.MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
+    if HOW.HW and CAST.MB == 3 and CAST.BIAS == 7 and not CAST.STOCHASTIC:
         words = shift_word(byte, exponent, largest)
-        if KIND == WORDS_BF16:
-            y = scale_word(raw, spread_rows(factor_word(factor, factor), 4, T, BM))
-            low, high = low_half(y, KIND), high_half(y, KIND)
+        if HOW.KIND == WORDS_BF16:
+            y = scale_word(raw, spread_rows(factor_word(factor, factor), 4, T, HOW.BM))
+            low, high = low_half(y, HOW.KIND), high_half(y, HOW.KIND)
         else:
-            factor = spread_rows(factor, 4, T, BM)
+            factor = spread_rows(factor, 4, T, HOW.BM)
             low, high = low * factor, high * factor
-        codes, lossy = fold_pair(low, high, spread_rows(words, 4, T, BM))
+        codes, lossy = fold_pair(low, high, spread_rows(words, 4, T, HOW.BM))
         store_pairs(out_tile, codes.to(tl.int16), r, w, rows, cols, C, 8, HOW.PAIRS, HOW.EVEN)
         return count_halves(tl.reduce(tl.reduce(lossy, 3, add_f16x2), 2, add_f16x2))
     else:
-        factor = spread_rows(factor, 4, T, BM)
-        shift = spread_rows(shift, 4, T, BM)
+        factor = spread_rows(factor, 4, T, HOW.BM)
+        shift = spread_rows(shift, 4, T, HOW.BM)
         return fold_rows_by_steps(out_tile, low * factor, high * factor, shift, generator, r, w, bounds, CAST, HOW)
 
 
 @triton.jit
 def fold_rows_by_steps(out_tile, low, high, shift, generator, r, w, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
     """The general form of `fold_rows`, for any element, in float32."""
-    BIAS: tl.constexpr = CAST.BIAS
-    TMB: tl.constexpr = CAST.MB if BIAS >= 7 else 3
-    TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
+    TMB: tl.constexpr = CAST.MB if CAST.BIAS >= 7 else 3
+    TBIAS: tl.constexpr = CAST.BIAS if CAST.BIAS >= 7 else 7
     R, C, row0, col0 = bounds
     random = 0
     if CAST.STOCHASTIC:
         seed_ptr, stream, batch = generator
         lanes = col0 // 16 + tl.arange(0, 8)[:, None]
         random = lane_pairs(load_seed(seed_ptr), row0 + tl.arange(0, HOW.BM)[None, :], lanes, stream, batch, 8, HOW.BM)
-    a, b = quantized_pair(low, high, random, random >> 8, CAST.MB, BIAS, CAST.STOCHASTIC, HOW.HW)
+    a, b = quantized_pair(low, high, random, random >> 8, CAST.MB, CAST.BIAS, CAST.STOCHASTIC, HOW.HW)
     a, b = a * shift, b * shift
     codes = encode_pair(a, b, 0, TMB, TBIAS, False, HOW.HW)
     store_pairs(out_tile, codes, r, w, R - row0, C - col0, C, 8, HOW.PAIRS, HOW.EVEN)
@@ -385,9 +381,6 @@ def fold_columns(
     source, out_tile, scale_ptr, generator, bounds, CAST: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr
 ):
     """Cast a 128 x BN tile into the column operand; returns the number of lossy elements."""
-    MB: tl.constexpr = CAST.MB
-    BIAS: tl.constexpr = CAST.BIAS
-    KIND: tl.constexpr = HOW.KIND
     W: tl.constexpr = HOW.BN // 2
     R, C, row0, col0 = bounds
     rows = R - row0
@@ -397,26 +390,26 @@ def fold_columns(
     r = g * 32 + tl.arange(0, 8)[None, :, None] * 4
     phases = produce_rows(source, r, w, rows, cols, 4, LOAD, 0, 4, HOW)
     amax_low, amax_high = columns_amax(phases, False, 4, 1, HOW)
-    byte_low, fl = e8m0_scale(amax_low, BIAS, CAST.RULE)
-    byte_high, fh = e8m0_scale(amax_high, BIAS, CAST.RULE)
+    byte_low, fl = e8m0_scale(amax_low, CAST.BIAS, CAST.RULE)
+    byte_high, fh = e8m0_scale(amax_high, CAST.BIAS, CAST.RULE)
     cs = tl.arange(0, W) * 2
     if TILE:
         largest_low = tl.maximum(tl.max(tl.max(byte_low, 0), 0), tl.max(tl.max(byte_high, 0), 0))
         largest_high = largest_low
-        exponent_low, scale = group_scale(largest_low, MB, BIAS)
+        exponent_low, scale = group_scale(largest_low, CAST.MB, CAST.BIAS)
         exponent_high = exponent_low
         shift_low = group_shift(byte_low, exponent_low, largest_low)
         shift_high = group_shift(byte_high, exponent_low, largest_low)
         store_tile_scale(scale_ptr, scale, col0 // HOW.BN, row0 // 128, (R + 127) // 128, TILE)
     else:
         largest_low, largest_high = tl.max(byte_low, 0), tl.max(byte_high, 0)
-        exponent_low, scale = group_scale(largest_low, MB, BIAS)
+        exponent_low, scale = group_scale(largest_low, CAST.MB, CAST.BIAS)
         shift_low = group_shift(byte_low, exponent_low[None, :], largest_low[None, :])
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs, scale, mask=cs < cols)
-        exponent_high, scale = group_scale(largest_high, MB, BIAS)
+        exponent_high, scale = group_scale(largest_high, CAST.MB, CAST.BIAS)
         shift_high = group_shift(byte_high, exponent_high[None, :], largest_high[None, :])
         tl.store(scale_ptr + (row0 // 128) * C + col0 + cs + 1, scale, mask=cs + 1 < cols)
-    if HOW.HW and MB == 3 and BIAS == 7 and not CAST.STOCHASTIC:
+    if HOW.HW and CAST.MB == 3 and CAST.BIAS == 7 and not CAST.STOCHASTIC:
         if not TILE:
             exponent_low, exponent_high = exponent_low[None, :], exponent_high[None, :]
             largest_low, largest_high = largest_low[None, :], largest_high[None, :]
@@ -425,14 +418,14 @@ def fold_columns(
         quads = tl.arange(0, 32)[None, :]
         c = tl.arange(0, W)[:, None] * 2
         low, high = (), ()
-        if KIND == WORDS_BF16:
+        if HOW.KIND == WORDS_BF16:
             words, factors = (), spread_columns(factor_word(fl, fh), 4, 1, W)
             for p in tl.static_range(4):
                 words = words + (scale_word(phases[p][0], factors),)
             for p in tl.static_range(4):
-                low = low + (low_half(words[p], KIND),)
+                low = low + (low_half(words[p], HOW.KIND),)
             for p in tl.static_range(4):
-                high = high + (high_half(words[p], KIND),)
+                high = high + (high_half(words[p], HOW.KIND),)
         else:
             fl, fh = spread_columns(fl, 4, 1, W), spread_columns(fh, 4, 1, W)
             for p in tl.static_range(4):
@@ -470,9 +463,8 @@ def fold_quads(column, shifts, out_tile, columns, second, quads, bounds, HOW: tl
 @triton.jit
 def fold_columns_by_steps(out_tile, phases, factors, shifts, generator, bounds, CAST: tl.constexpr, HOW: tl.constexpr):
     """The general form of `fold_columns`, in float32; `factors` and `shifts` are pairs, for both columns of words."""
-    BIAS: tl.constexpr = CAST.BIAS
-    TMB: tl.constexpr = CAST.MB if BIAS >= 7 else 3
-    TBIAS: tl.constexpr = BIAS if BIAS >= 7 else 7
+    TMB: tl.constexpr = CAST.MB if CAST.BIAS >= 7 else 3
+    TBIAS: tl.constexpr = CAST.BIAS if CAST.BIAS >= 7 else 7
     W: tl.constexpr = HOW.BN // 2
     _R, _C, row0, col0 = bounds
     g = tl.arange(0, 4)[:, None, None]
@@ -488,7 +480,7 @@ def fold_columns_by_steps(out_tile, phases, factors, shifts, generator, bounds, 
     low, high = (), ()
     for p in tl.static_range(4):
         a, b = phases[p][1] * fl, phases[p][2] * fh
-        a, b = quantized_pair(a, b, rl >> (8 * p), rh >> (8 * p), CAST.MB, BIAS, CAST.STOCHASTIC, HOW.HW)
+        a, b = quantized_pair(a, b, rl >> (8 * p), rh >> (8 * p), CAST.MB, CAST.BIAS, CAST.STOCHASTIC, HOW.HW)
         low, high = low + (a,), high + (b,)
     low = (low[0] * sl, low[1] * sl, low[2] * sl, low[3] * sl)
     high = (high[0] * sh, high[1] * sh, high[2] * sh, high[3] * sh)
@@ -520,7 +512,6 @@ def fold_blocks(
     1x128 scales are stored column-major. 128x128 scales (ROW_TILE, COLUMN_TILE > 0) are stored row by row, each row
     padded to a multiple of that number.
     """
-    HW: tl.constexpr = HOW.HW
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
     lossy_rows, lossy_columns = 0, 0
@@ -536,6 +527,6 @@ def fold_blocks(
         if COLUMN is not None:
             column_tile, generator = column_out + col0.to(tl.int64) * R + row0, (seed_ptr, column_stream, 0)
             lossy_columns = fold_columns(source, column_tile, column_scale, generator, bounds, COLUMN, COLUMN_TILE, HOW)
-    offer_count(lossy_rows + tl.zeros([], tl.int32), scratch_ptr, HW)
-    offer_count(lossy_columns + tl.zeros([], tl.int32), scratch_ptr + 2, HW)
-    publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HW)
+    offer_count(lossy_rows + tl.zeros([], tl.int32), scratch_ptr, HOW.HW)
+    offer_count(lossy_columns + tl.zeros([], tl.int32), scratch_ptr + 2, HOW.HW)
+    publish_two(arrive(scratch_ptr + 1, HOW.HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HOW.HW)

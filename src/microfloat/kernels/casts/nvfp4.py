@@ -306,10 +306,6 @@ def nvfp4_rows(
     matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
 ):
     """Cast one tile into the row operand; returns the number of elements that a fold changed."""
-    KIND: tl.constexpr = HOW.KIND
-    EVEN: tl.constexpr = HOW.EVEN
-    HW: tl.constexpr = HOW.HW
-    BM: tl.constexpr = HOW.BM
     NB: tl.constexpr = HOW.BN // 16
     x_ptr, R, C, stride_r, stride_c = matrix
     out_ptr, scale_ptr, tensor_scale_ptr, amax_ptr = operand
@@ -317,24 +313,24 @@ def nvfp4_rows(
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     rows = R - row0
     cols = C - col0
-    words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, NB, BM)
+    words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, HOW.KIND, HOW.EVEN, NB, HOW.BM)
     if CAST.SIGNS >= 0:
         cols = (cols + 15) // 16 * 16
-        words, block = hadamard_row_blocks(block, CAST.SIGNS, KIND, HW)
-        amax = row_block_amax(words, block, WORDS_BF16, False, HW)
+        words, block = hadamard_row_blocks(block, CAST.SIGNS, HOW.KIND, HOW.HW)
+        amax = row_block_amax(words, block, WORDS_BF16, False, HOW.HW)
     else:
-        amax = row_block_amax(words, block, KIND, False, HW)
+        amax = row_block_amax(words, block, HOW.KIND, False, HOW.HW)
     if CAST.TILE:
-        amax = over_rows(amax, NB, BM, 16)
+        amax = over_rows(amax, NB, HOW.BM, 16)
     b = tl.arange(0, NB)[:, None]
-    r = tl.arange(0, BM)[None, :]
+    r = tl.arange(0, HOW.BM)[None, :]
     if CAST.PER_ROW:
         level = load_level(amax_ptr, row0 + r, r < rows, CAST)
-    stored, factor, value = choose_rows(block, amax, level, CAST, LOWERED, HW, NB, BM)
+    stored, factor, value = choose_rows(block, amax, level, CAST, LOWERED, HOW.HW, NB, HOW.BM)
     random = (0, 0, 0, 0)
     if CAST.STOCHASTIC:
-        zero = zero_like(amax, HW)
-        random = block_words(seed, row0 - origin + r + zero, col0 // 16 + b + zero, stream, batch, HW)
+        zero = zero_like(amax, HOW.HW)
+        random = block_words(seed, row0 - origin + r + zero, col0 // 16 + b + zero, stream, batch, HOW.HW)
     length = C
     if CAST.SIGNS >= 0:
         length = (C + 15) // 16 * 16
@@ -344,17 +340,17 @@ def nvfp4_rows(
         made = (block, words, factor, value, random)
         lossy = fold_rows(made, stored, level, operand, Bounds(R, length, row0, col0), CAST, LOWERED, HOW)
     elif CAST.OUTPUT == CODES:
-        first, second = row_octs(block, words, factor, amax > 0x7F800000, random, CAST.STOCHASTIC, LOWERED, HW)
+        first, second = row_octs(block, words, factor, amax > 0x7F800000, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
         out_tile = out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + col0 // 2
-        if CAST.ALIGNED and EVEN:
+        if CAST.ALIGNED and HOW.EVEN:
             both = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
             at = out_tile.to(tl.pointer_type(tl.int64)) + (r * (length // 16) + b)
             tl.store(tl.multiple_of(at, [8, 8]), both)
         else:
             octs = tl.join(first, second)
             store_octs(
-                out_tile, octs, tl.arange(0, BM)[None, :, None], b[:, :, None] * 2 + tl.arange(0, 2)[None, None, :],
-                rows, cols, (length + 1) // 2, CAST.ALIGNED, EVEN,
+                out_tile, octs, tl.arange(0, HOW.BM)[None, :, None], b[:, :, None] * 2 + tl.arange(0, 2)[None, None, :],
+                rows, cols, (length + 1) // 2, CAST.ALIGNED, HOW.EVEN,
             )  # fmt: skip
         if CAST.TILE:
             tiles = (C + 15) // 16
@@ -362,15 +358,12 @@ def nvfp4_rows(
             tl.store(at, stored.to(tl.uint8), mask=inside & (r % 16 == 0))
         else:
             at = scale_ptr + (row0 + r) * ((length + 15) // 16) + col0 // 16 + b
-            if EVEN:
-                tl.store(at, stored.to(tl.uint8))
-            else:
-                tl.store(at, stored.to(tl.uint8), mask=inside)
+            tl.store(at, stored.to(tl.uint8), mask=None if HOW.EVEN else inside)
     else:
-        values = row_values(block, words, factor, value, random, CAST.STOCHASTIC, LOWERED, False, HW)
+        values = row_values(block, words, factor, value, random, CAST.STOCHASTIC, LOWERED, False, HOW.HW)
         out_tile = out_ptr + row0.to(tl.int64) * length + col0
         w = b[:, :, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-        store_pairs(out_tile, stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST.ALIGNED, EVEN)
+        store_pairs(out_tile, stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST.ALIGNED, HOW.EVEN)
     if CAST.PER_ROW and CAST.OUTPUT < FOLDED:
         if col0 == 0:
             tl.store(tensor_scale_ptr + row0 + r, level.stored, mask=r < rows)
@@ -385,9 +378,6 @@ def nvfp4_columns(
     matrix, row0, col0, operand, level, generator, CAST: tl.constexpr, LOWERED: tl.constexpr, HOW: tl.constexpr
 ):
     """Cast one tile into the column operand; returns the number of elements that a fold changed."""
-    KIND: tl.constexpr = HOW.KIND
-    EVEN: tl.constexpr = HOW.EVEN
-    HW: tl.constexpr = HOW.HW
     G: tl.constexpr = HOW.BM // 16
     W: tl.constexpr = HOW.BN // 2
     x_ptr, R, C, stride_r, stride_c = matrix
@@ -396,16 +386,16 @@ def nvfp4_columns(
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     rows = R - row0
     cols = C - col0
-    words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, EVEN, G, W)
+    words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, HOW.KIND, HOW.EVEN, G, W)
     length = R
     if CAST.SIGNS >= 0:
         MODEST: tl.constexpr = LOWERED and CAST.RULE == TWO_LEVEL
         length = (R + 15) // 16 * 16
         rows = length - row0
-        words, low, high = hadamard_column_blocks(low, high, CAST.SIGNS, KIND, MODEST, HW)
-        amax_low, amax_high = column_block_amax(words, low, high, WORDS_BF16, False, HW)
+        words, low, high = hadamard_column_blocks(low, high, CAST.SIGNS, HOW.KIND, MODEST, HOW.HW)
+        amax_low, amax_high = column_block_amax(words, low, high, WORDS_BF16, False, HOW.HW)
     else:
-        amax_low, amax_high = column_block_amax(words, low, high, KIND, False, HW)
+        amax_low, amax_high = column_block_amax(words, low, high, HOW.KIND, False, HOW.HW)
     if CAST.TILE:
         amax_low = over_columns(amax_low, amax_high, G, W, 16)
         amax_high = amax_low
@@ -416,14 +406,14 @@ def nvfp4_columns(
         level_low = load_level(amax_ptr, col0 + c, c < cols, CAST)
         level_high = load_level(amax_ptr, col0 + c + 1, c + 1 < cols, CAST)
     stored, factors, values = choose_columns(
-        low, high, amax_low, amax_high, level_low, level_high, CAST, LOWERED, HW, G, W
+        low, high, amax_low, amax_high, level_low, level_high, CAST, LOWERED, HOW.HW, G, W
     )
     random = ((0, 0, 0, 0), (0, 0, 0, 0))
     if CAST.STOCHASTIC:
-        zero = zero_like(amax_low, HW)
+        zero = zero_like(amax_low, HOW.HW)
         blocks = (row0 - origin) // 16 + g + zero
-        first = block_words(seed, col0 + c + zero, blocks, stream, batch, HW)
-        random = (first, block_words(seed, col0 + c + 1 + zero, blocks, stream, batch, HW))
+        first = block_words(seed, col0 + c + zero, blocks, stream, batch, HOW.HW)
+        random = (first, block_words(seed, col0 + c + 1 + zero, blocks, stream, batch, HOW.HW))
     lossy = 0
     if CAST.OUTPUT >= FOLDED:
         made, levels = ((low, high), words, factors, values, random), (level_low, level_high)
@@ -434,28 +424,24 @@ def nvfp4_columns(
         cs = tl.arange(0, W)[:, None] * 2
         octs = tl.arange(0, 2 * G)[None, :]
         bad = (amax_low > 0x7F800000, amax_high > 0x7F800000)
-        made = column_octs((low, high), words, factors, bad, random, CAST.STOCHASTIC, LOWERED, HW)
+        made = column_octs((low, high), words, factors, bad, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
         for second in tl.static_range(2):
             codes = tl.reshape(tl.permute(tl.join(made[second][0], made[second][1]), [1, 0, 2]), [W, 2 * G])
-            store_octs(out_tile, codes, cs + second, octs, cols, rows, ld, CAST.ALIGNED, EVEN)
+            store_octs(out_tile, codes, cs + second, octs, cols, rows, ld, CAST.ALIGNED, HOW.EVEN)
         blocks = (length + 15) // 16
         if CAST.TILE:
             at = scale_ptr + ((col0 + c) // 16) * blocks + row0 // 16 + g
             tl.store(at, stored[0].to(tl.uint8), mask=(c % 16 == 0) & (c < cols) & (g * 16 < rows))
         else:
             at = scale_ptr + (col0 + c) * blocks + row0 // 16 + g
-            if EVEN:
-                tl.store(at, stored[0].to(tl.uint8))
-                tl.store(at + blocks, stored[1].to(tl.uint8))
-            else:
-                tl.store(at, stored[0].to(tl.uint8), mask=(c < cols) & (g * 16 < rows))
-                tl.store(at + blocks, stored[1].to(tl.uint8), mask=(c + 1 < cols) & (g * 16 < rows))
+            tl.store(at, stored[0].to(tl.uint8), mask=None if HOW.EVEN else (c < cols) & (g * 16 < rows))
+            tl.store(at + blocks, stored[1].to(tl.uint8), mask=None if HOW.EVEN else (c + 1 < cols) & (g * 16 < rows))
     else:
-        values = column_values((low, high), words, factors, values, random, CAST.STOCHASTIC, LOWERED, False, HW)
+        values = column_values((low, high), words, factors, values, random, CAST.STOCHASTIC, LOWERED, False, HOW.HW)
         out_tile = out_ptr + row0.to(tl.int64) * C + col0
         for i in tl.static_range(16):
             w = tl.arange(0, W)[None, :]  # not c // 2: only so are neighbours seen to be neighbours
-            store_pairs(out_tile, values[i], g * 16 + i, w, rows, cols, C, 16, CAST.ALIGNED, EVEN)
+            store_pairs(out_tile, values[i], g * 16 + i, w, rows, cols, C, 16, CAST.ALIGNED, HOW.EVEN)
     if CAST.PER_ROW and CAST.OUTPUT < FOLDED:
         if row0 == 0:
             tl.store(tensor_scale_ptr + col0 + c, level_low.stored, mask=c < cols)
@@ -536,14 +522,12 @@ def nvfp4_tiles(
     LOWERED: tl.constexpr, STEPS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Cast STEPS tiles, one below the other; a fold is counted, and takes one."""
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix
     levels = shared_levels(row, column, ROW, COLUMN)
     seed = shared_seed(seed_ptr, ROW, COLUMN)
-    across = (C + BN - 1) // BN
-    row0 = (pid // across) * (BM * (STEPS if STEPS > 1 else 1))
-    col0 = (pid % across) * BN
+    across = (C + HOW.BN - 1) // HOW.BN
+    row0 = (pid // across) * (HOW.BM * (STEPS if STEPS > 1 else 1))
+    col0 = (pid % across) * HOW.BN
     if STEPS <= 1:
         if lossy_ptr is not None and STEPS == 1:
             prefetch_later(x_ptr, pid, across, R, stride_r, HOW)
@@ -553,27 +537,30 @@ def nvfp4_tiles(
             offer_count(lossy[1] + tl.zeros([], tl.int32), scratch_ptr + 2, HOW.HW)
             publish_two(arrive(scratch_ptr + 1, HOW.HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HOW.HW)
     else:
-        end = tl.minimum(row0 + BM * STEPS, R)
+        end = tl.minimum(row0 + HOW.BM * STEPS, R)
         while row0 < end:
             # An opaque zero keeps the offsets of rows inside the loop; computed before it, they take all registers.
             again = (x_ptr, R, C, stride_r + 16 * zero_again(row0, HOW.HW), stride_c)
             nvfp4_tile(again, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
-            row0 += BM
+            row0 += HOW.BM
 
 
 @triton.jit
 def quantize_nvfp4(
     x_ptr, row_out, row_scale, row_tensor_scale, column_out, column_scale, column_tensor_scale, row_amax, column_amax,
     seed_ptr, lossy_ptr, scratch_ptr, plan_ptr, tails_ptr, row_stream, column_stream, batch, EACH,
-    R, C, stride_r, stride_c, ROW: tl.constexpr, COLUMN: tl.constexpr, STEPS: tl.constexpr, HOW: tl.constexpr,
+    R, C, stride_r, stride_c, STEPS: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
-    """Cast a matrix; one program per STEPS tiles of BM x BN. ROW and COLUMN are casts, or None.
+    """Cast a matrix; one program per STEPS tiles of BM x BN. MATRIX: `constants.Pass`.
 
     `row_amax`, `column_amax`: pointers to float32; equal casts read the same one. `lossy_ptr`: int64[2] of elements
     that folding changed in the row and the column operand; folds alone. With STEPS = 0 a program has one tile, of rows
     in groups, each of which is cast as a matrix of its own: amaxes are those of groups, and `batch` is the group. EACH:
     the number of these amaxes with a plan (`casts.groups`), else the rows of each group.
     """
+    ROW: tl.constexpr = MATRIX.ROW
+    COLUMN: tl.constexpr = MATRIX.COLUMN
+    HOW: tl.constexpr = MATRIX.HOW
     BN: tl.constexpr = HOW.BN
     pid, R, C, stride_r, stride_c = program(R, C, stride_r, stride_c, HOW.INDEX64)
     origin = 0

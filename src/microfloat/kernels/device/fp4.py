@@ -80,10 +80,7 @@ def load_row_blocks(
         j = tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
         w = b * 8 + j
         at = tile_ptr.to(tl.pointer_type(tl.int32)) + (r * (stride_r // 2) + b * 8) + j
-        if EVEN:
-            raw = tl.load(at)
-        else:
-            raw = tl.load(at, mask=(r < rows) & (w < cols // 2), other=0)
+        raw = tl.load(at) if EVEN else tl.load(at, mask=(r < rows) & (w < cols // 2), other=0)
         words = unstack8(raw)
         for i in tl.static_range(8):
             block = block + (low_half(words[i], KIND), high_half(words[i], KIND))
@@ -112,10 +109,7 @@ def load_column_blocks(
         else:
             at = tl.multiple_of(base, [8, 8])
             base += stride_r // 2
-            if EVEN:
-                raw = tl.load(at)
-            else:
-                raw = tl.load(at, mask=(r < rows) & (w < cols // 2), other=0)
+            raw = tl.load(at) if EVEN else tl.load(at, mask=(r < rows) & (w < cols // 2), other=0)
             words = words + (raw,)
             low = low + (low_half(raw, KIND),)
             high = high + (high_half(raw, KIND),)

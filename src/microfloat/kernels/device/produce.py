@@ -143,16 +143,10 @@ def normalized(values, statistics, weights, inside, OUT: tl.constexpr, PRODUCER:
 def row_statistics(pointers, r, rows, PRODUCER: tl.constexpr, EVEN: tl.constexpr):
     """Shift and scale of rows, zero beyond the last row; RMS_NORM returns the scale twice."""
     shift_ptr, scale_ptr = pointers
-    if EVEN:
-        scale = tl.load(scale_ptr + r)
-    else:
-        scale = tl.load(scale_ptr + r, mask=r < rows, other=0.0)
+    scale = tl.load(scale_ptr + r) if EVEN else tl.load(scale_ptr + r, mask=r < rows, other=0.0)
     shift = scale
     if PRODUCER == LAYER_NORM:
-        if EVEN:
-            shift = tl.load(shift_ptr + r)
-        else:
-            shift = tl.load(shift_ptr + r, mask=r < rows, other=0.0)
+        shift = tl.load(shift_ptr + r) if EVEN else tl.load(shift_ptr + r, mask=r < rows, other=0.0)
     return shift, scale
 
 

@@ -101,12 +101,11 @@ class Level(NamedTuple):
 @triton.jit
 def tensor_level(amax, CAST: tl.constexpr):
     """First-level scale from the amax of a tensor or row."""
-    CAPACITY: tl.constexpr = CAST.CAPACITY
-    CLAMP: tl.constexpr = (2688.0 if CAST.RULE < 3 else CAPACITY) * 2.0**-117
+    CLAMP: tl.constexpr = (2688.0 if CAST.RULE < 3 else CAST.CAPACITY) * 2.0**-117
     plain = (amax == 0.0) | (amax == float("inf"))
-    used = tl.where(plain, CAPACITY, tl.maximum(amax, CLAMP))
-    encode = tl.div_rn(CAPACITY, used)
-    tensor_scale = tl.div_rn(used, CAPACITY)
+    used = tl.where(plain, CAST.CAPACITY, tl.maximum(amax, CLAMP))
+    encode = tl.div_rn(CAST.CAPACITY, used)
+    tensor_scale = tl.div_rn(used, CAST.CAPACITY)
     decode, stored = tl.div_rn(1.0, encode), unless_infinite(tensor_scale, amax, CAST.GRADIENT)
     return Level(used, encode, decode, tensor_scale, stored)
 
@@ -144,11 +143,10 @@ def e4m3_scale(amax_bits, level, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: 
     A block with a NaN gives 0x7F and NaN, except that a LOWERED factor is unspecified. The byte of a GRADIENT without a
     first level is also 0x7F for a block with an infinity.
     """
-    RULE: tl.constexpr = CAST.RULE
     a = float_of(amax_bits)
     bad = amax_bits > 0x7F800000
     nan = float_of(tl.zeros_like(amax_bits) + 0x7FC00000)
-    if RULE == TWO_LEVEL:
+    if CAST.RULE == TWO_LEVEL:
         t = a * (level.encode * CAST.INVERSE_SIX)
         if not LOWERED:
             t = tl.minimum(t, 3.4028234663852886e38)
@@ -158,17 +156,17 @@ def e4m3_scale(amax_bits, level, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: 
             return stored, factor, tl.where(bad, nan, value)
     else:
         t = tl.div_rn(a, 6.0)
-        if RULE == TWO_LEVEL_DIVIDED:
+        if CAST.RULE == TWO_LEVEL_DIVIDED:
             t = tl.div_rn(t, level.tensor_scale)
         stored = encode_e4m3_scale(tl.minimum(tl.maximum(t, 0.015625), 448.0), HW)
         value = float_of(stored << 20) * 2.0**120
-        if RULE == TWO_LEVEL_DIVIDED:
+        if CAST.RULE == TWO_LEVEL_DIVIDED:
             factor = tl.div_rn(tl.div_rn(1.0, level.tensor_scale), value)
         else:
             factor = tl.div_rn(1.0, value)
         if LOWERED:
             factor = factor * 2.0**-14
     factor = tl.where(bad, nan, factor)
-    if CAST.GRADIENT and RULE == ONE_LEVEL:
+    if CAST.GRADIENT and CAST.RULE == ONE_LEVEL:
         bad = amax_bits >= 0x7F800000
     return tl.where(bad, 0x7F, stored), factor, tl.where(bad, nan, value)

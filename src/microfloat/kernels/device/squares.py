@@ -275,25 +275,22 @@ def store_column_scales(factors, scale_ptr, row0, col0, R, C, LAYOUT: tl.constex
 @triton.jit
 def cast_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr, HOW: tl.constexpr):
     """Cast a tile of `load_squares` both ways; `outputs`: codes and scales of the row, then of the column operand."""
-    HW: tl.constexpr = HOW.HW
-    BM: tl.constexpr = HOW.BM
-    BN: tl.constexpr = HOW.BN
     row_out, row_scale, column_out, column_scale = outputs
     r, w, words = tile
     R, C, row0, col0 = bounds
     row_tile = row_out + row0.to(tl.int64) * C + col0
     column_tile = column_out + col0.to(tl.int64) * R + row0
-    columns, rows = square_factors(words, ROW, COLUMN, HW)
+    columns, rows = square_factors(words, ROW, COLUMN, HOW.HW)
     factors = columns[:, None, :, :]
     low, high = (), ()
     for q in tl.static_range(2):
         a, b = column_codes(
-            words[4 * q], words[4 * q + 1], words[4 * q + 2], words[4 * q + 3], factors, COLUMN.MB, COLUMN.BIAS, HW
+            words[4 * q], words[4 * q + 1], words[4 * q + 2], words[4 * q + 3], factors, COLUMN.MB, COLUMN.BIAS, HOW.HW
         )
         low, high = low + (a,), high + (b,)
-    store_columns(low, high, column_tile, R, BM, BN)
+    store_columns(low, high, column_tile, R, HOW.BM, HOW.BN)
     for p in tl.static_range(8):
-        codes = row_codes(words[p], row_factors(rows[p // 2], p % 2, HW), ROW.MB, ROW.BIAS, HW)
+        codes = row_codes(words[p], row_factors(rows[p // 2], p % 2, HOW.HW), ROW.MB, ROW.BIAS, HOW.HW)
         store_row(codes, row_tile, r + p, w, C)
-    store_row_scales(rows, row_scale, row0, col0, R, C, ROW.SCALE_LAYOUT, BM, BN)
-    store_column_scales(columns, column_scale, row0, col0, R, C, COLUMN.SCALE_LAYOUT, BM, BN)
+    store_row_scales(rows, row_scale, row0, col0, R, C, ROW.SCALE_LAYOUT, HOW.BM, HOW.BN)
+    store_column_scales(columns, column_scale, row0, col0, R, C, COLUMN.SCALE_LAYOUT, HOW.BM, HOW.BN)

@@ -141,10 +141,7 @@ def load_pair(
         at = tile_ptr.to(tl.pointer_type(tl.int32)) + (r * (stride_r // 2) + w)
         if ALIGN > 0:
             at = tl.multiple_of(at, [ALIGN, ALIGN, ALIGN])
-        if EVEN:
-            raw = tl.load(at)
-        else:
-            raw = tl.load(at, mask=(r < rows) & (w < cols // 2), other=0)
+        raw = tl.load(at) if EVEN else tl.load(at, mask=(r < rows) & (w < cols // 2), other=0)
         return raw, low_half(raw, KIND), high_half(raw, KIND)
 
 
@@ -175,24 +172,13 @@ def store_pairs(tile_ptr, codes, r, w, rows, cols, ld, BITS: tl.constexpr, PAIRS
             codes = tl.where(2 * w + 1 < cols, codes, codes & 15)
             tl.store(tile_ptr + (r * ld + w), codes.to(tl.uint8, bitcast=True), mask=inside)
     elif PAIRS:
-        if BITS == 16:
-            at = tile_ptr.to(tl.pointer_type(tl.int32)) + (r * (ld // 2) + w)
-        else:
-            at = tile_ptr.to(tl.pointer_type(tl.int16)) + (r * (ld // 2) + w)
-        if EVEN:
-            tl.store(at, codes)
-        else:
-            tl.store(at, codes, mask=inside)
+        at = tile_ptr.to(tl.pointer_type(tl.int32 if BITS == 16 else tl.int16)) + (r * (ld // 2) + w)
+        tl.store(at, codes, mask=None if EVEN else inside)
     else:
-        also = (r < rows) & (2 * w + 1 < cols)
-        if BITS == 16:
-            at = tile_ptr.to(tl.pointer_type(tl.int16)) + (r * ld + 2 * w)
-            tl.store(at, codes.to(tl.int16), mask=inside)
-            tl.store(at + 1, (codes >> 16).to(tl.int16), mask=also)
-        else:
-            at = tile_ptr.to(tl.pointer_type(tl.int8)) + (r * ld + 2 * w)
-            tl.store(at, codes.to(tl.int8), mask=inside)
-            tl.store(at + 1, (codes >> 8).to(tl.int8), mask=also)
+        HALF: tl.constexpr = tl.int16 if BITS == 16 else tl.int8
+        at = tile_ptr.to(tl.pointer_type(HALF)) + (r * ld + 2 * w)
+        tl.store(at, codes.to(HALF), mask=inside)
+        tl.store(at + 1, (codes >> BITS).to(HALF), mask=(r < rows) & (2 * w + 1 < cols))
 
 
 @triton.jit
@@ -208,10 +194,7 @@ def store_quads(tile_ptr, codes, c, quads, rows, cols, ld, BITS: tl.constexpr, Q
             at = tile_ptr.to(tl.pointer_type(tl.int16)) + (c * (ld // 2) + quads)
         else:
             at = tile_ptr.to(tl.pointer_type(tl.int32)) + (c * (ld // 4) + quads)
-        if EVEN:
-            tl.store(at, codes)
-        else:
-            tl.store(at, codes, mask=inside)
+        tl.store(at, codes, mask=None if EVEN else inside)
     elif BITS == 4:
         for j in tl.static_range(2):
             byte = (codes >> (8 * j)) & 0xFF
@@ -233,10 +216,7 @@ def store_octs(tile_ptr, octs, row, index, rows, length, ld, OCTS: tl.constexpr,
     """
     if OCTS:
         at = tile_ptr.to(tl.pointer_type(tl.int32)) + (row * (ld // 4) + index)
-        if EVEN:
-            tl.store(at, octs)
-        else:
-            tl.store(at, octs, mask=(row < rows) & (8 * index < length))
+        tl.store(at, octs, mask=None if EVEN else (row < rows) & (8 * index < length))
     else:
         for j in tl.static_range(4):
             byte = (octs >> (8 * j)) & 0xFF

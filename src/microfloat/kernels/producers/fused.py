@@ -147,26 +147,25 @@ def produce_scaled(
     PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Cast produced values to FP8 with a scale per tensor; each of two GATE_GRADIENTS has its own scale and seed."""
-    HW: tl.constexpr = HOW.HW
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
     )
     R, C, row0, col0 = bounds
     known, known2 = 0, 0
     if RECORDS:
-        known = peek(scratch_ptr, HW)
+        known = peek(scratch_ptr, HOW.HW)
         if PRODUCER == GATE_GRADIENTS:
-            known2 = peek(scratch_ptr + 3, HW)
+            known2 = peek(scratch_ptr + 3, HOW.HW)
     given = given_scale(source, epsilon, ROW, COLUMN, SOURCE)
     if PRODUCER == GATE_GRADIENTS:
         given2 = given_scale(source2, epsilon, ROW, COLUMN, SOURCE)
         tile, tile2 = load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
         _amax, arrived2 = measure_tile(
-            tile2, scratch_ptr + 3 if RECORDS else scratch_ptr, known2, RECORDS, SOURCE, HOW.KIND, HW
+            tile2, scratch_ptr + 3 if RECORDS else scratch_ptr, known2, RECORDS, SOURCE, HOW.KIND, HOW.HW
         )
     else:
         tile = load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
-    amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, HOW.KIND, HW)
+    amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, HOW.KIND, HOW.HW)
     outputs, sources = (row_out, column_out, scale, scale), (source, source)
     generators = (seed_ptr, row_stream, column_stream)
     write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
@@ -175,9 +174,9 @@ def produce_scaled(
         generators = (seed2_ptr, row_stream, column_stream)
         write_tile(tile2, given2, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
     if RECORDS:
-        record_maximum(arrived, record, scratch_ptr, given, scale, scale, ROW, COLUMN, HW)
+        record_maximum(arrived, record, scratch_ptr, given, scale, scale, ROW, COLUMN, HOW.HW)
         if PRODUCER == GATE_GRADIENTS:
-            record_maximum(arrived2, record2, scratch_ptr + 3, given2, scale2, scale2, ROW, COLUMN, HW)
+            record_maximum(arrived2, record2, scratch_ptr + 3, given2, scale2, scale2, ROW, COLUMN, HOW.HW)
 
 
 @triton.jit
@@ -223,32 +222,29 @@ def produce_values(
     stride_r, stride_c, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Store produced values in the dtype of the inputs, and their amax, from which current scaling casts."""
-    KIND: tl.constexpr = HOW.KIND
-    EVEN: tl.constexpr = HOW.EVEN
-    HW: tl.constexpr = HOW.HW
     at, bounds = produced_tile(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
     )
     R, C, row0, col0 = bounds
     w = local_words(HOW.BN)
     r = tl.arange(0, HOW.BM)[None, :, None]
-    known = peek(scratch_ptr, HW)
+    known = peek(scratch_ptr, HOW.HW)
     out = out_ptr + row0.to(tl.int64) * C + col0
     if PRODUCER == GATE_GRADIENTS:
-        known2 = peek(scratch_ptr + 3, HW)
-        values, values2 = produce_gradients(at, r, w, R - row0, C - col0, F, HOW.LOADS, EVEN, 0, HW)
-        offer_maximum(values_amax(values2, KIND, HW), known2, scratch_ptr + 3, HW)
-        arrived2 = arrive(scratch_ptr + 4, HW)
+        known2 = peek(scratch_ptr + 3, HOW.HW)
+        values, values2 = produce_gradients(at, r, w, R - row0, C - col0, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
+        offer_maximum(values_amax(values2, HOW.KIND, HOW.HW), known2, scratch_ptr + 3, HOW.HW)
+        arrived2 = arrive(scratch_ptr + 4, HOW.HW)
     else:
-        values = produce_pair(at, r, w, R - row0, C - col0, PRODUCER, F, HOW.LOADS, EVEN, 0, HW)
-    offer_maximum(values_amax(values, KIND, HW), known, scratch_ptr, HW)
-    arrived = arrive(scratch_ptr + 1, HW)
-    store_values(values, out, r, w, R - row0, C - col0, C, KIND, EVEN, HOW.PAIRS)
+        values = produce_pair(at, r, w, R - row0, C - col0, PRODUCER, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
+    offer_maximum(values_amax(values, HOW.KIND, HOW.HW), known, scratch_ptr, HOW.HW)
+    arrived = arrive(scratch_ptr + 1, HOW.HW)
+    store_values(values, out, r, w, R - row0, C - col0, C, HOW.KIND, HOW.EVEN, HOW.PAIRS)
     if PRODUCER == GATE_GRADIENTS:
         out = out2_ptr + row0.to(tl.int64) * C + col0
-        store_values(values2, out, r, w, R - row0, C - col0, C, KIND, EVEN, HOW.PAIRS)
-        publish_maximum(arrived2, tl.num_programs(0), amax2_ptr, scratch_ptr + 3, STORE, HW)
-    publish_maximum(arrived, tl.num_programs(0), amax_ptr, scratch_ptr, STORE, HW)
+        store_values(values2, out, r, w, R - row0, C - col0, C, HOW.KIND, HOW.EVEN, HOW.PAIRS)
+        publish_maximum(arrived2, tl.num_programs(0), amax2_ptr, scratch_ptr + 3, STORE, HOW.HW)
+    publish_maximum(arrived, tl.num_programs(0), amax_ptr, scratch_ptr, STORE, HOW.HW)
 
 
 @triton.jit
