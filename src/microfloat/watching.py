@@ -27,12 +27,6 @@ from microfloat.recipes import Cast, as_cast
 from microfloat.recipes.cast import as_scaled_format
 from microfloat.support import text_table
 
-__all__ = [
-    "BINADES", "DEFAULT_METRICS", "METRICS", "NOISE_SEEDS", "OF_CAST", "OF_PRODUCT", "OF_SAMPLE", "OF_SCALES", "SCALES",
-    "Entry", "Measured", "Record", "RecordLog", "check_names", "largest_byte", "of_noise", "of_product", "of_rows",
-    "of_tensor",
-]  # fmt: skip
-
 BINADES = 32  # below the largest magnitude, over which the error is shown
 SCALES = 256  # bytes that a scale may be
 NOISE_SEEDS = tuple((number, 0x5A17) for number in range(4))  # words of seeds for "sr_noise", which no generator draws

@@ -29,10 +29,6 @@ from microfloat.recipes.explanation import operands_of as formats_of
 from microfloat.routes import OperandSpec
 from microfloat.watching import BINADES, SCALES, Measured
 
-__all__ = [
-    "Blocks", "Subject", "observe_backward", "observe_forward", "seen_by_backward", "shown_p", "watching",
-]  # fmt: skip
-
 
 class Subject(NamedTuple):
     """The subject of a vector of numbers: a "tensor", "rows", "noise" or a "product" (its `kind`).

@@ -26,8 +26,6 @@ from microfloat.jax.transformations import like_in_variance, no_derivative, on_f
 from microfloat.operands import TENSORS
 from microfloat.watching import BINADES, DEFAULT_METRICS, METRICS, Entry, Measured, Record
 
-__all__ = ["Readings", "RecordLog", "watch_outputs"]
-
 
 def watch_outputs(
     fn: Callable[..., Any], tensors: Sequence[str] = TENSORS, metrics: Sequence[str] = DEFAULT_METRICS,

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Layer", "overview"]
-
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _MOST_TEXTS = 250  # cells of a heat map with their figures in them
 _MOST_ROWS = 60

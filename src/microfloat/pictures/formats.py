@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["magnitudes", "number_lines", "relative_gaps"]
-
 _HALF = 0.32  # half of the height of ticks, in rows
 _LABEL = 0.027  # width of the label of a value, as a share of the axis
 # Blue and orange are the values on a number line. Curves that hide each other differ in width and in dashes.

@@ -11,10 +11,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "BLUE", "CYCLE", "DPI", "GREEN", "GREY", "ORANGE", "clean", "color_of", "colors_of", "new_figure", "save", "short",
-]  # fmt: skip
-
 # Okabe and Ito's palette, which stays apart for colour-blind readers.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
 CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B8A900", "#8C510A", "#542788")

@@ -41,6 +41,7 @@ name, programs, no_programs, is_strict, producers = "triton", program, "", True,
 fuses = producer_passes.fuses
 # The GEMMs of this backend are torch's, in float32; `backends.native` has the vendor's.
 chip_of, scaled_matmul = reference.chip_of, reference.scaled_matmul
+_WARPS = Warps(4)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -320,8 +321,9 @@ def rotate(
 
 
 def _start(
-    kernel: Callable, programs: int, tensors: Sequence[torch.Tensor | None], scalars: tuple, constants: tuple
-) -> None:
+    kernel: Callable, programs: int, tensors: Sequence[torch.Tensor | None], scalars: tuple, constants: tuple,
+    warps: Warps = _WARPS,
+) -> None:  # fmt: skip
     """Start a kernel on the device of the first tensor; kept by all that Triton specializes on."""
     if not programs:
         return
@@ -329,7 +331,7 @@ def _start(
     aligned = tuple(x is None or x.data_ptr() & 15 == 0 for x in tensors)
     dtypes = tuple(None if x is None else x.dtype for x in tensors)
     key = (constants, dtypes, tuple(specialization(n) for n in scalars), number, *aligned)
-    launch = program.kernel_of(kernel).prepared(key, programs, scalars, constants)
+    launch = program.kernel_of(kernel).prepared(key, programs, scalars, constants, warps)
     if number < 0:
         launch(0, *tensors)
         return
@@ -354,7 +356,6 @@ def route_rows(spreads: bool, *tensors: torch.Tensor) -> None:
         _start(routing.sum_rows, programs, (x, place, ends, weights, made), scalars, (many, block, conversions))
 
 
-_LOSS = program.Kernel(loss.cross_entropy_rows)
 LOSS_BLOCK, LOSS_WARPS = 4096, Warps(8)  # the fastest of seven pairs on an H200
 
 
@@ -363,13 +364,9 @@ def cross_entropy_(
 ) -> None:
     """Write `losses` [C] of contiguous logits [C, N] and, with their gradients `s`, dy over the logits. `of_label` [C]:
     the logit of each row's label."""
-    (rows, columns), number = logits.shape, logits.get_device()
+    rows, columns = logits.shape
     constants = min(LOSS_BLOCK, 1 << (columns - 1).bit_length()), logits.dtype == torch.bfloat16, s is not None
-    tensors = logits, of_label, labels, s, losses
-    aligned = tuple(x is None or x.data_ptr() & 15 == 0 for x in tensors)
-    key = constants, logits.dtype, specialization(columns), number
-    launch = _LOSS.prepared(key, rows, (columns,), constants, LOSS_WARPS, aligned)
-    launch(0 if number < 0 else raw_stream(number), *tensors)
+    _start(loss.cross_entropy_rows, rows, (logits, of_label, labels, s, losses), (columns,), constants, LOSS_WARPS)
 
 
 # ------------------------------------------------------------------------------------------------------ delayed scaling
