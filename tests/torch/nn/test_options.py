@@ -295,26 +295,19 @@ def test_parameters_of_an_activation():
 def test_packed_sequences_see_their_own_context(name):
     torch.manual_seed(0)
     layer = mf.TransformerLayer(32, 48, 4, 2, recipe=name, options=mf.LayerOptions(cross_attention=True))
-    x, context = torch.randn(11, 32), torch.randn(9, 32)
-    packed = {"cu_seqlens": torch.tensor([0, 4, 11]), "cu_seqlens_kv": torch.tensor([0, 7, 9])}
+    x, context, ends = torch.randn(11, 32), torch.randn(11, 32), torch.tensor([0, 4, 11])
     leaf = context.clone().requires_grad_()
-    y = layer(x, context=leaf, **packed)
-    assert torch.equal(y, layer(x, context=leaf, max_seqlen=7, max_seqlen_kv=8, **packed))
-    pairs = [(x[:4], context[:7]), (x[4:], context[7:])]
+    y = layer(x, context=leaf, cu_seqlens=ends)
+    assert torch.equal(y, layer(x, context=leaf, max_seqlen=7, cu_seqlens=ends))
+    pairs = [(x[:4], context[:4]), (x[4:], context[4:])]
     apart = torch.cat([layer(part[None], context=of[None])[0] for part, of in pairs])
     torch.testing.assert_close(y, apart, rtol=1e-4, atol=1e-5)
     y[:4].sum().backward()
-    assert not leaf.grad[7:].any()
-    with pytest.raises(InvalidValueError, match=r"cu_seqlens_kv: got None beside a context of shape \(9, 32\)"):
-        layer(x, context=context, cu_seqlens=packed["cu_seqlens"])
+    assert not leaf.grad[4:].any()
+    with pytest.raises(InvalidValueError, match=r"context: got shape \(9, 32\) beside cu_seqlens"):
+        layer(x, context=context[:9], cu_seqlens=ends)
     with pytest.raises(InvalidValueError, match="max_seqlen: got 6, needed at least 7"):
-        layer(x, context=context, max_seqlen=6, **packed)
-    with pytest.raises(InvalidValueError, match="max_seqlen_kv: got 6, needed at least 7"):
-        layer(x, context=context, max_seqlen_kv=6, **packed)
-    with pytest.raises(InvalidValueError, match="ascend from 0 to 9"):
-        layer(x, context=context, cu_seqlens=packed["cu_seqlens"], cu_seqlens_kv=torch.tensor([0, 4, 11]))
-    with pytest.raises(InvalidValueError, match="cu_seqlens_kv: got 1 sequences, needed 2"):
-        layer(x, context=context, cu_seqlens=packed["cu_seqlens"], cu_seqlens_kv=torch.tensor([0, 9]))
+        layer(x, context=context, max_seqlen=6, cu_seqlens=ends)
 
 
 def test_compiled_attention_is_told_the_longest_sequence():
@@ -344,12 +337,8 @@ def test_compiled_attention_is_told_the_longest_sequence():
             r"activation_params\['limit'\]: got -1",
         ),
         (
-            lambda: mf.MultiheadAttention(8, 2)(torch.ones(3, 8), cu_seqlens_kv=torch.tensor([0, 3])),
-            "cu_seqlens_kv: got a tensor without context",
-        ),
-        (
-            lambda: mf.TransformerLayer(8, 8, 2)(torch.ones(3, 8), cu_seqlens_kv=torch.tensor([0, 3])),
-            "cu_seqlens_kv: got a tensor",
+            lambda: attend(*(torch.ones(1, n, 2, 8) for n in (3, 4, 4)), cu_seqlens=torch.tensor([0, 3])),
+            "cu_seqlens: got 4 keys beside cu_seqlens, needed 3, .*varlen_attn",
         ),
     ],
 )  # fmt: skip

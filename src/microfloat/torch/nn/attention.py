@@ -25,7 +25,7 @@ from microfloat.torch.nn.linear import Linear
 from microfloat.torch.nn.merged import Composite, call_layer, join_
 from microfloat.torch.nn.norms import RMSNorm
 from microfloat.torch.nn.options import LayerOptions, names_moved, options_of
-from microfloat.torch.nn.sdpa import Packed, attend, check_together, rotate_heads
+from microfloat.torch.nn.sdpa import attend, check_together, rotate_heads
 from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
@@ -225,7 +225,7 @@ class MultiheadAttention(Composite):
     of a context. `options`: with its `return_bias` returns (y without the bias of `o_proj`, that bias). `attention`: a
     function of (q, k, v, causal=, mask=, window=, dropout=) in place of torch's scaled_dot_product_attention: q [B, S,
     H, D] and k, v [B, S', G, D], normed and rotated, to [B, S, H, D]; a call with packed sequences passes on its
-    `cu_seqlens`, `max_seqlen` and so on. An nn.Module becomes a child, with parameters of its own. Raises
+    `cu_seqlens` and `max_seqlen`. An nn.Module becomes a child, with parameters of its own. Raises
     InvalidValueError where heads do not divide. Source: docs/modules.md.
     """
 
@@ -278,28 +278,28 @@ class MultiheadAttention(Composite):
         self, hidden_states: torch.Tensor, *, context: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, cu_seqlens: torch.Tensor | None = None,
-        cu_seqlens_kv: torch.Tensor | None = None, max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
-        cache: KVCache | None = None, norm: nn.Module | None = None, is_first_microbatch: bool | None = None,
+        max_seqlen: int | None = None, cache: KVCache | None = None, norm: nn.Module | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> WithBias:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`; `return_bias`: (y, bias).
 
         `context` [B, S', hidden]: the source of keys and values (cross attention, never causal). `attention_mask`:
         True where a token is seen, or added to the scores; [B, S'] (padding), [S, S'] or [B, 1 or H, S, S'].
         `position_embeddings`: cos and sin of `RotaryEmbedding`. `cu_seqlens` int32 [n + 1]: tokens of n sequences one
-        after another, and `max_seqlen` the most tokens of one, which spares the host a wait for the GPU;
-        `cu_seqlens_kv`, `max_seqlen_kv`: the same for a context [T', hidden]. `cache`: a `KVCache`, or an object with
-        its `update`. `norm`: applied to hidden_states first, and cast as it is computed. `is_first_microbatch`: as in
-        `Linear`, for all projections.
+        after another, of x and of a context alike, and `max_seqlen` the most tokens of one, which spares the host a
+        wait for the GPU. `cache`: a `KVCache`, or an object with its `update`. `norm`: applied to hidden_states first,
+        and cast as it is computed. `is_first_microbatch`: as in `Linear`, for all projections.
         """
         if hidden_states.dim() not in (2, 3):
             raise invalid_value("hidden_states", f"shape {tuple(hidden_states.shape)}", "[B, S, hidden] or [T, hidden]")
         if isinstance(cache, type) or not (cache is None or callable(getattr(cache, "update", None))):
             raise invalid_type("cache", kind_of(cache), "a KVCache, or anything with its update(k, v)")
-        packed: Options = {
-            "cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv, "max_seqlen": max_seqlen,
-            "max_seqlen_kv": max_seqlen_kv,
-        }  # fmt: skip
-        _check_packed(hidden_states, context, Packed(cu_seqlens, max_seqlen), Packed(cu_seqlens_kv, max_seqlen_kv))
+        packed: Options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        check_together(cu_seqlens, max_seqlen)
+        if cu_seqlens is not None and context is not None and context.shape[:-1] != hidden_states.shape[:-1]:
+            got, needed = f"shape {tuple(context.shape)} beside cu_seqlens", "the tokens of x, in the same sequences"
+            remedy = "Pad the sequences to rows: x [B, S, hidden], context [B, S', hidden] and a mask of the context."
+            raise invalid_value("context", got, needed, remedy)
         qkv = self.projected(hidden_states, context, norm, is_first_microbatch)
         q, k, v = self.rotated(qkv, position_embeddings)
         count = cache.count if isinstance(cache, KVCache) else 0
@@ -342,18 +342,6 @@ class MultiheadAttention(Composite):
         window = "" if self.window is None else f", window={self.window}"
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         return f"{heads}, causal={self.causal}{window}"
-
-
-def _check_packed(x: torch.Tensor, context: torch.Tensor | None, of_x: Packed, of_context: Packed) -> None:
-    """Raise InvalidValueError where x or its context is packed and the sequences of the other are not described."""
-    if context is None and of_context.cu_seqlens is not None:
-        raise invalid_value("cu_seqlens_kv", "a tensor without context", "None, or the sequences of a packed context")
-    check_together(of_x, of_context)
-    if context is None or of_x.cu_seqlens is None or of_context.cu_seqlens is not None:
-        return
-    if context.shape[:-1] != x.shape[:-1]:
-        needed = "where its sequences begin and end: each of x sees its own alone"
-        raise invalid_value("cu_seqlens_kv", f"None beside a context of shape {tuple(context.shape)}", needed)
 
 
 HeadNorm = Callable[[torch.Tensor], torch.Tensor] | None

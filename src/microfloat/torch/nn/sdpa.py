@@ -8,7 +8,6 @@ of a head, R = elements of a head that are rotated.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -133,24 +132,22 @@ def _launch(
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, mask: torch.Tensor | None = None,
-    window: int | None = None, cu_seqlens: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
-    dropout: float = 0.0, scale: float | None = None, max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
+    window: int | None = None, cu_seqlens: torch.Tensor | None = None, dropout: float = 0.0,
+    scale: float | None = None, max_seqlen: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(q k^T * scale + mask) v``, [B, S, H, D] in q's dtype; H a multiple of the heads G of k and v.
 
     q [B, S, H, D], k and v [B, S', G, D]. `causal`: a token sees the tokens before it and itself, the last token of q
     being the last of k. `window`: it sees the nearest `window` tokens only, itself included. `mask`: bool, True where a
     token is seen, or added; [B, S'], [S, S'] or [B, 1 or H, S, S']. `cu_seqlens` int32 [n + 1]: B = 1, and the tokens
-    are n sequences one after another, which do not see each other (`cu_seqlens_kv` for k and v, where their lengths
-    differ). `max_seqlen`, `max_seqlen_kv`: length of the longest sequence, which the host else reads from the GPU.
+    of q, and of k and v, are n sequences one after another, which do not see each other. `max_seqlen`: the length of
+    the longest sequence, which the host else reads from the GPU.
     """
     if q.shape[2] % k.shape[2]:
         raise invalid_value("num_kv_heads", str(k.shape[2]), f"a divisor of the {q.shape[2]} heads of q")
-    of_q, of_kv = Packed(cu_seqlens, max_seqlen), Packed(cu_seqlens_kv, max_seqlen_kv)
-    check_together(of_q, of_kv)
+    check_together(cu_seqlens, max_seqlen)
     if cu_seqlens is not None:
-        of_kv = of_q if cu_seqlens_kv is None else of_kv
-        return _packed(q, k, v, causal, window, of_q, of_kv, mask, dropout, scale)
+        return _packed(q, k, v, causal, window, cu_seqlens, max_seqlen, mask, dropout, scale)
     is_causal = causal and mask is None and window is None
     if q.shape[1] != k.shape[1]:  # a branch, since in compiled code of any length a comparison is no bool
         is_causal = False
@@ -209,89 +206,57 @@ def joint_mask(
     return mask & made if mask.dtype == torch.bool else mask.masked_fill(~made, float("-inf"))
 
 
-class Packed(NamedTuple):
-    """Sequences one after another: cumulative lengths int32 [n + 1], and the longest length (None: unknown)."""
+def check_together(cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> None:
+    """Raise InvalidValueError for a `max_seqlen` without the `cu_seqlens` that it belongs to."""
+    if max_seqlen is not None and cu_seqlens is None:
+        got, needed = f"{max_seqlen!r} without cu_seqlens", "None, or both: cu_seqlens says where sequences end"
+        raise invalid_value("max_seqlen", got, needed)
 
-    cu_seqlens: torch.Tensor | None
-    max_seqlen: int | None
 
-    def longest(self) -> int:
-        """The longest length; without `max_seqlen` the host waits for the GPU to read it."""
-        assert self.cu_seqlens is not None
-        return _longest_of(self.cu_seqlens) if self.max_seqlen is None else self.max_seqlen
-
-    def check(self, suffix: str, x: torch.Tensor) -> torch.Tensor:
-        """`cu_seqlens`. Raises where it is no tensor of integers and, on a CPU, for values that do not fit x."""
-        name, name_max = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
-        cu, tokens = self.cu_seqlens, x.shape[1]
-        if not isinstance(cu, torch.Tensor) or cu.dtype not in (torch.int32, torch.int64):
-            got = f"dtype {cu.dtype}" if isinstance(cu, torch.Tensor) else type(cu)
-            raise invalid_type(name, got, "an int32 tensor [n + 1]")
-        if cu.dim() != 1 or not len(cu):
-            raise invalid_value(name, f"shape {tuple(cu.shape)}", "[n + 1]")
-        if x.shape[0] != 1:
-            raise invalid_value("x", f"{x.shape[0]} rows of tokens", f"one row [T, ...] of sequences with {name}")
-        if _is_known(cu) and (int(cu[0]) != 0 or bool((cu.diff() < 0).any()) or cu[-1] != tokens):
-            needed = f"numbers that ascend from 0 to {tokens}, the number of tokens"
-            remedy = "Padding between or after sequences is a sequence of its own, or an attention_mask."
-            raise invalid_value(name, str(cu.tolist()), needed, remedy)
-        if self.max_seqlen is not None:
-            check_int(name_max, self.max_seqlen, 0, 1 << 31)
-            if _is_known(cu) and self.max_seqlen < (most := _longest_of(cu)):
-                raise invalid_value(name_max, self.max_seqlen, f"at least {most}, the tokens of the longest sequence")
-        return cu
+def _check_packed(cu: object, max_seqlen: int | None, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raise where `cu_seqlens` is no tensor of integers, for other lengths of k, and on a CPU for wrong values."""
+    if not isinstance(cu, torch.Tensor) or cu.dtype not in (torch.int32, torch.int64):
+        got = f"dtype {cu.dtype}" if isinstance(cu, torch.Tensor) else type(cu)
+        raise invalid_type("cu_seqlens", got, "an int32 tensor [n + 1]")
+    if cu.dim() != 1 or not len(cu):
+        raise invalid_value("cu_seqlens", f"shape {tuple(cu.shape)}", "[n + 1]")
+    if q.shape[0] != 1:
+        raise invalid_value("x", f"{q.shape[0]} rows of tokens", "one row [T, ...] of sequences with cu_seqlens")
+    tokens = q.shape[1]
+    if k.shape[1] != q.shape[1]:
+        got, needed = f"{k.shape[1]} keys beside cu_seqlens", f"{tokens}, in the sequences of the queries"
+        remedy = "Pad sequences to rows [B, S, ...] and mask the keys, or call torch.nn.attention.varlen.varlen_attn."
+        raise invalid_value("cu_seqlens", got, needed, remedy)
+    is_known = cu.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_known and (int(cu[0]) != 0 or bool((cu.diff() < 0).any()) or cu[-1] != tokens):
+        needed = f"numbers that ascend from 0 to {tokens}, the number of tokens"
+        remedy = "Padding between or after sequences is a sequence of its own, or an attention_mask."
+        raise invalid_value("cu_seqlens", str(cu.tolist()), needed, remedy)
+    if max_seqlen is not None:
+        check_int("max_seqlen", max_seqlen, 0, 1 << 31)
+        if is_known and max_seqlen < (most := _longest_of(cu)):
+            raise invalid_value("max_seqlen", max_seqlen, f"at least {most}, the tokens of the longest sequence")
 
 
 def _longest_of(cu_seqlens: torch.Tensor) -> int:
     return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
 
 
-def check_together(of_q: Packed, of_kv: Packed) -> None:
-    """Raise InvalidValueError for an argument about packed sequences without the `cu_seqlens` that it needs."""
-    for suffix, of in (("", of_q), ("_kv", of_kv)):
-        if of.max_seqlen is not None and of.cu_seqlens is None:
-            got, needed = f"{of.max_seqlen!r} without cu_seqlens{suffix}", "says where sequences end"
-            raise invalid_value(f"max_seqlen{suffix}", got, f"None, or both: cu_seqlens{suffix} {needed}")
-    if of_kv.cu_seqlens is not None and of_q.cu_seqlens is None:
-        raise invalid_value("cu_seqlens_kv", "a tensor without cu_seqlens", "None, or both")
-
-
-def _is_known(cu_seqlens: torch.Tensor) -> bool:
-    """True where the host can read the values: not on a GPU, for which it would wait, and not in a compiler."""
-    return cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def _packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, of_q: Packed, of_kv: Packed,
-    mask: torch.Tensor | None, dropout: float, scale: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, cu: torch.Tensor,
+    max_seqlen: int | None, mask: torch.Tensor | None, dropout: float, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """`attend` for sequences one after another in one row of tokens."""
-    cu_q, cu_k = of_q.check("", q), of_kv.check("" if of_kv is of_q else "_kv", k)
-    if len(cu_q) != len(cu_k):
-        raise invalid_value(
-            "cu_seqlens_kv", f"{len(cu_k) - 1} sequences", f"{len(cu_q) - 1}, one for each of cu_seqlens",
-            "Where a sequence has no context, repeat the offset at which it would begin.",
-        )  # fmt: skip
+    _check_packed(cu, max_seqlen, q, k)
     if mask is not None:
         raise invalid_value("attention_mask", "a mask beside cu_seqlens", "one of the two")
     if is_for_flash(q, v, dropout):
-        longest = of_q.longest(), of_kv.longest()
-        y = _varlen(q[0], k[0], v[0], (cu_q.int(), cu_k.int()), longest, causal, window, scale)
-        return y.unsqueeze(0)
-    (ids_q, left_q), (ids_k, left_k) = _places(cu_q, q.shape[1]), _places(cu_k, k.shape[1])
-    seen = ids_q[:, None] == ids_k[None, :]
-    if causal:
-        seen = seen & (left_k[None, :] >= left_q[:, None])
-    if window is not None:
-        seen = seen & ((left_k[None, :] - left_q[:, None]).abs() < window)
-    return _attention(q, k, v, seen, False, dropout, scale)
-
-
-def _places(cu: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each token the number of its sequence, and how many tokens of it are left from there on, [tokens] each."""
-    at = torch.arange(tokens, dtype=cu.dtype, device=cu.device)
-    ids = torch.searchsorted(cu[1:], at, right=True)
-    return ids, cu[ids + 1] - at
+        longest = _longest_of(cu) if max_seqlen is None else max_seqlen  # the host waits for the GPU to read it
+        return _varlen(q[0], k[0], v[0], cu.int(), longest, causal, window, scale).unsqueeze(0)
+    tokens = q.shape[1]
+    ids = torch.searchsorted(cu[1:], torch.arange(tokens, dtype=cu.dtype, device=cu.device), right=True)
+    seen, near = ids[:, None] == ids[None, :], joint_mask(q.shape[:2], tokens, q.device, causal, window, None)
+    return _attention(q, k, v, seen if near is None else seen & near, False, dropout, scale)
 
 
 # ------------------------------------------------------------------------------------------------ flash attention
@@ -306,8 +271,8 @@ def is_for_flash(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
 
 
 def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: tuple[torch.Tensor, torch.Tensor], longest: tuple[int, int],
-    causal: bool, window: int | None, scale: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, causal: bool,
+    window: int | None, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """y [T, H, D], by torch's variable-length attention."""
     from torch.nn.attention.varlen import varlen_attn
@@ -316,7 +281,7 @@ def _varlen(
     if q.shape[1] != k.shape[1]:
         k, v = _shared_heads(q, k, v, 1)
     window_size = reach, 0 if causal else reach
-    return varlen_attn(q, k, v, *cu, *longest, scale=scale, window_size=window_size)  # type: ignore[return-value]
+    return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=window_size)  # type: ignore[return-value]
 
 
 def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> str:

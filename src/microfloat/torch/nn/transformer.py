@@ -71,29 +71,26 @@ class TransformerLayer(Composite):
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None, context: torch.Tensor | None = None,
         context_mask: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, cache: KVCache | None = None,
-        is_first_microbatch: bool | None = None, cu_seqlens_kv: torch.Tensor | None = None,
-        max_seqlen: int | None = None, max_seqlen_kv: int | None = None,
+        is_first_microbatch: bool | None = None, max_seqlen: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """y in the shape of hidden_states [B, S, hidden], or [T, hidden] with `cu_seqlens`, as in `MultiheadAttention`.
 
-        `cu_seqlens_kv`: the sequences of a packed context; each sequence of x sees the one with its number.
+        A context of packed sequences has those of x.
         """
         x = hidden_states
         if context is not None and not hasattr(self, "cross_attn"):
             remedy = "Make the layer with options=LayerOptions(cross_attention=True)."
             raise invalid_value("context", "a tensor", "None for a layer without cross attention", remedy)
-        of_context: Options = {"cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_kv": max_seqlen_kv}
         of_x: Options = {
             "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "is_first_microbatch": is_first_microbatch,
         }  # fmt: skip
         h = self._sum(x, self.self_attn(
             x, attention_mask=attention_mask, position_embeddings=position_embeddings, cache=cache,
-            norm=self.input_layernorm, **of_x, **(of_context if context is None else {}),  # which it refuses
+            norm=self.input_layernorm, **of_x,
         ))  # fmt: skip
         if context is not None:
             h = self._sum(h, self.cross_attn(
                 h, context=context, attention_mask=context_mask, norm=self.cross_attention_layernorm, **of_x,
-                **of_context,
             ))  # fmt: skip
         return self._sum(h, self.mlp(x if self.parallel else h, self.post_attention_layernorm, is_first_microbatch))
 
