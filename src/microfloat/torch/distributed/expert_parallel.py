@@ -5,14 +5,12 @@
 
 Every rank owns as many experts as every other: of E experts and R ranks, rank r has those from ``r * E / R`` on. With a
 recipe the rows of x travel forward, and those of dy backward, as the codes and scales that the recipe makes of them,
-in two messages. A scale covers one row at most, so that a row has the same bytes wherever it is cast; where the format
-has a scale for the whole tensor, that is the tensor of one expert, and the ranks first take the maximum of its amaxes.
-What arrives is decoded; an expert's weight gradient is computed from these values too.
+in two messages. A scale covers one row at most, so that a row has the same bytes wherever it is cast. What arrives is
+decoded; an expert's weight gradient is computed from these values too.
 
 Legend: T = rows of this rank, A = rows that arrive, E = experts of all ranks, G = those of this rank, K = features.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -26,7 +24,7 @@ from microfloat.recipes.names import as_recipe
 from microfloat.torch._typing import Context
 from microfloat.torch.linear.grouped import groups_of
 from microfloat.torch.linear.schedule import autocast_dtype
-from microfloat.torch.scaling.amax_reduction import Group, largest
+from microfloat.torch.scaling.amax_reduction import Group
 from microfloat.torch.scaling.rank_errors import agree, in_collective
 from microfloat.torch.tensor.checks import check_tensor
 from microfloat.torch.tensor.ops import quantize
@@ -61,16 +59,12 @@ class _Route:
 
     def outward_codes(self, x: torch.Tensor, cast: Cast) -> QuantizedTensor:
         """The rows that arrive at this rank's experts, as codes and scales."""
-        parts, row_cast = _cast_rows(x, cast, self.sizes, self.group)
-        scales = torch.cat([part.view(torch.uint8) for part in parts[1:]], 1)
-        made = self.exchange(parts[0].view(torch.uint8), self.sent, self.arriving, scales)
-        codes, scales = (part.index_select(0, self.order) for part in made)
-        widths = [part.shape[1] * part.element_size() for part in parts[1:]]
-        apart = (part.clone(memory_format=torch.contiguous_format) for part in scales.split(widths, 1))
-        scale, *level = (part.view(like.dtype) for part, like in zip(apart, parts[1:], strict=True))
-        shape = len(codes), x.shape[1]
-        codes, level = codes.view(parts[0].dtype), level[0] if level else None
-        return QuantizedTensor(codes, scale, level, row_cast, axis=1, shape=shape, dtype=x.dtype)
+        own = quantize(x, cast)
+        sent = own.codes.view(torch.uint8), own.scale.view(torch.uint8)
+        made = self.exchange(sent[0], self.sent, self.arriving, sent[1])
+        codes, scale = (part.index_select(0, self.order) for part in made)
+        codes, scale = codes.view(own.codes.dtype), scale.view(own.scale.dtype)
+        return QuantizedTensor(codes, scale, None, cast, axis=1, shape=(len(codes), x.shape[1]), dtype=x.dtype)
 
     def inward(self, y: torch.Tensor) -> torch.Tensor:
         """The rows that come back to this rank, [T, N]."""
@@ -89,34 +83,6 @@ class _Route:
             for work in works:
                 work.wait()
         return made
-
-
-def _cast_rows(x: torch.Tensor, cast: Cast, sizes: list[int], group: Group) -> tuple[list[torch.Tensor], Cast]:
-    """Codes, scale and, where there is one, tensor scale of every row, [T, ...]; and the cast that makes them."""
-    whole, fmt = cast.format.block[0] is None, cast.format
-    if not whole and cast.tensor_scale != "tensor":
-        return _row_parts(quantize(x, cast), len(x)), cast
-    # The amax of an expert's rows on all ranks: NaN is ignored, as in every amax.
-    rows = x.abs().float().nan_to_num(nan=0.0, posinf=torch.inf)
-    experts = torch.arange(len(sizes), device=x.device).repeat_interleave(torch.tensor(sizes, device=x.device))
-    amaxes = rows.new_zeros(len(sizes)).scatter_reduce_(0, experts, rows.amax(1), "amax")
-    amaxes = largest(amaxes, (group,))
-    made = [
-        _row_parts(quantize(own, cast, amax=amaxes[expert]), len(own))
-        for expert, own in enumerate(x.split(sizes))
-        if len(own) or expert == len(sizes) - 1  # at least one, for the shapes
-    ]
-    by_row = dataclasses.replace(
-        fmt, name=f"{fmt.name} by row", block=(1, None) if whole else fmt.block,
-        tensor_scale="row" if cast.tensor_scale else None,
-    )  # fmt: skip
-    return [torch.cat(parts) for parts in zip(*made, strict=True)], dataclasses.replace(cast, format=by_row)
-
-
-def _row_parts(q: QuantizedTensor, rows: int) -> list[torch.Tensor]:
-    """Codes and scales of rows; a scale of the whole tensor is repeated for each row."""
-    scales = (part for part in (q.scale, q.tensor_scale) if part is not None)
-    return [q.codes, *((part if part.dim() else part.expand(rows, 1)).contiguous() for part in scales)]
 
 
 class _Travel(torch.autograd.Function):
@@ -166,8 +132,8 @@ def dispatch(
     that recipe casts to the same codes again; y and dx travel as they are. The host reads the sizes.
 
     Raises InvalidValueError and InvalidTypeError for operands that do not fit, NotSupportedError for a recipe whose
-    scales rows cannot carry along (delayed scaling, tiles, a Hadamard transform of x) and where the ranks were found to
-    disagree, RankError where a rank fails. Source: docs/distributed.md.
+    scales rows cannot carry along (delayed scaling, scales of tensors and tiles, a Hadamard transform of x) and where
+    the ranks were found to disagree, RankError where a rank fails. Source: docs/distributed.md.
     """
     check_tensor("x", x)
     if x.dim() != 2:
@@ -203,13 +169,15 @@ def _checked(gemm: str, cast: Cast | None) -> Cast | None:
     lacks = ""
     if not isinstance(cast.scaling, Current):
         lacks = "has a scale from a layer's state"
+    elif cast.format.block[0] is None or cast.tensor_scale is not None:
+        lacks = "has a scale of the whole tensor, whose rows lie on several ranks"
     elif cast.hadamard is not None:
         lacks = "transforms x first"
-    elif cast.format.block[0] not in (1, None):
+    elif cast.format.block[0] != 1:
         lacks = f"has scales of {cast.format.block[0]} rows, axis 0 of x, which may come from several ranks"
     if lacks:
         raise NotSupportedError(
             f"recipe: got the cast {cast.format} for {gemm}.lhs, which {lacks}, needed scales that travel with a row. "
-            "Give a recipe with current scaling and blocks of one row, or recipe=None."
+            "Give a recipe with current scaling and blocks of one row (mxfp8, mxfp4, fp8_row), or recipe=None."
         )
     return cast
