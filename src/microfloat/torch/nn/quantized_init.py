@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from microfloat.arguments import check_bool, check_int
+from microfloat.arguments import check_bool
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
@@ -91,39 +91,24 @@ def draw_parameters(layer: Any, draw: InitMethod) -> None:
 
 
 @torch.no_grad()
-def update_quantized(
-    param: torch.Tensor, src: torch.Tensor, *, offset: int = 0, noop_flag: torch.Tensor | None = None
-) -> None:
-    """Quantize high-precision values into a QuantizedTensor, or into a shard of it, in place, under its Cast.
+def update_quantized(param: torch.Tensor, src: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> None:
+    """Quantize high-precision values of the shape of a QuantizedTensor into it, in place, under its Cast.
 
-    `src`: values of `param`, or of the ``src.numel()`` elements from `offset` on in row-major order, flat or as
-    whole rows; other elements keep their values, and are quantized anew where they share a scale with new ones.
-    `noop_flag`: one number on the device; where it is not zero nothing changes, without a wait for the device, so that
-    a step in a CUDA graph can be skipped. Raises InvalidTypeError and InvalidValueError for arguments that do not fit.
+    Into some of its rows, or one expert: ``param.detach()[rows].copy_(src)``. `noop_flag`: one number on the device;
+    where it is not zero nothing changes, without a wait for the device, so that a step in a CUDA graph can be skipped.
+    Raises InvalidTypeError and InvalidValueError for arguments that do not fit.
     """
     if not isinstance(param, QuantizedTensor):
         raise invalid_type("param", type(param), "a QuantizedTensor", "Plain parameters take copy_().")
     if not isinstance(src, torch.Tensor) or isinstance(src, QuantizedTensor) or not src.is_floating_point():
         got = src.dtype if isinstance(src, torch.Tensor) else type(src)
         raise invalid_type("src", got, "a plain floating-point tensor, such as float32 master weights")
-    check_int("offset", offset, 0, param.numel())
-    if not 0 < src.dim() <= param.dim() or src.shape[1:] != param.shape[param.dim() - src.dim() + 1 :]:
-        raise invalid_value(
-            "src", f"shape {tuple(src.shape)}", f"shape {tuple(param.shape)}, as the parameter has, whole rows, or a "
-            "flat shard", "Elements are taken in row-major order: src.reshape(-1) makes it flat."
-        )  # fmt: skip
-    if offset + src.numel() > param.numel():
-        raise invalid_value(
-            "src", f"{src.numel()} elements from offset {offset} on", f"at most {param.numel() - offset} of them",
-            f"The parameter has shape {tuple(param.shape)}.",
-        )  # fmt: skip
+    if src.shape != param.shape:
+        needed = f"shape {tuple(param.shape)}, as the parameter has"
+        remedy = "Gather the shards of a master first; rows take copy_: param.detach()[rows].copy_(src)."
+        raise invalid_value("src", f"shape {tuple(src.shape)}", needed, remedy)
     q: Any = param.detach()
-    values = src.to(device=q.device, dtype=torch.float32)
-    if src.numel() != q.numel():
-        whole = q.dequantize(torch.float32).reshape(-1)
-        whole[offset : offset + src.numel()] = values.reshape(-1)
-        values = whole
-    store(q, values.view(q.shape), noop_flag)
+    store(q, src.to(device=q.device, dtype=torch.float32), noop_flag)
 
 
 def fp8_model_init(
