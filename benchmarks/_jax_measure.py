@@ -92,6 +92,8 @@ def dots(text: str) -> list[dict[str, Any]]:
     for one in everything:
         target = one.attribute(r'custom_call_target="([^"]+)"')
         body = inside.get(one.attribute(r"calls=%?([\w.\-]+)"))
+        if target == "triton_kernel_call_ffi":  # microfloat's, by its name
+            target = one.attribute(r'[{ ]name ?= ?"(\w+)"')
         if one.opcode == "custom-call" and re.search("matmul|gemm|dot", target):
             found.append((one, one, target))
         elif one.opcode == "fusion" and body is not None:

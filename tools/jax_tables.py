@@ -14,7 +14,10 @@ from typing import Any
 from marked_block import ROOT, command, table
 
 JAX_LINEAR = ROOT / "benchmarks" / "results" / "jax_linear.json"
-_WAYS = {"__cublas$lt$matmul$f8": "cuBLASLt FP8", "__cublas$lt$matmul": "cuBLASLt", "__cublas$gemm": "cuBLAS"}
+_WAYS = {
+    "__cublas$lt$matmul$f8": "cuBLASLt FP8", "__cublas$lt$matmul": "cuBLASLt", "__cublas$gemm": "cuBLAS",
+    "block_gemm_of_pointers": "microfloat FP8",
+}  # fmt: skip
 
 
 def jax_linear_table(path: Path = JAX_LINEAR) -> str:

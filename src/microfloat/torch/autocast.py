@@ -122,7 +122,7 @@ class autocast:
             if region is not None and enabled and recipe is not None and recipe.is_delayed:
                 delayed = delayed_of(recipe)
                 # Else what an outer autocast shares stays as it is.
-                if delayed.reduce_amax and not region.is_alone():
+                if delayed.reduce_amax and not region.is_alone:
                     region.shared[group] = delayed
             is_traced = torch.compiler.is_compiling()
             if is_traced and (calibrating or (enabled and recipe is not None and recipe.is_delayed)):

@@ -174,11 +174,9 @@ def _by_own_gemm(a: Matrix, b: Matrix, plan: GemmPlan, way: str, bias: Array | N
         return reference.gemm(a, b, kind_a, kind_b, plan.dtype).astype(out)
 
     def by_xla(a: Matrix, b: Matrix) -> Array:
-        if way == "fp8":
-            return gemm(a, b, kind_a, kind_b, way, plan.accumulate, out)
-        if kind_a.power_of_two and kind_b.power_of_two:
-            return _bf16(a, b, kind_a, kind_b, out).astype(out)
-        return emulate(a, b)
+        if way == "blocks" and not (kind_a.power_of_two and kind_b.power_of_two):
+            return emulate(a, b)
+        return gemm(a, b, kind_a, kind_b, "fp8" if way == "fp8" else "values", plan.accumulate, out)
 
     def by_kernel(a: Matrix, b: Matrix) -> Array:
         from microfloat.jax.backends import program
@@ -192,10 +190,9 @@ def _by_own_gemm(a: Matrix, b: Matrix, plan: GemmPlan, way: str, bias: Array | N
     rows_fit = way != "fp8" or (kind_b.format.block == (1, None) and n % _TILE == 0)
     if not fits or not rows_fit or kernels.why_no_gemm():
         return lax.platform_dependent(a, b, cuda=by_xla, default=emulate)
-    either = kernels.on_either(by_kernel, by_xla)
-    differentiable = jax.custom_jvp(either)
-    differentiable.defjvp(lambda primals, tangents: (either(*primals), jax.jvp(by_xla, primals, tangents)[1]))
-    return cast(Array, differentiable(a, b))
+    either = jax.custom_jvp(kernels.on_either(by_kernel, by_xla))
+    either.defjvp(lambda primals, tangents: (either(*primals), jax.jvp(by_xla, primals, tangents)[1]))
+    return cast(Array, either(a, b))
 
 
 def _padded(codes: Array) -> Array:

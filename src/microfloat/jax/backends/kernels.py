@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from importlib.metadata import version
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -49,13 +50,10 @@ def why_none_here(shape: Shape = None) -> str:
 def why_no_gemm() -> str:
     """Reason against microfloat's FP8 GEMM where this is traced, "" if there is none: it is written for one chip, in a
     language that changes from one Triton to the next."""
-    if cuda.capability() != (9, 0):
-        return "no Hopper GPU"
-    if missing := why_none_here() or ("" if is_local() else "jit cuts arrays over several devices"):
+    missing = "" if cuda.capability() == (9, 0) else "no Hopper GPU"
+    if missing := missing or why_none_here() or ("" if is_local() else "jit cuts arrays over several devices"):
         return missing
-    from triton import __version__ as release
-
-    return "" if release.startswith("3.6.") else f"triton {release} is not 3.6"
+    return "" if version("triton").startswith("3.6.") else "triton is not 3.6"
 
 
 def _why_too_small(shape: Shape) -> str:
@@ -177,25 +175,19 @@ def call(kernel: Any, programs: int, capability: tuple[int, int], arguments: Map
     `arguments`: for each parameter an array, a number, a constant, an `Output`, or None for a pointer that is not read.
     """
     names = tuple(kernel.arg_names)
-    if SCRATCH in names:  # its size is known once the kernel is compiled
-        blank = dict(arguments) | {SCRATCH: Output((1,), jnp.uint8)}
-        signature = _signature(kernel, blank)
-        size = _compiled(kernel, capability, tuple(map(_compiled_form, signature)), warps).scratch
-        arguments = blank | {SCRATCH: Output((programs * size,), jnp.uint8)}
+    arguments = {**arguments, SCRATCH: Output((), jnp.uint8)} if SCRATCH in names else arguments
     inputs = [name for name in names if isinstance(arguments[name], jax.Array)]
     outputs = [name for name in names if isinstance(arguments[name], Output)]
-    opaque = _opaque(kernel, programs, capability, _signature(kernel, arguments), warps)
-    shapes = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in outputs]
+    signature = tuple(_parameter(arguments[name], param) for name, param in zip(names, kernel.params, strict=True))
+    opaque, scratch = _opaque(kernel, programs, capability, signature, warps)
+    shapes = [
+        jax.ShapeDtypeStruct((programs * scratch,) if name == SCRATCH else arguments[name].shape, arguments[name].dtype)
+        for name in outputs
+    ]
     operands = in_common_variance(*(arguments[name] for name in inputs))
     started = jax.ffi.ffi_call(_TARGET, shapes)
     results = started(*operands, name=kernel.__name__, opaque=opaque)
     return {name: like_in_variance(result, operands[0]) for name, result in zip(outputs, results, strict=True)}
-
-
-def _signature(kernel: Any, arguments: Mapping) -> tuple["_Parameter", ...]:
-    return tuple(
-        _parameter(arguments[name], param) for name, param in zip(kernel.arg_names, kernel.params, strict=True)
-    )  # fmt: skip
 
 
 class _Parameter(NamedTuple):
@@ -230,9 +222,11 @@ def _pointer(dtype: DTypeLike) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _opaque(kernel: Any, programs: int, capability: tuple[int, int], signature: tuple, warps: Warps) -> bytes:
-    """The message to the foreign function: the compiled kernel, the grid, every parameter."""
-    compiled = _compiled(kernel, capability, tuple(map(_compiled_form, signature)), warps)
+def _opaque(
+    kernel: Any, programs: int, capability: tuple[int, int], signature: tuple, warps: Warps
+) -> tuple[bytes, int]:
+    """The message to the foreign function: kernel, grid and every parameter; and the memory of `_compiled`."""
+    name, ptx, shared, number, scratch = _compiled(kernel, capability, tuple(map(_compiled_form, signature)), warps)
     library = _library()
     parameters = []
     for part in map(signature.__getitem__, _order(signature)):
@@ -241,10 +235,9 @@ def _opaque(kernel: Any, programs: int, capability: tuple[int, int], signature: 
             parameters.append(library.create_scalar_parameter(value, part.type))
         else:
             parameters.append(library.create_array_parameter(part.value or 0, 16))
-    name, ptx, shared, number, _ = compiled
     started = library.TritonKernel(name, number, 1, shared, ptx, "", 10 * capability[0] + capability[1])
     message = library.TritonKernelCall(started, programs, 1, 1, parameters).to_proto(kernel.__name__, b"")
-    return zlib.compress(message)
+    return zlib.compress(message), scratch
 
 
 def _order(signature: tuple[_Parameter, ...]) -> list[int]:
@@ -259,19 +252,12 @@ def _compiled_form(part: _Parameter) -> tuple[str, str, Any]:
     return part.kind, part.type, part.value if part.kind == "constant" else None
 
 
-class _Compiled(NamedTuple):
-    """A kernel's name, its PTX with parameters in the order of `_order`, its bytes of shared memory, its warps, those
-    beside the ones it was asked for included, and the bytes of memory that the compiler takes for each program."""
-
-    name: str
-    ptx: str
-    shared: int
-    warps: int
-    scratch: int
-
-
 @lru_cache(maxsize=1024)
-def _compiled(kernel: Any, capability: tuple[int, int], signature: tuple, warps: Warps) -> _Compiled:
+def _compiled(
+    kernel: Any, capability: tuple[int, int], signature: tuple, warps: Warps
+) -> tuple[str, str, int, int, int]:
+    """The kernel's name, its PTX with parameters in the order of `_order`, its bytes of shared memory, all of its
+    warps, and the bytes of memory that the compiler takes for each program."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -298,7 +284,7 @@ def _compiled(kernel: Any, capability: tuple[int, int], signature: tuple, warps:
         places.append(own)
     about = compiled.metadata
     ptx = reordered(compiled.asm["ptx"], places)
-    return _Compiled(about.name, ptx, about.shared, about.num_warps, about.global_scratch_size)
+    return about.name, ptx, about.shared, about.num_warps, about.global_scratch_size
 
 
 def reordered(ptx: str, places: list[int]) -> str:

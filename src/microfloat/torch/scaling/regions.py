@@ -42,22 +42,16 @@ class Region:
     updates of its opening, which wait for its close, or for a backward before it, so that one launch makes all.
     """
 
-    __slots__ = ("_alone", "_states", "closed", "due", "evaluates", "failed", "shared")
+    __slots__ = ("_states", "closed", "due", "evaluates", "failed", "is_alone", "shared")
 
     def __init__(self) -> None:
-        self._alone: bool | None = None
+        self.is_alone = False  # True where it was seen to begin without a process group
         self.due: list[tuple[LayerState, Slot, Pending]] = []
         self.shared: Shared = {}
         self.evaluates = False
         self.closed = False
         self.failed = False  # left by an exception
         self._states: dict[LayerState, None] = {}  # layers whose forward slots it must roll
-
-    def is_alone(self) -> bool:
-        """True where there is no process group, as this was when it was asked for first."""
-        if self._alone is None:
-            self._alone = reduction.world() is None
-        return self._alone
 
     def close(self, completed: bool = True) -> None:
         """Roll the forward slots recorded inside.
@@ -69,8 +63,7 @@ class Region:
         if completed:
             trains = torch.is_grad_enabled() and not (self.evaluates and not self._states)
             shared = self.shared if trains else {}
-            jobs = _jobs_of(self._states, ("x", "w"), lambda entry: entry.region is self)
-            _roll_jobs(jobs + due, "forward", shared, self._alone is True)
+            _roll(self._states, ("x", "w"), lambda entry: entry.region is self, "forward", shared, due, self.is_alone)
             if shared and not capturing():
                 leave_shared(shared)
         else:
@@ -81,7 +74,7 @@ class Region:
 
     def settle(self) -> None:
         """Make the updates of its opening now: a backward reads the scales."""
-        _roll_jobs(self._take_due(), "backward", None, is_alone=True)
+        _roll((), (), _is_due, "backward", due=self._take_due(), is_alone=True)
 
     def _take_due(self) -> list[Job]:
         due, self.due = self.due, []
@@ -289,25 +282,19 @@ def _shape(layer: nn.Module) -> tuple[int, ...]:
 
 def _roll(
     states: Iterable[LayerState], names: tuple[str, ...], ready: Callable[[Pending], bool], direction: str | None,
-    shared: Shared | None = None,
+    shared: Shared | None = None, due: Iterable[Job] = (), is_alone: bool = False,
 ) -> None:  # fmt: skip
-    """Update the named slots of layers whose pending entry satisfies `ready`.
+    """Update the named slots of layers whose pending entry satisfies `ready`, and the slots of the jobs `due`.
 
     `direction`: the point of the program at which all ranks do so; None for one layer by itself. `shared`: groups whose
-    ranks wait for this rank, even if nothing is pending here.
+    ranks wait for this rank, even if nothing is pending here. `is_alone`: there are no other ranks.
     """
-    _roll_jobs(_jobs_of(states, names, ready), direction, shared)
-
-
-def _jobs_of(states: Iterable[LayerState], names: tuple[str, ...], ready: Callable[[Pending], bool]) -> list[Job]:
-    return [
+    jobs = [
         (layer, slot, entry)
         for state in states if (layer := state.layer()) is not None
         for slot in map(state.slots.__getitem__, names) if (entry := slot.pending) is not None and ready(entry)
     ]  # fmt: skip
-
-
-def _roll_jobs(jobs: list[Job], direction: str | None, shared: Shared | None, is_alone: bool = False) -> None:
+    jobs += due
     rolled = _update(jobs, direction, shared, is_alone)
     for layer, slot, _ in rolled:
         slot.pending = None
@@ -320,18 +307,13 @@ def _roll_jobs(jobs: list[Job], direction: str | None, shared: Shared | None, is
 
 
 def _update(jobs: list[Job], direction: str | None, waiting: Shared | None = None, is_alone: bool = False) -> list[Job]:
-    """Roll slots; returns the rolled jobs. Others wait until the ranks have agreed on them. `waiting`: see `_roll`;
-    `is_alone`: there are no ranks."""
+    """Roll slots; returns the rolled jobs. Others wait until the ranks have agreed on them. See `_roll`."""
     rolled: list[Job] = []
-    if is_alone:
-        for batch in batches_of(jobs) if jobs else ():
-            rolled += batch.roll()
-        return rolled
     waiting = waiting or {}
     shared: dict[Group, list[Batch]] = {group: [] for group, one in waiting.items() if reduces(one, group)}
     for batch in batches_of(jobs) if jobs else ():
         entry = batch.jobs[0][2]
-        if reduces(entry.delayed, entry.group):
+        if not is_alone and reduces(entry.delayed, entry.group):
             shared.setdefault(entry.group, []).append(batch)
         else:
             rolled += batch.roll()
@@ -424,7 +406,8 @@ def flush_backward(region: Region) -> None:
         for state in states:
             state.waits_in = None
 
-    if not (inside or shared or LATE) and region.is_alone() and not any([state.compiled for state in states]):
+    region.is_alone = reduction.world() is None
+    if region.is_alone and not (inside or shared or LATE or any([state.compiled for state in states])):
         for state in states:
             slot = state.slots["dy"]  # x and w have been rolled where nothing is late
             if slot.pending is not None and _is_due(slot.pending):
