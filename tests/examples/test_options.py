@@ -114,6 +114,7 @@ def test_124m_has_124_million_parameters():
         ("--name ../up", "--name: got ../up, needed a plain folder name"),
         ("--seed -1", "--seed: got -1"),
         ("--initial-weights no.safetensors", "--initial-weights: got no.safetensors, needed a file"),
+        ("--device cpu --cuda-graph", "--cuda-graph: got a step on cpu, needed a CUDA device"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message):

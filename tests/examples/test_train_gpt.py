@@ -1,5 +1,6 @@
 """The main job: it trains, reports, and continues after an interruption with the same losses bit for bit."""
 
+import contextlib
 import errno
 import io
 import os
@@ -448,3 +449,51 @@ def test_on_cuda_an_interrupted_run_ends_with_the_same_losses(tmp_path, interrup
     finally:
         torch.use_deterministic_algorithms(False)
     assert losses(tmp_path / "halves", recipe) == losses(tmp_path / "whole", recipe)
+
+
+def test_a_graphed_step_copies_its_batch_and_its_rates(monkeypatch):
+    """The graph of torch is played: what it captures runs where it is replayed, from tensors that stay."""
+
+    class Graph:
+        def replay(self):
+            replayed.append((trainer.optimizer.param_groups[0]["lr"].item(), graphed.tokens_BT.sum().item()))
+
+    class Trainer:
+        options = SimpleNamespace(device="cpu")
+        optimizer = SimpleNamespace(param_groups=[{"lr": torch.tensor(0.0)}])
+
+        def batch(self):
+            return np.zeros((2, 3), np.int64)
+
+        def update(self, tokens_BT):
+            updated.append(tokens_BT.data_ptr())
+            return tokens_BT.sum().float()
+
+    trainer, updated, replayed = Trainer(), [], []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in (("CUDAGraph", Graph), ("graph", lambda graph: contextlib.nullcontext()),
+                        ("Stream", lambda: stream), ("current_stream", lambda: stream),
+                        ("stream", lambda stream: contextlib.nullcontext())):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    graphed = train_gpt.GraphedStep(trainer)
+    for step in range(6):
+        trainer.optimizer.param_groups[0]["lr"] = torch.tensor(float(step))
+        graphed(np.full((2, 3), step))
+    assert len(updated) == 4  # three steps, and the capture
+    assert set(updated) == {graphed.tokens_BT.data_ptr()}
+    assert replayed == [(3.0, 18.0), (4.0, 24.0), (5.0, 30.0)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "fp8_current", "fp8_row", "mxfp8"])
+def test_on_cuda_replayed_steps_have_the_losses_of_eager_ones(tmp_path, recipe):
+    common = f"--recipe {recipe} --steps 8 --device cuda"
+    eager, graphed = (trainer_of(tmp_path, f"{common} {more}") for more in ("", "--cuda-graph"))
+    found = []
+    for trainer in (eager, graphed):
+        found.append([])
+        while trainer.step < 8:
+            found[-1].append(trainer.train_step())
+            trainer.step += 1
+    assert found[1] == pytest.approx(found[0], rel=1e-4)  # AdamW reads its rate from the device, in float32
+    assert graphed.graph.steps == 8
