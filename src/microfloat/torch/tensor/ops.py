@@ -4,20 +4,19 @@ Legend: R = rows of an operand form, C = its contraction length (docs/numerics.m
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
 
 from microfloat.arguments import axes_of, check_number, check_word, for_each
 from microfloat.errors import invalid_type, invalid_value, unknown_name
-from microfloat.layout import group_windows, leading_axes
+from microfloat.layout import leading_axes
 from microfloat.recipes import as_cast
 from microfloat.recipes.usages import CastLike, Usage, usages_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Seed
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.aten_table import take
 from microfloat.torch.tensor.checks import check_amax, check_beside, check_scale_enc, check_tensor, real_tensor
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor, tensors_of
 from microfloat.torch.tensor.seeds import draw_seed, seed_words
@@ -36,30 +35,21 @@ _ACCUMULATE = ("fast", "split", "exact")
 @overload
 def quantize(
     x: torch.Tensor, cast: CastLike, *, axis: int = -1, seed: Seed = None, stream: int = 0, amax: Real = None,
-    scale_enc: Real = None, backend: str = "auto", out: QuantizedTensor | None = None,
+    scale_enc: Real = None, backend: str = "auto",
 ) -> QuantizedTensor: ...  # fmt: skip
 
 
 @overload
 def quantize(
     x: torch.Tensor, cast: Casts, *, axis: tuple[int, int], seed: Seed = None, stream: Axes = 0, amax: Reals = None,
-    scale_enc: Reals = None, backend: str = "auto", out: tuple[QuantizedTensor, QuantizedTensor] | None = None,
+    scale_enc: Reals = None, backend: str = "auto",
 ) -> tuple[QuantizedTensor, QuantizedTensor]: ...  # fmt: skip
-
-
-@overload
-def quantize(
-    x: torch.Tensor, cast: Casts, *, axis: Axes = -1, seed: Seed = None, stream: Axes = 0, amax: Reals = None,
-    scale_enc: Reals = None, backend: str = "auto", group_sizes: Sequence[int] | torch.Tensor,
-    out: list[Made] | None = None,
-) -> list[Made]: ...  # fmt: skip
 
 
 def quantize(
     x: torch.Tensor, cast: Casts, *, axis: Axes = -1, seed: Seed = None, stream: Axes = 0,
     amax: Reals = None, scale_enc: Reals = None, backend: str = "auto",
-    group_sizes: Sequence[int] | torch.Tensor | None = None, out: Made | list[Made] | None = None,
-) -> Made | list[Made]:  # fmt: skip
+) -> Made:  # fmt: skip
     """Quantize a tensor: ``codes = round(x * encode factor)``, such that ``x ~ decode(codes) * scale * tensor_scale``.
 
     `x`: float32, bfloat16 or float16 of any shape and strides. `cast`: a Cast, a ScaledFormat or a format's name.
@@ -73,14 +63,6 @@ def quantize(
     bytes of two calls with the same seed and stream. `cast`, `stream`, `amax` and `scale_enc` may then be pairs too,
     one for each axis.
 
-    `group_sizes`: numbers of rows (entries along the first axis) of groups, such as the tokens of experts; gives a list
-    of the results of separate calls, with the amax of each group. `amax` and `scale_enc` of shape [G] hold one for each
-    group. Under stochastic rounding group g has the noise of expert g of a grouped product (docs/numerics.md 5.3). A
-    tensor of sizes is read back.
-
-    `out`: the result of an earlier call, a tensor, a pair or a list, whose memory takes the codes and scales; it is
-    returned.
-
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast, and
     NotSupportedError where `backend` cannot run. The bytes equal those of `microfloat.reference.quantize`.
     Source: docs/numerics.md 2 to 5 and 7.
@@ -89,70 +71,12 @@ def quantize(
     tensor([[162,   5]], dtype=torch.uint8)
     """
     run = _traced_quantize if _operators.is_tracing(x) else quantize_values
-    if group_sizes is None:
-        made: Made | list[Made] = run(x, cast, axis, seed, stream, amax, scale_enc, backend)
-    else:
-        made = _of_groups(run, x, group_sizes, cast, axis, seed, stream, amax, scale_enc, backend)
-    if out is None:
-        return made
-    _take(out, made)
-    return out
-
-
-def _of_groups(
-    run: Callable[..., Made], x: torch.Tensor, group_sizes: Sequence[int] | torch.Tensor, cast: Casts, axis: Axes,
-    seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str,
-) -> list[Made]:  # fmt: skip
-    """`quantize` of each group of rows by `run`."""
-    check_tensor("x", x)
-    if x.dim() == 0:
-        raise invalid_value("x", "a 0-d tensor", "at least one axis, whose entries group_sizes counts")
-    windows = group_windows(group_sizes, x.shape[0], "the rows of x (its first axis)")
-    if seed is None:  # one for all groups
-        casts = [as_cast(one) for one in (cast if isinstance(cast, tuple | list) else [cast])]
-        if any(one.is_stochastic for one in casts):
-            seed = _operators.drawn_seed(x) if _operators.is_tracing(x) else draw_seed(x.device)
-
-    def of_group(value: Real, g: int) -> Real:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            return value
-        return value[windows[g]] if value.dim() == 2 else value[g]
-
-    return [
-        run(x[rows], cast, axis, seed, stream, *(
-            tuple(of_group(one, g) for one in value) if isinstance(value, tuple | list) else of_group(value, g)
-            for value in (amax, scale_enc)
-        ), backend, g) for g, rows in enumerate(windows)
-    ]  # fmt: skip
-
-
-def _take(out: object, made: Made | Sequence[Made]) -> None:
-    """Write the codes and scales of `made` into the memory of `out`."""
-    if isinstance(made, tuple | list):
-        if not isinstance(out, tuple | list) or len(out) != len(made):
-            got = f"{len(out)} of them" if isinstance(out, tuple | list) else type(out)
-            raise invalid_value("out", got, f"{len(made)} results of an earlier call, as this one gives")
-        for old, new in zip(out, made, strict=True):
-            _take(old, new)
-        return
-    if not isinstance(out, QuantizedTensor):
-        _check_quantized("out", out, "Give what an earlier call of quantize returned.")
-        return
-    if out.root is not None:
-        remedy = "Give the whole tensor, or write values with out.copy_(values)."
-        raise invalid_value("out", "a slice, which shares its scales with the rest", "a tensor of its own", remedy)
-    assert isinstance(made, QuantizedTensor)
-    kinds = [(one.cast, one.axis, tuple(one.shape), one.device) for one in (out, made)]
-    if kinds[0] != kinds[1]:
-        text = "{0.format.name} ({0.scale_rule}, {0.rounding}), axis {1}, shape {2} on {3}"
-        raise invalid_value("out", *(text.format(*kind) for kind in kinds))
-    take(out, made)
+    return run(x, cast, axis, seed, stream, amax, scale_enc, backend)
 
 
 def quantize_values(
-    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str,
-    batch: int = 0,
-) -> Made:  # fmt: skip
+    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str
+) -> Made:
     """`quantize` where values are at hand: checks every argument, then calls the backend."""
     _operators.refuse_transforms("quantize", x, is_verb=True)
     if not isinstance(axis, tuple | list):
@@ -171,7 +95,7 @@ def quantize_values(
     if one_pass and (amax is None or not any(usage.cast.tensor_scale == "row" for usage in usages)):
         row, column = sorted(usages, key=lambda usage: -usage.axis)
         made = module.quantize_both(
-            matrix, row.cast, column.cast, seed=words, row_stream=row.stream, column_stream=column.stream, batch=batch,
+            matrix, row.cast, column.cast, seed=words, row_stream=row.stream, column_stream=column.stream,
             amax=column.amax if row.amax is None else row.amax,
             scale_enc=column.scale_enc if row.scale_enc is None else row.scale_enc,
         )  # fmt: skip
@@ -179,8 +103,8 @@ def quantize_values(
     else:
         made = [
             module.quantize(
-                matrix, usage.cast, transposed=is_turned, seed=words, stream=usage.stream, batch=batch,
-                amax=usage.amax, scale_enc=usage.scale_enc,
+                matrix, usage.cast, transposed=is_turned, seed=words, stream=usage.stream, amax=usage.amax,
+                scale_enc=usage.scale_enc,
             ) for usage, is_turned in zip(usages, turned, strict=True)
         ]  # fmt: skip
     first, *rest = (
@@ -276,9 +200,8 @@ def multiply_values(
 
 
 def _traced_quantize(
-    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str,
-    batch: int = 0,
-) -> Made:  # fmt: skip
+    x: torch.Tensor, cast: Casts, axis: Axes, seed: Seed, stream: Axes, amax: Reals, scale_enc: Reals, backend: str
+) -> Made:
     """`quantize` under a compiler: one opaque operator; values are checked when it runs."""
     check_tensor("x", x)
     _operators.refuse_transforms("quantize", x, is_verb=True)
@@ -294,7 +217,7 @@ def _traced_quantize(
         numbers.append([None if one is None else real_tensor(name, one, x.device) for one in values])  # type: ignore[arg-type]
     axes = list(axis) if isinstance(axis, tuple | list) else [axis]
     streams = list(stream) if count == 2 and isinstance(stream, tuple | list) else [stream]
-    parts = torch.ops.microfloat.quantize(x.detach(), tokens, axes, seed, streams, *numbers, backend, batch)
+    parts = torch.ops.microfloat.quantize(x.detach(), tokens, axes, seed, streams, *numbers, backend)
     made, _ = tensors_of(parts, resolved, tokens, [number % max(x.dim(), 1) for number in axes], x.shape, x.dtype)
     return (made[0], made[1]) if count == 2 else made[0]
 
@@ -410,12 +333,12 @@ class _StraightThrough(torch.autograd.Function):
 
 def _quantize(
     x: torch.Tensor, tokens: list[str], axes: list[int], seed: torch.Tensor | None, streams: list[int],
-    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str, batch: int = 0,
+    amax: list[torch.Tensor | None], scale_enc: list[torch.Tensor | None], backend: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     casts = [_operators.cast_of(token) for token in tokens]
     lists = casts, axes, streams, amax, scale_enc
     cast, axis, stream, of_amax, of_scale = (_one_or_pair(values) for values in lists)
-    made: Any = quantize_values(x, cast, axis, seed, stream, of_amax, of_scale, backend, batch)
+    made: Any = quantize_values(x, cast, axis, seed, stream, of_amax, of_scale, backend)
     # Kernels write 1x128 scales column-major; a compiler relies on the strides that the fake promises.
     return [part.contiguous() for q in (made if len(axes) == 2 else [made]) for part in q.part_list()]
 
@@ -464,7 +387,7 @@ def _fake_scaled_matmul(
 
 _operators.define(
     "quantize(Tensor x, str[] casts, int[] axes, Tensor? seed, int[] streams, Tensor?[] amax, Tensor?[] scale_enc, "
-    "str backend, int batch=0) -> Tensor[]",
+    "str backend) -> Tensor[]",
     _quantize, _fake_quantize,
 )  # fmt: skip
 _operators.define(
