@@ -86,8 +86,7 @@ class autocast:
     def __call__(self, function: Callable[Takes, Result]) -> Callable[Takes, Result]:
         """Decorate a function: each call runs under an autocast of its own.
 
-        A coroutine runs under it in the task that awaits it. Each step of a generator runs under it up to the `yield`,
-        its caller does not; for delayed scaling each step is a region. An async generator is refused.
+        A coroutine runs under it in the task that awaits it. Generators are refused, whose callers would run under it.
         """
         if isinstance(function, (staticmethod, classmethod)):
             raise invalid_type("autocast", type(function), "a function to decorate", "Write @autocast() below it.")
@@ -153,7 +152,7 @@ class autocast:
             raise NotSupportedError(
                 "autocast: got an exit while an autocast that was entered later is still active in this thread and "
                 "task, needed exits in the reverse order of the entries. A generator must not yield inside "
-                "`with autocast(...)` while others do: decorate it with @autocast(...), or enter around each step."
+                "`with autocast(...)` while others do: enter around each step, from one yield to the next."
             )
         if region is not None and (outer is None or outer.region is not region):
             region.close(completed=kind is None and not region.failed)
@@ -214,34 +213,10 @@ def _decorated(function: Callable, enter: Callable[[], autocast]) -> Callable:
         with enter():
             return function(*args, **kwargs)
 
-    if is_kind(inspect.isasyncgenfunction):
-        needed, remedy = "a function, a generator or a coroutine", "Enter autocast(...) around each step inside of it."
-        raise invalid_type("autocast", "an async generator", needed, remedy)
-    if is_kind(inspect.isgeneratorfunction):
-        made: Callable = _stepped(function, enter)
-    else:
-        made = run_async if is_kind(inspect.iscoroutinefunction) else run
-    return functools.wraps(function)(made)
-
-
-def _stepped(function: Callable, enter: Callable[[], autocast]) -> Callable:
-    """A generator function each of whose steps, from one yield to the next, runs inside ``with enter()``."""
-
-    def steps(*args: object, **kwargs: object) -> Iterator[object]:
-        generator = function(*args, **kwargs)
-        step, sent = generator.send, None
-        while True:
-            with enter():
-                try:
-                    value = step(sent)
-                except StopIteration as stop:
-                    return stop.value
-            try:
-                step, sent = generator.send, (yield value)
-            except BaseException as error:
-                step, sent = generator.throw, error
-
-    return steps
+    if is_kind(inspect.isasyncgenfunction) or is_kind(inspect.isgeneratorfunction):
+        remedy = "Inside of it enter autocast(...) around each step, from one yield to the next."
+        raise invalid_type("autocast", "a generator", "a function or a coroutine to decorate", remedy)
+    return functools.wraps(function)(run_async if is_kind(inspect.iscoroutinefunction) else run)
 
 
 @dataclass(frozen=True)
