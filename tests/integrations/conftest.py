@@ -30,7 +30,7 @@ def llama(transformers):
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
         }  # fmt: skip
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**sizes, **options)
+        config = getattr(transformers, f"{family}Config")(**sizes | options)
         return getattr(transformers, f"{family}ForCausalLM")(config)
 
     return make

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,10 @@ def test_the_trainer_of_trl_loads_the_model_by_this_door(hf, transformers, peft,
         (({"*": "nvfp9"},), {}, InvalidValueError, "'nvfp9'"),
         ((), {"recipe": "nvfp44"}, InvalidValueError, "'nvfp44'"),
         (("nvfp4",), {"modules_to_not_convert": "lm_head"}, InvalidTypeError, "needed a list of names"),
+        (("nvfp4",), {"modules_to_not_convert": ["lm_head", 3]}, InvalidTypeError, "needed a list of names"),
+        (("nvfp4",), {"modules_to_not_convert": 3}, InvalidTypeError, "got 3, needed a list of names"),
+        ((WeightOnly,), {}, InvalidTypeError, r"Call the class: WeightOnly\('nvfp4'\)"),
+        ((), {"recipe": 5}, InvalidTypeError, "recipe: got int, needed a Recipe"),
     ],
 )
 def test_arguments_that_are_refused(hf, arguments, options, kind, words):
@@ -562,5 +567,76 @@ def test_what_cannot_be_saved_or_read_is_named(hf, transformers, folder, tmp_pat
     model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=hf.MicrofloatConfig("nvfp4_row"))
     with pytest.raises(NotSupportedError, match=r"save_pretrained: got weights in nvfp4_row, needed formats"):
         model.save_pretrained(tmp_path / "low")
-    with pytest.raises(InvalidValueError, match=r"folder: got '.*nowhere', needed a folder"):
-        hf.load_pretrained(tmp_path / "nowhere")
+
+
+@MORE
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        ("read(low, quantization_config=served)", ValueError, "but you are passing a MicrofloatConfig"),
+        ("read(low, quantization_config=recipe)", ValueError, "but you are passing a MicrofloatConfig"),
+        (
+            "read(plain, quantization_config={**served.to_dict(), 'fuze': True})",
+            InvalidValueError,
+            "Did you mean 'fuse'",
+        ),
+        (
+            "read(plain, quantization_config=served, device_map='meta').save_pretrained(low)",
+            InvalidValueError,
+            "on meta",
+        ),
+        ("read(plain, quantization_config=served)(PROMPT, labels=PROMPT).loss.backward()", NotSupportedError, "frozen"),
+        ("Trainer(hf.load_pretrained(low))", ValueError, "purely quantized"),
+        ("hf.load_pretrained(plain.parent)", InvalidValueError, "needed a folder with config.json"),
+        (
+            "hf.load_pretrained(plain.parent / 'nowhere')",
+            InvalidValueError,
+            r"folder: got '.*nowhere', needed a folder",
+        ),
+        ("hf.load_pretrained(low, GPT2LMHeadModel)", InvalidTypeError, "model_class: .*, or one for a LlamaConfig"),
+        ("hf.load_pretrained(low, 'LlamaForCausalLM')", InvalidTypeError, "model_class: got 'LlamaForCausalLM'"),
+        ("hf.load_pretrained(low, config=served)", InvalidTypeError, "config: got MicrofloatConfig, needed WeightOnly"),
+        ("hf.load_pretrained(low, config=WeightOnly('mxfp8'))", InvalidValueError, "weights as they are stored"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_doors_refuse(hf, transformers, accelerate, folder, tmp_path, call, kind, words):
+    """Errors of ours, and those of transformers where it looks first."""
+    read, served = transformers.AutoModelForCausalLM.from_pretrained, hf.MicrofloatConfig("nvfp4")
+    read(folder, quantization_config=served).save_pretrained(tmp_path / "low")
+    recipe = hf.MicrofloatConfig(recipe="mxfp8")
+    names = {name: getattr(transformers, name) for name in ("Trainer", "GPT2LMHeadModel")}
+    names |= {"read": read, "served": served, "recipe": recipe, "hf": hf, "plain": folder, "low": tmp_path / "low"}
+    with pytest.raises(kind, match=words):
+        eval(call, {**globals(), **names})
+
+
+@MORE
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "fp8_row"])
+def test_blocks_beside_float32_are_noted_where_transformers_stops_at_them(hf, transformers, llama, tmp_path, format):
+    """compressed-tensors makes bfloat16 of blocks."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    llama(intermediate_size=64).save_pretrained(tmp_path / "plain")
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    model = read(tmp_path / "plain", quantization_config=hf.MicrofloatConfig(format))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.save_pretrained(tmp_path / "low")
+    said = [one for one in caught if "read with dtype=torch.bfloat16" in str(one.message)]
+    try:
+        read(tmp_path / "low")(PROMPT)
+        is_right = True
+    except RuntimeError as error:
+        is_right = "same dtype" not in str(error)
+    assert is_right == (not said)
+    logits = [read(tmp_path / "low", dtype=torch.bfloat16)(PROMPT).logits]
+    codes = model.model.layers[0].mlp.up_proj.weight.codes
+    model.to(torch.bfloat16)
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight.codes.view(torch.uint8), codes.view(torch.uint8))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="save_pretrained")
+        model.save_pretrained(tmp_path / "again")
+    wanted = model(PROMPT).logits
+    for one in (*logits, read(tmp_path / "again")(PROMPT).logits):
+        assert float((one - wanted).detach().abs().max()) <= 0.05 * float(wanted.detach().abs().max())

@@ -12,7 +12,7 @@ import os
 import pathlib
 import warnings
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any, Self, cast
@@ -22,6 +22,7 @@ from torch import nn
 
 from microfloat.arguments import check_bool
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of, missing_package, unknown_name
+from microfloat.formats import SCALE_FP32
 from microfloat.recipes import Placement, Recipe, WeightActivation, WeightOnly
 from microfloat.recipes.inference import as_stored
 from microfloat.recipes.names import as_recipe
@@ -73,7 +74,8 @@ class MicrofloatConfig(QuantizationConfigMixin):
             raise invalid_value("config", got, "either config or recipe", remedy)
         if fuse and recipe is None:
             raise invalid_value("fuse", True, "a recipe beside it, whose layers are fused")
-        if isinstance(modules_to_not_convert, str):
+        names = modules_to_not_convert if isinstance(modules_to_not_convert, Sequence | Set | None) else [0]
+        if isinstance(names, str) or not all(isinstance(one, str) for one in names or ()):
             raise invalid_type("modules_to_not_convert", repr(modules_to_not_convert), "a list of names of modules")
         self.quant_method = _METHOD  # type: ignore
         config, recipe = as_placement(config), as_placement(recipe)
@@ -360,7 +362,7 @@ def _check_plain(files: Sequence[str] | None) -> None:
 def _dialect_of(model: Any) -> tuple[str, list[str]]:
     """The first dialect of compressed-tensors that holds the formats of a model, and how transformers fails at it."""
     from microfloat.checkpoint._saving import SAVED
-    from microfloat.checkpoint.families.readers import Layer, complaints
+    from microfloat.checkpoint.families.readers import HF, Layer, complaints
 
     stored = {name: one for name, one in model.state_dict().items() if isinstance(one, QuantizedTensor)}
     formats = {one.format for one in stored.values()}
@@ -372,6 +374,9 @@ def _dialect_of(model: Any) -> tuple[str, list[str]]:
                 named = "experts.0.of.weight" if one.dim() == 3 else name
                 layer = Layer(holding[one.format], one.format, named, tuple(one.shape[-2:]), model.config.model_type)
                 notes.update(complaints(layer))
+            if model.dtype != torch.bfloat16 and any(fmt.scale != SCALE_FP32 for fmt in formats):
+                fit = "call .to(torch.bfloat16) before, or read with dtype=torch.bfloat16"
+                notes.add(f"{HF} makes bfloat16 of blocks, which stops beside {model.dtype}: {fit}")
             return dialect, sorted(notes)
     raise NotSupportedError(
         f"save_pretrained: got weights in {', '.join(sorted(fmt.name for fmt in formats))}, needed formats that "
@@ -389,12 +394,15 @@ def load_pretrained(
     default the folder's. `config` and `device`: as in `load_quantized`, which reads the weights and raises what it
     raises. ``model.hf_quantizer.report`` says what became of each layer; `save_pretrained` writes the codes again.
     """
-    if not pathlib.Path(folder).is_dir():
+    if not (pathlib.Path(folder) / "config.json").is_file():
         raise invalid_value("folder", repr(os.fspath(folder)), "a folder with config.json and the weights")
     settings = AutoConfig.from_pretrained(folder)
     for one in (settings, settings.get_text_config()):
         if hasattr(one, "quantization_config"):
             del one.quantization_config  # type: ignore
+    kind = getattr(model_class, "config_class", None) if isinstance(model_class, type) else int
+    if kind is not None and not isinstance(settings, kind):
+        raise invalid_type("model_class", repr(model_class), f"an Auto class, or one for a {type(settings).__name__}")
     dtype = dtype or settings.dtype or torch.bfloat16  # type: ignore
     make = getattr(model_class, "from_config", None) or model_class._from_config  # type: ignore[attr-defined]
     with torch.device("meta"):
