@@ -30,8 +30,9 @@ from microfloat.routes import Route, route_between
 
 # cuBLASLt takes FP8 operands whose sizes are multiples of this; XLA falls back to a wider dot otherwise.
 _MULTIPLE = 16
-# Products of elements from which a kernel is worth its compilation, and columns of a tile of microfloat's GEMM.
-_LEAST_PRODUCTS, _TILE = 1 << 30, 128
+# Products of elements from which a kernel is worth its compilation, and the scales of microfloat's GEMM by blocks.
+_LEAST_PRODUCTS = 1 << 30
+_OWN_SCALES = {((1, 128), (1, 128)): "lines", ((1, 128), (128, 128)): "tiles", ((1, None), (1, None)): "rows"}
 
 
 class GemmPlan(NamedTuple):
@@ -88,17 +89,20 @@ def run_gemm(a: Operand, b: Operand, plan: GemmPlan, bias: Array | None = None) 
     emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)
     if route.kind == "stored" and (product := _few_rows(cast(Array, a), b, plan, bias)) is not None:
         return product
-    if route.kind == "blocks" or (route.kind == "fp8" and cast(Kind, plan.kind_a).format.block == (1, None)):
-        product = _by_own_gemm(cast(Matrix, a), cast(Matrix, b), plan, route.kind, bias)
-    elif route.kind not in ("fp8", "values", "block_scaled"):
+    if route.kind not in ("fp8", "blocks", "values", "block_scaled"):
         product = emulate(a, b)
     else:
         # These are kinds of two quantized operands.
         kind_a, kind_b = cast(Kind, plan.kind_a), cast(Kind, plan.kind_b)
         out = plan.out if bias is None else jnp.dtype(jnp.float32)
         on_gpu = partial(gemm, kind_a=kind_a, kind_b=kind_b, way=route.kind, accumulate=plan.accumulate, out=out)
-        # A program may still be lowered for another platform than the default one.
-        product = lax.platform_dependent(a, b, cuda=on_gpu, default=lambda a, b: emulate(a, b).astype(out))
+        if route.kind in ("fp8", "blocks") and (own := _own_gemm(a, b, kind_a, kind_b, plan.accumulate, out)):
+            either = jax.custom_jvp(kernels.on_either(own, on_gpu))
+            either.defjvp(lambda primals, tangents: (either(*primals), jax.jvp(on_gpu, primals, tangents)[1]))
+            product = cast(Array, either(a, b))
+        else:
+            # A program may still be lowered for another platform than the default one.
+            product = lax.platform_dependent(a, b, cuda=on_gpu, default=lambda a, b: emulate(a, b).astype(out))
     return _with_bias(product, bias).astype(plan.out)
 
 
@@ -111,8 +115,10 @@ def gemm(
     accumulate: str, out: DTypeLike = jnp.float32,
 ) -> Array:  # fmt: skip
     """``a @ b.T`` [M, N] by a route of the kind `way`, summed in float32 and rounded once to `out`."""
-    if way == "values":
+    if way == "values" or (way == "blocks" and kind_a.power_of_two and kind_b.power_of_two):
         return _bf16(a, b, kind_a, kind_b, out).astype(out)
+    if way == "blocks":
+        return reference.gemm(a, b, kind_a, kind_b, np.dtype(np.float32)).astype(out)
     codes_a, codes_b = cast(Matrix, a), cast(Matrix, b)  # decoded for the way above alone
     if way == "fp8":
         return _fp8(codes_a, codes_b, kind_a, kind_b, accumulate, out)
@@ -165,34 +171,19 @@ def _fp8(
     return reference.apply_outer(product[:rows, :cols], a.scale, b.scale).astype(out)
 
 
-def _by_own_gemm(a: Matrix, b: Matrix, plan: GemmPlan, way: str, bias: Array | None) -> Array:
-    """Scales of rows, or 1x128 by 1x128 or 128x128: by microfloat's GEMM where it takes the sizes, else by XLA."""
-    kind_a, kind_b = cast(Kind, plan.kind_a), cast(Kind, plan.kind_b)
-    out = plan.out if bias is None else jnp.dtype(jnp.float32)
+def _own_gemm(
+    a: Operand, b: Operand, kind_a: Kind, kind_b: Kind, accumulate: str, out: np.dtype
+) -> Callable[[Matrix, Matrix], Array] | None:
+    """microfloat's GEMM of FP8 codes with such scales; None where it does not take them, or their sizes."""
+    scales = _OWN_SCALES.get((kind_a.format.block, kind_b.format.block))
+    (m, k), n = cast(Matrix, a).codes.shape, reference.rows_of(b)
+    is_odd = m % 4 or (k | n) % 16 or (scales == "rows" and n % 128)
+    if scales is None or out != jnp.bfloat16 or is_odd or m * k * n < _LEAST_PRODUCTS or kernels.why_no_gemm():
+        return None
+    from microfloat.jax.backends import program
 
-    def emulate(a: Matrix, b: Matrix) -> Array:
-        return reference.gemm(a, b, kind_a, kind_b, plan.dtype).astype(out)
-
-    def by_xla(a: Matrix, b: Matrix) -> Array:
-        if way == "blocks" and not (kind_a.power_of_two and kind_b.power_of_two):
-            return emulate(a, b)
-        return gemm(a, b, kind_a, kind_b, "fp8" if way == "fp8" else "values", plan.accumulate, out)
-
-    def by_kernel(a: Matrix, b: Matrix) -> Array:
-        from microfloat.jax.backends import program
-
-        scales = "rows" if way == "fp8" else "tiles" if kind_b.format.is_tile else "lines"
-        fast = plan.accumulate == "fast" and way == "fp8"
-        return program.multiply_fp8(a, b, scales, fast, out, cast(tuple[int, int], cuda.capability()))
-
-    (m, k), n = a.codes.shape, b.codes.shape[0]
-    fits = out == jnp.bfloat16 and not (m % 4 or (k | n) % 16) and m * k * n >= _LEAST_PRODUCTS
-    rows_fit = way != "fp8" or (kind_b.format.block == (1, None) and n % _TILE == 0)
-    if not fits or not rows_fit or kernels.why_no_gemm():
-        return lax.platform_dependent(a, b, cuda=by_xla, default=emulate)
-    either = jax.custom_jvp(kernels.on_either(by_kernel, by_xla))
-    either.defjvp(lambda primals, tangents: (either(*primals), jax.jvp(by_xla, primals, tangents)[1]))
-    return cast(Array, either(a, b))
+    fast, chip = accumulate == "fast" and scales == "rows", cast(tuple[int, int], cuda.capability())
+    return partial(program.multiply_fp8, scales=scales, fast=fast, out=out, capability=chip)
 
 
 def _padded(codes: Array) -> Array:
