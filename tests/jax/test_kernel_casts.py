@@ -139,7 +139,10 @@ def test_one_kernel_for_each_tensor(repository):
 
 @pytest.mark.slow("the FP8 GEMM of a JAX program, compiled")
 def test_codes_of_blocks_go_into_the_gemm_of_microfloat(repository):
-    """Its own memory, for descriptors, is an array among the results; in its place stands a pointer nobody reads."""
+    """Its own memory, for descriptors, is an array among the results; in its place stands a pointer nobody reads.
+
+    The process of this recipe switches the GEMM on (`lowering.pretend`).
+    """
     found = program(repository, "fp8_block")
     assert found["cuda"]["dots"] == []
     gemms = [call for call in found["cuda"]["calls"] if call[0] == "block_gemm_of_pointers"]

@@ -51,8 +51,8 @@ class GemmPlan(NamedTuple):
 
 
 def library(*, elsewhere: bool = False) -> str:
-    """The library of routes: "jax" where microfloat's FP8 GEMM may run, as `elsewhere` it may, else "xla"."""
-    return "jax" if elsewhere or not kernels.why_no_gemm() else "xla"
+    """The library of routes: "jax" where microfloat's FP8 GEMM may run, as `elsewhere` it may if at all, else "xla"."""
+    return "jax" if (elsewhere and kernels.OWN_GEMM) or not kernels.why_no_gemm() else "xla"
 
 
 def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None, *, elsewhere: bool = False) -> Route:
