@@ -5,25 +5,27 @@ so that a metric has one name and one definition. Sums are float64 of torch or f
 """
 
 import csv
+import functools
 import math
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from microfloat import metrics
+from microfloat import metrics, reference
 from microfloat.arguments import as_path, check_int, check_new_file, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
-from microfloat.formats import ElementFormat, ScaledFormat, ScaleFormat, encode
+from microfloat.formats import FORMATS, ElementFormat, ScaledFormat, ScaleFormat, encode
 from microfloat.metrics import ScaleHistogram
 from microfloat.operands import GEMMS, TENSORS
-from microfloat.recipes import Cast, as_cast
+from microfloat.recipes import Cast, Current, Gemm, as_cast
 from microfloat.recipes.cast import as_scaled_format
 from microfloat.support import text_table
 
@@ -184,11 +186,12 @@ def of_noise(size: int, n: Numbers) -> Metrics:
     yield from (("sr_noise_mean", mean), ("sr_noise_std", std), ("sr_noise_z", z))
 
 
-def of_product(n: Numbers) -> Metrics:
+def of_product(gemm: Gemm, n: Numbers) -> Metrics:
     """Metrics of sum a^2, sum (a - b)^2, sum b^2 and sum a b of an exact product a and the computed one, b."""
     signal, noise, other, product = n
     worst = math.inf if noise else 0.0
     yield "relative_error", math.sqrt(noise / signal) if signal else worst
+    yield "expected_error", expected_error(gemm)
     norms = math.sqrt(signal) * math.sqrt(other)
     yield "cosine", product / norms if norms else float(not (signal or other))
 
@@ -197,6 +200,108 @@ def largest_byte(element: ElementFormat) -> int:
     """A byte of codes of the largest value."""
     code = int(encode(np.array([element.max], np.float32), element)[0])
     return code | code << 4 if element.codes_per_byte == 2 else code
+
+
+# ---------------------------------------------------------------------------------------- from metrics to the culprits
+
+SUSPICIOUS = 2.0  # times the noise of normal data, 3 dB, or times the binades of its blocks
+
+
+class _Normal(NamedTuple):
+    """Normal data under a cast: noise over signal, shares of flushed and clipped elements, binades of a block."""
+
+    noise: float
+    underflow: float
+    clip: float
+    span: float
+
+
+@functools.lru_cache(maxsize=256)
+def _normal(cast: Cast) -> _Normal:
+    x = np.random.default_rng(0).standard_normal((128, 512)).astype(np.float32)
+    q = reference.quantize(x, replace(cast, hadamard=None, scaling=Current()), seed=0 if cast.is_stochastic else None)
+    largest = replace(q, codes=np.full_like(q.codes, largest_byte(cast.format.element)))
+    made, limit = reference.dequantize(q), reference.dequantize(largest)
+    spans = metrics.block_dynamic_range(x, cast.format.block[1] or x.shape[1])
+    return _Normal(metrics.rel_mse(x, made), metrics.underflow(x, made), metrics.clip(x, limit), spans.median)
+
+
+def expected_error(gemm: Gemm) -> float:
+    """Relative error of a GEMM of normal data, whose rounding errors are independent: the root of the sum of noises."""
+    return math.sqrt(sum(_normal(cast).noise for cast in gemm.casts if cast is not None))
+
+
+class Suspect(NamedTuple):
+    """A layer, by the worst of its GEMMs in one sample; `reason`: the likely cause, "" for a layer as good as any.
+
+    `error`: the relative error of the result (y, dx or dw); `expected`: that of normal data in the same formats.
+    """
+
+    step: int
+    module: str
+    gemm: str
+    format: str
+    error: float
+    expected: float
+    reason: str
+
+    def __str__(self) -> str:
+        times = f", {self.error / self.expected:.2f} times that of normal data" if self.expected else ""
+        said = f"step {self.step}, {self.module or '(root)'}, {self.gemm} in {self.format}: error {self.error:.3g}"
+        return f"{said}{times}{f': {self.reason}' if self.reason else ''}"
+
+
+Values = Mapping[str, Any]  # the metrics of an operand or of a result, by name
+
+
+def _suspects(step: int, module: str, rows: Mapping[tuple[str, str, str], Values]) -> Iterator[tuple[Any, Suspect]]:
+    """Each GEMM of a layer in one sample, after its rank: that of its reason, and its error beside the expected one."""
+    for gemm in GEMMS:
+        found: dict[str, tuple[str, Values]] = {}
+        for (name, operand, fmt), m in rows.items():
+            if name == gemm:
+                found.setdefault(operand, (fmt, m))  # the first format of an operand is the one in use
+        operands = {name: one for name, one in found.items() if name in TENSORS}
+        fmt, result = next((one for name, one in found.items() if name not in TENSORS), ("high precision", {}))
+        error, expected = result.get("relative_error", 0.0), result.get("expected_error", 0.0)
+        counts = ((name, word, m.get(word.lower())) for name, (_, m) in found.items() for word in ("NaN", "Inf"))
+        reason = ", ".join(f"{count} {word} in {name}" for name, word, count in counts if count)
+        rank = 3 if reason else 0
+        if not rank and expected and error**2 >= SUSPICIOUS * expected**2:
+            reason = _cause(operands)
+            rank = 2 if reason else 0
+        elif not rank and gemm == "fprop" and (reason := _outlier(operands)):
+            rank = 1
+        yield (rank, error / expected if expected else 0.0), Suspect(step, module, gemm, fmt, error, expected, reason)
+
+
+def _cause(operands: Mapping[str, tuple[str, Values]]) -> str:
+    """The likely reason why a GEMM of these operands has a larger error than normal data; "" where that is no fault:
+    the terms of a gradient cancel near a minimum, and dy of a classifier that has learnt nothing has few values.
+    """
+    for name, (fmt, m) in operands.items():
+        if fmt not in FORMATS:
+            continue
+        normal, noise = _normal(as_cast(FORMATS[fmt])), 10 ** (-m.get("sqnr_db", math.inf) / 10)
+        flushed, clipped, span = (m.get(one, 0.0) for one in ("underflow", "clip", "block_dynamic_range"))
+        if noise >= SUSPICIOUS * normal.noise and clipped - normal.clip > max(0.0, flushed - normal.underflow):
+            return f"clipping: {clipped:.1%} of {name} are beyond the largest value of the format"
+        if noise >= SUSPICIOUS * normal.noise and flushed > normal.underflow:
+            return f"underflow: {flushed:.1%} of {name} become zero"
+        if 0 < noise <= 2 * m.get("bias", 0.0) ** 2 and name != "dy":
+            return f"few distinct values: rounding moves those of {name} one way, by {m['bias']:+.1%}"
+        if span >= SUSPICIOUS * normal.span:
+            return f"channel outliers: blocks of {name} span {span:.0f} binades, of normal data {normal.span:.0f}"
+    return "" if "dy" in operands else "cancellation: y is small beside the products that it sums"
+
+
+def _outlier(operands: Mapping[str, tuple[str, Values]]) -> str:
+    """The operand of fprop whose largest element has the format flush those of typical size beside it; "" if none."""
+    for name, (fmt, m) in operands.items():
+        element, crest = FORMATS[fmt].element if fmt in FORMATS else None, m.get("crest", 0.0)
+        if element is not None and crest > element.max / (element.step / 2):
+            return f"outliers: the largest element of {name} is {crest:.0f} times its root mean square"
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------ from metrics to files
@@ -224,7 +329,7 @@ class RecordLog:
             last = self._emas.get(key, found["amax"])
             found["amax_ema"] = self._emas[key] = self.ema * last + (1 - self.ema) * found["amax"]
         for metric, value in found.items():
-            name = re.sub("^(block_dynamic_range|sr_noise)_.*", r"\1", metric)
+            name = re.sub("^(block_dynamic_range|sr_noise)_.*", r"\1", metric).replace("expected", "relative")
             if name in self.metrics and name in wanted:
                 self._records.append(Record(*entry, metric, value))
 
@@ -239,23 +344,56 @@ class RecordLog:
         """The first record of a NaN or an infinity: step, layer and GEMM where they began; None without any."""
         return next((one for one in self.records if one.metric in ("nan", "inf") and one.value), None)
 
-    def table(self, step: int | None = None) -> str:
-        """The metrics of one step (None: the last one), a row for each operand in each format and each result."""
-        columns = ("amax", "crest", "sqnr_db", "bias", "underflow", "clip", "scale_at_limits", *OF_PRODUCT)
+    def worst(self, count: int = 5, step: int | None = None) -> list[Suspect]:
+        """The worst layers of a step, None: of the last sample of each layer. Those with a reason come first: a NaN or
+        an infinity, then noise of a GEMM of at least twice that of normal data in its formats, then outliers of x or w.
+        """
+        check_int("count", count, 1, 2**31 - 1)
+        samples: dict[str, tuple[int, dict[Any, dict[str, Any]]]] = {}
+        for one in self.records:
+            if step in (None, one.step):
+                if samples.get(one.module, (None,))[0] != one.step:
+                    samples[one.module] = one.step, {}
+                samples[one.module][1].setdefault(one[2:5], {})[one.metric] = one.value
+        found = [
+            max(_suspects(number, module, rows), key=lambda pair: pair[0])
+            for module, (number, rows) in samples.items()
+        ]  # fmt: skip
+        return [suspect for _, suspect in sorted(found, key=lambda pair: pair[0], reverse=True)[:count]]
+
+    def table(self, step: int | None = None, layers: int | None = None) -> str:
+        """The metrics of one step (None: the last one), a row for each operand in each format and each result.
+
+        The worst layers come first; `layers`: the number of those that are shown, None for all.
+        """
+        columns = (
+            "amax",
+            "crest",
+            "sqnr_db",
+            "bias",
+            "underflow",
+            "clip",
+            "relative_error",
+            "expected_error",
+            "cosine",
+        )
         records = [one for one in self.records if not isinstance(one.value, tuple | ScaleHistogram)]
         step = max((one.step for one in records), default=0) if step is None else step
+        worst = self.worst(2**31 - 1, step)
+        places = {one.module: place for place, one in enumerate(worst) if layers is None or place < layers}
         rows: dict[tuple[str, ...], dict[str, Any]] = {}
         for one in records:
-            if one.step == step:
+            if one.step == step and one.module in places:
                 rows.setdefault(one[1:5], {})[one.metric] = one.value
         shown = [name for name in columns if any(name in row for row in rows.values())]
         cells: list[tuple[str, ...]] = [("module", "GEMM", "operand", "format", *shown)]
-        for key, row in sorted(rows.items(), key=lambda item: (item[0][0], GEMMS.index(item[0][1]))):
+        for key, row in sorted(rows.items(), key=lambda item: (places[item[0][0]], GEMMS.index(item[0][1]))):
             cells.append((*key, *(_shown(name, row.get(name)) for name in shown)))
         found = self.first_non_finite
-        end = [] if found is None else [
-            f"First {found.metric}: step {found.step}, {found.module}, {found.operand} of {found.gemm} ({found.value})."
-        ]  # fmt: skip
+        end = [str(one) for one in worst[:5] if one.reason]
+        if found is not None:
+            where = f"step {found.step}, {found.module}, {found.operand} of {found.gemm} ({found.value})"
+            end.append(f"First {found.metric}: {where}.")
         return "\n".join([f"step {step}", *text_table(cells), *end])
 
     def to_csv(self, path: str | Path) -> None:

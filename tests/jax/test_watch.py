@@ -166,6 +166,8 @@ def test_the_log_has_the_records_of_steps(tmp_path):
     found = log.first_non_finite
     assert (found.step, found.module, found.operand, found.metric) == (10, "dot_general", "x", "inf")
     assert "First inf: step 10, dot_general, x of fprop (1)." in log.table()
+    assert [(one.step, one.reason) for one in log.worst()] == [(10, "1 Inf in x, 1 Inf in w, 63 NaN in y")]
+    assert [(one.reason, round(one.error / one.expected)) for one in log.worst(step=0)] == [("", 1)]
     assert {one.format for one in log.records} == {"mxfp8", "nvfp4", "mxfp8 x mxfp8"}
     log.to_csv(tmp_path / "records.csv")
     with open(tmp_path / "records.csv", encoding="utf-8") as file:

@@ -33,7 +33,7 @@ from microfloat.watching import BINADES, SCALES, Measured
 class Subject(NamedTuple):
     """The subject of a vector of numbers: a "tensor", "rows", "noise" or a "product" (its `kind`).
 
-    `more`: the format of the scales of rows, or the number of draws of noise.
+    `more`: the format of the scales of rows, the number of draws of noise, or the Gemm of a product.
     """
 
     gemm: str
@@ -327,12 +327,13 @@ def _product(
     """The counts of a result, and the error of a part of it against ``sums(a @ b.T)`` in float32."""
     if not whole.size:
         return []
-    subject = Subject(gemm, name, formats_of(getattr(blocks.call.config.recipe, gemm)), "")
+    table = getattr(blocks.call.config.recipe, gemm)
+    subject = Subject(gemm, name, formats_of(table), "")
     readings = [_tensor(subject, whole)]
     if watch.metrics.intersection(common.OF_PRODUCT):
         a, b = (matrix.astype(jnp.float32) for matrix in (a_BRC, b_BSC))
         exact = sums(jnp.einsum("brc,bsc->brs", a, b, precision=lax.Precision.HIGHEST))
-        readings.append((subject._replace(kind="product"), jax.vmap(_errors)(exact, result_BRS)))
+        readings.append((subject._replace(kind="product", more=table), jax.vmap(_errors)(exact, result_BRS)))
     return readings
 
 

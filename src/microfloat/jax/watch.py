@@ -180,7 +180,7 @@ def _metrics(subject: Subject, n: list[float], wanted: frozenset[str]) -> Any:
     signal, noise, along, *more = n
     if subject.kind == "rows":
         return common.of_rows(wanted, subject.more, (signal, noise, signal + along, *more))
-    return common.of_product((signal, noise, max(signal + 2 * along + noise, 0.0), signal + along))
+    return common.of_product(subject.more, (signal, noise, max(signal + 2 * along + noise, 0.0), signal + along))
 
 
 def _numbered(found: Sequence[_Found], options: Measured) -> Readings:

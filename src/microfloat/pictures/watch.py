@@ -9,8 +9,8 @@ import numpy as np
 from microfloat.pictures.style import BLUE, CYCLE, GREEN, ORANGE, SUFFIXES, clean, colors_of, new_figure, save
 
 __all__ = [
-    "amax_ribbon", "draw", "error_by_magnitude", "flushed", "gemm_error", "loss_gap", "scale_histogram", "sheet",
-    "sqnr_heatmap",
+    "amax_ribbon", "draw", "error_by_magnitude", "error_heatmap", "flushed", "gemm_error", "loss_gap",
+    "scale_histogram", "sheet",
 ]  # fmt: skip
 
 # Colours of each operand: in the recipe's format, then in formats that are not in use.
@@ -42,20 +42,21 @@ def _colors(names: Sequence[tuple[str, str]]) -> list[str]:
     return found
 
 
-def sqnr_heatmap(axes: Any, records: Sequence[Any]) -> None:
-    """The SQNR in dB of the worst operand of every layer at every step, in the first format recorded of it."""
-    first = {(one.module, one.gemm, one.operand): one.format for one in reversed(_of(records, "sqnr_db"))}
-    found = [one for one in _of(records, "sqnr_db") if first[one.module, one.gemm, one.operand] == one.format]
+def error_heatmap(axes: Any, records: Sequence[Any]) -> None:
+    """The error of the worst GEMM of every layer at every step, as a multiple of that of normal data in its formats."""
+    expected = {one[:5]: one.value for one in _of(records, "expected_error")}
+    found = [one for one in _of(records, "relative_error") if expected.get(one[:5])]
     steps, modules = sorted({one.step for one in found}), list(dict.fromkeys(one.module for one in found))
     grid = np.full((len(modules), len(steps)), np.nan)
     for one in found:
         at = modules.index(one.module), steps.index(one.step)
-        grid[at] = np.fmin(grid[at], one.value if np.isfinite(one.value) else np.nan)
-    axes.set(title="SQNR of the worst operand", xlabel="step")
+        grid[at] = np.fmax(grid[at], one.value / expected[one[:5]])
+    axes.set(title="error of the worst GEMM of each layer", xlabel="step")
     if not grid.size:
         return
-    image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis")
-    axes.figure.colorbar(image, ax=axes, label="dB")
+    top = max(2.0, float(np.nanmax(grid, where=np.isfinite(grid), initial=0.0)))
+    image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="Reds", vmin=1, vmax=top)
+    axes.figure.colorbar(image, ax=axes, label="times that of normal data")
     columns = range(0, len(steps), max(1, len(steps) // 6))
     axes.set_xticks(list(columns), [str(steps[column]) for column in columns])
     rows = range(0, len(modules), max(1, len(modules) // 16))
@@ -169,7 +170,7 @@ def loss_gap(axes: Any, losses: Mapping[str, Sequence[float]], baseline: str, wi
 
 
 PICTURES: dict[str, Callable[[Any, Sequence[Any]], None]] = {
-    "sqnr": sqnr_heatmap, "flushed": flushed, "amax": amax_ribbon, "scales": scale_histogram,
+    "layers": error_heatmap, "flushed": flushed, "amax": amax_ribbon, "scales": scale_histogram,
     "error": error_by_magnitude, "gemms": gemm_error,
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ import copy
 import csv
 import math
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import microfloat.torch as mf
-from microfloat import metrics, reference, watching
+from microfloat import metrics, recipes, reference, watching
 from microfloat.errors import InvalidTypeError, InvalidValueError
 from microfloat.formats import get_format
 from microfloat.passes import CastInputs
@@ -237,6 +238,125 @@ def test_plain_layers_are_watched_for_other_formats():
         model(torch.randn(16, 64, requires_grad=True)).sum().backward()
     formats = {(one.operand, one.format) for one in w.records if one.metric == "sqnr_db"}
     assert formats == {(operand, name) for operand in ("x", "w", "dy") for name in ("nvfp4", "mxfp8")}
+
+
+# ----------------------------------------------------------------------------------------------------- the worst layers
+
+
+class Apart(nn.Module):
+    """Three layers, each of an input of its own, so that a fault of one is none of the others."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: mf.Linear(64, 64, bias=False, recipe=recipe) for name in "abc"})
+
+    def forward(self, inputs):
+        outputs = [layer(x) for layer, x in zip(self.layers.values(), inputs, strict=True)]
+        return sum(y.nan_to_num().square().sum() for y in outputs)
+
+
+def spoil_weight(model, x, number):
+    model.layers["b"].weight.data[0, :3] = 50.0
+
+
+def repeat(value, peak=None):
+    """x and the weight hold one magnitude, and one element of them a peak."""
+
+    def spoil(model, x, number):
+        for tensor in (x, model.layers["b"].weight.data):
+            tensor.copy_(torch.where(tensor < 0, -value, value))
+            tensor[0, 0] = peak or value
+
+    return spoil
+
+
+def put_nan(model, x, number):
+    x[3, 5] = math.nan
+
+
+def grow(model, x, number):
+    x *= 100.0**number
+
+
+def shrink(model, x, number):
+    x *= 1e4 * 1e-4**number
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fault", "gemm", "reason"),
+    [
+        ("mxfp8", put_nan, "fprop", "1 NaN in x, 64 NaN in y"), ("nvfp4", put_nan, "fprop", "1 NaN in x"),
+        ("delayed", grow, "fprop", "clipping: .*% of x are beyond"),
+        ("delayed", shrink, "fprop", "underflow: .*% of x become zero"),
+        ("mxfp4", repeat(1.25), "fprop", r"few distinct values: rounding moves those of x one way, by -20\.0%"),
+        ("fp8_current", repeat(17.0, 448.0), "fprop", r"few distinct values: rounding moves those of x one way, by -5"),
+        ("nvfp4", spoil_weight, "fprop", "outliers: the largest element of w is 37 times its root mean square"),
+        ("mxfp4", spoil_weight, "fprop", "outliers: the largest element of w"),
+    ],
+)  # fmt: skip
+def test_a_sick_layer_is_named_first_with_the_likely_reason(recipe, fault, gemm, reason):
+    """issue 39: the two others raise no alarm."""
+    torch.manual_seed(0)
+    model = Apart(recipe)
+    with mf.watch(model, every=1, what_if=("mxfp6_e2m3",)) as w:
+        for number in range(2):
+            inputs = [torch.randn(256, 64) for _ in range(3)]
+            with torch.no_grad():
+                fault(model, inputs[1], number)
+            model(inputs).backward()
+    first, *others = w.worst()
+    assert (first.module, first.step, first.gemm) == ("layers.b", 1, gemm)
+    assert re.match(reason, first.reason), first
+    assert [(one.module, one.reason) for one in sorted(others, key=lambda one: one.module)] == [
+        ("layers.a", ""), ("layers.c", ""),
+    ]  # fmt: skip
+    assert [one.module for one in w.worst(1)] == ["layers.b"]
+    lines = w.table(layers=1).splitlines()
+    assert {line.split()[0] for line in lines[3:] if line.startswith("layers.")} == {"layers.b"}
+    assert str(first) in lines
+    assert w.table().splitlines()[3].startswith("layers.b")
+
+
+def test_outliers_that_a_format_holds_are_none():
+    torch.manual_seed(0)
+    model = Apart("mxfp8")
+    with mf.watch(model) as w:
+        spoil_weight(model, None, 0)
+        model([torch.randn(256, 64) for _ in range(3)])
+    assert [one.reason for one in w.worst()] == ["", "", ""]
+
+
+@pytest.mark.slow_cases("a further training of each recipe", all_but=("nvfp4", "fp8_current", "mxfp8"))
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_a_healthy_training_raises_no_alarm(name):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(64, 64), *blocks, nn.Linear(64, 64))
+    mf.convert(model, name)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    with mf.watch(model, every=8, what_if=()) as w:
+        for _ in range(17):
+            tokens = torch.randint(64, (128,))
+            nn.functional.cross_entropy(model(tokens), (7 * tokens + 3) % 64).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    suspects = [one for step in (0, 8, 16) for one in w.worst(step=step)]
+    assert len(suspects) == 15
+    assert [str(one) for one in suspects if one.reason] == []
+    assert all(one.gemm == "wgrad" or 0.3 < one.error / one.expected < 2**0.5 for one in suspects)
+
+
+def test_the_expected_error_is_that_of_normal_data():
+    torch.manual_seed(0)
+    for name in ("nvfp4", "mxfp4", "fp8_row"):
+        layer = mf.Linear(512, 256, bias=False, recipe=name)
+        nn.init.normal_(layer.weight)
+        with mf.watch(layer, what_if=()) as w:
+            layer(torch.randn(128, 512))
+        (found,) = w.worst()
+        assert found.error == pytest.approx(found.expected, rel=0.03), name
+    with pytest.raises(InvalidValueError, match="count"):
+        w.worst(0)
 
 
 def test_sinks_and_pictures(tmp_path):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from microfloat import watching
-from microfloat.recipes import Cast
+from microfloat.recipes import Cast, Gemm
 from microfloat.torch._typing import Maybe, Options
 from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.reference._hadamard import transform
@@ -245,7 +245,9 @@ def read_noise(source: Source, cast: Cast, transposed: bool, part: slice, option
     return Reading(numbers, partial(watching.of_noise, errors.numel()))
 
 
-def read_product(result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, bias: Maybe = None) -> Reading:
+def read_product(
+    gemm: Gemm, result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, bias: Maybe = None
+) -> Reading:  # fmt: skip
     """Relative error and cosine of a part of a product, ``result ~ a @ b.T + bias``, against float64."""
     exact = a_RC.double() @ b_SC.double().t()
     if bias is not None:
@@ -253,4 +255,4 @@ def read_product(result: torch.Tensor, a_RC: torch.Tensor, b_SC: torch.Tensor, b
     counted = exact.isfinite()
     a, b = (torch.where(counted, values.double(), 0).reshape(-1) for values in (exact, result))
     error = a - b
-    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), watching.of_product)
+    return Reading(_stacked(a.dot(a), error.dot(error), b.dot(b), a.dot(b)), partial(watching.of_product, gemm))

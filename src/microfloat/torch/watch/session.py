@@ -430,14 +430,15 @@ class _Call:
         starts: tuple[int, int], bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """The counts of a result, and the error of its part that is the product ``a @ b.T`` of two factors."""
-        formats = dtype_name(whole.dtype) if self.schedule is None else formats_of(getattr(self.schedule.recipe, gemm))
+        table = None if self.schedule is None else getattr(self.schedule.recipe, gemm)
+        formats = dtype_name(whole.dtype) if table is None else formats_of(table)
         entry, add = Entry(self.step, self.name, gemm, name, formats), self.session._sample.add
         add(entry, Source(self._backend(whole.device), whole).read(with_amax=False))
-        if self.schedule is not None and not self.session.measured.metrics.isdisjoint(OF_PRODUCT):
+        if table is not None and not self.session.measured.metrics.isdisjoint(OF_PRODUCT):
             (row, column), (a, b) = starts, factors
             result = whole[row : row + len(a), column : column + len(b)]
             bias = None if bias is None else bias[column : column + len(b)]
-            add(entry, read_product(result, a, b, bias))
+            add(entry, read_product(table, result, a, b, bias))
 
     def _entry(self, operand: Operand, fmt: str) -> Entry:
         return Entry(self.step, self.name, operand.gemm, operand.tensor, fmt)
