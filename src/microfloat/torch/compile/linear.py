@@ -90,10 +90,7 @@ def compiled_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
         amax = layer_state.static_amax(layer) if context.is_static(token) else scales[0]
         scales = amax, plain_beside(layer, weight) if context.is_joint(token) else scales[1]
         return exported.in_torch_operations(x, weight, layer.added_bias, token, scales)
-    state, number = state_of(layer, x, weight, token)
-    settings = settings_of(x, weight, token, origin, layer.backend, state)
-    y = _Compiled.apply(x, weight, layer.added_bias, None, *state, number, *settings)
-    return recorded(layer, y, token, number)
+    return _run(layer, x, weight, layer.added_bias, None, token, origin, layer.backend)
 
 
 def compiled_grouped(
@@ -116,12 +113,24 @@ def compiled_grouped(
         if origin != "code":
             torch.ops.microfloat.check_autocast_(MARKER, origin)
         token = context.token_of_high_precision()
-    state, number = state_of(layer, x, weight, token)
+    return _run(layer, x, weight, bias, ends, token, origin, backend)
+
+
+def _run(
+    layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, ends: Maybe, token: str, origin: str, backend: str
+) -> torch.Tensor:
+    """y by the operators; the amaxes that come with it, if any, go to the layer's histories."""
+    state, number = _state_of(layer, x, weight, token)
     settings = settings_of(x, weight, token, origin, backend, state)
-    return recorded(layer, _Compiled.apply(x, weight, bias, ends, *state, number, *settings), token, number)
+    y = _Compiled.apply(x, weight, bias, ends, *state, number, *settings)
+    if isinstance(y, tuple):
+        y, live = y
+        histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
+        torch.ops.microfloat.record_forward_(*histories, live, token, number)
+    return y
 
 
-def state_of(layer: Any, x: torch.Tensor, weight: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...], int]:
+def _state_of(layer: Any, x: torch.Tensor, weight: torch.Tensor, token: str) -> tuple[tuple[Maybe, ...], int]:
     """Call seed, scales of x and w as they are now (or amaxes), scale and history of dy, which backward reads; and the
     number of the layer. Each None, or -1, where the recipe has no use for it; `layer` None: a function.
     """
@@ -154,18 +163,6 @@ def settings_of(
     records = grad and state[-1] is not None
     compute = autocast_dtype(x.device.type) or x.dtype
     return Settings(stored, token, origin, backend, compute, x.dtype, *wants, records)
-
-
-def recorded(
-    layer: Any, outputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor], token: str, number: int
-) -> torch.Tensor:
-    """y, after the amaxes that came with it, if any, have gone to the layer's histories."""
-    if not isinstance(outputs, tuple):
-        return outputs
-    y, live = outputs
-    histories = layer.scaling_x_amax_history, layer.scaling_w_amax_history
-    torch.ops.microfloat.record_forward_(*histories, live, token, number)
-    return y
 
 
 def abstract_linear(

@@ -7,16 +7,15 @@ from torch import nn
 from torch.types import Device
 
 from microfloat.arguments import check_bool, check_int
-from microfloat.errors import MicrofloatError, NotSupportedError
+from microfloat.errors import MicrofloatError
 from microfloat.recipes import Recipe
-from microfloat.recipes.names import as_recipe
 from microfloat.torch import backends
 from microfloat.torch._typing import InitMethod, WithBias
 from microfloat.torch.compile.linear import compiled_grouped
-from microfloat.torch.context import HIGH_PRECISION, ambient, canonical
+from microfloat.torch.context import HIGH_PRECISION, ambient, recipe_of, token_of_high_precision
 from microfloat.torch.linear.function import backend_name
 from microfloat.torch.linear.grouped import GroupedSchedule, find_grouped, grouped_plain, groups_of, run_grouped
-from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, check_first_microbatch, pinned_to
+from microfloat.torch.nn.linear import UNPINNED, RecipeLayer, check_first_microbatch, pinned_to, recipe_of_call
 from microfloat.torch.nn.options import names_moved
 from microfloat.torch.nn.quantized_init import draw_parameters, quantize_parameter
 from microfloat.torch.scaling import buffers as layer_state
@@ -137,19 +136,11 @@ def grouped_matmul(
     if torch.compiler.is_compiling():
         pin_token = None if recipe is None else pinned_to(recipe)[1]
         return compiled_grouped(None, x_TK, w_GNK, None, group_sizes, pin_token, backend)
-    state = ambient()
     backends.check_name(backend)
-    chosen = None if recipe is None else canonical(as_recipe(recipe))
-    if state is not None:
-        chosen = None if not state.enabled else state.recipe if chosen is None else chosen
+    token, _, asked = recipe_of_call(recipe, "grouped_matmul")
     check_grouped(x_TK, w_GNK, None)
     groups = groups_of(group_sizes, x_TK, w_GNK.shape[0])
-    if chosen is None:
+    if token == token_of_high_precision():
         return grouped_plain(x_TK, w_GNK, None, groups)
-    if chosen.is_delayed:
-        raise NotSupportedError(
-            "recipe: got delayed scaling for a function, needed a module to hold its scales and histories. Use "
-            "microfloat.torch.GroupedLinear, or a recipe with current scaling."
-        )
-    name = backend if backend != "auto" or state is None else state.backend
-    return run_grouped(None, x_TK, w_GNK, None, groups, chosen, name, state)
+    name = asked if backend == "auto" else backend
+    return run_grouped(None, x_TK, w_GNK, None, groups, recipe_of(token), name, None)

@@ -507,7 +507,7 @@ def recipe_of_call(recipe: Recipe | str | None, function: str) -> tuple[str, str
     if context.is_delayed(token) or context.is_static(token):
         raise NotSupportedError(
             f"{function}: got a recipe of delayed or static scaling, needed one without state between calls. Use "
-            "microfloat.torch.Linear, or another recipe."
+            "microfloat.torch.Linear or GroupedLinear, or another recipe."
         )
     return token, origin, backend
 
