@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from microfloat.chips import CHIPS, Chip
+from microfloat.errors import InvalidValueError
 from microfloat.formats import E2M1, E5M2, SCALE_E8M0, ElementFormat, ScaledFormat
 from microfloat.recipes import RECIPES, Cast, Gemm, Hadamard, WeightOnly
 from microfloat.routes import UNTRIED, Encoding, encoding_of, route_between, route_of
@@ -96,6 +97,28 @@ def test_nvfp4_folds_where_it_is_asked_to():
     assert route_of(Gemm("nvfp4", "nvfp4_row", path="folded"), HOPPER).forms == ("folded", "folded")
     assert encoding_of(Cast("nvfp4_row"), "folded").level is None
     assert route_of(Gemm("nvfp4", None, path="folded"), None).forms == ("codes", "codes")
+
+
+def test_fp8_rows_by_a_weight_of_blocks():
+    """9.5: folded to rows wherever it is asked for, decoded or read as stored under "exact"."""
+    for weight in ("nvfp4", "nvfp4_row", "mxfp4", "mxfp6_e3m2", "mxfp8_e5m2"):
+        gemm = Gemm("fp8_row", weight, path="folded")
+        for chip, library, kind in ((ADA, "torch", "fp8"), (BLACKWELL, "torch", "fp8"), (AMPERE, "torch", "values"),
+                                    (None, "torch", "float32"), (HOPPER, "xla", "fp8")):  # fmt: skip
+            route = route_of(gemm, chip, library=library)
+            if library == "xla" and weight.startswith("mx"):
+                assert (route.kind, route.rhs) == ("values", "codes")
+                assert "folding is not offered" in route.reason
+                continue
+            assert (route.kind, route.forms) == (kind, ("codes", "rows"))
+            assert route.accelerated is (kind == "fp8")
+            assert "scales folded to one for each row" in route.reason
+        exact = Gemm("fp8_row", weight)
+        assert [route_of(exact, chip).kind for chip in (HOPPER, AMPERE, None)] == ["stored", "stored", "float32"]
+        assert route_of(Gemm(Cast("fp8_row", "amax"), weight), HOPPER).kind == "values"  # bfloat16 rounds such scales
+    for other in ("fp8_tensor", "fp8_1x128", "mxfp8"):
+        with pytest.raises(InvalidValueError, match=r"operands of one family .*, or fp8_row x MX or NVFP4"):
+            Gemm(other, "nvfp4")
 
 
 def test_exact_sums_are_float64_or_refused():

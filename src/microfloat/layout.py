@@ -8,6 +8,7 @@ compiled code. Sizes may be symbolic: nothing here compares them.
 | codes | the quantized operand (docs/numerics.md 7.1) | stored elements | by blocks of the format |
 | folded | MX and NVFP4 operands as FP8 with one scale for 1x128 | FP8 | float32, column-major |
 | tiles | MX and NVFP4 operands as FP8 with one scale for 128x128 | FP8 | float32, rows filled up to four tiles |
+| rows | MX and NVFP4 operands as FP8 with one scale for each row | FP8 | float32 |
 | values | element times block scale, decoded to bfloat16 | bfloat16, in the memory of the matrix | none |
 
 Legend: R = rows of the operand, C = its contraction length.
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.formats import (
     E5M2,
+    FP8_ROW,
+    FP8_ROW_E5M2,
     ElementFormat,
     FP8_1x128,
     FP8_1x128_E5M2,
@@ -33,7 +36,9 @@ from microfloat.recipes import Cast, Hadamard
 
 ALIGNMENT = 16  # bytes: kernels and cuBLAS are told that addresses are multiples of it; allocations begin at one
 _TILES_TOGETHER = 4  # a row of 128x128 scales is filled up to a multiple of this for its GEMM
-_FOLDED = {"folded": (FP8_1x128, FP8_1x128_E5M2), "tiles": (FP8_128x128, FP8_128x128_E5M2)}
+FOLDED = {
+    "folded": (FP8_1x128, FP8_1x128_E5M2), "tiles": (FP8_128x128, FP8_128x128_E5M2), "rows": (FP8_ROW, FP8_ROW_E5M2),
+}  # fmt: skip
 
 Size = Any  # an int, or a symbol of a compiler
 
@@ -65,8 +70,8 @@ def codes_dtype(element: ElementFormat) -> str:
 
 
 def folded_format(fmt: ScaledFormat, form: str) -> ScaledFormat:
-    """The FP8 format that an MX or NVFP4 operand becomes in the form "folded" or "tiles"."""
-    return _FOLDED[form][fmt.element == E5M2]
+    """The FP8 format that an MX or NVFP4 operand becomes in the form "folded", "tiles" or "rows"."""
+    return FOLDED[form][fmt.element == E5M2]
 
 
 def stored_length(length: Size, hadamard: Hadamard | None) -> Size:
@@ -94,7 +99,7 @@ def layout_of(
     and are not turned.
     """
     stored = stored_length(length, cast.hadamard)
-    tensor_scale = None if form in _FOLDED else _tensor_scale(cast.tensor_scale, rows)
+    tensor_scale = None if form in FOLDED else _tensor_scale(cast.tensor_scale, rows)
     if form == "values":
         in_memory = _row_major((stored, rows) if of_transpose else (rows, stored), "bfloat16")
         return Layout(in_memory if turned == of_transpose else in_memory.transposed, None, tensor_scale)

@@ -26,9 +26,10 @@ from typing import NamedTuple
 
 from microfloat.chips import Chip
 from microfloat.formats import E2M1, E5M2, ELEMENTS, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ScaledFormat
-from microfloat.layout import folded_format
+from microfloat.layout import FOLDED, folded_format
 from microfloat.operands import OPERANDS_OF, Operand
 from microfloat.recipes import Cast, Gemm, Hadamard, Recipe
+from microfloat.recipes.core import folds_beside
 from microfloat.scale_rules import TwoLevel, unknown_kind
 
 UNTRIED = "not yet run on the hardware"
@@ -151,7 +152,7 @@ def encoding_of(cast: Cast | None, form: str = "codes") -> Encoding | None:
     """The encoding that a cast makes in a form; None stays None."""
     if cast is None:
         return None
-    if form in ("folded", "tiles"):
+    if form in FOLDED:
         return Encoding(folded_format(cast.format, form), cast.hadamard)
     return Encoding(cast.format, cast.hadamard, cast.rule.power_of_two, cast.tensor_scale)
 
@@ -194,8 +195,14 @@ def route_between(
     library: str = "torch",
 ) -> Route:  # fmt: skip
     """The route of a GEMM of two operands that exist as codes; None = an operand in high precision."""
-    if path == "folded" and lhs and rhs and is_nvfp4(lhs.format) and is_nvfp4(rhs.format):
-        return _route_of_folded(rhs.format, route_between(lhs, rhs, chip, accumulate, "exact", library), chip, library)
+    if path == "folded" and lhs and rhs:
+        if is_nvfp4(lhs.format) and is_nvfp4(rhs.format):
+            exact = route_between(lhs, rhs, chip, accumulate, "exact", library)
+            return _route_of_folded(rhs.format, exact, chip, library)
+        # JAX folds no MX codes.
+        if folds_beside(lhs.format, rhs.format) and (library == "torch" or is_nvfp4(rhs.format)):
+            rows = Encoding(folded_format(rhs.format, "rows"))
+            return _route_of_rows(rhs.format, route_between(lhs, rows, chip, accumulate, "exact", library))
     kernels = _KERNELS[library]
 
     def route(kind: str, reason: str, *sizes: object, accelerated: bool = False, kernel: str = "") -> Route:
@@ -243,7 +250,10 @@ def route_between(
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"
         return route("block_scaled", f"{chip.name} multiplies it{as_mx}; {UNTRIED}", a.name, b.name, accelerated=True)
-    if all(one.format.scale.name != "FP32" or one.power_of_two for one in (lhs, rhs)):
+    if folds_beside(a, b) and library == "torch" and chip.multiplies_stored_codes and lhs.power_of_two:
+        return route("stored", f"up to {MOST_DECODED_ROWS} rows of x, decoded, read the weight's codes as stored",
+                     MOST_DECODED_ROWS)  # fmt: skip
+    if folds_beside(a, b) or all(one.format.scale.name != "FP32" or one.power_of_two for one in (lhs, rhs)):
         reason = f"{lacks} block-scaled GEMM for {a.name} x {b.name}; {_NO_FASTER}"
         if path == "folded" and library != "torch":
             reason += "; folding is not offered here"
@@ -268,6 +278,15 @@ def _route_of_folded(rhs: ScaledFormat, exact: Route, chip: Chip | None, library
         return Route("blocks", "folded", form, kernel, True, f"{reason}; changed elements are counted")
     here = "plain operations multiply it" if chip is None else f"XLA on {chip.name} multiplies it decoded"
     return exact._replace(lhs="folded", rhs=form, kernel=_KERNELS[library]["folded values"], reason=f"{here}: {rounds}")
+
+
+def _route_of_rows(fmt: ScaledFormat, route: Route) -> Route:
+    """The route of FP8 rows by a weight in `fmt` that is folded to such rows, from that of two operands of rows."""
+    if route.kind == "refused":
+        return route
+    bound = "by at most 1/21, or 2^-17.9 of" if fmt.scale.name == "E4M3" else "where they are far below"
+    rounds = f"scales folded to one for each row, elements rounded {bound} the largest value that their row can hold"
+    return route._replace(rhs="rows", kernel=f"fold to FP8, {route.kernel}", reason=f"{route.reason}; {rounds}")
 
 
 def is_outer(fmt: ScaledFormat) -> bool:

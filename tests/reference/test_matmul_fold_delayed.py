@@ -124,17 +124,18 @@ def any_mx(fmt, seed, spread, shape=(6, 300)):
 
 
 @pytest.mark.parametrize("fmt", FOLDABLE, ids=str)
-@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, None)])
 @given(seed=st.integers(0, 2**32), spread=st.integers(0, 30))
 def test_folding_counts_exactly_the_elements_it_changes(fmt, block, seed, spread):
     q = any_mx(fmt, seed, spread)
     folded, lossy = fold(q, block)
-    assert folded.format == FORMATS[f"fp8_{block[0]}x128" + ("_e5m2" if fmt.element == E5M2 else "")]
+    name = "fp8_row" if block[1] is None else f"fp8_{block[0]}x128"
+    assert folded.format == FORMATS[name + ("_e5m2" if fmt.element == E5M2 else "")]
     before, after = dequantize(q).astype(np.float64), dequantize(folded).astype(np.float64)
     assert lossy == int((before != after).sum())
     # Half the subnormal step of the target under the group's scale (docs/numerics.md 9.1).
     target = folded.format.element
-    bound = target.step / 2 * np.repeat(folded.scale, 128, axis=1)[:, :300]
+    bound = target.step / 2 * np.repeat(folded.scale, block[1] or 300, axis=1)[:, :300]
     bound = np.repeat(bound, 128, axis=0)[:6] if block[0] == 128 else bound
     assert (np.abs(after - before) <= bound).all()
 
@@ -200,7 +201,9 @@ def test_what_cannot_be_folded():
         fold(quantize(A, "fp8_row"))
     with pytest.raises(InvalidValueError, match=r"block: got \(128, 128\) with one tensor scale for each row, needed"):
         fold(quantize(A, "nvfp4_row"), (128, 128))
-    with pytest.raises(InvalidValueError, match=r"block: got \(1, 64\), needed \(1, 128\) or \(128, 128\)"):
+    with pytest.raises(
+        InvalidValueError, match=r"block: got \(1, 64\), needed \(1, 128\), \(1, None\) or \(128, 128\)"
+    ):
         fold(quantize(A, "mxfp8"), (1, 64))
     with pytest.raises(InvalidValueError, match="block: got 128"):
         fold(quantize(A, "mxfp8"), 128)
@@ -269,6 +272,27 @@ def test_a_tensor_scale_per_row_goes_into_the_scales():
     assert tiny.scale[0, 0] == 2.0**-126  # the smallest tensor scale times the smallest 2^E is normal
     no_level = fold(quantize(x[1:2], Cast("nvfp4", "one_level_e4m3")))[0]
     assert np.isin(no_level.scale, 2.0 ** np.arange(-9, 4)).all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_row", "nvfp4_2d", "mxfp4", "mxfp8_e5m2"])
+def test_rows_fold_as_one_group(name):
+    """9.5: a row of at most 128 elements is the group of 9.1 and 9.4, a longer one follows its largest scale."""
+    binades = np.repeat(RNG.integers(-24, 0, (20, 10)), 32, axis=1)[:, :300]
+    x = (RNG.standard_normal((20, 300)) * np.exp2(binades)).astype(np.float32)
+    short = quantize(x[:, :128], name)
+    (rows, lost), (groups, lossy) = fold(short, (1, None)), fold(short)
+    assert np.array_equal(rows.codes, groups.codes)
+    assert np.array_equal(rows.scale, groups.scale)
+    assert lost == lossy
+    q = quantize(x, name)
+    (long, lost), (by_groups, lossy) = fold(q, (1, None)), fold(q)
+    assert long.format.block == (1, None)
+    assert long.scale.shape == (20, 1)
+    assert np.array_equal(long.scale[:, 0], by_groups.scale.max(axis=1))
+    assert lost >= lossy
+    exact = dequantize(q)
+    half_a_step, rounding = long.scale * np.float32(long.format.element.step / 2), 20.99 if "nv" in name else np.inf
+    assert (abs(dequantize(long) - exact) <= np.maximum(half_a_step * 1.000001, abs(exact) / rounding)).all()
 
 
 def largest_of(q):

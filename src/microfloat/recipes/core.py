@@ -63,10 +63,10 @@ class Gemm(HashOnce):
 
     @staticmethod
     def _check_pair(lhs: Cast, rhs: Cast) -> None:
-        if lhs.format.scale != rhs.format.scale:
+        if lhs.format.scale != rhs.format.scale and not folds_beside(lhs.format, rhs.format):
             raise invalid_value(
                 "Gemm", f"{lhs.format.name} x {rhs.format.name} ({lhs.format.scale} x {rhs.format.scale} scales)",
-                "operands of one family (both FP32, both E8M0 or both E4M3 scales)",
+                "operands of one family (both FP32, both E8M0 or both E4M3 scales), or fp8_row x MX or NVFP4",
                 "Dequantize one of them by giving None for its Cast.",
             )  # fmt: skip
         if lhs.format.element == E5M2 and rhs.format.element == E5M2:
@@ -98,6 +98,11 @@ class Gemm(HashOnce):
         data = {"from_fprop": False, **data} if isinstance(data, dict) else data
         data = dict(check_keys(name, data, [entry.name for entry in fields(Gemm)]))
         return Gemm(cast_from_data(data.pop("lhs")), cast_from_data(data.pop("rhs")), **data)
+
+
+def folds_beside(lhs: ScaledFormat, rhs: ScaledFormat) -> bool:
+    """True for FP8 with a scale for each row beside an MX or NVFP4 format, which folds to such FP8 too."""
+    return lhs.scale.name == "FP32" and lhs.block == (1, None) and rhs.scale.name in ("E8M0", "E4M3")
 
 
 # Bits of an element, the format of its scale, and what shares one: "tensor", "row" or "block".
@@ -227,8 +232,9 @@ class Recipe(HashOnce, PortedQuestions):
     # True where fprop casts a weight as it is, not rounded to the compute dtype first: codes are those of the master.
     _casts_masters: ClassVar[bool] = False
 
-    def for_call(self, rows: int, stored: Cast) -> "Recipe":
-        """The recipe of a call with `rows` rows (tokens) on a weight that is stored as codes of the Cast `stored`.
+    def for_call(self, rows: int, stored: Cast | None) -> "Recipe":
+        """The recipe of a call with `rows` rows (tokens) on a weight that is stored as codes of the Cast `stored`, or
+        on a plain one (None).
 
         This is the recipe itself, except for inference recipes.
         """

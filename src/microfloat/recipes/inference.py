@@ -18,7 +18,7 @@ from microfloat.arguments import check_bool, check_choice, check_int
 from microfloat.errors import MicrofloatError, invalid_value, unknown_name
 from microfloat.formats import FORMATS, ScaledFormat
 from microfloat.recipes.cast import Cast, Current, Static, as_scaled_format
-from microfloat.recipes.core import CustomRecipe, Gemm, NamedRecipe, Recipe, register
+from microfloat.recipes.core import CustomRecipe, Gemm, NamedRecipe, Recipe, folds_beside, register
 from microfloat.recipes.names import hint_of_recipe
 from microfloat.recipes.placement import Placement, parted
 
@@ -35,6 +35,9 @@ _PAIRS = {
     "nvfp4": ("nvfp4", "fast"),
     "nvfp4_row": ("nvfp4", "fast"),
 }
+# Rows of x up to which FP8 rows are multiplied by the exact values of an MX or NVFP4 weight, whose codes a kernel reads
+# (benchmarks/results/decode_h200.json); more rows are multiplied by the folded weight.
+_EXACT_ROWS = 16
 # What `prefill` does with calls of many rows -> the number of rows from which on it does so by default. 65 is the first
 # number at which a weight is dequantized for every call on most chips, and at which the kernel that decodes is slower
 # than bfloat16 on an H200 (docs/inference.md).
@@ -116,10 +119,10 @@ class _Inference(NamedRecipe):
         words = (str(value) if name == "format" else f"{name}={value}" for name, value in told.items())
         return f"{type(self).__name__}({', '.join(words)})"
 
-    def for_call(self, rows: int, stored: Cast) -> Recipe:
+    def for_call(self, rows: int, stored: Cast | None) -> Recipe:
         """The recipe with the Cast of the stored weight."""
         w = self.fprop.rhs
-        if w is None or stored == w or stored.format != w.format:
+        if w is None or stored is None or stored == w or stored.format != w.format:
             return self
         return CustomRecipe(*_table(replace(self.fprop, rhs=stored)))
 
@@ -177,10 +180,10 @@ class WeightOnly(_Inference):
     def _keeping_nothing(self) -> Recipe:
         return replace(self, prefill=None) if self.prefill == "dequantized" else self
 
-    def for_call(self, rows: int, stored: Cast) -> Recipe:
+    def for_call(self, rows: int, stored: Cast | None) -> Recipe:
         """The recipe of the stored weight, or from `prefill_rows` rows on that of its prefill form."""
         assert self.prefill_rows is not None
-        if self.prefill is None or rows < self.prefill_rows:
+        if self.prefill is None or stored is None or rows < self.prefill_rows:
             return super().for_call(rows, stored)
         if self.prefill == "dequantized":
             chosen = super().for_call(rows, stored)
@@ -197,14 +200,21 @@ class WeightActivation(_Inference):
     """Quantized weights and activations: the product of both on the format's tensor cores, where there are any.
 
     `format` of the activations: fp8_tensor, fp8_row, fp8_1x128, mxfp8, mxfp6_e2m3, mxfp6_e3m2, mxfp4, nvfp4, nvfp4_row.
-    `weight`: the format of the weights, any with scales of the same kind (FP8 with FP8, MX with MX, NVFP4 with NVFP4);
-    None means the same format (128x128 with 1x128, NVFP4 with nvfp4_row). `scales` "dynamic": computed from each input;
-    "static": the scale of a whole input (fp8_tensor, and the tensor scale of nvfp4) comes from the largest amax seen
-    under `microfloat.torch.calibrate`. `scale_search`: as in `WeightOnly`. `path`: how an MX product runs on chips
-    without MX GEMMs. `joint_scale`: as in `WeightOnly`. Source: docs/inference.md.
+    `weight`: the format of the weights, any with scales of the same kind (FP8 with FP8, MX with MX, NVFP4 with NVFP4),
+    and with fp8_row any MX or NVFP4 format; None means the same format (128x128 with 1x128, NVFP4 with nvfp4_row).
+    `activation`: where it is given, it is the format of the activations, and `format` that of the weights.
+    `scales` "dynamic": computed from each input; "static": the scale of a whole input (fp8_tensor, and the tensor scale
+    of nvfp4) comes from the largest amax seen under `microfloat.torch.calibrate`. `scale_search`: as in `WeightOnly`.
+    `path`: how an MX product runs on chips without MX GEMMs. `joint_scale`: as in `WeightOnly`.
+
+    ``WeightActivation("nvfp4", activation="fp8_row")`` multiplies FP8 activations by a weight of four bits. Calls of up
+    to 16 rows take the weight's own values; for more rows it is folded once to FP8 with a scale for each row
+    (docs/numerics.md, section 9.5), a byte for each element. `path` "exact" or "folded": either at any number of rows.
+    Source: docs/inference.md.
     """
 
     format: str = "mxfp8"
+    activation: str | None = None
     weight: str | None = None
     scales: str = "dynamic"
     scale_search: str | None = None
@@ -212,6 +222,16 @@ class WeightActivation(_Inference):
     joint_scale: bool = False
 
     def __post_init__(self) -> None:
+        if self.activation is not None:
+            if self.weight is not None and self.format not in ("mxfp8", self.weight):
+                needed = "the format of the weights once, by `format` or by `weight`"
+                raise invalid_value("weight", f"{self.weight!r} beside {self.format!r} and an activation", needed)
+            for name, value in (
+                ("weight", self.weight or self.format),
+                ("format", self.activation),
+                ("activation", None),
+            ):
+                object.__setattr__(self, name, value)
         if isinstance(self.format, str) and self.format not in _PAIRS:
             raise unknown_name("format", self.format, _PAIRS, hint_of_recipe(self.format))
         object.__setattr__(self, "format", _name_of(self.format, "format"))
@@ -219,10 +239,12 @@ class WeightActivation(_Inference):
             raise unknown_name("format", self.format, _PAIRS)
         if self.weight is not None:
             object.__setattr__(self, "weight", _name_of(self.weight, "weight"))
-            scales = FORMATS[self.format].scale
-            beside = [name for name, fmt in FORMATS.items() if fmt.scale == scales]
+            x = FORMATS[self.format]
+            beside = [name for name, fmt in FORMATS.items() if fmt.scale == x.scale or folds_beside(x, fmt)]
             if self.weight not in beside:
-                remedy = f"A GEMM multiplies {self.format} by formats whose scales are {scales} too."
+                remedy = f"A GEMM multiplies {self.format} by formats whose scales are {x.scale} too."
+                if self.format.startswith("fp8"):
+                    remedy += " FP8 activations beside MX and NVFP4 weights have a scale for each row: fp8_row."
                 raise unknown_name("weight", self.weight, beside, remedy, or_none=True)
         check_choice("scales", self.scales, ("dynamic", "static"))
         super().__post_init__()
@@ -239,7 +261,28 @@ class WeightActivation(_Inference):
                 )  # fmt: skip
             x = replace(x, scaling=Static())
         w = _weight_cast(self.weight or weight, self.scale_search, self.joint_scale)
-        return _table(Gemm(x, w, accumulate, self.path))
+        folds = self.path == "auto" and folds_beside(x.format, w.format)
+        return _table(Gemm(x, w, accumulate, "folded" if folds else self.path))
+
+    @property
+    def _folds_many(self) -> bool:
+        """True where the weight is folded for many rows and exact for few."""
+        return self.path == "auto" and self.fprop.path == "folded"
+
+    @property
+    def _of_many_rows(self) -> str:
+        copy = f"up to {_EXACT_ROWS} rows of x: by the weight's own values; more: by its fold to FP8, made once"
+        return copy if self._folds_many else ""
+
+    def _keeping_nothing(self) -> Recipe:
+        return replace(self, path="exact") if self._folds_many else self
+
+    def for_call(self, rows: int, stored: Cast | None) -> Recipe:
+        """The recipe of the stored weight, whose own values are multiplied by a few rows of FP8."""
+        chosen = super().for_call(rows, stored)
+        if rows > _EXACT_ROWS or not self._folds_many:
+            return chosen
+        return CustomRecipe(replace(chosen.fprop, path="exact"), chosen.dgrad, chosen.wgrad)
 
 
 register(WeightOnly, WeightActivation)

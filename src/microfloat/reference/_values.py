@@ -94,19 +94,19 @@ def _exact_values(argument: str, operand: Quantized | np.ndarray) -> np.ndarray:
 
 
 _TARGETS: dict[tuple, ScaledFormat] = {
-    (fmt.block, fmt.element): fmt for fmt in FORMATS.values() if fmt.block in ((1, 128), (128, 128))
+    (fmt.block, fmt.element): fmt for fmt in FORMATS.values() if fmt.block in ((1, 128), (128, 128), (1, None))
 }
 
 
-def fold(q: Quantized, block: tuple[int, int] = (1, 128)) -> tuple[Quantized, int]:
+def fold(q: Quantized, block: tuple[int, int | None] = (1, 128)) -> tuple[Quantized, int]:
     """An MX or NVFP4 tensor as FP8 with one FP32 scale per group, and how many elements changed their value.
 
     ``q' = enc(dec(q) * block scale / 2^E)``, ``scale' = 2^E``, for NVFP4 times its tensor scale. MX:
     ``E = max(1, max_i b_i - k) - 127``, where k is the largest shift that keeps every code in range (0 for FP8; 6, 5, 4
     for E2M1, E2M3, E3M2), and a group with a NaN scale is NaN throughout. NVFP4: E is the smallest integer >= -9 with
     ``6 * (largest block scale) <= 448 * 2^E``, and blocks with a NaN scale are NaN codes. The element is E5M2 for E5M2
-    codes, else E4M3. Raises InvalidValueError for other formats, and unless `block` is (1, 128) or (128, 128), which
-    cannot be had of one tensor scale per row. Source: docs/numerics.md, section 9.
+    codes, else E4M3. Raises InvalidValueError for other formats, and unless `block` is (1, 128), (1, None) for whole
+    rows, or (128, 128), which cannot be had of one tensor scale per row. Source: docs/numerics.md, section 9.
     """
     check_quantized("q", q)
     element, kind = q.format.element, q.format.scale.name
@@ -116,7 +116,7 @@ def fold(q: Quantized, block: tuple[int, int] = (1, 128)) -> tuple[Quantized, in
     target = E5M2 if element == E5M2 else E4M3
     fmt = _TARGETS.get((tuple(block), target)) if isinstance(block, list | tuple) else None
     if fmt is None:
-        raise invalid_value("block", repr(block), "(1, 128) or (128, 128)")
+        raise invalid_value("block", repr(block), "(1, 128), (1, None) or (128, 128)")
     if fmt.is_tile and q.tensor_scale is not None and q.tensor_scale.ndim:
         raise invalid_value("block", f"{block} with one tensor scale for each row", "(1, 128)")
     codes, grid = q.unpacked_codes(), scale_grid(q)

@@ -403,6 +403,65 @@ def test_a_folded_weight_serves_many_rows(fmt) -> None:
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
+FOUR_BITS = {fmt: WeightActivation(fmt, activation="fp8_row") for fmt in ("nvfp4", "mxfp4", "nvfp4_row", "mxfp6_e2m3")}
+
+
+@pytest.mark.parametrize(("fmt", "search"), [*((fmt, None) for fmt in FOUR_BITS), ("nvfp4", "mse")])
+def test_fp8_rows_by_weights_of_four_bits(fmt, search) -> None:
+    """37.4: few rows take the weight's own values, many its fold to rows, made once of the stored codes."""
+    model = made(dataclasses.replace(FOUR_BITS[fmt], scale_search=search)).requires_grad_(False)
+    layer, x = model.down_proj, torch.randn(40, 96).bfloat16()
+    q = layer.weight
+    parts = [
+        None if part is None else part.detach().numpy() for part in (q.codes.view(torch.uint8), q.scale, q.tensor_scale)
+    ]
+    stored = reference.Quantized(*parts, q.format, 1, tuple(q.shape))
+    folded, _ = reference.fold(stored, (1, None))
+    for rows, weight in ((16, stored), (17, folded), (40, folded)):
+        exact = reference.scaled_matmul(reference.quantize(x[:rows].float().numpy(), "fp8_row"), weight)
+        exact += layer.bias.detach().double().numpy()
+        assert abs(layer(x[:rows]).double().numpy() - exact).max() <= 2.0**-8 * abs(exact).max()
+    made_once = layer._weight_cache._entry
+    assert made_once[2].row.codes.view(torch.uint8).numpy().tobytes() == folded.codes.tobytes()
+    assert made_once[2].row.scale.numpy().tobytes() == folded.scale.tobytes()
+    layer(x)
+    assert layer._weight_cache._entry is made_once
+    leaf = x.clone().requires_grad_()
+    layer(leaf).sum().backward()
+    expected = torch.ones(40, 72).double() @ torch.from_numpy(reference.dequantize(folded)).double()
+    torch.testing.assert_close(leaf.grad.double(), expected, rtol=2.0**-7, atol=2.0**-8)
+    layer.weight.copy_(torch.zeros(72, 96))
+    assert torch.equal(layer(x), layer.bias.expand(40, 72))
+
+
+def test_fp8_rows_by_weights_of_four_bits_are_told_and_saved(tmp_path) -> None:
+    config = FOUR_BITS["nvfp4"]
+    assert (
+        config == WeightActivation("fp8_row", weight="nvfp4") == WeightActivation(weight="nvfp4", activation="fp8_row")
+    )
+    assert config.label == "WeightActivation(fp8_row, weight=nvfp4)"
+    model, x = made(config), torch.randn(20, 72).bfloat16()
+    for told in (mf.explain(model), mf.explain(config, "h200")):
+        assert "up to 16 rows of x: by the weight's own values; more: by its fold to FP8" in " ".join(str(told).split())
+    assert "takes 6912 bytes, and is kept" not in str(model.down_proj.schedule(torch.randn(3, 96).bfloat16()))
+    assert "takes 7200 bytes, and is kept" in str(model.down_proj.schedule(torch.randn(20, 96).bfloat16()))
+    for fmt, given, loaded in (
+        ("microfloat:native", None, config), ("ct:nvfp4", None, WeightOnly("nvfp4")), ("ct:nvfp4", config, config),
+        ("modelopt:nvfp4", config, config),
+    ):  # fmt: skip
+        path, copied = tmp_path / f"{fmt.replace(':', '_')}{given is None}", made()
+        mf.save_quantized(model, path, format=fmt)
+        mf.load_quantized(path, copied, config=given)
+        assert copied.up_proj.pinned == loaded
+        assert torch.equal(copied.up_proj.weight, model.up_proj.weight)
+        if loaded == config:
+            assert torch.equal(copied(x), model(x))
+    assert mf.quantize_(made(), {"*_proj": FOUR_BITS["mxfp4"], "lm_head": None}).converted
+    torch.testing.assert_close(
+        torch.compile(model.up_proj, fullgraph=True, backend="aot_eager")(x), model.up_proj(x), rtol=0, atol=0
+    )
+
+
 @pytest.fixture
 def dequantized(monkeypatch) -> list:
     """What every dequantization of a weight from here on has made."""
@@ -674,10 +733,20 @@ def test_bad_configs_are_named() -> None:
     for fmt, weight, needed in (
         ("mxfp8", "fp8_row", "None or one of 'mxfp8', 'mxfp8_e5m2', 'mxfp6_e2m3', 'mxfp6_e3m2', 'mxfp4'. .* E8M0 too"),
         ("nvfp4", "mxfp4", "None or one of 'nvfp4', 'nvfp4_row', 'nvfp4_2d'. A GEMM multiplies nvfp4 by .* E4M3 too"),
-        ("fp8_row", "mxfp8", "None or one of 'fp8_tensor', .*, 'fp8_128x128_e5m2'. A GEMM .* FP32 too"),
+        ("fp8_tensor", "mxfp8", "None or one of 'fp8_tensor', .*, 'fp8_128x128_e5m2'. A GEMM .* FP32 too. .*: fp8_row"),
+        (
+            "fp8_1x128",
+            "nvfp4",
+            "None or one of 'fp8_tensor', .* FP8 activations beside .* a scale for each row: fp8_row",
+        ),
     ):
-        with pytest.raises(InvalidValueError, match=f"^weight: got '{weight}', needed {needed}"):
-            WeightActivation(fmt, weight=weight)
+        for options in ({"format": fmt, "weight": weight}, {"format": weight, "activation": fmt}):
+            with pytest.raises(InvalidValueError, match=f"^weight: got '{weight}', needed {needed}"):
+                WeightActivation(**options)
+    with pytest.raises(InvalidValueError, match=r"^weight: got 'nvfp4' beside 'mxfp4' and an activation"):
+        WeightActivation("mxfp4", "fp8_row", "nvfp4")
+    with pytest.raises(InvalidValueError, match=r"^format: got 'fp9', needed one of"):
+        WeightActivation("nvfp4", activation="fp9")
     with pytest.raises(InvalidValueError, match=r"^scales: got 'static' with mxfp8, .*fp8_tensor or nvfp4"):
         WeightActivation("mxfp8", scales="static")
     with pytest.raises(InvalidTypeError, match=r"prefill: got bool, needed None or one of 'dequantized', 'folded'"):

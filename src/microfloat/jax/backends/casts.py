@@ -18,6 +18,7 @@ from microfloat.jax.backends import cuda, gemms, kernels, reference, shards
 from microfloat.jax.backends.reference import Decoded, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
+from microfloat.layout import FOLDED
 from microfloat.recipes import Cast, Gemm
 from microfloat.routes import WRITES_VALUES, OperandSpec, family_of, route_of
 
@@ -102,7 +103,7 @@ def reads_values(gemm: Gemm, cast: Cast, chip: tuple[int, int] | None, library: 
     if chip is None or family_of(cast)[0] not in WRITES_VALUES:
         return False
     route = route_of(gemm, Chip(chip), library=library)
-    return route.kind == "values" and "folded" not in route.forms
+    return route.kind == "values" and route.rhs not in FOLDED
 
 
 @lru_cache(maxsize=1024)

@@ -26,6 +26,7 @@ from microfloat.jax.backends.cuda import capability
 from microfloat.jax.backends.reference import Decoded, Kind, Matrix, Operand
 from microfloat.jax.numerics.bits import FLOAT8, where
 from microfloat.jax.numerics.scales import from_tiles, spread, to_tiles
+from microfloat.layout import FOLDED
 from microfloat.routes import Route, route_between
 
 # cuBLASLt takes FP8 operands whose sizes are multiples of this; XLA falls back to a wider dot otherwise.
@@ -82,8 +83,10 @@ def run_gemm(a: Operand, b: Operand, plan: GemmPlan, bias: Array | None = None) 
     route = route_of_plan(plan, capability())
     if "folded" in route.forms:
         a, kind_a = reference.folded(a, cast(Kind, plan.kind_a), route.lhs)
+        plan = plan._replace(kind_a=kind_a)
+    if route.rhs in FOLDED:
         b, kind_b = reference.folded(b, cast(Kind, plan.kind_b), route.rhs)
-        plan = plan._replace(kind_a=kind_a, kind_b=kind_b)
+        plan = plan._replace(kind_b=kind_b)
     if plan.accumulate == "exact":
         return reference.exact_gemm(a, b, plan.kind_a, plan.kind_b, plan.dtype, bias).astype(plan.out)
     emulate = partial(reference.gemm, kind_a=plan.kind_a, kind_b=plan.kind_b, dtype=plan.dtype)

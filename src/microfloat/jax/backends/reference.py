@@ -165,13 +165,16 @@ def folded(operand: "Operand", kind: "Kind", form: str) -> "tuple[Matrix, Kind]"
     rows, columns = kind.format.block
     if kind.format.is_tile:
         byte = jnp.repeat(byte, typing.cast(int, rows), axis=0)[: shape_RC[0]]
-    blocks = typing.cast(int, group_columns) // typing.cast(int, columns)
+    blocks = None if group_columns is None else group_columns // typing.cast(int, columns)
     largest = jnp.max(to_tiles(byte, (group_rows, blocks)), axis=(1, 3), initial=0)
     exponent = jnp.maximum((largest + 6) >> 3, 4) - 13
     up, down = (as_float((sign * exponent + 127).astype(jnp.uint32) << 23) for sign in (1, -1))
     tiles = to_tiles(factored_values(matrix, kind.format, kind.length)[0], fmt.block)
     codes = from_tiles(encode(tiles * spread(down), fmt.element, None), shape_RC)
-    return Matrix(as_code_dtype(codes, fmt.element), up, matrix.tensor_scale), Kind(fmt, kind.hadamard, kind.cols)
+    level = matrix.tensor_scale
+    if form == "rows" and level is not None:  # which are outer scales of FP8, as its tensor scale is
+        up, level = up * level, None
+    return Matrix(as_code_dtype(codes, fmt.element), up, level), Kind(fmt, kind.hadamard, kind.cols)
 
 
 def matmul(a_MK: Array, b_NK: Array, outer_a: Array | None, outer_b: Array | None) -> Array:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from microfloat.chips import Chip
 from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.layout import folded_format, scale_grid, stored_length
+from microfloat.layout import FOLDED, folded_format, scale_grid, stored_length
 from microfloat.operands import OPERANDS
 from microfloat.recipes import Cast, Recipe
 from microfloat.routes import Entries, Entry, Routes, route_of
@@ -87,7 +87,7 @@ def _format_read(entry: Entry) -> ScaledFormat:
     """The format of an operand in the form that its GEMM reads."""
     assert entry.cast is not None
     fmt = entry.cast.format
-    return folded_format(fmt, entry.form) if entry.form in ("folded", "tiles") else fmt
+    return folded_format(fmt, entry.form) if entry.form in FOLDED else fmt
 
 
 def scales_read(entry: Entry, sizes: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from microfloat.errors import invalid_value
+from microfloat.recipes.core import folds_beside
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import dtype_name
 from microfloat.torch.convert.experts import turned_in
@@ -48,8 +49,9 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
 
     Warns, for the families of serving engines, of layers that engines join and whose scales differ: `quantize_` gives
     them one, and a plain state dict that is loaded later gives each its own again; and of layers that are written as
-    weight-only because the scale of their inputs was not measured. Warns too where a given configuration ties a head to
-    an embedding which `quantize_` has untied.
+    weight-only because the scale of their inputs was not measured. FP8 activations beside MX and NVFP4 weights are told
+    in the default format alone: others hold the weight, and `load_quantized` takes the config. Warns too where a given
+    configuration ties a head to an embedding which `quantize_` has untied.
     """
     from microfloat import checkpoint
 
@@ -79,12 +81,15 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
     """The records of a model, and the options of `checkpoint.save` with the model's own configuration."""
     from microfloat.checkpoint.families import family_named
     from microfloat.checkpoint.integrity import scale_findings
+    from microfloat.checkpoint.records import NO_ACTIVATION
 
     options = dict(options)
     check_model(model)
     is_native = isinstance(format, str) and family_named(format) == "microfloat:native"
     amaxes = () if is_native else "input_amax"  # elsewhere they are scales of the family
     records = [record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)]
+    if not is_native:
+        records = [replace(one, activation=NO_ACTIVATION) if _is_told_here_alone(one) else one for one in records]
     records = records if is_native or str(format).startswith("gptoss") else taken_apart(model, records)
     quantized = [record for record in records if record.format is not None]
     trains = any(isinstance(getattr(one, "pinned", None), Config) for one in model.modules())
@@ -114,6 +119,12 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
         base = options["config"] if isinstance(options.get("config"), Mapping) else {}
         options["config"] = {**base, "quantization_config": {"kv_cache_scheme": True}}
     return records + cached, options
+
+
+def _is_told_here_alone(record: "Record") -> bool:
+    """True where FP8 rows are multiplied by an MX or NVFP4 weight, for which files of other families have no word."""
+    of_input = record.activation.get("format")
+    return record.format is not None and of_input is not None and folds_beside(of_input, record.format)
 
 
 def _cache_scales(model: nn.Module) -> list["Record"]:

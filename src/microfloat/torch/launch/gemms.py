@@ -293,15 +293,15 @@ def _values(task: _Task) -> Product:
     (m, _, n), device = task.shape, task.device
     operands = (task.lhs, task.route.lhs), (task.rhs, task.route.rhs)
     levels = tuple(
-        one.level if form != "codes" or not is_outer(one.format)
+        one.level if form == "values" or not is_outer(one.format)
         else "row" if one.format.block == (1, None) else "tensor"
         for one, form in operands
     )  # fmt: skip
     multiply = _product_of_values(task, levels)
     if task.route.lhs == task.route.rhs == "values":
         return multiply
-    decode_a = _decoder(task.lhs, m, task.length, device) if task.route.lhs == "codes" else None
-    decode_b = _decoder(task.rhs, n, task.length, device) if task.route.rhs == "codes" else None
+    decode_a = _decoder(task.lhs, m, task.length, device) if task.route.lhs != "values" else None
+    decode_b = _decoder(task.rhs, n, task.length, device) if task.route.rhs != "values" else None
 
     def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
         if decode_a is not None:
@@ -472,14 +472,21 @@ def _plain(task: _Task) -> Product:
 
 
 def _stored(task: _Task) -> Product:
-    """Products of a few rows of x with stored codes; `_plain` multiplies more rows, and codes without a kernel."""
-    otherwise = _plain(task)
+    """Products of a few rows of x with stored codes; more rows, and codes without a kernel, are multiplied as values.
+
+    x is in high precision, or FP8 with powers of two for scales, which bfloat16 holds exactly.
+    """
+    otherwise = _plain(task) if task.lhs is None else _values(task)
     decodes = decoding_of(task.rhs, task.shape, task.out_dtype, task.bias and task.bias.dtype, task.device)
     if isinstance(decodes, str):
         return otherwise
 
+    (m, k, _), lhs = task.shape, task.lhs
+    dequantize = None if lhs is None else _dequantizer(lhs, task.device)
+
     def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
-        y = decodes(a.codes, b, bias) if a.codes.dtype in DECODED_BESIDE else None
+        x = a.codes if dequantize is None else dequantize(_operand(lhs, m, k, a), torch.bfloat16)
+        y = decodes(x, b, bias) if x.dtype in DECODED_BESIDE else None
         return otherwise(a, b, bias) if y is None else y
 
     return _as_product(multiplied)

@@ -111,7 +111,7 @@ def fold_codes(operand: Operand, form: str, part: Part) -> Operand:
     """See `torch.reference.fold_codes`."""
     rows, columns, fmt = operand.rows, operand.stored_length, operand.format
     strides = operand.scale.stride(0), operand.scale.stride(1)
-    if rows * columns == 0 or fmt.scale.name != "E8M0":  # the kernel folds MX codes alone
+    if rows * columns == 0 or fmt.scale.name != "E8M0" or form == "rows":  # the kernel folds MX codes, to 128 columns
         return reference.fold_codes(operand, form, part)
     codes = operand.codes.contiguous()
     if codes.data_ptr() & 1:  # codes are read two at once

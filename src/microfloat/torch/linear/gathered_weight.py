@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from microfloat.errors import NotSupportedError
-from microfloat.layout import Layout
+from microfloat.layout import FOLDED, Layout
 from microfloat.recipes import Cast, Recipe
 from microfloat.torch import reference
 from microfloat.torch._typing import Arguments, Context, Options
@@ -183,11 +183,11 @@ def in_form(
     """
     if form == "codes":
         return operand
-    if form in ("folded", "tiles"):
+    if form in FOLDED:
         assert layout is not None
         assert layout.scale is not None
         # Scales of one row of blocks lie alike either way.
-        part = layout.scale.transposed if turned and form == "tiles" else layout.scale
+        part = layout.scale.transposed if turned and form != "folded" else layout.scale
         if changed is not None:  # the kernel counts nothing: casts with kernels have counted already
             return reference.fold_codes(operand, form, part, changed)
         return backend.fold_codes(operand, form, part)

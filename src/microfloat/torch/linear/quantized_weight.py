@@ -19,7 +19,7 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 
 class StoredCast:
-    """The operands of a weight that is stored as codes: the stored codes where the casts agree, else cast anew."""
+    """The operands of a weight stored as codes: these, or folded to rows, where the casts agree, else cast anew."""
 
     __slots__ = ("_backend", "_compute", "_layouts", "_shape", "_step", "_stored", "entries", "program", "reason")
 
@@ -31,7 +31,7 @@ class StoredCast:
         self.entries, self.program, self._backend, self._compute = entries, None, backend, compute
         self.reason = "the weight is stored as codes; operands of other casts are cast from the values of the codes"
         self._stored = tuple(
-            entry is not None and entry.form == "codes" and _is_stored(weight, entry.cast)
+            entry is not None and entry.form in ("codes", "rows") and _is_stored(weight, entry.cast)
             and (not entry.operand.transposed or entry.cast.transposes)  # type: ignore[union-attr]
             for entry in entries
         )  # fmt: skip
@@ -47,14 +47,14 @@ class StoredCast:
 
     @property
     def makes(self) -> bool:
-        """True where operands are cast anew."""
-        return self._step is not None
+        """True where operands are cast anew, or folded."""
+        return self._step is not None or any(entry is not None and entry.form == "rows" for entry in self.entries)
 
     @property
     def made_bytes(self) -> int:
-        """The bytes of a row operand that is cast anew, else 0; a column operand in high precision is a view of it."""
+        """The bytes of a row operand that `makes` makes, else 0; a column operand in high precision is a view of it."""
         row, layout = self.entries[0], self._layouts[0]
-        if row is None or self._stored[0]:
+        if row is None or (self._stored[0] and row.form == "codes"):
             return 0
         if layout is None:
             return math.prod(self._shape) * self._compute.itemsize
@@ -75,10 +75,11 @@ class StoredCast:
         if inputs.record is not None and (self._step is None or self._step.delayed is None):
             record_amax_(inputs.record, reference.amax(weight.decoded(self._compute)))
         for index, (stored, entry) in enumerate(zip(self._stored, self.entries, strict=True)):
-            if stored:
+            if stored and entry is not None:
                 operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()
-                backend = None if is_abstract(operand.codes) else self._backend
-                parts = _aligned(parts_of(operand, entry, self._layouts[index], backend))
+                layout, backend = self._layouts[index], None if is_abstract(operand.codes) else self._backend
+                operand = in_form(operand, entry.form, entry.turned, layout, backend or reference)
+                parts = _aligned(parts_of(operand, entry, layout, backend))
                 if index:
                     made.column = parts
                 else:

@@ -134,6 +134,8 @@ class CastStep:
         if row is None and column is None:
             return
         self.reason = why_by_torch(backend, row, column)
+        if not self.reason and any(spec is not None and spec.form == "rows" for spec in (row, column)):
+            self.reason = "no kernel casts and folds to scales of rows at once"
         if self.reason:
             self._layouts = layouts_of(backend, entries, *x.shape)
             return
@@ -216,13 +218,11 @@ class Schedule:
         self.asked = routes  # for the recipe that was asked for; it may name another one for this call
         self.in_features, self.out_features = x.shape[-1], weight.shape[0]
         self.rows = x.numel() // self.in_features
-        is_other = False
-        if isinstance(weight, QuantizedTensor):
-            chosen = recipe.for_call(self.rows, weight.cast)
-            is_other, recipe = chosen is not recipe, chosen
-            chip = backend.chip_of(x.device)
-            routes = routes_of(recipe, chip) if is_other else routes
-            routes = routes.of_stored(recipe) if weight.cast == recipe.fprop.rhs else routes
+        stored = weight.cast if isinstance(weight, QuantizedTensor) else None
+        chosen = recipe.for_call(self.rows, stored)
+        is_other, recipe = chosen is not recipe, chosen
+        routes = routes_of(recipe, backend.chip_of(x.device)) if is_other else routes
+        routes = routes.of_stored(recipe) if stored is not None and stored == recipe.fprop.rhs else routes
         self.recipe, self.backend, self.routes, self._batch = recipe, backend, routes, batch
         self.wants_dx, self.wants_dw, self.late = wants_dx, wants_dw, late and wants_dx
         self.dtype, self.x_dtype, self.w_dtype = compute, x.dtype, weight.dtype

@@ -260,7 +260,7 @@ def _raise_precision() -> Callable[[], None]:
 
 
 def fold_codes(operand: Operand, form: str, part: Part, changed: torch.Tensor | None = None) -> Operand:
-    """An MX or NVFP4 operand in the form "folded" or "tiles" (docs/numerics.md, section 9).
+    """An MX or NVFP4 operand in the form "folded", "tiles" or "rows" (docs/numerics.md, section 9).
 
     `part`: what the new scales fill, with 0 where no element is. `changed`: int64 (), filled with the number of
     elements whose value changes. A NaN may have another sign than a cast's.
@@ -268,14 +268,13 @@ def fold_codes(operand: Operand, form: str, part: Part, changed: torch.Tensor | 
     fmt = folded_format(operand.format, form)
     tile_rows, tile_columns = fmt.block
     assert tile_rows is not None
-    assert tile_columns is not None
     if operand.format.is_tile:  # its scales, repeated for every row
         one_row = dataclasses.replace(operand.format, block=(1, operand.format.block[1]))
         each = operand.scale.repeat_interleave(operand.format.block[0] or 1, 0)[: operand.rows]
         operand = dataclasses.replace(operand, scale=each, format=one_row)
     is_mx = operand.format.scale.name == "E8M0"
     rows, blocks = operand.scale.shape
-    per_group = tile_columns // (operand.format.block[1] or 1)
+    per_group = blocks if tile_columns is None else tile_columns // (operand.format.block[1] or 1)
     grid = -(-rows // tile_rows), -(-blocks // per_group)
     stored = operand.scale.to(torch.int32)
     if not is_mx:
