@@ -219,7 +219,8 @@ class Schedule:
         self.in_features, self.out_features = x.shape[-1], weight.shape[0]
         self.rows = x.numel() // self.in_features
         stored = weight.cast if isinstance(weight, QuantizedTensor) else None
-        chosen = recipe.for_call(self.rows, stored)
+        # Of recipes for plain weights, those of inference alone follow the number of rows.
+        chosen = recipe.for_call(self.rows, stored) if stored is not None or recipe._casts_masters else recipe
         is_other, recipe = chosen is not recipe, chosen
         routes = routes_of(recipe, backend.chip_of(x.device)) if is_other else routes
         routes = routes.of_stored(recipe) if stored is not None and stored == recipe.fprop.rhs else routes
