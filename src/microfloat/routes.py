@@ -250,10 +250,11 @@ def route_between(
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"
         return route("block_scaled", f"{chip.name} multiplies it{as_mx}; {UNTRIED}", a.name, b.name, accelerated=True)
-    if folds_beside(a, b) and library == "torch" and chip.multiplies_stored_codes and lhs.power_of_two:
+    by_rows = a.scale != b.scale and folds_beside(a, b)
+    if by_rows and library == "torch" and chip.multiplies_stored_codes and lhs.power_of_two:
         return route("stored", f"up to {MOST_DECODED_ROWS} rows of x, decoded, read the weight's codes as stored",
                      MOST_DECODED_ROWS)  # fmt: skip
-    if folds_beside(a, b) or all(one.format.scale.name != "FP32" or one.power_of_two for one in (lhs, rhs)):
+    if by_rows or all(one.format.scale.name != "FP32" or one.power_of_two for one in (lhs, rhs)):
         reason = f"{lacks} block-scaled GEMM for {a.name} x {b.name}; {_NO_FASTER}"
         if path == "folded" and library != "torch":
             reason += "; folding is not offered here"
