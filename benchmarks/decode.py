@@ -5,7 +5,9 @@ first compared with the product of the dequantized weight in float64. Experts (d
 rows that a router of even hands has chosen, other ones in each call, against torch's grouped matmul in bfloat16. A
 prompt of many rows (d.prompt*) is quantized too: its product is compared with that of the quantized values. Many rows
 by a weight that is dequantized once (d.kept*) are multiplied by layers that have made it before, beside layers that
-read codes.
+read codes. Batches of served tokens (d.served.*) are multiplied by layers as `quantize_` makes them without further
+options: weight-only ones, which may keep a copy for many rows, and FP8 activations by weights of four bits
+(d.served.a8.*).
 """
 
 import argparse
@@ -22,7 +24,7 @@ from torch import nn
 import microfloat.torch as mf
 from benchmarks._recipes import difference, sqnr_db
 from benchmarks._report import Report, Row
-from microfloat.recipes import WeightActivation, WeightOnly
+from microfloat.recipes import Cast, WeightActivation, WeightOnly
 from microfloat.torch.timing import in_turn
 
 # N, K: two square and the up and down projections of models of 8 and 70 billion parameters.
@@ -36,6 +38,11 @@ PROMPTS = {
     "row": (WeightActivation("fp8_row"), "fp8_row", None), "mxfp8": (WeightActivation("mxfp8"), "mxfp8", None),
     "nvfp4": (WeightOnly("nvfp4", prefill="folded"), "fp8_1x128", "fp8_128x128"),
 }  # fmt: skip
+ROWS_SERVED = (1, 16, 32, 64, 128, 256, 1024, PREFILL)
+SERVED = {
+    **{name: WeightOnly(name) for name in ("nvfp4", "mxfp4", "fp8_tensor", "fp8_128x128")},
+    **{f"a8.{name}": WeightActivation(name, activation="fp8_row") for name in ("nvfp4", "mxfp4")},
+}
 CALLS, _CACHE_BYTES = 16, 240e6  # products in a graph
 # One rounding of y to bfloat16, and a float32 sum of K terms: 2^-9 of the largest magnitude, far above the mean.
 _LARGEST_DIFFERENCE = 2.0**-8
@@ -144,6 +151,49 @@ def measure_prompt(report: Report, name: str, shape: tuple[int, int]) -> None:
     report.add(row)
 
 
+def measure_served(report: Report, shape: tuple[int, int]) -> None:
+    """A row for each config and number of tokens, all contenders of a number in turn."""
+    options, (n, k) = report.options, shape
+    plain = layers_of(None, shape, options)
+    stored = {name: layers_of(config, shape, options) for name, config in SERVED.items()}
+    calls = 1 if options.device == "cpu" else CALLS
+    for m in ROWS_SERVED if not options.quick else (3, 80):
+        x = torch.randn(m, k, device=options.device).bfloat16()
+        contenders, worst = {"bf16": graph_of(plain, x)}, {}
+        for name, layers in stored.items():
+            weight, a = layers[0].weight.detach(), x.double()
+            if name.startswith("a8"):
+                a = mf.quantize(x, "fp8_row").dequantize(torch.float64)
+                if m > 16:
+                    weight = folded_to_rows(layers[0], x)
+            exact = a @ weight.dequantize(torch.float64).T
+            worst[name] = float((layers[0](x).double() - exact).norm() / exact.norm())
+            if worst[name] > _LARGEST_RELATIVE:
+                report.skip(f"d.served.{name}.m{m}", f"differs from the exact product: {worst[name]:.1e}")
+            else:
+                contenders[name] = graph_of(layers, x)
+            del exact
+        times = in_turn(contenders, options.device, 40, least=8)
+        for name in contenders:
+            row = Row(f"d.served.{name}.m{m}", (m, k, n), name, mode="graph", ratio_of="bf16")
+            if name != "bf16" and report.wants(row.id):
+                row.sqnr_db = sqnr_db(worst[name])
+                row.timed(times[name].per(calls), times["bf16"].per(calls))
+                row.extra = {"layer": repr(stored[name][0])}
+                report.add(row)
+
+
+def folded_to_rows(layer: nn.Linear, x: torch.Tensor) -> mf.QuantizedTensor:
+    """The weight of a layer as the FP8 that its calls of many rows multiply by, folded by plain operations."""
+    from microfloat.layout import layout_of
+    from microfloat.torch import reference
+
+    weight: Any = layer.weight.detach()
+    made = reference.fold_codes(weight.to_operand(), "rows", layout_of(weight.cast, *weight.shape, "rows").scale)
+    cast, shape = Cast("fp8_row"), weight.shape
+    return mf.QuantizedTensor(made.codes, made.scale, None, cast, axis=1, shape=shape, dtype=x.dtype)
+
+
 def grouped_in_bfloat16(x: torch.Tensor, weight: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """torch's grouped matmul; on a CPU, which lacks it, a loop."""
     if not x.is_cuda:
@@ -205,6 +255,9 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
         if report.wants_some(f"d.kept.{name}"):
             for shape in QUICK if options.quick else SHAPES:
                 report.attempt(f"d.kept.{name}", functools.partial(measure, report, name, shape, is_kept=True))
+    if report.wants_some("d.served"):
+        for shape in QUICK if options.quick else SHAPES:
+            report.attempt("d.served", functools.partial(measure_served, report, shape))
     for name in PROMPTS:
         if report.wants(f"d.prompt.{name}"):
             for shape in QUICK if options.quick else SHAPES:

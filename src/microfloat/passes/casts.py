@@ -37,6 +37,7 @@ from microfloat.passes.tables import ceil_div
 from microfloat.recipes import Cast
 from microfloat.routes import WRITES_VALUES
 
+_LONGEST_ROW = 32768  # that a program of `scaled.cast_rows` holds in registers
 _GIVEN, _AMAX, _AXES, _TILE = (mode.value for mode in (scaled.GIVEN, scaled.AMAX, scaled.AXES, scaled.TILE))
 _CODES, _VALUES = blocks.CODES.value, blocks.VALUES.value
 _NVFP4_FOLDED = {"folded": nvfp4.FOLDED.value, "tiles": nvfp4.TILED.value}
@@ -276,6 +277,11 @@ def block_casts(both: Both) -> tuple[BlockCast | None, BlockCast | None]:
     return row, column
 
 
+def fits_rows(matrix: Matrix) -> bool:
+    """True if one program may hold a row of the matrix, whose codes are whole words of 16 bytes."""
+    return matrix.stride_c == 1 and matrix.columns <= _LONGEST_ROW and (matrix.columns | matrix.stride_r) % 16 == 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Casting:
     """Builder of the launches that make one operand of a matrix, or both in one launch."""
@@ -393,12 +399,25 @@ class _Casting:
         made = [one is not None for one in both.operands]
         if matrix.with_scales:
             amaxes = measure_groups(passes, matrix, source, self.plan, *made)
+        elif not made[1] and both.seed == At.NOTHING and matrix.kind and fits_rows(matrix):
+            self._row_by_row(source, both)
+            return
         elif source == At.SOURCE and both.seed == At.NOTHING and _fit_together([matrix]):
             _together(passes, [(matrix, both)], False)
             return
         else:
             amaxes = measure_axes(passes, matrix, source, *made)
         self._scaled(source, both, both.scales, _AXES, amaxes)
+
+    def _row_by_row(self, source: int, both: Both) -> None:
+        """FP8 per row, the row operand alone: each row is read once."""
+        matrix, numbers = self.matrix, both.one.numbers
+        block = 1 << (matrix.columns - 1).bit_length()
+        constants = numbers.scaled_cast, matrix.kind, matrix.device.conversions, block
+        self.passes.launches.append(Pass(
+            scaled.cast_rows, (matrix.key, constants), matrix.rows, (source, both.codes[0], both.scales[0]),
+            (numbers.epsilon, matrix.columns, matrix.stride_r), constants, tables.Warps(max(min(block >> 10, 16), 1)),
+        ))  # fmt: skip
 
     def _blocks(self, source: int, both: Both) -> None:
         """MX and FP8 in blocks: codes and scales, or bfloat16 values."""

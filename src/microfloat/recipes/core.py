@@ -241,6 +241,8 @@ class Recipe(HashOnce, PortedQuestions):
         return self
 
     _of_many_rows = ""  # what calls of many rows do otherwise, in words
+    # The recipe of a layer that has memory for a copy of its stored weight.
+    _with_copies: "ClassVar[Recipe | None]" = None
 
     def _keeping_nothing(self) -> "Recipe":
         """The recipe for experts and exported programs, whose calls keep no other form of stored codes."""

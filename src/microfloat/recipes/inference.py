@@ -38,10 +38,16 @@ _PAIRS = {
 # Rows of x up to which FP8 rows are multiplied by the exact values of an MX or NVFP4 weight, whose codes a kernel reads
 # (benchmarks/results/decode_h200.json); more rows are multiplied by the folded weight.
 _EXACT_ROWS = 16
-# What `prefill` does with calls of many rows -> the number of rows from which on it does so by default. 65 is the first
-# number at which a weight is dequantized for every call on most chips, and at which the kernel that decodes is slower
-# than bfloat16 on an H200 (docs/inference.md).
-_PREFILL_ROWS = {None: 128, "folded": 128, "dequantized": 65}
+# What `prefill` does with calls of many rows -> the number of rows from which on it does so by default. From 65 rows on
+# a weight of four bits is dequantized for every call on most chips, and the kernel that decodes is slower than bfloat16
+# on an H200; that of a weight of more bits is from 33 rows on (docs/inference.md).
+_PREFILL_ROWS = {None: 128, "folded": 128, "dequantized": 65, "auto": 65}
+_ROWS_OF_MORE_BITS = 33
+
+
+def _prefill_rows(prefill: str | None, fmt: str) -> int:
+    """The rows from which on `prefill` changes a call, by default."""
+    return _ROWS_OF_MORE_BITS if prefill == "auto" and FORMATS[fmt].element.bits > 4 else _PREFILL_ROWS[prefill]
 
 
 def _name_of(fmt: str | ScaledFormat, argument: str) -> str:
@@ -136,6 +142,8 @@ class WeightOnly(_Inference):
     squared error); None uses the format's own rule. `prefill`: what calls with `prefill_rows` rows (tokens) or more do
     instead. `joint_scale`: the tensor scale is that of several weights, as `convert` sets it for fused groups.
 
+    * "auto": as "dequantized" on a GPU whose free memory allows it, of which each layer asks once: an eighth of the
+      GPU's memory has to stay free. Not in calls that need a gradient of x, and nowhere else. None: never.
     * "dequantized": they multiply by the weight dequantized to the dtype of the call, with the bits of a call that
       dequantizes. That weight, 2 bytes for each element in bfloat16, is made at the first such call.
     * "folded": they multiply on FP8 tensor cores. An MX weight is then folded as ``path="folded"`` does (at most
@@ -145,21 +153,22 @@ class WeightOnly(_Inference):
       for each element, is made at the first such call.
 
     The codes are kept in both cases, and the dequantized or folded weight is made again after they were written.
-    `prefill_rows` None: 65 for "dequantized", 128 for "folded". Source: docs/inference.md.
+    `prefill_rows` None: 65 for "dequantized" and "auto" (33 for weights of more than four bits), 128 for "folded".
+    Source: docs/inference.md.
     """
 
     format: str = "nvfp4"
     scale_search: str | None = None
-    prefill: str | None = None
+    prefill: str | None = "auto"
     prefill_rows: int | None = None
     joint_scale: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", _name_of(self.format, "format"))
         if self.prefill is not None:
-            check_choice("prefill", self.prefill, ("dequantized", "folded"), or_none=True)
+            check_choice("prefill", self.prefill, ("auto", "dequantized", "folded"), or_none=True)
         if self.prefill_rows is None:
-            object.__setattr__(self, "prefill_rows", _PREFILL_ROWS[self.prefill])
+            object.__setattr__(self, "prefill_rows", _prefill_rows(self.prefill, self.format))
         check_int("prefill_rows", self.prefill_rows, 1, 2**31 - 1)
         super().__post_init__()
 
@@ -168,14 +177,21 @@ class WeightOnly(_Inference):
 
     @property
     def _usual(self) -> dict[str, object]:
-        return {**super()._usual, "prefill_rows": _PREFILL_ROWS[self.prefill]}
+        return {**super()._usual, "prefill_rows": _prefill_rows(self.prefill, self.format)}
 
     @property
     def _of_many_rows(self) -> str:
         if self.prefill is None:
             return ""
-        made = "dequantized to the dtype of the call" if self.prefill == "dequantized" else "in FP8, and x too"
-        return f"{self.prefill_rows} rows of x or more: by the weight {made}, made once (prefill={self.prefill!r})"
+        made = "in FP8, and x too" if self.prefill == "folded" else "dequantized to the dtype of the call"
+        where = " on a GPU with enough free memory" if self.prefill == "auto" else ""
+        return (
+            f"{self.prefill_rows} rows of x or more{where}: by the weight {made}, made once (prefill={self.prefill!r})"
+        )
+
+    @functools.cached_property
+    def _with_copies(self) -> Recipe | None:
+        return replace(self, prefill="dequantized") if self.prefill == "auto" else None
 
     def _keeping_nothing(self) -> Recipe:
         return replace(self, prefill=None) if self.prefill == "dequantized" else self
@@ -183,7 +199,7 @@ class WeightOnly(_Inference):
     def for_call(self, rows: int, stored: Cast | None) -> Recipe:
         """The recipe of the stored weight, or from `prefill_rows` rows on that of its prefill form."""
         assert self.prefill_rows is not None
-        if self.prefill is None or stored is None or rows < self.prefill_rows:
+        if self.prefill in (None, "auto") or stored is None or rows < self.prefill_rows:
             return super().for_call(rows, stored)
         if self.prefill == "dequantized":
             chosen = super().for_call(rows, stored)

@@ -23,8 +23,10 @@ from microfloat.kernels.device.convert import (
     bits_of,
     encode_pair,
     encode_quad,
+    high_half,
     larger_half,
     largest_of_four,
+    low_half,
     magnitude_bits,
     packed_reduce,
 )
@@ -379,6 +381,29 @@ def cast_scaled(
     write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW, begins)
     if RECORDS:
         record_maximum(arrived, record_ptr, scratch_ptr, given, row_scale, column_scale, ROW, COLUMN, HW)
+
+
+@triton.jit
+def cast_rows(
+    x_ptr, row_out, row_scale, epsilon, C, stride_r, CAST: tl.constexpr, KIND: tl.constexpr, HW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The row operand alone, with a scale for each row: one program measures and casts a row of C <= BLOCK elements.
+
+    Elements come in words of two (KIND); C is a multiple of 16.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK // 2)
+    words = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + row * (stride_r // 2) + i, mask=2 * i < C, other=0)
+    a, b = tl.split(tl.reshape(words, [BLOCK // 4, 2]))
+    a, b, c, d = low_half(a, KIND), high_half(a, KIND), low_half(b, KIND), high_half(b, KIND)
+    low, high = tl.maximum(magnitude_bits(a, True), magnitude_bits(b, True)), magnitude_bits(c, True)
+    amax = tl.max(tl.maximum(low, tl.maximum(high, magnitude_bits(d, True))), 0)
+    scale, factor = fp32_scale(amax, epsilon, CAST)
+    tl.store(row_scale + row, scale)
+    codes = encode_quad(a * factor, b * factor, c * factor, d * factor, 0, CAST.MB, CAST.BIAS, False, HW)
+    i = tl.arange(0, BLOCK // 4)
+    tl.store(row_out.to(tl.pointer_type(tl.int32)) + row * (C // 4) + i, codes, mask=4 * i < C)
 
 
 # -------------------------------------------------------------------------------- delayed scaling: the update of scales

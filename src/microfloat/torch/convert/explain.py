@@ -334,7 +334,8 @@ def _layer_rows(model: nn.Module, device: torch.device | str | None, backend: st
         if isinstance(first, GroupedLinear) and device is None:
             reasons |= dict.fromkeys(_in_groups(products_of(layer), recipe, own))
         elif isinstance(first.weight, QuantizedTensor) and recipe._of_many_rows:
-            reasons |= {recipe._of_many_rows: None}
+            kept = vars(first).get("_weight_cache")
+            reasons |= dict.fromkeys(filter(None, (recipe._of_many_rows, kept and kept.answer)))
         reasons |= dict.fromkeys(_across_ranks(first))
         yield LayerRow(name, shape, answer, "; ".join(reasons))  # type: ignore
 

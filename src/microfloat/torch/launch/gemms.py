@@ -29,7 +29,7 @@ from microfloat.layout import ALIGNMENT
 from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, is_outer, route_between
 from microfloat.torch import backends, reference
-from microfloat.torch.backends.base import Operand, Parts, aligned, raw_stream
+from microfloat.torch.backends.base import Operand, Parts, aligned, capturing, raw_stream
 from microfloat.torch.launch import block_gemm
 from microfloat.torch.launch.blackwell import block_scaled_arguments
 from microfloat.torch.launch.block_gemm import own_block_matmul, own_gemm_serves
@@ -44,6 +44,9 @@ Level = torch.Tensor | None  # of what an operand may lack, such as a tensor sca
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
 _SIDE = 128
+# Elements of a result below which the vendor's GEMM with a scale per tensor, and the scales of rows in a launch after
+# it, beats its GEMM with scales of rows (an H200; benchmarks/results/decode_h200.json).
+_FEW_RESULTS = 1 << 21
 # Elements of a float32 sum that awaits its scales and its rounding: larger products are made in parts of whole rows.
 LARGEST_SUM, _ROWS = 1 << 28, 256
 
@@ -170,10 +173,27 @@ def _fp8(task: _Task) -> Product:
     sizes = (m, ceil_to(k, 16), ceil_to(n, 16))
     if sizes[1] != task.length or sizes[2] != n:
         return _filled_up(_fp8, task, sizes, axis=1 if rows_of_b else None)
+    if rows_of_a and m * n < _FEW_RESULTS and backends.chip_of(task.device).capability == (9, 0):
+        return _scaled_afterwards(task, fast)
     if task.adds_bias:
         return _as_product(lambda a, b, bias: scaled_mm(a.codes, b.codes, a.scale, b.scale, bias, None, dtype, fast))
     sums = torch.float32, fast
     return _finished(task, lambda a, b: scaled_mm(a.codes, b.codes, a.scale, b.scale, None, None, *sums))
+
+
+def _scaled_afterwards(task: _Task, fast: bool) -> Product:
+    """Sums by the GEMM of scales per tensor, which the vendor divides along K, and the scales of rows on the sums."""
+    (m, _, n), kept = task.shape, []
+    finish = epilogue(m, n, ("row", "row"), task.bias, task.out_dtype, task.device)
+
+    def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
+        one = kept[0] if kept else torch.ones((), device=task.device)
+        if not (kept or capturing()):  # what a CUDA graph makes has no values before its first replay
+            kept.append(one)
+        sums = scaled_mm(a.codes, b.codes, one, one, None, None, torch.float32, fast)
+        return finish(sums, a.scale, b.scale.t(), bias)
+
+    return _as_product(multiplied)
 
 
 def _finished(task: _Task, sums: Callable[[Parts, Parts], Tensor]) -> Product:

@@ -40,6 +40,7 @@ from microfloat.torch.linear.weight_cache import (
     amax_beside,
     casts_late,
     fsdp_parameters,
+    may_copy,
     weights_of,
 )
 from microfloat.torch.scaling import buffers as layer_state
@@ -133,6 +134,11 @@ def _of_call(
     name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
     late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
     needs = grad and x.requires_grad, grad and weight.requires_grad, late
+    if (
+        recipe._with_copies is not None and not needs[0] and recipe.prefill_rows * x.shape[-1] <= x.numel()  # type: ignore[attr-defined]
+        and may_copy(layer, weight, compute.itemsize)
+    ):  # fmt: skip
+        recipe = recipe._with_copies
     call = x_key, x, weight, bias, recipe, name, compute, needs
     schedule = find(*call)
     if schedule is None or not schedule.folds:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.torch import backends
 from microfloat.torch._typing import Context, Layer, Maybe, Sink
-from microfloat.torch.backends.base import Operands, Parts
+from microfloat.torch.backends.base import Operands, Parts, capturing
 from microfloat.torch.scaling.amax_reduction import maxima
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
@@ -194,10 +194,17 @@ register_optimizer_step_post_hook(_note_step)
 class KeptWeight:
     """The operands of one weight, and the state of the tensors from which they were made."""
 
-    __slots__ = ("_entry",)
+    __slots__ = ("_entry", "may_copy")
 
     def __init__(self) -> None:
         self.clear()
+        self.may_copy: bool | None = None  # the answer of `has_memory`, None before it was asked
+
+    @property
+    def answer(self) -> str:
+        """The answer in words, "" before it was asked."""
+        words = {True: "a dequantized copy serves calls of many rows", False: "no copy: too little free memory"}
+        return "" if self.may_copy is None else words[self.may_copy]
 
     def clear(self) -> None:
         """Keep nothing."""
@@ -219,6 +226,33 @@ class KeptWeight:
         if not any(weight.is_inference() for weight in weights):  # their writes are not counted
             tensors = _tensors_in(weights)
             self._entry = tuple(weakref.ref(one) for one in tensors), _stamp(weights, tensors, key), operands
+
+
+_LEFT_FREE = 1 / 8  # the part of a GPU's memory that copies leave free
+
+
+def has_memory(device: torch.device, size: int) -> bool | None:
+    """True if a GPU has `size` bytes for a copy, and an eighth of its memory besides; None on other devices."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + held - size >= total * _LEFT_FREE
+
+
+def may_copy(layer: object, weight: torch.Tensor, itemsize: int) -> bool:
+    """True if a layer may keep its stored weight dequantized: it asks once for memory.
+
+    Functions keep nothing, and neither do layers of FSDP2 or with weights whose writes are not counted.
+    """
+    if not (isinstance(layer, torch.nn.Module) and isinstance(weight, QuantizedTensor)):
+        return False
+    if weight.is_inference() or not isinstance(weight, torch.nn.Parameter) or fsdp_parameters(layer):
+        return False
+    kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
+    if kept.may_copy is None and not capturing():
+        kept.may_copy = has_memory(weight.device, weight.numel() * itemsize)
+    return bool(kept.may_copy)
 
 
 def _tensors_in(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -271,7 +271,9 @@ class RecipeLayer(nn.Module):
     def extra_repr(self) -> str:
         pinned = "" if self._pinned is UNPINNED else f", recipe={self._pinned!r}"
         options = [name for name in ("fuse_wgrad_accumulation", "return_bias") if getattr(self, name)]
-        return super().extra_repr() + pinned + "".join(f", {name}=True" for name in options)
+        kept = self.__dict__.get("_weight_cache")
+        told = f", {kept.answer}" if kept is not None and kept.answer else ""
+        return super().extra_repr() + pinned + "".join(f", {name}=True" for name in options) + told
 
 
 class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
