@@ -116,6 +116,13 @@ def operands(device, name, shape, dtype, options=(), **kind):
         assert (got.rows, got.length) == (shape if axis == -1 else shape[::-1])
 
 
+def row_alone(device, name, shape, dtype, options=(), **kind):
+    """The row operand alone, whose rows one program each reads once."""
+    cast, x = make_cast(name, options), matrix(shape, dtype, **kind)
+    got = triton.quantize(x.to(device), cast)
+    check_operand(got, oracle.quantize(x.float().numpy(), cast), name)
+
+
 def sides(device, row, column):
     """Casts of their own for rows and columns, and programs with several tiles. NaN and zeros of both signs, but no
     Inf, so that stochastic casts multiply by powers of two beforehand."""

@@ -38,6 +38,8 @@ CASES = [
     *[case("operands", name, (256, 192), "bfloat16", **SPECIAL) for name in ("mxfp8", "mxfp8_e5m2", "mxfp6_e2m3")],
     *[case("operands", "mxfp8", EVEN, "bfloat16", _rule(rule), **SPECIAL) for rule in ("floor", "ceil", "even", "oas")],
     case("scale_orders"),
+    *[case("row_alone", "fp8_row", shape, "bfloat16", **SPECIAL) for shape in ((7, 272), (8, 1024))],
+    case("row_alone", "fp8_row_e5m2", (9, 48), "float16", _rule("amax"), **SPECIAL),
     # What `microfloat bench` multiplies.
     case("measured_products", ("delayed", "mxfp4", "nvfp4_row")),
     case("measured_products", ("fp8_row", "fp8_block", "mxfp8", "mxfp6", "nvfp4", "mxfp6_e2m3")),

@@ -31,6 +31,7 @@ from microfloat.recipes import (  # noqa: E402
     from_name,
 )
 from microfloat.torch.inference import quantize as inference  # noqa: E402
+from microfloat.torch.linear import weight_cache  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -209,6 +210,7 @@ def test_configs_are_values() -> None:
         assert "refused" in str(config)
         assert mf.explain(config, device="h200").rows
     assert [WeightOnly(prefill=how).prefill_rows for how in (None, "folded", "dequantized")] == [128, 128, 65]
+    assert [WeightOnly(fmt).prefill_rows for fmt in FORMATS] == [65, 65, 33, 33, 33, 33, 33, 33]
     assert WeightOnly(prefill="dequantized").label == "WeightOnly(nvfp4, prefill=dequantized)"
     assert WeightOnly(prefill="folded", prefill_rows=65).label == "WeightOnly(nvfp4, prefill=folded, prefill_rows=65)"
 
@@ -590,6 +592,51 @@ def saved(model) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.parametrize("fmt", ["mxfp4", "fp8_tensor"])
+def test_a_layer_asks_once_for_memory_and_keeps_a_copy(fmt, monkeypatch, dequantized) -> None:
+    """37.4: from the crossover on, the dequantized weight is taken without being asked if memory allows."""
+    asked, free = [], {}
+    monkeypatch.setattr(weight_cache, "has_memory", lambda device, size: asked.append(size) or free.get("answer"))
+    rows, usual = WeightOnly(fmt).prefill_rows, made(WeightOnly(fmt, prefill=None)).up_proj.requires_grad_(False)
+    x = torch.randn(rows, 72).bfloat16()
+    layer = made(WeightOnly(fmt)).up_proj.requires_grad_(False)
+    layer(x[1:])
+    assert not asked  # below the crossover
+    assert torch.equal(layer(x), usual(x))
+    assert asked == [2 * 96 * 72]
+    assert layer._weight_cache._entry is None  # a device without an answer, such as a CPU
+    free["answer"] = False
+    layer(x)
+    layer(x)
+    assert len(asked) == 2
+    assert layer._weight_cache._entry is None
+    assert "no copy: too little free memory" in repr(layer)
+    free["answer"] = True
+    layer.to("cpu")  # a move asks again
+    leaf = x.clone().requires_grad_()
+    layer(leaf)
+    assert len(asked) == 2  # of calls without gradients alone
+    dequantized.clear()
+    for _ in range(3):
+        assert torch.equal(layer(x), usual(x))
+    assert len(asked) == 3
+    assert layer._weight_cache._entry is not None
+    assert "a dequantized copy serves calls of many rows" in repr(layer)
+    assert "a dequantized copy serves calls of many rows" in " ".join(str(mf.explain(nn.Sequential(layer))).split())
+    mf.linear(x, layer.weight, recipe=WeightOnly(fmt))
+    usual(x)
+    assert len(asked) == 3
+    layer.weight.copy_(torch.zeros(96, 72))
+    assert not layer(x).any()
+
+
+def test_memory_for_copies_leaves_an_eighth_free(monkeypatch) -> None:
+    for name, value in (("mem_get_info", (30, 80)), ("memory_reserved", 50), ("memory_allocated", 40)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert [weight_cache.has_memory(torch.device("cuda", 0), size) for size in (30, 31)] == [True, False]
+    assert weight_cache.has_memory(torch.device("cpu"), 1) is None
+
+
 @pytest.mark.slow("further programs of a checked kind")
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 def test_programs_dequantize_at_every_call() -> None:
@@ -749,7 +796,9 @@ def test_bad_configs_are_named() -> None:
         WeightActivation("nvfp4", activation="fp9")
     with pytest.raises(InvalidValueError, match=r"^scales: got 'static' with mxfp8, .*fp8_tensor or nvfp4"):
         WeightActivation("mxfp8", scales="static")
-    with pytest.raises(InvalidTypeError, match=r"prefill: got bool, needed None or one of 'dequantized', 'folded'"):
+    with pytest.raises(
+        InvalidTypeError, match=r"prefill: got bool, needed None or one of 'auto', 'dequantized', 'folded'"
+    ):
         WeightOnly("nvfp4", prefill=False)
     with pytest.raises(InvalidValueError, match=r"prefill: got 'none', needed None or one of"):
         WeightOnly("nvfp4", prefill="none")

@@ -199,6 +199,28 @@ def test_ragged_products_reach_the_gemm_with_sizes_that_it_takes(names, shape, m
     assert seen[0][0] == (-(-rows // 8) * 8 if in_blocks else rows)
 
 
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16], ids=str)
+def test_scales_of_rows_follow_the_sums_of_few_rows(bias, monkeypatch) -> None:
+    """On a Hopper, whose vendor's GEMM with scales of rows is slow for few rows (37.4)."""
+    seen = []
+
+    def wide(a, b, a_scale, b_scale, bias, result_scale, out_dtype, use_fast_accum):
+        seen.append((a_scale.dim(), out_dtype))
+        return (a.float() @ b.float()) * a_scale * b_scale
+
+    monkeypatch.setattr(gemms, "scaled_mm", wide)
+    monkeypatch.setattr(gemms, "_is_hopper", lambda device: True)
+    gemms.stored_product.cache_clear()
+    left, right = (torch_reference.quantize(torch.randn(size, 64), Cast("fp8_row")) for size in (6, 48))
+    added = None if bias is None else torch.randn(48).to(bias)
+    for _ in range(2):
+        made = multiplied(left, right, HOPPER, bias=added, out_dtype=torch.bfloat16)
+    expected = torch_reference.scaled_matmul(left, right, bias=added, out_dtype=torch.bfloat16)
+    torch.testing.assert_close(made, expected, rtol=2**-7, atol=1e-3)
+    assert seen == [(0, torch.float32)] * 2
+    gemms.stored_product.cache_clear()
+
+
 class Arrived:
     """Counts that have arrived: (GEMM, side, form) -> share."""
 

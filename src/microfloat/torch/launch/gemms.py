@@ -173,12 +173,16 @@ def _fp8(task: _Task) -> Product:
     sizes = (m, ceil_to(k, 16), ceil_to(n, 16))
     if sizes[1] != task.length or sizes[2] != n:
         return _filled_up(_fp8, task, sizes, axis=1 if rows_of_b else None)
-    if rows_of_a and m * n < _FEW_RESULTS and backends.chip_of(task.device).capability == (9, 0):
+    if rows_of_a and m * n < _FEW_RESULTS and _is_hopper(task.device):
         return _scaled_afterwards(task, fast)
     if task.adds_bias:
         return _as_product(lambda a, b, bias: scaled_mm(a.codes, b.codes, a.scale, b.scale, bias, None, dtype, fast))
     sums = torch.float32, fast
     return _finished(task, lambda a, b: scaled_mm(a.codes, b.codes, a.scale, b.scale, None, None, *sums))
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and backends.chip_of(device).capability == (9, 0)
 
 
 def _scaled_afterwards(task: _Task, fast: bool) -> Product:
