@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from microfloat._environment import warn_of_peer
 from microfloat.arguments import check_bool, check_choice, check_keys
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
-from microfloat.formats import E5M2, ScaledFormat
+from microfloat.formats import E2M1, E5M2, SCALE_E4M3, SCALE_E8M0, ScaledFormat
 from microfloat.operands import GEMMS, OPERANDS
 from microfloat.recipes._serialize import cast_from_data, cast_of, cast_to_data, not_serializable
 from microfloat.recipes.cast import Cast, Delayed, HashOnce, as_scaled_format
@@ -102,7 +102,8 @@ class Gemm(HashOnce):
 
 def folds_beside(lhs: ScaledFormat, rhs: ScaledFormat) -> bool:
     """True for FP8 with a scale for each row beside an MX or NVFP4 format, which folds to such FP8 too."""
-    return lhs.scale.name == "FP32" and lhs.block == (1, None) and rhs.scale.name in ("E8M0", "E4M3")
+    folds = rhs.scale == SCALE_E8M0 or (rhs.scale == SCALE_E4M3 and rhs.element == E2M1)
+    return lhs.scale.name == "FP32" and lhs.block == (1, None) and folds
 
 
 # Bits of an element, the format of its scale, and what shares one: "tensor", "row" or "block".
