@@ -36,7 +36,7 @@ _PAIRS = {
     "nvfp4_row": ("nvfp4", "fast"),
 }
 # Rows of x up to which FP8 rows are multiplied by the exact values of an MX or NVFP4 weight, whose codes a kernel reads
-# (benchmarks/results/decode_h200.json); more rows are multiplied by the folded weight.
+# (benchmarks/results/served_h200.json); more rows are multiplied by the folded weight.
 _EXACT_ROWS = 16
 # What `prefill` does with calls of many rows -> the number of rows from which on it does so by default. From 65 rows on
 # a weight of four bits is dequantized for every call on most chips, and the kernel that decodes is slower than bfloat16

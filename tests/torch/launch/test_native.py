@@ -209,7 +209,7 @@ def test_scales_of_rows_follow_the_sums_of_few_rows(bias, monkeypatch) -> None:
         return (a.float() @ b.float()) * a_scale * b_scale
 
     monkeypatch.setattr(gemms, "scaled_mm", wide)
-    monkeypatch.setattr(gemms, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(gemms, "is_hopper", lambda device: True)
     gemms.stored_product.cache_clear()
     left, right = (torch_reference.quantize(torch.randn(size, 64), Cast("fp8_row")) for size in (6, 48))
     added = None if bias is None else torch.randn(48).to(bias)

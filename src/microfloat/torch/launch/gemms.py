@@ -45,7 +45,7 @@ scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm  # pyright: ignore[rep
 scaled_mm_v2: Any = getattr(torch, "_scaled_mm_v2", None)
 _SIDE = 128
 # Elements of a result below which the vendor's GEMM with a scale per tensor, and the scales of rows in a launch after
-# it, beats its GEMM with scales of rows (an H200; benchmarks/results/decode_h200.json).
+# it, beats its GEMM with scales of rows (an H200; benchmarks/results/served_h200.json).
 _FEW_RESULTS = 1 << 21
 # Elements of a float32 sum that awaits its scales and its rounding: larger products are made in parts of whole rows.
 LARGEST_SUM, _ROWS = 1 << 28, 256
@@ -173,7 +173,7 @@ def _fp8(task: _Task) -> Product:
     sizes = (m, ceil_to(k, 16), ceil_to(n, 16))
     if sizes[1] != task.length or sizes[2] != n:
         return _filled_up(_fp8, task, sizes, axis=1 if rows_of_b else None)
-    if rows_of_a and m * n < _FEW_RESULTS and _is_hopper(task.device):
+    if rows_of_a and m * n < _FEW_RESULTS and is_hopper(task.device):
         return _scaled_afterwards(task, fast)
     if task.adds_bias:
         return _as_product(lambda a, b, bias: scaled_mm(a.codes, b.codes, a.scale, b.scale, bias, None, dtype, fast))
@@ -181,7 +181,8 @@ def _fp8(task: _Task) -> Product:
     return _finished(task, lambda a, b: scaled_mm(a.codes, b.codes, a.scale, b.scale, None, None, *sums))
 
 
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """True for a GPU of compute capability 9.0."""
     return device.type == "cuda" and backends.chip_of(device).capability == (9, 0)
 
 
