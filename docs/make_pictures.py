@@ -23,7 +23,9 @@ from microfloat.pictures.style import BLUE, GREEN, GREY, ORANGE, clean, colors_o
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
+import evidence_table  # noqa: E402
 import peers_table  # noqa: E402
+from evidence_table import chance, gaps_to, verdict  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
 
@@ -237,6 +239,52 @@ def draw_loss(axes: Axes) -> None:
     clean(axes)
 
 
+def evidence() -> Figure:
+    """Gaps of the pretraining study to bf16 with their intervals, and how they came about over the steps."""
+    figure = new_figure(12, 4.8)
+    found = evidence_table.results()
+    for draw, axes in zip((draw_gaps, draw_gap_curves), figure.subplots(1, 2), strict=True):
+        draw(axes, found)
+        axes.legend(frameon=False, fontsize=9)
+        clean(axes)
+    return figure
+
+
+def draw_gaps(axes: Axes, found: dict) -> None:
+    """A line per row: its seeds and the interval of their mean; grey: what chance does."""
+    gaps = gaps_to(found["runs"])
+    yardstick = chance(gaps)
+    axes.axvspan(-yardstick, yardstick, color=GREY, alpha=0.25, linewidth=0, label="chance: bf16 again")
+    axes.axvline(0, color="black", linestyle="--", linewidth=1, label="bf16")
+    shown = [gap for gap in gaps.values() if gap.mean < 0.2]  # a row that did not train would flatten all others
+    ordered = sorted(shown, key=lambda gap: (gap.half is not None, -gap.mean))
+    for height, gap in enumerate(ordered):
+        color = ORANGE if verdict(gap, yardstick) == "costs" else GREY if gap.half is None else BLUE
+        if gap.half is not None:
+            axes.plot([gap.mean - gap.half, gap.mean + gap.half], [height, height], color=color, linewidth=2)
+        axes.plot([*gap.gaps.values()], [height] * len(gap.gaps), "o", color=color, markersize=4)
+    axes.set_yticks(range(len(ordered)), [gap.row for gap in ordered], size=9)
+    beyond = "".join(f"; not shown: {gap.row} {gap.mean:+.2f}" for gap in gaps.values() if gap not in shown)
+    axes.set(xlabel=f"held-out loss - bf16's, nats per token{beyond}")
+    axes.set_title("Each seed, and 95 % intervals of their means", size=11)
+
+
+def draw_gap_curves(axes: Axes, found: dict) -> None:
+    """Training loss minus bf16's on the same batches, its mean over the seeds smoothed; rows with several seeds."""
+    losses = {(run["row"], run["seed"]): np.array(run["train"]) for run in found["runs"]}
+    rows = [row for row, gap in gaps_to(found["runs"]).items() if gap.half is not None]
+    colors, window = colors_of(["bf16", *rows]), 15
+    axes.axhline(0, color="black", linestyle="--", linewidth=1, label="bf16")
+    for row in rows:
+        seeds = [seed for name, seed in losses if name == row and ("bf16", seed) in losses]
+        gap = np.mean([losses[row, seed] - losses["bf16", seed] for seed in seeds], axis=0)
+        gap = np.convolve(gap, np.full(window, 1 / window), mode="valid")
+        steps = (np.arange(len(gap)) + window / 2) * found["steps_of_a_mean"]
+        axes.plot(steps, gap, color=colors[row], label=row, linewidth=1.6)
+    axes.set(xlabel="step", ylabel="training loss - bf16's, nats per token")
+    axes.set_title("Over the steps, mean of the seeds", size=11)
+
+
 def watching() -> Figure:
     """Records of mf.watch of a small NVFP4 training, with MXFP8 as the format that might be used instead."""
     import torch
@@ -262,7 +310,7 @@ def watching() -> Figure:
 def main(folder: Path = FOLDER) -> None:
     """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    for draw in (number_lines, blocks, three_gemms, across_ranks, speed_and_loss, watching):
+    for draw in (number_lines, blocks, three_gemms, across_ranks, speed_and_loss, evidence, watching):
         save(draw(), folder / f"{draw.__name__}.png")
 
 

@@ -15,7 +15,8 @@ PAGE = ROOT / "docs" / "evidence.md"
 RESULTS = ROOT / "benchmarks" / "results" / "evidence.json"
 CARD = ROOT / "benchmarks" / "results" / "evidence_text.json"
 # Failures first: what costs, what is open, what does no harm; then rows of one seed.
-ORDER = ("costs", "undecided", "within chance", "gains", "one seed: no verdict")
+FAILED = "did not train"
+ORDER = (FAILED, "costs", "undecided", "within chance", "gains", "one seed: no verdict")
 
 
 # Hypotheses of the page: a row, the row it is compared with, and what is expected of their difference.
@@ -23,7 +24,7 @@ PAIRS = (
     ("nvfp4_forward", "nvfp4", "the backward has its share of the gap", "gains"),
     ("nvfp4_folded", "nvfp4", "folding costs nothing more", "within chance"),
     ("mxfp4", "nvfp4", "MXFP4 costs more", "costs"),
-    ("nvfp4_late_bf16", "nvfp4", "late bf16 closes the gap", "gains"),
+    ("nvfp4_late_bf16", "nvfp4", "late bf16 narrows the gap", "gains"),
     ("nvfp4_no_sr", "nvfp4", "stochastic rounding of dy helps", "costs"),
     ("nvfp4_no_rht", "nvfp4", "Hadamard on wgrad helps", "costs"),
     ("nvfp4_no_2d", "nvfp4", "two-dimensional weights help", "costs"),
@@ -45,7 +46,13 @@ def cells_of(gap: Gap, kinds: Sequence[dict[str, Gap]], yardstick: float) -> lis
     seeds = ", ".join(f"{value:+.4f}" for value in gap.gaps.values())
     word = "the yardstick" if gap.row == AGAIN else verdict(gap, yardstick)
     of_kinds = [f"{kind[gap.row].mean:+.4f}" for kind in kinds]
-    return [f"`{gap.row}`", f"{gap.mean:+.4f}{width}", seeds, *of_kinds, f"**{word}**" if word == "costs" else word]
+    return [
+        f"`{gap.row}`",
+        f"{gap.mean:+.4f}{width}",
+        seeds,
+        *of_kinds,
+        f"**{word}**" if word in (FAILED, "costs") else word,
+    ]
 
 
 def verdicts_table() -> str:
@@ -85,13 +92,16 @@ def pairs_table() -> str:
             lines.append([statement, f"`{row}` - `{base}`", "not run", "", ""])
             continue
         seen = verdict(gap, yardstick)
+        if seen == FAILED:
+            lines.append([statement, f"`{row}` - `{base}`", f"{gap.mean:+.4f}", "one seed", f"**{FAILED}**"])
+            continue
         if gap.half is None:  # a direction
             seen = "within chance" if abs(gap.mean) <= yardstick else "costs" if gap.mean > 0 else "gains"
         is_open = seen in ("undecided", "within chance")
         word = "as expected" if seen == expected else "open" if is_open else "**contradicted**"
         width = "one seed" if gap.half is None else f"± {gap.half:.4f}"
         lines.append([statement, f"`{row}` - `{base}`", f"{gap.mean:+.4f}", width, word])
-    lines.sort(key=lambda line: (line[3] == "one seed", line[4] != "**contradicted**", line[4]))
+    lines.sort(key=lambda line: (line[3] == "one seed", not line[4].startswith("**"), line[4]))
     return table(["hypothesis", "difference", "nats per token", "interval", "seen"], lines, [2, 3])
 
 

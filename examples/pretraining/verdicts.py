@@ -9,6 +9,7 @@ import numpy as np
 from pretraining.rows import AGAIN, BASELINE
 
 CONFIDENCE = 0.95
+LOST = 1.0  # nats: a recipe that far away has not been compared, its training has failed
 Results = Sequence[dict[str, Any]]
 
 
@@ -75,6 +76,8 @@ def chance(gaps: dict[str, Gap]) -> float:
 
 def verdict(gap: Gap, yardstick: float) -> str:
     """Words for a gap: fixed before the first run (docs/evidence.md)."""
+    if gap.mean > LOST:
+        return "did not train"
     if gap.half is None:
         return "one seed: no verdict"
     if gap.mean - gap.half > 0 and gap.mean > yardstick:

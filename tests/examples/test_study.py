@@ -168,6 +168,7 @@ def test_verdicts_need_an_interval_and_more_than_chance():
     assert verdicts.verdict(gap(-0.05, -0.051, -0.049), 0.002) == "gains"
     assert verdicts.verdict(gap(0.001, 0.0011, 0.0012), 0.002) == "within chance"
     assert verdicts.verdict(gap(0.05, 0.2, -0.1), 0.002) == "undecided"
+    assert verdicts.verdict(gap(3.7), 0.002) == verdicts.verdict(gap(3.7, 3.8), 0.002) == "did not train"
     assert verdicts.verdict(gap(0.05), 0.002) == "one seed: no verdict"
 
 
