@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat.recipes import DelayedScaling  # noqa: E402
+from microfloat.torch import context  # noqa: E402
 from microfloat.torch.scaling import regions as scaling  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=8)
@@ -100,6 +101,44 @@ def test_a_pinned_layer_outside_any_autocast(capture):
     capture(False)
     one(x)
     assert rolled(one) == [2.0, 5.0]
+
+
+@pytest.mark.slow("compiles a layer")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+def test_a_compiled_layer_is_rolled_in_each_replay_too(capture):
+    """The gradients of a captured step of compiled code would else be cast with the scale 1 for ever."""
+    mine, other = layer(), layer()
+    for one in (mine, other):
+        scaling.layer_state.ensure_buffers(one, RECIPE.fprop.lhs.scaling)
+    compiled, elsewhere = (torch.compile(one, fullgraph=True, backend="aot_eager") for one in (mine, other))
+    step(compiled, 2.0)
+    step(elsewhere, 3.0)
+    step(elsewhere, 4.0)
+    mine.scaling_dy_amax_history[0] = 5.0  # as a backward of an earlier replay has left it
+    capture(True)
+    step(compiled, 6.0)
+    assert rolled(mine) == [2.0, 5.0]
+    assert rolled(other) == [3.0]
+    capture(False)
+    step(elsewhere, 7.0)
+    assert rolled(mine) == [2.0, 5.0]
+    assert rolled(other) == [3.0, 4.0]
+
+
+def test_a_compiled_forward_rolls_dy_where_a_graph_is_captured(capture):
+    one = layer()
+    step(one, 2.0)
+    casts = {"x": RECIPE.fprop.lhs, "w": RECIPE.fprop.rhs}
+    number = scaling.state_of(one).number
+    scales = []
+    for now in (False, True):  # outside of a capture the autocast has rolled it
+        capture(now)
+        one.scaling_dy_amax_history[0] = 5.0
+        with mf.autocast(recipe=RECIPE):
+            scaling.record_compiled(number, casts, context.ambient().region, None)
+
+        scales.append(rolled(one))
+    assert scales == [[5.0], [5.0, 5.0]]
 
 
 def refuse():

@@ -263,7 +263,11 @@ def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, 
             "enclosing one, because its exit is what updates the scales. Call the compiled function inside "
             "`with autocast():`; for inference, microfloat.torch.export makes a program with the scales as they are."
         )
-    state_of(layer).compiled = (region, group)
+    state = state_of(layer)
+    state.compiled = (region, group)
+    if capturing():  # as `begin_forward` does in eager mode, before the backward that reads the scale
+        _await_replays(state.slots["dy"])
+        _roll([state], ("dy",), _is_due_alone, None)
     note_recorded(layer, {"x": casts.get("x"), "w": casts.get("w")}, group=group, region=region)
 
 
