@@ -73,9 +73,9 @@ _NOT_EXPERTS, _ONLY_EXPERTS, _STATIC, _STACKED = "[1]", "[2]", "[3]", "[4]"
 
 
 def read_by(reader: str, family: str, target: Written) -> str | None:
-    """Marks of a target that the reader reads, of a plain model that was converted to it; None for any other."""
-    inputs = "none" if target.activation == "static" else target.activation
-    one = Layer(family, target.cast.format, "model.layers.0.self_attn.o_proj.weight", (4096, 4096), "mixtral", inputs)
+    """Marks of a target that the reader reads, one of them for static scales of inputs; None for any other."""
+    name, inputs = "model.layers.0.self_attn.o_proj.weight", target.activation
+    one = Layer(family, target.cast.format, name, (4096, 4096), "mixtral", inputs)
     expert = one._replace(name="model.layers.0.block_sparse_moe.experts.0.w1.weight")
     layer, of_experts = (
         any(row["reader"] == reader and row["does"] == "reads" and not row["what"] for row in readers_of([each]))

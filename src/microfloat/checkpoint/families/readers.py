@@ -96,6 +96,10 @@ FACTS = (  # the first one counts that fits a layer
     Fact(HF, "reads", f"{_ALL_CT} {_TILES} hf:ue8m0 hf:mxfp8 gptoss:hf deepseek:v4"),
     Fact(HF, "reads", "torchao", "with the package torchao"),
     Fact(VLLM, "misreads", "modelopt:nvfp4 ct:nvfp4", _UNWRITTEN, lambda one: one.inputs == "unscaled"),
+    Fact(
+        VLLM, "misreads", "modelopt:fp8", "divides inputs by a placeholder, as the scale of the input is missing",
+        lambda one: one.inputs in ("none", "unscaled"),
+    ),
     Fact(VLLM, "refuses", f"{_OTHERS} ct:mxfp6", _UNLISTED),
     Fact(VLLM, "refuses", "hf:mxfp8", "all but MiniMax-M3", lambda one: not one.model_type.startswith("minimax_m3")),
     Fact(VLLM, "reads", f"{_MODELOPT} modelopt:fp8_pb_wo ct:nvfp4 ct:mxfp4 ct:mxfp8 ct:fp8 ct:naive {_QUARK}"),
