@@ -180,7 +180,7 @@ def call(kernel: Any, programs: int, capability: tuple[int, int], arguments: Map
     `arguments`: for each parameter an array, a number, a constant, an `Output`, or None for a pointer that is not read.
     """
     names = tuple(kernel.arg_names)
-    arguments = {**arguments, SCRATCH: Output((), jnp.uint8)} if SCRATCH in names else arguments
+    arguments = cast(Mapping, {**arguments, SCRATCH: Output((), jnp.uint8)}) if SCRATCH in names else arguments
     inputs = [name for name in names if isinstance(arguments[name], jax.Array)]
     outputs = [name for name in names if isinstance(arguments[name], Output)]
     signature = tuple(_parameter(arguments[name], param) for name, param in zip(names, kernel.params, strict=True))
