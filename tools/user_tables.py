@@ -63,9 +63,13 @@ def ratios(found: dict[str, dict[str, Row]], first: str, columns: Sequence[str],
 
 
 def choice_table() -> str:
-    """Hardware and goal -> recipe, with the speed of a decoder layer and the loss of the demo."""
+    """Hardware and goal -> recipe, with the speed of a decoder layer, the memory of a model, the loss of the demo."""
     demo = json.loads((RESULTS / "demo.json").read_text(encoding="utf-8"))["recipes"]
     linear = {(row["id"], row["mode"]): row["ratio"] for row in rows_of(RESULTS / "linear.json") if "ratio" in row}
+    peaks = {row["id"].removeprefix("model."): row["extra"]["peak_gib"] for row in rows_of(RESULTS / "model.json")}
+    ids = {"delayed": "delayed", "fp8_current": "current", "fp8_row": "row", "fp8_block": "block",
+           "mxfp8": "mxfp8.folded", "nvfp4": "nvfp4", "folded": "nvfp4.folded"}  # fmt: skip
+    memory = {name: number(peaks[one] / peaks["bf16.compiled"]) for name, one in ids.items()}
     rows = [
         ("Hopper", "the fastest training", "delayed"),
         ("", "nearly the same speed, without state", "fp8_current"),
@@ -74,32 +78,36 @@ def choice_table() -> str:
         ("", "what a Blackwell trains in eight bits, fast", "mxfp8"),
         ("", "what a Blackwell trains in four bits", "nvfp4"),
     ]
-    cells = [[has, wants, f"`{take}`", number(peers_table.layer_ratio(take)), _gap(demo, take)]
+    cells = [[has, wants, f"`{take}`", number(peers_table.layer_ratio(take)), memory[take], _gap(demo, take)]
              for has, wants, take in rows]  # fmt: skip
     exact = number(linear["l.mxfp8.exact", "eager"])
     small, graph = number(linear["l.small", "eager"]), number(linear["l.small", "graph"])
     folded = next(row["ratio"] for row in rows_of(RESULTS / "decoder.json") if row["id"] == "d.layer.nvfp4.folded")
     cells += [
         ["", "the same codes, their products folded to FP8", '`NVFP4BlockScaling(path="folded")`',
-         f"{number(folded)} (a `TransformerLayer`)", "not measured"],
+         f"{number(folded)} (a `TransformerLayer`)", memory["folded"], "not measured"],
         ["", "MXFP8 with its exact products", '`MXFP8BlockScaling(path="exact")`', f"{exact} (a Linear)",
-         _gap(demo, "mxfp8")],
+         "not measured", _gap(demo, "mxfp8")],
         ["", "layers below about 2048 x 2048, or few tokens", "bf16 for them, or a CUDA graph of the step",
-         f"{small}, {graph} in a graph (a Linear)", ""],
-        ["Blackwell", "FP8, MX and NVFP4 on its own units", "any", "not yet run", "as above"],
-        ["Ada", "FP8", "`fp8_current`, `delayed`, `fp8_row`", "not yet run", "as above"],
-        ["Ampere, CPU", "to see what a recipe does to a model", "any", "below 1", "as above"],
+         f"{small}, {graph} in a graph (a Linear)", "", ""],
+        ["Blackwell", "FP8, MX and NVFP4 on its own units", "any", "not yet run", "not yet run", "as above"],
+        ["Ada", "FP8", "`fp8_current`, `delayed`, `fp8_row`", "not yet run", "not yet run", "as above"],
+        ["Ampere, CPU", "to see what a recipe does to a model", "any", "below 1", "not measured", "as above"],
     ]  # fmt: skip
     config = demo_config()
     text = (
         "Speed: forward and backward of a Llama decoder layer (4096 wide, 4 x 4096 tokens) under "
         "`mf.convert(..., fuse=True)`, bf16 = 1 (`benchmarks/results/peers/layer.json`, one H200); a Linear alone: "
-        "`benchmarks/results/linear.json`. Loss: held-out loss of the demo (`make demo`) less that of bf16, in nats "
+        "`benchmarks/results/linear.json`. Memory: peak of a training step of 12 layers and the head of Llama 3 8B, "
+        "with AdamW, 2 x 8192 tokens, bf16 = 1, which is transformers' model with every layer compiled "
+        f"({number(peaks['bf16.compiled'], 1)} GiB); part of the gain is the loss in chunks of tokens "
+        "(`benchmarks/results/model.json`, one H200). Loss: held-out loss of the demo (`make demo`) less that of bf16, "
+        "in nats "
         f"per byte ({config}, on a CPU, "
         "whose products are exact; `benchmarks/results/demo.json`). One seed and a short run: a gap of this size says "
         "that the recipe trains, and differences of some thousandths are chance."
     )
-    return f"{table(['you have', 'you want', 'take', 'speed', 'loss'], cells, right=(3, 4))}\n\n{text}"
+    return f"{table(['you have', 'you want', 'take', 'speed', 'memory', 'loss'], cells, right=(3, 4, 5))}\n\n{text}"
 
 
 def demo_config() -> str:

@@ -105,3 +105,6 @@ def test_the_choice_names_recipes_and_their_loss(tables):
     assert {"delayed", "fp8_current", "mxfp8", "nvfp4"} <= taken
     demo = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["recipes"]
     assert f"{demo['nvfp4']['gap_to_bf16']:+.3f} |" in text
+    peaks = {row["id"]: row["extra"]["peak_gib"] for row in tables.rows_of(tables.RESULTS / "model.json")}
+    share = peaks["model.nvfp4"] / peaks["model.bf16.compiled"]
+    assert f"| {share:.2f} | {demo['nvfp4']['gap_to_bf16']:+.3f} |" in text
