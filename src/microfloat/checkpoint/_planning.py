@@ -25,6 +25,7 @@ from microfloat.recipes.inference import as_stored
 from microfloat.recipes.placement import DEFAULT_EXCLUDE, fused_group, gates_of_mlps, is_kept
 
 PLAIN = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
+_FLOATS = (*PLAIN.values(), np.dtype(np.float64))
 MIXED = tuple(name for name, families in SAVED.items() if len(families) > 1 or name == "microfloat:native")
 QUANTIZED = ("cast", "recoded", "carried")  # the actions whose result the target holds in its format
 
@@ -224,21 +225,16 @@ def decide(
     if target.written is None:
         _note_plain(steps, target, notes)
         return steps
-    groups: dict[str, dict[Target | None, list[int]]] = {}
+    groups: dict[tuple[str, Target], list[int]] = {}
     for index, step in enumerate(steps):
         key = fused_group(modules[index], fuse)
-        if key is not None and (step.action in QUANTIZED or placement is not None):
-            groups.setdefault(key, {}).setdefault(targets[index], []).append(index)
-    for key, by_target in groups.items():
-        if len(by_target) > 1:
-            notes["members of a fused group have several formats, and engines multiply them as one"].append(key)
-        for one, members in by_target.items():
-            if one is not None:
-                _share(steps, [i for i in members if steps[i].action in QUANTIZED], key, one, notes)
-    for one in dict.fromkeys(targets):
-        if one is not None and one.written is not None and one.written.activation == "static":
-            its = [record if own is one else None for record, own in zip(records, targets, strict=True)]
-            _keep_bare(steps, its, one, source, notes)
+        its = targets[index]
+        if key is not None and its is not None and step.action in QUANTIZED:
+            groups.setdefault((key, its), []).append(index)
+    for (key, its), members in groups.items():
+        _share(steps, members, key, its, notes)
+    if target.written.activation == "static":
+        _keep_bare(steps, records, target, source, notes)
     if not any(step.action in QUANTIZED for step in steps):
         reasons = sorted({step.reason for step in steps if step.reason}) or ["it has no weight of a linear layer"]
         raise invalid_value(
@@ -464,7 +460,7 @@ def _with_activation(record: Record, activation: Activation) -> Record:
 
 
 def _step_of_plain(record: Record, target: Target, module: str, pattern: str | None, source: Facts) -> Step:
-    floating = _is_floating(record)
+    floating = record.codes.dtype in _FLOATS
     if target.cast is None:
         of_cache = record.name.rpartition(".")[2] in CACHE
         if of_cache and (source.has_cache or (source.is_quantized and record.codes.size == 1)):
@@ -485,15 +481,11 @@ def _step_of_plain(record: Record, target: Target, module: str, pattern: str | N
     return _cast_step(turned, target, record.codes.dtype if record.codes.dtype in PLAIN.values() else PLAIN["f32"])
 
 
-def _is_floating(record: Record) -> bool:
-    return record.codes.dtype in (*PLAIN.values(), np.dtype(np.float64))
-
-
 def _is_weight(record: Record) -> bool:
     """True for plain values of a matrix, or of the experts of a layer."""
     stacked = record.codes.ndim == 3 and ".experts." in f".{record.name}."
     is_matrix = record.codes.ndim == 2 and record.name.rpartition(".")[2] == "weight"
-    return record.format is None and _is_floating(record) and (stacked or is_matrix)
+    return record.format is None and record.codes.dtype in _FLOATS and (stacked or is_matrix)
 
 
 def _why_not(record: Record, target: Target) -> str:
@@ -540,15 +532,12 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
             steps[i] = replace(steps[i], activation=activation, record=record)
 
 
-def _keep_bare(
-    steps: list[Step], records: Sequence[Record | None], target: Target, source: Facts, notes: Notes
-) -> None:  # fmt: skip
+def _keep_bare(steps: list[Step], records: Sequence[Record], target: Target, source: Facts, notes: Notes) -> None:
     """Layers without the static input scale that the target announces: beside others that have one they stay in high
-    precision; where none has one all are weight-only, and announced so. `records`: None for one of another target.
+    precision; where none has one all are weight-only, and announced so.
     """
-    of_it = [i for i, step in enumerate(steps) if step.action in QUANTIZED and records[i] is not None]
-    bare = [i for i in of_it if steps[i].activation.get("scale") is None]
-    if len(bare) == len(of_it):
+    bare = [i for i, step in enumerate(steps) if step.action in QUANTIZED and step.activation.get("scale") is None]
+    if len(bare) == sum(step.action in QUANTIZED for step in steps):
         notes[
             f"{target.name} announces static input scales, of which the source has none, so that these layers are "
             "weight-only (ct:fp8_dynamic needs no such scales; mf.calibrate measures them)"
@@ -557,5 +546,4 @@ def _keep_bare(
     reason = f"it has no input scale, which {target.name} announces"
     for i in bare:
         record = records[i]
-        assert record is not None
         steps[i] = _dequantized(record, reason, source) if record.format else Step(record, "kept", reason)
