@@ -51,6 +51,21 @@ def test_transformers_reads_what_we_write(transformers, tmp_path, to):  # featur
         assert not torch.equal(ours(ids).logits, source)
 
 
+def test_transformers_reads_a_model_of_several_formats(transformers, tmp_path):
+    """issue 39: what a plan chose. (With dequantize=True transformers takes one of the formats for all layers.)"""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    sized(transformers).save_pretrained(tmp_path / "source")
+    rules = [("*.layers.0.mlp.*", None), ("*.down_proj", mf.WeightOnly("mxfp8")), ("*", mf.WeightOnly("nvfp4"))]
+    convert(tmp_path / "source", tmp_path / "out", to="ct:mixed", placement=mf.Placement(rules))
+    convert(tmp_path / "out", tmp_path / "plain", to="bf16")
+    with torch.no_grad():
+        theirs, ours, source = (
+            loaded(transformers, tmp_path / name)(torch.arange(16)[None]).logits.float().numpy()
+            for name in ("out", "plain", "source")
+        )
+    assert metrics.sqnr_db(ours, theirs) > 40 > metrics.sqnr_db(source, theirs) > 10
+
+
 WRITTEN = [
     ("ct:nvfp4", mf.WeightOnly("nvfp4"), ""), ("ct:nvfp4", mf.WeightActivation("nvfp4"), "weight-only"),
     ("ct:nvfp4", mf.WeightActivation("nvfp4_row"), "weight-only"),
