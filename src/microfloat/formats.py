@@ -7,6 +7,7 @@ Code reads ``fmt.element.max`` or ``fmt.block``; nothing here is a class hierarc
 import functools
 import json
 import math
+import re
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -24,7 +25,7 @@ __all__ = [
     "NVFP4", "NVFP4_2D", "NVFP4_ROW",
     "SCALE_E4M3", "SCALE_E8M0", "SCALE_FP32",
     "ElementFormat", "ScaleFormat", "ScaledFormat",
-    "decode", "encode", "get_element", "get_format",
+    "decode", "encode", "get_element", "get_format", "get_scale",
 ]  # fmt: skip
 
 
@@ -107,23 +108,20 @@ class ElementFormat:
         """A call that is accepted, as near as possible: with the same `max` or else the nearest bias and value."""
         if any(type(one) not in (int, float) for one in (*vars(self).values(),) if not isinstance(one, str | bool)):
             return ""
-        exponent, mantissa = min(max(self.exponent_bits, 1), 6), min(max(self.mantissa_bits, 0), 6)
-        mantissa = min(mantissa, 7 - exponent)
+        exponent = min(max(self.exponent_bits, 1), 6)
+        mantissa = min(max(self.mantissa_bits, 0), 6, 7 - exponent)
         exponent = max(exponent, 3 - mantissa)
         has_inf = self.has_inf and mantissa > 0 and exponent > 1
-        has_nan = self.has_nan or has_inf
+        has_nan, largest = self.has_nan or has_inf, 2.0**_LARGEST_EXPONENT
         top = (1 << exponent + mantissa) - 1 - ((1 << mantissa) if has_inf else has_nan)
-        codes = range(1 << mantissa if has_nan and not has_inf else top, top + 1)
-        largest = 2.0**_LARGEST_EXPONENT
-        made = (
-            (bias, ((code & (1 << mantissa) - 1) + (1 << mantissa)) * 2.0 ** ((code >> mantissa) - bias - mantissa))
-            for bias in range(-_LARGEST_EXPONENT, _LARGEST_EXPONENT + 2 - mantissa)
-            for code in codes
-        )
         aim = min(float(self.max), largest) if abs(self.max) <= largest else largest
-        bias, value = min(
-            ((bias, value) for bias, value in made if _LEAST_MAX <= value <= largest and bias <= _LARGEST_EXPONENT),
-            key=lambda pair: (pair[1] != aim, abs(pair[0] - self.bias), abs(pair[1] - aim)),
+        *_, bias, value = min(
+            (value != aim, abs(bias - self.bias), abs(value - aim), bias, value)
+            for bias in range(-_LARGEST_EXPONENT, min(_LARGEST_EXPONENT + 1, 62 - mantissa))
+            for code in range(1 << mantissa if has_nan and not has_inf else top, top + 1)
+            if _LEAST_MAX
+            <= (value := ((code % (1 << mantissa)) + (1 << mantissa)) * 2.0 ** ((code >> mantissa) - bias - mantissa))
+            <= largest
         )
         return (
             f"Accepted: ElementFormat({self.name!r}, {exponent}, {mantissa}, bias={bias}, max={value!r}, "
@@ -261,22 +259,17 @@ class ScaleFormat:
         return 127 - (self.bias or 0)
 
     def values(self, scales: np.ndarray) -> np.ndarray:
-        """float32 values of stored scales."""
-        return scales if self.bits == 32 else _scale_table(self)[scales]
+        """float32 values of stored scales; those of bytes that are no codes are NaN."""
+        return scales if self.bits == 32 else self._table[scales]
+
+    @functools.cached_property
+    def _table(self) -> np.ndarray:
+        codes = np.arange(256 if self.name in ELEMENTS else self.nan_code)
+        known = np.ldexp(1.0, codes - self.bias) if self.kind == "threshold" else decode(codes, self.element)
+        return np.append(known, np.full(256 - len(codes), np.nan)).astype(np.float32)
 
     def __str__(self) -> str:
         return self.name
-
-
-@functools.cache
-def _scale_table(scale: ScaleFormat) -> np.ndarray:
-    """The float32 value of every byte of a scale format; bytes that are no codes are NaN."""
-    if scale.name in ELEMENTS:
-        return _value_table(scale.element)
-    codes = np.arange(scale.nan_code)
-    table = np.full(256, np.nan, np.float32)
-    table[codes] = decode(codes, scale.element) if scale.mantissa_bits else np.ldexp(1.0, codes - scale.bias)
-    return table
 
 
 def contents_of_format(name: str, element: tuple, scale: tuple, block: tuple, tensor_scale: str | None) -> str:
@@ -422,24 +415,61 @@ FORMATS = {
 }  # fmt: skip
 
 
-def get_element(element: ElementFormat | str) -> ElementFormat:
-    """The ElementFormat itself, or the stock one of that name ("E4M3", any case)."""
+def get_element(element: ElementFormat | str, argument: str = "element") -> ElementFormat:
+    """The ElementFormat itself, or the one of a name in any case: a stock one, or one that its name says.
+
+    "E3M4" has 3 exponent and 4 mantissa bits, the bias 2^(3-1) - 1, and neither infinity nor NaN; "INT4" has the
+    integers from -7 to 7 as sign and magnitude.
+    """
     if isinstance(element, ElementFormat):
         return element
     if not isinstance(element, str):
-        raise invalid_type("element", type(element), "an ElementFormat or its name, such as 'E4M3'")
-    if element.upper() not in ELEMENTS:
-        raise unknown_name("element", element, ELEMENTS)
-    return ELEMENTS[element.upper()]
+        raise invalid_type(argument, type(element), "an ElementFormat or its name, such as 'E4M3'")
+    name = element.upper()
+    said = re.fullmatch(r"E([2-6])M([0-6])|INT([4-8])", name)
+    exponent, mantissa = (int(said[1] or 1), int(said[2] or int(said[3] or 0) - 2)) if said else (0, 0)
+    if name in ELEMENTS or not 3 <= exponent + mantissa <= 7:
+        if name not in ELEMENTS:
+            raise unknown_name(argument, element, [*ELEMENTS, "INT8"])
+        return ELEMENTS[name]
+    bias = (1 << exponent - 1) - 1 if exponent > 1 else 1 - mantissa
+    largest = (2.0 - 2.0**-mantissa) * 2.0 ** ((1 << exponent) - 1 - bias)
+    return ElementFormat(name, exponent, mantissa, bias, largest, False, False)
+
+
+def get_scale(scale: str) -> ScaleFormat:
+    """The stock ScaleFormat of a name in any case, or the one that it says: "UE5M3" has the bias 2^(5-1) - 1."""
+    name = scale.upper()
+    stock = name.removeprefix("U")
+    said = re.fullmatch(r"U?E([2-7])M([0-6])", name)
+    if stock not in _SCALES and not said:
+        raise unknown_name("scale", scale, [*_SCALES, "UE5M3"])
+    if stock in _SCALES or not said:
+        return ScaleFormat(stock)
+    return ScaleFormat(name, None, int(said[1]), int(said[2]), (1 << int(said[1]) - 1) - 1)
 
 
 def get_format(name: str) -> ScaledFormat:
-    """The stock ScaledFormat of a lower-case name such as "mxfp8"; unknown names list the known ones."""
+    """The stock ScaledFormat of a lower-case name such as "mxfp8", or the one that parts say.
+
+    They are ELEMENT:SCALE:BLOCK, and perhaps the tensor scale: "int4:fp32:1x32", "e2m1:ue5m3:1x16:tensor",
+    "e3m0:e8m0:row".
+    """
     if not isinstance(name, str):
         raise invalid_type("name", type(name), "a format name such as 'mxfp8'")
-    if name not in FORMATS:
-        raise unknown_name("name", name, FORMATS)
-    return FORMATS[name]
+    if name in FORMATS:
+        return FORMATS[name]
+    if not 3 <= len(parts := name.split(":")) <= 4:
+        raise unknown_name("name", name, FORMATS, _PARTS if len(parts) > 1 else "")
+    blocks: dict[str, tuple] = {"row": (1, None), "tensor": (None, None)}
+    size = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", parts[2])
+    if not size and parts[2] not in blocks:
+        raise invalid_value("block", repr(parts[2]), "ROWSxCOLUMNS such as 1x32, row, or tensor", _PARTS)
+    block = (int(size[1]), int(size[2])) if size else blocks[parts[2]]
+    return ScaledFormat(name, get_element(parts[0]), get_scale(parts[1]), block, *parts[3:])
+
+
+_PARTS = "The parts of a format are ELEMENT:SCALE:BLOCK[:tensor|row], such as int4:fp32:1x32 or e2m1:ue5m3:1x16:tensor."
 
 
 def encode(values_f32: np.ndarray, element: ElementFormat | str) -> np.ndarray:

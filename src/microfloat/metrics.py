@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.formats import SCALE_E4M3, SCALE_E8M0, ElementFormat, ScaleFormat, decode, get_element
+from microfloat.formats import ElementFormat, ScaleFormat, decode, get_element
 
 __all__ = [
     "BlockRange", "Difference", "GemmError", "NonFinite", "ScaleHistogram", "SRNoise", "at_limit", "bias",
@@ -94,7 +94,7 @@ def clip(x: np.ndarray, limit: np.ndarray | float) -> float:
     `limit` broadcasts against x: ``element.max * scale`` (times the tensor scale), one per block or one per element;
     dequantized values are a ValueError.
     """
-    a, limits = _array("x", x), _array("limit", limit)
+    a, limits = as_array("x", x), as_array("limit", limit)
     try:
         limits = np.broadcast_to(limits, a.shape)
     except ValueError:
@@ -123,13 +123,13 @@ class NonFinite(NamedTuple):
 
 def non_finite(x: np.ndarray) -> NonFinite:
     """The number of NaNs and of infinities of either sign."""
-    a = _array("x", x)
+    a = as_array("x", x)
     return NonFinite(int(np.isnan(a).sum()), int(np.isinf(a).sum()))
 
 
 def crest(x: np.ndarray) -> float:
     """Peak over root mean square: ``max|x| / sqrt(sum x^2 / #x)``; 1 for equal magnitudes, 0 for zero or empty x."""
-    a = np.abs(_array("x", x))
+    a = np.abs(as_array("x", x))
     a = a[np.isfinite(a)]
     peak = float(a.max(initial=0.0))
     return peak / (float(np.sqrt(np.mean((a / peak) ** 2))) * peak) if peak else 0.0
@@ -156,7 +156,7 @@ def block_dynamic_range(x: np.ndarray, block: int = 32) -> BlockRange:
         raise invalid_type("block", type(block), "an int")
     if block < 1:
         raise invalid_value("block", block, "an int >= 1")
-    a = np.abs(np.atleast_1d(_array("x", x)))
+    a = np.abs(np.atleast_1d(as_array("x", x)))
     a = np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % block)]).reshape(-1, block)
     counts = (a > 0) & np.isfinite(a)
     a, counts = a[counts.any(axis=1)], counts[counts.any(axis=1)]
@@ -188,23 +188,20 @@ def scale_histogram(scale: np.ndarray, scale_format: ScaleFormat | None = None) 
     """Distribution of stored scales over powers of two; uint8 bytes need their `scale_format`, float32 does not."""
     stored = _numpy("scale", scale)
     if stored.dtype == np.uint8:
-        if scale_format not in (SCALE_E8M0, SCALE_E4M3):
+        if not isinstance(scale_format, ScaleFormat) or scale_format.bits == 32:
             raise invalid_value("scale_format", scale_format, "SCALE_E8M0 or SCALE_E4M3 for scale bytes")
         return histogram_of_bytes(np.bincount(stored.reshape(-1), minlength=256), scale_format)
     if stored.dtype.kind in "iub":
         raise invalid_type("scale", stored.dtype, "uint8 bytes, or scales of a floating-point dtype")
-    values = _array("scale", stored).reshape(-1)
+    values = as_array("scale", stored).reshape(-1)
     return _histogram(values, np.ones(values.size, np.int64), 2.0**-126, 2.0**126)
 
 
 def histogram_of_bytes(counts: np.ndarray, scale_format: ScaleFormat) -> ScaleHistogram:
     """`scale_histogram` of scales that are counted by their byte, int64 [256]."""
-    if scale_format == SCALE_E4M3:
-        values, lowest, highest = decode(np.arange(256, dtype=np.uint8), "E4M3").astype(np.float64), 2.0**-9, 448.0
-    else:
-        values, lowest, highest = np.ldexp(1.0, np.arange(256) - 127), 2.0**-127, 2.0**127
-        values[255] = np.nan
-    return _histogram(values, counts, lowest, highest, tuple(counts.tolist()))
+    values = scale_format.values(np.arange(256)).astype(np.float64)
+    positive = values[values > 0]
+    return _histogram(values, counts, positive.min(), positive.max(), tuple(counts.tolist()))
 
 
 def _histogram(
@@ -260,8 +257,8 @@ def sr_noise(x: np.ndarray, draws: Sequence[np.ndarray] | np.ndarray) -> SRNoise
     the keys; ``z = mean / (std / sqrt(K n))``, since the draws of n elements are independent: |z| above 4 is a bias.
     """
     if isinstance(draws, list | tuple):
-        draws = np.stack([_array("draws", draw) for draw in draws])
-    a, many = _array("x", x), _array("draws", draws)  # type: ignore[arg-type]
+        draws = np.stack([as_array("draws", draw) for draw in draws])
+    a, many = as_array("x", x), as_array("draws", draws)  # type: ignore[arg-type]
     if many.ndim != a.ndim + 1 or many.shape[1:] != a.shape or len(many) < 2:
         raise invalid_value("draws", f"shape {many.shape}", f"shape (K, *{a.shape}) with K >= 2, a draw for each key")
     errors = (many - a)[:, np.isfinite(a)]
@@ -344,7 +341,8 @@ def _codes(argument: str, value: Any) -> np.ndarray:
     return codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes
 
 
-def _array(argument: str, value: np.ndarray | float) -> np.ndarray:
+def as_array(argument: str, value: np.ndarray | float) -> np.ndarray:
+    """An array, a tensor or numbers as float64; InvalidTypeError for other values, which names the argument."""
     array = _numpy(argument, value)
     try:
         if array.dtype.kind in "cOSUMm":
@@ -356,7 +354,7 @@ def _array(argument: str, value: np.ndarray | float) -> np.ndarray:
 
 def _pair(x: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both as float64 vectors of the elements whose reference is finite."""
-    a, b = _array("x", x), _array("q", q)
+    a, b = as_array("x", x), as_array("q", q)
     if a.shape != b.shape:
         raise invalid_value("q", f"shape {b.shape}", f"shape {a.shape}, as x has", "Dequantize it first.")
     counted = np.isfinite(a)

@@ -57,7 +57,7 @@ class ScaleRule:
 
     `kind`: how the numbers are used. None is the kind that `thresholds` or `two_level` belong to; a rule without them,
     and without a kind, is a kind of its own, which every backend refuses until it computes it. `thresholds`: "never",
-    "any", "even", "max", or the mantissa of the block amax in [0, 2^23] from which the next power of two is taken, for
+    "any", "even", "max", or the mantissa of the block amax in [1, 2^23] from which the next power of two is taken, for
     every element or by the names of elements. The names of the stock rules stand for their numbers.
     """
 
@@ -71,15 +71,12 @@ class ScaleRule:
 
     def __post_init__(self) -> None:
         check_name("ScaleRule.name", self.name)
-        if not isinstance(self.scale, ScaleFormat):
-            raise invalid_type("ScaleRule.scale", type(self.scale), "a ScaleFormat such as formats.SCALE_E8M0")
+        for field, kind in (("scale", ScaleFormat), ("two_level", TwoLevel | None)):
+            if not isinstance(getattr(self, field), kind):
+                raise invalid_type(f"ScaleRule.{field}", type(getattr(self, field)), f"a {kind}")
         given = self.thresholds
         for value in given.values() if isinstance(given, dict) else [given] if isinstance(given, int) else ():
             check_int("ScaleRule.thresholds", value, 1, 1 << 23)
-        if not isinstance(self.two_level, TwoLevel | None):
-            raise invalid_type(
-                "ScaleRule.two_level", type(self.two_level), "a TwoLevel, such as TwoLevel.of(E2M1, scale)"
-            )
         if self.kind is None:
             threshold = isinstance(self.thresholds, dict | int) or self.thresholds in _THRESHOLDS
             kind = "two_level" if self.two_level is not None else "threshold" if threshold else self.name
@@ -206,36 +203,33 @@ def resolve_scale_rule(given: str | ScaleRule | None, fmt: ScaledFormat) -> str 
 
 def _check_level(level: TwoLevel, name: str, fmt: ScaledFormat) -> None:
     """Refuse formats that a rule with this level does not serve, and numbers that it cannot compute with."""
-    stock, element = SCALE_RULES.get(name), fmt.element
-    if stock and name not in _OPEN and (element.max, element.bits, fmt.scale) != (6.0, 4, SCALE_E4M3):
-        got, fix = (
-            f"{name!r} with {element} elements and {fmt.scale} scales",
-            "Use 'two_level', 'one_level' or your own.",
-        )
+    element, scale, is_own = fmt.element, fmt.scale.element, name not in SCALE_RULES
+    if is_own or name in _OPEN:
+        fits = (element.max, element.bits) == (6.0, 4) or not level.four_over_six
+    else:
+        fits = (element.max, element.bits, fmt.scale) == (6.0, 4, SCALE_E4M3)
+    if not fits:
+        got, fix = f"{name!r} with {element} elements and {fmt.scale} scales", "Use 'two_level' or 'one_level' here."
         raise invalid_value("scale_rule", got, "E2M1 elements and E4M3 scales", fix)
-    if level.four_over_six and (element.max, element.bits) != (6.0, 4):
-        raise invalid_value("scale_rule", f"{name!r} with {element} elements", "E2M1 elements")
     if level.tensor_scale and fmt.tensor_scale is None:
         raise invalid_value(
             "scale_rule", f"{name!r} on {fmt.name}, which has no tensor scale", "a format with tensor_scale='tensor'",
             "Use NVFP4, or the rule 'one_level_e4m3'.",
         )  # fmt: skip
-    if stock is None:
-        check_choice("TwoLevel.four_over_six", level.four_over_six or "mae", ("mae", "mse"), or_none=True)
-        scale, divides = fmt.scale.element, level.inverse_max is None and level.four_over_six is None
-        limits = {
-            "capacity": (2.0**-60, 2.0**120), "smallest_scale": (scale.step if divides else 0.0, scale.max),
-            "largest_scale": (scale.step, scale.max), "inverse_max": (2.0**-60, 2.0**60),
-            "smallest_amax": (level.capacity * 2.0**-126 / scale.step, 2.0**127),
-        }  # fmt: skip
-        for field, ends in limits.items():
-            value = getattr(level, field)
-            needed = f"a float32 number in {list(ends)} for {fmt.scale} scales"
-            exact = (
-                value if value is None else float(np.float32(check_number(f"TwoLevel.{field}", value, needed, *ends)))
-            )
-            if exact != value:
-                raise invalid_value(f"TwoLevel.{field}", repr(value), needed, f"Use {exact!r}.")
+    if not is_own:
+        return
+    check_choice("TwoLevel.four_over_six", level.four_over_six or "mae", ("mae", "mse"), or_none=True)
+    divides = level.inverse_max is None and level.four_over_six is None
+    limits = {
+        "capacity": (2.0**-60, 2.0**120), "inverse_max": (2.0**-60, 2.0**60),
+        "smallest_scale": (scale.step if divides else 0.0, scale.max), "largest_scale": (scale.step, scale.max),
+        "smallest_amax": (level.capacity * 2.0**-126 / scale.step, 2.0**127),
+    }  # fmt: skip
+    for field, ends in limits.items():
+        value, needed = getattr(level, field), f"a float32 number in {list(ends)} for {fmt.scale} scales"
+        exact = value if value is None else float(np.float32(check_number(f"TwoLevel.{field}", value, needed, *ends)))
+        if exact != value:
+            raise invalid_value(f"TwoLevel.{field}", repr(value), needed, f"Use {exact!r}.")
 
 
 def rule_of(resolved: str | ScaleRule, fmt: ScaledFormat) -> ScaleRule:

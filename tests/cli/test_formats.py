@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from microfloat.formats import ELEMENTS, FORMATS
 
@@ -86,6 +87,28 @@ def test_the_picture_of_the_number_lines(microfloat, tmp_path):
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_formats_are_measured_on_a_tensor(microfloat, tmp_path):
+    x = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    save_file({"w": x.astype(np.float16), "b": x[0]}, tmp_path / "x.safetensors")
+    for words in (["x.npy"], ["x.safetensors", "--tensor", "w"], ["x.safetensors", "--tensor", "b"]):
+        names = ["nvfp4", "int4:ue5m3:1x16"]
+        rows = microfloat("formats", *names, "--on", tmp_path / words[0], *words[1:], "--json").json["comparison"]
+        assert [row["format"] for row in rows] == names
+        assert all(row["sqnr_db"] > 15 for row in rows)
+    assert len(microfloat("formats", "--on", tmp_path / "x.npy", "--json").json["comparison"]) == len(FORMATS)
+    microfloat("formats", "nvfp4", "--on", tmp_path / "x.safetensors").refuses("--tensor: got '', needed one of")
+    np.save(tmp_path / "object.npy", np.array([object()]), allow_pickle=True)
+    microfloat("formats", "nvfp4", "--on", tmp_path / "object.npy").refuses("--on: got")
+
+
+def test_elements_and_formats_that_their_names_say(microfloat):
+    (row,) = microfloat("formats", "int4:ue5m3:1x16", "--json").json["formats"]
+    assert (row["element"], row["scale"], row["scale_rule"]) == ("INT4", "UE5M3", "one_level")
+    rows = microfloat("formats", "e3m0", "--values", "--json").json["values"]["E3M0"]
+    assert [row["value"] for row in rows[:8]] == [0, 0.25, 0.5, 1, 2, 4, 8, 16]
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -102,6 +125,8 @@ def test_the_picture_of_the_number_lines(microfloat, tmp_path):
         (["decode", "1", "--as", "e4m3", "--values"], "formats decode: got --values"),
         (["--plot", "lines.bmp"], "ends in one of .pdf, .png, .svg"),
         (["--plot", "nowhere/lines.png"], "a folder that exists"),
+        (["mxfp4", "--tensor", "x"], "--on: got no file"),
+        (["mxfp4", "--on", "x.npy", "--values"], "--on: got --values or --as"),
     ],
 )
 def test_a_wrong_question_is_answered_with_what_is_needed(microfloat, words, named):

@@ -324,3 +324,10 @@ def test_arrays_of_jax_are_taken_as_they_are():
     assert metrics.sqnr_db(x, narrow) == metrics.sqnr_db(plain, plain.astype(ml_dtypes.bfloat16))
     q = mj.quantize(x, "nvfp4")
     assert metrics.sqnr_db(plain, q) == metrics.sqnr_db(plain, np.asarray(q.dequantize()))
+
+
+def test_histograms_know_scales_of_a_users_own():
+    scale = formats.get_scale("ue5m3")
+    found = metrics.scale_histogram(np.uint8([0, 1, 8 * 15, 254, 255]), scale)
+    assert (found.zero, found.nan, found.at_lowest, found.at_highest) == (0.2, 0.2, 0.2, 0.2)
+    assert found.exponents == (-17, 0, 16)

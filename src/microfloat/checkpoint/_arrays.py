@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from microfloat.formats import E4M3, SCALE_E8M0, ElementFormat, ScaledFormat, decode
+from microfloat.formats import ElementFormat, ScaledFormat, decode
 from microfloat.reference import unpack_fp4, unpack_fp6
 
 _BAND = 1 << 18  # elements that a thread takes at a time: their float32 values stay in its cache
@@ -59,17 +59,9 @@ def _pairs(element: ElementFormat) -> np.ndarray:
     return decode(unpack_fp4(np.arange(256, dtype=np.uint8)[:, None], 2), element).view(np.uint64)[:, 0]
 
 
-@functools.cache
-def _scale_table(name: str) -> np.ndarray:
-    """The float32 value of every byte of E8M0 or E4M3 scales."""
-    if name != SCALE_E8M0.name:
-        return decode(np.arange(256), E4M3)
-    return np.append(np.ldexp(_F32(1), np.arange(255) - 127), np.nan).astype(_F32)
-
-
 def scale_values(scale: np.ndarray, fmt: ScaledFormat) -> np.ndarray:
     """Stored scales as float32."""
-    return scale if fmt.scale.bits == 32 else _scale_table(fmt.scale.name)[scale]
+    return fmt.scale.values(scale)
 
 
 def scale_in_place(values_RC: np.ndarray, scale_GH: np.ndarray, block: tuple[int | None, int | None]) -> None:

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from microfloat.cli.output import Column, Output, number, percent
+from microfloat.cli.output import Column, Output, decibel, number, percent
 from microfloat.errors import invalid_value, unknown_name
-from microfloat.formats import ELEMENTS, FORMATS, ElementFormat, decode, encode
+from microfloat.formats import ELEMENTS, FORMATS, ElementFormat, decode, encode, get_element, get_format
 
 # OCP's power-of-two scale, which is no element: no sign, no zero, 255 is NaN.
 E8M0 = "E8M0"
@@ -30,6 +30,13 @@ _VALUE_COLUMNS = (
     Column("relative_error", "error", text=percent, right=True), Column("below", text=number, right=True),
     Column("above", text=number, right=True), Column("saturated"),
 )  # fmt: skip
+_FIT_COLUMNS = (
+    Column("format"), Column("scale_rule", "scale\nrule"),
+    Column("bits_per_element", "bits per\nelement", text=number, right=True),
+    Column("sqnr_db", "SQNR\ndB", text=decibel, right=True), Column("bias", text=percent, right=True),
+    Column("underflow", text=percent, right=True), Column("clip", text=percent, right=True),
+)  # fmt: skip
+_MOST = 1 << 20  # values that are measured
 
 
 def formats(
@@ -43,9 +50,15 @@ def formats(
     as_: Annotated[
         str, typer.Option("--as", metavar="ELEMENT", help="Element to decode or encode: e2m1, e4m3, e8m0, ...")
     ] = "",
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the number lines.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the number lines, or the errors with --on.")
+    ] = None,
+    on: Annotated[
+        Path | None, typer.Option("--on", metavar="FILE", help="Measure formats on an .npy file or a --tensor.")
+    ] = None,
+    tensor: Annotated[str, typer.Option("--tensor", metavar="NAME", help="The tensor of a checkpoint for --on.")] = "",
 ) -> None:  # fmt: skip
-    """Show formats: bit layout, values, blocks and scales; decode and encode single codes.
+    """Show formats: bit layout, values, blocks and scales; decode and encode single codes; measure a tensor.
 
     \b
     microfloat formats
@@ -53,10 +66,16 @@ def formats(
     microfloat formats e4m3 --values --plot e4m3.png
     microfloat formats decode 0x3C --as e4m3
     microfloat formats encode 1.7 -0.3 --as e2m1
+    microfloat formats nvfp4 int4:fp32:1x32 --on weights.npy --plot errors.png
     """
     first, *rest = what or [""]
     if stray := next((word for word in what or () if re.match(r"-(?![\d.]|inf|nan)", word, re.IGNORECASE)), None):
-        raise invalid_value("option", stray, "--values, --as, --plot, --json, --no-color or --quiet")
+        raise invalid_value("option", stray, "--values, --as, --plot, --on, --tensor, --json, --no-color or --quiet")
+    if on is not None or tensor:
+        if on is None or values or as_:
+            raise invalid_value("--on", "no file" if on is None else "--values or --as", "formats, and --on FILE alone")
+        _compare(output, [name.lower() for name in what or FORMATS], on, tensor, plot)
+        return
     if first in ("decode", "encode"):
         if values or plot:
             raise invalid_value(f"formats {first}", "--values or --plot", "codes or values, and --as ELEMENT")
@@ -81,14 +100,42 @@ def formats(
         output.drew(save(relative_gaps(shown), plot))
 
 
+def _compare(output: Output, names: list[str], path: Path, tensor: str, plot: Path | None) -> None:
+    """A table of what formats make of at most about 2^20 values of a tensor, and the picture."""
+    from microfloat import checkpoint
+    from microfloat.cli.survey import sampled
+    from microfloat.pictures.comparison import compare
+
+    if path.suffix.lower() == ".npy":
+        try:
+            array = np.load(path)
+        except ValueError as error:
+            raise invalid_value("--on", path, "an array of numbers", str(error)) from None
+        record = checkpoint.Record(path.name, array, logical_shape=array.shape)
+    else:
+        found = checkpoint.load(path)
+        if tensor not in found:
+            raise unknown_name("--tensor", tensor, found)
+        record = found[tensor]
+    *_, columns = record.logical_shape or (1,)
+    whole = len(record.logical_shape) < 2
+    made = compare(record.dequantize(np.float32) if whole else sampled(record, max(128, _MOST // columns)), names)
+    rows = [{key: value for key, value in one._asdict().items() if key != "values"} for one in made.fits]
+    title = f"{record.name}: {made.x.size:,} of {int(np.prod(record.logical_shape)):,} values"
+    output.table("comparison", rows, _FIT_COLUMNS, title)
+    if plot:
+        made.draw(plot)
+        output.drew(plot)
+
+
 def _overview(output: Output, name: str) -> list[ElementFormat]:
     """Show the tables of one name, or of all formats without a name; returns the elements."""
     scaled, elements = list(FORMATS.values()), list(ELEMENTS.values())
-    if name.upper() in ELEMENTS:
-        element = ELEMENTS[name.upper()]
+    if re.fullmatch(r"(e\d+m|int)\d+", name, re.IGNORECASE) and name.upper() != E8M0:
+        element = get_element(name, "NAME")
         scaled, elements = [fmt for fmt in scaled if fmt.element == element], [element]
-    elif name.lower() in FORMATS:
-        scaled = [FORMATS[name.lower()]]
+    elif name.lower() in FORMATS or ":" in name:
+        scaled = [get_format(name.lower())]
         elements = [scaled[0].element]
     elif name.upper() == E8M0:
         scaled, elements = [fmt for fmt in scaled if fmt.scale.name == E8M0], []
@@ -144,11 +191,9 @@ def _element(name: str) -> ElementFormat:
     """The element of that name, or the one of a scaled format."""
     if not name:
         raise invalid_value("--as", "nothing", "an element such as e4m3 or e2m1", "Add --as e4m3.")
-    if name.lower() in FORMATS:
-        return FORMATS[name.lower()].element
-    if name.upper() not in ELEMENTS:
-        raise unknown_name("--as", name, [*ELEMENTS, E8M0])
-    return ELEMENTS[name.upper()]
+    if name.lower() in FORMATS or ":" in name:
+        return get_format(name.lower()).element
+    return get_element(name, "--as")
 
 
 def _decode(output: Output, texts: list[str], name: str) -> None:

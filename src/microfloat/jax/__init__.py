@@ -26,11 +26,12 @@ from microfloat.jax.numerics.packing import from_blocked, pack_fp4, pack_fp6, to
 from microfloat.jax.ops import fake_quantize, quantize, scaled_matmul
 from microfloat.jax.ragged_dot import RaggedDot, ragged_dot
 from microfloat.jax.watch import Readings, RecordLog, watch_outputs
+from microfloat.pictures import compare
 from microfloat.watching import Record
 
 __all__ = [
     "DotGeneral", "Einsum", "Explanation", "QuantizedArray", "RaggedDot", "Readings", "Record", "RecordLog",
-    "autocast", "checkpoint_policies", "dequantize", "dot_general", "einsum", "explain", "fake_quantize",
+    "autocast", "checkpoint_policies", "compare", "dequantize", "dot_general", "einsum", "explain", "fake_quantize",
     "from_blocked", "get_autocast_recipe", "is_autocast_enabled", "is_fp8_available",
     "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "pack_fp4", "pack_fp6",
     "quantize", "ragged_dot", "scaled_matmul", "scaling", "to_blocked", "unpack_fp4", "unpack_fp6", "watch_outputs",

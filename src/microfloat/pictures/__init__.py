@@ -4,7 +4,8 @@ The functions take arrays and names, and nothing of a framework. matplotlib is i
 `plot`), and without pyplot, so no window system is needed and no global state changes.
 """
 
+from microfloat.pictures.comparison import compare
 from microfloat.pictures.formats import number_lines, relative_gaps
 from microfloat.pictures.style import new_figure, save
 
-__all__ = ["new_figure", "number_lines", "relative_gaps", "save"]
+__all__ = ["compare", "new_figure", "number_lines", "relative_gaps", "save"]

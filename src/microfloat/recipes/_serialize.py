@@ -27,20 +27,17 @@ def format_from_data(data: str | dict) -> ScaledFormat:
 
 
 def _scale_from_data(data: dict) -> ScaleFormat:
-    names = _names(ScaleFormat)  # of a stock one the name says all
-    return ScaleFormat(
-        **check_keys("scale", {**dict.fromkeys(names), **data} if isinstance(data, dict) else data, names)
-    )
+    data = check_keys("scale", data, _names(ScaleFormat), all_of_them=False)  # of a stock one the name says all
+    return ScaleFormat(**{"name": "", **data})
 
 
-def _rule_from_data(data: object) -> Any:
+def _rule_from_data(data: Any) -> Any:
     """The scale rule of a Cast: a name, or all numbers of a rule of a user's own."""
     if not isinstance(data, dict):
         return data
-    data = check_keys("scale_rule", data, _names(ScaleRule))
-    level = data["two_level"]
+    level, scale = (check_keys("scale_rule", data, _names(ScaleRule))[name] for name in ("two_level", "scale"))
     level = level and TwoLevel(**check_keys("two_level", level, _names(TwoLevel)))
-    return ScaleRule(**{**data, "scale": _scale_from_data(data["scale"]), "two_level": level})
+    return ScaleRule(**{**data, "scale": _scale_from_data(scale), "two_level": level})
 
 
 def _names(cls: type) -> list[str]:

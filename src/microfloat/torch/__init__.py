@@ -13,6 +13,7 @@ if find_spec("torch") is None:
     raise missing_package("torch", "microfloat.torch", "torch")
 
 from microfloat import formats, recipes
+from microfloat.pictures import compare
 from microfloat.recipes import (
     Cast,
     Current,
@@ -86,7 +87,7 @@ __all__ = [
     "Hadamard", "KVCache", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "LayerOptions", "Linear",
     "MultiheadAttention", "Placement", "QuantizedTensor", "RMSNorm", "Recipe", "Record", "RotaryEmbedding",
     "Support", "TransformerLayer", "WeightActivation", "WeightOnly", "apply_rotary", "autocast", "calibrate",
-    "checkpoint", "convert", "dequantize", "explain", "export", "fake_quantize", "formats", "fp8_autocast",
+    "checkpoint", "compare", "convert", "dequantize", "explain", "export", "fake_quantize", "formats", "fp8_autocast",
     "fp8_model_init", "from_blocked", "get_align_size_for_quantization", "get_autocast_recipe",
     "get_autocast_state", "get_default_recipe", "grouped_matmul", "is_autocast_enabled", "is_fp8_available",
     "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "linear", "linear_cross_entropy",

@@ -466,4 +466,4 @@ def get_align_size_for_quantization(recipe: Recipe | str) -> int:
     for what is no recipe.
     """
     casts = as_recipe(recipe).casts.values()
-    return max((_ALIGN_SIZES[cast.format.scale.name] for cast in casts if cast is not None), default=1)
+    return max((_ALIGN_SIZES.get(cast.format.scale.name, 1) for cast in casts if cast is not None), default=1)
