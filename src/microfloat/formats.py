@@ -430,7 +430,8 @@ def get_element(element: ElementFormat | str, argument: str = "element") -> Elem
     exponent, mantissa = (int(said[1] or 1), int(said[2] or int(said[3] or 0) - 2)) if said else (0, 0)
     if name in ELEMENTS or not 3 <= exponent + mantissa <= 7:
         if name not in ELEMENTS:
-            raise unknown_name(argument, element, [*ELEMENTS, "INT8"])
+            listed = f"{', '.join(ELEMENTS)}, EXMY with X from 2 to 6 and 4 to 8 bits in all, or INT4 to INT8"
+            raise unknown_name(argument, element, [*ELEMENTS, "INT8"], listed=listed)
         return ELEMENTS[name]
     bias = (1 << exponent - 1) - 1 if exponent > 1 else 1 - mantissa
     largest = (2.0 - 2.0**-mantissa) * 2.0 ** ((1 << exponent) - 1 - bias)
@@ -439,11 +440,12 @@ def get_element(element: ElementFormat | str, argument: str = "element") -> Elem
 
 def get_scale(scale: str) -> ScaleFormat:
     """The stock ScaleFormat of a name in any case, or the one that it says: "UE5M3" has the bias 2^(5-1) - 1."""
-    name = scale.upper()
+    name = str(scale).upper()
     stock = name.removeprefix("U")
     said = re.fullmatch(r"U?E([2-7])M([0-6])", name)
     if stock not in _SCALES and not said:
-        raise unknown_name("scale", scale, [*_SCALES, "UE5M3"])
+        listed = f"{', '.join(_SCALES)}, or UEXMY with X from 2 to 7 and 3 to 8 bits in all"
+        raise unknown_name("scale", scale, [*_SCALES, "UE5M3"], listed=listed)
     if stock in _SCALES or not said:
         return ScaleFormat(stock)
     return ScaleFormat(name, None, int(said[1]), int(said[2]), (1 << int(said[1]) - 1) - 1)

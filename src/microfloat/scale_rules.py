@@ -40,6 +40,9 @@ class TwoLevel:
     @staticmethod
     def of(element: ElementFormat, scale: ScaleFormat, *, headroom: float = 1.0, one_level: bool = False) -> "TwoLevel":
         """The constants of `two_level`, or of `one_level`, for a pair of formats; `headroom` times their capacity."""
+        if scale.kind != "two_level":
+            raise invalid_value("scale", scale, "a scale format with a mantissa in a byte, such as SCALE_E4M3")
+        check_number("headroom", headroom, "a number from 0.25 to 4", 0.25, 4.0)
         reach = float(np.float32(element.max * headroom))
         smallest, inverse = (scale.element.min_normal, None) if one_level else (0.0, float(np.float32(1 / reach)))
         capacity = float(np.float32(reach * scale.element.max))
@@ -79,7 +82,8 @@ class ScaleRule:
             check_int("ScaleRule.thresholds", value, 1, 1 << 23)
         if self.kind is None:
             threshold = isinstance(self.thresholds, dict | int) or self.thresholds in _THRESHOLDS
-            kind = "two_level" if self.two_level is not None else "threshold" if threshold else self.name
+            simple = "threshold" if threshold else "ratio" if self.power_of_two else self.name
+            kind = "two_level" if self.two_level is not None else simple
             object.__setattr__(self, "kind", kind)
         # Beside the fields, as in ScaledFormat: all numbers, as JSON.
         object.__setattr__(self, "contents", json.dumps(asdict(self), sort_keys=True))
@@ -219,6 +223,7 @@ def _check_level(level: TwoLevel, name: str, fmt: ScaledFormat) -> None:
     if not is_own:
         return
     check_choice("TwoLevel.four_over_six", level.four_over_six or "mae", ("mae", "mse"), or_none=True)
+    check_number("TwoLevel.capacity", level.capacity, "a float32 number", 0.0, 2.0**120)
     divides = level.inverse_max is None and level.four_over_six is None
     limits = {
         "capacity": (2.0**-60, 2.0**120), "inverse_max": (2.0**-60, 2.0**60),

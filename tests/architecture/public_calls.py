@@ -94,6 +94,7 @@ def torch_calls(folder):
         "dequantize": lambda: mf.dequantize(q),
         "explain": lambda: [print(mf.explain("delayed", device)) for device in ("h200", "b200", None)],
         "export": lambda: mf.export(converted("mxfp8"), (x,)),
+        "compare": lambda: print(mf.compare(x, ["nvfp4", "int4:fp32:1x32"])),
         "fake_quantize": lambda: mf.fake_quantize(x, "mxfp6_e2m3"),
         "fp8_autocast": lambda: under(mf.fp8_autocast(enabled=True)),
         "fp8_model_init": lambda: initialised(mf.fp8_model_init),

@@ -143,7 +143,9 @@ def test_names_say_formats():
     assert formats.get_scale("ue4m3") == formats.SCALE_E4M3
     for name, message in {
         "int4:ue5m3": "The parts of a format are ELEMENT:SCALE:BLOCK", "int4:fp32:7": "block: got '7'",
-        "int9:fp32:row": "Did you mean 'INT8'", "int4:ue5m9:row": "scale: got 'ue5m9'", "int4:fp32:0x4": "block: got",
+        "int9:fp32:row": "or INT4 to INT8. Did you mean 'INT8'", "e1m2:fp32:row": "EXMY with X from 2 to 6",
+        "int4:ue5m9:row": "scale: got 'ue5m9'.*UEXMY with X from 2 to 7", "int4:bf16:row": "scale: got 'bf16'",
+        "int4:fp32:0x4": "block: got",
         "int4:fp32:row:tensor": "needed None for this scale format",
     }.items():  # fmt: skip
         with pytest.raises(InvalidValueError, match=message):

@@ -10,8 +10,8 @@ import torch
 import microfloat.torch as mf
 from microfloat import reference
 from microfloat.chips import Chip
-from microfloat.errors import InvalidValueError
-from microfloat.formats import E2M1, E2M3, SCALE_E4M3, ScaledFormat
+from microfloat.errors import InvalidTypeError, InvalidValueError
+from microfloat.formats import E2M1, E2M3, SCALE_E4M3, SCALE_E8M0, SCALE_FP32, ScaledFormat
 from microfloat.passes.matrix import kernel_cast
 from microfloat.recipes import Cast, CustomRecipe, Gemm, Recipe
 from microfloat.routes import route_of
@@ -81,7 +81,14 @@ def test_a_rule_by_value_is_checked_and_a_stock_one_keeps_its_name():
         Cast("mxfp4", ScaleRule("floor", SCALE_RULES["floor"].scale, thresholds=7))
     with pytest.raises(InvalidValueError, match=r"a rule that writes E4M3 scales.*Choose one of two_level"):
         Cast("nvfp4", ScaleRule("mine", SCALE_RULES["floor"].scale, thresholds=7))
+    assert Cast("fp8_1x128", ScaleRule("mine", SCALE_FP32, power_of_two=True)).rule.kind == "ratio"
+    with pytest.raises(InvalidValueError, match="scale: got E8M0, needed a scale format with a mantissa"):
+        TwoLevel.of(E2M1, SCALE_E8M0)
+    with pytest.raises(InvalidValueError, match=r"headroom: got 0, needed a number from 0\.25 to 4"):
+        TwoLevel.of(E2M1, UE5M3, headroom=0)
     fmt = ScaledFormat("mine", E2M1, UE5M3, (1, 16), "tensor")
+    with pytest.raises(InvalidTypeError, match=r"TwoLevel\.capacity: got str"):
+        Cast(fmt, ScaleRule("mine", UE5M3, two_level=TwoLevel("a")))
     with pytest.raises(InvalidValueError, match=r"TwoLevel\.smallest_amax: got .*, needed a float32 number in \["):
         Cast(fmt, ScaleRule("mine", UE5M3, two_level=TwoLevel(688128.0, 0.125, largest_scale=448.0)))
     with pytest.raises(InvalidValueError, match=r"TwoLevel\.inverse_max: got 0\.1, .*Use 0\.10000000149011612"):
