@@ -235,6 +235,21 @@ def bits(fmt: str) -> float:
     return 8 * bytes_of(layout_of(as_cast(fmt), 4096, 4096)) / 4096**2
 
 
+def served_table() -> str:
+    """Layers as `quantize_` makes them without further options: ratios to bf16 by rows of x and config."""
+    rows = [row for row in rows_of(RESULTS / "served_h200.json") if row["id"].startswith("d.served.")]
+    configs = list(dict.fromkeys(row["recipe"] for row in rows))
+    cells = [
+        [
+            str(m),
+            *(span([row["ratio"] for row in rows if (row["shape"][0], row["recipe"]) == (m, one)]) for one in configs),
+        ]
+        for m in dict.fromkeys(row["shape"][0] for row in rows)
+    ]
+    named = [f"FP8 x `{one.removeprefix('a8.')}`" if one.startswith("a8.") else f"`{one}`" for one in configs]
+    return f"{table(['tokens', *named], cells)}\n\n{sources('served_h200')}"
+
+
 def serving_table() -> str:
     """What calls are like -> a config, with its bits and its speed on an H100 and an H200."""
 
@@ -247,7 +262,8 @@ def serving_table() -> str:
                 and "ratio" in row and all(row["extra"][key] == value for key, value in extra.items())]  # fmt: skip
 
     def weight_only(fmt: str) -> list[str]:
-        return [f'`WeightOnly("{fmt}")`', f"{bits(fmt):.2f}", *(speeds(fmt, size) for size in ("m1", "m64", "prefill"))]
+        name = f'`WeightOnly("{fmt}", prefill=None)`'
+        return [name, f"{bits(fmt):.2f}", *(speeds(fmt, size) for size in ("m1", "m64", "prefill"))]
 
     kept = [row["ratio"] for row in rows_of(RESULTS / "decode_h200.json") if row["id"].startswith("d.kept.nvfp4")]
     few, many = (speeds("nvfp4", size) for size in ("m1", "m64"))
@@ -255,8 +271,11 @@ def serving_table() -> str:
     cells = [
         ["a few tokens at a time, least memory", *weight_only("nvfp4")],
         ["the same, with the error of eight bits", *weight_only("fp8_row")],
-        ["batches of 65 tokens and more, memory to spare", '`WeightOnly("nvfp4", prefill="dequantized")`',
-         f"{codes:.2f} + 16", few, many, span(kept, 1)],
+        ["any number of tokens, memory to spare", '`WeightOnly("nvfp4")`', f"{codes:.2f} + 16", few, many,
+         span(kept, 1)],
+        ["batches of tens to thousands of tokens", '`WeightActivation("nvfp4", activation="fp8_row")`',
+         f"{codes:.2f} + 8", *(span(decode_ratios("served_h200", "d.served.a8", size)["a8.nvfp4"], 1)
+                               for size in ("m1", "m64", "m4096"))],
         ["long prompts, and few tokens after them", '`WeightOnly("nvfp4", prefill="folded")`', f"{codes:.2f} + 8", few,
          many, span(by_id("d.prompt.nvfp4"), 1)],
         ["mostly prompts or large batches", '`WeightActivation("fp8_row")`', f"{bits('fp8_row'):.2f}", "", "",
@@ -267,7 +286,7 @@ def serving_table() -> str:
     header = ["your calls have", "take", "bits per weight", "1 token", "64 tokens", "4096 tokens"]
     text = (
         "Speed of a product, `F.linear` in bfloat16 = 1, over three sizes of weights: on an H100; on an H200. A single "
-        f"range is that of an H200. Empty: not measured. {sources('decode', 'decode_h200')}"
+        f"range is that of an H200. Empty: not measured. {sources('decode', 'decode_h200', 'served_h200')}"
     )
     return f"{table(header, cells)}\n\n{text}"
 
@@ -381,6 +400,7 @@ BLOCKS = [
     (_page("inference.md"), "measured: decode", functools.partial(decode_table, "decode")),
     (_page("inference.md"), "measured: decode_h200", functools.partial(decode_table, "decode_h200")),
     (_page("inference.md"), "measured: prompts", prompt_table),
+    (_page("inference.md"), "measured: served", served_table),
     (_page("recipes.md"), "measured: cpu_quantize", cpu_table),
     (_page("jax.md"), "measured: jax_linear", jax_table),
     (_page("distributed.md"), "measured: fsdp", functools.partial(ranks_table, "fsdp", "fsdp_h100")),
