@@ -317,6 +317,34 @@ def test_a_sick_layer_is_named_first_with_the_likely_reason(recipe, fault, gemm,
     assert w.table().splitlines()[3].startswith("layers.b")
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.slow("trains a model of a report")
+def test_two_sick_layers_of_sixteen_are_named_first():
+    """issue 39: a norm with one large gain, and a few outliers of a weight, were rows 53 and beyond of 192."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(8)))
+    model[5].down.weight.data[3, :7] *= 400
+    model[2].norm.weight.data[5] = 3000.0
+    mf.convert(model, "nvfp4")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    with mf.watch(model, every=5) as w:
+        for _ in range(16):
+            x = torch.randn(64, 128)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {one.module for one in w.worst(20) if one.reason} == {"2.down", "2.up", "5.down"}
+    assert w.worst(1)[0].module == "2.down"
+
+
 def test_outliers_that_a_format_holds_are_none():
     torch.manual_seed(0)
     model = Apart("mxfp8")
