@@ -215,10 +215,8 @@ class ScaleFormat:
             remedy = 'Accepted: ScaleFormat("UE5M3", exponent_bits=5, mantissa_bits=3, bias=15).'
             raise invalid_value("ScaleFormat.name", f"{self.name!r} with {given}", needed, remedy)
         if exponent < 1 or mantissa < 0 or not 3 <= exponent + mantissa <= 8:
-            got = f"{exponent} + {mantissa}"
-            raise invalid_value(
-                "ScaleFormat.exponent_bits + mantissa_bits", got, "1 or more + 0 or more, 3 to 8 in all"
-            )
+            needed = "1 or more + 0 or more, 3 to 8 in all"
+            raise invalid_value("ScaleFormat.exponent_bits + mantissa_bits", f"{exponent} + {mantissa}", needed)
         vars(self).update(bits=check_int("ScaleFormat.bits", self.bits or exponent + mantissa, exponent + mantissa, 8))
         top = (1 << exponent) - 1
         low, high = (top - 59, min(61 - mantissa, top)) if mantissa else (top - 127, 126)
@@ -406,13 +404,10 @@ MXFP4 = ScaledFormat("mxfp4", E2M1, SCALE_E8M0, (1, 32))
 NVFP4 = ScaledFormat("nvfp4", E2M1, SCALE_E4M3, (1, 16), "tensor")
 NVFP4_ROW = ScaledFormat("nvfp4_row", E2M1, SCALE_E4M3, (1, 16), "row")
 NVFP4_2D = ScaledFormat("nvfp4_2d", E2M1, SCALE_E4M3, (16, 16), "tensor")
-FORMATS = {
-    fmt.name: fmt
-    for fmt in (
-        FP8_TENSOR, FP8_TENSOR_E5M2, FP8_ROW, FP8_ROW_E5M2, FP8_1x128, FP8_1x128_E5M2, FP8_128x128, FP8_128x128_E5M2,
-        MXFP8, MXFP8_E5M2, MXFP6_E2M3, MXFP6_E3M2, MXFP4, NVFP4, NVFP4_ROW, NVFP4_2D,
-    )
-}  # fmt: skip
+FORMATS = {fmt.name: fmt for fmt in tuple(globals().values()) if isinstance(fmt, ScaledFormat)}
+
+
+ELEMENT_NAME = re.compile(r"E([2-6])M([0-6])|INT([4-8])", re.IGNORECASE)
 
 
 def get_element(element: ElementFormat | str, argument: str = "element") -> ElementFormat:
@@ -426,7 +421,7 @@ def get_element(element: ElementFormat | str, argument: str = "element") -> Elem
     if not isinstance(element, str):
         raise invalid_type(argument, type(element), "an ElementFormat or its name, such as 'E4M3'")
     name = element.upper()
-    said = re.fullmatch(r"E([2-6])M([0-6])|INT([4-8])", name)
+    said = ELEMENT_NAME.fullmatch(name)
     exponent, mantissa = (int(said[1] or 1), int(said[2] or int(said[3] or 0) - 2)) if said else (0, 0)
     if name in ELEMENTS or not 3 <= exponent + mantissa <= 7:
         if name not in ELEMENTS:
@@ -451,18 +446,18 @@ def get_scale(scale: str) -> ScaleFormat:
     return ScaleFormat(name, None, int(said[1]), int(said[2]), (1 << int(said[1]) - 1) - 1)
 
 
-def get_format(name: str) -> ScaledFormat:
+def get_format(name: str, argument: str = "name") -> ScaledFormat:
     """The stock ScaledFormat of a lower-case name such as "mxfp8", or the one that parts say.
 
     They are ELEMENT:SCALE:BLOCK, and perhaps the tensor scale: "int4:fp32:1x32", "e2m1:ue5m3:1x16:tensor",
     "e3m0:e8m0:row".
     """
     if not isinstance(name, str):
-        raise invalid_type("name", type(name), "a format name such as 'mxfp8'")
+        raise invalid_type(argument, type(name), "a format name such as 'mxfp8'")
     if name in FORMATS:
         return FORMATS[name]
     if not 3 <= len(parts := name.split(":")) <= 4:
-        raise unknown_name("name", name, FORMATS, _PARTS if len(parts) > 1 else "")
+        raise unknown_name(argument, name, FORMATS, _PARTS if len(parts) > 1 or ELEMENT_NAME.fullmatch(name) else "")
     blocks: dict[str, tuple] = {"row": (1, None), "tensor": (None, None)}
     size = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", parts[2])
     if not size and parts[2] not in blocks:

@@ -142,6 +142,7 @@ def test_names_say_formats():
     assert Cast("int8:fp32:tensor").scale_rule == "amax"
     assert formats.get_scale("ue4m3") == formats.SCALE_E4M3
     for name, message in {
+        "int4": "The parts of a format are ELEMENT:SCALE:BLOCK",
         "int4:ue5m3": "The parts of a format are ELEMENT:SCALE:BLOCK", "int4:fp32:7": "block: got '7'",
         "int9:fp32:row": "or INT4 to INT8. Did you mean 'INT8'", "e1m2:fp32:row": "EXMY with X from 2 to 6",
         "int4:ue5m9:row": "scale: got 'ue5m9'.*UEXMY with X from 2 to 7", "int4:bf16:row": "scale: got 'bf16'",

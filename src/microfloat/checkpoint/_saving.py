@@ -368,7 +368,7 @@ def family_for(record: Record, format: str) -> Family | None:
     if format not in able:
         raise invalid_value(
             record.name, f"the format {record.format.name} for {format}", f"a format that {format} can hold",
-            f"Families that can: {', '.join(able)}.",
+            f"Families that can: {', '.join(able) or 'none, as it is a format of your own'}.",
         )  # fmt: skip
     return next(family for family in SAVED[format] if family.holds(record.format))
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
-from microfloat.formats import FORMATS, ScaledFormat, get_format
+from microfloat.formats import ELEMENT_NAME, FORMATS, ScaledFormat, get_format
 from microfloat.scale_rules import ScaleRule, resolve_scale_rule, rule_of
 
 _KEYS: "dict[HashOnce, object]" = {}  # see `HashOnce._key`
@@ -297,8 +297,8 @@ def as_scaled_format(fmt: ScaledFormat | str, argument: str = "format") -> Scale
             "A Recipe has six Casts; take the format of one, for example recipe.fprop.rhs.format." if _is_recipe(fmt)
             else "",
         )  # fmt: skip
-    if ":" in fmt:
-        return get_format(fmt)
+    if ":" in fmt or ELEMENT_NAME.fullmatch(fmt):
+        return get_format(fmt, argument)
     if fmt not in FORMATS:
         raise unknown_name(argument, fmt, FORMATS, " ".join(filter(None, (hint(fmt) for hint in HINTS))))
     return FORMATS[fmt]

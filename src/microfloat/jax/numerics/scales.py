@@ -130,10 +130,7 @@ def _f32_bits(value: float) -> np.uint32:
 
 
 def _e8m0(tiles: Array, cast: Cast) -> BlockScales:
-    """``b = clamp(E(a) - emax + (M(a) >= threshold), 0, 254)``, 255 for NaN and Inf; encode by 2^(127 - b).
-
-    Other powers of two store ``b - lowest``, with b between the exponent fields of their smallest and largest value.
-    """
+    """``b = clamp(E(a) - emax + (M(a) >= threshold), 0, 254)``, 255 for NaN and Inf; encode by 2^(127 - b)."""
     element, scale = cast.format.element, cast.format.scale
     bits = _block_max(magnitude_bits(tiles))
     exponent, mantissa = (bits >> 23).astype(jnp.int32), bits & _MANTISSA

@@ -53,10 +53,7 @@ def saturates(cast: Cast) -> bool:
 
 
 def e8m0_scales(amax_bits: torch.Tensor, cast: Cast) -> BlockScales:
-    """``b = clamp(E - emax + (M >= threshold), 0, 254)``, 255 for NaN or Inf; encode by 2^(127 - b).
-
-    Other powers of two store ``b - lowest``, with b between the exponent fields of their smallest and largest value.
-    """
+    """``b = clamp(E - emax + (M >= threshold), 0, 254)``, 255 for NaN or Inf; encode by 2^(127 - b)."""
     element, scale = cast.format.element, cast.format.scale
     carry = (1 << 23) - e8m0_threshold(cast.rule, element)  # the bump, as a carry out of the mantissa
     last = scale.lowest + scale.nan_code
