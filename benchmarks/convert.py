@@ -139,7 +139,7 @@ def measure(source: Path, folder: Path, target: str, repetitions: int) -> Iterat
         yield {
             "target": target, "way": way, "seconds": [round(pair[0], 3) for pair in pairs],
             "read_mb_per_s": round(report.bytes_read / seconds / 1e6), "bytes_read": report.bytes_read,
-            "bytes_written": report.bytes_written, "profile_s": profile,
+            "bytes_written": report.bytes_written, "peak_bytes": report.peak_bytes, "profile_s": profile,
             "bound_by": max((*KINDS, "python"), key=profile.__getitem__),
         }  # fmt: skip
     yield {"target": target, "way": "floor", **floors(source, target, report.bytes_written, folder)}

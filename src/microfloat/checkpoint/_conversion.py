@@ -1,5 +1,6 @@
 """`convert`: one checkpoint into another format, module by module, verified, and the report about it."""
 
+import contextlib
 import functools
 import math
 import os
@@ -67,6 +68,7 @@ class Report:
     bytes_read: int = 0
     bytes_written: int = 0
     seconds: float = 0.0
+    peak_bytes: int | None = None
     shards: list[str] = field(default_factory=list)
     resumed_shards: int = 0
     verified: bool = False
@@ -100,6 +102,8 @@ class Report:
         }
         if self.resumed_shards:
             rows["resumed"] = f"{self.resumed_shards} of {len(self.shards)} files were complete"
+        if self.peak_bytes is not None:
+            rows["peak memory"] = _megabytes(self.peak_bytes)
         if self.worst is not None:
             is_exact = self.worst.sqnr_db == math.inf
             rows["worst layer"] = "all are exact" if is_exact else f"{self.worst.name}: {self.worst.sqnr_db:.2f} dB"
@@ -222,6 +226,26 @@ def _put_decoded(step: Step, put: Put) -> None:
     put_all(step.beside, put)
 
 
+def _held() -> int | None:
+    """Bytes that the process holds beside mapped files; None where there is no /proc."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), None)
+    return None
+
+
+def _observed(job: Job, held: list[int | None]) -> Job:
+    """The same job, which notes the memory that is held whenever a piece was written."""
+
+    def fill(put: Put) -> None:
+        def put_and_look(name: str, array: np.ndarray, start: int) -> None:
+            put(name, array, start)
+            held.append(_held())
+
+        job.fill(put_and_look)
+
+    return Job(job.entries, fill)
+
+
 # ---- the call ----------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +293,8 @@ def convert(
     report, notes = Report(str(src), str(dst), to), Notes(list)
     steps = decide(checkpoint, target, patterns, kinds, notes, placement)
     amaxes, measured, inexact = dict[str, np.ndarray](), dict[str, float](), dict[str, int]()
-    jobs = [job_of(step, amaxes) for step in steps]
+    held: list[int | None] = []
+    jobs = [_observed(job_of(step, amaxes), held) for step in steps]
     files = {path: path.stat() for path in sorted(locate(src).files.values())}
     identity = {
         "version": __version__, "to": to, "scale_rule": scale_rule, "four_over_six": four_over_six,
@@ -299,6 +324,7 @@ def convert(
     report.bytes_read = sum(found.st_size for found in files.values())
     report.bytes_written, report.shards, report.resumed_shards = written.nbytes, written.shards, written.resumed
     report.verified, report.seconds = verify, time.perf_counter() - started
+    report.peak_bytes = max((size for size in held if size is not None), default=None)
     return report
 
 
