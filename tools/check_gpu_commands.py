@@ -82,7 +82,7 @@ def chains(out: Path, device: str) -> dict[str, Chain]:
     model, made, train = out / "model", out / "made", out / "train"
     found = {
         "bench": Chain(240, (
-            microfloat(*bench, *every, "--csv", out / "bench.csv"),
+            microfloat(*bench, *every, "--csv", out / "bench.csv", "--plot", out / "bench.png"),
             Command(("tools/check_gpu_commands.py", "--save", str(out / "bench.json"), *map(str, bench), "--json")),
             microfloat(*bench, "--baseline", out / "bench.json", "--tolerance", 900),
             *([microfloat("bench")] if is_gpu else []),
@@ -115,7 +115,7 @@ def chains(out: Path, device: str) -> dict[str, Chain]:
             Command(("tools/check_gpu_commands.py", "--folder", str(model))),
             microfloat("inspect", model, "--plot", out / "inspect.png"),
             microfloat("convert", model, made, "--to", "ct:nvfp4"),
-            microfloat("inspect", made), microfloat("diff", model, made),
+            microfloat("inspect", made), microfloat("diff", model, made, "--plot", out / "diff.png"),
             microfloat("plan", model, "--bits", 6, "--out", out / "plan.json"),
         )),
         "equinox_linear": Chain(120, (example("equinox_linear"),)),

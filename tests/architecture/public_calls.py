@@ -146,7 +146,7 @@ def commands(folder):
         ["formats"], ["formats", "nvfp4", "--plot", picture], ["formats", "encode", "0.3", "--as", "e2m1"],
         ["inspect", model, "--format", "nvfp4"], ["inspect", model, "--plot", picture],
         ["inspect", "--hub", "owner/name"],
-        ["convert", model, made, "--to", "ct:nvfp4"], ["diff", model, made],
+        ["convert", model, made, "--to", "ct:nvfp4"], ["diff", model, made, "--plot", picture],
         ["plan", model, "--bits", "6"], bench,
     ]  # fmt: skip
 

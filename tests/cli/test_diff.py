@@ -117,18 +117,21 @@ def test_tensors_that_only_one_has_and_other_shapes(microfloat, tmp_path):
     assert max(map(len, text.splitlines())) <= 40
 
 
-def test_a_quantized_copy_against_its_original(microfloat, tmp_path):
+def test_a_quantized_copy_against_its_original_with_a_picture(microfloat, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from microfloat import reference
 
     model = llama(tmp_path)
     x = np.random.default_rng(1).normal(size=(16, 64)).astype(np.float32)  # what nvfp4_file quantizes
     write(tmp_path / "plain.safetensors", {"model.layers.0.mlp.up_proj.weight": x})
-    done = microfloat("diff", tmp_path / "plain.safetensors", nvfp4_file(tmp_path), "--json")
+    path = tmp_path / "errors.png"
+    done = microfloat("diff", tmp_path / "plain.safetensors", nvfp4_file(tmp_path), "--plot", path, "--json")
     (row,) = done.json["tensors"]
     noise = np.square(reference.dequantize(reference.quantize(x, "nvfp4")).astype(np.float64) - x).sum()
     assert row["sqnr_db"] == pytest.approx(10 * math.log10(np.square(x, dtype=np.float64).sum() / noise), abs=1e-3)
     assert row["formats"] == ["float32", "nvfp4"]
-    assert microfloat("diff", model, model).code == 0
+    assert path.stat().st_size > 10_000
+    assert microfloat("diff", model, model, "--plot", tmp_path / "equal.png").code == 0
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,7 @@ def test_a_quantized_copy_against_its_original(microfloat, tmp_path):
         (["A", "A", "--layers", "nothere"], "--layers"),
         (["A", "A", "--bytes", "--threshold-db", "3"], "--threshold-db"),
         (["A", "A", "--threshold-db", "nan"], "finite"),
+        (["A", "A", "--plot", "x"], "--plot"),
     ],
 )
 def test_a_wrong_question_exits_2(microfloat, pair, tmp_path, words, named):

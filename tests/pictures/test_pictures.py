@@ -10,6 +10,7 @@ from microfloat import pictures
 from microfloat.errors import InvalidValueError, MissingPackageError
 from microfloat.formats import E2M1, ELEMENTS, FORMATS, ElementFormat
 from microfloat.pictures.checkpoints import Layer, overview
+from microfloat.pictures.errors import ErrorCounts, error_against_magnitude
 from microfloat.pictures.formats import magnitudes
 from microfloat.recipes import RECIPES
 
@@ -60,6 +61,14 @@ def test_titles_and_labels_of_many_formats_and_long_names_do_not_overlap():
     assert shown.endswith("query_projection")
 
 
+def test_values_that_become_zero_have_their_median_on_the_line_of_100_percent():
+    counts, x = ErrorCounts(), np.array([1.0, 1.3, 3.0])
+    counts.add(x, x)
+    figure = error_against_magnitude(counts, {"w": 0.0})
+    (middle,) = [line for line in figure.axes[0].lines if "median" in str(line.get_label())]
+    assert {float(y) for y in middle.get_ydata() if y == y} == {0.0}
+
+
 def test_a_result_that_is_nan_is_the_worst_and_shares_end_at_100():
     layers = [Layer(f"layers.{i}.up.weight", 1.0, 4.0, {"mxfp8": value}) for i, value in enumerate((9.0, np.nan, 31.0))]
     figure = overview(layers, {"as stored": 16.0}, {"mxfp8": {-3: 1.0}}, "title")
@@ -76,6 +85,17 @@ def test_labels_of_values_do_not_overlap():
         boxes = sorted((text.get_window_extent() for text in figure.axes[0].texts), key=lambda box: box.x0)
         assert len(boxes) >= 3
         assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
+
+
+def test_errors_are_counted_by_magnitude():
+    counts = ErrorCounts()
+    counts.add(np.array([1.0, 1.0, 2.0, 0.0], np.float32), np.array([0.0, 0.25, 0.5, 9.0]))
+    counts.add(np.array([2.0**-60]), np.array([2.0**-80]))  # beyond the picture: at its border
+    assert counts.exact.sum() == 1
+    assert counts.counts.sum() == 3
+    np.testing.assert_array_equal(np.argwhere(counts.counts)[1:] - np.argwhere(counts.counts)[1], [[0, 0], [4, 0]])
+    assert np.argwhere(counts.counts)[0].tolist() == [0, 0]
+    assert error_against_magnitude(counts, {"w": float("nan"), "v": 20.0}, 21.0).axes
 
 
 @pytest.mark.parametrize("fields", [("E3M4", 3, 4, 3, 31.0), ("E1M6", 1, 6, -1, 7.9375), ("E4M2", 4, 2, 7, 448.0)])

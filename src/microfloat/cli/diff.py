@@ -15,6 +15,7 @@ from microfloat.errors import invalid_value
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Checkpoint, Record
+    from microfloat.pictures.errors import ErrorCounts
 
 _MOST_LINES = 24
 ELEMENTS = 1 << 22  # that are compared at a time
@@ -47,6 +48,7 @@ def diff(
     compare_bytes: Annotated[
         bool, typer.Option("--bytes", help="Compare stored bytes; name the first that differs in each tensor.")
     ] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw error against magnitude.")] = None,
     source: Source = "auto",
     hub: Hub = False,
 ) -> int:
@@ -56,9 +58,9 @@ def diff(
     microfloat diff model/ model-nvfp4/ --threshold-db 18
     microfloat diff a.safetensors b.safetensors --bytes
     """
-    if compare_bytes and threshold_db is not None:
-        remedy = "Compare values without --bytes."
-        raise invalid_value("--threshold-db", "it together with --bytes", "one of them", remedy)
+    if compare_bytes and (plot is not None or threshold_db is not None):
+        option = "--plot" if plot is not None else "--threshold-db"
+        raise invalid_value(option, "it together with --bytes", "one of them", "Compare values without --bytes.")
     if threshold_db is not None and not math.isfinite(threshold_db):
         raise invalid_value("--threshold-db", threshold_db, "a finite number")
     pattern = layers_pattern(layers)
@@ -79,7 +81,7 @@ def diff(
     if compare_bytes:
         found = _bytes(output, first, second, common)
     else:
-        found = _values(output, first, second, common, threshold_db)
+        found = _values(output, first, second, common, threshold_db, plot)
     for key, where in (("only_a", a), ("only_b", b)):
         if only[key]:
             names = ", ".join(only[key][:8]) + (", ..." if len(only[key]) > 8 else "")
@@ -91,10 +93,17 @@ def diff(
 
 
 def _values(
-    output: Output, first: "Checkpoint", second: "Checkpoint", names: list[str], threshold: float | None
+    output: Output, first: "Checkpoint", second: "Checkpoint", names: list[str], threshold: float | None,
+    plot: Path | None,
 ) -> bool:  # fmt: skip
     """The table of errors; True if a tensor is below the threshold or cannot be compared."""
-    rows = [_compared(name, first[name], second[name], threshold) for name in output.each("comparing", names)]
+    from microfloat.pictures.errors import ErrorCounts, error_against_magnitude
+
+    counts = ErrorCounts()
+    rows = [
+        _compared(name, first[name], second[name], counts if plot is not None else None, threshold)
+        for name in output.each("comparing", names)
+    ]
 
     def badness(row: dict[str, Any]) -> float:
         value = row["sqnr_db"]
@@ -114,10 +123,17 @@ def _values(
         output.say(f"{len(below) or 'None'} below {threshold:g} dB.", "bold red" if below else "")
     if len(bad) > len(below):
         output.say(f"{len(bad) - len(below)} cannot be compared.", "bold red")
+    if plot is not None:
+        from microfloat.pictures import save
+
+        ranking = {row["name"]: row["sqnr_db"] for row in others if row["sqnr_db"] is not None}
+        output.drew(save(error_against_magnitude(counts, ranking, threshold), plot))
     return bool(bad)
 
 
-def _compared(name: str, a: "Record", b: "Record", threshold: float | None) -> dict[str, Any]:
+def _compared(
+    name: str, a: "Record", b: "Record", counts: "ErrorCounts | None", threshold: float | None
+) -> dict[str, Any]:  # fmt: skip
     """One row: sums over slabs of both tensors, over the elements that are finite in A."""
     from microfloat.checkpoint._casting import slabs, tile_rows
 
@@ -140,6 +156,8 @@ def _compared(name: str, a: "Record", b: "Record", threshold: float | None) -> d
         signal += float(np.square(x, dtype=np.float64, where=finite, out=np.zeros(x.shape)).sum())
         noise += float(np.square(error).sum())
         largest = float(np.maximum(largest, np.abs(error).max(initial=0.0)))  # NaN where there is one
+        if counts is not None:
+            counts.add(x[finite], error[finite])
     row |= {"max_abs": largest, "relative": math.sqrt(noise / signal) if signal else (math.inf if noise else 0.0)}
     row["sqnr_db"] = math.inf if noise == 0 else math.nan
     if noise and signal and math.isfinite(noise):

@@ -1,4 +1,4 @@
-"""Pictures of formats, checkpoints and trainings: data in, a matplotlib Figure out, one style for all.
+"""Pictures of formats, checkpoints and errors: data in, a matplotlib Figure out, one style for all.
 
 The functions take arrays and names, and nothing of a framework. matplotlib is imported when a picture is made (extra
 `plot`), and without pyplot, so no window system is needed and no global state changes.
