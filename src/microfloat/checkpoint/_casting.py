@@ -30,9 +30,7 @@ def tile_rows(record: Record) -> int:
 
 
 def slabs(record: Record, multiple: int = 1, elements: int = _SLAB) -> Iterator[tuple[int, Record]]:
-    """(expert, record of some of its rows [R, K]) in order, of about so many elements; R is a multiple of `multiple`
-    but for the last rows.
-    """
+    """(expert, record of some of its rows [R, K]) in order; R is a multiple of `multiple` but for the last rows."""
     rows, length = (1, 1, *record.logical_shape)[-2:]
     step = math.lcm(multiple, tile_rows(record))
     step *= max(elements // max(length, 1) // step, 1)

@@ -22,9 +22,7 @@ _PATTERNS = "names of modules, wildcards or 're:' patterns"
 
 
 def module_of(name: str) -> str:
-    """The module of a weight, as configurations name it: without the last part `weight`. Stacked experts, and a weight
-    that is named nothing else, are named by themselves.
-    """
+    """The module of a weight as configurations name it: without `weight`; stacked experts by their whole name."""
     return name.removesuffix(".weight")
 
 
@@ -41,9 +39,7 @@ def stacked_name(name: str) -> tuple[str, int, int] | None:
 
 
 def parts_of_stacked(name: str) -> tuple[str, ...]:
-    """The names of a stacked parameter's parts, in the order of their rows, with {} for the number of the expert; none
-    for other names.
-    """
+    """The names of a stacked parameter's parts in the order of their rows, {} for the number of the expert; or none."""
     layer, _, key = name.rpartition(".")
     leaf = "bias" if key.endswith("_bias") else "weight"
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(key.removesuffix("_bias"), ())

@@ -160,8 +160,7 @@ class Facts:
 
     `dtype`, `model_type`: the model's. `hidden`: its hidden size, if the configuration tells. `turned`: its plain
     experts are stored [E, K, N]. `alternate`: of experts that are one tensor of each kind, if gate and up alternate.
-    `has_cache`: its configurations speak of scales for the KV cache. `gates`:
-    `gates_of_mlps`.
+    `has_cache`: its configurations speak of scales for the KV cache. `gates`: `gates_of_mlps`.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -296,9 +295,7 @@ _NOTHING = "Choose another target; what a quantized source leaves plain is cast 
 
 
 def arranged(records: Iterable[Record], target: Target, source: Facts) -> list[Record]:
-    """The records, with experts that the source stacks taken apart where the target's readers expect a matrix for each,
-    and with numbered ones put together where a plain model has one tensor.
-    """
+    """The records, with experts taken apart or put together as the readers of the target expect them."""
     if source.alternate is None or (target.written is not None and target.written.stacked):
         return list(records)
     if target.written is None:
@@ -431,9 +428,7 @@ def _cast_step(record: Record, target: Target, dtype: np.dtype) -> Step:
 
 
 def _activation_under(record: Record, target: Target) -> Activation:
-    """The input of a layer under the target, whatever the source: a static scale is kept where the target has such
-    scales, in the unit of its format; other inputs are quantized as the name of the target says.
-    """
+    """The input of a layer as the target names it, or with the static scale of the source where the target has one."""
     assert target.written is not None
     cast, scheme, fmt = target.written.cast, target.written.activation, target.written.activation_format
     stored, of_input = record.activation.get("scale"), record.activation.get("format")
@@ -533,9 +528,7 @@ def _share(steps: list[Step], members: list[int], key: str, target: Target, note
 
 
 def _keep_bare(steps: list[Step], records: Sequence[Record], target: Target, source: Facts, notes: Notes) -> None:
-    """Layers without the static input scale that the target announces: beside others that have one they stay in high
-    precision; where none has one all are weight-only, and announced so.
-    """
+    """Layers without the static input scale of the target: plain beside others that have one, else weight-only."""
     bare = [i for i, step in enumerate(steps) if step.action in QUANTIZED and step.activation.get("scale") is None]
     if len(bare) == sum(step.action in QUANTIZED for step in steps):
         notes[

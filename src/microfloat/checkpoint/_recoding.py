@@ -17,9 +17,7 @@ _FOLDED = ((1, 128), (128, 128))
 
 
 def recodes(source: ScaledFormat, target: ScaledFormat, scale_dtype: np.dtype) -> bool:
-    """True where values of `source` are written in `target` without a new scale; FP32 scales are stored as
-    `scale_dtype`, which holds the powers of two of float32, or there is no recoding.
-    """
+    """True where values of `source` are written in `target` without a new scale; `scale_dtype` holds FP32 scales."""
     if source == MXFP4 and target == NVFP4:
         return True
     is_mx = source.scale.name == "E8M0" and source.block == (1, _BLOCK) and source.element != E5M2

@@ -320,9 +320,7 @@ def put_all(tensors: Mapping[str, np.ndarray], put: Put) -> None:
 
 
 def _with_known_inputs(records: Sequence[Record], families: Sequence[Family | None], format: str) -> list[Record]:
-    """Records as configurations describe them: weight-only, with a warning, where the family stores a scale of the
-    input and a record has none. A record that was read from a file keeps the activations of that file.
-    """
+    """The records as configurations describe them: weight-only, with a warning, without an input scale to store."""
     lost = [one.name for one, family in zip(records, families, strict=True) if family and _loses_inputs(one, family)]
     if lost:
         warnings.warn(

@@ -49,9 +49,7 @@ _OTHERS = {
 
 
 def read_json(text: bytes, tensor: str) -> tuple[Any, list[Finding]]:
-    """Value of a JSON text and what is wrong with it: not UTF-8, no JSON, too deep, NaN, keys that occur twice, and
-    escapes for halves of characters, which no file and no terminal can hold.
-    """
+    """Value of a JSON text and what is wrong with it: encoding, depth, NaN, repeated keys, halves of characters."""
     found: list[Finding] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -36,10 +36,7 @@ _NOT_CODES = (*REAL, "BOOL", "C64", "I64", "U64")  # integers of 64 bits are ind
 
 @dataclass(frozen=True)
 class Contents:
-    """The parameters of a checkpoint: quantized ones with their tensors, plain ones, and the findings about them.
-
-    `format` is the family that the caller named.
-    """
+    """The parameters of a checkpoint and the findings about them; `format` is the family that the caller named."""
 
     entries: dict[str, Entry]
     plain: dict[str, Stored]
@@ -86,9 +83,7 @@ def contents_of(folder: Folder, tensors: Container, format: str = "auto") -> Con
 
 
 def _contradictions(contents: Contents) -> tuple[int, int]:
-    """Number of quantized parameters that the first configuration describes wrongly, and of scales that it announces
-    and the file lacks; more than all parameters where it is not read or describes another file.
-    """
+    """Number of parameters and scales that the first configuration says wrongly; more than all where it is not read."""
     first, entries = contents.announcements[0], contents.entries.values()
     if first.refusal or (first.families and not entries):
         return len(entries) + 1, 0

@@ -140,10 +140,7 @@ def _json(root: Path, name: str, found: list[Finding]) -> Any:
 
 
 def _inside(root: Path, name: str, found: list[Finding]) -> Path:
-    """The path of a file of the checkpoint; a link out of its directory is a finding.
-
-    A snapshot of a Hugging Face cache links to the `blobs` of its own repository, which is allowed.
-    """
+    """The path of a file; a link out of the directory is a finding, but for the `blobs` of a Hugging Face cache."""
     path = root / name
     try:
         real, home = path.resolve(), root.resolve()

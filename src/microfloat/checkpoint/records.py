@@ -176,7 +176,8 @@ class Record:
         Of experts that have a scale each in place of the one of a tensor, every row gets that of its expert; with
         `per_expert` they stay as they are, [E]. Experts that end inside of a tile get the scales of their rows.
         """
-        fmt = self._known_format()
+        if (fmt := self.format) is None:
+            raise invalid_type(self.name, f"a plain tensor of {self.codes.dtype}", "a quantized record", "Use .codes.")
         if self.problem is not None or self.scale is None:
             raise checkpoint_error(self.name, [self.problem])
         leading = leading_axes(self.logical_shape, self._axis)
@@ -224,11 +225,6 @@ class Record:
     @property
     def _length(self) -> int:
         return self.logical_shape[self._axis] if self.logical_shape else 1
-
-    def _known_format(self) -> ScaledFormat:
-        if self.format is None:
-            raise invalid_type(self.name, f"a plain tensor of {self.codes.dtype}", "a quantized record", "Use .codes.")
-        return self.format
 
 
 def experts_of(record: Record) -> int:

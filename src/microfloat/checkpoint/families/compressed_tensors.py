@@ -79,10 +79,7 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
 
 
 def _online_transforms(file: str, config: Any) -> list[Finding]:
-    """An error for transforms of activations, without which the weights give other results.
-
-    Those that were multiplied into the weights are only announced, and change nothing.
-    """
+    """An error for transforms of activations; those that were multiplied into the weights change nothing."""
     if not config:
         return []
     groups = config.get("config_groups") if isinstance(config, dict) else None

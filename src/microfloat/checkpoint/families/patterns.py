@@ -119,9 +119,7 @@ class Patterns:
         return self._seen[module]
 
     def around(self, module: str) -> str | None:
-        """The pattern of a module around this one, the nearest first: its name or a wildcard, no expression, of which
-        one that excludes names would cover whole models.
-        """
+        """The pattern of a module around this one, the nearest first; no expression, as one may cover whole models."""
         if not self.texts:
             return None
         found = (self.first(parent) for parent in parents_of(module))

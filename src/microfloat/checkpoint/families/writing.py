@@ -58,10 +58,7 @@ class Configuration(NamedTuple):
 
 
 def lacks_scale(fmt: ScaledFormat, activation: Activation) -> bool:
-    """True for an input that needs a stored scale and has none.
-
-    The block scales of an input of NVFP4 are computed on the way, and its tensor scale is stored.
-    """
+    """True for an input that needs a stored scale (of NVFP4 the tensor scale) and has none."""
     scheme = activation.get("scheme", "none")
     if scheme == "none" or activation.get("scale") is not None:
         return False

@@ -58,14 +58,10 @@ def why_not_experts(module: nn.Module) -> str:
         return "its parameters are computed by a parametrization; convert the model before that"
     if hasattr(module, "products"):
         return f"{kind.__name__} has an attribute named products, under which its products would stand"
-    if not _calls_own_forward(module):
+    # A call may end in the forward of the class through a hook of accelerate's, or through expert parallelism.
+    if "forward" in module.__dict__ and not _bound_forwards(module):
         return "its forward was replaced on the instance (by a hook?); convert the model before that"
     return ""
-
-
-def _calls_own_forward(module: nn.Module) -> bool:
-    """True if a call ends in the forward of the class, also through a hook of accelerate's or expert parallelism."""
-    return "forward" not in module.__dict__ or bool(_bound_forwards(module))
 
 
 def _bound_forwards(module: nn.Module) -> list[tuple[object, str]]:
@@ -99,9 +95,7 @@ def as_experts(name: str, module: nn.Module) -> None:
 
 
 def as_plain_experts(module: ExpertsLayer) -> bool:
-    """Put the class of a converted layer of experts back; False, and pin it to high precision, where FSDP2 has put a
-    class of its own before that.
-    """
+    """Put the class of converted experts back; False, and high precision, where FSDP2 has put its own class before."""
     if type(module) is not experts_class(module._original):
         module.pin(None)
         return False

@@ -254,12 +254,9 @@ def explain(
     recipe: nn.Module, device: torch.device | str | torch.Tensor | tuple | dict | None = None, *, backend: str = "auto"
 ) -> ModelExplanation: ...
 def explain(
-    recipe: Recipe | str | nn.Module,
-    device: Any = None,
-    shape: tuple[int, int, int] | None = None,
-    *,
+    recipe: Recipe | str | nn.Module, device: Any = None, shape: tuple[int, int, int] | None = None, *,
     backend: str = "auto",
-) -> Explanation | ModelExplanation:
+) -> Explanation | ModelExplanation:  # fmt: skip
     """Explain which backend and kernel each GEMM of `recipe` takes on `device`, if it is accelerated, and why.
 
     `device` None: CUDA where there is one, else the CPU. A GPU that this machine lacks goes by its name, its generation
@@ -420,9 +417,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        needed = (
-            "a device that torch knows, such as 'cpu' or 'cuda:0', or a GPU by its name, such as 'h200' or 'sm_100'"
-        )
+        needed = "a device of torch, such as 'cpu' or 'cuda:0', or a GPU by its name, such as 'h200' or 'sm_100'"
         raise invalid_value("device", repr(device), needed) from error
 
 

@@ -63,14 +63,10 @@ __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "p
 
 
 def convert(
-    model: nn.Module,
-    recipe: Recipe | Placement | str | os.PathLike,
-    *,
-    filter: Callable[[str, nn.Module], bool] | None = None,
-    exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    fuse: bool = False,
-    experts: bool = True,
-) -> ConversionReport:
+    model: nn.Module, recipe: Recipe | Placement | str | os.PathLike, *,
+    filter: Callable[[str, nn.Module], bool] | None = None, exclude: Sequence[str] = DEFAULT_EXCLUDE,
+    fuse: bool = False, experts: bool = True,
+) -> ConversionReport:  # fmt: skip
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
     `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad"),
@@ -98,7 +94,10 @@ def convert(
     if all(row.action == "skipped" for row in rows):
         raise nothing_left(model, rows, "convert")
     wishes = [(name, layer, _in_training(layer, wanted)) for name, layer, wanted in wishes]
-    pin_planned(model, wishes)
+    for wish in wishes:
+        pin_layer(*wish)
+    tell_adapters(model)
+    keep_slow_paths(model)
     _share_scales(model)
     fused = fuse_blocks(model, {name for name, _, _ in wishes}) if fuse else ()
     blocks = tuple(ConversionRow(name, None, action, None, what) for name, action, what in fused)
@@ -116,14 +115,6 @@ def report_of(
     report = ConversionReport(tuple(rows), _share(model, running), tuple(unseen), blocks)
     logging.getLogger("microfloat").info("%s", report)
     return report
-
-
-def pin_planned(model: nn.Module, wishes: Sequence[tuple[str, nn.Module, Recipe | None]]) -> None:
-    """Do what `planned_layers` has planned for the layers of a model."""
-    for wish in wishes:
-        pin_layer(*wish)
-    tell_adapters(model)
-    keep_slow_paths(model)
 
 
 def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, remedy: str = "") -> MicrofloatError:
@@ -214,14 +205,9 @@ def planned_layers(
         for module in model.modules()
         if isinstance(module, nn.MultiheadAttention)
     }
-    turned = {id(module) for module in model.modules() if nn.Linear in kinds and is_conv1d(module)}
     held = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     shared = {key for key, times in held.items() if times > 1}
-    layers: list[Any] = [
-        (name, module) for name, module in model.named_modules()
-        if id(module) in turned or (isinstance(module, kinds) and not isinstance(module, ExpertProduct))
-        or (ExpertsLayer in kinds and is_experts(module))
-    ]  # fmt: skip
+    layers = list(named_layers(model, kinds).items())
     shapes = {name: layer_shape(module) for name, module in layers}
     chosen = None
     if isinstance(recipe, Placement):
@@ -256,6 +242,15 @@ def planned_layers(
         rows.append(ConversionRow(name, shape, action, wanted, reason))
         wishes.append((name, module, wanted))
     return rows, wishes
+
+
+def named_layers(model: nn.Module, kinds: tuple[type, ...] = (nn.Linear, GroupedLinear)) -> dict[str, Any]:
+    """The layers that have a weight to quantize, by name."""
+    return {
+        one: module for one, module in model.named_modules()
+        if (isinstance(module, kinds) and not isinstance(module, ExpertProduct)) or is_conv1d(module)
+        or (ExpertsLayer in kinds and is_experts(module))
+    }  # fmt: skip
 
 
 def layer_shape(layer: nn.Module) -> tuple[int, int]:
@@ -345,10 +340,6 @@ def _computes(kind: type, is_parametrized: bool) -> bool:
     return any(name in vars(base) for base in between for name in own)
 
 
-# Attributes of a module whose `forward` accelerate's hooks replace: theirs, and the one that is put back.
-_KEPT_FORWARDS = ("forward", "_old_forward")
-
-
 def _calls_forward_of(module: nn.Module, kind: type) -> bool:
     """True if a call of `module` ends in the forward of its class `kind`, also through a hook of accelerate's."""
     own = module.__dict__
@@ -363,7 +354,7 @@ def _change_class(module: nn.Module, old: type, new: type) -> bool:
     kind = _replaced(type(module), old, new)
     if kind is None or not _calls_forward_of(module, old):
         return False
-    for name in _KEPT_FORWARDS:
+    for name in ("forward", "_old_forward"):  # which a hook of accelerate's puts back
         kept = module.__dict__.get(name)
         if isinstance(kept, MethodType) and kept.__func__ is old.forward:
             module.__dict__[name] = MethodType(new.forward, module)
@@ -423,10 +414,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _dequantize_weight(layer: nn.Module) -> bool:
-    """Turn a weight that exists as codes into its values; False if that took a new Parameter.
-
-    Else the object stays the one that optimizers and layers tied to this one hold.
-    """
+    """Turn a weight of codes into its values, if possible in the same object; False if that took a new one."""
     weight = cast(torch.Tensor, held_weight(layer))
     values = nn.Parameter(weight.detach().dequantize().contiguous(), requires_grad=weight.requires_grad)
     values.grad = weight.grad

@@ -63,10 +63,7 @@ class Whole:
 
 
 class Metadata(NamedTuple):
-    """Message of the hook before a gather to the one after it.
-
-    `sizes`: bytes of each part of a shard, where they are gathered as one buffer of the size that FSDP2 asks for.
-    """
+    """Message of the hook before a gather to the one after it; `sizes`: bytes of each part that one buffer holds."""
 
     shape: torch.Size
     ranks: int

@@ -23,10 +23,7 @@ from microfloat.torch.distributed.tp_shards import Axis
 
 
 class Gathering(NamedTuple):
-    """A gather along `dim`; `shard`: how the tensor lies before it.
-
-    `codes`: the shape of the whole tensor, whose cast gathers codes; None where values are gathered.
-    """
+    """A gather along `dim` of a tensor that lies as `shard`; `codes`: the whole shape where codes are gathered."""
 
     dim: int
     axis: Axis
@@ -197,10 +194,7 @@ def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, Maybe]:
 
 
 class _Gathered(torch.autograd.Function):
-    """The whole tensor of all ranks' parts. Backward returns this rank's part of the sum of all gradients.
-
-    Gradients come through the `Readers`; autograd sees None.
-    """
+    """The whole tensor of all ranks' parts; gradients come through the `Readers`, and autograd sees None."""
 
     @staticmethod
     def forward(ctx: Context, x: torch.Tensor, how: Gathering, readers: Readers, name: str) -> torch.Tensor:

@@ -97,10 +97,7 @@ class RowwiseParallel(_OfLinear, parallel.RowwiseParallel):  # pyright: ignore[r
 
 
 def _is_taken(layer: nn.Module, x: object) -> bool:
-    """True where the layer takes a plain x without a DTensor around it: a shard, in eager mode, under a recipe.
-
-    A layer that was converted after the style was applied has no border, and takes DTensors.
-    """
+    """True where a layer with a border takes a plain shard as x, in eager mode and under a recipe."""
     border: Border | None = layer.__dict__.get("_border")
     return (
         border is not None and type(border.x) is Shard and isinstance(x, torch.Tensor) and not isinstance(x, DTensor)

@@ -142,10 +142,7 @@ def _beside(loaded: Mapping[str, "Record"]) -> dict[str, np.ndarray]:
 
 
 def _place_of(model: nn.Module, name: str) -> str | None:
-    """The module that a scale of a KV cache becomes an attribute of; None where it is no such scale, or has no place.
-
-    It is the one of its name, or the one around that, where the name is that of an engine's module for attention.
-    """
+    """The module, of its name or around that, that gets a scale of a KV cache as an attribute; None for others."""
     from microfloat.checkpoint._modules import CACHE
 
     parent, _, key = name.rpartition(".")
@@ -187,9 +184,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 
 def _sources(model: nn.Module, loaded: Mapping[str, "Record"], tied: Sequence[Sequence[str]]) -> dict[str, str]:
-    """By the name of each parameter or buffer, the record that it is loaded from: its own, or that of another name of
-    it, of which files often hold one. A layer of several names is loaded under the first one, as it is converted.
-    """
+    """The record that each parameter or buffer is loaded from: its own, or that of another name of it."""
     first: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         first.setdefault(id(module), name)
@@ -477,9 +472,7 @@ def _config_of(
 
 
 def _static_amax(record: "Record", config: Config) -> torch.Tensor | None:
-    """The amax whose scale the checkpoint holds: f32(scale * capacity) (spec of the families: amax / capacity), the
-    largest of several; None without a scale, which `calibrate` then measures.
-    """
+    """The amax of the largest scale that the checkpoint holds, f32(scale * capacity); None where it holds none."""
     x = config.fprop.lhs
     scale = record.activation.get("scale")
     if x is None or scale is None:

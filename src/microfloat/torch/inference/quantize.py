@@ -42,6 +42,7 @@ from microfloat.torch.convert.swap import (
     Config,
     keep_slow_paths,
     layer_shape,
+    named_layers,
     nothing_left,
     pin_layer,
     planned_layers,
@@ -51,7 +52,7 @@ from microfloat.torch.convert.swap import (
 )
 from microfloat.torch.linear.weight_cache import joint_amax
 from microfloat.torch.nn.conv1d import as_linear, is_conv1d, tell_adapters
-from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, held_weight, place_of, products_of
+from microfloat.torch.nn.experts import ExpertsLayer, held_weight, place_of, products_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.scaling.buffers import larger_amax
@@ -69,14 +70,10 @@ _QUANTIZED = (
 
 
 def quantize_(
-    model: nn.Module,
-    config: Config | Placement | Mapping[str, Config | None] | str | os.PathLike,
-    filter: Callable[[str, nn.Module], bool] | None = None,
-    *,
-    exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    fuse: Sequence[str] = DEFAULT_FUSE,
-    embeddings: bool = False,
-) -> ConversionReport:
+    model: nn.Module, config: Config | Placement | Mapping[str, Config | None] | str | os.PathLike,
+    filter: Callable[[str, nn.Module], bool] | None = None, *, exclude: Sequence[str] = DEFAULT_EXCLUDE,
+    fuse: Sequence[str] = DEFAULT_FUSE, embeddings: bool = False,
+) -> ConversionReport:  # fmt: skip
     """Store the weight of every nn.Linear and GroupedLinear of `model` quantized, in place; returns a report.
 
     `config`: a `WeightOnly` or a `WeightActivation` for all layers, or a Placement (or dictionary) of them by name
@@ -211,9 +208,7 @@ def _is_stored(layer: nn.Module) -> bool:
 
 
 def _with_products(layers: dict[str, nn.Module], configs: dict[str, Config]) -> dict[str, tuple[nn.Module, Config]]:
-    """Put the products of experts, under the names of their parameters, in the place of each layer of experts that
-    `configs` names, in both dictionaries; gives these layers and their configs.
-    """
+    """Put the products of experts in the place of their layers, in both dictionaries; returns what was replaced."""
     experts = {name: (layers[name], configs.pop(name)) for name in list(configs) if is_experts(layers[name])}
     for name, (layer, chosen) in experts.items():
         as_experts(name, layer)
@@ -253,9 +248,7 @@ def _configs_of(rows: Sequence[ConversionRow]) -> dict[str, Config]:
 def _with_tied_kept(
     model: nn.Module, layers: Mapping[str, nn.Module], rows: list[ConversionRow]
 ) -> list[ConversionRow]:
-    """The rows, in which an embedding keeps the weight that a module keeps which is left out: codes beside it would
-    cost memory.
-    """
+    """The rows; an embedding is skipped where a module left out keeps its weight: codes beside it cost memory."""
     kept = {
         name: f"its weight is {keeper} too, which keeps its values; quantize both (exclude=()), or neither"
         for name, keeper in _untied(model, layers, _configs_of(rows)).items()
@@ -328,15 +321,6 @@ def check_config(pattern: str, config: object, in_placement: bool) -> None:
     elif isinstance(config, Recipe):
         remedy = "A recipe for training goes to microfloat.torch.convert."
     raise invalid_type("config", got, "WeightOnly(...), WeightActivation(...), or a Placement of them", remedy)
-
-
-def named_layers(model: nn.Module, kinds: tuple[type, ...] = LAYERS) -> dict[str, Any]:
-    """The layers that have a weight to quantize, by name."""
-    return {
-        one: module for one, module in model.named_modules()
-        if (isinstance(module, kinds) and not isinstance(module, ExpertProduct)) or is_conv1d(module)
-        or (ExpertsLayer in kinds and is_experts(module))
-    }  # fmt: skip
 
 
 def _embeddings_left(model: nn.Module) -> list[ConversionRow]:

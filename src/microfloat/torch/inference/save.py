@@ -140,10 +140,7 @@ def _cache_scales(model: nn.Module) -> list["Record"]:
 
 
 def config_of_model(model: nn.Module, is_tied: bool) -> dict[str, object] | None:
-    """The contents of config.json for a model of transformers, as its `save_pretrained` writes them; None for others.
-
-    `is_tied`: its head may be tied to its embedding, if it says so.
-    """
+    """The config.json that `save_pretrained` writes, None for other models; `is_tied`: its head may be tied."""
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(config, "to_json_string", None)):
         return None

@@ -277,28 +277,19 @@ def _blocks(task: _Task) -> Product:
 
 
 _NONE: list[Tensor] = []
-_BY_BLOCKS, _BY_TILES = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
-
-
-def _block_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_BLOCKS, _NONE, None, dtype)
-
-
-def _tile_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return scaled_mm_v2(a, b, [a_scale], _BY_BLOCKS, _NONE, [b_scale], _BY_TILES, _NONE, None, dtype)
-
-
-def _public_matmul(tiles: bool, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    kinds = F.ScalingType
-    b_kind = kinds.BlockWise128x128 if tiles else kinds.BlockWise1x128
-    return F.scaled_mm(a, b, a_scale, kinds.BlockWise1x128, b_scale, b_kind, output_dtype=dtype)
 
 
 def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Callable[..., Tensor]:
     """``(a, a_scale, b, b_scale, dtype) -> a @ b`` by the vendor's kernel or our own, asked once."""
-    vendor: Callable[..., Tensor] = functools.partial(_public_matmul, tiles)
-    if scaled_mm_v2 is not None:
-        vendor = _tile_matmul if tiles else _block_matmul
+    left = F.ScalingType.BlockWise1x128
+    right = F.ScalingType.BlockWise128x128 if tiles else left
+    lefts, rights = [left.value], [right.value]
+
+    def vendor(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+        if scaled_mm_v2 is None:
+            return F.scaled_mm(a, b, a_scale, left, b_scale, right, output_dtype=dtype)
+        return scaled_mm_v2(a, b, [a_scale], lefts, _NONE, [b_scale], rights, _NONE, None, dtype)
+
     e4m3 = all(one.format.element.name != "E5M2" for one in (task.lhs, task.rhs))
     if not (e4m3 and own_gemm_serves(task.device, task.shape, tiles, dtype)):
         return vendor

@@ -173,9 +173,7 @@ class PlacingRefused(Exception):
 
 @dataclass(eq=False)
 class PlacedKernel(Kernel):
-    """A kernel whose programs have `shared_bytes` more shared memory than it declares, or are `spread` over
-    multiprocessors (`starter`); a call raises `PlacingRefused` where the driver offers no such launch.
-    """
+    """A kernel with more shared memory, or `spread` programs (`starter`); a call may raise `PlacingRefused`."""
 
     shared_bytes: int = 0
     spread: int = 0
@@ -344,10 +342,7 @@ DEVICES: dict[int, Device] = {}  # by number, those that were asked for
 
 
 def device_of(index: int) -> Device:
-    """A CUDA device (-1: the CPU) as passes see it.
-
-    The hardware forms of `kernels.device.convert` exist from compute capability 8.9 on.
-    """
+    """A CUDA device (-1: the CPU) as passes see it; the hardware converts from compute capability 8.9 on."""
     device = DEVICES.get(index)
     if device is None:
         major, minor = (0, 0) if index < 0 else torch.cuda.get_device_capability(index)
@@ -388,18 +383,8 @@ def kernel_of(
     return Kernel(function, cooperative, dependent)
 
 
-class _Allocation(NamedTuple):
-    """The arguments of `fast_empty`."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Program:
-    """``run(stream, table)`` allocates, launches, and returns the results of the passes: for each operand codes (or
-    values), scale and tensor scale, None where it has none.
-    """
+    """``run(stream, table)`` allocates, launches, and returns codes (or values), scale and tensor scale of operands."""
 
     __slots__ = (
         "_allocations", "_cleared", "_empty", "_prepared", "_results", "_shared", "_slices", "_starts", "layouts",
@@ -416,15 +401,14 @@ class Program:
         self._empty = fast_empty(device)
         self._results = passes.results
         self._allocations = tuple(
-            None if made is None else _Allocation(made.shape, made.strides, getattr(torch, made.dtype))
-            for made in passes.buffers
+            None if made is None else (made.shape, made.strides, getattr(torch, made.dtype)) for made in passes.buffers
         )
         self._cleared = tuple(at for at, made in enumerate(passes.buffers) if made is not None and made.cleared)
         self._shared = tuple(
             (index, original, self.layouts[index] != self.layouts[original]) for index, original in passes.shared
         )
         self._slices = tuple(
-            (one.buffer, one.offset, self._allocations[one.buffer].dtype.itemsize * one.offset, one.dtype)  # type: ignore
+            (one.buffer, one.offset, self._allocations[one.buffer][2].itemsize * one.offset, one.dtype)  # type: ignore
             for one in passes.slices
         )
         first_slice = At.MADE + len(self._allocations)
@@ -576,9 +560,7 @@ def run_passes(
 
 
 def split_words(draw: torch.Tensor) -> torch.Tensor:
-    """The two words of a call seed from the 64 bits that torch has drawn: int64 [1] on the current device -> int64 [2],
-    both words below 2^32, low first.
-    """
+    """The words of a call seed from 64 drawn bits: int64 [1] on the current device -> [2], below 2^32, low first."""
     device = draw.get_device()
     words = fast_empty(draw.device)((2,), (1,), torch.int64)
     _splitter(device)(0 if device < 0 else raw_stream(device), draw, words)

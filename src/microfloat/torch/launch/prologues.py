@@ -259,10 +259,7 @@ def codes_of(
     producer: Producer, tensor: str, row: Cast, column: Cast, seed: Seed, scale_enc: float | Maybe, backend: str,
     sums: bool = False,
 ) -> list[Produced]:  # fmt: skip
-    """The codes of each value that a producer makes, cast as operands of `tensor` ("x" or "dy").
-
-    `sums`: with the sum of its rows, which is the gradient of a bias.
-    """
+    """The codes of each value that a producer makes, as operands of `tensor`; `sums`: with the gradient of a bias."""
     x = input_of(producer)
     module = backends.choose(backend, x.device)
     specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), OPERANDS_OF[tensor], strict=True)]

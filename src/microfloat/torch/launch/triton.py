@@ -56,11 +56,7 @@ def quantize(
     batch: int = 0, amax: torch.Tensor | None = None, scale_enc: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
 ) -> Operand:  # fmt: skip
-    """Quantize matrix `x` in operand form x, or x.T if `transposed`; see `torch.reference.quantize`.
-
-    `record` (float32, delayed casts): its first element takes the larger of itself and the amax of `x` in the same
-    pass.
-    """
+    """See `torch.reference.quantize`; `record[0]` takes the larger of itself and the amax of `x` in the same pass."""
     row, column = quantize_both(
         x, None if transposed else cast, cast if transposed else None, seed=seed, row_stream=stream,
         column_stream=stream, batch=batch, amax=amax, scale_enc=scale_enc, record=record,
@@ -84,10 +80,7 @@ def quantize_both(
 
 
 def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of an operand, [R, C] in `dtype` (bfloat16, float16 or float32), rounded once from float32.
-
-    A Hadamard transform is undone in float32; see `torch.reference.dequantize`.
-    """
+    """Values of an operand, [R, C] in `dtype`, rounded once from float32; see `torch.reference.dequantize`."""
     if operand.hadamard is not None:
         values = inverse(_dequantize(operand, torch.float32), operand.hadamard)
         return values[:, : operand.length].to(dtype).contiguous()

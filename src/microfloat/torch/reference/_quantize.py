@@ -104,10 +104,7 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def _amax_bits(x: torch.Tensor, axis: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bits of the amax of a matrix, or along `axis`: int32, once with NaN above infinity and once with NaN ignored.
-
-    Where there is no NaN both are the same tensor.
-    """
+    """Bits of the amax, or along `axis`: int32, with NaN above infinity and with NaN ignored (one if there is none)."""
     shape = [] if axis is None else [*x.shape]
     if axis is not None:
         shape[axis] = 1

@@ -152,10 +152,7 @@ def _rows_of(operand: Operand, part: slice) -> Operand:
 
 
 def read_rows(backend: Backend, x_RC: torch.Tensor, made: Quantized | None, wanted: frozenset[str]) -> Reading:
-    """The metrics of rows of an operand and of their cast: of values, of scales, of the error in every binade.
-
-    Without a cast those of the rows alone, in blocks of 32.
-    """
+    """The metrics of rows of an operand and of their cast; without one those of the rows alone, in blocks of 32."""
     finite = x_RC.isfinite()
     x = torch.where(finite, x_RC, 0).double()
     magnitudes, flat, nothing = x.abs(), x.reshape(-1), x.new_zeros(())

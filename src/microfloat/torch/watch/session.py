@@ -97,8 +97,6 @@ class watch(RecordLog):
         self._hooks: list[RemovableHandle] = []
         self._owners = Owners(())
 
-    # ------------------------------------------------------------------------------------------------------------ steps
-
     def __enter__(self) -> "watch":
         if self._caller_in_place is not None:
             raise invalid_value("watch", "one that is open already", "one that is not", "Make a second mf.watch.")
@@ -122,9 +120,8 @@ class watch(RecordLog):
             warnings.warn(
                 f"watch: no call of the {type(self._model).__name__} was seen, so that nothing was recorded. Watch the "
                 "module that the loop calls, or call w.step() at the beginning of every step.",
-                UserWarning,
-                stacklevel=2,
-            )
+                UserWarning, stacklevel=2,
+            )  # fmt: skip
 
     def step(self, number: int | None = None) -> None:
         """Begin a step, the next one or that of this number; from now on calls of the model do not count as steps."""
@@ -208,8 +205,6 @@ class watch(RecordLog):
         if self._sample and not capturing():  # a graph would do it again at every replay
             self._close()
 
-    # -------------------------------------------------------------------------------------------------------- listening
-
     def listener(
         self, schedule: Schedule, layers: Sequence[RecipeLayer], weight: torch.Tensor | None, is_backward: bool
     ) -> Listener | None:
@@ -257,14 +252,9 @@ class watch(RecordLog):
 
     def see_plain(self, layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         """The tensors of a call in high precision."""
-        if (
-            self._follows
-            or layer not in self._chosen
-            or x.numel() == 0
-            or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        ):
+        if self._follows or layer not in self._chosen or not x.numel() or torch._C._current_graph_task_id() != -1:
             return
-        if torch._C._current_graph_task_id() != -1:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         call = _Call(self, self._numbered(self._names[layer]), (layer,), None)
         call.see_x(x, _NOTHING)
@@ -286,8 +276,6 @@ class watch(RecordLog):
     def _part(self, size: int) -> slice:
         """The part of an axis that is measured in this sample."""
         return self.measured.part(size, self._sampled - 1)
-
-    # ---------------------------------------------------------------------------------------------------------- records
 
     def _close(self) -> None:
         with _plainly():
@@ -336,8 +324,6 @@ class _Call:
         self.dy_seen: torch.Tensor | None = None
         self.of_x = self.of_w = _NOTHING
 
-    # ---------------------------------------------------------------------------------------------------------- forward
-
     def see_x(self, x: torch.Tensor, inputs: CastInputs) -> None:
         """x before its cast."""
         self.x, self.of_x = x, inputs
@@ -359,13 +345,13 @@ class _Call:
             if self.is_again:
                 return
             self._operand("x", x, self.of_x, (True, self._wants("wants_dw")))
-            self._operand("w", w, self._of_weight(), (True, self._wants("wants_dx")))
+            has_own = self.of_w.seed is not None or self.schedule is None
+            of_w = self.of_w if has_own else self.of_w._replace(seed=self.of_x.seed)
+            self._operand("w", w, of_w, (True, self._wants("wants_dx")))
             if bias is not None:
                 bias = bias.detach() if self.group is None else bias.detach()[self.group]
             starts = self.rows.start, self.n.start
             self._product("fprop", "y", y, (x[self.rows], w[self.n]), starts, bias)
-
-    # --------------------------------------------------------------------------------------------------------- backward
 
     def see_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> None:
         """The gradient before its cast."""
@@ -393,8 +379,6 @@ class _Call:
                 dw = dw.detach() if self.group is None else dw.detach()[self.group]
                 starts = self.n.start, self.k.start
                 self._product("wgrad", "dw", dw, (dy[:, self.n].t(), self.x_columns.t()), starts)
-
-    # --------------------------------------------------------------------------------------------------------- measures
 
     def _operand(self, tensor: str, matrix: torch.Tensor, inputs: CastInputs, uses: tuple[bool, bool]) -> None:
         """The metrics of both operands of a tensor that are in use, and of the formats that might be."""
@@ -443,8 +427,6 @@ class _Call:
     def _entry(self, operand: Operand, fmt: str) -> Entry:
         return Entry(self.step, self.name, operand.gemm, operand.tensor, fmt)
 
-    # ---------------------------------------------------------------------------------------------------------- tensors
-
     def _wants(self, name: str) -> bool:
         return self.schedule is not None and getattr(self.schedule, name)
 
@@ -465,10 +447,6 @@ class _Call:
             self.name += f"[{self.group}]"
         return matrix[slices[self.group]]
 
-    def _of_weight(self) -> CastInputs:
-        has_own = self.of_w.seed is not None or self.schedule is None
-        return self.of_w if has_own else self.of_w._replace(seed=self.of_x.seed)
-
     def _weight(self) -> torch.Tensor:
         """The weight [N, K], of the group that is measured, in the dtype that its cast reads."""
         w = self.w if self.w is not None else torch.cat([layer.weight.detach() for layer in self.layers])
@@ -482,10 +460,7 @@ class _Call:
         return backends.choose("auto", device) if self.schedule is None else self.schedule.backend
 
     def _quietly(self, tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-        """No gradients, no autocast, no modes of torch's dispatcher, and the device of the tensor.
-
-        In a forward and a backward of the library's Function nothing has to be changed for that, as a rule.
-        """
+        """No gradients, autocast or modes of torch's dispatcher, and the tensor's device; mostly nothing changes."""
         kind, index = tensor.device.type, tensor.get_device()
         is_elsewhere = index >= 0 and index != current_device()
         is_autocast = torch.is_autocast_enabled(kind)
