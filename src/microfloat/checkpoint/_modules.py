@@ -27,9 +27,7 @@ def module_of(name: str) -> str:
 
 
 def stacked_name(name: str) -> tuple[str, int, int] | None:
-    """The name of the stacked parameter that a matrix or a bias of a numbered expert is a part of, the number of the
-    expert, and that of the part: 0, or 1 for up beside gate; None for other names.
-    """
+    """The stacked parameter of a numbered expert's matrix or bias, the expert, and the part (up: 1); or None."""
     found = _OF_EXPERT.fullmatch(name)
     if found is None:
         return None

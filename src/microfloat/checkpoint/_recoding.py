@@ -38,10 +38,7 @@ def largest_scales(record: Record) -> np.ndarray:
 
 
 def recode(slab: Record, fmt: ScaledFormat, largest: np.float32 | None) -> tuple[Record, int]:
-    """The record of a slab in `fmt`, and the number of its blocks of 32 with a value that did not fit exactly.
-
-    `largest`: the largest scale that shares the tensor scale, in NVFP4.
-    """
+    """The record of a slab in `fmt`, and how many blocks of 32 do not fit; `largest`: the largest scale, for NVFP4."""
     assert slab.format is not None
     element = slab.format.element
     bytes_RB, is_nan_RB, codes_RBC = _blocks(slab)

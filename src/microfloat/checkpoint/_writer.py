@@ -76,10 +76,7 @@ def byte_count(max_shard_size: int | str) -> int:
 
 
 def plan_shards(groups: Iterable[Sequence[Entry]], limit: int, metadata: Mapping[str, str]) -> list[Shard]:
-    """Entries laid out over files of at most `limit` bytes; a group, the tensors of one module, is never divided.
-
-    A single group above the limit makes a file of its own. Raises CheckpointError for a name that occurs twice.
-    """
+    """Entries over files of at most `limit` bytes, each group in one; CheckpointError for a name that occurs twice."""
     files: list[list[Entry]] = [[]]
     filled = 0
     for group in groups:

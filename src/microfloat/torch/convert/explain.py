@@ -59,10 +59,7 @@ def gemm_row(
     recipe: Recipe, name: str, backend: str, device: torch.device, shape: tuple[int, int, int] | None = None,
     chip: Chip | None = None,
 ) -> GemmRow:  # fmt: skip
-    """Backend, kernel and support of the GEMM `name` of `recipe` under `backend` ("auto" resolved) on `device`.
-
-    `shape`: M, K, N of this GEMM, or None. `chip`: answer for it in place of the one behind `device`.
-    """
+    """Backend, kernel and support of a GEMM of `recipe` on `device`, or on `chip` in its place; `shape`: M, K, N."""
     gemm: Gemm = getattr(recipe, name)
     operands = operands_of(gemm)
     if gemm.is_high_precision:

@@ -194,10 +194,7 @@ def planned_layers(
     filter: Callable[[str, nn.Module], bool] | None, exclude: Sequence[str],
     refuse: Callable[[nn.Module, Recipe | None], str | None] = lambda module, recipe: None,
 ) -> tuple[list[ConversionRow], list[tuple[str, nn.Module, Recipe | None]]]:  # fmt: skip
-    """A row for each layer of these kinds, and name, layer and recipe of those that `pin_layer` is to change.
-
-    `refuse`: why a layer is left as it is although a recipe is given to it, or None.
-    """
+    """A row for each layer of these kinds, and those that `pin_layer` is to change; `refuse`: why one is left."""
     exclude = check_exclude(exclude)
     check_filter(filter)
     reserved = {

@@ -75,6 +75,7 @@ def load_quantized(
     no config; then nothing has changed.
     """
     from microfloat import checkpoint
+    from microfloat.checkpoint.records import some
 
     if config is not None:
         check_config("", config, False)
@@ -118,7 +119,7 @@ def load_quantized(
     bare = [name for name, value in _named(model).items() if value.is_meta]
     if bare and target.type != "meta":
         warnings.warn(
-            f"load_quantized: the checkpoint does not have {_some(bare)}, which are on the meta device still: what "
+            f"load_quantized: the checkpoint does not have {some(bare, 10)}, which are on the meta device still: what "
             "strict=False has left out, or buffers that no state dict holds. Give them values before the model is "
             "called.", UserWarning, stacklevel=2,
         )  # fmt: skip
@@ -169,10 +170,6 @@ def _device(device: object) -> torch.device:
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by every name that they have."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-
-
-def _some(names: Sequence[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
@@ -237,6 +234,8 @@ def _check_names(
     model: nn.Module, loaded: Mapping[str, "Record"], attached: Collection[str], strict: bool, turned: Collection[str]
 ) -> None:
     """Raise CheckpointError where names or shapes do not fit; of names, warn if not `strict`."""
+    from microfloat.checkpoint.records import some
+
     existing, needed = _named(model), {}
     for name in model.state_dict():
         if name in existing:
@@ -248,8 +247,8 @@ def _check_names(
         problems = [f"{name} is missing" for name in missing] + [f"{name} is unknown to the model" for name in unknown]
     elif missing or unknown:
         count = len(loaded) - len(unknown)
-        parts = [f"unknown to the model: {_some(unknown)}"] if unknown else []
-        parts += [f"not in the checkpoint: {_some(missing)}"] if missing else []
+        parts = [f"unknown to the model: {some(unknown, 10)}"] if unknown else []
+        parts += [f"not in the checkpoint: {some(missing, 10)}"] if missing else []
         warnings.warn(
             f"load_quantized: strict=False has loaded {count or 'nothing'} of the {len(loaded)} names of the "
             f"checkpoint; {'; '.join(parts)}.{hint}", UserWarning, stacklevel=3,

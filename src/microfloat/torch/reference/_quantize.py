@@ -292,10 +292,7 @@ def quantize_both(
 
 
 def transpose_operand(operand: Operand) -> Operand:
-    """The operand of x.T, for formats whose blocks commute with transposition and without a Hadamard transform.
-
-    A view of the same codes where they are one per byte.
-    """
+    """The operand of x.T, a view where codes are bytes; of formats that transpose, without a Hadamard transform."""
     codes = operand.codes.t()
     if operand.format.element.codes_per_byte == 2:  # packed along the other axis now
         axis = 0 if is_stored_across(operand.codes) else 1
