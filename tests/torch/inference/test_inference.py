@@ -436,6 +436,17 @@ def test_fp8_rows_by_weights_of_four_bits(fmt, search) -> None:
     assert torch.equal(layer(x), layer.bias.expand(40, 72))
 
 
+@pytest.mark.parametrize("rows", [9, 40])
+def test_fp8_rows_by_weights_of_four_bits_train_to_what_they_serve(rows) -> None:
+    model, x = made().requires_grad_(True), torch.randn(rows, 72).bfloat16()
+    mf.convert(model, FOUR_BITS["nvfp4"])
+    trained = model.up_proj(x)
+    trained.float().square().sum().backward()
+    assert model.up_proj.weight.grad.any()
+    mf.quantize_(model, FOUR_BITS["nvfp4"], fuse=())
+    assert torch.equal(model.up_proj(x), trained)
+
+
 def test_fp8_rows_by_weights_of_four_bits_are_told_and_saved(tmp_path) -> None:
     config = FOUR_BITS["nvfp4"]
     assert (
