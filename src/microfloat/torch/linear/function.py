@@ -308,9 +308,7 @@ class Run:
         layer, region, group = delayed.kept_layer(), delayed.region, delayed.group
         if delayed.late is not None:
             region, group = scaling.record_late(layer, delayed.late)
-        history, due = None, layer_state.state_of(layer).slots["dy"].due
-        if due is not None:
-            due()
+        history = None
         if delayed.records:
             scaling.note_recorded(layer, {"dy": cast}, group=group, region=region)
             history = layer._buffers["scaling_dy_amax_history"]

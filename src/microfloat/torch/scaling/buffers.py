@@ -244,11 +244,10 @@ class Pending(NamedTuple):
 class Slot:
     """State of a slot of a layer besides its buffers."""
 
-    __slots__ = ("due", "history", "latest", "name", "pending", "prepared", "previous", "rolled", "scale")
+    __slots__ = ("history", "latest", "name", "pending", "prepared", "previous", "rolled", "scale")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.due: Callable[[], None] | None = None  # `settle` of the region that rolls the pending amax
         self.scale, self.history = NAMES[name]
         self.pending: Pending | None = None
         self.latest: Pending | None = None  # of dy: the latest of a backward outside any capture

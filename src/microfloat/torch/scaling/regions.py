@@ -38,15 +38,13 @@ class Region:
     """The span in which a slot's amaxes are collected into one live value.
 
     `shared`: the groups over which its autocasts reduce amaxes; `evaluates`: a layer ran in it without gradients. A
-    rank takes part in the reduction also if none of its layers has run, such as experts without tokens. `due`: the
-    updates of its opening, which wait for its close, or for a backward before it, so that one launch makes all.
+    rank takes part in the reduction also if none of its layers has run, such as experts without tokens.
     """
 
-    __slots__ = ("_states", "closed", "due", "evaluates", "failed", "is_alone", "shared")
+    __slots__ = ("_states", "closed", "evaluates", "failed", "is_alone", "shared")
 
     def __init__(self) -> None:
         self.is_alone = False  # True where it was seen to begin without a process group
-        self.due: list[tuple[LayerState, Slot, Pending]] = []
         self.shared: Shared = {}
         self.evaluates = False
         self.closed = False
@@ -59,29 +57,14 @@ class Region:
         After an exception nothing is rolled, nor is dy; amaxes stay live, so that the step may be taken again.
         """
         self.closed = self.failed = True  # until all is rolled
-        due = self._take_due()
         if completed:
             trains = torch.is_grad_enabled() and not (self.evaluates and not self._states)
             shared = self.shared if trains else {}
-            _roll(self._states, ("x", "w"), lambda entry: entry.region is self, "forward", shared, due, self.is_alone)
+            _roll(self._states, ("x", "w"), lambda entry: entry.region is self, "forward", shared, self.is_alone)
             if shared and not capturing():
                 leave_shared(shared)
-        else:
-            for layer, _, _ in due:
-                _await_backward(state_of(layer))
         self.failed = not completed
         self._states.clear()
-
-    def settle(self) -> None:
-        """Make the updates of its opening now: a backward reads the scales."""
-        _roll((), (), _is_due, "backward", due=self._take_due(), is_alone=True)
-
-    def _take_due(self) -> list[Job]:
-        due, self.due = self.due, []
-        for _, slot, _ in due:
-            slot.due = None
-        kept = ((state.layer(), slot, entry) for state, slot, entry in due if slot.pending is entry)
-        return [(layer, slot, entry) for layer, slot, entry in kept if layer is not None]
 
 
 # The region of every layer that is called outside any autocast.
@@ -255,8 +238,6 @@ def record_compiled(number: int, casts: dict[str, Cast], region: Region | None, 
             "runs again, needed the checkpointed part in eager mode. Leave it uncompiled, or call "
             "microfloat.torch.checkpoint inside the compiled function, which ends the graph there."
         )
-    if region is not None:
-        region.settle()
     if region is None or region.closed:
         raise NotSupportedError(
             "torch.compile: got a layer under delayed scaling outside any microfloat.torch.autocast, needed an "
@@ -286,9 +267,9 @@ def _shape(layer: nn.Module) -> tuple[int, ...]:
 
 def _roll(
     states: Iterable[LayerState], names: tuple[str, ...], ready: Callable[[Pending], bool], direction: str | None,
-    shared: Shared | None = None, due: Iterable[Job] = (), is_alone: bool = False,
+    shared: Shared | None = None, is_alone: bool = False,
 ) -> None:  # fmt: skip
-    """Update the named slots of layers whose pending entry satisfies `ready`, and the slots of the jobs `due`.
+    """Update the named slots of layers whose pending entry satisfies `ready`.
 
     `direction`: the point of the program at which all ranks do so; None for one layer by itself. `shared`: groups whose
     ranks wait for this rank, even if nothing is pending here. `is_alone`: there are no other ranks.
@@ -298,7 +279,6 @@ def _roll(
         for state in states if (layer := state.layer()) is not None
         for slot in map(state.slots.__getitem__, names) if (entry := slot.pending) is not None and ready(entry)
     ]  # fmt: skip
-    jobs += due
     rolled = _update(jobs, direction, shared, is_alone)
     for layer, slot, _ in rolled:
         slot.pending = None
@@ -394,8 +374,6 @@ def take_shared() -> Shared:
 def flush_backward(region: Region) -> None:
     """Roll the slots that backward passes have recorded in layers of this thread whose region has closed.
 
-    Where no ranks wait, and eager code alone reads the scales of dy, the update is `due` in `region`, which opens.
-
     In the capture of a CUDA graph only shared slots are rolled; `begin_forward` rolls the layers that the graph runs.
     Shared slots of a layer that was called outside of any region stay for its next call or `update_scaling`: one rank
     might be alone with them, where the garbage collector of another rank has ended the layer already.
@@ -411,19 +389,12 @@ def flush_backward(region: Region) -> None:
             state.waits_in = None
 
     region.is_alone = reduction.world() is None
-    if region.is_alone and not (inside or shared or LATE or any([state.compiled for state in states])):
-        for state in states:
-            slot = state.slots["dy"]  # x and w have been rolled where nothing is late
-            if slot.pending is not None and _is_due(slot.pending):
-                region.due.append((state, slot, slot.pending))
-                slot.due = region.settle
-        return
 
     def is_ready(entry: Pending) -> bool:
         is_shared = reduces(entry.delayed, entry.group)
         return _is_due(entry) and (is_shared if inside else not (is_shared and entry.region is CLOSED_REGION))
 
-    _roll(states, SLOTS, is_ready, "backward", shared)
+    _roll(states, SLOTS, is_ready, "backward", shared, region.is_alone)
 
 
 def begin_forward(layer: nn.Module, region: Region | None, group: Group) -> None:
@@ -433,10 +404,9 @@ def begin_forward(layer: nn.Module, region: Region | None, group: Group) -> None
     if region is not None and not torch.is_grad_enabled():
         region.evaluates = True
     slots = state.slots
-    dy, inside = slots["dy"], capturing()
-    if inside:
-        _await_replays(dy)
-    if (dy.pending is not None and (dy.due is None or inside)) or LATE:
+    dy = slots["dy"]
+    _await_replays(dy)
+    if dy.pending is not None or LATE:
         # Shared slots wait for a point that all ranks pass: for layers without a region, a forward that records, or the
         # first pass of a reentrant checkpoint.
         shared = region is None and any(slot.pending is not None and slot.pending.late for slot in slots.values())
