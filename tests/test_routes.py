@@ -7,7 +7,7 @@ import pytest
 from microfloat.chips import CHIPS, Chip
 from microfloat.errors import InvalidValueError
 from microfloat.formats import E2M1, E5M2, SCALE_E8M0, ElementFormat, ScaledFormat
-from microfloat.recipes import RECIPES, Cast, Gemm, Hadamard, WeightOnly
+from microfloat.recipes import RECIPES, Cast, Gemm, Hadamard, MXFP8BlockScaling, WeightOnly
 from microfloat.routes import UNTRIED, Encoding, encoding_of, route_between, route_of
 
 AMPERE, ADA, HOPPER, BLACKWELL = Chip((8, 0)), Chip((8, 9)), Chip((9, 0)), Chip((10, 0))
@@ -160,3 +160,16 @@ def test_few_rows_read_a_stored_weight_and_backward_dequantizes_it(library):  # 
     assert UNTRIED not in fprop.reason
     assert UNTRIED in older.reason
     assert route_of(recipe.fprop, Chip((7, 5)), library=library).kind == "plain"
+
+
+def test_hopper_multiplies_blocks_of_e4m3_alone():
+    """torch 2.11 refuses E5M2 with 1x128 scales ("Invalid scaling configuration"), seen on an H200."""
+    hybrid = MXFP8BlockScaling("HYBRID")
+    fprop, *gradients = (route_of(gemm, HOPPER) for gemm in (hybrid.fprop, hybrid.dgrad, hybrid.wgrad))
+    assert (fprop.kind, fprop.accelerated) == ("blocks", True)
+    for route in gradients:
+        assert (route.kind, route.accelerated) == ("values", False)
+        assert "not folded, since GEMMs of 1x128 scales take E4M3 alone" in route.reason
+    for first, second in (("fp8_1x128_e5m2", "fp8_1x128"), ("fp8_1x128", "fp8_128x128_e5m2")):
+        assert not route_of(Gemm(first, second), HOPPER).accelerated
+    assert route_of(Gemm("fp8_1x128", "fp8_128x128"), HOPPER).kind == "blocks"

@@ -181,9 +181,12 @@ def route_of(gemm: Gemm, chip: Chip | None, fold: bool = True, library: str = "t
     assert chip is not None
     families = family_of(lhs)[0], family_of(rhs)[0]
     folds = chip.has_fp8_blocks and lhs.hadamard is None and gemm.path != "exact" and (fold or gemm.path == "folded")
-    if folds and families == ("blocks", "blocks") and _are_mx(lhs.format, rhs.format):
+    has_e5m2 = E5M2 in (lhs.format.element, rhs.format.element)
+    if folds and families == ("blocks", "blocks") and _are_mx(lhs.format, rhs.format) and not has_e5m2:
         reason = f"{chip.name} multiplies FP8: 1x32 scales folded (path={gemm.path!r}); changed elements are counted"
         return Route("blocks", "folded", "tiles", _KERNELS[library]["folded"].format("128x128"), True, reason)
+    if folds and has_e5m2:
+        route = route._replace(reason=f"{route.reason}; not folded, since GEMMs of 1x128 scales take E4M3 alone")
     # Other casts write codes, which are decoded later.
     left, right = ("values" if family in WRITES_VALUES else "codes" for family in families)
     return route._replace(lhs=left, rhs=right)
@@ -296,9 +299,14 @@ def is_outer(fmt: ScaledFormat) -> bool:
 
 
 def _are_fp8_blocks(a: ScaledFormat, b: ScaledFormat) -> bool:
-    """FP32 scales that Hopper's GEMM takes: 1x128, by 1x128 or 128x128."""
+    """FP32 scales that Hopper's GEMM takes: 1x128, by 1x128 or 128x128, of E4M3 alone (torch 2.11 refuses E5M2)."""
     blocks_of_b = ((1, _SIDE), (_SIDE, _SIDE))
-    return a.scale.name == b.scale.name == "FP32" and a.block == (1, _SIDE) and b.block in blocks_of_b
+    return (
+        E5M2 not in (a.element, b.element)
+        and a.scale.name == b.scale.name == "FP32"
+        and a.block == (1, _SIDE)
+        and b.block in blocks_of_b
+    )
 
 
 def is_nvfp4(fmt: ScaledFormat) -> bool:

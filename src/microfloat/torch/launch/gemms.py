@@ -290,8 +290,7 @@ def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Calla
             return F.scaled_mm(a, b, a_scale, left, b_scale, right, output_dtype=dtype)
         return scaled_mm_v2(a, b, [a_scale], lefts, _NONE, [b_scale], rights, _NONE, None, dtype)
 
-    e4m3 = all(one.format.element.name != "E5M2" for one in (task.lhs, task.rhs))
-    if not (e4m3 and own_gemm_serves(task.device, task.shape, tiles, dtype)):
+    if not own_gemm_serves(task.device, task.shape, tiles, dtype):
         return vendor
 
     def own(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
