@@ -111,9 +111,7 @@ def pieces_of(array: np.ndarray) -> Iterator[np.ndarray]:
 # ---- threads -----------------------------------------------------------------------------------------------------
 
 
-def in_bands(
-    work: Callable[[slice], Any], rows: int, columns: int, multiple: int = 1, shared: int = 0
-) -> list[Any]:  # fmt: skip
+def in_bands(work: Callable[[slice], Any], rows: int, columns: int, multiple: int = 1, shared: int = 0) -> list[Any]:
     """The results of `work` for bands of rows of a matrix, several at a time, in this thread and others.
 
     A band has about `_BAND` elements, or `shared` elements divided by the number of threads, and a multiple of so many

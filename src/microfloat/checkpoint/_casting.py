@@ -166,9 +166,7 @@ def cast_slab(slab: Record, cast: Cast, amax: np.float32 | None, scale_dtype: np
     return Record(slab.name, codes, scale, level, fmt, slab.logical_shape)
 
 
-def _quantized(
-    x: np.ndarray, cast: Cast, amax: np.float32 | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
+def _quantized(x: np.ndarray, cast: Cast, amax: np.float32 | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Stored codes, scales and tensor scale of a matrix; several threads cast a band of its rows each."""
     fmt, level = cast.format, None if amax is None else np.asarray(amax)
     with casters.side_by_side():

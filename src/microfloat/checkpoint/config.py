@@ -18,10 +18,7 @@ _DEPTH = 3
 
 def announced(configs: Mapping[str, Any]) -> list[Announcement]:
     """The announcements of config.json, of the models inside it, and of the files of single dialects, in this order."""
-    return [
-        read(place, value)
-        for place, _, value, read in _described(configs) if isinstance(value, dict) and value
-    ]  # fmt: skip
+    return [read(place, value) for place, _, value, read in _described(configs) if isinstance(value, dict) and value]
 
 
 def misread(configs: Mapping[str, Any]) -> list[Finding]:

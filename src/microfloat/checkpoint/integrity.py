@@ -313,9 +313,7 @@ def _silenced(record: Record, fmt: ScaledFormat) -> int:
     return sum(bool((codes & magnitude).any()) for codes in _blocks(record, fmt, lambda factor: factor == 0))
 
 
-def _blocks(
-    record: Record, fmt: ScaledFormat, has: Callable[[np.ndarray], np.ndarray]
-) -> Iterator[np.ndarray]:  # fmt: skip
+def _blocks(record: Record, fmt: ScaledFormat, has: Callable[[np.ndarray], np.ndarray]) -> Iterator[np.ndarray]:
     """Views of the codes of each block whose effective scale passes the test `has`."""
     for expert in range(experts_of(record)):
         matrix = matrix_of(record, expert)

@@ -31,9 +31,8 @@ def write(manifest: Manifest) -> Configuration:
     """Only experts are quantized; all else is named."""
     covered = (".self_attn.", ".router")
     others = [
-        name for name in manifest.ignore
-        if name not in _NOT_EXPERTS and not any(part in f"{name}." for part in covered)
-    ]  # fmt: skip
+        name for name in manifest.ignore if name not in _NOT_EXPERTS and not any(part in f"{name}." for part in covered)
+    ]
     return Configuration({"quant_method": _METHOD, "modules_to_not_convert": [*_NOT_EXPERTS, *others]}, {})
 
 

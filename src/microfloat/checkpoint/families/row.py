@@ -212,12 +212,8 @@ def _stated(entry: Entry, scale: Stored) -> tuple[ScaledFormat, Shape] | None:
     assert fmt is not None
     grid, stored, codes = block_grid(fmt, shape), byte_shape(scale), byte_shape(entry.tensors["codes"])
     width = (shape[-1] if shape else 1) * fmt.element.bits // 8
-    unpacked = entry.family.name == "torchao" and codes == shape
-    if (
-        not shape
-        or (codes != (*shape[:-1], width) and not unpacked)
-        or (fmt.scale.bits == 8) != (scale.dtype not in REAL)
-    ):
+    fits = codes == (*shape[:-1], width) or (entry.family.name == "torchao" and codes == shape)
+    if not shape or not fits or (fmt.scale.bits == 8) != (scale.dtype not in REAL):
         return None
     if entry.swizzled:
         return fmt, grid

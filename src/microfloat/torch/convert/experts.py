@@ -65,9 +65,7 @@ def why_not_experts(module: nn.Module) -> str:
 
 
 def _bound_forwards(module: nn.Module) -> list[tuple[object, str]]:
-    """The objects, and the names of their attributes, that hold the forward of the class bound to a module: the module
-    itself, and the function that transformers' expert parallelism puts in the place of the module's forward.
-    """
+    """The objects, and their attributes, that hold a module's own forward: itself, and transformers' dispatcher."""
     own = module.__dict__
     found: list[tuple[object, str]] = [(module, name) for name in ("forward", "_old_forward")]
     inner = [cell for cell in getattr(own.get("forward"), "__closure__", None) or ()]

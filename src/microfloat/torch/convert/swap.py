@@ -152,9 +152,8 @@ def _share_scales(model: nn.Module) -> None:
     plain: dict[str, Config] = {}
     products: dict[str, RecipeLayer] = {}
     for path, layer in model.named_modules():
-        for one in (
-            products_of(layer) if isinstance(layer, RecipeLayer) and not isinstance(layer, ExpertProduct) else ()
-        ):
+        is_whole = isinstance(layer, RecipeLayer) and not isinstance(layer, ExpertProduct)
+        for one in products_of(layer) if is_whole else ():
             name = ".".join(filter(None, (path, one.name))) if isinstance(one, ExpertProduct) else path
             if not isinstance(one.pinned, Config):
                 continue

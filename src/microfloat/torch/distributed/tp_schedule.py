@@ -123,9 +123,7 @@ class ShardedCast:
             (None, None) if entry is None else _measures_of(tensor, column, entry.cast, shards)
             for column, entry in zip((False, True), made, strict=True)
         ]
-        of_cast = {
-            measure: casts[column] for column in (1, 0) for measure in both[column] if measure is not None
-        }  # fmt: skip
+        of_cast = {measure: casts[column] for column in (1, 0) for measure in both[column] if measure is not None}
         self.measures = [*dict.fromkeys(measure for pair in both for measure in pair if measure is not None)]
         self._casts = [of_cast[measure] for measure in self.measures]
         # A decoded operand takes as many bytes as values: that of wgrad is made when dgrad has let go of its own. One

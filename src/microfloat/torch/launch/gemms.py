@@ -127,9 +127,8 @@ def sum_product(gemm: Gemm, route: Route, shape: Shape, device: torch.device) ->
     multiply, work = product(gemm, route, shape, None, torch.float32, device), None
     left, right = (None if cast is None else cast.format.block for cast in (gemm.lhs, gemm.rhs))
     scales, tiles = block_gemm.SCALES_OF.get(left), right == (_SIDE, _SIDE) or route.rhs == "tiles"  # type: ignore[arg-type]
-    fits = scales is None or (
-        left == right and (left != (1, None) or shape[2] % _SIDE == 0)
-    )  # rows' are read for whole tiles
+    # Scales of rows are read for whole tiles.
+    fits = scales is None or (left == right and (left != (1, None) or shape[2] % _SIDE == 0))
     if fits and route.kind in ("fp8", "blocks") and block_gemm.own_gemm_adds(device, shape):
         fast = scales is not None and gemm.accumulate == "fast"
         work = block_gemm.GroupedWork(block_gemm.ADDED, 0, None, (shape[0], shape[2]), scales, fast)

@@ -312,9 +312,8 @@ class _Call:
     """
 
     def __init__(
-        self, session: watch, name: str, layers: Sequence[Any], schedule: Schedule | None,
-        is_again: bool = False,
-    ) -> None:  # fmt: skip
+        self, session: watch, name: str, layers: Sequence[Any], schedule: Schedule | None, is_again: bool = False
+    ) -> None:
         self.session, self.name, self.layers, self.schedule = session, name, layers, schedule
         self.step, self.is_again = session._count, is_again
         self.group: int | None = None
