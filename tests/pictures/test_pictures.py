@@ -12,6 +12,7 @@ from microfloat.formats import E2M1, ELEMENTS, FORMATS, ElementFormat
 from microfloat.pictures.checkpoints import Layer, overview
 from microfloat.pictures.errors import ErrorCounts, error_against_magnitude
 from microfloat.pictures.formats import magnitudes
+from microfloat.pictures.speed import roofline
 from microfloat.recipes import RECIPES
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -129,6 +130,19 @@ def test_a_recipe_has_one_colour_everywhere():
         assert colors_of(names)["nvfp4"] == color_of("nvfp4")
     many = [*RECIPES, "nvfp4_2d", "custom"]
     assert len(set(colors_of(many).values())) == len(many)
+
+
+def test_a_roofline_ends_at_its_roof_and_names_shapes():
+    row = {
+        "shape": "8x8x8", "format": "mxfp8", "intensity": 100.0, "tflops": 4.0, "bf16_intensity": 60.0,
+        "bf16_tflops": 2.0,
+    }  # fmt: skip
+    axes = roofline([row, {**row, "shape": "9x9x9", "intensity": 300.0}], 40.0, "a GPU").axes[0]
+    memory = axes.lines[0].get_xydata()
+    assert memory[-1].tolist() == [100.0, 4.0]  # where a copy's rate allows the best product
+    assert "8x8x8\n9x9x9" in {text.get_text() for text in axes.texts}  # their bf16 products have one mark
+    apart = roofline([row, {**row, "shape": "9x9x9", "bf16_intensity": 80.0}], 40.0, "a GPU").axes[0]
+    assert {"8x8x8", "9x9x9"} <= {text.get_text() for text in apart.texts}
 
 
 def test_saving(tmp_path):

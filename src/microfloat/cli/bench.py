@@ -57,6 +57,7 @@ def bench(
     ] = "",
     formats: Annotated[str, typer.Option("--formats", metavar="NAMES", help="Recipes or formats.")] = DEFAULT_FORMATS,
     csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the table.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline.")] = None,
     baseline: Annotated[
         Path | None, typer.Option("--baseline", metavar="FILE", help="The --json of an earlier run; exit 1 if slower.")
     ] = None,
@@ -102,6 +103,10 @@ def bench(
     ]
     slower = _compare(rows, earlier, tolerance) if earlier is not None else []
     _report(output, rows, csv_file)
+    if plot is not None:
+        from microfloat.pictures import roofline, save
+
+        output.drew(save(roofline(rows, copy, output.document["device"]), plot))
     if earlier is not None:
         output.put(regressions=slower)
         output.say(f"Slower than {baseline} by more than {tolerance:g} %: {', '.join(slower) or 'none'}.")
@@ -180,6 +185,8 @@ def _measured(name: str, gemm: Gemm, shape: Shape, device: str, milliseconds: fl
         "gemm_ms": ours.median, "gemm_p10_ms": ours.p10, "gemm_p90_ms": ours.p90,
         "tflops": flop / ours.median / 1e9, "bf16_ms": bf16.median, "bf16_tflops": flop / bf16.median / 1e9,
         "ratio_to_bf16": bf16.median / ours.median,
+        "intensity": flop / (operand * element + 2 * shape.m * shape.n),
+        "bf16_intensity": flop / (2 * operand + 2 * shape.m * shape.n),
     }  # fmt: skip
 
 
