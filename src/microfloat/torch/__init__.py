@@ -78,6 +78,7 @@ tell({
     "find_sharded": "microfloat.torch.distributed.tp_linear:find_sharded",
     "tell_ranks": "microfloat.torch.distributed.fsdp_quantized:tell_ranks",
     "shard_of_zeros": "microfloat.torch.distributed.fsdp_quantized:shard_of_zeros",
+    "quantize_sharded": "microfloat.torch.distributed.quantize_dtensor:quantize_sharded",
     "abstract_linear": "microfloat.torch.compile.linear:abstract_linear",
     "forget_schedules": "microfloat.torch.linear.schedule:forget",
 })  # fmt: skip

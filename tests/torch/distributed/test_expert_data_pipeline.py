@@ -372,16 +372,38 @@ def the_page(rank: int) -> None:
         exec(compile(block.padded, str(PAGE), "exec"), namespace)
 
 
+def gathers(rank: int) -> dict[str, object]:
+    """Rows of every rank below each other, by the collective that compiled code calls."""
+    functional, group = torch.ops._c10d_functional, torch.distributed.group.WORLD.group_name
+    found: dict[str, object] = {}
+    values = torch.randn(256, 3, FEATURES, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for name in ("mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4_row", "fp8_row", "fp8_1x128", "fp8_128x128", "fp8_tensor"):
+        whole = mf.quantize(values, name)
+        try:
+            made = functional.all_gather_into_tensor(whole.chunk(WORLD)[rank], WORLD, group)
+            found[name] = torch.equal(functional.wait_tensor(made), whole)
+        except NotSupportedError as error:
+            found[name] = str(error)
+    return found
+
+
 # Every format travels in `payloads` too.
 SOME = ("plain", "mxfp8", "fp8_block")
 CASES = (
-    payloads, With(mixtures, names=SOME), bad_dispatches, disagreements, gathered, beside_no_sync, with_nan, pipelines,
+    payloads, gathers, With(mixtures, names=SOME), bad_dispatches, disagreements, gathered, beside_no_sync, with_nan,
+    pipelines,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     return run_ranks(CASES, str(tmp_path_factory.mktemp("ranks") / "store"), WORLD, seconds=30)
+
+
+def test_rows_that_are_gathered_are_those_of_the_whole(ranks) -> None:  # features D5
+    for found in of(ranks, gathers):
+        assert "all_gather_into_tensor: got a QuantizedTensor (fp8_tensor)" in found.pop("fp8_tensor")
+        assert found == dict.fromkeys(found, True)
 
 
 def test_codes_that_arrive_are_those_of_a_cast_after_a_bf16_all_to_all(ranks) -> None:

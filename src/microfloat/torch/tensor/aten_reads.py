@@ -1,4 +1,4 @@
-"""Operators that read a QuantizedTensor: copies, rows by index, tensors like it, comparison, products."""
+"""Operators that read a QuantizedTensor: copies, rows by index, tensors like it, comparison, products, collectives."""
 
 import dis
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from microfloat.errors import invalid_type, invalid_value
+from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.torch._typing import Arguments, Options
 from microfloat.torch._upper import upper
 from microfloat.torch.tensor.aten_shapes import permute
@@ -174,3 +174,27 @@ def _matmul(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
                 "Quantize with axis=-1 for the left operand and axis=-2 for the right one, or multiply with b.t().",
             )  # fmt: skip
     return scaled_matmul(a, permute(b, (1, 0)), bias=bias[0] if bias else None)
+
+
+def _gather(func: Operator, args: Arguments, kwargs: Options) -> QuantizedTensor:
+    """The rows of all ranks, one rank below the other, with their scales: the bytes of a cast of all values."""
+    q, *rest = args
+    if not isinstance(q, QuantizedTensor) or q._is_shard:  # full_tensor asks for shards of a parameter
+        raise refusal(func, args, kwargs)
+    size = kwargs.get("group_size", rest[0] if rest else 1)
+    height = q.format.block[0] or 1
+    if q.axis == 0 or q.upper.dim() < 2 or math.prod(q.shape[:-1]) % height:
+        raise NotSupportedError(
+            f"all_gather_into_tensor: got a QuantizedTensor ({q.format}) of shape {tuple(q.shape)}, axis {q.axis}, "
+            f"needed rows along the first axis, whole tiles of {height} rows, and a scale for each block or row. "
+            "Ranks have scales of their own for whole tensors: gather values, or cast under one amax and gather parts."
+        )
+    parts = {name: func(raw(part.contiguous()), *rest, **kwargs).view(part.dtype) for name, part in q.parts().items()}
+    return type(q)(**parts, cast=q.cast, axis=q.axis, shape=(q.shape[0] * size, *q.shape[1:]), dtype=q.dtype)
+
+
+if torch.distributed.is_available():
+    register(torch.ops._c10d_functional.all_gather_into_tensor.default)(_gather)
+    register(torch.ops._c10d_functional.wait_tensor.default)(
+        lambda func, args, kwargs: args[0].map_parts(lambda part: func(raw(part)).view(part.dtype))
+    )

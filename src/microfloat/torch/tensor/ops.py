@@ -16,6 +16,7 @@ from microfloat.recipes import as_cast
 from microfloat.recipes.usages import CastLike, Usage, usages_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Seed
+from microfloat.torch._upper import upper
 from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.checks import check_amax, check_beside, check_scale_enc, check_tensor, real_tensor
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor, tensors_of
@@ -61,7 +62,7 @@ def quantize(
 
     ``axis=(-1, -2)`` gives the pair of both usages of a matrix, made in one pass where a kernel serves both casts: the
     bytes of two calls with the same seed and stream. `cast`, `stream`, `amax` and `scale_enc` may then be pairs too,
-    one for each axis.
+    one for each axis. A DTensor gives one, placed alike: every rank casts its part, to the bytes of the whole.
 
     Raises InvalidTypeError for other dtypes, InvalidValueError for arguments that do not fit the cast, and
     NotSupportedError where `backend` cannot run. The bytes equal those of `microfloat.reference.quantize`.
@@ -70,6 +71,8 @@ def quantize(
     >>> quantize(torch.tensor([[1.0, -2.0, 3.0]]), "mxfp4").codes
     tensor([[162,   5]], dtype=torch.uint8)
     """
+    if hasattr(type(x), "placements"):  # a DTensor
+        return upper("quantize_sharded")(x, cast, axis, seed, stream, amax, scale_enc, backend)
     run = _traced_quantize if _operators.is_tracing(x) else quantize_values
     return run(x, cast, axis, seed, stream, amax, scale_enc, backend)
 
