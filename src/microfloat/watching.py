@@ -39,6 +39,7 @@ OF_CAST = ("sqnr_db", "rel_mse", "bias", "underflow", "clip", "zeros")
 OF_SCALES, OF_PRODUCT = ("scale_histogram", "scale_at_limits"), ("relative_error", "cosine")
 METRICS = (*OF_TENSOR, *OF_SAMPLE, *OF_CAST, *OF_SCALES, "error_by_magnitude", *OF_PRODUCT, "sr_noise")
 DEFAULT_METRICS = tuple(name for name in METRICS if name not in ("rel_mse", "sr_noise"))
+_OF_TABLE = ("amax", "crest", "sqnr_db", "bias", "underflow", "clip")  # and those of a product
 
 Numbers = Sequence[float]
 Metrics = Iterator[tuple[str, Any]]
@@ -366,17 +367,7 @@ class RecordLog:
 
         The worst layers come first; `layers`: the number of those that are shown, None for all.
         """
-        columns = (
-            "amax",
-            "crest",
-            "sqnr_db",
-            "bias",
-            "underflow",
-            "clip",
-            "relative_error",
-            "expected_error",
-            "cosine",
-        )
+        columns = (*_OF_TABLE, "relative_error", "expected_error", "cosine")
         records = [one for one in self.records if not isinstance(one.value, tuple | ScaleHistogram)]
         step = max((one.step for one in records), default=0) if step is None else step
         worst = self.worst(2**31 - 1, step)
@@ -457,11 +448,7 @@ def _check_methods(argument: str, value: object, *names: str) -> None:
 
 
 def _shown(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if name in ("underflow", "clip", "scale_at_limits"):
-        return f"{value:.2%}"
-    return f"{value:.4g}"
+    return "" if value is None else f"{value:.2%}" if name in ("underflow", "clip") else f"{value:.4g}"
 
 
 def _text(value: Any) -> str:

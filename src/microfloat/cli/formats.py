@@ -245,12 +245,8 @@ def _encode(output: Output, texts: list[str], name: str) -> None:
         fix = "Ask for an element, or decode 127 --as e8m0."
         raise invalid_value("--as", name, "an element: the scale rule of a cast chooses powers of two", fix)
     element = _element(name)
-    output.table(
-        "values",
-        [_value_row(text, element) for text in texts],
-        _VALUE_COLUMNS,
-        f"{element.name}, nearest, ties to even",
-    )
+    rows = [_value_row(text, element) for text in texts]
+    output.table("values", rows, _VALUE_COLUMNS, f"{element.name}, nearest, ties to even")
 
 
 def _value_row(text: str, element: ElementFormat) -> dict[str, Any]:

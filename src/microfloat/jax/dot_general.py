@@ -56,8 +56,7 @@ class DotGeneral(Op):
     """The op that `dot_general` returns: frozen, hashable, callable."""
 
     def __call__(
-        self, lhs: Array, rhs: Array | QuantizedArray, dimension_numbers: DimensionNumbers,
-        precision: object = None,
+        self, lhs: Array, rhs: Array | QuantizedArray, dimension_numbers: DimensionNumbers, precision: object = None,
         preferred_element_type: DTypeLike | None = None, *, out_sharding: object = None,
         state: DelayedState | None = None, key: Array | None = None, seed: Array | int | None = None,
     ) -> Array:  # fmt: skip

@@ -105,9 +105,7 @@ class _Label(NamedTuple):
     leads: tuple[str, ...]
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["labels", "metrics"]
-)  # fmt: skip
+@partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["labels", "metrics"])
 @dataclass(frozen=True)
 class Readings:
     """A pytree of sums, a small float32 array for each tensor, cast and product: an output of jit like any other.

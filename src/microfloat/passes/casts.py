@@ -499,9 +499,8 @@ class _Casting:
                 amax_kernels.amax_transformed, (matrix.key, constants, warps), programs, (source, plain, At.WORDS),
                 matrix.sizes, constants, warps,
             ))  # fmt: skip
-        if plain is None and any(
-            one is not None and amax is None for one, amax in zip(both.operands, found, strict=True)
-        ):
+        lacks = (one is not None and amax is None for one, amax in zip(both.operands, found, strict=True))
+        if plain is None and any(lacks):
             plain = At.AMAX
             if matrix.with_scales:
                 plain, _ = measure_groups(passes, matrix, source, self.plan, row=False, column=False)

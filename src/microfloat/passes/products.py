@@ -30,12 +30,8 @@ def stored_codes(fmt: ScaledFormat, hadamard: Hadamard | None, level: str | None
     """Constants for the stored codes of a weight [N, `length`]; None if the kernel does not read the format."""
     element, (height, width), scale = fmt.element, fmt.block, SCALE_KINDS[fmt.scale.name]
     bits = 4 if element.codes_per_byte == 2 else 8
-    read = {
-        "FP32": bits == 8 and width in (None, 128),
-        "E8M0": width == 32,
-        "E4M3": bits == 4 and width == 16,
-    }[fmt.scale.name]
-    if not read or hadamard is not None or length * bits % 128:
+    widths = {"FP32": (None, 128) if bits == 8 else (), "E8M0": (32,), "E4M3": (16,) if bits == 4 else ()}
+    if width not in widths[fmt.scale.name] or hadamard is not None or length * bits % 128:
         return None
     return DecodeCodes(element.mantissa_bits, element.bias, bits, scale, height or 1, width or 0, level is not None)
 
@@ -55,9 +51,8 @@ def decode_passes(
 ) -> Passes | None:  # fmt: skip
     """The passes of y [M, N] from x [M, K] and codes [N, K], or None where no kernel multiplies so many rows.
 
-    `dtypes`: of x, y and the bias (None without a bias).
-
-    `level_stride`: 1 for a tensor scale per row, else 0. `experts`: rows of x come in groups. `cut`: None chooses one.
+    `dtypes`: of x, y and the bias (None without a bias). `level_stride`: 1 for a tensor scale per row, else 0.
+    `experts`: rows of x come in groups. `cut`: None chooses one.
     """
     (m, k, n), (x_dtype, dtype, bias) = shape, dtypes
     if cut is None:

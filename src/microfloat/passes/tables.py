@@ -71,12 +71,9 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def tile_of_scaled(
-    row: ScaledCast | None,
-    column: ScaledCast | None,
-    source: int,
-    shape: tuple[int, int],
+    row: ScaledCast | None, column: ScaledCast | None, source: int, shape: tuple[int, int],
     fills: Callable[[int, int], bool],
-) -> tuple[int, int, Warps]:
+) -> tuple[int, int, Warps]:  # fmt: skip
     """Rows, columns and warps of a tile of `casts.scaled`; `fills` tells if whole tiles of a size cover the matrix."""
     if source == TILE:
         return TILES["cast_tiles"]

@@ -242,11 +242,8 @@ class WeightActivation(_Inference):
             if self.weight is not None and self.format not in ("mxfp8", self.weight):
                 needed = "the format of the weights once, by `format` or by `weight`"
                 raise invalid_value("weight", f"{self.weight!r} beside {self.format!r} and an activation", needed)
-            for name, value in (
-                ("weight", self.weight or self.format),
-                ("format", self.activation),
-                ("activation", None),
-            ):
+            values = {"weight": self.weight or self.format, "format": self.activation, "activation": None}
+            for name, value in values.items():
                 object.__setattr__(self, name, value)
         if isinstance(self.format, str) and self.format not in _PAIRS:
             raise unknown_name("format", self.format, _PAIRS, hint_of_recipe(self.format))

@@ -36,12 +36,10 @@ class NVFP4BlockScaling(NamedRecipe):
     Source: docs/numerics.md, sections 2.6, 5 and 9.4; arXiv 2509.25149.
     """
 
-    _of_peers: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            **NamedRecipe._of_peers, "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "row_scaled_activation",
-            "NVTE_NVFP4_4OVER6": "nvfp4_4over6",
-        }
-    )  # fmt: skip
+    _of_peers: ClassVar[Mapping[str, str]] = MappingProxyType({
+        **NamedRecipe._of_peers, "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "row_scaled_activation",
+        "NVTE_NVFP4_4OVER6": "nvfp4_4over6",
+    })  # fmt: skip
     disable_rht: bool | None = None
     disable_stochastic_rounding: bool | None = None
     disable_2d_quantization: bool | None = None
@@ -73,7 +71,5 @@ class NVFP4BlockScaling(NamedRecipe):
         return (
             Gemm(x, w, "fast", self.path),
             Gemm(Cast(NVFP4, rounding=rounding), w, path=self.path),
-            Gemm(
-                Cast(NVFP4, rounding=rounding, hadamard=hadamard), replace(x, hadamard=hadamard), path=self.path,
-            ),
+            Gemm(Cast(NVFP4, rounding=rounding, hadamard=hadamard), replace(x, hadamard=hadamard), path=self.path),
         )  # fmt: skip

@@ -24,13 +24,9 @@ def record_amax(history: np.ndarray, amax: float | np.ndarray) -> np.ndarray:
 
 
 def update_delayed(
-    history: np.ndarray,
-    scale_enc: float | np.ndarray,
-    element: ElementFormat | str,
-    *,
-    margin: int = 0,
+    history: np.ndarray, scale_enc: float | np.ndarray, element: ElementFormat | str, *, margin: int = 0,
     amax_compute_algo: str | Callable[[np.ndarray], float] = "max",
-) -> tuple[np.ndarray, np.float32]:
+) -> tuple[np.ndarray, np.float32]:  # fmt: skip
     """End of a step: the next encode scale from the history of amaxes, then the history rolls.
 
     ``scale_enc = min(f32(f32(max / max(A, max * 2^-126)) * 2^-margin), 2^126)`` with ``A = max(history)``,

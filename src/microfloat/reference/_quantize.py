@@ -144,7 +144,8 @@ def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
     """One usage of `values`."""
     cast, axis = usage.cast, usage.axis
     x_RC = np.ascontiguousarray(operand_form(values, axis))
-    amax, scale_enc = checked_scales(usage, x_RC.shape[0])
+    amax = given_amax(usage.amax, cast, x_RC.shape[0], _real_array, np.asarray)
+    scale_enc = given_scale_enc(usage.scale_enc, cast.is_delayed, _real_array, np.asarray)
     if cast.is_stochastic and seed is None:
         raise invalid_value(
             "seed", "None with a stochastic cast", "an int in [0, 2^64), or its two 32-bit words, low first",
@@ -153,18 +154,11 @@ def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
     with np.errstate(all="ignore"):
         if cast.hadamard is not None:
             x_RC = hadamard_transform(x_RC, cast.hadamard)
-        scales = block_scales(x_RC, cast, amax, scale_enc)
+        scales = block_scales(x_RC, cast, amax, None if scale_enc is None else np.float32(scale_enc))
         codes = _encode(x_RC, cast, scales.encode, scales.is_nan, seed, usage.stream)
     if cast.format.element.codes_per_byte == 2:
         codes = pack_fp4(codes)
     return in_shape(codes, scales.stored, scales.tensor_scale, cast, axis, values.shape)
-
-
-def checked_scales(usage: Usage, rows: int) -> tuple[np.ndarray | None, np.float32 | None]:
-    """The amax and the encode scale that were given for a usage, checked against its cast."""
-    amax = given_amax(usage.amax, usage.cast, rows, _real_array, np.asarray)
-    scale_enc = given_scale_enc(usage.scale_enc, usage.cast.is_delayed, _real_array, np.asarray)
-    return amax, None if scale_enc is None else np.float32(scale_enc)
 
 
 def in_shape(
@@ -180,9 +174,8 @@ def in_shape(
 
 
 def _encode(
-    x_RC: np.ndarray, cast: Cast, factor: np.ndarray, is_nan: np.ndarray,
-    seed: Seed, stream: int,
-) -> np.ndarray:  # fmt: skip
+    x_RC: np.ndarray, cast: Cast, factor: np.ndarray, is_nan: np.ndarray, seed: Seed, stream: int
+) -> np.ndarray:
     """Unpacked codes [R, C]; blocks that hold a NaN, where the format says so, are NaN codes throughout."""
     element, block = cast.format.element, cast.format.block
     scaled = x_RC * spread(factor, block, x_RC.shape)

@@ -114,8 +114,7 @@ def _with_bias(product: Array, bias: Array | None) -> Array:
 
 
 def gemm(
-    a: Operand, b: Operand, kind_a: Kind, kind_b: Kind, way: str,
-    accumulate: str, out: DTypeLike = jnp.float32,
+    a: Operand, b: Operand, kind_a: Kind, kind_b: Kind, way: str, accumulate: str, out: DTypeLike = jnp.float32,
 ) -> Array:  # fmt: skip
     """``a @ b.T`` [M, N] by a route of the kind `way`, summed in float32 and rounded once to `out`."""
     if way == "values" or (way == "blocks" and kind_a.power_of_two and kind_b.power_of_two):
@@ -156,10 +155,7 @@ def _few_rows(x_MK: Array, w: Operand, plan: GemmPlan, bias: Array | None) -> Ar
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
-def _fp8(
-    a: Matrix, b: Matrix, kind_a: Kind, kind_b: Kind, accumulate: str,
-    out: DTypeLike,
-) -> Array:  # fmt: skip
+def _fp8(a: Matrix, b: Matrix, kind_a: Kind, kind_b: Kind, accumulate: str, out: DTypeLike) -> Array:
     """FP8 codes into one dot. Precision HIGHEST makes XLA add partial sums in float32 ("split")."""
     rows, cols = a.codes.shape[0], b.codes.shape[0]
     precision = lax.Precision.DEFAULT if accumulate == "fast" else lax.Precision.HIGHEST

@@ -145,21 +145,16 @@ def why_unavailable(capability: tuple[int, int]) -> str:
         return "triton runs in its interpreter"
     if missing := [name for name in _NEEDED if not hasattr(_library(), name)]:
         return f"this jaxlib cannot start Triton kernels ({missing[0]} is missing)"
-    try:
-        _compile_one(capability)
-    except Exception as error:  # whatever another version of Triton raises: then XLA's operations cast
-        return f"triton {triton.__version__} does not compile for JAX: {error}"
-    return ""
-
-
-def _compile_one(capability: tuple[int, int]) -> None:
-    """Compile the smallest kernel as all are compiled."""
     from microfloat.kernels.casts.amax import amax_contiguous
 
     arguments = ("in", "*bf16", None), ("out", "*fp32", None), ("out", "*i64", None), ("number", "i32", True)
     constants = (0, False, capability >= (8, 9), 128, 1)  # KIND, EVEN, HW, BLOCK, UNROLL
     signature = (*arguments, *(("constant", "constexpr", value) for value in constants))
-    _compiled(amax_contiguous, capability, signature, (4, None))
+    try:
+        _compiled(amax_contiguous, capability, signature, (4, None))
+    except Exception as error:  # whatever another version of Triton raises: then XLA's operations cast
+        return f"triton {triton.__version__} does not compile for JAX: {error}"
+    return ""
 
 
 _NEEDED = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")

@@ -85,9 +85,7 @@ def multiply_stored(
     return _Run(passes, table, frozenset(), capability).results()[0]
 
 
-def multiply_fp8(
-    a: Matrix, b: Matrix, scales: str, fast: bool, out: np.dtype, capability: tuple[int, int]
-) -> Array:  # fmt: skip
+def multiply_fp8(a: Matrix, b: Matrix, scales: str, fast: bool, out: np.dtype, capability: tuple[int, int]) -> Array:
     """``a @ b.T`` [M, N] in `out` by `kernels.gemm.block_gemm`; `scales`: "lines", "tiles" or "rows" of b."""
     from triton.experimental.gluon import language as gl
 

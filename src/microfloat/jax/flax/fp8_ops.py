@@ -151,12 +151,8 @@ def _checked(
 def _in_q(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
     new = _updated(rule, x, scale, history)
     codes = quantize(x, rule.q_dtype, new[0], rule.compute_dtype)
-    return (codes, new[0]), (new, (scale, history), _empty_like(x))
-
-
-def _empty_like(x: Array) -> Array:
-    """An empty array with the dtype and the device variance of x."""
-    return jnp.atleast_1d(x)[:0]
+    like = jnp.atleast_1d(x)[:0]  # has the dtype and the device variance of x
+    return (codes, new[0]), (new, (scale, history), like)
 
 
 def _in_q_backward(rule: Rule, kept: tuple, cotangents: tuple) -> tuple:
@@ -256,10 +252,6 @@ def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
     return tuple(map(transformations.straight_through, values, wide))
 
 
-def _dot_forward(rule: DotRule, wide: tuple, codes: tuple, scales: tuple, state: State) -> tuple:
-    return _dot_of_codes(rule, wide, codes, scales), (wide, codes, scales, state)
-
-
 def _dot_backward(rule: DotRule, kept: tuple, g: Array) -> tuple:
     wide, codes, scales, state = kept
     if rule.out is None:
@@ -298,7 +290,7 @@ def _transposed_dots(rule: DotRule, lhs: Array, rhs: Array, g: Array) -> tuple[A
 
 
 # The dot of the codes; `wide` are the operands that receive the gradients.
-_quantized_dot = _differentiated(_dot_forward, _dot_backward)
+_quantized_dot = _differentiated(lambda rule, *kept: (_dot_of_codes(rule, *kept[:3]), kept), _dot_backward)
 
 
 def quantized_dot(
