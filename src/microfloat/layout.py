@@ -240,6 +240,5 @@ def blocked_sizes(windows: Windows, shape: Sequence[int] | None = None) -> list[
 def check_scale_bytes(dtype: object, argument: str = "scale") -> None:
     """Refuse scales that are no bytes: E8M0 or E4M3, as uint8 or in their own dtype."""
     if str(dtype).removeprefix("torch.") not in ("uint8", "float8_e8m0fnu", "float8_e4m3fn"):
-        raise invalid_type(
-            argument, dtype, "uint8 scale bytes (or their float8 dtype)", "FP32 scales have no swizzled layout."
-        )
+        needed = "uint8 scale bytes (or their float8 dtype)"
+        raise invalid_type(argument, dtype, needed, "FP32 scales have no swizzled layout.")

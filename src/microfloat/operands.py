@@ -38,12 +38,6 @@ OPERANDS = (
 )
 
 
-def _pair(tensor: str) -> tuple[Operand, Operand]:
-    row, column = sorted(
-        (operand for operand in OPERANDS if operand.tensor == tensor), key=lambda operand: operand.transposed
-    )
-    return row, column
-
-
+_ROWS, _COLUMNS = ({one.tensor: one for one in OPERANDS if one.transposed == turned} for turned in (False, True))
 # Both operands of "x", "w" or "dy": the one as the tensor lies ("row"), and its transpose ("column").
-OPERANDS_OF = {tensor: _pair(tensor) for tensor in TENSORS}
+OPERANDS_OF = {tensor: (_ROWS[tensor], _COLUMNS[tensor]) for tensor in TENSORS}

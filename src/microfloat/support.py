@@ -56,3 +56,18 @@ def text_table(cells: Sequence[Sequence[str]]) -> list[str]:
 def wrapped(text: str, indent: str = "  ") -> list[str]:
     """`text` in lines of at most WIDTH columns, all but the first indented; words stay whole."""
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+class Notes:
+    """Numbered notes below a table: cells hold the number, equal texts share one."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> str:
+        """The mark of `text`, such as "(1)"; "" for no text."""
+        return f"({self._numbers.setdefault(text, len(self._numbers) + 1)})" if text else ""
+
+    def lines(self) -> list[str]:
+        """The notes, one after the other."""
+        return [line for text, number in self._numbers.items() for line in wrapped(f"{number}. {text}", "   ")]

@@ -82,15 +82,13 @@ def formats(
         (_decode if first == "decode" else _encode)(output, rest, as_)
         return
     if as_:
-        raise invalid_value(
-            "--as", as_, "decode or encode before it", f"Try: microfloat formats decode 0x3C --as {as_}"
-        )
+        remedy = f"Try: microfloat formats decode 0x3C --as {as_}"
+        raise invalid_value("--as", as_, "decode or encode before it", remedy)
     if rest:
         raise invalid_value("formats", " ".join(what or ()), "one name, or decode or encode before several codes")
     if first.upper() == E8M0 and (values or plot):
-        raise invalid_value(
-            f"formats {first}", "--values or --plot", "an element for them", "Try: decode 127 --as e8m0"
-        )
+        remedy = "Try: decode 127 --as e8m0"
+        raise invalid_value(f"formats {first}", "--values or --plot", "an element for them", remedy)
     shown = _overview(output, first)
     if values:
         _print_values(output, shown)

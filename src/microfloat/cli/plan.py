@@ -76,9 +76,8 @@ def plan(
     found = survey(checkpoint, output.each("measuring", layers), formats, sample_rows)
     groups: dict[str, list[dict[str, Any]]] = {}
     if broken := [row["name"] for row in found.rows if row["non_finite"]]:
-        output.warn(
-            f"NaN or Inf in {', '.join(broken)}: kept in high precision, with the layers that share their format"
-        )
+        kept = "kept in high precision, with the layers that share their format"
+        output.warn(f"NaN or Inf in {', '.join(broken)}: {kept}")
     for row in found.rows:
         groups.setdefault(_group(row["name"]), []).append(row)
     cost = {fmt.name: fmt.bits_per_element for fmt in formats} | ({_PLAIN: 16.0} if _PLAIN in names else {})

@@ -274,16 +274,14 @@ def check_array(argument: str, x: object) -> Array:
     if isinstance(x, float) and not isinstance(x, np.generic):
         return jnp.asarray(x, jnp.float32)
     if isinstance(x, QuantizedArray):
-        raise invalid_type(
-            argument, "a QuantizedArray", "a plain array", "Dequantize it first, or multiply with scaled_matmul."
-        )
+        remedy = "Dequantize it first, or multiply with scaled_matmul."
+        raise invalid_type(argument, "a QuantizedArray", "a plain array", remedy)
     if not isinstance(x, jax.Array | np.ndarray) and callable(getattr(x, "__jax_array__", None)):
         x = typing.cast(typing.Any, x).__jax_array__()
     dtype = getattr(x, "dtype", None)
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
-        raise invalid_type(
-            argument, type(x), "an array of float32, bfloat16 or float16", "Use jax.numpy.asarray first."
-        )
+        needed = "an array of float32, bfloat16 or float16"
+        raise invalid_type(argument, type(x), needed, "Use jax.numpy.asarray first.")
     if dtype not in _WIDE_DTYPES:
         is_narrow = str(dtype).startswith(("float8", "float6_", "float4"))
         remedy = "Dequantize it first." if is_narrow else f"Convert {argument} with .astype first."

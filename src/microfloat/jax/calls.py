@@ -102,9 +102,8 @@ def check_state(recipe: Recipe, state: DelayedState | None, lead: tuple[int, ...
 
 def result_dtype(lhs: Array, preferred_element_type: DTypeLike | None) -> np.dtype:
     """The dtype of a product: `preferred_element_type`, or the dtype of lhs without one."""
-    return check_dtype(
-        "preferred_element_type", lhs.dtype if preferred_element_type is None else preferred_element_type
-    )
+    dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
+    return check_dtype("preferred_element_type", dtype)
 
 
 def check_sharding(out_sharding: object) -> object:

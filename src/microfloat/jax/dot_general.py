@@ -124,10 +124,8 @@ class DotGeneral(Op):
                 "Quantize rhs for this recipe, or use WeightOnly(...).",
             )  # fmt: skip
         specs = _Specs(dimensions.dimension_numbers, calls.check_sharding(out_sharding))
-        static = cast, dtype, self.backend
-        return transformations.run_automatically(
-            _apply_stored, specs, x, rhs, order=dimensions.lhs_order, static=static
-        )
+        options = {"order": dimensions.lhs_order, "static": (cast, dtype, self.backend)}
+        return transformations.run_automatically(_apply_stored, specs, x, rhs, **options)
 
     def with_amax(
         self, lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, *, state: DelayedState,

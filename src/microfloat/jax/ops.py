@@ -108,9 +108,8 @@ def _made(x: Array, usages: tuple[Usage, ...], words: Array | np.ndarray | None,
         traced.append(word if number is None else None)
         static.append((cast, normal - max(x.ndim, 1), number))
     arguments = (x, words, tuple(traced), common_amax, common_scale)
-    return transformations.run_automatically(
-        _quantize, _quantized_specs, *arguments, usages=tuple(static), backend=backend
-    )
+    options = {"usages": tuple(static), "backend": backend}
+    return transformations.run_automatically(_quantize, _quantized_specs, *arguments, **options)
 
 
 _without_derivative = transformations.no_derivative(
@@ -163,9 +162,8 @@ def _quantized_spec(x: Array, shapes: QuantizedArray) -> QuantizedArray:
     one_row = not (shapes.format.is_per_tensor or shapes.format.is_tile)
     scale = transformations.divided(spec, shapes.scale.shape, x) if one_row else PartitionSpec()
     tensor_scale = None if shapes.tensor_scale is None else PartitionSpec()
-    return replace(
-        shapes, codes=transformations.divided(spec, shapes.codes.shape, x), scale=scale, tensor_scale=tensor_scale
-    )
+    codes = transformations.divided(spec, shapes.codes.shape, x)
+    return replace(shapes, codes=codes, scale=scale, tensor_scale=tensor_scale)
 
 
 @partial(jax.jit, static_argnames=("usages", "backend"))
@@ -280,9 +278,8 @@ def check_backend(backend: object) -> str:
 def _traced_word(argument: str, value: object) -> Array | np.uint32:
     if isinstance(value, jax.Array):
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
-            raise invalid_value(
-                argument, f"{value.dtype}{list(value.shape)}", "an int in [0, 2^32), or a 0-d integer array"
-            )
+            got = f"{value.dtype}{list(value.shape)}"
+            raise invalid_value(argument, got, "an int in [0, 2^32), or a 0-d integer array")
         return value.astype(jnp.uint32)
     return np.uint32(check_word(argument, value))
 

@@ -403,7 +403,6 @@ class _Groups:
             return total.at[group].add(product, mode="drop"), None
 
         sizes = (reference.rows_of(jax.tree.map(lambda leaf: leaf[0], one)) for one in (a, b))
-        start, *_ = transformations.in_common_variance(
-            jnp.zeros((self._count, *sizes), jnp.float32), *jax.tree.leaves((a, b))
-        )
+        zeros = jnp.zeros((self._count, *sizes), jnp.float32)
+        start, *_ = transformations.in_common_variance(zeros, *jax.tree.leaves((a, b)))
         return lax.scan(add, start, (a, b, self._blocks.group))[0]

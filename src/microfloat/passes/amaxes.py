@@ -55,8 +55,3 @@ def measure_groups(
     ))  # fmt: skip
     of_rows, of_groups = (At.NOTHING if part is None else passes.slice(amaxes, *part) for part in parts)
     return (of_rows, of_groups) if row or column else (of_groups, At.NOTHING)
-
-
-def measure_axes(passes: Passes, matrix: Matrix, source: int, row: bool, column: bool) -> tuple[int, int]:
-    """Add the launch that measures rows and columns; returns the positions of their amaxes, float32 [R] and [C]."""
-    return measure_groups(passes, matrix, source, (), row, column)

@@ -18,7 +18,7 @@ from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.layout import Layout, Part, layout_of, stored_length
 from microfloat.passes import OperandSpec, tables
-from microfloat.passes.amaxes import measure, measure_axes, measure_groups
+from microfloat.passes.amaxes import measure, measure_groups
 from microfloat.passes.matrix import (
     GROUP_ROWS,
     NO_SIGNS,
@@ -406,7 +406,7 @@ class _Casting:
             _together(passes, [(matrix, both)], False)
             return
         else:
-            amaxes = measure_axes(passes, matrix, source, *made)
+            amaxes = measure_groups(passes, matrix, source, (), *made)
         self._scaled(source, both, both.scales, _AXES, amaxes)
 
     def _row_by_row(self, source: int, both: Both) -> None:
@@ -476,7 +476,7 @@ class _Casting:
         plain = None
         for at, one in enumerate(both.operands):
             if one is not None and one.numbers.is_scaled_per_row:
-                found[at] = measure_axes(passes, matrix, source, at == 0, at == 1)[at]
+                found[at] = measure_groups(passes, matrix, source, (), at == 0, at == 1)[at]
         for at in (1, 0):
             one = both.operands[at]
             if one is None or found[at] is not None or one.numbers.signs == NO_SIGNS:

@@ -72,9 +72,8 @@ def turn_codes_passes(rows: int, columns: int, dtype: str, device: Device) -> Pa
     )  # fmt: skip
     key = (device.number, constants, specialization(rows), specialization(columns))
     programs = -(-rows // tile_rows) * -(-columns // tile_columns)
-    passes.launches.append(
-        Pass(dequantize.turn_codes, key, programs, (At.SOURCE, out), (rows, columns), constants, warps)
-    )
+    tensors = (At.SOURCE, out)
+    passes.launches.append(Pass(dequantize.turn_codes, key, programs, tensors, (rows, columns), constants, warps))
     return passes
 
 

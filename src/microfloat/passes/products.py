@@ -67,7 +67,9 @@ def decode_passes(
     out = passes.put(0, Part((m, n), (n, 1), dtype))
     assert experts is None or not (cut.SPLITS or cut.DEPENDENT), "experts are not multiplied so"
     splits, cut = max(cut.SPLITS, 1), of_kernel(cut)
-    entries = 1 if experts is None else _most_tiles(m, experts.number, rows_of_tile(cut))
+    tile, entries = rows_of_tile(cut), 1
+    if experts is not None:  # the most tiles of x if no tile holds rows of two groups
+        entries = (m + min(experts.number + 1, m) * (tile - 1)) // tile
     hardware, kind = device.number >= 0, _X_KINDS[x_dtype]
     plan = At.NOTHING if experts is None else PLAN
     about, x = (device.number, dtypes, codes, cut), At.SOURCE
@@ -140,11 +142,6 @@ def _items_in_order(codes: DecodeCodes, length: int, cut: DecodeCut) -> int:
     """Number of warps of `decode_order` for one tile of x: half chunks x eights of rows x steps."""
     chunks = cut.LENGTH_WARPS * -(-length * codes.BITS // (_CHUNK_BITS * cut.LENGTH_WARPS))
     return 2 * chunks * cut.TOKENS * (16 // codes.BITS)
-
-
-def _most_tiles(rows: int, groups: int, tile: int) -> int:
-    """Most tiles of `tile` rows for `rows` rows in groups, if no tile holds rows of two groups."""
-    return (rows + min(groups + 1, rows) * (tile - 1)) // tile
 
 
 class _Division(NamedTuple):

@@ -326,9 +326,8 @@ class NamedRecipe(Recipe):
         self._check_class()
         table = self._table()
         if not isinstance(table, tuple | list) or [type(gemm) for gemm in table] != [Gemm] * len(GEMMS):
-            raise invalid_type(
-                f"{type(self).__name__}._table()", repr(table), "three Gemms, those of fprop, dgrad, wgrad"
-            )
+            needed = "three Gemms, those of fprop, dgrad, wgrad"
+            raise invalid_type(f"{type(self).__name__}._table()", repr(table), needed)
         if self.backward is not None:
             check_choice("backward", self.backward, ("high_precision", "dequantized"))
             x, w = table[0].casts if self.backward == "dequantized" else (None, None)

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from microfloat.recipes.core import Gemm, NamedRecipe, Recipe
-from microfloat.support import text_table, wrapped
+from microfloat.support import Notes, text_table, wrapped
 
 _YES = {True: "yes", False: "no"}
 
@@ -55,19 +55,17 @@ class Answer:
         return {"recipe": self.recipe.to_dict(), "device": self.device, "gemms": gemms, "casts": casts}
 
     def __str__(self) -> str:
-        notes: dict[str, int] = {}  # equal texts share a number
+        notes = Notes()
         cells: list[tuple[str, ...]] = [("GEMM", "operands", self._column, "runs", "accelerated", "kernel, why")]
         for row in self.rows:
-            why = row.support.reason if row.kernel == "-" else f"{row.kernel}: {row.support.reason}"
+            kernel = "" if row.kernel == "-" else f"{row.kernel}: "
             cells.append((
                 row.gemm, row.operands, getattr(row, self._column), _YES[row.support.available],
-                _YES[row.support.accelerated], f"({notes.setdefault(why, len(notes) + 1)})",
+                _YES[row.support.accelerated], notes.number(kernel + row.support.reason),
             ))  # fmt: skip
         # A table of Casts would say it all again in its repr.
         recipe = repr(self.recipe) if isinstance(self.recipe, NamedRecipe) else type(self.recipe).__name__
-        lines = [*wrapped(f"{recipe} on {self.device}"), *text_table(cells)]
-        for text, number in notes.items():
-            lines += wrapped(f"{number}. {text}", "   ")
+        lines = [*wrapped(f"{recipe} on {self.device}"), *text_table(cells), *notes.lines()]
         alike: dict[str, list[str]] = {}  # operands that are cast in the same way
         for row in self.casts:
             by = f"{row.kernel}, {row.reason}" if row.reason else row.kernel

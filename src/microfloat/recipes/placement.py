@@ -112,9 +112,8 @@ class Placement:
                 try:
                     re.compile(parted(pattern)[0][3:])
                 except re.error as error:
-                    raise PlacementError(
-                        f"rules[{index}][0]: got {pattern!r} ({error}), needed a regular expression after 're:'."
-                    ) from error
+                    got, needed = f"{pattern!r} ({error})", "a regular expression after 're:'"
+                    raise PlacementError(f"rules[{index}][0]: got {got}, needed {needed}.") from error
             checked.append((pattern, recipe))
         object.__setattr__(self, "rules", tuple(checked))
 

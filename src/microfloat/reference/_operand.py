@@ -20,9 +20,8 @@ def as_float_array(x: object) -> np.ndarray:
     except Exception as error:  # whatever a foreign array type raises when it cannot become a NumPy array
         raise invalid_type("x", f"{type(x).__name__} ({error})", "an array of floating-point numbers") from error
     if array.dtype.newbyteorder("=") not in _INPUT_DTYPES:
-        raise invalid_type(
-            "x", array.dtype, "float32, bfloat16 (ml_dtypes), float16 or float64", "Convert it with .astype first."
-        )
+        needed = "float32, bfloat16 (ml_dtypes), float16 or float64"
+        raise invalid_type("x", array.dtype, needed, "Convert it with .astype first.")
     return array
 
 

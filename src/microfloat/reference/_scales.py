@@ -141,9 +141,8 @@ def _four_over_six(
     base = block_amax / _F32(6) * tensor.encode
     candidates = []
     for k in (1.0, 1.5):
-        byte, factor = _block_level(
-            np.minimum(base * _F32(k), _F32(constants.largest_scale)), cast.format.scale.element, tensor
-        )
+        target = np.minimum(base * _F32(k), _F32(constants.largest_scale))
+        byte, factor = _block_level(target, cast.format.scale.element, tensor)
         candidates.append((byte, factor, _block_error(x_RC, cast, constants, tensor, byte, factor)))
     (byte_6, factor_6, error_6), (byte_4, factor_4, error_4) = candidates
     to_four = error_4 < error_6

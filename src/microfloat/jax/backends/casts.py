@@ -138,9 +138,8 @@ def _by_xla(static: _Static, x_RC: Array, inputs: CastInputs) -> Operands:
         noise = None
         if operand.cast.is_stochastic and inputs.words is not None:
             noise = reference.Noise(inputs.words, operand.stream, 0 if inputs.batch is None else inputs.batch)
-        return reference.cast_matrix(
-            matrix, operand.cast, noise, amax=inputs.amax, scale_enc=inputs.scale_enc, axes=static.axes
-        )
+        given = {"amax": inputs.amax, "scale_enc": inputs.scale_enc}
+        return reference.cast_matrix(matrix, operand.cast, noise, **given, axes=static.axes)
 
     first = None if row is None else codes(row, x_RC)
     second = None

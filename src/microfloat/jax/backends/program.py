@@ -179,9 +179,8 @@ class _Run:
             part = self._passes.slices[~at]
             if (part.buffer, 0) in self._made and part.dtype is None:
                 return self._made[part.buffer, 0][part.offset : part.offset + part.length]
-            return Output(
-                (part.length,), jnp.dtype(buffer.dtype), buffer.cleared, "*i32" if part.dtype == "int32" else ""
-            )
+            pointer = "*i32" if part.dtype == "int32" else ""
+            return Output((part.length,), jnp.dtype(buffer.dtype), buffer.cleared, pointer)
         shape = buffer.shape if _in_rows(buffer) else buffer.shape[::-1]
         return Output(shape, jnp.dtype(buffer.dtype), buffer.cleared)
 

@@ -33,9 +33,8 @@ def quantize(x: ArrayLike, q_dtype: DTypeLike, scale: ArrayLike, compute_dtype: 
     """``clip(x / scale, -max, max)``, nearest even; the scale is rounded to `compute_dtype` first, and NaN stays."""
     x, scale, compute = _operands(as_numbers("x", x), scale, compute_dtype)
     q_dtype = as_fp8_dtype("q_dtype", q_dtype)
-    return transformations.straight_through(
-        _quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale)
-    )
+    codes, ratio = _quantized(q_dtype, compute, x, scale), _clipped_quotient(q_dtype, compute, x, scale)
+    return transformations.straight_through(codes, ratio)
 
 
 def dequantize(x: ArrayLike, dq_dtype: DTypeLike, scale: ArrayLike) -> Array:

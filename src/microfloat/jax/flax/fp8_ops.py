@@ -89,9 +89,8 @@ def _differentiated(forward: Callable[..., tuple], backward: Callable[..., tuple
 
 def _updated(rule: Rule, x: Array, scale: Array, history: Array) -> State:
     """The state for this step; a derivative of a gradient takes it as a constant."""
-    x, scale, history = lax.stop_gradient(
-        (x, transformations.from_max_grad(scale), transformations.from_max_grad(history))
-    )
+    scale, history = map(transformations.from_max_grad, (scale, history))
+    x, scale, history = lax.stop_gradient((x, scale, history))
     return updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
 
 
@@ -240,9 +239,7 @@ def _dot_of_codes(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> Ar
 
 
 def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Array:
-    return lax.dot_general(
-        lhs, rhs, rule.dimension_numbers, precision=precision, preferred_element_type=rule.accumulator
-    )
+    return lax.dot_general(lhs, rhs, rule.dimension_numbers, precision, rule.accumulator)
 
 
 def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:

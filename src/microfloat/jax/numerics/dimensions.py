@@ -156,11 +156,9 @@ def _einsum_plan(lhs: list[str], rhs: list[str], out: list[str], lhs_ones: list,
     lhs, rhs = [label for label in lhs if label in keep_lhs], [label for label in rhs if label in keep_rhs]
     batch = [label for label in lhs if label in rhs and label in out]
     contract = [label for label in lhs if label in rhs and label not in out]
-    contracted, batched = (
-        (tuple(map(lhs.index, labels)), tuple(map(rhs.index, labels))) for labels in (contract, batch)
-    )
+    numbers = [(tuple(map(lhs.index, labels)), tuple(map(rhs.index, labels))) for labels in (contract, batch)]
     produced = batch + [label for label in lhs + rhs if label not in batch + contract]
-    return EinsumPlan(lhs_sum, rhs_sum, (contracted, batched), tuple(map(produced.index, out)))
+    return EinsumPlan(lhs_sum, rhs_sum, (numbers[0], numbers[1]), tuple(map(produced.index, out)))
 
 
 def _expand(term: str, count: int) -> list[str]:
