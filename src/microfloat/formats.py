@@ -318,9 +318,8 @@ class ScaledFormat:
                 "Only E4M3 block scales, and others with a mantissa, need a second scale.",
             )  # fmt: skip
         if self.tensor_scale == "row" and self.block[0] != 1:
-            raise invalid_value(
-                "ScaledFormat.tensor_scale", "'row' with a tile of several rows", "a block of one row, such as (1, 16)"
-            )
+            got, needed = "'row' with a tile of several rows", "a block of one row, such as (1, 16)"
+            raise invalid_value("ScaledFormat.tensor_scale", got, needed)
         element, scale = (
             tuple([(name, getattr(part, name)) for name in type(part).__dataclass_fields__])
             for part in (self.element, self.scale)

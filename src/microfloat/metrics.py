@@ -226,20 +226,16 @@ def max_ulp(x: np.ndarray, q: np.ndarray, dtype: np.dtype | str | None = None) -
     `dtype`: float32, float16, bfloat16 or another float of NumPy or ml_dtypes; None is q's. The spacing at zero is the
     smallest subnormal. NaN where a q of a finite x is NaN; 0 for equal and for empty arrays.
     """
-    info = _finfo(_numpy("q", q).dtype if dtype is None else dtype)
+    dtype = _numpy("q", q).dtype if dtype is None else dtype
+    try:
+        info: Any = ml_dtypes.finfo(np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype))
+    except (TypeError, ValueError):
+        raise invalid_type("dtype", dtype, "a floating-point dtype, such as 'bfloat16'") from None
     a, b = _pair(x, q)
     lowest = int(info.minexp)  # subnormals have the spacing of the first binade, and so has zero, where frexp gives 0
     exponents = np.where(a == 0, lowest, np.maximum(np.frexp(a)[1] - 1, lowest))
     with np.errstate(invalid="ignore"):
         return float((np.abs(b - a) / np.ldexp(1.0, exponents - int(info.nmant))).max(initial=0.0))
-
-
-def _finfo(dtype: np.dtype | str) -> Any:
-    try:
-        named = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
-        return ml_dtypes.finfo(named)
-    except (TypeError, ValueError):
-        raise invalid_type("dtype", dtype, "a floating-point dtype, such as 'bfloat16'") from None
 
 
 class SRNoise(NamedTuple):

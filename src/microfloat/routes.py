@@ -266,10 +266,8 @@ def route_between(
 
 
 def _route_of_folded(rhs: ScaledFormat, exact: Route, chip: Chip | None, library: str) -> Route:
-    """The route of NVFP4 operands under path="folded", instead of the exact one.
-
-    The fold rounds (docs/numerics.md 9.4). So it is the same without a chip, where nothing is gained.
-    """
+    """The route of NVFP4 operands under path="folded", instead of the exact one. The fold rounds (docs/numerics.md
+    9.4). So it is the same without a chip, where nothing is gained."""
     if exact.kind in ("block_scaled", "refused"):
         return exact
     if chip is not None and not chip.has_fp8_blocks:

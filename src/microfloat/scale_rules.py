@@ -163,12 +163,8 @@ def e8m0_threshold(rule: ScaleRule, element: ElementFormat) -> int:
     if isinstance(rule.thresholds, dict):
         return rule.thresholds[element.name]
     max_mantissa = int((element.max / 2.0**element.emax - 1.0) * 2**23)
-    return {
-        "never": 1 << 23,
-        "any": 1,
-        "even": (1 << 23) - (1 << (22 - element.mantissa_bits)),
-        "max": max_mantissa + 1,
-    }[str(rule.thresholds)]
+    even = (1 << 23) - (1 << (22 - element.mantissa_bits))
+    return {"never": 1 << 23, "any": 1, "even": even, "max": max_mantissa + 1}[str(rule.thresholds)]
 
 
 # Rules whose numbers follow from the formats; other stock rules of this kind are for E2M1 elements and E4M3 scales.

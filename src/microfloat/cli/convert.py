@@ -96,7 +96,8 @@ def convert(
                 raise  # the source is damaged, or the result is not what was written
             raise NotSupportedError(str(error)) from None  # no space, or a destination that exists
         except (InvalidTypeError, InvalidValueError) as error:
-            raise type(error)(_as_option(str(error))) from None
+            argument, colon, rest = str(error).partition(":")  # an argument has the words of the option it came from
+            raise type(error)(f"{_OPTIONS.get(argument, argument)}{colon}{rest}") from None
     _show(output, report)
     return 0 if report.converted else 1
 
@@ -113,12 +114,6 @@ _OPTIONS = {"path": "DST", "src": "SRC", "format": "--from"} | {
     name: f"--{name.replace('_', '-')}"
     for name in ("to", "scale_rule", "ignore", "fuse", "four_over_six", "max_shard_size", "placement")
 }
-
-
-def _as_option(message: str) -> str:
-    """A message about an argument of `checkpoint.convert`, about the option that it came from."""
-    argument, colon, rest = message.partition(":")
-    return f"{_OPTIONS.get(argument, argument)}{colon}{rest}"
 
 
 def _stopped(dst: Path, seen: "Progress | None") -> str:

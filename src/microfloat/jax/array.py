@@ -244,10 +244,8 @@ def _unpacked_fp6(codes: ArrayLike, shape: tuple[int, ...] | None, axis: int, ha
     data = _part("codes", codes, jnp.uint8)
     if not data.ndim:
         raise invalid_value("codes", "a 0-d array", "packed bytes, the contraction axis last")
-    length = (
-        data.shape[-1] // 3 * 4 if not shape else stored_length(shape[contraction_axis(axis, len(shape))], hadamard)
-    )
-    return unpack_fp6(data, length)
+    size = shape[contraction_axis(axis, len(shape))] if shape else None
+    return unpack_fp6(data, data.shape[-1] // 3 * 4 if size is None else stored_length(size, hadamard))
 
 
 def _part(argument: str, value: ArrayLike, dtype: DTypeLike) -> Array:

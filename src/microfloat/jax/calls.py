@@ -149,9 +149,7 @@ class Call:
         records: bool = False,
     ) -> _Cast:  # fmt: skip
         """The operands of the first and the second use; one that `uses` leaves out, or without a Cast, is the tensor.
-
-        `keeps`: the second is kept for the backward as codes, or as it is without a Cast; else it is turned.
-        """
+        `keeps`: the second is kept for the backward as codes, or as it is without a Cast; else it is turned."""
         is_turned = tensor == "w" and self.config.w_is_transposed
         decodes, axes = (not self.reuses(tensor), not keeps), self.axes(x_RC)
         first, second = (
@@ -260,10 +258,8 @@ def live_amax(
     x: Array, axes: frozenset[str], state: DelayedState | None = None,
     measure: Callable[[Array], Array] = tensor_amax, *, reduces: bool = True,
 ) -> Array:  # fmt: skip
-    """The amax of one tensor in this step, over all devices that share its state.
-
-    Without `reduces` it is the device's own; InvalidValueError if the state is not.
-    """
+    """The amax of one tensor in this step, over all devices that share its state. Without `reduces` it is the device's
+    own; InvalidValueError if the state is not."""
     apart = transformations.varying_axes(*jax.tree.leaves(state))
     if reduces:
         return transformations.max_over(measure(x), axes - apart)

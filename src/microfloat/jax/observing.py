@@ -31,10 +31,8 @@ from microfloat.watching import BINADES, SCALES, Measured
 
 
 class Subject(NamedTuple):
-    """The subject of a vector of numbers: a "tensor", "rows", "noise" or a "product" (its `kind`).
-
-    `more`: the format of the scales of rows, the number of draws of noise, or the Gemm of a product.
-    """
+    """The subject of a vector of numbers: a "tensor", "rows", "noise" or a "product" (its `kind`). `more`: the format
+    of the scales of rows, the number of draws of noise, or the Gemm of a product."""
 
     gemm: str
     operand: str
@@ -203,10 +201,8 @@ def _tensor(subject: Subject, matrix: Array) -> tuple[Subject, Array]:
 
 
 class _Made(NamedTuple):
-    """Rows of an operand form, finite or 0, the values that a cast made of them, and all its codes and scales.
-
-    `used`: for every scale, True if it is counted; None for all. A tensor in high precision has no `values`.
-    """
+    """Rows of an operand form, finite or 0, the values that a cast made of them, and all its codes and scales. `used`:
+    for every scale, True if it is counted; None for all. A tensor in high precision has no `values`."""
 
     x: Array
     finite: Array

@@ -77,10 +77,8 @@ def on_first_device(value: Array, axes: frozenset[str]) -> Array:
 
 @custom_vmap
 def once(value: Array, state: Array) -> Array:
-    """`value`, the cotangent of `state`; under vmap over everything but the state, the maximum over the batch.
-
-    JAX would sum the cotangents of an operand that is not batched. A batched state keeps one value per entry.
-    """
+    """`value`, the cotangent of `state`; under vmap over everything but the state, the maximum over the batch. JAX
+    would sum the cotangents of an operand that is not batched. A batched state keeps one value per entry."""
     del state
     return value
 
@@ -106,10 +104,8 @@ def batched_by(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_maximum(value: Array, leaf: Array, told: frozenset[str] = frozenset()) -> Array:
-    """The cotangent of a leaf of state, which is its new value.
-
-    `told`: mesh axes that JAX cannot see, over which it sums the cotangent: one device contributes.
-    """
+    """The cotangent of a leaf of state, which is its new value. `told`: mesh axes that JAX cannot see, over which it
+    sums the cotangent: one device contributes."""
     # A derivative of a gradient does not go through `once`, which has none.
     value = like_in_variance(once(*lax.stop_gradient((value, from_max_grad(leaf)))), leaf)
     return lax.convert_element_type(on_first_device(value, told) if told else value, leaf.dtype)

@@ -74,7 +74,9 @@ def decode_passes(
     plan = At.NOTHING if experts is None else PLAN
     about, x = (device.number, dtypes, codes, cut), At.SOURCE
     if cut.ORDERED:
-        items = _items_in_order(codes, k, cut)
+        # Warps of `decode_order` for one tile of x: half chunks x eights of rows x steps.
+        chunks = cut.LENGTH_WARPS * -(-k * codes.BITS // (_CHUNK_BITS * cut.LENGTH_WARPS))
+        items = 2 * chunks * cut.TOKENS * (16 // codes.BITS)
         programs = -(-items // _WARPS_THAT_ORDER)
         words = entries * programs * _WARPS_THAT_ORDER * 128 * (1 if x_dtype == "bfloat16" else 2)
         x = passes.add(Buffer((words,), (1,), "int32"))
@@ -136,12 +138,6 @@ def of_kernel(cut: DecodeCut) -> DecodeCut:
 def rows_of_tile(cut: DecodeCut) -> int:
     """Rows of x that one program multiplies."""
     return 8 * cut.TOKENS
-
-
-def _items_in_order(codes: DecodeCodes, length: int, cut: DecodeCut) -> int:
-    """Number of warps of `decode_order` for one tile of x: half chunks x eights of rows x steps."""
-    chunks = cut.LENGTH_WARPS * -(-length * codes.BITS // (_CHUNK_BITS * cut.LENGTH_WARPS))
-    return 2 * chunks * cut.TOKENS * (16 // codes.BITS)
 
 
 class _Division(NamedTuple):

@@ -113,17 +113,9 @@ _MXFP8 = (8, "E8M0", "block")
 _NVFP4 = (4, "E4M3", "block")
 
 
-def _family(cast: Cast) -> tuple[int, str, str]:
-    fmt = cast.format
-    scope = "tensor" if fmt.is_per_tensor else "row" if fmt.block[1] is None else "block"
-    return fmt.element.bits, fmt.scale.name, scope
-
-
 class PortedQuestions:
-    """Predicates that code written for TransformerEngine asks; nothing in this library asks them.
-
-    They follow from the casts of the six operands, so a CustomRecipe of MXFP8 casts is `mxfp8` too.
-    """
+    """Predicates that code written for TransformerEngine asks; nothing in this library asks them. They follow from the
+    casts of the six operands, so a CustomRecipe of MXFP8 casts is `mxfp8` too."""
 
     @property
     def casts(self) -> Mapping[tuple[str, str], Cast | None]:
@@ -131,7 +123,9 @@ class PortedQuestions:
         raise NotImplementedError
 
     def _families(self) -> set[tuple[int, str, str]]:
-        return {_family(cast) for cast in self.casts.values() if cast is not None}
+        formats = [cast.format for cast in self.casts.values() if cast is not None]
+        scopes = ["tensor" if fmt.is_per_tensor else "row" if fmt.block[1] is None else "block" for fmt in formats]
+        return {(fmt.element.bits, fmt.scale.name, scope) for fmt, scope in zip(formats, scopes, strict=True)}
 
     def delayed(self) -> bool:
         """True for FP8 with one scale per tensor from the amaxes of earlier steps."""

@@ -22,9 +22,7 @@ class CastRow:
 
 class Answer:
     """Base of the front ends' explanations: a table of GEMMs, and a line for operands that are cast in the same way.
-
-    `rows`: dataclasses of gemm, operands, kernel, support (a Support) and the field that `_column` names.
-    """
+    `rows`: dataclasses of gemm, operands, kernel, support (a Support) and the field that `_column` names."""
 
     recipe: Recipe
     device: str

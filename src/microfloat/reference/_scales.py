@@ -152,10 +152,8 @@ def _four_over_six(
 def _block_error(
     x_RC: np.ndarray, cast: Cast, constants: TwoLevel, tensor: TensorLevel, byte: np.ndarray, factor: np.ndarray
 ) -> np.ndarray:
-    """Sum of |d| or d^2 over every block, float32, in the fixed order of docs/numerics.md 2.6.
-
-    Within a row of a block left to right; the rows of a tile pairwise: t[i] + t[i + 8], then + 4, + 2, + 1.
-    """
+    """Sum of |d| or d^2 over every block, float32, in the fixed order of docs/numerics.md 2.6. Within a row of a block
+    left to right; the rows of a tile pairwise: t[i] + t[i + 8], then + 4, + 2, + 1."""
     block, element = cast.format.block, cast.format.element
     values = decode(encode(x_RC * spread(factor, block, x_RC.shape), element), element)
     scaled = values * spread(decode(byte, cast.format.scale.element), block, x_RC.shape)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.formats import E2M1, E4M3, E5M2, FORMATS, ElementFormat, ScaledFormat, decode, encode
+from microfloat.formats import E2M1, E4M3, E5M2, FORMATS, ScaledFormat, decode, encode
 from microfloat.layout import leading_axes, scale_shape
 from microfloat.reference._operand import block_max, hadamard_inverse, spread
 from microfloat.reference._quantize import Quantized, check_quantized
@@ -124,7 +124,8 @@ def fold(q: Quantized, block: tuple[int, int | None] = (1, 128)) -> tuple[Quanti
         if kind == "E8M0":
             block_scales = np.ldexp(1.0, grid.astype(np.int32) - 127)
             largest = block_max(spread(grid, q.format.block, codes.shape).astype(np.int32), fmt.block)
-            is_nan, exponent = largest == 255, np.maximum(largest - _headroom(element, target), 1) - 127
+            headroom = math.floor(math.log2(target.max / element.max))  # 0 between equal elements
+            is_nan, exponent = largest == 255, np.maximum(largest - headroom, 1) - 127
         else:
             block_scales = decode(grid, E4M3).astype(np.float64)
             finite = np.where(np.isnan(block_scales), 0, abs(block_scales))
@@ -144,8 +145,3 @@ def fold(q: Quantized, block: tuple[int, int | None] = (1, 128)) -> tuple[Quanti
     shape = (*leading_axes(q.shape, q.axis), codes.shape[1])
     changed = int((lossy & ~in_nan_group).sum())
     return Quantized(folded.reshape(shape), stored, None, fmt, q.axis, q.shape, q.hadamard), changed
-
-
-def _headroom(element: ElementFormat, target: ElementFormat) -> int:
-    """The largest k with ``element.max * 2^k <= target.max``: 0 between equal elements."""
-    return math.floor(math.log2(target.max / element.max))

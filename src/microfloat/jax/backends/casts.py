@@ -61,9 +61,7 @@ def cast_both(
     axes: frozenset[str] = frozenset(), records: bool = False, backend: str = "auto",
 ) -> Operands:  # fmt: skip
     """The row operand [R, C] and the column operand [C, R] of a matrix of any wide float dtype; None for no cast.
-
-    `axes`: mesh axes over which a measured tensor amax is the maximum. `records`: the amax is a result too.
-    """
+    `axes`: mesh axes over which a measured tensor amax is the maximum. `records`: the amax is a result too."""
     chip, inputs = cuda.capability(), inputs.of(row, column)
     operands = [one for one in (row, column) if one is not None]
     by_kernel = bool(chip and operands) and all(_by_kernel(one, inputs, x_RC, backend) for one in operands)

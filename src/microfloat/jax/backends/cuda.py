@@ -50,9 +50,7 @@ def converts(element: ElementFormat) -> bool:
 
 def converted(tiles: Array, factor: Array, element: ElementFormat) -> Array:
     """uint8 codes of ``clip(tiles * factor, -max, max)`` by the chip's conversion; the bytes are those of `encode`.
-
-    `factor`: one per block, [.., 1, .., 1]. After the clip only the rounding is left, nearest even in both.
-    """
+    `factor`: one per block, [.., 1, .., 1]. After the clip only the rounding is left, nearest even in both."""
     if factor.size == 1:
         # A factor that XLA knew to be constant would be merged with constant factors inside x, in another rounding.
         never = (bits_of(tiles[:1, :1, :1, :1]) >> 31) > np.uint32(1)

@@ -38,9 +38,7 @@ _OWN_SCALES = {((1, 128), (1, 128)): "lines", ((1, 128), (128, 128)): "tiles", (
 
 class GemmPlan(NamedTuple):
     """Everything static about one GEMM: kinds of both operands (None = high precision), accumulation, path, backend.
-
-    `dtype`: the compute dtype, to which an operand is dequantized beside one in high precision. `out`: the result's.
-    """
+    `dtype`: the compute dtype, to which an operand is dequantized beside one in high precision. `out`: the result's."""
 
     kind_a: Kind | None
     kind_b: Kind | None
@@ -58,9 +56,7 @@ def library(*, elsewhere: bool = False) -> str:
 
 def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None, *, elsewhere: bool = False) -> Route:
     """The route of `plan` on a chip, None without a GPU; `elsewhere`: a chip of another machine, with all packages.
-
-    NotSupportedError for ``backend="native"`` where no unit of the format multiplies.
-    """
+    NotSupportedError for ``backend="native"`` where no unit of the format multiplies."""
     chip = None if capability is None or plan.backend == "reference" else Chip(capability)
     encodings = [None if kind is None else kind.encoding for kind in (plan.kind_a, plan.kind_b)]
     route = route_between(*encodings, chip, plan.accumulate, plan.path, library(elsewhere=elsewhere))

@@ -170,10 +170,8 @@ def _library() -> Any:
 
 
 def call(kernel: Any, programs: int, capability: tuple[int, int], arguments: Mapping, warps: Warps) -> dict[str, Array]:
-    """Start `programs` programs of `kernel`; returns the arrays it writes, by parameter name.
-
-    `arguments`: for each parameter an array, a number, a constant, an `Output`, or None for a pointer that is not read.
-    """
+    """Start `programs` programs of `kernel`; returns the arrays it writes, by parameter name. `arguments`: for each
+    parameter an array, a number, a constant, an `Output`, or None for a pointer that is not read."""
     names = tuple(kernel.arg_names)
     arguments = cast(Mapping, {**arguments, SCRATCH: Output((), jnp.uint8)}) if SCRATCH in names else arguments
     inputs = [name for name in names if isinstance(arguments[name], jax.Array)]

@@ -38,10 +38,8 @@ def why_not_whole(cast: Cast, shape: Sequence[int] | None) -> str:
 
 
 def on_shards(on_device: Callable, by_xla: Callable, unit: int) -> Callable:
-    """``on_device(axes)`` of the shards of a matrix, which mesh axes `axes` cut; batches of matrices run `by_xla`.
-
-    Both give `casts.Operands`; `unit` is a length that holds whole blocks of every cast.
-    """
+    """``on_device(axes)`` of the shards of a matrix, which mesh axes `axes` cut; batches of matrices run `by_xla`. Both
+    give `casts.Operands`; `unit` is a length that holds whole blocks of every cast."""
 
     @custom_vmap
     def cast(*arguments: Any) -> Any:

@@ -62,10 +62,8 @@ def random_bytes(
     rows: int, cols: int, words: Array | np.ndarray, stream: ArrayLike, batch: ArrayLike,
     origin: tuple[ArrayLike, ArrayLike] = (0, 0),
 ) -> Array:  # fmt: skip
-    """One byte per element of a part of an operand form, that begins at `origin` (column: a multiple of 16).
-
-    ``r(row, col) = byte (col % 16) of Philox(counter=(col // 16, row, stream, batch), key=words)``, little-endian.
-    """
+    """One byte per element of a part of an operand form, that begins at `origin` (column: a multiple of 16). ``r(row,
+    col) = byte (col % 16) of Philox(counter=(col // 16, row, stream, batch), key=words)``, little-endian."""
     groups = -(-cols // 16)
     shape = (rows, groups)
     first_row, first_col = (jnp.asarray(first, jnp.uint32) for first in origin)

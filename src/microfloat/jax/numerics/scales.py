@@ -143,10 +143,8 @@ def _e8m0(tiles: Array, cast: Cast) -> BlockScales:
 
 
 def _encode_factor(tiles: Array, cast: Cast, amax: Array | None) -> tuple[Array, Array]:
-    """(s, whether A is infinite) for the amax A of each block.
-
-    ``s = f32(max / max(A, eps, max * 2^-126))``, 1 for A = 0 or Inf; rounded down to 2^k where the rule says so.
-    """
+    """(s, whether A is infinite) for the amax A of each block. ``s = f32(max / max(A, eps, max * 2^-126))``, 1 for A =
+    0 or Inf; rounded down to 2^k where the rule says so."""
     largest = cast.format.element.max
     bits = block_amax_bits(tiles) if amax is None else bits_of(amax.astype(jnp.float32)).reshape(-1, 1)
     if isinstance(cast.scaling, Current) and cast.scaling.amax_epsilon:
