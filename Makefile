@@ -4,6 +4,7 @@
 #   make test       what CI runs: the test suite without the tests marked slow
 #   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example,
 #                   the training packages around (Accelerate, Lightning, PEFT, the newest and the oldest transformers)
+#   make test-torchtitan   the converter in the real torchtitan, in an environment of its own
 #   make lint       ruff and pyright
 #   make tables     regenerate every generated table of README.md and docs/
 #   make docs       the site of docs/ with the API reference, into site/; a dead link or name is an error
@@ -21,6 +22,7 @@ TORCH_BUILD ?= auto
 SECONDS ?= 600
 VENV := .venv
 DOCS_VENV ?= .venv-docs
+TITAN_VENV ?= .venv-torchtitan
 SITE ?= site
 
 # A virtual environment or a module path of the caller must not leak into ours. Byte code is written: the tests start
@@ -31,7 +33,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo docs corpus fuzz test test-all test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean
+.PHONY: help demo docs corpus fuzz test test-all test-torchtitan test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +55,12 @@ setup-test-all:
 # In one process: its order of documents is that of their digests, so that more would change nothing but the time.
 corpus: setup-test-all
 	RAYON_NUM_THREADS=1 $(VENV)/bin/python tools/corpus.py --out .data/corpus
+
+# Without constraints.txt, since torchtitan asks for older datasets than TRL.
+test-torchtitan:
+	$(PYTHON) -m venv $(TITAN_VENV)
+	$(TITAN_VENV)/bin/python -m pip install --quiet --editable ".[torch,cli,dev,torchtitan]"
+	OMP_NUM_THREADS=1 $(TITAN_VENV)/bin/python -m pytest -p no:benchmark tests/integrations/test_torchtitan.py
 
 # In an environment of its own, which holds neither torch nor jax: the sources are read, not imported.
 setup-docs:
@@ -99,5 +107,5 @@ tables: setup-test
 	$(VENV)/bin/python tools/tables.py --write
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(SITE) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(TITAN_VENV) $(SITE) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -120,7 +120,6 @@ def chains(out: Path, device: str) -> dict[str, Chain]:
         )),
         "equinox_linear": Chain(120, (example("equinox_linear"),)),
         "lightning_recipe": Chain(120, (example("lightning_recipe"),)),
-        "torchtitan_converter": Chain(120, (example("torchtitan_converter"),)),
     }  # fmt: skip
     for page in pages() if is_gpu else ():
         for form in ("stands", "gpu"):
