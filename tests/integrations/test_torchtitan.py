@@ -100,11 +100,11 @@ def test_what_does_not_fit_is_named():
     ):
         with pytest.raises(error, match=words):
             MicrofloatConverter.Config(**options).build()
-    with pytest.raises(NotSupportedError, match="^recipe: got delayed scaling for the experts 'layers"):
+    with pytest.raises(NotSupportedError, match=r"^recipe: got delayed scaling for the experts 'layers"):
         built(deepseek, recipe="delayed")
 
     class Parallel:
         tp_enabled = True
 
-    with pytest.raises(NotSupportedError, match="^parallelize: got tensor parallelism"):
+    with pytest.raises(NotSupportedError, match=r"^parallelize: got tensor parallelism"):
         built(llama, recipe="mxfp8").layers["0"].feed_forward.w1.parallelize(Parallel())

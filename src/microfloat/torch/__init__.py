@@ -76,6 +76,7 @@ from microfloat.watching import Record
 tell({
     "run_sharded": "microfloat.torch.distributed.tp_linear:run_sharded",
     "find_sharded": "microfloat.torch.distributed.tp_linear:find_sharded",
+    "beside": "microfloat.torch.distributed.tp_styles:beside",
     "tell_ranks": "microfloat.torch.distributed.fsdp_quantized:tell_ranks",
     "shard_of_zeros": "microfloat.torch.distributed.fsdp_quantized:shard_of_zeros",
     "quantize_sharded": "microfloat.torch.distributed.quantize_dtensor:quantize_sharded",

@@ -625,6 +625,18 @@ def returned_biases(rank: int) -> dict[str, list[bool]]:
         (y + bias).sum().backward()
         gradient = getattr(sharded, child).bias.grad.to_local()
         made[child].append(bool((gradient == x[..., 0].numel()).all()))
+    mesh = init_device_mesh(kind(), (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    layer = mf.Linear(32, 32, return_bias=True, recipe="fp8_current")
+    wanted = layer.bias.detach().clone()
+    parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True)
+    y, bias = layer(x)
+    there = bias.untyped_storage().nbytes() > 0
+    made["beside tensor parallelism"] = [there and torch.equal(bias, wanted)]
+    if there:
+        (y + bias).sum().backward()
+        gradient = layer.bias.grad.to_local()
+        made["beside tensor parallelism"].append(bool((gradient == x[..., 0].numel()).all()))
     return made
 
 
@@ -722,7 +734,7 @@ def test_gathered_codes_are_those_of_the_gathered_weight(ranks) -> None:
 
 def test_a_returned_bias_of_a_wrapped_part_is_there_when_its_call_has_ended(ranks) -> None:
     for made in of(ranks, returned_biases):
-        assert set(made) == {"down_proj", "o_proj", "q"}
+        assert set(made) == {"down_proj", "o_proj", "q", "beside tensor parallelism"}
         assert all(all(found) and len(found) == 2 for found in made.values()), made
 
 

@@ -1,6 +1,7 @@
 """Tensor and sequence parallel layers on gloo ranks: the bytes of one process, and what crosses the wire."""
 
 import contextlib
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -11,7 +12,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor import parallel as theirs  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
@@ -351,6 +353,65 @@ def has(module, key: str) -> bool:
     return True
 
 
+# By name: the style, and how y lies, of whose columns, rows or everything a rank adds the bias to its part.
+RETURNING = {
+    "columns": lambda: ours.ColwiseParallel(),
+    "columns, gathered": lambda: ours.ColwiseParallel(output_layouts=Replicate()),
+    "columns, as a DTensor": lambda: ours.ColwiseParallel(use_local_output=False),
+    "sums": lambda: ours.RowwiseParallel(),
+    "sums, by rows": lambda: ours.RowwiseParallel(output_layouts=Shard(1)),
+    "sums, by rows, as a DTensor": lambda: ours.RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    "sums, by columns": lambda: ours.RowwiseParallel(output_layouts=Shard(-1)),
+}
+
+
+def returned_biases(rank: int):
+    """Relative differences of y and of the bias's gradient from those of one process that adds its bias; float32."""
+    world, found = dist.get_world_size(), {}
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    x, dy = drawn(2, 8 * world, 64 * world, seed=1), drawn(2, 8 * world, 64 * world, seed=2)
+    for name, style in RETURNING.items():
+        for recipe in (None, "fp8_current"):
+            torch.manual_seed(1)
+            layer = mf.Linear(64 * world, 64 * world, return_bias=True, recipe=recipe)
+            whole = copy.deepcopy(layer)
+            made = style()
+            theirs.parallelize_module(layer, mesh, made)
+            y, bias = layer(x if name.startswith("columns") else x.chunk(world, -1)[rank])
+            assert isinstance(y, DTensor) == isinstance(bias, DTensor) == ("DTensor" in name)
+            if "DTensor" in name:
+                local = dy.chunk(world, made.output_layouts[0].dim)[rank]
+                (y + bias).backward(DTensor.from_local(local, mesh, made.output_layouts))
+                y = (y + bias).full_tensor()
+            else:
+                dim = made.output_layouts[0].dim if isinstance(made.output_layouts[0], Shard) else None
+                y = y + bias
+                y.backward(dy if dim is None else dy.chunk(world, dim)[rank])
+            goal = sum(whole(x))
+            goal.backward(dy)
+            part = goal if y.shape == goal.shape else goal.chunk(world, made.output_layouts[0].dim)[rank]
+            errors = relative(y, part), relative(whole_of(layer.bias.grad), whole.bias.grad)
+            found[name, recipe] = max(errors)
+    for style in (None, ours.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)):
+        torch.manual_seed(1)
+        mlp = mf.LayerNormMLP(64, 64 * world, options=mf.LayerOptions(return_bias=True), recipe="mxfp8")
+        whole = copy.deepcopy(mlp)
+        plan = {"up_proj": ours.ColwiseParallel(), "down_proj": style or ours.RowwiseParallel()}
+        theirs.parallelize_module(mlp, mesh, plan)
+        small = drawn(2, 4 * world, 64, seed=3)
+        found["mlp", style is None] = relative(whole_of(sum(mlp(small))), sum(whole(small)))
+    layer = mf.Linear(32, 32, return_bias=True, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    bias = layer.bias.detach().clone()
+    fully_shard(layer, mesh=mesh)
+    returned = layer(torch.ones(4, 32, dtype=torch.bfloat16))[1]  # the parameter has lost its memory by now
+    returned.float().sum().backward()
+    found["fully_shard"] = float(not torch.equal(returned, bias))
+    found["fully_shard, gradient"] = float(not bool((layer.bias.grad.full_tensor() == 1).all()))
+    return found
+
+
 def delayed_state(rank: int):
     """Scaling state of a column and a row parallel layer after three regions, and that of one process."""
     world, found = dist.get_world_size(), {}
@@ -533,8 +594,8 @@ def refusals(rank: int):
     theirs.parallelize_module(beside, mesh, theirs.ColwiseParallel())
     attempt("return_bias", lambda: beside(torch.ones(2, 64)))
     beside = mf.Linear(64, 64, return_bias=True)
-    theirs.parallelize_module(beside, mesh, ours.RowwiseParallel())
-    attempt("return_bias, our style", lambda: beside(torch.ones(2, 64 // world)))
+    theirs.parallelize_module(beside, mesh, ours.RowwiseParallel(output_layouts=Partial()))
+    attempt("return_bias, sums", lambda: beside(torch.ones(2, 64 // world)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_linear, "apply", fail)
         try:
@@ -566,7 +627,7 @@ def recipes_differ(rank: int):
 SOME = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "delayed", "rotated_1d")
 CASES = (
     recipes_differ, groups_of_one, With(bytes_of_one_process, names=SOME), scales_across_the_cut, modules_take_part,
-    delayed_state, wire, noise, With(other_ways, compiles=False), refusals,
+    returned_biases, delayed_state, wire, noise, With(other_ways, compiles=False), refusals,
     forms_of_a_hopper, decoded_operands, decoded_and_gathered,
 )  # fmt: skip
 
@@ -618,6 +679,12 @@ def test_modules_take_part(ranks) -> None:
     for found in of(ranks, modules_take_part):
         # Sums of 128 terms in another order differ by less than 128 * 2^-24; codes that this moves are rare.
         assert max(found.values()) < 2.0**-16, found
+
+
+def test_a_returned_bias_lies_as_the_output_does(ranks) -> None:
+    """features D2, D4"""
+    for found in of(ranks, returned_biases):
+        assert max(found.values()) < 2.0**-16, found  # as above
 
 
 def test_delayed_scaling_has_the_state_of_one_process(ranks) -> None:
@@ -702,8 +769,8 @@ def test_four_ranks_make_the_bytes_of_one_process(tmp_path) -> None:
         ("mesh", "needed a DTensor on the mesh of the weight"),
         ("dimensions", "needed a mesh of one dimension. Shard layers over one dimension by its name"),
         ("main_grad", "fuse_wgrad_accumulation"),
-        ("return_bias", "return_bias: got True for a layer that a parallel style has sharded"),
-        ("return_bias, our style", "return_bias: got True for a layer that a parallel style has sharded"),
+        ("return_bias", "return_bias: got True for a layer that a parallel style of torch lays out"),
+        ("return_bias, sums", "return_bias: got output_layouts=Partial()"),
         ("of its own", "an error of its own"),
     ],
 )  # fmt: skip

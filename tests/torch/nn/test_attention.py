@@ -58,9 +58,7 @@ class Sinks(nn.Module):
 
 def test_a_function_takes_the_place_of_attention():
     torch.manual_seed(0)
-    options = mf.LayerOptions(window=4)
-    layer = mf.TransformerLayer(32, 48, 4, 2, attention=sunk, recipe="fp8_row", options=options)
-    x = torch.randn(2, 6, 32)
+    layer, x = mf.TransformerLayer(32, 48, 4, 2, window=4, attention=sunk, recipe="fp8_row"), torch.randn(2, 6, 32)
     part = layer.self_attn
     h = layer.input_layernorm(x)
     q, k, v = (proj(h).unflatten(-1, (-1, 8)) for proj in (part.q_proj, part.k_proj, part.v_proj))

@@ -570,8 +570,7 @@ def test_a_cache_gives_the_outputs_of_the_whole():
 
 def test_packed_sequences_are_those_apart():
     torch.manual_seed(0)
-    layer = mf.TransformerLayer(32, 48, 4, recipe="fp8_row", options=mf.LayerOptions(window=4))
-    x = torch.randn(11, 32)
+    layer, x = mf.TransformerLayer(32, 48, 4, window=4, recipe="fp8_row"), torch.randn(11, 32)
     packed = layer(x, cu_seqlens=torch.tensor([0, 4, 11]))
     apart = torch.cat([layer(part[None])[0] for part in (x[:4], x[4:])])
     assert torch.allclose(packed, apart, atol=1e-5)

@@ -366,7 +366,6 @@ def test_a_keyword_that_moved_is_told_where(kind, name):
         (lambda: mf.Linear(8, 8, delay_wgrad_compute=True), "delay_wgrad_compute.*two halves.*training.md"),
         (lambda: mf.GroupedLinear(2, 8, 8, delay_wgrad_compute=True), "a keyword that GroupedLinear does not have"),
         (lambda: mf.MultiheadAttention(8, 2, softmax_type="learnable"), "softmax_type: .* as attention="),
-        (lambda: mf.TransformerLayer(8, 8, 2, window=4), r"window: .*options=LayerOptions\(window=...\)"),
         (lambda: mf.TransformerLayer(8, 8, 2, drop_path_rate=0.1), "drop_path_rate: .*a layer of your own"),
         (lambda: mf.TransformerLayer(8, 8, 2, output_layernorm=True), "output_layernorm: .*migration.md"),
         (lambda: mf.TransformerLayer(8, 8, 2, hidden_dropuot=0.1), "unexpected keyword argument 'hidden_dropuot'"),
@@ -382,8 +381,7 @@ def test_a_keyword_that_went_is_told_what_to_write(make, match):
     ("kind", "setting"),
     [
         ("LayerNormLinear", {"hidden_dropout": 0.5}), ("LayerNormMLP", {"interleaved": True}),
-        ("MultiheadAttention", {"cross_attention": True}), ("MultiheadAttention", {"window": 4}),
-        ("TransformerLayer", {"return_bias": True}),
+        ("MultiheadAttention", {"cross_attention": True}), ("TransformerLayer", {"return_bias": True}),
     ],
 )  # fmt: skip
 def test_a_setting_of_another_module_is_refused(kind, setting):
@@ -397,8 +395,7 @@ def test_a_layer_gives_its_settings_to_its_parts():
         backend="reference", fuse_wgrad_accumulation=True, zero_centered_gamma=True, head_dim=16, out_bias=True,
         mlp_bias=False, dropout=0.25, interleaved=True, cross_attention=True, parallel=True,
     )  # fmt: skip
-    layer = mf.TransformerLayer(32, 48, 4, 2, options=dataclasses.replace(options, window=3))
-    assert (layer.self_attn.window, layer.cross_attn.window) == (3, None)
+    layer = mf.TransformerLayer(32, 48, 4, 2, options=options)
     for attention in (layer.self_attn, layer.cross_attn):
         assert (attention.head_dim, attention.dropout, attention.interleaved) == (16, 0.25, True)
         assert attention.o_proj.bias is not None

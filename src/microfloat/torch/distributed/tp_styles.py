@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, parallel
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, parallel
 
 from microfloat.errors import NotSupportedError
-from microfloat.torch._typing import Arguments
+from microfloat.torch._typing import Arguments, WithBias
 from microfloat.torch.distributed.tp_dtensor import AsPlaced, Placed, from_the_front
 from microfloat.torch.distributed.tp_linear import Border
 from microfloat.torch.nn.linear import Linear
@@ -45,9 +45,11 @@ class _OfLinear:
         return made
 
     def _prepare_output_fn(
-        self, layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: torch.Tensor, mesh: DeviceMesh
-    ) -> torch.Tensor:
-        """y as the style lays it out."""
+        self, layouts: Layouts, use_local_output: bool, mod: nn.Module, outputs: WithBias, mesh: DeviceMesh
+    ) -> WithBias:
+        """y as the style lays it out; the bias that `return_bias` puts beside it was laid out by the layer."""
+        if isinstance(outputs, tuple):
+            return self._prepare_output_fn(layouts, use_local_output, mod, outputs[0], mesh), outputs[1]
         if not isinstance(outputs, DTensor):  # the layer knew that it is to be plain
             return outputs
         layouts = from_the_front(layouts, outputs.dim())
@@ -94,6 +96,33 @@ class RowwiseParallel(_OfLinear, parallel.RowwiseParallel):  # pyright: ignore[r
             return None
         prepare = parallel.RowwiseParallel._prepare_input_fn
         return prepare(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+
+
+def beside(layer: nn.Module, bias: torch.Tensor, dims: int) -> torch.Tensor:
+    """The bias that a layer with `return_bias` returns with y of `dims` dimensions: plain where y will be plain.
+
+    Where ranks hold rows of y, the gradients of a plain bias are parts of a sum.
+    """
+    assert isinstance(bias, DTensor)
+    border: Border | None = layer.__dict__.get("_border")
+    if border is None and any(
+        getattr(hook, "__module__", "") == "torch.distributed.tensor._api" for hook in layer._forward_hooks.values()
+    ):
+        raise NotSupportedError(
+            "return_bias: got True for a layer that a parallel style of torch lays out, which takes one result, needed "
+            "one of microfloat.torch.distributed: ColwiseParallel or RowwiseParallel."
+        )
+    if border is None or not border.is_plain:
+        return bias
+    if border.y.is_partial():
+        raise NotSupportedError(
+            "return_bias: got output_layouts=Partial(), of which every rank would add the bias once, needed "
+            "Replicate() or Shard(...)."
+        )
+    by_columns = type(border.y) is Shard and border.y.dim % dims == dims - 1
+    lies = Shard(0) if by_columns else Replicate()
+    gradient = Partial() if type(border.y) is Shard and not by_columns else lies
+    return bias.redistribute(placements=(lies,)).to_local(grad_placements=(gradient,))
 
 
 def _is_taken(layer: nn.Module, x: object) -> bool:

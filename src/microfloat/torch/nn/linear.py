@@ -140,10 +140,7 @@ class RecipeLayer(nn.Module):
         if bias is None:
             return None
         if hasattr(bias, "placements"):
-            raise NotSupportedError(
-                "return_bias: got True for a layer that a parallel style has sharded, needed a layer that adds its "
-                "bias, since y and its bias lie on the ranks in different ways. Leave return_bias out of it."
-            )
+            bias = upper("beside")(self, bias, y.dim())
         if bias.dtype != y.dtype:
             return bias.to(y.dtype)
         # FSDP2 frees the memory of a parameter when the forward of its module ends, which may be this one.

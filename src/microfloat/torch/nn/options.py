@@ -23,8 +23,8 @@ class LayerOptions:
     `init_method` are those of `Linear`; `output_layer_init_method` draws the weights that write to the residual stream,
     `o_proj` and `down_proj`. `zero_centered_gamma`: norms store weights minus one. `activation_params`: parameters of
     clamped_swiglu. `dropout` and `hidden_dropout`: rates, in training, of the attention and of the outputs of blocks.
-    `interleaved`: the rotation pairs elements 2 i and 2 i + 1. `head_dim`, `window`, `cross_attention` and `parallel`
-    are those of `TransformerLayer`; `out_bias` of `o_proj` and `mlp_bias` of the MLP are `bias` where they are None.
+    `interleaved`: the rotation pairs elements 2 i and 2 i + 1. `head_dim`, `cross_attention` and `parallel` are those
+    of `TransformerLayer`; `out_bias` of `o_proj` and `mlp_bias` of the MLP are `bias` where they are None.
 
     >>> LayerOptions(hidden_dropout=0.1).hidden_dropout
     0.1
@@ -38,7 +38,6 @@ class LayerOptions:
     zero_centered_gamma: bool = False
     activation_params: Mapping[str, float] | None = None
     head_dim: int | None = None
-    window: int | None = None
     out_bias: bool | None = None
     mlp_bias: bool | None = None
     dropout: float = 0.0

@@ -39,7 +39,7 @@ class TransformerLayer(Composite):
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_heads: int, num_kv_heads: int | None = None, *,
         bias: bool = False, normalization: str = "RMSNorm", activation: str = "swiglu", eps: float = 1e-6,
-        qk_norm: bool = False, causal: bool = True, attention: Attention | None = None,
+        qk_norm: bool = False, window: int | None = None, causal: bool = True, attention: Attention | None = None,
         device: Device = None, dtype: torch.dtype | None = None, recipe: Recipe | str | None = None,
         options: LayerOptions | None = None,
     ) -> None:  # fmt: skip
@@ -57,7 +57,7 @@ class TransformerLayer(Composite):
         }  # fmt: skip
         self.input_layernorm = make_norm(*norm, **where)
         self.self_attn = MultiheadAttention(
-            *heads, qk_norm=qk_norm, window=options.window, causal=causal, attention=attention, **of_attention
+            *heads, qk_norm=qk_norm, window=window, causal=causal, attention=attention, **of_attention
         )
         if options.cross_attention:
             self.cross_attention_layernorm = make_norm(*norm, **where)
