@@ -35,7 +35,7 @@ THIRD_PARTY = {
     "checkpoint": NUMERIC | {"safetensors"},
     "torch": NUMERIC | {"torch", "triton"},
     "jax": NUMERIC | {"jax", "jaxlib", "flax", "optax", "triton"},
-    "integrations": NUMERIC | {"torch", "transformers"},
+    "integrations": NUMERIC | {"torch", "torchtitan", "transformers"},
     "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors", "huggingface_hub"},
 }
 
