@@ -120,6 +120,10 @@ def chains(out: Path, device: str) -> dict[str, Chain]:
         )),
         "equinox_linear": Chain(120, (example("equinox_linear"),)),
         "lightning_recipe": Chain(120, (example("lightning_recipe"),)),
+        "study": Chain(120, (
+            example("study", "run", "--size", "seconds", "--rows", "bf16,nvfp4", "--seeds", "0", "--out", out / "study",
+                    "--workers", "0" if is_gpu else "cpu"),
+        )),
     }  # fmt: skip
     for page in pages() if is_gpu else ():
         for form in ("stands", "gpu"):

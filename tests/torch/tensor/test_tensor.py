@@ -531,12 +531,6 @@ def test_refusals_say_what_does_the_same():
     assert torch.equal(torch.cat(parameter.detach().chunk(2, 1), 1), weight)
 
 
-def test_a_quantized_input_of_a_quantized_layer_is_multiplied_as_it_is():
-    model, x = nn.Sequential(nn.Linear(64, 32)).requires_grad_(False), mf.quantize(randn(4, 64), "mxfp8")
-    mf.quantize_(model, mf.WeightActivation("mxfp8"))
-    assert torch.equal(model(x), F.linear(x, model[0].weight, model[0].bias))
-
-
 def test_a_view_that_compiled_code_returns_is_named():
     weight = mf.quantize(randn(64, 64), "mxfp8")
     with pytest.raises(InvalidTypeError, match=r"Where torch.compile asked.*return view.clone\(\)"):
