@@ -1,4 +1,4 @@
-"""Tables of docs/evidence.md: gaps and verdicts, the rows, the text. Nothing is trained here."""
+"""Tables of docs/evidence.md and README.md: gaps and verdicts, the rows, the text. Nothing is trained here."""
 
 import json
 import sys
@@ -105,6 +105,16 @@ def pairs_table() -> str:
     return table(["hypothesis", "difference", "nats per token", "interval", "seen"], lines, [2, 3])
 
 
+def short_table() -> str:
+    """The rows that have a verdict, for README."""
+    runs = results()["runs"]
+    gaps = gaps_to(runs)
+    yardstick = chance(gaps)
+    rows = sorted((gap for gap in gaps.values() if gap.half is not None and gap.row != AGAIN), key=lambda gap: gap.mean)
+    lines = [[f"`{gap.row}`", f"{gap.mean:+.3f} ± {gap.half:.3f}", verdict(gap, yardstick)] for gap in rows]
+    return table(["row, three paired seeds", "gap to bf16, nats per token", "verdict"], lines, [1])
+
+
 def rows_table() -> str:
     """What each row computes, and how many runs of it ended."""
     counts = [run["row"] for run in results()["runs"]]
@@ -137,6 +147,7 @@ def text_table() -> str:
 
 
 BLOCKS = (
+    (ROOT / "README.md", "evidence", short_table),
     (PAGE, "evidence verdicts", verdicts_table),
     (PAGE, "evidence hypotheses", pairs_table),
     (PAGE, "evidence rows", rows_table),
