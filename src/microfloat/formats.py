@@ -263,7 +263,7 @@ class ScaleFormat:
     @functools.cached_property
     def _table(self) -> np.ndarray:
         codes = np.arange(256 if self.name in ELEMENTS else self.nan_code)
-        known = np.ldexp(1.0, codes - self.bias) if self.kind == "threshold" else decode(codes, self.element)
+        known = np.ldexp(1.0, codes - (self.bias or 0)) if self.kind == "threshold" else decode(codes, self.element)
         return np.append(known, np.full(256 - len(codes), np.nan)).astype(np.float32)
 
     def __str__(self) -> str:
@@ -365,7 +365,7 @@ class ScaledFormat:
     def bits_per_element(self) -> float:
         """Bits of an element and its share of the block's scale; scales of whole rows and tensors count nothing."""
         rows, cols = self.block
-        return self.element.bits + (self.scale.bits / (rows * cols) if rows and cols else 0.0)
+        return self.element.bits + ((self.scale.bits or 0) / (rows * cols) if rows and cols else 0.0)
 
     @property
     def block_text(self) -> str:

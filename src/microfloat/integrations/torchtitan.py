@@ -7,6 +7,8 @@ any machine. Experts need no padded rows, so that their token dispatcher stays. 
 is `torchtitan.protocols.model.ModelConfigConverter`.
 """
 
+# pyright: reportMissingImports=false
+
 import functools
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -109,8 +111,8 @@ class MicrofloatConverter(QuantizationConverter):
         """The configuration with all chosen layers under the recipe; it is changed in place."""
         found = [*model_config.traverse(titan.Linear.Config), *model_config.traverse(GroupedExperts.Config)]
         names, kept = [name for name, *_ in found], []
-        placed = isinstance(self.recipe, Placement)
-        recipes = self.recipe.resolve(names) if placed else dict.fromkeys(names, self.recipe)
+        given = self.recipe
+        recipes = given.resolve(names) if isinstance(given, Placement) else dict.fromkeys(names, given)
         for name, old, parent, attribute in found:
             excluded = any(fnmatchcase(name, pattern) for pattern in self.config.exclude)
             new = None if excluded else _under(recipes.get(name), name, old)

@@ -95,8 +95,9 @@ def compare(
         values = reference.dequantize(q)
         largest = np.full_like(q.codes, fmt.element.max_code * (17 if fmt.element.codes_per_byte == 2 else 1))
         clip = np.nan if cast.hadamard else metrics.clip(array, reference.dequantize(replace(q, codes=largest)))
-        found = (metric(array, values) for metric in (metrics.sqnr_db, metrics.bias, metrics.underflow))
-        fits.append(Fit(fmt.name, str(cast.scale_rule), fmt.bits_per_element, *found, clip, values))
+        sqnr, bias, underflow = (of(array, values) for of in (metrics.sqnr_db, metrics.bias, metrics.underflow))
+        rule, bits = str(cast.scale_rule), fmt.bits_per_element
+        fits.append(Fit(fmt.name, rule, bits, sqnr, bias, underflow, clip, values))
     if not fits:
         raise invalid_value("formats", "no format", "one or more, such as ['nvfp4', 'mxfp4']")
     return Comparison(array, tuple(fits))

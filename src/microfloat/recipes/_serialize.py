@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -26,7 +27,7 @@ def format_from_data(data: str | dict) -> ScaledFormat:
     return ScaledFormat(**{**parts, "element": element, "scale": _scale_from_data(parts["scale"])})
 
 
-def _scale_from_data(data: dict) -> ScaleFormat:
+def _scale_from_data(data: Mapping[str, Any]) -> ScaleFormat:
     data = check_keys("scale", data, _names(ScaleFormat), all_of_them=False)  # of a stock one the name says all
     return ScaleFormat(**{"name": "", **data})
 

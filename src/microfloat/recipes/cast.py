@@ -4,7 +4,7 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
@@ -251,7 +251,7 @@ class Cast(CastFacts):
 
 
 def contents_of_cast(
-    fmt: str, scale_rule: str | None, rounding: str, hadamard: tuple[int, int] | None, scaling: str, numbers: tuple
+    fmt: str, scale_rule: Any, rounding: str, hadamard: tuple[int, int] | None, scaling: str, numbers: tuple
 ) -> str:
     """The `contents` of a Cast as JSON; `fmt`: those of its format, `numbers`: names and values of the scaling."""
     data = {

@@ -190,7 +190,7 @@ class WeightOnly(_Inference):
         )
 
     @functools.cached_property
-    def _with_copies(self) -> Recipe | None:
+    def _with_copies(self) -> Recipe | None:  # type: ignore[override]
         return replace(self, prefill="dequantized") if self.prefill == "auto" else None
 
     def _keeping_nothing(self) -> Recipe:

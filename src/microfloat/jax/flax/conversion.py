@@ -68,7 +68,7 @@ def convert(
     check_model(model)
     recipe = as_placement(recipe)
     if not isinstance(recipe, Placement):
-        recipe = as_recipe(recipe)
+        recipe = as_recipe(recipe)  # type: ignore[arg-type]  # a path became a Placement
     exclude = check_exclude(exclude)
     check_filter(filter)
     layers = _layers(model)

@@ -86,7 +86,7 @@ def convert(
     check_model(model)
     recipe = as_placement(recipe)
     if not isinstance(recipe, Placement):
-        recipe = as_recipe(recipe)
+        recipe = as_recipe(recipe)  # type: ignore[arg-type]  # a path became a Placement
     check_bool("fuse", fuse)
     check_bool("experts", experts)
     kinds = (nn.Linear, GroupedLinear, ExpertsLayer) if experts else (nn.Linear, GroupedLinear)

@@ -191,7 +191,7 @@ def plan_storage(
     check_bool("embeddings", embeddings)
     kinds = (*LAYERS, ExpertsLayer, nn.Embedding) if embeddings else (*LAYERS, ExpertsLayer)
     fused, layers = check_fuse(fuse), named_layers(model, kinds)
-    rows, wishes = planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)
+    rows, wishes = planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)  # type: ignore[arg-type]
     rows = _with_tied_kept(model, layers, rows)
     configs = _configs_of(rows)
     if not configs:

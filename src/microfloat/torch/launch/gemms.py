@@ -499,7 +499,7 @@ def _stored(task: _Task) -> Product:
     dequantize = None if lhs is None else _dequantizer(lhs, task.device)
 
     def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
-        x = a.codes if dequantize is None else dequantize(_operand(lhs, m, k, a), torch.bfloat16)
+        x = a.codes if dequantize is None else dequantize(_operand(lhs, m, k, a), torch.bfloat16)  # type: ignore[arg-type]
         y = decodes(x, b, bias) if x.dtype in DECODED_BESIDE else None
         return otherwise(a, b, bias) if y is None else y
 

@@ -78,7 +78,7 @@ class StoredCast:
             if stored and entry is not None:
                 operand = transpose_operand(weight.to_operand()) if index else weight.to_operand()
                 layout, backend = self._layouts[index], None if is_abstract(operand.codes) else self._backend
-                operand = in_form(operand, entry.form, entry.turned, layout, backend or reference)
+                operand = in_form(operand, entry.form, entry.turned, layout, backend or reference)  # type: ignore[arg-type]
                 parts = _aligned(parts_of(operand, entry, layout, backend))
                 if index:
                     made.column = parts

@@ -242,7 +242,7 @@ def _begin(
         layer, weight = unit.layer, unit.weight
         needs = wants_dx, wants_dw, bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
         call = x_key, None, weight, unit.bias, unit.recipe, backend_name(layer, state), compute, needs
-        schedule = find(*call)
+        schedule = find(*call)  # type: ignore[arg-type]
         if schedule is not None and schedule.folds:
             schedule = after_counts(schedule, counts_of(layer), call)
         if schedule is None:
