@@ -101,6 +101,7 @@ def load_record(path):
     return layers
 
 
+@pytest.mark.slow("trains in torch and in JAX")
 def test_losses_of_the_first_step_agree(twins):
     assert abs(twins.loss("jax") - twins.loss("torch")) < 1e-3
 

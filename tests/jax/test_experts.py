@@ -57,7 +57,7 @@ class Mixture(nnx.Module):
         return mixed(self.router, self.experts, x)
 
 
-@slow_but_one
+@pytest.mark.slow("training of converted experts")
 @train_each
 def test_converted_experts_train_in_nnx(name):
     model = Mixture(nnx.Rngs(0))

@@ -118,6 +118,7 @@ def _refused(case):
         program.DEVICES[-1] = before
 
 
+@pytest.mark.slow("further cases of planned calls, interpreted")
 def test_a_refused_launch_is_another_division():
     found, asked_for_more, asks_again = interpreting(_refused)(("nvfp4", 40, 512, "bfloat16"))
     assert (asked_for_more, asks_again) == (True, False)

@@ -716,6 +716,7 @@ def test_compiled_fullgraph(name, fresh_compiler):  # features G1
     assert _relative(dx, dwant) < bound
 
 
+@pytest.mark.slow("compiles attention twice")
 def test_attention_compiles_for_any_length(fresh_compiler):  # features G1
     """Causal attention, positions counted by the shape, and packed sequences: each ended the graph."""
     torch.manual_seed(0)

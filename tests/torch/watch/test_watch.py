@@ -354,7 +354,7 @@ def test_outliers_that_a_format_holds_are_none():
     assert [one.reason for one in w.worst()] == ["", "", ""]
 
 
-@pytest.mark.slow_cases("a further training of each recipe", all_but=("nvfp4", "fp8_current", "mxfp8"))
+@pytest.mark.slow_cases("a further training of each recipe", all_but=("nvfp4",))
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_healthy_training_raises_no_alarm(name):
     torch.manual_seed(0)
@@ -608,7 +608,7 @@ def test_layers_of_a_joined_weight_are_found_by_values():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("calls", ["a wrapper", "a function"])
+@pytest.mark.parametrize("calls", ["a wrapper", pytest.param("a function", marks=pytest.mark.slow("compiles a model"))])
 def test_compiled_code_is_watched_whose_caller_is_not_the_model(calls):
     """The last of four steps was lost where w.step() ends a step, and all of them where nobody calls it."""
     from microfloat.torch.linear.observer import OBSERVERS
