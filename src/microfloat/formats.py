@@ -385,7 +385,9 @@ E2M3 = ElementFormat("E2M3", 2, 3, bias=1, max=7.5, has_inf=False, has_nan=False
 E2M1 = ElementFormat("E2M1", 2, 1, bias=1, max=6.0, has_inf=False, has_nan=False)
 ELEMENTS.update((element.name, element) for element in (E4M3, E5M2, E3M2, E2M3, E2M1))
 
-SCALE_E8M0, SCALE_E4M3, SCALE_FP32 = (ScaleFormat(name) for name in _SCALES)
+SCALE_E8M0 = ScaleFormat("E8M0")
+SCALE_E4M3 = ScaleFormat("E4M3")
+SCALE_FP32 = ScaleFormat("FP32")
 
 FP8_TENSOR = ScaledFormat("fp8_tensor", E4M3, SCALE_FP32, (None, None))
 FP8_TENSOR_E5M2 = ScaledFormat("fp8_tensor_e5m2", E5M2, SCALE_FP32, (None, None))
