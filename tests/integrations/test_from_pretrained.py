@@ -640,3 +640,17 @@ def test_blocks_beside_float32_are_noted_where_transformers_stops_at_them(hf, tr
     wanted = model(PROMPT).logits
     for one in (*logits, read(tmp_path / "again")(PROMPT).logits):
         assert float((one - wanted).detach().abs().max()) <= 0.05 * float(wanted.detach().abs().max())
+
+
+@pytest.mark.slow("continuous batching of transformers")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", [WeightOnly("nvfp4"), WeightActivation("fp8_row")], ids=["nvfp4", "fp8_row"])
+def test_continuous_batching_serves_what_generate_does(config, transformers, llama):
+    model = llama().eval().requires_grad_(False)
+    mf.quantize_(model, config)
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    asked = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    served = model.generate_batch(inputs=prompts, generation_config=asked)
+    for prompt, answer in zip(prompts, served.values(), strict=True):
+        alone = model.generate(torch.tensor([prompt]), generation_config=asked)[0, len(prompt) :]
+        assert list(answer.generated_tokens) == alone.tolist()
