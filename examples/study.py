@@ -4,12 +4,13 @@
     make corpus && python examples/study.py run --size 30m --text .data/corpus --workers 0,1   # two GPUs
     python examples/study.py run ... --stop-after 540        # stops in time; the same command goes on, bit for bit
     python examples/study.py report --out runs/study --json benchmarks/results/evidence.json
+    python examples/study.py report ... --onto benchmarks/results/evidence.json   # single runs anew: the others stay
 
 Every row of a seed starts from the same weights and sees the same batches; a gap is the difference of held-out losses
 within a seed, its interval Student's over the seeds. `bf16_again` starts from weights that differ from bf16's by one
 rounding to bfloat16: its gap is what chance alone does. Rows: examples/pretraining/rows.py. Each run that ends leaves
-ROW.SEED.json in --out; what is there is not run again. The plan of the study in docs/evidence.md, and its verdicts, are
-of `--size 30m`.
+ROW.SEED.json in --out; what is there is not run again. Those of --keep also leave ROW.SEED.safetensors, the trained
+weights. The plan of the study in docs/evidence.md, and its verdicts, are of `--size 30m`.
 """
 
 import argparse
@@ -33,8 +34,9 @@ from pretraining.rows import MAIN, ROWS
 from pretraining.run import Run
 from pretraining.text import Text, load_text
 from pretraining.verdicts import chance, gaps_to, verdict
+from safetensors.torch import save_file
 
-from microfloat.errors import MicrofloatError, unknown_name
+from microfloat.errors import CheckpointError, MicrofloatError, unknown_name
 
 LATEST_START = 20.0  # seconds before the end in which no run is begun
 
@@ -98,12 +100,21 @@ def train_one(
         show(f"{row}.{seed}: stopped after step {run.step} of {size.steps}")
         return
     result = run.summary()
+    if row in options.keep:
+        save_weights(run, file.with_suffix(".safetensors"))
     write(file, result)
     checkpoint.unlink(missing_ok=True)
     rate = size.steps * size.batch * size.context / run.seconds
     losses = ", ".join(f"{kind} {loss:.4f}" for kind, loss in result["held_out"].items())
     times = f"prepared in {prepared:.0f} s, {time.time() - began:.0f} s in all"
     show(f"{row}.{seed}: {losses}; {rate:,.0f} tokens/s, {times}")
+
+
+def save_weights(run: Run, file: Path) -> None:
+    """Write the trained weights in bfloat16; examples/post_training.py reads them."""
+    weights = {name: value.detach().bfloat16().contiguous() for name, value in run.model.named_parameters()}
+    facts = {"row": run.name, "seed": run.seed, **run.settings()}
+    save_file({name: value.cpu() for name, value in weights.items()}, file, {"run": json.dumps(facts)})
 
 
 def write(file: Path, value: Any) -> None:
@@ -149,24 +160,44 @@ def start_worker(options: argparse.Namespace, index: int) -> subprocess.Popen:
     return subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": options.workers[index]})
 
 
+SHARED = ("size", "steps", "steps_of_a_mean", "text", "environment")
+
+
 def report(options: argparse.Namespace) -> int:
     """Print gaps and verdicts; write all runs into one JSON."""
     results = [json.loads(file.read_text()) for file in sorted(options.out.glob("*.json"))]
     if not results:
         raise MicrofloatError(f"--out: got {options.out} without a run that ended. Run the study first.")
-    gaps = gaps_to(results)
+    facts = {key: results[0][key] for key in SHARED}
+    date = datetime.datetime.fromtimestamp(time.time(), datetime.UTC).date().isoformat()
+    told = {"command": f"python examples/study.py {options.command_line}".strip(), "date": date}
+    runs = [{key: value for key, value in result.items() if key not in SHARED} for result in results]
+    whole = {**told, **facts, "runs": runs} if options.onto is None else joined(options.onto, runs, facts, told)
+    gaps = gaps_to(whole["runs"])
     yardstick = chance(gaps)
     for row, gap in sorted(gaps.items(), key=lambda item: item[1].mean):
         width = "" if gap.half is None else f" +- {gap.half:.4f}"
         print(f"{row:20} {gap.mean:+.4f}{width}  {verdict(gap, yardstick)}")
     if options.json is not None:
-        shared = ("size", "steps", "steps_of_a_mean", "text", "environment")
-        runs = [{key: value for key, value in result.items() if key not in shared} for result in results]
-        command = "python examples/study.py " + options.command_line
-        facts = {key: results[0][key] for key in shared}
-        date = datetime.datetime.fromtimestamp(time.time(), datetime.UTC).date().isoformat()
-        write(options.json, {"command": command.strip(), "date": date, **facts, "runs": runs})
+        write(options.json, whole)
     return 0
+
+
+def joined(file: Path, runs: list[dict], facts: dict[str, Any], told: dict[str, str]) -> dict[str, Any]:
+    """An earlier report with these runs in the places of its own, which it keeps under "replaced".
+
+    Raises CheckpointError where a gap between the two would not be one of recipes alone.
+    """
+    whole = json.loads(file.read_text())
+    before, after = ({key: value for key, value in one.items() if key != "environment"} for one in (whole, facts))
+    machines = [[one["environment"][key] for key in ("device", "torch")] for one in (whole, facts)]
+    for key, ours, theirs in [*((key, after[key], before[key]) for key in after), ("environment", *machines[::-1])]:
+        if ours != theirs:
+            raise CheckpointError(f"--onto: got {key} {theirs}, needed {ours} of --out. Repeat all of its rows.")
+    new = {(run["row"], run["seed"]): {**run, **told} for run in runs}
+    old = [run for run in whole["runs"] if (run["row"], run["seed"]) in new]
+    kept = [run for run in whole["runs"] if (run["row"], run["seed"]) not in new]
+    return {**whole, "runs": [*kept, *new.values()], "replaced": [*whole.get("replaced", []), *old]}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -187,15 +218,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--compile", action="store_true", help="compile blocks and loss")
     parser.add_argument("--stop-after", type=float, help="seconds after which checkpoints are written")
+    parser.add_argument("--keep", default="", help="rows whose trained weights are written, in bfloat16")
     parser.add_argument("--json", type=Path, help="of report: where all runs go")
+    parser.add_argument("--onto", type=Path, help="of report: an earlier one, whose other runs stay")
     parser.add_argument("--command-line", default="run", help="of report: the arguments that made the runs")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.rows, options.more = ([row for row in names.split(",") if row] for names in (options.rows, options.more))
-    for name in (*options.rows, *options.more):
-        if name not in ROWS:
-            raise unknown_name("--rows", name, [*ROWS])
+    for option in ("rows", "more", "keep"):
+        names = [row for row in getattr(options, option).split(",") if row]
+        setattr(options, option, names)
+        for name in names:
+            if name not in ROWS:
+                raise unknown_name(f"--{option}", name, [*ROWS])
     options.seeds = [int(seed) for seed in options.seeds.split(",")]
     options.workers = [options.worker] if options.worker is not None else options.workers.split(",")
     return options

@@ -320,8 +320,11 @@ def pack(out: Path, folder: Path, tokens: int, prose_share: float) -> None:
     print(f"{folder}: {sum(file.stat().st_size for file in folder.iterdir()) / 2**20:.1f} MiB")
 
 
-def unpack(folder: Path, out: Path) -> None:
-    """Write the streams of a packed folder below `out`. Exits where a checksum is another."""
+def unpack(folder: Path, out: Path, tokens: int | None, prose_share: float) -> None:
+    """Write the streams of a packed folder below `out`, or the first `tokens` of training. Exits at a wrong checksum.
+
+    The card is the one of a folder into which so many tokens were packed.
+    """
     out.mkdir(parents=True, exist_ok=True)
     card = json.loads((folder / "card.json").read_text())
     for name, stream in card["streams"].items():
@@ -329,6 +332,10 @@ def unpack(folder: Path, out: Path) -> None:
         found = hashlib.sha256(raw).hexdigest()
         if found != stream["sha256"]:
             sys.exit(f"{folder / name}.xz: got SHA-256 {found}, needed {stream['sha256']}. Pack and carry it again.")
+        if tokens is not None and not name.startswith("held_out"):
+            prose = round(tokens * prose_share)
+            raw = raw[: 2 * (prose if name.endswith("prose") else tokens - prose)]
+            stream |= {"tokens": len(raw) // 2, "sha256": hashlib.sha256(raw).hexdigest()}
         (out / f"{name}.bin").write_bytes(raw)
     (out / "card.json").write_text(json.dumps(card, indent=1) + "\n")
 
@@ -337,14 +344,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The text of the pretraining study.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the streams")
     parser.add_argument("--pack", type=Path, help="write the beginning of the streams below this folder, compressed")
-    parser.add_argument("--tokens", type=int, default=66_000_000, help="training tokens to pack")
-    parser.add_argument("--prose", type=float, default=0.25, help="share of prose in what is packed")
+    parser.add_argument("--tokens", type=int, help="training tokens to pack (66 million) or to unpack (all)")
+    parser.add_argument("--prose", type=float, default=0.25, help="share of prose in them")
     parser.add_argument("--unpack", type=Path, help="read a packed folder")
     options = parser.parse_args()
     if options.pack:
-        pack(options.out, options.pack, options.tokens, options.prose)
+        pack(options.out, options.pack, options.tokens or 66_000_000, options.prose)
     elif options.unpack:
-        unpack(options.unpack, options.out)
+        unpack(options.unpack, options.out, options.tokens, options.prose)
     else:
         build(options.out)
 

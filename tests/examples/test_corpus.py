@@ -100,12 +100,17 @@ def test_what_is_packed_arrives_or_is_refused(corpus, tmp_path):
         stream.tofile(tmp_path / f"{name}.bin")
     (tmp_path / "card.json").write_text(json.dumps({"streams": {name: {"tokens": 4000} for name in streams}}))
     corpus.pack(tmp_path, tmp_path / "part", 2000, 0.25)
-    corpus.unpack(tmp_path / "part", tmp_path / "there")
+    corpus.unpack(tmp_path / "part", tmp_path / "there", None, 0.25)
     lengths = {name: np.fromfile(tmp_path / "there" / f"{name}.bin", "<u2") for name in streams}
     assert [len(one) for one in lengths.values()] == [4000, 4000, 1500, 500]
     assert all(np.array_equal(one, streams[name][: len(one)]) for name, one in lengths.items())
+    corpus.pack(tmp_path, tmp_path / "less", 1000, 0.25)  # the same as the beginning of more
+    corpus.unpack(tmp_path / "less", tmp_path / "few", None, 0.25)
+    corpus.unpack(tmp_path / "part", tmp_path / "cut", 1000, 0.25)
+    few, cut = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("few", "cut"))
+    assert few == cut
     card = json.loads((tmp_path / "part" / "card.json").read_text())
     card["streams"]["train_code"]["sha256"] = "0" * 64
     (tmp_path / "part" / "card.json").write_text(json.dumps(card))
     with pytest.raises(SystemExit, match=r"got SHA-256 \w+, needed 0000"):
-        corpus.unpack(tmp_path / "part", tmp_path / "again")
+        corpus.unpack(tmp_path / "part", tmp_path / "again", None, 0.25)

@@ -19,6 +19,7 @@ from pretraining.model import SIZES, Size
 from pretraining.rows import AGAIN, BASELINE, MAIN, ROWS
 from pretraining.run import Run
 from pretraining.text import Text, order
+from safetensors.torch import load_file
 
 CPU, SMALL = torch.device("cpu"), SIZES["seconds"]
 
@@ -148,6 +149,39 @@ def test_a_report_holds_every_run_and_no_path(tmp_path, capsys):
     merged = json.loads((tmp_path / "all").read_text())
     assert len(merged["runs"]) == 9
     assert str(tmp_path) not in json.dumps(merged)
+
+
+def test_a_run_made_anew_joins_an_earlier_report(tmp_path):
+    facts = {"size": {}, "steps": 1, "steps_of_a_mean": 1, "text": {}, "environment": {"device": "d", "torch": "t"}}
+
+    def of(row, loss, **other):
+        return {"row": row, "seed": 0, "held_out": {"code": loss}, "train": [loss], **facts, **other}
+
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder, runs in ((before, [of("bf16", 1.0), of("fp8_delayed", 4.0)]), (after, [of("fp8_delayed", 1.1)])):
+        folder.mkdir()
+        for run in runs:
+            (folder / f"{run['row']}.0.json").write_text(json.dumps(run))
+    file, joined = tmp_path / "all", tmp_path / "joined"
+    assert study.main(["report", "--out", str(before), "--json", str(file)]) == 0
+    command = ["report", "--out", str(after), "--json", str(joined), "--onto", str(file)]
+    assert study.main([*command, "--command-line", "run --rows fp8_delayed"]) == 0
+    merged = json.loads(joined.read_text())
+    assert [(run["row"], run["held_out"]["code"]) for run in merged["runs"]] == [("bf16", 1.0), ("fp8_delayed", 1.1)]
+    assert [run["held_out"]["code"] for run in merged["replaced"]] == [4.0]
+    assert merged["runs"][1]["command"] == "python examples/study.py run --rows fp8_delayed"
+    for changed in ({"steps": 2}, {"environment": {"device": "d", "torch": "u"}}, {"text": {"sha256": "1"}}):
+        (after / "fp8_delayed.0.json").write_text(json.dumps(of("fp8_delayed", 1.1, **changed)))
+        assert study.main(command) == 2
+
+
+def test_weights_are_kept_of_the_rows_that_are_named(tmp_path):
+    command = ["run", "--size", "seconds", "--out", str(tmp_path), "--rows", "bf16,bf16_again", "--seeds", "0"]
+    assert study.main([*command, "--keep", "bf16"]) == 0
+    weights = load_file(tmp_path / "bf16.0.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    assert len(weights) == len([*Run(BASELINE, 0, SMALL, study.load_text(None), CPU).model.parameters()])
+    assert not (tmp_path / "bf16_again.0.safetensors").exists()
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
