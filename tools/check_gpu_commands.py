@@ -122,7 +122,8 @@ def chains(out: Path, device: str) -> dict[str, Chain]:
         "lightning_recipe": Chain(120, (example("lightning_recipe"),)),
         "study": Chain(120, (
             example("study", "run", "--size", "seconds", "--rows", "bf16,nvfp4", "--seeds", "0", "--out", out / "study",
-                    "--workers", "0" if is_gpu else "cpu"),
+                    "--workers", "0" if is_gpu else "cpu", "--keep", "bf16"),
+            example("post_training", out / "study" / "bf16.0.safetensors", "--tokens", "64", "--batch", "2"),
         )),
     }  # fmt: skip
     for page in pages() if is_gpu else ():

@@ -8,6 +8,7 @@ Legend: B = batch, T = positions, D = width, H = heads, E = width of one head.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Block(nn.Module):
     def __init__(self, sizes: Any) -> None:
         super().__init__()
         self.heads = sizes.heads
+        self.cache: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # what it gives back of k and v
         self.attention_norm = nn.RMSNorm(sizes.dim)
         self.qkv = nn.Linear(sizes.dim, 3 * sizes.dim, bias=False)
         self.out = nn.Linear(sizes.dim, sizes.dim, bias=False)
@@ -34,7 +36,10 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x_BTD)).unflatten(-1, (3, self.heads, -1))
         q_BHTE, k_BHTE, v_BHTE = qkv.permute(2, 0, 3, 1, 4)
-        y_BHTE = attend(rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BHTE, cos_TE, sin_TE), v_BHTE)
+        q_BHTE, k_BHTE = rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BHTE, cos_TE, sin_TE)
+        if self.cache is not None:
+            k_BHTE, v_BHTE = self.cache(k_BHTE, v_BHTE)
+        y_BHTE = attend(q_BHTE, k_BHTE, v_BHTE)
         x_BTD = x_BTD + self.out(y_BHTE.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.feed_forward_norm(x_BTD)).chunk(2, dim=-1)
         return x_BTD + self.down(functional.silu(gate) * up)

@@ -175,19 +175,12 @@ class Run:
             "held_out_curve": self.held_out,
             "seconds": round(self.seconds, 1),
             **self.settings(),
-            "environment": self.environment(),
+            "environment": environment(self.device),
         }
 
     def settings(self) -> dict[str, Any]:
         """What the losses depend on, besides row and seed."""
         return {"size": asdict(self.size), "steps": self.size.steps, "text": self.text.facts}
-
-    def environment(self) -> dict[str, str]:
-        """Device and versions."""
-        on_gpu = self.device.type == "cuda"
-        device = torch.cuda.get_device_name(self.device) if on_gpu else processor()
-        versions = {"torch": torch.__version__, "microfloat": microfloat.__version__}
-        return {"device": device, "python": platform.python_version(), **versions}
 
     def state(self) -> dict[str, Any]:
         """A copy of everything that the rest of the run depends on."""
@@ -229,6 +222,13 @@ class Run:
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         torch.save(self.state(), temporary)
         temporary.replace(file)
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Device and versions."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    versions = {"torch": torch.__version__, "microfloat": microfloat.__version__}
+    return {"device": name, "python": platform.python_version(), **versions}
 
 
 def copied(value: Any) -> Any:
