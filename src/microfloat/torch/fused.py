@@ -3,9 +3,6 @@
 from microfloat.torch.nn.functional import (
     Produced,
     activation_linear,
-    dact_dbias_quantize,
-    dact_quantize,
-    dbias_quantize,
     gelu_quantize,
     layer_norm_quantize,
     norm_linear,
@@ -15,6 +12,6 @@ from microfloat.torch.nn.functional import (
 )
 
 __all__ = [
-    "Produced", "activation_linear", "dact_dbias_quantize", "dact_quantize", "dbias_quantize", "gelu_quantize",
-    "layer_norm_quantize", "norm_linear", "norm_mlp", "rms_norm_quantize", "swiglu_quantize",
+    "Produced", "activation_linear", "gelu_quantize", "layer_norm_quantize", "norm_linear", "norm_mlp",
+    "rms_norm_quantize", "swiglu_quantize",
 ]  # fmt: skip

@@ -134,10 +134,8 @@ def test_compiled_producers_are_eager_ones(names):
     check_compiled(function, X, torch.linspace(0.5, 2, 96))
 
 
-@pytest.mark.parametrize(
-    "cast", ["fp8_tensor", "fp8_row", "fp8_1x128", "mxfp4", "nvfp4_2d", "nvfp4_row", "transformed"]
-)
-@pytest.mark.parametrize("shape", [(33,), (5, 33), (2, 3, 40), (0, 16), (130, 17)], ids=str)
+@pytest.mark.parametrize("cast", ["fp8_tensor", "nvfp4_row", "transformed"])
+@pytest.mark.parametrize("shape", [(33,), (2, 3, 40), (0, 16)], ids=str)
 def test_what_a_compiler_is_told_of_produced_codes(cast, shape):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -31,7 +31,8 @@ from microfloat.torch._typing import Maybe, Options, Seed
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.tensor import checks
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.quantized_tensor import QuantizedTensor, tensors_of
+from microfloat.torch.tensor.ops import quantize
+from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 from microfloat.torch.tensor.seeds import draw_seed, seed_words
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu", "sigmoid")
@@ -211,148 +212,77 @@ def values_of(producer: Producer, kernels: ModuleType | None) -> tuple[list[Valu
 
 
 # ----------------------------------------------------------------------------------------------------- codes of a value
-# On values at hand, or as one operator in traces. Kinds: "rms" and "layer" (norms), or the name of an activation,
-# gated where there is an `up`.
 
 _NORMS = ("rms", "layer")
 
 
 @dataclass(eq=False)
 class Produced:
-    """The codes of a value: `row` contracts its last axis, `column` its rows; statistics of a norm, float32 [M].
-
-    `bias_grad`: the sum of the rows of a gradient, in its dtype, where it was asked for.
-    """
+    """The codes of a value: `row` contracts its last axis, `column` its rows; statistics of a norm, float32 [M]."""
 
     row: QuantizedTensor
     column: QuantizedTensor
     mean: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
-    bias_grad: torch.Tensor | None = None
 
 
 def produce(
     kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, casts: tuple[CastLike, CastLike | None],
     seed: Seed, scale_enc: float | Maybe, backend: str,
 ) -> Produced:  # fmt: skip
-    """The codes of a value; `second`: the weight of a norm, or the `up` that an activation is multiplied with."""
-    if not _operators.is_tracing(x):
-        pair = as_cast(casts[0]), as_cast(casts[0] if casts[1] is None else casts[1])
-        return codes_of(_producer(kind, x, second, bias, eps), "x", *pair, seed, scale_enc, backend)[0]
+    """The codes of a value, cast apart from it where no kernel does both, as in traces, which compilers fuse.
+
+    `kind`: "rms" or "layer" (norms), or the name of an activation. `second`: the weight of a norm, or the `up` that an
+    activation is multiplied with.
+    """
+    producer, kernels = _producer(kind, x, second, bias, eps), None
     pair = casts[0], casts[0] if casts[1] is None else casts[1]
-    (row, row_token), (column, column_token) = (_operators.constants_of(cast) for cast in pair)
-    tokens = [row_token, column_token]
-    if row.rounding != "stochastic" and column.rounding != "stochastic":
-        seed = None
-    else:
-        seed = _operators.drawn_seed(x) if seed is None else seed_words(seed, x.device)
-    scale_enc = None if scale_enc is None else checks.real_tensor("scale_enc", scale_enc, x.device)
-    second, bias = (None if tensor is None else tensor.detach() for tensor in (second, bias))
-    parts = torch.ops.microfloat.produce(x.detach(), second, bias, kind, eps, *tokens, seed, scale_enc, backend)
-    shape = (parts[0].shape[0], x.shape[-1])
-    made, rest = tensors_of(parts, (row, column), tokens, (1, 0), shape, x.dtype)
-    inverse = rest[0] if kind in _NORMS else None
-    return Produced(made[0], made[1], rest[1] if kind == "layer" else None, inverse)
+    streams = tuple(of.stream for of in OPERANDS_OF["x"])
+    is_fused = False
+    if not _operators.is_tracing(x):
+        row, column = pair = as_cast(pair[0]), as_cast(pair[1])
+        kernels = backends.choose(backend, x.device).producers
+        is_fused = kernels is not None and kernels.fuses(row, column)
+        if is_fused and not waits_for_amax(row, column):
+            words = None
+            if row.is_stochastic or column.is_stochastic:
+                words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
+            encode_scale = checks.check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
+            specs = (OperandSpec(cast, stream=stream) for cast, stream in zip(pair, streams, strict=True))
+            ((first, last),), statistics = kernels.codes(producer, *specs, CastInputs(encode_scale, words))
+            of_value = input_of(producer)
+            options: Options = {"shape": of_value.shape, "dtype": of_value.dtype}
+            made = (
+                QuantizedTensor.from_operand(first, row, axis=1, **options),
+                QuantizedTensor.from_operand(last, column, axis=0, **options),
+            )
+            return _with_statistics(made, statistics)
+    ((value, amax),), statistics = values_of(producer, kernels)
+    options = {"seed": seed, "stream": streams, "scale_enc": scale_enc, "amax": amax if is_fused else None}
+    return _with_statistics(quantize(value, pair, axis=(-1, -2), backend=backend, **options), statistics)
 
 
-def codes_of(
-    producer: Producer, tensor: str, row: Cast, column: Cast, seed: Seed, scale_enc: float | Maybe, backend: str,
-    sums: bool = False,
-) -> list[Produced]:  # fmt: skip
-    """The codes of each value that a producer makes, as operands of `tensor`; `sums`: with the gradient of a bias."""
-    x = input_of(producer)
-    module = backends.choose(backend, x.device)
-    specs = [OperandSpec(cast, stream=of.stream) for cast, of in zip((row, column), OPERANDS_OF[tensor], strict=True)]
-    encode_scale = checks.check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
-    given = []
-    for _ in range(2 if isinstance(producer, ActivationGradient) and producer.up_MF is not None else 1):
-        words = None
-        if row.is_stochastic or column.is_stochastic:
-            words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
-        given.append(CastInputs(encode_scale, words))
-    kernels = module.producers
-    fusing = kernels if kernels is not None and kernels.fuses(row, column) else None
-    found: list[Maybe] = [None] * len(given)
-    if fusing is not None and not (sums or waits_for_amax(row, column)):
-        made, statistics = fusing.codes(producer, *specs, *given)
-    else:
-        values, statistics = values_of(producer, kernels)
-        streams: Options = {"row_stream": specs[0].stream, "column_stream": specs[1].stream, "scale_enc": encode_scale}
-        made = [
-            module.quantize_both(
-                value, row, column, seed=of_cast.seed, amax=None if fusing is None else amax, **streams
-            ) for (value, amax), of_cast in zip(values, given, strict=True)
-        ]  # fmt: skip
-        if sums:
-            found = [sum_of_rows(value) for value, _ in values]
-    mean, inverse = (None, None) if statistics is None else (statistics.mean, statistics.inverse)
-    codes = [
-        [
-            QuantizedTensor.from_operand(operand, cast, axis=axis, shape=x.shape, dtype=x.dtype)
-            for operand, cast, axis in zip(both, (row, column), (1, 0), strict=True)
-        ] for both in made
-    ]  # fmt: skip
-    return [Produced(both[0], both[1], mean, inverse, total) for both, total in zip(codes, found, strict=True)]
-
-
-def sum_of_rows(value: torch.Tensor) -> torch.Tensor:
-    """The gradient of a bias whose output has the gradient `value`, in its dtype (float32 inside)."""
-    return value.sum(0, dtype=torch.float32).to(value.dtype)
+def _with_statistics(made: tuple[QuantizedTensor, QuantizedTensor], statistics: Statistics | None) -> Produced:
+    return Produced(*made) if statistics is None else Produced(*made, statistics.mean, statistics.inverse)
 
 
 def _producer(kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float) -> Norm | Activation:
     first = "gate" if kind == "silu" else "x"
-    rows = rows_of(first, x)
+    rows = _rows_of(first, x)
     if kind not in _NORMS:
         if kind == "silu":  # SwiGLU
             checks.check_tensor("up", second)
             checks.check_like("up", second, x, first)
-        return Activation(rows, None if second is None else rows_of("up", second), kind)
+        return Activation(rows, None if second is None else _rows_of("up", second), kind)
     for name, parameter in (("weight", second), ("bias", bias)):
         checks.check_parameter(name, parameter, rows)
     weight, bias = (None if parameter is None else parameter.detach() for parameter in (second, bias))
     return Norm(rows, weight, bias, checks.check_eps(eps), kind)
 
 
-def rows_of(argument: str, x: torch.Tensor) -> torch.Tensor:
+def _rows_of(argument: str, x: torch.Tensor) -> torch.Tensor:
     """The matrix that the last dimension of x makes, without its history."""
     checks.check_tensor(argument, x)
     checks.check_rows(argument, x)
     x = x.detach().resolve_neg()
     return x if x.dim() == 2 else x.reshape(checks.row_count(x.shape), x.shape[-1])
-
-
-def _run(
-    x: torch.Tensor, second: Maybe, bias: Maybe, kind: str, eps: float, row: str, column: str, seed: Maybe,
-    scale_enc: Maybe, backend: str,
-) -> list[torch.Tensor]:  # fmt: skip
-    casts = _operators.cast_of(row), _operators.cast_of(column)
-    (made,) = codes_of(_producer(kind, x, second, bias, eps), "x", *casts, seed, scale_enc, backend)
-    parts = [*made.row.part_list(), *made.column.part_list(), *(t for t in (made.inverse, made.mean) if t is not None)]
-    # Outputs of an operator may not be the same memory (both operands of a cast per tensor share their scale), and have
-    # the strides that the fake promises.
-    seen: set[int] = set()
-    unshared = []
-    for part in parts:
-        part = part.contiguous()
-        unshared.append(part.clone() if part.data_ptr() in seen else part)
-        seen.add(part.data_ptr())
-    return unshared
-
-
-def _fake(
-    x: torch.Tensor, second: Maybe, bias: Maybe, kind: str, eps: float, row: str, column: str, *_: object
-) -> list[torch.Tensor]:
-    matrix = x.new_empty((checks.row_count(x.shape), x.shape[-1]))
-    parts = []
-    for token, axis in ((row, 1), (column, 0)):
-        parts += _operators.valueless_parts(matrix, token, axis)
-    count = {"rms": 1, "layer": 2}.get(kind, 0)
-    return parts + [x.new_empty(matrix.shape[:1], dtype=torch.float32) for _ in range(count)]
-
-
-_operators.define(
-    "produce(Tensor x, Tensor? second, Tensor? bias, str kind, float eps, str row, str column, Tensor? seed, "
-    "Tensor? scale_enc, str backend) -> Tensor[]",
-    _run, _fake, batches=False,
-)  # fmt: skip

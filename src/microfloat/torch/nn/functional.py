@@ -4,7 +4,6 @@
     activation_linear(x, layer, up=up)            y = layer(f(x) * up);  without `up`, layer(f(x))
     norm_mlp(x, norm, gate, down, up=up)          y = down(f(gate(h)) * up(h)) of h = norm(x)
     rms_norm_quantize, layer_norm_quantize, swiglu_quantize, gelu_quantize      codes of the value, in both layouts
-    dbias_quantize, dact_quantize, dact_dbias_quantize      codes of a gradient, with the gradient of a bias
     linear_cross_entropy(x, weight, labels)       cross_entropy(linear(x, weight), labels), the logits in chunks
 
 The results are those of the modules one by one, with the same casts, seeds and scaling states: the value is rounded to
@@ -24,22 +23,12 @@ from torch import nn
 
 from microfloat.arguments import check_choice, check_int
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
-from microfloat.operands import OPERANDS_OF
-from microfloat.recipes import Recipe, as_cast
+from microfloat.recipes import Recipe
 from microfloat.recipes.usages import CastLike
-from microfloat.torch._typing import Maybe, Options, Seed
+from microfloat.torch._typing import Maybe, Seed
 from microfloat.torch.compile.cross_entropy import LossCall, loss_of
 from microfloat.torch.context import ambient
-from microfloat.torch.launch.prologues import (  # fmt: skip
-    ACTIVATIONS,
-    ActivationGradient,
-    Produced,
-    activate,
-    codes_of,
-    produce,
-    rows_of,
-    sum_of_rows,
-)
+from microfloat.torch.launch.prologues import ACTIVATIONS, Produced, activate, produce
 from microfloat.torch.linear.function import Run, after_counts, apply, backend_name, begin, counts_of, end, find
 from microfloat.torch.linear.fused_input import ActivationRun, GradientLink, NormRun
 from microfloat.torch.linear.gathered_weight import Gathered
@@ -56,8 +45,7 @@ from microfloat.torch.tensor.checks import (
     check_rows,
     is_abstract,
 )
-from microfloat.torch.tensor.custom_ops import is_tracing, refuse_transforms
-from microfloat.torch.tensor.ops import quantize
+from microfloat.torch.tensor.custom_ops import refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 # ----------------------------------------------------------------------------------------------------------- Linears
@@ -419,73 +407,3 @@ def gelu_quantize(
     check_choice("approximate", approximate, ("none", "tanh"))
     kind = "gelu" if approximate == "none" else "gelu_tanh"
     return produce(kind, x, None, None, 0.0, (cast, column_cast), seed, scale_enc, backend)
-
-
-def dbias_quantize(
-    dy: torch.Tensor, cast: CastLike, *, column_cast: CastLike | None = None,
-    seed: Seed = None, scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
-) -> Produced:  # fmt: skip
-    """Codes of an output gradient dy [..., N] in both layouts, and `bias_grad` [N], the sum of its rows.
-
-    The casts and random streams are those of dy in a layer; the sum is float32 inside and has dy's dtype. The other
-    arguments are those of `rms_norm_quantize`. Source: docs/numerics.md 5.3 and 6.
-
-    >>> made = dbias_quantize(torch.ones(3, 32), "mxfp8")
-    >>> made.row.shape, made.column.axis, made.bias_grad[0].item()
-    (torch.Size([3, 32]), 0, 3.0)
-    """
-    return _of_gradient(rows_of("dy", dy), (cast, column_cast), seed, scale_enc, backend, True)
-
-
-def dact_quantize(
-    dy: torch.Tensor, x: torch.Tensor, cast: CastLike, *, activation: str = "silu",
-    up: torch.Tensor | None = None, column_cast: CastLike | None = None, seed: Seed = None,
-    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
-) -> Produced | tuple[Produced, Produced]:  # fmt: skip
-    """Codes of ``round(dy * f'(x))``, the gradient that an activation passes back, in both layouts.
-
-    dy, x, up [..., F] of one shape and dtype. With `up`, a pair for ``f(x) * up``: codes of ``round(round(dy * up) *
-    f'(x))``, the gradient of x, and of ``round(dy * round(f(x)))``, the gradient of up. `activation` as in
-    `activation_linear`; the other arguments and the casts are those of `dbias_quantize`.
-    """
-    return _of_activation(dy, x, up, activation, (cast, column_cast), seed, scale_enc, backend, False)
-
-
-def dact_dbias_quantize(
-    dy: torch.Tensor, x: torch.Tensor, cast: CastLike, *, activation: str = "silu",
-    up: torch.Tensor | None = None, column_cast: CastLike | None = None, seed: Seed = None,
-    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
-) -> Produced | tuple[Produced, Produced]:  # fmt: skip
-    """The codes of `dact_quantize` and, as `bias_grad` [F], the sum of the rows of each rounded gradient."""
-    return _of_activation(dy, x, up, activation, (cast, column_cast), seed, scale_enc, backend, True)
-
-
-_Casts = tuple[CastLike, CastLike | None]
-
-
-def _of_activation(
-    dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, activation: str, casts: _Casts, seed: Seed,
-    scale_enc: float | torch.Tensor | None, backend: str, sums: bool,
-) -> Produced | tuple[Produced, Produced]:  # fmt: skip
-    check_choice("activation", activation, ACTIVATIONS)
-    rows = rows_of("dy", dy)
-    for name, other in (("x", x), ("up", dy if up is None else up)):
-        check_like(name, other, dy, "dy")
-    producer = ActivationGradient(rows, rows_of("x", x), None if up is None else rows_of("up", up), activation)
-    if is_tracing(dy):
-        made = [_of_gradient(one, casts, seed, scale_enc, backend, sums) for one in producer.by_torch()[0]]
-    else:
-        row, column = as_cast(casts[0]), as_cast(casts[0] if casts[1] is None else casts[1])
-        made = codes_of(producer, "dy", row, column, seed, scale_enc, backend, sums)
-    return made[0] if up is None else (made[0], made[1])
-
-
-def _of_gradient(
-    value: torch.Tensor, casts: _Casts, seed: Seed, scale_enc: float | torch.Tensor | None, backend: str, sums: bool
-) -> Produced:
-    """The codes of a gradient [M, N]."""
-    pair = casts[0], casts[0] if casts[1] is None else casts[1]
-    streams = tuple(of.stream for of in OPERANDS_OF["dy"])
-    options: Options = {"seed": seed, "stream": streams, "scale_enc": scale_enc, "backend": backend}
-    row, column = quantize(value, pair, axis=(-1, -2), **options)
-    return Produced(row, column, bias_grad=sum_of_rows(value) if sums else None)
