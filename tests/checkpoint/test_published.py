@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from microfloat.checkpoint import convert, detect, load
+from microfloat.checkpoint import convert, detect, load, save
 from microfloat.errors import CheckpointError
 from tests.checkpoint.files import write
 
@@ -381,3 +381,81 @@ def test_another_tensor_of_torchao_is_not_called_damaged(kind, parts, tmp_path):
     with pytest.raises(CheckpointError, match=f"a '{kind}' of {', '.join(parts)} is not read") as caught:
         load(path)
     assert "damaged" not in str(caught.value)
+
+
+# ---- FBGEMM's FP8 ----------------------------------------------------------------------------------------------------
+
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head", "router"]}
+EXPERTS = "model.layers.1.feed_forward.experts."
+
+
+@pytest.mark.parametrize("config", [FBGEMM, {key: FBGEMM[key] for key in FBGEMM if key != "quant_method"}])
+def test_fp8_of_fbgemm_has_a_scale_for_each_row_and_its_inputs_as_they_come(config, tmp_path):
+    codes, scale = fp8(16, 48), np.random.default_rng(1).uniform(0.5, 2, (16, 1)).astype(np.float32)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = {name: codes, f"{name}_scale": scale, "lm_head.weight": np.ones((4, 4), np.float32)}
+    loaded = load(write(tmp_path / "model.safetensors", tensors, config=config).parent)
+    record = loaded[name]
+    assert (loaded.detection.family, loaded.detection.confidence, loaded.findings) == ("fbgemm:fp8", 1.0, [])
+    assert (record.activation["scheme"], record.activation["format"].name) == ("dynamic", "fp8_row")
+    np.testing.assert_array_equal(record.dequantize(), codes.astype(np.float32) * scale)
+
+
+@pytest.mark.parametrize("size", [(32, 24), (32, 32)], ids=["oblong", "square"])
+def test_experts_of_fbgemm_are_stored_with_the_inputs_first(size, tmp_path):
+    """Llama 4 in transformers: codes [E, K, N], scales [E, 1, N], but those of down_proj [E, N, 1]."""
+    hidden, inner = size
+    rng, values, tensors = np.random.default_rng(0), {}, {}
+    for leaf, length, rows in (("gate_up_proj", hidden, 2 * inner), ("down_proj", inner, hidden)):
+        codes = rng.standard_normal((2, length, rows)).astype(ml_dtypes.float8_e4m3fn)
+        scale = rng.uniform(0.5, 2, (2, 1, rows)).astype(np.float32)
+        values[EXPERTS + leaf] = codes.astype(np.float32) * scale
+        tensors[EXPERTS + leaf] = codes
+        tensors[f"{EXPERTS}{leaf}_scale"] = scale if leaf == "gate_up_proj" else scale.swapaxes(1, 2)
+    write(tmp_path / "model.safetensors", tensors)
+    config = {"model_type": "llama4_text", "hidden_size": hidden, "quantization_config": FBGEMM}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load(tmp_path)
+    convert(tmp_path, tmp_path / "plain", to="f32")
+    save(loaded, tmp_path / "saved", format="fbgemm:fp8")
+    convert(tmp_path, tmp_path / "apart", to="ct:fp8_dynamic")
+    again, plain, apart = (load(tmp_path / name) for name in ("saved", "plain", "apart"))
+    for name, stored in values.items():
+        np.testing.assert_array_equal(loaded[name].dequantize(), stored.swapaxes(1, 2))
+        np.testing.assert_array_equal(plain[name].codes, stored)
+        np.testing.assert_array_equal(again.tensors.array(again.tensors.stored[name]), tensors[name])
+        np.testing.assert_array_equal(
+            again.tensors.array(again.tensors.stored[f"{name}_scale"]), tensors[f"{name}_scale"]
+        )
+    one = apart[f"{EXPERTS}1.up_proj.weight"].dequantize()
+    np.testing.assert_array_equal(one, values[f"{EXPERTS}gate_up_proj"][1].T[inner:])
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"), [(np.ones((4, 3), np.float32), "fits no blocks"), (np.ones((2, 7, 1), np.float32), "fits no")]
+)
+def test_scales_of_fbgemm_in_another_order_are_named(scale, words, tmp_path):
+    tensors = {"a.weight": fp8(4, 32), "b.weight": np.zeros((2, 8, 4), ml_dtypes.float8_e4m3fn)}
+    tensors = {f"{name}_scale": np.ones((4, 1), np.float32) for name in ("a.weight",)} | tensors
+    tensors["a.weight_scale" if scale.ndim == 2 else "b.weight_scale"] = scale
+    tensors = {name: one for name, one in tensors.items() if scale.ndim == 3 or not name.startswith("b")}
+    with pytest.raises(CheckpointError, match=words) as raised:
+        load(write(tmp_path / "model.safetensors", tensors, config=FBGEMM).parent)
+    assert "says nothing against the file" in str(raised.value)
+
+
+def test_other_methods_of_fbgemm_are_refused_by_name(tmp_path):
+    tensors = {"a.weight": np.ones((4, 4), np.uint8), "a.weight_scale": np.ones((4, 1), np.float32)}
+    write(tmp_path / "model.safetensors", tensors, config={"quant_method": "fbgemm_int4", "group_size": 128})
+    with pytest.raises(CheckpointError, match=r"'fbgemm_int4' is not read; read are .*'fbgemm_fp8'"):
+        load(tmp_path)
+
+
+def test_what_convert_writes_for_fbgemm(tmp_path):
+    weight = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    source = {"a.up_proj.weight": weight, "lm_head.weight": weight}
+    convert(write(tmp_path / "model.safetensors", source), tmp_path / "out", to="fbgemm:fp8")
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert stated == {**FBGEMM, "modules_to_not_convert": ["lm_head"]}
+    stored = load(tmp_path / "out").tensors.stored["a.up_proj.weight_scale"]
+    assert (stored.dtype, stored.shape) == ("F32", (32, 1))

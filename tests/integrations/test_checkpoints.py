@@ -195,3 +195,54 @@ def test_transformers_has_our_values_of_deepseek_v4(transformers, tmp_path):
     values = theirs.state_dict()
     for name, value in ours.state_dict().items():
         assert torch.equal(value.to(values[name].dtype), values[name]), name
+
+
+@pytest.mark.parametrize("family", ["Llama", "Llama4"])
+def test_the_layers_of_fbgemm_that_transformers_makes_are_read(transformers, llama, tmp_path, family):
+    """Its own modules, whose codes are made here and not by the package fbgemm-gpu: names, dtypes and shapes."""
+    from safetensors.torch import save_file
+    from transformers.integrations import fbgemm_fp8
+
+    from microfloat.integrations.transformers import load_pretrained
+
+    model = llama() if family == "Llama" else of_llama4(transformers)
+    wanted, kept = {}, ["lm_head", "self_attn", "router"]
+    for name, module in [*model.named_modules()]:
+        is_stack = type(module).__name__ == "Llama4TextExperts"
+        if not (is_stack or isinstance(module, torch.nn.Linear)) or any(one in name for one in kept):
+            continue
+        new = fbgemm_fp8.FbgemmFp8Llama4TextExperts(model.config) if is_stack else None
+        new = new or fbgemm_fp8.FbgemmFp8Linear(module.in_features, module.out_features, module.bias is not None)
+        for key, weight in module.named_parameters():
+            theirs = weight.transpose(1, 2) if is_stack else weight
+            scale = theirs.abs().amax(-1, keepdim=True) / 448
+            codes = (theirs / scale).to(torch.float8_e4m3fn)
+            values = codes.float() * scale
+            wanted[f"{name}.{key}"] = values.transpose(1, 2) if is_stack else values
+            getattr(new, key).data.copy_(codes.transpose(1, 2) if is_stack else codes)
+            stored = getattr(new, f"{key}_scale").data
+            stored.copy_(scale.reshape(stored.shape))
+        model.set_submodule(name, new)
+    model.config.quantization_config = transformers.FbgemmFp8Config(modules_to_not_convert=kept)
+    model.config.save_pretrained(tmp_path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    read = load_pretrained(tmp_path, type(model), dtype=torch.float32)
+    assert set(read.hf_quantizer.report.converted) >= {name.removesuffix(".weight") for name in wanted if "mlp" in name}
+    plain = mf.revert(read).state_dict()
+    assert wanted
+    for name, values in wanted.items():
+        assert torch.equal(plain[name].float(), values), name
+
+
+def of_llama4(transformers):
+    """A tiny Llama 4 with a layer of experts."""
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2, interleave_moe_layer_step=1,
+        pad_token_id=0, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return model

@@ -73,7 +73,7 @@ def _announcement(file: str, config: dict[str, Any]) -> Announcement:
     producer = producer.get("name") if isinstance(producer, dict) else None
     name = str(method).lower().replace("_", "-")
     for dialect in DIALECTS:
-        known = any(fnmatchcase(name, one) for one in dialect.methods)
+        known = any(fnmatchcase(name, one.replace("_", "-")) for one in dialect.methods)
         if method is None:  # its entries, or its producer, tell
             known = producer in dialect.methods or any(entry in config for entry in dialect.entries)
         if known and dialect.read is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from microfloat.checkpoint.families import (
     compressed_tensors,
+    fbgemm,
     gptoss,
     huggingface,
     microfloat,
@@ -29,7 +30,7 @@ __all__ = [
 # The first one counts where tensors fit several.
 DIALECTS: tuple[Dialect, ...] = tuple(
     module.DIALECT
-    for module in (modelopt, compressed_tensors, huggingface, gptoss, quark, mistral, torchao, microfloat)
+    for module in (modelopt, compressed_tensors, huggingface, gptoss, quark, mistral, fbgemm, torchao, microfloat)
 )
 FAMILIES: tuple[Family, ...] = tuple(family for dialect in DIALECTS for family in dialect.families)
 # Names of targets -> the family that is written, and the cast of its weights.

@@ -95,6 +95,7 @@ FACTS = (  # the first one counts that fits a layer
     Fact(HF, "refuses", "mistral:fp8", "folders without config.json"),
     Fact(HF, "reads", f"{_ALL_CT} {_TILES} hf:ue8m0 hf:mxfp8 gptoss:hf deepseek:v4"),
     Fact(HF, "reads", "torchao", "with the package torchao"),
+    Fact(HF, "reads", "fbgemm:fp8", "with a GPU and the package fbgemm-gpu"),
     Fact(VLLM, "misreads", "modelopt:nvfp4 ct:nvfp4", _UNWRITTEN, lambda one: one.inputs == "unscaled"),
     Fact(
         VLLM, "misreads", "modelopt:fp8", "divides inputs by a placeholder, as the scale of the input is missing",
@@ -104,7 +105,8 @@ FACTS = (  # the first one counts that fits a layer
     Fact(VLLM, "refuses", "hf:mxfp8", "all but MiniMax-M3", lambda one: not one.model_type.startswith("minimax_m3")),
     Fact(VLLM, "reads", f"{_MODELOPT} modelopt:fp8_pb_wo ct:nvfp4 ct:mxfp4 ct:mxfp8 ct:fp8 ct:naive {_QUARK}"),
     Fact(VLLM, "reads", f"{_TILES} hf:mxfp8 gptoss:hf deepseek:v4 mistral:fp8 torchao"),
-    Fact(SGLANG, "refuses", f"{_OTHERS} modelopt:fp8_pc_pt modelopt:fp8_pb_wo torchao", _UNLISTED),
+    Fact(VLLM, "reads", "fbgemm:fp8", "layers that are no experts", lambda one: len(one.shape) == 2),
+    Fact(SGLANG, "refuses", f"{_OTHERS} modelopt:fp8_pc_pt modelopt:fp8_pb_wo fbgemm:fp8 torchao", _UNLISTED),
     Fact(SGLANG, "refuses", "ct:mxfp4", "layers that are no experts", lambda one: not one.is_numbered),
     Fact(SGLANG, "refuses", "ct:mxfp6 ct:mxfp8 quark:mxfp6_e2m3 quark:mxfp6_e3m2 quark:mxfp8", _UNLISTED),
     Fact(SGLANG, "refuses", "quark:nvfp4", "unless it requantizes it to MXFP4"),
