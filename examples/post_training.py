@@ -167,7 +167,7 @@ def measure(models: dict[str, Model], batches: Iterator[np.ndarray], device: tor
 def mean_of(values: np.ndarray) -> list[float]:
     """The mean over windows, and twice its standard error."""
     error = 2 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return [round(float(values.mean()), 6), round(error, 6)]
+    return [float(f"{value:.4g}") for value in (float(values.mean()), error)]
 
 
 def compare(model: Model, size: Size, text: Text, options: argparse.Namespace) -> list[dict[str, Any]]:
