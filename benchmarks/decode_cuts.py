@@ -27,15 +27,14 @@ from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.passes import products
 from microfloat.passes.matrix import At, Device, Passes
 from microfloat.recipes import WeightOnly
-from microfloat.routes import MOST_DECODED_ROWS, encoding_of
+from microfloat.routes import encoding_of
 from microfloat.torch.launch.program import Program, device_of
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 from microfloat.torch.timing import Times
 
-TOKENS = (256, 128, 1, 64, 16, 32, 4, 8)
+TOKENS = (1, 64, 16, 32, 4, 8)
 HOPPER, PROCESSORS = (9, 0), 132  # what is compiled for where there is no GPU
 _ROUNDS, _FINALISTS, _LAST_ROUNDS = 5, 4, 24
-_LEAST_SHARE, _MOST_WAVES = 0.4, 6.0  # of the multiprocessors that the programs of `warpgroups` fill
 _REPEATS = 3
 Shape = tuple[int, int, int]
 
@@ -70,29 +69,19 @@ def candidates(stored: Stored, shape: Shape, device: Device, *, dependent: bool)
     """The cuts that a row tries: that of a Linear first; `dependent`: the chip has programmatic dependent launch."""
     m, k, _ = shape
     about = stored.codes, shape, stored.strides, False
-    usual = products.cut_of(*about, device)
-    if usual is None:
-        return []
-    if m > MOST_DECODED_ROWS:
-        tried = itertools.chain([usual], _by_warpgroups(16, shape, device))
-    else:
-        plain = products.cut_of(*about, device._replace(warpgroups=False))
-        assert plain is not None, "decode_gemm multiplies a few rows everywhere"
-        tried = itertools.chain(
-            [usual], _by_warps(plain, m), _by_warpgroups(plain.TOKENS, shape, device) if m > 8 else ()
-        )
+    tried = [products.cut_of(*about, device), *_by_warps(products.cut_of(*about, device._replace(is_hopper=False)), m)]
     fitted = [products.fitted(cut, stored.codes, k, stored.strides, False) for cut in tried]
     found = list(dict.fromkeys(cut for cut in fitted if _runs(cut, stored.codes, k)))
     return found if dependent else [cut for cut in found if not cut.DEPENDENT]
 
 
-# Of `decode_gemm`: ROW_WARPS and LENGTH_WARPS, and AHEAD where x comes in order, for up to 8, 32 and 64 rows of x.
+# ROW_WARPS and LENGTH_WARPS, and AHEAD where x comes in order, for up to 8, 32 and 64 rows of x.
 _FEW_WARPS = ((1, 8), (1, 4), (2, 4), (2, 2), (4, 2))
 _WARPS = ((1, 8), (2, 4), (2, 2), (4, 2), (4, 1), (8, 1))
 
 
 def _by_warps(usual: DecodeCut, rows: int) -> Iterator[DecodeCut]:
-    """Cuts of `decode_gemm`, which begin early."""
+    """Cuts that begin early."""
     aheads = (usual.AHEAD,) if rows <= 8 else (2, 4) if rows < 64 else (1, 2)
     for (row_warps, length_warps), tiles, stages, ahead in itertools.product(
         _FEW_WARPS if rows <= 8 else _WARPS, (1, 2), (0, 1, 2) if rows <= 16 else (1, 2), aheads
@@ -102,18 +91,8 @@ def _by_warps(usual: DecodeCut, rows: int) -> Iterator[DecodeCut]:
         )
 
 
-def _by_warpgroups(tokens: int, shape: Shape, device: Device) -> Iterator[DecodeCut]:
-    """Cuts of `warpgroups`, of programs that fill the chip at least once and are not too many."""
-    for warps, splits in itertools.product((4, 8, 16), (1, 2, 4, 8)):
-        waves = -(-shape[2] // (16 * warps)) * splits / device.multiprocessors
-        if device.places and _LEAST_SHARE <= waves <= _MOST_WAVES:
-            yield products.by_warpgroups(warps, tokens, splits)
-
-
 def _runs(cut: DecodeCut, codes: DecodeCodes, length: int) -> bool:
     """True where a cut has work for all warps along K, and is none of those that need too many registers."""
-    if cut.SPLITS:
-        return length * codes.BITS >= cut.SPLITS * 1024
     sums = 4 * cut.TILES * cut.TOKENS
     return length * codes.BITS >= cut.LENGTH_WARPS * 1024 and sums <= 64 and cut.AHEAD <= 32 // codes.BITS
 
@@ -135,7 +114,7 @@ Compiled = tuple[DecodeCodes, DecodeCut]
 
 def _compiled(stored: Stored, cut: DecodeCut) -> Compiled:
     """What a kernel is compiled for, besides sizes that are multiples of 16."""
-    return stored.codes, products.of_kernel(cut)
+    return stored.codes, cut
 
 
 def compile_one(job: Job) -> str:
@@ -158,16 +137,15 @@ def compile_one(job: Job) -> str:
 
 def _compile(launch: Any, passes: Passes, stored: Stored) -> None:
     """As `microfloat.torch.launch.program.Kernel` has it compiled, for tensors that begin at multiples of 16 bytes."""
-    from microfloat.torch.launch.program import kernel_of
-
     dtypes = {At.SOURCE: torch.bfloat16, products.CODES: torch.uint8, products.LEVEL: torch.float32}
     dtypes[products.SCALE] = torch.uint8 if stored.codes.SCALE else torch.float32
     for at, made in enumerate(passes.buffers):
         assert made is not None
         dtypes[At.MADE + at] = getattr(torch, made.dtype)
     tensors = [None if at == At.NOTHING else torch.empty(64, dtype=dtypes[at]) for at in launch.tensors]
-    kernel = kernel_of(launch.kernel, launch.cooperative, launch.dependent, launch.shared_bytes, launch.spread)
-    kernel.warm_up(launch.programs, tuple(tensors), launch.scalars, launch.constants, launch.warps)
+    options = {"num_warps": launch.warps.number, "maxnreg": launch.warps.registers, "enable_fp_fusion": False}
+    options |= {"launch_pdl": True} if launch.dependent else {}
+    launch.kernel.warmup(*tensors, *launch.scalars, *launch.constants, grid=(launch.programs,), **options)
 
 
 def compile_all(jobs: Iterable[Job], seconds: float) -> dict[Compiled, str]:
@@ -233,10 +211,7 @@ def measure(report: Report, weights: Weights, m: int, refused: dict[Compiled, st
     # One rounding of y, and float32 sums of K exact products (docs/numerics.md 8.2).
     bound = 2.0**-8 * exact.abs() + k * 2.0**-23 * (x.double().abs() @ weights.exact.abs().T)
     cuts = candidates(weights.stored, shape, device, dependent=capability >= HOPPER)
-    if not cuts:
-        report.skip(f"d.cuts.{weights.name}.m{m}", "no kernel of this device multiplies so many rows by stored codes")
-        return None
-    cuts = cuts[:1] + [cut for cut in cuts if cut.SPLITS][:1] if options.quick else cuts
+    cuts = cuts[:2] if options.quick else cuts
     usual, found, failed = cuts[0], [], {}
     for cut in cuts:
         if reason := refused.get(_compiled(weights.stored, cut)):
@@ -353,7 +328,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     capability = torch.cuda.get_device_capability() if options.device == "cuda" else HOPPER
     refused: dict[Compiled, str] = {}
     if not options.quick:
-        chip = Device(0, PROCESSORS, capability >= (8, 9), warpgroups=capability == HOPPER, places=capability == HOPPER)
+        chip = Device(0, PROCESSORS, capability >= (8, 9), is_hopper=capability == HOPPER)
         stored = {(name, size): stored_like(name, size) for name in names for size in shapes}
         jobs = [
             Job(stored[name, size], (m, size[1], size[0]), cut, capability)

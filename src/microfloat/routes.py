@@ -44,10 +44,9 @@ _BLOCKS = (16, 32, 64, 128)
 _LEAST_SCALE = 2.0**-6
 # The families whose kernels also write operands decoded to bfloat16; those of others write codes alone.
 WRITES_VALUES = ("blocks", "nvfp4")
-# Rows of x in high precision up to which a kernel multiplies a weight's stored codes: anywhere (of experts, the mean of
-# their rows), and by the warpgroups of a Hopper (benchmarks/results/decode.json). Above, the weight is decoded for the
-# vendor's GEMM.
-MOST_DECODED_ROWS, MOST_ROWS_BY_WARPGROUPS = 64, 128
+# Rows of x in high precision (of experts, the mean of their rows) up to which a kernel multiplies the stored codes of a
+# weight (benchmarks/results/decode_h200.json). Above, the weight is decoded for the vendor's GEMM.
+MOST_DECODED_ROWS = 64
 _SIDE = 128
 _NO_FASTER = "products are exact, no faster than bfloat16"
 _ONE_WIDE = "the recipe keeps one operand in high precision: the other is dequantized to the compute dtype"
@@ -216,9 +215,9 @@ def route_between(
         return route("plain", reason, accelerated=True, kernel="high precision")
     if lhs is None or rhs is None:
         if rhs is not None and chip is not None and chip.multiplies_stored_codes:
-            most = most_decoded_rows(chip.capability == (9, 0) and library == "torch")
-            reason = f"the recipe keeps x in high precision: up to {most} rows of it read the weight's codes as stored"
-            return route("stored", reason if chip.is_tried else f"{reason}; {UNTRIED}", most)
+            few = f"up to {MOST_DECODED_ROWS} rows of it read the weight's codes as stored"
+            reason = f"the recipe keeps x in high precision: {few}"
+            return route("stored", reason if chip.is_tried else f"{reason}; {UNTRIED}", MOST_DECODED_ROWS)
         return route("plain", _ONE_WIDE, kernel="plain" if chip else "no chip, plain")
     if accumulate == "exact":
         if chip is None or library != "torch":
@@ -337,11 +336,6 @@ def _are_block_scaled(lhs: Encoding, rhs: Encoding, library: str) -> bool:
 
 
 # ---- the kernels that serve a cast -------------------------------------------------------------------------------
-
-
-def most_decoded_rows(warpgroups: bool) -> int:
-    """The most rows of x by which a kernel multiplies one weight's stored codes; `warpgroups`: on a Hopper."""
-    return MOST_ROWS_BY_WARPGROUPS if warpgroups else MOST_DECODED_ROWS
 
 
 @functools.lru_cache(512)

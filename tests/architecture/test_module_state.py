@@ -25,7 +25,7 @@ STATE = {
     "launch.gemms": {"stored_product": "1,024 shapes, the least recently used go"},
     "launch.program": {
         "_SCRATCH": "64 bytes for each stream", "_CAPTURED": "65,536 sets of 128 bytes in all",
-        "_made_for_captures": "a number", "DEVICES": "devices", "_asked": "devices x kernels with more shared memory",
+        "_made_for_captures": "a number", "DEVICES": "devices",
         "_PROGRAMS": "4,096 programs, then emptied",
         "kernel_of": "kernels of the library", "_splitter": "devices",
     },

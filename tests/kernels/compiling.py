@@ -98,7 +98,7 @@ def compile_all(workloads, capability=HOPPER):
         conversions = re.findall(r"cvt\.\S*(?:e4m3|e5m2|e2m1)\S*", compiled.asm["ptx"])
         launched.append((len(instructions), elements, unwritten_reads(instructions), conversions))
 
-    program.Kernel.compile = program.PlacedKernel.compile = compile_only
+    program.Kernel.compile = compile_only
     counts = {}
     for name in workloads:
         launched.clear()
@@ -140,7 +140,7 @@ def read_all(shape, stream):
             seen.add((self.function.fn.__name__, kinds, constants))
             self.function.run(*arguments, *scalars, *constants, grid=(programs,), warmup=True)
 
-    program.Kernel.compile = program.PlacedKernel.compile = read_only
+    program.Kernel.compile = read_only
     x = torch.zeros(shape, dtype=torch.bfloat16)
     with mock.patch.object(JITFunction, "_do_compile", read):  # later tests of this process compile
         for name, launch in _every_launch(x, stream):
@@ -165,7 +165,7 @@ def compile_norms_of_one_column():
         options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
         compiled.append(self.function.run(*arguments, *scalars, *constants, **options, grid=(programs,), warmup=True))
 
-    program.Kernel.compile = program.PlacedKernel.compile = compile_only
+    program.Kernel.compile = compile_only
     from microfloat.torch.launch import triton
     from microfloat.torch.launch.prologues import Norm
     from tests.kernels import calls

@@ -115,9 +115,6 @@ class DecodeCut(NamedTuple):
 
     DEPENDENT: a launch begins while the one before it ends, prefetches codes into the L2 cache, and then waits for it
     (programmatic dependent launch, Hopper and newer).
-
-    WARPGROUPS: `gemm.warpgroups` multiplies, with codes through shared memory (STAGES = 0) and x ORDERED for it. A
-    program has ROW_WARPS warps with 16 rows each, and the contraction is cut into SPLITS parts. AHEAD is unused.
     """
 
     ROW_WARPS: int
@@ -132,8 +129,6 @@ class DecodeCut(NamedTuple):
     ORDERED: bool
     GROUPED: bool = False
     DEPENDENT: bool = False
-    SPLITS: int = 0
-    WARPGROUPS: bool = False
 
 
 class OwnGemm(NamedTuple):

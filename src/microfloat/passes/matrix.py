@@ -41,9 +41,8 @@ class Device(NamedTuple):
     `conversions`: it has FP8 conversions (`kernels.device.convert`). `at_once`: number of programs of a launch that are
     certain to run at the same time, so that they may wait for each other; 0 if none may. `measures`: a pass measures
     the amax of a matrix; otherwise it is an input. `orders_scales`: block scales have the order of their GEMM;
-    otherwise they are row-major, and codes and values of a matrix come from one pass. `warpgroups`: a Hopper, with
-    warpgroup products and programmatic dependent launch. `places`: launches may request shared memory beyond the
-    kernel's own, and limit the programs on a multiprocessor (`Pass`).
+    otherwise they are row-major, and codes and values of a matrix come from one pass. `is_hopper`: its launches may
+    begin early (programmatic dependent launch).
     """
 
     number: int
@@ -52,8 +51,7 @@ class Device(NamedTuple):
     at_once: int = 0
     measures: bool = True
     orders_scales: bool = True
-    warpgroups: bool = False
-    places: bool = False
+    is_hopper: bool = False
 
 
 def specialization(value: int) -> int:
@@ -241,8 +239,7 @@ class Pass(NamedTuple):
     `key`: identifies the compiled version, together with the alignment of addresses. `programs`: size of the grid.
     `tensors`: positions in the table; negative numbers are slices of buffers. `cooperative`: all programs run at the
     same time and may wait for each other. `dependent`: the launch begins while the one before ends, and waits for it
-    itself. `shared_bytes`: shared memory per program beyond what the kernel declares. `spread`: most programs on a
-    multiprocessor, 0 for no limit.
+    itself.
     """
 
     kernel: Any
@@ -254,8 +251,6 @@ class Pass(NamedTuple):
     warps: Warps = Warps(4)
     cooperative: bool = False
     dependent: bool = False
-    shared_bytes: int = 0
-    spread: int = 0
 
 
 class Passes:

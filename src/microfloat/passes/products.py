@@ -1,18 +1,17 @@
-"""Passes that multiply a few rows of x by a weight stored as codes (`kernels.gemm.decode` and its neighbours)."""
+"""Passes that multiply a few rows of x by a weight stored as codes (`kernels.gemm.decode`)."""
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from microfloat.formats import ScaledFormat
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device import convert
-from microfloat.kernels.gemm import decode, warpgroups
+from microfloat.kernels.gemm import decode
 from microfloat.layout import Part
 from microfloat.passes.conversions import SCALE_KINDS
 from microfloat.passes.matrix import INT32_MAX, At, Buffer, Device, Pass, Passes, specialization
-from microfloat.passes.tables import SHARED_BYTES, SYSTEM_BYTES, Warps
+from microfloat.passes.tables import Warps
 from microfloat.recipes import Hadamard
 from microfloat.routes import MOST_DECODED_ROWS
 
@@ -21,8 +20,6 @@ CODES, SCALE, LEVEL, BIAS, PLAN = 3, 4, 5, 6, 7
 _X_KINDS = {"bfloat16": convert.WORDS_BF16.value, "float16": convert.WORDS_F16.value}
 _CHUNK_BITS = 1024  # a chunk of the codes of a row, which four lanes read in two halves
 _WARPS_THAT_ORDER = 4
-_SUMMED_TOGETHER = 1024  # elements of y that a program adds up
-Division = TypeVar("Division")  # what a table says of one
 _SCALES_OF_BYTES = SCALE_KINDS["E8M0"], SCALE_KINDS["E4M3"]
 
 
@@ -48,8 +45,8 @@ def decode_passes(
     codes: DecodeCodes, shape: tuple[int, int, int], dtypes: tuple[str, str, str | None],
     scale_strides: tuple[int, int], level_stride: int, device: Device, experts: DecodedExperts | None = None,
     cut: DecodeCut | None = None,
-) -> Passes | None:  # fmt: skip
-    """The passes of y [M, N] from x [M, K] and codes [N, K], or None where no kernel multiplies so many rows.
+) -> Passes:  # fmt: skip
+    """The passes of y [M, N] from x [M, K] and codes [N, K], of at most 64 rows or in groups.
 
     `dtypes`: of x, y and the bias (None without a bias). `level_stride`: 1 for a tensor scale per row, else 0.
     `experts`: rows of x come in groups. `cut`: None chooses one.
@@ -58,15 +55,12 @@ def decode_passes(
     if cut is None:
         about = scale_strides, bias is not None, device
         if experts is None:
-            cut = cut_of(codes, shape, *about, halves=x_dtype != "bfloat16")
+            cut = cut_of(codes, shape, *about)
         else:
             cut = cut_of_experts(codes, shape, experts.number, *about)
-    if cut is None:
-        return None
     passes = Passes(1)
     out = passes.put(0, Part((m, n), (n, 1), dtype))
-    assert experts is None or not (cut.SPLITS or cut.DEPENDENT), "experts are not multiplied so"
-    splits, cut = max(cut.SPLITS, 1), of_kernel(cut)
+    assert experts is None or not cut.DEPENDENT, "experts are not multiplied so"
     tile, entries = rows_of_tile(cut), 1
     if experts is not None:  # the most tiles of x if no tile holds rows of two groups
         entries = (m + min(experts.number + 1, m) * (tile - 1)) // tile
@@ -87,19 +81,6 @@ def decode_passes(
             Warps(_WARPS_THAT_ORDER), dependent=cut.DEPENDENT,
         ))  # fmt: skip
     inputs = SCALE, LEVEL if codes.LEVEL else At.NOTHING, At.NOTHING if bias is None else BIAS
-    if cut.WARPGROUPS:
-        sums = out if splits == 1 else passes.add(Buffer((splits, m, n), (m * n, n, 1), "float32"))
-        scalars = (m, n, k * codes.BITS // 128, scale_strides[0], level_stride, splits)
-        programs = -(-n // (16 * cut.ROW_WARPS)) * splits
-        passes.launches.append(Pass(
-            warpgroups.decode_warpgroups, (*about, *map(specialization, scalars[1:-1])), programs,
-            (x, CODES, *inputs, sums), scalars, (codes, cut, kind, hardware, device.conversions), Warps(cut.ROW_WARPS),
-            dependent=cut.DEPENDENT, shared_bytes=warpgroups.bytes_of_x(codes, cut),
-            spread=_most_beside(programs, device.multiprocessors, _most_of(codes, cut)),
-        ))  # fmt: skip
-        if splits > 1:
-            _add_sum(passes, about, codes, cut, (sums, *inputs, out), (m, n, scale_strides[0], level_stride, splits))
-        return passes
     strides = *scale_strides, level_stride, *((0, 0) if experts is None else experts[1:])
     scalars = (m, n, k // 8, k * codes.BITS // 128, *strides, entries)
     tiles = -(-n // (16 * cut.TILES * cut.ROW_WARPS))
@@ -109,30 +90,6 @@ def decode_passes(
         Warps(cut.ROW_WARPS * cut.LENGTH_WARPS), dependent=cut.DEPENDENT,
     ))  # fmt: skip
     return passes
-
-
-def _add_sum(
-    passes: Passes, about: tuple, codes: DecodeCodes, cut: DecodeCut, tensors: tuple[int, ...],
-    scalars: tuple[int, int, int, int, int],
-) -> None:  # fmt: skip
-    """Add the pass that makes y of the sums of all parts of K; `scalars`: M, N, two strides and the number of parts."""
-    m, n, *_ = scalars
-    passes.launches.append(Pass(
-        warpgroups.sum_parts, (*about, *map(specialization, scalars[1:-1])), m * -(-n // _SUMMED_TOGETHER), tensors,
-        scalars, (codes, cut, about[0] >= 0, _SUMMED_TOGETHER), Warps(4), dependent=cut.DEPENDENT,
-    ))  # fmt: skip
-
-
-def _most_beside(programs: int, processors: int, most: int) -> int:
-    """Number of programs on a multiprocessor if all run at once with at most `most` on each; otherwise 0."""
-    # Without this limit, launches that begin early fill some multiprocessors twice while others run the launch before.
-    each = -(-programs // processors)
-    return each if each <= most else 0
-
-
-def of_kernel(cut: DecodeCut) -> DecodeCut:
-    """The cut for which a kernel is compiled: SPLITS is 2 for any number above 1, which is an argument."""
-    return cut._replace(SPLITS=min(cut.SPLITS, 2))
 
 
 def rows_of_tile(cut: DecodeCut) -> int:
@@ -154,8 +111,9 @@ class _Division(NamedTuple):
 
 # Kind of codes: the most rows of x: divisions where the weight has few rows, some, or many (48 and 128 for each
 # multiprocessor): the fastest of 20 to 48 that were measured on an H100 with 4096, 8192 and 28672 rows
-# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4 but MXFP4 of 5 to 16 rows. More warps along K where
-# rows of the weight are few, and more rows of a warp where there are many, or many of x: those share what is read of x.
+# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4 but MXFP4 of 5 to 16 rows, and of 17 to 64 on an
+# H200 (benchmarks/results/decode_few_cuts_h200.json). More warps along K where rows of the weight are few, and more
+# rows of a warp where there are many, or many of x: those share what is read of x.
 _FP8_64 = ((1, 8, 2, 1, 2, 1, 1), (2, 4, 2, 1, 2, 1, 1), (4, 1, 2, 1, 2, 1, 1))
 _ROWS_OF_FP8: dict[int, tuple[tuple[int, ...], ...]] = {
     8: ((1, 8, 2, 2, 2, 0, 1), (1, 8, 2, 1, 2, 0, 1), (1, 8, 1, 1, 4, 0, 1)),
@@ -176,6 +134,8 @@ _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
         **_ROWS_OF_FP4,
         8: ((1, 8, 1, 2, 4, 1, 1), (1, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 4, 1, 1)),
         16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 2, 1, 1)),
+        32: ((1, 8, 2, 1, 4, 1, 1), (2, 4, 1, 1, 2, 1, 1), (4, 1, 2, 2, 2, 1, 1)),
+        64: ((2, 4, 1, 2, 2, 1, 1), (4, 2, 1, 2, 2, 1, 1), (4, 1, 2, 1, 2, 1, 1)),
     },
     "MX": {
         4: ((1, 8, 1, 2, 4, 0, 1), (1, 8, 2, 1, 4, 0, 1), (1, 4, 2, 1, 4, 0, 1)),
@@ -210,19 +170,6 @@ _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
 }
 
 
-# With how many warps `gemm.warpgroups` multiplies on a Hopper, by the most rows of x
-# (benchmarks/results/decode_warpgroup_cuts.json).
-_BY_OTHERS = (None, None, None)
-_BY_WARPGROUPS: dict[str, dict[int, tuple[int | None, ...]]] = {
-    "FP4": {32: _BY_OTHERS, 64: (8, 8, 8), 128: (8, 8, 16)},
-    "MXFP4": {16: _BY_OTHERS, 32: (None, 8, 8), 64: (8, 8, 8), 128: (8, 8, 16)},
-    "MX": {64: _BY_OTHERS, 128: (8, 8, 8)},
-    "FP8": {64: _BY_OTHERS, 128: (8, 8, 8)},
-}
-_MOST_PARTS = 8  # of K: more of them were not tried
-_LEAST_STEPS = 4  # chunks of a part of K
-
-
 def _kind_of(codes: DecodeCodes) -> str:
     """Kind of codes: the key of the tables of divisions."""
     if codes.SCALE not in _SCALES_OF_BYTES:
@@ -234,21 +181,12 @@ def _kind_of(codes: DecodeCodes) -> str:
 
 def cut_of(
     codes: DecodeCodes, shape: tuple[int, int, int], scale_strides: tuple[int, int], bias: bool, device: Device,
-    *, halves: bool = False,
-) -> DecodeCut | None:  # fmt: skip
-    """The cut of a product of M, K, N, None where no kernel multiplies so many rows; `halves`: x is float16."""
+) -> DecodeCut:  # fmt: skip
+    """The cut of a product of M, K, N, with at most 64 rows of x."""
     m, k, n = shape
     kind, size = _kind_of(codes), (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
-    tokens = next((tokens for tokens in (1, 2, 4, 8, 16) if m <= 8 * tokens), 0)
-    by_groups = device.warpgroups and device.places and not halves
-    if by_groups and (warps := _of_most(_BY_WARPGROUPS.get(kind, {}), m, size)):
-        cut = fitted(by_warpgroups(warps, tokens), codes, k, scale_strides, bias)
-        if cut.WARPGROUPS:
-            tiles, chunks = -(-n // (16 * warps)), -(-k * codes.BITS // _CHUNK_BITS)
-            return cut._replace(SPLITS=_parts_that_fill(tiles, chunks, device.multiprocessors, _most_of(codes, cut)))
-    if m > MOST_DECODED_ROWS:
-        return None
-    if device.warpgroups and (row := _of_most(_SHARED.get(kind, {}), m, size)):
+    tokens = next(tokens for tokens in (1, 2, 4, 8) if m <= 8 * tokens)
+    if device.is_hopper and (row := _of_most(_SHARED.get(kind, {}), m, size)):
         cut = fitted(_cut_by(_Division(*row), tokens, early=True), codes, k, scale_strides, bias)
         if cut.STAGES == 0:
             return cut
@@ -260,11 +198,11 @@ def cut_of(
     length, chunks = own.LENGTH_WARPS, -(-k * codes.BITS // _CHUNK_BITS)
     while length > 1 and length > chunks:
         length //= 2
-    cut = _cut_by(own._replace(LENGTH_WARPS=length), tokens, bool(own.DEPENDENT) and device.warpgroups)
+    cut = _cut_by(own._replace(LENGTH_WARPS=length), tokens, bool(own.DEPENDENT) and device.is_hopper)
     return fitted(cut, codes, k, scale_strides, bias)
 
 
-def _of_most(table: Mapping[int, Sequence[Division | None]], rows: int, size: int) -> Division | None:
+def _of_most(table: Mapping[int, Sequence[tuple[int, ...] | None]], rows: int, size: int) -> tuple[int, ...] | None:
     """Entry of a table for the smallest limit that holds `rows` rows of x, and for a weight of size class `size`."""
     return next((of_size[size] for most, of_size in table.items() if rows <= most), None)
 
@@ -276,33 +214,11 @@ def _cut_by(own: _Division, tokens: int, early: bool) -> DecodeCut:
     )  # fmt: skip
 
 
-def by_warpgroups(warps: int, tokens: int, splits: int = 1) -> DecodeCut:
-    """A cut of `gemm.warpgroups`."""
-    return DecodeCut(
-        warps, 1, 1, tokens, 0, 1, False, False, False, True, DEPENDENT=True, SPLITS=splits, WARPGROUPS=True
-    )
-
-
-def _most_of(codes: DecodeCodes, cut: DecodeCut) -> int:
-    """Most programs of `warpgroups` that fit into the shared memory of a Hopper's multiprocessor."""
-    return SHARED_BYTES // (warpgroups.bytes_of_x(codes, cut) + warpgroups.bytes_declared(codes, cut) + SYSTEM_BYTES)
-
-
-def _parts_that_fill(tiles: int, chunks: int, processors: int, most: int) -> int:
-    """Number of parts of K, with `most` programs on a multiprocessor, that take `warpgroups` the shortest time."""
-
-    def duration(parts: int) -> float:
-        each = -(-tiles * parts // processors)
-        return each / parts if each <= most or parts == 1 else math.inf
-
-    return min(range(1, min(_MOST_PARTS, max(1, chunks // _LEAST_STEPS)) + 1), key=duration)
-
-
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
     """A cut with the fields that follow from the operands: BIAS, EVEN, WIDE, and an AHEAD of one chunk at most.
 
-    STAGES = 0 and WARPGROUPS stay only if shared memory takes the codes: whole chunks, with scales in words without
-    gaps and, for STAGES = 0, four bits per code.
+    STAGES = 0 stays only if shared memory takes the codes: whole chunks of four-bit codes, with scales in words
+    without gaps.
     """
     stride_r, stride_k = scale_strides
     wide = codes.SCALE in _SCALES_OF_BYTES and stride_k == 1 and stride_r % 4 == 0
@@ -311,11 +227,7 @@ def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple
     width = 16 if SCALE_KINDS["E4M3"] == codes.SCALE else 32
     in_words = wide and width == codes.WIDTH
     stages = cut.STAGES if even and in_words and codes.BITS == 4 else max(cut.STAGES, 1)
-    groups = cut.WARPGROUPS and even and (in_words or codes.WIDTH == 0)
-    return cut._replace(
-        BIAS=bias, EVEN=even, WIDE=wide, STAGES=0 if groups else stages, AHEAD=ahead,
-        SPLITS=cut.SPLITS if groups else 0, WARPGROUPS=groups,
-    )  # fmt: skip
+    return cut._replace(BIAS=bias, EVEN=even, WIDE=wide, STAGES=stages, AHEAD=ahead)
 
 
 @functools.lru_cache(512)
@@ -327,13 +239,11 @@ def cut_of_experts(
     # Tiles of x hold twice the mean group (at most 64 rows): few groups need a second tile, which decodes once more.
     m, k, n = shape
     rows = min(m, 2 * -(-m // experts), MOST_DECODED_ROWS)
-    alike = device._replace(warpgroups=False)  # experts are multiplied by `decode_gemm`, one launch after the other
-    cut = cut_of(codes, (rows, k, n * min(experts, m)), scale_strides, bias, alike)
-    assert cut is not None, "decode_gemm multiplies so many rows"
-    return cut._replace(GROUPED=True)
+    alike = device._replace(is_hopper=False)  # no launch of experts begins early
+    return cut_of(codes, (rows, k, n * min(experts, m)), scale_strides, bias, alike)._replace(GROUPED=True)
 
 
-def fits(codes: DecodeCodes, shape: tuple[int, int, int], most: int = MOST_DECODED_ROWS, experts: int = 1) -> bool:
-    """True if the kernel serves a product of M, K, N: at most `most` rows of x, and offsets of 32 bits."""
-    m, k, n = shape
-    return m <= most and max(experts * n * k * codes.BITS // 32, 8 * m * k) <= INT32_MAX
+def fits(codes: DecodeCodes, shape: tuple[int, int, int], experts: int = 0) -> bool:
+    """True if the kernel serves a product of M, K, N: not too many rows of x, for each expert, and 32-bit offsets."""
+    (m, k, n), number = shape, max(experts, 1)
+    return m <= number * MOST_DECODED_ROWS and max(number * n * k * codes.BITS // 32, 8 * m * k) <= INT32_MAX

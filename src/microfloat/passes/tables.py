@@ -9,10 +9,6 @@ from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.squares import takes
 
-# Bytes of shared memory of a Hopper's multiprocessor, and of those that the system reserves for each program (CUDA C++
-# Programming Guide, compute capability 9.0).
-SHARED_BYTES, SYSTEM_BYTES = 228 << 10, 1 << 10
-
 
 class Warps(NamedTuple):
     """Number of warps of a program, and most registers of a thread (None: the compiler chooses)."""

@@ -79,7 +79,6 @@ def multiply_stored(
     stride = int(level is not None and level.ndim > 0)
     device = _device(capability, getattr(jax.devices()[0], "core_count", _MOST))
     passes = products.decode_passes(codes, shape, dtypes, strides, stride, device)
-    assert passes is not None, "a few rows"
     table = {At.SOURCE: x_MK, products.CODES: matrix.codes, products.SCALE: scale}
     table |= {products.LEVEL: level, products.BIAS: bias}
     return _Run(passes, table, frozenset(), capability).results()[0]
@@ -132,8 +131,8 @@ class _Run:
         return found
 
     def _start(self, launch: Pass) -> None:
-        asked = launch.cooperative, launch.dependent, launch.shared_bytes, launch.spread
-        assert not any(asked), "XLA starts kernels in no such way, so the device of these passes has none"
+        waits = launch.cooperative or launch.dependent
+        assert not waits, "XLA starts kernels in no such way, so the device of these passes has none"
         names = launch.kernel.arg_names
         arguments: dict[str, Any] = {}
         written: dict[str, tuple[int, int] | None] = {}

@@ -139,10 +139,7 @@ def decode_order(
     HW: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Reorder x for `decode_gemm`: [tile, chunk and half, 8 tokens, step, part of x, lane, 4 words]; one warp for 256
-    elements, `programs` programs for each tile of x.
-
-    With WARPGROUPS the order is that of `gemm.warpgroups`: [chunk and half, part of x, step, 4 words, 8 tokens, lane].
-    Missing tokens and elements are 0.
+    elements, `programs` programs for each tile of x. Missing tokens and elements are 0.
     """
     EACH: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = 1 if KIND == WORDS_BF16 else 2
@@ -158,19 +155,10 @@ def decode_order(
         x_ptr += begin_after()
     x_at = x_ptr + ((first + token) * x_units + unit) * 4
     words = four_words(x_at, ((token < rows) & (unit < x_units)).to(tl.int32), True, False, HW)
-    if CUT.WARPGROUPS:
-        TOKENS: tl.constexpr = CUT.TOKENS
-        at = out_ptr.to(tl.pointer_type(tl.int32)) + half * (PARTS * TOKENS * EACH * 128) + step * (TOKENS * 128)
-        at += ((place // EACH) % TOKENS) * 32 + (lane & 31)
-        for part in tl.static_range(PARTS):
-            made = _paired(words, BITS, KIND, part, HW)
-            for word in tl.static_range(4):
-                tl.store(at + (part * EACH * 4 + word) * (TOKENS * 32), made[word])
-    else:
-        at = out_ptr.to(tl.pointer_type(tl.int32)) + item * (PARTS * 128) + (lane & 31) * 4
-        for part in tl.static_range(PARTS):
-            made = _stack(_paired(words, BITS, KIND, part, HW))
-            tl.store((at + part * 128)[:, None] + tl.arange(0, 4)[None, :], made)
+    at = out_ptr.to(tl.pointer_type(tl.int32)) + item * (PARTS * 128) + (lane & 31) * 4
+    for part in tl.static_range(PARTS):
+        made = _stack(_paired(words, BITS, KIND, part, HW))
+        tl.store((at + part * 128)[:, None] + tl.arange(0, 4)[None, :], made)
 
 
 @triton.constexpr_function

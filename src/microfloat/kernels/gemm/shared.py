@@ -1,4 +1,4 @@
-"""Pipeline of codes and scales through shared memory, half a chunk at a time, for `gemm.decode` and `gemm.warpgroups`.
+"""Pipeline of codes and scales through shared memory, half a chunk at a time, for four-bit codes of `gemm.decode`.
 
 Loads into registers need a register for every word under way, so a lane can have only few, and the assembler delays
 loads until registers are free. Here each lane copies its codes to its own slot of shared memory and reads them back, so
@@ -13,21 +13,20 @@ On an H200 a product of one row with 8192x8192 NVFP4 codes takes 13.1 us instead
 import triton
 import triton.language as tl
 
-from microfloat.kernels.casts.dequantize import SCALE_FLOAT
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
 
 
 @triton.constexpr_function
-def bytes_of_scales(codes):
-    """Bytes of the scales of a chunk of a row; 0 for float32 scales, which multiply sums and are not copied."""
+def _bytes_of_scales(codes):
+    """Bytes of the scales of a chunk of a row."""
     codes = DecodeCodes(*codes)
-    return 0 if codes.SCALE == SCALE_FLOAT else 1024 // codes.BITS // codes.WIDTH
+    return 1024 // codes.BITS // codes.WIDTH
 
 
 @triton.constexpr_function
 def _copies_of_scales(codes, tiles):
     """Words of scales of a chunk that a lane copies; the four lanes of a row share those of its rows in all tiles."""
-    return -(-2 * tiles * bytes_of_scales(codes) // 16)
+    return -(-2 * tiles * _bytes_of_scales(codes) // 16)
 
 
 @triton.constexpr_function
@@ -43,15 +42,10 @@ def _bytes_of_codes(cut):
 
 
 @triton.constexpr_function
-def bytes_of_chunk(codes, cut):
-    """Bytes of the codes and scales of a chunk for all rows of a program."""
-    rows = DecodeCut(*cut).TILES * _lanes(cut) // 2  # 16 of each tile and warp
-    return _bytes_of_codes(cut) + rows * bytes_of_scales(codes)
-
-
-@triton.constexpr_function
 def _text_of_memory(codes, cut):
-    size = bytes_of_chunk(codes, cut)
+    """PTX for the address in $0 of the codes and scales of a chunk, for all rows of a program."""
+    rows = DecodeCut(*cut).TILES * _lanes(cut) // 2  # 16 of each tile and warp
+    size = _bytes_of_codes(cut) + rows * _bytes_of_scales(codes)
     return f"{{ .shared .align 16 .b8 microfloat_chunk[{size}]; mov.u32 $0, microfloat_chunk; }}"
 
 
@@ -72,7 +66,7 @@ def _copy(at, place, here, SIZE: tl.constexpr, TO: tl.constexpr, SOURCE: tl.cons
 @triton.jit
 def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT: tl.constexpr):
     """A lane's addresses: codes in global and in shared memory; scales to copy, target and source; scales to read."""
-    BYTES: tl.constexpr = bytes_of_scales(CODES)
+    BYTES: tl.constexpr = _bytes_of_scales(CODES)
     WORDS: tl.constexpr = BYTES // 4
     PTX: tl.constexpr = _text_of_memory(CODES, CUT)
     memory = tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -90,7 +84,7 @@ def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT
         to = to + (of_warp + (row * 8 + g) * BYTES + word * 4,)
         source = source + (mine + word * 4,)
     OF_SCALE: tl.constexpr = 128 // CODES.BITS  # elements of a lane: one scale or two, or half of one
-    mine = t * OF_SCALE // CODES.WIDTH if BYTES else 0
+    mine = t * OF_SCALE // CODES.WIDTH
     return codes_of_rows, memory + thread * 16, to, source, of_warp + g * BYTES + mine
 
 
@@ -98,7 +92,7 @@ def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT
 def copy_half(at, chunk, here, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
     """Copy half a chunk of codes for both rows of every tile, and with the first half all scales, where `here`."""
     code_at, place, to, source, _ = at
-    BYTES: tl.constexpr = bytes_of_scales(CODES)
+    BYTES: tl.constexpr = _bytes_of_scales(CODES)
     here = here.to(tl.int32) + place * 0
     for i in tl.static_range(2 * CUT.TILES):
         _copy(code_at[i] + chunk * 32, place, here, 16, (2 * i + HALF) * 16 * _lanes(CUT), 64 * HALF)
@@ -156,7 +150,7 @@ def _read_codes(place, HALF: tl.constexpr, CUT: tl.constexpr):
 @triton.jit
 def _read_scales(place, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constexpr):
     """Scale of a lane's elements of half a chunk, or two scales in one word, for both rows of every tile."""
-    BYTES: tl.constexpr = bytes_of_scales(CODES)
+    BYTES: tl.constexpr = _bytes_of_scales(CODES)
     BITS: tl.constexpr = max(BYTES, 8)  # 16 of NVFP4, where a lane has two scales
     stored = ()
     for i in tl.static_range(2 * CUT.TILES):
@@ -173,7 +167,7 @@ def take_half(shared, scales, chunk, has, HALF: tl.constexpr, CODES: tl.constexp
     _, place, _, _, place_of_scales = shared
     place = _wait_for_half(place)
     words = _read_codes(place, HALF, CUT)
-    if HALF == 0 and CODES.SCALE != SCALE_FLOAT:
+    if HALF == 0:
         scales = (_read_scales(place_of_scales, 0, CODES, CUT), _read_scales(place_of_scales, 1, CODES, CUT))
         _all_have_read(place)
     copy_half(shared, chunk, has, HALF, CODES, CUT)

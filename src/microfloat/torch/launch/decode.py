@@ -14,7 +14,7 @@ import torch
 
 from microfloat.formats import ELEMENTS
 from microfloat.layout import ALIGNMENT
-from microfloat.routes import MOST_DECODED_ROWS, Encoding, encoding_of, most_decoded_rows
+from microfloat.routes import MOST_DECODED_ROWS, Encoding, encoding_of
 from microfloat.torch import backends
 from microfloat.torch.backends.base import Parts, aligned, dtype_name, raw_stream
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
@@ -41,31 +41,21 @@ class Decoding:
         self._codes, self._shape, self._level_stride, self._experts = codes, shape, level_stride, experts
         self._dtypes = dtype_name(out_dtype), bias and dtype_name(bias)
         self._device, self._index = device, backends.device_index(device)
-        self._programs: dict[tuple, Program | None] = {}
+        self._programs: dict[tuple, Program] = {}
         self._rest = (None,) * (At.MADE - PLAN - 1)
 
     def __call__(
         self, x: torch.Tensor, w: Parts, bias: torch.Tensor | None, plan: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """The product [M, N], or None where no kernel takes so many rows; `plan`: for experts, the table of groups."""
+    ) -> torch.Tensor:
+        """The product [M, N]; `plan`: for experts, the table of groups."""
         codes, scale, level = (aligned(part) for part in w)
         x, is_odd = aligned(x.contiguous()), bias is not None and bias.data_ptr() % ALIGNMENT != 0
         key = x.dtype, scale.stride(), is_odd
         if key not in self._programs:
             self._programs[key] = self._program(x.dtype, scale, is_odd)
-        program = self._programs[key]
-        if program is None:
-            return None
         table = (None, x, None, codes, scale, level, bias, plan, *self._rest)
         stream = 0 if self._index < 0 else raw_stream(self._index)
-        try:
-            return program.run(stream, table)[0]
-        except _refusal():  # looked up only where something was raised
-            from microfloat.torch.launch.program import refuse_placing
-
-            refuse_placing(self._index)
-            program = self._programs[key] = self._program(x.dtype, scale, is_odd)
-            return None if program is None else program.run(stream, table)[0]
+        return self._programs[key].run(stream, table)[0]
 
     def rows_of_tile(self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> int:
         """Rows of x in the tiles of the plan that a call takes; of experts."""
@@ -77,7 +67,7 @@ class Decoding:
         cut = products.cut_of_experts(self._codes, self._shape, self._experts.number, *about)
         return products.rows_of_tile(cut)
 
-    def _program(self, dtype: torch.dtype, scale: torch.Tensor, is_odd: bool) -> "Program | None":
+    def _program(self, dtype: torch.dtype, scale: torch.Tensor, is_odd: bool) -> "Program":
         from microfloat.passes import products
         from microfloat.torch.launch.program import Program, device_of
 
@@ -85,18 +75,10 @@ class Decoding:
             self._codes, self._shape, (dtype_name(dtype), *self._dtypes), _strides(scale), self._level_stride,
             device_of(self._index), self._experts,
         )  # fmt: skip
-        if passes is None:
-            return None
         misaligned = {products.BIAS} if is_odd else set()
         if self._experts is not None:
             misaligned.add(products.PLAN)
         return Program(passes, self._device, frozenset(misaligned))
-
-
-def _refusal() -> type[Exception]:
-    from microfloat.torch.launch.program import PlacingRefused
-
-    return PlacingRefused
 
 
 def _strides(scale: torch.Tensor) -> tuple[int, int]:
@@ -118,19 +100,15 @@ def _stored_codes(rhs: Encoding, shape: Shape, device: torch.device, experts: in
     if rhs.format.element.name not in ELEMENTS or not backends.support("triton", device):
         return f"no kernel decodes {rhs.format.element.name} here"
     from microfloat.passes import products
-    from microfloat.torch.launch.program import INTERPRETED, device_of
+    from microfloat.torch.launch.program import INTERPRETED
 
     if device.type != "cuda" and not INTERPRETED:
         return "no kernel decodes on this device"
     codes = products.stored_codes(rhs.format, rhs.hadamard, rhs.level, shape[1])
     if codes is None:
         return f"no kernel decodes {rhs.format.name} of {shape[1]} in features"
-    if experts:
-        most, rows = experts * MOST_DECODED_ROWS, f"{MOST_DECODED_ROWS} rows for each group"
-    else:
-        most = most_decoded_rows(device_of(backends.device_index(device)).warpgroups)
-        rows = f"{most} rows"
-    if not products.fits(codes, shape, most, experts or 1):
+    if not products.fits(codes, shape, experts):
+        rows = f"{MOST_DECODED_ROWS} rows{' for each group' if experts else ''}"
         return f"more than {rows}, or matrices of 2^31 words and more"
     return codes
 

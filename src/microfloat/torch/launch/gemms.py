@@ -500,8 +500,7 @@ def _stored(task: _Task) -> Product:
 
     def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
         x = a.codes if dequantize is None else dequantize(_operand(lhs, m, k, a), torch.bfloat16)  # type: ignore[arg-type]
-        y = decodes(x, b, bias) if x.dtype in DECODED_BESIDE else None
-        return otherwise(a, b, bias) if y is None else y
+        return decodes(x, b, bias) if x.dtype in DECODED_BESIDE else otherwise(a, b, bias)
 
     return _as_product(multiplied)
 

@@ -9,7 +9,6 @@ All that depends on Triton's version is here. Which private parts of a compiled 
 so every form is checked before it is used, and the ordinary path remains where none fits.
 """
 
-import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from microfloat.layout import ALIGNMENT, Part
 from microfloat.passes import OperandSpec
 from microfloat.passes.casts import cast_passes, pair_passes
 from microfloat.passes.matrix import GROUP_ROWS, At, Device, Matrix, Passes, is_one_pass, specialization  # noqa: F401
-from microfloat.passes.tables import SHARED_BYTES, SYSTEM_BYTES, Warps
+from microfloat.passes.tables import Warps
 from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import current_device, raw_stream
 
@@ -46,12 +45,10 @@ _LAUNCHER_FORMAT = "iiiKKppOOOOOO"
 _LAUNCHER_PARTS = ("launch", "launch_cooperative_grid", "launch_pdl")
 
 
-def starter(compiled: Any, shared_bytes: int = 0, spread: int = 0) -> Bind | None:
+def starter(compiled: Any) -> Bind | None:
     """A way to start a compiled kernel with raw addresses on the current device; None where only Triton's is safe.
 
     Launch hooks (a profiler's) are called as Triton calls them: while any is installed, a start goes its way.
-    `shared_bytes`: each program has so many bytes of shared memory behind what the kernel declares. `spread`: a
-    multiprocessor takes so many of them at most, since more do not fit into its shared memory; 0: as many as fit.
     """
     launcher = getattr(compiled, "run", None)  # loads the binary on first use
     function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
@@ -68,16 +65,7 @@ def starter(compiled: Any, shared_bytes: int = 0, spread: int = 0) -> Bind | Non
     def bind_ordinary(programs: int, rest: tuple) -> Callable[..., None]:
         return lambda stream, *addresses: ordinary(programs, stream, addresses, rest)
 
-    knows = is_known(launcher)
-    if shared_bytes or spread:
-        # Triton's launcher takes the shared memory of a launch from what its kernel was compiled for.
-        if not knows or not isinstance(metadata, tuple) or len(metadata) != 3 or metadata[1] != 1:
-            return None
-        size = shared_memory(function, metadata[2] + shared_bytes, spread)
-        if size is None:
-            return None
-        metadata = (metadata[0], metadata[1], size)
-    if not knows:
+    if not is_known(launcher):
         return bind_ordinary
     launch, cooperative, dependent = (getattr(launcher, name) for name in _LAUNCHER_PARTS)
     entering, leaving = enter.calls, leave.calls  # the chains' own lists: hooks come and go in place
@@ -139,25 +127,16 @@ class Kernel:
         warps: Warps,
     ) -> Bind | None:  # fmt: skip
         """Start the kernel Triton's way, on the current device and stream, and keep the compiled version."""
+        # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
+        options: Options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
+        options |= {"launch_cooperative_grid": True} if self.cooperative else {}
+        options |= {"launch_pdl": True} if self.dependent else {}
         arguments = (*[as_bytes(t) for t in tensors], *scalars, *constants)
-        compiled = self.function[(programs,)](*arguments, **self._options_of(warps))
+        compiled = self.function[(programs,)](*arguments, **options)
         bind = starter(compiled)
         if bind is not None:
             self.compiled[key] = bind
         return bind
-
-    def warm_up(
-        self, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple, warps: Warps
-    ) -> object:  # fmt: skip
-        """The kernel compiled for such tensors, without starting it; it stays in Triton's cache on disk."""
-        arguments = (*[as_bytes(t) for t in tensors], *scalars, *constants)
-        return self.function.warmup(*arguments, grid=(programs,), **self._options_of(warps))
-
-    def _options_of(self, warps: Warps) -> Options:
-        # Products and sums stay apart, as docs/numerics.md writes them; fused operations are asked for by name.
-        options: Options = {"num_warps": warps.number, "maxnreg": warps.registers, "enable_fp_fusion": False}
-        options |= {"launch_cooperative_grid": True} if self.cooperative else {}
-        return options | ({"launch_pdl": True} if self.dependent else {})
 
     def prepared(
         self, key: tuple, programs: int, scalars: tuple, constants: tuple, warps: Warps = _FOUR_WARPS,
@@ -165,38 +144,6 @@ class Kernel:
     ) -> "Prepared":  # fmt: skip
         """A launch that lacks only its addresses; `aligned`: True for multiples of 16 (empty: all of them)."""
         return Prepared(self, key if all(aligned) else (key, *aligned), programs, scalars, constants, warps)
-
-
-class PlacingRefused(Exception):
-    """This Triton, or this GPU's driver, does not start programs so placed; nothing has run."""
-
-
-@dataclass(eq=False)
-class PlacedKernel(Kernel):
-    """A kernel with more shared memory, or `spread` programs (`starter`); a call may raise `PlacingRefused`."""
-
-    shared_bytes: int = 0
-    spread: int = 0
-
-    def compile(
-        self, key: tuple, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple, constants: tuple,
-        warps: Warps,
-    ) -> Bind:  # fmt: skip
-        """Compile the kernel without starting it, which Triton would do without its placing, and start it."""
-        compiled = self.warm_up(programs, tensors, scalars, constants, warps)
-        bind = starter(compiled, self.shared_bytes, self.spread)
-        if bind is None:
-            raise PlacingRefused
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
-        stream = raw_stream(torch.cuda.current_device())
-        try:
-            bind(programs, (*scalars, *constants))(stream, *addresses)
-        except RuntimeError as error:
-            if is_refusal(error):
-                raise PlacingRefused from error
-            raise
-        self.compiled[key] = bind
-        return bind
 
 
 @dataclass(slots=True, eq=False)
@@ -239,47 +186,6 @@ def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
     if tensor is not None and tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return tensor.view(torch.uint8)
     return tensor
-
-
-# CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, which a kernel declares, and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
-_DECLARED, _MOST_ASKED = 1, 8
-# CUDA_ERROR_INVALID_VALUE, _LAUNCH_OUT_OF_RESOURCES and _NOT_SUPPORTED: what the driver says of
-# launches that it does not begin. It says others of a kernel that has failed, perhaps an earlier one.
-_REFUSALS = 1, 701, 801
-_asked: dict[tuple[int, int], int] = {}  # device and function: the most that was allowed
-_ASKED_LOCK = threading.Lock()
-
-
-def shared_memory(function: int, needed: int, spread: int) -> int | None:
-    """Bytes of shared memory that launches of a loaded kernel may now ask for; None where the driver refuses.
-
-    They are `needed`, or as many more that a multiprocessor takes `spread` programs at most (0: as many as fit).
-    """
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    handle, declared = ctypes.c_void_p(function), ctypes.c_int()
-    if library.cuFuncGetAttribute(ctypes.byref(declared), _DECLARED, handle):
-        return None
-    apart = SHARED_BYTES // spread - SYSTEM_BYTES - declared.value if spread else 0
-    size, key = max(needed, apart), (torch.cuda.current_device(), function)
-    with _ASKED_LOCK:
-        most = max(size, _asked.get(key, 0))  # other launches of the kernel may ask for more
-        if library.cuFuncSetAttribute(handle, _MOST_ASKED, most):
-            return None
-        _asked[key] = most
-    return size
-
-
-def is_refusal(error: RuntimeError) -> bool:
-    """True for an error of Triton's launcher by which the driver refuses to begin a launch, and nothing is broken."""
-    library, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_char_p()
-    for code in _REFUSALS:  # Triton reports an error in the driver's own words
-        known = library.cuGetErrorString(code, ctypes.byref(text)) == 0
-        if known and text.value and str(error).endswith(text.value.decode()):
-            return True
-    return False
 
 
 _SCRATCH: dict[tuple[int, int], torch.Tensor] = {}
@@ -352,15 +258,8 @@ def device_of(index: int) -> Device:
         # Three programs of a cooperative launch fit on a multiprocessor; two leave space beside kernels that wait for
         # other GPUs, which a launch that needs the whole GPU would have to wait for in turn.
         at_once = 1 if index < 0 else 2 * processors
-        device = DEVICES[index] = Device(
-            index, processors, conversions, at_once, warpgroups=is_hopper, places=is_hopper
-        )
+        device = DEVICES[index] = Device(index, processors, conversions, at_once, is_hopper=is_hopper)
     return device
-
-
-def refuse_placing(index: int) -> None:
-    """Ask this device for no launch with more shared memory than its kernel declares again: it has refused one."""
-    DEVICES[index] = device_of(index)._replace(places=False)
 
 
 def matrix_of(x: torch.Tensor) -> Matrix:
@@ -374,12 +273,8 @@ def matrix_of(x: torch.Tensor) -> Matrix:
 
 
 @functools.cache
-def kernel_of(
-    function: Callable, cooperative: bool = False, dependent: bool = False, shared_bytes: int = 0, spread: int = 0
-) -> Kernel:
+def kernel_of(function: Callable, cooperative: bool = False, dependent: bool = False) -> Kernel:
     """The launcher of a kernel, which keeps its compiled versions."""
-    if shared_bytes or spread:
-        return PlacedKernel(function, dependent=dependent, shared_bytes=shared_bytes, spread=spread)
     return Kernel(function, cooperative, dependent)
 
 
@@ -416,7 +311,7 @@ class Program:
         for launch in passes.launches:
             aligned = tuple(at not in misaligned if at >= 0 else passes.slices[~at].aligned for at in launch.tensors)
             table = tuple(at if at >= 0 else first_slice + ~at for at in launch.tensors)
-            kernel = kernel_of(launch.kernel, launch.cooperative, launch.dependent, launch.shared_bytes, launch.spread)
+            kernel = kernel_of(launch.kernel, launch.cooperative, launch.dependent)
             arguments = launch.key, launch.programs, launch.scalars, launch.constants, launch.warps, aligned
             self._prepared.append((kernel.prepared(*arguments), itemgetter(*table)))
         self._starts: tuple[tuple[Callable[..., None], itemgetter], ...] | None = None
