@@ -5,6 +5,7 @@
 #   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example,
 #                   the training packages around (Accelerate, Lightning, PEFT, the newest and the oldest transformers)
 #   make test-torchtitan   the converter in the real torchtitan, in an environment of its own
+#   make test-vllm  the quantization method in the real layers of vLLM, without its kernels, in another environment
 #   make lint       ruff and pyright
 #   make tables     regenerate every generated table of README.md and docs/
 #   make docs       the site of docs/ with the API reference, into site/; a dead link or name is an error
@@ -23,6 +24,7 @@ SECONDS ?= 600
 VENV := .venv
 DOCS_VENV ?= .venv-docs
 TITAN_VENV ?= .venv-torchtitan
+VLLM_VENV ?= .venv-vllm
 SITE ?= site
 
 # A virtual environment or a module path of the caller must not leak into ours. Byte code is written: the tests start
@@ -33,7 +35,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo docs corpus fuzz test test-all test-torchtitan test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean
+.PHONY: help demo docs corpus fuzz test test-all test-torchtitan test-vllm test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -61,6 +63,13 @@ test-torchtitan:
 	$(PYTHON) -m venv $(TITAN_VENV)
 	$(TITAN_VENV)/bin/python -m pip install --quiet --editable ".[torch,cli,dev,torchtitan]"
 	OMP_NUM_THREADS=1 $(TITAN_VENV)/bin/python -m pytest -p no:benchmark tests/integrations/test_torchtitan.py
+
+# vLLM alone, and what its layers import: an engine, with its kernels and CUDA, is not needed.
+test-vllm:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[torch,cli,dev]" -r tests/integrations/vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm==0.33.0
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:benchmark tests/integrations/test_vllm.py
 
 # In an environment of its own, which holds neither torch nor jax: the sources are read, not imported.
 setup-docs:
@@ -107,5 +116,5 @@ tables: setup-test
 	$(VENV)/bin/python tools/tables.py --write
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(TITAN_VENV) $(SITE) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(TITAN_VENV) $(VLLM_VENV) $(SITE) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

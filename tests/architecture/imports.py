@@ -35,7 +35,7 @@ THIRD_PARTY = {
     "checkpoint": NUMERIC | {"safetensors"},
     "torch": NUMERIC | {"torch", "triton"},
     "jax": NUMERIC | {"jax", "jaxlib", "flax", "optax", "triton"},
-    "integrations": NUMERIC | {"torch", "torchtitan", "transformers"},
+    "integrations": NUMERIC | {"torch", "torchtitan", "transformers", "vllm"},
     "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors", "huggingface_hub"},
 }
 

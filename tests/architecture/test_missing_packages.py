@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 # What `pip install ".[torch,cli]"` brings nothing of, under the names by which it is imported.
 OTHERS = (
     "triton", "jax", "jaxlib", "flax", "matplotlib", "safetensors", "transformers", "torchtitan", "huggingface_hub",
-    "accelerate",
+    "accelerate", "vllm",
 )  # fmt: skip
 _SINGLE = pytest.mark.slow("one package at a time, where all at once are tried")
 each = pytest.mark.parametrize(

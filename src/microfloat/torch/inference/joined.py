@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # The format of rows of which each has the one scale of its matrix, as matrices with different ones are joined.
-_BY_ROW = {FP8_TENSOR.name: FP8_ROW, NVFP4.name: NVFP4_ROW}
+BY_ROW = {FP8_TENSOR.name: FP8_ROW, NVFP4.name: NVFP4_ROW}
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _format_of(parts: Joined) -> ScaledFormat | None:
     is_cut = parts.alternate and height > 1 and len(parts.experts[0]) > 1
     if is_cut or any(one.logical_shape[0] % height for one in parts.experts[0][:-1]):
         return None  # a tile would reach over two matrices
-    return fmt if all(_have_one_scale(row) for row in parts.experts) else _BY_ROW.get(fmt.name)
+    return fmt if all(_have_one_scale(row) for row in parts.experts) else BY_ROW.get(fmt.name)
 
 
 def _have_one_scale(row: Sequence["Record"]) -> bool:
