@@ -1,10 +1,13 @@
-"""Passes that measure a matrix: its amax, or the amaxes of its rows and columns."""
+"""Passes that measure a matrix: its amax, that of its Hadamard transform, or the amaxes of its rows and columns."""
 
 from microfloat.kernels.casts import amax
 from microfloat.layout import Part
 from microfloat.passes import tables
 from microfloat.passes.matrix import INT32_MAX, SCALAR, At, Buffer, Matrix, Pass, Passes
 from microfloat.passes.tables import ceil_div
+
+# Programs of `amax_transformed` on a multiprocessor, as many as fit; each compares maxima across lanes only once.
+_MEASURING = 3
 
 
 def amax_passes(matrix: Matrix) -> Passes:
@@ -55,3 +58,26 @@ def measure_groups(
     ))  # fmt: skip
     of_rows, of_groups = (At.NOTHING if part is None else passes.slice(amaxes, *part) for part in parts)
     return (of_rows, of_groups) if row or column else (of_groups, At.NOTHING)
+
+
+def measure_transformed(
+    passes: Passes, matrix: Matrix, source: int, plan: tuple[int, int], signs: int, is_row: bool
+) -> tuple[int, int]:
+    """Add the launch that measures a matrix and its Hadamard transform, of rows or of columns; positions of the amaxes.
+
+    Each is one number, or one for each group where groups have scales of their own.
+    """
+    number = matrix.with_scales or 1
+    plain = passes.add(Buffer((2 * number,), (1,), "float32", bool(matrix.with_scales), spans_mesh=True))
+    transformed = passes.slice(plain, number, number)
+    rows, columns, warps = tables.TILES["nvfp4_amax"]
+    constants = (signs, is_row, matrix.how(rows, columns))
+    kernel, programs, sizes = amax.amax_transformed, matrix.tiles(rows, columns), matrix.sizes
+    tensors: tuple[int, ...] = (source, plain, At.WORDS)
+    if matrix.with_scales:
+        bits = (passes.slice(plain, first, number, "int32") for first in (0, number))
+        kernel, tensors, sizes = amax.amaxes_of_transformed_groups, (source, *bits, *plan), (matrix.each, *sizes)
+    else:
+        programs = min(programs, matrix.device.multiprocessors * _MEASURING)
+    passes.launches.append(Pass(kernel, (matrix.key, constants, warps), programs, tensors, sizes, constants, warps))
+    return plain, transformed

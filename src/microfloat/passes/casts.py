@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from microfloat.errors import NotSupportedError
-from microfloat.kernels.casts import amax as amax_kernels
 from microfloat.kernels.casts import blocks, fold, groups, nvfp4, pair, scaled
 from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.constants import Pass as MatrixConstants
@@ -18,7 +17,7 @@ from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
 from microfloat.layout import Layout, Part, layout_of, stored_length
 from microfloat.passes import OperandSpec, tables
-from microfloat.passes.amaxes import measure, measure_groups
+from microfloat.passes.amaxes import measure, measure_groups, measure_transformed
 from microfloat.passes.matrix import (
     GROUP_ROWS,
     NO_SIGNS,
@@ -45,8 +44,6 @@ _TILES_TOGETHER = 4  # rows of 128x128 scales are padded to a multiple of this (
 # Most elements of matrices that one launch measures and casts: larger ones do not stay in the L2 cache between the two
 # readings, and the time of a second launch does not matter beside theirs.
 _MOST_TOGETHER = 1 << 24
-# Programs of `amax_transformed` on a multiprocessor, as many as fit; each compares maxima across lanes only once.
-_MEASURING = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,24 +478,7 @@ class _Casting:
             one = both.operands[at]
             if one is None or found[at] is not None or one.numbers.signs == NO_SIGNS:
                 continue
-            number = matrix.with_scales or 1
-            plain = passes.add(Buffer((2 * number,), (1,), "float32", bool(matrix.with_scales), spans_mesh=True))
-            found[at] = passes.slice(plain, number, number)
-            rows, columns, warps = tables.TILES["nvfp4_amax"]
-            constants = (one.numbers.signs, at == 0, matrix.how(rows, columns))
-            if matrix.with_scales:
-                bits = (passes.slice(plain, first, number, "int32") for first in (0, number))
-                passes.launches.append(Pass(
-                    amax_kernels.amaxes_of_transformed_groups, (matrix.key, constants, warps),
-                    matrix.tiles(rows, columns), (source, *bits, *self.plan), (matrix.each, *matrix.sizes), constants,
-                    warps,
-                ))  # fmt: skip
-                continue
-            programs = min(matrix.tiles(rows, columns), matrix.device.multiprocessors * _MEASURING)
-            passes.launches.append(Pass(
-                amax_kernels.amax_transformed, (matrix.key, constants, warps), programs, (source, plain, At.WORDS),
-                matrix.sizes, constants, warps,
-            ))  # fmt: skip
+            plain, found[at] = measure_transformed(passes, matrix, source, self.plan, one.numbers.signs, at == 0)
         lacks = (one is not None and amax is None for one, amax in zip(both.operands, found, strict=True))
         if plain is None and any(lacks):
             plain = At.AMAX
