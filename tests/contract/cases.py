@@ -122,22 +122,28 @@ def edge_cases(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
 def edge_cases_in_turn(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
     """`edge_cases`; how an array is cut into blocks is no matter of the rule.
 
-    So one Cast of a kind meets every shape and both axes, the others take the axes of each input in turn.
+    So one Cast of a kind meets every shape on both axes, and the default Cast of a format all values on both; the
+    others take the axes of each input in turn.
     """
     turn, cases = alike(cast).index(cast), edge_cases(cast, dtype)
-    if turn == 0:
+    if cast == Cast(cast.format):
         return cases
-    names = list(edge_inputs(cast.format.element))
-    return (case for case in cases if case[0] not in SHAPES and (names.index(case[0]) + turn + case[2]) % 2)
+    names, shapes = list(edge_inputs(cast.format.element)), () if turn else SHAPES
+    taken = (case for case in cases if case[0] in shapes or (names.index(case[0]) + turn + case[2]) % 2)
+    return (case for case in taken if not turn or case[0] not in SHAPES)
 
 
 def edge_cases_of_few_shapes(cast: Cast, dtype: str) -> Iterator[tuple[str, np.ndarray, int]]:
-    """`edge_cases` with values in arrays of COMMON_SHAPE, and every shape in one dtype and on one axis."""
+    """`edge_cases` with values in arrays of COMMON_SHAPE, and shapes in one dtype and on one axis.
+
+    A default Cast meets every shape, another one of each number of axes, since its programs take longest to compile.
+    """
+    shapes = SHAPES if cast == Cast(cast.format) else ("0-d", "1-D", "3-D", "empty", "two tiles and a bit")
     for name, edge in edge_inputs(cast.format.element).items():
         x = in_dtype(edge, dtype)
         if name not in SHAPES:
             yield from ((name, part, axis) for part in in_common_shape(x) for axis in (-1, -2))
-        elif dtype != "bfloat16":
+        elif dtype != "bfloat16" and name in shapes:
             yield name, x, -1
 
 

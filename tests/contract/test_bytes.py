@@ -16,6 +16,7 @@ from tests.contract.cases import (
     EVERY_TURN,
     SEED,
     SHAPES,
+    alike,
     cast_id,
     dtypes_in_turn,
     edge_cases,
@@ -65,7 +66,8 @@ def test_edge_inputs(adapter, cast, dtype):  # features Q9
         pytest.skip("a Cast with another rule than the format's own takes its turn in other dtypes")
     for name, x, axis in taken(cast, dtype):
         found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
-        check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
+        if THOROUGH or cast == alike(cast)[0]:  # codes and scales mean the same under every rule
+            check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
 
 
 def test_every_dtype_has_its_turn():
@@ -160,10 +162,13 @@ def test_streams_seeds_and_windows(adapter, cast):  # features R13
 def test_given_amax(adapter):
     x = np.random.default_rng(5).standard_normal((41, 51)).astype(np.float32)
     for name in ("fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"):
-        for amax in (0.0, 0.5, 1.0, 1e-40, 1e30, np.inf):
-            for rule in [cast.scale_rule for cast in EVERY_CAST if cast.format.name == name and not cast.hadamard]:
-                if Cast(name, rule).takes_amax:
-                    check_quantize(adapter, x, Cast(name, rule), "given amax", amax=np.float32(amax))
+        rules = {cast.scale_rule: cast for cast in EVERY_CAST if cast.format.name == name and cast.takes_amax}
+        taken = [str(rule) for rule in rules]
+        if adapter.compiles_every_shape:  # the default, and one that chooses by error where there is one
+            taken = [str(Cast(name).scale_rule), taken[len(taken) // 2]]
+        for rule in taken:
+            for amax in (0.0, 0.5, 1.0, 1e-40, 1e30, np.inf):
+                check_quantize(adapter, x, Cast(name, rule), "given amax", amax=np.float32(amax))
     rows = np.geomspace(1e-38, 1e30, 41, dtype=np.float32)[:, None]
     rows[3], rows[4] = 0, np.inf
     check_quantize(adapter, x, Cast("nvfp4_row"), "given amaxes", amax=rows)
