@@ -31,8 +31,11 @@ SITE ?= site
 # dozens of processes that import the library.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
+# Plugins of installed packages are not looked for: each process would rewrite and import what no test uses.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
+
 # JOBS=0 runs in one process and does without pytest-xdist, which tries a test that took its process down once more.
-PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
+PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-p xdist.plugin -n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
 .PHONY: help demo docs corpus fuzz test test-all test-torchtitan test-vllm test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.architecture.syntax import statements_in
+
 # A layer imports itself and what stands below it (further up in this list). Two names in one row do not see each other.
 LAYERS = (
     ("_version",),
@@ -63,7 +65,8 @@ def imported_modules(source: str, module: str, *, is_package: bool = False) -> I
 
     ``from microfloat import formats`` yields ``microfloat.formats``; a constant given to ``import_module`` counts.
     """
-    for node in ast.walk(ast.parse(source)):
+    tree, calls = ast.parse(source), "import_module" in source or "__import__" in source
+    for node in ast.walk(tree) if calls else statements_in(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -124,7 +127,7 @@ def file_graph(source_root: Path, is_wanted: Callable[[str], bool]) -> dict[str,
     graph: dict[str, set[str]] = {}
     for name, (path, is_package) in known.items():
         found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements_in(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

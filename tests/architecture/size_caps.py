@@ -1,9 +1,10 @@
 """Size caps of modules, functions and signatures; `overgrown` lists what is above them."""
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.architecture.syntax import statements_in
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,6 @@ class Caps:
 
 
 CAPS = Caps(module_lines=600, function_lines=80, parameters=10)
-_HOLDS_STATEMENTS = ast.stmt | ast.excepthandler | ast.match_case
 KERNEL_CAPS = Caps(module_lines=700, function_lines=120, parameters=24)
 
 
@@ -23,20 +23,13 @@ def count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
 
 
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """All functions of a module. Expressions, most of its nodes, hold none and are not looked into."""
-    nodes: list[ast.AST] = [tree]
-    for node in nodes:
-        nodes += [one for one in ast.iter_child_nodes(node) if isinstance(one, _HOLDS_STATEMENTS)]
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
 def _overgrown_module(name: str, source: str) -> list[str]:
     caps = KERNEL_CAPS if "/kernels/" in f"/{name}" else CAPS
     lines = source.count("\n")
     rows = [f"{name}: {lines} lines, cap {caps.module_lines}"] if lines > caps.module_lines else []
-    for node in _functions(ast.parse(source)):
+    for node in statements_in(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
         where = f"{name}:{node.lineno} {node.name}"
         length = (node.end_lineno or node.lineno) - node.lineno + 1
         if length > caps.function_lines:

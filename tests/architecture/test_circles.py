@@ -6,6 +6,7 @@ import graphlib
 import pytest
 
 from tests.architecture.imports import modules_under
+from tests.architecture.syntax import statements_in
 
 
 def imports_between(modules):
@@ -14,7 +15,7 @@ def imports_between(modules):
     graph = {}
     for path, name, _ in modules:
         graph[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements_in(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
                 wanted = {f"{node.module}.{alias.name}" for alias in node.names}
                 graph[name] |= (wanted & names) or ({node.module} & names)

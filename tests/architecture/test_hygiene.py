@@ -101,11 +101,12 @@ def test_harmless_text_passes(text):
 
 def talking(source):
     """Yield (line number, what) of each print, and of each logger of another name or with a handler."""
-    for node in ast.walk(ast.parse(source)):
+    names = ("print", "getLogger", "addHandler", "basicConfig")
+    for node in ast.walk(ast.parse(source)) if any(name in source for name in names) else ():
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             is_ours = name == "getLogger" and [ast.unparse(one) for one in node.args] == ["'microfloat'"]
-            if name in ("print", "getLogger", "addHandler", "basicConfig") and not is_ours:
+            if name in names and not is_ours:
                 yield node.lineno, name
 
 
@@ -133,7 +134,8 @@ STARTS, WAITS = {"run", "call", "check_call", "check_output"}, {"join", "communi
 
 def unbounded_waits(source):
     """Yield (line number, call) of each wait for a process or a thread that may last for ever."""
-    for node in ast.walk(ast.parse(source)):
+    may_wait = "subprocess" in source or any(f".{name}()" in source for name in WAITS)
+    for node in ast.walk(ast.parse(source)) if may_wait else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name, words = node.func.attr, {word.arg for word in node.keywords}
             starts = name in STARTS and isinstance(node.func.value, ast.Name) and node.func.value.id == "subprocess"

@@ -3,6 +3,8 @@
 import ast
 from collections import Counter
 
+from tests.architecture.syntax import statements_in
+
 # Further up in this list is further down in the house. Two names in one row do not see each other.
 ROOMS = (
     ("_typing", "_upper"), ("backends",), ("reference",), ("tensor",), ("launch",), ("scaling",), ("context",),
@@ -14,7 +16,7 @@ MOST_FILES, MOST_LINES = 16, 57_000
 
 def imports_of(tree):
     """The dotted names that a module imports from `microfloat.torch`, also in functions and for annotations."""
-    for node in ast.walk(tree):
+    for node in statements_in(tree):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("microfloat.torch."):
             yield from (f"{node.module}.{name.name}" for name in node.names)
         elif isinstance(node, ast.Import):
