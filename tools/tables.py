@@ -13,6 +13,7 @@ import features_table
 import files_table
 import jax_tables
 import measured_table
+import neighbours_table
 import shares_table
 import support_table
 import user_tables
@@ -30,6 +31,7 @@ TOOLS = (
     files_table,
     shares_table,
     evidence_table,
+    neighbours_table,
     api_pages,
 )
 BLOCKS = [block for tool in TOOLS for block in tool.BLOCKS]

@@ -169,6 +169,30 @@ def test_the_tables_of_evidence_are_those_of_its_runs(tool):
     assert evidence.ORDER[:2] == (evidence.FAILED, evidence.verdict(gap, 0.01))
 
 
+def test_rows_keep_their_bits_where_no_scale_is_of_the_whole_tensor(tool):
+    """What was tried is what the casts say, for a call of other sizes too."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    neighbours, block = tool("neighbours_table"), tool("marked_block")
+    committed = block.read_block(neighbours.PAGE.read_text(), neighbours.BLOCK)
+    assert committed.strip() == neighbours.neighbours_table(), "run: python tools/neighbours_table.py --write"
+    from microfloat import recipes
+
+    others = (
+        recipes.Float8RowScaling(wgrad="high_precision"),
+        recipes.NVFP4BlockScaling(path="folded"),
+        neighbours.mf.WeightActivation("mxfp8", weight="mxfp4"),
+        neighbours.mf.WeightActivation("nvfp4", scales="static"),
+        recipes.Float8CurrentScaling(amax_epsilon=1.0),
+    )
+    for recipe in others:
+        measured = [
+            cast is not None and cast.takes_amax and cast.tensor_scale != "row" and not recipe.is_static
+            for cast in (recipe.fprop.lhs, recipe.dgrad.lhs)
+        ]
+        y, dx = neighbours.outcomes(recipe, rows=3, width=64)
+        assert (y, dx) == (not measured[0], None if recipe.dgrad.lhs is None else not measured[1]), recipe
+
+
 @pytest.fixture
 def demo_result():
     """Results as examples/train_gpt.py writes them, with round figures."""
