@@ -47,8 +47,9 @@ def families_table() -> str:
     """A row per family, in the order in which they are tried."""
     rows: dict[str, list[str]] = {}
     for dialect in DIALECTS:
-        method = _quoted(list(dialect.methods[:1]))
         for family in dialect.families:
+            named = [one for one in dialect.methods if one in family.name.split(":")]
+            method = _quoted([*named, *dialect.methods][:1])
             made = [f"`{family.name}`", targets(family), tensors(family, dialect), scale_of_tensors(family), method]
             rows.setdefault(family.name, made)
     return table(["family", "targets", "tensors of a parameter P", "global scale", "quant_method"], [*rows.values()])

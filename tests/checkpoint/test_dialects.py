@@ -105,7 +105,7 @@ def test_codes_pass_between_it_and_another_dialect(outcome):
 def test_inspect_shows_it_and_messages_list_it(outcome):
     assert "acme:mxfp4" in outcome["inspected"]
     unknown, target, refused = outcome["errors"]
-    methods = [dialect.methods[0] for dialect in DIALECTS if dialect.methods]
+    methods = [one for dialect in DIALECTS for one in dialect.methods if "*" not in one]
     assert f"read are {', '.join(map(repr, [*methods, 'acme']))}." in unknown
     assert "acme:{mxfp4}" in target
     assert "'dtype': 'int4'" in refused

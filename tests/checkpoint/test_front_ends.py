@@ -8,7 +8,8 @@ from microfloat import reference
 from microfloat.checkpoint import Record, load, save
 from microfloat.errors import MicrofloatError
 from microfloat.formats import NVFP4, NVFP4_2D, FP8_128x128
-from tests.checkpoint.files import GOLDEN
+from tests.checkpoint.files import GOLDEN, write
+from tests.checkpoint.test_published import FOUR_OVER_SIX, four_over_six, fp_quant
 
 NAMES = (
     "ct_nvfp4_16x128_bfloat16", "ct_mxfp6a16_16x128_bfloat16", "modelopt_mxfp8_16x128_bfloat16",
@@ -29,6 +30,19 @@ def test_front_ends_hold_the_bytes_of_the_file(name, framework):
         np.testing.assert_array_equal(back.codes, record.codes)
         np.testing.assert_array_equal(back.scale.reshape(-1), record.scale.reshape(-1))
         assert (back.format, back.logical_shape) == (record.format, record.logical_shape)
+
+
+@pytest.mark.parametrize("dialect", ["fp_quant", "fouroversix"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_codes_out_of_their_padding_are_taken(dialect, framework, tmp_path):
+    front = pytest.importorskip(f"microfloat.{framework}")
+    tensors, config = four_over_six(8, 96)[0], FOUR_OVER_SIX
+    if dialect == "fp_quant":
+        tensors, config, _ = fp_quant("nvfp4", 10, np.eye(16, dtype=ml_dtypes.bfloat16), padded=True)
+    loaded = load(write(tmp_path / "model.safetensors", tensors, config=config).parent)
+    (record,) = [one for one in loaded.values() if one.format is not None]
+    made = (front.QuantizedTensor if framework == "torch" else front.QuantizedArray).from_record(record)
+    np.testing.assert_array_equal(np.asarray(made.dequantize()), reference.dequantize(record.to_quantized()))
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -8,6 +8,7 @@ import pytest
 
 from microfloat.checkpoint import convert, detect, load, save
 from microfloat.errors import CheckpointError
+from microfloat.reference import swizzle_scales
 from tests.checkpoint.files import write
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -459,3 +460,157 @@ def test_what_convert_writes_for_fbgemm(tmp_path):
     assert stated == {**FBGEMM, "modules_to_not_convert": ["lm_head"]}
     stored = load(tmp_path / "out").tensors.stored["a.up_proj.weight_scale"]
     assert (stored.dtype, stored.shape) == ("F32", (32, 1))
+
+
+# ---- FP-Quant --------------------------------------------------------------------------------------------------------
+
+
+def fp_quant(fmt, divisor, matrix, padded=False, **more):
+    """The tensors of a layer of FP-Quant, its configuration, and the values of its codes."""
+    group = 16 if fmt == "nvfp4" else 32
+    codes, scale, values = fp4(8, 64, group=group)
+    if fmt == "nvfp4":
+        scale = np.random.default_rng(1).uniform(0.5, 4, (8, 4)).astype(ml_dtypes.float8_e4m3fn)
+        values = np.stack([E2M1[codes & 15], E2M1[codes >> 4]], -1).reshape(8, 64) * scale.astype(np.float32).repeat(
+            16, 1
+        )
+        scale = scale.view(np.uint8)
+    if padded:
+        scale = np.pad(scale, ((0, 120), (0, -scale.shape[1] % 4)))
+    layer = {
+        "qweight": codes, "scales": scale, "weight_global_scale": np.full(1, divisor, ml_dtypes.bfloat16),
+        "act_global_scale": np.full(1, divisor, ml_dtypes.bfloat16), "weight": np.empty(0, ml_dtypes.bfloat16),
+        "forward_hadamard_matrix": matrix, "backward_hadamard_matrix": matrix,
+        "dqweight": np.empty(0, ml_dtypes.bfloat16),
+    }  # fmt: skip
+    config = {
+        "quant_method": "fp_quant", "forward_dtype": fmt, "forward_method": "abs_max", "backward_dtype": "bf16",
+        "store_master_weights": False, "hadamard_group_size": len(matrix), "pseudoquantization": False,
+        "transform_init": "identity", "modules_to_not_convert": ["lm_head"], **more,
+    }  # fmt: skip
+    tensors = {f"model.up_proj.{name}": one for name, one in layer.items()} | {"lm_head.weight": np.ones((4, 4))}
+    return tensors, config, values
+
+
+IDENTITY, TURNED = np.eye(32, dtype=ml_dtypes.bfloat16), np.full((32, 32), 0.17, ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(("fmt", "divisor"), [("nvfp4", 10), ("nvfp4", 8), ("mxfp4", 1)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_fp_quant_divides_by_its_global_scale(fmt, divisor, padded, tmp_path):
+    tensors, config, values = fp_quant(fmt, divisor, IDENTITY, padded)
+    loaded = load(write(tmp_path / "model.safetensors", tensors, config=config).parent)
+    record = loaded["model.up_proj.weight"]
+    assert (loaded.detection.family, loaded.findings, sorted(loaded)) == (
+        f"fp_quant:{fmt}", [], ["lm_head.weight", "model.up_proj.weight"],
+    )  # fmt: skip
+    assert (record.format.name, record.activation["format"].name, record.activation["scheme"]) == (
+        fmt, fmt, "static" if fmt == "nvfp4" else "dynamic",
+    )  # fmt: skip
+    np.testing.assert_array_equal(record.dequantize(), values / np.float32(divisor))
+    convert(tmp_path, tmp_path / "out", to=f"ct:{fmt}")
+    carried = load(tmp_path / "out")
+    assert sorted(carried) == sorted(loaded)
+    np.testing.assert_array_equal(carried["model.up_proj.weight"].codes, record.codes)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(
+    ("fmt", "divisor", "matrix", "words"),
+    [("nvfp4", 10, TURNED, r"forward_hadamard_matrix \[32, 32\]: the weight is stored multiplied by it"),
+     ("mxfp4", 1, TURNED, "stored multiplied by it"), ("mxfp4", 3, IDENTITY, "divides by 3, and MXFP4 has no global")],
+)  # fmt: skip
+def test_weights_of_fp_quant_that_no_format_holds_are_named(fmt, divisor, matrix, words, announced, tmp_path):
+    tensors, config, _ = fp_quant(fmt, divisor, matrix)
+    path = write(tmp_path / "model.safetensors", tensors, config=config if announced else None)
+    with pytest.raises(CheckpointError, match=words) as raised:
+        load(path.parent)
+    assert "damaged" not in str(raised.value)
+    assert "package fp_quant" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [({"pseudoquantization": True}, "`dqweight` holds no codes"), ({"forward_dtype": "mxfp8"}, "'mxfp8' is not read")],
+)
+def test_other_files_of_fp_quant_are_refused_by_name(more, words, tmp_path):
+    tensors = {"model.up_proj.dqweight": np.ones((8, 64), ml_dtypes.bfloat16)}
+    _, config, _ = fp_quant("nvfp4", 10, IDENTITY, **more)
+    with pytest.raises(CheckpointError, match=words):
+        load(write(tmp_path / "model.safetensors", tensors, config=config).parent)
+
+
+# ---- four over six ---------------------------------------------------------------------------------------------------
+
+FOUR_OVER_SIX = {
+    "quant_method": "fouroversix", "dtype": "nvfp4", "scale_rule": "mse", "activation_dtype": None,
+    "keep_master_weights": False, "weight_dtype": None, "weight_scale_2d": False, "weight_scale_rule": None,
+    "module_config_overrides": None, "modules_to_not_convert": ["lm_head"], "output_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def four_over_six(rows, length, fmt="nvfp4", tiles=True):
+    """The tensors of a layer of fouroversix, padded to 128 rows and 4 blocks, and the values of its codes."""
+    group = 16 if fmt == "nvfp4" else 32
+    all_rows, width = -(-rows // 128) * 128, -(-length // (4 * group)) * 4 * group
+    codes, scale, values = fp4(all_rows, width, group=group)
+    if fmt == "nvfp4":
+        scale = np.random.default_rng(1).uniform(0.5, 4, scale.shape).astype(ml_dtypes.float8_e4m3fn)
+        values = np.stack([E2M1[codes & 15], E2M1[codes >> 4]], -1).reshape(codes.shape[0], -1)
+        values = values * scale.astype(np.float32).repeat(16, 1)
+    flat = swizzle_scales(scale.view(np.uint8)) if tiles else scale.view(np.uint8).reshape(-1)
+    layer = {
+        "values": codes, "scale_factors": flat.view(scale.dtype if fmt == "nvfp4" else E8M0),
+        "amax": np.full(1, 3, np.float32),
+        "metadata": np.array([rows, length, all_rows, width, 1, int(tiles)], np.int64),
+    }  # fmt: skip
+    return {f"a.up_proj.quantized_weight_{name}": one for name, one in layer.items()}, values[:rows, :length]
+
+
+@pytest.mark.parametrize(
+    ("changed", "largest"),
+    [({}, 6 * 256), ({"scale_rule": "abs_max"}, 6 * 256), ({"weight_scale_rule": "static_6"}, 6 * 448),
+     ({"scale_rule": "static_4"}, 4 * 448),
+     ({"module_config_overrides": {"a.up_proj": {"scale_rule": "static_6"}}}, 6 * 448),
+     ({"weight_dtype": "mxfp4"}, None)],
+)  # fmt: skip
+@pytest.mark.parametrize(("shape", "tiles"), [((128, 128), True), ((24, 96), True), ((24, 160), False)])
+def test_the_scale_rule_of_fouroversix_tells_its_global_scale(changed, largest, shape, tiles, tmp_path):
+    tensors, values = four_over_six(*shape, "nvfp4" if largest else "mxfp4", tiles)
+    loaded = load(write(tmp_path / "model.safetensors", tensors, config=FOUR_OVER_SIX | changed).parent)
+    record = loaded["a.up_proj.weight"]
+    assert (record.logical_shape, loaded.findings, list(loaded)) == (shape, [], ["a.up_proj.weight"])
+    assert (record.activation["scheme"], record.activation["format"].name) == ("dynamic", "nvfp4")
+    expected = values * (np.float32(3) / np.float32(largest)) if largest else values
+    np.testing.assert_allclose(record.dequantize(), expected, rtol=2**-22)
+    convert(tmp_path, tmp_path / "out", to="ct:nvfp4" if largest else "ct:mxfp4")
+    np.testing.assert_array_equal(load(tmp_path / "out")["a.up_proj.weight"].codes, record.codes)
+
+
+@pytest.mark.parametrize(
+    ("config", "metadata", "words"),
+    [({"dtype": "if4"}, None, "'if4' under the scale rule 'mse' is not read"),
+     ({"weight_dtype": "nvfp6_e2m3"}, None, "'nvfp6_e2m3' under"), ({}, [24, 80, 128, 100, 1, 1], "does not fit"),
+     ({}, [24, 80], "does not fit"), ({}, [500, 80, 128, 128, 1, 1], "does not fit")],
+)  # fmt: skip
+def test_other_files_of_fouroversix_are_refused_by_name(config, metadata, words, tmp_path):
+    tensors, _ = four_over_six(24, 80)
+    if metadata:
+        tensors["a.up_proj.quantized_weight_metadata"] = np.array(metadata, np.int32)
+    with pytest.raises(CheckpointError, match=words) as raised:
+        load(write(tmp_path / "model.safetensors", tensors, config=FOUR_OVER_SIX | config).parent)
+    assert "damaged" not in str(raised.value)
+
+
+@pytest.mark.parametrize("lost", ["scale_factors", "amax", "metadata"])
+def test_a_part_of_fouroversix_that_is_missing_is_named(lost, tmp_path):
+    tensors, _ = four_over_six(24, 80)
+    del tensors[f"a.up_proj.quantized_weight_{lost}"]
+    with pytest.raises(CheckpointError, match=f"quantized_weight_{lost}"):
+        load(write(tmp_path / "model.safetensors", tensors, config=FOUR_OVER_SIX).parent)
+
+
+def test_nvfp4_of_transformers_which_it_does_not_save_is_refused_by_name(tmp_path):
+    write(tmp_path / "model.safetensors", {"a.weight": np.ones((4, 4))}, config={"quant_method": "nvfp4"})
+    with pytest.raises(CheckpointError, match=r"'nvfp4' is not read; read are .*'fp_quant', 'fouroversix'"):
+        load(tmp_path)

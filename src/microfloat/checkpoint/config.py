@@ -83,6 +83,6 @@ def _announcement(file: str, config: dict[str, Any]) -> Announcement:
         refusal = f"a quantization without quant_method is not read where its entries are {keys}."
         return Announcement(file, "unknown", "no quant_method", refusal=refusal)
     shown = str(method)[:100]
-    methods = ", ".join(repr(dialect.methods[0]) for dialect in DIALECTS if dialect.methods)
+    methods = ", ".join(repr(one) for dialect in DIALECTS for one in dialect.methods if "*" not in one)
     refusal = f"quant_method {shown!r} is not read; read are {methods}."
     return Announcement(file, shown, f"quant_method {shown!r}", refusal=refusal)

@@ -166,7 +166,7 @@ class _Grouping:
         for family in FAMILIES:
             suffix, dtypes = family.codes
             if codes.dtype in dtypes and name.endswith(suffix) and (parameter := name[: len(name) - len(suffix)]):
-                made = self._as_family(family, parameter, codes)
+                made = self._as_family(family, f"{parameter}{family.leaf}", codes)
                 if made is not None:
                     best.append(made)
         if not best:
@@ -297,7 +297,7 @@ class _Grouping:
             extras = {}
             for name in siblings.get(folder, ()):
                 last = name.rpartition(".")[2]
-                is_known = last in _EXTRAS and leaf == "weight"
+                is_known = leaf == "weight" and (last in _EXTRAS or last in entry.family.more)
                 if name not in self.claimed and (is_known or (last.startswith(f"{leaf}_") and last != f"{leaf}_bias")):
                     extras[last] = self.stored[name]
                     self.claimed.add(name)

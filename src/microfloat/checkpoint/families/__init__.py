@@ -11,6 +11,7 @@ from microfloat.checkpoint.families import (
     fbgemm,
     gptoss,
     huggingface,
+    huggingface_fp4,
     microfloat,
     mistral,
     modelopt,
@@ -28,10 +29,9 @@ __all__ = [
 ]  # fmt: skip
 
 # The first one counts where tensors fit several.
-DIALECTS: tuple[Dialect, ...] = tuple(
-    module.DIALECT
-    for module in (modelopt, compressed_tensors, huggingface, gptoss, quark, mistral, fbgemm, torchao, microfloat)
-)
+DIALECTS: tuple[Dialect, ...] = tuple(module.DIALECT for module in (
+    modelopt, compressed_tensors, huggingface, gptoss, quark, mistral, fbgemm, huggingface_fp4, torchao, microfloat)
+)  # fmt: skip
 FAMILIES: tuple[Family, ...] = tuple(family for dialect in DIALECTS for family in dialect.families)
 # Names of targets -> the family that is written, and the cast of its weights.
 WRITTEN: dict[str, tuple[Family, Written]] = {

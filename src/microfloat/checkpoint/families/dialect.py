@@ -98,7 +98,7 @@ Read = Callable[[str, dict[str, Any]], Announcement]
 class Dialect:
     """One dialect of checkpoints: the rows of its families, and how its configurations are read and written.
 
-    * `methods`: its values of quant_method, first the one to be named, then shell patterns of others. `entries`: those
+    * `methods`: its values of quant_method, first the one of most families, and shell patterns. `entries`: those
       of a configuration without quant_method that no other dialect has. `document`: a file beside config.json, and its
       entry, that describe the same quantization.
     * `read`: the announcement of a configuration, by the name of its file and its entries. `write`: the configurations

@@ -63,6 +63,7 @@ class Fact(NamedTuple):
 _QUARK = "quark:mxfp4 quark:mxfp6_e2m3 quark:mxfp6_e3m2 quark:mxfp8 quark:fp8 quark:nvfp4"
 _MODELOPT = "modelopt:nvfp4 modelopt:fp8 modelopt:fp8_pc_pt modelopt:mxfp8"
 _OTHERS = "modelopt:w4a8_nvfp4_fp8 modelopt:mxfp4"
+_FOUROVERSIX = "fouroversix:nvfp4 fouroversix:static_6 fouroversix:static_4 fouroversix:mxfp4"
 _TILES = "deepseek:fp8 hf:finegrained_fp8"
 _ALL_CT = "ct:nvfp4 ct:mxfp4 ct:mxfp6 ct:mxfp8 ct:fp8"
 _UNLISTED, _BETTER = "algorithms that it does not list", "(ct:fp8_dynamic is read rightly)"
@@ -96,6 +97,8 @@ FACTS = (  # the first one counts that fits a layer
     Fact(HF, "reads", f"{_ALL_CT} {_TILES} hf:ue8m0 hf:mxfp8 gptoss:hf deepseek:v4"),
     Fact(HF, "reads", "torchao", "with the package torchao"),
     Fact(HF, "reads", "fbgemm:fp8", "with a GPU and the package fbgemm-gpu"),
+    Fact(HF, "reads", "fp_quant:nvfp4 fp_quant:mxfp4", "on Blackwell, with the packages fp_quant and qutlass"),
+    Fact(HF, "reads", _FOUROVERSIX, "with the package fouroversix"),
     Fact(VLLM, "misreads", "modelopt:nvfp4 ct:nvfp4", _UNWRITTEN, lambda one: one.inputs == "unscaled"),
     Fact(
         VLLM, "misreads", "modelopt:fp8", "divides inputs by a placeholder, as the scale of the input is missing",
@@ -105,10 +108,13 @@ FACTS = (  # the first one counts that fits a layer
     Fact(VLLM, "refuses", "hf:mxfp8", "all but MiniMax-M3", lambda one: not one.model_type.startswith("minimax_m3")),
     Fact(VLLM, "reads", f"{_MODELOPT} modelopt:fp8_pb_wo ct:nvfp4 ct:mxfp4 ct:mxfp8 ct:fp8 ct:naive {_QUARK}"),
     Fact(VLLM, "reads", f"{_TILES} hf:mxfp8 gptoss:hf deepseek:v4 mistral:fp8 torchao"),
+    Fact(VLLM, "reads", "fp_quant:nvfp4 fp_quant:mxfp4", "on Blackwell"),
+    Fact(VLLM, "refuses", _FOUROVERSIX, "without the plug-in of fouroversix"),
     Fact(VLLM, "reads", "fbgemm:fp8", "layers that are no experts", lambda one: len(one.shape) == 2),
     Fact(SGLANG, "refuses", f"{_OTHERS} modelopt:fp8_pc_pt modelopt:fp8_pb_wo fbgemm:fp8 torchao", _UNLISTED),
     Fact(SGLANG, "refuses", "ct:mxfp4", "layers that are no experts", lambda one: not one.is_numbered),
     Fact(SGLANG, "refuses", "ct:mxfp6 ct:mxfp8 quark:mxfp6_e2m3 quark:mxfp6_e3m2 quark:mxfp8", _UNLISTED),
+    Fact(SGLANG, "refuses", f"fp_quant:nvfp4 fp_quant:mxfp4 {_FOUROVERSIX}", _UNLISTED),
     Fact(SGLANG, "refuses", "quark:nvfp4", "unless it requantizes it to MXFP4"),
     Fact(SGLANG, "reads", f"modelopt:nvfp4 modelopt:fp8 modelopt:mxfp8 ct:nvfp4 ct:mxfp4 ct:fp8 {_TILES} hf:mxfp8"),
     Fact(SGLANG, "reads", "quark:mxfp4 quark:fp8 gptoss:hf mistral:fp8 deepseek:v4"),

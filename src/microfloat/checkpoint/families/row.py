@@ -82,6 +82,8 @@ class Family:
       the dtypes; `tensor_scale` is None for one level.
     * `format`: None where codes and scales say it (FP8: tensor, row, tile). `divides`: global scales are divisors.
     * `input_scales`: last parts of the names of a static scale of the module's input.
+    * `leaf`: the last part of P, where the codes of the file stand in its place (`up_proj.qweight`). `more`: last parts
+      of the names of other tensors of the module, which `decode` reads or passes over.
     * `writes`: the casts that `convert` offers under names of targets; empty where the family is only read.
     * `scalars`: the shape of a scale of a whole tensor. `model_scales`: FP32 scales are stored in the model's dtype.
       `experts_only`: other layers stay in high precision.
@@ -102,6 +104,8 @@ class Family:
     model_scales: bool = False
     experts_only: bool = False
     usual: Callable[[Shape], bool] = lambda shape: False
+    leaf: str = ""
+    more: tuple[str, ...] = ()
 
     def holds(self, fmt: ScaledFormat) -> bool:
         """True where the family is written with this format, or with tiles of another size."""
