@@ -4,6 +4,7 @@
 #   make test       what CI runs: the test suite without the tests marked slow
 #   make test-all   everything: machine code for every chip, every kernel interpreted, every benchmark command and example,
 #                   the training packages around (Accelerate, Lightning, PEFT, the newest and the oldest transformers)
+#   make test-oldest   the oldest NumPy, ml_dtypes, matplotlib, safetensors, typer, rich and transformers that are allowed
 #   make test-torchtitan   the converter in the real torchtitan, in an environment of its own
 #   make test-vllm  the quantization method in the real layers of vLLM, without its kernels, in another environment
 #   make lint       ruff and pyright
@@ -38,7 +39,7 @@ export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
 PYTEST_ARGS := -p no:benchmark $(if $(filter 0,$(JOBS)),,-p xdist.plugin -n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 1)
 SETUP = $(PYTHON) tools/make_venv.py --venv $(VENV) --torch-build $(TORCH_BUILD) --extras
 
-.PHONY: help demo docs corpus fuzz test test-all test-torchtitan test-vllm test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean
+.PHONY: help demo docs corpus fuzz test test-all test-oldest test-torchtitan test-vllm test-installed lint format api tables setup-demo setup-docs setup-test setup-test-all setup-lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -92,6 +93,10 @@ test: setup-test
 
 test-all: setup-test-all
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(TESTS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_oldest.py
+
+# The second half of `make test-all` by itself.
+test-oldest: setup-test-all
 	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/check_oldest.py
 
 # All of it in an environment that is already there, for instance on a GPU machine: no set-up, no network.
