@@ -487,6 +487,17 @@ def test_static_scales_that_the_source_does_not_have_are_named(source, tmp_path)
     assert not convert(source, tmp_path / "dynamic", to="ct:fp8_dynamic").notes
 
 
+@pytest.mark.parametrize(
+    ("dtype", "to", "is_noted"),
+    [("float32", "ct:nvfp4", True), ("float16", "ct:mxfp8", True), ("float32", "ct:fp8_dynamic", False),
+     ("float32", "modelopt:nvfp4", False), ("bfloat16", "ct:mxfp6", False)],
+)  # fmt: skip
+def test_blocks_that_transformers_does_not_multiply_beside_a_dtype_are_noted(tmp_path, dtype, to, is_noted):
+    save(model(np.dtype(dtype)), tmp_path / "source", format="plain", config={"model_type": "llama", "dtype": dtype})
+    notes = convert(tmp_path / "source", tmp_path / "out", to=to).notes
+    assert is_noted == any("read with dtype=torch.bfloat16" in note for note in notes)
+
+
 def test_a_tensor_scale_for_each_row_is_kept_in_the_native_container(source, tmp_path):
     convert(source, tmp_path / "rows", to="microfloat:nvfp4_row")
     stack = reference.quantize(np.random.default_rng(3).standard_normal((2, 5, 32), dtype=np.float32), "nvfp4_row")

@@ -41,6 +41,10 @@ def answers(*layers):
         (Layer("hf:mxfp8", MXFP8, NAME, (128, 128), "llama"), {"vLLM": "refuses", "SGLang": "reads"}),
         (Layer("hf:mxfp8", MXFP8, NAME, (128, 128), "minimax_m3_vl"), {"vLLM": "reads"}),
         (Layer("deepseek:fp8", FP8_128x128, NAME, (192, 128), "deepseek_v3"), {"transformers": "misreads"}),
+        (Layer("ct:mxfp8", MXFP8, NAME, (128, 128), "llama", dtype="float32"), {"transformers": "refuses"}),
+        (Layer("ct:mxfp4", MXFP4, NAME, (128, 128), "llama", dtype="float16"), {"transformers": "refuses"}),
+        (Layer("ct:mxfp4", MXFP4, NAME, (128, 128), "llama", dtype="bfloat16"), {"transformers": "reads"}),
+        (Layer("ct:fp8", FP8_ROW, NAME, (128, 128), "llama", dtype="float32"), {"transformers": "reads"}),
         (Layer("quark:mxfp4", MXFP4, NAME, (128, 128), "llama"), {"vLLM": "reads", "TensorRT-LLM": "not known"}),
     ],
 )  # fmt: skip

@@ -256,3 +256,9 @@ def test_it_says_who_reads_a_quantized_file(microfloat, model, tmp_path):
     done = microfloat("inspect", tmp_path / "low")
     assert "Who reads it" in done.out
     assert microfloat("inspect", model, "--json").json["readers"] == []
+    convert(model, tmp_path / "blocks", to="ct:mxfp8")
+    for dtype, does in (("float16", "refuses"), ("bfloat16", "reads")):
+        config = json.loads((tmp_path / "blocks" / "config.json").read_text())
+        (tmp_path / "blocks" / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+        rows = microfloat("inspect", tmp_path / "blocks", "--json").json["readers"]
+        assert {row["does"] for row in rows if row["reader"].startswith("transformers")} == {does}

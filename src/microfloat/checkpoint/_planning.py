@@ -353,7 +353,8 @@ def _note_readers(steps: Sequence[Step], target: Target, source: Facts, notes: N
             ].append(name)
         assert step.family is not None
         fmt = step.record.format if step.cast is None else step.cast.format
-        for text in complaints(Layer(step.family.name, fmt, name, step.record.logical_shape, source.model_type)):
+        shape, kind, dtype = step.record.logical_shape, source.model_type, source.dtype.name
+        for text in complaints(Layer(step.family.name, fmt, name, shape, kind, dtype=dtype)):
             notes[text].append(name)
 
 

@@ -135,12 +135,13 @@ def _readers(output: Output, checkpoint: "Checkpoint") -> None:
     from microfloat.checkpoint.families.readers import Layer, readers_of
 
     kind = str(checkpoint.config.get("model_type"))
+    dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "").removeprefix("torch.")
     layers = []
     for name, entry in checkpoint.contents.entries.items():
         if name in checkpoint:
             record = checkpoint[name]
             inputs = "unscaled" if lacks_input_scale(entry) else record.activation.get("scheme", "")
-            layers.append(Layer(entry.family.name, record.format, name, record.logical_shape, kind, inputs))
+            layers.append(Layer(entry.family.name, record.format, name, record.logical_shape, kind, inputs, dtype))
     rows = readers_of(layers)
     output.put(readers=rows)
     if rows:

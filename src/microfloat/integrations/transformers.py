@@ -22,11 +22,11 @@ from torch import nn
 
 from microfloat.arguments import check_bool
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value, kind_of, missing_package, unknown_name
-from microfloat.formats import SCALE_FP32
 from microfloat.recipes import Placement, Recipe, WeightActivation, WeightOnly
 from microfloat.recipes.inference import as_stored
 from microfloat.recipes.names import as_recipe
 from microfloat.recipes.placement import ConversionReport, as_placement
+from microfloat.torch.backends.base import dtype_name
 from microfloat.torch.convert.swap import convert, revert
 from microfloat.torch.inference.load import load_quantized
 from microfloat.torch.inference.quantize import Config, Storage, check_config, plan_storage
@@ -362,21 +362,18 @@ def _check_plain(files: Sequence[str] | None) -> None:
 def _dialect_of(model: Any) -> tuple[str, list[str]]:
     """The first dialect of compressed-tensors that holds the formats of a model, and how transformers fails at it."""
     from microfloat.checkpoint._saving import SAVED
-    from microfloat.checkpoint.families.readers import HF, Layer, complaints
+    from microfloat.checkpoint.families.readers import Layer, complaints
 
     stored = {name: one for name, one in model.state_dict().items() if isinstance(one, QuantizedTensor)}
     formats = {one.format for one in stored.values()}
     for dialect, families in SAVED.items():
         holding = {fmt: one.name for fmt in formats for one in families if one.holds(fmt)}
         if dialect.startswith("ct:") and len(holding) == len(formats):
-            notes = set()
+            notes, kind, dtype = set(), model.config.model_type, dtype_name(model.dtype)
             for name, one in stored.items():
                 named = "experts.0.of.weight" if one.dim() == 3 else name
-                layer = Layer(holding[one.format], one.format, named, tuple(one.shape[-2:]), model.config.model_type)
+                layer = Layer(holding[one.format], one.format, named, tuple(one.shape[-2:]), kind, dtype=dtype)
                 notes.update(complaints(layer))
-            if model.dtype != torch.bfloat16 and any(fmt.scale != SCALE_FP32 for fmt in formats):
-                fit = "call .to(torch.bfloat16) before, or read with dtype=torch.bfloat16"
-                notes.add(f"{HF} makes bfloat16 of blocks, which stops beside {model.dtype}: {fit}")
             return dialect, sorted(notes)
     raise NotSupportedError(
         f"save_pretrained: got weights in {', '.join(sorted(fmt.name for fmt in formats))}, needed formats that "

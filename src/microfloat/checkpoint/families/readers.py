@@ -25,7 +25,10 @@ _UNWRITTEN = "scales inputs by memory that nobody wrote, as the scale of the inp
 
 
 class Layer(NamedTuple):
-    """A quantized layer of a file; `inputs`: the scheme of its activations, "unscaled" where a scale is not stored."""
+    """A quantized layer of a file; `inputs`: the scheme of its activations, "unscaled" where a scale is not stored.
+
+    `dtype`: that of the model by its configuration, "" where it tells none.
+    """
 
     family: str
     format: ScaledFormat | None
@@ -33,6 +36,7 @@ class Layer(NamedTuple):
     shape: tuple[int, ...]
     model_type: str
     inputs: str = ""
+    dtype: str = ""
 
     @property
     def is_numbered(self) -> bool:
@@ -82,6 +86,11 @@ FACTS = (  # the first one counts that fits a layer
     Fact(
         HF, "refuses", "ct:nvfp4 ct:mxfp4 ct:mxfp6", f"models whose initializer asks for a weight {_BETTER}",
         lambda one: one.model_type in _INITIALIZED,
+    ),
+    Fact(
+        HF, "refuses", "ct:nvfp4 ct:mxfp4 ct:mxfp6 ct:mxfp8",
+        "models in another dtype than bfloat16, which it makes of blocks: read with dtype=torch.bfloat16",
+        lambda one: one.dtype not in ("", "bfloat16"),
     ),
     Fact(
         HF, "misreads", _TILES, f"matrices that end in part of a tile of 128, where it dequantizes {_BETTER}",
