@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from marked_block import ROOT, command, table
@@ -13,6 +14,7 @@ from pretraining.verdicts import Gap, chance, gaps_to, loss_of, verdict
 
 PAGE = ROOT / "docs" / "evidence.md"
 RESULTS = ROOT / "benchmarks" / "results" / "evidence.json"
+LONGER = ROOT / "benchmarks" / "results" / "evidence_longer.json"
 CARD = ROOT / "benchmarks" / "results" / "evidence_text.json"
 # Failures first: what costs, what is open, what does no harm; then rows of one seed.
 FAILED = "did not train"
@@ -35,9 +37,9 @@ PAIRS = (
 )
 
 
-def results() -> dict[str, Any]:
+def results(file: Path = RESULTS) -> dict[str, Any]:
     """What the study left; no runs where it has not run yet."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
+    return json.loads(file.read_text()) if file.exists() else {"runs": []}
 
 
 def cells_of(gap: Gap, kinds: Sequence[dict[str, Gap]], yardstick: float) -> list[str]:
@@ -76,6 +78,14 @@ def verdicts_table() -> str:
         f"{tokens / 1e6:.1f} million tokens in {found['steps']} steps. {found['environment']['device']}, torch "
         f"{found['environment']['torch']}, {found['date']}: `{found['command']}`."
     )
+    anew = {(run["command"], run["date"]): [] for run in runs if "command" in run}
+    for run in runs:
+        if "command" in run:
+            anew[run["command"], run["date"]].append(f"`{run['row']}`")
+    lines += [
+        f"Of a later call, with the same text, GPU and torch: {', '.join(rows)} ({date}: `{one}`)."
+        for (one, date), rows in anew.items()
+    ]
     return "\n\n".join(lines)
 
 
@@ -103,6 +113,34 @@ def pairs_table() -> str:
         lines.append([statement, f"`{row}` - `{base}`", f"{gap.mean:+.4f}", width, word])
     lines.sort(key=lambda line: (line[3] == "one seed", not line[4].startswith("**"), line[4]))
     return table(["hypothesis", "difference", "nats per token", "interval", "seen"], lines, [2, 3])
+
+
+def longer_table() -> str:
+    """Gaps of one seed at the length of all runs, and at a longer one."""
+    short, long = results(), results(LONGER)
+    if not long["runs"]:
+        return "Not run yet."
+    gaps = [gaps_to(found["runs"]) for found in (short, long)]
+    tokens = [
+        f"{found['steps'] * found['size']['batch'] * found['size']['context'] / 1e6:.0f}" for found in (short, long)
+    ]
+    lines = []
+    for row, gap in sorted(gaps[1].items(), key=lambda item: -item[1].mean):
+        for seed, after in gap.gaps.items():
+            before = gaps[0][row].gaps[seed]
+            lines.append([f"`{row}`", f"{before:+.4f}", f"{after:+.4f}", f"{after - before:+.4f}"])
+    losses = ", ".join(
+        f"{loss_of(run):.4f}"
+        for found in (short, long)
+        for run in found["runs"]
+        if (run["row"], run["seed"]) == (BASELINE, 0)
+    )
+    header = ["row, seed 0", *(f"gap at {count} million tokens" for count in tokens), "change"]
+    return "\n\n".join((
+        table(header, lines, [1, 2, 3]),
+        f"bf16 itself: {losses}. Chance of one seed at the shorter length: {chance(gaps[0]):.4f}. "
+        f"{long['environment']['device']}, torch {long['environment']['torch']}, {long['date']}: `{long['command']}`.",
+    ))  # fmt: skip
 
 
 def short_table() -> str:
@@ -150,6 +188,7 @@ BLOCKS = (
     (ROOT / "README.md", "evidence", short_table),
     (PAGE, "evidence verdicts", verdicts_table),
     (PAGE, "evidence hypotheses", pairs_table),
+    (PAGE, "evidence longer", longer_table),
     (PAGE, "evidence rows", rows_table),
     (PAGE, "evidence text", text_table),
 )

@@ -14,6 +14,7 @@ import files_table
 import jax_tables
 import measured_table
 import neighbours_table
+import served_table
 import shares_table
 import support_table
 import user_tables
@@ -32,6 +33,7 @@ TOOLS = (
     shares_table,
     evidence_table,
     neighbours_table,
+    served_table,
     api_pages,
 )
 BLOCKS = [block for tool in TOOLS for block in tool.BLOCKS]
