@@ -209,6 +209,50 @@ def test_slices_of_two_ranks_are_those_of_the_whole(target, folder, ranks):
             torch.testing.assert_close(joined, whole(x)[0], rtol=2**-7, atol=2**-7)
 
 
+def test_heads_that_several_ranks_share(folder, ranks):
+    path = folder("modelopt:nvfp4")
+    q, k, v = (one.dequantize() for one in expected(path, "self_attn.qkv_proj"))
+    for rank in range(4):  # of two heads of k and v
+        ranks(rank, 4)
+        weight = load(build("self_attn.qkv_proj", config_of(path)), path).weight.dequantize()
+        own = [q.chunk(4)[rank], k.chunk(2)[rank // 2], v.chunk(2)[rank // 2]]
+        assert torch.equal(weight, torch.cat(own))
+
+
+def test_weights_that_are_joined_in_the_file_and_replicated_ones(folder, ranks, tmp_path):
+    path = folder("ct:nvfp4")
+    tensors = load_file(path / "model.safetensors")
+    gate, up = (
+        {key.rpartition(".")[2]: one for key, one in tensors.items() if part in key} for part in ("gate_", "up_")
+    )
+    one = {key: value if value.numel() == 1 else torch.cat([value, up[key]]) for key, value in gate.items()}
+    config = config_of(path)
+    config.packed_modules_mapping = {}
+    whole = torch.cat([one.dequantize() for one in expected(path, "mlp.gate_up_proj")])
+    layer = build("mlp.gate_up_proj", config)
+    options = {"quant_config": config, "params_dtype": torch.bfloat16, "bias": False, "prefix": f"{BLOCK}.mlp.both"}
+    replicated = linear.ReplicatedLinear(H, 2 * F, **options)
+    for made in (layer, replicated):
+        for key, value in one.items():
+            parameter = getattr(made, key)
+            parameter.weight_loader(parameter, value)
+        made.quant_method.process_weights_after_loading(made)
+        assert torch.equal(made.weight.dequantize(), whole)
+        assert made.weight.format.name == "nvfp4"
+
+
+@pytest.mark.parametrize("activation", [None, "fp8_row"])
+def test_layers_compile_as_a_whole(activation, folder, ranks):
+    path = folder("ct:nvfp4")
+    layer = build("mlp.up_proj", config_of(path, activation=activation), bias=True)
+    layer.bias.data.copy_(torch.randn(F))
+    load(layer, path)
+    x = torch.randn(20, H).bfloat16()
+    with torch.inference_mode():
+        compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), layer(x)[0])
+
+
 def test_fp8_activations_and_a_bias(folder, ranks):
     path = folder("ct:nvfp4")
     layer = build("mlp.up_proj", config_of(path, activation="fp8_row"), bias=True)
