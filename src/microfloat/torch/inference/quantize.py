@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from microfloat.arguments import check_bool
+from microfloat.arguments import check_bool, check_choice
 from microfloat.errors import MicrofloatError, invalid_type, invalid_value, kind_of
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Placement, Recipe
@@ -50,6 +50,7 @@ from microfloat.torch.convert.swap import (
     scale_groups,
     take_amax,
 )
+from microfloat.torch.inference.gptq import Hessians, compensated, hessians_of, with_method
 from microfloat.torch.linear.weight_cache import joint_amax
 from microfloat.torch.nn.conv1d import as_linear, is_conv1d, tell_adapters
 from microfloat.torch.nn.experts import ExpertsLayer, held_weight, place_of, products_of
@@ -72,7 +73,7 @@ _QUANTIZED = (
 def quantize_(
     model: nn.Module, config: Config | Placement | Mapping[str, Config | None] | str | os.PathLike,
     filter: Callable[[str, nn.Module], bool] | None = None, *, exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    fuse: Sequence[str] = DEFAULT_FUSE, embeddings: bool = False,
+    fuse: Sequence[str] = DEFAULT_FUSE, embeddings: bool = False, method: str = "nearest",
 ) -> ConversionReport:  # fmt: skip
     """Store the weight of every nn.Linear and GroupedLinear of `model` quantized, in place; returns a report.
 
@@ -86,6 +87,9 @@ def quantize_(
     `embeddings`: every nn.Embedding too is quantized, its weight alone; a lookup dequantizes the rows that it reads.
     One that is tied to a module which is left out, such as a head, stays as it is. Another layer whose weight is that
     of a module that is left out gets codes of its own, and a warning.
+    `method` "gptq": the codes of a weight are chosen together, so that errors make up for each other on the inputs that
+    ``with calibrate(model): model(batch)`` has seen before; a layer or an expert that got none takes the nearest codes,
+    as the report says. The Hessians are let go.
     Codes of the format in question stay as they are too, in a layer that has no recipe yet: one whose state dict was
     loaded with ``assign=True``, or that trained under `quantized_model_init`.
 
@@ -96,7 +100,7 @@ def quantize_(
     each plain one is let go: after an error in between (memory, Ctrl-C) a layer is quantized or as it was, and a second
     call goes on.
     """
-    return plan_storage(model, config, filter, exclude, fuse, embeddings=embeddings).complete(model)
+    return plan_storage(model, config, filter, exclude, fuse, embeddings=embeddings, method=method).complete(model)
 
 
 @dataclasses.dataclass
@@ -105,6 +109,7 @@ class Storage:
 
     `rows`: that of a report for each layer. `wishes`: name, layer and config of those to change, None being high
     precision. `fuse`: the kinds of layers whose weights share a scale. `stored`: the names of layers that are done.
+    `hessians`: by the id of a weight that is quantized by GPTQ.
     """
 
     layers: Options
@@ -113,6 +118,7 @@ class Storage:
     configs: dict[str, Config]
     fuse: tuple[str, ...]
     has_embeddings: bool
+    hessians: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     stored: set[str] = dataclasses.field(default_factory=set)
     spoiled: list[str] = dataclasses.field(default_factory=list)
 
@@ -154,7 +160,7 @@ class Storage:
             self.spoiled += [
                 name for name, one in plain.items() if not isinstance(one, QuantizedTensor) and not one.isfinite().all()
             ]
-            stored = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared)
+            stored = _stored_weights({name: (layers[name], configs[name]) for name in members}, shared, self.hessians)
             shared |= {  # type: ignore
                 id(plain): (plain, stored[name]) for name, plain in weights.items() if several[id(plain)] > 1
             }  # fmt: skip
@@ -162,7 +168,9 @@ class Storage:
             for name, weight in stored.items():
                 layer = layers[name]
                 pin_layer(name, layer, configs[name])
-                setattr(*place_of(layer), weight)
+                module, key = place_of(layer)
+                vars(module).get("_hessians", {}).pop(key, None)
+                setattr(module, key, weight)
                 if configs[name].is_static and not isinstance(layer, nn.Embedding):
                     take_amax(layer)
                 if name in untied:
@@ -175,7 +183,7 @@ class Storage:
 def plan_storage(
     model: nn.Module, config: Config | Placement | Mapping[str, Config | None] | str | os.PathLike,
     filter: Callable[[str, nn.Module], bool] | None = None, exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    fuse: Sequence[str] = DEFAULT_FUSE, *, embeddings: bool = False,
+    fuse: Sequence[str] = DEFAULT_FUSE, *, embeddings: bool = False, method: str = "nearest",
 ) -> Storage:  # fmt: skip
     """The `Storage` of a model, which may be on the meta device, by the arguments of `quantize_`; raises as it does."""
     check_model(model)
@@ -189,6 +197,7 @@ def plan_storage(
     for pattern, one in config.rules if isinstance(config, Placement) else [("", config)]:
         check_config(pattern, one, isinstance(config, Placement))
     check_bool("embeddings", embeddings)
+    check_choice("method", method, ("nearest", "gptq"))
     kinds = (*LAYERS, ExpertsLayer, nn.Embedding) if embeddings else (*LAYERS, ExpertsLayer)
     fused, layers = check_fuse(fuse), named_layers(model, kinds)
     rows, wishes = planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)  # type: ignore[arg-type]
@@ -199,7 +208,10 @@ def plan_storage(
         raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
     for name, chosen in configs.items():
         _check_tiles(name, layers[name], chosen)
-    return Storage(layers, rows, wishes, configs, fused, embeddings)
+    hessians = hessians_of({name: layers[name] for name in configs}) if method == "gptq" else {}
+    if hessians:
+        rows = [with_method(row, layers[row.name], hessians) if row.name in configs else row for row in rows]
+    return Storage(layers, rows, wishes, configs, fused, embeddings, hessians)
 
 
 def _is_stored(layer: nn.Module) -> bool:
@@ -279,8 +291,9 @@ def _untied(model: nn.Module, layers: Mapping[str, Any], configs: Mapping[str, C
 
 
 def _stored_weights(
-    members: Mapping[str, tuple[nn.Module, Config]], shared: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
+    members: Mapping[str, tuple[nn.Module, Config]], shared: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    hessians: Mapping[int, torch.Tensor],
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The stored weights of layers that share a scale, by name, each of a layer and its config."""
     held = {name: held_weight(layer) for name, (layer, _) in members.items()}
     matrices = {name: cast(torch.Tensor, layer.weight).detach() for name, (layer, _) in members.items()}
@@ -299,7 +312,7 @@ def _stored_weights(
             made[id(weight)] = shared[id(weight)][1]
         elif id(weight) not in made:
             try:
-                q = searched(matrices[name], rhs, amax, search)
+                q = searched(matrices[name], rhs, amax, search, hessians.get(id(weight)))
             except MicrofloatError as error:
                 raise with_path(error, name) from None
             turned = q.transpose(1, 2) if getattr(layer, "is_turned", False) else q
@@ -391,21 +404,29 @@ _RATIOS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a block's amax, for scales tha
 
 
 def searched(
-    weight: torch.Tensor, cast: Cast, amax: torch.Tensor | None = None, scale_search: str | None = None
-) -> QuantizedTensor:
+    weight: torch.Tensor, cast: Cast, amax: torch.Tensor | None = None, scale_search: str | None = None,
+    hessian: torch.Tensor | None = None,
+) -> QuantizedTensor:  # fmt: skip
     """A weight [N, K], or experts [E, N, K] one by one, under `cast`; `amax`: in place of the measured one, or None.
 
     `scale_search` "mse": each block takes the scale of the smallest squared error among that of the cast, those of
     smaller amaxes, at which the largest elements saturate, and those of other rules for the same scales. Ties keep the
-    scale of the cast. Codes and scales are those that a reader of the format expects.
+    scale of the cast. Codes and scales are those that a reader of the format expects. `hessian` [K, K] or [E, K, K]:
+    GPTQ chooses the codes, and such a search the scale of each block when its first column is reached.
     """
     if weight.dim() == 3:
-        amaxes = [None] * len(weight) if amax is None else amax.unbind()
-        made = [searched(one, cast, own, scale_search) for one, own in zip(weight, amaxes, strict=True)]
+        amaxes, sums = ([None] * len(weight) if one is None else one.unbind() for one in (amax, hessian))
+        experts = zip(weight, amaxes, sums, strict=True)
+        made = [searched(one, cast, own, scale_search, total) for one, own, total in experts]
         return torch.stack(made)  # type: ignore[arg-type,return-value]
     is_searched = scale_search == "mse" and not weight.is_meta and weight.numel() > 0
     if is_searched and cast.format.is_per_tensor:
         amax = _best_amax([weight], cast, _held_amax(weight, cast) if amax is None else amax)
+    if hessian is not None and weight.numel() and hessian.any() and weight.isfinite().all():
+        if amax is None and cast.takes_amax:
+            amax = _held_amax(weight, cast)
+        search = None if cast.format.is_per_tensor else scale_search
+        return compensated(weight, hessian, cast, amax, lambda part: searched(part, cast, amax, search))
     best = quantize(weight, cast, amax=amax)
     if not is_searched or cast.format.is_per_tensor:
         return best
@@ -482,16 +503,19 @@ def _take_blocks(q: QuantizedTensor, other: QuantizedTensor, which: torch.Tensor
 
 
 @contextlib.contextmanager
-def calibrate(model: nn.Module) -> Iterator[nn.Module]:
-    """Measure the amax of every input that layers with static scales get inside; ``with calibrate(model): model(x)``.
+def calibrate(model: nn.Module, *, hessians: bool = True) -> Iterator[nn.Module]:
+    """Measure the inputs that layers get inside: ``with calibrate(model): model(x)``.
 
-    Layers run with dynamic scales meanwhile. At the end each keeps the largest finite amax that it has met, as its
-    buffer `input_amax` (float32, saved with the model), from which its static scale follows; a warning names layers
-    that were not called. Of a model without such layers, all linear layers are measured, for a `quantize_` to come.
-    Raises InvalidTypeError for anything but a module, InvalidValueError for one without linear layers. After an
-    exception inside nothing has changed.
+    Layers of static scales run with dynamic ones meanwhile. At the end each keeps the largest finite amax that it has
+    met, as its buffer `input_amax` (float32, saved with the model), from which its static scale follows; a warning
+    names layers that were not called. Of a model without such layers all are measured, for a `quantize_` to come.
+    `hessians`: layers, and experts, whose weight is not stored quantized keep the sum of ``x.T @ x`` besides, which
+    ``quantize_(..., method="gptq")`` needs: 4 K^2 bytes on the device of x, once for layers that read one tensor one
+    after the other (not in inference mode); False: none. Raises InvalidTypeError for anything but a module,
+    InvalidValueError for one without linear layers. After an exception inside nothing has changed.
     """
     check_model(model)
+    check_bool("hessians", hessians)
     with products_to_measure(model) as products:
         layers = named_layers(model) | products
         pins = {name: layer.pinned for name, layer in layers.items() if isinstance(layer, RecipeLayer)}
@@ -499,14 +523,19 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
         if not layers:
             got = f"a {type(model).__name__} without linear layers"
             raise invalid_value("model", got, "one with layers to calibrate")
+        plain = {one for one in layers.values() if hessians and type(held_weight(one)) is nn.Parameter}
+        of_amax = set((static or layers).values())
         measured: dict[nn.Module, torch.Tensor] = {}
+        sums = Hessians()
 
         def measure(layer: nn.Module, arguments: tuple, options: Options) -> None:
-            x = arguments[0] if arguments else options.get("input")
-            if isinstance(x, torch.Tensor) and x.numel():
+            x, sizes, *_ = *arguments, *(options.get(name) for name in ("input", "group_sizes")[len(arguments) :]), None
+            if isinstance(x, torch.Tensor) and x.numel() and layer in of_amax:
                 measured[layer] = larger_amax(x, measured.get(layer))
+            if isinstance(x, torch.Tensor) and x.numel() and layer in plain:
+                sums.see(layer, x, sizes)
 
-        hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in (static or layers).values()]
+        hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in of_amax | plain]
         try:
             for name, layer in static.items():
                 layer.pin(dataclasses.replace(pins[name], scales="dynamic"))  # type: ignore
@@ -521,6 +550,9 @@ def calibrate(model: nn.Module) -> Iterator[nn.Module]:
                 layer.register_buffer("input_amax", amax)
             else:
                 layer.__dict__["_measured_amax"] = amax
+        for layer, total in sums.by_layer().items():
+            module, key = place_of(layer)
+            module.__dict__.setdefault("_hessians", {})[key] = total
     missed = [name for name, layer in static.items() if layer not in measured]
     if missed:
         warnings.warn(

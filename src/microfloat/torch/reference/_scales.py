@@ -148,8 +148,14 @@ def block_level(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Byte, value and encode factor e of a scale: ``e = min(f32(1 / f32(value * f32(1 / S))), FMAX)``."""
     byte, value = encode_scale(target, scale, 0.0, largest)
-    factor = divide(1.0, value * divide(1.0, tensor.encode)).clamp_(max=FMAX)
-    return byte, value, factor
+    return byte, value, encode_factor(value, tensor)
+
+
+def encode_factor(value: torch.Tensor, tensor: TensorLevel | None) -> torch.Tensor:
+    """The factor of elements before they are encoded, from the value of their stored scale, and the upper level."""
+    if tensor is None:
+        return divide(1.0, value).clamp_(min=2.0**-126)
+    return divide(1.0, value * divide(1.0, tensor.encode)).clamp_(max=FMAX)
 
 
 def two_level_scales(

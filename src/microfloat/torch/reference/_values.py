@@ -111,7 +111,7 @@ def scaled_matmul(
         if product is not None:
             return product
     (a_MK, a_scale), (b_NK, b_scale) = _operand_and_epilogue(a), _operand_and_epilogue(b)
-    with _full_float32(a_MK.device):
+    with full_float32(a_MK.device):
         accumulator = a_MK @ b_NK.t()
     _scale_accumulator(accumulator, a_scale, b_scale)
     if bias is not None:
@@ -168,7 +168,7 @@ def _bfloat16_product(a: Operand, b: Operand) -> torch.Tensor | None:
     alpha = math.prod(float(scale) for scale in (a_scale, b_scale) if scale is not None)
     if not (min(alpha, a_unit * b_unit, alpha * a_unit * b_unit) >= 2.0**-126 and alpha < 2.0**127):
         return None
-    with _full_float32(a_MK.device):
+    with full_float32(a_MK.device):
         if alpha == 1:
             product = a_MK @ b_NK.t()
         else:
@@ -217,7 +217,7 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _full_float32(device: torch.device) -> Iterator[None]:
+def full_float32(device: torch.device) -> Iterator[None]:
     """Keep TF32 (CUDA), bf16 shortcuts (CPU) and torch.autocast out of a float32 GEMM, whatever the process allows.
 
     The setting is that of the process: it is raised while any thread is inside, and put back by the last one to leave.
