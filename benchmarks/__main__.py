@@ -17,6 +17,7 @@
     python -m benchmarks cpu          casts on a CPU beside torchao                                    (c.*)
     python -m benchmarks convert      a checkpoint of 2 GB converted, with the profile that says what bounds it
     python -m benchmarks qat          held-out loss: trained under a config against quantized afterwards
+    python -m benchmarks gptq     errors of layers and perplexity: GPTQ against nearest codes and searched scales
     python -m benchmarks merge FROM INTO       rows of one result file into another
 
 A row is compared with the reference before it is timed; what differs is not timed. Times are medians of CUDA events on
@@ -38,7 +39,12 @@ COMMANDS = {
     "decode": "benchmarks.decode",
 }  # fmt: skip
 # Commands with options of their own, which need no GPU.
-OF_CPU = {"cpu": "benchmarks.cpu_quantize", "convert": "benchmarks.convert", "qat": "benchmarks.qat"}
+OF_CPU = {
+    "cpu": "benchmarks.cpu_quantize",
+    "convert": "benchmarks.convert",
+    "qat": "benchmarks.qat",
+    "gptq": "benchmarks.gptq",
+}
 DESCRIPTION, DETAILS = __doc__.split("\n\n", 1)  # type: ignore[union-attr]
 
 

@@ -10,7 +10,9 @@ Nothing is measured here. A block whose file does not exist says so; an unfinish
 import datetime
 import functools
 import json
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,37 @@ def qat_table(path: Path = RESULTS / "qat.json") -> str:
     return f"{table(header, rows, right=range(1, len(header)))}\n\n{text}\n\n{provenance(data)}"
 
 
+def gptq_table(path: Path = RESULTS / "gptq.json") -> str:
+    """Errors of layers, held-out perplexity and time of every format and method."""
+    if not path.exists():
+        return _missing(path, "`python -m benchmarks gptq`")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    config, plain = data["config"], data["plain"]
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in data["rows"][0]["errors"]))
+
+    def percent(errors: Mapping[str, float], kind: str) -> str:
+        found = [error for name, error in errors.items() if name.endswith(kind)]
+        return f"{100 * sum(found) / len(found):.2g}"
+
+    rows = [["not quantized", "", *[""] * len(kinds), "", f"{math.exp(plain):.4f}", "", ""]]
+    for row in data["rows"]:
+        rows.append([
+            f"`{row['format']}`", row["method"], percent(row["errors"], ""),
+            *(percent(row["errors"], kind) for kind in kinds), f"{math.exp(row['loss']):.4f}",
+            f"{row['loss'] - plain:+.5f}", f"{row['seconds']:.2f}",
+        ])  # fmt: skip
+    header = ["format", "method", "all", *(f"`{kind}`" for kind in kinds), "perplexity", "loss", "seconds"]
+    text = (
+        f"Columns of layers: error of their outputs, ``|(W - Q) x|^2 / |W x|^2`` in percent, a mean over layers, on "
+        f"held-out text. Perplexity a byte, the loss above that of the plain model in nats per byte, and the time of "
+        f"calibration and `quantize_`. A Llama of {config['layers']} layers of width {config['width']} "
+        f"({config['parameters'] / 1e6:.1f} million parameters), trained for {config['steps']} steps of "
+        f"{config['batch']} x {config['context']} bytes of Python's standard library; calibrated on "
+        f"{config['calibration_tokens']:,} bytes, measured on {config['held_out_tokens']:,}."
+    )
+    return f"{table(header, rows, right=range(2, len(header)))}\n\n{text}\n\n{provenance(data)}"
+
+
 def provenance(data: dict[str, Any]) -> str:
     """Command, machine, date and versions of a result."""
     machine, versions = data["machine"], data["versions"]
@@ -127,6 +160,7 @@ BLOCKS = [
     (ROOT / "docs" / "performance.md", "measured: peers", peers_table.peers_table),
     (ROOT / "README.md", "measured: demo", demo_table),
     (ROOT / "docs" / "qat.md", "measured: qat", qat_table),
+    (ROOT / "docs" / "inference.md", "measured: gptq", gptq_table),
     (ROOT / "docs" / "laboratory" / "recipes.md", "measured: cpu_quantize", cpu_quantize_table),
     *(
         (
