@@ -251,6 +251,8 @@ def route_between(
         return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True)
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"
+        if library == "torch" and _are_mx(a, b) and a.element.bits == b.element.bits == 4 and not chip.has_mxfp4:
+            as_mx = " as MXFP8, exactly: torch has no GEMM of MXFP4 for this chip"
         return route("block_scaled", f"{chip.name} multiplies it{as_mx}; {UNTRIED}", a.name, b.name, accelerated=True)
     by_rows = a.scale != b.scale and folds_beside(a, b)
     if by_rows and library == "torch" and chip.multiplies_stored_codes and lhs.power_of_two:

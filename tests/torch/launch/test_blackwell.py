@@ -15,7 +15,9 @@ import torch.nn.functional as F  # noqa: E402
 
 import microfloat.torch as mf  # noqa: E402
 from microfloat import formats, reference  # noqa: E402
-from microfloat.recipes import Cast, CustomRecipe, Float8BlockScaling, Gemm  # noqa: E402
+from microfloat.chips import chip_named  # noqa: E402
+from microfloat.recipes import Cast, CustomRecipe, Float8BlockScaling, Gemm, from_name  # noqa: E402
+from microfloat.routes import routes_of  # noqa: E402
 from microfloat.torch import backends  # noqa: E402
 from microfloat.torch import reference as torch_reference  # noqa: E402
 from microfloat.torch.launch import blackwell as block_scaled  # noqa: E402
@@ -140,10 +142,10 @@ class BlockScaledGemm:
 
 
 @contextlib.contextmanager
-def on_blackwell():
+def on_blackwell(chip="b200"):
     """The native backend of a Blackwell on the CPU, with casts by the reference (their bytes are the kernels')."""
     gemm = BlockScaledGemm()
-    with pytest.MonkeyPatch.context() as patch, backends.pretend(chip="b200", interpreted=False):
+    with pytest.MonkeyPatch.context() as patch, backends.pretend(chip=chip, interpreted=False):
         patch.setattr(torch.nn.functional, "scaled_mm", gemm.scaled_mm)
         yield gemm
 
@@ -187,6 +189,22 @@ def test_linears_reach_the_block_scaled_gemm(recipe, kinds, dtype, shape, bias) 
         assert (mine.double() - wanted.double()).norm() <= 2 * limit * wanted.double().norm()
     assert len(gemm.kinds) == 3
     assert set(gemm.kinds) <= kinds
+
+
+@pytest.mark.parametrize("chip", ["rtx5090", "gb10", "sm_110"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("mxfp4", "float8_e4m3fn BlockWise1x32"), ("nvfp4", "float4_e2m1fn_x2 BlockWise1x16")]
+)
+def test_mxfp4_enters_as_fp8_where_torch_has_no_gemm_for_it(chip, name, kind) -> None:
+    """torch's GEMM of MXFP4 is for the Blackwell of data centers alone (compute capability 10)."""
+    layer = mf.Linear(96, 48, dtype=torch.bfloat16, recipe=name)
+    x = torch.randn(24, 96, dtype=torch.bfloat16)
+    expected = layer(x)
+    with on_blackwell(chip) as gemm:
+        actual, route = layer(x), routes_of(from_name(name), chip_named(chip)).fprop
+    assert gemm.kinds == [kind]
+    assert ("as MXFP8, exactly" in route.reason) is (name == "mxfp4")
+    assert (actual.double() - expected.double()).norm() <= 5e-3 * expected.double().norm()
 
 
 def _step(layer, x, dy) -> list[torch.Tensor]:

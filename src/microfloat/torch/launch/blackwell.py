@@ -11,14 +11,14 @@ from microfloat.torch.reference._grid import ceil_to
 from microfloat.torch.tensor.packing import to_blocked
 
 
-def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype) -> Options:
+def block_scaled_arguments(a: Operand, b: Operand, out_dtype: torch.dtype, has_mxfp4: bool = True) -> Options:
     """Keyword arguments of `torch.nn.functional.scaled_mm` for ``a @ b.T``: b's rows are padded to a multiple of 16.
 
     MX operands of FP8, whatever their elements were, but for two of FP4 with a bfloat16 result, which torch multiplies
-    as they are; FP8 with scales for 128 elements, powers of two, as MX (docs/numerics.md 3.4); NVFP4.
+    as they are where `has_mxfp4`; FP8 with scales for 128 elements, powers of two, as MX (docs/numerics.md 3.4); NVFP4.
     """
     packed = a.format.element.bits == b.format.element.bits == 4
-    packed = packed and (out_dtype == torch.bfloat16 or a.format.scale.name == "E4M3")
+    packed = packed and ((has_mxfp4 and out_dtype == torch.bfloat16) or a.format.scale.name == "E4M3")
     level = a.tensor_scale is not None or b.tensor_scale is not None
     a_codes, a_scales, a_kinds, a_orders = _block_scaled_side(a, a.rows, packed, level)
     b_codes, b_scales, b_kinds, b_orders = _block_scaled_side(b, ceil_to(b.rows, 16), packed, level)

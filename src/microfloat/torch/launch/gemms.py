@@ -439,11 +439,11 @@ def _plain_epilogue(
 
 
 def _block_scaled(task: _Task) -> Product:
-    (m, k, n), dtype = task.shape, task.out_dtype
+    (m, k, n), dtype, has_mxfp4 = task.shape, task.out_dtype, backends.chip_of(task.device).has_mxfp4
 
     def multiplied(a: Parts, b: Parts, bias: Level) -> Tensor:
         left, right = _operand(task.lhs, m, k, a), _operand(task.rhs, n, k, b)
-        y = F.scaled_mm(**block_scaled_arguments(left, right, dtype if bias is None else torch.float32))
+        y = F.scaled_mm(**block_scaled_arguments(left, right, dtype if bias is None else torch.float32, has_mxfp4))
         y = y if y.shape[1] == n else y[:, :n].contiguous()
         return y if bias is None else (y + bias.float()).to(dtype)
 
