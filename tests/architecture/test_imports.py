@@ -127,6 +127,7 @@ def test_the_oracle_is_loaded_when_it_is_used(fresh_python):
     assert done.stdout.split() == ["False", "False", "True", "1.0", "microfloat.metrics"]
 
 
+@pytest.mark.slow_cases("tests/jax/test_imports.py has a process without torch", all_but=("torch-jax",))
 @pytest.mark.parametrize(("front_end", "other"), [("torch", "jax"), ("jax", "torch")])
 def test_a_front_end_does_not_load_the_other_framework(fresh_python, repository, front_end, other):
     if not (repository / "src" / "microfloat" / front_end).is_dir():

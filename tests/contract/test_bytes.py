@@ -218,7 +218,7 @@ def arrays(draw, one_kind, few_shapes):
 
 @every_adapter
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
-@settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=25 if THOROUGH else 12, suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_random_inputs(adapter, fmt, data):
     """Any shape, dtype and axis; where kernels are compiled, sizes of one kind, dtype and axis of the Cast's turn.

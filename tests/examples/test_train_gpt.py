@@ -231,6 +231,7 @@ print("caught", caught)
 """
 
 
+@pytest.mark.slow_cases("examples: the same signals once more", all_but=("0.0-True-2", "30.0-False-15"))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("patience", "blocks"), [(0.0, True), (30.0, False)])
 def test_a_second_signal_ends_a_step_at_once(number, patience, blocks):

@@ -58,7 +58,7 @@ def gradients(op, x, w, dy, dimension_numbers=PLAIN, **arguments):
     return run(x, w, dy)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8", "nvfp4"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4",))
 @pytest.mark.parametrize("name", [*RECIPES, *SPECIAL])
 def test_three_gemms_equal_the_oracle(name):
     """Features J2 and J3."""

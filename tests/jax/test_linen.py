@@ -363,8 +363,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("op", "name", "is_jitted"),
     [
-        (ml.dot_general_cls("delayed"), "adamw", False),
-        (fp8_ops.Fp8DotGeneralOp, "clipped", False),
+        pytest.param(ml.dot_general_cls("delayed"), "adamw", False, marks=pytest.mark.slow("further optimizers")),
+        pytest.param(fp8_ops.Fp8DotGeneralOp, "clipped", False, marks=pytest.mark.slow("further optimizers")),
         pytest.param(ml.dot_general_cls("delayed"), "multi_steps", True, marks=pytest.mark.slow("further optimizers")),
         (fp8_ops.Fp8DotGeneralOp, "adamw", True),
         (ml.dot_general_cls("delayed"), "whole", True),

@@ -57,6 +57,7 @@ def served(model: Block, config) -> Block:
     return stored
 
 
+@pytest.mark.slow_cases("further dtypes of a checked config", cases=("torch.float32-WeightActivation*",))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.label)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_forward_that_trains_is_the_one_that_is_served(config, dtype) -> None:

@@ -486,6 +486,7 @@ def dequantized(monkeypatch) -> list:
 DEQUANTIZED = {fmt: WeightOnly(fmt, prefill="dequantized", prefill_rows=8) for fmt in FORMATS}
 
 
+@pytest.mark.slow_cases("further dtypes of a checked format", all_but=("*bfloat16", "nvfp4-*"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_dequantized_weight_changes_no_bits(fmt, dtype) -> None:

@@ -83,7 +83,7 @@ def test_more_rows_come_in_the_order_of_the_tensor_cores(linear, length):
     assert launches == ["decode_order", "decode_gemm"]
 
 
-@pytest.mark.slow_cases("the same kernels, other formats", all_but=("nvfp4-*", "fp8_row-40*"))
+@pytest.mark.slow_cases("the same kernels, other formats", all_but=("nvfp4-*",))
 @pytest.mark.parametrize(
     ("name", "rows", "kernels"),
     [

@@ -81,6 +81,7 @@ def loop(recipe, sizes, x, weight, bias, dy):
     return torch.cat(ys), torch.cat(dxs), torch.stack(dws), None if bias is None else torch.stack(dbs)
 
 
+@pytest.mark.slow_cases("further switches of a recipe", cases=("nvfp4_0[01]1", "nvfp4_1[01]0", "fp8_current_pow2"))
 @pytest.mark.parametrize("name", RECIPE_CASES)
 def test_a_loop_of_linears(name):
     """features M7: forward, dgrad and wgrad of every expert, empty and ragged groups, a dy that lies across."""

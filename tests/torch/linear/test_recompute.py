@@ -140,6 +140,9 @@ def parts(y, x, model):
     return [*first, *second, *third, *torch.autograd.grad(y.tanh().sum(), x)]
 
 
+@pytest.mark.slow_cases(
+    "further nestings of checkpoints", cases=("ours in*-mxfp8-*", "ours in*-None-*", "*-mxfp8-parts")
+)
 @pytest.mark.parametrize("backward", [two_losses, parts])
 @pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4", "delayed", RECIPE])
 @pytest.mark.parametrize("form", ["ours", "ours in ours", "ours in later", "fused"])

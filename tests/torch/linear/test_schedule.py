@@ -80,6 +80,7 @@ def _name(case: tuple) -> str:
     cases=("microbatches-nvfp4", "saved_tensors_may_travel", "overflow-nvfp4", "overflow-mx*4", "overflow-mxfp6",
     "overflow-fp8_*", "overflow-mxfp8*", "overflow-delayed",
     "microbatches-fp8_current", "every_group_is_cast_alone-mxfp8", "every_group_is_cast_alone-fp8_current",
+    "every_group_is_cast_alone-fp8_block", "every_group_is_cast_alone-delayed",
     "same_bits-*(80,144)*", "kept_weights_*", "same_bits_by_addresses-nvfp4",
     "fewer_gradients_than_planned-[fn]*", "same_bits-*-float16", "same_bits-fp8_block*-(48,400)*",
     "same_bits-mxfp6dequantized*", "same_bits-mxfp4dequantized*", "same_bits-fp8_rowdequantized*",

@@ -70,6 +70,7 @@ def _step(module, kind, inputs, bias_of=None):
 # ------------------------------------------------------------------------------------------------- returned biases
 
 
+@pytest.mark.slow_cases("further modules and recipes", cases=("*-mxfp6", "*-mxfp4", "*-fp8_row", "*-fp8_block"))
 @pytest.mark.parametrize("name", [None, *NAMES])
 @pytest.mark.parametrize("kind", list(MODULES))
 def test_a_returned_bias_is_that_of_the_module(kind, name):
