@@ -1,4 +1,4 @@
-"""Recipe -> Gemm -> Cast: immutable data that fills the table of three GEMMs and six operands.
+"""Recipe -> Gemm -> Cast: immutable data that fills the table of six operands, also as constants for compilers.
 
 fprop ``y = x @ w.T`` contracts K (operands x, w); dgrad ``dx = dy @ w`` contracts N (dy, w); wgrad ``dw = dy.T @ x``
 contracts M (dy, x). Validity is checked when an object is built (docs/numerics.md, section 10), so later code need not

@@ -1,4 +1,4 @@
-"""Faster ways of XLA on CUDA, to the same bits: FP8 conversions, scales inside the FP8 GEMM, layouts.
+"""Faster ways of XLA on CUDA, to the same bits: FP8 conversions, scales inside the FP8 GEMM, transposes.
 
 Chosen where a program is lowered for CUDA and `capability` names a chip; everywhere else the integers of
 `microfloat.jax.numerics.bits` and float32 epilogues do the same. Source: docs/numerics.md 1.2 and 8.2, docs/jax.md.

@@ -1,4 +1,4 @@
-"""One or two matrices cast in one launch, each with scales of its own: what a small Linear casts in a step.
+"""One or two matrices cast in one launch, whose programs wait for each other: what a small Linear casts in a step.
 
 The casts are those of `scaled` and `nvfp4`, tile by tile, so the bytes are too; what differs is who runs them. A launch
 has fewer programs than there are tiles, and each takes the tiles `first`, `first` + `programs`, ... of a matrix. Where

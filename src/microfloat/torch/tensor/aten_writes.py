@@ -1,4 +1,4 @@
-"""Operators that write into a QuantizedTensor: bytes of its own kind, or values that its Cast quantizes."""
+"""Operators that write into a QuantizedTensor: bytes of its kind, values to quantize, or updates of its values."""
 
 import dataclasses
 import functools
