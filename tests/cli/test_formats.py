@@ -102,6 +102,15 @@ def test_formats_are_measured_on_a_tensor(microfloat, tmp_path):
     microfloat("formats", "nvfp4", "--on", tmp_path / "object.npy").refuses("--on: got")
 
 
+@pytest.mark.parametrize("name", ["e3m1", "int5"])
+def test_an_element_without_a_stock_format_has_no_empty_table(microfloat, name):
+    done = microfloat("formats", name)
+    assert "Elements" in done.out
+    assert "elements and their scales" not in done.out
+    assert microfloat("formats", name, "--json").json["formats"] == []
+    assert "elements and their scales" in microfloat("formats", "e3m2").out
+
+
 def test_elements_and_formats_that_their_names_say(microfloat):
     (row,) = microfloat("formats", "int4:ue5m3:1x16", "--json").json["formats"]
     assert (row["element"], row["scale"], row["scale_rule"]) == ("INT4", "UE5M3", "one_level")

@@ -4,7 +4,7 @@ import pytest
 
 from microfloat import reference
 from microfloat.errors import InvalidTypeError, InvalidValueError
-from microfloat.formats import FORMATS, FP8_TENSOR, get_format
+from microfloat.formats import E2M1, FORMATS, FP8_TENSOR, SCALE_E8M0, ScaledFormat, get_format
 from microfloat.recipes import RECIPES, Cast, Gemm, MXFP8BlockScaling, NVFP4BlockScaling, Placement, Recipe, from_name
 from microfloat.recipes.cast import as_scaled_format
 from microfloat.recipes.core import NamedRecipe
@@ -38,8 +38,12 @@ def test_whose_name_it_is():
         "'fp8_tensor' is a format; the recipes that use it: 'delayed', 'fp8_current'."
     )
     assert str(_error(lambda: as_recipe("mxfp6_e2m3"))).endswith(
-        "'mxfp6_e2m3' is a format that no stock recipe uses; a CustomRecipe of Gemm('mxfp6_e2m3', ...) may."
+        "'mxfp6_e2m3' is a format that no stock recipe uses. Under one of your own it trains: with gemm = Gemm(format, "
+        "format), CustomRecipe(gemm, gemm, gemm) takes it for all six operands."
     )
+    for name in ("e3m1:e8m0:1x16", "int8:fp32:row"):
+        assert f"'{name}' is a format that no stock recipe uses" in str(_error(lambda name=name: as_recipe(name)))
+    assert "is a format" not in str(_error(lambda: as_recipe("e3m1:e9m0:1x16")))
     assert str(_error(lambda: Cast("fp8_current"))).endswith(
         "'fp8_current' is a recipe; the formats that it uses: 'fp8_tensor', 'fp8_tensor_e5m2'."
     )
@@ -70,6 +74,8 @@ class Mine(NamedRecipe):
         (Mine, r"Call the class: Mine\(\)\."),
         (dict, "got the class dict, needed a Recipe, such as .* or its name.$"),
         (FP8_TENSOR, "got ScaledFormat, .*the recipes that use it: 'delayed', 'fp8_current'"),
+        (Cast("nvfp4_2d"), "got Cast, .*the recipes that use it: 'nvfp4'"),
+        (ScaledFormat("mine", E2M1, SCALE_E8M0, (1, 8)), r"'mine' is .* no stock recipe uses.*CustomRecipe\(gemm"),
         (Placement([("*", None)]), "A Placement goes to convert"),
         (None, "got NoneType"),
         (8, "got int"),

@@ -199,10 +199,10 @@ class Output:
     def table(
         self, key: str | None, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str = ""
     ) -> None:
-        """Rows under `key` of the document, and as a table; where that is too wide, each row as lines of its own."""
+        """Rows under `key` of the document, and as a table if there are any; in lines of their own if it is too wide."""
         if key is not None:
             self.document[key] = [dict(row) for row in rows]
-        if not self.shows:
+        if not (self.shows and rows):
             return
         if title:
             self.say(title, "bold")

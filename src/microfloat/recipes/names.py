@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from microfloat._environment import state_of
 from microfloat.errors import invalid_type, kind_of, unknown_name
-from microfloat.formats import FORMATS, ScaledFormat
-from microfloat.recipes.cast import HINTS
+from microfloat.formats import ScaledFormat, get_format
+from microfloat.recipes.cast import HINTS, Cast
 from microfloat.recipes.core import Recipe, register
 from microfloat.recipes.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowScaling
 from microfloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
@@ -74,8 +74,8 @@ def as_recipe(recipe: Recipe | str, argument: str = "recipe") -> Recipe:
     hint = getattr(recipe, "_not_a_recipe", "")
     if isinstance(recipe, type):
         hint = f"Call the class: {recipe.__name__}()." if issubclass(recipe, Recipe) else ""
-    elif isinstance(recipe, ScaledFormat):
-        hint = hint_of_format(recipe.name)
+    elif isinstance(recipe, ScaledFormat | Cast):
+        hint = hint_of_format(getattr(recipe, "format", recipe).name, is_format=True)
     raise invalid_type(argument, kind_of(recipe), "a Recipe, such as recipes.MXFP8BlockScaling(), or its name", hint)
 
 
@@ -88,14 +88,19 @@ def _formats_of(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(cast.format.name for cast in recipe.casts.values() if cast is not None))
 
 
-def hint_of_format(name: str) -> str:
-    """A hint for the name of a format given as a recipe; "" for any other name."""
-    if name not in FORMATS:
+def hint_of_format(name: str, is_format: bool = False) -> str:
+    """A hint for the name of a format given as a recipe; "" for any other name, unless it `is_format` all the same."""
+    try:
+        is_format = is_format or get_format(name) is not None
+    except ValueError:
         return ""
     using = ", ".join(repr(recipe) for recipe, make in RECIPES.items() if name in _formats_of(make()))
     if using:
         return f"{name!r} is a format; the recipes that use it: {using}."
-    return f"{name!r} is a format that no stock recipe uses; a CustomRecipe of Gemm({name!r}, ...) may."
+    return (
+        f"{name!r} is a format that no stock recipe uses. Under one of your own it trains: with gemm = Gemm(format, "
+        "format), CustomRecipe(gemm, gemm, gemm) takes it for all six operands."
+    )
 
 
 def hint_of_recipe(name: str) -> str:
