@@ -70,7 +70,7 @@ _COLUMNS = {
     "NVFP4 (Blackwell)": (("E2M1",), "E4M3"),
     "MXFP4, MXFP6 (Blackwell)": (("E2M1", "E2M3", "E3M2"), "E8M0"),
 }
-_NOT_EXPERTS, _ONLY_EXPERTS, _STATIC, _STACKED = "[1]", "[2]", "[3]", "[4]"
+_STATIC, _STACKED, _ONLY_EXPERTS, _NOT_EXPERTS = "[1]", "[2]", "[3]", "[4]"  # as they come in the table
 
 
 def read_by(reader: str, family: str, target: Written) -> str | None:
@@ -90,21 +90,25 @@ def read_by(reader: str, family: str, target: Written) -> str | None:
 
 
 def engines_table() -> str:
-    """Engine and format, with the chips that have units for it -> targets of `convert` that the engine reads."""
+    """Engine and format, with the chips that have units for it -> targets of `convert` that the engine reads.
+
+    Those that most engines read without a reservation come first.
+    """
+    targets = {name: (family.name, target) for family in FAMILIES for name, target in family.writes.items()}
+    read = {name: {reader: read_by(reader, *one) for reader in SOURCES} for name, one in targets.items()}
     rows = []
     for reader in SOURCES:
         cells: dict[str, list[str]] = {title: [] for title in _COLUMNS}
-        for family in FAMILIES:
-            for name, target in family.writes.items():
-                marks, fmt = read_by(reader, family.name, target), target.cast.format
-                for title, (elements, scale) in _COLUMNS.items():
-                    if marks is not None and fmt.element.name in elements and fmt.scale.name == scale:
-                        cells[title].append(f"`{name}`{marks}")
+        for name in sorted(read, key=lambda name: (bool(read[name][reader]), -[*read[name].values()].count(""))):
+            marks, fmt = read[name][reader], targets[name][1].cast.format
+            for title, (elements, scale) in _COLUMNS.items():
+                if marks is not None and fmt.element.name in elements and fmt.scale.name == scale:
+                    cells[title].append(f"`{name}`{marks}")
         rows.append([reader, *(", ".join(names) or "none known" for names in cells.values())])
     text = (
-        f"{_NOT_EXPERTS} Not for models whose experts are stored one by one. {_ONLY_EXPERTS} For such experts alone. "
         f"{_STATIC} If the source has scales of inputs; from a plain one the result has quantized weights alone, which "
         f"engines may not take. {_STACKED} For models whose experts are one tensor for each layer, as in gpt-oss. "
+        f"{_ONLY_EXPERTS} For experts that are stored one by one alone. {_NOT_EXPERTS} Not for models that have such. "
         "Looked up in the source of the version that is named, or found by running it; whether an engine has a kernel "
         "for your chip or knows your model is not said here. Shapes and models that make an exception, and all that is "
         "read besides: [checkpoints.md](checkpoints.md#what-readers-do); `microfloat inspect FILE` says it of a file."

@@ -133,13 +133,20 @@ def test_the_first_page_names_targets_that_its_engines_read(tool):
         "run: python tools/families_table.py --write"
     )
     rows = {row.split(" ")[1]: row for row in text.splitlines() if row.startswith("| ")}
-    assert "`ct:mxfp8` [1]" in rows["transformers"]  # no numbered experts
+    assert "`ct:mxfp8` [4]" in rows["transformers"]  # no numbered experts
     assert "modelopt" not in rows["transformers"]
-    assert "`ct:mxfp4` [2]" in rows["SGLang"]  # experts alone
+    assert "`ct:mxfp4` [3]" in rows["SGLang"]  # experts alone
     assert "`ct:nvfp4`" not in rows["TensorRT-LLM"]  # it refuses weights without activations
     assert "`ct:fp8`" not in rows["TensorRT-LLM"]
     assert "hf:mxfp8" not in rows["vLLM"]  # but for one model
-    assert all("`modelopt:fp8` [3]" in rows[name] for name in ("vLLM", "SGLang", "TensorRT-LLM"))
+    assert all("`modelopt:fp8` [1]" in rows[name] for name in ("vLLM", "SGLang", "TensorRT-LLM"))
+    # What most engines read comes first in its cell, and what holds for some models alone comes last.
+    assert all(row.split("|")[2].startswith(" `ct:fp8_dynamic`, ") for row in rows.values() if "`" in row)
+    assert rows["vLLM"].split("|")[4].strip() == "`modelopt:nvfp4`, `ct:nvfp4`"
+    assert rows["SGLang"].split("|")[3].startswith(" `modelopt:mxfp8`, ")
+    for cell in (cell for row in rows.values() for cell in row.split("|")):
+        marked = ["[" in target for target in cell.split(", ")]
+        assert marked == sorted(marked)
 
 
 def test_make_tables_regenerates_every_block_of_the_pages(tool):

@@ -199,7 +199,7 @@ class Output:
     def table(
         self, key: str | None, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str = ""
     ) -> None:
-        """Rows under `key` of the document, and as a table if there are any; in lines of their own if it is too wide."""
+        """Rows under `key` of the document, and as a table if there are any; each in its lines if that is too wide."""
         if key is not None:
             self.document[key] = [dict(row) for row in rows]
         if not (self.shows and rows):
