@@ -241,6 +241,7 @@ def test_weights_that_are_joined_in_the_file_and_replicated_ones(folder, ranks, 
         assert made.weight.format.name == "nvfp4"
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("activation", [None, "fp8_row"])
 def test_layers_compile_as_a_whole(activation, folder, ranks):
     path = folder("ct:nvfp4")
