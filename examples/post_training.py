@@ -260,7 +260,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("weights", type=Path, help="ROW.SEED.safetensors of study.py run --keep ROW")
     parser.add_argument("--text", type=Path, help="the text that the model was trained on, as in study.py")
-    parser.add_argument("--tokens", type=int, default=24_576, help="held-out tokens of each kind of text")
+    parser.add_argument("--tokens", type=int, default=4096, help="held-out tokens of each kind of text (a GPU: 131072)")
     parser.add_argument("--batch", type=int, default=8, help="windows of training text for the gradients")
     parser.add_argument("--only", default="", help="ways to serve whose name has this in it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

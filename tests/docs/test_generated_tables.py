@@ -176,6 +176,55 @@ def test_the_tables_of_evidence_are_those_of_its_runs(tool):
     assert evidence.ORDER[:2] == (evidence.FAILED, evidence.verdict(gap, 0.01))
 
 
+def test_the_tables_of_a_trained_model_put_what_costs_first(tool, tmp_path, monkeypatch):
+    served, block = tool("served_table"), tool("marked_block")
+    for page, name, make in served.BLOCKS:
+        assert block.read_block(page.read_text(), name) == make().strip(), "run: python tools/served_table.py --write"
+    ways = [
+        {"name": name, "group": group, "bits": 4.5, "loss": {"code": 2.0}, "above": {"code": [above, 0.001]},
+         "divergence": {"code": [far, 0.0]}}
+        for name, group, above, far in
+        (("bf16", "", 0.0, 0.0), ("a", "weights", -0.01, 0.001), ("b", "cache", 0.02, 0.1))
+    ]  # fmt: skip
+    rows = [{"row": "good", "cosine": {"up": 0.99}, "sqnr": {"fprop": {"up": 30.0}}},
+            {"row": "bad", "cosine": {"up": 0.5}, "sqnr": {}}]  # fmt: skip
+    run = {"row": "bf16", "steps": 10, "size": {"batch": 100, "context": 2000}}
+    found = {"served": ways, "gradients": rows, "run": run, "tokens": 9, "batch": 1, "date": "today", "command": "it",
+             "environment": {"device": "a chip", "torch": "2"}}  # fmt: skip
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    monkeypatch.setattr(served, "RESULTS", tmp_path / "found.json")
+    lines = served.served_table().splitlines()
+    assert lines[2:4] == [
+        "| `b` | keys and values | 4.50 | +0.0200 ± 0.0010 | 0.10000 |",
+        "| `a` | weights | 4.50 | -0.0100 ± 0.0010 | 0.00100 |",
+    ]
+    assert "`bf16`, 2 million" in lines[5]
+    assert served.gradients_table().splitlines()[2:4] == [
+        "| `bad` | 0.5000 | 0.5000 |  |  |  |", "| `good` | 0.9900 | 0.9900 | 30.0 |  |  |",
+    ]  # fmt: skip
+
+
+def test_gaps_of_a_longer_run_stand_beside_those_of_the_same_seed(tool, tmp_path, monkeypatch):
+    evidence = tool("evidence_table")
+
+    def write(name, steps, gap):
+        runs = [
+            {"row": row, "seed": 0, "held_out": {"code": loss}} for row, loss in (("bf16", 2.0), ("mxfp4", 2.0 + gap))
+        ]
+        found = {"runs": runs, "steps": steps, "size": {"batch": 10, "context": 1000}, "date": "today", "command": "it",
+                 "environment": {"device": "a chip", "torch": "2"}}  # fmt: skip
+        (tmp_path / name).write_text(json.dumps(found))
+        return tmp_path / name
+
+    short, long = write("short", 200, 0.05), write("long", 400, 0.06)
+    monkeypatch.setattr(evidence, "LONGER", long)
+    read = evidence.results
+    monkeypatch.setattr(evidence, "results", lambda file=short: read(file))
+    lines = evidence.longer_table().splitlines()
+    assert lines[0].startswith("| row, seed 0 | gap at 2 million tokens | gap at 4 million tokens |")
+    assert lines[2] == "| `mxfp4` | +0.0500 | +0.0600 | +0.0100 |"
+
+
 def test_rows_keep_their_bits_where_no_scale_is_of_the_whole_tensor(tool):
     """What was tried is what the casts say, for a call of other sizes too."""
     pytest.importorskip("torch", reason="torch is not installed")
