@@ -28,6 +28,7 @@ from vllm.model_executor.layers import linear  # noqa: E402
 from vllm.model_executor.layers.attention import Attention  # noqa: E402
 from vllm.model_executor.layers.fused_moe import layer as fused_moe  # noqa: E402
 from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
+from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights  # noqa: E402
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading  # noqa: E402
 from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
@@ -39,7 +40,16 @@ from microfloat.integrations.vllm import MicrofloatConfig, register  # noqa: E40
 
 H, KV, HEAD, F, E = 128, 2, 32, 192, 4  # hidden size, KV heads, size of a head, width of the MLP, experts
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-FORMATS = ["ct:nvfp4", "ct:mxfp4", "ct:mxfp6", "ct:mxfp8", "modelopt:nvfp4", "modelopt:mxfp8"]
+FORMATS = [
+    "ct:nvfp4",
+    "ct:mxfp4",
+    "ct:mxfp6",
+    "ct:mxfp8",
+    "modelopt:nvfp4",
+    "modelopt:mxfp8",
+    "quark:mxfp4",
+    "quark:mxfp8",
+]
 WEIGHTS = {"ct:mxfp6": "mxfp6_e2m3", "ct:fp8_dynamic": "fp8_row"}
 BLOCK = "model.layers.0"
 
@@ -155,6 +165,7 @@ def test_weights_have_the_bits_of_load_quantized(target, folder, ranks):
             joined = torch.cat([getattr(one, role).view(torch.uint8) for one in parts])
             assert torch.equal(getattr(weight, role).view(torch.uint8), joined)
         assert torch.equal(weight.dequantize(), torch.cat([one.dequantize() for one in parts]))
+        assert torch.equal(get_and_maybe_dequant_weights(layer, torch.bfloat16), weight.dequantize())  # as MLA asks
         x = torch.randn(5, parts[0].shape[1]).bfloat16()
         with torch.inference_mode():
             y, _ = layer(x)
