@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
 import evidence_table  # noqa: E402
 import peers_table  # noqa: E402
+import served_table  # noqa: E402
 from evidence_table import chance, gaps_to, verdict  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -285,6 +286,45 @@ def draw_gap_curves(axes: Axes, found: dict) -> None:
     axes.set_title("Over the steps, mean of the seeds", size=11)
 
 
+def post_training() -> Figure:
+    """How far each format for serving moves the distribution of the next token, and the error of every product."""
+    figure = new_figure(11.4, 6)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
+    draw_served(left)
+    draw_products(right, figure)
+    return figure
+
+
+def draw_served(axes: Axes) -> None:
+    """A line for each way to serve the model, the nearest at the bottom; a mark for each kind of text."""
+    ways = served_table.served()[::-1]
+    colors = {"weights": BLUE, "both": ORANGE, "cache": GREEN}
+    for height, way in enumerate(ways):
+        values = [value for value, _ in way["divergence"].values()]
+        axes.plot([min(values), max(values)], [height, height], color=colors[way["group"]], linewidth=1)
+        for value, mark in zip(values, ("o", "s"), strict=False):
+            axes.plot([value], [height], mark, color=colors[way["group"]], markersize=4)
+    axes.set_yticks(range(len(ways)), [way["name"] for way in ways], size=7)
+    for group, color in colors.items():
+        axes.plot([], [], "o", color=color, label=served_table.STORED[group])
+    axes.set(xscale="log", xlabel="KL from the model in bfloat16, nats per token")
+    axes.set_title("Served in low precision (circle: code, square: prose)", size=10)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    clean(axes)
+
+
+def draw_products(axes: Axes, figure: Figure) -> None:
+    """Signal to noise of every product: a line for each recipe and GEMM, a column for each layer."""
+    rows = [row for row in served_table.results()["gradients"] if row["sqnr"]]
+    layers = [*rows[0]["cosine"]]
+    lines = [(row, gemm) for row in rows for gemm in served_table.GEMMS if gemm in row["sqnr"]]
+    image = axes.imshow([[row["sqnr"][gemm][layer] for layer in layers] for row, gemm in lines], aspect="auto")
+    axes.set_yticks(range(len(lines)), [f"{row['row']} {gemm}" for row, gemm in lines], size=7)
+    axes.set_xticks(range(len(layers)), [layer.removeprefix("blocks.") for layer in layers], size=7, rotation=90)
+    axes.set_title("Signal to noise of each product in training, dB", size=10)
+    figure.colorbar(image, ax=axes, pad=0.01)
+
+
 def watching() -> Figure:
     """Records of mf.watch of a small NVFP4 training, with MXFP8 as the format that might be used instead."""
     import torch
@@ -310,7 +350,7 @@ def watching() -> Figure:
 def main(folder: Path = FOLDER) -> None:
     """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    for draw in (number_lines, blocks, three_gemms, across_ranks, speed_and_loss, evidence, watching):
+    for draw in (number_lines, blocks, three_gemms, across_ranks, speed_and_loss, evidence, post_training, watching):
         save(draw(), folder / f"{draw.__name__}.png")
 
 
