@@ -83,7 +83,6 @@ def main() -> int:
     parser.add_argument("--json", help="file for the result; rewritten after every row")
     parser.add_argument("--tiny", action="store_true", help="the comparison alone")
     options = parser.parse_args()
-    kernels.OWN_GEMM = True
     if why := kernels.why_no_gemm():
         print(f"nothing to compare: {why}")
         return 0

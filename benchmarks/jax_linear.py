@@ -54,6 +54,7 @@ ROWS = {
     "j.l.mxfp8.exact": Row(recipes.MXFP8BlockScaling(path="exact"), 0.75, 0.94),
     "j.l.mxfp8.folded": Row(recipes.MXFP8BlockScaling(path="folded"), None, 1.68),
     "j.l.nvfp4": Row(recipes.NVFP4BlockScaling(), 0.75, 0.93),
+    "j.l.nvfp4.folded": Row(recipes.NVFP4BlockScaling(path="folded"), None, 1.68),
     "j.l.flax_direct": Row(None, None, 1.78, True),
     "j.fp8": Row(recipes.Float8CurrentScaling(), 1.35, 1.80, True, cube=True),
 }

@@ -144,7 +144,10 @@ _KERNELS = {
 }
 
 
-_KERNELS["jax"] = _KERNELS["xla"] | dict.fromkeys(("blocks", "rows"), "microfloat's FP8 GEMM, {} x {} scales")
+_OWN = "microfloat's FP8 GEMM, {} x {} scales"
+_KERNELS["jax"] = _KERNELS["xla"] | {
+    "blocks": _OWN, "rows": _OWN, "folded": "fold to FP8, microfloat's FP8 GEMM, 1x128 x {} scales",
+}  # fmt: skip
 
 
 def encoding_of(cast: Cast | None, form: str = "codes") -> Encoding | None:
@@ -198,7 +201,9 @@ def route_between(
 ) -> Route:  # fmt: skip
     """The route of a GEMM of two operands that exist as codes; None = an operand in high precision."""
     if path == "folded" and lhs and rhs:
-        if is_nvfp4(lhs.format) and is_nvfp4(rhs.format):
+        are_nvfp4 = is_nvfp4(lhs.format) and is_nvfp4(rhs.format)
+        # torch folds MX operands as it casts them (`route_of`), and multiplies stored ones exactly.
+        if are_nvfp4 or (_has_own_gemm(chip, library) and _folds_mx(lhs, rhs)):
             exact = route_between(lhs, rhs, chip, accumulate, "exact", library)
             return _route_of_folded(rhs.format, exact, chip, library)
         # JAX folds no MX codes.
@@ -241,13 +246,11 @@ def route_between(
     lacks = f"{here} has no" if chip.is_known else f"{here} is none that microfloat knows, so it gets no"
     if is_outer(a) and is_outer(b):
         if are_fp8 and chip.has_fp8:
-            own = library == "jax" and chip.capability == (9, 0) and a.block == b.block == (1, None)
-            name = "rows" if own else "fp8"
+            name = "rows" if _has_own_gemm(chip, library) and a.block == b.block == (1, None) else "fp8"
             return route("fp8", multiplies, a.block_text, b.block_text, accelerated=True, kernel=name)
         missing = f"{lacks} FP8 tensor cores" if are_fp8 else "no GEMM multiplies these codes"
         return route("values", f"{missing}; {_NO_FASTER}", kernel="scaled values")
-    has_gemm = library == "torch" or (library == "jax" and chip.capability == (9, 0))
-    if has_gemm and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b):
+    if (library == "torch" or _has_own_gemm(chip, library)) and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b):
         return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True)
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"
@@ -267,18 +270,20 @@ def route_between(
 
 
 def _route_of_folded(rhs: ScaledFormat, exact: Route, chip: Chip | None, library: str) -> Route:
-    """The route of NVFP4 operands under path="folded", instead of the exact one. The fold rounds (docs/numerics.md
-    9.4). So it is the same without a chip, where nothing is gained."""
+    """The route of MX or NVFP4 operands under path="folded", instead of the exact one. The fold of NVFP4 rounds
+    (docs/numerics.md 9.4). So it is the same without a chip, where nothing is gained."""
     if exact.kind in ("block_scaled", "refused"):
         return exact
     if chip is not None and not chip.has_fp8_blocks:
         return exact._replace(reason=f"{exact.reason}; not folded, which takes FP8 GEMMs with 1x128 scales")
     bound = "at most 1/21, or 2^-17.9 of the largest value that their group or tile of 128 can hold"
-    rounds = f"scales of 16 folded, elements rounded by {bound} (path='folded')"
+    bound = "at most 2^-17.8 of the amax of their group or tile" if rhs.scale.name == "E8M0" else bound
+    rounds = f"scales of {rhs.block[1]} folded, elements rounded by {bound} (path='folded')"
     block, form = ("1x128", "folded") if rhs.tensor_scale == "row" else ("128x128", "tiles")
-    if chip is not None and library == "torch":
+    if chip is not None and (library == "torch" or _has_own_gemm(chip, library)):
         kernel, reason = _KERNELS[library]["folded"].format(block), f"{chip.name} multiplies FP8: {rounds}"
-        return Route("blocks", "folded", form, kernel, True, f"{reason}; changed elements are counted")
+        counts = "; changed elements are counted" if library == "torch" else ""
+        return Route("blocks", "folded", form, kernel, True, reason + counts)
     here = "plain operations multiply it" if chip is None else f"XLA on {chip.name} multiplies it decoded"
     return exact._replace(lhs="folded", rhs=form, kernel=_KERNELS[library]["folded values"], reason=f"{here}: {rounds}")
 
@@ -311,6 +316,17 @@ def _are_fp8_blocks(a: ScaledFormat, b: ScaledFormat) -> bool:
 def is_nvfp4(fmt: ScaledFormat) -> bool:
     """True for E2M1 elements with E4M3 scales, in blocks of any size."""
     return fmt.scale == SCALE_E4M3 and fmt.element == E2M1
+
+
+def _has_own_gemm(chip: Chip | None, library: str) -> bool:
+    """True where JAX starts microfloat's FP8 GEMM."""
+    return library == "jax" and chip is not None and chip.capability == (9, 0)
+
+
+def _folds_mx(lhs: Encoding, rhs: Encoding) -> bool:
+    """True for two MX operands that GEMMs of 1x128 scales take once they are folded."""
+    a, b = lhs.format, rhs.format
+    return lhs.hadamard is None and _are_mx(a, b) and E5M2 not in (a.element, b.element)
 
 
 def _are_mx(a: ScaledFormat, b: ScaledFormat) -> bool:

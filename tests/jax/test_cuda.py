@@ -17,7 +17,7 @@ from microfloat.formats import ELEMENTS
 from microfloat.jax.backends import cuda, gemms
 from microfloat.jax.backends import reference as reference_in_jax
 from microfloat.jax.numerics.bits import encode, multiply
-from microfloat.recipes import Float8CurrentScaling, MXFP8BlockScaling, as_cast
+from microfloat.recipes import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, as_cast
 from tests.jax.compare import relative_error
 from tests.logs import logged
 
@@ -286,7 +286,6 @@ def own_products(hopper):
         asked.append((scales, a.codes.shape, b.codes.shape))
         return jnp.zeros((a.codes.shape[0], b.codes.shape[0]), out)
 
-    hopper.setattr(kernels, "OWN_GEMM", True)
     hopper.setattr(kernels, "why_no_gemm", lambda: "")
     hopper.setattr(program, "multiply_fp8", multiply)
     return asked
@@ -319,26 +318,39 @@ def test_fp8_blocks_and_rows_go_into_the_gemm_of_microfloat(own_products, names,
     assert own_products == [(kind, (m, k), (n, k)) for kind in scales]
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_row"])
-def test_explain_names_the_gemm_of_microfloat_where_it_is_on(monkeypatch, name):
-    """Of an H200 that this machine lacks; a Blackwell has none."""
-    from microfloat.jax.backends import kernels
+FOLDING = [MXFP8BlockScaling(path="folded"), NVFP4BlockScaling(path="folded")]
 
-    assert "microfloat's FP8 GEMM" not in str(mj.explain(name, "h200"))
-    assert "not yet compared" in kernels.why_no_gemm()
-    monkeypatch.setattr(kernels, "OWN_GEMM", True)
-    assert "microfloat's FP8 GEMM" in str(mj.explain(name, "h200"))
-    assert "microfloat's FP8 GEMM" not in str(mj.explain(name, "b200"))
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_row", *FOLDING], ids=str)
+def test_explain_names_the_gemm_of_microfloat(recipe):
+    """Of an H200 that this machine lacks; a Blackwell has none."""
+    text = str(mj.explain(recipe, "h200"))
+    assert "microfloat's FP8 GEMM" in text
+    assert "bfloat16 dot" not in text
+    assert "microfloat's FP8 GEMM" not in str(mj.explain(recipe, "b200"))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "nvfp4_row"])
+def test_folded_operands_go_into_the_gemm_of_microfloat(own_products, name):
+    m, k, n = 1536, 1024, 1152
+    right = "nvfp4_2d" if name == "nvfp4" else name
+    kinds = [reference_in_jax.kind_of(as_cast(one), k) for one in (name, right)]
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    plan = gemms.GemmPlan(*kinds, "split", "folded", "auto", bfloat16, bfloat16)
+    operands = [
+        jax.eval_shape(lambda x, one=one: reference_in_jax.cast_matrix(x, as_cast(one)),
+                       jax.ShapeDtypeStruct((rows, k), bfloat16))
+        for rows, one in ((m, name), (n, right))
+    ]  # fmt: skip
+    assert jax.eval_shape(lambda a, b: gemms.run_gemm(a, b, plan), *operands).shape == (m, n)
+    assert own_products == [("lines" if name == "nvfp4_row" else "tiles", (m, k), (n, k))]
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("pair", [("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128"), ("fp8_row", "fp8_row")])
 @pytest.mark.parametrize("shape", [(1000, 1040, 1152), (2048, 1536, 1024)])
-def test_products_of_the_gemm_on_a_gpu(monkeypatch, pair, shape):
+def test_products_of_the_gemm_on_a_gpu(pair, shape):
     """Ragged tiles of every kind of scales; tolerances of docs/numerics.md 8.3."""
-    from microfloat.jax.backends import kernels
-
-    monkeypatch.setattr(kernels, "OWN_GEMM", True)
     (m, k, n), rng = shape, np.random.default_rng(11)
     x, w = (rng.standard_normal((rows, k)).astype(np.float32) for rows in (m, n))
 
@@ -348,3 +360,23 @@ def test_products_of_the_gemm_on_a_gpu(monkeypatch, pair, shape):
 
     actual, a, b = (np.asarray(value).astype(np.float64) for value in jax.jit(product)(x, w))
     assert relative_error(actual, a @ b.T) < 3e-3
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("pair", [("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4_2d")])
+def test_folded_products_on_a_gpu(pair):
+    """The product of operands that are folded is that of the oracle's folds; tolerances of docs/numerics.md 8.3."""
+    (m, k, n), rng, bfloat16 = (1000, 1040, 1152), np.random.default_rng(12), jnp.dtype(jnp.bfloat16)
+    stored = [reference.quantize(rng.standard_normal((rows, k)).astype(np.float32), name)
+              for rows, name in zip((m, n), pair, strict=True)]  # fmt: skip
+    folds = [reference.fold(q, block)[0] for q, block in zip(stored, ((1, 128), (128, 128)), strict=True)]
+    kinds = [reference_in_jax.kind_of(as_cast(name), k) for name in pair]
+    plan = gemms.GemmPlan(*kinds, "split", "folded", "auto", bfloat16, bfloat16)
+    assert gemms.route_of_plan(plan, (9, 0)).kind == "blocks"
+    matrices = [
+        reference_in_jax.Matrix(jnp.asarray(q.codes), jnp.asarray(q.scale),
+                                None if q.tensor_scale is None else jnp.asarray(q.tensor_scale))
+        for q in stored
+    ]  # fmt: skip
+    actual = jax.jit(lambda a, b: gemms.run_gemm(a, b, plan))(*matrices)
+    assert relative_error(np.asarray(actual).astype(np.float64), reference.scaled_matmul(*folds)) < 3e-3

@@ -70,18 +70,22 @@ def test_three_gemms_equal_the_oracle(name):
         assert relative_error(actual, expected) < gemm_limit(gemm)
 
 
-@pytest.mark.slow("further JAX programs of a checked kind")
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [("nvfp4_2d", "tiles"), ("nvfp4", "folded"), ("nvfp4_row", "folded"), ("nvfp4", "rows"), ("nvfp4_row", "rows")],
-)
+FOLDS = [
+    ("nvfp4_2d", "tiles"), ("nvfp4", "folded"), ("nvfp4_row", "folded"), ("nvfp4", "rows"), ("nvfp4_row", "rows"),
+    ("mxfp8", "folded"), ("mxfp8", "tiles"), ("mxfp8_e5m2", "folded"), ("mxfp4", "tiles"), ("mxfp6_e3m2", "rows"),
+]  # fmt: skip
+
+
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8-tiles",))
+@pytest.mark.parametrize(("name", "form"), FOLDS)
 def test_folds_have_the_bytes_of_the_oracle(name, form):
     x = (RNG.standard_normal((140, 200)) * np.exp2(RNG.integers(-14, 4, (140, 200)))).astype(np.float32)
     x[3, 5], x[64:96, :40] = np.nan, 0
     q = reference.quantize(x, name)
     expected, _ = reference.fold(q, {"folded": (1, 128), "tiles": (128, 128), "rows": (1, None)}[form])
     codes = jnp.asarray(q.codes)
-    matrix = by_xla.Matrix(codes, jnp.asarray(q.scale), jnp.asarray(q.tensor_scale))
+    level = None if q.tensor_scale is None else jnp.asarray(q.tensor_scale)
+    matrix = by_xla.Matrix(codes, jnp.asarray(q.scale), level)
     made, kind = by_xla.folded(matrix, by_xla.kind_of(Cast(name), 200), form)
     assert kind.format == expected.format
     np.testing.assert_array_equal(np.asarray(made.codes).view(np.uint8), expected.codes)

@@ -51,7 +51,7 @@ class GemmPlan(NamedTuple):
 
 def library(*, elsewhere: bool = False) -> str:
     """The library of routes: "jax" where microfloat's FP8 GEMM may run, as `elsewhere` it may if at all, else "xla"."""
-    return "jax" if (elsewhere and kernels.OWN_GEMM) or not kernels.why_no_gemm() else "xla"
+    return "jax" if elsewhere or not kernels.why_no_gemm() else "xla"
 
 
 def route_of_plan(plan: GemmPlan, capability: tuple[int, int] | None, *, elsewhere: bool = False) -> Route:
@@ -178,7 +178,17 @@ def _own_gemm(
     from microfloat.jax.backends import program
 
     fast, chip = accumulate == "fast" and scales == "rows", cast(tuple[int, int], cuda.capability())
-    return partial(program.multiply_fp8, scales=scales, fast=fast, out=out, capability=chip)
+
+    def multiply(a: Matrix, b: Matrix) -> Array:
+        return program.multiply_fp8(*map(_with_level, (a, b)), scales=scales, fast=fast, out=out, capability=chip)
+
+    return multiply
+
+
+def _with_level(matrix: Matrix) -> Matrix:
+    """A folded operand whose tensor scale is part of its float32 scales (docs/numerics.md 9.4)."""
+    scale, level = matrix.scale, matrix.tensor_scale
+    return matrix if level is None else Matrix(matrix.codes, scale * level, None)
 
 
 def _padded(codes: Array) -> Array:

@@ -32,9 +32,6 @@ Warps = tuple[int, int | None]
 
 # Smaller matrices are left to XLA's operations: compiling a kernel for them takes longer than they ever cost.
 SMALLEST = 1 << 16
-# False: no product of JAX takes microfloat's FP8 GEMM. It was timed on an H200, but its results were not yet compared
-# there with those of others (benchmarks/jax_gemm.py, which switches it on).
-OWN_GEMM = False
 
 
 def why_none_here(shape: Shape = None) -> str:
@@ -53,8 +50,6 @@ def why_none_here(shape: Shape = None) -> str:
 def why_no_gemm() -> str:
     """Reason against microfloat's FP8 GEMM where this is traced, "" if there is none: it is written for one chip, in a
     language that changes from one Triton to the next."""
-    if not OWN_GEMM:
-        return "its results in JAX were not yet compared on a GPU"
     missing = "" if cuda.capability() == (9, 0) else "no Hopper GPU"
     if missing := missing or why_none_here() or ("" if is_local() else "jit cuts arrays over several devices"):
         return missing

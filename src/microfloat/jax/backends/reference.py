@@ -1,5 +1,6 @@
 """The reference backend: casts in integer bits and GEMMs on decoded operands; operand forms are matrices [R, C]."""
 
+import math
 import typing
 from functools import partial
 from typing import NamedTuple
@@ -157,24 +158,39 @@ def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Arr
 
 
 def folded(operand: "Operand", kind: "Kind", form: str) -> "tuple[Matrix, Kind]":
-    """An NVFP4 operand as FP8 under a power of two for each group of `form` and its tensor scale (numerics.md 9.4)."""
-    matrix, fmt = typing.cast(Matrix, operand), folded_format(kind.format, form)
-    shape_RC, (group_rows, group_columns) = (matrix.codes.shape[0], kind.length), fmt.block
-    byte = matrix.scale & np.uint8(0x7F)
-    byte = where(byte == 0x7F, np.uint8(0), byte).astype(jnp.int32)
-    rows, columns = kind.format.block
-    if kind.format.is_tile:
-        byte = jnp.repeat(byte, typing.cast(int, rows), axis=0)[: shape_RC[0]]
-    blocks = None if group_columns is None else group_columns // typing.cast(int, columns)
-    largest = jnp.max(to_tiles(byte, (group_rows, blocks)), axis=(1, 3), initial=0)
-    exponent = jnp.maximum((largest + 6) >> 3, 4) - 13
-    up, down = (as_float((sign * exponent + 127).astype(jnp.uint32) << 23) for sign in (1, -1))
-    tiles = to_tiles(factored_values(matrix, kind.format, kind.length)[0], fmt.block)
-    codes = from_tiles(encode(tiles * spread(down), fmt.element, None), shape_RC)
-    level = matrix.tensor_scale
+    """An MX or NVFP4 operand as FP8 under a power of two for each group of `form` (numerics.md 9), and its tensor scale."""
+    matrix, fmt, source = typing.cast(Matrix, operand), folded_format(kind.format, form), kind.format
+    shape_RC, (rows, columns) = (matrix.codes.shape[0], kind.length), source.block
+    scale = jnp.repeat(matrix.scale, typing.cast(int, rows), axis=0)[: shape_RC[0]] if source.is_tile else matrix.scale
+    blocks = None if fmt.block[1] is None else fmt.block[1] // typing.cast(int, columns)
+    byte = to_tiles(scale, (fmt.block[0], blocks)).astype(jnp.int32)
+    if source.scale.name == "E8M0":
+        largest = jnp.max(byte, axis=(1, 3), initial=0)
+        headroom = math.floor(math.log2(fmt.element.max / source.element.max))
+        exponent, is_nan = jnp.maximum(largest - headroom, 1) - 127, largest == 255
+        # A factor below 2^-126 would be flushed, and leaves no code either.
+        factor = _power(jnp.maximum(byte - 127 - spread(exponent), -126))
+        factor = where(spread(is_nan), np.float32(np.nan), factor)
+        up = where(is_nan, np.float32(np.nan), _power(exponent))
+    else:
+        magnitude = byte & 0x7F
+        largest = jnp.max(where(magnitude == 0x7F, np.int32(0), magnitude), axis=(1, 3), initial=0)
+        exponent = jnp.maximum((largest + 6) >> 3, 4) - 13
+        factor = decode(byte.astype(jnp.uint8), source.scale.element) * spread(_power(-exponent))
+        up = _power(exponent)
+    factors = from_tiles(factor, (scale.shape[0], scale.shape[1]))
+    codes = decode(code_bytes(matrix.codes, source.element, kind.length), source.element)
+    tiles = to_tiles(codes, (1, columns)) * spread(factors)
+    folded_codes = from_tiles(encode(tiles, fmt.element, None), shape_RC)
+    level, made = matrix.tensor_scale, Kind(fmt, kind.hadamard, kind.cols, power_of_two=form != "rows")
     if form == "rows" and level is not None:  # which are outer scales of FP8, as its tensor scale is
         up, level = up * level, None
-    return Matrix(as_code_dtype(codes, fmt.element), up, level), Kind(fmt, kind.hadamard, kind.cols)
+    return Matrix(as_code_dtype(folded_codes, fmt.element), up, level), made
+
+
+def _power(exponent: Array) -> Array:
+    """``2^exponent`` in float32, of exponents from -126 to 127."""
+    return as_float((exponent + 127).astype(jnp.uint32) << 23)
 
 
 def matmul(a_MK: Array, b_NK: Array, outer_a: Array | None, outer_b: Array | None) -> Array:
