@@ -106,10 +106,6 @@ def test_fp8_rows_by_a_weight_of_blocks():
         for chip, library, kind in ((ADA, "torch", "fp8"), (BLACKWELL, "torch", "fp8"), (AMPERE, "torch", "values"),
                                     (None, "torch", "float32"), (HOPPER, "xla", "fp8")):  # fmt: skip
             route = route_of(gemm, chip, library=library)
-            if library == "xla" and weight.startswith("mx"):
-                assert (route.kind, route.rhs) == ("values", "codes")
-                assert "folding is not offered" in route.reason
-                continue
             assert (route.kind, route.forms) == (kind, ("codes", "rows"))
             assert route.accelerated is (kind == "fp8")
             assert "scales folded to one for each row" in route.reason

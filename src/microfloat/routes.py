@@ -206,8 +206,7 @@ def route_between(
         if are_nvfp4 or (_has_own_gemm(chip, library) and _folds_mx(lhs, rhs)):
             exact = route_between(lhs, rhs, chip, accumulate, "exact", library)
             return _route_of_folded(rhs.format, exact, chip, library)
-        # JAX folds no MX codes.
-        if folds_beside(lhs.format, rhs.format) and (library == "torch" or is_nvfp4(rhs.format)):
+        if folds_beside(lhs.format, rhs.format):
             rows = Encoding(folded_format(rhs.format, "rows"))
             return _route_of_rows(rhs.format, route_between(lhs, rows, chip, accumulate, "exact", library))
     kernels = _KERNELS[library]
@@ -250,7 +249,12 @@ def route_between(
             return route("fp8", multiplies, a.block_text, b.block_text, accelerated=True, kernel=name)
         missing = f"{lacks} FP8 tensor cores" if are_fp8 else "no GEMM multiplies these codes"
         return route("values", f"{missing}; {_NO_FASTER}", kernel="scaled values")
-    if (library == "torch" or _has_own_gemm(chip, library)) and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b):
+    if (
+        (library == "torch" or _has_own_gemm(chip, library))
+        and are_fp8
+        and chip.has_fp8_blocks
+        and _are_fp8_blocks(a, b)
+    ):
         return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True)
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"

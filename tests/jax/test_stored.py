@@ -8,9 +8,10 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import microfloat.jax as mj  # noqa: E402
+from microfloat import reference  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError  # noqa: E402
 from microfloat.passes import products  # noqa: E402
-from microfloat.recipes import WeightActivation, WeightOnly, as_cast  # noqa: E402
+from microfloat.recipes import Cast, WeightActivation, WeightOnly, as_cast  # noqa: E402
 from tests.jax.test_kernel_casts import one_process, program  # noqa: E402
 
 LAST = (((2,), (1,)), ((), ()))
@@ -33,6 +34,17 @@ def test_a_stored_weight_is_multiplied(fmt) -> None:
     assert (both == exact.reshape(both.shape)).all()
     turned = mj.quantize(w.T, fmt, axis=-2)  # a kernel of Flax, [K, N]
     assert (mj.dot_general(WeightOnly(fmt))(x, turned, (((2,), (0,)), ((), ()))) == only(x, stored)).all()
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_rows_by_a_stored_weight_are_multiplied_by_its_fold(fmt) -> None:
+    """docs/numerics.md 9.5, as in torch."""
+    rng = np.random.default_rng(5)
+    x, w = (rng.standard_normal((rows, 200)).astype(np.float32) for rows in (3, 40))
+    y = mj.dot_general(WeightActivation(fmt, activation="fp8_row"))(x, mj.quantize(w, fmt), (((1,), (1,)), ((), ())))
+    a, b = reference.quantize(x, Cast("fp8_row", "amax_pow2")), reference.fold(reference.quantize(w, fmt), (1, None))[0]
+    exact = reference.scaled_matmul(a, b)
+    assert np.abs(np.asarray(y) - exact).max() <= 200 * 2.0**-24 * np.abs(exact).max()
 
 
 def test_blocks_along_another_axis_are_refused() -> None:

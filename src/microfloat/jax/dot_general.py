@@ -31,10 +31,11 @@ from microfloat.jax.backends import reference
 from microfloat.jax.calls import Call, Config, Op, Seed, check_shards, check_state, place, words_of
 from microfloat.jax.numerics.dimensions import DimensionNumbers, DotDimensions, canonical_dimensions, einsum_by
 from microfloat.jax.observing import Blocks, observe_backward, observe_forward, seen_by_backward
-from microfloat.jax.ops import quantize, scaled_matmul
+from microfloat.jax.ops import as_matrix, quantize, scaled_matmul
 from microfloat.jax.scaling import DelayedState, Slot
 from microfloat.operands import GEMMS
 from microfloat.recipes import Cast, Recipe
+from microfloat.recipes.core import folds_beside
 
 
 def dot_general(
@@ -117,7 +118,12 @@ class DotGeneral(Op):
         if cast is not None and (cast.is_delayed or cast.is_static or cast.is_stochastic):
             needed = "a recipe whose fprop casts x by x alone"
             raise invalid_value("recipe", repr(recipe), needed, "Use WeightOnly(...).")
-        if cast is not None and cast.format.scale != rhs.format.scale:
+        folds = recipe is not None and recipe.fprop.path == "folded"
+        if (
+            cast is not None
+            and cast.format.scale != rhs.format.scale
+            and not (folds and folds_beside(cast.format, rhs.format))
+        ):
             raise invalid_value(
                 "rhs", f"{rhs.format} ({rhs.format.scale} scales) under {recipe!r}",
                 f"a format of the family of {cast.format} ({cast.format.scale} scales), as which fprop casts lhs",
@@ -279,9 +285,13 @@ _amax_carrier.defvjp(lambda history, _: (history, None), lambda _, g: (jnp.zeros
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _multiply(x: Array, w: QuantizedArray, cast: Cast | None, dtype: np.dtype, backend: str) -> Array:
-    """``x @ dequantize(w).T``, x [.., K]; under `cast` the product of x's codes."""
+    """``x @ dequantize(w).T``, x [.., K]; under `cast` the product of x's codes, by w folded to rows of FP8 where that
+    cast is one of rows and w has the scales of blocks (docs/numerics.md 9.5)."""
     a = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     a = a if cast is None else quantize(a, cast, backend=backend)
+    if cast is not None and cast.format.scale != w.format.scale:
+        made, kind = reference.folded(as_matrix(w), reference.Kind(w.format, w.hadamard, w.axis_size), "rows")
+        w = QuantizedArray(*made, kind.format, -1, w.axis_size, w.hadamard, w.dtype, 0)
     return scaled_matmul(a, w, out_dtype=dtype, backend=backend).reshape(*x.shape[:-1], w.codes.shape[0])
 
 

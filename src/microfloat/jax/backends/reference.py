@@ -158,7 +158,7 @@ def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Arr
 
 
 def folded(operand: "Operand", kind: "Kind", form: str) -> "tuple[Matrix, Kind]":
-    """An MX or NVFP4 operand as FP8 under a power of two for each group of `form` (numerics.md 9), and its tensor scale."""
+    """An MX or NVFP4 operand as FP8 under a power of two for each group of `form`, and its tensor scale."""
     matrix, fmt, source = typing.cast(Matrix, operand), folded_format(kind.format, form), kind.format
     shape_RC, (rows, columns) = (matrix.codes.shape[0], kind.length), source.block
     scale = jnp.repeat(matrix.scale, typing.cast(int, rows), axis=0)[: shape_RC[0]] if source.is_tile else matrix.scale
