@@ -366,19 +366,24 @@ def cpu_table() -> str:
 
 def jax_table() -> str:
     """A Linear in JAX, in the recipe's name: time beside bf16's, the GEMMs that XLA chose, and temporary memory."""
-    data = json.loads((RESULTS / "jax_linear.json").read_text(encoding="utf-8"))
+    data, own = (json.loads((RESULTS / name).read_text(encoding="utf-8"))
+                 for name in ("jax_linear.json", "jax_linear_own.json"))  # fmt: skip
+    names = {"flax_direct": "Flax's `Fp8DirectDotGeneralOp`", "mxfp8.folded": '`mxfp8` `path="folded"`'}
+    by_id = {entry["id"]: entry for entry in (*data["rows"], *own["rows"])}  # microfloat's own GEMM came later
     cells = []
-    for entry in data["rows"]:
+    for entry in by_id.values():
         name = entry["id"].removeprefix("j.l.")
-        who = "Flax's `Fp8DirectDotGeneralOp`" if name == "flax_direct" else RECIPES.get(name)
-        if who is None or "bf16_ms" not in entry or name == "mxfp8.folded":  # which runs as the exact path does
+        who = names.get(name) or RECIPES.get(name)
+        if who is None or "bf16_ms" not in entry:
             continue
         memory = number(entry.get("temporary_ratio"), 1)
         times = [number(entry[key]) for key in ("bf16_ms", "median_ms", "ratio")]
         cells.append([who.partition(",")[0], *times, jax_tables.gemms(entry.get("hlo")), memory])
     header = ["16384 tokens, 4096 to 14336", "bf16, ms", "ms", "times as fast", "GEMMs", "temporary memory, of bf16"]
     versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("jax", "flax"))
-    where = f"From `benchmarks/results/jax_linear.json` ({data['machine'].split()[1]}, {data['date']}; {versions})."
+    machine = data["machine"].split()[1]
+    where = f"From `benchmarks/results/jax_linear.json` ({machine}, {data['date']}; {versions}); rows of microfloat's "
+    where += f"own GEMM from `benchmarks/results/jax_linear_own.json` ({own['date']})."
     return f"{table(header, cells, right=(1, 2, 3, 5))}\n\n{where}"
 
 
