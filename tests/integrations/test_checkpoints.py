@@ -246,3 +246,26 @@ def of_llama4(transformers):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     return model
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "family"),
+    [
+        ("FbgemmFp8Config", {"modules_to_not_convert": ["lm_head"]}, "fbgemm:fp8"),
+        ("FPQuantConfig", {"transform_init": "identity"}, "fp_quant:nvfp4"),
+        ("FPQuantConfig", {"forward_dtype": "mxfp4", "forward_method": "quest"}, "fp_quant:mxfp4"),
+        ("FourOverSixConfig", {}, "fouroversix:nvfp4"),
+        ("FourOverSixConfig", {"scale_rule": "static_6"}, "fouroversix:static_6"),
+        ("FourOverSixConfig", {"dtype": "mxfp4", "scale_rule": "static_6"}, "fouroversix:mxfp4"),
+    ],
+)
+def test_entries_of_transformers_own_configurations_are_known(transformers, tmp_path, name, options, family):
+    from safetensors.torch import save_file
+
+    from microfloat.checkpoint import detect, load
+
+    stated = getattr(transformers, name)(**options).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": stated}))
+    save_file({"lm_head.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    assert detect(tmp_path).family == family
+    assert load(tmp_path).findings == []

@@ -105,8 +105,24 @@ def test_gpus_without_fp8_get_kernels_without_its_instructions(instructions, cap
     assert {line.split(".")[0] for workload in BUDGETS for line in instructions(workload)[-1]} == {
         "cvt"
     }  # Hopper has them
-    for workload, (_, wrong, conversions) in compiled(capability, workloads).items():
+    for workload, (_, wrong, _, conversions) in compiled(capability, workloads).items():
         assert (wrong, conversions) == ([], []), workload
+
+
+# Bytes of shared memory that one block of threads may have, by compute capability.
+SHARED_MEMORY = {89: 99 << 10, 100: 227 << 10, 103: 227 << 10, 120: 99 << 10, 121: 99 << 10}
+
+
+@pytest.mark.slow("machine code for chips that nobody here has")
+@pytest.mark.xdist_group("triton-interpreter")
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_kernels_compile_for_ada_and_blackwell(capability):
+    """Casts and producers: no misread register, FP8 conversions by the hardware, shared memory within the chip's."""
+    for workload, (_, wrong, shared, conversions) in compiled(capability, ONE_OF_A_KIND[:-2]).items():
+        assert wrong == [], workload
+        assert shared <= SHARED_MEMORY[capability], workload
+        codes_are_fp4 = workload.startswith("mxfp4") or "to bfloat16" in workload
+        assert codes_are_fp4 or "cvt.rn.satfinite.e4m3x2.f32" in conversions, workload
 
 
 @pytest.mark.slow("what Triton reads of every launch of one element")

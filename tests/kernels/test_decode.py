@@ -226,8 +226,8 @@ def _compile(capability):
     return layouts, spilled
 
 
-@pytest.mark.slow("machine code for three chips")
-@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.slow("machine code for four chips")
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_lanes_hold_what_the_tensor_cores_read(capability):
     """Another layout would be a wrong product without a message: the instruction mixes what lanes of a warp hold."""
     layouts, spilled = other_process()(_compile, capability)
