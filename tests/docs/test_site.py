@@ -39,6 +39,8 @@ def test_make_docs_builds_the_site_strictly(tmp_path):
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     home = (tmp_path / "site" / "index.html").read_text()
     assert "hf:finegrained_fp8" in home
+    assert 'href="first_steps.ipynb"' in home
+    assert (tmp_path / "site" / "first_steps.ipynb").read_bytes() == (ROOT / "examples/first_steps.ipynb").read_bytes()
     models = (tmp_path / "site" / "api" / "models.html").read_text()
     assert re.search(r"\bmicrofloat\.torch\.convert\b", models)
     assert "Turn every" in models  # the docstring of the function, not of the folder of its name
@@ -53,6 +55,17 @@ def test_fences_have_a_language_alone_on_the_site(monkeypatch):
     hooks = importlib.import_module("site_hooks")
     assert hooks.on_page_markdown("a\n```python no-run\n# x\n```\n", page=None) == "a\n```python\n# x\n```\n"
     assert shown("<p>head</p><article>a<pre>| b |</pre><code>```</code> | c |</article>| d |").strip() == "a | c |"
+
+
+def test_the_notebook_is_beside_the_pages_of_the_site(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    hooks = importlib.import_module("site_hooks")
+    link = "[a](../examples/first_steps.ipynb)"
+    assert hooks.on_page_markdown(link, page=None) == "[a](first_steps.ipynb)"
+    assert hooks.NOTEBOOK.is_file()
+    assert {page.name for page in (ROOT / "docs").rglob("*.md") if link[3:] in page.read_text()} == {
+        "index.md", "recipes.md",
+    }  # fmt: skip
 
 
 def test_every_page_stands_in_the_navigation_once():
