@@ -116,11 +116,12 @@ def gptq_table(path: Path = RESULTS / "gptq.json") -> str:
             *(percent(row["errors"], kind) for kind in kinds), f"{math.exp(row['loss']):.4f}",
             f"{row['loss'] - plain:+.5f}", f"{row['seconds']:.2f}",
         ])  # fmt: skip
+    where = "" if "gpu" in data["machine"] else " on one core"
     header = ["format", "method", "all", *(f"`{kind}`" for kind in kinds), "perplexity", "loss", "seconds"]
     text = (
         f"Columns of layers: error of their outputs, ``|(W - Q) x|^2 / |W x|^2`` in percent, a mean over layers, on "
         f"held-out text. Perplexity a byte, the loss above that of the plain model in nats per byte, and the time of "
-        f"calibration and `quantize_`. A Llama of {config['layers']} layers of width {config['width']} "
+        f"calibration and `quantize_`{where}. A Llama of {config['layers']} layers of width {config['width']} "
         f"({config['parameters'] / 1e6:.1f} million parameters), trained for {config['steps']} steps of "
         f"{config['batch']} x {config['context']} bytes of Python's standard library; calibrated on "
         f"{config['calibration_tokens']:,} bytes, measured on {config['held_out_tokens']:,}."

@@ -131,7 +131,7 @@ def compensated(
             encode, decode = (one.repeat_interleave(fmt.block[0] or 1, 0)[:rows] for one in (encode, decode))
         return encode.reshape(-1), decode.reshape(-1)
 
-    encode, decode = (None, None) if width else factors(made)
+    encode, decode = factors(made)  # for all columns where a scale is that of whole rows
     for start in range(0, length, _COLUMNS):
         block = values_KN[start : start + _COLUMNS]
         errors = torch.empty_like(block)
@@ -159,11 +159,12 @@ def compensated(
 def _factor(hessian: torch.Tensor) -> torch.Tensor:
     """U of the module's equation, float32 [K, K]; more damping where rounding has left less than a positive H."""
     # A Cholesky factor from the last row on: H = R @ R.T with an upper R, whose inverse is U but for the diagonal.
-    turned, failed = hessian.double().flip(0, 1), 1
+    turned = hessian.double().flip(0, 1)
     damping = _DAMPING * turned.diagonal().mean()
+    turned.diagonal().add_(damping)
+    lower, failed = torch.linalg.cholesky_ex(turned)
     while failed:
-        turned.diagonal().add_(damping)
+        turned.diagonal().add_(damping := 10 * damping)
         lower, failed = torch.linalg.cholesky_ex(turned)
-        damping *= 10
     upper = torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(len(turned), out=turned), upper=True)
     return (upper / upper.diagonal()[:, None]).float()

@@ -420,18 +420,16 @@ def searched(
         made = [searched(one, cast, own, scale_search, total) for one, own, total in experts]
         return torch.stack(made)  # type: ignore[arg-type,return-value]
     is_searched = scale_search == "mse" and not weight.is_meta and weight.numel() > 0
-    if is_searched and cast.format.is_per_tensor:
-        amax = _best_amax([weight], cast, _held_amax(weight, cast) if amax is None else amax)
-    if hessian is not None and weight.numel() and hessian.any() and weight.isfinite().all():
-        if amax is None and cast.takes_amax:
-            amax = _held_amax(weight, cast)
-        search = None if cast.format.is_per_tensor else scale_search
-        return compensated(weight, hessian, cast, amax, lambda part: searched(part, cast, amax, search))
-    best = quantize(weight, cast, amax=amax)
-    if not is_searched or cast.format.is_per_tensor:
-        return best
-    if best.tensor_scale is not None and amax is None:
+    is_compensated = hessian is not None and weight.numel() > 0 and bool(hessian.any() and weight.isfinite().all())
+    if (is_searched or is_compensated) and amax is None and cast.takes_amax:
         amax = _held_amax(weight, cast)
+    if is_searched and cast.format.is_per_tensor and amax is not None:
+        amax, scale_search, is_searched = _best_amax([weight], cast, amax), None, False
+    if hessian is not None and is_compensated:
+        return compensated(weight, hessian, cast, amax, lambda part: searched(part, cast, amax, scale_search))
+    best = quantize(weight, cast, amax=amax)
+    if not is_searched:
+        return best
     lowest = _error(best, weight)
     for one in _candidates(weight, cast, amax):
         error = _error(one, weight)
