@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import copy
 import datetime
-import inspect
 import json
 import math
 import sys
@@ -77,9 +76,8 @@ def ways() -> list[Served]:
         for name, options in arguments:
             told = "".join(f', {key}="{value}"' for key, value in options.items())
             found.append(Served(group, f'{config.__name__}("{name}"{told})', config(name, **options)))
-    if "method" in inspect.signature(mf.quantize_).parameters:
-        for name in ("mxfp4", "nvfp4"):
-            found.append(Served("weights", f'WeightOnly("{name}"), method="gptq"', mf.WeightOnly(name), None, "gptq"))
+    for name in ("mxfp4", "nvfp4"):
+        found.append(Served("weights", f'WeightOnly("{name}"), method="gptq"', mf.WeightOnly(name), method="gptq"))
     caches = ("fp8", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")
     return [*found, *(Served("cache", f'KVCache(format="{name}")', cache=name) for name in caches)]
 
@@ -116,8 +114,7 @@ def serve(model: Model, way: Served, calibrate: Callable[[Model], None]) -> tupl
     if way.method != "nearest":
         with mf.calibrate(made):
             calibrate(made)
-    options = {} if way.method == "nearest" else {"method": way.method}
-    mf.quantize_(made, way.config, filter=lambda name, _: name.startswith("blocks."), fuse=(), **options)
+    mf.quantize_(made, way.config, filter=lambda name, _: name.startswith("blocks."), fuse=(), method=way.method)
     if way.config.is_static:
         with mf.calibrate(made):
             calibrate(made)

@@ -1,4 +1,7 @@
-"""Serving a trained model in every format: what each costs is measured against the plain model, on the same windows."""
+"""Serving a trained model in every format: what each costs is measured against the plain model, on the same windows.
+
+Features N14.
+"""
 
 import json
 
@@ -63,6 +66,19 @@ def test_static_scales_are_measured_on_training_text(text, weights):
     tokens = torch.from_numpy(text.batch(0, 0, 4, size.context))[:, :-1]
     made, _ = post_training.serve(model, way, lambda one: post_training.log_probabilities(one, tokens))
     assert all(layer.input_amax > 0 for layer in made.blocks.modules() if isinstance(layer, torch.nn.Linear))
+
+
+def test_gptq_sees_training_text_before_it_chooses_codes(text, weights):
+    model, size, _ = post_training.load(weights, text)
+    tokens = torch.from_numpy(text.batch(0, 0, 4, size.context))[:, :-1]
+    made = {}
+    for way in post_training.ways():
+        if way.name.startswith('WeightOnly("nvfp4")'):
+            one, bits = post_training.serve(model, way, lambda one: post_training.log_probabilities(one, tokens))
+            made[way.method] = one.blocks[0].down.weight
+            assert bits == pytest.approx(4.5, abs=0.02)
+    assert {*made} == {"nearest", "gptq"}
+    assert not torch.equal(made["gptq"].codes, made["nearest"].codes)
 
 
 def test_errors_of_gradients_are_those_of_the_recipe(text, weights, monkeypatch):
