@@ -85,9 +85,7 @@ class MicrofloatConfig(QuantizationConfig):
         return cls(config)
 
     @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> str | None:
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: Any, hf_config: Any = None) -> str | None:
         """The name of the method for folders of other methods, where the user has asked for it."""
         return _NAME if user_quant == _NAME else None
 
@@ -109,17 +107,17 @@ class MicrofloatConfig(QuantizationConfig):
 
         self.config = renamed("", self.config)
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a linear layer or of experts; None for other modules and for experts in high precision."""
         if isinstance(layer, linear.LinearBase):
             parent, dot, last = prefix.rpartition(".")
-            parts = self.packed_modules_mapping.get(last, [last])
-            family = self._family(prefix, [f"{parent}{dot}{part}" for part in parts])
+            names = [f"{parent}{dot}{part}" for part in self.packed_modules_mapping.get(last, [last])]
+            family = self._family(prefix, names)
             return linear.UnquantizedLinearMethod() if family is None else MicrofloatLinearMethod(self, family, prefix)
         if isinstance(layer, fused_moe.RoutedExperts):
             keys = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
-            experts = range(layer.global_num_experts)
-            family = self._family(prefix, [f"{prefix}.{e}.{key}" for e in experts for key in keys])
+            names = [f"{prefix}.{e}.{key}" for e in range(layer.global_num_experts) for key in keys]
+            family = self._family(prefix, names)
             return None if family is None else MicrofloatMoEMethod(self, family, prefix, layer)
         return None
 
@@ -145,9 +143,10 @@ class MicrofloatConfig(QuantizationConfig):
 class _Method:
     """The part that linear layers and experts share: tensors as the folder has them, and products made of these."""
 
-    def __init__(self, config: MicrofloatConfig, family: Family, prefix: str, *arguments: Any) -> None:
+    def __init__(self, config: MicrofloatConfig, family: Any, prefix: str, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.config, self.family, self.format, self.prefix = config, family, family.format, prefix
+        self.config, self.family, self.prefix = config, family, prefix
+        self.format: ScaledFormat = family.format
         config.recipe_of(family.format)  # or an error before anything is loaded
         suffixes = {"codes": family.codes[0], "scale": family.scale[0], "tensor_scale": family.tensor_scale}
         self.names = {role: tensor_name("weight", suffix) for role, suffix in suffixes.items() if suffix is not None}
@@ -157,7 +156,7 @@ class _Method:
 
     def tensors(self, sizes: list[int], k: int, whole: int, *leading: int) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Role, name and memory of each tensor of weights [size, k]; NotSupportedError where k cuts blocks of whole."""
-        block = self.format.block[1]
+        block = self.format.block[1] or k
         if k != whole and k % block:
             needed = f"a multiple of {block}, the block of {self.format.name}. Serve it on fewer ranks"
             raise NotSupportedError(f"{self.prefix}: got {k} in features on each rank, needed {needed}.")
@@ -191,18 +190,19 @@ class _Method:
             delattr(layer, prefix + name)
         fmt, levels = self.format, parts.get("tensor_scale")
         if (parts["scale"].view(torch.uint8) == 255).any() or (levels is not None and levels.isnan().any()):
-            got = f"a layer without all of its scales, or with NaN among them, needed {', '.join(self.names.values())}"
-            raise CheckpointError(f"{self.prefix}: got {got}. Export the model again.")
+            needed = f"{', '.join(self.names.values())} without NaN. Export the model again."
+            raise CheckpointError(f"{self.prefix}: got a layer without all of its scales, needed {needed}")
         if levels is not None:
             levels = torch.ones_like(levels) / levels if self.family.divides else levels
-            rows = torch.tensor(sizes, device=levels.device)
-            is_one = bool((levels == levels[..., :1]).all())
-            fmt = fmt if is_one else BY_ROW[fmt.name]
-            levels = levels[..., 0].contiguous() if is_one else levels.repeat_interleave(rows, -1).unsqueeze(-1)
+            if bool((levels == levels[..., :1]).all()):
+                levels = levels[..., 0].contiguous()
+            else:
+                rows = torch.tensor(sizes, device=levels.device)
+                fmt, levels = BY_ROW[fmt.name], levels.repeat_interleave(rows, -1).unsqueeze(-1)
         options: Any = {"shape": (*parts["codes"].shape[:-1], k), "dtype": dtype, "packed": fmt.element.bits == 6}
         weight = QuantizedTensor.from_parts(parts["codes"], parts["scale"], levels, fmt, **options)
         *experts, n, _ = weight.shape
-        kind = GroupedLinear if experts else Linear
+        kind: Any = GroupedLinear if experts else Linear
         made = kind(*experts, k, n, bias=False, device="meta", recipe=self.config.recipe_of(fmt))
         made.weight = nn.Parameter(weight, requires_grad=False)
         return made
