@@ -10,7 +10,8 @@ from tests.contract.cases import SEED
 from tests.digests import APPENDIX_A, APPENDIX_C, DEQUANTIZED, TENSOR_SCALES, digest, input_set
 from tests.golden_cases import case_id, cases, contraction_axis, input_array, mismatch
 
-pytestmark = pytest.mark.as_users_compile
+# With all of XLA's passes, which may not change a bit of the digests; golden cases take its cheaper ones.
+as_users_compile = pytest.mark.as_users_compile
 
 assert digest(input_set("A")) == "71160c66205a"
 assert SEED == 0x89ABCDEF01234567
@@ -37,6 +38,7 @@ def supported(adapter, cast):
         pytest.skip(f"{adapter.name} {adapter.left_out}")
 
 
+@as_users_compile
 @every_adapter
 @pytest.mark.parametrize("pin", PINS.values(), ids=lambda pin: pin.id)
 def test_digests(adapter, pin):
@@ -45,6 +47,7 @@ def test_digests(adapter, pin):
     assert pin.digest(found.scale, found.codes) == pin.expected
 
 
+@as_users_compile
 @every_adapter
 @pytest.mark.parametrize(("pin_id", "expected"), TENSOR_SCALES)
 def test_tensor_scales(adapter, pin_id, expected):
@@ -55,6 +58,7 @@ def test_tensor_scales(adapter, pin_id, expected):
     assert found == expected
 
 
+@as_users_compile
 @every_adapter
 @pytest.mark.parametrize(("cast", "expected"), DEQUANTIZED, ids=lambda value: getattr(value, "scale_rule", None))
 def test_dequantized_digests(adapter, cast, expected):
