@@ -29,10 +29,9 @@ from microfloat.torch.launch.prologues import Activation, ActivationGradient, No
 from microfloat.torch.linear import schedule
 from microfloat.torch.linear.gathered_weight import Gather, Gathered
 from microfloat.torch.linear.quantized_weight import GatheredCast
-from microfloat.torch.nn import functional as fused
 from microfloat.torch.nn import sdpa as attention
 from tests.kernels import calls
-from tests.torch.linear.scheduled.setting import block_gemms, native_on
+from tests.torch.linear.scheduled.setting import block_gemms
 
 SEED = 0x89ABCDEF01234567
 CUSTOM = {
@@ -778,31 +777,6 @@ def fused_squares(device):
         for both, (value, _) in zip(written, triton.values(producer)[0], strict=True):
             for got, want in zip(both, reference.quantize_both(value, cast, cast), strict=True):
                 check_operand(got, want, "fused mxfp8")
-
-
-def traced(device):
-    """Under torch.compile, without a graph break, a norm and SwiGLU are torch's, and their codes those of the value."""
-    casts = [Cast("mxfp8"), Cast("fp8_1x128"), Cast("fp8_tensor", scaling=Delayed())]
-    casts.append(Cast("mxfp4", rounding="stochastic"))
-    gate, up = (matrix((40, 72), "bfloat16", spread=2).to(device) for _ in range(2))
-    weight = torch.ones(72, dtype=torch.bfloat16, device=device)
-    values = [one.by_torch()[0][0] for one in (Activation(gate, up, "silu"), Norm(gate, weight, weight, 1e-5, "layer"))]
-    for cast in casts:
-        options = {"scale_enc": 2.0} if isinstance(cast.scaling, Delayed) else {}
-        if cast.is_stochastic:
-            options = {"seed": (3, 4)}
-
-        def step(gate, up, weight, cast=cast, options=options):
-            product = fused.swiglu_quantize(gate, up, cast, **options)
-            normed = fused.layer_norm_quantize(gate, weight, weight, cast, **options)
-            return [part for q in (product.row, product.column, normed.row, normed.column) for part in q.part_list()]
-
-        with native_on(device):
-            want = [q for x in values for q in mf.quantize(x, cast, axis=(-1, -2), stream=(0, 5), **options)]
-            got = torch.compile(step, fullgraph=True, backend="aot_eager")(gate, up, weight)
-        for a, b in zip(got, [part for q in want for part in q.part_list()], strict=True):
-            assert a.dtype == b.dtype
-            assert torch.equal(a.float(), b.float()), cast.format.name
 
 
 def norms_alone(device, kind, name):

@@ -11,7 +11,7 @@ from tests.interpreter import interpreting
 from tests.kernels.test_kernels import CASES, WORDS
 from tests.ptx import interpreting as hardware
 
-ONE_FORM = ("traced", "swizzled", "empty", "refusals")  # launch nothing that has two forms, or nothing of its own
+ONE_FORM = ("swizzled", "empty", "refusals")  # launch nothing that has two forms, or nothing of its own
 HARDWARE = [what for what in CASES + WORDS if what.values[0][0] not in ONE_FORM]
 # Of each family of kernels one case runs in every run.
 KEPT = (

@@ -1,17 +1,5 @@
 """Functions that cast the value of a norm or an activation as it is computed, for modules of your own."""
 
-from microfloat.torch.nn.functional import (
-    Produced,
-    activation_linear,
-    gelu_quantize,
-    layer_norm_quantize,
-    norm_linear,
-    norm_mlp,
-    rms_norm_quantize,
-    swiglu_quantize,
-)
+from microfloat.torch.nn.functional import activation_linear, norm_linear, norm_mlp
 
-__all__ = [
-    "Produced", "activation_linear", "gelu_quantize", "layer_norm_quantize", "norm_linear", "norm_mlp",
-    "rms_norm_quantize", "swiglu_quantize",
-]  # fmt: skip
+__all__ = ["activation_linear", "norm_linear", "norm_mlp"]

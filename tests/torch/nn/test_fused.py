@@ -9,7 +9,7 @@ from torch import nn
 
 import microfloat.torch as mf
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
-from microfloat.recipes import Cast, CustomRecipe, Delayed, Gemm, from_name
+from microfloat.recipes import CustomRecipe, Gemm, from_name
 from microfloat.torch.launch.prologues import ActivationGradient
 from microfloat.torch.nn import functional as fused
 from tests.torch.nn import fused_cases
@@ -224,34 +224,7 @@ def test_compiled_code_runs_the_modules(name):
     assert float((got - want).norm() / want.norm()) < 0.1  # delayed scales have moved on
 
 
-# ------------------------------------------------------------------------------------------------------------- codes
-
-
-@pytest.mark.parametrize("name", ["fp8_tensor", "mxfp8", "nvfp4", "fp8_row", "fp8_1x128"])
-def test_codes_of_a_value_are_those_of_the_value(name):
-    torch.manual_seed(0)
-    x, up = torch.randn(24, 64).bfloat16(), torch.randn(24, 64).bfloat16()
-    weight, bias = torch.randn(64).bfloat16(), torch.randn(64).bfloat16()
-    cases = [
-        (fused.rms_norm_quantize(x, weight, name, eps=1e-5), F.rms_norm(x, (64,), weight, 1e-5)),
-        (fused.rms_norm_quantize(x, None, name, eps=1e-5), F.rms_norm(x, (64,), None, 1e-5)),
-        (fused.swiglu_quantize(x, up, name), F.silu(x) * up),
-        (fused.gelu_quantize(x, name), F.gelu(x)),
-        (fused.gelu_quantize(x, name, approximate="tanh"), F.gelu(x, approximate="tanh")),
-    ]
-    for produced, value in cases:
-        for got, axis in ((produced.row, -1), (produced.column, 0)):
-            want = mf.quantize(value, name, axis=axis)
-            assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
-            assert torch.equal(got.scale, want.scale)
-            assert (got.axis, got.shape, got.dtype) == (want.axis, want.shape, want.dtype)
-    produced = fused.layer_norm_quantize(x, weight, bias, name)
-    # torch adds up the variance in another order: the value may differ in a last bit.
-    value = F.layer_norm(x, (64,), weight, bias)
-    step = (produced.row.dequantize() - mf.quantize(value, name).dequantize()).abs() / value.float().abs().max()
-    assert float(step.max()) <= 2.0**-2
-    assert float((step > 0).float().mean()) < 0.01
-    assert produced.mean.shape == produced.inverse.shape == (24,)
+# --------------------------------------------------------------------------------------------------------- gradients
 
 
 GRADIENTS = {
@@ -274,24 +247,6 @@ def test_the_gradient_is_that_of_the_activation(activation):
     torch.testing.assert_close(alone, want, rtol=1e-5, atol=1e-5)
 
 
-def test_delayed_codes_take_their_scale():
-    x, cast = torch.randn(8, 32).bfloat16(), Cast("fp8_tensor", scaling=Delayed())
-    produced = fused.gelu_quantize(x, cast, scale_enc=4.0)
-    want = mf.quantize(F.gelu(x), cast, scale_enc=4.0)
-    assert torch.equal(produced.row.codes.view(torch.uint8), want.codes.view(torch.uint8))
-    with pytest.raises(InvalidValueError, match="scale_enc"):
-        fused.gelu_quantize(x, cast)
-    with pytest.raises(InvalidValueError, match="scale_enc"):
-        fused.gelu_quantize(x, "mxfp8", scale_enc=4.0)
-
-
-def test_leading_dimensions_become_rows():
-    x = torch.randn(2, 3, 32).bfloat16()
-    produced = fused.rms_norm_quantize(x, None, "mxfp8")
-    assert tuple(produced.row.shape) == (6, 32)
-    assert mf.scaled_matmul(produced.row, mf.quantize(torch.randn(8, 32).bfloat16(), "mxfp8")).shape == (6, 8)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
@@ -302,8 +257,6 @@ def test_leading_dimensions_become_rows():
         (lambda x, n, m: fused.norm_linear(x[:, :8], nn.RMSNorm(8), m), InvalidValueError, "in_features"),
         (lambda x, n, m: fused.activation_linear(x, m, activation="swish"), InvalidValueError, "silu"),
         (lambda x, n, m: fused.activation_linear(x, m, up=x[:2]), InvalidValueError, "up"),
-        (lambda x, n, m: fused.gelu_quantize(x, "mxfp8", approximate="sigmoid"), InvalidValueError, "approximate"),
-        (lambda x, n, m: fused.gelu_quantize([1.0], "mxfp8"), InvalidTypeError, "tensor"),
     ],
 )
 def test_errors(call, error, match):

@@ -10,7 +10,6 @@ from microfloat.errors import InvalidValueError
 from microfloat.formats import E4M3, FORMATS, MXFP8, MXFP8_E5M2, NVFP4, SCALE_E8M0, ScaledFormat
 from microfloat.recipes import Cast, Current, Delayed, Hadamard
 from microfloat.torch import QuantizedTensor
-from microfloat.torch.nn import functional as fused
 from microfloat.torch.tensor import custom_ops as _operators
 
 X = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
@@ -85,23 +84,6 @@ CASES = {
 }
 
 
-def both(made):
-    statistics = [part for part in (made.mean, made.inverse) if part is not None]
-    return [made.row.dequantize() + 0, made.column.dequantize() + 0, *[part + 0 for part in statistics]]
-
-
-PRODUCED = {
-    "rms": lambda x, w: fused.rms_norm_quantize(x * 1, w, "mxfp8"),
-    "rms, two formats": lambda x, w: fused.rms_norm_quantize(x * 1, w, "fp8_1x128", column_cast="fp8_128x128"),
-    "rms of three axes": lambda x, w: fused.rms_norm_quantize(x.view(4, 16, 96) * 1, None, STOCHASTIC, seed=(3, 4)),
-    "layer": lambda x, w: fused.layer_norm_quantize(x * 1, w, w, "fp8_tensor"),
-    "layer, delayed": lambda x, w: fused.layer_norm_quantize(x * 1, w, None, DELAYED, scale_enc=2.0),
-    "swiglu": lambda x, w: fused.swiglu_quantize(x * 1, x + 1, TRANSFORMED),
-    "gelu": lambda x, w: fused.gelu_quantize(x * 1, "nvfp4_row", approximate="tanh"),
-    "gelu, drawn seed": lambda x, w: fused.gelu_quantize(x * 1, STOCHASTIC),
-}
-
-
 # Cases that are compiled as one graph: what a graph costs besides its operators is most of what one of them costs.
 TOGETHER = 8
 
@@ -122,35 +104,6 @@ def check_compiled(function, *arguments):
     for name, parts in expected.items():
         assert len(actual[name]) == len(parts), name
         assert all(equal(a, b) for a, b in zip(actual[name], parts, strict=True)), name
-
-
-@groups_of(PRODUCED)
-def test_compiled_producers_are_eager_ones(names):
-    producers = {name: PRODUCED[name] for name in names}
-
-    def function(x, w):
-        return {name: both(producer(x, w)) for name, producer in producers.items()}
-
-    check_compiled(function, X, torch.linspace(0.5, 2, 96))
-
-
-@pytest.mark.parametrize("cast", ["fp8_tensor", "nvfp4_row", "transformed"])
-@pytest.mark.parametrize("shape", [(33,), (2, 3, 40), (0, 16)], ids=str)
-def test_what_a_compiler_is_told_of_produced_codes(cast, shape):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    cast = TRANSFORMED if cast == "transformed" else cast
-    real = fused.layer_norm_quantize(torch.ones(shape), None, None, cast)
-    with FakeTensorMode():
-        promised = fused.layer_norm_quantize(torch.ones(shape), None, None, cast)
-    for name in ("row", "column"):
-        made, other = getattr(real, name), getattr(promised, name)
-        assert (made.shape, made.axis, made.dtype) == (other.shape, other.axis, other.dtype)
-        for part, value in made.parts().items():
-            told = other.parts()[part]
-            assert (told.shape, told.dtype) == (value.shape, value.dtype), (name, part)
-    assert promised.mean.shape == real.mean.shape
-    assert promised.inverse.shape == real.inverse.shape
 
 
 def equal(a, b):

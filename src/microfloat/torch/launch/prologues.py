@@ -22,18 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from microfloat.errors import unknown_name
-from microfloat.operands import OPERANDS_OF
-from microfloat.passes import CastInputs, OperandSpec
-from microfloat.recipes import Cast, as_cast
-from microfloat.recipes.usages import CastLike
-from microfloat.torch import backends
-from microfloat.torch._typing import Maybe, Options, Seed
+from microfloat.recipes import Cast
 from microfloat.torch.backends.base import Operand
-from microfloat.torch.tensor import checks
-from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.ops import quantize
-from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-from microfloat.torch.tensor.seeds import draw_seed, seed_words
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "qgelu", "srelu", "sigmoid")
 Both = tuple[Operand | None, Operand | None]
@@ -209,80 +199,3 @@ def values_of(producer: Producer, kernels: ModuleType | None) -> tuple[list[Valu
         return kernels.values(producer)
     values, statistics = producer.by_torch()
     return [Valued(value) for value in values], statistics
-
-
-# ----------------------------------------------------------------------------------------------------- codes of a value
-
-_NORMS = ("rms", "layer")
-
-
-@dataclass(eq=False)
-class Produced:
-    """The codes of a value: `row` contracts its last axis, `column` its rows; statistics of a norm, float32 [M]."""
-
-    row: QuantizedTensor
-    column: QuantizedTensor
-    mean: torch.Tensor | None = None
-    inverse: torch.Tensor | None = None
-
-
-def produce(
-    kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float, casts: tuple[CastLike, CastLike | None],
-    seed: Seed, scale_enc: float | Maybe, backend: str,
-) -> Produced:  # fmt: skip
-    """The codes of a value, cast apart from it where no kernel does both, as in traces, which compilers fuse.
-
-    `kind`: "rms" or "layer" (norms), or the name of an activation. `second`: the weight of a norm, or the `up` that an
-    activation is multiplied with.
-    """
-    producer, kernels = _producer(kind, x, second, bias, eps), None
-    pair = casts[0], casts[0] if casts[1] is None else casts[1]
-    streams = tuple(of.stream for of in OPERANDS_OF["x"])
-    is_fused = False
-    if not _operators.is_tracing(x):
-        row, column = pair = as_cast(pair[0]), as_cast(pair[1])
-        kernels = backends.choose(backend, x.device).producers
-        is_fused = kernels is not None and kernels.fuses(row, column)
-        if is_fused and not waits_for_amax(row, column):
-            words = None
-            if row.is_stochastic or column.is_stochastic:
-                words = draw_seed(x.device) if seed is None else seed_words(seed, x.device)
-            encode_scale = checks.check_scale_enc(scale_enc, row.is_delayed or column.is_delayed, x.device)
-            specs = (OperandSpec(cast, stream=stream) for cast, stream in zip(pair, streams, strict=True))
-            ((first, last),), statistics = kernels.codes(producer, *specs, CastInputs(encode_scale, words))
-            of_value = input_of(producer)
-            options: Options = {"shape": of_value.shape, "dtype": of_value.dtype}
-            made = (
-                QuantizedTensor.from_operand(first, row, axis=1, **options),
-                QuantizedTensor.from_operand(last, column, axis=0, **options),
-            )
-            return _with_statistics(made, statistics)
-    ((value, amax),), statistics = values_of(producer, kernels)
-    options = {"seed": seed, "stream": streams, "scale_enc": scale_enc, "amax": amax if is_fused else None}
-    return _with_statistics(quantize(value, pair, axis=(-1, -2), backend=backend, **options), statistics)
-
-
-def _with_statistics(made: tuple[QuantizedTensor, QuantizedTensor], statistics: Statistics | None) -> Produced:
-    return Produced(*made) if statistics is None else Produced(*made, statistics.mean, statistics.inverse)
-
-
-def _producer(kind: str, x: torch.Tensor, second: Maybe, bias: Maybe, eps: float) -> Norm | Activation:
-    first = "gate" if kind == "silu" else "x"
-    rows = _rows_of(first, x)
-    if kind not in _NORMS:
-        if kind == "silu":  # SwiGLU
-            checks.check_tensor("up", second)
-            checks.check_like("up", second, x, first)
-        return Activation(rows, None if second is None else _rows_of("up", second), kind)
-    for name, parameter in (("weight", second), ("bias", bias)):
-        checks.check_parameter(name, parameter, rows)
-    weight, bias = (None if parameter is None else parameter.detach() for parameter in (second, bias))
-    return Norm(rows, weight, bias, checks.check_eps(eps), kind)
-
-
-def _rows_of(argument: str, x: torch.Tensor) -> torch.Tensor:
-    """The matrix that the last dimension of x makes, without its history."""
-    checks.check_tensor(argument, x)
-    checks.check_rows(argument, x)
-    x = x.detach().resolve_neg()
-    return x if x.dim() == 2 else x.reshape(checks.row_count(x.shape), x.shape[-1])

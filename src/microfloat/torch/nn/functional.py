@@ -3,7 +3,6 @@
     norm_linear(x, norm, *layers)                 y_i = layer_i(norm(x))
     activation_linear(x, layer, up=up)            y = layer(f(x) * up);  without `up`, layer(f(x))
     norm_mlp(x, norm, gate, down, up=up)          y = down(f(gate(h)) * up(h)) of h = norm(x)
-    rms_norm_quantize, layer_norm_quantize, swiglu_quantize, gelu_quantize      codes of the value, in both layouts
     linear_cross_entropy(x, weight, labels)       cross_entropy(linear(x, weight), labels), the logits in chunks
 
 The results are those of the modules one by one, with the same casts, seeds and scaling states: the value is rounded to
@@ -24,11 +23,10 @@ from torch import nn
 from microfloat.arguments import check_choice, check_int
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe
-from microfloat.recipes.usages import CastLike
-from microfloat.torch._typing import Maybe, Seed
+from microfloat.torch._typing import Maybe
 from microfloat.torch.compile.cross_entropy import LossCall, loss_of
 from microfloat.torch.context import ambient
-from microfloat.torch.launch.prologues import ACTIVATIONS, Produced, activate, produce
+from microfloat.torch.launch.prologues import ACTIVATIONS, activate
 from microfloat.torch.linear.function import Run, after_counts, apply, backend_name, begin, counts_of, end, find
 from microfloat.torch.linear.fused_input import ActivationRun, GradientLink, NormRun
 from microfloat.torch.linear.gathered_weight import Gathered
@@ -362,48 +360,3 @@ def _check_labels(labels: object, x: torch.Tensor, weight: torch.Tensor) -> None
             "linear_cross_entropy: got a weight that low_precision_all_gather gathers as codes, needed values. Leave "
             "the head out of it: it is the module that multiplies with this weight."
         )
-
-
-# ------------------------------------------------------------------------------------------------------------- codes
-
-
-def rms_norm_quantize(
-    x: torch.Tensor, weight: torch.Tensor | None, cast: CastLike, *, eps: float = 1e-6,
-    column_cast: CastLike | None = None, seed: Seed = None,
-    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
-) -> Produced:  # fmt: skip
-    """Codes of ``round(x * r * weight)``, r = (mean(x^2) + eps)^-1/2 per row, in both layouts. Not differentiable.
-
-    x [..., K], whose leading dimensions become the rows M of both operands; `column_cast` None is `cast`. The other
-    arguments and the bytes are those of `microfloat.torch.quantize` of the value. Source: docs/numerics.md, 6.
-    """
-    return produce("rms", x, weight, None, eps, (cast, column_cast), seed, scale_enc, backend)
-
-
-def layer_norm_quantize(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, cast: CastLike, *,
-    eps: float = 1e-5, column_cast: CastLike | None = None, seed: Seed = None,
-    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
-) -> Produced:  # fmt: skip
-    """Codes of ``round((x - mean) * r * weight + bias)`` in both layouts; see `rms_norm_quantize`."""
-    return produce("layer", x, weight, bias, eps, (cast, column_cast), seed, scale_enc, backend)
-
-
-def swiglu_quantize(
-    gate: torch.Tensor, up: torch.Tensor, cast: CastLike, *,
-    column_cast: CastLike | None = None, seed: Seed = None,
-    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
-) -> Produced:  # fmt: skip
-    """Codes of ``round(round(silu(gate)) * up)`` in both layouts; see `rms_norm_quantize`."""
-    return produce("silu", gate, up, None, 0.0, (cast, column_cast), seed, scale_enc, backend)
-
-
-def gelu_quantize(
-    x: torch.Tensor, cast: CastLike, *, approximate: str = "none",
-    column_cast: CastLike | None = None, seed: Seed = None,
-    scale_enc: float | torch.Tensor | None = None, backend: str = "auto",
-) -> Produced:  # fmt: skip
-    """Codes of ``round(gelu(x))`` in both layouts, `approximate` "none" or "tanh"; see `rms_norm_quantize`."""
-    check_choice("approximate", approximate, ("none", "tanh"))
-    kind = "gelu" if approximate == "none" else "gelu_tanh"
-    return produce(kind, x, None, None, 0.0, (cast, column_cast), seed, scale_enc, backend)

@@ -2,14 +2,13 @@
 
 import functools
 import numbers
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from microfloat.arguments import as_float, check_number
+from microfloat.arguments import as_float
 from microfloat.errors import MicrofloatError, NotSupportedError, invalid_type, invalid_value, kind_of
 from microfloat.recipes import Cast
 from microfloat.recipes.usages import given_amax, given_scale_enc
@@ -101,14 +100,6 @@ def check_like(argument: str, tensor: object, x: torch.Tensor, of: str = "x") ->
         raise invalid_value(argument, got, f"a tensor like {of}: {x.dtype} {tuple(x.shape)} on {x.device}")
 
 
-def row_count(shape: Sequence[int]) -> int:
-    """The product of all sizes but the last, which may be symbols of a compiler."""
-    rows = 1
-    for size in shape[:-1]:
-        rows = rows * size
-    return rows
-
-
 def check_beside(
     argument: str, tensor: torch.Tensor | None, x: torch.Tensor, remedy: str | None = None, of: str = "x"
 ) -> None:
@@ -116,17 +107,6 @@ def check_beside(
     if tensor is not None and tensor.device != x.device:
         remedy = f"Move it: .to({str(x.device)!r})." if remedy is None else remedy
         raise invalid_value(argument, f"a tensor on {tensor.device}", f"one on {x.device}, where {of} is", remedy)
-
-
-def check_parameter(argument: str, parameter: object, x: torch.Tensor) -> None:
-    """Raise where a norm's weight or bias is neither None nor one value for each feature of `x`, on its device."""
-    if parameter is None:
-        return
-    parameter = check_tensor(argument, parameter)
-    if tuple(parameter.shape) != tuple(x.shape[-1:]):
-        needed = f"shape {tuple(x.shape[-1:])}: one value for each feature of x"
-        raise invalid_value(argument, f"shape {tuple(parameter.shape)}", needed)
-    check_beside(argument, parameter, x)
 
 
 def check_linear(x: object, weight: object, bias: object) -> None:
@@ -181,11 +161,6 @@ def check_grouped(x: object, weight: object, bias: object) -> None:
 def is_abstract(tensor: torch.Tensor) -> bool:
     """True for a tensor that has a shape and a dtype only: on the meta device, or of FakeTensorMode."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def check_eps(eps: object) -> float:
-    """A norm's epsilon: a finite number, not negative."""
-    return check_number("eps", eps, "a finite number, not negative", 0.0, sys.float_info.max)
 
 
 def check_model(model: object) -> None:
