@@ -38,7 +38,7 @@ THIRD_PARTY = {
     "torch": NUMERIC | {"torch", "triton"},
     "jax": NUMERIC | {"jax", "jaxlib", "flax", "optax", "triton"},
     "integrations": NUMERIC | {"torch", "torchtitan", "transformers", "vllm"},
-    "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors", "huggingface_hub"},
+    "cli": NUMERIC | {"typer", "rich", "matplotlib", "safetensors", "huggingface_hub", "torch", "transformers"},
 }
 
 

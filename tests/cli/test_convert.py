@@ -225,3 +225,25 @@ def test_it_needs_no_framework(repository, tmp_path):
     assert json.loads(done.stdout)["verified"]
     done = fresh(repository, ["diff", words[1], words[2], "--json"], ("torch", "jax", "triton", "matplotlib"))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--to", "ct:nvfp4", "--method", "gptq"), "--calibrate: got None, needed a file of text"),
+        (("--to", "ct:nvfp4", "--method", "gptq", "--calibrate", "nowhere.txt"), "--calibrate: got nowhere.txt"),
+        (("--to", "bf16", "--method", "gptq"), "--method: got 'gptq', needed a target of codes"),
+        (("--to", "ct:mxfp4", "--method", "gptq", "--scale-rule", "even"), "no --scale-rule"),
+        (("--to", "nvfp", "--method", "gptq"), "--to: got 'nvfp'"),
+        (("--to", "ct:nvfp4", "--method", "awq"), "--method: got 'awq', needed one of 'nearest', 'gptq'"),
+    ],
+)
+def test_gptq_says_what_it_lacks(microfloat, model, tmp_path, words, named):
+    microfloat("convert", model, tmp_path / "out", *words).refuses(named)
+
+
+def test_gptq_refuses_a_destination_that_exists_before_any_work(microfloat, model, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    words = ("--to", "ct:nvfp4", "--method", "gptq", "--calibrate", text)
+    microfloat("convert", model, tmp_path, *words).refuses("DST: got")

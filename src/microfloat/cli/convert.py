@@ -2,15 +2,21 @@
 
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from microfloat import errors
+from microfloat.arguments import check_choice
+from microfloat.checkpoint._modules import ignored_by
+from microfloat.checkpoint._planning import target_of
 from microfloat.cli.hub import Hub, Source, local
 from microfloat.cli.machine import load_casts
 from microfloat.cli.output import MOST_LINES, Column, Output, decibel, size, together
 from microfloat.errors import CheckpointError, InvalidTypeError, InvalidValueError, NotSupportedError
+from microfloat.recipes.inference import WeightActivation, WeightOnly
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Progress, Report
@@ -57,6 +63,8 @@ def convert(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, such as 5GB or 500MB.")
     ] = "5GB",
+    method: Annotated[str, typer.Option("--method", metavar="NAME", help="nearest, or gptq.")] = "nearest",
+    calibrate: Annotated[Path | None, typer.Option("--calibrate", metavar="TEXT", help="A file, for gptq.")] = None,
     hub: Hub = False,
 ) -> int:  # fmt: skip
     """Convert a checkpoint to another format; one piece of a tensor is in memory at a time.
@@ -68,14 +76,16 @@ def convert(
     microfloat convert model/ model-fp8/ --to deepseek:fp8 --ignore 're:.*layers\\.0\\.'
     microfloat convert model-nvfp4/ model-bf16/ --to bf16
     microfloat convert model/ model-mixed/ --to ct:mixed --placement placement.json
+    microfloat convert model/ model-nvfp4/ --to ct:nvfp4 --method gptq --calibrate text.txt
     """
     from microfloat import checkpoint
 
-    if load_casts() == "numpy":
-        output.say("The NumPy oracle casts, some 30 million elements a second; torch or jax, installed, cast faster.")
+    check_choice("--method", method, ("nearest", "gptq"))
     kinds = [kind.strip() for kind in fuse.split(",") if kind.strip() not in ("", "none")]
+    if method == "nearest" and load_casts() == "numpy":
+        output.say("The NumPy oracle casts, some 30 million elements a second; torch or jax, installed, cast faster.")
     seen: Progress | None = None
-    with output.progress(f"to {to}", None, of_bytes=True) as show:
+    with output.progress(f"to {to}", None, of_bytes=method == "nearest") as show:
 
         def follow(progress: "Progress") -> None:
             nonlocal seen
@@ -83,11 +93,16 @@ def convert(
             show(progress.done, progress.total, stage(progress))
 
         try:
-            report = checkpoint.convert(
-                local(src, hub, "SRC"), dst, to=to, scale_rule=scale_rule, ignore=ignore or (), fuse=kinds,
-                four_over_six=four_over_six, verify=verify, resume=resume, max_shard_size=max_shard_size,
-                format=source, progress=follow, placement=placement,
-            )  # fmt: skip
+            if method == "gptq":
+                config = placement or _config_of(to, scale_rule, four_over_six)
+                folder = src if hub else local(src, hub, "SRC")  # transformers finds all files that it needs
+                rows = _by_gptq(folder, dst, calibrate, config, show, to, ignore or (), kinds, max_shard_size)
+            else:
+                report = checkpoint.convert(
+                    local(src, hub, "SRC"), dst, to=to, scale_rule=scale_rule, ignore=ignore or (), fuse=kinds,
+                    four_over_six=four_over_six, verify=verify, resume=resume, max_shard_size=max_shard_size,
+                    format=source, progress=follow, placement=placement,
+                )  # fmt: skip
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_stopped(dst, seen)) from None
         except CheckpointError as error:
@@ -98,8 +113,13 @@ def convert(
         except (InvalidTypeError, InvalidValueError) as error:
             argument, colon, rest = str(error).partition(":")  # an argument has the words of the option it came from
             raise type(error)(f"{_OPTIONS.get(argument, argument)}{colon}{rest}") from None
-    _show(output, report)
-    return 0 if report.converted else 1
+    if method == "nearest":
+        _show(output, report)
+        return 0 if report.converted else 1
+    output.put(source=str(src), destination=str(dst), format=to, layers=rows)
+    output.table(None, list(together(rows, ("reason",))), _SKIPPED, f"{src} -> {dst}")
+    output.say(f"Next: microfloat inspect {dst}")
+    return 0
 
 
 def stage(progress: "Progress") -> str:
@@ -151,3 +171,59 @@ def _show(output: Output, report: "Report") -> None:
         output.say(f"Nothing was converted: every tensor of {report.source} is as {report.format} has it already.")
         return
     output.say(f"Next: microfloat inspect {report.destination}; microfloat diff {report.source} {report.destination}")
+
+
+_LENGTH, _SEQUENCES = 2048, 128  # of tokens, at most, and how many of the text
+
+
+def _config_of(to: str, scale_rule: str | None, four_over_six: bool) -> WeightOnly | WeightActivation:
+    """The config under which `quantize_` stores weights, and multiplies them, as a target announces it."""
+    written = target_of(to, None, four_over_six).written
+    if written is None or scale_rule is not None:
+        raise errors.invalid_value("--method", "'gptq'", "a target of codes, and no --scale-rule but --four-over-six")
+    name, search = written.cast.format.name, "four_over_six" if four_over_six else None
+    if written.activation_format is None:
+        return WeightOnly(name, search)
+    return WeightActivation(written.activation_format.name, None, name, written.activation, search)
+
+
+def _by_gptq(
+    src: Path, dst: Path, text: Path | None, config: Any, show: Callable[..., None], to: str, ignore: Sequence[str],
+    fuse: Sequence[str], max_shard_size: str,
+) -> list[dict[str, str]]:  # fmt: skip
+    """Load a model by transformers, call it on the text, choose its codes, and save it; a row for each layer."""
+    if text is None or not text.is_file():
+        raise errors.invalid_value("--calibrate", text, "a file of text like that which the model will read")
+    if dst.exists():
+        raise errors.invalid_value("DST", f"{dst}, which exists", "a folder that does not")
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise errors.missing_package(str(error.name), "--method gptq", "torch,integrations") from None
+    from microfloat import torch as mf
+    from microfloat.torch.inference.quantize import plan_storage
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(src)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(src, dtype="auto").eval()
+    except (OSError, ValueError) as error:
+        raise errors.invalid_value(
+            "SRC", src, "a language model of transformers, with tokenizer", str(error)
+        ) from error
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False)["input_ids"].to(model.device)
+    length = min(_LENGTH, getattr(model.config, "max_position_embeddings", _LENGTH))
+    batches = ids[:, : length * _SEQUENCES].split(length, 1)
+    with mf.calibrate(model), torch.no_grad():
+        for done, batch in enumerate(batches):
+            show(done, len(batches), "calibrating")
+            model(batch, use_cache=False)
+    plan = plan_storage(model, config, lambda name, _: not ignored_by(name, ignore), fuse=fuse, method="gptq")
+    for done, members in enumerate(groups := plan.groups()):
+        show(done, len(groups), f"quantizing {members[0]}")
+        plan.store(members)
+    rows = [{"name": row.name, "reason": row.reason} for row in plan.complete(model)]
+    mf.save_quantized(model, dst, format=to, max_shard_size=max_shard_size)
+    tokenizer.save_pretrained(dst)
+    return rows
