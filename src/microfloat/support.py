@@ -10,6 +10,13 @@ from typing import TypeVar
 WIDTH = 110
 
 
+class Printed:
+    """Base of reports whose ``repr`` is the text that they print as, also at the end of a cell of a notebook."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 @dataclass(frozen=True)
 class Support:
     """An answer: something runs (`available`), on tensor cores of its format (`accelerated`), and the reason.

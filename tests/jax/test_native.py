@@ -153,7 +153,7 @@ def test_explain_an_einsum():
     op = mj.einsum("mxfp8")
     lhs, rhs = jax.ShapeDtypeStruct((4, 8, 40), jnp.float32), jax.ShapeDtypeStruct((40, 16), jnp.bfloat16)
     explained = mj.explain(op, "bmk,kn->nbm", lhs, rhs)
-    assert str(explained) == str(mj.explain("mxfp8", "cpu", (32, 40, 16)))
+    assert repr(explained) == str(mj.explain("mxfp8", "cpu", (32, 40, 16)))
     assert str(mj.explain(op, "mk,nk", W, W)) == str(mj.explain(op, shape=(len(W), W.shape[1], len(W))))
     with pytest.raises(ValueError, match=r"arguments: got 2 of them, needed an equation, lhs and rhs"):
         mj.explain(op, lhs, rhs)
@@ -191,7 +191,7 @@ def test_explain_a_program():
     explained = mj.explain(lambda x, w: mj.dot_general(Float8CurrentScaling())(x, w, PLAIN), X, W)
     if jax.default_backend() == "cpu":
         assert not explained.calls_fp8
-        assert str(explained).startswith("No Fp8 call!")
+        assert repr(explained).startswith("No Fp8 call!")
     else:
         assert explained.calls_fp8
     assert explained.rows

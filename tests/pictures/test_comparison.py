@@ -29,7 +29,7 @@ def test_the_figures_are_those_of_the_metrics():
 def test_odd_arrays_and_odd_formats():
     wild = X.copy()
     wild[0, 0], wild[1, 1], wild[2] = np.nan, np.inf, 0
-    table = str(compare(wild, ["mxfp4", Cast("nvfp4", hadamard=Hadamard())])).splitlines()
+    table = repr(compare(wild, ["mxfp4", Cast("nvfp4", hadamard=Hadamard())])).splitlines()
     assert [line.split()[0] for line in table] == ["format", "mxfp4", "nvfp4"]
     assert len({len(line) for line in table}) == 1
     assert math.isnan(compare(X, Cast("nvfp4", hadamard=Hadamard())).fits[0].clip)

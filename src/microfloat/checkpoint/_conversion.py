@@ -30,6 +30,7 @@ from microfloat.checkpoint.records import Finding, Record
 from microfloat.errors import CheckpointError, checkpoint_error
 from microfloat.recipes import Placement
 from microfloat.recipes.placement import DEFAULT_FUSE, check_fuse
+from microfloat.support import Printed
 
 _ACTIONS = ("cast", "recoded", "carried", "dequantized", "kept", "dropped")
 _MEND = "Mend the weights, or keep the layer as it is with ignore= (--ignore)."
@@ -56,8 +57,8 @@ class Layer:
     inexact_blocks: int | None = None
 
 
-@dataclass
-class Report:
+@dataclass(repr=False)
+class Report(Printed):
     """Result of `convert`. `layers`: every parameter; `notes`: a sentence for each kind of remark; sizes in bytes."""
 
     source: str

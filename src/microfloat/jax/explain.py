@@ -26,7 +26,7 @@ from microfloat.recipes import Recipe
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
 from microfloat.routes import family_of
-from microfloat.support import Support, text_table
+from microfloat.support import Printed, Support, text_table
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class GemmRow:
     support: Support
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation(Answer):
     """A recipe on a device: a row per GEMM, and the kernel that casts each operand; prints as a table with notes."""
 
@@ -60,8 +60,8 @@ class ProgramDot(NamedTuple):
     is_fp8: bool
 
 
-@dataclass(frozen=True)
-class ProgramDots:
+@dataclass(frozen=True, repr=False)
+class ProgramDots(Printed):
     """The dots of a compiled program."""
 
     device: str

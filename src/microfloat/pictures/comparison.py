@@ -12,6 +12,7 @@ from microfloat.errors import invalid_value
 from microfloat.formats import ScaledFormat
 from microfloat.pictures.style import GREY, clean, colors_of, new_figure, save
 from microfloat.recipes import Cast, as_cast
+from microfloat.support import Printed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,8 +35,8 @@ class Fit(NamedTuple):
     values: np.ndarray
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Printed):
     """An array `x` under several formats, a `Fit` for each; ``print`` shows the table, `draw` makes the picture."""
 
     x: np.ndarray

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from microfloat.recipes.core import Gemm, NamedRecipe, Recipe
-from microfloat.support import Notes, text_table, wrapped
+from microfloat.support import Notes, Printed, text_table, wrapped
 
 _YES = {True: "yes", False: "no"}
 
@@ -20,7 +20,7 @@ class CastRow:
     reason: str
 
 
-class Answer:
+class Answer(Printed):
     """Base of the front ends' explanations: a table of GEMMs, and a line for operands that are cast in the same way.
     `rows`: dataclasses of gemm, operands, kernel, support (a Support) and the field that `_column` names."""
 

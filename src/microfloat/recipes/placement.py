@@ -18,7 +18,7 @@ from microfloat.errors import MicrofloatError, PlacementError, invalid_type, inv
 from microfloat.operands import GEMMS
 from microfloat.recipes.core import CustomRecipe, Gemm, Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.support import alike, text_table, wrapped
+from microfloat.support import Printed, alike, text_table, wrapped
 
 
 def _anywhere(*names: str) -> tuple[str, ...]:
@@ -318,8 +318,8 @@ class ConversionRow:
         return _Cells(self.name or "(root)", "1", shape, self.action, recipe, self.reason)
 
 
-@dataclass(frozen=True)
-class ConversionReport:
+@dataclass(frozen=True, repr=False)
+class ConversionReport(Printed):
     """One row per linear layer that was examined, and weights that `convert` cannot see.
 
     `share`: the fraction of the model's parameters in layers that run a recipe. `blocks`: those that ``fuse=True``

@@ -43,7 +43,7 @@ def test_a_gpu_that_is_not_there_is_answered_and_not_raised(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     explanation = mf.explain("nvfp4", device="cuda")
     assert not any(row.support.available for row in explanation.rows)
-    assert "no CUDA device" in str(explanation)
+    assert "no CUDA device" in str(explanation) == repr(explanation)
     available, reason = mf.is_nvfp4_available("cuda")
     assert not available
     assert "no CUDA device" in reason
@@ -247,6 +247,7 @@ def test_a_model_is_answered_with_a_line_for_each_layer():
     })  # fmt: skip
     mf.convert(model, "mxfp8", filter=lambda name, layer: name == "quantized")
     answer = mf.explain(model)
+    assert repr(answer) == str(answer)
     assert [(row.name, row.shape, row.backend, row.accelerated) for row in answer] == [
         ("quantized", (64, 32), "reference", False), ("plain", (32, 16), "torch", False),
         ("free", (16, 8), "torch", False), ("reference", (8, 4), "reference", False),

@@ -17,7 +17,7 @@ from microfloat.recipes import Cast, Gemm, NVFP4BlockScaling, Recipe
 from microfloat.recipes.explanation import Answer, CastRow, operands_of
 from microfloat.recipes.names import as_recipe
 from microfloat.routes import UNTRIED, Route, family_of, route_of, routes_of
-from microfloat.support import Notes, Support, text_table, wrapped
+from microfloat.support import Notes, Printed, Support, text_table, wrapped
 from microfloat.torch import backends
 from microfloat.torch.backends import BY_KERNELS, check_name, chip_of, resolve
 from microfloat.torch.context import ambient
@@ -152,7 +152,7 @@ def _named(
 # ---- explain -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation(Answer):
     """The way of a recipe on a device: a row per GEMM, and what casts each operand; prints as a table with notes."""
 
@@ -196,8 +196,8 @@ class LayerRow:
         return self.explanation is not None and self.explanation.accelerated
 
 
-@dataclass(frozen=True)
-class ModelExplanation:
+@dataclass(frozen=True, repr=False)
+class ModelExplanation(Printed):
     """A row for each linear layer of a model; prints as a table with notes."""
 
     rows: tuple[LayerRow, ...]
