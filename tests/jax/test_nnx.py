@@ -122,7 +122,7 @@ def test_placement_and_report():
     recipe = NVFP4BlockScaling()
     assert model.first.dot_general.recipe == CustomRecipe(recipe.fprop, recipe.dgrad, Gemm(None, None))
     assert again.rows[0].reason == "wgrad: high precision by 'first:wgrad'"
-    only = mnnx.convert(Model(nnx.Rngs(0)), Placement([("second", DELAYED)]))
+    only = mnnx.convert(Model(nnx.Rngs(0)), {"second": DELAYED})
     assert only.skipped == {"first": "no pattern of the placement matches"}
     with pytest.raises(TypeError, match="model: got int"):
         mnnx.convert(1, DELAYED)

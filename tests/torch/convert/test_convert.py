@@ -121,6 +121,16 @@ def test_placement_first_match_wins_and_none_is_high_precision() -> None:
     assert {row.action for row in again if row.name == "blocks.0.0"} == {"converted"}
 
 
+def test_a_dictionary_is_a_placement_of_its_rules_in_their_order() -> None:
+    rules = {"blocks.0.*": None, "blocks.1.*": "nvfp4", "blocks.*": MXFP8BlockScaling()}
+    model, other = Model(), Model()
+    assert list(mf.convert(model, rules)) == list(mf.convert(other, Placement(list(rules.items()))))
+    assert model.blocks[1][0].pinned == NVFP4BlockScaling()
+    for refused, match in (({}, "rules: got none"), ({"block.*": None}, "match no layer"), ({"*": "x"}, "got 'x'")):
+        with pytest.raises(ValueError, match=match):
+            mf.convert(Model(), refused)
+
+
 def test_pattern_without_match_is_an_error_and_changes_nothing() -> None:
     model = Model()
     with pytest.raises(PlacementError, match=r"encoder\.\*"):

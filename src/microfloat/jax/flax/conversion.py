@@ -50,7 +50,7 @@ _OURS = DotGeneral | RaggedOp
 
 
 def convert(
-    model: nnx.Module, recipe: Recipe | Placement | str | os.PathLike, *,
+    model: nnx.Module, recipe: Recipe | Placement | Mapping[str, Recipe | str | None] | str | os.PathLike, *,
     filter: Callable[[str, nnx.Module], bool] | None = None,
     exclude: Sequence[str] = DEFAULT_EXCLUDE, rngs: nnx.Rngs | None = None,
 ) -> ConversionReport:  # fmt: skip
@@ -58,15 +58,15 @@ def convert(
     and every module of experts: one that keeps `jax.lax.ragged_dot`, or this library's, in an attribute and calls that.
 
     `recipe`: a Recipe (or name) for all layers, or a `Placement` by dotted name: the first pattern that matches
-    decides, None is high precision; or a file of one. ``filter(name, layer)`` leaves out layers for which it is false,
-    `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing). A layer whose
-    product is neither Flax's nor this library's is left out too. `rngs` feeds stochastic recipes. Parameters are
-    untouched. State of layers that nnx.vmap made, stacked along their first axis, is stacked like their kernels.
-    Returns a report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments,
+    decides, None is high precision; a dictionary or a file of one. ``filter(name, layer)`` leaves out layers for which
+    it is false, `exclude` is a list of name patterns (default: heads, routers and LoRA adapters; () excludes nothing).
+    A layer whose product is neither Flax's nor this library's is left out too. `rngs` feeds stochastic recipes.
+    Parameters are untouched. State of layers that nnx.vmap made, stacked along their first axis, is stacked like their
+    kernels. Returns a report that prints as a table. Raises InvalidTypeError and InvalidValueError for other arguments,
     PlacementError for patterns that match no layer; then nothing changes.
     """
     check_model(model)
-    recipe = as_placement(recipe)
+    recipe = Placement(dict(recipe)) if isinstance(recipe, Mapping) else as_placement(recipe)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)  # type: ignore[arg-type]  # a path became a Placement
     exclude = check_exclude(exclude)

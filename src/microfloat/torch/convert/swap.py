@@ -63,14 +63,14 @@ __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "p
 
 
 def convert(
-    model: nn.Module, recipe: Recipe | Placement | str | os.PathLike, *,
+    model: nn.Module, recipe: Recipe | Placement | Mapping[str, Recipe | str | None] | str | os.PathLike, *,
     filter: Callable[[str, nn.Module], bool] | None = None, exclude: Sequence[str] = DEFAULT_EXCLUDE,
     fuse: bool = False, experts: bool = True,
 ) -> ConversionReport:  # fmt: skip
     """Turn every nn.Linear of `model` into a microfloat Linear pinned to its recipe; in place, parameters shared.
 
     `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad"),
-    or a file of one, as ``microfloat plan`` writes it.
+    a dictionary of its rules, or a file of one, as ``microfloat plan`` writes it.
     Exactly nn.Linear is converted, not subclasses, and transformers' Conv1D, whose state dict stays what it is; layers
     that are microfloat Linears already, also under a parametrization or FSDP2, and `GroupedLinear` are pinned anew.
     `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name patterns (default: heads, routers and
@@ -84,7 +84,7 @@ def convert(
     left to convert, as `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
     """
     check_model(model)
-    recipe = as_placement(recipe)
+    recipe = Placement(dict(recipe)) if isinstance(recipe, Mapping) else as_placement(recipe)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)  # type: ignore[arg-type]  # a path became a Placement
     check_bool("fuse", fuse)
