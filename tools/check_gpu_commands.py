@@ -82,7 +82,7 @@ def chains(out: Path, device: str) -> dict[str, Chain]:
     model, made, train = out / "model", out / "made", out / "train"
     found = {
         "bench": Chain(240, (
-            microfloat(*bench, *every, "--plot", out / "bench.png"),
+            microfloat(*bench, *every, "--csv", out / "bench.csv", "--plot", out / "bench.png"),
             Command(("tools/check_gpu_commands.py", "--save", str(out / "bench.json"), *map(str, bench), "--json")),
             microfloat(*bench, "--baseline", out / "bench.json", "--tolerance", 900),
             *([microfloat("bench")] if is_gpu else []),

@@ -1,5 +1,6 @@
 """`microfloat bench`: features O8."""
 
+import csv
 import json
 
 import pytest
@@ -106,13 +107,16 @@ def test_a_kernel_that_does_not_compile_is_a_row_with_its_problem(microfloat, mo
     assert done.json["rows"][0]["problem"] == "CompilationError: at 12:3: store(scale_ptr, scale)"
 
 
-def test_a_picture(microfloat, tmp_path):
+def test_a_table_file_and_a_picture(microfloat, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    picture = tmp_path / "roof.png"
+    table, picture = tmp_path / "rows.csv", tmp_path / "roof.png"
     words = ("--shapes", "32x32x32", "--formats", "fp8_128x128", *SMALL)
-    done = microfloat("bench", *words, "--plot", picture, columns=80)
+    done = microfloat("bench", *words, "--csv", table, "--plot", picture, columns=80)
     assert done.code == 0
     assert max(map(len, done.out.splitlines())) <= 80
+    with table.open() as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["gemm_ms"]) > 0
     assert picture.stat().st_size > 5000
     assert roofline([], 100.0, "nothing").axes  # a run without a single time still has a picture
 
@@ -132,6 +136,8 @@ def test_shapes_by_name():
         (["--device", "tpu"], "--device"),
         (["--baseline", "nowhere.json"], "nowhere.json"),
         (["--plot", "roof.txt"], "--plot"),
+        (["--csv", "nowhere/table.csv"], "Create nowhere first"),
+        (["--csv", "."], "This is a folder"),
     ],
 )
 def test_a_wrong_question_exits_2(microfloat, words, named):

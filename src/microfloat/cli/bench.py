@@ -1,5 +1,6 @@
 """`microfloat bench`: times of casts and products on this machine, beside bfloat16's and an earlier run's."""
 
+import csv
 import datetime
 import json
 import re
@@ -9,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from microfloat.arguments import check_new_file
 from microfloat.cli import machine
 from microfloat.cli.output import Column, Output, three
 from microfloat.errors import invalid_value, unknown_name
@@ -54,6 +56,7 @@ def bench(
         str, typer.Option("--shapes", metavar="LIST", help=f"{', '.join(SHAPES)}, or MxNxK,MxNxK (on a GPU: llama8b).")
     ] = "",
     formats: Annotated[str, typer.Option("--formats", metavar="NAMES", help="Recipes or formats.")] = DEFAULT_FORMATS,
+    csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the table.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline.")] = None,
     baseline: Annotated[
         Path | None, typer.Option("--baseline", metavar="FILE", help="The --json of an earlier run; exit 1 if slower.")
@@ -75,6 +78,8 @@ def bench(
     microfloat bench --baseline before.json
     """
     gemms = _gemms(formats)
+    if csv_file is not None:
+        check_new_file("--csv", csv_file)
     earlier = None if baseline is None else _read(baseline)
     import microfloat.torch  # noqa: F401 -- names the extra where torch is missing
     from microfloat.torch import timing as measure
@@ -97,10 +102,7 @@ def bench(
         for name, shape in output.each("measuring", pairs, lambda pair: f"{pair[0]} {pair[1]}")
     ]
     slower = _compare(rows, earlier, tolerance) if earlier is not None else []
-    for row in rows:
-        if row.get("gemm_ms"):
-            row["spread"] = f"{row['gemm_p10_ms']:.3g} to {row['gemm_p90_ms']:.3g}"
-    output.table("rows", rows, _COLUMNS, "Quantize x and multiply; medians; after the results were compared")
+    _report(output, rows, csv_file)
     if plot is not None:
         from microfloat.pictures import roofline, save
 
@@ -186,6 +188,20 @@ def _measured(name: str, gemm: Gemm, shape: Shape, device: str, milliseconds: fl
         "intensity": flop / (operand * element + 2 * shape.m * shape.n),
         "bf16_intensity": flop / (2 * operand + 2 * shape.m * shape.n),
     }  # fmt: skip
+
+
+def _report(output: Output, rows: list[dict[str, Any]], csv_file: Path | None) -> None:
+    for row in rows:
+        if row.get("gemm_ms"):
+            row["spread"] = f"{row['gemm_p10_ms']:.3g} to {row['gemm_p90_ms']:.3g}"
+    output.table("rows", rows, _COLUMNS, "Quantize x and multiply; medians; after the results were compared")
+    if csv_file is not None:
+        with csv_file.open("w", newline="", encoding="utf-8") as file:
+            fields = list(dict.fromkeys(key for row in rows for key in row))
+            writer = csv.DictWriter(file, fields)
+            writer.writeheader()
+            writer.writerows(rows)
+        output.say(f"Table: {csv_file}")
 
 
 # ---- --baseline
