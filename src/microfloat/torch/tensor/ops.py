@@ -221,7 +221,7 @@ def _traced_quantize(
     axes = list(axis) if isinstance(axis, tuple | list) else [axis]
     streams = list(stream) if count == 2 and isinstance(stream, tuple | list) else [stream]
     parts = torch.ops.microfloat.quantize(x.detach(), tokens, axes, seed, streams, *numbers, backend)
-    made, _ = tensors_of(parts, resolved, tokens, [number % max(x.dim(), 1) for number in axes], x.shape, x.dtype)
+    made = tensors_of(parts, resolved, tokens, [number % max(x.dim(), 1) for number in axes], x.shape, x.dtype)
     return (made[0], made[1]) if count == 2 else made[0]
 
 

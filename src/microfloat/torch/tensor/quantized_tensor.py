@@ -456,8 +456,8 @@ def _described(value: object) -> object:
 def tensors_of(
     parts: Sequence[torch.Tensor], casts: Sequence[Cast], tokens: Sequence[str], axes: Sequence[int],
     shape: Sequence[int], dtype: torch.dtype,
-) -> tuple[list[QuantizedTensor], Sequence[torch.Tensor]]:  # fmt: skip
-    """The tensors whose parts an operator has returned one after another, and the results behind them.
+) -> list[QuantizedTensor]:  # fmt: skip
+    """The tensors whose parts an operator has returned one after another.
 
     `tokens`: of the casts; a compiler takes both as constants.
     """
@@ -467,7 +467,7 @@ def tensors_of(
         level = parts[2] if held == 3 else None
         made.append(QuantizedTensor(parts[0], parts[1], level, cast, axis=axis, shape=shape, dtype=dtype))
         parts = parts[held:]
-    return made, parts
+    return made
 
 
 def attached_to(q: QuantizedTensor) -> dict[str, object]:
