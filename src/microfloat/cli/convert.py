@@ -85,6 +85,8 @@ def convert(
     if method == "nearest" and load_casts() == "numpy":
         output.say("The NumPy oracle casts, some 30 million elements a second; torch or jax, installed, cast faster.")
     seen: Progress | None = None
+    report: Report | None = None
+    rows: list[dict[str, str]] = []
     with output.progress(f"to {to}", None, of_bytes=method == "nearest") as show:
 
         def follow(progress: "Progress") -> None:
@@ -113,7 +115,7 @@ def convert(
         except (InvalidTypeError, InvalidValueError) as error:
             argument, colon, rest = str(error).partition(":")  # an argument has the words of the option it came from
             raise type(error)(f"{_OPTIONS.get(argument, argument)}{colon}{rest}") from None
-    if method == "nearest":
+    if report is not None:
         _show(output, report)
         return 0 if report.converted else 1
     output.put(source=str(src), destination=str(dst), format=to, layers=rows)
