@@ -18,7 +18,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from microfloat import reference
 from microfloat.formats import FORMATS, ScaledFormat
-from microfloat.pictures import number_lines
+from microfloat.pictures import compare, number_lines
 from microfloat.pictures.style import BLUE, GREEN, GREY, ORANGE, clean, colors_of, new_figure, save
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -325,6 +325,14 @@ def draw_products(axes: Axes, figure: Figure) -> None:
     figure.colorbar(image, ax=axes, pad=0.01)
 
 
+def own_formats() -> Figure:
+    """Formats of the page about their design on a tensor with channels of very different size."""
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(256, 1024)) * np.exp(draws.normal(size=1024))
+    names = ["nvfp4", "mxfp4", "e2m1:ue5m3:1x16", "int4:fp32:1x32", "e3m0:e8m0:1x16", "mxfp8", "int8:e8m0:1x32"]
+    return compare(x.astype(np.float32), names).draw()
+
+
 def watching() -> Figure:
     """Records of mf.watch of a small NVFP4 training, with MXFP8 as the format that might be used instead."""
     import torch
@@ -350,7 +358,9 @@ def watching() -> Figure:
 def main(folder: Path = FOLDER) -> None:
     """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    for draw in (number_lines, blocks, three_gemms, across_ranks, speed_and_loss, evidence, post_training, watching):
+    for draw in (
+        number_lines, blocks, three_gemms, across_ranks, speed_and_loss, evidence, post_training, own_formats, watching,
+    ):  # fmt: skip
         save(draw(), folder / f"{draw.__name__}.png")
 
 

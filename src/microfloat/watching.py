@@ -362,6 +362,9 @@ class RecordLog:
         ]  # fmt: skip
         return [suspect for _, suspect in sorted(found, key=lambda pair: pair[0], reverse=True)[:count]]
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self, step: int | None = None, layers: int | None = None) -> str:
         """The metrics of one step (None: the last one), a row for each operand in each format and each result.
 

@@ -316,6 +316,7 @@ def test_a_sick_layer_is_named_first_with_the_likely_reason(recipe, fault, gemm,
     assert {line.split()[0] for line in lines[3:] if line.startswith("layers.")} == {"layers.b"}
     assert str(first) in lines
     assert w.table().splitlines()[3].startswith("layers.b")
+    assert str(w) == w.table()
 
 
 class Block(nn.Module):
