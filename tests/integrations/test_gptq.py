@@ -25,6 +25,7 @@ def folder(llama, transformers, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow_cases("further targets of a checked path", all_but=("modelopt:fp8",))
 @pytest.mark.parametrize("to", ["ct:nvfp4", "modelopt:fp8", "microfloat:mxfp4"])
 def test_a_model_is_calibrated_quantized_and_saved(microfloat, transformers, folder, to):  # noqa: F811
     words = ("convert", folder / "model", folder / "out", "--to", to, "--method", "gptq", "--calibrate")

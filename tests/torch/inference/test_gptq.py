@@ -25,6 +25,10 @@ CONFIGS = [
     WeightOnly("fp8_tensor", "mse"), WeightActivation("nvfp4", activation="fp8_row"), WeightActivation("mxfp8"),
 ]  # fmt: skip
 N, K = 24, 152
+# One of each kind of scales: blocks with and without a tensor scale, tiles, rows, a whole tensor, and a search.
+KINDS = [f"WeightOnly({name})" for name in ("nvfp4", "mxfp6_e2m3", "fp8_128x128", "fp8_row", "fp8_tensor")]
+KINDS += ["WeightOnly(nvfp4_2d, scale_search=four_over_six)"]
+further = pytest.mark.slow_cases("further formats of a checked kind", all_but=tuple(KINDS))
 
 
 def weight(rows: int = N, length: int = K) -> torch.Tensor:
@@ -83,6 +87,7 @@ def plainly(w: np.ndarray, x: np.ndarray, cast) -> np.ndarray:
     return out
 
 
+@further
 @pytest.mark.parametrize("config", [one for one in CONFIGS if one.scale_search != "mse"], ids=lambda one: one.label)
 def test_codes_are_those_of_a_plain_implementation(config) -> None:
     model, x = layer(weight()), tokens()
@@ -91,6 +96,7 @@ def test_codes_are_those_of_a_plain_implementation(config) -> None:
     assert np.allclose(model[0].weight.detach().dequantize().numpy(), expected, rtol=1e-6, atol=0)
 
 
+@further
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.label)
 def test_outputs_err_less_than_with_the_nearest_codes(config, tmp_path) -> None:
     x, w = tokens(), weight()
@@ -112,6 +118,7 @@ def test_outputs_err_less_than_with_the_nearest_codes(config, tmp_path) -> None:
 INDEPENDENT = [*(one for one in CONFIGS if one.format != "fp8_tensor"), WeightOnly("nvfp4", "mse")]
 
 
+@further
 @pytest.mark.parametrize("config", INDEPENDENT, ids=lambda one: one.label)
 def test_inputs_that_are_independent_give_the_nearest_codes(config) -> None:
     nearest, model = layer(weight()), layer(weight())
