@@ -1,5 +1,5 @@
 """Attention by torch, as the modules call it, and rotary embedding."""
 
-from microfloat.torch.nn.sdpa import apply_rotary, attend, attention_kernel
+from microfloat.torch.nn.sdpa import apply_rotary, attend
 
-__all__ = ["apply_rotary", "attend", "attention_kernel"]
+__all__ = ["apply_rotary", "attend"]

@@ -1,7 +1,7 @@
 """Attention between its projections: rotary embedding in one kernel, and torch's scaled_dot_product_attention.
 
 The products of attention run in the dtype of q, not under a recipe. torch picks the kernel; on Hopper that is cuDNN's
-for bfloat16 and float16 (`attention_kernel` says which, docs/modules.md).
+for bfloat16 and float16.
 
 Legend: B = sequences, S = tokens of a sequence, T = tokens of all sequences, H = heads, G = heads of k and v, D = size
 of a head, R = elements of a head that are rotated.
@@ -282,14 +282,3 @@ def _varlen(
         k, v = _shared_heads(q, k, v, 1)
     window_size = reach, 0 if causal else reach
     return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=window_size)  # type: ignore[return-value]
-
-
-def attention_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> str:
-    """The kernel that torch picks for attention of q [B, S, H, D], k and v [B, S', G, D] without a mask; none runs."""
-    if not q.is_cuda:
-        return "torch's attention on " + q.device.type
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    choose = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
-    choice = int(choose(q, k, v, None, 0.0, causal, enable_gqa=q.shape[1] != k.shape[1]))
-    names = "plain operations (softmax in memory)", "flash attention", "memory-efficient attention", "cuDNN's attention"
-    return (names[choice] if 0 <= choice < len(names) else "another kernel") + ", chosen by torch"
