@@ -10,20 +10,17 @@ class Chip:
 
     `is_known`: NVIDIA's chips from Volta to Blackwell; others, such as AMD's 9.4, get no tensor cores of ours.
     `has_fp8`: FP8 GEMM (Ada, Hopper and newer). `has_fp8_blocks`: the same with 1x128 and 128x128 scales (Hopper only;
-    newer chips take them as MX). `has_e5m2_blocks`: of E5M2 as well, which torch refuses: where microfloat's GEMM can
-    be built (`own_gemm`). `has_block_scales`: MX and NVFP4 GEMM (Blackwell). `has_mxfp4`: torch has a GEMM of MXFP4 for
-    it (Blackwell of data centers). `multiplies_stored_codes`: bfloat16 products of a few rows with a weight decoded in
-    registers, `kernels.gemm.decode` (Ampere and newer). `is_tried`: the paths for it have run on such a chip, with the
-    bytes and within the tolerances of the tests. `name`: its generation, for people; `architecture`: as compilers call
-    it.
+    newer chips take them as MX). `has_block_scales`: MX and NVFP4 GEMM (Blackwell). `has_mxfp4`: torch has a GEMM of
+    MXFP4 for it (Blackwell of data centers). `multiplies_stored_codes`: bfloat16 products of a few rows with a weight
+    decoded in registers, `kernels.gemm.decode` (Ampere and newer). `is_tried`: the paths for it have run on such a
+    chip, with the bytes and within the tolerances of the tests. `name`: its generation, for people; `architecture`: as
+    compilers call it.
     """
 
     capability: tuple[int, int]
-    own_gemm: bool = True
     is_known: bool = field(init=False, repr=False, compare=False)
     has_fp8: bool = field(init=False, repr=False, compare=False)
     has_fp8_blocks: bool = field(init=False, repr=False, compare=False)
-    has_e5m2_blocks: bool = field(init=False, repr=False, compare=False)
     has_block_scales: bool = field(init=False, repr=False, compare=False)
     has_mxfp4: bool = field(init=False, repr=False, compare=False)
     multiplies_stored_codes: bool = field(init=False, repr=False, compare=False)
@@ -37,9 +34,8 @@ class Chip:
         name = _GENERATIONS.get(major if known else 0, f"compute capability {major}.{minor}")
         vars(self).update(
             is_known=known, has_fp8=known and here >= (8, 9), has_fp8_blocks=here == (9, 0), has_mxfp4=major == 10,
-            has_e5m2_blocks=here == (9, 0) and self.own_gemm, has_block_scales=known and major >= 10,
-            multiplies_stored_codes=known and here >= (8, 0), is_tried=here == (9, 0),
-            name="Ada" if here == (8, 9) else name, architecture=f"sm_{major}{minor}",
+            has_block_scales=known and major >= 10, multiplies_stored_codes=known and here >= (8, 0),
+            is_tried=here == (9, 0), name="Ada" if here == (8, 9) else name, architecture=f"sm_{major}{minor}",
         )  # fmt: skip
 
 

@@ -117,7 +117,6 @@ _KERNELS = {
         "high precision": "torch matmul",
         "fp8": "vendor FP8 GEMM, {} x {} scales",
         "blocks": "vendor FP8 GEMM, {} x {} scales",
-        "own blocks": "microfloat's FP8 GEMM, {} x {} scales",
         "folded": "fold to FP8, vendor FP8 GEMM, 1x128 x {} scales",
         "folded values": "fold to FP8, float32 matmul",
         "block_scaled": "native block-scaled GEMM ({} x {})",
@@ -145,11 +144,10 @@ _KERNELS = {
 }
 
 
-_OWN = _KERNELS["torch"]["own blocks"]
+_OWN = "microfloat's FP8 GEMM, {} x {} scales"
 _KERNELS["jax"] = _KERNELS["xla"] | {
-    **dict.fromkeys(("blocks", "own blocks", "rows"), _OWN),
-    "folded": "fold to FP8, microfloat's FP8 GEMM, 1x128 x {} scales",
-}
+    "blocks": _OWN, "rows": _OWN, "folded": "fold to FP8, microfloat's FP8 GEMM, 1x128 x {} scales",
+}  # fmt: skip
 
 
 def encoding_of(cast: Cast | None, form: str = "codes") -> Encoding | None:
@@ -186,16 +184,11 @@ def route_of(gemm: Gemm, chip: Chip | None, fold: bool = True, library: str = "t
     families = family_of(lhs)[0], family_of(rhs)[0]
     folds = chip.has_fp8_blocks and lhs.hadamard is None and gemm.path != "exact" and (fold or gemm.path == "folded")
     has_e5m2 = E5M2 in (lhs.format.element, rhs.format.element)
-    takes = chip.has_e5m2_blocks or not has_e5m2
-    if folds and families == ("blocks", "blocks") and _are_mx(lhs.format, rhs.format) and takes:
+    if folds and families == ("blocks", "blocks") and _are_mx(lhs.format, rhs.format) and not has_e5m2:
         reason = f"{chip.name} multiplies FP8: 1x32 scales folded (path={gemm.path!r}); changed elements are counted"
-        kernel = _KERNELS[library]["folded"].format("128x128")
-        if has_e5m2:
-            kernel, reason = kernel.replace("vendor", "microfloat's"), f"{reason}; {UNTRIED}"
-        return Route("blocks", "folded", "tiles", kernel, True, reason)
-    if folds and not takes:
-        alone = "not folded, since torch's GEMM of 1x128 scales takes E4M3 alone"
-        route = route._replace(reason=f"{route.reason}; {alone}")
+        return Route("blocks", "folded", "tiles", _KERNELS[library]["folded"].format("128x128"), True, reason)
+    if folds and has_e5m2:
+        route = route._replace(reason=f"{route.reason}; not folded, since GEMMs of 1x128 scales take E4M3 alone")
     # Other casts write codes, which are decoded later.
     left, right = ("values" if family in WRITES_VALUES else "codes" for family in families)
     return route._replace(lhs=left, rhs=right)
@@ -256,10 +249,13 @@ def route_between(
             return route("fp8", multiplies, a.block_text, b.block_text, accelerated=True, kernel=name)
         missing = f"{lacks} FP8 tensor cores" if are_fp8 else "no GEMM multiplies these codes"
         return route("values", f"{missing}; {_NO_FASTER}", kernel="scaled values")
-    has_gemm = library == "torch" or _has_own_gemm(chip, library)
-    if has_gemm and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b, chip):
-        name = "own blocks" if E5M2 in (a.element, b.element) else "blocks"
-        return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True, kernel=name)
+    if (
+        (library == "torch" or _has_own_gemm(chip, library))
+        and are_fp8
+        and chip.has_fp8_blocks
+        and _are_fp8_blocks(a, b)
+    ):
+        return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True)
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"
         if library == "torch" and _are_mx(a, b) and a.element.bits == b.element.bits == 4 and not chip.has_mxfp4:
@@ -310,11 +306,15 @@ def is_outer(fmt: ScaledFormat) -> bool:
     return fmt.scale.name == "FP32" and fmt.block in ((None, None), (1, None))
 
 
-def _are_fp8_blocks(a: ScaledFormat, b: ScaledFormat, chip: Chip) -> bool:
-    """FP32 scales that a GEMM on Hopper takes: 1x128, by 1x128 or 128x128; torch 2.11 refuses E5M2, ours does not."""
-    takes = chip.has_e5m2_blocks or E5M2 not in (a.element, b.element)
-    are_blocks = a.block == (1, _SIDE) and b.block in ((1, _SIDE), (_SIDE, _SIDE))
-    return takes and are_blocks and a.scale.name == b.scale.name == "FP32"
+def _are_fp8_blocks(a: ScaledFormat, b: ScaledFormat) -> bool:
+    """FP32 scales that Hopper's GEMM takes: 1x128, by 1x128 or 128x128, of E4M3 alone (torch 2.11 refuses E5M2)."""
+    blocks_of_b = ((1, _SIDE), (_SIDE, _SIDE))
+    return (
+        E5M2 not in (a.element, b.element)
+        and a.scale.name == b.scale.name == "FP32"
+        and a.block == (1, _SIDE)
+        and b.block in blocks_of_b
+    )
 
 
 def is_nvfp4(fmt: ScaledFormat) -> bool:
