@@ -249,3 +249,16 @@ def test_without_inputs_it_is_an_error() -> None:
     with pytest.raises(InvalidValueError, match=r"inputs of 0 were not finite, needed batches"):
         gptq(model, WeightOnly("nvfp4"), x)
     assert not isinstance(model[0].weight, mf.QuantizedTensor)
+
+
+def test_a_device_without_memory_for_a_hessian_says_how_to_do_without(monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("microfloat.torch.inference.gptq.Hessians.see", full)
+    model = layer(weight())
+    with pytest.raises(torch.OutOfMemoryError) as error, mf.calibrate(model):
+        model(tokens())
+    assert "hessians=False" in error.value.__notes__[0]
+    with mf.calibrate(model, hessians=False):
+        model(tokens())

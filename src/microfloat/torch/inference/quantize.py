@@ -531,7 +531,11 @@ def calibrate(model: nn.Module, *, hessians: bool = True) -> Iterator[nn.Module]
             if isinstance(x, torch.Tensor) and x.numel() and layer in of_amax:
                 measured[layer] = larger_amax(x, measured.get(layer))
             if isinstance(x, torch.Tensor) and x.numel() and layer in plain:
-                sums.see(layer, x, sizes)
+                try:
+                    sums.see(layer, x, sizes)
+                except torch.OutOfMemoryError as error:
+                    error.add_note("calibrate keeps x.T @ x of each layer, for GPTQ; with hessians=False it does not.")
+                    raise
 
         hooks = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in of_amax | plain]
         try:
