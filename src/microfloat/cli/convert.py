@@ -26,9 +26,7 @@ _CONVERTED = (
     Column("format"), Column("sqnr_db", "worst\ndB", decibel, right=True),
     Column("bytes_before", "before", size, right=True), Column("bytes_after", "after", size, right=True),
 )  # fmt: skip
-_SKIPPED = (
-    Column("name", "tensor", prose=True), Column("tensors", "n", right=True), Column("reason", prose=True),
-)  # fmt: skip
+_SKIPPED = (Column("name", "tensor", prose=True), Column("tensors", "n", right=True), Column("reason", prose=True))
 
 
 def convert(

@@ -558,9 +558,8 @@ def _values_together(passes: Passes, matrices: _Matrices, draws_seed: bool = Fal
         for one, transforms in zip(both.operands, (False, number == 0), strict=True):
             numbers = None if one is None else one.numbers
             if numbers is not None and (
-                numbers.family != "nvfp4" or numbers.is_scaled_per_row
-                or (numbers.signs != NO_SIGNS and not transforms)
-            ):  # fmt: skip
+                numbers.family != "nvfp4" or numbers.is_scaled_per_row or (numbers.signs != NO_SIGNS and not transforms)
+            ):
                 return False
     if sum(matrix.rows * matrix.columns for matrix, _ in matrices) > _MOST_TOGETHER:
         return False

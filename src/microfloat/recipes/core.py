@@ -383,10 +383,7 @@ class NamedRecipe(Recipe):
         return cls(**options)
 
     def __repr__(self) -> str:
-        shown = {
-            name: value for name, value in self.arguments().items()
-            if name not in _OPTIONS or value not in _OFF
-        }  # fmt: skip
+        shown = {name: value for name, value in self.arguments().items() if name not in _OPTIONS or value not in _OFF}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 

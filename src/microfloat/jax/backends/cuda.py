@@ -74,9 +74,7 @@ def row_major(x_RC: Array) -> Array:
 @custom_vmap
 def _row_major(x_RC: Array) -> Array:
     rows = Layout((0, 1))
-    return lax.platform_dependent(
-        x_RC, cuda=lambda x_RC: with_layout_constraint(x_RC, rows), default=lambda x_RC: x_RC
-    )  # fmt: skip
+    return lax.platform_dependent(x_RC, cuda=lambda x_RC: with_layout_constraint(x_RC, rows), default=lambda x_RC: x_RC)
 
 
 _row_major.def_vmap(lambda _size, _batched, x_BRC: (x_BRC, True))

@@ -402,9 +402,8 @@ def cvt_values(low, high, MB: tl.constexpr):
 
 @triton.jit
 def quantized_pair(
-    low, high, random_low, random_high, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    HW: tl.constexpr,
-):  # fmt: skip
+    low, high, random_low, random_high, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr, HW: tl.constexpr
+):
     """Values of the codes of two floats; `random_low` and `random_high` hold a random byte each in bits 0..7."""
     if HW and not STOCHASTIC and BIAS >= 7:
         return cvt_values(low, high, MB)

@@ -297,9 +297,8 @@ def _multiply(
         group = gl.where(steps > 0, group, -1)  # nobody has written scales of a group without rows
         if SCALES >= ROWS:
             first = _scaled(
-                first, a_scale_ptr, b_scale_ptr, at + FIRST * 64, rows - FIRST * 64, b_at, group, scale_stride,
-                SCALES,
-            )  # fmt: skip
+                first, a_scale_ptr, b_scale_ptr, at + FIRST * 64, rows - FIRST * 64, b_at, group, scale_stride, SCALES
+            )
         _store_part(c_desc, c_ptr, staging, first, c_row + FIRST * 64, column, rows - FIRST * 64, N, GROUPED)
         if PARTS == 2:
             if SCALES >= ROWS:

@@ -46,9 +46,8 @@ def export(
 
 
 def in_torch_operations(
-    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, token: str,
-    scales: tuple[Maybe, Maybe | list[torch.Tensor]],
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, token: str, scales: tuple[Maybe, Maybe | list[torch.Tensor]]
+) -> torch.Tensor:
     """``x @ weight.T + bias`` in such a program; `scales`: of x and w, or an amax, and the weights of a joint one."""
     recipe, module = context.recipe_of(token)._keeping_nothing(), backends.choose("reference", x.device)
     if any(cast is not None and cast.is_stochastic for cast in recipe.fprop.casts):

@@ -108,9 +108,7 @@ class Gathered(torch.Tensor):
         )
 
 
-_SAME = (
-    aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.lift_fresh.default,
-)  # fmt: skip
+_SAME = (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.lift_fresh.default)
 _LIKE = (aten.zeros_like.default, aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default)
 
 

@@ -134,9 +134,7 @@ def _check_sizes(sizes: tuple[int, ...], rows: int, exactly: bool = True) -> Non
         raise invalid_value("group_sizes", f"{sizes}, which add up to {total}", needed, remedy)
 
 
-def grouped_plain(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups
-) -> torch.Tensor:  # fmt: skip
+def grouped_plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch.Tensor:
     """The same in high precision: torch's grouped matmul in bfloat16 on a GPU, else a loop of ``F.linear``."""
     compute = autocast_dtype(x.device.type) or x.dtype
     if isinstance(weight, QuantizedTensor):

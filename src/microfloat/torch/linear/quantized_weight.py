@@ -24,9 +24,8 @@ class StoredCast:
     __slots__ = ("_backend", "_compute", "_layouts", "_shape", "_step", "_stored", "entries", "program", "reason")
 
     def __init__(
-        self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype,
-        step: Callable,
-    ) -> None:  # fmt: skip
+        self, backend: Backend, weight: QuantizedTensor, entries: Entries, compute: torch.dtype, step: Callable
+    ) -> None:
         """`step`: makes the step that casts the other operands."""
         self.entries, self.program, self._backend, self._compute = entries, None, backend, compute
         self.reason = "the weight is stored as codes; operands of other casts are cast from the values of the codes"
@@ -119,9 +118,8 @@ class GatheredCast:
     measures = ()  # amaxes of the whole tensor, which the gather has reduced
 
     def __init__(
-        self, backend: Backend, shape: Sequence[int], entries: Entries, compute: torch.dtype,
-        step: Callable,
-    ) -> None:  # fmt: skip
+        self, backend: Backend, shape: Sequence[int], entries: Entries, compute: torch.dtype, step: Callable
+    ) -> None:
         """`step`: makes the step that casts values where the gathered codes do not serve."""
         self.entries, self.program, self._backend, self._compute, self._step = entries, None, backend, compute, step
         self.reason = "the weight was gathered as codes"

@@ -526,9 +526,7 @@ def pinned_to(recipe: Recipe | str) -> tuple[Recipe, str | None]:
 pinned_to._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def adapt_scaling_keys(
-    layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str], key: str = ""
-) -> None:  # fmt: skip
+def adapt_scaling_keys(layer: RecipeLayer, state_dict: StateDict, prefix: str, load: list[str], key: str = "") -> None:
     """Let plain layers load our checkpoints strictly, and ours plain ones. `load` identifies one load call, `key` is
     the name of the weight where that is not the layer's.
     """

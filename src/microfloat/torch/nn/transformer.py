@@ -81,9 +81,7 @@ class TransformerLayer(Composite):
         if context is not None and not hasattr(self, "cross_attn"):
             remedy = "Make the layer with options=LayerOptions(cross_attention=True)."
             raise invalid_value("context", "a tensor", "None for a layer without cross attention", remedy)
-        of_x: Options = {
-            "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "is_first_microbatch": is_first_microbatch,
-        }  # fmt: skip
+        of_x: Options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "is_first_microbatch": is_first_microbatch}
         h = self._sum(x, self.self_attn(
             x, attention_mask=attention_mask, position_embeddings=position_embeddings, cache=cache,
             norm=self.input_layernorm, **of_x,
