@@ -57,6 +57,12 @@ def test_fences_have_a_language_alone_on_the_site(monkeypatch):
     assert shown("<p>head</p><article>a<pre>| b |</pre><code>```</code> | c |</article>| d |").strip() == "a | c |"
 
 
+def test_every_style_sheet_is_there():
+    """mkdocs itself says nothing of one that is missing."""
+    (named,) = re.findall(r"^extra_css: \[(.+)\]$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert all((ROOT / "docs" / name).is_file() for name in named.split(", "))
+
+
 def test_the_notebook_is_beside_the_pages_of_the_site(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     hooks = importlib.import_module("site_hooks")
