@@ -32,6 +32,12 @@ def four_over_six() -> Recipe:
     )
 
 
+def ms_eden(mask: int = 0x9E3779B97F4A7C15) -> Recipe:
+    """NVFP4 as the stock recipe, but all operands of the backward by MS-EDEN (arXiv 2601.22813) under fixed signs."""
+    operand = Cast(NVFP4, rounding="eden", hadamard=Hadamard(64, mask))
+    return CustomRecipe(NVFP4BlockScaling().fprop, dgrad=Gemm(operand, operand), wgrad=Gemm(operand, operand))
+
+
 def exact(recipe: Recipe) -> Recipe:
     """The recipe with products of the quantized values as they are, on every chip."""
     return CustomRecipe(*(replace(gemm, path="exact") for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)))
@@ -51,6 +57,7 @@ ROWS = {
     "nvfp4_no_2d": Row("NVFP4, weights in 1x16 blocks", NVFP4BlockScaling(disable_2d_quantization=True)),
     "nvfp4_late_bf16": Row("NVFP4, the last tenth of the steps in bf16", NVFP4BlockScaling(), bf16_from=0.9),
     "nvfp4_four_over_six": Row("NVFP4, 1x16 blocks that choose between maxima of 6 and 4", exact(four_over_six())),
+    "nvfp4_ms_eden": Row("NVFP4 forward, MS-EDEN backward with one mask of signs", exact(ms_eden())),
     "mxfp4": Row("MXFP4, all six operands", exact(recipes.MXFP4BlockScaling())),
     "mxfp6": Row("MXFP6, all six operands", exact(recipes.MXFP6BlockScaling())),
     "mxfp8_floor": Row("MXFP8, scales rounded down", recipes.MXFP8BlockScaling(scale_rule="floor", path="exact")),

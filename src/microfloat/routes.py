@@ -368,6 +368,10 @@ def family_of(cast: Cast) -> tuple[str, str]:
     (per block of 16, 32, 64 or 128) or "nvfp4" (per 16 under a tensor scale).
     """
     fmt, element = cast.format, cast.format.element
+    if cast.rounding == "eden":
+        return "", "rounding 'eden', which corrects block scales by the errors of their elements"
+    if cast.hadamard is not None and cast.hadamard.size != 16:
+        return "", f"a Hadamard transform of {cast.hadamard.size} points"
     if element.name not in ELEMENTS:
         return "", f"element {element.name}, which is not one of the stock elements"
     if fmt.scale not in _RULE_KINDS:

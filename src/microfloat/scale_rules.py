@@ -136,6 +136,10 @@ SCALE_RULES = {
             "two_level_17_16", SCALE_E4M3, "two_level with 16/17 headroom, so that stochastic rounding does not clip",
             two_level=TwoLevel.of(E2M1, SCALE_E4M3, headroom=16 / 17),
         ),
+        ScaleRule(
+            "two_level_256", SCALE_E4M3, "two_level with block scales up to 256, which rounding='eden' may raise",
+            two_level=TwoLevel(capacity=256 * 6.07210636138916, inverse_max=0.16468749940395355),
+        ),
     )
 }  # fmt: skip
 

@@ -133,7 +133,7 @@ class QuantizedArray:
 
     @property
     def length(self) -> int:
-        """Stored contraction length: `axis_size`, rounded up to 16 under a Hadamard transform."""
+        """Stored contraction length: `axis_size`, with whole groups of a Hadamard transform."""
         return stored_length(self.axis_size, self.hadamard)
 
     @property

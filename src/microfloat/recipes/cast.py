@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from microfloat.arguments import check_bool, check_choice, check_int, check_number
 from microfloat.errors import invalid_type, invalid_value, kind_of, unknown_name
-from microfloat.formats import ELEMENT_NAME, FORMATS, ScaledFormat, get_format
+from microfloat.formats import ELEMENT_NAME, FORMATS, NVFP4, ScaledFormat, get_format
 from microfloat.scale_rules import ScaleRule, resolve_scale_rule, rule_of
 
 _KEYS: "dict[HashOnce, object]" = {}  # see `HashOnce._key`
@@ -90,21 +90,31 @@ class Static(Current):
 
 @dataclass(frozen=True)
 class Hadamard:
-    """The 16-point Hadamard transform ``diag(sgn) H / 4`` along the contraction axis (docs/numerics.md 5.2).
+    """The transform ``diag(sgn) H / sqrt(size)`` of 16 or 64 points along the contraction axis (docs/numerics.md 5.2).
 
-    If bit i of `sign_mask` is set, sgn_i = -1. Only size 16 exists.
+    If bit i of `sign_mask` is set, sgn_i = -1. Kernels have size 16.
     """
 
     size: int = 16
     sign_mask: int = 0xD7E8
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size != 16:
-            raise invalid_value("Hadamard.size", self.size, "16", "The transform is defined for blocks of 16 only.")
-        check_int("Hadamard.sign_mask", self.sign_mask, 0, 0xFFFF)
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size not in (16, 64):
+            raise invalid_value("Hadamard.size", self.size, "16 or 64", "Their factor, 1/sqrt(size), is exact.")
+        check_int("Hadamard.sign_mask", self.sign_mask, 0, (1 << self.size) - 1)
 
     def __repr__(self) -> str:
-        return f"Hadamard({self.size}, {self.sign_mask:#06x})"
+        return f"Hadamard({self.size}, {self.sign_mask:#0{self.size // 4 + 2}x})"
+
+    @property
+    def factor(self) -> float:
+        """``1 / sqrt(size)``, a power of two."""
+        return self.size**-0.5
+
+    @property
+    def signs(self) -> list[int]:
+        """+1 or -1 for each of the points."""
+        return [1 - 2 * (self.sign_mask >> i & 1) for i in range(self.size)]
 
 
 class CastFacts(HashOnce):
@@ -112,9 +122,10 @@ class CastFacts(HashOnce):
 
     These are not fields, because Dynamo passes fields to constructors. `rule`: the row of numbers behind `scale_rule`.
     `is_delayed`: the scale comes from earlier steps. `is_static`: the amax was measured beforehand and comes with the
-    call. `is_stochastic`: it draws random bytes. `chooses_by_error`: a block's scale depends on the errors of its
-    elements, and not on its amax alone. `tensor_scale`: the second scale that it stores, None, "tensor" or "row".
-    `contents`: all that decides the bytes, as JSON: how compiled code takes in a Cast, since it can guard a string.
+    call. `is_stochastic`: it draws random bytes, for elements or, under "eden", scales. `chooses_by_error`: a block's
+    scale depends on the errors of its elements, and not on its amax alone. `tensor_scale`: the second scale that it
+    stores, None, "tensor" or "row". `contents`: all that decides the bytes, as JSON: how compiled code takes in a Cast,
+    since it can guard a string.
     """
 
     rule: ScaleRule
@@ -131,7 +142,8 @@ class Cast(CastFacts):
     """How one operand is cast to low precision: format, scale rule, rounding, Hadamard transform, scaling.
 
     The resolved rule name is stored, so equal Casts compare equal. `format` may be a name such as "mxfp8", `scale_rule`
-    a name or a `ScaleRule` of a user's own. Raises InvalidValueError for a combination that is not defined
+    a name or a `ScaleRule` of a user's own, `rounding` "nearest", "stochastic" or "eden" (nearest elements, unbiased by
+    their block scales: docs/numerics.md 5.5). Raises InvalidValueError for a combination that is not defined
     (docs/numerics.md, section 10).
     """
 
@@ -145,10 +157,12 @@ class Cast(CastFacts):
     def __post_init__(self) -> None:
         fmt = as_scaled_format(self.format, "Cast.format")
         object.__setattr__(self, "format", fmt)
+        check_choice("rounding", self.rounding, ("nearest", "stochastic", "eden"))
+        if self.scale_rule is None and self.rounding == "eden" and fmt == NVFP4:
+            object.__setattr__(self, "scale_rule", "two_level_256")
         object.__setattr__(self, "scale_rule", resolve_scale_rule(self.scale_rule, fmt))
-        check_choice("rounding", self.rounding, ("nearest", "stochastic"))
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
-            raise invalid_type("hadamard", type(self.hadamard), "None or Hadamard(16, sign_mask)")
+            raise invalid_type("hadamard", type(self.hadamard), "None or Hadamard(size, sign_mask)")
         if self.scaling is None:
             object.__setattr__(self, "scaling", Current())
         if not isinstance(self.scaling, Current | Delayed):
@@ -158,7 +172,7 @@ class Cast(CastFacts):
         object.__setattr__(self, "rule", rule)
         object.__setattr__(self, "is_delayed", isinstance(scaling, Delayed))
         object.__setattr__(self, "is_static", isinstance(scaling, Static))
-        object.__setattr__(self, "is_stochastic", self.rounding == "stochastic")
+        object.__setattr__(self, "is_stochastic", self.rounding != "nearest")
         level = rule.two_level
         object.__setattr__(self, "chooses_by_error", level is not None and level.four_over_six is not None)
         stores_two = level is not None and level.tensor_scale
@@ -191,7 +205,14 @@ class Cast(CastFacts):
                 "hadamard", f"{self.hadamard} on {self.format.name}", "None on a format with a tensor scale per row",
                 "Such scales are for activations as they are; use NVFP4.",
             )  # fmt: skip
-        if self.chooses_by_error and (self.hadamard is not None or self.rounding == "stochastic"):
+        has_scales = self.format.scale.kind == "two_level" and self.format.block == (1, 16)
+        if self.rounding == "eden" and (self.hadamard is None or not has_scales):
+            raise invalid_value(
+                "rounding", f"'eden' on {self.format.name} with hadamard {self.hadamard}",
+                "1x16 blocks whose scales have a mantissa, and a Hadamard transform",
+                "Write Cast('nvfp4', rounding='eden', hadamard=Hadamard(64)).",
+            )  # fmt: skip
+        if self.chooses_by_error and (self.hadamard is not None or self.rounding != "nearest"):
             raise invalid_value(
                 "scale_rule", f"{str(self.scale_rule)!r} with Hadamard or stochastic rounding",
                 "nearest rounding, no Hadamard",

@@ -80,24 +80,24 @@ def _sizes(shape_RC: tuple[int, int], block: tuple[int | None, int | None]) -> t
 
 
 def hadamard_transform(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
-    """``x' = bf16(bf16(x) diag(sgn) H / 4)`` per group of 16 columns; [R, C] -> [R, C rounded up to 16], float32.
+    """``x' = bf16(bf16(x) diag(sgn) H * size^-1/2)`` per group of `size` columns, zero-padded to whole groups; float32.
 
-    ``H[i, j] = (-1)^popcount(i & j)``; sums run in float32, butterflies of distance 1, 2, 4, 8.
+    ``H[i, j] = (-1)^popcount(i & j)``; sums run in float32, butterflies of distance 1, 2, 4, 8 and so on.
     """
     x_RC = _matrix(x_RC, hadamard)
     rows, length = x_RC.shape
     x_RC = padded(x_RC, rows, stored_length(length, hadamard))
     groups = _groups(_bf16(x_RC), hadamard) * _signs(hadamard)
-    return _bf16(_butterflies(groups) * np.float32(0.25)).reshape(x_RC.shape)
+    return _bf16(_butterflies(groups) * np.float32(hadamard.factor)).reshape(x_RC.shape)
 
 
 def hadamard_inverse(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
-    """``x = (x' H / 4) diag(sgn)`` in float32; the transform is orthogonal, so this undoes it up to rounding."""
+    """``x = (x' H * size^-1/2) diag(sgn)`` in float32, which undoes the transform up to rounding."""
     x_RC = _matrix(x_RC, hadamard)
     if x_RC.shape[1] % hadamard.size:
         raise invalid_value("x_RC", f"{x_RC.shape[1]} columns", f"a multiple of {hadamard.size}")
     groups = _butterflies(_groups(x_RC, hadamard))
-    return (groups * np.float32(0.25) * _signs(hadamard)).reshape(x_RC.shape)
+    return (groups * np.float32(hadamard.factor) * _signs(hadamard)).reshape(x_RC.shape)
 
 
 def _matrix(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
@@ -127,8 +127,7 @@ def _butterflies(groups: np.ndarray) -> np.ndarray:
 
 
 def _signs(hadamard: Hadamard) -> np.ndarray:
-    bits = hadamard.sign_mask >> np.arange(hadamard.size) & 1
-    return np.where(bits, -1, 1).astype(np.float32)
+    return np.array(hadamard.signs, np.float32)
 
 
 def _bf16(values: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_e
 from microfloat.reference._operand import as_float32, hadamard_transform, operand_form, spread
 from microfloat.reference._packing import pack_fp4, unpack_fp4
 from microfloat.reference._philox import random_bytes
-from microfloat.reference._scales import block_scales
+from microfloat.reference._scales import block_scales, eden_scales
 
 Seed: typing.TypeAlias = int | Sequence[int] | np.ndarray | None
 Real: typing.TypeAlias = float | np.ndarray | None
@@ -62,7 +62,7 @@ class Quantized:
 
     @property
     def length(self) -> int:
-        """Stored contraction length: `logical_length`, rounded up to 16 under a Hadamard transform."""
+        """Stored contraction length: `logical_length`, with whole groups of a Hadamard transform."""
         return stored_length(self.logical_length, self.hadamard)
 
     @property
@@ -155,10 +155,16 @@ def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
         if cast.hadamard is not None:
             x_RC = hadamard_transform(x_RC, cast.hadamard)
         scales = block_scales(x_RC, cast, amax, None if scale_enc is None else np.float32(scale_enc))
-        codes = _encode(x_RC, cast, scales.encode, scales.is_nan, seed, usage.stream)
+        noise = None
+        if cast.is_stochastic and seed is not None:
+            noise = random_bytes(*x_RC.shape, seed, usage.stream)
+        codes = _encode(x_RC, cast, scales.encode, scales.is_nan, noise)
+        stored = scales.stored
+        if cast.rounding == "eden" and noise is not None:
+            stored = eden_scales(x_RC, cast, scales, codes, noise)
     if cast.format.element.codes_per_byte == 2:
         codes = pack_fp4(codes)
-    return in_shape(codes, scales.stored, scales.tensor_scale, cast, axis, values.shape)
+    return in_shape(codes, stored, scales.tensor_scale, cast, axis, values.shape)
 
 
 def in_shape(
@@ -174,14 +180,12 @@ def in_shape(
 
 
 def _encode(
-    x_RC: np.ndarray, cast: Cast, factor: np.ndarray, is_nan: np.ndarray, seed: Seed, stream: int
+    x_RC: np.ndarray, cast: Cast, factor: np.ndarray, is_nan: np.ndarray, noise: np.ndarray | None
 ) -> np.ndarray:
     """Unpacked codes [R, C]; blocks that hold a NaN, where the format says so, are NaN codes throughout."""
     element, block = cast.format.element, cast.format.block
     scaled = x_RC * spread(factor, block, x_RC.shape)
-    rows, length = x_RC.shape
-    noise = random_bytes(rows, length, seed, stream) if cast.is_stochastic and seed is not None else None
-    codes = encode_bits(scaled, element, noise)
+    codes = encode_bits(scaled, element, noise if cast.rounding == "stochastic" else None)
     return np.where(spread(is_nan, block, x_RC.shape), np.uint8(element.nan_code), codes)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from microfloat.formats import ElementFormat, decode, encode
+from microfloat.formats import ElementFormat, decode, encode, encode_bits
 from microfloat.recipes import Cast, Current
 from microfloat.reference._operand import block_max, padded, spread
 from microfloat.scale_rules import TwoLevel, check_kind, e8m0_threshold
@@ -177,3 +177,25 @@ def _pairwise_rows(sums: np.ndarray) -> np.ndarray:
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]
     return sums[:, 0]
+
+
+def eden_scales(x_RC: np.ndarray, cast: Cast, scales: BlockScales, codes: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Stored scales times ``c = <y, y> / <y, d>`` of the Hadamard group, rounded stochastically.
+
+    y are the elements and d their decoded codes, both in units of the tensor scale. A block takes the byte of its first
+    element. Source: docs/numerics.md 5.5; EDEN: arXiv 2108.08842; under block scales: arXiv 2601.22813.
+    """
+    assert cast.hadamard is not None
+    block, scale = cast.format.block, cast.format.scale.element
+    size = cast.hadamard.size
+    value = decode(scales.stored, scale)
+    scale_RC = spread(value, block, x_RC.shape)
+    scaled = x_RC * spread(scales.encode, block, x_RC.shape)
+    y, d = (
+        np.where(scale_RC == 0, _F32(0), np.abs(part * scale_RC))
+        for part in (scaled, decode(codes, cast.format.element))
+    )
+    y_sums, d_sums = (_pairwise_rows((y * other).reshape(-1, size, 1)) for other in (y, d))
+    correction = np.where((y_sums < np.inf) & (d_sums > 0), y_sums / d_sums, _F32(1))
+    target = value * np.repeat(correction, size // block[1]).reshape(value.shape)
+    return encode_bits(target, scale, noise[:, :: block[1]])

@@ -29,7 +29,7 @@ from microfloat.jax.numerics.bits import (
     widened,
 )
 from microfloat.jax.numerics.random import random_bytes
-from microfloat.jax.numerics.scales import block_scales, from_tiles, spread, tensor_amax, to_tiles
+from microfloat.jax.numerics.scales import block_scales, eden_scales, from_tiles, spread, tensor_amax, to_tiles
 from microfloat.jax.transformations import max_over
 from microfloat.layout import folded_format, stored_length
 from microfloat.recipes import Cast, Hadamard
@@ -78,9 +78,10 @@ def cast_matrix(
     scales = block_scales(tiles, cast, amax, scale_enc)
     if cast.is_gradient:
         scales = scales.for_product()
-    noise_tiles = None
+    noise_tiles = drawn = None
     if cast.is_stochastic and noise is not None:
-        noise_tiles = to_tiles(random_bytes(*shape_RC, *noise), cast.format.block)
+        drawn = to_tiles(random_bytes(*shape_RC, *noise), cast.format.block)
+        noise_tiles = drawn if cast.rounding == "stochastic" else None
     factor = spread(scales.encode)
 
     def integers(tiles: Array, factor: Array) -> Array:
@@ -91,10 +92,13 @@ def cast_matrix(
         codes = lax.platform_dependent(tiles, factor, cuda=by_chip, default=integers)
     else:
         codes = integers(tiles, factor)
+    byte = scales.stored
+    if cast.rounding == "eden" and drawn is not None:
+        byte = eden_scales(multiply(tiles, factor), codes, byte, cast, drawn)
     if scales.is_nan is not None:
         codes = where(spread(scales.is_nan), np.uint8(element.nan_code), codes)
     stored = as_code_dtype(from_tiles(codes, shape_RC), element)
-    return Matrix(cuda.row_major(stored), scales.stored, scales.tensor_scale)
+    return Matrix(cuda.row_major(stored), byte, scales.tensor_scale)
 
 
 def transposed(matrix: Matrix, fmt: ScaledFormat, cols: int) -> Matrix:

@@ -306,42 +306,44 @@ def unpack_fp4(data: Array, length: int) -> Array:
     return pairs.reshape(*data.shape[:-1], 2 * data.shape[-1])[..., :length]
 
 
-# The 16-point Hadamard transform along the contraction axis, by butterflies in fixed order (docs/numerics.md 5.2). Sums
+# The Hadamard transform along the contraction axis, by butterflies in fixed order (docs/numerics.md 5.2). Sums
 # of float32 with gradual underflow round nowhere below the normal range, so a group of small numbers is transformed
 # times 2^32 and lowered by integer shifts: the same bits on platforms that flush subnormal numbers.
 
-# bfloat16 numbers are multiples of 2^-133, so no sum of lifted ones is subnormal; 2^91 leaves space for 16 terms.
+# bfloat16 numbers are multiples of 2^-133, so no sum of lifted ones is subnormal; 2^89 leaves space for 64 terms.
 _LIFT = 32
-_SMALL = np.float32(2.0**91).view(np.uint32)
+_SMALL = np.float32(2.0**89).view(np.uint32)
 
 
 def _flipped(groups: Array, hadamard: Hadamard) -> Array:
     """``sgn * groups`` by sign bits."""
-    signs = [0x80000000 if hadamard.sign_mask >> index & 1 else 0 for index in range(hadamard.size)]
-    return as_float(bits_of(groups) ^ np.array(signs, np.uint32)[None, None, :])
+    signs = np.array(hadamard.signs, np.float32).view(np.uint32) & _SIGN
+    return as_float(bits_of(groups) ^ signs[None, None, :])
 
 
 def _butterfly(groups: Array) -> Array:
-    """H v for every last axis of 16, in the order 1, 2, 4, 8 that is part of the definition."""
-    shape = groups.shape
-    for half in (1, 2, 4, 8):
-        pairs = groups.reshape(*shape[:-1], 16 // (2 * half), 2, half)
+    """H v for every last axis, in the order 1, 2, 4, 8 and so on that is part of the definition."""
+    shape, half = groups.shape, 1
+    while half < shape[-1]:
+        pairs = groups.reshape(*shape[:-1], shape[-1] // (2 * half), 2, half)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         groups = jnp.stack([first + second, first - second], axis=-2).reshape(shape)
+        half *= 2
     return groups
 
 
-def _quarter(groups: Array) -> Array:
-    """``f32(H v * 0.25)`` per group, as gradual underflow has it."""
+def _scaled_butterfly(groups: Array, hadamard: Hadamard) -> Array:
+    """``f32(H v * size^-1/2)`` per group, as gradual underflow has it."""
+    halvings = int(-np.log2(hadamard.factor))
     largest = jnp.max(magnitude_bits(groups), axis=-1, keepdims=True, initial=0)
     lifted = largest < _SMALL
     mixed = _butterfly(multiply(groups, where(lifted, np.float32(2.0**_LIFT), np.float32(1))))
-    scale = where(lifted, np.float32(2.0 ** -(_LIFT + 2)), np.float32(0.25))
+    scale = where(lifted, np.float32(2.0 ** -(_LIFT + halvings)), np.float32(hadamard.factor))
     bits = bits_of(mixed)
     exponent = ((bits >> 23) & np.uint32(255)).astype(jnp.int32)
     significand = (bits & np.uint32(0x7FFFFF)) | np.uint32(1 << 23)
-    # The sum is significand * 2^(exponent - 150); in units of 2^-149, times 2^-34, that is a shift by 35 - exponent.
-    shift = (_LIFT + 3) - exponent
+    # The sum is significand * 2^(exponent - 150); in units of 2^-149, lowered and halved, that is a shift.
+    shift = (_LIFT + halvings + 1) - exponent
     clipped = jnp.minimum(jnp.maximum(shift, 1), 25).astype(jnp.uint32)
     steps = (significand + (np.uint32(1) << (clipped - 1)) - 1 + ((significand >> clipped) & 1)) >> clipped
     subnormal = as_float(steps | (bits & np.uint32(0x80000000)))
@@ -350,16 +352,16 @@ def _quarter(groups: Array) -> Array:
 
 @partial(_traced_once, static_argnames="hadamard")
 def hadamard_transform(x_RC: Array, hadamard: Hadamard) -> Array:
-    """``bf16(H (sgn * bf16(x)) / 4)`` per group of 16: float32 [R, C] -> [R, C rounded up to 16]."""
+    """``bf16(H (sgn * bf16(x)) * size^-1/2)`` per group: float32 [R, C] -> [R, C in whole groups]."""
     rows, cols = x_RC.shape
     padded = stored_length(cols, hadamard)
     x_RC = lax.pad(x_RC, np.float32(0), ((0, 0, 0), (0, padded - cols, 0)))
     groups = round_to_bf16(x_RC).reshape(rows, padded // hadamard.size, hadamard.size)
-    return round_to_bf16(_quarter(_flipped(groups, hadamard))).reshape(rows, padded)
+    return round_to_bf16(_scaled_butterfly(_flipped(groups, hadamard), hadamard)).reshape(rows, padded)
 
 
 def hadamard_inverse(x_RC: Array, hadamard: Hadamard) -> Array:
-    """``sgn * (H x / 4)``: undoes the transform in float32, up to rounding."""
+    """``sgn * (H x * size^-1/2)``: undoes the transform in float32, up to rounding."""
     rows, cols = x_RC.shape
     groups = x_RC.reshape(rows, cols // hadamard.size, hadamard.size)
-    return _flipped(_quarter(groups), hadamard).reshape(rows, cols)
+    return _flipped(_scaled_butterfly(groups, hadamard), hadamard).reshape(rows, cols)

@@ -252,3 +252,25 @@ def _pairwise_rows(sums: Array) -> Array:
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]
     return sums[:, 0]
+
+
+def eden_scales(scaled: Array, codes: Array, stored: Array, cast: Cast, drawn: Array) -> Array:
+    """`stored` times ``<y, y> / <y, d>`` of each Hadamard group, rounded by a random byte (docs/numerics.md 5.5).
+
+    All of tiles; y: `scaled` elements, and d: the values of `codes`, both times the block scale. A block takes the byte
+    of its first element.
+    """
+    assert cast.hadamard is not None
+    scale, size = cast.format.scale.element, cast.hadamard.size
+    value = decode(stored, scale)
+    factor = spread(value)
+    y, d = (
+        # Sums do not contract what went through integers.
+        as_float(magnitude_bits(where(factor == 0, np.float32(0), part * factor)))
+        for part in (scaled, decode(codes, cast.format.element))
+    )
+    y_sums, d_sums = (_pairwise_rows(as_float(magnitude_bits(y * other)).reshape(-1, size, 1)) for other in (y, d))
+    is_right = (y_sums < np.float32(np.inf)) & (d_sums > 0)
+    correction = where(is_right, divide(y_sums, d_sums), np.float32(1))
+    target = value * jnp.repeat(correction, size // scaled.shape[3]).reshape(value.shape)
+    return encode(target, scale, drawn[:, 0, :, 0])

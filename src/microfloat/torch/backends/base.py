@@ -11,7 +11,7 @@ import torch
 
 from microfloat.chips import Chip
 from microfloat.formats import ScaledFormat
-from microfloat.layout import ALIGNMENT, Layout, Part
+from microfloat.layout import ALIGNMENT, Layout, Part, stored_length
 from microfloat.recipes import Hadamard
 from microfloat.routes import Entry
 from microfloat.torch._typing import TensorPart
@@ -54,7 +54,7 @@ class Operand:
 
     `codes` [R, C'] in the dtype of the public contract (float8 for 8-bit elements, uint8 for 4 and 6 bit, FP4 packed
     two per byte); `scale` as in docs/numerics.md 7.1 (uint8 or float32); `tensor_scale` float32 () or [R, 1] or None.
-    `rows`, `length`: logical R and C (C before Hadamard padding; with `hadamard` it is stored rounded up to 16).
+    `rows`, `length`: logical R and C (C before Hadamard padding; with `hadamard` whole transforms are stored).
     `power_of_two`: True for FP32 scales by a rule of powers of two; None where the rule is not recorded.
     """
 
@@ -69,8 +69,8 @@ class Operand:
 
     @property
     def stored_length(self) -> int:
-        """C, rounded up to a multiple of 16 when the Hadamard transform padded it."""
-        return -(-self.length // 16) * 16 if self.hadamard else self.length
+        """C as stored, with the padding of a Hadamard transform."""
+        return stored_length(self.length, self.hadamard)
 
 
 class Parts(NamedTuple):

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ELEMENTS
-from microfloat.layout import ALIGNMENT
+from microfloat.layout import ALIGNMENT, stored_length
 from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, is_outer, route_between
 from microfloat.torch import backends, reference
@@ -89,8 +89,7 @@ class _Task(NamedTuple):
     @property
     def length(self) -> int:
         """K, with the padding of a Hadamard transform."""
-        k = self.shape[1]
-        return -(-k // 16) * 16 if self.lhs.hadamard is not None else k
+        return stored_length(self.shape[1], self.lhs.hadamard)
 
 
 def product(

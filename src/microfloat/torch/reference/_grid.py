@@ -133,7 +133,7 @@ class Grid:
         return codes[cut[0], cut[1]]
 
     def chunks(self, device: torch.device) -> Iterator[Chunk]:
-        """Windows that cover the matrix; they start at multiples of the block, and of 16 along the contraction."""
+        """Windows that cover the matrix; they start at multiples of the block, and of 64 along the contraction."""
         if not self.rows or not self.columns:
             return
         block_rows, block_columns = self.block
@@ -143,7 +143,7 @@ class Grid:
             return
         budget = chunk_budget(device)
         units = [1 if self.is_per_tensor else block_rows, 1 if self.is_per_tensor else block_columns]
-        units[self.contraction] = math.lcm(units[self.contraction], 16)
+        units[self.contraction] = math.lcm(units[self.contraction], 64)  # the largest Hadamard transform
         row_unit, column_unit = units
         column_step = ceil_to(self.columns, column_unit)
         if row_unit * column_step > budget:

@@ -1,4 +1,4 @@
-"""The 16-point Hadamard transform along the contraction axis, in the defined order (docs/numerics.md 5.2).
+"""The Hadamard transform along the contraction axis, in the defined order (docs/numerics.md 5.2).
 
 Legend: R = rows of the operand form, C = its contraction length; names in _CR have the contraction axis first, which
 makes every butterfly an operation on whole rows.
@@ -11,7 +11,7 @@ from microfloat.torch.reference._grid import Grid, Workspace
 
 
 def transform(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
-    """bfloat16 [R, C rounded up to 16]: ``bf16(bf16(x) diag(sgn) H / 4)`` per 16 columns, zero-padded.
+    """bfloat16 [R, C in whole groups]: ``bf16(bf16(x) diag(sgn) H * size^-1/2)`` per `size` columns, zero-padded.
 
     A transposed view: it lies in memory with the contraction axis first.
     """
@@ -31,23 +31,23 @@ def transform(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
         values_CR[: part.shape[0]] = part
         values_CR[part.shape[0] :].zero_()
         values_CR.view(padded // size, size, columns).mul_(signs)
-        values_CR = _butterflies(values_CR, size, workspace).mul_(0.25)
+        values_CR = _butterflies(values_CR, size, workspace).mul_(hadamard.factor)
         result_CR[chunk.rows.start : chunk.rows.start + padded, chunk.columns] = values_CR
     return result_CR.t()
 
 
 def inverse(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
-    """``(x' H / 4) diag(sgn)``, float32 [R, C], which undoes `transform` up to rounding."""
+    """``(x' H * size^-1/2) diag(sgn)``, float32 [R, C], which undoes `transform` up to rounding."""
     rows, columns = x_RC.shape
     workspace = Workspace(x_RC.device)
     values_CR = workspace.take("contraction_first", (columns, rows), torch.float32).copy_(x_RC.t())
-    values_CR = _butterflies(values_CR, hadamard.size, workspace).mul_(0.25)
+    values_CR = _butterflies(values_CR, hadamard.size, workspace).mul_(hadamard.factor)
     values_CR.view(columns // hadamard.size, hadamard.size, rows).mul_(_signs(hadamard, x_RC.device))
     return values_CR.t()
 
 
 def _butterflies(values_CR: torch.Tensor, size: int, workspace: Workspace) -> torch.Tensor:
-    """Distances 1, 2, 4, 8: every pair (i, i + h) along the first axis becomes (sum, difference), float32."""
+    """Distances 1, 2, 4, 8 and so on: every pair (i, i + h) along the first axis becomes (sum, difference), float32."""
     length, rows = values_CR.shape
     source, target = values_CR, workspace.take("butterflies", (length, rows), torch.float32)
     distance = 1
@@ -63,5 +63,8 @@ def _butterflies(values_CR: torch.Tensor, size: int, workspace: Workspace) -> to
 
 
 def _signs(hadamard: Hadamard, device: torch.device) -> torch.Tensor:
-    signs = [-1.0 if hadamard.sign_mask >> i & 1 else 1.0 for i in range(hadamard.size)]
-    return torch.tensor(signs, dtype=torch.float32, device=device)[:, None]
+    # Without a copy from the host, which a CUDA graph could not capture. The mask as a signed number of 64 bits:
+    mask = hadamard.sign_mask - (hadamard.sign_mask >> 63 << 64)
+    bits = torch.full((hadamard.size, 1), mask, dtype=torch.int64, device=device)
+    bits = bits.bitwise_right_shift_(torch.arange(hadamard.size, device=device)[:, None]).bitwise_and_(1)
+    return bits.mul_(-2).add_(1).to(torch.float32)

@@ -88,7 +88,12 @@ def quantize_operand(
             scales = _block_scales(blocks, cast, rows_level, workspace, grid.contraction)
             stored[chunk.block_rows, chunk.block_columns] = scales.stored.view(blocks.shape[0], blocks.shape[2])
         blocks.mul_(scales.encode)
-        _encode_chunk(values, codes, chunk, grid, cast, scales, noise, workspace)
+        if noise is not None and cast.rounding == "eden":
+            window, cuts = stored[chunk.block_rows, chunk.block_columns], (chunk.rows, chunk.columns)
+            drawn = noise(*[range(cut.start, cut.stop) for cut in cuts])
+            window.copy_(_scales.eden_scales(values, window, cast, drawn, workspace, grid.contraction))
+        of_elements = noise if cast.rounding == "stochastic" else None
+        _encode_chunk(values, codes, chunk, grid, cast, scales, of_elements, workspace)
     stored = stored.reshape(()) if fmt.is_per_tensor else stored
     tensor_scale = level.handed if level is not None and cast.tensor_scale is not None else None
     if across:

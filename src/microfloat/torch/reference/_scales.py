@@ -189,6 +189,34 @@ def four_over_six_scales(
     return BlockScales(torch.where(to_four, byte_4, byte_6), torch.where(to_four, factor_4, factor_6))
 
 
+def eden_scales(
+    scaled: torch.Tensor, stored: torch.Tensor, cast: Cast, drawn: torch.Tensor, workspace: Workspace, contraction: int
+) -> torch.Tensor:
+    """`stored` times ``<y, y> / <y, d>`` of each Hadamard group, rounded by a random byte (docs/numerics.md 5.5).
+
+    y: `scaled` elements, and d: their codes' values, both times the block scale. `drawn`: a byte for each element, as
+    `scaled` lies in memory, with whole groups along the axis `contraction`; a block takes the byte of its first one.
+    """
+    assert cast.hadamard is not None
+    fmt, size = cast.format, cast.hadamard.size
+    scale, block = fmt.scale.element, fmt.block[1]
+    decoded = decode_bytes(encode_integer(scaled.clone(), fmt.element, None, workspace), fmt.element)
+    if contraction:
+        scaled, decoded, stored, drawn = scaled.t(), decoded.t(), stored.t(), drawn.t()
+    value = decode_bytes(stored.contiguous(), scale)
+    value_CR = value.repeat_interleave(block, 0)
+    y, d = (
+        part.mul(value_CR).abs_().masked_fill_(value_CR == 0, 0.0).unflatten(0, (-1, size))
+        for part in (scaled, decoded)
+    )
+    y_sums, d_sums = (_pairwise_rows(y * other).squeeze(1) for other in (y, d))
+    is_right = (y_sums < float("inf")) & (d_sums > 0)
+    correction = torch.where(is_right, divide(y_sums, d_sums), torch.ones_like(y_sums))
+    target = value * correction.repeat_interleave(size // block, 0)
+    made = encode_integer(target, scale, drawn[::block], workspace).masked_fill_(value.isnan(), scale.nan_code)
+    return made.t() if contraction else made
+
+
 def _block_error(
     blocks: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, element: ElementFormat, constants: TwoLevel,
     tensor: TensorLevel, workspace: Workspace, contraction: int,

@@ -126,14 +126,15 @@ def _token_of_text(kind: str, text: str) -> str:
 
 def constants_of_parts(fmt: ScaledFormat | str, is_one_level: bool, hadamard: Hadamard | None) -> tuple[Cast, str]:
     """The Cast that codes and scales of a format follow, and its token; two levels need a tensor scale."""
-    token = _token_of_parts(*_text_of(fmt), is_one_level, None if hadamard is None else hadamard.sign_mask)
+    turned = None if hadamard is None else (hadamard.size, hadamard.sign_mask)
+    token = _token_of_parts(*_text_of(fmt), is_one_level, turned)
     return (_cast_of_text("cast", token) if torch.compiler.is_compiling() else cast_of(token)), token
 
 
-def _token_of_parts(kind: str, text: str, is_one_level: bool, signs: int | None) -> str:
+def _token_of_parts(kind: str, text: str, is_one_level: bool, hadamard: tuple[int, int] | None) -> str:
     fmt = as_scaled_format(text) if kind == "name" else format_from_data(json.loads(text))
     rule = "one_level_e4m3" if is_one_level and fmt.scale.name == "E4M3" else None
-    return Cast(fmt, rule, hadamard=None if signs is None else Hadamard(16, signs)).contents
+    return Cast(fmt, rule, hadamard=None if hadamard is None else Hadamard(*hadamard)).contents
 
 
 def storage_of(token: str) -> Storage:

@@ -210,7 +210,7 @@ def _traced_quantize(
     _operators.refuse_transforms("quantize", x, is_verb=True)
     count = 2 if isinstance(axis, tuple | list) else 1
     resolved, tokens = zip(*[_operators.constants_of(one) for one in for_each("cast", cast, count)], strict=True)
-    if any([one.rounding == "stochastic" for one in resolved]):
+    if any([one.rounding != "nearest" for one in resolved]):
         seed = _operators.drawn_seed(x) if seed is None else seed_words(seed, x.device)
     else:
         seed = None

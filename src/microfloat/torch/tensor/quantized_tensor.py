@@ -136,7 +136,7 @@ class QuantizedTensor(torch.Tensor):
         if not isinstance(format, str | ScaledFormat):
             raise invalid_type("format", type(format), "a ScaledFormat such as formats.MXFP8, or its name")
         if hadamard is not None and not isinstance(hadamard, Hadamard):
-            raise invalid_type("hadamard", type(hadamard), "None or Hadamard(16, sign_mask)")
+            raise invalid_type("hadamard", type(hadamard), "None or Hadamard(size, sign_mask)")
         cast, token = _operators.constants_of_parts(format, tensor_scale is None, hadamard)
         storage = _operators.storage_of(token)
         if not isinstance(codes, torch.Tensor):
