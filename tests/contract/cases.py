@@ -23,6 +23,8 @@ def _every_cast() -> list[Cast]:
     for fmt, rule, rounding, hadamard in itertools.product(
         FORMATS.values(), SCALE_RULES, ("nearest", "stochastic"), (None, Hadamard())
     ):
+        if rule == "two_level_256":  # two_level with other constants, for the casts of EDEN
+            continue
         try:
             casts.append(Cast(fmt, rule, rounding, hadamard))
         except ValueError:  # a combination without a definition
@@ -31,6 +33,11 @@ def _every_cast() -> list[Cast]:
 
 
 EVERY_CAST = _every_cast()
+EDEN = [
+    Cast("nvfp4", rounding="eden", hadamard=Hadamard(64, 0x9E3779B97F4A7C15)),
+    Cast("nvfp4", "two_level_torchao", "eden", Hadamard()),
+    Cast("nvfp4", "one_level_e4m3", "eden", Hadamard(64, 0)),
+]
 
 
 def cast_id(cast: Cast) -> str:

@@ -12,6 +12,7 @@ from tests.contract.adapters import COMPARED, THOROUGH
 from tests.contract.cases import (
     COMMON_SHAPE,
     DTYPES,
+    EDEN,
     EVERY_CAST,
     EVERY_TURN,
     SEED,
@@ -67,6 +68,19 @@ def test_edge_inputs(adapter, cast, dtype):  # features Q9
     for name, x, axis in taken(cast, dtype):
         found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
         if THOROUGH or cast == alike(cast)[0]:  # codes and scales mean the same under every rule
+            check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
+
+
+@every_adapter
+@pytest.mark.parametrize(("cast", "dtype"), [*zip(EDEN, DTYPES, strict=True)], ids=lambda value: str(value)[:8])
+def test_edge_inputs_under_eden(adapter, cast, dtype):
+    """Block scales that are corrected by sums over Hadamard groups of 16 and of 64."""
+    compiles = adapter.compiles_every_shape
+    if compiles and cast != EDEN[0]:
+        pytest.skip("one cast is enough where every shape is compiled")
+    for name, x, axis in edge_cases(cast, dtype):
+        if not compiles or (axis == -1 and x.shape == COMMON_SHAPE):
+            found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
             check_dequantize(adapter, found, expected, f"{cast} {name} {dtype} axis {axis}")
 
 

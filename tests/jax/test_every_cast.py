@@ -14,7 +14,7 @@ import pytest
 import microfloat.jax as mj
 from microfloat.recipes import Cast
 from tests import digests
-from tests.contract.cases import EVERY_CAST, cast_id
+from tests.contract.cases import EDEN, EVERY_CAST, cast_id
 from tests.jax.compare import assert_oracle, to_numpy
 
 SHAPE = digests.SHAPE
@@ -99,6 +99,12 @@ def check(cast):
     for name, x in random_inputs(rng, lowest).items():
         given = {"seed": int(rng.integers(0, 1 << 64, dtype=np.uint64)), "stream": stream} if cast.is_stochastic else {}
         assert_oracle(mj.quantize(x, cast, **given), x, cast, context=name, **given)
+
+
+@pytest.mark.parametrize("cast", [EDEN[0], pytest.param(EDEN[2], marks=pytest.mark.slow("a second rule"))], ids=cast_id)
+def test_corrected_scales(cast):
+    """rounding="eden": sums over groups of 64 in their order, which nothing may contract."""
+    check(cast)
 
 
 @pytest.mark.parametrize("pin", OTHER_PINS, ids=lambda pin: pin.id)

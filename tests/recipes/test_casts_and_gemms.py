@@ -8,9 +8,10 @@ import pytest
 
 from microfloat import formats
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError
-from microfloat.formats import FORMATS, MXFP8, NVFP4, ScaledFormat
-from microfloat.recipes import Cast, Current, CustomRecipe, Delayed, Gemm, Hadamard, MXFP8BlockScaling, as_cast
+from microfloat.formats import E2M1, FORMATS, MXFP8, NVFP4, SCALE_E4M3, ScaledFormat
+from microfloat.recipes import Cast, Current, CustomRecipe, Delayed, Gemm, Hadamard, MXFP8BlockScaling, Recipe, as_cast
 from microfloat.recipes.core import NamedRecipe
+from microfloat.routes import family_of
 
 ROTATED = Cast("nvfp4", hadamard=Hadamard())
 
@@ -111,12 +112,39 @@ def test_delayed_scalings_that_cannot_be(arguments, message):
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [((32,), "size"), ((16, -1), "sign_mask"), ((16, 0x10000), "sign_mask"), ((16, "0"), "sign_mask")],
+    [
+        ((32,), "size"),
+        ((True,), "size"),
+        ((16, -1), "sign_mask"),
+        ((16, 0x10000), "sign_mask"),
+        ((16, "0"), "sign_mask"),
+        ((64, 1 << 64), "sign_mask"),
+    ],
 )
 def test_hadamards_that_cannot_be(arguments, name):
     with pytest.raises((InvalidValueError, InvalidTypeError), match=rf"Hadamard\.{name}: got"):
         Hadamard(*arguments)
     assert repr(Hadamard()) == "Hadamard(16, 0xd7e8)"
+    assert repr(Hadamard(64, 3)) == "Hadamard(64, 0x0000000000000003)"
+
+
+def test_eden_has_a_transform_and_blocks_with_scales_to_correct():
+    cast = Cast("nvfp4", rounding="eden", hadamard=Hadamard(64))
+    assert (cast.scale_rule, cast.is_stochastic, cast.transposes) == ("two_level_256", True, False)
+    assert Cast("nvfp4", "two_level", "eden", Hadamard()).scale_rule == "two_level"
+    assert "rounding 'eden'" in family_of(cast)[1]
+    assert "64 points" in family_of(Cast("nvfp4", hadamard=Hadamard(64)))[1]
+    recipe = CustomRecipe(Gemm(None, None), Gemm(cast, cast), Gemm(cast, cast))
+    assert recipe.is_stochastic
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    with pytest.raises(InvalidValueError, match="the same Hadamard on both"):
+        Gemm(cast, Cast("nvfp4", hadamard=Hadamard()))
+    own = ScaledFormat("mine", E2M1, SCALE_E4M3, (1, 32), "tensor")
+    for fmt, hadamard in (("nvfp4", None), ("nvfp4_2d", Hadamard()), ("mxfp4", Hadamard()), (own, Hadamard(64))):
+        with pytest.raises(InvalidValueError, match=r"rounding: got 'eden' on .* needed 1x16 blocks whose scales"):
+            Cast(fmt, rounding="eden", hadamard=hadamard)
+    with pytest.raises(InvalidValueError, match="four_over_six"):
+        Cast("nvfp4", "four_over_six", "eden", Hadamard())
 
 
 def test_gemms_take_names_and_formats():

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import microfloat.torch as mf  # noqa: E402
 from microfloat import reference  # noqa: E402
 from microfloat.errors import InvalidTypeError, InvalidValueError, NotSupportedError  # noqa: E402
+from microfloat.layout import stored_length  # noqa: E402
 from microfloat.operands import OPERANDS_OF, TENSORS  # noqa: E402
 from microfloat.recipes import (  # noqa: E402
     RECIPES,
@@ -22,6 +23,7 @@ from microfloat.recipes import (  # noqa: E402
     Float8CurrentScaling,
     Float8RowScaling,
     Gemm,
+    Hadamard,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -29,6 +31,7 @@ from microfloat.recipes import (  # noqa: E402
 from microfloat.torch.tensor.seeds import draw_seed  # noqa: E402
 from tests.torch.arrays import to_float64, to_numpy  # noqa: E402
 
+EDEN = Cast("nvfp4", rounding="eden", hadamard=Hadamard(64, 0x9E3779B97F4A7C15))
 RECIPE_CASES = {
     **{name: maker() for name, maker in RECIPES.items()},
     "mxfp8_hybrid": MXFP8BlockScaling(fp8_format="HYBRID"),
@@ -48,6 +51,7 @@ RECIPE_CASES = {
     "one_none": CustomRecipe(Gemm(None, "nvfp4_2d"), Gemm("mxfp8", None), Gemm(None, None)),
     "mxfp8_2d": MXFP8BlockScaling(enable_2d_quantization=True),
     "nvfp4_peers": NVFP4BlockScaling(True, row_scaled_activation=True, nvfp4_4over6="all"),
+    "ms_eden": CustomRecipe(Gemm("nvfp4", "nvfp4_2d"), Gemm(EDEN, EDEN), Gemm(EDEN, EDEN)),
 }
 OUT_STEP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 OUT_REL = {torch.float32: 1e-5, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
@@ -78,7 +82,7 @@ def dense(side, transformed: bool = False) -> np.ndarray:
         return side
     if side.hadamard is not None and transformed:
         rows, length = side.codes.shape[0], side.shape[side.axis]
-        padded = -(-length // 16) * 16
+        padded = stored_length(length, side.hadamard)
         shape = (rows, padded)
         side = reference.Quantized(side.codes, side.scale, side.tensor_scale, side.format, 1, shape, None)
         return reference.dequantize(side).astype(np.float64)
@@ -134,7 +138,7 @@ def run_and_check(recipe: Recipe, dtype, shape: tuple[int, int, int], bias: bool
     )
     assert_close(
         w.grad, *oracle_gemm(dtype, operand(dy, "dy", "wgrad", "lhs"), operand(x, "x", "wgrad", "rhs")),
-        -(-m // 16) * 16, dtype,
+        max(-(-m // 16) * 16, stored_length(m, getattr(recipe.wgrad.lhs, "hadamard", None))), dtype,
     )  # fmt: skip
     if bias:
         expected = to_float64(dy).sum(0)

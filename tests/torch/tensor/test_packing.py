@@ -114,7 +114,16 @@ def test_what_has_no_tiles():
 
 # features Q7
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cast", ["mxfp6_e2m3", "mxfp6_e3m2", Cast("mxfp6_e2m3", hadamard=Hadamard())], ids=str)
+@pytest.mark.parametrize(
+    "cast",
+    [
+        "mxfp6_e2m3",
+        "mxfp6_e3m2",
+        Cast("mxfp6_e2m3", hadamard=Hadamard()),
+        Cast("mxfp6_e3m2", hadamard=Hadamard(64, 1 << 63)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("shape", "axis"), [((5, 70), -1), ((70, 5), -2), ((2, 3, 32), -1), ((33,), -1)], ids=str)
 def test_packed_fp6_is_a_form_of_the_tensor(cast, shape, axis, device):
     q = mf.quantize(torch.randn(shape, generator=GENERATOR).to(device), cast, axis=axis)
