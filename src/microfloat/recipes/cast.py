@@ -107,11 +107,6 @@ class Hadamard:
         return f"Hadamard({self.size}, {self.sign_mask:#0{self.size // 4 + 2}x})"
 
     @property
-    def factor(self) -> float:
-        """``1 / sqrt(size)``, a power of two."""
-        return self.size**-0.5
-
-    @property
     def signs(self) -> list[int]:
         """+1 or -1 for each of the points."""
         return [1 - 2 * (self.sign_mask >> i & 1) for i in range(self.size)]
@@ -122,10 +117,9 @@ class CastFacts(HashOnce):
 
     These are not fields, because Dynamo passes fields to constructors. `rule`: the row of numbers behind `scale_rule`.
     `is_delayed`: the scale comes from earlier steps. `is_static`: the amax was measured beforehand and comes with the
-    call. `is_stochastic`: it draws random bytes, for elements or, under "eden", scales. `chooses_by_error`: a block's
-    scale depends on the errors of its elements, and not on its amax alone. `tensor_scale`: the second scale that it
-    stores, None, "tensor" or "row". `contents`: all that decides the bytes, as JSON: how compiled code takes in a Cast,
-    since it can guard a string.
+    call. `is_stochastic`: it draws random bytes. `chooses_by_error`: a block's scale depends on the errors of its
+    elements, and not on its amax alone. `tensor_scale`: the second scale that it stores, None, "tensor" or "row".
+    `contents`: all that decides the bytes, as JSON: how compiled code takes in a Cast, since it can guard a string.
     """
 
     rule: ScaleRule

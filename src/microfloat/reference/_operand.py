@@ -87,8 +87,8 @@ def hadamard_transform(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
     x_RC = _matrix(x_RC, hadamard)
     rows, length = x_RC.shape
     x_RC = padded(x_RC, rows, stored_length(length, hadamard))
-    groups = _groups(_bf16(x_RC), hadamard) * _signs(hadamard)
-    return _bf16(_butterflies(groups) * np.float32(hadamard.factor)).reshape(x_RC.shape)
+    groups = _groups(_bf16(x_RC), hadamard) * np.float32(hadamard.signs)
+    return _bf16(_butterflies(groups) * np.float32(hadamard.size**-0.5)).reshape(x_RC.shape)
 
 
 def hadamard_inverse(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
@@ -97,7 +97,7 @@ def hadamard_inverse(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
     if x_RC.shape[1] % hadamard.size:
         raise invalid_value("x_RC", f"{x_RC.shape[1]} columns", f"a multiple of {hadamard.size}")
     groups = _butterflies(_groups(x_RC, hadamard))
-    return (groups * np.float32(hadamard.factor) * _signs(hadamard)).reshape(x_RC.shape)
+    return (groups * np.float32(hadamard.size**-0.5) * np.float32(hadamard.signs)).reshape(x_RC.shape)
 
 
 def _matrix(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
@@ -124,10 +124,6 @@ def _butterflies(groups: np.ndarray) -> np.ndarray:
         groups = np.stack([low + high, low - high], axis=-2).reshape(groups.shape)
         distance *= 2
     return groups
-
-
-def _signs(hadamard: Hadamard) -> np.ndarray:
-    return np.array(hadamard.signs, np.float32)
 
 
 def _bf16(values: np.ndarray) -> np.ndarray:

@@ -40,14 +40,16 @@ def magnitude_bits(values: np.ndarray) -> np.ndarray:
 def block_scales(x_RC: np.ndarray, cast: Cast, amax: np.ndarray | None, scale_enc: np.float32 | None) -> BlockScales:
     """The scales of `x_RC` under `cast`; `amax` replaces the measured amax, `scale_enc` is a delayed encode scale."""
     check_kind(cast.rule, "the NumPy oracle")
-    if scale_enc is not None:
-        return _fp32_scales(np.full((1, 1), scale_enc, np.float32))
     if cast.rule.two_level is not None:
         return _two_level(x_RC, cast, cast.rule.two_level, amax)
     if cast.rule.thresholds is not None:
         return _e8m0(x_RC, cast)
-    measured = _amax(x_RC, cast.format.block) if amax is None else np.full((1, 1), amax, np.float32)
-    return _fp32_scales(encode_factor(measured, cast))
+    if scale_enc is not None:
+        factor = np.full((1, 1), scale_enc, np.float32)
+    else:
+        measured = _amax(x_RC, cast.format.block) if amax is None else np.full((1, 1), amax, np.float32)
+        factor = encode_factor(measured, cast)
+    return BlockScales(_F32(1) / factor, factor, np.zeros(factor.shape, bool))
 
 
 def _amax(x_RC: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:
@@ -81,10 +83,6 @@ def encode_factor(measured: np.ndarray, cast: Cast) -> np.ndarray:
     if cast.rule.power_of_two:
         factor = (factor.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
     return factor
-
-
-def _fp32_scales(factor: np.ndarray) -> BlockScales:
-    return BlockScales(_F32(1) / factor, factor, np.zeros(factor.shape, bool))
 
 
 @dataclass(frozen=True)
@@ -180,14 +178,12 @@ def _pairwise_rows(sums: np.ndarray) -> np.ndarray:
 
 
 def eden_scales(x_RC: np.ndarray, cast: Cast, scales: BlockScales, codes: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Stored scales times ``c = <y, y> / <y, d>`` of the Hadamard group, rounded stochastically.
+    """Stored scales times ``<y, y> / <y, d>`` of their Hadamard group, rounded by random bytes (docs/numerics.md 5.5).
 
-    y are the elements and d their decoded codes, both in units of the tensor scale. A block takes the byte of its first
-    element. Source: docs/numerics.md 5.5; EDEN: arXiv 2108.08842; under block scales: arXiv 2601.22813.
+    Elements y and their codes' values d are in units of the tensor scale. Source: arXiv 2601.22813.
     """
     assert cast.hadamard is not None
-    block, scale = cast.format.block, cast.format.scale.element
-    size = cast.hadamard.size
+    block, scale, size = cast.format.block, cast.format.scale.element, cast.hadamard.size
     value = decode(scales.stored, scale)
     scale_RC = spread(value, block, x_RC.shape)
     scaled = x_RC * spread(scales.encode, block, x_RC.shape)

@@ -334,11 +334,11 @@ def _butterfly(groups: Array) -> Array:
 
 def _scaled_butterfly(groups: Array, hadamard: Hadamard) -> Array:
     """``f32(H v * size^-1/2)`` per group, as gradual underflow has it."""
-    halvings = int(-np.log2(hadamard.factor))
+    halvings = int(-np.log2(hadamard.size**-0.5))
     largest = jnp.max(magnitude_bits(groups), axis=-1, keepdims=True, initial=0)
     lifted = largest < _SMALL
     mixed = _butterfly(multiply(groups, where(lifted, np.float32(2.0**_LIFT), np.float32(1))))
-    scale = where(lifted, np.float32(2.0 ** -(_LIFT + halvings)), np.float32(hadamard.factor))
+    scale = where(lifted, np.float32(2.0 ** -(_LIFT + halvings)), np.float32(hadamard.size**-0.5))
     bits = bits_of(mixed)
     exponent = ((bits >> 23) & np.uint32(255)).astype(jnp.int32)
     significand = (bits & np.uint32(0x7FFFFF)) | np.uint32(1 << 23)

@@ -255,11 +255,7 @@ def _pairwise_rows(sums: Array) -> Array:
 
 
 def eden_scales(scaled: Array, codes: Array, stored: Array, cast: Cast, drawn: Array) -> Array:
-    """`stored` times ``<y, y> / <y, d>`` of each Hadamard group, rounded by a random byte (docs/numerics.md 5.5).
-
-    All of tiles; y: `scaled` elements, and d: the values of `codes`, both times the block scale. A block takes the byte
-    of its first element.
-    """
+    """`stored` times ``<y, y> / <y, d>`` of each Hadamard group, rounded by random bytes (docs/numerics.md 5.5)."""
     assert cast.hadamard is not None
     scale, size = cast.format.scale.element, cast.hadamard.size
     value = decode(stored, scale)

@@ -31,7 +31,7 @@ def transform(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
         values_CR[: part.shape[0]] = part
         values_CR[part.shape[0] :].zero_()
         values_CR.view(padded // size, size, columns).mul_(signs)
-        values_CR = _butterflies(values_CR, size, workspace).mul_(hadamard.factor)
+        values_CR = _butterflies(values_CR, size, workspace).mul_(hadamard.size**-0.5)
         result_CR[chunk.rows.start : chunk.rows.start + padded, chunk.columns] = values_CR
     return result_CR.t()
 
@@ -41,7 +41,7 @@ def inverse(x_RC: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
     rows, columns = x_RC.shape
     workspace = Workspace(x_RC.device)
     values_CR = workspace.take("contraction_first", (columns, rows), torch.float32).copy_(x_RC.t())
-    values_CR = _butterflies(values_CR, hadamard.size, workspace).mul_(hadamard.factor)
+    values_CR = _butterflies(values_CR, hadamard.size, workspace).mul_(hadamard.size**-0.5)
     values_CR.view(columns // hadamard.size, hadamard.size, rows).mul_(_signs(hadamard, x_RC.device))
     return values_CR.t()
 

@@ -192,10 +192,9 @@ def four_over_six_scales(
 def eden_scales(
     scaled: torch.Tensor, stored: torch.Tensor, cast: Cast, drawn: torch.Tensor, workspace: Workspace, contraction: int
 ) -> torch.Tensor:
-    """`stored` times ``<y, y> / <y, d>`` of each Hadamard group, rounded by a random byte (docs/numerics.md 5.5).
+    """`stored` times ``<y, y> / <y, d>`` of each Hadamard group, rounded by random bytes (docs/numerics.md 5.5).
 
-    y: `scaled` elements, and d: their codes' values, both times the block scale. `drawn`: a byte for each element, as
-    `scaled` lies in memory, with whole groups along the axis `contraction`; a block takes the byte of its first one.
+    `scaled` elements and bytes `drawn` lie in memory with whole groups along the axis `contraction`.
     """
     assert cast.hadamard is not None
     fmt, size = cast.format, cast.hadamard.size
