@@ -203,8 +203,7 @@ class Cast(CastFacts):
         if self.rounding == "eden" and (self.hadamard is None or not has_scales):
             raise invalid_value(
                 "rounding", f"'eden' on {self.format.name} with hadamard {self.hadamard}",
-                "1x16 blocks whose scales have a mantissa, and a Hadamard transform",
-                "Write Cast('nvfp4', rounding='eden', hadamard=Hadamard(64)).",
+                "1x16 blocks whose scales have a mantissa, and a Hadamard transform, such as NVFP4 and Hadamard(64)",
             )  # fmt: skip
         if self.chooses_by_error and (self.hadamard is not None or self.rounding != "nearest"):
             raise invalid_value(

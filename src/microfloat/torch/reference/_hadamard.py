@@ -65,6 +65,5 @@ def _butterflies(values_CR: torch.Tensor, size: int, workspace: Workspace) -> to
 def _signs(hadamard: Hadamard, device: torch.device) -> torch.Tensor:
     # Without a copy from the host, which a CUDA graph could not capture. The mask as a signed number of 64 bits:
     mask = hadamard.sign_mask - (hadamard.sign_mask >> 63 << 64)
-    bits = torch.full((hadamard.size, 1), mask, dtype=torch.int64, device=device)
-    bits = bits.bitwise_right_shift_(torch.arange(hadamard.size, device=device)[:, None]).bitwise_and_(1)
-    return bits.mul_(-2).add_(1).to(torch.float32)
+    points = torch.arange(hadamard.size, device=device)[:, None]
+    return (1 - 2 * (torch.full_like(points, mask) >> points & 1)).to(torch.float32)

@@ -92,8 +92,7 @@ def quantize_operand(
             window, cuts = stored[chunk.block_rows, chunk.block_columns], (chunk.rows, chunk.columns)
             drawn = noise(*[range(cut.start, cut.stop) for cut in cuts])
             window.copy_(_scales.eden_scales(values, window, cast, drawn, workspace, grid.contraction))
-        of_elements = noise if cast.rounding == "stochastic" else None
-        _encode_chunk(values, codes, chunk, grid, cast, scales, of_elements, workspace)
+        _encode_chunk(values, codes, chunk, grid, cast, scales, noise, workspace)
     stored = stored.reshape(()) if fmt.is_per_tensor else stored
     tensor_scale = level.handed if level is not None and cast.tensor_scale is not None else None
     if across:
@@ -253,7 +252,7 @@ def _encode_chunk(
         return
     is_nan = values.isnan() if scales.elements_may_be_nan else nan_blocks
     drawn = None
-    if noise is not None:
+    if noise is not None and cast.rounding == "stochastic":
         first_row, first_column = chunk.rows.start, chunk.columns.start
         height, width = values.shape
         drawn = noise(range(first_row, first_row + height), range(first_column, first_column + width))

@@ -192,10 +192,7 @@ def four_over_six_scales(
 def eden_scales(
     scaled: torch.Tensor, stored: torch.Tensor, cast: Cast, drawn: torch.Tensor, workspace: Workspace, contraction: int
 ) -> torch.Tensor:
-    """`stored` times ``<y, y> / <y, d>`` of each Hadamard group, rounded by random bytes (docs/numerics.md 5.5).
-
-    `scaled` elements and bytes `drawn` lie in memory with whole groups along the axis `contraction`.
-    """
+    """`stored` times ``<y, y> / <y, d>`` of each Hadamard group along axis `contraction` (docs/numerics.md 5.5)."""
     assert cast.hadamard is not None
     fmt, size = cast.format, cast.hadamard.size
     scale, block = fmt.scale.element, fmt.block[1]
