@@ -261,10 +261,9 @@ def eden_scales(scaled: Array, codes: Array, stored: Array, cast: Cast, drawn: A
     value = decode(stored, scale)
     factor = spread(value)
     y, d = (
-        # Sums do not contract what went through integers.
         as_float(magnitude_bits(where(factor == 0, np.float32(0), part * factor)))
         for part in (scaled, decode(codes, cast.format.element))
-    )
+    )  # through integers, which no sum contracts
     y_sums, d_sums = (_pairwise_rows(as_float(magnitude_bits(y * other)).reshape(-1, size, 1)) for other in (y, d))
     is_right = (y_sums < np.float32(np.inf)) & (d_sums > 0)
     correction = where(is_right, divide(y_sums, d_sums), np.float32(1))
