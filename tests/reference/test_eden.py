@@ -5,8 +5,7 @@ import pytest
 
 from microfloat.formats import E2M1, E4M3, decode, encode_bits
 from microfloat.recipes import Cast, Hadamard
-from microfloat.reference import dequantize, quantize, random_bytes, scaled_matmul
-from microfloat.reference._operand import hadamard_transform
+from microfloat.reference import dequantize, hadamard_transform, quantize, random_bytes, scaled_matmul
 
 MASKS = np.random.default_rng(5).integers(2**64, size=64, dtype=np.uint64).tolist()
 
