@@ -92,10 +92,11 @@ class Placement:
     _not_a_recipe: ClassVar[str] = "A Placement goes to convert."  # where one is given as a recipe
     _source: ClassVar[str] = "placement"  # in errors; of one that was read, its file
 
-    def __init__(self, rules: Sequence[tuple[str, Recipe | None]]) -> None:
+    def __init__(
+        self, rules: Sequence[tuple[str, Recipe | str | None]] | Mapping[str, Recipe | str | None]
+    ) -> None:  # fmt: skip
         checked = []
-        if isinstance(rules, dict):
-            rules = list(rules.items())
+        rules = list(rules.items()) if isinstance(rules, Mapping) else rules
         if not isinstance(rules, list | tuple):
             raise invalid_type("rules", type(rules), "a list of pairs (pattern, Recipe or None), or a dictionary")
         if not rules:
