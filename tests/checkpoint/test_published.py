@@ -590,7 +590,10 @@ def test_the_scale_rule_of_fouroversix_tells_its_global_scale(changed, largest, 
 @pytest.mark.parametrize(
     ("config", "metadata", "words"),
     [({"dtype": "if4"}, None, "'if4' under the scale rule 'mse' is not read"),
-     ({"weight_dtype": "nvfp6_e2m3"}, None, "'nvfp6_e2m3' under"), ({}, [24, 80, 128, 100, 1, 1], "does not fit"),
+     ({"weight_dtype": "nvfp6_e2m3"}, None, "'nvfp6_e2m3' under"),
+     ({"scale_rule": "l1_norm"}, None, "read are mxfp4, and nvfp4 under mse, .*, static_4"),
+     ({"module_config_overrides": {"a.up_proj": {"weight_scale_rule": "static_5"}}}, None, "'static_5' .* nvfp4 under"),
+     ({}, [24, 80, 128, 100, 1, 1], "does not fit"),
      ({}, [24, 80], "does not fit"), ({}, [500, 80, 128, 128, 1, 1], "does not fit")],
 )  # fmt: skip
 def test_other_files_of_fouroversix_are_refused_by_name(config, metadata, words, tmp_path):

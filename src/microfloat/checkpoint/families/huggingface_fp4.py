@@ -115,7 +115,8 @@ def _read_fouroversix(file: str, config: dict[str, Any]) -> Announcement:
     rules = {name: _scheme(config | one) for name, one in single if isinstance(one, dict)}
     general = Scheme() if config.get("keep_master_weights") is True else _scheme(config)
     unread = ", ".join(dict.fromkeys(one.unread for one in (general, *rules.values()) if one.unread))
-    refusal = f"{unread} is not read; read are {', '.join(_FORMATS)} weights." if unread else ""
+    rules_read = ", ".join(rule for names, _ in _RULES.values() for rule in names)
+    refusal = f"{unread} is not read; read are mxfp4, and nvfp4 under {rules_read}." if unread else ""
     ignore, words = Patterns(strings(config.get("modules_to_not_convert")), EXACT), "quant_method 'fouroversix'"
     findings = unknown_entries(file, config, _OF_FOUROVERSIX)
     return Announcement(file, "fouroversix", words, rules, general, ignore, refusal=refusal, findings=findings)
