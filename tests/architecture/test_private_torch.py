@@ -20,6 +20,7 @@ REASONS = {
     "distributed/tp_gather": "the backward that runs now, and its end",
     "distributed/tp_schedule": "a collective's promise is waited for; a view that is none for autograd",
     "distributed/tp_styles": "the hooks of torch's own parallel styles, told by their module",
+    "inference/quantize": "whether Dynamo is there, without importing it",
     "launch/gemms": "the vendor's FP8 GEMMs with less host time than F.scaled_mm",
     "launch/prologues": "the backward of RMSNorm as one kernel",
     "launch/program": "the fastest empty tensor; whether a stream records a graph",

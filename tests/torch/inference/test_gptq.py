@@ -246,7 +246,7 @@ def test_without_inputs_it_is_an_error() -> None:
         pass
     x = tokens()
     x[3, 5] = float("nan")
-    with pytest.raises(InvalidValueError, match=r"inputs of 0 were not finite, needed batches"):
+    with pytest.raises(InvalidValueError, match=r"inputs of 0 or sums of .* were not finite, needed batches"):
         gptq(model, WeightOnly("nvfp4"), x)
     assert not isinstance(model[0].weight, mf.QuantizedTensor)
 
@@ -262,3 +262,30 @@ def test_a_device_without_memory_for_a_hessian_says_how_to_do_without(monkeypatc
     assert "hessians=False" in error.value.__notes__[0]
     with mf.calibrate(model, hessians=False):
         model(tokens())
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_sum_over_tied_weights_that_leaves_float32_is_an_error(layers: int) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
+    for one in model:
+        one.weight = model[0].weight
+    nn.init.eye_(model[0].weight)
+    x = torch.full((1, 8), 1.4e19)
+    assert (x * x).isfinite().all()
+    with pytest.raises(InvalidValueError, match=r"inputs of .* or sums of their squares were not finite"):
+        gptq(model, WeightOnly("nvfp4"), x)
+
+
+@pytest.mark.parametrize("is_called_before", [False, True])
+def test_a_compiled_model_is_measured_as_in_eager_mode(is_called_before: bool) -> None:
+    torch._dynamo.reset()
+    model, x = layer(weight(8, 32)), tokens(20, 32)
+    compiled = torch.compile(model, backend="eager")
+    eager = copy.deepcopy(model)
+    with torch.no_grad():
+        if is_called_before:
+            compiled(x)
+        gptq(compiled, WeightActivation("fp8_tensor", scales="static"), x)
+        gptq(eager, WeightActivation("fp8_tensor", scales="static"), x)
+        assert torch.equal(model[0].input_amax, x.abs().amax())
+        assert same_bytes(model[0].weight, eager[0].weight)

@@ -82,12 +82,13 @@ def hessians_of(layers: Mapping[str, nn.Module]) -> dict[int, torch.Tensor]:
         for key, total in vars(layer).get("_hessians", {}).items():
             weight = id(layer._parameters[key])
             made[weight] = made[weight] + total if weight in made else total
-            spoiled += [] if total.isfinite().all() else [name]
+            spoiled += [] if made[weight].isfinite().all() else [name]
     if not made:
         remedy = "Call the model on some text first: with microfloat.torch.calibrate(model): model(batch)."
         raise invalid_value("method", "'gptq' for layers whose inputs were not measured", "their inputs", remedy)
     if spoiled:
-        got = f"'gptq' after a calibration in which inputs of {', '.join(dict.fromkeys(spoiled))} were not finite"
+        names = ", ".join(dict.fromkeys(spoiled))
+        got = f"'gptq' after a calibration in which inputs of {names} or sums of their squares were not finite"
         raise invalid_value("method", got, "batches, and a dtype, that give neither NaN nor infinity")
     return made
 

@@ -13,6 +13,7 @@ Legend: N = out features, K = in features, E = experts.
 import contextlib
 import dataclasses
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -510,11 +511,16 @@ def calibrate(model: nn.Module, *, hessians: bool = True) -> Iterator[nn.Module]
     `hessians`: layers, and experts, whose weight is not stored quantized keep the sum of ``x.T @ x`` besides, which
     ``quantize_(..., method="gptq")`` needs: 4 K^2 bytes on the device of x, once for layers that read one tensor one
     after the other (not in inference mode); False: none. Raises InvalidTypeError for anything but a module,
-    InvalidValueError for one without linear layers. After an exception inside nothing has changed.
+    InvalidValueError for one without linear layers. After an exception inside nothing has changed. Compiled models run
+    in eager mode inside.
     """
     check_model(model)
     check_bool("hessians", hessians)
-    with products_to_measure(model) as products:
+    # Compiled code looks for no new hooks, and may not keep those of here. Where nothing was compiled, Dynamo is not
+    # imported, which takes seconds.
+    is_compiling = "torch._dynamo" in sys.modules
+    eagerly = torch.compiler.set_stance("force_eager") if is_compiling else contextlib.nullcontext()
+    with products_to_measure(model) as products, eagerly:
         layers = named_layers(model) | products
         pins = {name: layer.pinned for name, layer in layers.items() if isinstance(layer, RecipeLayer)}
         static = {name: layers[name] for name, pin in pins.items() if isinstance(pin, Recipe) and pin.is_static}
