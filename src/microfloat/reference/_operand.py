@@ -87,7 +87,7 @@ def hadamard_transform(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
     x_RC = _matrix(x_RC, hadamard)
     rows, length = x_RC.shape
     x_RC = padded(x_RC, rows, stored_length(length, hadamard))
-    groups = _groups(_bf16(x_RC), hadamard) * np.float32(hadamard.signs)
+    groups = _groups(_bf16(x_RC), hadamard) * np.array(hadamard.signs, np.float32)
     return _bf16(_butterflies(groups) * np.float32(hadamard.size**-0.5)).reshape(x_RC.shape)
 
 
@@ -97,7 +97,7 @@ def hadamard_inverse(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
     if x_RC.shape[1] % hadamard.size:
         raise invalid_value("x_RC", f"{x_RC.shape[1]} columns", f"a multiple of {hadamard.size}")
     groups = _butterflies(_groups(x_RC, hadamard))
-    return (groups * np.float32(hadamard.size**-0.5) * np.float32(hadamard.signs)).reshape(x_RC.shape)
+    return (groups * np.float32(hadamard.size**-0.5) * np.array(hadamard.signs, np.float32)).reshape(x_RC.shape)
 
 
 def _matrix(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:

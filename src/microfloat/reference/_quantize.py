@@ -155,10 +155,13 @@ def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
         if cast.hadamard is not None:
             x_RC = hadamard_transform(x_RC, cast.hadamard)
         scales = block_scales(x_RC, cast, amax, None if scale_enc is None else np.float32(scale_enc))
-        noise = None if seed is None or not cast.is_stochastic else random_bytes(*x_RC.shape, seed, usage.stream)
+        (rows, length), noise = x_RC.shape, None
+        if seed is not None and cast.is_stochastic:
+            noise = random_bytes(rows, length, seed, usage.stream)
         codes = _encode(x_RC, cast, scales.encode, scales.is_nan, noise)
-        is_eden = cast.rounding == "eden" and noise is not None
-        stored = eden_scales(x_RC, cast, scales, codes, noise) if is_eden else scales.stored
+        stored = scales.stored
+        if noise is not None and cast.rounding == "eden":
+            stored = eden_scales(x_RC, cast, scales, codes, noise)
     if cast.format.element.codes_per_byte == 2:
         codes = pack_fp4(codes)
     return in_shape(codes, stored, scales.tensor_scale, cast, axis, values.shape)

@@ -193,5 +193,6 @@ def eden_scales(x_RC: np.ndarray, cast: Cast, scales: BlockScales, codes: np.nda
     )
     y_sums, d_sums = (_pairwise_rows((y * other).reshape(-1, size, 1)) for other in (y, d))
     correction = np.where((y_sums < np.inf) & (d_sums > 0), y_sums / d_sums, _F32(1))
-    target = value * np.repeat(correction, size // block[1]).reshape(value.shape)
-    return encode_bits(target, scale, noise[:, :: block[1]])
+    width = block[1] or size
+    target = value * np.repeat(correction, size // width).reshape(value.shape)
+    return encode_bits(target, scale, noise[:, ::width])

@@ -195,7 +195,7 @@ def eden_scales(
     """`stored` times ``<y, y> / <y, d>`` of each Hadamard group along axis `contraction` (docs/numerics.md 5.5)."""
     assert cast.hadamard is not None
     fmt, size = cast.format, cast.hadamard.size
-    scale, block = fmt.scale.element, fmt.block[1]
+    scale, block = fmt.scale.element, fmt.block[1] or size
     decoded = decode_bytes(encode_integer(scaled.clone(), fmt.element, None, workspace), fmt.element)
     if contraction:
         scaled, decoded, stored, drawn = scaled.t(), decoded.t(), stored.t(), drawn.t()
