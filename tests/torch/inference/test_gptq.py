@@ -289,3 +289,17 @@ def test_a_compiled_model_is_measured_as_in_eager_mode(is_called_before: bool) -
         gptq(eager, WeightActivation("fp8_tensor", scales="static"), x)
         assert torch.equal(model[0].input_amax, x.abs().amax())
         assert same_bytes(model[0].weight, eager[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*(NaN|finite):UserWarning")
+def test_a_weight_that_is_not_finite_gets_the_nearest_codes_and_says_so() -> None:
+    values = weight()
+    values[2, 7] = float("nan")
+    spoiled, nearest = layer(values), layer(values.clone())
+    with mf.calibrate(spoiled):
+        spoiled(tokens())
+    report = mf.quantize_(spoiled, WeightOnly("mxfp8"), method="gptq")
+    mf.quantize_(nearest, WeightOnly("mxfp8"))
+    (row,) = report.rows
+    assert row.reason.endswith("nearest for matrices that are not finite")
+    assert torch.equal(spoiled[0].weight.codes.view(torch.uint8), nearest[0].weight.codes.view(torch.uint8))

@@ -101,6 +101,7 @@ def with_method(row: ConversionRow, layer: nn.Module, hessians: Mapping[int, tor
         empty = [str(e) for e, one in enumerate(() if total is None else total) if one.dim() > 1 and not one.any()]
         if total is not None:
             reasons.append(f"gptq; nearest for experts without tokens: {', '.join(empty)}" if empty else "gptq")
+            reasons += [] if weight.isfinite().all() else ["nearest for matrices that are not finite"]  # type: ignore
         elif not isinstance(weight, QuantizedTensor):
             reasons.append("nearest: calibrate has seen no input of it")
     return replace(row, reason="; ".join(dict.fromkeys(reasons)))
