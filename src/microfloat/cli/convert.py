@@ -1,8 +1,9 @@
 """`microfloat convert`: a checkpoint in another format, with progress, verified, and resumable."""
 
+import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,37 +83,25 @@ def convert(
     kinds = [kind.strip() for kind in fuse.split(",") if kind.strip() not in ("", "none")]
     if method == "nearest" and load_casts() == "numpy":
         output.say("The NumPy oracle casts, some 30 million elements a second; torch or jax, installed, cast faster.")
-    seen: Progress | None = None
     report: Report | None = None
     rows: list[dict[str, str]] = []
-    with output.progress(f"to {to}", None, of_bytes=method == "nearest") as show:
+    seen: list[Progress] = []  # the last one
+    with output.progress(f"to {to}", None, of_bytes=method == "nearest") as show, _in_words(dst, seen):
 
         def follow(progress: "Progress") -> None:
-            nonlocal seen
-            seen = progress
+            seen[:] = [progress]
             show(progress.done, progress.total, stage(progress))
 
-        try:
-            if method == "gptq":
-                config = placement or _config_of(to, scale_rule, four_over_six)
-                folder = src if hub else local(src, hub, "SRC")  # transformers finds all files that it needs
-                rows = _by_gptq(folder, dst, calibrate, config, show, to, ignore or (), kinds, max_shard_size)
-            else:
-                report = checkpoint.convert(
-                    local(src, hub, "SRC"), dst, to=to, scale_rule=scale_rule, ignore=ignore or (), fuse=kinds,
-                    four_over_six=four_over_six, verify=verify, resume=resume, max_shard_size=max_shard_size,
-                    format=source, progress=follow, placement=placement,
-                )  # fmt: skip
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(_stopped(dst, seen)) from None
-        except CheckpointError as error:
-            is_written = seen is not None and seen.shard > 0 and (seen.done == seen.total or seen.shard > seen.shards)
-            if error.findings or is_written:
-                raise  # the source is damaged, or the result is not what was written
-            raise NotSupportedError(str(error)) from None  # no space, or a destination that exists
-        except (InvalidTypeError, InvalidValueError) as error:
-            argument, colon, rest = str(error).partition(":")  # an argument has the words of the option it came from
-            raise type(error)(f"{_OPTIONS.get(argument, argument)}{colon}{rest}") from None
+        if method == "gptq":
+            config = placement or _config_of(to, scale_rule, four_over_six)
+            folder = src if hub else local(src, hub, "SRC")  # transformers finds all files that it needs
+            rows = _by_gptq(folder, dst, calibrate, config, show, to, ignore or (), kinds, max_shard_size)
+        else:
+            report = checkpoint.convert(
+                local(src, hub, "SRC"), dst, to=to, scale_rule=scale_rule, ignore=ignore or (), fuse=kinds,
+                four_over_six=four_over_six, verify=verify, resume=resume, max_shard_size=max_shard_size,
+                format=source, progress=follow, placement=placement,
+            )  # fmt: skip
     if report is not None:
         _show(output, report)
         return 0 if report.converted else 1
@@ -134,6 +123,24 @@ _OPTIONS = {"path": "DST", "src": "SRC", "format": "--from"} | {
     name: f"--{name.replace('_', '-')}"
     for name in ("to", "scale_rule", "ignore", "fuse", "four_over_six", "max_shard_size", "placement")
 }
+
+
+@contextlib.contextmanager
+def _in_words(dst: Path, seen: "list[Progress]") -> Iterator[None]:
+    """Errors of a conversion in the words of the command line; `seen`: the last progress, if any."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_stopped(dst, seen[-1] if seen else None)) from None
+    except CheckpointError as error:
+        last = seen[-1] if seen else None
+        is_written = last is not None and last.shard > 0 and (last.done == last.total or last.shard > last.shards)
+        if error.findings or is_written:
+            raise  # the source is damaged, or the result is not what was written
+        raise NotSupportedError(str(error)) from None  # no space, or a destination that exists
+    except (InvalidTypeError, InvalidValueError) as error:
+        argument, colon, rest = str(error).partition(":")  # an argument has the words of the option it came from
+        raise type(error)(f"{_OPTIONS.get(argument, argument)}{colon}{rest}") from None
 
 
 def _stopped(dst: Path, seen: "Progress | None") -> str:
