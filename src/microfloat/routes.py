@@ -249,12 +249,8 @@ def route_between(
             return route("fp8", multiplies, a.block_text, b.block_text, accelerated=True, kernel=name)
         missing = f"{lacks} FP8 tensor cores" if are_fp8 else "no GEMM multiplies these codes"
         return route("values", f"{missing}; {_NO_FASTER}", kernel="scaled values")
-    if (
-        (library == "torch" or _has_own_gemm(chip, library))
-        and are_fp8
-        and chip.has_fp8_blocks
-        and _are_fp8_blocks(a, b)
-    ):
+    has_gemm = library == "torch" or _has_own_gemm(chip, library)
+    if has_gemm and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b):
         return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True)
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"

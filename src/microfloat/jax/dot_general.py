@@ -118,12 +118,9 @@ class DotGeneral(Op):
         if cast is not None and (cast.is_delayed or cast.is_static or cast.is_stochastic):
             needed = "a recipe whose fprop casts x by x alone"
             raise invalid_value("recipe", repr(recipe), needed, "Use WeightOnly(...).")
-        folds = recipe is not None and recipe.fprop.path == "folded"
-        if (
-            cast is not None
-            and cast.format.scale != rhs.format.scale
-            and not (folds and folds_beside(cast.format, rhs.format))
-        ):
+        is_folded = recipe is not None and recipe.fprop.path == "folded"
+        folds = cast is not None and is_folded and folds_beside(cast.format, rhs.format)
+        if cast is not None and not folds and cast.format.scale != rhs.format.scale:
             raise invalid_value(
                 "rhs", f"{rhs.format} ({rhs.format.scale} scales) under {recipe!r}",
                 f"a format of the family of {cast.format} ({cast.format.scale} scales), as which fprop casts lhs",
