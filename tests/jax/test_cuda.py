@@ -346,6 +346,39 @@ def test_folded_operands_go_into_the_gemm_of_microfloat(own_products, name):
     assert own_products == [("lines" if name == "nvfp4_row" else "tiles", (m, k), (n, k))]
 
 
+@pytest.mark.parametrize("pair", [("nvfp4", "nvfp4_2d"), ("nvfp4_row", "nvfp4"), ("mxfp8", "mxfp8")])
+def test_the_gemm_of_microfloat_gets_the_values_of_folds(own_products, hopper, pair):
+    """Tensor scales are part of the scales that it takes (docs/numerics.md 9.4)."""
+    from microfloat.jax.backends import kernels, program
+
+    def multiply(a, b, scales, fast, out, capability):
+        assert a.tensor_scale is b.tensor_scale is None
+        values = [
+            q.codes.astype(jnp.float32)
+            * jnp.repeat(jnp.repeat(q.scale, len(q.codes) // len(q.scale), 0), 128, 1)
+            for q in (a, b)
+        ]  # fmt: skip
+        return (values[0] @ values[1].T).astype(out)
+
+    hopper.setattr(program, "multiply_fp8", multiply)
+    hopper.setattr(kernels, "on_either", lambda own, other: own)
+    hopper.setattr(gemms, "_LEAST_PRODUCTS", 1)
+    rng, (m, k, n), bfloat16 = np.random.default_rng(4), (128, 256, 128), jnp.dtype(jnp.bfloat16)
+    stored = [reference.quantize((rng.standard_normal((rows, k)) * 1e3).astype(np.float32), name)
+              for rows, name in zip((m, n), pair, strict=True)]  # fmt: skip
+    right = (1, 128) if pair[0] == "nvfp4_row" else (128, 128)
+    folds = [reference.fold(q, block)[0] for q, block in zip(stored, ((1, 128), right), strict=True)]
+    kinds = [reference_in_jax.kind_of(as_cast(name), k) for name in pair]
+    plan = gemms.GemmPlan(*kinds, "split", "folded", "auto", bfloat16, bfloat16)
+    matrices = [
+        reference_in_jax.Matrix(jnp.asarray(q.codes), jnp.asarray(q.scale),
+                                None if q.tensor_scale is None else jnp.asarray(q.tensor_scale))
+        for q in stored
+    ]  # fmt: skip
+    actual = np.asarray(gemms.run_gemm(*matrices, plan)).astype(np.float64)
+    assert relative_error(actual, reference.scaled_matmul(*folds)) < 3e-3
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("pair", [("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128"), ("fp8_row", "fp8_row")])
 @pytest.mark.parametrize("shape", [(1000, 1040, 1152), (2048, 1536, 1024)])
