@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from microfloat.checkpoint import load
+from microfloat.checkpoint import convert, load
 from microfloat.errors import CheckpointError
 from tests.checkpoint.files import write
 
@@ -70,6 +70,41 @@ def test_parts_without_their_index_and_the_other_parts_are_an_error(names, missi
 def test_an_index_decides(tmp_path):
     loaded = load(folder_of(tmp_path, [*PARTS[:2], "consolidated"], PARTS[:2]))
     assert (sorted(loaded), loaded.findings) == (PARTS[:2], [])
+
+
+@pytest.mark.parametrize("names", [PARTS, ["consolidated-1-of-2", "consolidated-2-of-2"]])
+def test_a_part_that_the_index_leaves_out_is_named(names, tmp_path):
+    (finding,) = load(folder_of(tmp_path, [*names, "adapter_model"], names[:-1])).findings
+    assert (finding.id, finding.severity) == ("part", "warn")
+    assert f"does not name {names[-1]}.safetensors" in finding.message
+
+
+def test_the_index_of_a_variant_does_not_come_before_that_of_the_model(tmp_path):
+    names = ["diffusion_pytorch_model", "diffusion_pytorch_model.fp16"]
+    folder_of(tmp_path, names)
+    for name in names:
+        text = json.dumps({"weight_map": {name: f"{name}.safetensors"}})
+        (tmp_path / f"{name}.safetensors.index.json").write_text(text)
+    assert list(load(tmp_path)) == names[:1]
+
+
+@pytest.mark.parametrize("names", [["model-Q4_K_M.gguf"], ["pytorch_model.bin", "model.onnx"], []])
+def test_files_of_other_kinds_are_named(names, tmp_path):
+    for name in names:
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="stands in it") as caught:
+        load(tmp_path)
+    assert all(name in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize("word", ["Infinity", "-Infinity", "NaN"])
+def test_a_configuration_has_the_numbers_that_python_writes(word, tmp_path):
+    """transformers 4 wrote ``"time_step_limit": [0.0, Infinity]`` for every model with Mamba 2 layers."""
+    text = json.dumps({"model_type": "nemotron_h", "time_step_limit": [0.0, float(word)]})
+    (folder_of(tmp_path, ["model"]) / "config.json").write_text(text)
+    assert repr(load(tmp_path).config["time_step_limit"][1]) == repr(float(word))
+    convert(tmp_path, tmp_path / "out", to="f16")
+    assert word in (tmp_path / "out" / "config.json").read_text()
 
 
 @pytest.mark.parametrize("text", ['"\\ud800"', '"a.\\uDFFF.weight"', '"\\ud83d\\ud83d"'])

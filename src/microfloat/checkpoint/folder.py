@@ -55,16 +55,24 @@ def locate(path: str | os.PathLike[str]) -> Folder:
 def _in_directory(path: Path, found: list[Finding]) -> tuple[dict[str, Path], dict[str, str] | None]:
     indices = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_INDEX))
     preferred = f"model{_INDEX}"
-    if indices:
-        return _of_index(path / (preferred if preferred in indices else indices[0]), found)
+    if indices:  # the name of a variant is longer than that of the model
+        index = preferred if preferred in indices else min(indices, key=len)
+        files, weight_map = _of_index(path / index, found)
+        if left := [name for name in _missing_parts(list(files)) if (path / name).exists()]:
+            message = f"it does not name {some(left)}, a part of the same files, which is not read."
+            found.append(Finding("part", "warn", index, message, "Write the index again, if the part belongs to it."))
+        return files, weight_map
     names = _one_set([entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors")], found)
     if not names:
-        message = "no *.safetensors file and no *.safetensors.index.json stands in it."
-        remedy = "Files with pickles (.bin, .pt) are not read: convert them to safetensors where you trust them."
+        others = sorted(entry.name for entry in path.iterdir() if entry.suffix in _NOT_READ)
+        beside = f", but {some(others)}" if others else ""
+        message = f"no *.safetensors file and no *.safetensors.index.json stands in it{beside}."
+        remedy = "Other files are not read. Convert pickles (.bin, .pt) that you trust; for GGUF take its original."
         raise checkpoint_error(path, [Finding("file", "error", path.name, message, remedy)])
     return {name: _inside(path, name, found) for name in names}, None
 
 
+_NOT_READ = (".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack", ".npz")
 _SHARD = re.compile(r"(?P<stem>.*?)[-_](?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors")
 _MODELS = ("model", "consolidated", "pytorch_model", "diffusion_pytorch_model")  # the most usual one first
 _BESIDE = ("adapter_model", "adapter", "optimizer")  # stems of files that are no part of the model beside them

@@ -39,9 +39,6 @@ def local(path: Path, hub: bool, argument: str = "PATH") -> Path:
         if not path.exists():
             fix = "Add --hub to read a repository of the Hugging Face Hub." if len(path.parts) == 2 else ""
             raise invalid_value(argument, path, "a safetensors file or a folder of them that exists", fix)
-        if path.is_dir() and not any(path.glob("*.safetensors*")):
-            fix = "Files with pickles (.bin, .pt) are not read: convert them to safetensors where you trust them."
-            raise invalid_value(argument, f"{path} without such a file", "a folder with *.safetensors files", fix)
         return path
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports]  # of the extra `hub`
