@@ -1,6 +1,7 @@
 """Routes of GEMMs on chips: one table for both front ends, every refusal in words, nothing of a framework."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -158,14 +159,23 @@ def test_few_rows_read_a_stored_weight_and_backward_dequantizes_it(library):  # 
     assert route_of(recipe.fprop, Chip((7, 5)), library=library).kind == "plain"
 
 
-def test_hopper_multiplies_blocks_of_e4m3_alone():
+def test_hopper_multiplies_blocks_of_e5m2_by_microfloats_gemm():
     """torch 2.11 refuses E5M2 with 1x128 scales ("Invalid scaling configuration"), seen on an H200."""
-    hybrid = MXFP8BlockScaling("HYBRID")
+    hybrid, without = MXFP8BlockScaling("HYBRID"), Chip((9, 0), own_gemm=False)
     fprop, *gradients = (route_of(gemm, HOPPER) for gemm in (hybrid.fprop, hybrid.dgrad, hybrid.wgrad))
-    assert (fprop.kind, fprop.accelerated) == ("blocks", True)
-    for route in gradients:
+    for route in (fprop, *gradients):
+        assert (route.kind, route.accelerated, *route.forms) == ("blocks", True, "folded", "tiles")
+    assert fprop.kernel == "fold to FP8, vendor FP8 GEMM, 1x128 x 128x128 scales"
+    assert {route.kernel for route in gradients} == {"fold to FP8, microfloat's FP8 GEMM, 1x128 x 128x128 scales"}
+    for gemm in (hybrid.dgrad, hybrid.wgrad):
+        route = route_of(gemm, without)
         assert (route.kind, route.accelerated) == ("values", False)
-        assert "not folded, since GEMMs of 1x128 scales take E4M3 alone" in route.reason
+        assert "not folded, since torch's GEMM takes E4M3 alone" in route.reason
+        assert route_of(replace(gemm, path="exact"), HOPPER).kind == "values"
+    assert route_of(hybrid.fprop, without) == fprop
     for first, second in (("fp8_1x128_e5m2", "fp8_1x128"), ("fp8_1x128", "fp8_128x128_e5m2")):
-        assert not route_of(Gemm(first, second), HOPPER).accelerated
-    assert route_of(Gemm("fp8_1x128", "fp8_128x128"), HOPPER).kind == "blocks"
+        route = route_of(Gemm(first, second), HOPPER)
+        assert (route.kind, route.accelerated) == ("blocks", True)
+        assert route.kernel.startswith("microfloat's FP8 GEMM")
+        assert not route_of(Gemm(first, second), without).accelerated
+    assert route_of(Gemm("fp8_1x128", "fp8_128x128"), HOPPER).kernel.startswith("vendor FP8 GEMM")

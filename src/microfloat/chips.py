@@ -10,14 +10,15 @@ class Chip:
 
     `is_known`: NVIDIA's chips from Volta to Blackwell; others, such as AMD's 9.4, get no tensor cores of ours.
     `has_fp8`: FP8 GEMM (Ada, Hopper and newer). `has_fp8_blocks`: the same with 1x128 and 128x128 scales (Hopper only;
-    newer chips take them as MX). `has_block_scales`: MX and NVFP4 GEMM (Blackwell). `has_mxfp4`: torch has a GEMM of
-    MXFP4 for it (Blackwell of data centers). `multiplies_stored_codes`: bfloat16 products of a few rows with a weight
-    decoded in registers, `kernels.gemm.decode` (Ampere and newer). `is_tried`: the paths for it have run on such a
-    chip, with the bytes and within the tolerances of the tests. `name`: its generation, for people; `architecture`: as
-    compilers call it.
+    newer chips take them as MX), which torch refuses of E5M2; `own_gemm`: microfloat's, which takes it, can be built.
+    `has_block_scales`: MX and NVFP4 GEMM (Blackwell). `has_mxfp4`: torch has a GEMM of MXFP4 for it (Blackwell of data
+    centers). `multiplies_stored_codes`: bfloat16 products of a few rows with a weight decoded in registers,
+    `kernels.gemm.decode` (Ampere and newer). `is_tried`: the paths for it have run on such a chip, with the bytes and
+    within the tolerances of the tests. `name`: its generation, for people; `architecture`: as compilers call it.
     """
 
     capability: tuple[int, int]
+    own_gemm: bool = True
     is_known: bool = field(init=False, repr=False, compare=False)
     has_fp8: bool = field(init=False, repr=False, compare=False)
     has_fp8_blocks: bool = field(init=False, repr=False, compare=False)

@@ -117,7 +117,9 @@ _KERNELS = {
         "high precision": "torch matmul",
         "fp8": "vendor FP8 GEMM, {} x {} scales",
         "blocks": "vendor FP8 GEMM, {} x {} scales",
+        "own blocks": "microfloat's FP8 GEMM, {} x {} scales",
         "folded": "fold to FP8, vendor FP8 GEMM, 1x128 x {} scales",
+        "own folded": "fold to FP8, microfloat's FP8 GEMM, 1x128 x {} scales",
         "folded values": "fold to FP8, float32 matmul",
         "block_scaled": "native block-scaled GEMM ({} x {})",
         "values": "decode to bfloat16, vendor GEMM",
@@ -144,10 +146,8 @@ _KERNELS = {
 }
 
 
-_OWN = "microfloat's FP8 GEMM, {} x {} scales"
-_KERNELS["jax"] = _KERNELS["xla"] | {
-    "blocks": _OWN, "rows": _OWN, "folded": "fold to FP8, microfloat's FP8 GEMM, 1x128 x {} scales",
-}  # fmt: skip
+_OWN, _FOLDS = _KERNELS["torch"]["own blocks"], _KERNELS["torch"]["own folded"]
+_KERNELS["jax"] = _KERNELS["xla"] | {"blocks": _OWN, "own blocks": _OWN, "rows": _OWN, "folded": _FOLDS}
 
 
 def encoding_of(cast: Cast | None, form: str = "codes") -> Encoding | None:
@@ -184,11 +184,13 @@ def route_of(gemm: Gemm, chip: Chip | None, fold: bool = True, library: str = "t
     families = family_of(lhs)[0], family_of(rhs)[0]
     folds = chip.has_fp8_blocks and lhs.hadamard is None and gemm.path != "exact" and (fold or gemm.path == "folded")
     has_e5m2 = E5M2 in (lhs.format.element, rhs.format.element)
-    if folds and families == ("blocks", "blocks") and _are_mx(lhs.format, rhs.format) and not has_e5m2:
+    takes = chip.own_gemm or not has_e5m2
+    if folds and families == ("blocks", "blocks") and _are_mx(lhs.format, rhs.format) and takes:
         reason = f"{chip.name} multiplies FP8: 1x32 scales folded (path={gemm.path!r}); changed elements are counted"
-        return Route("blocks", "folded", "tiles", _KERNELS[library]["folded"].format("128x128"), True, reason)
-    if folds and has_e5m2:
-        route = route._replace(reason=f"{route.reason}; not folded, since GEMMs of 1x128 scales take E4M3 alone")
+        kernel = _KERNELS[library]["own folded" if has_e5m2 else "folded"].format("128x128")
+        return Route("blocks", "folded", "tiles", kernel, True, reason)
+    if folds and not takes:
+        route = route._replace(reason=f"{route.reason}; not folded, since torch's GEMM takes E4M3 alone")
     # Other casts write codes, which are decoded later.
     left, right = ("values" if family in WRITES_VALUES else "codes" for family in families)
     return route._replace(lhs=left, rhs=right)
@@ -250,8 +252,9 @@ def route_between(
         missing = f"{lacks} FP8 tensor cores" if are_fp8 else "no GEMM multiplies these codes"
         return route("values", f"{missing}; {_NO_FASTER}", kernel="scaled values")
     has_gemm = library == "torch" or _has_own_gemm(chip, library)
-    if has_gemm and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b):
-        return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True)
+    if has_gemm and are_fp8 and chip.has_fp8_blocks and _are_fp8_blocks(a, b, chip):
+        name = "own blocks" if E5M2 in (a.element, b.element) else "blocks"
+        return route("blocks", multiplies, a.block_text, b.block_text, accelerated=True, kernel=name)
     if chip.has_block_scales and _are_block_scaled(lhs, rhs, library):
         as_mx = " as MXFP8, exactly: scales are powers of two" if a.scale.name == "FP32" else " on tensor cores"
         if library == "torch" and _are_mx(a, b) and a.element.bits == b.element.bits == 4 and not chip.has_mxfp4:
@@ -302,15 +305,10 @@ def is_outer(fmt: ScaledFormat) -> bool:
     return fmt.scale.name == "FP32" and fmt.block in ((None, None), (1, None))
 
 
-def _are_fp8_blocks(a: ScaledFormat, b: ScaledFormat) -> bool:
-    """FP32 scales that Hopper's GEMM takes: 1x128, by 1x128 or 128x128, of E4M3 alone (torch 2.11 refuses E5M2)."""
-    blocks_of_b = ((1, _SIDE), (_SIDE, _SIDE))
-    return (
-        E5M2 not in (a.element, b.element)
-        and a.scale.name == b.scale.name == "FP32"
-        and a.block == (1, _SIDE)
-        and b.block in blocks_of_b
-    )
+def _are_fp8_blocks(a: ScaledFormat, b: ScaledFormat, chip: Chip) -> bool:
+    """FP32 scales that a GEMM on Hopper takes: 1x128, by 1x128 or 128x128; torch 2.11 refuses E5M2, ours does not."""
+    are_blocks = a.block == (1, _SIDE) and b.block in ((1, _SIDE), (_SIDE, _SIDE)) and a.scale.name == b.scale.name
+    return are_blocks and a.scale.name == "FP32" and (chip.own_gemm or E5M2 not in (a.element, b.element))
 
 
 def is_nvfp4(fmt: ScaledFormat) -> bool:

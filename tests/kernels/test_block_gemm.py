@@ -5,6 +5,7 @@ Gluon has no interpreter, so there is nothing of it that a CPU could run.
 
 import ast
 import inspect
+from dataclasses import replace
 
 import pytest
 
@@ -221,6 +222,18 @@ class TestChoice:
         added = torch.randn(144) if bias else None
         y = gemms.scaled_matmul(a, b, HOPPER, bias=added, out_dtype=torch.float32, accumulate="split")
         torch.testing.assert_close(y, reference.scaled_matmul(a, b, bias=added, out_dtype=torch.float32))
+
+    @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
+    @pytest.mark.parametrize("elements", [("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
+    def test_e5m2_of_any_size_is_its_own(self, monkeypatch, elements, tiles):
+        """Also of operands that are views, and of sizes that are filled up."""
+        monkeypatch.setattr(gemms, "own_block_matmul", _as_documented)
+        a, b = _operands(41, 140, 400, elements, tiles)
+        whole = torch.empty(41, 800, dtype=a.codes.dtype)
+        whole[:, ::2] = a.codes
+        a = replace(a, codes=whole[:, ::2])
+        y = gemms.scaled_matmul(a, b, HOPPER, bias=None, out_dtype=torch.float32, accumulate="split")
+        torch.testing.assert_close(y, reference.scaled_matmul(a, b, bias=None, out_dtype=torch.float32))
 
     @pytest.mark.parametrize("tiles", [False, True], ids=["1x128", "128x128"])
     def test_products_ask_once(self, monkeypatch, tiles):

@@ -82,6 +82,7 @@ tell({
     "quantize_sharded": "microfloat.torch.distributed.quantize_dtensor:quantize_sharded",
     "abstract_linear": "microfloat.torch.compile.linear:abstract_linear",
     "forget_schedules": "microfloat.torch.linear.schedule:forget",
+    "own_gemm_is_there": "microfloat.torch.launch.block_gemm:own_gemm_is_there",
 })  # fmt: skip
 
 __all__ = [

@@ -106,7 +106,8 @@ def _chip_of(device: torch.device) -> Chip:
         raise NotSupportedError(
             f"{device}: got a ROCm build of torch, for AMD GPUs, needed an NVIDIA GPU. Use backend='reference'."
         )
-    return Chip(torch.cuda.get_device_capability(device))
+    capability = torch.cuda.get_device_capability(device)
+    return Chip(capability, capability != (9, 0) or (not _why_no_kernels(device) and upper("own_gemm_is_there")()))
 
 
 def device_index(device: torch.device) -> int:

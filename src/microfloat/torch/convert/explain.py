@@ -135,19 +135,18 @@ def _named(
     route: Route, gemm: Gemm, shape: tuple[int, int, int] | None, chip: Chip, device: torch.device | None
 ) -> str:
     """The kernel of a route; of GEMMs with 1x128 scales, by whom: see `own_gemm_is_faster`."""
-    if route.kind != "blocks" or not chip.has_fp8_blocks:
+    if route.kind != "blocks" or not chip.has_fp8_blocks or "vendor" not in route.kernel:
         return route.kernel
     if shape is None:
         return route.kernel + "; large ones by a kernel of microfloat's (Triton 3.6)"
     m, k, n = shape
     padded = (-(-m // 8) * 8, -(-k // 16) * 16, -(-n // 16) * 16)
     tiles = route.rhs == "tiles" or (route.rhs == "codes" and gemm.casts[1].format.block == (128, 128))  # type: ignore[union-attr]
-    e4m3 = all(cast is not None and cast.format.element.name != "E5M2" for cast in gemm.casts)
     serves = own_gemm_is_faster(padded, tiles, chip)
     if device is not None:
         serves = own_gemm_serves(device, padded, tiles, torch.bfloat16)
     own = "microfloat's FP8 GEMM (bfloat16 results)"
-    return route.kernel.replace("vendor FP8 GEMM", own) if serves and e4m3 else route.kernel
+    return route.kernel.replace("vendor FP8 GEMM", own) if serves else route.kernel
 
 
 # ---- explain -----------------------------------------------------------------------------------------------------

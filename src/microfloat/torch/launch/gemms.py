@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from microfloat.chips import Chip
 from microfloat.errors import NotSupportedError, invalid_value
-from microfloat.formats import ELEMENTS
+from microfloat.formats import E5M2, ELEMENTS
 from microfloat.layout import ALIGNMENT, stored_length
 from microfloat.recipes import Gemm
 from microfloat.routes import Encoding, Route, encoding_of, is_outer, route_between
@@ -288,13 +288,13 @@ def _block_multiplication(task: _Task, tiles: bool, dtype: torch.dtype) -> Calla
             return F.scaled_mm(a, b, a_scale, left, b_scale, right, output_dtype=dtype)
         return scaled_mm_v2(a, b, [a_scale], lefts, _NONE, [b_scale], rights, _NONE, None, dtype)
 
-    if not own_gemm_serves(task.device, task.shape, tiles, dtype):
+    is_alone = E5M2 in (task.lhs.format.element, task.rhs.format.element)  # torch's takes E4M3 alone
+    if not is_alone and not own_gemm_serves(task.device, task.shape, tiles, dtype):
         return vendor
 
     def own(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        if all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in (a, a_scale.t(), b.t(), b_scale.t())):
-            return own_block_matmul(a, a_scale, b, b_scale, dtype, tiles)
-        return vendor(a, a_scale, b, b_scale, dtype)
+        a, left, right, scale = (aligned(t.contiguous()) for t in (a, a_scale.t(), b.t(), b_scale.t()))
+        return own_block_matmul(a, left.t(), right.t(), scale.t(), dtype, tiles)
 
     return own
 
