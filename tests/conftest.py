@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import extent
 from tests.architecture import left_out
 
 # How many tests were left out, by reason.
@@ -68,6 +69,7 @@ def _compile_equal_programs_once(config):
 
 def pytest_configure(config):
     config.stash[LEFT_OUT], config.stash[left_out.HERE] = Counter(), Counter()
+    profile = extent.begin(config.option.markexpr)
     _compile_equal_programs_once(config)
     if getattr(config.option, "numprocesses", None):
         from tests.scheduling import Watch
@@ -95,7 +97,6 @@ def pytest_configure(config):
     settings.register_profile(
         "thorough", deadline=None, max_examples=1000, suppress_health_check=quiet, print_blob=True
     )
-    profile = os.environ.get("HYPOTHESIS_PROFILE", "quick" if config.option.markexpr == "not slow" else "all")
     settings.load_profile(profile)
     if profile == "quick":
         _look_for_no_constants()

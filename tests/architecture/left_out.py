@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-# The contract of the oracle, torch and JAX: `make test` runs every case of it.
+# The contract of the oracle, torch and JAX: `make test` takes pairs of what cases are (tests/extent.py), of every test.
 CONTRACT = (
     "tests/contract/",
     "tests/jax/test_every_cast.py::test_every_cast",
@@ -63,7 +63,7 @@ def problems(items, whole_files=True):
         if len(mark.args) != 1 or not isinstance(mark.args[0], str) or mark.kwargs:
             found.append(f"{item.nodeid}: write pytest.mark.slow(why), with one sentence that says what is left out")
         if item.nodeid.startswith(CONTRACT):
-            found.append(f"{item.nodeid}: make test runs every case of the contract, this one is marked slow")
+            found.append(f"{item.nodeid}: the contract is thinned out by pairs (tests/extent.py), not by a marker")
     if whole_files:
         files = {item.nodeid.split("::")[0] for item in items}
         quick = {item.nodeid.split("::")[0] for item, mark in zip(items, marks, strict=True) if mark is None}

@@ -11,15 +11,16 @@ from tests.jax.effort import effort_of
 
 
 def why_not(item):
-    """Why the adapter of a test does not take its Cast, or None."""
+    """Why the adapter of a test does not take its Cast, or what others of its cases stand for it; or None."""
     given = getattr(item, "callspec", None) and item.callspec.params
-    if not given or "adapter" not in given or not {"cast", "pin", "case"} & given.keys():
+    if not given or "adapter" not in given:
         return None
-    adapter, cast = given["adapter"], given.get("cast")
-    if cast is None:
+    adapter, cast, marker = given["adapter"], given.get("cast"), item.get_closest_marker("left_to_others")
+    if {"pin", "case"} & given.keys():
         cast = given["pin"].cast if "pin" in given else golden_cases.cast_of(given["case"])
-    takes_it = adapter.supports(cast, given.get("dtype", "any"))
-    return None if takes_it else f"tests/contract: {adapter.name} {adapter.left_out}"
+    if cast is not None and not adapter.supports(cast, given.get("dtype", "any")):
+        return f"tests/contract: {adapter.name} {adapter.left_out}"
+    return f"tests/contract: {adapter.name} {marker.args[0]}" if marker and marker.args[1](**given) else None
 
 
 @pytest.hookimpl(tryfirst=True)

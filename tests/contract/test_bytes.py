@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from microfloat.formats import ELEMENTS, FORMATS, SCALE_FP32, ScaledFormat, encode
 from microfloat.recipes import Cast, Current, Delayed
+from tests import extent
 from tests.contract.adapters import COMPARED, THOROUGH
 from tests.contract.cases import (
     COMMON_SHAPE,
@@ -24,6 +25,7 @@ from tests.contract.cases import (
     edge_cases_in_turn,
     edge_cases_of_few_shapes,
     edge_inputs,
+    few_edge_cases,
     in_common_shape,
     in_dtype,
     sampled_edge_cases,
@@ -48,23 +50,29 @@ def test_every_format_rule_rounding_and_transform_is_there():
     assert len(set(EVERY_CAST)) == len(EVERY_CAST)
 
 
+def takes_other_dtypes(adapter, cast, dtype):
+    """True if other casts of the kind, or this one in another dtype, stand for this case."""
+    if adapter.compiles_kinds_of_shapes:
+        return not sampled_edge_cases(cast, dtype)
+    return not (THOROUGH or adapter.compiles_every_shape or dtype in dtypes_in_turn(cast))
+
+
 @every_adapter
 @every_cast
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.left_to_others("takes the dtypes in turn under the rules of a format", takes_other_dtypes)
 def test_edge_inputs(adapter, cast, dtype):  # features Q9
-    """Every one of them, on both axes, in the dtypes of the Cast's turn; a sample where kernels or shapes compile."""
-    supported(adapter, cast, dtype)
-    taken = edge_cases_in_turn
+    """Every one of them, on both axes, in the dtypes of the Cast's turn; a sample where kernels or shapes compile.
+
+    `make test` takes pairs of what a Cast is and of values, axes and dtypes (`few_edge_cases`).
+    """
+    taken = few_edge_cases if extent.is_quick() else edge_cases_in_turn
     if adapter.compiles_kinds_of_shapes:
         taken = sampled_edge_cases
-        if not sampled_edge_cases(cast, dtype):
-            pytest.skip(f"{adapter.name} compiles kernels: a Cast takes its turn in some dtypes")
     elif adapter.compiles_every_shape:
         taken = edge_cases_of_few_shapes
     elif THOROUGH:
         taken = edge_cases
-    elif dtype not in dtypes_in_turn(cast):
-        pytest.skip("a Cast with another rule than the format's own takes its turn in other dtypes")
     for name, x, axis in taken(cast, dtype):
         found, expected = check_quantize(adapter, x, cast, name, **arguments_of(cast, axis))
         if THOROUGH or cast == alike(cast)[0]:  # codes and scales mean the same under every rule
@@ -111,6 +119,22 @@ def test_samples_span_what_they_stand_for():
     assert met(sampled_edge_cases) == met(edge_cases)
 
 
+def test_few_edge_cases_keep_all_pairs():
+    def met(taken):
+        """Formats with values on which axis, roundings and transforms with names, rules with values, and dtypes."""
+        found = set()
+        for cast in EVERY_CAST:
+            kind = cast.format, cast.rounding, cast.hadamard is None
+            for dtype in dtypes_in_turn(cast):
+                for name, _, axis in taken(cast, dtype):
+                    found |= {(cast.format, name, axis), (*kind, name), (*kind, dtype), (name, dtype, axis)}
+                    if name not in SHAPES:
+                        found |= {(cast.format, cast.scale_rule, name)}
+        return found
+
+    assert met(few_edge_cases) == met(edge_cases)
+
+
 def test_common_shapes_keep_all_boundaries():
     for element in ELEMENTS.values():
         blocks = edge_inputs(element)["boundaries"]
@@ -140,17 +164,19 @@ def test_every_bf16_number_as_an_element(adapter, element, rounding):
 def test_every_bf16_number_as_a_block_maximum(adapter, cast):
     """Blocks of one row whose largest magnitude is that of the number, 16 blocks a row; signs take turns."""
     supported(adapter, cast)
-    width = cast.format.block[1]
-    x = np.zeros((2048, 16, width), ml_dtypes.bfloat16)
-    x[..., width // 2] = ALL_BF16[:128].reshape(2048, 16)
+    width, numbers = cast.format.block[1], ALL_BF16[:128].reshape(2048, 16)
+    if extent.is_quick() and cast != Cast(cast.format):  # casts of other rules and roundings take the numbers in turn
+        numbers = numbers[EVERY_CAST.index(cast) % 4 :: 4]
+    x = np.zeros((*numbers.shape, width), ml_dtypes.bfloat16)
+    x[..., width // 2] = numbers
     x[1::2] = -x[1::2]
     with np.errstate(invalid="ignore"):  # NaN of either sign
         x[..., 0] = x[..., width // 2] / ml_dtypes.bfloat16(-5)
     finite = np.isfinite(x.astype(np.float32)).all(axis=-1, keepdims=True)
     x = (
-        np.where(finite, x, ml_dtypes.bfloat16(0)).reshape(4096, -1)
+        np.where(finite, x, ml_dtypes.bfloat16(0)).reshape(2 * len(x), -1)
         if cast.format.tensor_scale
-        else x.reshape(4096, -1)
+        else x.reshape(2 * len(x), -1)
     )
     check_quantize(adapter, x, cast, "block maxima", **arguments_of(cast, -1))
 
@@ -175,7 +201,8 @@ def test_streams_seeds_and_windows(adapter, cast):  # features R13
 @every_adapter
 def test_given_amax(adapter):
     x = np.random.default_rng(5).standard_normal((41, 51)).astype(np.float32)
-    for name in ("fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"):
+    few = adapter.compiles_every_shape and extent.is_quick()  # one format of one level, and one of two
+    for name in ("fp8_tensor", "nvfp4") if few else ("fp8_tensor", "fp8_tensor_e5m2", "nvfp4", "nvfp4_2d"):
         rules = {cast.scale_rule: cast for cast in EVERY_CAST if cast.format.name == name and cast.takes_amax}
         taken = [str(rule) for rule in rules]
         if adapter.compiles_every_shape:  # the default, and one that chooses by error where there is one
@@ -196,8 +223,10 @@ def test_delayed_scales_and_epsilon(adapter):
         for scale_enc in (1.0, 3.7, 2.0**126, 1e-30):
             cast = Cast(name, scaling=Delayed())
             check_quantize(adapter, x, cast, "delayed", scale_enc=np.float32(scale_enc))
-    for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128"):
-        for epsilon in (1e-12, 1.0, 100.0):
+    few = adapter.compiles_every_shape and extent.is_quick()  # an epsilon is part of the program: they take turns
+    for number, name in enumerate(("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128")):
+        epsilons = (1e-12, 1.0, 100.0)
+        for epsilon in epsilons[number % 3 : number % 3 + 1] if few else epsilons:
             cast = Cast(name, "amax", scaling=Current(epsilon))
             check_quantize(adapter, np.nan_to_num(x, posinf=2.0), cast, "epsilon")
 

@@ -49,8 +49,9 @@ def test_only_the_kernels_of_triton_lack_formats_of_a_users_own() -> None:
 class _Item:
     """A collected test, as the hook of conftest.py sees it."""
 
-    def __init__(self, **params: object) -> None:
+    def __init__(self, marker: object = None, **params: object) -> None:
         self.callspec = type("callspec", (), {"params": params})
+        self.get_closest_marker = {"left_to_others": marker}.get
 
 
 @of_every_adapter
@@ -63,3 +64,14 @@ def test_collection_leaves_out_what_the_adapter_does_not_take_and_nothing_else(e
         assert (conftest.why_not(_Item(adapter=each, pin=pin)) is None) == each.supports(pin.cast)
     for other in ({}, {"adapter": each}, {"cast": EVERY_CAST[0]}, {"adapter": each, "fmt": "mxfp8"}):
         assert conftest.why_not(_Item(**other)) is None
+
+
+def test_cases_are_left_to_others_by_a_condition() -> None:
+    mark = pytest.mark.left_to_others(
+        "takes even numbers", lambda adapter, number: adapter.compiles_every_shape and number % 2
+    )
+    numpy, jax = ADAPTERS[0], ADAPTERS[-1]
+    assert conftest.why_not(_Item(mark.mark, adapter=numpy, number=1)) is None
+    assert conftest.why_not(_Item(mark.mark, adapter=jax, number=2)) is None
+    if not THOROUGH:
+        assert conftest.why_not(_Item(mark.mark, adapter=jax, number=1)) == "tests/contract: jax takes even numbers"

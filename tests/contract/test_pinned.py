@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from microfloat.reference import unpack_fp4
-from tests import golden_cases
+from tests import extent, golden_cases
 from tests.contract.adapters import ADAPTERS, COMPARED, RUNNING
 from tests.contract.cases import SEED
 from tests.digests import APPENDIX_A, APPENDIX_C, DEQUANTIZED, TENSOR_SCALES, digest, input_set
@@ -33,14 +33,26 @@ def test_which_adapters_run(adapter):
         pytest.skip(f"{adapter.name}: {reason}")
 
 
-def supported(adapter, cast):
+def supported(adapter, cast, pin=None):
     if not adapter.supports(cast):
         pytest.skip(f"{adapter.name} {adapter.left_out}")
+    if pin and has_a_program_of_its_own(adapter, pin):
+        pytest.skip(f"{adapter.name} compiles every shape: tests/jax/test_every_cast.py has this one with fewer passes")
+
+
+def has_a_program_of_its_own(adapter, pin):
+    """True in `make test` of views, of other axes and of given amaxes, where each of them is compiled."""
+    return adapter.compiles_every_shape and extent.is_quick() and (pin.axis, pin.view, pin.amax) != (-1, "", None)
+
+
+def where_shapes_compile(condition):
+    return pytest.mark.left_to_others("compiles every shape: takes a sample of pinned cases", condition)
 
 
 @as_users_compile
 @every_adapter
 @pytest.mark.parametrize("pin", PINS.values(), ids=lambda pin: pin.id)
+@where_shapes_compile(has_a_program_of_its_own)  # tests/jax/test_every_cast.py has those, with fewer passes
 def test_digests(adapter, pin):
     supported(adapter, pin.cast)
     found = adapter.quantize(pin.x, pin.cast, **pin.arguments)
@@ -52,7 +64,7 @@ def test_digests(adapter, pin):
 @pytest.mark.parametrize(("pin_id", "expected"), TENSOR_SCALES)
 def test_tensor_scales(adapter, pin_id, expected):
     pin = PINS[pin_id]
-    supported(adapter, pin.cast)
+    supported(adapter, pin.cast, pin)
     tensor_scale = adapter.quantize(pin.x, pin.cast, **pin.arguments).tensor_scale
     found = digest(tensor_scale) if isinstance(expected, str) else int(tensor_scale.view(np.uint32))
     assert found == expected
@@ -68,6 +80,9 @@ def test_dequantized_digests(adapter, cast, expected):
 
 @every_other_adapter
 @pytest.mark.parametrize("case", ONE_TENSOR, ids=case_id)
+@where_shapes_compile(
+    lambda adapter, case: adapter.compiles_every_shape and extent.is_quick() and ONE_TENSOR.index(case) % 3
+)
 def test_golden_tensors(adapter, case):
     cast, x = golden_cases.cast_of(case), input_array(case)
     supported(adapter, cast)

@@ -1,8 +1,8 @@
 """Every Cast: pinned digests, and random bits of every exponent, against the oracle; one compilation each.
 
 Integer arithmetic does not depend on how hard XLA tries, which a second test of the same Casts shows.
-A run takes every format with every rule, and a sample of them with stochastic rounding and the Hadamard transform;
-HYPOTHESIS_PROFILE=thorough takes every combination.
+`make test` takes all pairs of what a Cast is, `make test-all` every format with every rule and a sample of them with
+stochastic rounding and the Hadamard transform; HYPOTHESIS_PROFILE=thorough takes every combination.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 
 import microfloat.jax as mj
 from microfloat.recipes import Cast
-from tests import digests
+from tests import digests, extent
 from tests.contract.cases import EDEN, EVERY_CAST, cast_id
 from tests.jax.compare import assert_oracle, to_numpy
 
@@ -26,13 +26,34 @@ PINNED = {pin.cast for pin in PLAIN_PINS}
 
 
 def is_taken(cast):
-    """True if a run without a profile takes the Cast: of combinations of tested parts, a twelfth."""
+    """True if `make test-all` takes the Cast: of combinations of tested parts, a twelfth."""
     plain = not cast.is_stochastic and cast.hadamard is None
     return plain or cast in PINNED or zlib.crc32(cast_id(cast).encode()) % 12 == 0
 
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-CASTS = [cast for cast in dict.fromkeys([*EVERY_CAST, *(pin.cast for pin in PLAIN_PINS)]) if THOROUGH or is_taken(cast)]
+def pairs(cast):
+    """What meets in a Cast: its element or blocks with its rule, and each of them with rounding and transform."""
+    element, block, rule, is_turned = cast.format.element, cast.format.block, str(cast.scale_rule), bool(cast.hadamard)
+    rounding = {(one, cast.is_stochastic) for one in (element, block, rule, is_turned)}
+    return {cast.format, (element, rule), *rounding, *((one, "turned", is_turned) for one in (element, block, rule))}
+
+
+def cover(casts):
+    """Few of these casts that have all pairs of them; the default ones of every format come first."""
+    taken = [Cast(fmt) for fmt in dict.fromkeys(cast.format for cast in casts)]
+    left = set().union(*map(pairs, casts)).difference(*map(pairs, taken))
+    while left:
+        taken.append(max(casts, key=lambda cast: len(pairs(cast) & left)))
+        left -= pairs(taken[-1])
+    return taken
+
+
+EVERY = list(dict.fromkeys([*EVERY_CAST, *(pin.cast for pin in PLAIN_PINS)]))
+CASTS = EVERY
+if extent.is_quick():
+    CASTS = cover(EVERY_CAST)
+elif os.environ.get("HYPOTHESIS_PROFILE") != "thorough":
+    CASTS = [cast for cast in EVERY if is_taken(cast)]
 
 
 def with_exponents(rng, exponents):
@@ -115,6 +136,9 @@ def test_pinned_digests(pin):
 
 def test_what_is_taken_reaches_everything():
     assert len(PINS) > 200
+    assert set().union(*map(pairs, CASTS)) >= set().union(*map(pairs, EVERY_CAST))
+    if extent.is_quick():
+        return
     assert set(CASTS) >= PINNED
     for what in (
         lambda cast: (cast.format, cast.scale_rule),
