@@ -34,7 +34,7 @@ def decoded(q, codes=None, dtype=np.float32, **outer):
 def expected(q):
     """Code times scale, without the tensor scale."""
     values = decode(q.unpacked_codes(), q.format.element)
-    _arrays.scale_in_place(values, _arrays.scale_values(scale_grid(q), q.format), q.format.block)
+    _arrays.scale_in_place(values, q.format.scale.values(scale_grid(q)), q.format.block)
     return values
 
 

@@ -35,7 +35,7 @@ def decode_into(
         tiles = slice(None) if height is None else slice(band.start // height, -(-band.stop // height))
         with np.errstate(all="ignore"):
             values = _values_of(codes[band], fmt.element, columns)
-            scale_in_place(values, scale_values(scale[tiles], fmt), fmt.block)
+            scale_in_place(values, fmt.scale.values(scale[tiles]), fmt.block)
             if outer is not None:
                 level = outer[band] if len(outer) > 1 else outer
                 (np.divide if divides else np.multiply)(values, level, values)
@@ -57,11 +57,6 @@ def _values_of(codes: np.ndarray, element: ElementFormat, columns: int) -> np.nd
 def _pairs(element: ElementFormat) -> np.ndarray:
     """Both float32 values of every byte of packed 4-bit codes, as one word of 64 bits: one lookup instead of two."""
     return decode(unpack_fp4(np.arange(256, dtype=np.uint8)[:, None], 2), element).view(np.uint64)[:, 0]
-
-
-def scale_values(scale: np.ndarray, fmt: ScaledFormat) -> np.ndarray:
-    """Stored scales as float32."""
-    return fmt.scale.values(scale)
 
 
 def scale_in_place(values_RC: np.ndarray, scale_GH: np.ndarray, block: tuple[int | None, int | None]) -> None:

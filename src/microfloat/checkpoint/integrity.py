@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from microfloat.checkpoint._arrays import pieces_of, scale_values
+from microfloat.checkpoint._arrays import pieces_of
 from microfloat.checkpoint._casting import experts_of, matrix_of
 from microfloat.checkpoint._modules import NUMBERED, module_of
 from microfloat.checkpoint.detect import Contents, contradiction, lacks_input_scale
@@ -215,7 +215,7 @@ def _nonfinite(
     """Findings about NaN and infinity: `scale` as a record of `fmt` has it, or float32 without one."""
     experts, table = max(experts_of(record), 1), None
     if fmt is not None and fmt.scale.bits == 8:
-        table = scale_values(np.arange(256), fmt)
+        table = fmt.scale.values(np.arange(256))
     for id, word, is_bad, weight in (
         ("nan-scale", "NaN", np.isnan, severity), ("inf-scale", "infinite", np.isinf, "error"),
     ):  # fmt: skip
@@ -307,7 +307,7 @@ def _silenced(record: Record, fmt: ScaledFormat) -> int:
         return 0
     assert record.scale is not None
     smallest = np.float32(1) if record.tensor_scale is None else record.tensor_scale.min()
-    if all((scale_values(piece, fmt) * smallest).all() for piece in pieces_of(record.scale)):
+    if all((fmt.scale.values(piece) * smallest).all() for piece in pieces_of(record.scale)):
         return 0
     magnitude = np.uint8(0x77 if fmt.element.bits == 4 else 0x7F)
     return sum(bool((codes & magnitude).any()) for codes in _blocks(record, fmt, lambda factor: factor == 0))
@@ -322,7 +322,7 @@ def _blocks(record: Record, fmt: ScaledFormat, has: Callable[[np.ndarray], np.nd
         if fmt.block[1] is not None:
             width = fmt.block[1] * fmt.element.bits // 8
         level = np.float32(1) if matrix.tensor_scale is None else matrix.tensor_scale
-        for row, column in np.argwhere(has(scale_values(np.atleast_2d(matrix.scale), fmt) * level)):
+        for row, column in np.argwhere(has(fmt.scale.values(np.atleast_2d(matrix.scale)) * level)):
             yield matrix.codes[row * height : (row + 1) * height, column * width : (column + 1) * width]
 
 
@@ -337,12 +337,12 @@ def without_nan(record: Record) -> Record:
     if level is not None and np.isnan(level).any():
         level = np.where(np.isnan(level), np.float32(0), level)
         source = source._replace(divisors={}) if source else None
-    if any(np.isnan(scale_values(piece, fmt)).any() for piece in pieces_of(scale)):
+    if any(np.isnan(fmt.scale.values(piece)).any() for piece in pieces_of(scale)):
         if fmt.scale.name == "E8M0":  # which has no zero
             codes = codes.copy()
             for block in _blocks(replace(record, codes=codes), fmt, np.isnan):
                 block[...] = 0
-        scale = np.where(np.isnan(scale_values(scale, fmt)), scale.dtype.type(0), scale)
+        scale = np.where(np.isnan(fmt.scale.values(scale)), scale.dtype.type(0), scale)
     return replace(record, codes=codes, scale=scale, tensor_scale=level, source=source)
 
 

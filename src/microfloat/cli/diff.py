@@ -212,7 +212,7 @@ def _byte_rows(name: str, a: "Record", b: "Record") -> Iterator[dict[str, Any]]:
 
 def _first(record: "Record", part: str, ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
     """The first difference of two arrays of one dtype; packed codes are unpacked at that place."""
-    from microfloat.checkpoint._arrays import pieces_of, scale_values
+    from microfloat.checkpoint._arrays import pieces_of
     from microfloat.metrics import first_difference
     from microfloat.reference import unpack_fp4, unpack_fp6
 
@@ -234,7 +234,7 @@ def _first(record: "Record", part: str, ours: np.ndarray, theirs: np.ndarray) ->
     assert found is not None
     values = [found.value_a, found.value_b]
     if record.format is not None and part == "scale" and ours.dtype == np.uint8:
-        values = scale_values(np.array([found.a, found.b], np.uint8), record.format).tolist()
+        values = record.format.scale.values(np.array([found.a, found.b], np.uint8)).tolist()
     digits = 3 if element is not None and element.bits == 4 else 2 * found.width + 2
     return {
         "index": [*where, *found.index], "code_a": f"{found.a:#0{digits}x}",
