@@ -39,14 +39,12 @@ def write(manifest: Manifest) -> Configuration:
 def decode(entry: Entry, tensors: Container) -> Record:
     """The record of a matrix; that of experts [E, K, N] as [E, N, K]."""
     codes, scale = entry.tensors["codes"], entry.tensors.get("scale")
-    if len(codes.shape) != 3 or scale is None or scale.shape not in _scales_of(codes.shape):
+    shape = codes.shape
+    if len(shape) != 3 or scale is None or scale.shape not in ((shape[0], 1, shape[2]), (shape[0], shape[2], 1)):
         return decode_parts(entry, tensors)
-    experts, length, rows = codes.shape
-    turned = codes._replace(shape=(experts, rows, length)), scale._replace(shape=(experts, rows, 1))
-    made = decode_parts(replace(entry, tensors={**entry.tensors, "codes": turned[0], "scale": turned[1]}), tensors)
-    assert made.source is not None
-    source = made.source._replace(tensors=entry.tensors)
-    return replace(made, codes=np.swapaxes(tensors.raw(codes), 1, 2), source=source)
+    experts, length, rows = shape
+    turned = {"codes": codes._replace(shape=(experts, rows, length)), "scale": scale._replace(shape=(experts, rows, 1))}
+    return replace(decode_parts(entry, tensors, turned), codes=np.swapaxes(tensors.raw(codes), 1, 2))
 
 
 def encode(family: Family, record: Record, dtype: np.dtype) -> Arrays:
@@ -56,11 +54,6 @@ def encode(family: Family, record: Record, dtype: np.dtype) -> Arrays:
         made[record.name] = np.swapaxes(made[record.name], 1, 2)
         made[scale] = made[scale] if record.name.endswith("down_proj") else np.swapaxes(made[scale], 1, 2)
     return made
-
-
-def _scales_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shapes that scales of experts [E, K, N] have."""
-    return (shape[0], 1, shape[2]), (shape[0], shape[2], 1)
 
 
 FAMILIES = (

@@ -1,6 +1,5 @@
 """MXFP4 of the experts of gpt-oss, as transformers and OpenAI store them."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,9 +40,7 @@ def decode(entry: Entry, tensors: Container) -> Record:
     codes, shape = entry.tensors["codes"], byte_shape(entry.tensors["codes"])
     if len(shape) > 1:
         codes = codes._replace(dtype="U8", shape=(*shape[:-2], shape[-2] * shape[-1]))
-    record = decode_parts(replace(entry, tensors={**entry.tensors, "codes": codes}), tensors)
-    assert record.source is not None
-    return replace(record, source=record.source._replace(tensors=entry.tensors))
+    return decode_parts(entry, tensors, {"codes": codes})
 
 
 def encode(family: Family, record: Record, dtype: np.dtype) -> Arrays:

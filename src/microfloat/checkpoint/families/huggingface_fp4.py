@@ -56,32 +56,25 @@ def _read_fp_quant(file: str, config: dict[str, Any]) -> Announcement:
 
 def _without_turn(entry: Entry, tensors: Container) -> Record:
     """The record of a weight that is not turned; scales out of their padding to 128 rows and 4 columns."""
-    family, stored = entry.family, dict(entry.tensors)
+    family, scale = entry.family, entry.tensors.get("scale")
     assert family.format is not None
-    grid, scale = block_grid(family.format, family.shape_of(stored["codes"])), stored.get("scale")
+    grid = block_grid(family.format, family.shape_of(entry.tensors["codes"]))
     padded = tuple(-(-size // unit) * unit for size, unit in zip(grid, (128, 4), strict=False))
-    if scale is not None and scale.shape == padded:
-        stored["scale"] = scale._replace(shape=grid)
-    record = decode_parts(replace(entry, tensors=stored, extras={}), tensors)
+    cropped = {} if scale is None or scale.shape != padded else {"scale": scale._replace(shape=grid)}
+    record = decode_parts(replace(entry, extras={}), tensors, cropped)
     if scale is None or record.problem is not None:
         return record
-    assert record.source is not None
-    record = replace(record, source=record.source._replace(tensors=entry.tensors))
-    if scale.shape == padded:
+    if cropped:
         record = replace(record, scale=tensors.raw(scale)[tuple(map(slice, grid))])
     matrix, level, problem = entry.extras.get(_MATRICES[0]), record.tensor_scale, ""
-    if matrix is not None and matrix.nbytes and not _is_identity(tensors.array(matrix)):
+    turn = np.zeros((0, 0)) if matrix is None or not matrix.nbytes else np.atleast_2d(tensors.array(matrix))
+    if matrix is not None and not np.array_equal(turn, np.eye(len(turn))):
         problem = f"{matrix.name} {list(matrix.shape)}: the weight is stored multiplied by it, and inputs have to be."
     elif family.format == MXFP4 and level is not None and level != 1:
-        problem = f"{stored['tensor_scale'].name} divides by {1 / level:.3g}, and MXFP4 has no global scale."
+        problem = f"{entry.tensors['tensor_scale'].name} divides by {1 / level:.3g}, and MXFP4 has no global scale."
     if problem:
         return replace(record, problem=Finding("unsupported", "error", entry.name, problem, _REMEDY))
     return record if family.format == NVFP4 else replace(record, tensor_scale=None)
-
-
-def _is_identity(matrix: np.ndarray) -> bool:
-    is_square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
-    return is_square and np.array_equal(matrix, np.eye(len(matrix)))
 
 
 _FP_QUANT = tuple(
@@ -152,15 +145,14 @@ def _out_of_padding(entry: Entry, tensors: Container) -> Record:
         return replace(decode_parts(entry, tensors), problem=problem)
     grid = block_grid(fmt, (rows, length))
     inner = {"codes": codes._replace(shape=(rows, length // 2)), "scale": scale._replace(shape=grid)}
-    record = decode_parts(replace(entry, tensors={**entry.tensors, **inner}), tensors)
-    if record.problem is not None or record.source is None:
+    record = decode_parts(entry, tensors, inner)
+    if record.problem is not None:
         return record
     flat, level = tensors.raw(scale).reshape(-1), record.tensor_scale
     scales = unswizzle_scales(flat, height, blocks) if tiled else flat.reshape(height, blocks)
     return replace(
         record, codes=tensors.raw(codes)[:rows, : length // 2], scale=scales[tuple(map(slice, grid))],
         tensor_scale=None if level is None else np.asarray(level / np.float32(_RULES[entry.family.name][1])),
-        source=record.source._replace(tensors=entry.tensors),
     )  # fmt: skip
 
 

@@ -173,9 +173,14 @@ def _format(element: ElementFormat, block: tuple[int | None, int | None], bytewi
     return ScaledFormat(f"fp8_{text}{suffix}", element, scale, block)
 
 
-def decode_parts(entry: Entry, tensors: Container) -> Record:
-    """The record of an entry by the numbers of its family's row; it names its `problem` where tensors do not fit."""
-    family, stored = entry.family, entry.tensors
+def decode_parts(entry: Entry, tensors: Container, read_as: Mapping[str, Stored] | None = None) -> Record:
+    """The record of an entry by the numbers of its family's row; it names its `problem` where tensors do not fit.
+
+    `read_as`: tensors of the entry by role as they are read, in another shape or dtype than they are stored in.
+    """
+    family, origin = entry.family, entry.tensors
+    entry = replace(entry, tensors={**origin, **(read_as or {})})
+    stored = entry.tensors
     codes, scale = stored["codes"], stored.get("scale")
     shape = entry.shape or family.shape_of(codes)
     divisors: dict[str, np.ndarray] = {}
@@ -183,7 +188,7 @@ def decode_parts(entry: Entry, tensors: Container) -> Record:
         entry.name, tensors.raw(codes), None, None, entry.format or family.format, shape,
         activation=activation_of(entry, tensors, divisors),
         extras={name: tensors.array(extra) for name, extra in entry.extras.items()},
-        source=Source(family.name, stored, divisors),
+        source=Source(family.name, origin, divisors),
     )  # fmt: skip
     missing, fitting = missing_roles(entry), None
     if scale is not None and not missing:
