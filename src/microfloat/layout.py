@@ -21,24 +21,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from microfloat.errors import invalid_type, invalid_value
-from microfloat.formats import (
-    E5M2,
-    FP8_ROW,
-    FP8_ROW_E5M2,
-    ElementFormat,
-    FP8_1x128,
-    FP8_1x128_E5M2,
-    FP8_128x128,
-    FP8_128x128_E5M2,
-    ScaledFormat,
-)
+from microfloat.formats import E5M2, FORMATS, ElementFormat, ScaledFormat
 from microfloat.recipes import Cast, Hadamard
 
 ALIGNMENT = 16  # bytes: kernels and cuBLAS are told that addresses are multiples of it; allocations begin at one
 _TILES_TOGETHER = 4  # a row of 128x128 scales is filled up to a multiple of this for its GEMM
 FOLDED = {
-    "folded": (FP8_1x128, FP8_1x128_E5M2), "tiles": (FP8_128x128, FP8_128x128_E5M2), "rows": (FP8_ROW, FP8_ROW_E5M2),
-}  # fmt: skip
+    form: (FORMATS[name], FORMATS[f"{name}_e5m2"])
+    for form, name in (("folded", "fp8_1x128"), ("tiles", "fp8_128x128"), ("rows", "fp8_row"))
+}
 
 Size = Any  # an int, or a symbol of a compiler
 

@@ -10,18 +10,12 @@ from typing import Any
 import numpy as np
 
 from microfloat.arguments import as_bool, check_choice
+from microfloat.checkpoint import integrity
 from microfloat.checkpoint.container import Container
 from microfloat.checkpoint.detect import Contents, contents_of, detection_of
 from microfloat.checkpoint.families.patterns import users_regex
 from microfloat.checkpoint.families.row import missing_roles
 from microfloat.checkpoint.folder import Folder, locate
-from microfloat.checkpoint.integrity import (
-    code_findings,
-    expert_findings,
-    scale_findings,
-    structure_findings,
-    without_nan,
-)
 from microfloat.checkpoint.records import Detection, Finding, Record
 from microfloat.errors import checkpoint_error, invalid_type, kind_of
 
@@ -57,7 +51,7 @@ class Checkpoint(Mapping[str, Record]):
             raise KeyError(name)
         record = self._record(name)
         if self._nan == "zero":
-            record = without_nan(record)
+            record = integrity.without_nan(record)
         if self._dequantize is False or record.format is None:
             return record
         values = record.dequantize(np.float32 if self._dequantize is True else self._dequantize)
@@ -75,15 +69,16 @@ class Checkpoint(Mapping[str, Record]):
     @cached_property
     def findings(self) -> list[Finding]:
         """Findings about names, shapes and scales, then about codes."""
-        return [*self.scale_findings, *(one for name in self._quantized() for one in code_findings(self._record(name)))]
+        records = (self._record(name) for name in self._quantized())
+        return [*self.scale_findings, *(one for record in records for one in integrity.code_findings(record))]
 
     @cached_property
     def scale_findings(self) -> list[Finding]:
         """The findings that need no look at codes; all errors are among them."""
         records = (self._record(name) for name in self._quantized())
         return [
-            *structure_findings(self.contents, self._names), *self._expert_findings(),
-            *scale_findings(records, self._nan),
+            *integrity.structure_findings(self.contents, self._names), *self._expert_findings(),
+            *integrity.scale_findings(records, self._nan),
         ]  # fmt: skip
 
     def _expert_findings(self) -> Iterator[Finding]:
@@ -91,7 +86,7 @@ class Checkpoint(Mapping[str, Record]):
         if any(finding.id == "part" for finding in self.contents.findings):
             return
         stored = {name: entry.tensors["codes"] for name, entry in self.contents.entries.items()} | self.contents.plain
-        for finding in expert_findings({name: one.shape for name, one in stored.items()}, self.config):
+        for finding in integrity.expert_findings({name: one.shape for name, one in stored.items()}, self.config):
             if any(name.startswith(finding.tensor) for name in self._names):
                 yield finding
 

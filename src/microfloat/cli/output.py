@@ -289,20 +289,12 @@ class Output:
 
         `of_bytes`: amounts are bytes, shown with their rate. A position before the last one begins another stage.
         """
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
+        from rich import progress as rich
 
-        rate = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (TaskProgressColumn(),)
-        columns = (TextColumn("{task.description}"), BarColumn(None), *rate, TimeRemainingColumn())
+        rate = (rich.DownloadColumn(), rich.TransferSpeedColumn()) if of_bytes else (rich.TaskProgressColumn(),)
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(None), *rate, rich.TimeRemainingColumn())
         is_hidden = self.quiet or not self.errors.is_terminal
-        with Progress(*columns, console=self.errors, transient=True, disable=is_hidden) as bar:
+        with rich.Progress(*columns, console=self.errors, transient=True, disable=is_hidden) as bar:
             task = bar.add_task(title, total=total)
 
             def show(done: float, total: float | None = None, title: str | None = None) -> None:

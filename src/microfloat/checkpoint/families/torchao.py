@@ -22,27 +22,16 @@ from microfloat.checkpoint.families.row import (
     misfit,
 )
 from microfloat.checkpoint.records import Finding, Record, Stored
-from microfloat.formats import (
-    FP8_ROW,
-    FP8_TENSOR,
-    MXFP4,
-    MXFP6_E2M3,
-    MXFP6_E3M2,
-    MXFP8,
-    MXFP8_E5M2,
-    NVFP4,
-    ScaledFormat,
-)
+from microfloat.formats import FORMATS, NVFP4, ScaledFormat
 from microfloat.reference import pack_fp6, unswizzle_scales
 
 _ROLES = {"qdata": "codes", "scale": "scale", "per_tensor_scale": "tensor_scale", "act_per_tensor_scale": "input_scale"}
-_MX = {
-    "float8_e4m3fn": MXFP8, "float8_e5m2": MXFP8_E5M2, "fp6_e2m3": MXFP6_E2M3, "fp6_e3m2": MXFP6_E3M2,
-    "float4_e2m1fn_x2": MXFP4, "fp4_e2m1": MXFP4,
+_ELEMENTS = {
+    "float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2", "fp6_e2m3": "mxfp6_e2m3", "fp6_e3m2": "mxfp6_e3m2",
+    "float4_e2m1fn_x2": "mxfp4", "fp4_e2m1": "mxfp4",
 }  # fmt: skip
-
-
-_INPUTS = {**_MX, "PerRow": FP8_ROW, "PerTensor": FP8_TENSOR}
+_MX = {name: FORMATS[fmt] for name, fmt in _ELEMENTS.items()}
+_INPUTS = {**_MX, "PerRow": FORMATS["fp8_row"], "PerTensor": FORMATS["fp8_tensor"]}
 _READ = "NVFP4Tensor, MXTensor, Float8Tensor"
 
 

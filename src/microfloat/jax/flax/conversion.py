@@ -14,18 +14,9 @@ from jax import lax
 
 from microfloat.jax.flax.nnx import DotGeneral, EinsumOp, RaggedDot, check_model, grouped_products, name_of_product
 from microfloat.jax.ragged_dot import RaggedDot as RaggedOp
-from microfloat.recipes import Placement, Recipe
+from microfloat.recipes import Placement, Recipe, placement
 from microfloat.recipes.names import as_recipe
-from microfloat.recipes.placement import (
-    DEFAULT_EXCLUDE,
-    ConversionReport,
-    ConversionRow,
-    as_placement,
-    check_exclude,
-    check_filter,
-    gates_of_mlps,
-    why_left_out,
-)
+from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport, ConversionRow
 
 __all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "revert"]
 
@@ -66,17 +57,17 @@ def convert(
     PlacementError for patterns that match no layer; then nothing changes.
     """
     check_model(model)
-    recipe = Placement(dict(recipe)) if isinstance(recipe, Mapping) else as_placement(recipe)
+    recipe = Placement(dict(recipe)) if isinstance(recipe, Mapping) else placement.as_placement(recipe)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)  # type: ignore[arg-type]  # a path became a Placement
-    exclude = check_exclude(exclude)
-    check_filter(filter)
+    exclude = placement.check_exclude(exclude)
+    placement.check_filter(filter)
     layers = _layers(model)
     chosen: Mapping[str, Recipe | None] = dict.fromkeys((name for name, _, _ in layers), recipe)  # type: ignore[arg-type]
     if isinstance(recipe, Placement):
         ops = {name: getattr(layer, target.attribute) for name, layer, target in layers}
         chosen = recipe.resolve(ops, {name: op.recipe for name, op in ops.items() if isinstance(op, _OURS)})
-    gates = gates_of_mlps(exclude, {name: _features(layer) for name, layer, _ in layers})
+    gates = placement.gates_of_mlps(exclude, {name: _features(layer) for name, layer, _ in layers})
     made = {}
     for name, layer, target in layers:
         reason = _refusal(name, layer, target, exclude, filter, gates)
@@ -111,7 +102,7 @@ def _refusal(
         return f"it has a product of its own, in its attribute {target.attribute}"
     if target.op is RaggedDot and not _sizes(layer, target):
         return "no kernels [.., experts, in, out] in it tell how many experts it has; write RaggedDot(num_groups=...)"
-    return why_left_out(name, layer, exclude, keep, gates)
+    return placement.why_left_out(name, layer, exclude, keep, gates)
 
 
 def _install(name: str, layer: Any, target: _Target, reason: str | None, op: DotGeneral | None) -> ConversionRow:
