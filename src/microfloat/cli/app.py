@@ -27,24 +27,23 @@ _UsageError: Any = next(one for one in typer.BadParameter.__mro__ if one.__name_
 _BEHIND = ("--json", "--no-color", "--quiet", "-q")
 
 
-def _without_types(params: list[Any]) -> list[Any]:
-    """Parameters with flags that show no type in the help, as if they took a value."""
-    for one in params:
-        if getattr(one, "is_flag", False) and one.metavar is None:
-            one.metavar = ""
-    return params
+class _WithoutTypes:
+    """Flags show no type in the help, as if they took a value."""
 
-
-class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for one in params:
+            if getattr(one, "is_flag", False) and one.metavar is None:
+                one.metavar = ""
+        return params
 
 
-class _Group(TyperGroup):
+class _Command(_WithoutTypes, TyperCommand):
+    pass
+
+
+class _Group(_WithoutTypes, TyperGroup):
     """The commands; wrong words are answered as wrong values are: one line after "error:", and exit code 2."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
 
     def main(self, *arguments: Any, standalone_mode: bool = True, **options: Any) -> Any:
         if not standalone_mode:

@@ -25,10 +25,6 @@ class Place(NamedTuple):
     front_end: str
     backend: str
 
-    @property
-    def title(self) -> str:
-        return f"{self.front_end}\n{self.backend}"
-
 
 PLACES = (
     Place("torch", "native"), Place("torch", "triton"), Place("torch", "reference"),
@@ -86,8 +82,7 @@ def import_front_end(name: str) -> ModuleType | str:
 def _first_words(output: Output, rows: list[dict[str, Any]]) -> None:
     """The line of a machine on which every recipe trains, and none on tensor cores of its format."""
     able = [
-        f"{place.front_end} {place.backend}"
-        for place in PLACES if place.front_end in _FRONT_ENDS
+        " ".join(place) for place in PLACES if place.front_end in _FRONT_ENDS
         and all(row["available"] for row in rows if (row["front_end"], row["backend"]) == place)
     ]  # fmt: skip
     if rows and able and not any(row["accelerated"] for row in rows):
@@ -157,8 +152,7 @@ def _matrix(output: Output, rows: list[dict[str, Any]], device: str) -> None:
                 line[f"{row['front_end']} {row['backend']}"] = f"{word} {notes.setdefault(_why(row), len(notes) + 1)}"
         lines.append(line)
     columns = [
-        Column(f"{place.front_end} {place.backend}", place.title, style=lambda cell: _COLOURS[cell.split()[0]])
-        for place in PLACES
+        Column(" ".join(place), "\n".join(place), style=lambda cell: _COLOURS[cell.split()[0]]) for place in PLACES
     ]
     where = f" on {device}" if device else ""
     output.table(None, lines, [Column("recipe"), *columns], f"Recipes by backend{where}")
