@@ -161,15 +161,12 @@ def write(manifest: Manifest) -> Configuration:
             "weights": _arguments(fmt, False, False), "input_activations": made, "output_activations": None,
         }  # fmt: skip
     words = {group["format"] for group in groups.values()}
-    return Configuration(
-        {
-            "quant_method": _METHOD, "format": words.pop() if len(words) == 1 else "mixed-precision",
-            "quantization_status": "compressed", "global_compression_ratio": None, "ignore": manifest.ignore,
-            "kv_cache_scheme": _arguments(FP8_TENSOR, False, False) if manifest.kv_cache else None,
-            "moe_sparsity_config": None, "config_groups": groups,
-        },
-        {},
-    )  # fmt: skip
+    return Configuration({
+        "quant_method": _METHOD, "format": words.pop() if len(words) == 1 else "mixed-precision",
+        "quantization_status": "compressed", "global_compression_ratio": None, "ignore": manifest.ignore,
+        "kv_cache_scheme": _arguments(FP8_TENSOR, False, False) if manifest.kv_cache else None,
+        "moe_sparsity_config": None, "config_groups": groups,
+    })  # fmt: skip
 
 
 def _is_usual(shape: tuple[int, ...]) -> bool:

@@ -33,7 +33,7 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
 def write(manifest: Manifest) -> Configuration:
     """The words of transformers."""
     words = {"quant_method": _METHOD, "activation_scale_ub": _BOUND, "modules_to_not_convert": manifest.ignore}
-    return Configuration(words, {})
+    return Configuration(words)
 
 
 def decode(entry: Entry, tensors: Container) -> Record:

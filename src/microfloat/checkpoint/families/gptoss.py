@@ -32,7 +32,7 @@ def write(manifest: Manifest) -> Configuration:
     others = [
         name for name in manifest.ignore if name not in _NOT_EXPERTS and not any(part in f"{name}." for part in covered)
     ]
-    return Configuration({"quant_method": _METHOD, "modules_to_not_convert": [*_NOT_EXPERTS, *others]}, {})
+    return Configuration({"quant_method": _METHOD, "modules_to_not_convert": [*_NOT_EXPERTS, *others]})
 
 
 def decode(entry: Entry, tensors: Container) -> Record:

@@ -59,17 +59,12 @@ def write(manifest: Manifest) -> Configuration:
     kept = manifest.ignore if set(manifest.ignore) - {"lm_head"} else None
     if manifest.family == "hf:mxfp8":
         made |= {"quant_method": "mxfp8", "weight_block_size": [1, 32], "fmt": "e4m3", "scale_fmt": "ue8m0"}
-        return Configuration({**made, "ignored_layers": manifest.ignore}, {})
+        return Configuration({**made, "ignored_layers": manifest.ignore})
     if manifest.family == "deepseek:fp8":
         named = {} if kept is None else {"modules_to_not_convert": kept}
-        return Configuration({**made, "fmt": "e4m3", **named}, {})
-    return Configuration(
-        {
-            **made, "modules_to_not_convert": kept, "modules_to_convert": None, "dequantize": False,
-            "scale_fmt": "float", "expert_dtype": "fp8",
-        },
-        {},
-    )  # fmt: skip
+        return Configuration({**made, "fmt": "e4m3", **named})
+    made |= {"modules_to_not_convert": kept, "modules_to_convert": None, "dequantize": False}
+    return Configuration({**made, "scale_fmt": "float", "expert_dtype": "fp8"})
 
 
 _INV = "_scale_inv"

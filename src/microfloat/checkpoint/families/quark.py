@@ -91,16 +91,13 @@ def _format_of(tensor: Any) -> str:
 def write(manifest: Manifest) -> Configuration:
     """The first kind of layer for all of them, the others by name; entries that vLLM asks for are there if empty."""
     first, *others = manifest.kinds.items()
-    return Configuration(
-        {
-            "quant_method": _METHOD, "quant_mode": "eager_mode", "exclude": manifest.ignore, "algo_config": None,
-            "global_quant_config": _layer(*first[0]),
-            "layer_quant_config": {name: _layer(*kind) for kind, names in others for name in sorted(names)},
-            "layer_type_quant_config": {}, "kv_cache_quant_config": {},
-            "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
-        },
-        {},
-    )  # fmt: skip
+    return Configuration({
+        "quant_method": _METHOD, "quant_mode": "eager_mode", "exclude": manifest.ignore, "algo_config": None,
+        "global_quant_config": _layer(*first[0]),
+        "layer_quant_config": {name: _layer(*kind) for kind, names in others for name in sorted(names)},
+        "layer_type_quant_config": {}, "kv_cache_quant_config": {},
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+    })  # fmt: skip
 
 
 def _layer(fmt: ScaledFormat, scheme: str, inputs: ScaledFormat | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -54,7 +55,7 @@ class Configuration(NamedTuple):
     """`quantization_config` of config.json, and other documents by file name."""
 
     quantization: dict[str, Any]
-    documents: dict[str, Any]
+    documents: Mapping[str, Any] = MappingProxyType({})
 
 
 def lacks_scale(fmt: ScaledFormat, activation: Activation) -> bool:
