@@ -136,11 +136,6 @@ def amax_of(array: np.ndarray) -> tuple[np.float32, int]:
     return np.float32(np.asarray(largest, unsigned).view(array.dtype)[()]), int(lost)
 
 
-def needs_amax(cast: Cast) -> bool:
-    """True where the scale of a block depends on the whole matrix."""
-    return cast.format.is_per_tensor or cast.format.tensor_scale == "tensor"
-
-
 def measure(record: Record) -> tuple[np.ndarray, int]:
     """float32 [E], the amax of every matrix of a parameter, and the number of elements that are NaN or infinite."""
     largest, lost = np.zeros(experts_of(record), np.float32), 0

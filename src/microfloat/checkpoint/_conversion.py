@@ -197,7 +197,8 @@ def _put_cast(step: Step, entries: Sequence[Entry], amaxes: Mapping[str, np.ndar
     assert step.cast is not None
     sizes = {entry.name: entry.nbytes for entry in entries}
     written = dict.fromkeys(sizes, 0)
-    found = amaxes[step.record.name] if casting.needs_amax(step.cast) else None
+    is_whole = step.cast.format.is_per_tensor or step.cast.format.tensor_scale == "tensor"
+    found = amaxes[step.record.name] if is_whole else None  # the scale of a block depends on the whole matrix
     count = experts_of(step.record)
     rounded = step.dtype if step.family is not None and step.family.model_scales else PLAIN["f32"]
     for expert, slab in slabs(step.record, step.cast.format.block[0] or 1):

@@ -10,22 +10,19 @@ from microfloat.errors import invalid_value
 Matcher = Callable[[str], object]
 _LONGEST_PATTERN = 300
 _MOST_STARS = 8
+# A group that repeats and holds a repeat, or a group in a group: the time may be exponential; and references to groups.
+_UNSAFE = (r"[*+}][^()]*\)[*+{?]", r"\([^()]*\([^()]*\)[^()]*\)[*+{]", r"\\\d|\(\?P=")
 
 
 def safe_regex(text: str) -> re.Pattern[str] | None:
     """A regular expression that cannot take exponential time, or None: few repeats, and no repeat of a repeat."""
     repeats = len(re.findall(r"[*+{]", text))
-    if len(text) > _LONGEST_PATTERN or repeats > 6 or repeats_repeats(text) or re.search(r"\\\d|\(\?P=", text):
+    if len(text) > _LONGEST_PATTERN or repeats > 6 or any(re.search(one, text) for one in _UNSAFE):
         return None
     try:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError):
         return None
-
-
-def repeats_repeats(text: str) -> bool:
-    """True where a group that repeats holds a repeat, or a group in a group: the time may be exponential."""
-    return bool(re.search(r"[*+}][^()]*\)[*+{?]", text) or re.search(r"\([^()]*\([^()]*\)[^()]*\)[*+{]", text))
 
 
 # Parts of an expression in the order in which they are removed: classes, repeated characters, marks without width.

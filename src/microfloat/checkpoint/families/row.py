@@ -10,7 +10,7 @@ import numpy as np
 
 from microfloat.checkpoint.container import Container, byte_shape
 from microfloat.checkpoint.families.writing import Arrays, Written, encode_parts, tensor_name
-from microfloat.checkpoint.records import Activation, Finding, Record, Source, Stored
+from microfloat.checkpoint.records import Finding, Record, Source, Stored
 from microfloat.formats import E4M3, E5M2, FORMATS, SCALE_E8M0, SCALE_FP32, ElementFormat, ScaledFormat
 from microfloat.layout import scale_grid
 
@@ -184,9 +184,11 @@ def decode_parts(entry: Entry, tensors: Container, read_as: Mapping[str, Stored]
     codes, scale = stored["codes"], stored.get("scale")
     shape = entry.shape or family.shape_of(codes)
     divisors: dict[str, np.ndarray] = {}
+    of_input = global_scale(tensors, stored.get("input_scale"), "input_scale", family.divides, divisors)
+    scheme = "static" if of_input is not None else entry.scheme.activation or "none"
     record = Record(
         entry.name, tensors.raw(codes), None, None, entry.format or family.format, shape,
-        activation=activation_of(entry, tensors, divisors),
+        activation={"scheme": scheme, "scale": of_input, "format": entry.scheme.activation_format},
         extras={name: tensors.array(extra) for name, extra in entry.extras.items()},
         source=Source(family.name, origin, divisors),
     )  # fmt: skip
@@ -244,13 +246,6 @@ def global_scale(
     divisors[role] = array
     with np.errstate(all="ignore"):
         return np.asarray(np.float32(1) / array)
-
-
-def activation_of(entry: Entry, tensors: Container, divisors: dict[str, np.ndarray]) -> Activation:
-    """The activation of a module: static where a scale is stored, else as its configuration says."""
-    scale = global_scale(tensors, entry.tensors.get("input_scale"), "input_scale", entry.family.divides, divisors)
-    scheme = "static" if scale is not None else entry.scheme.activation or "none"
-    return {"scheme": scheme, "scale": scale, "format": entry.scheme.activation_format}
 
 
 def missing_roles(entry: Entry) -> list[Finding]:
