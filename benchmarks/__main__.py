@@ -12,6 +12,7 @@
                          --cuts       the fastest division of each such product, within --seconds      (d.cuts.*)
     python -m benchmarks train        examples/train_gpt.py, tokens per second                         (t.*)
     python -m benchmarks model        a training step of transformers' Llama: time, memory, kernels (model.*)
+    python -m benchmarks peers        model, decoder layer and Linear beside peers, a process each (peers.*)
     python -m benchmarks fsdp         training under FSDP2, a rank for each GPU: time, memory, bytes (fsdp.*)
     python -m benchmarks profile      which kernels one Linear step spends its time in
     python -m benchmarks cpu          casts on a CPU beside torchao                                    (c.*)
@@ -36,7 +37,7 @@ COMMANDS = {
     "grouped": "benchmarks.grouped", "host": "benchmarks.host", "block": "benchmarks.block",
     "train": "benchmarks.train", "profile": "benchmarks.gpu_profile", "decoder": "benchmarks.decoder",
     "fsdp": "benchmarks.fsdp", "model": "benchmarks.model", "loss": "benchmarks.loss",
-    "decode": "benchmarks.decode",
+    "decode": "benchmarks.decode", "peers": "benchmarks.peers",
 }  # fmt: skip
 # Commands with options of their own, which need no GPU.
 OF_CPU = {

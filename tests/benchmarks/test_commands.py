@@ -77,6 +77,8 @@ def test_every_command_can_be_imported():
         ("loss", ["loss.current"], {"loss.current"}),
         ("model", ["model.bf16", "model.current.head"], {"model.bf16", "model.bf16.compiled", "model.bf16.recomputed",
                                                          "model.current.head"}),
+        ("peers", ["peers.linear.current", "peers.layer.te"], {"peers.linear.bf16", "peers.linear.current",
+                                                               "peers.layer.bf16"}),
         ("host", ["h.fwdbwd.current", "h.region.delayed", "h.fwd", "h.autocast", "h.launches.delayed",
                   "g.compile.current"],
          {"h.fwdbwd", "h.region", "h.fwd", "h.autocast", "g.compile"}),
