@@ -46,6 +46,7 @@ from microfloat.torch.convert.experts import (
     why_unseen,
 )
 from microfloat.torch.convert.fuse import fuse_blocks, unfuse
+from microfloat.torch.linear.gathered_weight import with_local
 from microfloat.torch.nn.conv1d import TransposedLinear, as_conv1d, as_linear, is_conv1d, tell_adapters, why_not_linear
 from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, held_weight, place_of, products_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
@@ -458,9 +459,5 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def _plain(value: torch.Tensor) -> torch.Tensor:
     local = getattr(value, "_local_tensor", None)
     if isinstance(local, QuantizedTensor):
-        sharded = cast("DTensor", value)
-        return type(sharded).from_local(
-            local.dequantize(), sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
-            stride=sharded.stride(),
-        )  # fmt: skip
+        return with_local(cast("DTensor", value), local.dequantize())
     return value.dequantize() if isinstance(value, QuantizedTensor) else value

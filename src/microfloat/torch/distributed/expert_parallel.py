@@ -12,8 +12,8 @@ Legend: T = rows of this rank, A = rows that arrive, E = experts of all ranks, G
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.recipes import Cast, Current, Recipe
 from microfloat.recipes.names import as_recipe
-from microfloat.torch._typing import Context
+from microfloat.torch.linear.gathered_weight import Through
 from microfloat.torch.linear.grouped import groups_of
 from microfloat.torch.linear.schedule import autocast_dtype
 from microfloat.torch.scaling.amax_reduction import Group
@@ -31,7 +31,6 @@ from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
 _CALL = "the all-to-all of tokens"
-_Journey: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Route:
@@ -85,19 +84,6 @@ class _Route:
         return made
 
 
-class _Travel(torch.autograd.Function):
-    """``there(x)``, whose gradient travels ``back``."""
-
-    @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, there: _Journey, back: _Journey) -> torch.Tensor:
-        ctx.route = back
-        return there(x)
-
-    @staticmethod
-    def backward(ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return ctx.route(dy), None, None
-
-
 class Dispatched:
     """Tokens at their experts: `x` [A, K], sorted by expert, and `group_sizes`, the rows of each of this rank's."""
 
@@ -117,7 +103,7 @@ class Dispatched:
         if y.dim() != 2 or len(y) != len(self.x):
             raise invalid_value("y", f"shape {tuple(y.shape)}", f"[{len(self.x)}, N]: a row for each of x")
         back = functools.partial(self._route.outward, cast=self._cast)
-        return _Travel.apply(y, self._route.inward, back)  # type: ignore[return-value]
+        return Through.apply(y, self._route.inward, back)  # type: ignore[return-value]
 
 
 def dispatch(
@@ -158,7 +144,7 @@ def dispatch(
     facts = {"experts": number, "features": x.shape[1], "dtype": x.dtype, "requires_grad": x.requires_grad}
     agree(group, "dispatch", {**facts, "recipe": chosen})
     route = _Route(sizes, x.device, group)
-    arrived = _Travel.apply(x, functools.partial(route.outward, cast=forward), route.inward)
+    arrived = Through.apply(x, functools.partial(route.outward, cast=forward), route.inward)
     return Dispatched(arrived, route, backward)  # type: ignore[arg-type]
 
 

@@ -35,7 +35,7 @@ from microfloat.torch.backends.base import Backend, Operand
 from microfloat.torch.context import ambient
 from microfloat.torch.convert.fuse import Fused
 from microfloat.torch.distributed.collectives import all_gather, side_by_side
-from microfloat.torch.linear.gathered_weight import Gather, Gathered
+from microfloat.torch.linear.gathered_weight import Gather, Gathered, with_local
 from microfloat.torch.linear.weight_cache import fsdp_parameters, latest_step
 from microfloat.torch.nn.attention import MultiheadAttention
 from microfloat.torch.nn.fused import LayerNormLinear
@@ -291,10 +291,7 @@ def _unwrap(layer: nn.Module, state_dict: StateDict, prefix: str, metadata: obje
     own: Any = layer._parameters["weight"]
     if isinstance(weight, DTensor) and isinstance(weight._local_tensor, FsdpWeight):
         with torch.no_grad():
-            state_dict[prefix + "weight"] = DTensor.from_local(
-                own._local_tensor.plain, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
-                stride=weight.stride(),
-            )  # fmt: skip
+            state_dict[prefix + "weight"] = with_local(weight, own._local_tensor.plain)
     elif isinstance(weight, FsdpWeight):
         state_dict[prefix + "weight"] = own.plain
 

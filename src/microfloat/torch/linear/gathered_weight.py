@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from microfloat.torch.backends.base import Backend
 
 aten = torch.ops.aten
+_Way = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Gather:
@@ -116,54 +117,65 @@ def _shape_of(func: torch._ops.OpOverload, args: Arguments) -> Sequence[int]:
     return args[1] if func in (aten.view.default, aten.as_strided.default) else args[0].shape
 
 
-class Values(torch.autograd.Function):
+class Through(torch.autograd.Function):
+    """``there(x)``, with the gradient ``back(dy)``."""
+
+    @staticmethod
+    def forward(ctx: Context, x: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
+def _values(weight: Gathered) -> torch.Tensor:
     """The values of a gathered weight, whose gradient goes to it."""
-
-    @staticmethod
-    def forward(ctx: Context, weight: Gathered) -> torch.Tensor:
-        return weight.contents.values()
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
+    return Through.apply(weight, lambda weight: weight.contents.values(), lambda dw: dw)  # type: ignore[return-value]
 
 
-class NoValues(torch.autograd.Function):
+def without_values(weight: Gathered, recipe: Recipe, compute: torch.dtype, wants_dx: bool) -> torch.Tensor:
     """Zeros in place of the values, for a call without rows under `recipe`.
 
     It takes part in the gathers of other ranks, whose calls have rows and read their operands.
     """
+    contents, dgrad = weight.contents, recipe.dgrad
 
-    @staticmethod
-    def forward(ctx: Context, weight: Gathered, recipe: Recipe, compute: torch.dtype, wants_dx: bool) -> torch.Tensor:
-        ctx.settings = weight.contents, recipe.dgrad, compute, wants_dx
-        NoValues.read(weight.contents, False, compute)
-        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        contents, dgrad, compute, wants_dx = ctx.settings
-        if wants_dx and dgrad.path != "refused":
-            NoValues.read(contents, not dgrad.from_fprop, compute)
-        return gradients[0], None, None, None
-
-    @staticmethod
-    def read(contents: Gather, transposed: bool, compute: torch.dtype) -> None:
-        """Take part in the gathers of an operand that is read."""
+    def read(transposed: bool) -> None:
         if contents.operand(contents.casts[transposed], transposed, compute, contents.scale_enc) is None:
             contents.values()
 
+    def zeros(weight: torch.Tensor) -> torch.Tensor:
+        read(False)
+        return no_values(weight)
 
-def values_of(weight: torch.Tensor, read: Callable[[Gathered], torch.Tensor] = Values.apply) -> torch.Tensor:
+    def back(dw: torch.Tensor) -> torch.Tensor:
+        if wants_dx and dgrad.path != "refused":
+            read(not dgrad.from_fprop)
+        return dw
+
+    return Through.apply(weight, zeros, back)  # type: ignore[return-value]
+
+
+def no_values(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Zeros of a weight's shape, in a dtype or in its own, in the memory of one."""
+    return torch.zeros((), dtype=dtype or weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def with_local(sharded: "DTensor", local: torch.Tensor) -> "DTensor":
+    """A DTensor that is laid out as `sharded`, of which this rank has `local`."""
+    place = sharded.device_mesh, sharded.placements
+    return type(sharded).from_local(local, *place, run_check=False, shape=sharded.shape, stride=sharded.stride())
+
+
+def values_of(weight: torch.Tensor, read: Callable[[Gathered], torch.Tensor] = _values) -> torch.Tensor:
     """A parameter, in which the result of `read` replaces a `Gathered`, alone or as this rank's part of a DTensor."""
     if isinstance(weight, Gathered):
         return read(weight)
     if isinstance(getattr(weight, "_local_tensor", None), Gathered):
         sharded = typing.cast("DTensor", weight)
-        return type(sharded).from_local(
-            read(typing.cast(Gathered, sharded.to_local())), sharded.device_mesh, sharded.placements, run_check=False,
-            shape=sharded.shape, stride=sharded.stride(),
-        )  # fmt: skip
+        return with_local(sharded, read(typing.cast(Gathered, sharded.to_local())))
     return weight
 
 

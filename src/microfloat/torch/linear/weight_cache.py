@@ -9,8 +9,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.torch import backends
-from microfloat.torch._typing import Context, Layer, Maybe, Sink
+from microfloat.torch._typing import Layer
 from microfloat.torch.backends.base import Operands, Parts, capturing
+from microfloat.torch.linear.gathered_weight import Through, no_values
 from microfloat.torch.scaling.amax_reduction import maxima
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
@@ -92,26 +93,13 @@ class MainGrad:
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         vars(weight)["grad_added_to_main_grad"] = True
-        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-
-
-class NoRows(torch.autograd.Function):
-    """Zeros in place of a weight, for a call without rows; its gradient of zeros goes to `into`."""
-
-    @staticmethod
-    def forward(ctx: Context, weight: torch.Tensor, into: Sink) -> torch.Tensor:
-        ctx.into = into
-        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[Maybe, ...]:
-        (dw,) = gradients
-        return ctx.into.add(torch.zeros((), device=dw.device).expand(dw.shape)), None
+        return no_values(weight)
 
 
 def without_rows(layer: Layer, weight: torch.Tensor, overwrites: bool) -> torch.Tensor:
     """Zeros in place of the values of a weight, for a call without rows; their gradient goes to its `main_grad`."""
-    return NoRows.apply(weight, MainGrad(layer, layer.weight, overwrites))  # type: ignore[no-any-return]
+    into = MainGrad(layer, layer.weight, overwrites)
+    return Through.apply(weight, no_values, lambda dw: into.add(no_values(dw, torch.float32)))  # type: ignore
 
 
 # ------------------------------------------------------------------------------------------------------- joint scales

@@ -19,7 +19,7 @@ from microfloat.torch._upper import upper
 from microfloat.torch.compile.linear import MARKER, compiled_linear
 from microfloat.torch.context import HIGH_PRECISION, Ambient, ambient, canonical, token_of
 from microfloat.torch.linear.function import find_for, run_linear
-from microfloat.torch.linear.gathered_weight import NoValues, values_of
+from microfloat.torch.linear.gathered_weight import values_of, without_values
 from microfloat.torch.linear.observer import OBSERVERS
 from microfloat.torch.linear.schedule import Schedule, autocast_dtype
 from microfloat.torch.linear.weight_cache import fsdp_parameters, without_rows
@@ -380,7 +380,7 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
             weight = values_of(self.weight)
         else:
             options = recipe, autocast_dtype(x.device.type) or x.dtype, x.requires_grad
-            weight = values_of(self.weight, lambda gathered: NoValues.apply(gathered, *options))
+            weight = values_of(self.weight, lambda gathered: without_values(gathered, *options))
         if isinstance(weight, QuantizedTensor) or self.fuse_wgrad_accumulation:
             y = run_linear(self, x, HIGH_PRECISION, None, is_first_microbatch)
             if y is not None:
