@@ -408,8 +408,8 @@ def pair_program(
     return Program(passes, x.device, frozenset(at for at, matrix in matrices if matrix.alignment < ALIGNMENT))
 
 
-def misaligned_of(tensors: Sequence[torch.Tensor | None], first: int = 0) -> frozenset[int]:
-    """The positions, counted from `first`, of tensors that begin at no multiple of 16 bytes."""
+def misaligned_of(tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:
+    """The positions of tensors that begin at no multiple of 16 bytes."""
     low_bits = 0
     for tensor in tensors:
         if tensor is not None:
@@ -417,7 +417,7 @@ def misaligned_of(tensors: Sequence[torch.Tensor | None], first: int = 0) -> fro
     if not low_bits & (ALIGNMENT - 1):
         return _ALL_ALIGNED
     low = (0 if tensor is None else tensor.data_ptr() & (ALIGNMENT - 1) for tensor in tensors)
-    return frozenset(at for at, bits in enumerate(low, first) if bits)
+    return frozenset(at for at, bits in enumerate(low) if bits)
 
 
 _ALL_ALIGNED: frozenset[int] = frozenset()

@@ -61,7 +61,7 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear, is_first_micr
     >>> norm_linear(torch.ones(2, 32), norm, layer).shape
     torch.Size([2, 8])
     """
-    check_rows("x", x)
+    check_rows(x)
     if not layers:
         raise invalid_value("layers", "none", "one Linear or more that read norm(x)")
     for layer in layers:
@@ -110,7 +110,7 @@ def activation_linear(
     """
     _check_layer("layer", layer)
     check_choice("activation", activation, ACTIVATIONS)
-    check_rows("x", x)
+    check_rows(x)
     check_features("layer", [layer], x.shape[-1], "x")
     if up is not None:
         check_like("up", up, x)
@@ -269,7 +269,7 @@ def norm_of(norm: nn.Module | NormOf, x: torch.Tensor) -> NormOf:
     """The norm over the last dimension of x that a module computes."""
     if isinstance(norm, NormOf):
         return norm
-    check_rows("x", x)
+    check_rows(x)
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if isinstance(norm, nn.RMSNorm):
         kind, eps = "rms", norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps

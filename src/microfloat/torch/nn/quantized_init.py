@@ -14,7 +14,8 @@ from microfloat.errors import invalid_type, invalid_value
 from microfloat.recipes import Current, Recipe, get_default_recipe
 from microfloat.recipes.names import as_recipe
 from microfloat.torch._typing import InitMethod
-from microfloat.torch.tensor.aten_writes import keep_init_val, quantize_stored, store
+from microfloat.torch.tensor.aten_table import take
+from microfloat.torch.tensor.aten_writes import keep_init_val, quantize_stored
 from microfloat.torch.tensor.quantized_tensor import INIT_VAL, QuantizedTensor
 
 # The innermost `quantized_model_init` of this thread and task.
@@ -108,7 +109,10 @@ def update_quantized(param: torch.Tensor, src: torch.Tensor, *, noop_flag: torch
         remedy = "Gather the shards of a master first; rows take copy_: param.detach()[rows].copy_(src)."
         raise invalid_value("src", f"shape {tuple(src.shape)}", needed, remedy)
     q: Any = param.detach()
-    store(q, src.to(device=q.device, dtype=torch.float32), noop_flag)
+    if noop_flag is None:
+        q.copy_(src)
+    else:  # which the device alone reads
+        take(q, q.map_parts(torch.clone).copy_(src), noop_flag)
 
 
 def fp8_model_init(

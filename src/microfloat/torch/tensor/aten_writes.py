@@ -235,17 +235,6 @@ def keep_init_val(q: QuantizedTensor, values: torch.Tensor) -> None:
     q._about_parameter()[INIT_VAL] = None if values.is_meta else values.to("cpu", copy=True)
 
 
-def store(q: QuantizedTensor, values: torch.Tensor, flag: torch.Tensor | None = None) -> None:
-    """Quantize plain values into q.
-
-    `flag`: one number that the device alone reads; where it is not zero, nothing changes.
-    """
-    if flag is None:
-        _store(q, values)
-    else:
-        take(q, _store(q.map_parts(torch.clone), values), flag)
-
-
 # ---- updates by small steps, which keep float32 scales that still serve (docs/numerics.md 7.4) -------------------
 #
 # A fresh scale is that of the largest element after its step. Where steps are too small to change codes it would grow

@@ -1,6 +1,5 @@
 """Checks of arguments that several public functions take: errors that name the argument and what to do."""
 
-import functools
 import numbers
 from collections.abc import Sequence
 
@@ -10,8 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from microfloat.arguments import as_float
 from microfloat.errors import MicrofloatError, NotSupportedError, invalid_type, invalid_value, kind_of
-from microfloat.recipes import Cast
-from microfloat.recipes.usages import given_amax, given_scale_enc
 from microfloat.torch.reference._grid import transforms_active
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor
 
@@ -81,23 +78,23 @@ def _dense(
     return x
 
 
-def check_rows(argument: str, x: object) -> None:
-    """Raise for anything but a tensor of one dimension or more."""
+def check_rows(x: object) -> None:
+    """Raise for an `x` that is no tensor of one dimension or more."""
     if not isinstance(x, torch.Tensor):
-        raise invalid_type(argument, type(x), "a torch.Tensor")
+        raise invalid_type("x", type(x), "a torch.Tensor")
     if x.is_nested:
-        raise invalid_type(argument, "a nested tensor", "a dense (strided) tensor", "Give its values() or pad it.")
+        raise invalid_type("x", "a nested tensor", "a dense (strided) tensor", "Give its values() or pad it.")
     if x.dim() == 0:
-        raise invalid_value(argument, "shape ()", "a tensor with a last dimension: the features")
+        raise invalid_value("x", "shape ()", "a tensor with a last dimension: the features")
 
 
-def check_like(argument: str, tensor: object, x: torch.Tensor, of: str = "x") -> None:
+def check_like(argument: str, tensor: object, x: torch.Tensor) -> None:
     """Raise for anything but a tensor of the shape, dtype and device of `x`."""
     if not isinstance(tensor, torch.Tensor):
-        raise invalid_type(argument, type(tensor), f"a tensor like {of}")
+        raise invalid_type(argument, type(tensor), "a tensor like x")
     if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-        raise invalid_value(argument, got, f"a tensor like {of}: {x.dtype} {tuple(x.shape)} on {x.device}")
+        raise invalid_value(argument, got, f"a tensor like x: {x.dtype} {tuple(x.shape)} on {x.device}")
 
 
 def check_beside(
@@ -182,17 +179,7 @@ def check_features(argument: str, layers: Sequence[nn.Linear], features: int, so
             raise invalid_value(argument, f"in_features {layer.in_features}", f"{features}, the features of {source}")
 
 
-def check_amax(amax: float | torch.Tensor | None, cast: Cast, rows: int, device: torch.device) -> torch.Tensor | None:
-    """The amax that replaces the measured one: float32 () or [R, 1] on `device`."""
-    return given_amax(amax, cast, rows, functools.partial(real_tensor, device=device), _readable)
-
-
-def check_scale_enc(scale_enc: float | torch.Tensor | None, delayed: bool, device: torch.device) -> torch.Tensor | None:
-    """The encode scale of delayed scaling, float32 () on `device`: needed if and only if the cast is `delayed`."""
-    return given_scale_enc(scale_enc, delayed, functools.partial(real_tensor, device=device), _readable)
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor | None:
+def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor, None where reading its values would wait for a device or break a trace."""
     is_hidden = torch.compiler.is_compiling() or transforms_active()
     return tensor if tensor.device.type == "cpu" and not is_hidden else None

@@ -3,6 +3,7 @@
 Legend: R = rows of an operand form, C = its contraction length (docs/numerics.md, "Operand form of an array").
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias, overload
@@ -13,12 +14,12 @@ from microfloat.arguments import axes_of, check_number, check_word, for_each
 from microfloat.errors import invalid_type, invalid_value, unknown_name
 from microfloat.layout import leading_axes
 from microfloat.recipes import as_cast
-from microfloat.recipes.usages import CastLike, Usage, usages_of
+from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_enc, usages_of
 from microfloat.torch import backends
 from microfloat.torch._typing import Seed
 from microfloat.torch._upper import upper
 from microfloat.torch.tensor import custom_ops as _operators
-from microfloat.torch.tensor.checks import check_amax, check_beside, check_scale_enc, check_tensor, real_tensor
+from microfloat.torch.tensor.checks import check_beside, check_tensor, readable, real_tensor
 from microfloat.torch.tensor.quantized_tensor import INPUT_DTYPES, QuantizedTensor, tensors_of
 from microfloat.torch.tensor.seeds import draw_seed, seed_words
 
@@ -124,10 +125,10 @@ def quantize_values(
 def _checked(usage: Usage, matrix: torch.Tensor, is_turned: bool) -> Usage:
     """A usage with its numbers as tensors beside the matrix, or beside its transpose."""
     check_word("stream", usage.stream)
-    rows = matrix.shape[1 if is_turned else 0]
+    rows, as_real = matrix.shape[1 if is_turned else 0], functools.partial(real_tensor, device=matrix.device)
+    amax = given_amax(usage.amax, usage.cast, rows, as_real, readable)
     return usage._replace(
-        amax=check_amax(usage.amax, usage.cast, rows, matrix.device),
-        scale_enc=check_scale_enc(usage.scale_enc, usage.cast.is_delayed, matrix.device),
+        amax=amax, scale_enc=given_scale_enc(usage.scale_enc, usage.cast.is_delayed, as_real, readable)
     )
 
 
@@ -356,27 +357,22 @@ def _fake_quantize(x: torch.Tensor, tokens: list[str], axes: list[int], *_: obje
     return [part for token, axis in pairs for part in _operators.valueless_parts(x, token, axis)]
 
 
-def _tensor(
-    parts: Sequence[torch.Tensor], token: str, axis: int, shape: Sequence[int], dtype: torch.dtype
-) -> QuantizedTensor:
-    codes, scale, *rest = parts
-    cast = _operators.cast_of(token)
-    return QuantizedTensor(codes, scale, rest[0] if rest else None, cast, axis=axis, shape=shape, dtype=dtype)
-
-
 def _dequantize(
     codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, token: str, axis: int,
     shape: Sequence[int], dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    parts = [codes, scale] if tensor_scale is None else [codes, scale, tensor_scale]
-    return _tensor(parts, token, axis, shape, torch.float32).decoded(dtype).contiguous()
+    cast, options = _operators.cast_of(token), {"axis": axis, "shape": shape, "dtype": torch.float32}
+    return QuantizedTensor(codes, scale, tensor_scale, cast, **options).decoded(dtype).contiguous()
 
 
 def _scaled_matmul(
     a: list[torch.Tensor], b: list[torch.Tensor], tokens: list[str], axes: list[int], a_shape: Sequence[int],
     b_shape: Sequence[int], bias: torch.Tensor | None, dtype: torch.dtype, accumulate: str, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    left, right = (_tensor(*one, dtype) for one in zip((a, b), tokens, axes, (a_shape, b_shape), strict=True))
+    left, right = (
+        tensors_of(parts, [_operators.cast_of(token)], [token], [axis], shape, dtype)[0]
+        for parts, token, axis, shape in zip((a, b), tokens, axes, (a_shape, b_shape), strict=True)
+    )
     return multiply_values(left, right, bias, dtype, accumulate, backend)
 
 

@@ -31,11 +31,11 @@ from microfloat.torch._typing import Options
 from microfloat.torch.backends.base import Backend, capturing, current_device, dtype_name
 from microfloat.torch.linear.observer import OBSERVERS, Listener
 from microfloat.torch.linear.schedule import Schedule, as_matrix
+from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer
 from microfloat.torch.nn.linear import RecipeLayer
 from microfloat.torch.tensor.checks import check_model
 from microfloat.torch.tensor.dispatch_modes import are_named, outside_of_modes
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-from microfloat.torch.watch.owners import Owners, is_compiled, joint_name, names_in
 from microfloat.torch.watch.readings import Sample, Source, quantized, read_noise, read_product, read_rows
 from microfloat.watching import DEFAULT_METRICS, OF_PRODUCT, OF_SAMPLE, Entry, Measured, RecordLog
 
@@ -95,14 +95,14 @@ class watch(RecordLog):
         self._calls: dict[str, int] = {}
         self._open: dict[str, list[_Call]] = {}
         self._hooks: list[RemovableHandle] = []
-        self._owners = Owners(())
+        self._owners = _Owners(())
 
     def __enter__(self) -> "watch":
         if self._caller_in_place is not None:
             raise invalid_value("watch", "one that is open already", "one that is not", "Make a second mf.watch.")
         root = getattr(self._model, "_orig_mod", self._model)
-        self._names = names_in(root)
-        self._owners = Owners([module for module in self._names if isinstance(module, RecipeLayer)])
+        self._names = _names_in(root)
+        self._owners = _Owners([module for module in self._names if isinstance(module, RecipeLayer)])
         self._watched = [module for module in self._names if isinstance(module, RecipeLayer | nn.Linear)]
         own = self._model.__dict__
         self._before = own.get("_compiled_call_impl")
@@ -181,7 +181,7 @@ class watch(RecordLog):
         if self._follows:
             return
         OBSERVERS.append(self)
-        if not is_compiled(self._model):
+        if not _is_compiled(self._model):
             for module in self._names:
                 if isinstance(module, nn.Linear) and not isinstance(module, RecipeLayer):
                     self._hooks.append(module.register_forward_hook(self._see_plain_call))
@@ -219,7 +219,7 @@ class watch(RecordLog):
                     layers = self._owners.joined_in(weight)
         if not layers or any(layer not in self._names for layer in layers):
             return None
-        name = joint_name([self._names[layer] for layer in layers])
+        name = _joint_name([self._names[layer] for layer in layers])
         again = torch._C._current_graph_task_id() != -1  # a recomputation: its forward was measured before
         if self._follows and (weight is None or not self._follow(name, is_backward, again)):
             return None
@@ -472,3 +472,72 @@ class _Call:
         if is_elsewhere:
             stack.enter_context(torch.cuda.device(index))
         return stack
+
+
+# --------------------------------------------------------------------------------------------------- weights and names
+
+
+class _Owners:
+    """The layers of weights that observed calls read.
+
+    A weight that a compiler has joined has memory of its own: its layers are found by values, for which the host waits.
+    """
+
+    def __init__(self, layers: Sequence[RecipeLayer]) -> None:
+        self._layers = layers
+        self._by_address: dict[int, RecipeLayer] = {}  # an entry for each layer
+
+    def of(self, weight: torch.Tensor) -> list[RecipeLayer]:
+        """The layer with this weight, as a list of one; an empty list for another tensor."""
+        address = _address_of(weight)
+        layer = self._by_address.get(address)
+        if layer is None or _address_of(layer.weight) != address:  # memory of weights moves under FSDP
+            self._by_address = {}
+            for one in self._layers:
+                self._by_address.setdefault(_address_of(one.weight), one)
+            layer = self._by_address.get(address)
+        return [] if layer is None else [layer]
+
+    def joined_in(self, weight: torch.Tensor) -> list[RecipeLayer]:
+        """The layers whose first rows are those of the parts of this weight, empty where a part has no layer."""
+        found: list[RecipeLayer] = []
+        row = 0
+        while row < weight.shape[0]:
+            part = weight[row : row + 1]
+            layer = next((
+                one for one in self._layers if one not in found and one.weight.dim() == weight.dim() == 2
+                and one.weight.shape[1:] == weight.shape[1:] and torch.equal(one.weight[:1].to(part.dtype), part)
+            ), None)  # fmt: skip
+            if layer is None:
+                return []
+            found.append(layer)
+            row += layer.weight.shape[0]
+        return found
+
+
+def _names_in(root: nn.Module) -> dict[nn.Module, str]:
+    """The names of a model's modules; a layer of experts is its products, each under the name of its parameter."""
+    found = {module: name for name, module in root.named_modules() if not isinstance(module, ExpertsLayer)}
+    return {
+        module: ".".join([*name.split(".")[:-2], module.name]) if isinstance(module, ExpertProduct) else name
+        for module, name in found.items()
+    }  # fmt: skip
+
+
+def _joint_name(names: Sequence[str]) -> str:
+    """``a.q+k+v`` of a.q, a.k and a.v."""
+    prefix = names[0].rpartition(".")[0]
+    cut = len(prefix) + 1 if prefix else 0
+    return "+".join([names[0], *(name[cut:] for name in names[1:])])
+
+
+def _address_of(weight: torch.Tensor) -> int:
+    return (weight.part_list()[0] if isinstance(weight, QuantizedTensor) else weight).data_ptr()
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """True for a model whose call, or that of a part of it, is compiled."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None and not isinstance(module, nn.Linear)
+        for module in model.modules() if module is not model
+    ) or hasattr(model, "_orig_mod") or hasattr(model.__dict__.get("_compiled_call_impl"), "compiled")  # fmt: skip
