@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +167,7 @@ class autocast:
 
 def _check_group(group: object) -> None:
     distributed = torch.distributed
-    if group is None or (distributed.is_available() and group == distributed.GroupMember.NON_GROUP_MEMBER):
+    if distributed.is_available() and group == distributed.GroupMember.NON_GROUP_MEMBER:
         return
     if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
         raise invalid_type(
@@ -320,8 +320,8 @@ def _replayed(context_fn: Callable | None, function: Callable[..., Result], args
         tape = Tape(None if state is None else state.record_tape)
         first, again = (contextlib.nullcontext(),) * 2 if context_fn is None else context_fn()
         return (
-            _Reentered(lambda: _both(entered(state, record_tape=tape), first)),
-            _Reentered(lambda: _both(entered(state, record_tape=None, replay=iter(tape.scales)), again)),
+            _Reentered(lambda: (entered(state, record_tape=tape), first)),
+            _Reentered(lambda: (entered(state, record_tape=None, replay=iter(tape.scales)), again)),
         )
 
     return torch_checkpoint.checkpoint(function, *args, context_fn=contexts, **options)
@@ -334,23 +334,18 @@ _REPLAYED: Callable = context.in_eager_mode(
 )
 
 
-@contextlib.contextmanager
-def _both(*managers: contextlib.AbstractContextManager) -> Iterator[None]:
-    with managers[0], managers[1]:
-        yield
-
-
 class _Reentered(threading.local):
-    """A context that is made anew whenever it is entered, as each backward through a kept graph does."""
+    """Contexts that are made anew whenever they are entered, as each backward through a kept graph does."""
 
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager]) -> None:
+    def __init__(self, make: Callable[[], Iterable[contextlib.AbstractContextManager]]) -> None:
         self._make = make
-        self._opened: list[contextlib.AbstractContextManager] = []
+        self._opened: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
-        made = self._make()
-        made.__enter__()
-        self._opened.append(made)
+        with contextlib.ExitStack() as stack:  # left at once where one of them fails
+            for made in self._make():
+                stack.enter_context(made)
+            self._opened.append(stack.pop_all())
 
     def __exit__(self, *error: object) -> bool | None:
         return self._opened.pop().__exit__(*error)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def as_experts(name: str, module: nn.Module) -> None:
     if not isinstance(module, ExpertsLayer):
         form = form_of(module)
         assert form is not None, "the caller has asked is_experts"
-        _set_class(module, experts_class(type(module)))
+        set_class(module, experts_class(type(module)))
         module.begin(form)  # type: ignore[operator]
     module.name_products(name)  # type: ignore[operator]
 
@@ -98,7 +98,7 @@ def as_plain_experts(module: ExpertsLayer) -> bool:
         module.pin(None)
         return False
     module.end()
-    _set_class(module, module._original)
+    set_class(module, module._original)
     return True
 
 
@@ -121,7 +121,8 @@ def products_to_measure(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
             layer.__dict__["_measured_amaxes"] = found
 
 
-def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Change the class of a module, and of its bound forward wherever that is kept."""
     bound = _bound_forwards(module)
     module.__class__ = kind
     for holder, name in bound:

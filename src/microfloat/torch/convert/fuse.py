@@ -19,7 +19,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Container, Iterator
-from types import CodeType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -31,7 +31,7 @@ from microfloat.torch._typing import Options
 from microfloat.torch.autocast import autocast
 from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.nn.attention import heads_of
-from microfloat.torch.nn.forward_rules import ACTIVATION_OF, Forward, arguments_of, names_of
+from microfloat.torch.nn.forward_rules import ACTIVATION_OF, Forward, arguments_of, instructions_of, names_of
 from microfloat.torch.nn.functional import NormOf, activation_linear, linear_cross_entropy, mlp, norm_linear, project
 from microfloat.torch.nn.linear import UNPINNED, Linear
 from microfloat.torch.nn.merged import can_join, is_bare, join_
@@ -196,7 +196,8 @@ def _fused_class(kind: type) -> type | None:
         more["_cache_name"] = next((name for name in _CACHES if name in arguments), "")
         attention = getattr(sys.modules[kind.__module__], f"{_DECODERS[family]}Attention", None)
         more["_attention"] = attention
-        more["_tells_cache"] = attention is not None and "kwargs" in _called_with(attention.forward)
+        constants = () if attention is None else inspect.unwrap(attention.forward).__code__.co_consts
+        more["_tells_cache"] = any("kwargs" in one for one in constants if isinstance(one, tuple))  # passed by name
     elif family in _DECODERS and kind.__name__ == f"{_DECODERS[family]}ForCausalLM":
         base = _CausalModel
         more["_arguments"] = arguments_of(kind.forward)[1:]  # type: ignore[attr-defined]
@@ -213,12 +214,6 @@ def _fused_class(kind: type) -> type | None:
     return type(kind.__name__, (base, Fused, kind), namespace)
 
 
-def _called_with(function: Callable) -> set[str]:
-    """The names by which a function passes arguments on."""
-    constants = inspect.unwrap(function).__code__.co_consts
-    return {name for one in constants if isinstance(one, tuple) for name in one if isinstance(name, str)}
-
-
 def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
@@ -230,13 +225,10 @@ def _named_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _computes_gated_mlp(kind: type) -> bool:
     """True if the forward of a class is one of the two above, by its bytecode: names alone would not tell a swap."""
-    code = getattr(vars(kind).get("forward"), "__code__", None)
-    return code is not None and any(_computed_by(code) == _computed_by(one.__code__) for one in (_gated, _named_gated))
-
-
-def _computed_by(code: CodeType) -> tuple:
-    several = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    return code.co_code, code.co_names, code.co_argcount, code.co_kwonlyargcount, several
+    own = vars(kind).get("forward")
+    return isinstance(own, FunctionType) and any(
+        own.__code__.co_argcount == 2 and instructions_of(own) == instructions_of(one) for one in (_gated, _named_gated)
+    )
 
 
 def _why_not(module: Any) -> str:

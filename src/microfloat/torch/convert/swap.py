@@ -40,6 +40,7 @@ from microfloat.torch.convert.experts import (
     as_plain_experts,
     is_experts,
     remark_on,
+    set_class,
     shape_of_experts,
     turned_in,
     why_not_experts,
@@ -351,11 +352,7 @@ def _change_class(module: nn.Module, old: type, new: type) -> bool:
     kind = _replaced(type(module), old, new)
     if kind is None or not _calls_forward_of(module, old):
         return False
-    for name in ("forward", "_old_forward"):  # which a hook of accelerate's puts back
-        kept = module.__dict__.get(name)
-        if isinstance(kept, MethodType) and kept.__func__ is old.forward:
-            module.__dict__[name] = MethodType(new.forward, module)
-    module.__class__ = kind
+    set_class(module, kind)
     return True
 
 

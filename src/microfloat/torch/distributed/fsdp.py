@@ -412,7 +412,7 @@ class Source(NamedTuple):
     def operand(self, gather: Gather, transposed: bool) -> Operand:
         """The operand of the other pass: under activation checkpointing, and without a reshard after forward."""
         parts, metadata = _cast_shard(self.shard.state.cast_from(self.shard.plain), gather, transposed)
-        return operand_of([self._gather(part) for part in parts], metadata)
+        return self.operand_of(([self._gather(part) for part in parts], metadata))
 
     def values(self) -> torch.Tensor:
         """The values of the weight: for another recipe or dtype than was gathered."""
@@ -420,8 +420,18 @@ class Source(NamedTuple):
         return self._gather(values.reshape(-1)).view(self.shape)
 
     def operand_of(self, gathered: tuple[Sequence[torch.Tensor], Metadata]) -> Operand:
-        """See `operand_of`."""
-        return operand_of(*gathered)
+        """The operand in gathered bytes, as a view; as a copy where it is transposed, with shards of [K, n]."""
+        outputs, metadata = gathered
+        cast, transposed = metadata.gather.casts[metadata.transposed], metadata.transposed
+        rows, length = self.shape[::-1] if transposed else self.shape
+        layout, made = layout_of(cast, rows, length), []
+        for output, part, dtype in zip(outputs, layout, (metadata.codes_dtype, metadata.scale_dtype), strict=False):
+            assert part is not None
+            if transposed and self.mesh.size() > 1:
+                output = side_by_side(output.view(self.mesh.size(), part.shape[0], -1))
+            made.append(output.view(dtype).view(part.shape))
+        scale = made[1] if metadata.scale is None else metadata.scale
+        return Operand(made[0], scale, metadata.tensor_scale, cast.format, rows, length)
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
         whole, group = part.new_empty(part.numel() * self.mesh.size()), self.mesh.get_group()
@@ -450,21 +460,6 @@ def _cast_shard(values: torch.Tensor, gather: Gather, transposed: bool) -> tuple
     )  # fmt: skip
     parts = (operand.codes,) if is_one else (operand.codes, operand.scale)
     return tuple(part.contiguous().view(-1).view(torch.uint8) for part in parts), metadata
-
-
-def operand_of(outputs: Sequence[torch.Tensor], metadata: Metadata) -> Operand:
-    """The operand in gathered bytes, as a view; as a copy where it is transposed, with shards of [K, n]."""
-    gather, transposed = metadata.gather, metadata.transposed
-    cast, ranks = gather.casts[transposed], gather.source.mesh.size()
-    rows, length = metadata.shape[::-1] if transposed else metadata.shape
-    layout, made = layout_of(cast, rows, length), []
-    for output, part, dtype in zip(outputs, layout, (metadata.codes_dtype, metadata.scale_dtype), strict=False):
-        assert part is not None
-        if transposed and ranks > 1:
-            output = side_by_side(output.view(ranks, part.shape[0], -1))
-        made.append(output.view(dtype).view(part.shape))
-    scale = made[1] if metadata.scale is None else metadata.scale
-    return Operand(made[0], scale, metadata.tensor_scale, cast.format, rows, length)
 
 
 def compare_weight(mesh: "DeviceMesh", layer: nn.Module, recipe: object, weight: str) -> None:

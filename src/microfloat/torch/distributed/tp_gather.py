@@ -81,7 +81,7 @@ class Readers:
         columns = self._entered().columns
         parts = columns.get(schedule.x_key) if schedule.shares_x else None
         if parts is None:
-            parts = schedule.gather_saved(saved.x)
+            parts = schedule.x_cast.gathered(saved.x, 1)
             if schedule.shares_x and self._number > 1:
                 columns[schedule.x_key] = parts
         return saved._replace(x=parts)
@@ -172,17 +172,13 @@ class _Shared:
 
     def __init__(self, x: DTensor | None = None, state: tuple | None = None, made: Maybe = None) -> None:
         self.state = state
-        self._made: Callable[[], Maybe] = lambda: made
+        self.made: Callable[[], Maybe] = lambda: made  # None where it exists no more
         if x is not None and made is not None and x.is_leaf and made.requires_grad:
             vars(made)["is_held_by_readers"] = True
-            self._made = weakref.ref(made)
+            self.made = weakref.ref(made)
 
     def __reduce__(self) -> tuple:
         return _Shared, ()
-
-    def made_in(self, state: tuple) -> Maybe:
-        """The gathered x, if it still exists and was made in this state."""
-        return self._made() if self.state == state else None
 
 
 def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, Maybe]:
@@ -190,7 +186,7 @@ def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, Maybe]:
     if x.is_inference():  # whose writes are not counted
         return None, None
     state, shared = (x._version, x.requires_grad, torch.is_grad_enabled()), getattr(x, name, None)
-    return state, None if shared is None else shared.made_in(state)
+    return state, shared.made() if shared is not None and shared.state == state else None
 
 
 class _Gathered(torch.autograd.Function):

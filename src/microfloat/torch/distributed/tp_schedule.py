@@ -389,10 +389,6 @@ class ShardedSchedule(Schedule):
         """Both operands of a gradient, of this rank's shard or gathered."""
         return super().cast_dy(arrived(dy), inputs, wants_dx, wants_dw)
 
-    def gather_saved(self, saved: Parts) -> Parts:
-        """The operand of x that wgrad reads, of all ranks; `saved`: this rank's."""
-        return self.x_cast.gathered(saved, 1)
-
     def gradients(
         self, dy: Operands, saved: Saved, wants_dx: bool, wants_dw: bool, into: Sink | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -74,7 +74,9 @@ class ColwiseParallel(_OfLinear, parallel.ColwiseParallel):  # pyright: ignore[r
             return None
         if not isinstance(x, DTensor):
             x = _whole_of(x, input_layouts, device_mesh)
-        if isinstance(mod, Linear) and mod.effective_recipe() is not None and _is_sequence(x):
+        placement = x.placements[0]  # of rows that are sharded, and nothing else
+        is_sequence = len(x.placements) == 1 and type(placement) is Shard and placement.dim < x.dim() - 1
+        if is_sequence and isinstance(mod, Linear) and mod.effective_recipe() is not None:
             return x
         prepare = parallel.ColwiseParallel._prepare_input_fn
         return prepare(x.placements, desired_input_layouts, mod, (x, *inputs[1:]), device_mesh)
@@ -141,9 +143,3 @@ def _whole_of(x: torch.Tensor, layouts: Layouts, mesh: DeviceMesh) -> DTensor:
         return DTensor.from_local(x, mesh, layouts, run_check=False)
     placed = Placed(mesh, layouts, x.shape)
     return AsPlaced.apply(x, placed, placed)
-
-
-def _is_sequence(x: DTensor) -> bool:
-    """True for a tensor of rows that are sharded, and nothing else."""
-    placement = x.placements[0]
-    return len(x.placements) == 1 and type(placement) is Shard and placement.dim < x.dim() - 1

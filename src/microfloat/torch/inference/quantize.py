@@ -423,7 +423,8 @@ def searched(
     is_searched = scale_search == "mse" and not weight.is_meta and weight.numel() > 0
     is_compensated = hessian is not None and weight.numel() > 0 and bool(hessian.any() and weight.isfinite().all())
     if (is_searched or is_compensated) and amax is None and cast.takes_amax:
-        amax = _held_amax(weight, cast)
+        is_of_rows = cast.tensor_scale == "row"
+        amax = weight.detach().abs().amax(1, keepdim=True).float() if is_of_rows else backends.amax_of(weight)
     if is_searched and cast.format.is_per_tensor and amax is not None:
         amax, scale_search, is_searched = _best_amax([weight], cast, amax), None, False
     if hessian is not None and is_compensated:
@@ -448,13 +449,6 @@ def _best_amax(weights: Sequence[torch.Tensor], cast: Cast, amax: torch.Tensor) 
         for part in candidates
     ]
     return candidates[int(torch.stack(errors).argmin())]
-
-
-def _held_amax(weight: torch.Tensor, cast: Cast) -> torch.Tensor:
-    """The amax behind the tensor scale: of all values, or of each row."""
-    if cast.tensor_scale == "row":
-        return weight.detach().abs().amax(1, keepdim=True).float()
-    return backends.choose("auto", weight.device).amax(weight).reshape(())
 
 
 def _candidates(weight: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> Iterator[QuantizedTensor]:

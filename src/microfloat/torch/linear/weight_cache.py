@@ -126,10 +126,7 @@ def _amaxes(weight: torch.Tensor) -> torch.Tensor:
             f"joint_scale: got a weight {got} beside one that is multiplied, needed all weights of a group, such as q, "
             "k and v, in memory at once. Put them under one fully_shard, and do not offload them one by one."
         )
-    amax = backends.choose("auto", own.device).amax
-    parts = own if own.dim() == 3 else [own]
-    found = [amax(one).reshape(()) if one.numel() else own.new_zeros((), dtype=torch.float32) for one in parts]
-    made = torch.stack(found) if own.dim() == 3 else found[0].clone()
+    made = torch.stack([backends.amax_of(one) for one in own]) if own.dim() == 3 else backends.amax_of(own).clone()
     for axis in range(0 if mesh is None else mesh.ndim):
         (made,) = maxima(mesh.get_group(axis), [made])  # type: ignore[union-attr]
     return made
