@@ -97,58 +97,47 @@ def rows_of_tile(cut: DecodeCut) -> int:
     return 8 * cut.TOKENS
 
 
-class _Division(NamedTuple):
-    """Fields of a `DecodeCut` for `decode_gemm`, as its table holds them."""
-
-    ROW_WARPS: int
-    LENGTH_WARPS: int
-    TILES: int
-    STAGES: int
-    AHEAD: int
-    ORDERED: int
-    DEPENDENT: int
-
-
-# Kind of codes: the most rows of x: divisions where the weight has few rows, some, or many (48 and 128 for each
-# multiprocessor): the fastest of 20 to 48 that were measured on an H100 with 4096, 8192 and 28672 rows
-# (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4 but MXFP4 of 5 to 16 rows, and of 17 to 64 on an
-# H200 (benchmarks/results/decode_few_cuts_h200.json). More warps along K where rows of the weight are few, and more
-# rows of a warp where there are many, or many of x: those share what is read of x.
-_FP8_64 = ((1, 8, 2, 1, 2, 1, 1), (2, 4, 2, 1, 2, 1, 1), (4, 1, 2, 1, 2, 1, 1))
+# Kind of codes: the most rows of x: divisions (ROW_WARPS, LENGTH_WARPS, TILES, STAGES, AHEAD, ORDERED of a `DecodeCut`)
+# where the weight has few rows, some, or many (48 and 128 for each multiprocessor): the fastest of 20 to 48 that were
+# measured on an H100 with 4096, 8192 and 28672 rows (benchmarks/results/decode_few_cuts.json); NVFP4 stood for all FP4
+# but MXFP4 of 5 to 16 rows, and of 17 to 64 on an H200 (benchmarks/results/decode_few_cuts_h200.json). More warps along
+# K where rows of the weight are few, and more rows of a warp where there are many, or many of x: those share what is
+# read of x.
+_FP8_64 = ((1, 8, 2, 1, 2, 1), (2, 4, 2, 1, 2, 1), (4, 1, 2, 1, 2, 1))
 _ROWS_OF_FP8: dict[int, tuple[tuple[int, ...], ...]] = {
-    8: ((1, 8, 2, 2, 2, 0, 1), (1, 8, 2, 1, 2, 0, 1), (1, 8, 1, 1, 4, 0, 1)),
-    16: ((1, 8, 1, 2, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 4, 2, 1, 4, 1, 1)),
-    32: ((1, 8, 1, 1, 2, 1, 1), (2, 4, 1, 1, 2, 1, 1), (4, 1, 1, 1, 2, 1, 1)),
+    8: ((1, 8, 2, 2, 2, 0), (1, 8, 2, 1, 2, 0), (1, 8, 1, 1, 4, 0)),
+    16: ((1, 8, 1, 2, 4, 1), (2, 4, 1, 2, 4, 1), (2, 4, 2, 1, 4, 1)),
+    32: ((1, 8, 1, 1, 2, 1), (2, 4, 1, 1, 2, 1), (4, 1, 1, 1, 2, 1)),
     64: _FP8_64,
 }
 _ROWS_OF_FP4: dict[int, tuple[tuple[int, ...], ...]] = {
-    4: ((1, 8, 1, 2, 8, 0, 1), (1, 4, 1, 2, 8, 0, 1), (1, 4, 2, 1, 8, 0, 1)),
-    8: ((1, 8, 1, 1, 8, 1, 1), (2, 4, 1, 1, 8, 1, 1), (2, 2, 1, 1, 4, 1, 1)),
-    16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 1, 4, 1, 1), (2, 2, 2, 1, 4, 1, 1)),
-    32: ((1, 8, 2, 1, 4, 1, 1), (2, 4, 2, 1, 4, 1, 1), (4, 1, 2, 1, 4, 1, 1)),
-    64: ((1, 8, 2, 1, 1, 1, 1), (2, 4, 2, 1, 1, 1, 1), (4, 1, 2, 1, 1, 1, 1)),
+    4: ((1, 8, 1, 2, 8, 0), (1, 4, 1, 2, 8, 0), (1, 4, 2, 1, 8, 0)),
+    8: ((1, 8, 1, 1, 8, 1), (2, 4, 1, 1, 8, 1), (2, 2, 1, 1, 4, 1)),
+    16: ((1, 8, 1, 1, 4, 1), (2, 4, 1, 1, 4, 1), (2, 2, 2, 1, 4, 1)),
+    32: ((1, 8, 2, 1, 4, 1), (2, 4, 2, 1, 4, 1), (4, 1, 2, 1, 4, 1)),
+    64: ((1, 8, 2, 1, 1, 1), (2, 4, 2, 1, 1, 1), (4, 1, 2, 1, 1, 1)),
 }
 _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
     "FP4": _ROWS_OF_FP4,
     "MXFP4": {
         **_ROWS_OF_FP4,
-        8: ((1, 8, 1, 2, 4, 1, 1), (1, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 4, 1, 1)),
-        16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 2, 1, 1)),
-        32: ((1, 8, 2, 1, 4, 1, 1), (2, 4, 1, 1, 2, 1, 1), (4, 1, 2, 2, 2, 1, 1)),
-        64: ((2, 4, 1, 2, 2, 1, 1), (4, 2, 1, 2, 2, 1, 1), (4, 1, 2, 1, 2, 1, 1)),
+        8: ((1, 8, 1, 2, 4, 1), (1, 4, 1, 2, 4, 1), (2, 2, 1, 1, 4, 1)),
+        16: ((1, 8, 1, 1, 4, 1), (2, 4, 1, 2, 4, 1), (2, 2, 1, 1, 2, 1)),
+        32: ((1, 8, 2, 1, 4, 1), (2, 4, 1, 1, 2, 1), (4, 1, 2, 2, 2, 1)),
+        64: ((2, 4, 1, 2, 2, 1), (4, 2, 1, 2, 2, 1), (4, 1, 2, 1, 2, 1)),
     },
     "MX": {
-        4: ((1, 8, 1, 2, 4, 0, 1), (1, 8, 2, 1, 4, 0, 1), (1, 4, 2, 1, 4, 0, 1)),
-        8: ((1, 8, 1, 2, 4, 0, 1), (1, 8, 2, 1, 4, 0, 1), (1, 4, 1, 1, 4, 1, 1)),
-        16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 1, 4, 1, 1), (2, 2, 2, 1, 2, 1, 1)),
-        32: ((1, 8, 2, 1, 4, 1, 1), (2, 4, 1, 1, 2, 1, 1), (2, 2, 1, 1, 4, 1, 1)),
-        64: ((1, 8, 2, 1, 1, 1, 1), (2, 4, 2, 1, 2, 1, 1), (4, 1, 2, 1, 1, 1, 1)),
+        4: ((1, 8, 1, 2, 4, 0), (1, 8, 2, 1, 4, 0), (1, 4, 2, 1, 4, 0)),
+        8: ((1, 8, 1, 2, 4, 0), (1, 8, 2, 1, 4, 0), (1, 4, 1, 1, 4, 1)),
+        16: ((1, 8, 1, 1, 4, 1), (2, 4, 1, 1, 4, 1), (2, 2, 2, 1, 2, 1)),
+        32: ((1, 8, 2, 1, 4, 1), (2, 4, 1, 1, 2, 1), (2, 2, 1, 1, 4, 1)),
+        64: ((1, 8, 2, 1, 1, 1), (2, 4, 2, 1, 2, 1), (4, 1, 2, 1, 1, 1)),
     },
     "FP8": _ROWS_OF_FP8,
     "BLOCKS": {
-        8: ((1, 8, 1, 2, 2, 0, 1), *_ROWS_OF_FP8[8][1:]),
-        16: ((1, 8, 1, 1, 4, 1, 1), (2, 4, 1, 2, 4, 1, 1), (2, 2, 1, 1, 2, 1, 1)),
-        32: ((1, 8, 2, 1, 2, 1, 1), (2, 4, 2, 1, 4, 1, 1), (4, 2, 2, 1, 2, 1, 1)),
+        8: ((1, 8, 1, 2, 2, 0), *_ROWS_OF_FP8[8][1:]),
+        16: ((1, 8, 1, 1, 4, 1), (2, 4, 1, 2, 4, 1), (2, 2, 1, 1, 2, 1)),
+        32: ((1, 8, 2, 1, 2, 1), (2, 4, 2, 1, 4, 1), (4, 2, 2, 1, 2, 1)),
         64: _FP8_64,
     },
 }  # fmt: skip
@@ -158,14 +147,14 @@ _DIVISIONS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
 # on an H200 by 2 to 14 % (benchmarks/results/decode_shared_cuts.json). None: it is not.
 _SHARED: dict[str, dict[int, tuple[tuple[int, ...] | None, ...]]] = {
     "FP4": {
-        4: ((1, 8, 1, 0, 8, 0, 1), (2, 4, 1, 0, 8, 0, 1), None),
-        8: ((1, 8, 1, 0, 8, 1, 1), (2, 4, 1, 0, 8, 1, 1), None),
-        16: ((1, 8, 1, 0, 4, 1, 1), (1, 4, 1, 0, 4, 1, 1), None),
+        4: ((1, 8, 1, 0, 8, 0), (2, 4, 1, 0, 8, 0), None),
+        8: ((1, 8, 1, 0, 8, 1), (2, 4, 1, 0, 8, 1), None),
+        16: ((1, 8, 1, 0, 4, 1), (1, 4, 1, 0, 4, 1), None),
     },
     "MXFP4": {
-        4: ((1, 8, 1, 0, 8, 0, 1), (2, 4, 1, 0, 8, 0, 1), (1, 4, 2, 0, 8, 0, 1)),
-        8: ((1, 8, 1, 0, 8, 1, 1), (2, 4, 1, 0, 8, 1, 1), (1, 4, 2, 0, 8, 1, 1)),
-        16: (None, None, (1, 4, 2, 0, 4, 1, 1)),
+        4: ((1, 8, 1, 0, 8, 0), (2, 4, 1, 0, 8, 0), (1, 4, 2, 0, 8, 0)),
+        8: ((1, 8, 1, 0, 8, 1), (2, 4, 1, 0, 8, 1), (1, 4, 2, 0, 8, 1)),
+        16: (None, None, (1, 4, 2, 0, 4, 1)),
     },
 }
 
@@ -187,19 +176,18 @@ def cut_of(
     kind, size = _kind_of(codes), (n >= 48 * device.multiprocessors) + (n >= 128 * device.multiprocessors)
     tokens = next(tokens for tokens in (1, 2, 4, 8) if m <= 8 * tokens)
     if device.is_hopper and (row := _of_most(_SHARED.get(kind, {}), m, size)):
-        cut = fitted(_cut_by(_Division(*row), tokens, early=True), codes, k, scale_strides, bias)
+        cut = fitted(_cut_by(row, tokens, early=True), codes, k, scale_strides, bias)
         if cut.STAGES == 0:
             return cut
     row = _of_most(_DIVISIONS[kind], m, size)
     assert row is not None, "every size of weight has a division"
-    own = _Division(*row)
+    cut = _cut_by(row, tokens, early=device.is_hopper)
     if n < 16 * device.multiprocessors:
-        own = own._replace(ROW_WARPS=1, LENGTH_WARPS=8, TILES=1)
-    length, chunks = own.LENGTH_WARPS, -(-k * codes.BITS // _CHUNK_BITS)
+        cut = cut._replace(ROW_WARPS=1, LENGTH_WARPS=8, TILES=1)
+    length, chunks = cut.LENGTH_WARPS, -(-k * codes.BITS // _CHUNK_BITS)
     while length > 1 and length > chunks:
         length //= 2
-    cut = _cut_by(own._replace(LENGTH_WARPS=length), tokens, bool(own.DEPENDENT) and device.is_hopper)
-    return fitted(cut, codes, k, scale_strides, bias)
+    return fitted(cut._replace(LENGTH_WARPS=length), codes, k, scale_strides, bias)
 
 
 def _of_most(table: Mapping[int, Sequence[tuple[int, ...] | None]], rows: int, size: int) -> tuple[int, ...] | None:
@@ -207,11 +195,8 @@ def _of_most(table: Mapping[int, Sequence[tuple[int, ...] | None]], rows: int, s
     return next((of_size[size] for most, of_size in table.items() if rows <= most), None)
 
 
-def _cut_by(own: _Division, tokens: int, early: bool) -> DecodeCut:
-    return DecodeCut(
-        own.ROW_WARPS, own.LENGTH_WARPS, own.TILES, tokens, own.STAGES, own.AHEAD, False, False, False,
-        bool(own.ORDERED), DEPENDENT=early,
-    )  # fmt: skip
+def _cut_by(row: tuple[int, ...], tokens: int, early: bool) -> DecodeCut:
+    return DecodeCut(*row[:3], tokens, *row[3:5], False, False, False, bool(row[5]), DEPENDENT=early)
 
 
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
