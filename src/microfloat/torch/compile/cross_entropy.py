@@ -3,7 +3,7 @@
 Legend: T = tokens, K = in features, N = out features (the vocabulary).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,29 +13,11 @@ from microfloat.torch._typing import Context, Maybe
 from microfloat.torch.compile.linear import seed_for
 from microfloat.torch.compile.operators import check_caller, describe, rebuilt
 from microfloat.torch.launch.gemms import epilogue
-from microfloat.torch.linear.cross_entropy import Head, Losses, default_chunk, run_chunks
+from microfloat.torch.linear.cross_entropy import LossCall, Losses, default_chunk, run_chunks
 from microfloat.torch.linear.function import refuse_batched
 from microfloat.torch.tensor.checks import is_abstract
 from microfloat.torch.tensor.custom_ops import define
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
-
-
-class LossCall(NamedTuple):
-    """All of a call besides its tensors; `origin`: who has named the recipe (`compile.linear.check_caller`)."""
-
-    reduction: str
-    wants_dx: bool
-    wants_dw: bool
-    token: str
-    origin: str
-    backend: str
-    compute: torch.dtype
-    chunk: int
-
-    @property
-    def is_late(self) -> bool:
-        """True where gradients are computed in backward, from logits that are made again."""
-        return self.reduction == "none" or self.compute == torch.float16
 
 
 def loss_of(
@@ -88,7 +70,12 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[Maybe, ...]:  # type: ignore[override]
         if not torch.compiler.is_compiling():
             refuse_batched(gradient)
-            _refuse_double_backward()
+            if torch.is_grad_enabled():
+                raise NotSupportedError(
+                    "linear_cross_entropy: got create_graph=True (a double backward), needed a single backward. Use "
+                    "torch.nn.functional.linear and cross_entropy, in high precision, where a second derivative is "
+                    "needed."
+                )
         call = LossCall(*ctx.settings)
         if call.is_late:
             x, weight, labels, factors, seeds = ctx.saved_tensors
@@ -109,22 +96,13 @@ def _scaled(tensor: Maybe, factor: torch.Tensor) -> Maybe:
     return torch.mul(tensor, factor.float().reshape(1), out=torch.empty_like(tensor))
 
 
-def _refuse_double_backward() -> None:
-    if torch.is_grad_enabled():
-        raise NotSupportedError(
-            "linear_cross_entropy: got create_graph=True (a double backward), needed a single backward. Use "
-            "torch.nn.functional.linear and cross_entropy, in high precision, where a second derivative is needed."
-        )
-
-
 def _chunks(
     call: LossCall, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, factors: Maybe, seeds: Maybe
 ) -> Losses:
     """`run_chunks`, by an operator where a compiler traces or there are no values."""
-    wants = (call.wants_dx and factors is not None), (call.wants_dw and factors is not None)
     if not (torch.compiler.is_compiling() or is_abstract(x)):
-        head = Head(context.recipe_of(call.token), call.backend, call.compute, call.chunk)
-        return run_chunks(head, x, weight, labels, factors, seeds, *wants)
+        return run_chunks(call, x, weight, labels, factors, seeds)
+    wants = (call.wants_dx and factors is not None), (call.wants_dw and factors is not None)
     is_stored = isinstance(weight, QuantizedTensor)
     parts, stored = (weight.part_list(), describe(weight)) if is_stored else ([weight], "")  # type: ignore[attr-defined]
     settings = stored, call.token, call.origin, call.backend, call.compute, call.chunk
@@ -136,10 +114,9 @@ def _run(
     x: torch.Tensor, parts: list[torch.Tensor], labels: torch.Tensor, factors: Maybe, seeds: Maybe, wants_dx: bool,
     wants_dw: bool, stored: str, *settings: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
-    token, origin, *others = settings
-    check_caller(token, origin)
-    head = Head(context.recipe_of(token), *others)
-    made = run_chunks(head, x, rebuilt(parts, stored), labels, factors, seeds, wants_dx, wants_dw)
+    call = LossCall("", wants_dx, wants_dw, *settings)
+    check_caller(call.token, call.origin)
+    made = run_chunks(call, x, rebuilt(parts, stored), labels, factors, seeds)
     return [one for one in made if one is not None]
 
 

@@ -18,7 +18,7 @@ import torch
 
 from microfloat.errors import invalid_value
 from microfloat.passes import CastInputs
-from microfloat.recipes import Recipe
+from microfloat.torch import context
 from microfloat.torch._typing import Maybe
 from microfloat.torch.backends.base import Operands
 from microfloat.torch.linear.function import Run, find
@@ -31,13 +31,25 @@ _MOST_BYTES = 2**29
 _BLOCK = 128
 
 
-class Head(NamedTuple):
-    """All of a call besides its tensors. `chunk`: tokens at a time, 0 for `default_chunk`."""
+class LossCall(NamedTuple):
+    """All of a call besides its tensors. `chunk`: tokens at a time, 0 for `default_chunk`.
 
-    recipe: Recipe
+    `origin`: who has named the recipe (`compile.linear.check_caller`).
+    """
+
+    reduction: str
+    wants_dx: bool
+    wants_dw: bool
+    token: str
+    origin: str
     backend: str
     compute: torch.dtype
     chunk: int
+
+    @property
+    def is_late(self) -> bool:
+        """True where gradients are computed in backward, from logits that are made again."""
+        return self.reduction == "none" or self.compute == torch.float16
 
 
 Losses = tuple[torch.Tensor, Maybe, Maybe]  # of every token, dx, dw
@@ -55,18 +67,17 @@ def default_chunk(tokens: int, vocabulary: int, compute: torch.dtype) -> int:
 
 
 def run_chunks(
-    head: Head, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, factors: Maybe, seeds: Maybe,
-    wants_dx: bool, wants_dw: bool,
-) -> Losses:  # fmt: skip
+    call: LossCall, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, factors: Maybe, seeds: Maybe
+) -> Losses:
     """The loss of every token [T] in float32 and, with `factors` [T] for ``s``, the gradients that are wanted.
 
     `labels`: in [0, N), of tokens that are left out too; `seeds`: a call seed for each chunk of a stochastic recipe.
     """
     tokens = x.shape[0]
-    chunk = head.chunk or default_chunk(tokens, weight.shape[0], head.compute)
+    recipe, chunk = context.recipe_of(call.token), call.chunk or default_chunk(tokens, weight.shape[0], call.compute)
     _check_labels(labels, weight.shape[0])
     loss_T = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    wants_dx, wants_dw = wants_dx and factors is not None, wants_dw and factors is not None
+    wants_dx, wants_dw = call.wants_dx and factors is not None, call.wants_dw and factors is not None
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_dx else None
     sums = _Sum() if tokens > chunk else None
     dw = torch.zeros(weight.shape, dtype=weight.dtype, device=x.device) if wants_dw and not tokens else None
@@ -76,7 +87,7 @@ def run_chunks(
         rows = slice(start, start + chunk)
         x_CK = x[rows]
         key = (x_CK.shape, x_CK.stride(), x.dtype, x.get_device(), x_CK.data_ptr() & 15, x.is_neg())
-        schedule = find(key, x_CK, weight, None, head.recipe, head.backend, head.compute, needs)
+        schedule = find(key, x_CK, weight, None, recipe, call.backend, call.compute, needs)
         assert schedule is not None
         if OBSERVERS:
             schedule = observed(schedule, (), weight)

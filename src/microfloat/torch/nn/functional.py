@@ -24,9 +24,10 @@ from microfloat.arguments import check_choice, check_int
 from microfloat.errors import NotSupportedError, invalid_type, invalid_value
 from microfloat.recipes import Recipe
 from microfloat.torch._typing import Maybe
-from microfloat.torch.compile.cross_entropy import LossCall, loss_of
+from microfloat.torch.compile.cross_entropy import loss_of
 from microfloat.torch.context import ambient
 from microfloat.torch.launch.prologues import ACTIVATIONS, activate
+from microfloat.torch.linear.cross_entropy import LossCall
 from microfloat.torch.linear.function import Run, after_counts, apply, backend_name, begin, counts_of, end, find
 from microfloat.torch.linear.fused_input import ActivationRun, GradientLink, NormRun
 from microfloat.torch.linear.gathered_weight import Gathered
