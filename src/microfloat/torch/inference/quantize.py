@@ -57,6 +57,7 @@ from microfloat.torch.nn.conv1d import as_linear, is_conv1d, tell_adapters
 from microfloat.torch.nn.experts import ExpertsLayer, held_weight, place_of, products_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import RecipeLayer
+from microfloat.torch.reference._grid import spread
 from microfloat.torch.scaling.buffers import larger_amax
 from microfloat.torch.tensor.checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch.tensor.ops import quantize
@@ -458,7 +459,7 @@ def _candidates(weight: torch.Tensor, cast: Cast, amax: torch.Tensor | None) -> 
     for rule in rules:
         if rule != cast.scale_rule:
             yield quantize(weight, dataclasses.replace(cast, scale_rule=rule), amax=amax)
-    limit = _spread(_blocks(weight.detach().abs().float(), fmt.block).amax((1, 3)), fmt.block, weight.shape)
+    limit = spread(_blocks(weight.detach().abs().float(), fmt.block).amax((1, 3)), fmt.block, weight.shape)
     whole = fmt.scale.name == "E8M0" or cast.rule.power_of_two
     for ratio in (0.5,) if whole else _RATIOS:
         bound = limit * ratio
@@ -472,12 +473,6 @@ def _blocks(values: torch.Tensor, block: tuple[int | None, int | None]) -> torch
     return values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns)
 
 
-def _spread(blocks: torch.Tensor, block: tuple[int | None, int | None], shape: Sequence[int]) -> torch.Tensor:
-    """One value of each block, for each of its elements [N, K]."""
-    rows, columns = block[0] or shape[0], block[1] or shape[1]
-    return blocks.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
-
-
 def _error(q: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
     """Squared error of each block."""
     return _blocks((q.dequantize(torch.float32) - weight.float()).square(), q.format.block).sum((1, 3))
@@ -485,7 +480,7 @@ def _error(q: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _take_blocks(q: QuantizedTensor, other: QuantizedTensor, which: torch.Tensor) -> None:
     """Put codes and scales of some blocks of `other` into q."""
-    codes = _spread(which, q.format.block, q.shape)
+    codes = spread(which, q.format.block, q.shape)
     if q.format.element.codes_per_byte == 2:  # blocks are whole bytes
         codes = codes[:, ::2]
     q.codes.view(torch.uint8).copy_(torch.where(codes, other.codes.view(torch.uint8), q.codes.view(torch.uint8)))

@@ -7,7 +7,7 @@ contracts. So no cast moves an element of a large matrix.
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,12 @@ def is_stored_across(x_RC: torch.Tensor) -> bool:
 def ceil_to(value: int, multiple: int) -> int:
     """The value, rounded up to a multiple."""
     return -(-value // multiple) * multiple
+
+
+def spread(blocks: torch.Tensor, block: tuple[int | None, int | None], shape: Sequence[int]) -> torch.Tensor:
+    """One value of each block, for each of its elements [R, C]."""
+    rows, columns = block[0] or shape[0], block[1] or shape[1]
+    return blocks.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 
 class Workspace:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from microfloat.layout import Part, folded_format
 from microfloat.torch.backends.base import Operand
 from microfloat.torch.reference._elements import codes_dtype, decode_codes, unpack_fp4
-from microfloat.torch.reference._grid import Grid, Workspace, is_stored_across, reads_values
+from microfloat.torch.reference._grid import Grid, Workspace, is_stored_across, reads_values, spread
 from microfloat.torch.reference._hadamard import inverse
 from microfloat.torch.reference._scales import decode_bytes
 
@@ -124,16 +124,9 @@ def _exact_values(operand: Operand) -> torch.Tensor:
     scales = block_scale_values(operand).double()
     if operand.tensor_scale is not None:
         scales = scales * operand.tensor_scale.double()
-    return decode_scaled(operand, None, torch.float64).mul_(_per_element(scales, operand))
-
-
-def _per_element(scales: torch.Tensor, operand: Operand) -> torch.Tensor:
-    """Block scales in a shape that broadcasts against [R, C]."""
-    if scales.dim() == 0 or operand.format.block == (1, None):
-        return scales
-    rows, columns = operand.rows, operand.stored_length
-    block_rows, block_columns = operand.format.block[0] or 1, operand.format.block[1] or max(columns, 1)
-    return scales.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
+    if scales.dim():
+        scales = spread(scales, operand.format.block, (operand.rows, operand.stored_length))
+    return decode_scaled(operand, None, torch.float64).mul_(scales)
 
 
 def _operand_and_epilogue(
@@ -294,8 +287,7 @@ def fold_codes(operand: Operand, form: str, part: Part, changed: torch.Tensor | 
         scale = power_of_two(exponent - 127).masked_fill_(is_nan, float("nan"))
     else:
         exponent = ((largest + 6) >> 3).clamp_min(4) - 13
-        factors = power_of_two(-exponent).repeat_interleave(tile_rows, 0).repeat_interleave(per_group, 1)
-        shift = block_scale_values(operand) * factors[:rows, :blocks]
+        shift = block_scale_values(operand) * spread(power_of_two(-exponent), (tile_rows, per_group), (rows, blocks))
         scale = power_of_two(exponent)
         scale = scale if operand.tensor_scale is None else scale * operand.tensor_scale
     values = decode_scaled(operand, shift, torch.bfloat16)

@@ -13,6 +13,7 @@ from microfloat.formats import ScaledFormat
 from microfloat.recipes import Cast, Current
 from microfloat.torch import backends
 from microfloat.torch._typing import Arguments, Options
+from microfloat.torch.reference._grid import spread
 from microfloat.torch.tensor import custom_ops as _operators
 from microfloat.torch.tensor.aten_table import Operator, check_kinds, is_decay, raw, refusal, register, take
 from microfloat.torch.tensor.ops import quantize
@@ -256,9 +257,13 @@ def requantized(q: QuantizedTensor, values: torch.Tensor, quantize: Quantize) ->
         is_kept = _serves(q, made.scale * largest, largest)
         # Codes under kept scales are equal to the codes of scaled values under a scale of one.
         unit = dataclasses.replace(cast, format=dataclasses.replace(cast.format, block=(None, None)), scaling=Current())
-        scaled = values * _spread(q, 1 / q.scale).view(values.shape)
+        operand = q.to_operand()
+        size = operand.rows, operand.length
+        scaled = values * spread(1 / operand.scale, cast.format.block, size).view(values.shape)
         kept = raw(quantize(scaled, unit, torch.full((), largest, device=values.device)).codes)
-        mask = _code_mask(_spread(q, is_kept), cast.format).view(kept.shape)
+        mask = _code_mask(spread(is_kept.reshape(operand.scale.shape), cast.format.block, size), cast.format).view(
+            kept.shape
+        )
         raw(made.codes).copy_(kept & mask | raw(made.codes) & ~mask)
     setattr(made, _upper_name(q), torch.where(is_kept, q.upper, made.upper))
     return made
@@ -293,13 +298,6 @@ def _amax(q: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
     if q.upper.dim() == 1:  # one for each expert
         return magnitudes.flatten(1).amax(1)
     return magnitudes.amax() if q.upper.dim() == 0 else magnitudes.reshape(-1, values.shape[-1]).amax(-1, keepdim=True)
-
-
-def _spread(q: QuantizedTensor, scale: torch.Tensor) -> torch.Tensor:
-    """An entry for each block as one for each element, [R, C]."""
-    operand, (height, width) = q.to_operand(), q.format.block
-    scale = scale.reshape(operand.scale.shape).repeat_interleave(height or operand.rows, 0)[: operand.rows]
-    return scale.repeat_interleave(width or operand.length, 1)[:, : operand.length]
 
 
 def _code_mask(chosen: torch.Tensor, fmt: ScaledFormat) -> torch.Tensor:
