@@ -13,6 +13,7 @@ from microfloat.errors import NotSupportedError, unknown_name
 from microfloat.kernels.casts import scaled
 from microfloat.kernels.constants import How
 from microfloat.kernels.device import convert, produce
+from microfloat.kernels.device.squares import takes
 from microfloat.kernels.producers import fused
 from microfloat.layout import Part
 from microfloat.passes import OperandSpec, tables
@@ -137,7 +138,9 @@ def cast_passes(
     if numbers.family == "blocks":
         casts = block_casts(produced[0])
         kind = matrix.kind if matrix.kind == _produced_kind(matrix) else 0
-        rows, columns, warps = tables.tile_of_produced_blocks(*casts, kind, matrix.fills, two=work.two)
+        squares = tables.TILES["fused_squares"]
+        are_squares = not work.two and takes(*casts, kind, matrix.fills(squares[0], squares[1]))
+        rows, columns, warps = squares if are_squares else tables.TILES["fused_blocks"]
         for both in produced:
             outputs += [both.codes[0], both.scales[0], both.codes[1], both.scales[1]]
         outputs += [At.NOTHING] * (8 - len(outputs))

@@ -95,16 +95,6 @@ def tile_of_blocks(
     return TILES["blocks" if column else "block_rows"]
 
 
-def tile_of_produced_blocks(
-    row: BlockCast | None, column: BlockCast | None, kind: int, fills: Callable[[int, int], bool], *, two: bool
-) -> tuple[int, int, Warps]:
-    """Rows, columns and warps of a tile of `producers.fused`; `two`: it computes both gradients of a gate."""
-    squares = TILES["fused_squares"]
-    if not two and takes(row, column, kind, fills(squares[0], squares[1])):
-        return squares
-    return TILES["fused_blocks"]
-
-
 def tile_of_nvfp4(
     row: Nvfp4Cast | None, column: Nvfp4Cast | None, kind: int, shape: tuple[int, int]
 ) -> tuple[int, int, Warps, int]:

@@ -188,15 +188,11 @@ def _trace(enabled: bool, recipe: Recipe | str | None, calibrating: bool, group:
     return context.Traced(token if enabled else context.PLAIN, not enabled, backend)
 
 
-def _run_eagerly(function: Callable) -> None:
-    """Let Dynamo inline `function` in compiled code, but not compile its calls between two graphs."""
-    frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(function.__code__, strategy)
-
-
+# Dynamo inlines these in compiled code, but does not compile their calls between two graphs.
+_frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+_strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
-    _run_eagerly(_method)
+    _frames.set_code_exec_strategy(_method.__code__, _strategy)
 
 
 def _decorated(function: Callable, enter: Callable[[], autocast]) -> Callable:

@@ -24,17 +24,6 @@ def _as_given(x: object, weight: object, bias: object, flops: int, call: int, **
     return flops
 
 
-def _of_scaled_matmul(
-    a: object, b: object, tokens: object, axes: Sequence[int], a_shape: Shape, *_: object, out_shape: Shape,
-    **others: object,
-) -> int:  # fmt: skip
-    return 2 * math.prod(out_shape) * a_shape[axes[0]]
-
-
-def _of_forward(x: Shape, *_: object, out_shape: Sequence[Shape], **others: object) -> int:
-    return 2 * math.prod(out_shape[0]) * x[-1]
-
-
 def _of_backward(dy: Shape, *settings: object, out_shape: Sequence[Shape], **others: object) -> int:
     wants_dx, wants_dw, records = settings[-3:]
     products = int(bool(wants_dx)) + int(bool(wants_dw))
@@ -47,8 +36,10 @@ FLOP_FORMULAS: dict[object, Callable[..., int]] = {
     for name, formula in {
         "multiply_operands": _as_given,
         "multiply_groups": _as_given,
-        "scaled_matmul": _of_scaled_matmul,
-        "linear_forward": _of_forward,
+        "scaled_matmul": lambda a, b, tokens, axes, a_shape, *_, out_shape, **others: (
+            2 * math.prod(out_shape) * a_shape[axes[0]]
+        ),
+        "linear_forward": lambda x, *_, out_shape, **others: 2 * math.prod(out_shape[0]) * x[-1],
         "linear_backward": _of_backward,
     }.items()
 }

@@ -17,7 +17,7 @@ from microfloat.errors import MicrofloatError, NotSupportedError
 from microfloat.layout import Layout
 from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
-from microfloat.recipes import Cast, Delayed, Recipe
+from microfloat.recipes import Delayed, Recipe
 from microfloat.recipes._serialize import cast_of
 from microfloat.routes import Routes, entries_of, routes_of
 from microfloat.torch import backends, context
@@ -317,16 +317,11 @@ def check_caller(token: str, origin: str) -> None:
         )
 
 
-def _delayed_casts(token: str) -> dict[str, Cast]:
-    """Slot -> its cast, of x, w and dy as far as their scaling is delayed."""
-    casts = context.recipe_of(token).casts
-    operands = [(slot, casts[one.key]) for slot in ("x", "w", "dy") for one in reversed(OPERANDS_OF[slot])]
-    return {slot: cast for slot, cast in operands if cast is not None and isinstance(cast.scaling, Delayed)}
-
-
 def _record(slots: dict[str, torch.Tensor], live: torch.Tensor, token: str, layer: int) -> None:
     """Combine the amaxes of a call, in one launch, with the newest amaxes in the histories of these slots."""
-    casts = {slot: cast for slot, cast in _delayed_casts(token).items() if slot in slots}
+    given = context.recipe_of(token).casts
+    operands = [(slot, given[one.key]) for slot in slots for one in reversed(OPERANDS_OF[slot])]
+    casts = {slot: cast for slot, cast in operands if cast is not None and isinstance(cast.scaling, Delayed)}
     if not casts:
         return
     state = context.ambient()

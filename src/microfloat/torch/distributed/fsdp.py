@@ -246,7 +246,9 @@ class FsdpWeight(torch.Tensor):
                 live = layer_state.encode_scale(module, "w")
                 state.scale_enc, state.made_of = live.clone(), layer_state.stamp_of(live)
                 known = state.amax is not None and state.stamp == _stamp(weight)
-                apart = not known and _reduces_later(state.casts)
+                delayed = next(cast.scaling for cast in state.casts if isinstance(cast.scaling, Delayed))
+                around = ambient()  # without a group, scales take the maximum over all ranks when they are updated
+                apart = not known and delayed.reduce_amax and (around is None or around.group is None)
                 state.recorded = backend.amax(values) if apart else state.amax_of_all(weight, values, backend)
             gather.scale_enc, gather.amax, gather.made_of = state.scale_enc, state.recorded, state.made_of
         elif any(cast.takes_amax for cast in state.casts):
@@ -467,13 +469,6 @@ def compare_weight(mesh: "DeviceMesh", layer: nn.Module, recipe: object, weight:
     name = getattr(layer, "_path", "") or type(layer).__name__
     facts = {"the layer": repr(name), f"the recipe of {name!r}": recipe, f"the weight of {name!r}": weight}
     compare(mesh.get_group(), "fully_shard", facts)
-
-
-def _reduces_later(casts: Sequence[Cast]) -> bool:
-    """True where delayed scaling takes the maximum over all ranks when it updates its scales."""
-    state = ambient()
-    delayed = next(cast.scaling for cast in casts if isinstance(cast.scaling, Delayed))
-    return delayed.reduce_amax and (state is None or state.group is None)
 
 
 def _stamp(weight: Any) -> tuple:

@@ -150,7 +150,10 @@ def gathered(x: torch.Tensor, how: Gathering) -> torch.Tensor:
     backward.
     """
     name = "_gathered_values" if how.codes is None else "_gathered_codes"
-    state, known = _shared_of(x, name) if isinstance(x, DTensor) else (None, None)
+    state, known = None, None
+    if isinstance(x, DTensor) and not x.is_inference():  # whose writes are not counted
+        state, shared = (x._version, x.requires_grad, torch.is_grad_enabled()), getattr(x, name, None)
+        known = shared.made() if shared is not None and shared.state == state else None
     if known is None:
         readers = Readers(how.dim, how.axis)
         known = _Gathered.apply(x, how, readers, name)
@@ -179,14 +182,6 @@ class _Shared:
 
     def __reduce__(self) -> tuple:
         return _Shared, ()
-
-
-def _shared_of(x: DTensor, name: str) -> tuple[tuple | None, Maybe]:
-    """The state of a DTensor that a gathered x depends on, and the gathered x that another layer has made in it."""
-    if x.is_inference():  # whose writes are not counted
-        return None, None
-    state, shared = (x._version, x.requires_grad, torch.is_grad_enabled()), getattr(x, name, None)
-    return state, shared.made() if shared is not None and shared.state == state else None
 
 
 class _Gathered(torch.autograd.Function):

@@ -11,7 +11,6 @@ Legend: M = rows of x (all leading dimensions), K = in features, N = out feature
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -357,7 +356,11 @@ def _make(
     y_shape, rank, inner = torch.Size((*x.shape[:-1], weight.shape[0])), mesh.get_local_rank(), x.shape[-1]
     for tensor, shape, one in (("x", x.shape, of_x), ("weight", weight.shape, weight.placements[0]),
                                ("y", y_shape, of_y)):  # fmt: skip
-        _refuse_empty(tensor, shape, one, mesh.size())
+        if isinstance(one, Shard) and _part(shape[one.dim], mesh.size(), mesh.size() - 1) == 0:
+            # On every rank, since one without elements could take part in no collective.
+            got = f"dimension {one.dim} of size {shape[one.dim]} over {mesh.size()} ranks"
+            remedy = "Shard it over fewer ranks, or leave the layer out of the plan."
+            raise invalid_value(tensor, got, "elements for every rank", remedy)
     local, rows = [*x.shape], None
     if isinstance(of_x, Shard):
         local[of_x.dim] = _part(x.shape[of_x.dim], mesh.size(), rank)
@@ -414,11 +417,3 @@ def _part(size: int, ranks: int, rank: int) -> int:
     """The entries of a dimension that a rank has, as torch cuts it."""
     chunk = -(-size // ranks)
     return max(0, min(chunk, size - chunk * rank))
-
-
-def _refuse_empty(tensor: str, shape: Sequence[int], placement: Placement, ranks: int) -> None:
-    """Raise, on every rank, where a rank has no elements of a tensor and could take part in no collective."""
-    if isinstance(placement, Shard) and _part(shape[placement.dim], ranks, ranks - 1) == 0:
-        got = f"dimension {placement.dim} of size {shape[placement.dim]} over {ranks} ranks"
-        remedy = "Shard it over fewer ranks, or leave the layer out of the plan."
-        raise invalid_value(tensor, got, "elements for every rank", remedy)

@@ -438,7 +438,12 @@ def searched(
         error = _error(one, weight)
         is_better = error < lowest
         lowest = torch.where(is_better, error, lowest)
-        _take_blocks(best, one, is_better)
+        codes = spread(is_better, cast.format.block, best.shape)
+        if cast.format.element.codes_per_byte == 2:  # blocks are whole bytes
+            codes = codes[:, ::2]
+        held, other = best.codes.view(torch.uint8), one.codes.view(torch.uint8)
+        held.copy_(torch.where(codes, other, held))
+        best.scale.copy_(torch.where(is_better.view(best.scale.shape), one.scale, best.scale))
     return best
 
 
@@ -476,15 +481,6 @@ def _blocks(values: torch.Tensor, block: tuple[int | None, int | None]) -> torch
 def _error(q: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
     """Squared error of each block."""
     return _blocks((q.dequantize(torch.float32) - weight.float()).square(), q.format.block).sum((1, 3))
-
-
-def _take_blocks(q: QuantizedTensor, other: QuantizedTensor, which: torch.Tensor) -> None:
-    """Put codes and scales of some blocks of `other` into q."""
-    codes = spread(which, q.format.block, q.shape)
-    if q.format.element.codes_per_byte == 2:  # blocks are whole bytes
-        codes = codes[:, ::2]
-    q.codes.view(torch.uint8).copy_(torch.where(codes, other.codes.view(torch.uint8), q.codes.view(torch.uint8)))
-    q.scale.copy_(torch.where(which.view(q.scale.shape), other.scale, q.scale))
 
 
 # --------------------------------------------------------------------------------------------------------- calibration

@@ -88,8 +88,10 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
     is_native = isinstance(format, str) and family_named(format) == "microfloat:native"
     amaxes = () if is_native else "input_amax"  # elsewhere they are scales of the family
     records = [record_of(model, name, value) for name, value in model.state_dict().items() if not name.endswith(amaxes)]
-    if not is_native:
-        records = [replace(one, activation=NO_ACTIVATION) if _is_told_here_alone(one) else one for one in records]
+    for index, one in enumerate(() if is_native else records):
+        of_input = one.activation.get("format")  # of FP8 beside MX or NVFP4, for which other families have no word
+        if one.format is not None and of_input is not None and folds_beside(of_input, one.format):
+            records[index] = replace(one, activation=NO_ACTIVATION)
     records = records if is_native or str(format).startswith("gptoss") else taken_apart(model, records)
     quantized = [record for record in records if record.format is not None]
     trains = any(isinstance(getattr(one, "pinned", None), Config) for one in model.modules())
@@ -119,12 +121,6 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
         base = options["config"] if isinstance(options.get("config"), Mapping) else {}
         options["config"] = {**base, "quantization_config": {"kv_cache_scheme": True}}
     return records + cached, options
-
-
-def _is_told_here_alone(record: "Record") -> bool:
-    """True where FP8 rows are multiplied by an MX or NVFP4 weight, for which files of other families have no word."""
-    of_input = record.activation.get("format")
-    return record.format is not None and of_input is not None and folds_beside(of_input, record.format)
 
 
 def _cache_scales(model: nn.Module) -> list["Record"]:

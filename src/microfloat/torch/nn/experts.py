@@ -138,19 +138,15 @@ def form_of(module: nn.Module) -> Form | None:
     """The form of a module's class; None for a class that is not known to hold experts."""
     kind = module._original if isinstance(module, ExpertsLayer) else type(module)
     found = _FORMS.get(kind) or _FORMS.get(f"{kind.__module__}:{kind.__qualname__}")
-    if found is not None or not _is_routed(kind):
+    code = getattr(getattr(kind, "forward", None), "__code__", None)
+    # That of the choice which transformers' `use_experts_implementation` makes the forward.
+    if found is not None or code is None or not {"experts_interface", "original_forward"} <= set(code.co_freevars):
         return found
     state = vars(module)
     if not {"has_gate", "has_bias", "is_transposed", "has_post_expert_norm"} <= state.keys():
         return None
     names = ("gate_up_proj" if state["has_gate"] else "up_proj", "down_proj")
     return Form(dict.fromkeys(names, bool(state["is_transposed"])), routed)
-
-
-def _is_routed(kind: type) -> bool:
-    """True for a class whose forward is the choice that transformers' `use_experts_implementation` puts there."""
-    code = getattr(getattr(kind, "forward", None), "__code__", None)
-    return code is not None and {"experts_interface", "original_forward"} <= set(code.co_freevars)
 
 
 class ExpertsLayer(RecipeLayer):

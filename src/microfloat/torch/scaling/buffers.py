@@ -291,7 +291,7 @@ class Batch(NamedTuple):
         """Roll the slots with these amaxes (None: the live ones of the histories); returns the jobs."""
         kernel, table, _ = self.part
         if table is None:
-            previous = _update_by_torch(self, live)
+            previous = update_by_torch(self, live)
         else:
             previous = kernel.update_delayed(table, self.jobs[0][2].delayed, live)
             torch._C._increment_version(self.histories + self.scales)  # a kernel's writes are not counted by themselves
@@ -299,10 +299,6 @@ class Batch(NamedTuple):
             # A forward whose amax was recorded late has not used the replaced scales.
             slot.previous = None if entry.late else (previous, index)
         return self.jobs
-
-    def roll_recorded(self, live: torch.Tensor) -> None:
-        """Roll the slots whose live amax is not negative: another rank has recorded them."""
-        _update_by_torch(self, live, where_recorded=True)
 
 
 def batches_of(jobs: list[Job]) -> list[Batch]:
@@ -352,7 +348,7 @@ def update_kernel(device: torch.device) -> "ModuleType | None":
 
 
 @torch.no_grad()
-def _update_by_torch(batch: Batch, live: torch.Tensor | None, where_recorded: bool = False) -> torch.Tensor:
+def update_by_torch(batch: Batch, live: torch.Tensor | None, where_recorded: bool = False) -> torch.Tensor:
     _, jobs, histories, scales = batch
     amaxes = [history[0] for history in histories] if live is None else live.unbind()
     alike: dict[tuple[int, float], list[int]] = {}

@@ -328,7 +328,7 @@ def _update_shared(group: Group, batches: list[Batch], direction: str | None, ex
     for (_, slot, entry), _ in amaxes:
         slot.rolled = entry
     for batch, live in _with_amaxes(_recorded_elsewhere(reduced.others, example)):
-        batch.roll_recorded(live)
+        layer_state.update_by_torch(batch, live, where_recorded=True)
     return [job for job, _ in amaxes]
 
 

@@ -244,8 +244,10 @@ def keep_init_val(q: QuantizedTensor, values: torch.Tensor) -> None:
 
 def requantized(q: QuantizedTensor, values: torch.Tensor, quantize: Quantize) -> QuantizedTensor:
     """The values of q after an update, float32 in operand order, under q's Cast and its scales that still serve."""
-    cast = q.cast
-    if not _inflates(cast) or not values.numel():
+    cast, rule, levels = q.cast, q.cast.rule, q.cast.rule.two_level
+    # Of float32 scales that follow the amax continuously; powers of two do not change the values of codes.
+    inflates = rule.kind == "ratio" and not rule.power_of_two if levels is None else levels.tensor_scale
+    if not inflates or cast.hadamard is not None or cast.is_static or not values.numel():
         return quantize(values, cast, None)
     largest = _largest(cast)
     if cast.takes_amax:
@@ -267,14 +269,6 @@ def requantized(q: QuantizedTensor, values: torch.Tensor, quantize: Quantize) ->
         raw(made.codes).copy_(kept & mask | raw(made.codes) & ~mask)
     setattr(made, _upper_name(q), torch.where(is_kept, q.upper, made.upper))
     return made
-
-
-def _inflates(cast: Cast) -> bool:
-    """True for float32 scales that follow the amax continuously; powers of two do not change the values of codes."""
-    rule, levels = cast.rule, cast.rule.two_level
-    if cast.hadamard is not None or cast.is_static:
-        return False
-    return rule.kind == "ratio" and not rule.power_of_two if levels is None else levels.tensor_scale
 
 
 def _serves(q: QuantizedTensor, amax: torch.Tensor, largest: float) -> torch.Tensor:

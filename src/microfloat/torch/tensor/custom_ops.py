@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from microfloat.errors import NotSupportedError, invalid_value
 from microfloat.formats import ScaledFormat
-from microfloat.layout import Storage, array_layout
+from microfloat.layout import Storage
 from microfloat.recipes import Cast, Hadamard, as_cast
 from microfloat.recipes._serialize import cast_from_data, cast_of, format_from_data
 from microfloat.recipes.cast import as_scaled_format
@@ -146,12 +146,6 @@ def storage_of(token: str) -> Storage:
 # As torch.compiler.assume_constant_result marks a function, which would import all of Dynamo.
 for _function in (token_of, storage_of, _token_of_parts, _cast_of_text, _token_of_text):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def valueless_parts(x: torch.Tensor, token: str, axis: int) -> list[torch.Tensor]:
-    """The parts of x quantized along `axis` >= 0, without values."""
-    layout = array_layout(storage_of(token), tuple(x.shape), axis)
-    return [x.new_empty(part.shape, dtype=getattr(torch, part.dtype)) for part in layout if part is not None]
 
 
 Rule = Callable[..., tuple[object, object]]  # results, and the batch axis of each

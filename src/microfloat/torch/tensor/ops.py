@@ -12,7 +12,7 @@ import torch
 
 from microfloat.arguments import axes_of, check_number, check_word, for_each
 from microfloat.errors import invalid_type, invalid_value, unknown_name
-from microfloat.layout import leading_axes
+from microfloat.layout import array_layout, leading_axes
 from microfloat.recipes import as_cast
 from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_enc, usages_of
 from microfloat.torch import backends
@@ -354,7 +354,9 @@ def _one_or_pair(values: Sequence[Any]) -> Any:
 
 def _fake_quantize(x: torch.Tensor, tokens: list[str], axes: list[int], *_: object) -> list[torch.Tensor]:
     pairs = zip(tokens, axes_of(_one_or_pair(axes), x.dim()), strict=True)
-    return [part for token, axis in pairs for part in _operators.valueless_parts(x, token, axis)]
+    layouts = [array_layout(_operators.storage_of(token), tuple(x.shape), axis) for token, axis in pairs]
+    parts = [part for layout in layouts for part in layout if part is not None]
+    return [x.new_empty(part.shape, dtype=getattr(torch, part.dtype)) for part in parts]
 
 
 def _dequantize(

@@ -111,15 +111,6 @@ class Quantized(NamedTuple):
     cast: Cast
 
 
-def _casts_whole(cast: Cast) -> bool:
-    """True where rows of an operand cannot be cast alone, as their bytes depend on other rows by more than an amax."""
-    takes_amax = cast.takes_amax and cast.tensor_scale != "row"
-    return (
-        cast.is_stochastic or (cast.format.is_per_tensor and not (takes_amax or cast.is_delayed))
-        or (takes_amax and cast.hadamard is not None)
-    )  # fmt: skip
-
-
 def quantized(
     source: Source, cast: Cast, transposed: bool, part: slice, *, seed: Maybe, stream: int = 0, batch: int = 0,
     scale_enc: Maybe = None,
@@ -128,8 +119,9 @@ def quantized(
 
     Only these rows are cast where their bytes depend on other rows by an amax alone.
     """
-    backend, matrix = source.backend, source.matrix
-    takes_amax, is_whole = cast.takes_amax and cast.tensor_scale != "row", _casts_whole(cast)
+    backend, matrix, takes_amax = source.backend, source.matrix, cast.takes_amax and cast.tensor_scale != "row"
+    depends = cast.hadamard is not None if takes_amax else cast.format.is_per_tensor and not cast.is_delayed
+    is_whole = cast.is_stochastic or depends
     own = matrix[:, part] if transposed else matrix[part]
     operand = backend.quantize(
         matrix if is_whole else own, cast, transposed=transposed, seed=seed if cast.is_stochastic else None,
