@@ -38,19 +38,9 @@ from microfloat.recipes.placement import (
 )
 from microfloat.torch import backends
 from microfloat.torch._typing import Options
+from microfloat.torch.convert import swap
 from microfloat.torch.convert.experts import as_experts, is_experts, products_to_measure, turned_in
-from microfloat.torch.convert.swap import (
-    Config,
-    keep_slow_paths,
-    layer_shape,
-    named_layers,
-    nothing_left,
-    pin_layer,
-    planned_layers,
-    report_of,
-    scale_groups,
-    take_amax,
-)
+from microfloat.torch.convert.swap import Config
 from microfloat.torch.inference.gptq import Hessians, compensated, hessians_of, with_method
 from microfloat.torch.linear.weight_cache import joint_amax
 from microfloat.torch.nn.conv1d import as_linear, is_conv1d, tell_adapters
@@ -126,7 +116,7 @@ class Storage:
 
     def groups(self) -> list[list[str]]:
         """The names of layers that are stored together, since their weights share a scale."""
-        return scale_groups(self.configs, self.fuse)
+        return swap.scale_groups(self.configs, self.fuse)
 
     def complete(self, model: nn.Module) -> ConversionReport:
         """Store the weights of all layers that are left, and report on the model."""
@@ -135,15 +125,15 @@ class Storage:
         try:
             for name, layer, wanted in self.wishes:
                 if wanted is None:
-                    pin_layer(name, layer, wanted)
+                    swap.pin_layer(name, layer, wanted)
             self.store(left, untied)
         finally:
             tell_adapters(model)
-            keep_slow_paths(model)
+            swap.keep_slow_paths(model)
         _name_spoiled(self.spoiled)
         _name_untied(untied)
         rows = [dataclasses.replace(one, action="quantized") if one.name in self.configs else one for one in self.rows]
-        return report_of(model, rows, unseen=() if self.has_embeddings else _embeddings_left(model))
+        return swap.report_of(model, rows, unseen=() if self.has_embeddings else _embeddings_left(model))
 
     @torch.no_grad()
     def store(self, names: Iterable[str], untied: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -156,7 +146,7 @@ class Storage:
         experts = _with_products(layers, configs)
         several = Counter(id(held_weight(layers[name])) for name in configs)
         shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
-        for members in scale_groups(configs, self.fuse):
+        for members in swap.scale_groups(configs, self.fuse):
             weights = {name: held_weight(layers[name]) for name in members}
             plain = {name: one for name, one in weights.items() if one is not None and not one.is_meta}
             self.spoiled += [
@@ -169,16 +159,16 @@ class Storage:
             del weights
             for name, weight in stored.items():
                 layer = layers[name]
-                pin_layer(name, layer, configs[name])
+                swap.pin_layer(name, layer, configs[name])
                 module, key = place_of(layer)
                 vars(module).get("_hessians", {}).pop(key, None)
                 setattr(module, key, weight)
                 if configs[name].is_static and not isinstance(layer, nn.Embedding):
-                    take_amax(layer)
+                    swap.take_amax(layer)
                 if name in untied:
                     layer.__dict__["_untied_from"] = untied[name]
         for name, (layer, chosen) in experts.items():
-            pin_layer(name, layer, chosen)
+            swap.pin_layer(name, layer, chosen)
         self.stored |= {*configs, *experts}
 
 
@@ -201,13 +191,13 @@ def plan_storage(
     check_bool("embeddings", embeddings)
     check_choice("method", method, ("nearest", "gptq"))
     kinds = (*LAYERS, ExpertsLayer, nn.Embedding) if embeddings else (*LAYERS, ExpertsLayer)
-    fused, layers = check_fuse(fuse), named_layers(model, kinds)
-    rows, wishes = planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)  # type: ignore[arg-type]
+    fused, layers = check_fuse(fuse), swap.named_layers(model, kinds)
+    rows, wishes = swap.planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)  # type: ignore[arg-type]
     rows = _with_tied_kept(model, layers, rows)
     configs = _configs_of(rows)
     if not configs:
         are_stored = any(_is_stored(layer) for layer in layers.values())
-        raise nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
+        raise swap.nothing_left(model, rows, "quantize", _QUANTIZED if are_stored else "")
     for name, chosen in configs.items():
         _check_tiles(name, layers[name], chosen)
     hessians = hessians_of({name: layers[name] for name in configs}) if method == "gptq" else {}
@@ -341,7 +331,7 @@ def check_config(pattern: str, config: object, in_placement: bool) -> None:
 def _embeddings_left(model: nn.Module) -> list[ConversionRow]:
     """A row for each embedding that keeps its values."""
     return [
-        ConversionRow(name, layer_shape(module), "not seen", None, "an embedding; embeddings=True quantizes it")
+        ConversionRow(name, swap.layer_shape(module), "not seen", None, "an embedding; embeddings=True quantizes it")
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and not isinstance(module.weight, QuantizedTensor)
     ]
@@ -506,7 +496,7 @@ def calibrate(model: nn.Module, *, hessians: bool = True) -> Iterator[nn.Module]
     is_compiling = "torch._dynamo" in sys.modules
     eagerly = torch.compiler.set_stance("force_eager") if is_compiling else contextlib.nullcontext()
     with products_to_measure(model) as products, eagerly:
-        layers = named_layers(model) | products
+        layers = swap.named_layers(model) | products
         pins = {name: layer.pinned for name, layer in layers.items() if isinstance(layer, RecipeLayer)}
         static = {name: layers[name] for name, pin in pins.items() if isinstance(pin, Recipe) and pin.is_static}
         if not layers:

@@ -30,19 +30,11 @@ from microfloat.torch._typing import Context, Layer, Maybe
 from microfloat.torch._upper import upper
 from microfloat.torch.backends.base import Operands, aligned, current_device
 from microfloat.torch.context import Ambient
+from microfloat.torch.linear import weight_cache
 from microfloat.torch.linear.fold_counts import FoldCounts, routes_after
 from microfloat.torch.linear.gathered_weight import Gathered
 from microfloat.torch.linear.observer import OBSERVERS, observed
 from microfloat.torch.linear.schedule import NO_INPUTS, SCHEDULES, Inputs, Schedule, autocast_dtype, remember
-from microfloat.torch.linear.weight_cache import (
-    KeptWeight,
-    MainGrad,
-    amax_beside,
-    casts_late,
-    fsdp_parameters,
-    may_copy,
-    weights_of,
-)
 from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
 from microfloat.torch.scaling.amax_reduction import Group
@@ -132,11 +124,11 @@ def _of_call(
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     x_key = (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, x.is_neg())
     name = layer.backend if layer.backend != "auto" or state is None else state.backend  # as `backend_name`
-    late = bool(layer._load_state_dict_post_hooks) and casts_late(layer, weight)
+    late = bool(layer._load_state_dict_post_hooks) and weight_cache.casts_late(layer, weight)
     needs = grad and x.requires_grad, grad and weight.requires_grad, late
     if (
         recipe._with_copies is not None and not needs[0] and recipe.prefill_rows * x.shape[-1] <= x.numel()  # type: ignore[attr-defined]
-        and may_copy(layer, weight, compute.itemsize)
+        and weight_cache.may_copy(layer, weight, compute.itemsize)
     ):  # fmt: skip
         recipe = recipe._with_copies
     call = x_key, x, weight, bias, recipe, name, compute, needs
@@ -215,7 +207,7 @@ class Run:
     later: CastInputs = NO_INPUTS[1]
     kept: Operands | None = None
     delayed: "_Delayed | None" = None
-    into: MainGrad | None = None
+    into: weight_cache.MainGrad | None = None
     path: str = ""
     bias_dtype: torch.dtype | None = None
 
@@ -266,7 +258,7 @@ class Run:
             else:
                 w_made = self.kept
             y = schedule.fprop(x_made.row, w_made.row, bias)
-        w_saved = weights_of(weight) if schedule.late else w_made.one(schedule.reads_w_row)
+        w_saved = weight_cache.weights_of(weight) if schedule.late else w_made.one(schedule.reads_w_row)
         saved = (*x_made.one(schedule.reads_x_row), *w_saved)
         return y if schedule.y_shape is None else y.view(schedule.y_shape), saved
 
@@ -364,7 +356,7 @@ def begin(
         inputs = schedule.seeded(inputs, apart or is_first_microbatch is not None or are_named() > 0)
     run = Run(schedule, *inputs)
     if schedule.is_joint:
-        amax = aligned(amax_beside(layer, weight))
+        amax = aligned(weight_cache.amax_beside(layer, weight))
         run.w, w_later = run.w._replace(amax=amax), w_later._replace(amax=amax)
     if schedule.late:  # words of the seed are dy's: a launch that casts x and w together is given bits for w
         run.later = w_later._replace(seed=run.dy.seed)
@@ -374,20 +366,20 @@ def begin(
     if schedule.is_static:
         run.x = run.x._replace(amax=aligned(layer_state.static_amax(layer)))
     if schedule.wants_dw and layer.fuse_wgrad_accumulation:
-        run.into = MainGrad(layer, weight, is_first_microbatch is True)
+        run.into = weight_cache.MainGrad(layer, weight, is_first_microbatch is True)
     if schedule.is_delayed and are_named():
         with outside_of_modes():  # which expect the same operators of a recomputation, and it records elsewhere
             _begin_delayed(run, layer, weight, state, is_first_microbatch)
     elif schedule.is_delayed:
         _begin_delayed(run, layer, weight, state, is_first_microbatch)
-    elif is_first_microbatch is not None or (schedule.keeps_weight and not fsdp_parameters(layer)):
+    elif is_first_microbatch is not None or (schedule.keeps_weight and not weight_cache.fsdp_parameters(layer)):
         _keep_weight(run, layer, weight, is_first_microbatch is True, None)
     return run
 
 
 def _keep_weight(run: Run, layer: object, weight: torch.Tensor, is_first_microbatch: bool, version: int | None) -> bool:
     """Take the weight's operands that the layer keeps, if nothing they depend on has changed; True if they are new."""
-    weights = weights_of(weight)
+    weights = weight_cache.weights_of(weight)
     if run.schedule.is_joint:
         weights = *weights, *(one.weight for one in getattr(layer, "_joint", ()))
     # A weight that a parametrization or a hook computes is made anew, perhaps where the last one lay.
@@ -396,7 +388,7 @@ def _keep_weight(run: Run, layer: object, weight: torch.Tensor, is_first_microba
         isinstance(weight, QuantizedTensor | Gathered) and not schedule.keeps_weight
     ):
         return True
-    kept = layer.__dict__.setdefault("_weight_cache", KeptWeight())
+    kept = layer.__dict__.setdefault("_weight_cache", weight_cache.KeptWeight())
     if is_first_microbatch:
         kept.clear()
     key = (*schedule.weight_key, version, weight.dtype)

@@ -36,14 +36,7 @@ from microfloat.torch.linear.schedule import autocast_dtype
 from microfloat.torch.linear.weight_cache import casts_late
 from microfloat.torch.nn.linear import UNPINNED, JointCall, Linear, check_first_microbatch, recipe_of_call
 from microfloat.torch.nn.merged import Unit, call_layer, can_join, is_bare, joined, units_of
-from microfloat.torch.tensor.checks import (
-    check_beside,
-    check_features,
-    check_like,
-    check_linear,
-    check_rows,
-    is_abstract,
-)
+from microfloat.torch.tensor import checks
 from microfloat.torch.tensor.custom_ops import refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
@@ -62,12 +55,12 @@ def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear, is_first_micr
     >>> norm_linear(torch.ones(2, 32), norm, layer).shape
     torch.Size([2, 8])
     """
-    check_rows(x)
+    checks.check_rows(x)
     if not layers:
         raise invalid_value("layers", "none", "one Linear or more that read norm(x)")
     for layer in layers:
         _check_layer("layers", layer)
-    check_features("layers", layers, x.shape[-1], "x")
+    checks.check_features("layers", layers, x.shape[-1], "x")
     outputs = project(x, norm, layers, False, is_first_microbatch)
     return outputs[0] if len(layers) == 1 else outputs
 
@@ -111,10 +104,10 @@ def activation_linear(
     """
     _check_layer("layer", layer)
     check_choice("activation", activation, ACTIVATIONS)
-    check_rows(x)
-    check_features("layer", [layer], x.shape[-1], "x")
+    checks.check_rows(x)
+    checks.check_features("layer", [layer], x.shape[-1], "x")
     if up is not None:
-        check_like("up", up, x)
+        checks.check_like("up", up, x)
     begun = _begin(x, [layer], [(x, up)], is_first_microbatch)
     if begun is None:
         return call_layer(layer, activated(x, up, activation), is_first_microbatch)
@@ -139,11 +132,11 @@ def norm_mlp(
     for name, layer in (("gate", gate), ("up", outer[-1]), ("down", down)):
         _check_layer(name, layer)
     for name, layer in (("gate", gate), ("up", outer[-1])):
-        check_features(name, [layer], x.shape[-1], "x")
+        checks.check_features(name, [layer], x.shape[-1], "x")
     if outer[-1].out_features != gate.out_features:
         got = f"out_features {outer[-1].out_features}"
         raise invalid_value("up", got, f"{gate.out_features}, as gate has: their outputs are multiplied")
-    check_features("down", [down], gate.out_features, "gate's output")
+    checks.check_features("down", [down], gate.out_features, "gate's output")
     return mlp(x, described, outer, down, activation, is_first_microbatch)
 
 
@@ -187,7 +180,7 @@ def _begin(
 
     `feeds`: the sources of each layer's input. `join`: layers that can be one product are one.
     """
-    if torch.compiler.is_compiling() or x.numel() == 0 or is_abstract(x) or hasattr(x, "placements"):
+    if torch.compiler.is_compiling() or x.numel() == 0 or checks.is_abstract(x) or hasattr(x, "placements"):
         return None
     # Somebody may have put another module in a layer's place, as PEFT does, or listens to calls, as tensor parallelism.
     if any(not isinstance(layer, Linear) or not is_bare(layer) for layer in layers):
@@ -270,7 +263,7 @@ def norm_of(norm: nn.Module | NormOf, x: torch.Tensor) -> NormOf:
     """The norm over the last dimension of x that a module computes."""
     if isinstance(norm, NormOf):
         return norm
-    check_rows(x)
+    checks.check_rows(x)
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if isinstance(norm, nn.RMSNorm):
         kind, eps = "rms", norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
@@ -282,7 +275,7 @@ def norm_of(norm: nn.Module | NormOf, x: torch.Tensor) -> NormOf:
         got = f"normalized_shape {tuple(norm.normalized_shape)}"
         raise invalid_value("norm", got, f"the last dimension of x, {tuple(x.shape[-1:])}")
     for name, parameter in (("weight", weight), ("bias", bias)):
-        check_beside(f"norm.{name}", parameter, x, "Move the module to x.")
+        checks.check_beside(f"norm.{name}", parameter, x, "Move the module to x.")
     if getattr(norm, "zero_centered_gamma", False) and weight is not None:
         weight = weight.float() + 1.0
     return NormOf(norm, kind, float(eps), weight, bias)
@@ -332,7 +325,7 @@ def linear_cross_entropy(
             needed = "torch.float32, torch.bfloat16 or torch.float16: the loss is computed in float32"
             remedy = f"Convert it with {name}.to(torch.float32), or use torch.nn.functional.cross_entropy."
             raise invalid_type(name, one.dtype, needed, remedy)
-    check_linear(x, weight, None)
+    checks.check_linear(x, weight, None)
     _check_labels(labels, x, weight)
     token, origin, backend = recipe_of_call(recipe, "linear_cross_entropy")
     compute, grad = autocast_dtype(x.device.type) or x.dtype, torch.is_grad_enabled()
@@ -350,7 +343,7 @@ def _check_labels(labels: object, x: torch.Tensor, weight: torch.Tensor) -> None
         raise invalid_type("labels", type(labels), "a torch.Tensor of integers")
     if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
         raise invalid_type("labels", labels.dtype, "integers, one class for each token", "Use torch.int64.")
-    check_beside("labels", labels, x)
+    checks.check_beside("labels", labels, x)
     if labels.shape != x.shape[:-1]:
         got, needed = f"shape {tuple(labels.shape)}", f"shape {tuple(x.shape[:-1])}: one class for each row of x"
         raise invalid_value("labels", got, needed)
