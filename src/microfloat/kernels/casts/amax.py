@@ -14,6 +14,7 @@ docs/numerics.md 2.3.
 import triton
 import triton.language as tl
 
+from microfloat.kernels.device import fp4
 from microfloat.kernels.device.convert import (
     ELEMENTWISE,
     WORDS_BF16,
@@ -28,15 +29,6 @@ from microfloat.kernels.device.convert import (
     packed_abs,
     packed_max,
     packed_reduce,
-)
-from microfloat.kernels.device.fp4 import (
-    column_block_amax,
-    hadamard_amax,
-    hadamard_column_blocks,
-    hadamard_row_blocks,
-    load_column_blocks,
-    load_row_blocks,
-    row_block_amax,
 )
 from microfloat.kernels.device.grid_reduction import STORE, arrive, offer_maximum, peek, publish_maximum, publish_two
 from microfloat.kernels.device.random import zero_again
@@ -184,22 +176,24 @@ def tile_amaxes(
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     if ALONG_ROWS:
-        words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, BN // 16, BM)
-        plain = row_block_amax(words, block, KIND, True, HW)
+        words, block = fp4.load_row_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, BN // 16, BM)
+        plain = fp4.row_block_amax(words, block, KIND, True, HW)
         if HW:
-            transformed = bits_of(hadamard_amax(block, MASK, KIND))
+            transformed = bits_of(fp4.hadamard_amax(block, MASK, KIND))
         else:
-            words, block = hadamard_row_blocks(block, MASK, KIND, HW)
-            transformed = row_block_amax(words, block, WORDS_BF16, True, HW)
+            words, block = fp4.hadamard_row_blocks(block, MASK, KIND, HW)
+            transformed = fp4.row_block_amax(words, block, WORDS_BF16, True, HW)
     else:
-        words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, BM // 16, BN // 2)
-        a, b = column_block_amax(words, low, high, KIND, True, HW)
+        words, low, high = fp4.load_column_blocks(
+            x_tile, rows, cols, stride_r, stride_c, KIND, HOW.EVEN, BM // 16, BN // 2
+        )
+        a, b = fp4.column_block_amax(words, low, high, KIND, True, HW)
         plain = tl.maximum(a, b)
         if HW:
-            transformed = bits_of(tl.maximum(hadamard_amax(low, MASK, KIND), hadamard_amax(high, MASK, KIND)))
+            transformed = bits_of(tl.maximum(fp4.hadamard_amax(low, MASK, KIND), fp4.hadamard_amax(high, MASK, KIND)))
         else:
-            words, low, high = hadamard_column_blocks(low, high, MASK, KIND, False, HW)
-            a, b = column_block_amax(words, low, high, WORDS_BF16, True, HW)
+            words, low, high = fp4.hadamard_column_blocks(low, high, MASK, KIND, False, HW)
+            a, b = fp4.column_block_amax(words, low, high, WORDS_BF16, True, HW)
             transformed = tl.maximum(a, b)
     return plain, transformed
 

@@ -10,6 +10,7 @@ Casts are `constants.BlockCast`. For source, bounds, generator and HOW see `tile
 import triton
 import triton.language as tl
 
+from microfloat.kernels.device import tiles
 from microfloat.kernels.device.convert import (
     ELEMENTWISE,
     WORDS_BF16,
@@ -34,18 +35,6 @@ from microfloat.kernels.device.produce import LOAD, produce_rows
 from microfloat.kernels.device.random import column_quads, lane_pairs, load_seed
 from microfloat.kernels.device.scales import E8M0, FP32, e8m0_scale, fp32_scale
 from microfloat.kernels.device.squares import cast_squares, load_squares, takes
-from microfloat.kernels.device.tiles import (
-    lane_rows,
-    lane_words,
-    over_columns,
-    over_rows,
-    prefetch_later,
-    scale_offset,
-    store_pairs,
-    store_quads,
-    tile_of_program,
-    transpose_quads,
-)
 
 CODES = tl.constexpr(0)
 VALUES = tl.constexpr(1)
@@ -129,7 +118,7 @@ def codes_at(out_ptr, row0, element0, length, CAST: tl.constexpr):
 @triton.jit
 def load_rows(source, rows, cols, LANE: tl.constexpr, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
     """Local rows, local words and values of a tile for `cast_rows`; a lane holds LANE (8 or 16) neighbours."""
-    r, w = lane_rows(HOW.BM), lane_words(HOW.BN, LANE)
+    r, w = tiles.lane_rows(HOW.BM), tiles.lane_words(HOW.BN, LANE)
     return r, w, produce_rows(source, r, w, rows, cols, 1, PRODUCER, F, 0, HOW)
 
 
@@ -154,7 +143,7 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
     raw, low, high = values[0]
     amax = rows_amax(values[0], IGNORE_NAN, NB, T, HOW)
     if CAST.TILE:
-        amax = over_rows(amax, NB, BM, BLOCK)
+        amax = tiles.over_rows(amax, NB, BM, BLOCK)
     stored, factor, value = block_scale(amax, epsilon, CAST)
     factors = spread_rows(factor_word(factor, factor), NB, T, BM)
     factor = spread_rows(factor, NB, T, BM)
@@ -170,11 +159,11 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
         else:
             codes = encode_pair(low * factor, high * factor, random, MB, BIAS, STOCHASTIC, HW)
         ld = (C // 2 if HOW.PAIRS else (C + 1) // 2) if BITS == 4 else C
-        store_pairs(out_tile, codes, r, w, rows, cols, ld, BITS, HOW.PAIRS, HOW.EVEN)
+        tiles.store_pairs(out_tile, codes, r, w, rows, cols, ld, BITS, HOW.PAIRS, HOW.EVEN)
         k = tl.arange(0, NB)[:, None]
         rs = tl.arange(0, BM)[None, :]
         blocks = (C + BLOCK - 1) // BLOCK
-        at = scale_ptr + scale_offset(row0 + rs, col0 // BLOCK + k, R, blocks, CAST.SCALE_LAYOUT)
+        at = scale_ptr + tiles.scale_offset(row0 + rs, col0 // BLOCK + k, R, blocks, CAST.SCALE_LAYOUT)
         if CAST.TILE:
             at = scale_ptr + (row0 + rs) // BLOCK * blocks + col0 // BLOCK + k
             tl.store(at, stored, mask=(rs < rows) & (k * BLOCK < cols) & (rs % BLOCK == 0))
@@ -184,7 +173,7 @@ def cast_rows(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl.co
         value = spread_rows(value, NB, T, BM)
         a, b = quantized_pair(low * factor, high * factor, random, random >> 8, MB, BIAS, STOCHASTIC, HW)
         word = bf16_word(a * value, b * value, HW)
-        store_pairs(out_tile, word, r, w, rows, cols, C, 16, HOW.PAIRS, HOW.EVEN)
+        tiles.store_pairs(out_tile, word, r, w, rows, cols, C, 16, HOW.PAIRS, HOW.EVEN)
 
 
 @triton.jit
@@ -223,7 +212,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
     r, w, phases = tile
     amax_low, amax_high = columns_amax(phases, IGNORE_NAN, NB, G, HOW)
     if CAST.TILE:
-        amax_low = over_columns(amax_low, amax_high, NB, W, BLOCK)
+        amax_low = tiles.over_columns(amax_low, amax_high, NB, W, BLOCK)
         amax_high = amax_low
     stored_low, factor_low, value_low = block_scale(amax_low, epsilon, CAST)
     stored_high, factor_high, value_high = block_scale(amax_high, epsilon, CAST)
@@ -252,14 +241,15 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
             codes = encode_quad(a, b, c, d, random_low, MB, BIAS, STOCHASTIC, HW)
             a, b, c, d = phases[0][2] * fh, phases[1][2] * fh, phases[2][2] * fh, phases[3][2] * fh
             codes_high = encode_quad(a, b, c, d, random_high, MB, BIAS, STOCHASTIC, HW)
-        store_quads(out_tile, transpose_quads(codes, GROUPS, Q, W), column, quads, rows, cols, ld, BITS, QUADS, EVEN)
-        codes = transpose_quads(codes_high, GROUPS, Q, W)
-        store_quads(out_tile, codes, column + 1, quads, rows, cols, ld, BITS, QUADS, EVEN)
+        codes = tiles.transpose_quads(codes, GROUPS, Q, W)
+        tiles.store_quads(out_tile, codes, column, quads, rows, cols, ld, BITS, QUADS, EVEN)
+        codes = tiles.transpose_quads(codes_high, GROUPS, Q, W)
+        tiles.store_quads(out_tile, codes, column + 1, quads, rows, cols, ld, BITS, QUADS, EVEN)
         k = tl.arange(0, NB)[:, None]
         cs = tl.arange(0, W)[None, :] * 2
         blocks = (R + BLOCK - 1) // BLOCK
-        at_low = scale_ptr + scale_offset(col0 + cs, row0 // BLOCK + k, C, blocks, CAST.SCALE_LAYOUT)
-        at_high = scale_ptr + scale_offset(col0 + cs + 1, row0 // BLOCK + k, C, blocks, CAST.SCALE_LAYOUT)
+        at_low = scale_ptr + tiles.scale_offset(col0 + cs, row0 // BLOCK + k, C, blocks, CAST.SCALE_LAYOUT)
+        at_high = scale_ptr + tiles.scale_offset(col0 + cs + 1, row0 // BLOCK + k, C, blocks, CAST.SCALE_LAYOUT)
         if CAST.TILE:
             at_low = scale_ptr + (col0 + cs) // BLOCK * blocks + row0 // BLOCK + k
             tl.store(at_low, stored_low, mask=(k * BLOCK < rows) & (cs < cols) & (cs % BLOCK == 0))
@@ -272,7 +262,7 @@ def cast_columns(tile, out_tile, scale_ptr, generator, epsilon, bounds, CAST: tl
         for p in tl.static_range(4):
             random, random2 = random_low >> (8 * p), random_high >> (8 * p)
             a, b = quantized_pair(phases[p][1] * fl, phases[p][2] * fh, random, random2, MB, BIAS, STOCHASTIC, HW)
-            store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + p, w, rows, cols, C, 16, HOW.PAIRS, EVEN)
+            tiles.store_pairs(out_tile, bf16_word(a * vl, b * vh, HW), r + p, w, rows, cols, C, 16, HOW.PAIRS, EVEN)
 
 
 @triton.jit
@@ -282,13 +272,13 @@ def quantize_blocks(
     HOW: tl.constexpr,
 ):  # fmt: skip
     """Cast a matrix; one program per BM x BN tile, counted along rows of tiles. ROW and COLUMN are casts, or None."""
-    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
+    pid, across, source, bounds = tiles.tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
     rows = R - row0
     cols = C - col0
     if takes(ROW, COLUMN, HOW.KIND, HOW.EVEN):
         squares = load_squares(source, rows, cols, LOAD, 0, HOW)
-        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
+        tiles.prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
         outputs = (row_out, row_scale, column_out, column_scale)
         cast_squares(squares, outputs, bounds, ROW, COLUMN, HOW)
     else:
@@ -298,7 +288,7 @@ def quantize_blocks(
         if COLUMN is not None:
             column_words = load_columns(source, rows, cols, COLUMN.BLOCK, LOAD, 0, HOW)
         if COLUMN is not None and COLUMN.OUTPUT == CODES:
-            prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
+            tiles.prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
         if ROW is not None:
             row_tile = codes_at(row_out, row0, col0, C, ROW)
             generator = (seed_ptr, row_stream, batch)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels.constants import ScaledCast
+from microfloat.kernels.device import grid_reduction
 from microfloat.kernels.device.convert import (
     ELEMENTWISE,
     bits_of,
@@ -29,14 +30,6 @@ from microfloat.kernels.device.convert import (
     low_half,
     magnitude_bits,
     packed_reduce,
-)
-from microfloat.kernels.device.grid_reduction import (
-    RECORD,
-    arrive,
-    offer_maximum,
-    peek,
-    publish_maximum,
-    publish_scaled_maximum,
 )
 from microfloat.kernels.device.produce import LOAD, produce_rows
 from microfloat.kernels.device.random import column_bytes, load_seed, pair_bytes
@@ -224,8 +217,8 @@ def measure_tile(
     if RECORDS or SOURCE == TILE:
         amax = amax_of_tile(tile, KIND, HW)
     if RECORDS:
-        offer_maximum(amax, known, scratch_ptr, HW)
-        arrived = arrive(scratch_ptr + 1, HW)
+        grid_reduction.offer_maximum(amax, known, scratch_ptr, HW)
+        arrived = grid_reduction.arrive(scratch_ptr + 1, HW)
     return amax, arrived
 
 
@@ -329,9 +322,11 @@ def record_maximum(
         if COLUMN is None:
             column_scale = row_scale
         scale, programs = tl.div_rn(1.0, given[1]), tl.num_programs(0)
-        publish_scaled_maximum(arrived, programs, record_ptr, scratch_ptr, scale, row_scale, column_scale, HW)
+        grid_reduction.publish_scaled_maximum(
+            arrived, programs, record_ptr, scratch_ptr, scale, row_scale, column_scale, HW
+        )
     else:
-        publish_maximum(arrived, tl.num_programs(0), record_ptr, scratch_ptr, RECORD, HW)
+        grid_reduction.publish_maximum(arrived, tl.num_programs(0), record_ptr, scratch_ptr, grid_reduction.RECORD, HW)
 
 
 @triton.jit
@@ -352,7 +347,7 @@ def cast_scaled(
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
     if RECORDS:
-        known = peek(scratch_ptr, HW)
+        known = grid_reduction.peek(scratch_ptr, HW)
     else:
         known = 0
     begins = row0 == 0

@@ -15,16 +15,8 @@ of arguments see `tiles` and `scaled`.
 import triton
 import triton.language as tl
 
+from microfloat.kernels.casts import scaled
 from microfloat.kernels.casts.blocks import cast_columns, cast_rows, codes_at, load_columns, load_rows
-from microfloat.kernels.casts.scaled import (
-    given_scale,
-    load_tile,
-    local_words,
-    measure_tile,
-    record_maximum,
-    words_amax_bits,
-    write_tile,
-)
 from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half, magnitude_bits, packed_abs, stored
 from microfloat.kernels.device.grid_reduction import STORE, arrive, offer_maximum, peek, publish_maximum
 from microfloat.kernels.device.produce import (  # fmt: skip
@@ -156,27 +148,27 @@ def produce_scaled(
         known = peek(scratch_ptr, HOW.HW)
         if PRODUCER == GATE_GRADIENTS:
             known2 = peek(scratch_ptr + 3, HOW.HW)
-    given = given_scale(source, epsilon, ROW, COLUMN, SOURCE)
+    given = scaled.given_scale(source, epsilon, ROW, COLUMN, SOURCE)
     if PRODUCER == GATE_GRADIENTS:
-        given2 = given_scale(source2, epsilon, ROW, COLUMN, SOURCE)
-        tile, tile2 = load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
-        _amax, arrived2 = measure_tile(
+        given2 = scaled.given_scale(source2, epsilon, ROW, COLUMN, SOURCE)
+        tile, tile2 = scaled.load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
+        _amax, arrived2 = scaled.measure_tile(
             tile2, scratch_ptr + 3 if RECORDS else scratch_ptr, known2, RECORDS, SOURCE, HOW.KIND, HOW.HW
         )
     else:
-        tile = load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
-    amax, arrived = measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, HOW.KIND, HOW.HW)
+        tile = scaled.load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
+    amax, arrived = scaled.measure_tile(tile, scratch_ptr, known, RECORDS, SOURCE, HOW.KIND, HOW.HW)
     outputs, sources = (row_out, column_out, scale, scale), (source, source)
     generators = (seed_ptr, row_stream, column_stream)
-    write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
+    scaled.write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
     if PRODUCER == GATE_GRADIENTS:
         outputs, sources = (row_out2, column_out2, scale2, scale2), (source2, source2)
         generators = (seed2_ptr, row_stream, column_stream)
-        write_tile(tile2, given2, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
+        scaled.write_tile(tile2, given2, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
     if RECORDS:
-        record_maximum(arrived, record, scratch_ptr, given, scale, scale, ROW, COLUMN, HOW.HW)
+        scaled.record_maximum(arrived, record, scratch_ptr, given, scale, scale, ROW, COLUMN, HOW.HW)
         if PRODUCER == GATE_GRADIENTS:
-            record_maximum(arrived2, record2, scratch_ptr + 3, given2, scale2, scale2, ROW, COLUMN, HOW.HW)
+            scaled.record_maximum(arrived2, record2, scratch_ptr + 3, given2, scale2, scale2, ROW, COLUMN, HOW.HW)
 
 
 @triton.jit
@@ -226,7 +218,7 @@ def produce_values(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
     )
     R, C, row0, col0 = bounds
-    w = local_words(HOW.BN)
+    w = scaled.local_words(HOW.BN)
     r = tl.arange(0, HOW.BM)[None, :, None]
     known = peek(scratch_ptr, HOW.HW)
     out = out_ptr + row0.to(tl.int64) * C + col0
@@ -264,7 +256,7 @@ def values_amax(values, KIND: tl.constexpr, HW: tl.constexpr):
     """Amax bits of a tile of produced values."""
     raw, low, high = values
     if HW and KIND != ELEMENTWISE:
-        return words_amax_bits(packed_abs(raw, KIND), KIND)
+        return scaled.words_amax_bits(packed_abs(raw, KIND), KIND)
     else:
         m = tl.maximum(magnitude_bits(low, True), magnitude_bits(high, True))
         return tl.max(tl.max(tl.max(m, 2), 1), 0)
