@@ -229,7 +229,8 @@ def _backward(
         groups = Groups(ends, x.shape[0])
         return _grouped_backward(call, dy, x, weight, groups, seed, x_scale, w_scale, dy_scale, bias_dtype)
     if dy.numel() == 0:
-        return [tensor.zero_() for tensor in _fake_gradients(call, dy, weight, None)]
+        settings = x_scale, w_scale, dy_scale, None, *settings
+        return [tensor.zero_() for tensor in _fake_backward(dy, x, parts, saved, ends, seed, *settings)]
     schedule = _schedule(call, (*dy.shape[:-1], weight.shape[1]), x, weight, None)
     if OBSERVERS:
         schedule = observed(schedule, (), weight, True)
@@ -374,14 +375,9 @@ def _fake_backward(
     dy: torch.Tensor, x: Maybe, parts: list[torch.Tensor], saved: list[torch.Tensor], ends: Maybe, seed: Maybe,
     x_scale: Maybe, w_scale: Maybe, dy_scale: Maybe, bias_dtype: torch.dtype | None, *settings: object,
 ) -> list[torch.Tensor]:  # fmt: skip
-    call = settings_in(settings)
-    return _fake_gradients(call, dy, rebuilt(parts, call.stored), bias_dtype)
-
-
-def _fake_gradients(
-    call: Settings, dy: torch.Tensor, weight: torch.Tensor, bias_dtype: torch.dtype | None
-) -> list[torch.Tensor]:
     """The gradients without values, behind the amaxes of delayed casts."""
+    call = settings_in(settings)
+    weight = rebuilt(parts, call.stored)
     made = [dy.new_empty(8, dtype=torch.float32)] if call.records else []
     made += [dy.new_empty((*dy.shape[:-1], weight.shape[-1]), dtype=call.x_dtype)] if call.wants_dx else []
     made += [dy.new_empty(weight.shape, dtype=weight.dtype)] if call.wants_dw else []

@@ -133,7 +133,13 @@ class Storage:
         _name_spoiled(self.spoiled)
         _name_untied(untied)
         rows = [dataclasses.replace(one, action="quantized") if one.name in self.configs else one for one in self.rows]
-        return swap.report_of(model, rows, unseen=() if self.has_embeddings else _embeddings_left(model))
+        plain = "an embedding; embeddings=True quantizes it"
+        unseen = [
+            ConversionRow(name, swap.layer_shape(module), "not seen", None, plain)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding) and not isinstance(module.weight, QuantizedTensor)
+        ]
+        return swap.report_of(model, rows, unseen=() if self.has_embeddings else unseen)
 
     @torch.no_grad()
     def store(self, names: Iterable[str], untied: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -326,15 +332,6 @@ def check_config(pattern: str, config: object, in_placement: bool) -> None:
     elif isinstance(config, Recipe):
         remedy = "A recipe for training goes to microfloat.torch.convert."
     raise invalid_type("config", got, "WeightOnly(...), WeightActivation(...), or a Placement of them", remedy)
-
-
-def _embeddings_left(model: nn.Module) -> list[ConversionRow]:
-    """A row for each embedding that keeps its values."""
-    return [
-        ConversionRow(name, swap.layer_shape(module), "not seen", None, "an embedding; embeddings=True quantizes it")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and not isinstance(module.weight, QuantizedTensor)
-    ]
 
 
 def _why_not_stored(layer: nn.Module, config: Recipe | None) -> str | None:

@@ -292,7 +292,9 @@ class Run:
         delayed = self.delayed
         if delayed is None:
             return self.dy
-        cast = self.schedule.delayed_dy(wants_dx, wants_dw)
+        recipe = self.schedule.recipe
+        casts = (recipe.dgrad.lhs if wants_dx else None, recipe.wgrad.lhs if wants_dw else None)
+        cast = next((cast for cast in casts if cast is not None and cast.is_delayed), None)
         if cast is None:
             if delayed.late:
                 scaling.record_late(delayed.kept_layer(), delayed.late)

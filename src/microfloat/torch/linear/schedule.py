@@ -29,7 +29,7 @@ import torch
 from microfloat.layout import ALIGNMENT, Layout, stored_length
 from microfloat.operands import OPERANDS_OF
 from microfloat.passes import CastInputs
-from microfloat.recipes import Cast, Recipe
+from microfloat.recipes import Recipe
 from microfloat.recipes.core import delayed_of
 from microfloat.routes import Entries, Routes, entries_of, first_delayed, routes_of
 from microfloat.support import Notes, text_table
@@ -421,13 +421,6 @@ class Schedule:
             matrix = tensor.dequantize(self.dtype) if is_stored else as_matrix(tensor, self.dtype)
             made.row = Parts(matrix) if row else made.row
             made.column = Parts(matrix.t()) if column else made.column
-
-    def delayed_dy(self, wants_dx: bool, wants_dw: bool) -> Cast | None:
-        """The first delayed cast of the gradient for dx and dw, as far as they are asked for."""
-        for cast in (self.recipe.dgrad.lhs if wants_dx else None, self.recipe.wgrad.lhs if wants_dw else None):
-            if cast is not None and cast.is_delayed:
-                return cast
-        return None
 
     def cast_dy(self, dy: torch.Tensor, inputs: CastInputs, wants_dx: bool, wants_dw: bool) -> Operands:
         """Both operands of a gradient, each where it is asked for, by a cast for the gradient's memory order."""

@@ -211,7 +211,10 @@ def _begin(
     runs = []
     for unit, feed in zip(units, feeds, strict=False):  # one unit of all layers has their common feed
         for layer in unit.layers:
-            layer._check_input(x) if unit is units[0] else layer._check_parameters(x)
+            if unit is units[0]:
+                layer._check_input(x)
+            else:
+                layer._check(checks.check_linear_parameters, layer.weight, layer.bias, x)
             if layer._pinned is UNPINNED:
                 layer.__dict__["_followed"] = True
         width = unit.weight.shape[1]

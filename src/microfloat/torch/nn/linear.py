@@ -27,7 +27,7 @@ from microfloat.torch.nn.options import check_scaling_entry, drop_extra_state, n
 from microfloat.torch.nn.quantized_init import draw_parameters, quantize_parameter
 from microfloat.torch.scaling import buffers as layer_state
 from microfloat.torch.scaling import regions as scaling
-from microfloat.torch.tensor.checks import check_linear, check_linear_parameters, is_abstract, with_path
+from microfloat.torch.tensor.checks import check_linear, is_abstract, with_path
 from microfloat.torch.tensor.quantized_tensor import Decoded, QuantizedTensor, attached_to
 
 
@@ -398,9 +398,6 @@ class Linear(RecipeLayer, nn.Linear):  # pyright: ignore[reportIncompatibleMetho
 
     def _check_input(self, x: torch.Tensor) -> None:
         self._check(check_linear, x, self.weight, self.bias)
-
-    def _check_parameters(self, x: torch.Tensor) -> None:
-        self._check(check_linear_parameters, self.weight, self.bias, x)
 
     def _check(self, check: Callable[..., object], *tensors: torch.Tensor | None) -> None:
         try:
