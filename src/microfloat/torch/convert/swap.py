@@ -20,21 +20,9 @@ from torch.nn.utils import parametrize
 
 from microfloat.arguments import check_bool
 from microfloat.errors import MicrofloatError, invalid_value
-from microfloat.recipes import Placement, Recipe, WeightActivation, WeightOnly
+from microfloat.recipes import Placement, Recipe, WeightActivation, WeightOnly, placement
 from microfloat.recipes.names import as_recipe
-from microfloat.recipes.placement import (
-    DEFAULT_EXCLUDE,
-    DEFAULT_FUSE,
-    FILTERED,
-    ConversionReport,
-    ConversionRow,
-    as_placement,
-    check_exclude,
-    check_filter,
-    fused_group,
-    gates_of_mlps,
-    why_left_out,
-)
+from microfloat.recipes.placement import DEFAULT_EXCLUDE, ConversionReport, ConversionRow
 from microfloat.torch.convert.experts import (
     as_experts,
     as_plain_experts,
@@ -86,7 +74,7 @@ def convert(
     left to convert, as `quantize_` does, PlacementError for patterns that match no layer; then nothing changes.
     """
     check_model(model)
-    recipe = Placement(dict(recipe)) if isinstance(recipe, Mapping) else as_placement(recipe)
+    recipe = Placement(dict(recipe)) if isinstance(recipe, Mapping) else placement.as_placement(recipe)
     if not isinstance(recipe, Placement):
         recipe = as_recipe(recipe)  # type: ignore[arg-type]  # a path became a Placement
     check_bool("fuse", fuse)
@@ -123,7 +111,7 @@ def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, rem
     """The error of a function that finds no layer to work on, with the reasons of the rows; `verb`: what it does."""
     unseen = [row.reason for row in _unseen(model)]
     reasons = dict.fromkeys([row.reason for row in rows] + unseen) or ["it has no nn.Linear or GroupedLinear"]
-    if FILTERED in reasons:
+    if placement.FILTERED in reasons:
         remedy = remedy or "The filter is called as filter(name, module), the name first."
     elif any("exclude=()" in reason for reason in reasons):
         remedy = remedy or "exclude=() excludes nothing."
@@ -133,11 +121,11 @@ def nothing_left(model: nn.Module, rows: Sequence[ConversionRow], verb: str, rem
     )  # fmt: skip
 
 
-def scale_groups(configs: Mapping[str, Config], fuse: Sequence[str] = DEFAULT_FUSE) -> list[list[str]]:
+def scale_groups(configs: Mapping[str, Config], fuse: Sequence[str] = placement.DEFAULT_FUSE) -> list[list[str]]:
     """The names of layers whose weights share a scale, and each other one for itself."""
     groups: dict[object, list[str]] = {}
     for name, recipe in configs.items():
-        key = fused_group(name, fuse)
+        key = placement.fused_group(name, fuse)
         groups.setdefault(name if key is None else (key, recipe.fprop.rhs, recipe.scale_search), []).append(name)
     return list(groups.values())
 
@@ -196,8 +184,8 @@ def planned_layers(
     refuse: Callable[[nn.Module, Recipe | None], str | None] = lambda module, recipe: None,
 ) -> tuple[list[ConversionRow], list[tuple[str, nn.Module, Recipe | None]]]:  # fmt: skip
     """A row for each layer of these kinds, and those that `pin_layer` is to change; `refuse`: why one is left."""
-    exclude = check_exclude(exclude)
-    check_filter(filter)
+    exclude = placement.check_exclude(exclude)
+    placement.check_filter(filter)
     reserved = {
         id(module.out_proj): "nn.MultiheadAttention reads this layer's weight without calling it"
         for module in model.modules()
@@ -212,7 +200,7 @@ def planned_layers(
         pinned = {name: getattr(module, "pinned", None) for name, module in layers}
         current = {name: one for name, one in pinned.items() if isinstance(one, Recipe)}
         chosen = recipe.resolve([name for name, _ in layers], current)
-    gates = gates_of_mlps(exclude, shapes)
+    gates = placement.gates_of_mlps(exclude, shapes)
     by_name = {pattern for pattern, _ in recipe.rules} if isinstance(recipe, Placement) else set()
     rows, wishes = [], []
     for name, module in layers:
@@ -269,7 +257,7 @@ def _refusal(
     """The reason for which a layer is left out, or None."""
     kind = type(module)
     if is_experts(module):
-        return why_not_experts(module) or why_left_out(name, module, exclude, keep, gates)
+        return why_not_experts(module) or placement.why_left_out(name, module, exclude, keep, gates)
     if isinstance(module, nn.LazyLinear):
         return "LazyLinear has no weight yet; call the model once, then convert it"
     if not isinstance(module, RecipeLayer | nn.Embedding) and not is_conv1d(module):
@@ -277,7 +265,7 @@ def _refusal(
             return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
         if not _calls_forward_of(module, nn.Linear):
             return "its forward was replaced on the instance (by a hook?); convert the model before that"
-    return why_left_out(name, module, exclude, keep, gates)
+    return placement.why_left_out(name, module, exclude, keep, gates)
 
 
 def _share(model: nn.Module, running: set[int]) -> float:

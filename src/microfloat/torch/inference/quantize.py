@@ -26,16 +26,9 @@ from torch import nn
 from microfloat.arguments import check_bool, check_choice
 from microfloat.errors import MicrofloatError, invalid_type, invalid_value, kind_of
 from microfloat.operands import GEMMS
-from microfloat.recipes import Cast, Placement, Recipe
+from microfloat.recipes import Cast, Placement, Recipe, placement
 from microfloat.recipes.inference import as_stored
-from microfloat.recipes.placement import (
-    DEFAULT_EXCLUDE,
-    DEFAULT_FUSE,
-    ConversionReport,
-    ConversionRow,
-    as_placement,
-    check_fuse,
-)
+from microfloat.recipes.placement import ConversionReport, ConversionRow
 from microfloat.torch import backends
 from microfloat.torch._typing import Options
 from microfloat.torch.convert import swap
@@ -64,8 +57,8 @@ _QUANTIZED = (
 
 def quantize_(
     model: nn.Module, config: Config | Placement | Mapping[str, Config | None] | str | os.PathLike,
-    filter: Callable[[str, nn.Module], bool] | None = None, *, exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    fuse: Sequence[str] = DEFAULT_FUSE, embeddings: bool = False, method: str = "nearest",
+    filter: Callable[[str, nn.Module], bool] | None = None, *, exclude: Sequence[str] = placement.DEFAULT_EXCLUDE,
+    fuse: Sequence[str] = placement.DEFAULT_FUSE, embeddings: bool = False, method: str = "nearest",
 ) -> ConversionReport:  # fmt: skip
     """Store the weight of every nn.Linear and GroupedLinear of `model` quantized, in place; returns a report.
 
@@ -180,12 +173,12 @@ class Storage:
 
 def plan_storage(
     model: nn.Module, config: Config | Placement | Mapping[str, Config | None] | str | os.PathLike,
-    filter: Callable[[str, nn.Module], bool] | None = None, exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    fuse: Sequence[str] = DEFAULT_FUSE, *, embeddings: bool = False, method: str = "nearest",
+    filter: Callable[[str, nn.Module], bool] | None = None, exclude: Sequence[str] = placement.DEFAULT_EXCLUDE,
+    fuse: Sequence[str] = placement.DEFAULT_FUSE, *, embeddings: bool = False, method: str = "nearest",
 ) -> Storage:  # fmt: skip
     """The `Storage` of a model, which may be on the meta device, by the arguments of `quantize_`; raises as it does."""
     check_model(model)
-    config = as_placement(config)
+    config = placement.as_placement(config)
     config = as_stored(config) if isinstance(config, Placement) else config
     if isinstance(config, Mapping):
         for pattern, one in config.items():
@@ -197,7 +190,7 @@ def plan_storage(
     check_bool("embeddings", embeddings)
     check_choice("method", method, ("nearest", "gptq"))
     kinds = (*LAYERS, ExpertsLayer, nn.Embedding) if embeddings else (*LAYERS, ExpertsLayer)
-    fused, layers = check_fuse(fuse), swap.named_layers(model, kinds)
+    fused, layers = placement.check_fuse(fuse), swap.named_layers(model, kinds)
     rows, wishes = swap.planned_layers(model, config, kinds, filter, exclude, refuse=_why_not_stored)  # type: ignore[arg-type]
     rows = _with_tied_kept(model, layers, rows)
     configs = _configs_of(rows)
