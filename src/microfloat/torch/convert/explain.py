@@ -35,12 +35,6 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from microfloat.torch.nn.linear import RecipeLayer
 
-__all__ = [
-    "CastRow", "Explanation", "GemmRow", "LayerRow", "ModelExplanation", "cast_rows", "explain", "gemm_row",
-    "get_align_size_for_quantization", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available",
-]  # fmt: skip
-
 BY_TORCH = "plain torch ops"
 
 

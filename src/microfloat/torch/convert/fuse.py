@@ -36,8 +36,6 @@ from microfloat.torch.nn.functional import NormOf, activation_linear, linear_cro
 from microfloat.torch.nn.linear import UNPINNED, Linear
 from microfloat.torch.nn.merged import can_join, is_bare, join_
 
-__all__ = ["fuse_blocks", "unfuse"]
-
 _DECODERS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 Config = WeightOnly | WeightActivation
 
-__all__ = ["DEFAULT_EXCLUDE", "ConversionReport", "ConversionRow", "convert", "plain_state_dict", "revert"]
-
 
 def convert(
     model: nn.Module, recipe: Recipe | Placement | Mapping[str, Recipe | str | None] | str | os.PathLike, *,

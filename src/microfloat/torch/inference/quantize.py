@@ -46,8 +46,6 @@ from microfloat.torch.tensor.checks import INPUT_DTYPES, check_model, with_path
 from microfloat.torch.tensor.ops import quantize
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-__all__ = ["LAYERS", "Config", "Storage", "calibrate", "check_config", "plan_storage", "quantize_", "searched"]
-
 LAYERS = (nn.Linear, GroupedLinear)
 _QUANTIZED = (
     "To quantize it anew, call microfloat.torch.revert(model) first, which gives the values of its codes; "

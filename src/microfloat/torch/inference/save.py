@@ -32,8 +32,6 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
 
-__all__ = ["contents", "save_quantized"]
-
 
 def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:native", **options: Any) -> list[str]:
     """Write a model whose weights are quantized as a checkpoint of the family `format`; returns the names of shards.
