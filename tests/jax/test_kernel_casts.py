@@ -306,8 +306,30 @@ def test_only_casts_whose_kernels_write_values_are_decoded(monkeypatch):
     monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
     monkeypatch.setattr(kernels, "why_no_kernel", lambda *_, **__: "")
     for recipe in (recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()):
-        for cast in (recipe.fprop.lhs, recipe.fprop.rhs):
-            assert casts.decodes(recipe.fprop, cast, (256, 512), "auto") is (cast.format.block != (128, 128))
+        for side in ("lhs", "rhs"):
+            cast = getattr(recipe.fprop, side)
+            form = casts.form_of(recipe.fprop, side, cast, (256, 512), "auto", at_once=True)
+            assert form == ("codes" if cast.format.block == (128, 128) else "values")
+
+
+@pytest.mark.parametrize("recipe", [recipes.MXFP8BlockScaling(path="folded"), recipes.NVFP4BlockScaling(path="folded")])
+def test_operands_of_folded_gemms_are_folded_as_they_are_cast(monkeypatch, recipe):
+    """Those that wait for the backward too; where no GEMM of microfloat takes them they stay codes."""
+
+    def forms():
+        found = {}
+        for name in ("fprop", "dgrad", "wgrad"):
+            gemm = getattr(recipe, name)
+            sides = (("lhs", gemm.lhs), ("rhs", gemm.rhs))
+            found[name] = [casts.form_of(gemm, *one, (256, 512), "auto", at_once=False) for one in sides]
+        return found
+
+    monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
+    monkeypatch.setattr(kernels, "why_no_kernel", lambda *_, **__: "")
+    monkeypatch.setattr(gemms, "library", lambda: "jax")
+    assert forms() == dict.fromkeys(("fprop", "dgrad", "wgrad"), ["folded", "tiles"])
+    monkeypatch.setattr(gemms, "library", lambda: "xla")
+    assert forms() == dict.fromkeys(("fprop", "dgrad", "wgrad"), ["codes", "codes"])
 
 
 @needs_gpu

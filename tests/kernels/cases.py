@@ -437,6 +437,14 @@ def folded(device, name, tile, options=()):
             check_operand(replace(got, scale=got.scale[:, :across]), want, f"{name} folded from codes, axis {axis}")
 
 
+def cast_in_jax(device, name, forms, options=(), shape=(70, 140), **kind):
+    """Both operands in these forms, as JAX starts the kernels (tests/kernels/jax_cases.py)."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    from tests.kernels import jax_cases
+
+    jax_cases.check(device, name, forms, options, shape, kind)
+
+
 def dequantized(device, name):
     """Codes back to values in three dtypes, aligned and ragged."""
     options = [()] if name != "nvfp4" else [(), (("rht", True),)]

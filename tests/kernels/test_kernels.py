@@ -2,11 +2,14 @@
 
 import pytest
 
+from microfloat.recipes import Delayed
+
 FAST = ["fp8_tensor", "fp8_tensor_e5m2", "fp8_row", "fp8_128x128"]
 BLOCKS = ["fp8_1x128", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 ODD, EVEN, SPECIAL = (37, 75), (128, 128), {"special": True}
 STOCHASTIC = (("rounding", "stochastic"),)
 RHT = (("rht", True),)
+FOLDED = ("folded", "folded"), ("tiles", "tiles")
 
 
 def _rule(name):
@@ -110,6 +113,14 @@ CASES = [
     case("folded", "nvfp4", False, RHT + STOCHASTIC),
     *[case("folded", name, True) for name in ("nvfp4", "nvfp4_2d")],
     case("folded", "nvfp4_row", False),
+    # As JAX starts them; with the words in which programs meet.
+    case("cast_in_jax", "fp8_tensor", ("codes", "codes"), (("scaling", Delayed()),)),
+    case("cast_in_jax", "nvfp4", ("codes", "codes"), RHT, (64, 96)),
+    *[case("cast_in_jax", name, forms, special=True) for name in ("mxfp8", "mxfp4") for forms in FOLDED],
+    case("cast_in_jax", "mxfp8", ("folded", "tiles"), shape=(256, 384)),
+    case("cast_in_jax", "nvfp4", ("folded", "folded"), RHT + STOCHASTIC, special=True),
+    *[case("cast_in_jax", name, ("tiles", "tiles"), special=True) for name in ("nvfp4", "nvfp4_2d")],
+    case("cast_in_jax", "nvfp4_row", ("folded", "folded"), special=True),
     case("turned_codes"),
     *[case("dequantized", name) for name in ("fp8_tensor", "fp8_row_e5m2", "fp8_1x128", "fp8_128x128")],
     *[case("dequantized", name) for name in ("mxfp8", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row", "nvfp4_2d")],
@@ -166,7 +177,7 @@ WORDS = [
 
 # Cases of seconds, whose kernels other cases run too.
 LONG = (
-    "folded-mxfp8-False", "folded-nvfp4*", "scale_orders", "wide_offsets", "guard_zones", "odd_alignments", "programs",
+    "folded-mxfp8-False", "folded-nvfp4*", "cast_in_jax-nvfp4*", "cast_in_jax-mxfp4-*", "cast_in_jax-*-shape", "scale_orders", "wide_offsets", "guard_zones", "odd_alignments", "programs",
     "fused_squares", "delayed_gradients", "gradients-nvfp4-((scale_rule,four_over_six),)-(40,72)-bfloat16",
     "operands-mxfp8_e5m2-(256,192)-*", "operands-mxfp6_e2m3-(256,192)-*", "operands-mxfp8-(128,128)-*-special",
     "operands-nvfp4-(80,144)-*stochastic*-spread", "sides-((*",

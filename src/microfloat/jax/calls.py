@@ -151,10 +151,10 @@ class Call:
         """The operands of the first and the second use; one that `uses` leaves out, or without a Cast, is the tensor.
         `keeps`: the second is kept for the backward as codes, or as it is without a Cast; else it is turned."""
         is_turned = tensor == "w" and self.config.w_is_transposed
-        decodes, axes = (not self.reuses(tensor), not keeps), self.axes(x_RC)
+        at_once, axes = (not self.reuses(tensor), not keeps), self.axes(x_RC)
         first, second = (
-            self.cast_of(operand, x_RC.shape, decodes=decoded) if used else None
-            for operand, used, decoded in zip(OPERANDS_OF[tensor], uses, decodes, strict=True)
+            self.cast_of(operand, x_RC.shape, at_once=read) if used else None
+            for operand, used, read in zip(OPERANDS_OF[tensor], uses, at_once, strict=True)
         )
         made = casts.cast_both(
             x_RC.T if is_turned else x_RC, *((second, first) if is_turned else (first, second)),
@@ -170,17 +170,16 @@ class Call:
         """The mesh axes that shard a tensor."""
         return transformations.sharding_axes(x, self.config.axis_names) - self._apart
 
-    def cast_of(self, operand: Operand, shape: tuple[int, ...], *, decodes: bool = False) -> OperandSpec | None:
-        """One operand as the recipe's table says, decoded if its GEMM multiplies in bfloat16; None without a Cast."""
+    def cast_of(self, operand: Operand, shape: tuple[int, ...], *, at_once: bool = False) -> OperandSpec | None:
+        """One operand as the recipe's table says, in the form that a kernel gives its GEMM; None without a Cast."""
         cast = self.config.recipe.cast(*operand.key)
         if cast is None:
             return None
         cast = cast.of_gradient if operand.tensor == "dy" else cast
         if cast.is_stochastic:
             self.check_seed()
-        gemm = getattr(self.config.recipe, operand.gemm)
-        decoded = decodes and casts.decodes(gemm, cast, shape, self.config.backend)
-        return OperandSpec(cast, "values" if decoded else "codes", stream=operand.stream)
+        about = getattr(self.config.recipe, operand.gemm), operand.side, cast, shape, self.config.backend
+        return OperandSpec(cast, casts.form_of(*about, at_once=at_once), stream=operand.stream)
 
     def keep(self, x_RC: Array, tensor: str) -> _Cast:
         """The operand of the first use, and the tensor that the backward keeps: codes, or the original if asked for."""

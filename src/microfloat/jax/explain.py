@@ -13,7 +13,7 @@ from microfloat.chips import chip_named
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax.autocast import recipe_here
 from microfloat.jax.backends import gemms, reference
-from microfloat.jax.backends.casts import reads_values
+from microfloat.jax.backends.casts import form_by_kernel
 from microfloat.jax.backends.gemms import GemmPlan, route_of_plan
 from microfloat.jax.backends.kernels import why_no_kernel
 from microfloat.jax.calls import Op
@@ -166,9 +166,9 @@ def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, 
         why = (why_no_kernel(each, size, backend, elsewhere=target.elsewhere) for each in together if each is not None)
         reason = next(filter(None, why), "")
         kernel = "XLA's operations" if reason else f"kernels.{family_of(one)[0]}"
-        about = one, target.chip, gemms.library(elsewhere=target.elsewhere)
-        if not reason and (gemm, side) in _READ_AT_ONCE and reads_values(getattr(recipe, gemm), *about):
-            kernel += " (decoded to bfloat16)"
+        about = getattr(recipe, gemm), side, target.chip, gemms.library(elsewhere=target.elsewhere)
+        form = "codes" if reason else form_by_kernel(*about, at_once=(gemm, side) in _READ_AT_ONCE)
+        kernel += {"codes": "", "values": " (decoded to bfloat16)"}.get(form, " (folded to FP8)")
         found.append(CastRow(gemm, tensor, one.format.name, kernel, reason))
     return found
 

@@ -89,19 +89,23 @@ def _by_kernel(operand: OperandSpec, inputs: CastInputs, x_RC: Array, backend: s
     return (counted or not operand.cast.is_stochastic) and not kernels.why_no_kernel(operand.cast, x_RC.shape, backend)
 
 
-def decodes(gemm: Gemm, cast: Cast, shape: Sequence[int], backend: str) -> bool:
-    """True if a kernel casts an operand straight to the bfloat16 that its GEMM reads."""
-    if backend == "reference" or not reads_values(gemm, cast, cuda.capability(), gemms.library()):
-        return False
-    return not kernels.why_no_kernel(cast, shape, backend)
+def form_of(gemm: Gemm, side: str, cast: Cast, shape: Sequence[int], backend: str, *, at_once: bool) -> str:
+    """The form of an operand of a GEMM as its cast makes it: codes, unless a kernel casts it (`form_by_kernel`)."""
+    chip = cuda.capability()
+    if chip is None or backend == "reference" or kernels.why_no_kernel(cast, shape, backend):
+        return "codes"
+    return form_by_kernel(gemm, side, chip, gemms.library(), at_once=at_once)
 
 
-def reads_values(gemm: Gemm, cast: Cast, chip: tuple[int, int] | None, library: str) -> bool:
-    """True if a GEMM multiplies decoded values on `chip`, and the kernel of the cast writes decoded values."""
-    if chip is None or family_of(cast)[0] not in WRITES_VALUES:
-        return False
+def form_by_kernel(gemm: Gemm, side: str, chip: tuple[int, int], library: str, *, at_once: bool) -> str:
+    """The form in which a kernel casts an operand ("lhs" or "rhs"): folded to FP8 for microfloat's GEMM; values, if the
+    GEMM reads them `at_once` and multiplies them; else codes."""
     route = route_of(gemm, Chip(chip), library=library)
-    return route.kind == "values" and route.rhs not in FOLDED
+    form = getattr(route, side)
+    if route.kind == "blocks" and form in FOLDED:
+        return form
+    writes_values = family_of(getattr(gemm, side))[0] in WRITES_VALUES
+    return "values" if at_once and writes_values and route.kind == "values" and route.rhs not in FOLDED else "codes"
 
 
 @lru_cache(maxsize=1024)
@@ -156,4 +160,7 @@ def _decoded(operand: OperandSpec | None, made: reference.Matrix | None, cols: i
     if operand is None or made is None or operand.form == "codes":
         return made
     cast = operand.cast
-    return Decoded(*gemms.bf16_values(made, reference.Kind(cast.format, cast.hadamard, cols, cast.rule.power_of_two)))
+    kind = reference.Kind(cast.format, cast.hadamard, cols, cast.rule.power_of_two)
+    if operand.form in FOLDED:
+        return reference.with_level(reference.folded(made, kind, operand.form)[0])
+    return Decoded(*gemms.bf16_values(made, kind))

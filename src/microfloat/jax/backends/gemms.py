@@ -113,7 +113,10 @@ def gemm(
     a: Operand, b: Operand, kind_a: Kind, kind_b: Kind, way: str, accumulate: str, out: DTypeLike = jnp.float32,
 ) -> Array:  # fmt: skip
     """``a @ b.T`` [M, N] by a route of the kind `way`, summed in float32 and rounded once to `out`."""
-    if way == "values" or (way == "blocks" and kind_a.power_of_two and kind_b.power_of_two):
+    if way == "blocks" and kind_a.power_of_two and kind_b.power_of_two:
+        a, b = (reference.in_powers(cast(Matrix, one)) for one in (a, b))
+        way = "values"
+    if way == "values":
         return _bf16(a, b, kind_a, kind_b, out).astype(out)
     if way == "blocks":
         return reference.gemm(a, b, kind_a, kind_b, np.dtype(np.float32)).astype(out)
@@ -180,15 +183,9 @@ def _own_gemm(
     fast, chip = accumulate == "fast" and scales == "rows", cast(tuple[int, int], cuda.capability())
 
     def multiply(a: Matrix, b: Matrix) -> Array:
-        return program.multiply_fp8(*map(_with_level, (a, b)), scales=scales, fast=fast, out=out, capability=chip)
+        return program.multiply_fp8(*map(reference.with_level, (a, b)), scales=scales, fast=fast, out=out, capability=chip)
 
     return multiply
-
-
-def _with_level(matrix: Matrix) -> Matrix:
-    """A folded operand whose tensor scale is part of its float32 scales (docs/numerics.md 9.4)."""
-    scale, level = matrix.scale, matrix.tensor_scale
-    return matrix if level is None else Matrix(matrix.codes, scale * level, None)
 
 
 def _padded(codes: Array) -> Array:

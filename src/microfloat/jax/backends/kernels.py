@@ -107,9 +107,6 @@ def on_either(by_kernel: Callable[..., Any], by_xla: Callable[..., Any]) -> Call
 
 _TARGET = "triton_kernel_call_ffi"
 _ALIGNED = (("tt.divisibility", 16),)
-# The name of a parameter in whose place a kernel is given the memory that the compiler takes for itself, which jaxlib
-# does not give.
-SCRATCH = "scratch_ptr"
 _INT32_MAX = 2**31 - 1
 
 
@@ -122,6 +119,10 @@ class Output(NamedTuple):
     dtype: DTypeLike
     zeroed: bool = False
     pointer: str = ""
+
+
+# The argument in whose place a kernel is given the memory that the compiler takes for itself, which jaxlib does not give.
+SCRATCH = Output((), jnp.uint8)
 
 
 @lru_cache(maxsize=4)
@@ -166,16 +167,16 @@ def _library() -> Any:
 
 def call(kernel: Any, programs: int, capability: tuple[int, int], arguments: Mapping, warps: Warps) -> dict[str, Array]:
     """Start `programs` programs of `kernel`; returns the arrays it writes, by parameter name. `arguments`: for each
-    parameter an array, a number, a constant, an `Output`, or None for a pointer that is not read."""
+    parameter an array, a number, a constant, an `Output`, SCRATCH, or None for a pointer that is not read."""
     names = tuple(kernel.arg_names)
-    arguments = cast(Mapping, {**arguments, SCRATCH: Output((), jnp.uint8)}) if SCRATCH in names else arguments
     inputs = [name for name in names if isinstance(arguments[name], jax.Array)]
     outputs = [name for name in names if isinstance(arguments[name], Output)]
+    outputs.sort(key=lambda name: arguments[name] is SCRATCH)  # as in `_order`
     signature = tuple(_parameter(arguments[name], param) for name, param in zip(names, kernel.params, strict=True))
     opaque, scratch = _opaque(kernel, programs, capability, signature, warps)
     shapes = [
-        jax.ShapeDtypeStruct((programs * scratch,) if name == SCRATCH else arguments[name].shape, arguments[name].dtype)
-        for name in outputs
+        jax.ShapeDtypeStruct((programs * scratch,) if one is SCRATCH else one.shape, one.dtype)
+        for one in map(arguments.__getitem__, outputs)
     ]
     operands = in_common_variance(*(arguments[name] for name in inputs))
     started = jax.ffi.ffi_call(_TARGET, shapes)
@@ -186,7 +187,7 @@ def call(kernel: Any, programs: int, capability: tuple[int, int], arguments: Map
 class _Parameter(NamedTuple):
     """One parameter as compiling and starting see it: hashable."""
 
-    kind: str  # "in", "out", "number" or "constant"
+    kind: str  # "in", "out", "scratch", "number" or "constant"
     type: str  # Triton's name of it
     value: Any = None  # of numbers and constants; of an output the bytes to clear
 
@@ -194,6 +195,8 @@ class _Parameter(NamedTuple):
 def _parameter(value: Any, declared: Any) -> _Parameter:
     if declared.is_constexpr or value is None:
         return _Parameter("constant", "constexpr", value)
+    if value is SCRATCH:
+        return _Parameter("scratch", _pointer(value.dtype))
     if isinstance(value, Output):
         size = int(np.prod(value.shape, dtype=np.int64)) * jnp.dtype(value.dtype).itemsize
         return _Parameter("out", value.pointer or _pointer(value.dtype), size if value.zeroed else 0)
@@ -235,7 +238,7 @@ def _opaque(
 
 def _order(signature: tuple[_Parameter, ...]) -> list[int]:
     """Parameters that exist at run time, inputs first, then outputs, then numbers: arrays come in that order."""
-    return [at for kind in ("in", "out", "number") for at, part in enumerate(signature) if part.kind == kind]
+    return [at for kind in ("in", "out", "scratch", "number") for at, part in enumerate(signature) if part.kind == kind]
 
 
 def _compiled_form(part: _Parameter) -> tuple[str, str, Any]:
@@ -271,8 +274,8 @@ def _compiled(
     present = [index for index, part in enumerate(signature) if part[0] != "constant"]
     wanted = _order(tuple(_Parameter(kind, spelled) for kind, spelled, _ in signature))
     places = [present.index(index) for index in wanted]
-    if SCRATCH in kernel.arg_names:  # stands where the array is given, and its own place is one that nobody reads
-        own = present.index(kernel.arg_names.index(SCRATCH))
+    for own in [place for place, index in enumerate(present) if signature[index][0] == "scratch"]:
+        # Stands where the array is given, and its own place is one that nobody reads.
         places[places.index(own)] = len(present)
         places.append(own)
     about = compiled.metadata

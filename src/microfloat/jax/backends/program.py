@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from microfloat.formats import ELEMENTS, ScaledFormat
-from microfloat.jax.backends.kernels import Output, call
+from microfloat.jax.backends.kernels import SCRATCH, Output, call
 from microfloat.jax.backends.reference import Decoded, Kind, Matrix, Operand
 from microfloat.jax.numerics.scales import tensor_amax
 from microfloat.jax.transformations import max_over
@@ -46,6 +46,8 @@ def cast_by_kernel(
         codes, scale, outer = results[at : at + 3]
         if spec is None or spec.form == "values":
             return spec and Decoded(codes, outer)
+        if spec.form == "tiles":
+            scale = scale[:, : -(-codes.shape[1] // 128)]
         return Matrix(codes, scale.reshape(1, 1) if scale.ndim == 0 else scale, outer)
 
     return operand(row, 0), operand(column, 3), run.table.get(At.RECORD)
@@ -99,7 +101,7 @@ def multiply_fp8(a: Matrix, b: Matrix, scales: str, fast: bool, out: np.dtype, c
     kind = {"lines": kernels.LINES, "tiles": kernels.TILES, "rows": kernels.ROWS}[scales].value
     arguments = {
         "a_ptr": a.codes, "b_ptr": b.codes, "a_scale_ptr": a_scale, "b_scale_ptr": b_scale,
-        "c_ptr": Output((m, n), out), "scratch_ptr": None, "scale_stride": b.scale.shape[1], "M": m, "N": n, "K": k,
+        "c_ptr": Output((m, n), out), "scratch_ptr": SCRATCH, "scale_stride": b.scale.shape[1], "M": m, "N": n, "K": k,
         "A_TYPE": types[a.codes.dtype], "B_TYPE": types[b.codes.dtype], "WARPGROUPS": cut.warpgroups,
         "PARTS": cut.parts, "STAGES": cut.stages, "GROUP": cut.group, "SCALES": kind, "FAST": fast,
         "REGISTERS": cut.registers,
@@ -163,6 +165,8 @@ class _Run:
             return None
         if at == At.WORDS:  # int64 words with which the programs of a launch synchronise, zero when it starts
             return Output((16,), jnp.uint32, zeroed=True, pointer="*i64")
+        if at in (At.FOLDED, At.TILES):  # counts of changed elements, two of int64, which nobody reads here
+            return Output((4,), jnp.uint32, pointer="*i64")
         if at == At.RECORD and at not in self._given:
             return Output((), jnp.float32, zeroed=True)
         if at == At.AMAX and self.table[At.AMAX] is None:

@@ -162,8 +162,11 @@ def factored_values(matrix: Matrix, fmt: ScaledFormat, length: int) -> tuple[Arr
 
 
 def folded(operand: "Operand", kind: "Kind", form: str) -> "tuple[Matrix, Kind]":
-    """An MX or NVFP4 operand as FP8 under a power of two for each group of `form`, and its tensor scale."""
+    """An MX or NVFP4 operand as FP8 under a power of two for each group of `form`, and its tensor scale. One that was
+    folded as it was cast, known by its float32 scales, has the tensor scale in them."""
     matrix, fmt, source = typing.cast(Matrix, operand), folded_format(kind.format, form), kind.format
+    if matrix.scale.dtype == jnp.float32:
+        return matrix, Kind(fmt, kind.hadamard, kind.cols, power_of_two=True)
     shape_RC, (rows, columns) = (matrix.codes.shape[0], kind.length), source.block
     scale = jnp.repeat(matrix.scale, typing.cast(int, rows), axis=0)[: shape_RC[0]] if source.is_tile else matrix.scale
     blocks = None if fmt.block[1] is None else fmt.block[1] // typing.cast(int, columns)
@@ -190,6 +193,23 @@ def folded(operand: "Operand", kind: "Kind", form: str) -> "tuple[Matrix, Kind]"
     if form == "rows" and level is not None:  # which are outer scales of FP8, as its tensor scale is
         up, level = up * level, None
     return Matrix(as_code_dtype(folded_codes, fmt.element), up, level), made
+
+
+def with_level(matrix: Matrix) -> Matrix:
+    """A folded operand whose tensor scale is part of its float32 scales (docs/numerics.md 9.4)."""
+    scale, level = matrix.scale, matrix.tensor_scale
+    return matrix if level is None else Matrix(matrix.codes, scale * level, None)
+
+
+def in_powers(matrix: Matrix) -> Matrix:
+    """The reverse for powers of two: beside them the significand that a tensor scale gave all scales of a row."""
+    if matrix.tensor_scale is not None:
+        return matrix
+    bits, is_number = bits_of(matrix.scale), matrix.scale > 0
+    significand = where(is_number, as_float((bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000)), np.float32(1))
+    power = where(is_number, as_float(bits & np.uint32(0x7F800000)), matrix.scale)
+    axis = 1 if len(matrix.scale) == len(matrix.codes) else None  # tiles have one tensor scale
+    return Matrix(matrix.codes, power, jnp.max(significand, axis=axis, keepdims=True, initial=1))
 
 
 def _power(exponent: Array) -> Array:
