@@ -1,11 +1,13 @@
 """Casts by Triton kernels from JAX: what a program is told on a machine that has them, and their bytes on a GPU."""
 
 import functools
+import inspect
 import json
 import os
 import re
 import sys
 import zlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +200,55 @@ def test_kernels_inside_shard_map(repository, name):
     assert len(found["inside"]) == len(found["cuda"]["calls"])
 
 
+def signatures(monkeypatch, row, column, records=False):
+    """For every kernel that casts start, the types of its arrays by name; memory by its size in bytes."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from microfloat.jax.backends import program
+    from microfloat.passes import CastInputs
+
+    found = {}
+
+    def call(kernel, *arguments):
+        declared = inspect.signature(kernel.fn).parameters.values()
+        params = [SimpleNamespace(is_constexpr="constexpr" in str(one), do_not_specialize=False) for one in declared]
+        stand_in = SimpleNamespace(arg_names=kernel.arg_names, params=params, __name__=kernel.__name__)
+        return kernels.call(stand_in, *arguments)
+
+    def opaque(kernel, programs, capability, signature, warps):
+        arrays = {name: one for name, one in zip(kernel.arg_names, signature, strict=True) if one.kind in ("in", "out")}
+        found[kernel.__name__] = {name: (one.type, one.value) for name, one in arrays.items()}
+        return b"", 0
+
+    monkeypatch.setattr(program, "call", call)
+    monkeypatch.setattr(kernels, "_opaque", opaque)
+    monkeypatch.setattr(
+        jax.ffi, "ffi_call", lambda _, made: lambda *a, **b: [jnp.zeros(one.shape, one.dtype) for one in made]
+    )
+    given = CastInputs(jnp.float32(1), words())
+    program.cast_by_kernel(jnp.ones((128, 256), jnp.bfloat16), row, column, given, frozenset(), records, (9, 0))
+    return found
+
+
+WORDS = ("*i64", 64)
+
+
+def test_programs_meet_in_words_that_are_cleared(monkeypatch):
+    """Of a cast that measures or counts, each its own; a GEMM asks for memory of the compiler's by name alike."""
+    delayed, nvfp4 = OperandSpec(Cast("fp8_tensor", scaling=Delayed())), OperandSpec(Cast("nvfp4", hadamard=Hadamard()))
+    found = signatures(monkeypatch, delayed, delayed, records=True)
+    assert found["cast_scaled"]["scratch_ptr"] == WORDS
+    assert found["cast_scaled"]["record_ptr"] == ("*fp32", 4)
+    found = signatures(monkeypatch, None, nvfp4)
+    assert found["amax_transformed"]["scratch_ptr"] == WORDS
+    assert "scratch_ptr" not in found["quantize_nvfp4"], "codes are not counted"
+    for cast, kernel in ((nvfp4.cast, "quantize_nvfp4"), (Cast("mxfp8"), "fold_blocks")):
+        found = signatures(monkeypatch, OperandSpec(cast, "folded"), OperandSpec(cast, "tiles"))[kernel]
+        assert found["scratch_ptr"] == WORDS
+        assert found["lossy_ptr"] == ("*i64", 0)
+        assert found["row_out"] == found["column_out"] == ("*u8", 0)
+        assert found["row_scale"] == found["column_scale"] == ("*fp32", 0)
+
+
 def test_why_xla_casts(monkeypatch):
     cast = as_cast("mxfp8")
     monkeypatch.setattr(cuda, "capability", lambda: None)
@@ -327,9 +378,9 @@ def test_operands_of_folded_gemms_are_folded_as_they_are_cast(monkeypatch, recip
     monkeypatch.setattr(cuda, "capability", lambda: (9, 0))
     monkeypatch.setattr(kernels, "why_no_kernel", lambda *_, **__: "")
     monkeypatch.setattr(gemms, "library", lambda: "jax")
-    assert forms() == dict.fromkeys(("fprop", "dgrad", "wgrad"), ["folded", "tiles"])
+    assert list(forms().values()) == [["folded", "tiles"]] * 3
     monkeypatch.setattr(gemms, "library", lambda: "xla")
-    assert forms() == dict.fromkeys(("fprop", "dgrad", "wgrad"), ["codes", "codes"])
+    assert list(forms().values()) == [["codes", "codes"]] * 3
 
 
 @needs_gpu

@@ -1,4 +1,4 @@
-"""Casts by kernels as JAX starts them: on a GPU inside a program, elsewhere interpreted in place of XLA's call of them."""
+"""Casts by kernels as JAX starts them: on a GPU inside a program, elsewhere interpreted in place of XLA's call."""
 
 import inspect
 from types import SimpleNamespace

@@ -183,7 +183,8 @@ def _own_gemm(
     fast, chip = accumulate == "fast" and scales == "rows", cast(tuple[int, int], cuda.capability())
 
     def multiply(a: Matrix, b: Matrix) -> Array:
-        return program.multiply_fp8(*map(reference.with_level, (a, b)), scales=scales, fast=fast, out=out, capability=chip)
+        a, b = map(reference.with_level, (a, b))
+        return program.multiply_fp8(a, b, scales=scales, fast=fast, out=out, capability=chip)
 
     return multiply
 

@@ -121,7 +121,7 @@ class Output(NamedTuple):
     pointer: str = ""
 
 
-# The argument in whose place a kernel is given the memory that the compiler takes for itself, which jaxlib does not give.
+# The argument in whose place a kernel is given the memory that its compiler takes for itself: jaxlib gives none.
 SCRATCH = Output((), jnp.uint8)
 
 
