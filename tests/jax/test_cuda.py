@@ -379,6 +379,34 @@ def test_the_gemm_of_microfloat_gets_the_values_of_folds(own_products, hopper, p
     assert relative_error(actual, reference.scaled_matmul(*folds)) < 3e-3
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("pair1",))
+@pytest.mark.parametrize("pair", [("nvfp4", "nvfp4_2d"), ("nvfp4_row", "nvfp4_row"), ("mxfp8", "mxfp8")])
+def test_operands_that_a_kernel_folded_multiply_in_bfloat16(pair):
+    """Where microfloat's GEMM does not take them: powers of two, beside the significand of the tensor scale."""
+    rng, (m, k, n) = np.random.default_rng(6), (130, 300, 140)
+    form = "folded" if pair[0] == "nvfp4_row" else "tiles"
+    stored, matrices, kinds = [], [], []
+    for rows, name, one in zip((m, n), pair, ("folded", form), strict=True):
+        x = (rng.standard_normal((rows, k)) * 1e3).astype(np.float32)
+        x[5], x[7, 3] = 0, np.nan if one == "folded" else 0
+        q = reference.quantize(x, name)
+        stored.append(reference.fold(q, (1, 128) if one == "folded" else (128, 128))[0])
+        kind = reference_in_jax.kind_of(as_cast(name), k)
+        level = None if q.tensor_scale is None else jnp.asarray(q.tensor_scale)
+        made = reference_in_jax.Matrix(jnp.asarray(q.codes), jnp.asarray(q.scale), level)
+        matrix = reference_in_jax.with_level(reference_in_jax.folded(made, kind, one)[0])
+        again, kind = reference_in_jax.folded(matrix, kind, one)
+        assert again is matrix
+        powers = reference_in_jax.in_powers(matrix)
+        np.testing.assert_array_equal(np.frexp(powers.scale)[0][np.isfinite(powers.scale)], 0.5)
+        matrices.append(matrix)
+        kinds.append(kind)
+    actual = np.asarray(gemms.gemm(*matrices, *kinds, "blocks", "split"))
+    expected = reference.scaled_matmul(*stored)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    assert relative_error(np.nan_to_num(actual), np.nan_to_num(expected)) < 1e-5
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("pair", [("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128"), ("fp8_row", "fp8_row")])
 @pytest.mark.parametrize("shape", [(1000, 1040, 1152), (2048, 1536, 1024)])

@@ -11,6 +11,7 @@ from jax import lax
 import microfloat.jax as mj
 from microfloat import reference
 from microfloat.errors import InvalidValueError
+from microfloat.jax.backends import casts
 from microfloat.jax.backends import reference as by_xla
 from microfloat.jax.numerics.dimensions import einsum_by
 from microfloat.recipes import (
@@ -68,6 +69,26 @@ def test_three_gemms_equal_the_oracle(name):
     for gemm, actual, expected in zip(gemms, results, oracle_gemms(recipe, X, W, DY, seed=SEED), strict=True):
         assert actual.dtype == jnp.float32
         assert relative_error(actual, expected) < gemm_limit(gemm)
+
+
+@pytest.mark.slow("further JAX programs of a checked kind")
+@pytest.mark.parametrize("options", [{}, {"backward": "dequantized"}], ids=["quantized", "dequantized"])
+def test_operands_folded_by_their_casts_give_the_same_three_gemms(options, monkeypatch):
+    """The forms that kernels write for Hopper, kept for the backward too; a tensor scale is rounded into their own."""
+    op, arguments = mj.dot_general(NVFP4BlockScaling(path="folded", **options)), {"seed": SEED}
+    expected = gradients(op, X, W, DY, **arguments)
+    forms = []
+
+    def folded(gemm, side, *_, at_once):
+        forms.append({"lhs": "folded", "rhs": "tiles"}[side])
+        return forms[-1]
+
+    monkeypatch.setattr(casts, "form_of", folded)
+    jax.clear_caches()
+    for actual, wanted in zip(gradients(op, X, W, DY, **arguments), expected, strict=True):
+        assert relative_error(actual, wanted) < 1e-6
+    assert len(forms) >= (2 if options else 6)
+    jax.clear_caches()
 
 
 FOLDS = [
