@@ -220,7 +220,7 @@ def signatures(monkeypatch, row, column, records=False):
         return b"", 0
 
     monkeypatch.setattr(program, "call", call)
-    monkeypatch.setattr(kernels, "_opaque", opaque)
+    monkeypatch.setattr(kernels, "message_to", opaque)
     monkeypatch.setattr(
         jax.ffi, "ffi_call", lambda _, made: lambda *a, **b: [jnp.zeros(one.shape, one.dtype) for one in made]
     )

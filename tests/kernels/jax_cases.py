@@ -63,7 +63,7 @@ def _interpreted(x, row, column, inputs, records):
     """Both operands by the kernels of JAX's passes."""
     started = []
 
-    def opaque(kernel, programs, capability, signature, warps):
+    def message_to(kernel, programs, capability, signature, warps):
         started.append((kernel, programs, signature))
         return b"", 0
 
@@ -74,7 +74,7 @@ def _interpreted(x, row, column, inputs, records):
         return kernels.call(_Interpreted(kernel), *arguments)
 
     with (
-        mock.patch.object(kernels, "_opaque", opaque), mock.patch.object(jax.ffi, "ffi_call", ffi_call),
+        mock.patch.object(kernels, "message_to", message_to), mock.patch.object(jax.ffi, "ffi_call", ffi_call),
         mock.patch.object(program, "call", call),
     ):  # fmt: skip
         return program.cast_by_kernel(x, row, column, inputs, frozenset(), records, (8, 0))

@@ -173,7 +173,7 @@ def call(kernel: Any, programs: int, capability: tuple[int, int], arguments: Map
     outputs = [name for name in names if isinstance(arguments[name], Output)]
     outputs.sort(key=lambda name: arguments[name] is SCRATCH)  # as in `_order`
     signature = tuple(_parameter(arguments[name], param) for name, param in zip(names, kernel.params, strict=True))
-    opaque, scratch = _opaque(kernel, programs, capability, signature, warps)
+    opaque, scratch = message_to(kernel, programs, capability, signature, warps)
     shapes = [
         jax.ShapeDtypeStruct((programs * scratch,) if one is SCRATCH else one.shape, one.dtype)
         for one in map(arguments.__getitem__, outputs)
@@ -218,7 +218,7 @@ def _pointer(dtype: DTypeLike) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _opaque(
+def message_to(
     kernel: Any, programs: int, capability: tuple[int, int], signature: tuple, warps: Warps
 ) -> tuple[bytes, int]:
     """The message to the foreign function: kernel, grid and every parameter; and the memory of `_compiled`."""
