@@ -17,6 +17,7 @@ from microfloat.kernels.device.convert import (
     element_bits,
     high_half,
     low_half,
+    packed_max,
 )
 
 
@@ -97,10 +98,7 @@ def small_codes(y, MB: tl.constexpr, BIAS: tl.constexpr):
     NORMAL: tl.constexpr = (128 - BIAS) << 7
     UNIT: tl.constexpr = (7 - MB) << 7
     v = min_bf16x2(y & 0x7FFF7FFF, MAX * 65537)
-    binade = tl.inline_asm_elementwise(
-        "max.bf16x2 $0, $1, $2;", "=r,r,r", [v, NORMAL * 65537], dtype=tl.int32, is_pure=True, pack=1
-    )
-    binade = binade & 0x7F807F80
+    binade = packed_max(v, NORMAL * 65537, WORDS_BF16, True) & 0x7F807F80
     unit = binade + UNIT * 65537
     sum = fma_bf16x2(v, 0x3F803F80, unit)
     code = (sum - unit) + (binade >> (7 - MB)) - ((128 - BIAS) << MB) * 65537
@@ -116,17 +114,33 @@ def pack_bytes_rows(t):
 
 
 @triton.jit
+def both_low(a, b, HW: tl.constexpr):
+    """The first halves of two words."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (a & 0xFFFF) | (b << 16)
+
+
+@triton.jit
+def both_high(a, b, HW: tl.constexpr):
+    """The second halves of two words."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((a >> 16) & 0xFFFF) | (b & -65536)
+
+
+@triton.jit
 def pack_bytes_columns(t0, t1, t2, t3):
     """Words of four codes of the first and of the second column: bytes 0 and 2 of the words of four rows."""
     a = t0 | (t1 << 8)
     b = t2 | (t3 << 8)
-    low = tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-    high = tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-    return low, high
+    return both_low(a, b, True), both_high(a, b, True)
 
 
 @triton.jit

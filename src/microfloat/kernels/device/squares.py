@@ -24,7 +24,7 @@ from microfloat.kernels.device.convert import (
     max_bf16x2_nan,
     packed_abs,
 )
-from microfloat.kernels.device.packed import fma_bf16x2, packed_pairs, packed_quads, scale_word
+from microfloat.kernels.device.packed import both_high, both_low, fma_bf16x2, packed_pairs, packed_quads, scale_word
 from microfloat.kernels.device.produce import produce_pair
 from microfloat.kernels.device.scales import E8M0
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, scale_offset
@@ -77,28 +77,6 @@ def magnitudes(word, HW: tl.constexpr):
         return packed_abs(word, WORDS_BF16)
     else:
         return word & 0x7FFF7FFF
-
-
-@triton.jit
-def both_low(a, b, HW: tl.constexpr):
-    """The first halves of two words."""
-    if HW:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return (a & 0xFFFF) | (b << 16)
-
-
-@triton.jit
-def both_high(a, b, HW: tl.constexpr):
-    """The second halves of two words."""
-    if HW:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return ((a >> 16) & 0xFFFF) | (b & -65536)
 
 
 @triton.jit

@@ -427,8 +427,6 @@ class QuantizedTensor(torch.Tensor):
     # ---- copies and files ------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
-        if id(self) in memo:
-            return memo[id(self)]
         result = self.map_parts(lambda part: part.detach().clone())
         if isinstance(self, torch.nn.Parameter):
             result = torch.nn.Parameter(result, requires_grad=self.requires_grad)
