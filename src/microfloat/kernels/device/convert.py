@@ -136,11 +136,10 @@ def packed_reduce(words, AXIS: tl.constexpr, KIND: tl.constexpr, IGNORE_NAN: tl.
             return tl.reduce(words, AXIS, max_f16x2)
         else:
             return tl.reduce(words, AXIS, max_f16x2_nan)
+    elif IGNORE_NAN:
+        return tl.reduce(words, AXIS, max_bf16x2)
     else:
-        if IGNORE_NAN:
-            return tl.reduce(words, AXIS, max_bf16x2)
-        else:
-            return tl.reduce(words, AXIS, max_bf16x2_nan)
+        return tl.reduce(words, AXIS, max_bf16x2_nan)
 
 
 @triton.jit
@@ -279,11 +278,10 @@ def encode(y, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.const
     """Code of y as int32, for conversions that do not take two or four elements at once."""
     if HW and STOCHASTIC:
         return encode_stochastic_hw(y, random, MB, BIAS)
+    elif HW and BIAS < 7:
+        return encode_by_addition(y, MB, BIAS)
     else:
-        if HW and BIAS < 7:
-            return encode_by_addition(y, MB, BIAS)
-        else:
-            return encode_integer(y, random, MB, BIAS, STOCHASTIC)
+        return encode_integer(y, random, MB, BIAS, STOCHASTIC)
 
 
 @triton.jit
@@ -407,10 +405,9 @@ def quantized_pair(
     """Values of the codes of two floats; `random_low` and `random_high` hold a random byte each in bits 0..7."""
     if HW and not STOCHASTIC and BIAS >= 7:
         return cvt_values(low, high, MB)
+    elif HW and not STOCHASTIC:
+        return round_by_addition(low, MB, BIAS), round_by_addition(high, MB, BIAS)
     else:
-        if HW and not STOCHASTIC:
-            return round_by_addition(low, MB, BIAS), round_by_addition(high, MB, BIAS)
-        else:
-            a = encode(low, random_low & 0xFF, MB, BIAS, STOCHASTIC, HW)
-            b = encode(high, random_high & 0xFF, MB, BIAS, STOCHASTIC, HW)
-            return decode(a, MB, BIAS), decode(b, MB, BIAS)
+        a = encode(low, random_low & 0xFF, MB, BIAS, STOCHASTIC, HW)
+        b = encode(high, random_high & 0xFF, MB, BIAS, STOCHASTIC, HW)
+        return decode(a, MB, BIAS), decode(b, MB, BIAS)

@@ -59,9 +59,8 @@ def offer_count(count, scratch_ptr, HW: tl.constexpr):
         tl.inline_asm_elementwise(
             PTX, "=r,l,l", [count.to(tl.int64), scratch_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )
-    else:
-        if count > 0:
-            tl.atomic_add(scratch_ptr, count.to(tl.int64), sem="relaxed")
+    elif count > 0:
+        tl.atomic_add(scratch_ptr, count.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -113,15 +112,14 @@ def publish_maximum(arrived, programs, out_ptr, scratch_ptr, WHAT: tl.constexpr,
         tl.inline_asm_elementwise(
             PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
         )
-    else:
-        if arrived == programs - 1:
-            total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
-            tl.atomic_xchg(scratch_ptr + 1, 0)
-            if WHAT == RECORD:
-                finite = tl.where(total < 0x7F800000, total, 0)
-                tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), finite)
-            else:
-                tl.store(out_ptr, float_of(total))
+    elif arrived == programs - 1:
+        total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
+        tl.atomic_xchg(scratch_ptr + 1, 0)
+        if WHAT == RECORD:
+            finite = tl.where(total < 0x7F800000, total, 0)
+            tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), finite)
+        else:
+            tl.store(out_ptr, float_of(total))
 
 
 @triton.jit
@@ -136,14 +134,13 @@ def publish_scaled_maximum(arrived, programs, out_ptr, scratch_ptr, scale, scale
             PTX, "=r,r,r,l,l,r,l,l", [arrived, programs - 1, out, words, bits_of(scale), at, also], dtype=tl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
-    else:
-        if arrived == programs - 1:
-            total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
-            tl.atomic_xchg(scratch_ptr + 1, 0)
-            tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), tl.where(total < 0x7F800000, total, 0))
-            scale = unless_infinite(scale, float_of(total), True)
-            tl.store(scale_ptr, scale)
-            tl.store(scale2_ptr, scale)
+    elif arrived == programs - 1:
+        total = tl.atomic_xchg(scratch_ptr, 0).to(tl.int32)
+        tl.atomic_xchg(scratch_ptr + 1, 0)
+        tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)), tl.where(total < 0x7F800000, total, 0))
+        scale = unless_infinite(scale, float_of(total), True)
+        tl.store(scale_ptr, scale)
+        tl.store(scale2_ptr, scale)
 
 
 @triton.jit
@@ -156,13 +153,12 @@ def publish_two(arrived, programs, out_ptr, scratch_ptr, HW: tl.constexpr):
         tl.inline_asm_elementwise(
             PTX, "=r,r,r,l,l", [arrived, programs - 1, out, words], dtype=tl.int32, is_pure=False, pack=1
         )
-    else:
-        if arrived == programs - 1:
-            first, second = tl.atomic_xchg(scratch_ptr, 0), tl.atomic_xchg(scratch_ptr + 2, 0)
-            if COUNTS:
-                tl.store(out_ptr, first)
-                tl.store(out_ptr + 1, second)
-            else:
-                tl.store(out_ptr, float_of(first.to(tl.int32)))
-                tl.store(out_ptr + 1, float_of(second.to(tl.int32)))
-            tl.atomic_xchg(scratch_ptr + 1, 0)
+    elif arrived == programs - 1:
+        first, second = tl.atomic_xchg(scratch_ptr, 0), tl.atomic_xchg(scratch_ptr + 2, 0)
+        if COUNTS:
+            tl.store(out_ptr, first)
+            tl.store(out_ptr + 1, second)
+        else:
+            tl.store(out_ptr, float_of(first.to(tl.int32)))
+            tl.store(out_ptr + 1, float_of(second.to(tl.int32)))
+        tl.atomic_xchg(scratch_ptr + 1, 0)

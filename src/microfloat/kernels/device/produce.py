@@ -168,17 +168,16 @@ def produce_pair(
         statistics = row_statistics(y_tile, r, rows, PRODUCER, EVEN)
         weights = parameters(z_tile, r, w, cols, OUT, PRODUCER, KIND, EVEN, ALIGN)
         return normalized((raw, low, high), statistics, weights, r < rows, OUT, PRODUCER, HW)
+    elif PRODUCER == ACTIVATE:
+        return rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
     else:
-        if PRODUCER == ACTIVATE:
-            return rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
+        _y, y_low, y_high = load_pair(y_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
+        if PRODUCER == ACTIVATE_GRADIENT:
+            low, high = y_low * activate_gradient(low, F, HW), y_high * activate_gradient(high, F, HW)
+            return rounded(low, high, OUT, HW)
         else:
-            _y, y_low, y_high = load_pair(y_tile, r, w, rows, cols, stride_r, stride_c, KIND, EVEN, ALIGN)
-            if PRODUCER == ACTIVATE_GRADIENT:
-                low, high = y_low * activate_gradient(low, F, HW), y_high * activate_gradient(high, F, HW)
-                return rounded(low, high, OUT, HW)
-            else:
-                _f, low, high = rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
-                return rounded(low * y_low, high * y_high, OUT, HW)
+            _f, low, high = rounded(activate(low, F, HW), activate(high, F, HW), OUT, HW)
+            return rounded(low * y_low, high * y_high, OUT, HW)
 
 
 @triton.jit
