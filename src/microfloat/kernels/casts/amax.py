@@ -205,10 +205,7 @@ def amaxes(matrix, first, programs, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr
     BM: tl.constexpr = HOW.BM
     BN: tl.constexpr = HOW.BN
     x_ptr, R, C, stride_r, stride_c = matrix
-    if ALONG_ROWS:
-        plain = tl.zeros([BN // 16, BM], tl.int32)
-    else:
-        plain = tl.zeros([BM // 16, BN // 2], tl.int32)
+    plain = tl.zeros([BN // 16, BM] if ALONG_ROWS else [BM // 16, BN // 2], tl.int32)
     transformed = plain
     across, tiles = tiles_of(R, C, BM, BN)
     tile = tiles - 1 - first

@@ -346,10 +346,7 @@ def cast_scaled(
     HW: tl.constexpr = HOW.HW
     pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
-    if RECORDS:
-        known = grid_reduction.peek(scratch_ptr, HW)
-    else:
-        known = 0
+    known = grid_reduction.peek(scratch_ptr, HW) if RECORDS else 0
     begins = row0 == 0
     if GROUPED:
         group = group_of(row0, R, plan_ptr, EACH)
