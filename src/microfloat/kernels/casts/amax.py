@@ -160,9 +160,6 @@ def amaxes_of_groups(
             tl.atomic_max(group_amax + group, tl.max(tl.max(m, 1), 0))
 
 
-# ------------------------------------------------------------------------------------------ with the Hadamard transform
-
-
 @triton.jit
 def tile_amaxes(
     x_tile, rows, cols, stride_r, stride_c, MASK: tl.constexpr, ALONG_ROWS: tl.constexpr, HOW: tl.constexpr

@@ -208,9 +208,6 @@ def cast_pair(
         record_two(x_amax, w_amax, x_record, w_record, scratch_ptr, x_source, x_row_scale, x_column_scale, X, PAIR)
 
 
-# ------------------------------------------------------------------------------------------------------ to NVFP4 values
-
-
 @triton.jit
 def measure_values(matrix, scratch_ptr, transformed_ptr, first, programs, COLUMN: tl.constexpr, HOW: tl.constexpr):
     """Merge the amax of a program's tiles of a matrix, and that of their transform."""

@@ -398,8 +398,6 @@ def cast_rows(
     tl.store(row_out.to(tl.pointer_type(tl.int32)) + row * (C // 4) + i, codes, mask=4 * i < C)
 
 
-# -------------------------------------------------------------------------------- delayed scaling: the update of scales
-
 # One launch updates the slots of all layers, one slot per program (docs/numerics.md 3.3): ``history[0] = live``, the
 # amax over the history gives the new encode scale, and the history rolls by one. The addresses of its buffers stand for
 # a slot, so layers keep their own tensors.

@@ -62,9 +62,6 @@ def high_half(word, KIND: tl.constexpr):
         return float_of(word & -65536)
 
 
-# ---------------------------------------------------------------------------------------------- magnitudes of words
-
-
 @triton.jit
 def packed_abs(word, KIND: tl.constexpr):
     """Halfwise magnitude of a word."""
@@ -166,9 +163,6 @@ def larger_half(words, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
     return tl.maximum(low, high)
 
 
-# ------------------------------------------------------------------------------------------------------------ bf16
-
-
 @triton.jit
 def bf16_bits(x, HW: tl.constexpr):
     """Bits of a float32 rounded to bfloat16 (nearest even, NaN quiet), in the low half of an int32."""
@@ -206,9 +200,6 @@ def bf16_word(low, high, HW: tl.constexpr):
         )
     else:
         return bf16_bits(low, HW) | (bf16_bits(high, HW) << 16)
-
-
-# --------------------------------------------------------------------------------------------------------- encoding
 
 
 @triton.jit
@@ -342,9 +333,6 @@ def encode_quad(a, b, c, d, random, MB: tl.constexpr, BIAS: tl.constexpr, STOCHA
             return p | (q << 8) | (r << 16) | (s << 24)
 
 
-# --------------------------------------------------------------------------------------------------------- decoding
-
-
 @triton.jit
 def decode(code, MB: tl.constexpr, BIAS: tl.constexpr):
     """Exact float32 value of one code (int32): the shifted bits of a code are its value times 2^(BIAS - 127)."""
@@ -368,9 +356,6 @@ def encode_e4m3_scale(value, HW: tl.constexpr):
         return tl.inline_asm_elementwise(PTX, "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return encode_integer(value, 0, 3, 7, False)
-
-
-# ----------------------------------------------------------------------------------------- quantize and decode at once
 
 
 @triton.jit

@@ -44,9 +44,6 @@ def takes(row, column, kind, even, rows):
     return codes and codes_are_shared(row, column)
 
 
-# --------------------------------------------------------------------------------------------------------- bytes, bits
-
-
 @triton.jit
 def byte_of(a, b, INDEX: tl.constexpr):
     """Byte INDEX of the eight bytes of (a, b)."""
@@ -87,9 +84,6 @@ def store_in_place(at, value, HW: tl.constexpr):
         tl.inline_asm_elementwise(PTX, "=r,l,l", [at.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1)
     else:
         tl.store(at, value)
-
-
-# --------------------------------------------------------------------------------------------------------- the tiles
 
 
 @triton.jit

@@ -174,9 +174,6 @@ def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
         return low, high
 
 
-# --------------------------------------------------------------------------------------- folding of E4M3 in float16
-
-
 @triton.jit
 def fold_pair(low, high, shift):
     """E4M3 codes of two floats, shifted by ``2^d`` and encoded again; 1.0 in the float16 half of each lossy element.

@@ -43,9 +43,6 @@ def takes(row, column, kind, even):
     return True
 
 
-# -------------------------------------------------------------------------------------------------- words of two bf16
-
-
 @triton.jit
 def max_halves(a, b):
     """Halfwise maximum of two words of magnitudes, as integers: NaN is the largest."""
@@ -102,9 +99,6 @@ def block_factors(amax, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, HW: tl.cons
 def stored_bytes(factors):
     """Scale bytes in bits 0..7 and 16..23 from encode factors; 255 for NaN."""
     return ((-8388737 - factors) >> 7) & 0x00FF00FF  # halfwise (0xFF7F - factor) >> 7, that is 254 - exponent
-
-
-# -------------------------------------------------------------------------------------------------------- the squares
 
 
 @triton.jit

@@ -30,8 +30,6 @@ from microfloat.kernels.device.produce import (  # fmt: skip
 from microfloat.kernels.device.squares import cast_squares, load_squares, takes
 from microfloat.kernels.device.tiles import Bounds, Source, load_pair, program, store_pairs, tiles_of
 
-# --------------------------------------------------------------------------------------------------- statistics of rows
-
 
 @triton.jit
 def load_unit(
@@ -102,9 +100,6 @@ def measure_rows(
     if LAYER:
         tl.store(mean_ptr + at, mean, mask=at < R)
     tl.store(inverse_ptr + at, inverse, mask=at < R)
-
-
-# ----------------------------------------------------------------------------------------------- values and their casts
 
 
 @triton.jit

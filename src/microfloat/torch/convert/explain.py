@@ -143,9 +143,6 @@ def _named(
     return route.kernel.replace("vendor FP8 GEMM", own) if serves else route.kernel
 
 
-# ---- explain -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, repr=False)
 class Explanation(Answer):
     """The way of a recipe on a device: a row per GEMM, and what casts each operand; prints as a table with notes."""

@@ -296,9 +296,6 @@ def _unseen(model: nn.Module) -> Iterator[ConversionRow]:
             yield ConversionRow(name, None, "not seen", None, reason)
 
 
-# ---------------------------------------------------------------------------------------------- the class of a layer
-
-
 def _replaced(kind: type, old: type, new: type) -> type | None:
     """`kind` with `old` among its bases replaced by `new`; None where a class between them was written by somebody.
 

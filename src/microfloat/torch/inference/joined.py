@@ -236,9 +236,6 @@ def join(parts: Joined) -> "Record":
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- saving
-
-
 def names_of_parts(model: nn.Module, names: Sequence[str]) -> dict[str, list[str]]:
     """By the name of each parameter, its name in a file; of experts those of their parts, a `*` for the number."""
     transforms = _transforms(model, reverse=True)

@@ -480,9 +480,6 @@ def _static_amax(record: "Record", config: Config) -> torch.Tensor | None:
     return torch.tensor(np.float32(np.asarray(scale).max()) * np.float32(capacity), dtype=torch.float32)
 
 
-# ------------------------------------------------ buffers that no checkpoint holds, such as tables of rotary angles
-
-
 @torch.no_grad()
 def _initialize_tables(model: nn.Module, device: torch.device, strict: bool) -> None:
     """Give buffers on the meta device that no state dict holds their values, on `device`, by the model's own means.

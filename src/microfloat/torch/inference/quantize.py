@@ -378,8 +378,6 @@ def _shared_amax(weights: Sequence[torch.Tensor], cast: Cast, search: str | None
     return torch.stack([_best_amax(those, cast, amax) for those, amax in experts])
 
 
-# ---------------------------------------------------------------------------------------------------- search of scales
-
 _RATIOS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a block's amax, for scales that are not powers of two
 
 
@@ -459,9 +457,6 @@ def _blocks(values: torch.Tensor, block: tuple[int | None, int | None]) -> torch
 def _error(q: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
     """Squared error of each block."""
     return _blocks((q.dequantize(torch.float32) - weight.float()).square(), q.format.block).sum((1, 3))
-
-
-# --------------------------------------------------------------------------------------------------------- calibration
 
 
 @contextlib.contextmanager

@@ -286,9 +286,6 @@ def gated_halves(x: torch.Tensor, grad: torch.Tensor | None, activation: str) ->
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------- rotary
-
-
 def rotate(
     parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, *,
     inverse: bool, interleaved: bool,
@@ -332,9 +329,6 @@ def _start(
         launch(raw_stream(number), *tensors)
 
 
-# ------------------------------------------------------------------------------------------------------------ routing
-
-
 def route_rows(spreads: bool, *tensors: torch.Tensor) -> None:
     """Start `spread_rows` or `sum_rows` of `kernels.producers.routing`; the last of the tensors is written."""
     x, place, ends, weights, rows, dots, made = (t if t is None else t.contiguous() for t in tensors)
@@ -361,8 +355,6 @@ def cross_entropy_(
     constants = min(LOSS_BLOCK, 1 << (columns - 1).bit_length()), logits.dtype == torch.bfloat16, s is not None
     _start(loss.cross_entropy_rows, rows, (logits, of_label, labels, s, losses), (columns,), constants, LOSS_WARPS)
 
-
-# ------------------------------------------------------------------------------------------------------ delayed scaling
 
 _UPDATE = program.Kernel(kernels.update_delayed)
 _LONGEST_HISTORY = 8192

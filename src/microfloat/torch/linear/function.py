@@ -188,9 +188,6 @@ def counts_of(layer: Layer) -> FoldCounts:
     return counts
 
 
-# ------------------------------------------------------------------------------------------------------- one forward
-
-
 @dataclass(slots=True, eq=False)
 class Run:
     """One forward of a schedule and its backward: no ambient state is consulted after it was made.
@@ -407,9 +404,6 @@ def _keep_weight(run: Run, layer: object, weight: torch.Tensor, is_first_microba
     return True
 
 
-# --------------------------------------------------------------------------------------------------- delayed scaling
-
-
 class _Delayed(NamedTuple):
     """The delayed scaling of one forward, as its backward needs it."""
 
@@ -499,9 +493,6 @@ def end(run: Run, layer: object) -> None:
     """Update the scaling state after a forward outside any autocast, as the exit of a region does."""
     if run.delayed is not None and run.delayed.is_alone:
         scaling.roll_alone(typing.cast(nn.Module, layer), *run.delayed.recorded, records=run.delayed.records)
-
-
-# ------------------------------------------------------------------------------------------------------------ shared
 
 
 def bias_gradient(dy: torch.Tensor, dtype: torch.dtype | None, groups: Any = None) -> torch.Tensor:

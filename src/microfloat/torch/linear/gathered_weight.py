@@ -179,9 +179,6 @@ def values_of(weight: torch.Tensor, read: Callable[[Gathered], torch.Tensor] = _
     return weight
 
 
-# ------------------------------------------------------------------------------------------------------ other forms
-
-
 def in_form(
     operand: Operand, form: str, turned: bool, layout: Layout | None, backend: "Backend",
     changed: torch.Tensor | None = None,

@@ -278,8 +278,6 @@ class Schedule:
         self.shields = not (direct and self.x_cast.is_bound and self.w_cast.is_bound)
         self.noted = self._noted() if self.folds else {}
 
-    # ------------------------------------------------------------------------------------------------ construction
-
     def _step_of(self, tensor: torch.Tensor, entries: Entries, dtype: torch.dtype | None) -> Step:
         """The step that makes operands of x, w or dy: from values, or from the codes that a weight is stored as."""
         if isinstance(tensor, QuantizedTensor):
@@ -322,8 +320,6 @@ class Schedule:
                     found[operand.key] = (slot, orientation, form, size, most)
         return found
 
-    # ---------------------------------------------------------------------------------------------------- inputs
-
     def _with_seed(self, inputs: Inputs, rank: int | None = None) -> Inputs:
         """The same with a call seed that no launch draws; `rank`: the one that is folded in, None for this one."""
         words = draw_seed(torch.device("cpu") if self.device < 0 else torch.device("cuda", self.device), rank=rank)
@@ -363,8 +359,6 @@ class Schedule:
             return 0, None
         stream = 0 if self.device < 0 else raw_stream(self.device)
         return stream, self._programs.scratch(self.device)
-
-    # --------------------------------------------------------------------------------------------------- running
 
     def quantize_weight(self, weight: torch.Tensor, inputs: CastInputs) -> Operands:
         """Both operands of the weight."""
@@ -512,8 +506,6 @@ class Schedule:
         if self.device >= 0 and self.device != current_device():
             stack.enter_context(torch.cuda.device(self.device))
         return stack
-
-    # -------------------------------------------------------------------------------------------------- printing
 
     def __str__(self) -> str:
         """Every cast and product in the order of a step, with the saved operands, and notes."""

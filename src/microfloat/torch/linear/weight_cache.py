@@ -102,9 +102,6 @@ def without_rows(layer: Layer, weight: torch.Tensor, overwrites: bool) -> torch.
     return Through.apply(weight, no_values, lambda dw: into.add(no_values(dw, torch.float32)))  # type: ignore
 
 
-# ------------------------------------------------------------------------------------------------------- joint scales
-
-
 def plain_beside(layer: object, weight: torch.Tensor) -> list[torch.Tensor]:
     """The weights that share the scale of a layer's `weight`, itself among them; stored ones keep their own."""
     weights = [one.weight.detach() for one in getattr(layer, "_joint", ())] or [weight.detach()]
@@ -151,8 +148,6 @@ def amax_beside(layer: object, weight: torch.Tensor) -> torch.Tensor:
         holder["_joint_amax"] = layer, kept
     return found.row.codes
 
-
-# ------------------------------------------------------------------------------------------------------ kept operands
 
 # A flag that the caller forgot must cost time and never correctness, so kept operands carry a stamp of their weight.
 # torch counts the writes to a tensor (`_version`), but not the writes of its fused optimizers; these are seen by a hook

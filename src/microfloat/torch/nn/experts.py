@@ -267,9 +267,6 @@ def experts_class(original: type) -> type[ExpertsLayer]:
     return type(original.__name__, (ExpertsLayer, original), namespace)
 
 
-# ------------------------------------------------------------------------------------------------------------- forwards
-
-
 class Routed(Protocol):
     """The fields of a layer that carries transformers' `use_experts_implementation`; `has_gate` and
     `has_post_expert_norm` besides, which others lack."""

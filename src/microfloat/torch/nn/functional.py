@@ -40,8 +40,6 @@ from microfloat.torch.tensor import checks
 from microfloat.torch.tensor.custom_ops import refuse_transforms
 from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 
-# ----------------------------------------------------------------------------------------------------------- Linears
-
 
 def norm_linear(x: torch.Tensor, norm: nn.Module, *layers: Linear, is_first_microbatch: bool | None = None) -> Any:
     """``y_i = layer_i(norm(x))``, differentiable once: one tensor for one layer, a tuple for several.
@@ -297,9 +295,6 @@ def activated(x: torch.Tensor, up: torch.Tensor | None, activation: str) -> torc
     """``f(x)``, or with `up` ``f(x) * up``."""
     value = activate(x, activation)
     return value if up is None else value * up
-
-
-# -------------------------------------------------------------------------------------------------------------- loss
 
 
 def linear_cross_entropy(

@@ -18,8 +18,6 @@ from microfloat.torch import backends
 from microfloat.torch._typing import Context, Maybe, Options
 from microfloat.torch.tensor.checks import check_beside
 
-# ------------------------------------------------------------------------------------------------------------- rotary
-
 
 def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
@@ -125,9 +123,6 @@ def _launch(
     rotate = backends.choose("auto", parts[0].device).producers.rotate
     rotate(parts, outputs, cos, sin, inverse=inverse, interleaved=interleaved)
     return tuple(outputs)
-
-
-# ---------------------------------------------------------------------------------------------------------- attention
 
 
 def attend(
@@ -257,9 +252,6 @@ def _packed(
     ids = torch.searchsorted(cu[1:], torch.arange(tokens, dtype=cu.dtype, device=cu.device), right=True)
     seen, near = ids[:, None] == ids[None, :], joint_mask(q.shape[:2], tokens, q.device, causal, window, None)
     return _attention(q, k, v, seen if near is None else seen & near, False, dropout, scale)
-
-
-# ------------------------------------------------------------------------------------------------ flash attention
 
 
 def is_for_flash(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:

@@ -116,8 +116,6 @@ class QuantizedTensor(torch.Tensor):
 
         def __init__(self, *arguments: object, **options: object) -> None: ...
 
-    # ---- construction and the operand form -------------------------------------------------------------------------
-
     @classmethod
     def from_parts(
         cls, codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | None, format: ScaledFormat | str,
@@ -321,8 +319,6 @@ class QuantizedTensor(torch.Tensor):
         """Free that copy."""
         self._about_parameter().pop(INIT_VAL, None)
 
-    # ---- the protocol of tensor subclasses ---------------------------------------------------------------------------
-
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: object, args: Sequence[object] = (), kwargs: Options | None = None
@@ -423,8 +419,6 @@ class QuantizedTensor(torch.Tensor):
         if _operators.is_tracing(self.codes):
             return super().untyped_storage()
         return torch.UntypedStorage(self.nbytes, device="meta")
-
-    # ---- copies and files ------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
         result = self.map_parts(lambda part: part.detach().clone())

@@ -302,9 +302,6 @@ def _plainly() -> Iterator[None]:
         yield
 
 
-# -------------------------------------------------------------------------------------------------------------- a call
-
-
 class _Call:
     """The listener of one call: measures each tensor as it comes, and keeps the parts that the products need.
 
@@ -472,9 +469,6 @@ class _Call:
         if is_elsewhere:
             stack.enter_context(torch.cuda.device(index))
         return stack
-
-
-# --------------------------------------------------------------------------------------------------- weights and names
 
 
 class _Owners:
