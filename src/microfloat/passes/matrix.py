@@ -1,4 +1,4 @@
-"""Data of passes: a device, a matrix and a cast as numbers; launches, and the buffers that they fill."""
+"""Data of passes: a device, a matrix and a cast as numbers; if one launch casts both operands; launches and buffers."""
 
 import functools
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Norms, activations and their gradients, cast in the launch that computes them.
+"""Kernels of norms, activations and their gradients: statistics of rows, and values (`device.produce`) cast at once.
 
 | kernel | result | programs |
 |---|---|---|

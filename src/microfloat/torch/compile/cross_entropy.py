@@ -1,4 +1,4 @@
-"""The loss of `linear_cross_entropy` for autograd, in eager mode and as an opaque operator for compiled code.
+"""`linear_cross_entropy` for autograd: the reduced loss, of chunks that run in eager mode or as an opaque operator.
 
 Legend: T = tokens, K = in features, N = out features (the vocabulary).
 """

@@ -1,4 +1,4 @@
-"""The cuts of a tensor-parallel Linear's tensors over ranks, and the check that no cut divides a block."""
+"""The cuts of a tensor-parallel Linear's tensors over ranks, and the check by recipe and route that no block is cut."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The product of a language model's head and its cross-entropy, one chunk of tokens after the other.
+"""A loop over chunks of tokens: products of a language model's head, losses of tokens by a softmax, both gradients.
 
     logits_CN = x_CK @ w_NK.T     loss = logsumexp(logits) - logits[label]     dy_CN = (softmax(logits) - onehot) * s
 
