@@ -194,6 +194,26 @@ def test_what_the_source_leaves_out_stays(tmp_path, kind, to):
     assert {layer.action for layer in again.layers} == {"cast"}
 
 
+@pytest.mark.parametrize(
+    ("text", "vision", "theirs"),
+    [
+        ("model", "visual", {"model.language_model.layers.0.q_proj", "model.visual.blocks.3.fc1"}),
+        ("language_model.model", "vision_tower", {"model.language_model.layers.0.q_proj",
+                                                  "model.vision_tower.blocks.3.fc1"}),
+        ("model", "head_of_its_own", set()),
+    ],
+)  # fmt: skip
+def test_compressed_tensors_ignores_modules_of_multimodal_models_by_both_names(tmp_path, text, vision, theirs):
+    """The package compares whole names, and transformers 5 calls such modules otherwise than their files."""
+    names = [f"{text}.layers.0.up_proj", f"{text}.layers.0.q_proj", f"{vision}.blocks.3.fc1"]
+    source = stored(tmp_path / "source", [matrix(f"{name}.weight") for name in names])
+    convert(source, tmp_path / "out", to="ct:mxfp8", ignore=["q_proj", "fc1"])
+    ignored = set(json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"])
+    assert {*names[1:], *theirs} <= ignored
+    assert not any("up_proj" in name for name in ignored)
+    assert theirs or ignored == {"lm_head", *names[1:]}
+
+
 def test_heads_and_embeddings_stay_and_gates_of_mlps_are_cast(tmp_path):
     kept = ["model.shared", "classifier", "tok_emb", "cls.predictions.decoder", "mlp.moe_router", "q_proj.lora_A"]
     cast = ["shared_experts.up_proj", "dense.gate", "dense.up", "output.dense", "time_emb_proj"]

@@ -270,3 +270,64 @@ def test_entries_of_transformers_own_configurations_are_known(transformers, tmp_
     assert detect(tmp_path).family == family
     (only,) = load(tmp_path).findings
     assert "no tensor is quantized" in only.message
+
+
+TEXT = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+CLIP = {"model_type": "clip_vision_model"}
+# Models that transformers 5 calls otherwise than their files: by a prefix, in the middle, or where it joins matrices.
+RENAMED = {
+    "GPTNeoXForCausalLM": lambda t: t.GPTNeoXConfig(**{k: v for k, v in TEXT.items() if k[:3] not in ("num_k", "hea")}),
+    "ViTForImageClassification": lambda t: t.ViTConfig(**VISION),
+    "LlavaForConditionalGeneration": lambda t: t.LlavaConfig(
+        text_config=t.LlamaConfig(**TEXT), vision_config=VISION | CLIP
+    ),
+    "Gemma3ForConditionalGeneration": lambda t: t.Gemma3Config(text_config=TEXT, vision_config=VISION),
+    "NomicBertModel": lambda t: t.NomicBertConfig(**{k: v for k, v in TEXT.items() if k[:3] not in ("num_k", "hea")}),
+    "Dinov2Model": lambda t: t.Dinov2Config(**VISION, use_swiglu_ffn=True),
+}
+
+
+def made_of(transformers, name):
+    torch.manual_seed(0)
+    return getattr(transformers, name)(RENAMED[name](transformers)).bfloat16().eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_model_under_other_names_than_its_files_is_saved_and_loaded(transformers, tmp_path, name):
+    model = made_of(transformers, name)
+    mf.quantize_(model, mf.WeightOnly("mxfp8"))
+    projections = [part for part, _ in model.named_modules() if part.endswith(("k_proj", "key"))]
+    for part in projections:
+        model.get_submodule(part).k_scale, vars(model.get_submodule(part))["_scales_of_cache"] = 0.5, ("k_scale",)
+    mf.save_quantized(model, tmp_path / "out", format="ct:mxfp8")
+    ours = made_of(transformers, name)
+    for parameter in ours.parameters():
+        parameter.zero_()
+    mf.load_quantized(tmp_path / "out", ours)
+    stored = model.state_dict()
+    assert all(torch.equal(value, stored[key]) for key, value in ours.state_dict().items())
+    assert all(ours.get_submodule(part).k_scale == 0.5 for part in projections)
+
+
+@pytest.mark.parametrize("by", ["save_quantized", "convert"])
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration"])
+def test_transformers_keeps_the_vision_towers_that_we_keep(transformers, tmp_path, name, by):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    model = made_of(transformers, name)
+    plain = {key: value.clone() for key, value in model.state_dict().items()}
+    if by == "convert":
+        model.save_pretrained(tmp_path / "source")
+        convert(tmp_path / "source", tmp_path / "out", to="ct:mxfp8", ignore=["vision_tower", "layers.0.mlp"])
+    else:
+        kept = ("vision_tower", "layers.0.mlp")
+        mf.quantize_(model, mf.WeightOnly("mxfp8"), filter=lambda name, _: not any(part in name for part in kept))
+        mf.save_quantized(model, tmp_path / "out", format="ct:mxfp8")
+    theirs = type(model).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(theirs[key], plain[key]) for key in plain if "vision" in key or ".mlp." in key)

@@ -1,5 +1,6 @@
 """compressed-tensors, the format of llm-compressor and vLLM. Global scales are divisors: 448 * 6 / amax."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from microfloat.checkpoint.families.dialect import Announcement, Dialect, strings, tile_of, unknown_entries, unsupported
@@ -146,8 +147,21 @@ def _arguments(fmt: ScaledFormat, dynamic: bool | str, of_input: bool) -> dict[s
     return made
 
 
+# Prefixes of multimodal models in files, and in transformers 5, with whose modules the package compares whole names.
+_PREFIXES = (("language_model.model.", "model.language_model."), ("model.", "model.language_model."), ("", "model."))
+
+
+def _under_both_names(modules: Iterable[str]) -> list[str]:
+    """The modules as files call them, and as transformers does."""
+    others = (next(new + name[len(old) :] for old, new in _PREFIXES if name.startswith(old)) for name in modules)
+    return sorted({*modules, *others})
+
+
 def write(manifest: Manifest) -> Configuration:
     """One group for each kind of layer; modules are named only where there are several kinds."""
+    every = [*manifest.ignore, *(name for modules in manifest.kinds.values() for name in modules)]
+    is_multimodal = any(name.startswith(("language_model.", "visual.")) for name in every)
+    named = _under_both_names if is_multimodal else sorted
     word_of = {family.format: word for word, name in _FAMILY_OF.items() for family in FAMILIES if family.name == name}
     groups = {}
     for number, ((fmt, scheme, inputs), modules) in enumerate(manifest.kinds.items()):
@@ -156,14 +170,14 @@ def write(manifest: Manifest) -> Configuration:
             # The block scales of NVFP4 inputs are always computed on the way, their global scale is stored.
             made = _arguments(inputs, "local" if inputs.tensor_scale else scheme == "dynamic", True)
         groups[f"group_{number}"] = {
-            "targets": ["Linear"] if len(manifest.kinds) == 1 else sorted(modules),
+            "targets": ["Linear"] if len(manifest.kinds) == 1 else named(modules),
             "format": word_of.get(fmt, "float-quantized"),
             "weights": _arguments(fmt, False, False), "input_activations": made, "output_activations": None,
         }  # fmt: skip
     words = {group["format"] for group in groups.values()}
     return Configuration({
         "quant_method": _METHOD, "format": words.pop() if len(words) == 1 else "mixed-precision",
-        "quantization_status": "compressed", "global_compression_ratio": None, "ignore": manifest.ignore,
+        "quantization_status": "compressed", "global_compression_ratio": None, "ignore": named(manifest.ignore),
         "kv_cache_scheme": _arguments(FP8_TENSOR, False, False) if manifest.kv_cache else None,
         "moe_sparsity_config": None, "config_groups": groups,
     })  # fmt: skip

@@ -19,7 +19,7 @@ from torch import nn
 
 from microfloat.errors import CheckpointError
 from microfloat.formats import FP8_ROW, FP8_TENSOR, NVFP4, NVFP4_ROW, ScaledFormat
-from microfloat.torch.convert.experts import is_experts, turned_in
+from microfloat.torch.convert.experts import turned_in
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
@@ -49,13 +49,17 @@ class Transform(Protocol):
 
 
 def _transforms(model: nn.Module, reverse: bool = False) -> tuple[list[Transform], list[Transform]] | None:
-    """transformers' renamings and conversions of a model, None for a model that has none."""
+    """transformers' renamings of a model and its conversions of numbered experts; None for a model that has none.
+
+    Other conversions, which join or turn matrices, are left out: their parameters keep the names of the model.
+    """
     mapping, loading = (
         sys.modules.get(f"transformers.{name}") for name in ("conversion_mapping", "core_model_loading")
     )
     if mapping is None or loading is None or not hasattr(model, "base_model_prefix"):
         return None
     found = mapping.get_model_conversion_mapping(model, add_legacy=not reverse)
+    found = [one for one in found if not isinstance(one, loading.WeightConverter) or _kinds(one) in _STACKED]
     if reverse:
         found = [one.reverse_transform() for one in found[::-1] if not isinstance(one, loading.PrefixChange)]
     converters = [one for one in found if isinstance(one, loading.WeightConverter)]
@@ -85,27 +89,29 @@ def joined(
     `strict` their records keep their names, and the parameter stays as it is.
     """
     transforms = _transforms(model)
-    if transforms is None or not any(is_experts(module) for module in model.modules()):
+    if transforms is None:
         return dict(loaded), {}
-    from microfloat.checkpoint._modules import parts_of_stacked, stacked_name
+    from microfloat.checkpoint._modules import CACHE, parts_of_stacked, stacked_name
 
     rename = sys.modules["transformers.core_model_loading"].rename_source_key
     renamed: dict[str, Record] = {}
     found: dict[str, dict[str, dict[int, Record]]] = {}
-    patterns = {one: list(converter.source_patterns) for converter in transforms[1] if _kinds(converter) in _STACKED
-                for one in converter.source_patterns}  # fmt: skip
+    patterns = {
+        one: list(converter.source_patterns) for converter in transforms[1] for one in converter.source_patterns
+    }
     alternate = alternate_in(model)
+    others = [name for name in sorted(loaded) if name not in existing]  # in the order in which transformers sees them
+    targets = {name: rename(name, *transforms, model.base_model_prefix, existing) for name in others}
     for name, record in loaded.items():
-        target, pattern = name, None
-        if name not in existing:
-            target, pattern = rename(name, *transforms, model.base_model_prefix, existing)
+        target, pattern = targets.get(name, (name, None))
         if alternate is not None and (place := stacked_name(target)) is not None:
             target, leaves = place[0], [part.partition("{}.")[2] for part in parts_of_stacked(place[0])]
             patterns |= dict.fromkeys(leaves, leaves)
             pattern = leaves[place[2]]
         numbers = _NUMBER.findall(name)
         if target not in existing or not numbers or pattern not in patterns:
-            renamed[target if pattern is None and target in existing else name] = record
+            is_known = target in existing or (record.format is None and target.rpartition(".")[2] in CACHE)
+            renamed[target if pattern is None and is_known else name] = record
         else:
             found.setdefault(target, {}).setdefault(pattern, {})[int(numbers[-1])] = record
     problems: list[str] = []

@@ -85,13 +85,13 @@ def load_quantized(
     for finding in loaded.scale_findings:
         if finding.id == "fused-mismatch":
             warnings.warn(f"load_quantized: {finding}", UserWarning, stacklevel=2)
-    beside = _beside(loaded)
     if model is None:
-        tensors = {name: as_tensor(array).to(target) for name, array in beside.items()}
+        tensors = {name: as_tensor(array).to(target) for name, array in _beside(loaded).items()}
         return tensors | {name: _tensor_of(record, dtype).to(target) for name, record in loaded.items()}
     check_model(model)
     loaded, parts = joined(model, loaded, _named(model), strict)
-    attached = {name: (place, array) for name, array in beside.items() if (place := _place_of(model, name)) is not None}
+    beside = _beside(loaded).items()
+    attached = {name: (place, array) for name, array in beside if (place := _place_of(model, name)) is not None}
     turned = _turned(model, loaded)
     _check_names(model, loaded, attached, strict, turned)
     stored = {_in_stock(record).format.name for record in loaded.values() if record.format is not None}  # type: ignore[union-attr]

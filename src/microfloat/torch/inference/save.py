@@ -90,10 +90,11 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
         of_input = one.activation.get("format")  # of FP8 beside MX or NVFP4, for which other families have no word
         if one.format is not None and of_input is not None and folds_beside(of_input, one.format):
             records[index] = replace(one, activation=NO_ACTIVATION)
+    cached = _cache_scales(model)
+    records += cached
     records = records if is_native or str(format).startswith("gptoss") else taken_apart(model, records)
     quantized = [record for record in records if record.format is not None]
     trains = any(isinstance(getattr(one, "pinned", None), Config) for one in model.modules())
-    cached = _cache_scales(model)
     if not quantized and (trains or not (is_native or cached)):
         got = " weights, which convert lets train as plain ones" if trains else " weights"
         raise invalid_value(
@@ -118,7 +119,7 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
     if cached and options.get("config", True) is not False:  # as a source that announces them does
         base = options["config"] if isinstance(options.get("config"), Mapping) else {}
         options["config"] = {**base, "quantization_config": {"kv_cache_scheme": True}}
-    return records + cached, options
+    return records, options
 
 
 def _cache_scales(model: nn.Module) -> list["Record"]:
