@@ -370,7 +370,7 @@ def step_of(record: Record, target: Target, ignore: Sequence[str], source: Facts
             f"{record.name}: a low-rank branch (SVDQuant) cannot be converted; no other format has it."
         )
     if target.written is None or target.cast is None:
-        return _dequantized(record, "", source, target.dtype, keeps_cache=False)
+        return _dequantized(record, "", source, target.dtype)
     unsuitable = _why_not(record, target) if pattern is None else f"ignored by {pattern!r}"
     if unsuitable:
         return _dequantized(record, unsuitable, source)
@@ -385,11 +385,12 @@ def step_of(record: Record, target: Target, ignore: Sequence[str], source: Facts
     return made
 
 
-def _dequantized(
-    record: Record, reason: str, source: Facts, dtype: np.dtype | None = None, keeps_cache: bool = True
-) -> Step:
-    """A step to a plain tensor, in the layout that transformers stores: of some models the experts are [E, K, N]."""
-    extras = _cache_scales(record) if keeps_cache else {}
+def _dequantized(record: Record, reason: str, source: Facts, dtype: np.dtype | None = None) -> Step:
+    """A step to a plain tensor, in the layout that transformers stores: of some models the experts are [E, K, N].
+
+    `dtype`: that of a plain target, which has no place for the scales of a KV cache.
+    """
+    extras = _cache_scales(record) if dtype is None else {}
     turned = _lies_turned(record, source)
     return Step(record, "dequantized", reason, dtype=dtype or source.dtype, turned=turned, extras=extras)
 

@@ -18,13 +18,14 @@ from microfloat.checkpoint.records import Finding, Record, some
 from microfloat.formats import ScaledFormat, decode
 from microfloat.recipes.placement import fused_group
 
+Findings = Iterator[Finding]
 _REEXPORT = "Quantize or export the layer again; microfloat.checkpoint.convert does so from the original weights."
 
 
 # ---- names and configurations ------------------------------------------------------------------------------------
 
 
-def structure_findings(contents: Contents, names: Container[str]) -> Iterator[Finding]:
+def structure_findings(contents: Contents, names: Container[str]) -> Findings:
     """Findings about names of tensors, and about configurations that contradict the tensors or each other."""
     yield from contents.findings
     shown = {name: entry for name, entry in contents.entries.items() if name in names}
@@ -52,7 +53,7 @@ def structure_findings(contents: Contents, names: Container[str]) -> Iterator[Fi
             yield Finding("config-disagrees", "warn", name, message, "Add the module to the list of ignored ones.")
 
 
-def _missing_input_scales(contents: Contents, entries: Mapping[str, Entry]) -> Iterator[Finding]:
+def _missing_input_scales(contents: Contents, entries: Mapping[str, Entry]) -> Findings:
     """One finding about the activations that are announced with a scale, and have none."""
     file = contents.announcements[0].file if contents.announcements else "the metadata of the file"
     kinds: dict[str, list[Entry]] = {}
@@ -80,7 +81,7 @@ _OF_INPUT = re.compile(r"(act|inp|(^|\.)a_|_x)[^.]*$")
 _SPARSE_PARTS = (".bitmask", ".compressed", ".row_offsets", "_bitmask")
 
 
-def _sparse(first: Announcement, contents: Contents) -> Iterator[Finding]:
+def _sparse(first: Announcement, contents: Contents) -> Findings:
     """An error where the tensors are compressed sparse ones, and for groups of a format that is not read."""
     parts = [name for name in contents.plain if name.endswith(_SPARSE_PARTS)]
     if first.sparse and parts:
@@ -104,7 +105,7 @@ def _sparse(first: Announcement, contents: Contents) -> Iterator[Finding]:
 _PLAIN = ("F64", "F32", "F16", "BF16", "BOOL", "I64", "C64")
 
 
-def _other_words(first: Announcement, other: Announcement, modules: list[str]) -> Iterator[Finding]:
+def _other_words(first: Announcement, other: Announcement, modules: list[str]) -> Findings:
     """A finding where another configuration says something else about a module of the file."""
     remedy = f"{first.file} is believed, with which the tensors agree; correct or remove the other."
     if other.refusal:
@@ -136,7 +137,7 @@ def _kind(name: str) -> str:
 # ---- scales ------------------------------------------------------------------------------------------------------
 
 
-def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Finding]:
+def scale_findings(records: Iterable[Record], nan: str = "keep") -> Findings:
     """Findings about scales, one record at a time, then about groups of records that an engine fuses.
 
     Under ``nan="zero"`` NaN scales and global scales of zero are warnings: their values become zeros.
@@ -174,7 +175,7 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Iterator[Fin
             yield from _mismatch(group, role, {name: levels[role] for name, levels in members.items()})
 
 
-def _global_findings(record: Record, role: str, level: np.ndarray, severity: str) -> Iterator[Finding]:
+def _global_findings(record: Record, role: str, level: np.ndarray, severity: str) -> Findings:
     """Findings about a global scale as it is stored: a divisor of 0 is a scale of 0, not its infinite reciprocal."""
     source = record.source
     shown = source.tensors[role].name if source and role in source.tensors else role
@@ -195,7 +196,7 @@ def _of_experts(record: Record, is_so: np.ndarray) -> str:
     return " of experts " + some([str(number) for number in np.flatnonzero(is_so)], 16)
 
 
-def _zero_scales(record: Record, severity: str) -> Iterator[Finding]:
+def _zero_scales(record: Record, severity: str) -> Findings:
     """An error where the one scale of a matrix is 0, although its codes have values."""
     fmt, scale = record.format, record.scale
     if fmt is None or scale is None or not fmt.is_per_tensor or scale.all():
@@ -209,9 +210,7 @@ def _zero_scales(record: Record, severity: str) -> Iterator[Finding]:
         yield Finding("zero-global", severity, record.name, message, _REEXPORT)
 
 
-def _nonfinite(
-    record: Record, what: str, scale: np.ndarray, fmt: ScaledFormat | None, severity: str
-) -> Iterator[Finding]:  # fmt: skip
+def _nonfinite(record: Record, what: str, scale: np.ndarray, fmt: ScaledFormat | None, severity: str) -> Findings:
     """Findings about NaN and infinity: `scale` as a record of `fmt` has it, or float32 without one."""
     experts, table = max(experts_of(record), 1), None
     if fmt is not None and fmt.scale.bits == 8:
@@ -228,7 +227,7 @@ def _nonfinite(
             yield Finding(id, weight, record.name, message, remedy)
 
 
-def _reordered(record: Record) -> Iterator[Finding]:
+def _reordered(record: Record) -> Findings:
     """Errors about zero points and orders of columns, which change the meaning of codes and are not applied."""
     remedy = "Convert the checkpoint with its own library; load(strict=False) reads the values without it."
     for name, extra in record.extras.items():
@@ -240,7 +239,7 @@ def _reordered(record: Record) -> Iterator[Finding]:
             yield Finding("unsupported", "error", record.name, message, remedy)
 
 
-def _mismatch(group: str, role: str, levels: Mapping[str, np.ndarray | None]) -> Iterator[Finding]:
+def _mismatch(group: str, role: str, levels: Mapping[str, np.ndarray | None]) -> Findings:
     """A finding where the members of a fused group have different global scales."""
     numbers = {name: float(np.max(level)) for name, level in levels.items() if level is not None and level.size}
     if len(set(numbers.values())) < 2 or not all(np.isfinite(value) and value > 0 for value in numbers.values()):
@@ -256,7 +255,7 @@ def _mismatch(group: str, role: str, levels: Mapping[str, np.ndarray | None]) ->
 # ---- codes -------------------------------------------------------------------------------------------------------
 
 
-def code_findings(record: Record) -> Iterator[Finding]:
+def code_findings(record: Record) -> Findings:
     """Findings that take a look at every code."""
     fmt = record.format
     if fmt is None or record.problem is not None or record.scale is None:
@@ -289,7 +288,7 @@ def _nan_codes(fmt: ScaledFormat) -> Callable[[np.ndarray], np.ndarray]:
     return tell
 
 
-def _tie_style(record: Record) -> Iterator[Finding]:
+def _tie_style(record: Record) -> Findings:
     """MXFP4 that writes every zero as -0, as ModelOpt does, which also breaks ties downward."""
     negative = False
     for piece in pieces_of(record.codes):
@@ -353,7 +352,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _RESTORE = "Copy or export the checkpoint again, or correct the number in config.json. load(strict=False) reads it."
 
 
-def expert_findings(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Iterator[Finding]:
+def expert_findings(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Findings:
     """Findings about experts that are missing, too many, or there twice: all of a layer in one finding.
 
     They are errors where the configuration tells how many there are; else the largest number of the layer counts.

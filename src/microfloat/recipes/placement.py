@@ -92,9 +92,7 @@ class Placement:
     _not_a_recipe: ClassVar[str] = "A Placement goes to convert."  # where one is given as a recipe
     _source: ClassVar[str] = "placement"  # in errors; of one that was read, its file
 
-    def __init__(
-        self, rules: Sequence[tuple[str, Recipe | str | None]] | Mapping[str, Recipe | str | None]
-    ) -> None:  # fmt: skip
+    def __init__(self, rules: Sequence[tuple[str, Recipe | str | None]] | Mapping[str, Recipe | str | None]) -> None:
         checked = []
         rules = list(rules.items()) if isinstance(rules, Mapping) else rules
         if not isinstance(rules, list | tuple):

@@ -15,6 +15,7 @@ _MULTIPLIER_0, _MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
+Seed = int | Sequence[int] | np.ndarray
 _DERIVE_DOMAIN = 0x5EED0001  # the last counter word of `derive`, which keeps it apart from element counters
 
 
@@ -38,9 +39,7 @@ def philox(counter: Sequence[int | np.ndarray], key: Sequence[int]) -> np.ndarra
     return np.stack([c0, c1, c2, c3]).astype(np.uint32)
 
 
-def random_bytes(
-    rows: int, cols: int, seed: int | Sequence[int] | np.ndarray, stream: int = 0, batch: int = 0
-) -> np.ndarray:
+def random_bytes(rows: int, cols: int, seed: Seed, stream: int = 0, batch: int = 0) -> np.ndarray:
     """One random byte per element of an operand form: uint8 [rows, cols].
 
     ``r(row, col) = byte (col % 16) of Philox(counter=(col // 16, row, stream, batch), key=seed)``, little-endian. A
@@ -56,7 +55,7 @@ def random_bytes(
     return (words[..., None] >> shifts & 255).astype(np.uint8).reshape(rows, 16 * groups)[:, :cols]
 
 
-def derive(seed64: int | Sequence[int] | np.ndarray, step: int, site: int, shard: int) -> tuple[int, int]:
+def derive(seed64: Seed, step: int, site: int, shard: int) -> tuple[int, int]:
     """A call seed that every front end can compute: two words, low first, a valid `seed`.
 
     ``(w0, w1) = first words of Philox(counter=(step, site, shard, 0x5EED0001), key=seed64)``; `site` is the layer's
@@ -67,7 +66,7 @@ def derive(seed64: int | Sequence[int] | np.ndarray, step: int, site: int, shard
     return int(words[0]), int(words[1])
 
 
-def seed_words(seed: int | Sequence[int] | np.ndarray) -> tuple[int, int]:
+def seed_words(seed: Seed) -> tuple[int, int]:
     """The two 32-bit words of a call seed, low first; InvalidValueError for anything that is not one."""
     error = invalid_value(
         "seed", repr(seed), "an int in [0, 2^64), or its two 32-bit words, low first",

@@ -17,7 +17,7 @@ from microfloat.recipes.usages import CastLike, Usage, given_amax, given_scale_e
 from microfloat.reference._operand import as_float32, hadamard_transform, operand_form, spread
 from microfloat.reference._packing import pack_fp4, unpack_fp4
 from microfloat.reference._philox import random_bytes
-from microfloat.reference._scales import block_scales, eden_scales
+from microfloat.reference._scales import BlockScales, block_scales, eden_scales
 
 Seed: typing.TypeAlias = int | Sequence[int] | np.ndarray | None
 Real: typing.TypeAlias = float | np.ndarray | None
@@ -158,7 +158,7 @@ def _quantized(values: np.ndarray, usage: Usage, seed: Seed) -> Quantized:
         (rows, length), noise = x_RC.shape, None
         if seed is not None and cast.is_stochastic:
             noise = random_bytes(rows, length, seed, usage.stream)
-        codes = _encode(x_RC, cast, scales.encode, scales.is_nan, noise)
+        codes = _encode(x_RC, cast, scales, noise)
         stored = scales.stored
         if noise is not None and cast.rounding == "eden":
             stored = eden_scales(x_RC, cast, scales, codes, noise)
@@ -179,14 +179,12 @@ def in_shape(
     )  # fmt: skip
 
 
-def _encode(
-    x_RC: np.ndarray, cast: Cast, factor: np.ndarray, is_nan: np.ndarray, noise: np.ndarray | None
-) -> np.ndarray:
+def _encode(x_RC: np.ndarray, cast: Cast, scales: BlockScales, noise: np.ndarray | None) -> np.ndarray:
     """Unpacked codes [R, C]; blocks that hold a NaN, where the format says so, are NaN codes throughout."""
     element, block = cast.format.element, cast.format.block
-    scaled = x_RC * spread(factor, block, x_RC.shape)
+    scaled = x_RC * spread(scales.encode, block, x_RC.shape)
     codes = encode_bits(scaled, element, noise if cast.rounding == "stochastic" else None)
-    return np.where(spread(is_nan, block, x_RC.shape), np.uint8(element.nan_code), codes)
+    return np.where(spread(scales.is_nan, block, x_RC.shape), np.uint8(element.nan_code), codes)
 
 
 def _real_array(argument: str, value: float | np.ndarray) -> np.ndarray:

@@ -89,6 +89,7 @@ def encode_factor(measured: np.ndarray, cast: Cast) -> np.ndarray:
 class TensorLevel:
     """The upper level of two: A clamped, its encode factor S = capacity / A, the stored tensor scale A / capacity."""
 
+    constants: TwoLevel
     amax: np.ndarray
     encode: np.ndarray
     stored: np.ndarray
@@ -101,8 +102,9 @@ def tensor_level(amax: np.ndarray, constants: TwoLevel) -> TensorLevel:
     amax = np.where(unscaled, capacity, np.maximum(amax, _F32(constants.smallest_amax)))
     one = np.ones((), np.float32)
     if not constants.tensor_scale:
-        return TensorLevel(amax, one, one)
-    return TensorLevel(amax, np.where(unscaled, one, capacity / amax), np.where(unscaled, one, amax / capacity))
+        return TensorLevel(constants, amax, one, one)
+    encode_by, stored = (np.where(unscaled, one, ratio) for ratio in (capacity / amax, amax / capacity))
+    return TensorLevel(constants, amax, encode_by, stored)
 
 
 def _two_level(x_RC: np.ndarray, cast: Cast, constants: TwoLevel, amax: np.ndarray | None) -> BlockScales:
@@ -114,7 +116,7 @@ def _two_level(x_RC: np.ndarray, cast: Cast, constants: TwoLevel, amax: np.ndarr
     tensor = tensor_level(amax, constants)
     block_amax, scale = _amax(x_RC, cast.format.block), cast.format.scale.element
     if constants.four_over_six is not None:
-        byte, factor = _four_over_six(x_RC, cast, constants, tensor, block_amax)
+        byte, factor = _four_over_six(x_RC, cast, tensor, block_amax)
     elif constants.inverse_max is not None:
         byte, factor = _block_level(block_amax * (tensor.encode * _F32(constants.inverse_max)), scale, tensor)
     else:
@@ -126,33 +128,32 @@ def _two_level(x_RC: np.ndarray, cast: Cast, constants: TwoLevel, amax: np.ndarr
     return BlockScales(stored, factor, is_nan, tensor.stored if constants.tensor_scale else None)
 
 
-def _block_level(target: np.ndarray, scale: ElementFormat, tensor: TensorLevel) -> tuple[np.ndarray, np.ndarray]:
+_Lower = tuple[np.ndarray, np.ndarray]  # the stored byte of each block, and its encode factor
+
+
+def _block_level(target: np.ndarray, scale: ElementFormat, tensor: TensorLevel) -> _Lower:
     """``sb = enc(min(target, FMAX), scale)`` and ``e = min(f32(1 / f32(dec(sb) * f32(1 / S))), FMAX)``."""
     byte = encode(np.minimum(target, _FMAX), scale)
     return byte, np.minimum(_F32(1) / (decode(byte, scale) * (_F32(1) / tensor.encode)), _FMAX)
 
 
-def _four_over_six(
-    x_RC: np.ndarray, cast: Cast, constants: TwoLevel, tensor: TensorLevel, block_amax: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _four_over_six(x_RC: np.ndarray, cast: Cast, tensor: TensorLevel, block_amax: np.ndarray) -> _Lower:
     """Per block the smaller error of mapping its maximum to 6 (k = 1) or to 4 (k = 1.5); a tie keeps 6."""
     base = block_amax / _F32(6) * tensor.encode
     candidates = []
     for k in (1.0, 1.5):
-        target = np.minimum(base * _F32(k), _F32(constants.largest_scale))
+        target = np.minimum(base * _F32(k), _F32(tensor.constants.largest_scale))
         byte, factor = _block_level(target, cast.format.scale.element, tensor)
-        candidates.append((byte, factor, _block_error(x_RC, cast, constants, tensor, byte, factor)))
+        candidates.append((byte, factor, _block_error(x_RC, cast, tensor, (byte, factor))))
     (byte_6, factor_6, error_6), (byte_4, factor_4, error_4) = candidates
     to_four = error_4 < error_6
     return np.where(to_four, byte_4, byte_6), np.where(to_four, factor_4, factor_6)
 
 
-def _block_error(
-    x_RC: np.ndarray, cast: Cast, constants: TwoLevel, tensor: TensorLevel, byte: np.ndarray, factor: np.ndarray
-) -> np.ndarray:
+def _block_error(x_RC: np.ndarray, cast: Cast, tensor: TensorLevel, lower: _Lower) -> np.ndarray:
     """Sum of |d| or d^2 over every block, float32, in the fixed order of docs/numerics.md 2.6. Within a row of a block
     left to right; the rows of a tile pairwise: t[i] + t[i + 8], then + 4, + 2, + 1."""
-    block, element = cast.format.block, cast.format.element
+    block, element, constants, (byte, factor) = cast.format.block, cast.format.element, tensor.constants, lower
     values = decode(encode(x_RC * spread(factor, block, x_RC.shape), element), element)
     scaled = values * spread(decode(byte, cast.format.scale.element), block, x_RC.shape)
     difference = scaled * tensor.amax / _F32(constants.capacity) - x_RC

@@ -15,6 +15,7 @@ from microfloat.formats import E4M3, E5M2, FORMATS, SCALE_E8M0, SCALE_FP32, Elem
 from microfloat.layout import scale_grid
 
 Shape = tuple[int, ...]
+Fit = tuple[ScaledFormat, Shape] | None  # the format of a parameter and the shape of its record's scales; or none fits
 BYTES = ("U8", "I8", "F4")
 FP8 = ("F8_E4M3", "F8_E5M2")
 E8M0 = ("U8", "F8_E8M0")
@@ -68,7 +69,7 @@ class Entry:
     beside: tuple[Stored, ...] = ()  # other tensors of the module, where the scales that the family needs are missing
 
     @property
-    def layout(self) -> tuple[ScaledFormat, Shape] | None:
+    def layout(self) -> Fit:
         """The format by codes and scales, and the shape of its record's scales; None where they do not fit."""
         scale = self.tensors.get("scale")
         return None if scale is None else self.family.layout_of(self.tensors["codes"], scale, self.scheme)
@@ -123,7 +124,7 @@ class Family:
         bits = 8 if self.format is None else self.format.element.bits
         return (*shape[:-1], shape[-1] * 8 // bits) if shape else shape
 
-    def layout_of(self, entry_codes: Stored, scale: Stored, scheme: Scheme) -> tuple[ScaledFormat, Shape] | None:
+    def layout_of(self, entry_codes: Stored, scale: Stored, scheme: Scheme) -> Fit:
         """The format of a parameter and the shape of its record's scales, or None where the shapes do not fit."""
         shape, stored = self.shape_of(entry_codes), byte_shape(scale)
         if self.format is None:
@@ -135,9 +136,7 @@ class Family:
 
 
 @lru_cache(4096)
-def fp8_format(
-    codes: str, scale: str, shape: Shape, stored: Shape, tile: tuple[int, int] | None
-) -> tuple[ScaledFormat, Shape] | None:
+def fp8_format(codes: str, scale: str, shape: Shape, stored: Shape, tile: tuple[int, int] | None) -> Fit:
     """The format of FP8 codes from the shape of their scales, and the shape that the scales of a record have.
 
     Tiles are those that a configuration names, counted with edges: a tile is never derived by division.
@@ -149,7 +148,7 @@ def fp8_format(
         stored = (*stored[:-4], stored[-4], stored[-2])  # ModelOpt writes tiles as [rows, 1, columns, 1]
     count = math.prod(stored)
 
-    def tiled(size: tuple[int, int]) -> tuple[ScaledFormat, Shape] | None:
+    def tiled(size: tuple[int, int]) -> Fit:
         grid = (*leading, -(-rows // size[0]), -(-length // size[1]))
         return (_format(element, size, bytewise), grid) if stored == grid else None
 
@@ -183,8 +182,8 @@ def decode_parts(entry: Entry, tensors: Container, read_as: Mapping[str, Stored]
     stored = entry.tensors
     codes, scale = stored["codes"], stored.get("scale")
     shape = entry.shape or family.shape_of(codes)
-    divisors: dict[str, np.ndarray] = {}
-    of_input = global_scale(tensors, stored.get("input_scale"), "input_scale", family.divides, divisors)
+    divisors: Arrays = {}
+    of_input = _global_scale(entry, tensors, "input_scale", divisors)
     scheme = "static" if of_input is not None else entry.scheme.activation or "none"
     record = Record(
         entry.name, tensors.raw(codes), None, None, entry.format or family.format, shape,
@@ -200,7 +199,7 @@ def decode_parts(entry: Entry, tensors: Container, read_as: Mapping[str, Stored]
         return replace(record, format=record.format or FORMATS["fp8_tensor"], problem=problem)
     fmt, grid = fitting
     grid = byte_shape(scale) if entry.swizzled else grid
-    level = global_scale(tensors, stored.get("tensor_scale"), "tensor_scale", family.divides, divisors)
+    level = _global_scale(entry, tensors, "tensor_scale", divisors)
     if level is not None:
         levels = (*shape[:-1], 1) if fmt.tensor_scale == "row" else (*shape[:-2], 1, 1) if level.ndim else ()
         if level.size != math.prod(levels):
@@ -217,7 +216,7 @@ def block_grid(fmt: ScaledFormat, shape: Shape) -> Shape:
     return (*shape[:-2], *grid)[-max(len(shape), 1) :] if grid else ()
 
 
-def _stated(entry: Entry, scale: Stored) -> tuple[ScaledFormat, Shape] | None:
+def _stated(entry: Entry, scale: Stored) -> Fit:
     """Format and shape of the scales where metadata states them, or None where codes or scales do not fit."""
     fmt, shape = entry.format, entry.shape or ()
     assert fmt is not None
@@ -233,15 +232,13 @@ def _stated(entry: Entry, scale: Stored) -> tuple[ScaledFormat, Shape] | None:
     return (fmt, grid) if stored == grid or (not grid and stored in ((1,), (1, 1))) else None
 
 
-def global_scale(
-    tensors: Container, stored: Stored | None, role: str, divides: bool, divisors: dict[str, np.ndarray]
-) -> np.ndarray | None:
+def _global_scale(entry: Entry, tensors: Container, role: str, divisors: Arrays) -> np.ndarray | None:
     """A multiplier of shape (), or [E, 1, 1] for experts; a stored divisor is kept in `divisors`."""
-    if stored is None:
+    if role not in entry.tensors:
         return None
-    array = tensors.array(stored).astype(np.float32, copy=False)
+    array = tensors.array(entry.tensors[role]).astype(np.float32, copy=False)
     array = array.reshape(()) if array.size == 1 else array.reshape(-1, 1, 1)
-    if not divides:
+    if not entry.family.divides:
         return array
     divisors[role] = array
     with np.errstate(all="ignore"):

@@ -89,6 +89,7 @@ class BlockScales(NamedTuple):
 class _TensorLevel(NamedTuple):
     """Clamped tensor amax A, its encode factor S = capacity / A, and the stored tensor scale A / capacity."""
 
+    constants: TwoLevel
     amax: Array
     encode: Array
     stored: Array
@@ -170,12 +171,11 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
     amax = where(unscaled, capacity, clamped)
     if not constants.tensor_scale:
         ones = jnp.ones_like(amax)
-        return _TensorLevel(amax, ones, ones, overflowed)
+        return _TensorLevel(constants, amax, ones, ones, overflowed)
     encode_factor = where(unscaled, one, divide(capacity, clamped))
     stored = where(unscaled, one, divide(clamped, np.float32(constants.capacity)))
     # Scalars: the barrier keeps XLA from moving them into products over all blocks, in another order.
-    kept = lax.optimization_barrier((amax, encode_factor, stored))
-    return _TensorLevel(kept[0], kept[1], kept[2], overflowed)
+    return _TensorLevel(constants, *lax.optimization_barrier((amax, encode_factor, stored)), overflowed)
 
 
 def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> BlockScales:
@@ -183,7 +183,7 @@ def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None
     tensor, scale = _tensor_level(tiles, cast, constants, amax), cast.format.scale.element
     block_amax = as_float(block_amax_bits(tiles))
     if constants.four_over_six is not None:
-        byte, factor = _four_over_six(tiles, cast, constants, tensor, block_amax)
+        byte, factor = _four_over_six(tiles, cast, tensor, block_amax)
     elif constants.inverse_max is not None:
         per_amax = lax.optimization_barrier(tensor.encode * np.float32(constants.inverse_max))
         byte, factor = _block_level(multiply(block_amax, per_amax), scale, tensor)
@@ -209,26 +209,22 @@ def _block_level(target: Array, scale: ElementFormat, tensor: _TensorLevel) -> t
     return byte, jnp.minimum(divide(np.float32(1), divisor), _FMAX)
 
 
-def _four_over_six(
-    tiles: Array, cast: Cast, constants: TwoLevel, tensor: _TensorLevel, block_amax: Array
-) -> tuple[Array, Array]:
+def _four_over_six(tiles: Array, cast: Cast, tensor: _TensorLevel, block_amax: Array) -> tuple[Array, Array]:
     """Per block the scale that maps its maximum to 6 (k = 1) or to 4 (k = 1.5), whichever errs less; a tie takes 6."""
     sixth = divide_by_integers(block_amax, jnp.full_like(block_amax, 6))
     base = multiply(sixth, tensor.encode)
-    targets = (jnp.minimum(base * np.float32(k), np.float32(constants.largest_scale)) for k in (1.0, 1.5))
+    targets = (jnp.minimum(base * np.float32(k), np.float32(tensor.constants.largest_scale)) for k in (1.0, 1.5))
     scale = cast.format.scale.element
     (byte_6, factor_6), (byte_4, factor_4) = (_block_level(target, scale, tensor) for target in targets)
-    error = partial(_block_error, tiles, cast, constants, tensor)
+    error = partial(_block_error, tiles, cast, tensor)
     to_four = error(byte_4, factor_4) < error(byte_6, factor_6)
     return where(to_four, byte_4, byte_6), where(to_four, factor_4, factor_6)
 
 
-def _block_error(
-    tiles: Array, cast: Cast, constants: TwoLevel, tensor: _TensorLevel, byte: Array, factor: Array
-) -> Array:
+def _block_error(tiles: Array, cast: Cast, tensor: _TensorLevel, byte: Array, factor: Array) -> Array:
     """Sum of |d| or d^2 over every block in the fixed order of docs/numerics.md 2.6."""
     # Below A = 2^-40 the errors of "mae" are summed times 2^64, which keeps them from being flushed.
-    element = cast.format.element
+    element, constants = cast.format.element, tensor.constants
     is_mae = constants.four_over_six == "mae"
     lift = where(tensor.amax < np.float32(2.0**-40), np.float32(2.0**64 if is_mae else 1), np.float32(1))
     # A tensor's value, shape () or [R, 1] for blocks of one row, beside the tiles.
