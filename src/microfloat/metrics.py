@@ -6,6 +6,7 @@ In every formula x is the reference and q what became of it (codes, decoded), bo
 those of the elements whose reference is finite, in float64; `non_finite` counts the others. Source: docs/watching.md.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,11 +30,15 @@ def sqnr_db(x: np.ndarray, q: np.ndarray) -> float:
 
     inf where q equals x; NaN where x is all zero and q is not, since there is no signal to compare with.
     """
-    signal, noise = _energies(x, q)
+    return decibels(*_energies(x, q))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """A ratio of energies in decibels: inf without noise, NaN of noise alone and of NaN, -inf of infinite noise."""
     if noise == 0:
-        return float("inf")
-    with np.errstate(divide="ignore"):
-        return float(10 * np.log10(signal / noise)) if signal else float("nan")
+        return math.inf
+    ratio = signal / noise
+    return 10 * math.log10(ratio) if ratio else -math.inf if signal else math.nan
 
 
 def rel_mse(x: np.ndarray, q: np.ndarray) -> float:

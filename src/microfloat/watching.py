@@ -157,13 +157,8 @@ def of_rows(wanted: frozenset[str], fmt: ScaleFormat | None, n: Numbers) -> Metr
 
 def _of_cast(n: Numbers) -> Metrics:
     signal, noise, product, count, flushed, zero, clipped = n
-    if math.isnan(noise):
-        yield from (("sqnr_db", math.nan), ("rel_mse", math.nan))
-    else:
-        exact = 0.0 if noise == 0 else math.inf
-        yield "rel_mse", noise / signal if signal else exact
-        decibels = math.inf if noise == 0 else math.nan if signal == 0 else -math.inf
-        yield "sqnr_db", 10 * math.log10(signal / noise) if 0 < noise < math.inf and signal else decibels
+    worst = math.inf if noise > 0 else noise  # NaN, or nothing
+    yield from (("rel_mse", noise / signal if signal else worst), ("sqnr_db", metrics.decibels(signal, noise)))
     yield "bias", product / signal - 1.0 if signal else 0.0
     for name, number in (("underflow", flushed), ("zeros", zero), ("clip", clipped)):
         yield name, number / count if count else 0.0

@@ -28,6 +28,7 @@ from microfloat.checkpoint.folder import locate
 from microfloat.checkpoint.load import Checkpoint, load, opened
 from microfloat.checkpoint.records import Finding, Record
 from microfloat.errors import CheckpointError, checkpoint_error
+from microfloat.metrics import decibels
 from microfloat.recipes import Placement
 from microfloat.recipes.placement import DEFAULT_FUSE, check_fuse
 from microfloat.support import Printed
@@ -440,6 +441,4 @@ def _sqnr_db(step: Step, again: Record) -> float:
     for a, b in compared:
         more = energies(np.atleast_2d(a), np.atleast_2d(b).astype(np.float32, copy=False))
         signal, noise = signal + more[0], noise + more[1]
-    if noise == 0 or not signal:
-        return math.nan if noise else math.inf
-    return math.nan if noise == math.inf else 10 * math.log10(signal / noise)
+    return decibels(signal, noise if noise < math.inf else math.nan)

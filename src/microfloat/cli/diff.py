@@ -12,6 +12,7 @@ from microfloat.cli.hub import Hub, Source, read
 from microfloat.cli.inspect import layers_pattern
 from microfloat.cli.output import Column, Output, count, decibel, number, three
 from microfloat.errors import invalid_value
+from microfloat.metrics import decibels
 
 if TYPE_CHECKING:
     from microfloat.checkpoint import Checkpoint, Record
@@ -159,9 +160,7 @@ def _compared(
         if counts is not None:
             counts.add(x[finite], error[finite])
     row |= {"max_abs": largest, "relative": math.sqrt(noise / signal) if signal else (math.inf if noise else 0.0)}
-    row["sqnr_db"] = math.inf if noise == 0 else math.nan
-    if noise and signal and math.isfinite(noise):
-        row["sqnr_db"] = 10 * math.log10(signal / noise)
+    row["sqnr_db"] = decibels(signal, noise if noise < math.inf else math.nan)
     if not math.isfinite(noise):
         row["problem"] = "B has NaN or infinity where A is finite"
     elif others:
