@@ -43,9 +43,10 @@ def recode(slab: Record, fmt: ScaledFormat, largest: np.float32 | None) -> tuple
     element = slab.format.element
     bytes_RB, is_nan_RB, codes_RBC = _blocks(slab)
     used_RBC = (codes_RBC & _magnitude(element)) != 0
-    level = group_GH = None
+    # The tensor scale is a power of two. Exponents of blocks are biased as E8M0 bytes are.
+    power, group_GH = max(int(np.log2(largest)) - _LARGEST, _LEAST_LEVEL) if largest else 0, None
     if fmt.tensor_scale is not None:
-        level, exponent_RB = _under_level(bytes_RB, largest)
+        exponent_RB = np.clip(bytes_RB, power + _SMALLEST + 127, power + _LARGEST + 127)
     else:
         exponent_RB, group_GH, is_nan_RB = _of_tiles(bytes_RB, used_RBC.any(-1), is_nan_RB, fmt, element)
     shift_RB = np.where(used_RBC.any(-1), bytes_RB - exponent_RB, 0)  # zeros are zeros under every scale
@@ -57,11 +58,11 @@ def recode(slab: Record, fmt: ScaledFormat, largest: np.float32 | None) -> tuple
             scale = np.where(group_GH == 255, np.float32(np.nan), np.ldexp(np.float32(1), group_GH - 127))
         return Record(slab.name, codes, scale.astype(np.float32), None, fmt, slab.logical_shape), lossy
     halves = used_RBC.reshape(rows, -1, 16).any(-1)
-    power = np.log2(level).astype(int) + 127  # type: ignore
-    bytes_of = encode(np.ldexp(np.float32(1), exponent_RB - power), E4M3)
+    bytes_of = encode(np.ldexp(np.float32(1), exponent_RB - power - 127), E4M3)
     scale = np.where(halves, np.repeat(bytes_of, 2, 1), np.uint8(0))
     scale = np.where(np.repeat(is_nan_RB, 2, 1), np.uint8(0x7F), scale)[:, : length // 16]
-    return Record(slab.name, pack_fp4(codes), np.ascontiguousarray(scale), level, fmt, slab.logical_shape), lossy
+    level, scale = np.ldexp(np.float32(1), power), np.ascontiguousarray(scale)
+    return Record(slab.name, pack_fp4(codes), scale, level, fmt, slab.logical_shape), lossy
 
 
 def _magnitude(element: ElementFormat) -> int:
@@ -76,15 +77,6 @@ def _blocks(slab: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % _BLOCK)))
     scale = slab.scale.view(np.uint8).astype(np.int32)
     return scale, scale == 255, codes.reshape(len(codes), -1, _BLOCK)
-
-
-def _under_level(bytes_RB: np.ndarray, largest: np.float32 | None) -> tuple[np.ndarray, np.ndarray]:
-    """The tensor scale, a power of two, and the exponent of each block, biased as an E8M0 byte."""
-    power = 0
-    if largest:
-        power = max(int(np.log2(largest)) - _LARGEST, _LEAST_LEVEL)
-    lowest, highest = power + _SMALLEST + 127, power + _LARGEST + 127
-    return np.ldexp(np.float32(1), power), np.clip(bytes_RB, lowest, highest)
 
 
 def _of_tiles(

@@ -139,7 +139,12 @@ class _Grouping:
             for name in left
             if name.endswith(_SCALE_SUFFIXES) and name.rpartition(".")[2] not in _EXTRAS and name not in shown
         ]  # fmt: skip
-        self._say_unused()
+        file = self.announcements[0].file if self.announcements else ""
+        for scheme, names in self.unused.items():
+            words = "leaves activations in high precision" if scheme == "none" else "scales activations as they come"
+            are = "is" if len(names) == 1 else "are"
+            message = f"{file} {words}: {some(names)}, stored all the same, {are} not used."
+            self.findings.append(Finding("unused-input-scale", "info", names[0], message))
         return Contents(self.entries, left, self.findings, self.announcements, self.format)
 
     def _add(self, entry: Entry) -> None:
@@ -165,7 +170,11 @@ class _Grouping:
         scheme = entry.scheme
         if scheme.families and entry.family.name not in (*scheme.families, *scheme.also):  # of another family's tensors
             scheme = scheme._replace(activation="", activation_format=None, needs_scale=False)
-        entry = self._without_unused(replace(entry, scheme=scheme))
+        entry, unused = replace(entry, scheme=scheme), entry.tensors.get("input_scale")
+        if unused is not None and scheme.activation and not scheme.needs_scale:  # a scale without use by the scheme
+            self.claimed.add(unused.name)
+            self.unused.setdefault(scheme.activation, []).append(unused.name)
+            entry = replace(entry, tensors={role: one for role, one in entry.tensors.items() if one != unused})
         rivals = {other.family.name: 0 for rank, other in best if (*rank[:3], rank[4]) == (*score[:3], score[4])}
         self._add(replace(entry, candidates=(entry.family.name, *(one for one in rivals if one != entry.family.name))))
 
@@ -204,24 +213,6 @@ class _Grouping:
         style = scale is not None and family.usual(scale.shape)
         score = (int(right), int(fits), int("tensor_scale" in found), order, int(style))
         return score, Entry(parameter, family, found, scheme=scheme)
-
-    def _without_unused(self, entry: Entry) -> Entry:
-        """The entry without a stored input scale that its configuration has no use for."""
-        scale = entry.tensors.get("input_scale")
-        if scale is None or not entry.scheme.activation or entry.scheme.needs_scale:
-            return entry
-        self.claimed.add(scale.name)
-        self.unused.setdefault(entry.scheme.activation, []).append(scale.name)
-        return replace(entry, tensors={role: one for role, one in entry.tensors.items() if role != "input_scale"})
-
-    def _say_unused(self) -> None:
-        """One finding about all input scales that are not used."""
-        file = self.announcements[0].file if self.announcements else ""
-        for scheme, names in self.unused.items():
-            words = "leaves activations in high precision" if scheme == "none" else "scales activations as they come"
-            are = "is" if len(names) == 1 else "are"
-            message = f"{file} {words}: {some(names)}, stored all the same, {are} not used."
-            self.findings.append(Finding("unused-input-scale", "info", names[0], message))
 
     def _attach_unknown(self) -> None:
         """Give parameters that lack a scale the other tensors of their module, so that these can be named."""

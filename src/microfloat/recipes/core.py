@@ -87,18 +87,6 @@ class Gemm(HashOnce):
         """(lhs, rhs)."""
         return self.lhs, self.rhs
 
-    def _to_data(self) -> dict:
-        return {
-            "lhs": cast_to_data(self.lhs), "rhs": cast_to_data(self.rhs), "accumulate": self.accumulate,
-            "path": self.path, **({"from_fprop": True} if self.from_fprop else {}),
-        }  # fmt: skip
-
-    @staticmethod
-    def _from_data(name: str, data: Any) -> "Gemm":
-        data = {"from_fprop": False, **data} if isinstance(data, dict) else data
-        data = dict(check_keys(name, data, [entry.name for entry in fields(Gemm)]))
-        return Gemm(cast_from_data(data.pop("lhs")), cast_from_data(data.pop("rhs")), **data)
-
 
 def folds_beside(lhs: ScaledFormat, rhs: ScaledFormat) -> bool:
     """True for FP8 with a scale for each row beside an MX or NVFP4 format, which folds to such FP8 too."""
@@ -245,7 +233,12 @@ class Recipe(HashOnce, PortedQuestions):
 
     def to_dict(self) -> dict:
         """``{"recipe": class name, "fields": {...}}``, JSON-ready; `Recipe.from_dict` makes an equal recipe from it."""
-        return {"recipe": type(self).__name__, "fields": {name: getattr(self, name)._to_data() for name in GEMMS}}
+        values: dict[str, dict] = {}
+        for name, gemm in ((name, getattr(self, name)) for name in GEMMS):
+            values[name] = {"lhs": cast_to_data(gemm.lhs), "rhs": cast_to_data(gemm.rhs)}
+            values[name] |= {"accumulate": gemm.accumulate, "path": gemm.path}
+            values[name] |= {"from_fprop": True} if gemm.from_fprop else {}
+        return {"recipe": type(self).__name__, "fields": values}
 
     @staticmethod
     def from_dict(data: dict) -> "Recipe":
@@ -257,8 +250,12 @@ class Recipe(HashOnce, PortedQuestions):
     @classmethod
     def _from_fields(cls, values: dict) -> "Recipe":
         """The recipe with the fields that `to_dict` wrote."""
-        check_keys("fields", values, GEMMS)
-        return cls(**{name: Gemm._from_data(name, entry) for name, entry in values.items()})
+        gemms = {}
+        for name, entry in check_keys("fields", values, GEMMS).items():
+            data = {"from_fprop": False, **entry} if isinstance(entry, dict) else entry
+            data = dict(check_keys(name, data, [one.name for one in fields(Gemm)]))
+            gemms[name] = Gemm(cast_from_data(data.pop("lhs")), cast_from_data(data.pop("rhs")), **data)
+        return cls(**gemms)
 
     def __str__(self) -> str:
         """One line of the repr, then a row per operand; '-' marks what does not apply."""

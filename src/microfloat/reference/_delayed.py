@@ -38,7 +38,12 @@ def update_delayed(
     largest = np.float32(get_element(element).max)
     margin = Delayed(margin=int(margin) if isinstance(margin, np.integer) else margin).margin  # its range, its errors
     scale = _number("scale_enc", scale_enc)
-    amax = _chosen_amax(history, amax_compute_algo)
+    if callable(amax_compute_algo):
+        amax = _number("amax_compute_algo(history)", amax_compute_algo(history.copy()))
+    elif amax_compute_algo in ("max", "most_recent"):
+        amax = history.max() if amax_compute_algo == "max" else history[0]
+    else:
+        raise unknown_name("amax_compute_algo", amax_compute_algo, ["max", "most_recent"])
     with np.errstate(all="ignore"):
         if amax > 0 and np.isfinite(amax):
             ratio = largest / np.maximum(amax, np.ldexp(largest, -126))
@@ -46,14 +51,6 @@ def update_delayed(
     rolled = np.roll(history, -1)
     rolled[0] = 0
     return rolled, np.float32(scale)
-
-
-def _chosen_amax(history: np.ndarray, algo: str | Callable[[np.ndarray], float]) -> np.float32:
-    if callable(algo):
-        return _number("amax_compute_algo(history)", algo(history.copy()))
-    if algo not in ("max", "most_recent"):
-        raise unknown_name("amax_compute_algo", algo, ["max", "most_recent"])
-    return history.max() if algo == "max" else history[0]
 
 
 def _check_history(history: np.ndarray) -> np.ndarray:

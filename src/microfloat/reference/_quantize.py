@@ -50,10 +50,15 @@ class Quantized:
         needed = array_layout(storage, self.shape, self.axis)
         for name, part in zip(needed._fields, needed, strict=True):
             array = getattr(self, name)
-            if part is not None:
-                _check_array(name, array, np.dtype(np.uint8 if name == "codes" else part.dtype), part.shape)
-            elif array is not None:
-                raise invalid_value(name, "an array", f"None, as {fmt.name} has no tensor scale")
+            if part is None:
+                if array is not None:
+                    raise invalid_value(name, "an array", f"None, as {fmt.name} has no tensor scale")
+                continue
+            dtype = np.dtype(np.uint8 if name == "codes" else part.dtype)
+            if not isinstance(array, np.ndarray):
+                raise invalid_type(name, type(array), f"a NumPy array of {dtype}")
+            if array.dtype != dtype or array.shape != part.shape:
+                raise invalid_value(name, f"{array.dtype}{list(array.shape)}", f"{dtype}{list(part.shape)}")
 
     @property
     def logical_length(self) -> int:
@@ -81,13 +86,6 @@ class Quantized:
             f"Quantized({self.format.name}, shape={self.shape}, axis={self.axis}, codes={self.codes.shape}, "
             f"scale={self.scale.dtype}{self.scale.shape}{transform})"
         )
-
-
-def _check_array(argument: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    if not isinstance(array, np.ndarray):
-        raise invalid_type(argument, type(array), f"a NumPy array of {dtype}")
-    if array.dtype != dtype or array.shape != shape:
-        raise invalid_value(argument, f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}")
 
 
 def check_quantized(argument: str, value: object) -> Quantized:

@@ -31,7 +31,6 @@ class Announcement:
     refusal: str = ""
     findings: list[Finding] = field(default_factory=list)
     sparse: str = ""
-    _seen: dict[str, Scheme] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def _patterns(self) -> Patterns:
@@ -56,11 +55,9 @@ class Announcement:
 
         A rule for the module wins over one for a module around it, and that over the general one.
         """
-        if module not in self._seen:
-            text = self._patterns.first(module) or self._patterns.around(module)
-            scheme = self.rules[text] if text is not None else self.general or NO_SCHEME
-            self._seen[module] = NO_SCHEME if self.ignored(module) is not None else scheme
-        return self._seen[module]
+        text = self._patterns.first(module) or self._patterns.around(module)
+        scheme = self.rules[text] if text is not None else self.general or NO_SCHEME
+        return NO_SCHEME if self.ignored(module) is not None else scheme
 
     @property
     def families(self) -> list[tuple[str, ...]]:

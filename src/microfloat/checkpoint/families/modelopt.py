@@ -70,21 +70,15 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
         refusal = f"quant_algo {', '.join(map(repr, unknown))} is not read; read are {', '.join(_ALGORITHMS)}."
         return Announcement(file, _METHOD, words, ignore=ignore, refusal=refusal)
     rules = {name: _scheme(one, group) for name, one, group in rows}
-    if "*" in rules and _is_weight_only(config.get("config_groups")):
+    groups = config.get("config_groups")
+    inner = [one if isinstance(one, dict) else {} for one in groups.values()] if isinstance(groups, dict) else []
+    if "*" in rules and inner and all("weights" in one and not one.get("input_activations") for one in inner):
         words += " of weights alone"
         rules["*"] = rules["*"]._replace(activation="none", activation_format=None, needs_scale=False)
     return Announcement(
         file, _METHOD, words, rules if algorithm == "MIXED_PRECISION" else {}, rules.get("*"), ignore, SHELL,
         findings=unknown_entries(file, config, _KNOWN),
     )  # fmt: skip
-
-
-def _is_weight_only(groups: Any) -> bool:
-    """True for groups that quantize weights and no inputs."""
-    inner = list(groups.values()) if isinstance(groups, dict) else []
-    return bool(inner) and all(
-        isinstance(one, dict) and "weights" in one and not one.get("input_activations") for one in inner
-    )
 
 
 def _algorithm_of(groups: Any) -> str | None:
