@@ -177,8 +177,6 @@ def _row_major(shape: tuple[Size, ...], dtype: str) -> Part:
     return Part(shape, tuple(strides), dtype)
 
 
-# ---- the tiles in which Blackwell reads block scales (docs/numerics.md 7.2) --------------------------------------
-
 Windows = list[tuple[slice, slice]]
 
 

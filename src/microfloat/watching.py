@@ -71,9 +71,6 @@ class Entry(NamedTuple):
     format: str
 
 
-# ------------------------------------------------------------------------------------------------------------ arguments
-
-
 def _several(argument: str, values: Any, one: type | UnionType, remedy: str) -> tuple[Any, ...]:
     """The values as a tuple; a single value of the type `one` becomes a tuple of one."""
     if isinstance(values, one):
@@ -119,9 +116,6 @@ class Measured(NamedTuple):
     def not_in_use(self, casts: Sequence[Cast | None]) -> list[Cast]:
         """The Casts of `what_if` whose format none of these casts has."""
         return [one for one in self.what_if if all(cast is None or cast.format != one.format for cast in casts)]
-
-
-# ------------------------------------------------------------------------------------------- from sums to metrics, host
 
 
 def of_tensor(size: int, n: Numbers) -> Metrics:
@@ -197,8 +191,6 @@ def largest_byte(element: ElementFormat) -> int:
     code = int(encode(np.array([element.max], np.float32), element)[0])
     return code | code << 4 if element.codes_per_byte == 2 else code
 
-
-# ---------------------------------------------------------------------------------------- from metrics to the culprits
 
 SUSPICIOUS = 2.0  # times the noise of normal data, 3 dB, or times the binades of its blocks
 
@@ -298,9 +290,6 @@ def _outlier(operands: Mapping[str, tuple[str, Values]]) -> str:
         if element is not None and crest > element.max / (element.step / 2):
             return f"outliers: the largest element of {name} is {crest:.0f} times its root mean square"
     return ""
-
-
-# ------------------------------------------------------------------------------------------------ from metrics to files
 
 
 class RecordLog:

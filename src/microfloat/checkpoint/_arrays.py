@@ -103,9 +103,6 @@ def pieces_of(array: np.ndarray) -> Iterator[np.ndarray]:
     return (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
 
 
-# ---- threads -----------------------------------------------------------------------------------------------------
-
-
 def in_bands(work: Callable[[slice], Any], rows: int, columns: int, multiple: int = 1, shared: int = 0) -> list[Any]:
     """The results of `work` for bands of rows of a matrix, several at a time, in this thread and others.
 

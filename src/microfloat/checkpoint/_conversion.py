@@ -128,9 +128,6 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-# ---- the data ----------------------------------------------------------------------------------------------------
-
-
 def amaxes_of(
     steps: Sequence[Step], src: object, progress: Callable[[Progress], object] | None
 ) -> dict[str, np.ndarray]:
@@ -249,9 +246,6 @@ def _observed(job: Job, held: list[int | None]) -> Job:
     return Job(job.entries, fill)
 
 
-# ---- the call ----------------------------------------------------------------------------------------------------
-
-
 def convert(
     src: str | os.PathLike, dst: str | os.PathLike, *, to: str, scale_rule: str | None = None,
     ignore: Iterable[str] | str = (), fuse: Iterable[str] | str | None = DEFAULT_FUSE, four_over_six: bool = False,
@@ -356,9 +350,6 @@ def _copies(src: Path) -> dict[str, Path]:
         if path.is_file() and path.stat().st_size <= _LARGEST_COPY and not path.name.startswith(".")
         and not path.name.endswith(_WEIGHTS) and path.name not in FILES
     }  # fmt: skip
-
-
-# ---- verification ------------------------------------------------------------------------------------------------
 
 
 def check_unchanged(files: Mapping[Path, os.stat_result]) -> None:

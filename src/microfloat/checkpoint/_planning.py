@@ -152,9 +152,6 @@ def _hint_of(to: str) -> str:
     return f"Did you mean {', '.join(first) + ' or ' if first else ''}{last}?" if last else ""
 
 
-# ---- the steps ---------------------------------------------------------------------------------------------------
-
-
 class Facts:
     """Facts about a source that decide about its parameters.
 

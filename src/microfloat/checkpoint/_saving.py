@@ -186,9 +186,6 @@ def _write_shard(folder: Path, shard: Shard, jobs: Iterable[Job], count: Callabl
             job.fill(put_and_count)
 
 
-# ---- the folder --------------------------------------------------------------------------------------------------
-
-
 def _journal(folder: Path) -> Any:
     """The contents of the journal of a partial folder, None without one."""
     try:
@@ -254,9 +251,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-# ---- save --------------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -375,9 +369,6 @@ def family_for(record: Record, format: str) -> Family | None:
 SAVED: dict[str, list[Family]] = {family.name: [family] for family in FAMILIES if family.writes} | {
     dialect.mixed: [family for family in dialect.families if family.writes] for dialect in DIALECTS if dialect.mixed
 }
-
-
-# ---- configurations ----------------------------------------------------------------------------------------------
 
 
 def is_linear(record: Record) -> bool:

@@ -132,9 +132,6 @@ def index_of(shards: Sequence[Shard]) -> dict:
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
 
 
-# ---- files -------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _replacing(path: Path, size: int) -> Iterator[BinaryIO]:
     """A file under a temporary name, which gets its own when the context ends without an error, and is safe on disk."""

@@ -22,9 +22,6 @@ Findings = Iterator[Finding]
 _REEXPORT = "Quantize or export the layer again; microfloat.checkpoint.convert does so from the original weights."
 
 
-# ---- names and configurations ------------------------------------------------------------------------------------
-
-
 def structure_findings(contents: Contents, names: Container[str]) -> Findings:
     """Findings about names of tensors, and about configurations that contradict the tensors or each other."""
     yield from contents.findings
@@ -132,9 +129,6 @@ def _said(announcement: Announcement, module: str) -> str:
 def _kind(name: str) -> str:
     """The last part of the name of a parameter's module: the same in every block of a model."""
     return module_of(name).rpartition(".")[2]
-
-
-# ---- scales ------------------------------------------------------------------------------------------------------
 
 
 def scale_findings(records: Iterable[Record], nan: str = "keep") -> Findings:
@@ -252,9 +246,6 @@ def _mismatch(group: str, role: str, levels: Mapping[str, np.ndarray | None]) ->
     yield Finding("fused-mismatch", "warn", folder or next(iter(numbers)), message, remedy)
 
 
-# ---- codes -------------------------------------------------------------------------------------------------------
-
-
 def code_findings(record: Record) -> Findings:
     """Findings that take a look at every code."""
     fmt = record.format
@@ -343,9 +334,6 @@ def without_nan(record: Record) -> Record:
                 block[...] = 0
         scale = np.where(np.isnan(fmt.scale.values(scale)), scale.dtype.type(0), scale)
     return replace(record, codes=codes, scale=scale, tensor_scale=level, source=source)
-
-
-# ---- experts -----------------------------------------------------------------------------------------------------
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

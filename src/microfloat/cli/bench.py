@@ -204,9 +204,6 @@ def _report(output: Output, rows: list[dict[str, Any]], csv_file: Path | None) -
         output.say(f"Table: {csv_file}")
 
 
-# ---- --baseline
-
-
 def _read(path: Path) -> dict[str, Any]:
     needed = "the output of microfloat bench --json"
     try:

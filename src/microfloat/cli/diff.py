@@ -90,9 +90,6 @@ def diff(
     return int(found or any(only.values()))
 
 
-# ---- values
-
-
 def _values(
     output: Output, first: "Checkpoint", second: "Checkpoint", names: list[str], threshold: float | None,
     plot: Path | None,
@@ -172,9 +169,6 @@ def _compared(
 
 def _format(record: "Record") -> str:
     return record.format.name if record.format else record.codes.dtype.name
-
-
-# ---- bytes
 
 
 def _bytes(output: Output, first: "Checkpoint", second: "Checkpoint", names: list[str]) -> bool:

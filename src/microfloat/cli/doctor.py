@@ -169,9 +169,6 @@ def _why(row: dict[str, Any]) -> str:
     return re.sub(r" (\([a-z0-9_]+ x [a-z0-9_]+\)|for [a-z0-9_]+ x [a-z0-9_]+)", "", text)
 
 
-# ---- --check
-
-
 def _check(output: Output, rows: list[dict[str, Any]], device: str) -> int:
     """Casts and products of every backend that runs here against the oracle; the exit code."""
     output.put(check=[])

@@ -45,9 +45,6 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but er
 _COMMON = {"as_json": Json, "no_color": NoColor, "quiet": Quiet}
 
 
-# ---- cells
-
-
 def _digits(most: int) -> Callable[[float | None], str]:
     """The function that shows a figure with so many significant digits at most, and "-" for None."""
     return lambda value: "-" if value is None else f"{value:.{most}g}"
@@ -116,9 +113,6 @@ def safe(text: str, style: str = "") -> Text:
     return _Breaking(plain, style)
 
 
-# ---- rows about many tensors of one kind, shown as one
-
-
 def by_quality(figure: float) -> float:
     """Key of SQNRs in rising order: NaN, of a result that is NaN itself, comes first."""
     return -math.inf if math.isnan(figure) else figure
@@ -138,9 +132,6 @@ def together(rows: Iterable[dict[str, Any]], keys: Sequence[str]) -> Iterator[di
             elif values:
                 joined[key] = max(values) if key in _LARGEST else min(values, key=by_quality)
         yield joined
-
-
-# ---- tables and documents
 
 
 @dataclass(frozen=True)

@@ -151,9 +151,6 @@ def _shown(recipe: Recipe, stage: str, readings: Readings, *results: Array) -> t
     return tuple(shown_p.bind(*results, *numbers, stage=stage, op=type(recipe).__name__, subjects=subjects))
 
 
-# ------------------------------------------------------------------------------------------------------------ readings
-
-
 def _operand(watch: Measured, blocks: Blocks, tensor: str, whole: Array, uses: tuple[bool, bool]) -> Readings:
     """Readings of both operands of a tensor that are in use, and of the formats that might be."""
     if tensor not in watch.tensors or not whole.size:

@@ -85,9 +85,6 @@ _without_derivative = no_derivative(
 )
 
 
-# ------------------------------------------------------------------------------------------------------------ readings
-
-
 class _Found(NamedTuple):
     """The numbers of one `shown_p` under named scopes. `leads`: the meaning of their leading axes."""
 
@@ -223,9 +220,6 @@ def _scope_of(eqn: JaxprEqn) -> tuple[str, ...]:
     while (plain := _TRANSFORM.sub(r"\1", text)) != text:
         text = plain
     return tuple(part for part in text.split("/") if part and part not in _OF_REMAT)
-
-
-# ---------------------------------------------------------------------------------------------------------- evaluation
 
 
 def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], found: list[_Found]) -> list[Any]:

@@ -275,9 +275,6 @@ def _matched(pattern: str, names: Sequence[str]) -> set[str]:
     return {name for one, numbers in zip(blocks.values(), chosen, strict=True) for n in numbers for name in one[n]}
 
 
-# ---- reports -----------------------------------------------------------------------------------------------------
-
-
 class _Cells(NamedTuple):
     """One line of a report as text; `layers`: the number of layers that share it."""
 

@@ -76,9 +76,6 @@ def _sizes(shape_RC: tuple[int, int], block: tuple[int | None, int | None]) -> t
     return block_rows, block_cols
 
 
-# ---- the Hadamard transform --------------------------------------------------------------------------------------
-
-
 def hadamard_transform(x_RC: np.ndarray, hadamard: Hadamard) -> np.ndarray:
     """``x' = bf16(bf16(x) diag(sgn) H * size^-1/2)`` per group of `size` columns, zero-padded to whole groups; float32.
 

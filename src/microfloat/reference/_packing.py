@@ -75,9 +75,6 @@ def _padded(codes: np.ndarray, multiple: int) -> np.ndarray:
     return np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)]) if missing else codes
 
 
-# ---- scales ------------------------------------------------------------------------------------------------------
-
-
 def to_blocked(scale: np.ndarray, group_sizes: Sequence[int] | None = None, *, dim: int = 0) -> np.ndarray:
     """Scale bytes [R, C] -> 1-D tile layout of 512 * ceil(R / 128) * ceil(C / 4) bytes, padding 0.
 

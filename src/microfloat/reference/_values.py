@@ -47,9 +47,6 @@ def element_scales(q: Quantized, dtype: type = np.float32) -> np.ndarray:
     return spread(values, q.format.block, (q.rows, q.length))
 
 
-# ---- products ----------------------------------------------------------------------------------------------------
-
-
 _ARRAY_DTYPES = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
 
 
@@ -88,9 +85,6 @@ def _exact_values(argument: str, operand: Quantized | np.ndarray) -> np.ndarray:
     if array.ndim != 2:
         raise invalid_value(argument, f"shape {array.shape}", "a matrix [R, C] in operand form", "Reshape it first.")
     return array.astype(np.float64)
-
-
-# ---- exponent folding --------------------------------------------------------------------------------------------
 
 
 _TARGETS: dict[tuple, ScaledFormat] = {

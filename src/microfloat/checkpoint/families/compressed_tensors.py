@@ -22,8 +22,6 @@ _FAMILY_OF = {
 }
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
 _KNOWN = (
     "quant_method", "format", "quantization_status", "global_compression_ratio", "ignore", "kv_cache_scheme",
     "moe_sparsity_config", "config_groups", "sparsity_config", "transform_config", "version", "run_compressed",
@@ -120,8 +118,6 @@ def _scheme(families: tuple[str, ...], group: dict[str, Any]) -> Scheme:
     needs_scale = not dynamic or dynamic == "local"
     return Scheme(families, tile, "dynamic" if dynamic else "static", fmt, own, needs_scale)
 
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 _SCALE_DTYPES = {"E4M3": "torch.float8_e4m3fn", "E8M0": "torch.uint8"}
 

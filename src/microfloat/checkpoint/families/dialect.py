@@ -117,9 +117,6 @@ class Dialect:
     evidence: tuple[str, str] | None = None
 
 
-# ---- parts of reading --------------------------------------------------------------------------------------------
-
-
 def strings(values: Any) -> list[str]:
     """The strings of a list, or of one that stands alone."""
     values = [values] if isinstance(values, str) else values

@@ -29,8 +29,6 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
     return (_read_fp_quant if "quant" in method.lower() else _read_fouroversix)(file, config)
 
 
-# ---- FP-Quant --------------------------------------------------------------------------------------------------------
-
 _OF_FP_QUANT = (
     "quant_method", "forward_dtype", "forward_method", "backward_dtype", "store_master_weights", "hadamard_group_size",
     "pseudoquantization", "transform_init", "modules_to_not_convert",
@@ -85,8 +83,6 @@ _FP_QUANT = tuple(
     )
     for name, fmt in _FORMATS.items()
 )  # fmt: skip
-
-# ---- four over six ---------------------------------------------------------------------------------------------------
 
 _OF_FOUROVERSIX = (
     "quant_method", "activation_dtype", "activation_scale_rule", "dtype", "gradient_dtype", "gradient_scale_rule",

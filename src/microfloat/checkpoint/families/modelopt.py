@@ -14,9 +14,6 @@ from microfloat.recipes import Cast
 _METHOD = "modelopt"
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 class _Algorithm(NamedTuple):
     family: str
     activation: str
@@ -97,8 +94,6 @@ def _scheme(algorithm: str, group: Any) -> Scheme:
     tile = (128, 128) if family == "modelopt:fp8_pb_wo" else None
     return Scheme((family,), tile, activation, fmt, group if type(group) is int else None, needs_scale)
 
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 _CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 

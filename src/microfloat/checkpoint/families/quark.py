@@ -31,9 +31,6 @@ _OF_LAYER = ("weight", "input_tensors", "output_tensors", "target_device")
 _ONLINE = ("online_r1_rotation", "r3", "r4")  # rotations that stay in the model; the others are in the weights
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read(file: str, config: dict[str, Any]) -> Announcement:
     """A description of all layers, and those of single ones by pattern, which win."""
     layers = config.get("layer_quant_config")
@@ -83,9 +80,6 @@ def _format_of(tensor: Any) -> str:
         fits = (name for name, spec in _TENSORS.items() if all(one.get(key) == value for key, value in spec.items()))
         found.append(next(fits, ""))
     return "nvfp4" if found == ["nvfp4", "fp8_tensor"] else found[0] if len(found) == 1 and found != ["nvfp4"] else ""
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write(manifest: Manifest) -> Configuration:
