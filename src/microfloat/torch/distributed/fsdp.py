@@ -244,7 +244,7 @@ class FsdpWeight(torch.Tensor):
             if state.scale_enc is None or not is_backward:
                 layer_state.unwrap_buffers(module)
                 live = layer_state.encode_scale(module, "w")
-                state.scale_enc, state.made_of = live.clone(), layer_state.stamp_of(live)
+                state.scale_enc, state.made_of = live.clone(), (live.data_ptr(), live._version)
                 known = state.amax is not None and state.stamp == _stamp(weight)
                 delayed = next(cast.scaling for cast in state.casts if isinstance(cast.scaling, Delayed))
                 around = ambient()  # without a group, scales take the maximum over all ranks when they are updated

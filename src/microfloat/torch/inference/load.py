@@ -34,8 +34,6 @@ from microfloat.torch.tensor.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from microfloat.checkpoint import Record
 
-__all__ = ["load_quantized"]
-
 Path = str | os.PathLike[str]
 
 

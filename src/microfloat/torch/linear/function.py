@@ -461,7 +461,7 @@ def _begin_delayed(
     if isinstance(weight, Gathered):
         gather = weight.contents
         if recomputed is None:  # a weight that was not resharded since has codes by an earlier scale
-            gather.is_current = gather.made_of == layer_state.stamp_of(w_scale)
+            gather.is_current = gather.made_of == (w_scale.data_ptr(), w_scale._version)
         if gather.is_current and gather.scale_enc is not None and (state is None or state.replay is None):
             w_scale = gather.scale_enc
         is_live = w_scale is not gather.scale_enc

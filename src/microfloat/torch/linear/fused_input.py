@@ -151,10 +151,6 @@ class _Casts(NamedTuple):
         return Operands(*map(parts_of, made, self.entries, layouts))
 
 
-def _are_alike(readers: Sequence[Reader]) -> bool:
-    return all(reader.settings == readers[0].settings for reader in readers[1:])
-
-
 def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple[list[Operands], Statistics | None]:
     """Both operands of a producer's value for each Linear that reads it; casts that are alike are made once.
 
@@ -163,7 +159,8 @@ def _cast_value(readers: Sequence[Reader], producer: Norm | Activation) -> tuple
     caster = next((reader for reader in readers if reader.schedule.wants_dw), readers[0])
     schedule, run = caster.schedule, caster.run
     casts = _Casts.of(caster, "x", True, schedule.wants_dw)
-    shares = _are_alike(readers) and (len(readers) == 1 or not (casts.is_stochastic or schedule.is_static))
+    are_alike = all(reader.settings == readers[0].settings for reader in readers)
+    shares = are_alike and (len(readers) == 1 or not (casts.is_stochastic or schedule.is_static))
     kernels = casts.kernels() if shares and input_of(producer).dtype == schedule.dtype else None
     if shares and schedule.wants_dw and type(schedule) is Schedule and (kernels or not schedule.backend.producers):
         # The buffer of an encode scale changes when its region closes.
@@ -227,7 +224,8 @@ class GradientLink:
         row = any(reader.schedule.wants_dx for reader in self.readers)
         column = any(reader.schedule.wants_dw for reader in self.readers)
         casts = _Casts.of(self.readers[0], "dy", row, column)
-        kernels = casts.kernels() if (row or column) and _are_alike(self.readers) else None
+        are_alike = all(reader.settings == self.readers[0].settings for reader in self.readers)
+        kernels = casts.kernels() if (row or column) and are_alike else None
         return (None, None) if kernels is None else (casts, kernels)
 
     def pass_back(self, producer: ActivationGradient) -> list[torch.Tensor]:

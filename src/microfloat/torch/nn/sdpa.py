@@ -229,12 +229,8 @@ def _check_packed(cu: object, max_seqlen: int | None, q: torch.Tensor, k: torch.
         raise invalid_value("cu_seqlens", str(cu.tolist()), needed, remedy)
     if max_seqlen is not None:
         check_int("max_seqlen", max_seqlen, 0, 1 << 31)
-        if is_known and max_seqlen < (most := _longest_of(cu)):
+        if is_known and max_seqlen < (most := int(cu.diff().max()) if len(cu) > 1 else 0):
             raise invalid_value("max_seqlen", max_seqlen, f"at least {most}, the tokens of the longest sequence")
-
-
-def _longest_of(cu_seqlens: torch.Tensor) -> int:
-    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
 
 
 def _packed(
@@ -246,8 +242,9 @@ def _packed(
     if mask is not None:
         raise invalid_value("attention_mask", "a mask beside cu_seqlens", "one of the two")
     if is_for_flash(q, v, dropout):
-        longest = _longest_of(cu) if max_seqlen is None else max_seqlen  # the host waits for the GPU to read it
-        return _varlen(q[0], k[0], v[0], cu.int(), longest, causal, window, scale).unsqueeze(0)
+        if max_seqlen is None:  # the host waits for the GPU to read it
+            max_seqlen = int(cu.diff().max()) if len(cu) > 1 else 0
+        return _varlen(q[0], k[0], v[0], cu.int(), max_seqlen, causal, window, scale).unsqueeze(0)
     tokens = q.shape[1]
     ids = torch.searchsorted(cu[1:], torch.arange(tokens, dtype=cu.dtype, device=cu.device), right=True)
     seen, near = ids[:, None] == ids[None, :], joint_mask(q.shape[:2], tokens, q.device, causal, window, None)

@@ -161,11 +161,6 @@ def unwrap_buffers(layer: nn.Module) -> None:
             layer._buffers[name] = buffer.to_local()  # type: ignore
 
 
-def stamp_of(scale: torch.Tensor) -> tuple[int, int]:
-    """A key of the values of a buffer: it changes when they do."""
-    return scale.data_ptr(), scale._version
-
-
 def as_tensor(value: Any) -> torch.Tensor:
     """`value` itself, typed as a tensor: nn.Module types its attributes as Tensor | Module | None."""
     return value
