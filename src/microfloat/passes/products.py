@@ -196,7 +196,9 @@ def _of_most(table: Mapping[int, Sequence[tuple[int, ...] | None]], rows: int, s
 
 
 def _cut_by(row: tuple[int, ...], tokens: int, early: bool) -> DecodeCut:
-    return DecodeCut(*row[:3], tokens, *row[3:5], False, False, False, bool(row[5]), DEPENDENT=early)
+    row_warps, length_warps, tiles, stages, ahead, ordered = row
+    sizes = row_warps, length_warps, tiles, tokens, stages, ahead
+    return DecodeCut(*sizes, False, False, False, bool(ordered), DEPENDENT=early)
 
 
 def fitted(cut: DecodeCut, codes: DecodeCodes, length: int, scale_strides: tuple[int, int], bias: bool) -> DecodeCut:
