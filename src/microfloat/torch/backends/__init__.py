@@ -152,7 +152,10 @@ def choose(backend: str, device: torch.device) -> Backend:
         raise NotSupportedError(f"backend={name!r}: {verdict.reason}. Use backend='auto' or 'reference'.")
     chosen: Any = importlib.import_module(_REGISTRY[name][1])
     if name != "reference" and _PRETENDED and not _PRETENDED[-1][1]:
-        chosen = _without_kernels(chosen)
+        reference = importlib.import_module(_REGISTRY["reference"][1])
+        parts = {key: getattr(reference, key) for key in reference.__all__}
+        parts |= {key: getattr(chosen, key) for key in ("name", "chip_of", "scaled_matmul")}
+        chosen = SimpleNamespace(**parts | {"no_programs": "kernels are left out"})
     CHOSEN[backend, device] = chosen
     return chosen
 
@@ -161,14 +164,6 @@ def amax_of(values: torch.Tensor) -> torch.Tensor:
     """The largest magnitude of a tensor of any shape, float32 (), 0 for a tensor without elements; NaN is ignored."""
     matrix = values.reshape(-1, values.shape[-1] if values.numel() else 1)
     return choose("auto", values.device).amax(matrix).reshape(())
-
-
-def _without_kernels(backend: Backend) -> Any:
-    """The reference backend, with the chip and the products of another one."""
-    reference = importlib.import_module(_REGISTRY["reference"][1])
-    parts = {key: getattr(reference, key) for key in reference.__all__}
-    parts |= {key: getattr(backend, key) for key in ("name", "chip_of", "scaled_matmul")}
-    return SimpleNamespace(**parts | {"no_programs": "kernels are left out"})
 
 
 def layouts_of(backend: Backend, entries: Entries, rows: int, length: int) -> tuple[Layout | None, Layout | None]:

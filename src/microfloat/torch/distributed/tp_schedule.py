@@ -202,23 +202,19 @@ class ShardedCast:
         self, index: int, x: torch.Tensor, amaxes: list[torch.Tensor], stream: int, words: torch.Tensor | None,
         inputs: CastInputs,
     ) -> Operands:  # fmt: skip
-        """The operands that one of the steps makes."""
+        """The operands that one of the steps makes.
+
+        Of an operand whose blocks are cut by ranks, added columns, which no product will read, hold their amaxes.
+        """
         step, given, crossed = self._steps[index]
         if self.measures:
             amax = None if given is None else amaxes[given]
             inputs = inputs._replace(amax=amax if amax is None or amax.dim() == 0 else amax[:, None])
         if crossed is None:
             return step(x, stream, words, inputs)
-        return self._widened(step, x, amaxes[crossed], stream, words, inputs)
-
-    def _widened(
-        self, step: CastStep, x: torch.Tensor, amax: torch.Tensor, stream: int, words: torch.Tensor | None,
-        inputs: CastInputs,
-    ) -> Operands:  # fmt: skip
-        """An operand whose blocks are cut by ranks: added columns, which no product will read, hold their amaxes."""
         column = step.entries[0] is None
         rows, length = x.shape
-        amax = amax.to(x.dtype)  # that of an element, so that it is exact
+        amax = amaxes[crossed].to(x.dtype)  # that of an element, so that it is exact
         of_rows = amax if amax.dim() == 0 or column else amax[:, None]
         added = of_rows.expand(_ALIGNED, length) if column else of_rows.expand(rows, _ALIGNED)
         made = step(torch.cat([x, added], 0 if column else 1), stream, words, inputs)

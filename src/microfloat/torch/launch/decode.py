@@ -52,7 +52,14 @@ class Decoding:
         x, is_odd = aligned(x.contiguous()), bias is not None and bias.data_ptr() % ALIGNMENT != 0
         key = x.dtype, scale.stride(), is_odd
         if key not in self._programs:
-            self._programs[key] = self._program(x.dtype, scale, is_odd)
+            from microfloat.passes import products
+            from microfloat.torch.launch.program import Program, device_of
+
+            dtypes, number = (dtype_name(x.dtype), *self._dtypes), device_of(self._index)
+            about = self._codes, self._shape, dtypes, _strides(scale), self._level_stride, number, self._experts
+            misaligned = {products.BIAS} if is_odd else set()
+            misaligned |= set() if self._experts is None else {products.PLAN}
+            self._programs[key] = Program(products.decode_passes(*about), self._device, frozenset(misaligned))
         table = (None, x, None, codes, scale, level, bias, plan, *self._rest)
         stream = 0 if self._index < 0 else raw_stream(self._index)
         return self._programs[key].run(stream, table)[0]
@@ -66,19 +73,6 @@ class Decoding:
         about = _strides(scale), bias is not None, device_of(self._index)
         cut = products.cut_of_experts(self._codes, self._shape, self._experts.number, *about)
         return products.rows_of_tile(cut)
-
-    def _program(self, dtype: torch.dtype, scale: torch.Tensor, is_odd: bool) -> "Program":
-        from microfloat.passes import products
-        from microfloat.torch.launch.program import Program, device_of
-
-        passes = products.decode_passes(
-            self._codes, self._shape, (dtype_name(dtype), *self._dtypes), _strides(scale), self._level_stride,
-            device_of(self._index), self._experts,
-        )  # fmt: skip
-        misaligned = {products.BIAS} if is_odd else set()
-        if self._experts is not None:
-            misaligned.add(products.PLAN)
-        return Program(passes, self._device, frozenset(misaligned))
 
 
 def _strides(scale: torch.Tensor) -> tuple[int, int]:

@@ -244,7 +244,13 @@ def _packed(
     if is_for_flash(q, v, dropout):
         if max_seqlen is None:  # the host waits for the GPU to read it
             max_seqlen = int(cu.diff().max()) if len(cu) > 1 else 0
-        return _varlen(q[0], k[0], v[0], cu.int(), max_seqlen, causal, window, scale).unsqueeze(0)
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v, ends, reach = q[0], k[0], v[0], cu.int(), -1 if window is None else window - 1
+        if q.shape[1] != k.shape[1]:
+            k, v = _shared_heads(q, k, v, 1)
+        options: Options = {"scale": scale, "window_size": (reach, 0 if causal else reach)}
+        return varlen_attn(q, k, v, ends, ends, max_seqlen, max_seqlen, **options).unsqueeze(0)  # type: ignore[union-attr]
     tokens = q.shape[1]
     ids = torch.searchsorted(cu[1:], torch.arange(tokens, dtype=cu.dtype, device=cu.device), right=True)
     seen, near = ids[:, None] == ids[None, :], joint_mask(q.shape[:2], tokens, q.device, causal, window, None)
@@ -257,17 +263,3 @@ def is_for_flash(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
     is_taken = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0
     is_taken = is_taken and size % 8 == 0 and size <= 256 and v.shape[-1] == size
     return is_taken and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
-
-
-def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, causal: bool,
-    window: int | None, scale: float | None,
-) -> torch.Tensor:  # fmt: skip
-    """y [T, H, D], by torch's variable-length attention."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    reach = -1 if window is None else window - 1
-    if q.shape[1] != k.shape[1]:
-        k, v = _shared_heads(q, k, v, 1)
-    window_size = reach, 0 if causal else reach
-    return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=window_size)  # type: ignore[return-value]

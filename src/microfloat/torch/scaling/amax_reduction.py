@@ -64,14 +64,6 @@ class _Table:
         self.header: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self.indices: dict[tuple[int, ...], torch.Tensor] = {}  # at most 64
 
-    def settle(self) -> None:
-        """Read the header of the step before, which may say that ranks have to agree anew."""
-        if self.header is not None:
-            (header, event), self.header = self.header, None
-            if event is not None:
-                event.synchronize()
-            self.agreed = self.agreed and not _read(header)[0]
-
     def remember(self, payload: torch.Tensor) -> None:
         """Keep the header of an all-reduce for the next one, which reads it without waiting for the GPU."""
         header = payload[:_HEADER].to("cpu", non_blocking=True)  # into pinned memory
@@ -193,8 +185,11 @@ def _reduce(group: Group, point: Point, keys: list[Key], live: torch.Tensor, wor
             "CUDA graph capture: got layers under delayed scaling whose amaxes were never reduced before, needed a "
             "step before the capture, in which the ranks agree on their layers. Run two steps first."
         )
-    if not capturing:
-        table.settle()
+    if not capturing and table.header is not None:  # of the step before, which may say that ranks have to agree anew
+        (header, event), table.header = table.header, None
+        if event is not None:
+            event.synchronize()
+        table.agreed = table.agreed and not _read(header)[0]
     late = _is_read_later(live)
     while True:
         known = [index for index, key in enumerate(keys) if key in table.places]

@@ -127,21 +127,17 @@ def _like(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     A parameter without memory gets codes and scales (``module.to_empty``), and so do whole rows of a parameter (FSDP2).
     """
     q = args[0]
-    if func is aten.new_zeros.default and not kwargs.keys() - {"pin_memory"} and _are_rows(q, args[1]):
-        return upper("shard_of_zeros")(q, args[1][0])
+    if func is aten.new_zeros.default and not kwargs.keys() - {"pin_memory"} and q.axis != 0:
+        is_shared = isinstance(q, torch.nn.Parameter) or q._is_shard
+        has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if is_shared and has_group and len(args[1]) == q.dim() and tuple(args[1][1:]) == tuple(q.shape[1:]):
+            return upper("shard_of_zeros")(q, args[1][0])  # rows of it
     device = kwargs.get("device")
     if func is aten.empty_like.default and q.codes.is_meta and device is not None and device.type != "meta":
         return q.map_parts(lambda part: torch.empty_like(part, device=device))
     stand_in = torch.empty((), dtype=q.dtype, device=q.device).expand(q.shape)
     kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "like" in str(func) else kwargs
     return func(stand_in, *args[1:], **kwargs)
-
-
-def _are_rows(q: QuantizedTensor, size: Sequence[int]) -> bool:
-    """True for the size of some rows of a parameter, or of a shard of one, where there is a process group."""
-    is_shared = isinstance(q, torch.nn.Parameter) or q._is_shard
-    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return is_shared and has_group and q.axis != 0 and len(size) == q.dim() and tuple(size[1:]) == tuple(q.shape[1:])
 
 
 @register(aten.equal.default)

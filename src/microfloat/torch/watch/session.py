@@ -177,7 +177,13 @@ class watch(RecordLog):
         if number % self.every:
             return
         self._calls.clear()
-        self._choose()
+        # The next layers in turn; a layer that they come back to is measured in its next rows.
+        count = len(self._watched)
+        number = count if self.layers is None or self._is_whole else min(self.layers, count)
+        turn = [self._watched[(self._measured + index) % count] for index in range(number)]
+        self._chosen, self._is_whole = frozenset(turn), False
+        self._measured += number
+        self._sampled = -(-self._measured // max(count, 1))
         if self._follows:
             return
         OBSERVERS.append(self)
@@ -185,15 +191,6 @@ class watch(RecordLog):
             for module in self._names:
                 if isinstance(module, nn.Linear) and not isinstance(module, RecipeLayer):
                     self._hooks.append(module.register_forward_hook(self._see_plain_call))
-
-    def _choose(self) -> None:
-        """Take the next layers in turn; a layer that they come back to is measured in its next rows."""
-        count = len(self._watched)
-        number = count if self.layers is None or self._is_whole else min(self.layers, count)
-        turn = [self._watched[(self._measured + index) % count] for index in range(number)]
-        self._chosen, self._is_whole = frozenset(turn), False
-        self._measured += number
-        self._sampled = -(-self._measured // max(count, 1))
 
     def _end_step(self) -> None:
         if self in OBSERVERS and not self._follows:
