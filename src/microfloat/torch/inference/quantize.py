@@ -140,7 +140,12 @@ class Storage:
         for layer in layers.values():
             if is_conv1d(layer):
                 as_linear(layer)
-        experts = _with_products(layers, configs)
+        experts = {name: (layers[name], configs.pop(name)) for name in list(configs) if is_experts(layers[name])}
+        for name, (layer, chosen) in experts.items():  # whose products stand in their place
+            as_experts(name, layer)
+            found = {product._path: product for product in products_of(layer)}
+            layers |= found
+            configs |= dict.fromkeys(found, chosen)
         several = Counter(id(held_weight(layers[name])) for name in configs)
         shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the Parameter that was, of several layers
         for members in swap.scale_groups(configs, self.fuse):
@@ -206,17 +211,6 @@ def plan_storage(
 def _is_stored(layer: nn.Module) -> bool:
     """True if a weight of a layer is quantized already."""
     return any(isinstance(held_weight(one), QuantizedTensor) for one in products_of(layer))
-
-
-def _with_products(layers: dict[str, nn.Module], configs: dict[str, Config]) -> dict[str, tuple[nn.Module, Config]]:
-    """Put the products of experts in the place of their layers, in both dictionaries; returns what was replaced."""
-    experts = {name: (layers[name], configs.pop(name)) for name in list(configs) if is_experts(layers[name])}
-    for name, (layer, chosen) in experts.items():
-        as_experts(name, layer)
-        found = {product._path: product for product in products_of(layer)}
-        layers |= found
-        configs |= dict.fromkeys(found, chosen)
-    return experts
 
 
 def _name_untied(untied: Mapping[str, str]) -> None:

@@ -105,7 +105,11 @@ def activation_linear(
     checks.check_rows(x)
     checks.check_features("layer", [layer], x.shape[-1], "x")
     if up is not None:
-        checks.check_like("up", up, x)
+        if not isinstance(up, torch.Tensor):
+            raise invalid_type("up", type(up), "a tensor like x")
+        if up.shape != x.shape or up.dtype != x.dtype or up.device != x.device:
+            got = f"{up.dtype} {tuple(up.shape)} on {up.device}"
+            raise invalid_value("up", got, f"a tensor like x: {x.dtype} {tuple(x.shape)} on {x.device}")
     begun = _begin(x, [layer], [(x, up)], is_first_microbatch)
     if begun is None:
         return call_layer(layer, activated(x, up, activation), is_first_microbatch)

@@ -177,19 +177,15 @@ def _await_backward(state: LayerState) -> None:
         waiting[state] = None
     wrapper = _DDP._active_ddp_module
     if wrapper is not None and (state.wrapper is None or state.wrapper() is not wrapper):
-        _shield_from(wrapper)
-
-
-def _shield_from(wrapper: nn.parallel.DistributedDataParallel) -> None:
-    """Keep DistributedDataParallel, whose forward runs, from broadcasting rank 0's amaxes over those of other ranks."""
-    reference = weakref.ref(wrapper)
-    for prefix, module in wrapper.module.named_modules():
-        if layer_state.has_buffers(module):
-            start = f"{prefix}." if prefix else ""
-            wrapper.parameters_to_ignore.update(start + name for name in layer_state.BUFFER_NAMES)
-            state_of(module).wrapper = reference
-    # DDP asks whether this list is empty before it makes it anew, and cannot broadcast nothing.
-    wrapper._assign_modules_buffers()
+        # Its forward runs, which would broadcast rank 0's amaxes over those of other ranks.
+        reference = weakref.ref(wrapper)
+        for prefix, module in wrapper.module.named_modules():
+            if layer_state.has_buffers(module):
+                start = f"{prefix}." if prefix else ""
+                wrapper.parameters_to_ignore.update(start + name for name in layer_state.BUFFER_NAMES)
+                state_of(module).wrapper = reference
+        # DDP asks whether this list is empty before it makes it anew, and cannot broadcast nothing.
+        wrapper._assign_modules_buffers()
 
 
 def roll_alone(layer: nn.Module, x_cast: Cast | None, w_cast: Cast | None, *, records: bool) -> None:

@@ -88,15 +88,6 @@ def check_rows(x: object) -> None:
         raise invalid_value("x", "shape ()", "a tensor with a last dimension: the features")
 
 
-def check_like(argument: str, tensor: object, x: torch.Tensor) -> None:
-    """Raise for anything but a tensor of the shape, dtype and device of `x`."""
-    if not isinstance(tensor, torch.Tensor):
-        raise invalid_type(argument, type(tensor), "a tensor like x")
-    if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.device != x.device:
-        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-        raise invalid_value(argument, got, f"a tensor like x: {x.dtype} {tuple(x.shape)} on {x.device}")
-
-
 def check_beside(
     argument: str, tensor: torch.Tensor | None, x: torch.Tensor, remedy: str | None = None, of: str = "x"
 ) -> None:
