@@ -134,6 +134,7 @@ TARGETS: dict[str, Target] = {
     "b.delayed": _bf16(1.65, 1.72, 1.72),
     "b.row": _bf16(1.30, 1.45, 1.5, "torchao 1.16"),
     "b.mxfp8.folded": _bf16(1.30, 1.42, 1.5),
+    "b.nvfp4.folded": _bf16(1.38, 1.48, None),
     "b.nvfp4": _bf16(0.80, 0.88, 0.93),
     "b.mem.eager": Target("bf16", 1.00, 0.92, 0.91, True, "TransformerEngine 1.22 / 1.42, torchao 1.36"),
     "b.mem.compile": Target("bf16", 1.05, 1.00, None, True, "torchao 1.07"),

@@ -32,6 +32,7 @@ IDS = {
     "delayed": ("b.eager", "b.delayed"), "current": ("b.eager", "b.compile"), "row": ("b.eager.row", "b.row"),
     "block": ("b.eager.block", "b.block"), "mxfp8.folded": ("b.eager.mxfp8.folded", "b.mxfp8.folded"),
     "mxfp8.exact": ("b.eager.mxfp8.exact", "b.mxfp8.exact"), "nvfp4": ("b.nvfp4", "b.nvfp4.compiled"),
+    "nvfp4.folded": ("b.nvfp4.folded", "b.nvfp4.folded.compiled"),
 }  # fmt: skip
 
 
