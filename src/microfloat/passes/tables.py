@@ -39,7 +39,7 @@ TILES = {
     "nvfp4_2d_small": (64, 64, Warps(1)),  # where whole tiles of the size above do not cover the matrix
     "nvfp4_rows": (32, 256, Warps(4, 112)),
     "nvfp4_values": (32, 128, Warps(4, 80)),
-    "nvfp4_folded": (128, 128, Warps(8)),
+    "nvfp4_folded": (128, 128, Warps(8, 128)),  # with more, one program fits on a multiprocessor
     "nvfp4_amax": (128, 128, Warps(8)),
     "nvfp4_together": (32, 128, Warps(4, 168)),
     "dequantize": (64, 128, Warps(4)),
