@@ -102,19 +102,12 @@ def stored_bytes(factors):
 
 
 @triton.jit
-def square_places(BM: tl.constexpr, BN: tl.constexpr):
-    """First local row and word of every lane."""
-    WC: tl.constexpr = BN // 64
-    n = tl.arange(0, (BM // 32) * WC)[None, None, :, None]
-    r = (n // WC) * 32 + tl.arange(0, 4)[None, :, None, None] * 8
-    w = (n % WC) * 32 + tl.arange(0, 8)[:, None, None, None] * 4
-    return r, w
-
-
-@triton.jit
 def load_squares(source, rows, cols, PRODUCER: tl.constexpr, F: tl.constexpr, HOW: tl.constexpr):
     """First local row and word of every lane, and eight tensors [8, 4, N, 4] of words, for `cast_squares`."""
-    r, w = square_places(HOW.BM, HOW.BN)
+    WC: tl.constexpr = HOW.BN // 64
+    n = tl.arange(0, (HOW.BM // 32) * WC)[None, None, :, None]
+    r = (n // WC) * 32 + tl.arange(0, 4)[None, :, None, None] * 8
+    w = (n % WC) * 32 + tl.arange(0, 8)[:, None, None, None] * 4
     at = w + tl.arange(0, 4)[None, None, None, :]
     words = ()
     for p in tl.static_range(8):
@@ -175,13 +168,6 @@ def column_codes(a, b, c, d, factors, MB: tl.constexpr, BIAS: tl.constexpr, HW: 
             high_half(d, WORDS_BF16) * second, 0, MB, BIAS, False, HW,
         )  # fmt: skip
         return low, high
-
-
-@triton.jit
-def store_row(codes, out_tile, r, w, C):
-    """Store pairs of codes [8, 4, N, 4] of one row of every square, 8 bytes per lane."""
-    at = out_tile.to(tl.pointer_type(tl.int16)) + (r * (C // 2) + w + tl.arange(0, 4)[None, None, None, :])
-    tl.store(tl.multiple_of(at, [8, 8, 8, 8]), codes)
 
 
 @triton.jit
@@ -263,6 +249,7 @@ def cast_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
     store_columns(low, high, column_tile, R, HOW.BM, HOW.BN)
     for p in tl.static_range(8):
         codes = row_codes(words[p], row_factors(rows[p // 2], p % 2, HOW.HW), ROW.MB, ROW.BIAS, HOW.HW)
-        store_row(codes, row_tile, r + p, w, C)
+        at = row_tile.to(tl.pointer_type(tl.int16)) + ((r + p) * (C // 2) + w + tl.arange(0, 4)[None, None, None, :])
+        tl.store(tl.multiple_of(at, [8, 8, 8, 8]), codes)  # 8 bytes per lane
     store_row_scales(rows, row_scale, row0, col0, R, C, ROW.SCALE_LAYOUT, HOW.BM, HOW.BN)
     store_column_scales(columns, column_scale, row0, col0, R, C, COLUMN.SCALE_LAYOUT, HOW.BM, HOW.BN)
