@@ -106,14 +106,6 @@ def small_codes(y, MB: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def pack_bytes_rows(t):
-    """int16 of bytes 0 and 2 of a word, two words of a row at once."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [t], dtype=tl.int16, is_pure=True, pack=2
-    )
-
-
-@triton.jit
 def both_low(a, b, HW: tl.constexpr):
     """The first halves of two words."""
     if HW:
@@ -136,20 +128,15 @@ def both_high(a, b, HW: tl.constexpr):
 
 
 @triton.jit
-def pack_bytes_columns(t0, t1, t2, t3):
-    """Words of four codes of the first and of the second column: bytes 0 and 2 of the words of four rows."""
-    a = t0 | (t1 << 8)
-    b = t2 | (t3 << 8)
-    return both_low(a, b, True), both_high(a, b, True)
-
-
-@triton.jit
 def packed_pairs(y, MB: tl.constexpr, BIAS: tl.constexpr):
     """`encode_pair` of the halves of words of scaled bfloat16."""
     if element_bits(MB, BIAS) == 4:
         return pack_e2m1_rows(e2m1_codes(y), y)
     elif BIAS < 7:
-        return pack_bytes_rows(small_codes(y, MB, BIAS))
+        PTX: tl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"  # bytes 0 and 2 of a word, two words of a row at once
+        return tl.inline_asm_elementwise(
+            PTX, "=r,r,r", [small_codes(y, MB, BIAS)], dtype=tl.int16, is_pure=True, pack=2
+        )
     else:
         return cvt_pair(low_half(y, WORDS_BF16), high_half(y, WORDS_BF16), MB)
 
@@ -159,10 +146,10 @@ def packed_quads(y0, y1, y2, y3, MB: tl.constexpr, BIAS: tl.constexpr):
     """`encode_quad` of the first and of the second halves of words of scaled bfloat16 from four rows."""
     if element_bits(MB, BIAS) == 4:
         return pack_e2m1_columns(e2m1_codes(y0), e2m1_codes(y1), e2m1_codes(y2), e2m1_codes(y3), y0, y1, y2, y3)
-    elif BIAS < 7:
-        return pack_bytes_columns(
-            small_codes(y0, MB, BIAS), small_codes(y1, MB, BIAS), small_codes(y2, MB, BIAS), small_codes(y3, MB, BIAS)
-        )
+    elif BIAS < 7:  # bytes 0 and 2 of the words of four rows
+        a = small_codes(y0, MB, BIAS) | (small_codes(y1, MB, BIAS) << 8)
+        b = small_codes(y2, MB, BIAS) | (small_codes(y3, MB, BIAS) << 8)
+        return both_low(a, b, True), both_high(a, b, True)
     else:
         low = cvt_quad(
             low_half(y0, WORDS_BF16), low_half(y1, WORDS_BF16), low_half(y2, WORDS_BF16), low_half(y3, WORDS_BF16), MB
