@@ -172,13 +172,15 @@ def command_answers(packages, folder):
     return {" ".join(words): answer_of(words) for words in commands(Path(folder))}
 
 
-def call_answers(packages, folder):
-    """Name of a public function of torch -> "" or what it raised, without these packages."""
+def call_answers(packages, folder, left=frozenset()):
+    """Name of a public function of torch -> "" or what it raised, without these packages; `left` are not called."""
     hide(*packages)
     from microfloat.errors import MissingPackageError
 
     answers = {}
     for name, call in torch_calls(Path(folder)).items():
+        if name in left:
+            continue
         try:
             with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # deprecated names, and torch's own of its exporter

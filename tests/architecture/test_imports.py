@@ -171,6 +171,7 @@ def test_the_torch_front_end_without_torch_names_the_extra(fresh_python):
     )
 
 
+@pytest.mark.slow("a process of JAX more")
 def test_the_jax_front_ends_without_their_package_name_the_extra(fresh_python):
     pytest.importorskip("jax", reason="jax is not installed")
     code = """

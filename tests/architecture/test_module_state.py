@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.architecture.syntax import statements_in
+
 # Module, name -> what bounds it.
 STATE = {
     "_upper": {"_PLACES": "functions of upper rooms, told once at import", "upper": "one for each of these"},
@@ -64,7 +66,11 @@ CLASSES = {
     "Counter", "OrderedDict", "WeakKeyDictionary", "WeakSet", "WeakValueDictionary", "defaultdict", "deque", "dict",
     "list", "set",
 }  # fmt: skip
-CHANGES = r"\b{}(\[[^\]\n]*\]\s*(=[^=]|\|=)|\.(append|add|pop|clear|setdefault|update|extend|remove|discard|insert)\b)"
+# A name, and behind it what changes what it holds.
+CHANGES = (
+    r"\b(\w+)"
+    r"(?=\[[^\]\n]*\]\s*(=[^=]|\|=)|\.(append|add|pop|clear|setdefault|update|extend|remove|discard|insert)\b)"
+)
 
 
 def _called(node):
@@ -87,10 +93,17 @@ def set_in(package):
     return set(re.findall(r"(?<!self)\.(\w+) = ", package))
 
 
+@functools.cache
+def changed_in(package):
+    """Names whose containers code changes."""
+    return {match.group(1) for match in re.finditer(CHANGES, package)}
+
+
 def state_in(source, package=""):
     """Names of a module's mutable objects and of its cached functions; `package`: text that may change them too."""
     tree = ast.parse(source)
-    written = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    statements = list(statements_in(tree))
+    written = {name for node in statements if isinstance(node, ast.Global) for name in node.names}
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and _holds_containers(node)}
     for node in (one for one in tree.body if isinstance(one, ast.Assign | ast.AnnAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -99,10 +112,10 @@ def state_in(source, package=""):
             is_container = isinstance(node.value, CONTAINERS) or called in CLASSES
             is_set = name.isupper() and name in set_in(package)  # by another module
             if name in written or is_set or called in STATEFUL or called in classes or (
-                is_container and re.search(CHANGES.format(name), source + package)
+                is_container and name in changed_in(source) | changed_in(package)
             ):  # fmt: skip
                 yield name
-    for node in ast.walk(tree):
+    for node in statements:
         if isinstance(node, ast.FunctionDef):
             decorators = [one.func if isinstance(one, ast.Call) else one for one in node.decorator_list]
             if any(ast.unparse(one).rpartition(".")[2] in ("cache", "lru_cache") for one in decorators):

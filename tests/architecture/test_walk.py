@@ -81,6 +81,7 @@ def walks():
     return {"first": first, "later": later}
 
 
+@pytest.mark.slow("a process of Triton's interpreter more")
 @pytest.mark.parametrize(("which", "bounds"), [("first", FIRST), ("later", LATER)])
 def test_a_walk_does_not_become_longer(walks, which, bounds):
     """Whoever shortens a walk lowers the measured number here, until it is that of the design."""
@@ -93,6 +94,7 @@ def test_a_walk_does_not_become_longer(walks, which, bounds):
         assert counts[what] <= max(bound.measured, bound.design), f"{counts[what]} {what}:\n{listed}"
 
 
+@pytest.mark.slow("a process of Triton's interpreter more")
 def test_a_later_call_decides_nothing(walks):
     """No pass, no route, no layout and no schedule is made again."""
     files = {file for file, _ in walks["later"]}

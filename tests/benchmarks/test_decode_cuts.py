@@ -19,6 +19,7 @@ from tests.benchmarks.test_commands import run
 H100 = Device(0, 132, True, is_hopper=True)
 
 
+@pytest.mark.slow_cases("further formats of a checked kind", all_but=("nvfp4", "row"))
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_candidates_fit_the_product(name):
     for (n, k), m in itertools.product(SHAPES, decode_cuts.TOKENS):

@@ -17,6 +17,9 @@ NAMES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow_cases(
+    "further JAX programs of a checked kind", all_but=("torch-*", "jax-ct_mxfp6a16*", "jax-ct_nvfp4*", "jax-gptoss*")
+)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_front_ends_hold_the_bytes_of_the_file(name, framework):
@@ -32,6 +35,7 @@ def test_front_ends_hold_the_bytes_of_the_file(name, framework):
         assert (back.format, back.logical_shape) == (record.format, record.logical_shape)
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("torch-*", "jax-fp_quant"))
 @pytest.mark.parametrize("dialect", ["fp_quant", "fouroversix"])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_codes_out_of_their_padding_are_taken(dialect, framework, tmp_path):
@@ -45,6 +49,7 @@ def test_codes_out_of_their_padding_are_taken(dialect, framework, tmp_path):
     np.testing.assert_array_equal(np.asarray(made.dequantize()), reference.dequantize(record.to_quantized()))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("torch",))
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_tensor_scale_for_each_row_goes_there_and_back(framework):
     front = pytest.importorskip(f"microfloat.{framework}")
@@ -75,6 +80,7 @@ def nvfp4_experts(block):
     return Record("experts", codes, scale, level, fmt, (3, 32, 32))
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("torch-*", "jax-record0", "jax-record4"))
 @pytest.mark.parametrize(
     "record", [fp8_experts(128), fp8_experts(160), fp8_experts(96), nvfp4_experts((1, 16)), nvfp4_experts((16, 16))]
 )
@@ -89,6 +95,7 @@ def test_front_ends_hold_experts_whatever_their_tiles_and_scales(framework, reco
     np.testing.assert_array_equal(load(tmp_path / "model")["experts"].dequantize(), record.dequantize())
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("torch",))
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_tiles_that_reach_over_several_matrices_are_no_record(framework):
     front = pytest.importorskip(f"microfloat.{framework}")

@@ -54,6 +54,7 @@ def killing(monkeypatch, step):
     return calls
 
 
+@pytest.mark.slow_cases("further conversions that are killed", all_but=("out.safetensors",))
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
 def test_a_conversion_killed_at_any_step_shows_all_or_nothing_and_is_finished_by_a_repeat(
     source, tmp_path, monkeypatch, name

@@ -73,6 +73,19 @@ TARGETS = [name for name in WRITTEN if name != "gptoss:hf" and not name.startswi
 TARGETS += ["microfloat:fp8_row", "microfloat:nvfp4", "microfloat:mxfp4"]
 
 
+@pytest.mark.slow_cases(
+    "further targets of a checked path",
+    all_but=(
+        "ct:nvfp4",
+        "ct:fp8_block",
+        "modelopt:nvfp4",
+        "modelopt:fp8",
+        "hf:finegrained_fp8",
+        "quark:mxfp4",
+        "microfloat:mxfp4",
+        "fbgemm:fp8",
+    ),
+)
 @pytest.mark.parametrize("to", TARGETS)
 def test_a_target_means_one_thing_whatever_the_source_and_announces_only_scales_that_it_holds(sources, tmp_path, to):
     _, written = WRITTEN[to]
@@ -349,6 +362,7 @@ def stacked_values(checkpoint, name, model_type):
     return np.stack([join(parts) for parts in rows])
 
 
+@pytest.mark.slow_cases("further targets of a checked path", all_but=("gpt_oss-True-*", "llama4_text-*"))
 @pytest.mark.parametrize("to", ["ct:nvfp4", "ct:fp8_dynamic", "modelopt:mxfp8", "modelopt:fp8"])
 @pytest.mark.parametrize(("model_type", "of_mxfp4"), [("gpt_oss", False), ("gpt_oss", True), ("llama4_text", False)])
 def test_stacked_experts_are_written_one_by_one_where_readers_expect_that(tmp_path, model_type, of_mxfp4, to):

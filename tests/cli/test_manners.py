@@ -166,6 +166,7 @@ def fresh(repository, words, hidden=(), **variables):
     return processes.run(command, env=environment)
 
 
+@pytest.mark.slow("further processes of the command line")
 def test_formats_needs_no_framework_and_no_matplotlib(repository):
     pytest.importorskip("typer", reason="typer is not installed")
     hidden = ("torch", "jax", "triton", "matplotlib")
@@ -177,6 +178,7 @@ def test_formats_needs_no_framework_and_no_matplotlib(repository):
     assert 'pip install ".[plot]"' in done.stderr
 
 
+@pytest.mark.slow_cases("further processes of the command line", all_but=("typer",))
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_packages_the_command_names_the_extra(repository, missing):
     done = fresh(repository, ["formats"], [missing])
@@ -203,6 +205,7 @@ def test_the_module_runs_and_imports_no_framework(repository):
     assert done.stdout.splitlines()[-1] == "set() 0"
 
 
+@pytest.mark.slow_cases("further processes of the command line", all_but=("words1",))
 @pytest.mark.parametrize("words", [[], ["convert"]])
 def test_help_fits_a_narrow_terminal(repository, words):
     pytest.importorskip("typer", reason="typer is not installed")
@@ -230,6 +233,7 @@ def test_a_reader_that_leaves_early_is_no_error(repository):
     assert process.returncode == 0
 
 
+@pytest.mark.slow_cases("further processes of the command line", all_but=("options0-*",))
 @pytest.mark.parametrize(("options", "colours"), [([], True), (["--no-color"], False)])
 def test_a_terminal_gets_colours_unless_they_are_not_wanted(repository, options, colours):
     pytest.importorskip("typer", reason="typer is not installed")

@@ -29,7 +29,7 @@ OPTIONAL |= {"accelerate", "datasets", "peft", "transformers", "trl"}
 WHY_SLOW = "needs a training package that make test does not install"
 # Pages whose blocks compile one program after another. What they show has tests of its own, and their first blocks run.
 WHY_COMPILING = "pages of which every block compiles programs"
-COMPILING = dict.fromkeys(("jax.md", "training.md", "watching.md", "migration.md"), WHY_COMPILING)
+COMPILING = dict.fromkeys(("design_a_format.md", "jax.md", "training.md", "watching.md", "migration.md"), WHY_COMPILING)
 # transformers asks its models by a name that it deprecates itself.
 NOISE = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 

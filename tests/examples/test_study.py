@@ -175,6 +175,7 @@ def test_a_run_made_anew_joins_an_earlier_report(tmp_path):
         assert study.main(command) == 2
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_weights_are_kept_of_the_rows_that_are_named(tmp_path):
     command = ["run", "--size", "seconds", "--out", str(tmp_path), "--rows", "bf16,bf16_again", "--seeds", "0"]
     assert study.main([*command, "--keep", "bf16"]) == 0

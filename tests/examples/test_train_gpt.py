@@ -231,7 +231,7 @@ print("caught", caught)
 """
 
 
-@pytest.mark.slow_cases("examples: the same signals once more", all_but=("0.0-True-2", "30.0-False-15"))
+@pytest.mark.slow_cases("examples: the same signals once more", all_but=("0.0-True-2",))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("patience", "blocks"), [(0.0, True), (30.0, False)])
 def test_a_second_signal_ends_a_step_at_once(number, patience, blocks):
@@ -245,6 +245,7 @@ def test_a_second_signal_ends_a_step_at_once(number, patience, blocks):
     assert blocks or f"caught [{int(number)}]" in done.stdout
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_an_interrupted_first_run_keeps_the_others_for_later(tmp_path, interrupt):
     interrupt("bf16", 2)
     assert train(tmp_path, "--recipe mxfp8 --steps 3") == 128 + signal.SIGINT
@@ -253,6 +254,7 @@ def test_an_interrupted_first_run_keeps_the_others_for_later(tmp_path, interrupt
     assert list(results(tmp_path)["recipes"]) == ["bf16", "mxfp8"]
 
 
+@pytest.mark.slow("examples: runs with further settings")
 def test_resuming_a_finished_run_only_reports(tmp_path, monkeypatch):
     assert train(tmp_path, "--recipe mxfp8 --steps 2") == 0
     before = results(tmp_path)
@@ -315,6 +317,7 @@ def test_runs_that_are_done_are_shown_as_done(tmp_path, monkeypatch):
     assert all(loss > 0 for _, _, loss in shown)
 
 
+@pytest.mark.slow_cases("examples: runs with further settings", all_but=("rich",))
 @pytest.mark.parametrize("package", ["safetensors", "rich", "matplotlib"])
 def test_without_a_package_the_example_names_the_extra(repository, package):
     code = f"import sys; sys.modules[{package!r}] = None; sys.path.insert(0, 'examples'); import gpt"

@@ -142,7 +142,7 @@ def assert_same_bytes(operand, cast, **options):
     return q, p
 
 
-@pytest.mark.slow_cases("examples: runs with further settings", all_but=("fp8_current-nvfp4",))
+@pytest.mark.slow("examples: runs with further settings")
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_weight_quantizes_to_the_same_bytes(twins, name):
     """Features J24."""

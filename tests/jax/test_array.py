@@ -125,7 +125,7 @@ def test_files(name, axis, tmp_path):
         np.testing.assert_array_equal(as_bytes(one), as_bytes(other))
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("()", "(2, 12, 70)"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("(2, 12, 70)",))
 @pytest.mark.parametrize("shape", [(), (70,), (2, 12, 70)], ids=str)
 def test_parts_of_every_rank(shape):
     x = A_MK.reshape(2, 12, 70)[(0,) * (3 - len(shape))] if shape else A_MK[0, 0]
@@ -135,6 +135,7 @@ def test_parts_of_every_rank(shape):
     np.testing.assert_array_equal(np.asarray(back.dequantize()), np.asarray(q.dequantize()))
 
 
+@pytest.mark.slow("checkpoints by orbax")
 def test_orbax(tmp_path):
     """Features J5: A tree with quantized leaves, saved and restored into the structure it had."""
     with warnings.catch_warnings():

@@ -127,6 +127,7 @@ def test_a_machine_without_a_gpu_traces_nothing_of_it():
     assert not cuda.folds_scales(*LARGE)
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_block_casts_along_rows(hopper):
     """MXFP8 converts all six operands, and writes out what it casts against the order in memory."""
     text = lowered(MXFP8BlockScaling(), (96, 192, 160), "cuda")
@@ -346,6 +347,7 @@ def test_folded_operands_go_into_the_gemm_of_microfloat(own_products, name):
     assert own_products == [("lines" if name == "nvfp4_row" else "tiles", (m, k), (n, k))]
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("pair0", "pair1"))
 @pytest.mark.parametrize("pair", [("nvfp4", "nvfp4_2d"), ("nvfp4_row", "nvfp4"), ("mxfp8", "mxfp8")])
 def test_the_gemm_of_microfloat_gets_the_values_of_folds(own_products, hopper, pair):
     """Tensor scales are part of the scales that it takes (docs/numerics.md 9.4)."""

@@ -97,7 +97,7 @@ FOLDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("mxfp8-tiles",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize(("name", "form"), FOLDS)
 def test_folds_have_the_bytes_of_the_oracle(name, form):
     x = (RNG.standard_normal((140, 200)) * np.exp2(RNG.integers(-14, 4, (140, 200)))).astype(np.float32)
@@ -114,7 +114,7 @@ def test_folds_have_the_bytes_of_the_oracle(name, form):
     np.testing.assert_array_equal(made.scale * level, expected.scale)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("low-mxfp8",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("low-mxfp6",))
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("residuals", ["low", "high"])
 def test_backward_reads_the_operands_of_fprop(name, residuals):

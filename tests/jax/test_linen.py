@@ -367,7 +367,7 @@ OPTIMIZERS = {
         pytest.param(fp8_ops.Fp8DotGeneralOp, "clipped", False, marks=pytest.mark.slow("further optimizers")),
         pytest.param(ml.dot_general_cls("delayed"), "multi_steps", True, marks=pytest.mark.slow("further optimizers")),
         (fp8_ops.Fp8DotGeneralOp, "adamw", True),
-        (ml.dot_general_cls("delayed"), "whole", True),
+        pytest.param(ml.dot_general_cls("delayed"), "whole", True, marks=pytest.mark.slow("further optimizers")),
     ],
 )
 def test_an_optimizer_that_stepped_on_the_state_is_named(op, name, is_jitted):
@@ -392,7 +392,7 @@ def test_an_optimizer_that_stepped_on_the_state_is_named(op, name, is_jitted):
     dense.apply(variables, x)  # no gradient, no word
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed",))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("delayed", "fp8_row"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_by_injection(name):
     """Dense with the recipe's op: parameters unchanged, results those of the oracle."""

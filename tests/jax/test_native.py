@@ -62,9 +62,7 @@ def quantized(name, x):
     return mj.ops.as_matrix(q), emulation.kind_of(Cast(name), x.shape[1])
 
 
-@pytest.mark.slow_cases(
-    "further JAX programs of a checked kind", all_but=("fp8-fp8_tensor", "values-mxfp8", "values-nvfp4")
-)
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("fp8-fp8_tensor", "values-mxfp8"))
 @pytest.mark.parametrize(
     ("way", "name"),
     [("fp8", "fp8_tensor"), ("fp8", "fp8_row"), ("values", "fp8_tensor"), ("values", "fp8_1x128"), ("values", "mxfp8"),

@@ -232,6 +232,7 @@ def test_state_gradients_by_nnx_itself():
     assert gradients["first"]["dot_general"]["input_scale"][...] == 1
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_forgotten_state_is_reported():
     model = Model(nnx.Rngs(0))
     mnnx.convert(model, DELAYED)
@@ -378,6 +379,7 @@ def test_experts(recipe):
         mnnx.RaggedDot(DELAYED, num_groups=0)
 
 
+@pytest.mark.slow("watches and autocasts of JAX modules")
 def test_layers_without_a_recipe_join_the_autocast():
     """Features J14; parameters are Flax's, noise needs a stream of its own, delayed scaling a pinned layer."""
     layer = mnnx.Linear(32, 16, use_bias=False, rngs=nnx.Rngs(0, sr_rng=1))

@@ -39,7 +39,7 @@ def test_what_cannot_be_packed(pack, unpack, bits):
         unpack(np.zeros((2, 3), np.uint8), 99)
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*3, 2, 6*-1", "*130*"))
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("*-0",))
 @pytest.mark.parametrize(("sizes", "dim"), [(None, 0), ([130, 0, 70], 0), ([200], 0), ([3, 2, 6], 1), ([], 0)], ids=str)
 def test_tiles_are_the_oracles(sizes, dim):
     scale = RANDOM.integers(0, 256, (0 if sizes == [] else 200, 11), np.uint8)

@@ -227,7 +227,7 @@ def test_quantize_of_shards(name):
     assert np.asarray(jax.jit(mapped)(X)).tobytes() == np.asarray(whole).tobytes()
 
 
-@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("vma",))
+@pytest.mark.slow("further JAX programs of a checked kind")
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_eager_shard_map(check_vma):
     """Outside of jit too."""

@@ -119,9 +119,7 @@ UNENTERED_CASES = [("current", name) for name in UNENTERED]
 UNENTERED_CASES += [("nvfp4", "data_tensor"), ("nvfp4", "tensor_K"), ("mxfp8", "data_tensor"), ("delayed", "tensor_K")]
 
 
-@pytest.mark.slow_cases(
-    "further JAX programs of a checked kind", all_but=("current-data_tensor", "current-automatic_data")
-)
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("current-automatic_data",))
 @pytest.mark.parametrize(("name", "layout"), UNENTERED_CASES)
 def test_explicit_mesh_that_is_not_entered(name, layout):
     """The mesh of `jax.make_mesh`, without `jax.set_mesh`: values of one device, shardings of lax.dot_general."""
@@ -141,6 +139,7 @@ def test_explicit_mesh_that_is_not_entered(name, layout):
         assert relative_error(actual, wanted) < 1e-6
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_eager_calls_on_an_explicit_mesh():
     """An eager call has no context that says on which devices an abstract mesh lies; state is on one device."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=CPUS[:4])
@@ -159,6 +158,7 @@ def test_eager_calls_on_an_explicit_mesh():
     np.testing.assert_array_equal(moved.x.amax_history, [np.abs(X).max(), 0, 0])
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_stored_weights_on_an_explicit_mesh():
     """quantize, the product with a stored weight and its dx, scaled_matmul with leading axes, packed bytes."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=CPUS[:4])

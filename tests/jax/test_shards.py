@@ -194,6 +194,7 @@ def test_training_steps_are_those_of_one_device(kernel_calls, layout, kind):
         assert relative_error(actual, wanted) < 1e-6
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("cast1-*", "cast2-*"))
 @pytest.mark.parametrize(
     ("cast", "shape", "reason"),
     [

@@ -36,6 +36,7 @@ def test_a_stored_weight_is_multiplied(fmt) -> None:
     assert (mj.dot_general(WeightOnly(fmt))(x, turned, (((2,), (0,)), ((), ()))) == only(x, stored)).all()
 
 
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("nvfp4",))
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
 def test_rows_by_a_stored_weight_are_multiplied_by_its_fold(fmt) -> None:
     """docs/numerics.md 9.5, as in torch."""

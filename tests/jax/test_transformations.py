@@ -74,10 +74,7 @@ def in_remat(state):
     return sum(jax.checkpoint(call)(x, state) for x in STACKED)
 
 
-@pytest.mark.slow_cases(
-    "further JAX programs of a checked kind",
-    all_but=("in_scan-jit", "in_vmap-jit", "in_remat-jit", "in_cond-jit"),
-)
+@pytest.mark.slow_cases("further JAX programs of a checked kind", all_but=("in_scan-jit", "in_vmap-jit"))
 @eager_and_jit
 @pytest.mark.parametrize(
     "loss",
@@ -165,6 +162,7 @@ def test_fp8_ops_state_is_the_maximum(kind, transform):
     np.testing.assert_array_equal(np.asarray(new_history), [5, 0, 0])
 
 
+@pytest.mark.slow("further JAX programs of a checked kind")
 def test_guided_scan_over_steps():
     """Histories [2,0,0] -> [3,0,2] -> [4,2,3] and scales 1, 2/448, 3/448 over three steps of two uses each."""
 

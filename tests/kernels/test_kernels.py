@@ -196,7 +196,8 @@ LONG = (
     "folded-mxfp8-False-*", "folded-mxfp4-False", "fused_linears-native-*", "fused_gradients-delayed",
     "hidden_by_nan-nvfp4_row", "fused_linears-triton-noisy", "gradients-nvfp4",
     "gradients-nvfp4_row", "gradients-nvfp4-*", "fused_casts-delayed", "fused_casts-fp8_tensor", "fused_casts-mxfp4",
-    "gradients-fp8_tensor_e5m2-*",
+    "gradients-fp8_tensor_e5m2-*", "sides-()-((rht*", "measured_products-(fp8_row*", "loss_of_a_head-mxfp8-*",
+    "operands-fp8_row-*rht*",
 )  # fmt: skip
 
 

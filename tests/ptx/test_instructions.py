@@ -163,6 +163,7 @@ def rounded(exact, bits, smallest):
     return (-1 if exact < 0 else 1) * round(abs(exact) / unit) * unit  # `round`: ties to even
 
 
+@pytest.mark.slow("a second dtype of an instruction")
 def test_fused_multiply_add_of_bfloat16_rounds_once():
     rng = np.random.default_rng(1)
     a, b, c = (rng.integers(0, 1 << 16, 1600).astype(np.uint16) for _ in range(3))

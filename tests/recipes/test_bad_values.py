@@ -103,6 +103,7 @@ def test_every_field_takes_what_it_is_for_or_refuses_by_name(make):
     assert refused > taken
 
 
+@pytest.mark.slow_cases("the recipe that holds all others", cases=("CustomRecipe",))
 @pytest.mark.parametrize("make", [*FAMILIES, CustomRecipe], ids=lambda make: make.__name__)
 def test_dictionaries_are_read_or_refused_by_name(make):
     """Each entry of a written recipe, at every depth, replaced by every value, taken away and joined by another."""

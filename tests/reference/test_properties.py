@@ -137,6 +137,10 @@ def test_amax_pow2_scales_are_powers_of_two_that_fit(fmt, x):
     assert ((ratio > 1 - 2**-23) & (ratio < 2 * (1 + 2**-23))).all()
 
 
+@pytest.mark.slow_cases(
+    "formats that share the rules of checked ones",
+    all_but=("nvfp4-*", "mxfp4-*", "mxfp8-*", "fp8_tensor-*", "fp8_128x128-*"),
+)
 @every_cast
 @few
 @given(x=arrays())
@@ -154,6 +158,10 @@ def test_scales_are_normal_finite_and_positive(cast, x):
 # --- symmetry, monotonicity, error bounds
 
 
+@pytest.mark.slow_cases(
+    "formats that share the rules of checked ones",
+    all_but=("nvfp4-*", "mxfp4-*", "mxfp8-*", "fp8_tensor-*", "fp8_128x128-*"),
+)
 @every_cast
 @few
 @given(x=arrays())
@@ -163,6 +171,10 @@ def test_sign_symmetry(cast, x):
     assert np.array_equal(negated.scale, q.scale)
 
 
+@pytest.mark.slow_cases(
+    "formats that share the rules of checked ones",
+    all_but=("nvfp4-*", "mxfp4-*", "mxfp8-*", "fp8_tensor-*", "fp8_128x128-*"),
+)
 @pytest.mark.parametrize(
     "cast", [cast for cast in casts("nearest") if not cast.rule.name.startswith("four")], ids=cast_id
 )

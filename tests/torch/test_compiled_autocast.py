@@ -151,10 +151,7 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_cases(
-    "further programs of a checked kind",
-    all_but=("nested", "left_by_an_exception", "asks"),
-)
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nested",))
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_one_graph_gives_the_bits_of_eager(function) -> None:  # features G3
     backend = "aot_eager" if function in (made_inside, around_a_checkpoint, inside_a_checkpoint) else "eager"
@@ -204,6 +201,7 @@ def test_another_recipe_compiles_again_and_an_equal_one_does_not() -> None:
     assert counter.frame_count == 3
 
 
+@pytest.mark.slow("further programs of torch.compile")
 def test_a_graph_that_ends_inside_runs_the_autocast_in_eager_mode() -> None:
     def breaks(x):
         with mf.autocast(recipe="mxfp8"):

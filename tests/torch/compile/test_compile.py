@@ -73,10 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_cases(
-    "further programs of a checked kind",
-    all_but=("fp8_current", "nvfp4"),
-)
+@pytest.mark.slow_cases("further programs of a checked kind", all_but=("nvfp4",))
 @pytest.mark.parametrize("name", CASES)
 def test_pinned_recipe_gives_the_bits_of_eager(name: str) -> None:  # features G1
     layer = mf.Linear(40, 24, dtype=torch.bfloat16, recipe=CASES[name])
@@ -216,6 +213,7 @@ def test_a_recipe_that_the_compiled_function_makes_is_that_of_eager(name: str) -
     assert torch.equal(traced(MADE_INSIDE[name])(x, w), expected)
 
 
+@pytest.mark.slow("further programs of torch.compile")
 def test_autocast_recipe_changes_between_two_calls_of_one_compiled_function() -> None:  # features G3
     layer = mf.Linear(32, 16)
     function = traced(layer)

@@ -29,13 +29,16 @@ class Joined(nn.Module):
         return torch.relu(self.gate_proj(x)) * self.up_proj(x)
 
 
-def joint_scales(rank: int) -> dict[str, bool]:
+WAYS = ("whole", "each", "gathered", "checkpointed", "columns")
+
+
+def joint_scales(rank: int, ways: tuple[str, ...] = WAYS) -> dict[str, bool]:
     """Is the forward of a sharded model the one that is served, after a step, by the way in which it is sharded?"""
     mesh, made = init_device_mesh("cpu", (2,)), {}
     torch.manual_seed(7)
     x = torch.randn(6, 64)
     for config in (WeightOnly("nvfp4"), WeightActivation("fp8_tensor", backward="dequantized")):
-        for way in ("whole", "each", "gathered", "checkpointed", "columns"):
+        for way in ways:
             model = Joined()
             mf.convert(model, config)
             if way == "gathered":

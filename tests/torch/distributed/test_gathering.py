@@ -87,6 +87,7 @@ def test_layers_without_gradients_share_one_gather(mesh, monkeypatch) -> None:
     assert len(gathers) == 1
 
 
+@pytest.mark.slow_cases("further recipes of a checked kind", all_but=("mxfp8", "fp8_current"))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_backward_frees_what_was_gathered(mesh, recipe, monkeypatch) -> None:
     """As soon as x has its gradient, though outputs are still there, and torch has the sums until the backward ends."""
@@ -103,6 +104,7 @@ def test_a_backward_frees_what_was_gathered(mesh, recipe, monkeypatch) -> None:
     assert gathers[0]() is None
 
 
+@pytest.mark.slow_cases("further recipes of a checked kind", all_but=("mxfp8",))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_leaf_without_a_backward_is_freed(mesh, recipe) -> None:
     """The graph of what was gathered of it held it, and it held what was gathered."""

@@ -199,6 +199,7 @@ def test_tied_weights_stay_tied_and_take_the_inputs_of_both() -> None:
     assert (model[0].weight.codes == together[0].weight.codes).float().mean() > 0.98
 
 
+@pytest.mark.slow_cases("further layouts of a checked kind", all_but=("ENK",))
 @pytest.mark.parametrize("fields", [{}, {"turned": True, "has_bias": True}], ids=["ENK", "EKN"])
 def test_experts_have_a_hessian_each(fields) -> None:
     torch.manual_seed(0)

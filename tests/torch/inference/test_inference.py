@@ -840,6 +840,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
 
 
+@pytest.mark.slow_cases("further configs of a checked kind", all_but=("config0",))
 @pytest.mark.parametrize("config", [WeightOnly("nvfp4"), {"q_proj": WeightOnly("nvfp4"), "*": WeightOnly("mxfp8")}])
 def test_after_an_error_a_layer_is_quantized_or_as_it_was_and_a_second_call_goes_on(config, monkeypatch) -> None:
     """The plain weight of a layer that is done is let go: a model that just fits is quantized where it is."""

@@ -49,7 +49,7 @@ RECIPES_WITH_STATE = {
 }
 
 
-@pytest.mark.slow_cases("further recipes whose step fails once", all_but=("delayed-*", "nvfp4-", "most recent-"))
+@pytest.mark.slow_cases("further recipes whose step fails once", all_but=("nvfp4-", "delayed-weight cache"))
 @pytest.mark.parametrize("first", [None, True], ids=["", "weight cache"])
 @pytest.mark.parametrize("name", RECIPES_WITH_STATE)
 def test_a_step_that_failed_may_be_taken_again(name, first):

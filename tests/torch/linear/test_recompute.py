@@ -98,7 +98,7 @@ def same(first, second) -> bool:
 
 @pytest.mark.slow_cases(
     "further nestings of checkpoints",
-    all_but=("autocast-*", "alone-ours", "alone-later in reentrant"),
+    all_but=("autocast-later in *", "autocast-ours in *", "alone-ours", "alone-later in reentrant"),
 )
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("region", ["alone", "autocast"])
@@ -141,7 +141,8 @@ def parts(y, x, model):
 
 
 @pytest.mark.slow_cases(
-    "further nestings of checkpoints", cases=("ours in*-mxfp8-*", "ours in*-None-*", "*-mxfp8-parts")
+    "further nestings of checkpoints",
+    all_but=("ours-nvfp4-*", "fused-*-parts", "later-*-two_losses", "ours in later-*-parts"),
 )
 @pytest.mark.parametrize("backward", [two_losses, parts])
 @pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4", "delayed", RECIPE])
@@ -344,6 +345,7 @@ def test_a_policy_keeps_codes_by_name(name, form, monkeypatch) -> None:
     assert counts[1] == counts[0] < counts[2]
 
 
+@pytest.mark.slow_cases("further recipes of a checked kind", all_but=("*-nvfp4",))
 @pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("keeps", [torch.ops.aten.mm.default, torch.ops.microfloat.multiply_operands.default], ids=str)
 def test_fused_modules_under_a_policy(name, keeps) -> None:

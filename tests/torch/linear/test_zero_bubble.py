@@ -50,6 +50,7 @@ def gradients(kind, recipe, way):
     return [*dxs, *(one.grad for one in module.parameters()), *module.buffers()]
 
 
+@pytest.mark.slow_cases("further recipes of a checked kind", all_but=("layer-nvfp4-*", "mlp-delayed-*", "linear-*"))
 @pytest.mark.parametrize("way", [by_stages, by_autograd])
 @pytest.mark.parametrize(
     ("kind", "recipe"),

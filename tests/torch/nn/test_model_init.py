@@ -57,6 +57,7 @@ def test_memory_is_that_of_the_codes() -> None:
 
 
 # Steps must be larger than the distance of neighbouring codes, or they round away.
+@pytest.mark.slow_cases("further optimizers", all_but=("AdamW-*",))
 @pytest.mark.parametrize(("optimizer", "lr"), [(torch.optim.SGD, 5.0), (torch.optim.AdamW, 0.05)])
 def test_training_lowers_the_loss(optimizer, lr: float) -> None:
     layer = quantized_layer(MXFP8BlockScaling())

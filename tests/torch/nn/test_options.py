@@ -154,6 +154,7 @@ def test_a_returned_bias_and_recomputation(name):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.slow_cases("further programs of torch.compile", all_but=("fp8_row",))
 @pytest.mark.parametrize("name", [None, "fp8_row"])
 def test_a_returned_bias_in_compiled_code(name):
     torch._dynamo.reset()

@@ -115,6 +115,7 @@ def test_products_along_another_axis_are_refused():
         F.linear(torch.randn(2, 64), turned)
 
 
+@pytest.mark.slow_cases("further recipes of a checked kind", all_but=("nvfp4", "fp8_row"))
 @pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "fp8_row", "fp8_tensor", "mxfp6_e3m2"])
 def test_rows_of_a_quantized_embedding(fmt):
     torch.manual_seed(0)

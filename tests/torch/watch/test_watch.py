@@ -58,10 +58,7 @@ class Unwatched:
         return None
 
 
-@pytest.mark.slow_cases(
-    "further modules and recipes, watched",
-    all_but=("linear-nvfp4", "fused-mxfp8", "joined-delayed", "grouped-fp8_block"),
-)
+@pytest.mark.slow_cases("further modules and recipes, watched", all_but=("linear-nvfp4", "joined-delayed"))
 @pytest.mark.parametrize("name", ["delayed", "fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_watched_steps_have_the_bits_of_unwatched_ones(kind, name):
@@ -610,7 +607,8 @@ def test_layers_of_a_joined_weight_are_found_by_values():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("calls", ["a wrapper", pytest.param("a function", marks=pytest.mark.slow("compiles a model"))])
+@pytest.mark.slow("compiles a model")
+@pytest.mark.parametrize("calls", ["a wrapper", "a function"])
 def test_compiled_code_is_watched_whose_caller_is_not_the_model(calls):
     """The last of four steps was lost where w.step() ends a step, and all of them where nobody calls it."""
     from microfloat.torch.linear.observer import OBSERVERS
