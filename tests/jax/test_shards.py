@@ -72,7 +72,6 @@ def kernel_calls(monkeypatch):
     monkeypatch.setattr(kernels, "SMALLEST", 1)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(casts, "_by_triton", by_kernel)
-    monkeypatch.setattr(casts, "decodes", lambda *_: False)
     caches = casts._on_either, casts._on_shards
     for cache in caches:
         cache.cache_clear()
