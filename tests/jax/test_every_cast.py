@@ -49,11 +49,11 @@ def cover(casts):
 
 
 EVERY = list(dict.fromkeys([*EVERY_CAST, *(pin.cast for pin in PLAIN_PINS)]))
-CASTS = EVERY
+CASTS, COVER = EVERY, cover(EVERY_CAST)
 if extent.is_quick():
-    CASTS = cover(EVERY_CAST)
+    CASTS = COVER
 elif os.environ.get("HYPOTHESIS_PROFILE") != "thorough":
-    CASTS = [cast for cast in EVERY if is_taken(cast)]
+    CASTS = [cast for cast in EVERY if is_taken(cast) or cast in COVER]
 
 
 def with_exponents(rng, exponents):
