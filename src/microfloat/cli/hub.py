@@ -39,6 +39,9 @@ def local(path: Path, hub: bool, argument: str = "PATH") -> Path:
         if not path.exists():
             fix = "Add --hub to read a repository of the Hugging Face Hub." if len(path.parts) == 2 else ""
             raise invalid_value(argument, path, "a safetensors file or a folder of them that exists", fix)
+        if path.is_dir() and not any(path.glob("*.safetensors*")):
+            fix = "Convert pickles (.bin, .pt) to safetensors where you trust them; for GGUF take its original."
+            raise invalid_value(argument, f"{path} without such a file", "a folder with *.safetensors files", fix)
         return path
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports]  # of the extra `hub`
