@@ -51,7 +51,7 @@ CASES = [
     ("a_computed_bias_is_not_dropped", ()),
     ("transforms_are_refused", ()),
     *[("every_group_is_cast_alone", (name,)) for name in ("fp8_block", "mxfp8", *OF_MATRICES)],
-    *[("all_groups_at_once", (name,)) for name in ("fp8_block", "mxfp8", *OF_MATRICES)],
+    *[("all_groups_at_once", (name,)) for name in ("fp8_block", "mxfp8", "mxfp8_hybrid", *OF_MATRICES)],
     ("groups_of_nvfp4", ()),
     ("groups_of_nvfp4_at_once", ()),
     *[("all_groups_at_once", (name, "float32")) for name in ("fp8_block", "fp8_row")],

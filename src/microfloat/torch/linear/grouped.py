@@ -263,8 +263,6 @@ def why_one_by_one(
             return "the kernel that multiplies all groups takes scales of one kind for both operands"
         if any(cast.is_static for cast in gemm.casts):
             return "static scales are those of one matrix"
-    if any(cast.format.element.name == "E5M2" and None not in cast.format.block for cast in casts):
-        return "the kernel that multiplies all groups takes E4M3 alone"
     lacks = next((why for cast in casts if (why := why_not_in_groups(cast))), "")
     if lacks:
         return lacks

@@ -86,7 +86,7 @@ def all_groups_at_once(device, name, weight_dtype="bfloat16"):
     x[-BEHIND:] = float("nan")
     dtype = getattr(torch, weight_dtype)
     layer = mf.GroupedLinear(
-        len(every), 256, width, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native"
+        len(every), 256, width, device=device, dtype=dtype, recipe=recipe_of(name), backend="native"
     )
     sizes = torch.tensor(every, device=device)
     ends = sizes.cumsum(0, dtype=torch.int32)
@@ -99,7 +99,7 @@ def all_groups_at_once(device, name, weight_dtype="bfloat16"):
             together = _results(layer, x, dy, sizes)
         assert groups._sizes is None
         # What compiled code casts again in backward is what forward saves.
-        scale_enc = torch.tensor(3.0, device=device) if RECIPES[name]().is_delayed else None
+        scale_enc = torch.tensor(3.0, device=device) if recipe_of(name).is_delayed else None
         inputs, weight = CastInputs(scale_enc=scale_enc, groups=groups), layer.weight.detach()
         full = torch.tensor([size > 0 for size in every])  # other groups of x have scales that nobody writes
         wanted = layer.schedule(x.requires_grad_())
@@ -112,7 +112,7 @@ def all_groups_at_once(device, name, weight_dtype="bfloat16"):
         apart, begin = [], 0
         for group, size in enumerate(every):
             one = mf.Linear(
-                256, width, bias=False, device=device, dtype=dtype, recipe=RECIPES[name](), backend="native"
+                256, width, bias=False, device=device, dtype=dtype, recipe=recipe_of(name), backend="native"
             )
             with torch.no_grad():
                 one.weight.copy_(layer.weight[group])

@@ -211,12 +211,16 @@ def block_gemms(device, seen):
         kinds = [F.ScalingType(kind) for kind in (*a_kinds, *b_kinds)]
         return scaled_mm(a, b, *a_scales, kinds[0], *b_scales, kinds[1], output_dtype=dtype)
 
-    saved = F.scaled_mm, gemms.scaled_mm_v2
-    F.scaled_mm, gemms.scaled_mm_v2 = scaled_mm, scaled_mm_v2
+    def own(a, a_scale, b, b_scale, dtype, tiles):
+        left, kind = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+        return scaled_mm(a, b, a_scale, left, b_scale, kind if tiles else left, output_dtype=dtype)
+
+    saved = F.scaled_mm, gemms.scaled_mm_v2, gemms.own_block_matmul
+    F.scaled_mm, gemms.scaled_mm_v2, gemms.own_block_matmul = scaled_mm, scaled_mm_v2, own
     try:
         yield
     finally:
-        F.scaled_mm, gemms.scaled_mm_v2 = saved
+        F.scaled_mm, gemms.scaled_mm_v2, gemms.own_block_matmul = saved
 
 
 def compare(device, recipe, steps, *, run=None, guard=contextlib.nullcontext, **options):
@@ -240,4 +244,6 @@ def recipe_of(name):
     options = {"backward": backward[0]} if backward else {}
     if name in ("mxfp8_exact", "nvfp4_folded"):  # a name and its path
         name, options["path"] = name.split("_")
+    if name == "mxfp8_hybrid":
+        name, options["fp8_format"] = "mxfp8", "HYBRID"
     return RECIPES[name](**options)
