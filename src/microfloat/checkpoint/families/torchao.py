@@ -8,19 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from microfloat.checkpoint.container import Container, byte_shape
+from microfloat.checkpoint.families import row
 from microfloat.checkpoint.families.dialect import UNREADABLE, Announcement, Dialect, broken_metadata, metadata_of
-from microfloat.checkpoint.families.row import (
-    E8M0,
-    FP8,
-    REAL,
-    Entry,
-    Family,
-    Scheme,
-    block_grid,
-    decode_parts,
-    fp8_format,
-    misfit,
-)
+from microfloat.checkpoint.families.row import E8M0, FP8, REAL, Entry, Family, Scheme
 from microfloat.checkpoint.records import Finding, Record, Stored
 from microfloat.formats import FORMATS, NVFP4, ScaledFormat
 from microfloat.reference import pack_fp6, unswizzle_scales
@@ -42,14 +32,14 @@ def read(file: str, config: dict[str, Any]) -> Announcement:
 
 def decode(entry: Entry, tensors: Container) -> Record:
     """The record of a torchao tensor: its scales out of their tiles, 6-bit codes packed."""
-    record, fmt = decode_parts(entry, tensors), entry.format
+    record, fmt = row.decode_parts(entry, tensors), entry.format
     codes, scale = entry.tensors["codes"], entry.tensors["scale"]
     if record.problem is not None or fmt is None:
         return record
     if entry.swizzled:
-        rows, cols = block_grid(fmt, record.logical_shape)
+        rows, cols = row.block_grid(fmt, record.logical_shape)
         if scale.nbytes != 512 * -(-rows // 128) * -(-cols // 4):
-            return replace(record, problem=misfit(entry))
+            return replace(record, problem=row.misfit(entry))
         record = replace(record, scale=unswizzle_scales(tensors.raw(scale).reshape(-1), rows, cols))
     if fmt.element.bits == 6 and record.codes.shape == record.logical_shape:
         if (record.codes > 63).any():
@@ -130,7 +120,8 @@ def _format_of(kind: str, data: Mapping[str, Any], stored: Mapping[str, Stored])
         if not isinstance(size, list) or len(size) != len(shape) or not all(type(n) is int and n > 0 for n in size):
             return None
         plain = len(shape) < 2 or (size[-1] >= shape[-1] and (size[-2] == 1 or size[-2] >= shape[-2]))
-        made = fp8_format(codes.dtype, scale.dtype, shape, byte_shape(scale), None if plain else (size[-2], size[-1]))
+        tile = None if plain else (size[-2], size[-1])
+        made = row.fp8_format(codes.dtype, scale.dtype, shape, byte_shape(scale), tile)
         return (made[0], shape) if made else None
     return None
 
