@@ -19,6 +19,11 @@ from microfloat.jax.array import as_dtype
 from microfloat.jax.backends import cuda
 from microfloat.jax.numerics.bits import bits_of, divide, encode, quotient, rounded, where, widened
 
+__all__ = [
+    "compute_amax_history", "compute_scale", "dequantize", "get_fp8_max", "qdq", "quantize",
+    "quantize_dequantize_update", "update_fp8_meta",
+]  # fmt: skip
+
 _ELEMENTS = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2}
 # The dtypes whose arithmetic is that of float32, rounded.
 _NARROW = ("float32", "bfloat16", "float16")

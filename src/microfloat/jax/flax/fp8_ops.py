@@ -23,46 +23,20 @@ from jax.typing import ArrayLike, DTypeLike
 from microfloat.arguments import check_choice
 from microfloat.errors import invalid_type, invalid_value
 from microfloat.jax import transformations
-from microfloat.jax.flax.fp8_casts import (
-    as_float_dtype,
-    as_fp8_dtype,
-    as_numbers,
-    as_state,
-    compute_amax_history,
-    compute_scale,
-    dequantize,
-    factors,
-    get_fp8_max,
-    qdq,
-    quantize,
-    quantize_dequantize_update,
-    scaled_by,
-    update_fp8_meta,
-    updated_state,
-)
-from microfloat.jax.flax.state import (
-    OVERWRITE_WITH_GRADIENT,
-    STATE_NAMES,
-    StateVariables,
-    max_accumulate,
-    merge_state,
-    next_state,
-    reset_state,
-)
+from microfloat.jax.flax import fp8_casts as casts
+from microfloat.jax.flax.state import STATE_NAMES, StateVariables
 from microfloat.jax.numerics.bits import quotient, widened
 from microfloat.jax.numerics.dimensions import DimensionNumbers, canonical_dimensions, einsum_by
 
 __all__ = [
-    "CAN_USE_EARRAY", "OVERWRITE_WITH_GRADIENT", "Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralBase",
-    "Fp8DotGeneralOp", "Fp8Einsum", "Fp8MetaTyRules", "NANOOFp8DotGeneralOp", "compute_amax_history", "compute_scale",
-    "dequantize", "dot_general_transpose_lhs", "dot_general_transpose_rhs", "dot_general_with_precision", "fm32",
-    "fp8_meta_dtype", "fp8_scaled_dot_general", "fp32_max_grad", "get_fp8_max", "in_q", "in_qdq", "max_accumulate",
-    "merge_state", "next_state", "out_dq", "out_qdq", "qdq", "quantize", "quantize_dequantize",
-    "quantize_dequantize_update", "quantized_dot", "reset_state", "update_fp8_meta",
+    "CAN_USE_EARRAY", "Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralBase", "Fp8DotGeneralOp", "Fp8Einsum",
+    "Fp8MetaTyRules", "NANOOFp8DotGeneralOp", "dot_general_transpose_lhs", "dot_general_transpose_rhs",
+    "dot_general_with_precision", "fm32", "fp8_meta_dtype", "fp8_scaled_dot_general", "fp32_max_grad", "in_q",
+    "in_qdq", "out_dq", "out_qdq", "quantize_dequantize", "quantized_dot",
 ]  # fmt: skip
 
 # The former name of `qdq`, which published guides still use.
-quantize_dequantize = qdq
+quantize_dequantize = casts.qdq
 fm32 = fp32_max_grad = transformations.max_grad_dtype()
 State = tuple[Array, Array]
 
@@ -91,7 +65,7 @@ def _updated(rule: Rule, x: Array, scale: Array, history: Array) -> State:
     """The state for this step; a derivative of a gradient takes it as a constant."""
     scale, history = map(transformations.from_max_grad, (scale, history))
     x, scale, history = lax.stop_gradient((x, scale, history))
-    return updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
+    return casts.updated_state(x, rule.q_dtype, scale, history, rule.axis_names)
 
 
 def _cotangent(rule: Rule, x: Array, new: State, old: State) -> State:
@@ -103,7 +77,7 @@ def _cotangent(rule: Rule, x: Array, new: State, old: State) -> State:
 
 def _in_qdq(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
     new = _updated(rule, x, scale, history)
-    return qdq(x, rule.q_dtype, new[0], rule.compute_dtype), (new, (scale, history))
+    return casts.qdq(x, rule.q_dtype, new[0], rule.compute_dtype), (new, (scale, history))
 
 
 # x through FP8 and back with the updated scale.
@@ -112,7 +86,7 @@ _in_qdq_op = _differentiated(_in_qdq, lambda rule, kept, g: (g, *_cotangent(rule
 
 def _out_qdq_backward(rule: Rule, old: State, g: Array) -> tuple:
     new = _updated(rule, g, *old)
-    return qdq(g, rule.q_dtype, new[0], rule.compute_dtype), *_cotangent(rule, g, new, old)
+    return casts.qdq(g, rule.q_dtype, new[0], rule.compute_dtype), *_cotangent(rule, g, new, old)
 
 
 # y unchanged; its cotangent goes through FP8 and back.
@@ -130,8 +104,8 @@ def in_qdq(
     check_choice("mode", mode, ("vjp", "jvp"))
     if mode == "jvp":
         fixed, new_scale, history = lax.stop_gradient((inp, scale, amax_history))
-        new_scale, _ = updated_state(fixed, q_dtype, new_scale, history)
-        return inp + lax.stop_gradient(qdq(fixed, q_dtype, new_scale, compute_dtype) - fixed)
+        new_scale, _ = casts.updated_state(fixed, q_dtype, new_scale, history)
+        return inp + lax.stop_gradient(casts.qdq(fixed, q_dtype, new_scale, compute_dtype) - fixed)
     return _in_qdq_op(rule, inp, scale, amax_history)
 
 
@@ -143,13 +117,13 @@ def out_qdq(compute_dtype: DTypeLike, q_dtype: DTypeLike, out: ArrayLike, scale:
 def _checked(
     compute_dtype: DTypeLike, q_dtype: DTypeLike, x: ArrayLike, scale: ArrayLike, history: ArrayLike
 ) -> tuple[Rule, Array, Array, Array]:
-    rule = Rule(as_float_dtype("compute_dtype", compute_dtype), as_fp8_dtype("q_dtype", q_dtype))
-    return rule, as_numbers("x", x), *as_state("", scale, history)
+    rule = Rule(casts.as_float_dtype("compute_dtype", compute_dtype), casts.as_fp8_dtype("q_dtype", q_dtype))
+    return rule, casts.as_numbers("x", x), *casts.as_state("", scale, history)
 
 
 def _in_q(rule: Rule, x: Array, scale: Array, history: Array) -> tuple:
     new = _updated(rule, x, scale, history)
-    codes = quantize(x, rule.q_dtype, new[0], rule.compute_dtype)
+    codes = casts.quantize(x, rule.q_dtype, new[0], rule.compute_dtype)
     like = jnp.atleast_1d(x)[:0]  # has the dtype and the device variance of x
     return (codes, new[0]), (new, (scale, history), like)
 
@@ -182,7 +156,7 @@ def in_q(
 def out_dq(dq_type: DTypeLike, lhs_scale: Array, rhs_scale: Array, out: ArrayLike) -> Array:
     """``out * (lhs_scale * rhs_scale)`` in float32, rounded once to `dq_type`; the scales get no gradient."""
     scales = lax.stop_gradient([transformations.from_max_grad(jnp.asarray(one)) for one in (lhs_scale, rhs_scale)])
-    return scaled_by(jnp.asarray(out), *scales).astype(dq_type)
+    return casts.scaled_by(jnp.asarray(out), *scales).astype(dq_type)
 
 
 # Dots of codes, with high-precision gradients
@@ -231,9 +205,9 @@ class DotRule(NamedTuple):
 @partial(jax.jit, static_argnums=0)
 def _dot_of_codes(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) -> Array:
     product = _dot(rule, lax.Precision.DEFAULT, *codes)
-    product = product if rule.out is None else scaled_by(product, *scales).astype(rule.out)
+    product = product if rule.out is None else casts.scaled_by(product, *scales).astype(rule.out)
     plain = _dot(rule, lax.Precision.HIGHEST, *_straight(wide, codes, scales))
-    for factor in factors(*lax.stop_gradient(scales)) if rule.out is None else ():
+    for factor in casts.factors(*lax.stop_gradient(scales)) if rule.out is None else ():
         plain = plain / factor
     return transformations.straight_through(product, plain)
 
@@ -245,7 +219,7 @@ def _dot(rule: DotRule, precision: lax.Precision, lhs: Array, rhs: Array) -> Arr
 def _straight(wide: tuple, codes: tuple, scales: tuple) -> tuple[Array, ...]:
     """The values of the codes, differentiated as the operands that were quantized."""
     operands = zip(wide, *lax.stop_gradient((codes, scales)), strict=True)
-    values = (dequantize(code, operand.dtype, scale) for operand, code, scale in operands)
+    values = (casts.dequantize(code, operand.dtype, scale) for operand, code, scale in operands)
     return tuple(map(transformations.straight_through, values, wide))
 
 
@@ -255,7 +229,7 @@ def _dot_backward(rule: DotRule, kept: tuple, g: Array) -> tuple:
         g = _without_scales(g, *scales)
     g = g.astype(rule.gradient.compute_dtype)
     new = _updated(rule.gradient, g, *state)
-    q_g = quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
+    q_g = casts.quantize(g, rule.gradient.q_dtype, new[0], rule.gradient.compute_dtype)
     gradients = _operand_gradients(rule, (*wide, g), (*codes, q_g), (*scales, new[0]))
     gradients = tuple(map(transformations.sum_to_type_of, gradients, wide))
     return gradients, None, None, _cotangent(rule.gradient, g, new, state)
@@ -263,7 +237,7 @@ def _dot_backward(rule: DotRule, kept: tuple, g: Array) -> tuple:
 
 def _without_scales(g_scaled: Array, *scales: Array) -> Array:
     """The gradient of the scaled result, from the dot's own cotangent, which holds the product of both scales."""
-    for factor in factors(*scales):
+    for factor in casts.factors(*scales):
         plain = g_scaled / factor
         exact = plain if plain.dtype == jnp.float64 else quotient(widened(g_scaled), factor)
         g_scaled = transformations.straight_through(exact, plain)
@@ -275,7 +249,7 @@ def _operand_gradients(rule: DotRule, wide: tuple, codes: tuple, scales: tuple) 
     """Gradients of both operands, from the codes of (lhs, rhs, g)."""
     lhs_scale, rhs_scale, g_scale = scales
     d_lhs, d_rhs = _transposed_dots(rule, *codes)
-    exact = scaled_by(d_lhs, rhs_scale, g_scale), scaled_by(d_rhs, lhs_scale, g_scale)
+    exact = casts.scaled_by(d_lhs, rhs_scale, g_scale), casts.scaled_by(d_rhs, lhs_scale, g_scale)
     return tuple(map(transformations.straight_through, exact, _transposed_dots(rule, *_straight(wide, codes, scales))))
 
 
@@ -295,11 +269,11 @@ def quantized_dot(
     out_grad_amax_history: Array, dimension_numbers: DimensionNumbers, preferred_element_type: DTypeLike | None = None,
 ) -> Array:  # fmt: skip
     """The dot of FP8 codes, which `out_dq` scales; gradients go to the unquantized `lhs` and `rhs`, rounded to e5m2."""
-    lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
+    lhs, rhs = casts.as_numbers("lhs", lhs), casts.as_numbers("rhs", rhs)
     numbers = canonical_dimensions(lhs.shape, rhs.shape, dimension_numbers).dimension_numbers
     accumulator = lhs.dtype if preferred_element_type is None else preferred_element_type
     rule = DotRule(numbers, accumulator, Rule(lhs.dtype, jnp.float8_e5m2))
-    state = as_state("out_grad_", out_grad_scale, out_grad_amax_history)
+    state = casts.as_state("out_grad_", out_grad_scale, out_grad_amax_history)
     scales = (jnp.asarray(lhs_scale), jnp.asarray(rhs_scale))
     return _quantized_dot(rule, (lhs, rhs), (q_lhs, q_rhs), scales, state)
 
@@ -336,11 +310,11 @@ def fp8_scaled_dot_general(
     `preferred_element_type` None is `quantize_compute_type`. Gradients of scales and histories are their new values.
     """
     _warn_of_no_effect(precision=precision)
-    lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
+    lhs, rhs = casts.as_numbers("lhs", lhs), casts.as_numbers("rhs", rhs)
     wanted = quantize_compute_type if preferred_element_type is None else preferred_element_type
-    out = as_float_dtype("preferred_element_type", wanted)
+    out = casts.as_float_dtype("preferred_element_type", wanted)
     scales, histories = (lhs_scale, rhs_scale, grad_scale), (lhs_amax_history, rhs_amax_history, grad_amax_history)
-    states = list(map(as_state, ("lhs_", "rhs_", "grad_"), scales, histories))
+    states = list(map(casts.as_state, ("lhs_", "rhs_", "grad_"), scales, histories))
     forward = Rule(quantize_compute_type, jnp.float8_e4m3fn)
     return _scaled_dot(dimension_numbers, forward, jnp.float8_e5m2, out, lhs, rhs, states)
 
@@ -425,7 +399,7 @@ class Fp8Einsum(Fp8DotGeneralBase):
 
 def _operands(lhs: ArrayLike, rhs: ArrayLike) -> tuple[Array, Array]:
     """Both operands in rhs's dtype, the dtype to compute in: a float dtype of 16 bits or more."""
-    lhs, rhs = as_numbers("lhs", lhs), as_numbers("rhs", rhs)
+    lhs, rhs = casts.as_numbers("lhs", lhs), casts.as_numbers("rhs", rhs)
     if not jnp.issubdtype(rhs.dtype, jnp.floating):
         remedy = "The op quantizes; convert rhs with .astype."
         raise invalid_type("rhs", rhs.dtype, "float32, bfloat16, float16 or float64", remedy)

@@ -25,6 +25,8 @@ from microfloat.jax.scaling import OVERWRITE_WITH_GRADIENT, Slot, largest, liste
 from microfloat.jax.transformations import as_max_grad, from_max_grad
 from microfloat.recipes import Delayed
 
+__all__ = ["OVERWRITE_WITH_GRADIENT", "max_accumulate", "merge_state", "next_state", "reset_state"]
+
 # The names of the slots of x, w and dy in Flax, and of its operators.
 SLOT_NAMES = {"x": "input", "w": "kernel", "dy": "output_grad"}
 STATE_NAMES = tuple(SLOT_NAMES.values())
