@@ -289,16 +289,17 @@ def rounded_code(y):
     """Nearest-even E2M1 code of |y|, at most 7, in the low byte of a float's bits; NaN gives 7.
 
     A code is piecewise linear in the value: ``min(2v, v + 2, v / 2 + 4)``. Adding 2^23 in the same operation rounds it.
+    The sums are compared as integers, three of which Hopper compares at once.
     """
     v = tl.abs(y)
-    a = tl.minimum(tl.fma(v, 2.0, 8388608.0), v + 8388610.0)
-    return tl.minimum(tl.minimum(a, tl.fma(v, 0.5, 8388612.0)), 8388615.0)
+    a = tl.minimum(bits_of(tl.fma(v, 2.0, 8388608.0)), bits_of(v + 8388610.0))
+    return tl.minimum(tl.minimum(a, bits_of(tl.fma(v, 0.5, 8388612.0))), 0x4B000007)
 
 
 @triton.jit
 def nearest_halves(a, b, signs):
     """Halves of the nearest codes of two elements; the code of a NaN is unspecified."""
-    return choose_bytes(bits_of(rounded_code(a)), bits_of(rounded_code(b)), 0x4501) | (signs & -2147450880)
+    return choose_bytes(rounded_code(a), rounded_code(b), 0x4501) | (signs & -2147450880)
 
 
 @triton.jit
