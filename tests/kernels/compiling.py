@@ -274,6 +274,8 @@ def _fused(name):
         elif name == "nvfp4 folded":
             cast, column = _casts()["nvfp4 sr"], _casts()["nvfp4 rht sr"]
             calls.folded(x, cast, column, seed=torch.zeros(2, dtype=torch.int64))
+        elif name == "nvfp4 tiles folded":
+            calls.folded(x, _casts()["nvfp4 2d"], _casts()["nvfp4 2d"], tile=True)
         elif name.startswith("fold"):
             calls.folded(x, cast if name != "fold columns" else None, cast if name != "fold rows" else None)
         else:
@@ -333,6 +335,7 @@ WORKLOADS = {
     "norm to fp8, both": _fused("norm delayed"), "norm to mxfp8, both": _fused("norm mxfp8"),
     "mxfp8 folded, both": _fused("fold"), "mxfp8 folded, rows": _fused("fold rows"),
     "mxfp8 folded, columns": _fused("fold columns"), "nvfp4 folded, both": _fused("nvfp4 folded"),
+    "nvfp4 tiles folded, both": _fused("nvfp4 tiles folded"),
     "fp8 current, two matrices": _together(False), "fp8 delayed, two matrices": _together(True),
     "nvfp4 to bfloat16, two matrices": _values_together(True),
     "nvfp4 to bfloat16, rows of two matrices": _values_together(False),

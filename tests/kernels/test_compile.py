@@ -18,7 +18,7 @@ BUDGETS = {
     "fp8 delayed, both": 12.3, "fp8 128x128, both": 10.5, "fp8 1x128, both": 18.8, "mxfp8, both": 12.4,
     "mxfp8, rows": 9.6, "mxfp4, rows": 13.9, "nvfp4 tiles, both": 15.9, "nvfp4 stochastic, rows": 27.9,
     "nvfp4 transformed stochastic, columns": 53.6, "mxfp8 to bfloat16, both": 30.6, "mxfp8 folded, both": 26.8,
-    "nvfp4 folded, both": 97.9,
+    "nvfp4 folded, both": 97.9, "nvfp4 tiles folded, both": 18.4,
     "swiglu to mxfp8, both": 23.0, "swiglu to mxfp8, rows": 19.6, "gradients of swiglu to fp8, both": 47.1,
     "norm to fp8, both": 19.5, "norm to mxfp8, both": 17.4,
     "fp8 current, two matrices": 32.4, "fp8 delayed, two matrices": 25.3, "nvfp4 to bfloat16, two matrices": 124.0,
@@ -34,7 +34,7 @@ ONE_OF_A_KIND = (
 ALL_KINDS_OF_CASTS = (
     *ONE_OF_A_KIND, "fp8 1x128, both", "mxfp8, both", "nvfp4 tiles, both", "nvfp4 tiles, rows",
     "nvfp4 transformed stochastic, columns", "mxfp8 folded, both", "mxfp8 folded, columns", "nvfp4 folded, both",
-    "gradients of swiglu to fp8, both", "norm to mxfp8, both",
+    "nvfp4 tiles folded, both", "gradients of swiglu to fp8, both", "norm to mxfp8, both",
 )  # fmt: skip
 
 

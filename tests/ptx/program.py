@@ -24,7 +24,7 @@ PREFETCH = ("prefetch.global.L2", "prefetch.global.L2::evict_last")
 PREFETCHED: list[int] = []  # addresses asked for, in order
 MEMORY = re.compile(
     r"(?P<what>ld|st|atom|red)(?:\.relaxed\.gpu)?\.global(?:\.L1::evict_last)?"
-    r"(?:\.(?P<operation>add|max|exch))?(?:\.v(?P<count>4))?\.(?P<kind>[busf])(?P<width>\d+)"
+    r"(?:\.(?P<operation>add|max|exch))?(?:\.v(?P<count>[24]))?\.(?P<kind>[busf])(?P<width>\d+)"
 )
 STATEMENT = re.compile(
     r"(?:(?P<label>[A-Za-z_]\w*):(?!:)\s*)?(?:@(?P<guard>!?\w+)\s+)?"
@@ -164,7 +164,7 @@ class Program:
     def _memory(self, match, operands):
         what, operation, width = match["what"], match["operation"], int(match["width"])
         if match["count"] is not None:
-            return self._loads(match, operands)
+            return self._several(match, operands)
         if (operation is not None) != (what in ("atom", "red")):
             raise PtxError(f"unknown instruction: {match[0]}")
         target = operands.pop(0) if what in ("ld", "atom") else None
@@ -191,18 +191,22 @@ class Program:
 
         return run
 
-    def _loads(self, match, operands):
-        """A load of several words into as many registers: one of each."""
-        if match["what"] != "ld":
+    def _several(self, match, operands):
+        """A load of several words into as many registers, or a store: one of each."""
+        what, width, is_load = match["what"], int(match["width"]), match["what"] == "ld"
+        if what not in ("ld", "st"):
             raise PtxError(f"unknown instruction: {match[0]}")
-        names, width = [name.strip() for name in operands[0][1:-1].split(",")], int(match["width"])
+        registers, place = operands if is_load else operands[::-1]
+        names = [name.strip() for name in registers[1:-1].split(",")]
         if len(names) != int(match["count"]):
-            raise PtxError(f"{match[0]} takes {match['count']} registers: {operands[0]}")
-        single = MEMORY.fullmatch(f"ld.global.{match['kind']}{width}")
-        address = re.fullmatch(r"\[\s*(\$?\w+)\s*\]", operands[1])
+            raise PtxError(f"{match[0]} takes {match['count']} registers: {registers}")
+        single = MEMORY.fullmatch(f"{what}.global.{match['kind']}{width}")
+        address = re.fullmatch(r"\[\s*(\$?\w+)\s*\]", place)
         if address is None:
-            raise PtxError(f"not an address: {operands[1]}")
-        steps = [self._memory(single, [name, f"[{address[1]} + {i * width // 8}]"]) for i, name in enumerate(names)]
+            raise PtxError(f"not an address: {place}")
+        places = [f"[{address[1]} + {i * width // 8}]" for i in range(len(names))]
+        pairs = zip(names, places, strict=True) if is_load else zip(places, names, strict=True)
+        steps = [self._memory(single, list(pair)) for pair in pairs]
 
         def run(threads, mask):
             for step in steps:

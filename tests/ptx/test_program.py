@@ -55,6 +55,8 @@ def test_memory():
     text = "{ .reg .pred p; setp.eq.u32 p, $2, 1; @p st.global.b64 [$1], $3; mov.b32 $0, 0; }"
     run(text, "=r,l,r,l", [at, 0], [1, 0], [(3 << 32) | 2, 9])  # the second thread stores nothing, nowhere
     assert words.tolist() == [2, 3, 0xFFFFFFFF, 80]
+    run("st.global.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;", "=r,l,r,r", [at, at + 8], [5, 7], [6, 8])
+    assert words.tolist() == [5, 6, 7, 8]
     assert run("{ .reg .b32 t; mov.u32 t, %tid.x; fence.acq_rel.gpu; mov.b32 $0, t; }", "=r,r", [1]) == [[0]]
 
 

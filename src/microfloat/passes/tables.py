@@ -36,6 +36,7 @@ TILES = {
     "nvfp4": (64, 64, Warps(4, 80)),
     "nvfp4_tiles": (32, 256, Warps(4, 128)),
     "nvfp4_2d": (128, 128, Warps(4)),  # both operands, `kernels.device.nvfp4_2d`
+    "nvfp4_2d_folded": (128, 128, Warps(4, 128)),
     "nvfp4_2d_small": (64, 64, Warps(1)),  # where whole tiles of the size above do not cover the matrix
     "nvfp4_rows": (32, 256, Warps(4, 112)),
     "nvfp4_values": (32, 128, Warps(4, 80)),
@@ -99,10 +100,12 @@ def tile_of_nvfp4(
     row: Nvfp4Cast | None, column: Nvfp4Cast | None, kind: int, shape: tuple[int, int]
 ) -> tuple[int, int, Warps, int]:
     """Rows, columns and warps of a tile of `casts.nvfp4`, and the number of tiles that one program casts."""
-    for tile in (TILES["nvfp4_2d"], TILES["nvfp4_2d_small"]):
+    folds = any(FOLDED.value <= cast.OUTPUT for cast in (row, column) if cast is not None)
+    for name in ("nvfp4_2d_folded",) if folds else ("nvfp4_2d", "nvfp4_2d_small"):
+        tile = TILES[name]
         if nvfp4_2d.takes(row, column, kind, shape[0] % tile[0] == shape[1] % tile[1] == 0, tile[0]):
             return *tile, 1
-    if any(FOLDED.value <= cast.OUTPUT for cast in (row, column) if cast is not None):
+    if folds:
         return *TILES["nvfp4_folded"], 1
     values = all(cast.OUTPUT for cast in (row, column) if cast is not None)  # only values are written
     name = "nvfp4_tiles" if column is not None and column.TILE else "nvfp4"

@@ -31,7 +31,7 @@ from microfloat.kernels.device.fp4 import (
     stack8,
 )
 from microfloat.kernels.device.grid_reduction import arrive, offer_count, publish_two
-from microfloat.kernels.device.nvfp4_2d import bytes_of, cast_tiles, load_halves, takes
+from microfloat.kernels.device.nvfp4_2d import bytes_of, cast_tiles, fold_tiles, load_halves, takes
 from microfloat.kernels.device.packed import add_f16x2, count_halves
 from microfloat.kernels.device.random import block_words, load_seed, zero_again, zero_like
 from microfloat.kernels.device.scales import (
@@ -499,7 +499,7 @@ def shared_seed(seed_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.constexpr):
+def nvfp4_2d(matrix, row0, col0, row, column, lossy_ptr, scratch_ptr, CAST: tl.constexpr, HOW: tl.constexpr):
     """Cast one tile into both operands by `device.nvfp4_2d`."""
     x_ptr, R, C, stride_r, stride_c = matrix
     row_out, row_scale, row_tensor_scale, amax_ptr = row
@@ -507,13 +507,28 @@ def nvfp4_2d(matrix, row0, col0, row, column, CAST: tl.constexpr, HOW: tl.conste
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     halves = load_halves(x_tile, R - row0, C - col0, stride_r, stride_c, HOW.BM, HOW.BN)
     level = load_level(amax_ptr, 0, True, CAST)
-    row_tile = row_out + row0.to(tl.int64) * (C // 2) + col0 // 2
-    column_tile = column_out + col0.to(tl.int64) * (R // 2) + row0 // 2
-    bounds = Bounds(R, C, row0, col0)
-    cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, bounds, CAST, HOW.HW, HOW.BM, HOW.BN)
-    if (row0 == 0) & (col0 == 0):
-        tl.store(row_tensor_scale, level.stored)
-        tl.store(column_tensor_scale, level.stored)
+    PER_BYTE: tl.constexpr = 2 if CAST.OUTPUT == CODES else 1
+    row_tile = row_out + row0.to(tl.int64) * (C // PER_BYTE) + col0 // PER_BYTE
+    column_tile = column_out + col0.to(tl.int64) * (R // PER_BYTE) + row0 // PER_BYTE
+    if CAST.OUTPUT == CODES:
+        bounds = Bounds(R, C, row0, col0)
+        cast_tiles(halves, level, row_tile, row_scale, column_tile, column_scale, bounds, CAST, HOW.HW, HOW.BM, HOW.BN)
+        if (row0 == 0) & (col0 == 0):
+            tl.store(row_tensor_scale, level.stored)
+            tl.store(column_tensor_scale, level.stored)
+    else:
+        scale, lossy = fold_tiles(halves, level, row_tile, column_tile, R, C, CAST, HOW.HW)
+        store_tile_scale(row_scale, scale, row0 // 128, col0 // 128, C // 128, TOGETHER)
+        store_tile_scale(column_scale, scale, col0 // 128, row0 // 128, R // 128, TOGETHER)
+        publish_counts((lossy, lossy), lossy_ptr, scratch_ptr, HOW.HW)
+
+
+@triton.jit
+def publish_counts(lossy, lossy_ptr, scratch_ptr, HW: tl.constexpr):
+    """Add the numbers of changed elements of both operands to those of the other programs."""
+    offer_count(lossy[0] + tl.zeros([], tl.int32), scratch_ptr, HW)
+    offer_count(lossy[1] + tl.zeros([], tl.int32), scratch_ptr + 2, HW)
+    publish_two(arrive(scratch_ptr + 1, HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HW)
 
 
 @triton.jit
@@ -533,9 +548,7 @@ def nvfp4_tiles(
             prefetch_later(x_ptr, pid, across, R, stride_r, HOW)
         lossy = nvfp4_tile(matrix, row0, col0, row, column, levels, seed, streams, ROW, COLUMN, LOWERED, HOW)
         if lossy_ptr is not None:
-            offer_count(lossy[0] + tl.zeros([], tl.int32), scratch_ptr, HOW.HW)
-            offer_count(lossy[1] + tl.zeros([], tl.int32), scratch_ptr + 2, HOW.HW)
-            publish_two(arrive(scratch_ptr + 1, HOW.HW), tl.num_programs(0), lossy_ptr, scratch_ptr, HOW.HW)
+            publish_counts(lossy, lossy_ptr, scratch_ptr, HOW.HW)
     else:
         end = tl.minimum(row0 + HOW.BM * STEPS, R)
         while row0 < end:
@@ -585,8 +598,9 @@ def quantize_nvfp4(
         lowered = is_modest(row_amax, ROW) & is_modest(column_amax, COLUMN)
     if takes(ROW, COLUMN, HOW.KIND, HOW.EVEN, HOW.BM):
         # From the last tile to the first: the amax pass ended there, so these tiles are still in the L2 cache.
-        tile = tl.num_programs(0) - 1 - pid
-        nvfp4_2d(matrix, (tile // (C // BN)) * HOW.BM, (tile % (C // BN)) * BN, row, column, ROW, HOW)
+        tile = pid if STEPS == 0 else tl.num_programs(0) - 1 - pid  # the amax of a group is that of tile `pid`
+        row0, col0 = (tile // (C // BN)) * HOW.BM, (tile % (C // BN)) * BN
+        nvfp4_2d(matrix, row0, col0, row, column, lossy_ptr, scratch_ptr, ROW, HOW)
     elif lowered:
         nvfp4_tiles(matrix, row, column, seed_ptr, streams, pid, lossy_ptr, scratch_ptr, ROW, COLUMN, True, STEPS, HOW)
     else:

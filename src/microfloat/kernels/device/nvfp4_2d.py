@@ -3,7 +3,8 @@
 Both operands share the scale of a 16 x 16 tile, so the codes of the column operand are the transposed codes of the row
 operand (docs/numerics.md 2.4). A lane holds half a tile, 16 rows of 8 neighbouring elements, encodes them once, and
 transposes its codes in registers to 4 bytes of a row and 8 bytes of a column. A warp of 8 x 4 lanes covers 64 x 64
-elements and writes whole sectors of both operands.
+elements and writes whole sectors of both operands. Folded to FP8 under a scale for 128 x 128, the eight magnitudes of
+a tile of 16 x 16 are eight bytes, by which its codes choose.
 
 Shapes [8, 4, N, 4]: 8 lanes side by side, 4 below each other, N = BM / 64 x BN / 64 warps of a program, 4 words a row.
 """
@@ -12,15 +13,26 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels.constants import Nvfp4Cast
-from microfloat.kernels.device.convert import WORDS_BF16, bits_of, encode_integer, high_half, low_half, packed_max_abs
+from microfloat.kernels.device.convert import (
+    WORDS_BF16,
+    bits_of,
+    decode,
+    encode_integer,
+    encode_quad,
+    high_half,
+    low_half,
+    packed_max_abs,
+)
 from microfloat.kernels.device.fp4 import choose_bytes
-from microfloat.kernels.device.scales import FOUR_OVER_SIX_MAE, e4m3_scale
+from microfloat.kernels.device.scales import FOUR_OVER_SIX_MAE, e4m3_scale, fold_scales
 from microfloat.kernels.device.squares import both_high, both_low, larger, largest, magnitudes
 from microfloat.kernels.device.tiles import load_pair
 
 SIDE = tl.constexpr(64)  # rows and columns that a warp covers
 UPPER = tl.constexpr(-252645136)  # 0xF0F0F0F0: the upper nibbles of bytes
 SIGNS = tl.constexpr(-2004318072)  # 0x88888888: the signs of an oct
+BYTE_SIGNS = tl.constexpr(-2139062144)  # 0x80808080
+MAGNITUDES = tl.constexpr((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 @triton.constexpr_function
@@ -38,30 +50,23 @@ def codes_are_shared(row, column):
 @triton.constexpr_function
 def takes(row, column, kind, even, rows):
     """True if this module serves the casts `row` and `column`: shared codes, bfloat16 words, whole tiles (`even`)."""
-    if row is None or column is None or kind != WORDS_BF16 or not even or rows % 64 != 0:
+    if row is None or column is None or kind != WORDS_BF16 or not even:
         return False
-    codes = all(Nvfp4Cast(*cast).OUTPUT == 0 for cast in (row, column))
-    return codes and codes_are_shared(row, column)
+    outputs = Nvfp4Cast(*row).OUTPUT, Nvfp4Cast(*column).OUTPUT
+    side = {(0, 0): 64, (3, 3): 128}.get(outputs)  # codes, or folded to 128x128
+    return side is not None and rows % side == 0 and codes_are_shared(row, column)
 
 
 @triton.jit
-def byte_of(a, b, INDEX: tl.constexpr):
-    """Byte INDEX of the eight bytes of (a, b)."""
-    if INDEX < 4:
-        return (a >> (8 * INDEX)) & 0xFF
-    else:
-        return (b >> (8 * (INDEX - 4))) & 0xFF
-
-
-@triton.jit
-def bytes_of(a, b, SELECTOR: tl.constexpr, HW: tl.constexpr):
-    """Four of the eight bytes of (a, b), chosen by the nibbles of SELECTOR, the lowest first."""
+def bytes_of(a, b, selector, HW: tl.constexpr):
+    """Four of the eight bytes of (a, b), chosen by the lowest nibbles of `selector` (at most 7), the lowest first."""
     if HW:
-        return choose_bytes(a, b, SELECTOR)
+        return choose_bytes(a, b, selector)
     else:
-        chosen = byte_of(a, b, SELECTOR & 7)
-        for i in tl.static_range(1, 4):
-            chosen = chosen | (byte_of(a, b, (SELECTOR >> (4 * i)) & 7) << (8 * i))
+        chosen = tl.zeros_like(a)
+        for i in tl.static_range(4):
+            index = (selector >> (4 * i)) & 7
+            chosen |= ((tl.where(index < 4, a, b) >> (8 * (index & 3))) & 0xFF) << (8 * i)
         return chosen
 
 
@@ -77,13 +82,21 @@ def merged(a, b, MASK: tl.constexpr, HW: tl.constexpr):
 
 
 @triton.jit
-def store_in_place(at, value, HW: tl.constexpr):
-    """Store int64 values directly from their threads; Triton would first gather neighbours through shared memory."""
-    if HW:
-        PTX: tl.constexpr = "st.global.b64 [$1], $2; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(PTX, "=r,l,l", [at.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1)
+def store_in_place(at, words, HW: tl.constexpr):
+    """Store two or four words behind each other, directly from their threads; Triton would first gather neighbours
+    through shared memory.
+    """
+    if HW and len(words) == 2:
+        PTX: tl.constexpr = "st.global.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;"
+        arguments = [at.to(tl.int64), words[0], words[1]]
+        tl.inline_asm_elementwise(PTX, "=r,l,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
+    elif HW:
+        PTX: tl.constexpr = "st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
+        arguments = [at.to(tl.int64), words[0], words[1], words[2], words[3]]
+        tl.inline_asm_elementwise(PTX, "=r,l,r,r,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
     else:
-        tl.store(at, value)
+        for i in tl.static_range(len(words)):
+            tl.store(at + i, words[i])
 
 
 @triton.jit
@@ -145,7 +158,8 @@ def encoding(factor, value, decode, bad, HW: tl.constexpr):
 def code_bits(y, units):
     """`fp4.rounded_code` of |y| < 7."""
     v = tl.abs(y)
-    return bits_of(tl.minimum(tl.minimum(tl.fma(v, 2.0, units[0]), v + units[1]), tl.fma(v, 0.5, units[2])))
+    a = tl.minimum(bits_of(tl.fma(v, 2.0, units[0])), bits_of(v + units[1]))
+    return tl.minimum(a, bits_of(tl.fma(v, 0.5, units[2])))
 
 
 @triton.jit
@@ -165,21 +179,28 @@ def magnitude_codes(word, code, HW: tl.constexpr):
 
 
 @triton.jit
-def quads(a, b, c, d, code, signs, HW: tl.constexpr):
-    """Codes of words of four rows: one half per column, with the first row in the lowest nibble."""
+def quads(a, b, c, d, code, HW: tl.constexpr):
+    """Codes of words of four rows without signs, one half per column, with the first row in the lowest nibble; and the
+    bytes with the signs of the first and third row, and of the others.
+    """
     codes = magnitude_codes(a, code, HW) + (magnitude_codes(b, code, HW) << 4)
     codes += (magnitude_codes(c, code, HW) << 8) + (magnitude_codes(d, code, HW) << 12)
-    first, second = bytes_of(a, c, 0x7351, HW), bytes_of(b, d, 0x7351, HW)
-    return codes | (merged(second, first >> 4, UPPER, HW) & signs)
+    return codes, bytes_of(a, c, 0x7351, HW), bytes_of(b, d, 0x7351, HW)
+
+
+@triton.jit
+def words_apart(words):
+    """The four words of every lane as tensors [8, 4, N]."""
+    even, odd = tl.split(tl.reshape(words, [8, 4, words.shape[2], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
 def row_octs(codes, HW: tl.constexpr):
     """Octs of four rows, each [8, 4, N], from quads [8, 4, N, 4]."""
-    N: tl.constexpr = codes.shape[2]
-    even, odd = tl.split(tl.reshape(codes, [8, 4, N, 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
+    first, second, third, fourth = words_apart(codes)
     octs = ()
     for SELECTOR in tl.static_range(0x6240, 0x7352, 0x1111):  # the first two rows' bytes, the others'
         a, b = bytes_of(first, second, SELECTOR, HW), bytes_of(third, fourth, SELECTOR, HW)
@@ -189,20 +210,13 @@ def row_octs(codes, HW: tl.constexpr):
 
 
 @triton.jit
-def both_octs(first, second):
-    """Two octs as int64."""
-    return (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
-
-
-@triton.jit
 def store_columns(codes, out_tile, r, w, R, HW: tl.constexpr):
     """Store the column operand from four tensors of quads, 8 bytes of each column of a lane."""
     c = (w + tl.arange(0, 4)[None, None, None, :]) * 2
-    at = out_tile.to(tl.pointer_type(tl.int64)) + (c * (R // 16) + r // 16)
-    even = both_octs(both_low(codes[0], codes[1], HW), both_low(codes[2], codes[3], HW))
-    odd = both_octs(both_high(codes[0], codes[1], HW), both_high(codes[2], codes[3], HW))
+    at = out_tile.to(tl.pointer_type(tl.int32)) + (c * (R // 8) + r // 8)
+    even = both_low(codes[0], codes[1], HW), both_low(codes[2], codes[3], HW)
     store_in_place(at, even, HW)
-    store_in_place(at + R // 16, odd, HW)
+    store_in_place(at + R // 8, (both_high(codes[0], codes[1], HW), both_high(codes[2], codes[3], HW)), HW)
 
 
 @triton.jit
@@ -214,6 +228,25 @@ def store_scales(stored, row_scale, column_scale, row0, col0, R, C, BM: tl.const
     j = col0 // 16 + (n % WC) * 4 + tl.arange(0, 4)[:, None, None]
     tl.store(row_scale + (i * (C // 16) + j), stored.to(tl.uint8))
     tl.store(column_scale + (j * (R // 16) + i), stored.to(tl.uint8))
+
+
+@triton.jit
+def table_of(value, HW: tl.constexpr):
+    """E4M3 codes of the eight magnitudes times `value` in the bytes of two words, and 1 in the bytes of two others for
+    those that are not exact.
+    """
+    codes, marks = (), ()
+    for half in tl.static_range(2):
+        v = ()
+        for i in tl.static_range(4):
+            v = v + (value * MAGNITUDES[4 * half + i],)
+        word = encode_quad(v[0], v[1], v[2], v[3], 0, 3, 7, False, HW)
+        mark = tl.zeros_like(word)
+        for i in tl.static_range(4):
+            changed = (decode((word >> (8 * i)) & 0xFF, 3, 7) != v[i]) & (v[i] == v[i])  # NaN does not count
+            mark |= tl.where(changed, 1 << (8 * i), 0)
+        codes, marks = codes + (in_lanes(word),), marks + (in_lanes(mark),)
+    return codes, marks
 
 
 @triton.jit
@@ -234,10 +267,46 @@ def cast_tiles(
     )
     codes = ()
     for g in tl.static_range(4):
-        q = quads(words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3], code, signs, HW)
+        q, first, second = quads(words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3], code, HW)
+        q |= merged(second, first >> 4, UPPER, HW) & signs
         codes = codes + (q,)
         octs = row_octs(q, HW)
         for p in tl.static_range(4):  # four bytes of a lane, so that neighbours are not gathered
             tl.store(tl.multiple_of(out + (4 * g + p) * (C // 8), [4, 4, 4]), octs[p])
     store_columns(codes, column_tile, r, w, R, HW)
     store_scales(stored, row_scale, column_scale, row0, col0, R, C, BM, BN)
+
+
+@triton.jit
+def fold_tiles(halves, level, row_tile, column_tile, R, C, CAST: tl.constexpr, HW: tl.constexpr):
+    """`cast_tiles` of one tile of 128 x 128, folded: returns its scale and the number of elements that changed."""
+    r, w, words = halves
+    amax = tile_amax(words, HW)
+    stored, factor, value = e4m3_scale(amax, level, CAST, False, HW)
+    bad = amax > 0x7F800000
+    code, signs = encoding(factor, value, level.decode, bad, HW), in_lanes(tl.where(bad, 0, BYTE_SIGNS))
+    both = tl.reshape(stored, [16, stored.shape[2]])
+    down, up = fold_scales(both, both, True)
+    codes, marks = table_of(value * down, HW)
+    at = row_tile.to(tl.pointer_type(tl.int32)) + (
+        tl.reshape(r, [1, 4, r.shape[2]]) * (C // 4) + tl.reshape(w, [8, 1, w.shape[2]]) // 2
+    )
+    low, high, lossy = (), (), tl.zeros_like(words[0])
+    for g in tl.static_range(4):
+        q, first, second = quads(words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3], code, HW)
+        a = bytes_of(codes[0], codes[1], q, HW) | (bytes_of(first, second, 0x5140, HW) & signs)
+        b = bytes_of(codes[0], codes[1], q >> 16, HW) | (bytes_of(first, second, 0x7362, HW) & signs)
+        low, high = low + (a,), high + (b,)
+        lossy += bytes_of(marks[0], marks[1], q, HW) + bytes_of(marks[0], marks[1], q >> 16, HW)
+        for half in tl.static_range(2):
+            pairs = words_apart(bytes_of(a, b, 0x7362 if half else 0x5140, HW))  # of columns, in two rows
+            for SELECTOR in tl.static_range(0x5410, 0x7633, 0x2222):  # the first row, the second
+                row = bytes_of(pairs[0], pairs[1], SELECTOR, HW), bytes_of(pairs[2], pairs[3], SELECTOR, HW)
+                store_in_place(at + (4 * g + 2 * half + SELECTOR // 0x7000) * (C // 4), row, HW)
+    c = (w + tl.arange(0, 4)[None, None, None, :]) * 2
+    at = column_tile.to(tl.pointer_type(tl.int32)) + (c * (R // 4) + r // 4)
+    store_in_place(at, low, HW)
+    store_in_place(at + R // 4, high, HW)
+    lossy = tl.sum(lossy, 3)  # at most 32 in a byte
+    lossy = tl.sum(tl.sum(tl.sum((lossy & 0xFF00FF) + ((lossy >> 8) & 0xFF00FF), 2), 1), 0)
+    return up * level.stored, (lossy & 0xFFFF) + (lossy >> 16)
