@@ -368,7 +368,8 @@ def jax_table() -> str:
     """A Linear in JAX, in the recipe's name: time beside bf16's, the GEMMs that XLA chose, and temporary memory."""
     data, own = (json.loads((RESULTS / name).read_text(encoding="utf-8"))
                  for name in ("jax_linear.json", "jax_linear_own.json"))  # fmt: skip
-    names = {"flax_direct": "Flax's `Fp8DirectDotGeneralOp`", "mxfp8.folded": '`mxfp8` `path="folded"`'}
+    names = {"flax_direct": "Flax's `Fp8DirectDotGeneralOp`"}
+    names |= {f"{recipe}.folded": f'`{recipe}` `path="folded"`' for recipe in ("mxfp8", "nvfp4")}
     by_id = {entry["id"]: entry for entry in (*data["rows"], *own["rows"])}  # microfloat's own GEMM came later
     cells = []
     for entry in by_id.values():
