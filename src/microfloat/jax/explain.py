@@ -154,6 +154,7 @@ class _Target(NamedTuple):
 
 def _casts(recipe: Recipe, target: _Target, shape: tuple[int, int, int] | None, backend: str) -> list[CastRow]:
     """A row for each quantized operand: a kernel casts it where all casts of its tensor have one."""
+    assert target.chip is not None  # `explain` lists no casts without one
     rows, inputs, outputs = shape or (0, 0, 0)
     sizes = {"x": (rows, inputs), "w": (outputs, inputs), "dy": (rows, outputs)}
     found = []

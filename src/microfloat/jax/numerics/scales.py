@@ -160,7 +160,8 @@ def _tensor_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | N
     encode_factor = f32.where(unscaled, one, f32.divide(capacity, clamped))
     stored = f32.where(unscaled, one, f32.divide(clamped, np.float32(constants.capacity)))
     # Scalars: the barrier keeps XLA from moving them into products over all blocks, in another order.
-    return _TensorLevel(constants, *lax.optimization_barrier((amax, encode_factor, stored)), overflowed)
+    level = lax.optimization_barrier((amax, encode_factor, stored))
+    return _TensorLevel(constants, level[0], level[1], level[2], overflowed)
 
 
 def _two_level(tiles: Array, cast: Cast, constants: TwoLevel, amax: Array | None) -> BlockScales:

@@ -128,7 +128,7 @@ def _like(func: Operator, args: Arguments, kwargs: Options) -> torch.Tensor:
     """
     q = args[0]
     if func is aten.new_zeros.default and not kwargs.keys() - {"pin_memory"} and q.axis != 0:
-        is_shared = isinstance(q, torch.nn.Parameter) or q._is_shard
+        is_shared = q._is_shard or isinstance(args[0], torch.nn.Parameter)
         has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if is_shared and has_group and len(args[1]) == q.dim() and tuple(args[1][1:]) == tuple(q.shape[1:]):
             return upper("shard_of_zeros")(q, args[1][0])  # rows of it
