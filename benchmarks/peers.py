@@ -247,6 +247,7 @@ class Own:
         from benchmarks import model
 
         self.step = None
+        torch.compiler.reset()  # else other sizes of a layer are compiled for any size
         model.clean(self.device)
         return {}
 

@@ -87,6 +87,16 @@ def test_a_failure_is_an_answer_and_the_next_command_is_served(capsys):
     assert "no layer" in capsys.readouterr().err
 
 
+def test_a_work_forgets_the_shapes_that_the_one_before_compiled(monkeypatch):
+    done = []
+    monkeypatch.setattr(peers.torch.compiler, "reset", lambda: done.append("reset"))
+    own = peers.Own("torchao.tensorwise", "cpu", True)
+    own.step = lambda: None
+    own.drop()
+    assert done == ["reset"], "a layer of other sizes would be compiled for any size, which made torchao 10 % slower"
+    assert own.step is None
+
+
 def test_a_process_that_ends_is_named_by_its_status(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.sys, "executable", "false")
     gone = peers.Candidate("row", argparse.Namespace(device="cpu", quick=True))
