@@ -17,6 +17,7 @@ import triton.language as tl
 
 from microfloat.kernels.casts.blocks import columns_amax, rows_amax, spread_columns, spread_rows
 from microfloat.kernels.constants import ScaledCast
+from microfloat.kernels.device import tiles
 from microfloat.kernels.device.convert import (
     WORDS_BF16,
     WORDS_F16,
@@ -45,20 +46,6 @@ from microfloat.kernels.device.squares import (
     store_columns,
     stored_bytes,
 )
-from microfloat.kernels.device.tiles import (
-    lane_rows,
-    lane_words,
-    load_pair,
-    prefetch_later,
-    store_pairs,
-    store_quads,
-    store_tile_scale,
-    tile_of_program,
-    transpose_quads,
-)
-
-# -------------------------------------------------------------------------------------------------------------- squares
-
 
 TILE = tl.constexpr(128)
 
@@ -284,9 +271,6 @@ def store_group_scales(groups, scale_ptr):
     tl.store(scale_ptr + r, scale_of(value), mask=n % 2 == 0)
 
 
-# ------------------------------------------------------------------------------------------------- any tile and element
-
-
 @triton.jit
 def group_scale(largest, MB: tl.constexpr, BIAS: tl.constexpr):
     """Exponent Eg and FP32 scale ``2^(Eg - 127)`` of a group from its largest byte (255 = NaN)."""
@@ -323,9 +307,9 @@ def fold_rows(
     rows = R - row0
     cols = C - col0
     T: tl.constexpr = 32 // (16 if CAST.STOCHASTIC else 8)  # lanes that share a block
-    r = lane_rows(HOW.BM)
-    w = lane_words(128, 32 // T)
-    raw, low, high = load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, HOW.KIND, HOW.EVEN, 0)
+    r = tiles.lane_rows(HOW.BM)
+    w = tiles.lane_words(128, 32 // T)
+    raw, low, high = tiles.load_pair(x_tile, r, w, rows, cols, stride_r, stride_c, HOW.KIND, HOW.EVEN, 0)
     amax = rows_amax((raw, low, high), False, 4, T, HOW)
     byte, factor = e8m0_scale(amax, CAST.BIAS, CAST.RULE)
     largest = tl.max(byte, 0)  # [HOW.BM]
@@ -336,7 +320,7 @@ def fold_rows(
         exponent, largest = exponent[None, :], largest[None, :]
     shift = group_shift(byte, exponent, largest)
     if TILE:
-        store_tile_scale(scale_ptr, scale, row0 // HOW.BM, col0 // 128, (C + 127) // 128, TILE)
+        tiles.store_tile_scale(scale_ptr, scale, row0 // HOW.BM, col0 // 128, (C + 127) // 128, TILE)
     else:
         rs = tl.arange(0, HOW.BM)
         tl.store(scale_ptr + (col0 // 128) * R + row0 + rs, scale, mask=rs < rows)
@@ -349,7 +333,7 @@ def fold_rows(
             factor = spread_rows(factor, 4, T, HOW.BM)
             low, high = low * factor, high * factor
         codes, lossy = fold_pair(low, high, spread_rows(words, 4, T, HOW.BM))
-        store_pairs(out_tile, codes.to(tl.int16), r, w, rows, cols, C, 8, HOW.PAIRS, HOW.EVEN)
+        tiles.store_pairs(out_tile, codes.to(tl.int16), r, w, rows, cols, C, 8, HOW.PAIRS, HOW.EVEN)
         return count_halves(tl.reduce(tl.reduce(lossy, 3, add_f16x2), 2, add_f16x2))
     else:
         factor = spread_rows(factor, 4, T, HOW.BM)
@@ -371,7 +355,7 @@ def fold_rows_by_steps(out_tile, low, high, shift, generator, r, w, bounds, CAST
     a, b = quantized_pair(low, high, random, random >> 8, CAST.MB, CAST.BIAS, CAST.STOCHASTIC, HOW.HW)
     a, b = a * shift, b * shift
     codes = encode_pair(a, b, 0, TMB, TBIAS, False, HOW.HW)
-    store_pairs(out_tile, codes, r, w, R - row0, C - col0, C, 8, HOW.PAIRS, HOW.EVEN)
+    tiles.store_pairs(out_tile, codes, r, w, R - row0, C - col0, C, 8, HOW.PAIRS, HOW.EVEN)
     lossy = is_lossy(a, TBIAS) + is_lossy(b, TBIAS)
     return tl.sum(tl.sum(tl.sum(tl.sum(lossy, 3), 2), 1), 0)
 
@@ -400,7 +384,7 @@ def fold_columns(
         exponent_high = exponent_low
         shift_low = group_shift(byte_low, exponent_low, largest_low)
         shift_high = group_shift(byte_high, exponent_low, largest_low)
-        store_tile_scale(scale_ptr, scale, col0 // HOW.BN, row0 // 128, (R + 127) // 128, TILE)
+        tiles.store_tile_scale(scale_ptr, scale, col0 // HOW.BN, row0 // 128, (R + 127) // 128, TILE)
     else:
         largest_low, largest_high = tl.max(byte_low, 0), tl.max(byte_high, 0)
         exponent_low, scale = group_scale(largest_low, CAST.MB, CAST.BIAS)
@@ -446,8 +430,8 @@ def store_column_quads(codes, out_tile, columns, second, quads, bounds, HOW: tl.
     `columns` [W, 1] and `quads` [1, 32] are local indices of first columns and of quads.
     """
     R, C, row0, col0 = bounds
-    codes = transpose_quads(codes, 4, 8, HOW.BN // 2)
-    store_quads(out_tile, codes, columns + second, quads, R - row0, C - col0, R, 8, HOW.QUADS, HOW.EVEN)
+    codes = tiles.transpose_quads(codes, 4, 8, HOW.BN // 2)
+    tiles.store_quads(out_tile, codes, columns + second, quads, R - row0, C - col0, R, 8, HOW.QUADS, HOW.EVEN)
 
 
 @triton.jit
@@ -512,12 +496,12 @@ def fold_blocks(
     1x128 scales are stored column-major. 128x128 scales (ROW_TILE, COLUMN_TILE > 0) are stored row by row, each row
     padded to a multiple of that number.
     """
-    pid, across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
+    pid, across, source, bounds = tiles.tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW, plan_ptr, tails_ptr)
     R, C, row0, col0 = bounds
     lossy_rows, lossy_columns = 0, 0
     if folds(ROW, COLUMN, ROW_TILE + COLUMN_TILE, HOW.KIND, HOW.EVEN):
         squares = load_squares(source, R - row0, C - col0, LOAD, 0, HOW)
-        prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
+        tiles.prefetch_later(x_ptr, pid, across, R, source.stride_r, HOW, plan_ptr)
         outputs = (row_out, row_scale, column_out, column_scale)
         lossy_rows, lossy_columns = fold_squares(squares, outputs, bounds, ROW, COLUMN, HOW.HW)
     else:

@@ -14,36 +14,12 @@ import triton
 import triton.language as tl
 
 from microfloat.kernels.constants import Nvfp4Cast
+from microfloat.kernels.device import fp4, scales
 from microfloat.kernels.device.convert import WORDS_BF16, encode_e4m3_scale, float_of
-from microfloat.kernels.device.fp4 import (
-    column_block_amax,
-    column_octs,
-    column_values,
-    fold_words,
-    hadamard_column_blocks,
-    hadamard_row_blocks,
-    load_column_blocks,
-    load_row_blocks,
-    nearest_value,
-    row_block_amax,
-    row_octs,
-    row_values,
-    stack8,
-)
 from microfloat.kernels.device.grid_reduction import arrive, offer_count, publish_two
 from microfloat.kernels.device.nvfp4_2d import bytes_of, cast_tiles, fold_tiles, load_halves, takes
 from microfloat.kernels.device.packed import add_f16x2, count_halves
 from microfloat.kernels.device.random import block_words, load_seed, zero_again, zero_like
-from microfloat.kernels.device.scales import (
-    FOUR_OVER_SIX_MAE,
-    FOUR_OVER_SIX_MSE,
-    ONE_LEVEL,
-    TWO_LEVEL,
-    e4m3_factor,
-    e4m3_scale,
-    fold_scales,
-    tensor_level,
-)
 from microfloat.kernels.device.tiles import (
     Bounds,
     group_of,
@@ -74,9 +50,6 @@ class Operand(NamedTuple):
     amax: tl.tensor
 
 
-# -------------------------------------------------------------------------------------------------------- four over six
-
-
 # The maximum of each block (or 16 x 16 tile) is mapped to 6 or to 4, whichever has the smaller error (docs/numerics.md
 # 2.6). The order of additions is part of the definition, and no multiplication may be fused with an addition.
 
@@ -86,7 +59,7 @@ def candidate(amax_bits, level, K: tl.constexpr, HW: tl.constexpr):
     """Stored byte, encode factor and dec(byte) of one candidate: K = 1 maps the maximum to 6, K = 1.5 to 4."""
     base = tl.div_rn(float_of(amax_bits), 6.0) * level.encode
     stored = encode_e4m3_scale(tl.minimum(base * K, 448.0), HW)
-    factor, value = e4m3_factor(stored, level.decode, False, HW)
+    factor, value = scales.e4m3_factor(stored, level.decode, False, HW)
     return stored, factor, value
 
 
@@ -95,9 +68,9 @@ def row_error(block, factor, value, amax, CAST: tl.constexpr, HW: tl.constexpr):
     """Sum of the 16 errors of a block, from left to right."""
     total = 0.0  # 0 + error is error
     for i in tl.static_range(16):
-        v = nearest_value(block[i] * factor, HW)
+        v = fp4.nearest_value(block[i] * factor, HW)
         d = tl.div_rn((v * value) * amax, CAST.CAPACITY) - block[i]
-        if CAST.RULE == FOUR_OVER_SIX_MSE:
+        if CAST.RULE == scales.FOUR_OVER_SIX_MSE:
             error = d * d
         else:
             error = tl.abs(d)
@@ -117,19 +90,16 @@ def sum_tree(t, N: tl.constexpr, M: tl.constexpr):
     return tl.sum(tl.reshape(t, [N, 2, M]), 1)
 
 
-# --------------------------------------------------------------------------------------------------------------- scales
-
-
 @triton.jit
 def load_level(amax_ptr, index, inside, CAST: tl.constexpr):
     """First-level scale of an operand, from its amax or (PER_ROW) from the amax of each row."""
-    if CAST.RULE == ONE_LEVEL:
+    if CAST.RULE == scales.ONE_LEVEL:
         amax = tl.zeros([], tl.float32)
     elif CAST.PER_ROW:
         amax = tl.load(amax_ptr + index, mask=inside, other=0.0)
     else:
         amax = tl.load(amax_ptr)
-    return tensor_level(amax, CAST)
+    return scales.tensor_level(amax, CAST)
 
 
 @triton.jit
@@ -137,8 +107,8 @@ def choose_rows(
     block, amax, level, CAST: tl.constexpr, LOWERED: tl.constexpr, HW: tl.constexpr, NB: tl.constexpr, BM: tl.constexpr
 ):
     """Stored byte, encode factor and decoded scale of blocks along rows."""
-    if CAST.RULE < FOUR_OVER_SIX_MAE:
-        return e4m3_scale(amax, level, CAST, LOWERED, HW)
+    if CAST.RULE < scales.FOUR_OVER_SIX_MAE:
+        return scales.e4m3_scale(amax, level, CAST, LOWERED, HW)
     else:
         stored6, factor6, value6 = candidate(amax, level, 1.0, HW)
         stored4, factor4, value4 = candidate(amax, level, 1.5, HW)
@@ -169,12 +139,12 @@ def choose_columns(
     G: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Stored bytes, encode factors and decoded scales of blocks along both columns of words, as pairs."""
-    if CAST.RULE < FOUR_OVER_SIX_MAE:
-        s, f, v = e4m3_scale(amax_low, level_low, CAST, LOWERED, HW)
+    if CAST.RULE < scales.FOUR_OVER_SIX_MAE:
+        s, f, v = scales.e4m3_scale(amax_low, level_low, CAST, LOWERED, HW)
         if CAST.TILE:
             return (s, s), (f, f), (v, v)
         else:
-            s2, f2, v2 = e4m3_scale(amax_high, level_high, CAST, LOWERED, HW)
+            s2, f2, v2 = scales.e4m3_scale(amax_high, level_high, CAST, LOWERED, HW)
             return (s, s2), (f, f2), (v, v2)
     else:
         s6, f6, v6 = candidate(amax_low, level_low, 1.0, HW)
@@ -216,7 +186,7 @@ def can_lower(cast):
     if cast is None:
         return False
     cast = Nvfp4Cast(*cast)
-    return cast.STOCHASTIC and not cast.PER_ROW and cast.RULE != ONE_LEVEL
+    return cast.STOCHASTIC and not cast.PER_ROW and cast.RULE != scales.ONE_LEVEL
 
 
 @triton.jit
@@ -237,12 +207,12 @@ def fold_rows(made, stored, level, operand, bounds, CAST: tl.constexpr, LOWERED:
     R, length, row0, col0 = bounds
     block, words, factor, value, random = made
     r = tl.arange(0, HOW.BM)[None, :]
-    down, up = fold_scales(stored, stored, CAST.OUTPUT == TILED)
-    v = row_values(block, words, factor, value * down, random, CAST.STOCHASTIC, LOWERED, True, HOW.HW)
+    down, up = scales.fold_scales(stored, stored, CAST.OUTPUT == TILED)
+    v = fp4.row_values(block, words, factor, value * down, random, CAST.STOCHASTIC, LOWERED, True, HOW.HW)
     q = ()
     lossy = tl.zeros_like(stored)
     for i in tl.static_range(4):
-        codes, changed = fold_words(v[2 * i], v[2 * i + 1], HOW.HW)
+        codes, changed = fp4.fold_words(v[2 * i], v[2 * i + 1], HOW.HW)
         q, lossy = q + (codes,), add_counts(lossy, changed, HOW.HW)
     codes = tl.join(tl.join(q[0], q[2]), tl.join(q[1], q[3]))  # [NB, BM, 2, 2], in order
     quad = tl.arange(0, HOW.BN // 16)[:, None, None, None] * 4
@@ -271,24 +241,24 @@ def fold_columns(made, stored, levels, operand, bounds, CAST: tl.constexpr, LOWE
     G: tl.constexpr = HOW.BM // 16
     W: tl.constexpr = HOW.BN // 2
     if CAST.OUTPUT == TILED:
-        down, up = fold_scales(stored[0], stored[1], True)
+        down, up = scales.fold_scales(stored[0], stored[1], True)
         scale, tiles = up * levels[0].stored, (length + 127) // 128
         store_tile_scale(operand.scale, scale, col0 // 128, row0 // 128, tiles, TOGETHER)
         values = (values[0] * down, values[1] * down)
     else:
         c = tl.arange(0, W)[None, :] * 2
         at = operand.scale + (row0 // 128) * C + col0 + c
-        down, up = fold_scales(stored[0], stored[0], False)
+        down, up = scales.fold_scales(stored[0], stored[0], False)
         tl.store(at, up * levels[0].stored, mask=c < C - col0)
-        down2, up = fold_scales(stored[1], stored[1], False)
+        down2, up = scales.fold_scales(stored[1], stored[1], False)
         tl.store(at + 1, up * levels[1].stored, mask=c + 1 < C - col0)
         values = (values[0] * down, values[1] * down2)
-    v = column_values(blocks, words, factors, values, random, CAST.STOCHASTIC, LOWERED, True, HOW.HW)
+    v = fp4.column_values(blocks, words, factors, values, random, CAST.STOCHASTIC, LOWERED, True, HOW.HW)
     first, second = (), ()
     lossy = tl.zeros_like(stored[0])
     for i in tl.static_range(4):
-        a, changed = fold_words(v[4 * i], v[4 * i + 1], HOW.HW)
-        b, more = fold_words(v[4 * i + 2], v[4 * i + 3], HOW.HW)
+        a, changed = fp4.fold_words(v[4 * i], v[4 * i + 1], HOW.HW)
+        b, more = fp4.fold_words(v[4 * i + 2], v[4 * i + 3], HOW.HW)
         first, second = first + (bytes_of(a, b, 0x6420, HOW.HW),), second + (bytes_of(a, b, 0x7531, HOW.HW),)
         lossy = add_counts(lossy, add_counts(changed, more, HOW.HW), HOW.HW)
     out_tile = operand.out + col0.to(tl.int64) * length + row0
@@ -313,13 +283,13 @@ def nvfp4_rows(
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     rows = R - row0
     cols = C - col0
-    words, block = load_row_blocks(x_tile, rows, cols, stride_r, stride_c, HOW.KIND, HOW.EVEN, NB, HOW.BM)
+    words, block = fp4.load_row_blocks(x_tile, rows, cols, stride_r, stride_c, HOW.KIND, HOW.EVEN, NB, HOW.BM)
     if CAST.SIGNS >= 0:
         cols = (cols + 15) // 16 * 16
-        words, block = hadamard_row_blocks(block, CAST.SIGNS, HOW.KIND, HOW.HW)
-        amax = row_block_amax(words, block, WORDS_BF16, False, HOW.HW)
+        words, block = fp4.hadamard_row_blocks(block, CAST.SIGNS, HOW.KIND, HOW.HW)
+        amax = fp4.row_block_amax(words, block, WORDS_BF16, False, HOW.HW)
     else:
-        amax = row_block_amax(words, block, HOW.KIND, False, HOW.HW)
+        amax = fp4.row_block_amax(words, block, HOW.KIND, False, HOW.HW)
     if CAST.TILE:
         amax = over_rows(amax, NB, HOW.BM, 16)
     b = tl.arange(0, NB)[:, None]
@@ -340,7 +310,7 @@ def nvfp4_rows(
         made = (block, words, factor, value, random)
         lossy = fold_rows(made, stored, level, operand, Bounds(R, length, row0, col0), CAST, LOWERED, HOW)
     elif CAST.OUTPUT == CODES:
-        first, second = row_octs(block, words, factor, amax > 0x7F800000, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
+        first, second = fp4.row_octs(block, words, factor, amax > 0x7F800000, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
         out_tile = out_ptr + row0.to(tl.int64) * ((length + 1) // 2) + col0 // 2
         if CAST.ALIGNED and HOW.EVEN:
             both = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
@@ -360,10 +330,12 @@ def nvfp4_rows(
             at = scale_ptr + (row0 + r) * ((length + 15) // 16) + col0 // 16 + b
             tl.store(at, stored.to(tl.uint8), mask=None if HOW.EVEN else inside)
     else:
-        values = row_values(block, words, factor, value, random, CAST.STOCHASTIC, LOWERED, False, HOW.HW)
+        values = fp4.row_values(block, words, factor, value, random, CAST.STOCHASTIC, LOWERED, False, HOW.HW)
         out_tile = out_ptr + row0.to(tl.int64) * length + col0
         w = b[:, :, None, None] * 8 + tl.arange(0, 2)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-        store_pairs(out_tile, stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST.ALIGNED, HOW.EVEN)
+        store_pairs(
+            out_tile, fp4.stack8(values), r[:, :, None, None], w, rows, cols, length, 16, CAST.ALIGNED, HOW.EVEN
+        )
     if CAST.PER_ROW and CAST.OUTPUT < FOLDED:
         if col0 == 0:
             tl.store(tensor_scale_ptr + row0 + r, level.stored, mask=r < rows)
@@ -386,16 +358,16 @@ def nvfp4_columns(
     x_tile = x_ptr + row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     rows = R - row0
     cols = C - col0
-    words, low, high = load_column_blocks(x_tile, rows, cols, stride_r, stride_c, HOW.KIND, HOW.EVEN, G, W)
+    words, low, high = fp4.load_column_blocks(x_tile, rows, cols, stride_r, stride_c, HOW.KIND, HOW.EVEN, G, W)
     length = R
     if CAST.SIGNS >= 0:
-        MODEST: tl.constexpr = LOWERED and CAST.RULE == TWO_LEVEL
+        MODEST: tl.constexpr = LOWERED and CAST.RULE == scales.TWO_LEVEL
         length = (R + 15) // 16 * 16
         rows = length - row0
-        words, low, high = hadamard_column_blocks(low, high, CAST.SIGNS, HOW.KIND, MODEST, HOW.HW)
-        amax_low, amax_high = column_block_amax(words, low, high, WORDS_BF16, False, HOW.HW)
+        words, low, high = fp4.hadamard_column_blocks(low, high, CAST.SIGNS, HOW.KIND, MODEST, HOW.HW)
+        amax_low, amax_high = fp4.column_block_amax(words, low, high, WORDS_BF16, False, HOW.HW)
     else:
-        amax_low, amax_high = column_block_amax(words, low, high, HOW.KIND, False, HOW.HW)
+        amax_low, amax_high = fp4.column_block_amax(words, low, high, HOW.KIND, False, HOW.HW)
     if CAST.TILE:
         amax_low = over_columns(amax_low, amax_high, G, W, 16)
         amax_high = amax_low
@@ -424,7 +396,7 @@ def nvfp4_columns(
         cs = tl.arange(0, W)[:, None] * 2
         octs = tl.arange(0, 2 * G)[None, :]
         bad = (amax_low > 0x7F800000, amax_high > 0x7F800000)
-        made = column_octs((low, high), words, factors, bad, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
+        made = fp4.column_octs((low, high), words, factors, bad, random, CAST.STOCHASTIC, LOWERED, HOW.HW)
         for second in tl.static_range(2):
             codes = tl.reshape(tl.permute(tl.join(made[second][0], made[second][1]), [1, 0, 2]), [W, 2 * G])
             store_octs(out_tile, codes, cs + second, octs, cols, rows, ld, CAST.ALIGNED, HOW.EVEN)
@@ -437,7 +409,7 @@ def nvfp4_columns(
             tl.store(at, stored[0].to(tl.uint8), mask=None if HOW.EVEN else (c < cols) & (g * 16 < rows))
             tl.store(at + blocks, stored[1].to(tl.uint8), mask=None if HOW.EVEN else (c + 1 < cols) & (g * 16 < rows))
     else:
-        values = column_values((low, high), words, factors, values, random, CAST.STOCHASTIC, LOWERED, False, HOW.HW)
+        values = fp4.column_values((low, high), words, factors, values, random, CAST.STOCHASTIC, LOWERED, False, HOW.HW)
         out_tile = out_ptr + row0.to(tl.int64) * C + col0
         for i in tl.static_range(16):
             w = tl.arange(0, W)[None, :]  # not c // 2: only so are neighbours seen to be neighbours
@@ -612,10 +584,10 @@ def transform(x_ptr, out_ptr, R, C, stride_r, stride_c, MASK: tl.constexpr, HOW:
     """Hadamard transform along rows in bfloat16, [R, C rounded up to 16]; one program per BM x BN tile."""
     _pid, _across, source, bounds = tile_of_program(x_ptr, R, C, stride_r, stride_c, HOW)
     R, C, row0, col0 = bounds
-    words, block = load_row_blocks(
+    words, block = fp4.load_row_blocks(
         source.x, R - row0, C - col0, source.stride_r, source.stride_c, HOW.KIND, False, HOW.BN // 16, HOW.BM
     )
-    words, block = hadamard_row_blocks(block, MASK, HOW.KIND, HOW.HW)
+    words, block = fp4.hadamard_row_blocks(block, MASK, HOW.KIND, HOW.HW)
     length = (C + 15) // 16 * 16
     out_tile = out_ptr + row0.to(tl.int64) * length + col0
     b = tl.arange(0, HOW.BN // 16)[:, None]

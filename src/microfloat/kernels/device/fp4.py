@@ -33,8 +33,6 @@ from microfloat.kernels.device.convert import (
 )
 from microfloat.kernels.device.packed import factor_word, scale_word
 
-# ---------------------------------------------------------------------------------------------------------- loading
-
 
 @triton.jit
 def unstack8(words):
@@ -114,9 +112,6 @@ def load_column_blocks(
             low = low + (low_half(raw, KIND),)
             high = high + (high_half(raw, KIND),)
     return words, low, high
-
-
-# --------------------------------------------------------------------------------------------------------- Hadamard
 
 
 @triton.jit
@@ -215,9 +210,6 @@ def hadamard_column_blocks(low, high, MASK: tl.constexpr, KIND: tl.constexpr, MO
     return words, first, second
 
 
-# ------------------------------------------------------------------------------------------------------------- amax
-
-
 @triton.jit
 def words_amax(words, KIND: tl.constexpr, IGNORE_NAN: tl.constexpr):
     """Halfwise largest magnitude of a tuple of words."""
@@ -258,9 +250,6 @@ def column_block_amax(words, low, high, KIND: tl.constexpr, IGNORE_NAN: tl.const
         return block_amax(low, IGNORE_NAN), block_amax(high, IGNORE_NAN)
 
 
-# -------------------------------------------------------------------------------------------------- bytes and words
-
-
 @triton.jit
 def choose_bytes(a, b, SELECTOR: tl.constexpr):
     """Four of the eight bytes of (a, b), chosen by the nibbles of SELECTOR, the lowest first."""
@@ -279,9 +268,6 @@ def sign_words(words, first, second):
         for i in tl.static_range(len(first)):
             made = made + (choose_bytes(bits_of(first[i]), bits_of(second[i]), 0x7632),)
         return made
-
-
-# ----------------------------------------------------------------------------------------------------------- halves
 
 
 @triton.jit
@@ -366,9 +352,6 @@ def column_halves(blocks, words, factors, random, STOCHASTIC: tl.constexpr, LOWE
         else:
             halves = halves + (nearest_halves(a, b, words[i]),)
     return halves
-
-
-# ------------------------------------------------------------------------------------------------------------- octs
 
 
 @triton.jit
@@ -474,9 +457,6 @@ def column_octs(blocks, words, factors, bad, random, STOCHASTIC: tl.constexpr, L
         a, c = columns_oct(halves, factors[0], factors[1], 0)
         b, d = columns_oct(halves, factors[0], factors[1], 8)
         return (a, b), (c, d)
-
-
-# ------------------------------------------------------------------------------------------------ values and folds
 
 
 @triton.jit

@@ -35,19 +35,7 @@ from microfloat.kernels.casts.dequantize import SCALE_E4M3, SCALE_E8M0, SCALE_FL
 from microfloat.kernels.constants import DecodeCodes, DecodeCut
 from microfloat.kernels.device.convert import WORDS_BF16
 from microfloat.kernels.device.squares import both_high, both_low
-from microfloat.kernels.gemm.elements import (
-    ask_for,
-    begin_after,
-    finished,
-    four_words,
-    fp8_pairs,
-    multiply,
-    part_of_x,
-    placed_fp4,
-    put,
-    scale_words,
-    scaled,
-)
+from microfloat.kernels.gemm import elements
 from microfloat.kernels.gemm.shared import copy_half, places, take_half
 
 
@@ -74,8 +62,8 @@ def _joined(parts):
 @triton.jit
 def _paired(words, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, HW: tl.constexpr):
     """B operands of the tensor cores, 4 words, from 8 neighbours of each lane's token, paired like the codes."""
-    w0, w1 = part_of_x(words[0], KIND, PART, HW), part_of_x(words[1], KIND, PART, HW)
-    w2, w3 = part_of_x(words[2], KIND, PART, HW), part_of_x(words[3], KIND, PART, HW)
+    w0, w1 = elements.part_of_x(words[0], KIND, PART, HW), elements.part_of_x(words[1], KIND, PART, HW)
+    w2, w3 = elements.part_of_x(words[2], KIND, PART, HW), elements.part_of_x(words[3], KIND, PART, HW)
     if BITS == 4:
         return both_low(w0, w2, HW), both_high(w0, w2, HW), both_low(w1, w3, HW), both_high(w1, w3, HW)
     else:
@@ -96,15 +84,15 @@ def _x_ahead(
         if CUT.ORDERED:
             at = x_at[n] + (chunk * 2 + P // EACH) * (TOKENS * EACH * PARTS * 128) + (P % EACH) * (PARTS * 128)
             for part in tl.static_range(PARTS):
-                made = made + four_words(at + part * 128, here[n], False, False, HW)
+                made = made + elements.four_words(at + part * 128, here[n], False, False, HW)
         else:
             at = x_at[n] + chunk * (32 * EACH) + (P // EACH) * (16 * EACH) + 4 * (P % EACH)
             if CUT.EVEN:
-                made = made + four_words(at, here[n], False, False, HW)
+                made = made + elements.four_words(at, here[n], False, False, HW)
             else:
                 t = tl.arange(0, here[n].shape[0]) & 3
                 unit = (chunk * 8 + 4 * (P // EACH) + t) * EACH + P % EACH
-                made = made + four_words(at, tl.where(unit < x_units, here[n], 0), True, False, HW)
+                made = made + elements.four_words(at, tl.where(unit < x_units, here[n], 0), True, False, HW)
     return made
 
 
@@ -152,9 +140,9 @@ def decode_order(
     unit = (half * 4 + (lane & 3)) * EACH + step
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
     if CUT.DEPENDENT and HW:
-        x_ptr += begin_after()
+        x_ptr += elements.begin_after()
     x_at = x_ptr + ((first + token) * x_units + unit) * 4
-    words = four_words(x_at, ((token < rows) & (unit < x_units)).to(tl.int32), True, False, HW)
+    words = elements.four_words(x_at, ((token < rows) & (unit < x_units)).to(tl.int32), True, False, HW)
     at = out_ptr.to(tl.pointer_type(tl.int32)) + item * (PARTS * 128) + (lane & 31) * 4
     for part in tl.static_range(PARTS):
         made = _stack(_paired(words, BITS, KIND, part, HW))
@@ -195,7 +183,7 @@ def _load(at, chunk, has, t, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.co
     here = inside.to(tl.int32) + t * 0
     words, stored = (), ()
     for i in tl.static_range(2 * CUT.TILES):
-        words = words + four_words(code_at[i] + chunk * 32 + 16 * HALF, here, not CUT.EVEN, True, HW)
+        words = words + elements.four_words(code_at[i] + chunk * 32 + 16 * HALF, here, not CUT.EVEN, True, HW)
         if CODES.SCALE == SCALE_E4M3:
             of_unit = scale_at[i].to(tl.pointer_type(tl.uint16)) + unit
             stored = stored + (tl.load(of_unit, mask=inside, other=0).to(tl.int32),)
@@ -265,7 +253,7 @@ def _chunk_sums(
                     of_row = all_scales[half][i]
                 else:
                     of_row = _stored_scale(loaded, lane, i, half, CODES, CUT)
-                scales = scales + scale_words(of_row, CODES, CONVERSIONS, HW)
+                scales = scales + elements.scale_words(of_row, CODES, CONVERSIONS, HW)
         for u in tl.static_range(EACH):
             x = _operands_of_x(queue, CODES, CUT, KIND, HW)
             queue = _from(queue, EACH_STEP)
@@ -297,9 +285,9 @@ def _ask_early(code_at, scale_at, first, t, code_units, CODES: tl.constexpr, CUT
     chunk = first + t * CUT.LENGTH_WARPS
     here = ((t < max(CUT.STAGES, 1)) & (chunk * 8 < code_units)).to(tl.int32)
     for i in tl.static_range(2 * CUT.TILES):
-        ask_for(code_at[i] + chunk * 32, here)
+        elements.ask_for(code_at[i] + chunk * 32, here)
         if CUT.WIDE and CODES.SCALE != SCALE_FLOAT:  # scales without gaps
-            ask_for(scale_at[i] + chunk * SCALES, here)
+            elements.ask_for(scale_at[i] + chunk * SCALES, here)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -352,7 +340,7 @@ def decode_gemm(
     first = warp % STRIDE
     if CUT.DEPENDENT and HW:
         _ask_early(code_at, scale_at, first, t, code_units, CODES, CUT)
-        nothing = begin_after()
+        nothing = elements.begin_after()
         x_ptr += nothing
         first += nothing
     if CUT.GROUPED:
@@ -417,14 +405,14 @@ def _step_sums(
         a = _elements(words, 8 * tile, U, CODES, CONVERSIONS)
         b = _elements(words, 8 * tile + 4, U, CODES, CONVERSIONS)
         if CODES.SCALE != SCALE_FLOAT:
-            a = scaled(a, scales[4 * tile + U // (EACH // 2)], CODES, HW)
-            b = scaled(b, scales[4 * tile + 2 + U // (EACH // 2)], CODES, HW)
+            a = elements.scaled(a, scales[4 * tile + U // (EACH // 2)], CODES, HW)
+            b = elements.scaled(b, scales[4 * tile + 2 + U // (EACH // 2)], CODES, HW)
         for n in tl.static_range(TOKENS):
             c = _four(sums, 4 * (tile * TOKENS + n))
             for part in tl.static_range(PARTS):
                 of_x = _four(x, 4 * (n * PARTS + part))
-                c = multiply(a[0], b[0], a[1], b[1], of_x[0], of_x[1], c, HW)
-                c = multiply(a[2], b[2], a[3], b[3], of_x[2], of_x[3], c, HW)
+                c = elements.multiply(a[0], b[0], a[1], b[1], of_x[0], of_x[1], c, HW)
+                c = elements.multiply(a[2], b[2], a[3], b[3], of_x[2], of_x[3], c, HW)
             made = made + c
     return made
 
@@ -433,9 +421,9 @@ def _step_sums(
 def _elements(words, AT: tl.constexpr, U: tl.constexpr, CODES: tl.constexpr, CONVERSIONS: tl.constexpr):
     """Four pairs of elements, step U of the words of a row."""
     if CODES.BITS == 4:
-        return placed_fp4(words[AT + U])
+        return elements.placed_fp4(words[AT + U])
     else:
-        return fp8_pairs(words[AT + 2 * U], CODES.MB, CODES.BIAS, CONVERSIONS) + fp8_pairs(
+        return elements.fp8_pairs(words[AT + 2 * U], CODES.MB, CODES.BIAS, CONVERSIONS) + elements.fp8_pairs(
             words[AT + 2 * U + 1], CODES.MB, CODES.BIAS, CONVERSIONS
         )
 
@@ -492,7 +480,9 @@ def _store(
     row = row0 + warp * (16 * TILES) + (i // (4 * TOKENS)) * 16 + ((i >> 1) & 1) * 8 + (lane >> 2)
     token = ((i // 4) % TOKENS) * 8 + 2 * (lane & 3) + (i & 1)
     inside = (row < N) & (token < M)
-    total = finished(total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT)
+    total = elements.finished(
+        total, row, inside, scale_ptr, level_ptr, bias_ptr, scale_stride_r, level_stride, CODES, CUT
+    )
     if CUT.GROUPED:
         total = tl.where(is_of_expert, total, 0.0)
-    put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)
+    elements.put(out_ptr + token.to(tl.int64) * N + row, total, inside, HW)

@@ -17,16 +17,9 @@ import triton.language as tl
 
 from microfloat.kernels.casts import scaled
 from microfloat.kernels.casts.blocks import cast_columns, cast_rows, codes_at, load_columns, load_rows
+from microfloat.kernels.device import produce
 from microfloat.kernels.device.convert import ELEMENTWISE, high_half, low_half, magnitude_bits, packed_abs, stored
 from microfloat.kernels.device.grid_reduction import STORE, arrive, offer_maximum, peek, publish_maximum
-from microfloat.kernels.device.produce import (  # fmt: skip
-    GATE_GRADIENTS,
-    RMS_NORM,
-    activate,
-    activate_gradient,
-    produce_gradients,
-    produce_pair,
-)
 from microfloat.kernels.device.squares import cast_squares, load_squares, takes
 from microfloat.kernels.device.tiles import Bounds, Source, load_pair, program, store_pairs, tiles_of
 
@@ -114,8 +107,8 @@ def produced_tile(
     offset = row0.to(tl.int64) * stride_r + col0.to(tl.int64) * stride_c
     x_tile = x_ptr + offset
     y_tile, z_tile = x_tile, x_tile
-    if PRODUCER >= RMS_NORM:
-        if PRODUCER == RMS_NORM:  # reads no other
+    if PRODUCER >= produce.RMS_NORM:
+        if PRODUCER == produce.RMS_NORM:  # reads no other
             mean, bias = inverse, weight
         y_tile, z_tile = (mean + row0, inverse + row0), (weight + col0, bias + col0)
     else:
@@ -141,10 +134,10 @@ def produce_scaled(
     known, known2 = 0, 0
     if RECORDS:
         known = peek(scratch_ptr, HOW.HW)
-        if PRODUCER == GATE_GRADIENTS:
+        if PRODUCER == produce.GATE_GRADIENTS:
             known2 = peek(scratch_ptr + 3, HOW.HW)
     given = scaled.given_scale(source, epsilon, ROW, COLUMN, SOURCE)
-    if PRODUCER == GATE_GRADIENTS:
+    if PRODUCER == produce.GATE_GRADIENTS:
         given2 = scaled.given_scale(source2, epsilon, ROW, COLUMN, SOURCE)
         tile, tile2 = scaled.load_tile(at, R - row0, C - col0, PRODUCER, F, HOW)
         _amax, arrived2 = scaled.measure_tile(
@@ -156,13 +149,13 @@ def produce_scaled(
     outputs, sources = (row_out, column_out, scale, scale), (source, source)
     generators = (seed_ptr, row_stream, column_stream)
     scaled.write_tile(tile, given, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
-    if PRODUCER == GATE_GRADIENTS:
+    if PRODUCER == produce.GATE_GRADIENTS:
         outputs, sources = (row_out2, column_out2, scale2, scale2), (source2, source2)
         generators = (seed2_ptr, row_stream, column_stream)
         scaled.write_tile(tile2, given2, amax, outputs, sources, generators, epsilon, bounds, ROW, COLUMN, SOURCE, HOW)
     if RECORDS:
         scaled.record_maximum(arrived, record, scratch_ptr, given, scale, scale, ROW, COLUMN, HOW.HW)
-        if PRODUCER == GATE_GRADIENTS:
+        if PRODUCER == produce.GATE_GRADIENTS:
             scaled.record_maximum(arrived2, record2, scratch_ptr + 3, given2, scale2, scale2, ROW, COLUMN, HOW.HW)
 
 
@@ -177,7 +170,7 @@ def produce_blocks(
         x_ptr, y_ptr, z_ptr, mean, inverse, weight, bias, R, C, stride_r, stride_c, PRODUCER, HOW
     )
     R, C, row0, col0 = bounds
-    TWO: tl.constexpr = PRODUCER == GATE_GRADIENTS
+    TWO: tl.constexpr = PRODUCER == produce.GATE_GRADIENTS
     rows = R - row0
     cols = C - col0
     if not TWO and HOW.LOADS == HOW.KIND and takes(ROW, COLUMN, HOW.KIND, HOW.EVEN):
@@ -217,17 +210,17 @@ def produce_values(
     r = tl.arange(0, HOW.BM)[None, :, None]
     known = peek(scratch_ptr, HOW.HW)
     out = out_ptr + row0.to(tl.int64) * C + col0
-    if PRODUCER == GATE_GRADIENTS:
+    if PRODUCER == produce.GATE_GRADIENTS:
         known2 = peek(scratch_ptr + 3, HOW.HW)
-        values, values2 = produce_gradients(at, r, w, R - row0, C - col0, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
+        values, values2 = produce.produce_gradients(at, r, w, R - row0, C - col0, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
         offer_maximum(values_amax(values2, HOW.KIND, HOW.HW), known2, scratch_ptr + 3, HOW.HW)
         arrived2 = arrive(scratch_ptr + 4, HOW.HW)
     else:
-        values = produce_pair(at, r, w, R - row0, C - col0, PRODUCER, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
+        values = produce.produce_pair(at, r, w, R - row0, C - col0, PRODUCER, F, HOW.LOADS, HOW.EVEN, 0, HOW.HW)
     offer_maximum(values_amax(values, HOW.KIND, HOW.HW), known, scratch_ptr, HOW.HW)
     arrived = arrive(scratch_ptr + 1, HOW.HW)
     store_values(values, out, r, w, R - row0, C - col0, C, HOW.KIND, HOW.EVEN, HOW.PAIRS)
-    if PRODUCER == GATE_GRADIENTS:
+    if PRODUCER == produce.GATE_GRADIENTS:
         out = out2_ptr + row0.to(tl.int64) * C + col0
         store_values(values2, out, r, w, R - row0, C - col0, C, HOW.KIND, HOW.EVEN, HOW.PAIRS)
         publish_maximum(arrived2, tl.num_programs(0), amax2_ptr, scratch_ptr + 3, STORE, HOW.HW)
@@ -267,11 +260,11 @@ def gate_halves(x, grad, out, C, F: tl.constexpr, BLOCK: tl.constexpr, HW: tl.co
     at, inside = row * C * 2 + column, column < C
     gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + at + C, mask=inside, other=0.0).to(tl.float32)
-    value = stored(activate(gate, F, HW), OUT, HW).to(tl.float32)
+    value = stored(produce.activate(gate, F, HW), OUT, HW).to(tl.float32)
     if grad is None:
         tl.store(out + row * C + column, stored(value * up, OUT, HW), mask=inside)
     else:
         z = tl.load(grad + row * C + column, mask=inside, other=0.0).to(tl.float32)
-        inner = stored(z * up, OUT, HW).to(tl.float32) * activate_gradient(gate, F, HW)
+        inner = stored(z * up, OUT, HW).to(tl.float32) * produce.activate_gradient(gate, F, HW)
         tl.store(out + at, stored(inner, OUT, HW), mask=inside)
         tl.store(out + at + C, stored(z * value, OUT, HW), mask=inside)
