@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from gpt.options import BASELINE, Options
 from microfloat import metrics, reference
 from microfloat.cli.machine import processor
 from microfloat.pictures.style import DPI, clean, colors_of, new_figure
-from microfloat.pictures.watch import loss_gap, smoothed
 from microfloat.recipes import Recipe
 
 
@@ -169,3 +169,25 @@ def describe_changes(then: dict[str, Any], now: dict[str, Any]) -> str:
     before, after = ({**facts["machine"], **facts["versions"]} for facts in (then, now))
     return ", ".join(f"{name} {before[name]} (now {after[name]})" for name in before
                      if name in after and before[name] != after[name])  # fmt: skip
+
+
+def smoothed(axes: Any, values: Sequence[float] | np.ndarray, window: int, **style: Any) -> None:
+    """The mean over `window` values around each; the ends, which have no whole window, are left out."""
+    if len(values) >= window:
+        means = np.convolve(values, np.full(window, 1 / window), mode="valid")
+        axes.plot(np.arange(len(means)) + (window + 1) / 2, means, **style)
+
+
+def loss_gap(axes: Any, losses: Mapping[str, Sequence[float]], baseline: str, window: int = 1) -> None:
+    """Each run's loss minus the baseline's, step by step; the legend names the smoothing."""
+    reference = np.asarray(losses.get(baseline, ()), float)
+    colors = colors_of(losses)
+    for name, own in losses.items():
+        if name == baseline:
+            continue
+        color = colors[name]
+        common = min(len(own), len(reference))
+        smoothed(axes, np.asarray(own[:common], float) - reference[:common], window, color=color, label=name)
+    axes.axhline(0, color="black", linestyle="--", linewidth=1, label=baseline)
+    axes.set(xlabel="step", ylabel=f"loss - {baseline}'s")
+    axes.legend(title=f"mean over {window} steps" if window > 1 else None, frameon=False)

@@ -1,7 +1,5 @@
 """`microfloat doctor`: features O3."""
 
-import importlib
-
 import pytest
 
 from microfloat import recipes
@@ -70,8 +68,6 @@ def test_a_front_end_that_cannot_be_imported_is_an_answer(microfloat, monkeypatc
 
 
 def test_check_finds_a_backend_that_computes_something_else(microfloat, monkeypatch):
-    import microfloat.torch.timing as measure
-
     monkeypatch.setattr(doctor, "RECIPES", ("mxfp8",))
     monkeypatch.setattr(doctor, "PLACES", tuple(place for place in doctor.PLACES if place.front_end == "torch"))
     done = microfloat("doctor", "--check", "--device", "cpu", "--json")
@@ -81,9 +77,9 @@ def test_check_finds_a_backend_that_computes_something_else(microfloat, monkeypa
     assert row["bytes_equal"]
     assert row["difference"] < 1e-6
     for wrong in (lambda *_: (False, 0.0), lambda *_: (True, 0.1)):
-        monkeypatch.setattr(measure, "against_oracle", wrong)
+        monkeypatch.setattr(doctor, "against_oracle", wrong)
         assert microfloat("doctor", "--check", "--device", "cpu").code == 1
-    monkeypatch.setattr(measure, "against_oracle", lambda *_: 1 / 0)
+    monkeypatch.setattr(doctor, "against_oracle", lambda *_: 1 / 0)
     done = microfloat("doctor", "--check", "--device", "cpu", "--json")
     assert done.code == 1
     assert "ZeroDivisionError" in done.json["check"][0]["problem"]
@@ -109,12 +105,11 @@ def test_jax_is_checked_too(microfloat, monkeypatch):
 @pytest.mark.parametrize("front_end", ["torch", "jax"])
 def test_delayed_scaling_is_checked_with_a_scale_of_its_own(front_end, monkeypatch):
     pytest.importorskip(front_end, reason=f"{front_end} is not installed")
-    measure = importlib.import_module(f"microfloat.{front_end}.timing")
-    found, cast = [], measure.oracle.quantize
+    found, cast = [], doctor.reference.quantize
     monkeypatch.setattr(
-        measure.oracle, "quantize", lambda *args, **named: found.append(cast(*args, **named)) or found[-1]
+        doctor.reference, "quantize", lambda *args, **named: found.append(cast(*args, **named)) or found[-1]
     )
-    equal, difference = measure.against_oracle(recipes.from_name("delayed").fprop, "reference", "cpu")
+    equal, difference = doctor.against_oracle(front_end, recipes.from_name("delayed").fprop, "reference", "cpu")
     assert equal
     assert difference < 1e-6
     assert {float(one.tensor_scale if one.scale is None else one.scale) for one in found} == {1 / 64}

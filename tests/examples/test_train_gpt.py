@@ -501,3 +501,14 @@ def test_on_cuda_replayed_steps_have_the_losses_of_eager_ones(tmp_path, recipe):
             trainer.step += 1
     assert found[1] == pytest.approx(found[0], rel=1e-4)  # AdamW reads its rate from the device, in float32
     assert graphed.graph.steps == 8
+
+
+def test_the_gap_of_losses_names_its_smoothing():
+    from microfloat.pictures.style import new_figure
+
+    axes = new_figure(4, 3).subplots()
+    report.loss_gap(axes, {"bf16": [3.0, 2.0, 1.0, 0.5], "nvfp4": [3.0, 2.5, 1.5]}, "bf16", window=2)
+    gap, zero = axes.lines
+    np.testing.assert_allclose(gap.get_xydata(), [[1.5, 0.25], [2.5, 0.5]])
+    assert (gap.get_label(), zero.get_label()) == ("nvfp4", "bf16")
+    assert axes.get_legend().get_title().get_text() == "mean over 2 steps"

@@ -166,15 +166,3 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
 def test_nothing_imports_matplotlib_before_a_picture_is_made(fresh_python):
     done = fresh_python("import sys, microfloat.pictures; print('matplotlib' in sys.modules)")
     assert done.stdout.strip() == "False", done.stderr
-
-
-def test_the_gap_of_losses_names_its_smoothing():
-    from microfloat.pictures.style import new_figure
-    from microfloat.pictures.watch import loss_gap
-
-    axes = new_figure(4, 3).subplots()
-    loss_gap(axes, {"bf16": [3.0, 2.0, 1.0, 0.5], "nvfp4": [3.0, 2.5, 1.5]}, "bf16", window=2)
-    gap, zero = axes.lines
-    np.testing.assert_allclose(gap.get_xydata(), [[1.5, 0.25], [2.5, 0.5]])
-    assert (gap.get_label(), zero.get_label()) == ("nvfp4", "bf16")
-    assert axes.get_legend().get_title().get_text() == "mean over 2 steps"

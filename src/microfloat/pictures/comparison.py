@@ -17,8 +17,6 @@ from microfloat.support import Printed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Comparison", "Fit", "compare"]
-
 _BINADES = 24  # of magnitudes below the largest one that the picture shows
 
 

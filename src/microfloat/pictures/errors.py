@@ -10,8 +10,6 @@ from microfloat.pictures.style import BLUE, GREY, ORANGE, clean, new_figure, sho
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ErrorCounts", "error_against_magnitude"]
-
 _LEAST, _MOST, _PER_BINADE = -40, 24, 4  # magnitudes, in powers of two
 _LEAST_ERROR, _MOST_ERROR = -14, 2  # relative errors, in powers of two
 _WORST = 12

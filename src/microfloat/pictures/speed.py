@@ -10,8 +10,6 @@ from microfloat.pictures.style import GREY, clean, colors_of, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["roofline"]
-
 _TOGETHER = 1.08  # largest ratio of the FLOP per byte of two marks that share a label
 
 

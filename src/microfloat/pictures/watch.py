@@ -1,17 +1,12 @@
 """Pictures of what `mf.watch` recorded: records in, a Figure out. A record has the fields of `mf.Record`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from microfloat.pictures.style import BLUE, CYCLE, GREEN, ORANGE, SUFFIXES, clean, colors_of, new_figure, save
-
-__all__ = [
-    "amax_ribbon", "draw", "error_by_magnitude", "error_heatmap", "flushed", "gemm_error", "loss_gap",
-    "scale_histogram", "sheet",
-]  # fmt: skip
+from microfloat.pictures.style import BLUE, CYCLE, GREEN, ORANGE, SUFFIXES, clean, new_figure, save
 
 # Colours of each operand: in the recipe's format, then in formats that are not in use.
 _OPERANDS = {
@@ -147,37 +142,15 @@ def error_by_magnitude(axes: Any, records: Sequence[Any]) -> None:
     _legend(axes)
 
 
-def smoothed(axes: Any, values: Sequence[float] | np.ndarray, window: int, **style: Any) -> None:
-    """The mean over `window` values around each; the ends, which have no whole window, are left out."""
-    if len(values) >= window:
-        means = np.convolve(values, np.full(window, 1 / window), mode="valid")
-        axes.plot(np.arange(len(means)) + (window + 1) / 2, means, **style)
-
-
-def loss_gap(axes: Any, losses: Mapping[str, Sequence[float]], baseline: str, window: int = 1) -> None:
-    """Each run's loss minus the baseline's, step by step; the legend names the smoothing."""
-    reference = np.asarray(losses.get(baseline, ()), float)
-    colors = colors_of(losses)
-    for name, own in losses.items():
-        if name == baseline:
-            continue
-        color = colors[name]
-        common = min(len(own), len(reference))
-        smoothed(axes, np.asarray(own[:common], float) - reference[:common], window, color=color, label=name)
-    axes.axhline(0, color="black", linestyle="--", linewidth=1, label=baseline)
-    axes.set(xlabel="step", ylabel=f"loss - {baseline}'s")
-    axes.legend(title=f"mean over {window} steps" if window > 1 else None, frameon=False)
-
-
 PICTURES: dict[str, Callable[[Any, Sequence[Any]], None]] = {
     "layers": error_heatmap, "flushed": flushed, "amax": amax_ribbon, "scales": scale_histogram,
     "error": error_by_magnitude, "gemms": gemm_error,
 }  # fmt: skip
 
 
-def sheet(records: Sequence[Any], width: float = 16, height: float = 9) -> Any:
+def sheet(records: Sequence[Any]) -> Any:
     """A Figure of all pictures."""
-    figure = new_figure(width, height)
+    figure = new_figure(16, 9)
     for axes, picture in zip(figure.subplots(2, 3).flat, PICTURES.values(), strict=True):
         picture(axes, records)
         clean(axes)
