@@ -62,10 +62,11 @@ setup-test-all:
 corpus: setup-test-all
 	RAYON_NUM_THREADS=1 $(VENV)/bin/python tools/corpus.py --out .data/corpus
 
-# Without constraints.txt, since torchtitan asks for older datasets than TRL.
+# Without constraints.txt, since torchtitan asks for older datasets than TRL. torchtitan imports Triton, which comes with
+# the wheels of torch for CUDA and not with those for a CPU.
 test-torchtitan:
 	$(PYTHON) -m venv $(TITAN_VENV)
-	$(TITAN_VENV)/bin/python -m pip install --quiet --editable ".[torch,cli,dev,torchtitan]"
+	$(TITAN_VENV)/bin/python -m pip install --quiet --editable ".[torch,triton,cli,dev,torchtitan]"
 	OMP_NUM_THREADS=1 $(TITAN_VENV)/bin/python -m pytest -p no:benchmark tests/integrations/test_torchtitan.py
 
 # vLLM alone, and what its layers import: an engine, with its kernels and CUDA, is not needed.
