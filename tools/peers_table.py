@@ -1,6 +1,7 @@
 """microfloat beside TransformerEngine and torchao: the ratios of the pages' tables and of README's picture.
 
-They come from benchmarks/results/peers. Nothing is measured here. Standard library only.
+They come from benchmarks/results/peers: README's from one run of `python -m benchmarks peers`, the laboratory's from
+older runs of a script outside of this repository. Nothing is measured here. Standard library only.
 """
 
 import json
@@ -20,7 +21,7 @@ class Work:
 
     `sources`: library -> the file with its rows and the pattern of their names. `base`: the file whose bf16 time all
     ratios are taken to; "" for the ratio that each row has to the bf16 of its own turn. `recipes`: recipe -> its name
-    in patterns, and for torchao its own word. `is_drawn`: README's picture has it.
+    in patterns, and for torchao its own word.
     """
 
     title: str
@@ -29,7 +30,6 @@ class Work:
     sources: Mapping[str, tuple[str, str]]
     base: str = ""
     recipes: Mapping[str, str] = field(default_factory=dict)
-    is_drawn: bool = True
 
 
 _RECIPES = {"delayed": "delayed", "fp8_current": "current", "fp8_block": "block", "mxfp8": "mxfp8.auto"}
@@ -46,14 +46,21 @@ WORKS = (
     Work("a step of a three-layer Llama, compiled", "hf_llama_3x4096_step", "compiled",
          {"microfloat": ("layer_te", "mf.{}.fuse"), "torchao": ("layer_te", "ao.{}")}, "layer_te", _TORCHAO),
     Work("the five Linears of a Llama block", "block", "eager",
-         {"microfloat": ("pairs", "mf.{}"), "TransformerEngine": ("pairs_te_block", "te.{}")}, "", _RECIPES, False),
+         {"microfloat": ("pairs", "mf.{}"), "TransformerEngine": ("pairs_te_block", "te.{}")}, "", _RECIPES),
     Work("a Linear, 16384 x 4096 to 14336; torchao compiled", "linear", "16384x4096x14336",
-         {"microfloat": ("all_in_turn", "mf.{}"), "torchao": ("all_in_turn", "ao.{}.compile")}, "", _TORCHAO, False),
+         {"microfloat": ("all_in_turn", "mf.{}"), "torchao": ("all_in_turn", "ao.{}.compile")}, "", _TORCHAO),
 )  # fmt: skip
 # Where a row is not in its library's first file.
 _OTHERWISE = {("pairs_te", "te.block"): "pairs_te_block", ("pairs_te", "mf.mxfp8.auto"): "pairs",
               ("pairs_te", "mf.block"): "pairs"}  # fmt: skip
 REFUSED = {("TransformerEngine", "mxfp8")}
+
+
+# Work of `benchmarks.peers` -> its title in README's picture.
+RUN_WORKS = {"linear": "a Linear, 16384 x 4096 to 14336", "layer": "a Llama decoder layer",
+             "model": "a step of twelve layers and the head"}  # fmt: skip
+# Candidate of another library in that run -> the recipe that it is beside.
+_BESIDE = {"torchao.tensorwise": "current", "te.delayed": "delayed", "te.current": "current", "te.block": "block"}
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,22 @@ def ratios() -> list[Ratio]:
                     value = ratio_of(work, file, pattern.format(_TORCHAO_WORDS[name] if library == "torchao" else name))
                 found.append(Ratio(work.title, recipe, library, value, (library, recipe) in REFUSED))
     return found
+
+
+def run_rows() -> list[dict[str, Any]]:
+    """The measured rows of README's run."""
+    return [row for row in _data("one_run")["rows"] if "median_ms" in row]
+
+
+def run_ratios() -> list[Ratio]:
+    """Every library in README's run, in its order: compiled bf16's time over that of each; recipes by their ids."""
+    found = []
+    for row in run_rows():
+        work, _, name = row["id"].removeprefix("peers.").partition(".")
+        library = {"torchao": "torchao", "te": "TransformerEngine"}.get(name.split(".")[0], "microfloat")
+        if name != "bf16":
+            found.append(Ratio(RUN_WORKS[work], _BESIDE.get(name, name), library, row["ratio"]))
+    return sorted(found, key=lambda ratio: LIBRARIES.index(ratio.library))
 
 
 def ratio_of(work: Work, file: str, name: str) -> float | None:

@@ -315,6 +315,32 @@ def whole_models_table() -> str:
     return f"{table(header, cells, right=range(1, 6))}\n\n{sources('model', 'model_8b')}"
 
 
+def one_run_table() -> str:
+    """README's: whole model, decoder layer and Linear beside peers in one run, a row for each recipe."""
+    by_name: dict[str, dict[str, Row]] = {}
+    for row in peers_table.run_rows():
+        work, _, name = row["id"].removeprefix("peers.").partition(".")
+        by_name.setdefault(name, {})[work] = row
+    cells = []
+    for name, rows in by_name.items():
+        of_library = next(iter(rows.values()))["extra"]["library"]
+        words = {"bf16": "bf16, compiled", "torchao.tensorwise": f"{of_library}, tensorwise, compiled"}
+        if name.startswith("te."):
+            words[name] = f"{of_library.replace('transformer_engine', 'TransformerEngine')}, {name[3:]}"
+        model = rows.get("model", {}).get("extra", {})
+        tokens = f"{model['tokens_per_s_gpu']:,}" if model else ""
+        times = [number(rows[work]["median_ms"], digits) if work in rows else ""
+                 for work, digits in (("model", 0), ("layer", 1), ("linear", 2))]  # fmt: skip
+        cells.append([words.get(name) or RECIPES[name], times[0], tokens, number(model.get("peak_gib"), 0), *times[1:]])
+    header = ["forward + backward", "a model's step, ms", "tokens/s", "GiB", "a decoder layer, ms", "a Linear, ms"]
+    text = (
+        "Model: twelve layers and the head of Llama 3 8B (bf16 head), 2 x 8192 tokens, with AdamW. Layer: 4 x 4096 "
+        "tokens; microfloat's is transformers' own under `convert(..., fuse=True)`. Linear: 16384 tokens, 4096 to "
+        "14336. microfloat runs eagerly. Each candidate had a process of its own; layers and Linears took turns. "
+    )
+    return f"{table(header, cells, right=range(1, 6))}\n\n{text}{sources('peers/one_run')}"
+
+
 def prompt_table() -> str:
     """Prompts whose activations are quantized too."""
     found: dict[str, list[float]] = {}
@@ -399,7 +425,7 @@ BLOCKS = [
     (_page("performance.md"), "measured: grouped", grouped_table),
     (_page("performance.md"), "measured: decoder", models_table),
     (_page("performance.md"), "measured: whole models", whole_models_table),
-    (ROOT / "README.md", "measured: whole models", whole_models_table),
+    (ROOT / "README.md", "measured: beside peers", one_run_table),
     (_page("performance.md"), "measured: train", train_table),
     (_page("performance.md"), "measured: host", host_table),
     (_page("inference.md"), "choosing for serving", serving_table),
