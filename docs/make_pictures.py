@@ -183,8 +183,6 @@ def across_ranks() -> Figure:
 
 
 LIBRARY_COLORS = dict(zip(peers_table.LIBRARIES, ("#004B7A", "#8A8A8A", "#3A3A3A"), strict=True))
-# Recipe of the run -> what stands below its bars.
-SHORT = {"mxfp8.folded": "mxfp8", "nvfp4.folded": "nvfp4 folded"}
 
 
 def speed_and_loss() -> Figure:
@@ -198,8 +196,8 @@ def speed_and_loss() -> Figure:
 
 def draw_speed(axes: Axes) -> None:
     """A group of bars per piece of work and recipe, a bar per library; the line at 1 is compiled bf16."""
-    left, ticks, labels, ratios = 0.0, [], [], peers_table.run_ratios()
-    for work in peers_table.RUN_WORKS.values():
+    left, ticks, labels, ratios = 0.0, [], [], peers_table.ratios()
+    for work in peers_table.WORKS.values():
         start = left
         for recipe in dict.fromkeys(bar.recipe for bar in ratios if bar.work == work):
             bars = [bar for bar in ratios if (bar.work, bar.recipe) == (work, recipe)]
@@ -209,7 +207,7 @@ def draw_speed(axes: Axes) -> None:
                 axes.text(x, 0.05, f"{bar.value:.2f}", ha="center", va="bottom", size=10, color="white",
                           rotation=90)  # fmt: skip
             ticks.append(left + (len(bars) - 1) / 2)
-            labels.append(SHORT.get(recipe, recipe))
+            labels.append(recipe)
             left += len(bars) + 0.7
         axes.text((start + left - 1.7) / 2, 2.32, textwrap.fill(work, 22), ha="center", va="top", size=10,
                   weight="bold")  # fmt: skip

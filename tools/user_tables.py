@@ -82,10 +82,9 @@ def choice_table() -> str:
              for has, wants, take in rows]  # fmt: skip
     exact = number(linear["l.mxfp8.exact", "eager"])
     small, graph = number(linear["l.small", "eager"]), number(linear["l.small", "graph"])
-    folded = next(row["ratio"] for row in rows_of(RESULTS / "decoder.json") if row["id"] == "d.layer.nvfp4.folded")
     cells += [
         ["", "the same codes, their products folded to FP8", '`NVFP4BlockScaling(path="folded")`',
-         f"{number(folded)} (a `TransformerLayer`)", memory["folded"], "not measured"],
+         number(peers_table.layer_ratio("nvfp4, folded")), memory["folded"], "not measured"],
         ["", "MXFP8 with its exact products", '`MXFP8BlockScaling(path="exact")`', f"{exact} (a Linear)",
          "not measured", _gap(demo, "mxfp8")],
         ["", "layers below about 2048 x 2048, or few tokens", "bf16 for them, or a CUDA graph of the step",
@@ -97,9 +96,9 @@ def choice_table() -> str:
     config = demo_config()
     text = (
         "Speed: forward and backward of a Llama decoder layer (4096 wide, 4 x 4096 tokens) under "
-        "`mf.convert(..., fuse=True)`, bf16 = 1 (`benchmarks/results/peers/layer.json`, one H200); a Linear alone: "
-        "`benchmarks/results/linear.json`. Memory: peak of a training step of 12 layers and the head of Llama 3 8B, "
-        "with AdamW, 2 x 8192 tokens, bf16 = 1, which is transformers' model with every layer compiled "
+        "`mf.convert(..., fuse=True)`, compiled bf16 = 1 (`benchmarks/results/peers/one_run.json`, one H200); a Linear "
+        "alone: `benchmarks/results/linear.json`. Memory: peak of a training step of 12 layers and the head of Llama 3 "
+        "8B, with AdamW, 2 x 8192 tokens, bf16 = 1, which is transformers' model with every layer compiled "
         f"({number(peaks['bf16.compiled'], 1)} GiB); part of the gain is the loss in chunks of tokens "
         "(`benchmarks/results/model.json`, one H200). Loss: held-out loss of the demo (`make demo`) less that of bf16, "
         "in nats "
@@ -318,8 +317,7 @@ def whole_models_table() -> str:
 def one_run_table() -> str:
     """README's: whole model, decoder layer and Linear beside peers in one run, a row for each recipe."""
     by_name: dict[str, dict[str, Row]] = {}
-    for row in peers_table.run_rows():
-        work, _, name = row["id"].removeprefix("peers.").partition(".")
+    for (work, name), row in peers_table.rows().items():
         by_name.setdefault(name, {})[work] = row
     cells = []
     for name, rows in by_name.items():
