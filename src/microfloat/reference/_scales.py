@@ -1,4 +1,4 @@
-"""Amax -> stored scale and encode factor, one function per family of scale rules (docs/numerics.md, section 2).
+"""Amax -> stored scale and encode factor in NumPy, one function per family of scale rules (docs/numerics.md 2).
 
 Every function reads its numbers from the ScaleRule and the formats; none asks for a rule by name. All arithmetic is
 float32, one rounding per operation, in the order that section 2 writes.

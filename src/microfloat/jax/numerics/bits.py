@@ -1,4 +1,4 @@
-"""Float32 arithmetic on integer bits, so that XLA computes the same bytes as NumPy on every device.
+"""Float32 arithmetic and the Hadamard transform on integer bits, so that XLA computes NumPy's bytes on every device.
 
 Why integers: XLA CPU flushes subnormal numbers, turns ``x / constant`` and ``x / broadcast(y)`` into products with a
 reciprocal and contracts ``a * b + c`` into one operation; XLA GPU may drop a narrowing conversion (docs/numerics.md

@@ -1,4 +1,4 @@
-"""Encoding and decoding of elements, in two forms with the same bits (docs/numerics.md 1.2, 1.5, 5.4).
+"""Encoding and decoding of elements, by integer arithmetic or by inline PTX with the same bits (docs/numerics.md 1.2).
 
 `HW` = False uses integer arithmetic alone: Triton's interpreter runs it (its own casts do not round), and so do GPUs
 without FP8 conversions. `HW` = True uses hardware conversions (compute capability 8.9 and newer) for 8-bit elements,

@@ -1,4 +1,4 @@
-"""Stored scale and encode factor of a block from its amax (docs/numerics.md, section 2).
+"""Amax of a block -> stored scale and encode factor, inside a kernel, on int32 bits (docs/numerics.md, section 2).
 
 An amax is passed as the bits of |x| (int32), which order like magnitudes; NaN is the largest. Functions return
 ``(stored, factor)``: the scale to write, and the float32 by which elements are multiplied.

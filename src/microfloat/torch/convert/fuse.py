@@ -1,4 +1,4 @@
-"""`convert(fuse=True)`: blocks of other people's models that run on the fused functions, in place.
+"""`convert(fuse=True)`: layers, heads and losses of other people's models that run on the fused functions, in place.
 
 | block | recognised by | what runs instead |
 |---|---|---|

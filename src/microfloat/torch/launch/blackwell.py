@@ -1,4 +1,4 @@
-"""Operands as Blackwell's block-scaled GEMMs take them: FP4 two per byte, scales in tiles of 128 x 4."""
+"""Operands padded to what Blackwell's block-scaled GEMMs take: FP4 two per byte, scales in tiles of 128 x 4."""
 
 import numpy as np
 import torch

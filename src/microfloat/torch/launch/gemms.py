@@ -1,4 +1,4 @@
-"""Products: every GEMM of quantized operands, prepared so that only its tensors are still open.
+"""Products: which GEMM multiplies two quantized operands, with its padding and epilogue; only tensors are open.
 
 A product is a function ``(a, b, bias) -> [M, N]`` of the parts of both operands: each is codes or values, scales and
 tensor scale (None where there is none), in the layouts of `microfloat.layout`; `b` is turned where `Route.turned` says

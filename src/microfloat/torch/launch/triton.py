@@ -1,4 +1,4 @@
-"""The triton backend: every cast as one fused kernel, both orientations of a matrix in one pass.
+"""The triton backend: every cast, and a producer before it, as one fused kernel; both orientations in one pass.
 
 The same functions as `torch.reference`, bit for bit, and `cast_parts` for operands in the other forms that GEMMs read.
 Every function runs programs (`launch.program`), kept by what they were made for.

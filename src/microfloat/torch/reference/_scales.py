@@ -1,4 +1,4 @@
-"""Block amax -> stored scale and encode factor, one function per family of scale rules (docs/numerics.md, section 2).
+"""Amax -> stored scale and encode factor in torch operations, one function per family of rules (docs/numerics.md 2).
 
 Amaxes arrive as integer bits, since integers order like magnitudes and say exactly what NaN does. Powers of two are
 made on bits; every float32 operation is a single torch op, rounded once. Division is always tensor by tensor: torch
