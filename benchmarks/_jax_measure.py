@@ -8,6 +8,7 @@ import platform
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -159,6 +160,19 @@ def in_turns(calls: dict[str, Callable[[], Any]], repetitions: int, inner: int) 
             times[name].append((time.perf_counter() - begin) / inner * 1e3)
             del value
     return times
+
+
+def kernels(call: Callable[[], Any]) -> list[list[Any]]:
+    """The kernels of one call in the order in which a GPU ran them: [name, microseconds]; none without a GPU."""
+    jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
+    lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+    events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
+    return [[one.name, round(one.duration_ns / 1e3, 1)] for one in sorted(events, key=lambda one: one.start_ns)]
 
 
 def percentiles(samples: list[float]) -> dict[str, float]:

@@ -5,7 +5,7 @@
 T = 16384 tokens, 4096 -> 14336, kernel [K, N] as Flax stores it; the result and both gradients are computed. Rows
 `j.*` are 8192^3. A row is first compared with the reference backend on a small shape (docs/numerics.md 8.3) and with a
 float32 product at full size; then it takes turns with its rival. Of every program the row records which GEMM serves
-fprop, dgrad and wgrad, and the memory that XLA plans; `--dump` keeps the optimised program.
+fprop, dgrad and wgrad, its kernels in microseconds, and the memory that XLA plans; `--dump` keeps its optimised text.
 """
 
 import argparse
@@ -249,6 +249,7 @@ def linear_row(bench: Bench, name: str, row: Row) -> None:
         calls["flax"] = partial(peer.run, *arrays, settled(peer.run, other, arrays))
     times = bench.times(calls)
     medians = {key: measure.percentiles(samples)["median_ms"] for key, samples in times.items()}
+    entry["kernels_us"] = measure.kernels(calls[name])
     tokens, inputs, outputs = shape
     entry |= measure.percentiles(times[name]) | judged(row, medians["bf16"] / medians[name])
     entry |= {

@@ -226,7 +226,8 @@ class Call:
         gemm = getattr(self.config.recipe, name)
         operands = (None, None) if gemm.from_fprop else gemm.casts  # the right one is dequantized already
         kind_a, kind_b = (reference.kind_of(cast, cols) for cast in operands)
-        return gemms.GemmPlan(kind_a, kind_b, gemm.accumulate, gemm.path, self.config.backend, dtype, out)
+        is_turned = name == "wgrad" and self.config.w_is_transposed
+        return gemms.GemmPlan(kind_a, kind_b, gemm.accumulate, gemm.path, self.config.backend, dtype, out, is_turned)
 
     def live_amax(self, x: Array, tensor: str, measure: Callable[[Array], Array] = tensor_amax) -> Array:
         """The amax of a tensor under delayed scaling in this step; `measure` gives the amax on one device."""

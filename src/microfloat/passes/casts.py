@@ -15,7 +15,7 @@ from microfloat.kernels.constants import BlockCast, Nvfp4Cast, ScaledCast
 from microfloat.kernels.constants import Pass as MatrixConstants
 from microfloat.kernels.device import nvfp4_2d
 from microfloat.kernels.device.tiles import SCALE_COLUMN_MAJOR, SCALE_ROW_MAJOR
-from microfloat.layout import FOLDED, Layout, Part, layout_of, stored_length
+from microfloat.layout import Layout, Part, layout_of, stored_length
 from microfloat.passes import OperandSpec, tables
 from microfloat.passes.amaxes import measure, measure_groups, measure_transformed
 from microfloat.passes.matrix import (
@@ -224,7 +224,7 @@ def _operand(
             shape = (matrix.with_scales, matrix.columns)
         if not spec.cast.is_delayed:
             layout = layout._replace(scale=Part(shape, shape[1:] + (1,) * len(shape[:1]), layout.scale.dtype))
-    if not matrix.device.orders_scales and layout.scale is not None and spec.form not in FOLDED:
+    if not matrix.device.orders_scales and layout.scale is not None and layout.scale.dtype == "uint8":
         shape, ordered = layout.scale.shape, False
         layout = layout._replace(scale=Part(shape, shape[1:] + (1,) * len(shape[:1]), layout.scale.dtype))
     codes, scale, tensor_scale = (

@@ -38,7 +38,8 @@ _OWN_SCALES = {((1, 128), (1, 128)): "lines", ((1, 128), (128, 128)): "tiles", (
 
 class GemmPlan(NamedTuple):
     """Everything static about one GEMM: kinds of both operands (None = high precision), accumulation, path, backend.
-    `dtype`: the compute dtype, to which an operand is dequantized beside one in high precision. `out`: the result's."""
+    `dtype`: the compute dtype, to which an operand is dequantized beside one in high precision. `out`: the result's.
+    `is_turned`: the product is read as its transpose."""
 
     kind_a: Kind | None
     kind_b: Kind | None
@@ -47,6 +48,7 @@ class GemmPlan(NamedTuple):
     backend: str
     dtype: np.dtype
     out: np.dtype = np.dtype(np.float32)
+    is_turned: bool = False
 
 
 def library(*, elsewhere: bool = False) -> str:
@@ -95,7 +97,7 @@ def run_gemm(a: Operand, b: Operand, plan: GemmPlan, bias: Array | None = None) 
         kind_a, kind_b = cast(Kind, plan.kind_a), cast(Kind, plan.kind_b)
         out = plan.out if bias is None else jnp.dtype(jnp.float32)
         on_gpu = partial(gemm, kind_a=kind_a, kind_b=kind_b, way=route.kind, accumulate=plan.accumulate, out=out)
-        if route.kind in ("fp8", "blocks") and (own := _own_gemm(a, b, kind_a, kind_b, plan.accumulate, out)):
+        if route.kind in ("fp8", "blocks") and (own := _own_gemm(a, b, plan, out)):
             either = jax.custom_jvp(kernels.on_either(own, on_gpu))
             either.defjvp(lambda primals, tangents: (either(*primals), jax.jvp(on_gpu, primals, tangents)[1]))
             product = cast(Array, either(a, b))
@@ -169,24 +171,27 @@ def _fp8(a: Matrix, b: Matrix, kind_a: Kind, kind_b: Kind, accumulate: str, out:
     return reference.apply_outer(product[:rows, :cols], a.scale, b.scale).astype(out)
 
 
-def _own_gemm(
-    a: Operand, b: Operand, kind_a: Kind, kind_b: Kind, accumulate: str, out: np.dtype
-) -> Callable[[Matrix, Matrix], Array] | None:
+def _own_gemm(a: Operand, b: Operand, plan: GemmPlan, out: np.dtype) -> Callable[[Matrix, Matrix], Array] | None:
     """microfloat's GEMM of FP8 codes with such scales; None where it does not take them, or their sizes."""
+    kind_a, kind_b = cast(Kind, plan.kind_a), cast(Kind, plan.kind_b)
     scales = _OWN_SCALES.get((kind_a.format.block, kind_b.format.block))
     (m, k), n = cast(Matrix, a).codes.shape, reference.rows_of(b)
+    # Where both operands have the same blocks they change places, so that memory has the order in which it is read.
+    if swaps := plan.is_turned and scales != "tiles":
+        m, n = n, m
     is_odd = m % 4 or (k | n) % 16 or (scales == "rows" and n % 128)
     if scales is None or out != jnp.bfloat16 or is_odd or m * k * n < _LEAST_PRODUCTS or kernels.why_no_gemm():
         return None
     from microfloat.jax.backends import program
 
-    fast, chip = accumulate == "fast" and scales == "rows", cast(tuple[int, int], cuda.capability())
+    fast, chip = plan.accumulate == "fast" and scales == "rows", cast(tuple[int, int], cuda.capability())
+    multiply = partial(program.multiply_fp8, scales=scales, fast=fast, out=out, capability=chip)
 
-    def multiply(a: Matrix, b: Matrix) -> Array:
+    def product(a: Matrix, b: Matrix) -> Array:
         a, b = map(reference.with_level, (a, b))
-        return program.multiply_fp8(a, b, scales=scales, fast=fast, out=out, capability=chip)
+        return multiply(b, a).T if swaps else multiply(a, b)
 
-    return multiply
+    return product
 
 
 def _padded(codes: Array) -> Array:
