@@ -319,6 +319,25 @@ def test_fp8_blocks_and_rows_go_into_the_gemm_of_microfloat(own_products, names,
     assert own_products == [(kind, (m, k), (n, k)) for kind in scales]
 
 
+@pytest.mark.parametrize(
+    ("names", "m", "swaps"),
+    [(("fp8_row", "fp8_row_e5m2"), 1536, True), (("fp8_1x128", "fp8_1x128"), 1152, True),
+     (("fp8_row", "fp8_row"), 1568, False),  # rows that would be columns in no whole tiles
+     (("fp8_1x128", "fp8_128x128"), 1536, False)],
+)  # fmt: skip
+def test_operands_change_places_where_the_transpose_is_read(own_products, names, m, swaps):
+    k, n, bfloat16 = 1024, 1280, jnp.dtype(jnp.bfloat16)
+    kinds = [reference_in_jax.kind_of(as_cast(name), k) for name in names]
+    plan = gemms.GemmPlan(*kinds, "split", "auto", "auto", bfloat16, bfloat16, is_turned=True)
+    operands = [
+        jax.eval_shape(lambda x, name=name: reference_in_jax.cast_matrix(x, as_cast(name)),
+                       jax.ShapeDtypeStruct((rows, k), bfloat16))
+        for rows, name in zip((m, n), names, strict=True)
+    ]  # fmt: skip
+    assert jax.eval_shape(lambda a, b: gemms.run_gemm(a, b, plan), *operands).shape == (m, n)
+    assert [one[1:] for one in own_products] == [((n, k), (m, k)) if swaps else ((m, k), (n, k))]
+
+
 FOLDING = [MXFP8BlockScaling(path="folded"), NVFP4BlockScaling(path="folded")]
 
 

@@ -143,12 +143,12 @@ def test_one_kernel_for_each_tensor(repository):
 def test_codes_of_blocks_go_into_the_gemm_of_microfloat(repository):
     """Its own memory, for descriptors, is an array among the results; in its place stands a pointer nobody reads.
 
-    The process of this recipe switches the GEMM on (`lowering.pretend`).
+    The process of this recipe switches the GEMM on (`lowering.pretend`). wgrad's product comes in the weight's order.
     """
     found = program(repository, "fp8_block")
     assert found["cuda"]["dots"] == []
     gemms = [call for call in found["cuda"]["calls"] if call[0] == "block_gemm_of_pointers"]
-    sizes = ["512x2048xbf16", "512x1024xbf16", "2048x1024xbf16"]
+    sizes = ["512x2048xbf16", "512x1024xbf16", "1024x2048xbf16"]
     assert [results[0] for _, _, results in gemms] == sizes
     started = [one for one in found["started"] if one["name"] == "block_gemm_of_pointers"]
     for one, (_, operands, results) in zip(started[:3], gemms, strict=True):
@@ -227,6 +227,22 @@ def signatures(monkeypatch, row, column, records=False):
     given = CastInputs(jnp.float32(1), words())
     program.cast_by_kernel(jnp.ones((128, 256), jnp.bfloat16), row, column, given, frozenset(), records, (9, 0))
     return found
+
+
+@pytest.mark.parametrize(
+    ("name", "strides"),
+    [("fp8_1x128", [(1, 256), (1, 512)]), ("mxfp8", [(16, 1), (8, 1)]), ("nvfp4", [(32, 1), (16, 1)])],
+)
+def test_scales_lie_in_memory_as_their_product_reads_them(name, strides):
+    """Those of microfloat's GEMM column by column, those of XLA's operations row by row."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from microfloat.jax.backends import program
+    from microfloat.passes.casts import cast_passes
+    from microfloat.passes.matrix import Matrix
+
+    matrix, spec = Matrix(256, 512, 512, 1, "bfloat16", 16, program._device((9, 0))), OperandSpec(Cast(name))
+    layouts = cast_passes(matrix, spec, spec, records=False, given_amax=False).layouts
+    assert [layouts[at].strides for at in (1, 4)] == strides
 
 
 WORDS = ("*i64", 64)

@@ -99,14 +99,14 @@ def test_products_are_the_tensor_cores_and_sums_stay_in_registers(program):
 @pytest.mark.xdist_group("triton-interpreter")
 @pytest.mark.parametrize(("scales", "fast"), [(2, False), (3, False), (3, True)], ids=["rows", "matrix", "fast"])
 def test_scales_of_groups_multiply_whole_sums(scales, fast):  # features M7
-    """Split sums take one addition an element of a partial sum, fast ones none; E5M2 gradients meet E4M3 weights."""
+    """Split sums take a multiply-add an element of a partial sum, fast ones none; E5M2 gradients meet E4M3 weights."""
     instructions, _ = other_process()(_compile, False, torch.bfloat16, scales, fast)
     operations = [line.split()[line.startswith("@")].split(".")[0] for line in instructions]
     assert all("E5M2.E4M3" in line for line in instructions if "QGMMA" in line)
     chunks = OWN_GEMMS[False].warpgroups * OWN_GEMMS[False].parts
     assert operations.count("QGMMA") == 4 * chunks
-    assert operations.count("FADD") == (0 if fast else chunks * 64)
-    assert operations.count("FFMA") == 0
+    assert operations.count("FFMA") == (0 if fast else chunks * 64)
+    assert operations.count("FADD") == 0
     assert not {"STL", "LDL"} & set(operations)  # sums stay in registers
 
 
@@ -118,6 +118,15 @@ def test_memory_adds_a_product_to_what_is_there():
     operations = [line.split()[line.startswith("@")].split(".")[0] for line in instructions]
     assert "UTMAREDG" in operations
     assert "UTMASTG" not in operations
+
+
+def test_partial_sums_are_added_by_operations_that_are_fused_by_name():
+    """Neither library lets the compiler fuse, and between a product and a sum ptxas lets no other warp in."""
+    from microfloat.kernels.gemm import block_gemm
+
+    source = inspect.getsource(block_gemm._promote.fn)
+    assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.BinOp)]
+    assert "fma" in inspect.getsource(block_gemm._add.fn)
 
 
 @needs_kernel

@@ -176,9 +176,8 @@ def _own_gemm(a: Operand, b: Operand, plan: GemmPlan, out: np.dtype) -> Callable
     kind_a, kind_b = cast(Kind, plan.kind_a), cast(Kind, plan.kind_b)
     scales = _OWN_SCALES.get((kind_a.format.block, kind_b.format.block))
     (m, k), n = cast(Matrix, a).codes.shape, reference.rows_of(b)
-    # Where both operands have the same blocks they change places, so that memory has the order in which it is read.
-    if swaps := plan.is_turned and scales != "tiles":
-        m, n = n, m
+    # Operands with the same blocks change places, so that memory has the order in which the product is read.
+    swaps = plan.is_turned and scales != "tiles" and m % 128 == 0
     is_odd = m % 4 or (k | n) % 16 or (scales == "rows" and n % 128)
     if scales is None or out != jnp.bfloat16 or is_odd or m * k * n < _LEAST_PRODUCTS or kernels.why_no_gemm():
         return None

@@ -165,8 +165,9 @@ _COMPILED: set[tuple] = set()
 
 def start(function: "JITFunction", programs: int, arguments: tuple, kind: tuple) -> None:
     """Start the kernel; the first of its kind is compiled with the assembler that it needs."""
+    options = {"num_warps": 4, "enable_fp_fusion": False}  # as JAX compiles it; the kernel names its multiply-adds
     if kind in _COMPILED:
-        function[(programs,)](*arguments, num_warps=4)
+        function[(programs,)](*arguments, **options)
         return
     from triton import knobs
 
@@ -174,5 +175,5 @@ def start(function: "JITFunction", programs: int, arguments: tuple, kind: tuple)
     with _LOCK, knobs.nvidia.scope():
         if assembler is not None:
             knobs.nvidia.ptxas = assembler  # type: ignore[assignment]
-        function[(programs,)](*arguments, num_warps=4)
+        function[(programs,)](*arguments, **options)
     _COMPILED.add(kind)
