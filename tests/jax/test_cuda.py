@@ -283,9 +283,10 @@ def own_products(hopper):
 
     asked = []
 
-    def multiply(a, b, scales, fast, out, capability):
-        asked.append((scales, a.codes.shape, b.codes.shape))
-        return jnp.zeros((a.codes.shape[0], b.codes.shape[0]), out)
+    def multiply(a, b, scales, out, capability, *, fast, is_turned):
+        asked.append((f"{scales}, turned" if is_turned else scales, a.codes.shape, b.codes.shape))
+        made = jnp.zeros((a.codes.shape[0], b.codes.shape[0]), out)
+        return made.T if is_turned else made
 
     hopper.setattr(kernels, "why_no_gemm", lambda: "")
     hopper.setattr(program, "multiply_fp8", multiply)
@@ -320,12 +321,12 @@ def test_fp8_blocks_and_rows_go_into_the_gemm_of_microfloat(own_products, names,
 
 
 @pytest.mark.parametrize(
-    ("names", "m", "swaps"),
-    [(("fp8_row", "fp8_row_e5m2"), 1536, True), (("fp8_1x128", "fp8_1x128"), 1152, True),
-     (("fp8_row", "fp8_row"), 1568, False),  # rows that would be columns in no whole tiles
-     (("fp8_1x128", "fp8_128x128"), 1536, False)],
+    ("names", "m", "asked"),
+    [(("fp8_row", "fp8_row_e5m2"), 1536, ["rows"]), (("fp8_1x128", "fp8_1x128"), 1160, ["lines"]),
+     (("fp8_1x128", "fp8_128x128"), 1552, ["tiles"]),
+     (("fp8_1x128", "fp8_128x128"), 1548, [])],  # rows of 8 bytes and no multiple of 16
 )  # fmt: skip
-def test_operands_change_places_where_the_transpose_is_read(own_products, names, m, swaps):
+def test_a_product_that_is_read_as_its_transpose_is_written_so(own_products, names, m, asked):
     k, n, bfloat16 = 1024, 1280, jnp.dtype(jnp.bfloat16)
     kinds = [reference_in_jax.kind_of(as_cast(name), k) for name in names]
     plan = gemms.GemmPlan(*kinds, "split", "auto", "auto", bfloat16, bfloat16, is_turned=True)
@@ -335,7 +336,7 @@ def test_operands_change_places_where_the_transpose_is_read(own_products, names,
         for rows, name in zip((m, n), names, strict=True)
     ]  # fmt: skip
     assert jax.eval_shape(lambda a, b: gemms.run_gemm(a, b, plan), *operands).shape == (m, n)
-    assert [one[1:] for one in own_products] == [((n, k), (m, k)) if swaps else ((m, k), (n, k))]
+    assert own_products == [(f"{kind}, turned", (m, k), (n, k)) for kind in asked]
 
 
 FOLDING = [MXFP8BlockScaling(path="folded"), NVFP4BlockScaling(path="folded")]
@@ -372,7 +373,7 @@ def test_the_gemm_of_microfloat_gets_the_values_of_folds(own_products, hopper, p
     """Tensor scales are part of the scales that it takes (docs/numerics.md 9.4)."""
     from microfloat.jax.backends import kernels, program
 
-    def multiply(a, b, scales, fast, out, capability):
+    def multiply(a, b, scales, out, capability, **_):
         assert a.tensor_scale is b.tensor_scale is None
         values = [
             q.codes.astype(jnp.float32)

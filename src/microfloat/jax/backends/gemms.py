@@ -39,7 +39,7 @@ _OWN_SCALES = {((1, 128), (1, 128)): "lines", ((1, 128), (128, 128)): "tiles", (
 class GemmPlan(NamedTuple):
     """Everything static about one GEMM: kinds of both operands (None = high precision), accumulation, path, backend.
     `dtype`: the compute dtype, to which an operand is dequantized beside one in high precision. `out`: the result's.
-    `is_turned`: the product is read as its transpose."""
+    `is_turned`: it is read as its transpose, which a kernel may write instead."""
 
     kind_a: Kind | None
     kind_b: Kind | None
@@ -176,21 +176,19 @@ def _own_gemm(a: Operand, b: Operand, plan: GemmPlan, out: np.dtype) -> Callable
     kind_a, kind_b = cast(Kind, plan.kind_a), cast(Kind, plan.kind_b)
     scales = _OWN_SCALES.get((kind_a.format.block, kind_b.format.block))
     (m, k), n = cast(Matrix, a).codes.shape, reference.rows_of(b)
-    # Operands with the same blocks change places, so that memory has the order in which the product is read.
-    swaps = plan.is_turned and scales != "tiles" and m % 128 == 0
-    is_odd = m % 4 or (k | n) % 16 or (scales == "rows" and n % 128)
+    is_odd = m % (8 if plan.is_turned else 4) or (k | n) % 16 or (scales == "rows" and n % 128)
     if scales is None or out != jnp.bfloat16 or is_odd or m * k * n < _LEAST_PRODUCTS or kernels.why_no_gemm():
         return None
     from microfloat.jax.backends import program
 
     fast, chip = plan.accumulate == "fast" and scales == "rows", cast(tuple[int, int], cuda.capability())
-    multiply = partial(program.multiply_fp8, scales=scales, fast=fast, out=out, capability=chip)
 
-    def product(a: Matrix, b: Matrix) -> Array:
+    def multiply(a: Matrix, b: Matrix) -> Array:
         a, b = map(reference.with_level, (a, b))
-        return multiply(b, a).T if swaps else multiply(a, b)
+        made = program.multiply_fp8(a, b, scales, out, chip, fast=fast, is_turned=plan.is_turned)
+        return made.T if plan.is_turned else made
 
-    return product
+    return multiply
 
 
 def _padded(codes: Array) -> Array:

@@ -86,8 +86,12 @@ def multiply_stored(
     return _Run(passes, table, frozenset(), capability).results()[0]
 
 
-def multiply_fp8(a: Matrix, b: Matrix, scales: str, fast: bool, out: np.dtype, capability: tuple[int, int]) -> Array:
-    """``a @ b.T`` [M, N] in `out` by `kernels.gemm.block_gemm`; `scales`: "lines", "tiles" or "rows" of b."""
+def multiply_fp8(
+    a: Matrix, b: Matrix, scales: str, out: np.dtype, capability: tuple[int, int], *, fast: bool = False,
+    is_turned: bool = False,
+) -> Array:  # fmt: skip
+    """``a @ b.T`` [M, N] in `out`, or its transpose [N, M], by `kernels.gemm.block_gemm`; `scales`: "lines", "tiles" or
+    "rows" of b."""
     from triton.experimental.gluon import language as gl
 
     from microfloat.kernels.gemm import block_gemm as kernels
@@ -101,10 +105,11 @@ def multiply_fp8(a: Matrix, b: Matrix, scales: str, fast: bool, out: np.dtype, c
     kind = {"lines": kernels.LINES, "tiles": kernels.TILES, "rows": kernels.ROWS}[scales].value
     arguments = {
         "a_ptr": a.codes, "b_ptr": b.codes, "a_scale_ptr": a_scale, "b_scale_ptr": b_scale,
-        "c_ptr": Output((m, n), out), "scratch_ptr": SCRATCH, "scale_stride": b.scale.shape[1], "M": m, "N": n, "K": k,
-        "A_TYPE": types[a.codes.dtype], "B_TYPE": types[b.codes.dtype], "WARPGROUPS": cut.warpgroups,
-        "PARTS": cut.parts, "STAGES": cut.stages, "GROUP": cut.group, "SCALES": kind, "FAST": fast,
-        "REGISTERS": cut.registers,
+        "c_ptr": Output((n, m) if is_turned else (m, n), out), "scratch_ptr": SCRATCH,
+        "scale_stride": b.scale.shape[1], "M": m, "N": n, "K": k, "A_TYPE": types[a.codes.dtype],
+        "B_TYPE": types[b.codes.dtype], "WARPGROUPS": cut.warpgroups, "PARTS": cut.parts, "STAGES": cut.stages,
+        "GROUP": cut.group, "SCALES": kind, "FAST": fast, "REGISTERS": cut.registers,
+        "KIND": (kernels.TURNED if is_turned else kernels.ALONE).value,
     }  # fmt: skip
     programs = min(processors, -(-m // height) * -(-n // width))
     return call(kernels.block_gemm_of_pointers, programs, capability, arguments, (4, None))["c_ptr"]

@@ -37,6 +37,7 @@ FPROP = gl.constexpr(1)  # A [rows, K] by the rows of a group, B [G * N, K]
 DGRAD = gl.constexpr(2)  # the same with B [N, G * K]
 WGRAD = gl.constexpr(3)  # A [M, padded rows], B [N, padded rows], C [G * M, N]
 ADDED = gl.constexpr(-1)  # a single one; memory adds it to C, float32, while programs go on
+TURNED = gl.constexpr(-2)  # a single one, whose transpose is stored, bfloat16
 
 # SCALES. The first two are per block of 128 along K: of a row of both operands; of a row of A and 128 rows of B.
 LINES = gl.constexpr(0)
@@ -198,10 +199,13 @@ def _store(c_desc, staging, x, row, column, GROUPED: gl.constexpr):
         _store(c_desc, staging, right, row, column + HALF, GROUPED)
     else:
         tma.store_wait(0)
-        staging.store(x.to(c_desc.dtype))
+        x = x.to(c_desc.dtype)
+        staging.store(x.permute((1, 0)) if GROUPED == TURNED else x)
         fence_async_shared()
         if GROUPED == ADDED:
             _add_to_global(c_desc, [row, column], staging)
+        elif GROUPED == TURNED:
+            tma.async_copy_shared_to_global(c_desc, [column, row], staging)
         else:
             tma.async_copy_shared_to_global(c_desc, [row, column], staging)
 
@@ -368,9 +372,10 @@ def block_gemm(
 def block_gemm_of_pointers(
     a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, c_ptr, scratch_ptr, scale_stride, M, N, K, A_TYPE: gl.constexpr,
     B_TYPE: gl.constexpr, WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SCALES: gl.constexpr, FAST: gl.constexpr, REGISTERS: gl.constexpr,
+    SCALES: gl.constexpr, FAST: gl.constexpr, REGISTERS: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    """`block_gemm` of a single product for launchers that pass no descriptors: each program makes its own.
+    """`block_gemm` of a single product, ALONE or TURNED, for launchers that pass no descriptors: each program makes its
+    own.
 
     Codes come as bytes, of the element types A_TYPE and B_TYPE. `scratch_ptr` is not read: it holds the place of the
     parameter by which the compiler takes memory for descriptors.
@@ -382,12 +387,15 @@ def block_gemm_of_pointers(
     blocks = gl.cdiv(K, STEP)
     a_desc = tma.make_tensor_descriptor(a_codes, [M, K], [K, 1], [64, 128], codes)
     b_desc = tma.make_tensor_descriptor(b_codes, [N, K], [K, 1], [128, 128], codes)
-    c_desc = tma.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [64, 64], c_layout)
+    if KIND == TURNED:
+        c_desc = tma.make_tensor_descriptor(c_ptr, [N, M], [M, 1], [64, 64], c_layout)
+    else:
+        c_desc = tma.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [64, 64], c_layout)
     a_scale_desc = tma.make_tensor_descriptor(a_scale_ptr, [M * blocks], [1], [256], flat)
     b_scale_desc = a_scale_desc
     if SCALES == LINES:
         b_scale_desc = tma.make_tensor_descriptor(b_scale_ptr, [N * blocks], [1], [128], flat)
     block_gemm(
         a_desc, b_desc, a_scale_desc, b_scale_desc, a_scale_ptr, b_scale_ptr, scale_stride, c_desc, c_ptr, c_ptr, M, N,
-        K, WARPGROUPS, PARTS, 128, STAGES, GROUP, SCALES, FAST, REGISTERS, 0, 0,
+        K, WARPGROUPS, PARTS, 128, STAGES, GROUP, SCALES, FAST, REGISTERS, KIND, 0,
     )  # fmt: skip
