@@ -3,7 +3,8 @@
     python benchmarks/jax_gemm.py [--json FILE] [--tiny]
 
 Scales of blocks (1x128 by 128x128, "tiles"; by 1x128, "lines") and of rows. Ragged sizes come first: a difference above
-docs/numerics.md 8.3, or from the product that is written as its transpose, ends the script before anything is timed. The rival is a bfloat16 dot of the same codes.
+docs/numerics.md 8.3, or from the product that is written as its transpose, ends the script before anything is timed.
+The rival is a bfloat16 dot of the same codes.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def differs(scales: str, shape: tuple[int, int, int]) -> float:
     a, b = operands(scales, *shape)
     exact = lax.dot_general(values(a), values(b), _LAST, precision=lax.Precision.HIGHEST)
     made = jax.jit(partial(own, scales))(a, b).astype(jnp.float32)
-    if (jax.jit(partial(own, scales, is_turned=True))(a, b).T != made).any():
+    if (made != jax.jit(partial(own, scales, is_turned=True))(a, b).T).any():
         return math.inf
     return float(jnp.linalg.norm(made - exact) / jnp.linalg.norm(exact))
 
