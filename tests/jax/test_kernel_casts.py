@@ -236,11 +236,11 @@ def signatures(monkeypatch, row, column, records=False):
 def test_scales_lie_in_memory_as_their_product_reads_them(name, strides):
     """Those of microfloat's GEMM column by column, those of XLA's operations row by row."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from microfloat.jax.backends import program
     from microfloat.passes.casts import cast_passes
-    from microfloat.passes.matrix import Matrix
+    from microfloat.passes.matrix import Device, Matrix
 
-    matrix, spec = Matrix(256, 512, 512, 1, "bfloat16", 16, program._device((9, 0))), OperandSpec(Cast(name))
+    device, spec = Device(0, 132, True, measures=False, orders_scales=False), OperandSpec(Cast(name))
+    matrix = Matrix(256, 512, 512, 1, "bfloat16", 16, device)
     layouts = cast_passes(matrix, spec, spec, records=False, given_amax=False).layouts
     assert [layouts[at].strides for at in (1, 4)] == strides
 
