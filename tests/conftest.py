@@ -13,6 +13,7 @@ import pytest
 
 from tests import extent
 from tests.architecture import left_out
+from tests.bounds import Bound
 
 # How many tests were left out, by reason.
 LEFT_OUT = pytest.StashKey[Counter]()
@@ -49,6 +50,14 @@ def _look_for_no_constants():
         providers._get_local_constants = lambda: found
 
 
+def _wait_for_no_disk():
+    """Files of checkpoints that are written need not survive a power failure, for which each waits two or three times.
+
+    Other processes, and `make test-all`, do wait.
+    """
+    os.fsync = lambda file: None
+
+
 def _compile_equal_programs_once(config):
     """XLA programs that several tests compile are kept for the rest of the run; on CPUs, where most of them run.
 
@@ -71,6 +80,9 @@ def pytest_configure(config):
     config.stash[LEFT_OUT], config.stash[left_out.HERE] = Counter(), Counter()
     profile = extent.begin(config.option.markexpr)
     _compile_equal_programs_once(config)
+    config.pluginmanager.register(Bound())
+    if extent.is_quick():
+        _wait_for_no_disk()
     if getattr(config.option, "numprocesses", None):
         from tests.scheduling import Watch
 

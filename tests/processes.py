@@ -12,7 +12,7 @@ import threading
 import unittest.mock
 from concurrent.futures import ProcessPoolExecutor
 
-SECONDS = 240  # less than pytest's own bound of a test (faulthandler_timeout)
+SECONDS = 240  # less than the bound of a test (tests/bounds.py)
 
 
 def run(command, *, seconds=SECONDS, **options):

@@ -9,7 +9,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 from xdist.scheduler import LoadGroupScheduling
 
-SILENCE = 900  # seconds; a test that blocks ends before (faulthandler_timeout), as do collecting and set-up
+SILENCE = 900  # seconds; a test that blocks ends before (tests/bounds.py), as do collecting and set-up
 
 
 class Groups(LoadGroupScheduling):
