@@ -155,6 +155,55 @@ def test_filter_exclude_subclasses_and_root() -> None:
     assert type(root) is mf.Linear
 
 
+class WrittenOut(nn.Linear):
+    def forward(self, input):
+        hidden_states = input @ self.weight.T
+        if self.bias is None:
+            return hidden_states
+        return hidden_states + self.bias
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        hidden_states = input @ self.weight.T
+        if self.bias is None:
+            return hidden_states
+        return hidden_states * self.bias
+
+
+class Normed(nn.Linear):
+    forward = WrittenOut.forward
+
+    def extra_repr(self):
+        return "normed"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_subclass_that_writes_the_product_out_is_converted_and_comes_back(bias) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(WrittenOut(48, 32, bias), nn.GELU(), WrittenOut(32, 16, bias)), torch.randn(4, 48)
+    same = nn.Sequential(nn.Linear(48, 32, bias), nn.GELU(), nn.Linear(32, 16, bias))
+    same.load_state_dict(model.state_dict())
+    mf.convert(same, "mxfp8")
+    assert mf.convert(model, "mxfp8").converted == ["0", "2"]
+    model = pickle.loads(pickle.dumps(model))
+    for one in (model, same):
+        one(x).square().sum().backward()
+    assert torch.equal(model(x), same(x))
+    assert torch.equal(model[0].weight.grad, same[0].weight.grad)
+    assert model.state_dict().keys() == same.state_dict().keys()
+    mf.revert(model)
+    assert [type(one) for one in model] == [WrittenOut, nn.GELU, WrittenOut]
+    assert not {"_original", "_pinned"} & vars(model[0]).keys()
+    assert mf.quantize_(model, mf.WeightOnly("mxfp8")).converted == ["0", "2"]
+
+
+@pytest.mark.parametrize("kind", [Scaled, Normed])
+def test_other_subclasses_are_told_the_way_out(kind) -> None:
+    with pytest.raises(InvalidValueError, match=f"{kind.__name__} is a subclass .*derive it from"):
+        mf.convert(nn.Sequential(kind(48, 32)), "mxfp8")
+
+
 @pytest.mark.parametrize(
     ("model", "recipe", "options", "words"),
     [

@@ -38,6 +38,7 @@ from microfloat.torch.convert.fuse import fuse_blocks, unfuse
 from microfloat.torch.linear.gathered_weight import with_local
 from microfloat.torch.nn.conv1d import TransposedLinear, as_conv1d, as_linear, is_conv1d, tell_adapters, why_not_linear
 from microfloat.torch.nn.experts import ExpertProduct, ExpertsLayer, held_weight, place_of, products_of
+from microfloat.torch.nn.forward_rules import instructions_of
 from microfloat.torch.nn.grouped_linear import GroupedLinear
 from microfloat.torch.nn.linear import OWN_ATTRIBUTES, Linear, RecipeLayer
 from microfloat.torch.scaling import buffers as layer_state
@@ -59,8 +60,9 @@ def convert(
 
     `recipe`: a Recipe (or name) for all layers, or a Placement by name pattern (also for single GEMMs, ":wgrad"),
     a dictionary of its rules, or a file of one, as ``microfloat plan`` writes it.
-    Exactly nn.Linear is converted, not subclasses, and transformers' Conv1D, whose state dict stays what it is; layers
-    that are microfloat Linears already, also under a parametrization or FSDP2, and `GroupedLinear` are pinned anew.
+    nn.Linear is converted, of its subclasses those that write the same product out (Falcon's), and transformers'
+    Conv1D, whose state dict stays what it is; layers that are microfloat Linears already, also under a parametrization
+    or FSDP2, and `GroupedLinear` are pinned anew.
     `filter(name, module) -> bool` keeps layers out, `exclude` is a list of name patterns (default: heads, routers and
     LoRA adapters; () excludes nothing), which give way to a Placement that names a layer in full. `fuse`: blocks that
     are known (`convert.fuse`: decoder layers and MLPs of transformers, norms before Linears) run as fused modules, of
@@ -170,7 +172,7 @@ def pin_layer(name: str, module: nn.Module, wanted: Recipe | None) -> None:
     if wanted is not None and is_experts(module):
         as_experts(name, module)
     elif wanted is not None and not isinstance(module, RecipeLayer):
-        as_linear(module) if is_conv1d(module) else _change_class(module, nn.Linear, Linear)
+        as_linear(module) if is_conv1d(module) else _change_class(module, _plain_class(type(module)), Linear)
     if isinstance(module, RecipeLayer):
         module.pin(wanted)
         module._path = name
@@ -259,9 +261,10 @@ def _refusal(
     if isinstance(module, nn.LazyLinear):
         return "LazyLinear has no weight yet; call the model once, then convert it"
     if not isinstance(module, RecipeLayer | nn.Embedding) and not is_conv1d(module):
-        if _replaced(kind, nn.Linear, Linear) is None or _computes(kind, parametrize.is_parametrized(module)):
-            return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own"
-        if not _calls_forward_of(module, nn.Linear):
+        plain = _plain_class(kind)
+        if _replaced(kind, plain, Linear) is None or _computes(kind, plain, parametrize.is_parametrized(module)):
+            return f"{kind.__name__} is a subclass of nn.Linear with a behaviour of its own; {_WAY_OUT}"
+        if not _calls_forward_of(module, plain):
             return "its forward was replaced on the instance (by a hook?); convert the model before that"
     return placement.why_left_out(name, module, exclude, keep, gates)
 
@@ -314,9 +317,27 @@ def _replaced(kind: type, old: type, new: type) -> type | None:
     return type(kind)(kind.__name__, tuple(bases), namespace)  # type: ignore[arg-type]
 
 
-def _computes(kind: type, is_parametrized: bool) -> bool:
-    """True if a class between a layer and nn.Linear makes the output, or a parameter that torch does not compute."""
-    between = kind.__mro__[: kind.__mro__.index(nn.Linear)]
+_WAY_OUT = "derive it from microfloat.torch.Linear and call super().forward, or put an nn.Linear in its place"
+
+
+def _product(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x @ self.weight.T
+    if self.bias is None:
+        return y
+    return y + self.bias
+
+
+def _plain_class(kind: type) -> type:
+    """nn.Linear, or `kind` itself if it adds only a forward with the bytecode of `_product`, as Falcon's does."""
+    own = {name: one for name, one in vars(kind).items() if callable(one) or not name.startswith("__")}
+    forward = own.get("forward")
+    adds_forward = kind.__bases__ == (nn.Linear,) and len(own) == 1 and isinstance(forward, FunctionType)
+    return kind if adds_forward and instructions_of(forward) == instructions_of(_product) else nn.Linear
+
+
+def _computes(kind: type, plain: type, is_parametrized: bool) -> bool:
+    """True if a class between a layer and a plain one makes the output, or a parameter that torch does not compute."""
+    between = kind.__mro__[: kind.__mro__.index(plain)]
     own = ("forward",) if is_parametrized else ("forward", "weight", "bias")
     return any(name in vars(base) for base in between for name in own)
 
@@ -335,6 +356,8 @@ def _change_class(module: nn.Module, old: type, new: type) -> bool:
     kind = _replaced(type(module), old, new)
     if kind is None or not _calls_forward_of(module, old):
         return False
+    if new is Linear and old is not nn.Linear:
+        module.__dict__["_original"] = old
     set_class(module, kind)
     return True
 
@@ -362,8 +385,8 @@ def revert(model: nn.Module) -> nn.Module:
             module._buffers.pop("input_amax", None)
             if isinstance(module, TransposedLinear):
                 as_conv1d(module)
-            elif not module.return_bias and _change_class(module, Linear, nn.Linear):
-                for attribute in OWN_ATTRIBUTES:
+            elif not module.return_bias and _change_class(module, Linear, module.__dict__.get("_original", nn.Linear)):
+                for attribute in ("_original", *OWN_ATTRIBUTES):
                     module.__dict__.pop(attribute, None)
             else:
                 module.pin(None)
