@@ -1,5 +1,6 @@
 """convert, revert, Placement on models, plain_state_dict, quantized_model_init."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -328,6 +329,27 @@ def test_deepcopy_of_a_converted_model_computes_the_same() -> None:
     x = torch.randn(4, 32)
     with torch.no_grad():
         assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("inside", [False, True])
+def test_copies_between_two_steps_train_on_as_the_original(copied, inside) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8)), torch.randn(4, 32)
+    mf.convert(model, DelayedScaling(amax_history_len=3))
+
+    def gradients(one, factor):
+        one.zero_grad()
+        with mf.autocast(recipe="delayed") if inside else contextlib.nullcontext():
+            loss = one(x).square().sum() * factor
+        loss.backward()
+        return [parameter.grad for parameter in one.parameters()]
+
+    gradients(model, 3.0)
+    other = copied(model)  # the amaxes of dy are recorded, and not in its scale yet
+    for factor in (1.0, 0.3):
+        pairs = zip(gradients(model, factor), gradients(other, factor), strict=True)
+        assert all(torch.equal(one, same) for one, same in pairs)
 
 
 # ------------------------------------------------------------------------ layers that others have changed meanwhile

@@ -219,6 +219,8 @@ class RecipeLayer(nn.Module):
                 one._joint = rest
 
     def __getstate__(self) -> dict[str, object]:
+        if layer_state.has_buffers(self):
+            scaling.flush_to_read(self)  # the copy does not know what is pending
         state = dict(super().__getstate__())
         for name in ("_weight_cache", "_joint_amax", "_fold_counts", "_pin_token", "_path", "_followed"):
             state.pop(name, None)
