@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from microfloat.checkpoint import convert, load
+from microfloat.checkpoint import convert, detect, load
 from microfloat.errors import CheckpointError
 from tests.checkpoint.files import write
 
@@ -70,6 +70,15 @@ def test_parts_without_their_index_and_the_other_parts_are_an_error(names, missi
 def test_an_index_decides(tmp_path):
     loaded = load(folder_of(tmp_path, [*PARTS[:2], "consolidated"], PARTS[:2]))
     assert (sorted(loaded), loaded.findings) == (PARTS[:2], [])
+
+
+@pytest.mark.parametrize("names", [[], ["model"], ["a", "b"]])
+def test_an_index_that_names_no_tensor_is_no_empty_model(names, tmp_path):
+    folder_of(tmp_path, names)
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 0}, "weight_map": {}}')
+    for read in (load, detect, lambda path: convert(path, tmp_path / "out", to="bf16")):
+        with pytest.raises(CheckpointError, match="its weight_map names no tensor"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("names", [PARTS, ["consolidated-1-of-2", "consolidated-2-of-2"]])

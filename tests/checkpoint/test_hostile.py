@@ -71,6 +71,18 @@ def test_files_of_other_kinds_are_named(data, named, tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shape", "bits"), [("F4", (2, 3), 12), ("F4", (), 4), ("F6_E2M3", (4, 2), 12), ("F6_E3M2", (1,), 6)]
+)
+def test_rows_that_end_inside_a_byte_are_named_and_not_called_damaged(dtype, shape, bits, tmp_path):
+    nbytes = -(-int(np.prod(shape)) * bits // max(shape[-1:] or (1,)) // 8)
+    (tmp_path / "model.safetensors").write_bytes(container(text(a=entry(dtype, shape, (0, nbytes))), bytes(nbytes)))
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert f"a row of {dtype}{list(shape)} has {bits} bits, which are no whole bytes" in str(caught.value)
+    assert "damaged" not in str(caught.value)
+
+
 def test_all_findings_are_listed(tmp_path):
     header = text(a=entry("Q4"), b=entry(shape=(9,)), c=entry(offsets=(0, 999)))
     (tmp_path / "model.safetensors").write_bytes(container(header, b"...."))

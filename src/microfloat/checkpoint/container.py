@@ -37,6 +37,7 @@ _LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
 _LARGEST_RANK = 32
 _LARGEST_COUNT = 1 << 62
 _DAMAGED = "The file is damaged or was not finished; download or write it again."
+_OTHER_INDEX = "The index belongs to other files, or a file is not the one that was meant: download both again."
 _NO_HEADER = "Either it is not a safetensors file, or it is damaged or was not finished."
 # First bytes of files that are often taken for safetensors ones.
 _OTHERS = {
@@ -124,7 +125,7 @@ class Container(Mapping[str, np.ndarray]):
             stored = self.stored.get(name)
             if stored is None or stored.file != file:
                 holds = "no file holds it" if stored is None else f"{stored.file} holds it"
-                self._fail("index", name, f"the index says {file!r}, but {holds}.", _DAMAGED)
+                self._fail("index", name, f"the index says {file!r}, but {holds}.", _OTHER_INDEX)
         if self.findings:
             raise checkpoint_error(root or ", ".join(files), self.findings)
 
@@ -220,9 +221,11 @@ class Container(Mapping[str, np.ndarray]):
         if not _sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - base:
             message = f"data_offsets {str(offsets)[:100]} are not within the {size - base} bytes of data."
             return self._fail("offsets", name, message)
-        bits = math.prod(shape) * DTYPES[dtype][0]
-        nbytes = offsets[1] - offsets[0]
-        if bits != 8 * nbytes or (DTYPES[dtype][0] < 8 and (not shape or shape[-1] * DTYPES[dtype][0] % 8)):
+        bits, nbytes = math.prod(shape) * DTYPES[dtype][0], offsets[1] - offsets[0]
+        if (of_row := math.prod(shape[-1:]) * DTYPES[dtype][0]) % 8:
+            message = f"a row of {dtype}{shape} has {of_row} bits, which are no whole bytes."
+            return self._fail("shape", name, message, "Write it as bytes (U8), with the last bits of a row unused.")
+        if bits != 8 * nbytes:
             return self._fail("shape", name, f"{dtype}{shape} takes {bits} bits, the file has {8 * nbytes} for it.")
         return Stored(name, dtype, tuple(shape), file, base + offsets[0], nbytes)
 

@@ -128,6 +128,11 @@ def _of_index(path: Path, found: list[Finding]) -> tuple[dict[str, Path], dict[s
             message = "weight_map must map names of tensors to names of files."
             found.append(Finding("index", "error", path.name, message))
         return {}, None
+    if not weight_map:
+        message = "its weight_map names no tensor, so that nothing would be read."
+        found.append(
+            Finding("index", "error", path.name, message, "Write it again, or name the file with the weights.")
+        )
     files = {}
     for name in sorted(set(weight_map.values())):
         if not name or "\0" in name or os.path.isabs(name) or PureWindowsPath(name).drive or ".." in Path(name).parts:

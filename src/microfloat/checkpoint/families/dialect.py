@@ -145,7 +145,7 @@ def tile_of(sizes: Any) -> tuple[int, int] | None:
     return (sizes[0], sizes[1]) if is_pair and all(type(n) is int and 0 < n <= 1 << 20 for n in sizes) else None
 
 
-UNREADABLE = "The metadata of the file is damaged; write it again with its own library."
+UNREADABLE = "It is of another version, or damaged: write the file again with a version of its library that is read."
 
 
 def metadata_of(tensors: Container, key: str, kind: type, found: list[Finding]) -> Any:
@@ -154,11 +154,10 @@ def metadata_of(tensors: Container, key: str, kind: type, found: list[Finding]) 
     if text is None:
         return kind()
     value, problems = read_json(text.encode("utf-8", "replace"), key)
-    found += problems
-    if not isinstance(value, kind):
+    found += [one._replace(remedy=UNREADABLE) for one in problems]
+    if not problems and not isinstance(value, kind):
         found.append(broken_metadata(key, f"is no JSON {'list' if kind is list else 'object'}"))
-        return kind()
-    return value
+    return value if isinstance(value, kind) else kind()
 
 
 def broken_metadata(name: str, what: str) -> Finding:
