@@ -84,8 +84,8 @@ def quantized(name, fmt, spoil):
 @pytest.mark.parametrize(
     ("fmt", "value", "words"),
     [
-        ("nvfp4", 0.0, "of experts 0, 2 is 0"), ("nvfp4", np.nan, "of experts 0, 2"),
-        ("fp8_tensor", 0.0, "the scale of experts 0, 2 is 0"), ("fp8_tensor", np.nan, "are NaN of experts 0, 2"),
+        ("nvfp4", 0.0, "down_proj_tensor_scale of experts 0, 2 is 0"), ("nvfp4", np.nan, "of experts 0, 2"),
+        ("fp8_tensor", 0.0, "proj_scale of experts 0, 2 is 0, so"), ("fp8_tensor", np.nan, "are NaN of experts 0, 2"),
         ("fp8_tensor", np.inf, "are infinite of experts 0, 2"),
     ],
 )  # fmt: skip
@@ -109,7 +109,7 @@ def test_a_numbered_expert_whose_fp8_scale_is_zero_is_named_unless_it_is_all_zer
         ]
         folder = stored(tmp_path / str(number), records, format="ct:fp8")
         if number == 0:
-            assert "the scale is 0, so every value is" in errors_of(folder)
+            assert f"the scale {name}_scale is 0, so every value is" in errors_of(folder)
             assert [one.severity for one in load(folder, nan="zero").scale_findings if one.id == "zero-global"] == [
                 "warn"
             ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from microfloat.checkpoint import convert, detect, load, save
-from microfloat.errors import CheckpointError
+from microfloat.errors import CheckpointError, InvalidValueError
 from microfloat.reference import swizzle_scales
 from tests.checkpoint.files import write
 
@@ -384,6 +384,18 @@ def test_another_tensor_of_torchao_is_not_called_damaged(kind, parts, tmp_path):
     assert "damaged" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "about"),
+    [("MXTensor", {"elem_dtype": dtype("float8_e4m3fn"), "block_size": 64}), ("Float8Tensor", {"block_size": "row"})],
+)
+def test_metadata_of_another_version_is_not_called_damaged_alone(kind, about, tmp_path):
+    metadata, tensors = of_torchao("a.weight", kind, about, {"qdata": fp8(4, 64), "scale": np.ones((4, 1), "f")})
+    ours = {"microfloat": json.dumps({"version": 99, "tensors": {}})}
+    for each in ({"tensor_names": '["a.weight"]', **metadata}, ours):
+        with pytest.raises(CheckpointError, match="is of another version, or damaged: write the file again"):
+            load(write(tmp_path / "model.safetensors", tensors, each))
+
+
 # ---- FBGEMM's FP8 ----------------------------------------------------------------------------------------------------
 
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head", "router"]}
@@ -589,10 +601,10 @@ def test_the_scale_rule_of_fouroversix_tells_its_global_scale(changed, largest, 
 
 @pytest.mark.parametrize(
     ("config", "metadata", "words"),
-    [({"dtype": "if4"}, None, "'if4' under the scale rule 'mse' is not read"),
-     ({"weight_dtype": "nvfp6_e2m3"}, None, "'nvfp6_e2m3' under"),
-     ({"scale_rule": "l1_norm"}, None, "read are mxfp4, and nvfp4 under mse, .*, static_4"),
-     ({"module_config_overrides": {"a.up_proj": {"weight_scale_rule": "static_5"}}}, None, "'static_5' .* nvfp4 under"),
+    [({"dtype": "if4"}, None, "config.json: dtype 'if4' is not read"),
+     ({"weight_dtype": "nvfp6_e2m3"}, None, "config.json: dtype 'nvfp6_e2m3' is not read"),
+     ({"scale_rule": "l1_norm"}, None, "rule 'l1_norm' of nvfp4 is not .* mxfp4, and nvfp4 under mse, .*, static_4"),
+     ({"module_config_overrides": {"a.up_proj": {"weight_scale_rule": "static_5"}}}, None, "rule 'static_5' of nvfp4"),
      ({}, [24, 80, 128, 100, 1, 1], "does not fit"),
      ({}, [24, 80], "does not fit"), ({}, [500, 80, 128, 128, 1, 1], "does not fit")],
 )  # fmt: skip
@@ -609,8 +621,41 @@ def test_other_files_of_fouroversix_are_refused_by_name(config, metadata, words,
 def test_a_part_of_fouroversix_that_is_missing_is_named(lost, tmp_path):
     tensors, _ = four_over_six(24, 80)
     del tensors[f"a.up_proj.quantized_weight_{lost}"]
-    with pytest.raises(CheckpointError, match=f"quantized_weight_{lost}"):
+    with pytest.raises(CheckpointError, match=f"quantized_weight_{lost}") as caught:
         load(write(tmp_path / "model.safetensors", tensors, config=FOUR_OVER_SIX).parent)
+    assert "[24, 40]" not in str(caught.value)  # the shape out of its padding, which stands in no file
+    assert "[128, 64]" in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [None, FOUR_OVER_SIX | {"weight_dtype": "mxfp4"}])
+def test_without_the_scale_rule_of_a_layer_its_family_is_asked_for(config, tmp_path):
+    """What an amax is divided by differs by 1.75, and stands in no tensor."""
+    tensors, values = four_over_six(24, 80)
+    path = write(tmp_path / "model.safetensors", tensors, config=config)
+    with pytest.raises(CheckpointError, match=r"divided by 1536 \(mse, mae, abs_max\) or 2688 .* name the family"):
+        load(path)
+    for family, largest in (("fouroversix:nvfp4", 1536), ("fouroversix:static_4", 1792)):
+        found = load(path, format=family)["a.up_proj.weight"].dequantize()
+        np.testing.assert_allclose(found, values * (np.float32(3) / np.float32(largest)), rtol=2**-22)
+
+
+@pytest.mark.parametrize("to", ["ct:nvfp4", "modelopt:nvfp4", "bf16"])
+def test_a_weight_of_zeros_has_an_amax_of_zero(to, tmp_path):
+    tensors, _ = four_over_six(24, 96)
+    path = write(tmp_path / "model.safetensors", tensors, config=FOUR_OVER_SIX)
+    names = {name: f"a.up_proj.quantized_weight_{name}" for name in ("amax", "values")}
+    tensors[names["amax"]] = np.zeros(1, np.float32)
+    with pytest.raises(CheckpointError, match="quantized_weight_amax is 0, so every value is"):
+        load(write(path, tensors))
+    tensors[names["values"]] = np.full_like(tensors[names["values"]], 0x80)
+    assert load(write(path, tensors)).findings == []
+    assert convert(path, tmp_path / "out", to=to).verified
+    again = load(tmp_path / "out")
+    assert again.findings == []
+    assert np.array_equal(again["a.up_proj.weight"].dequantize(), np.zeros((24, 96), np.float32))
+    if to == "ct:nvfp4":
+        with pytest.raises(InvalidValueError, match="a tensor scale of 0, needed its reciprocal"):
+            save(load(path), tmp_path / "saved", format=to)
 
 
 def test_nvfp4_of_transformers_which_it_does_not_save_is_refused_by_name(tmp_path):

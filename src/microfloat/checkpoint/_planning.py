@@ -12,7 +12,7 @@ from microfloat.arguments import check_name
 from microfloat.checkpoint._casting import Stack, experts_apart, outline, stacked
 from microfloat.checkpoint._modules import CACHE, STACKED, ignored_by, module_of
 from microfloat.checkpoint._recoding import recodes
-from microfloat.checkpoint._saving import SAVED, scale_dtype
+from microfloat.checkpoint._saving import SAVED, has_divisor, scale_dtype
 from microfloat.checkpoint.config import has_cache
 from microfloat.checkpoint.families import WRITTEN, Family, unknown_target
 from microfloat.checkpoint.families.readers import Layer, complaints
@@ -371,7 +371,11 @@ def step_of(record: Record, target: Target, ignore: Sequence[str], source: Facts
     unsuitable = _why_not(record, target) if pattern is None else f"ignored by {pattern!r}"
     if unsuitable:
         return _dequantized(record, unsuitable, source)
-    if record.format == target.cast.format and "pre_quant_scale" not in record.extras:
+    if (
+        record.format == target.cast.format
+        and "pre_quant_scale" not in record.extras
+        and has_divisor(record, target.family)
+    ):
         activation = _activation_under(record, target)
         carried = _with_activation(record, activation)
         return Step(carried, "carried", family=target.family, dtype=scale_dtype(record), activation=activation)

@@ -292,6 +292,11 @@ def planned(
     jobs = []
     for record, family in zip(every, families, strict=True):
         tensors = {record.name: record.codes}
+        if not has_divisor(record, family):
+            got, needed = f"a tensor scale of {np.min(record.tensor_scale):g}", f"its reciprocal, which {format} stores"
+            raise invalid_value(
+                record.name, got, needed, "Quantize the values again, or choose a format that multiplies."
+            )
         if family is not None:
             tensors = dict(family.encode(family, record, scale_dtype(record, dtype)))
         entries = tuple(Entry.of(name, array) for name, array in tensors.items())
@@ -346,6 +351,12 @@ def scale_dtype(record: Record, dtype: np.dtype | None = None) -> np.dtype:
     with np.errstate(all="ignore"):
         exact = np.array_equal(record.scale.astype(dtype).astype(np.float32), record.scale, equal_nan=True)
     return dtype if exact else np.dtype(np.float32)
+
+
+def has_divisor(record: Record, family: Family | None) -> bool:
+    """False where the family divides by a tensor scale of which float32 has no reciprocal: 0, or almost 0."""
+    level = record.tensor_scale if family is not None and family.divides else None
+    return level is None or bool((np.abs(level) > 2.0**-128).all())
 
 
 def family_for(record: Record, format: str) -> Family | None:

@@ -145,15 +145,17 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Findings:
         fmt = record.format
         if fmt is None or record.scale is None:
             continue
-        yield from _nonfinite(record, "block scales" if fmt.block[1] else "scales", record.scale, fmt, softened)
         levels = {"tensor_scale": record.tensor_scale, "input_scale": record.activation.get("scale")}
+        if fmt.is_per_tensor:
+            levels["scale"] = fmt.scale.values(record.scale)
+        else:
+            yield from _nonfinite(record, "block scales" if fmt.block[1] else "scales", record.scale, fmt, softened)
         for role, level in levels.items():
             if level is not None:
                 yield from _global_findings(record, role, level, softened)
         for name, extra in record.extras.items():
             if name.endswith("_scale") and extra.dtype.kind in "fV":
                 yield from _nonfinite(record, name, extra.astype(np.float32), None, softened)
-        yield from _zero_scales(record, softened)
         yield from _reordered(record)
         rows, columns = (fmt.block[0] or 1), (fmt.block[1] or 1)
         if fmt.is_tile and (record.logical_shape[-2] % rows or record.logical_shape[-1] % columns):
@@ -170,17 +172,23 @@ def scale_findings(records: Iterable[Record], nan: str = "keep") -> Findings:
 
 
 def _global_findings(record: Record, role: str, level: np.ndarray, severity: str) -> Findings:
-    """Findings about a global scale as it is stored: a divisor of 0 is a scale of 0, not its infinite reciprocal."""
+    """Findings about a scale of whole matrices as it is stored: a divisor of 0 is no infinite scale.
+
+    A multiplier of 0 is right for a matrix of zeros.
+    """
     source = record.source
     shown = source.tensors[role].name if source and role in source.tensors else role
     divisor = source.divisors.get(role) if source else None
     stored = level if divisor is None else divisor
     yield from _nonfinite(record, shown, stored, None, severity)
-    if not stored.all():
+    lost = (stored == 0).reshape(-1)
+    if divisor is None and role != "input_scale" and len(lost) == experts_of(record):
+        lost = _with_values(record, lost)
+    if lost.any():
         outcome = "so every value is" if divisor is None else "and values are divided by it"
         found = severity if divisor is None else "error"
-        which = _of_experts(record, (stored == 0).reshape(-1))
-        yield Finding("zero-global", found, record.name, f"the global scale {shown}{which} is 0, {outcome}.", _REEXPORT)
+        which = _of_experts(record, lost)
+        yield Finding("zero-global", found, record.name, f"the scale {shown}{which} is 0, {outcome}.", _REEXPORT)
 
 
 def _of_experts(record: Record, is_so: np.ndarray) -> str:
@@ -190,18 +198,16 @@ def _of_experts(record: Record, is_so: np.ndarray) -> str:
     return " of experts " + some([str(number) for number in np.flatnonzero(is_so)], 16)
 
 
-def _zero_scales(record: Record, severity: str) -> Findings:
-    """An error where the one scale of a matrix is 0, although its codes have values."""
-    fmt, scale = record.format, record.scale
-    if fmt is None or scale is None or not fmt.is_per_tensor or scale.all():
-        return
-    lost = scale.reshape(-1) == 0
+def _with_values(record: Record, lost: np.ndarray) -> np.ndarray:
+    """Of the experts in question those with a code that is finite and not 0."""
+    assert record.format is not None
+    element, found = record.format.element, np.zeros_like(lost)
     for expert in np.flatnonzero(lost):
-        values = (decode(piece, fmt.element) for piece in pieces_of(matrix_of(record, int(expert)).codes))
-        lost[expert] = any(bool(np.any(np.isfinite(piece) & (piece != 0))) for piece in values)
-    if lost.any():
-        message = f"the scale{_of_experts(record, lost)} is 0, so every value is."
-        yield Finding("zero-global", severity, record.name, message, _REEXPORT)
+        pieces = pieces_of(matrix_of(record, int(expert)).codes)
+        mask = 0x77 if element.bits == 4 else 0xFF  # two codes in a byte, whose signs say nothing
+        values = (decode(piece, element) if element.bits == 8 else piece & mask for piece in pieces)
+        found[expert] = any(bool(np.any(np.isfinite(piece) & (piece != 0))) for piece in values)
+    return found
 
 
 def _nonfinite(record: Record, what: str, scale: np.ndarray, fmt: ScaledFormat | None, severity: str) -> Findings:

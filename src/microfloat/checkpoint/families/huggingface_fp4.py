@@ -120,7 +120,8 @@ def _scheme(config: dict[str, Any]) -> Scheme:
     family = next((family for family, (names, _) in _RULES.items() if rule in names), "")
     family = "fouroversix:mxfp4" if name == "mxfp4" else family if name == "nvfp4" else ""
     if not family:
-        return Scheme(unread=f"{name[:40]!r} under the scale rule {rule[:40]!r}")
+        unread = f"scale rule {rule[:40]!r} of nvfp4" if name == "nvfp4" else f"dtype {name[:40]!r}"
+        return Scheme(unread=unread)
     return Scheme((family,), activation="dynamic" if of_inputs else "none", activation_format=of_inputs)
 
 
@@ -146,6 +147,11 @@ def _out_of_padding(entry: Entry, tensors: Container) -> Record:
         return record
     flat, level = tensors.raw(scale).reshape(-1), record.tensor_scale
     scales = unswizzle_scales(flat, height, blocks) if tiled else flat.reshape(height, blocks)
+    if entry.family.name in _RULES and entry.family.name not in entry.scheme.families:
+        divisors = " or ".join(f"{divisor} ({', '.join(rules)})" for rules, divisor in _RULES.values())
+        message = f"the amax is divided by {divisors}, and no configuration names the scale rule of this layer."
+        remedy = f"Put config.json beside the file, or name the family with format=: {', '.join(_RULES)}."
+        return replace(record, problem=Finding("unsupported", "error", entry.name, message, remedy))
     return replace(
         record, codes=tensors.raw(codes)[:rows, : length // 2], scale=scales[tuple(map(slice, grid))],
         tensor_scale=None if level is None else np.asarray(level / np.float32(_RULES[entry.family.name][1])),

@@ -191,11 +191,11 @@ def decode_parts(entry: Entry, tensors: Container, read_as: Mapping[str, Stored]
         extras={name: tensors.array(extra) for name, extra in entry.extras.items()},
         source=Source(family.name, origin, divisors),
     )  # fmt: skip
-    missing, fitting = missing_roles(entry), None
+    missing, fitting = missing_roles(replace(entry, tensors=origin)), None
     if scale is not None and not missing:
         fitting = _stated(entry, scale) if entry.format else family.layout_of(codes, scale, entry.scheme)
     if fitting is None or scale is None:
-        problem = missing[0] if missing else misfit(entry)
+        problem = missing[0] if missing else misfit(entry, "scale", origin)
         return replace(record, format=record.format or FORMATS["fp8_tensor"], problem=problem)
     fmt, grid = fitting
     grid = byte_shape(scale) if entry.swizzled else grid
@@ -203,7 +203,7 @@ def decode_parts(entry: Entry, tensors: Container, read_as: Mapping[str, Stored]
     if level is not None:
         levels = (*shape[:-1], 1) if fmt.tensor_scale == "row" else (*shape[:-2], 1, 1) if level.ndim else ()
         if level.size != math.prod(levels):
-            return replace(record, format=fmt, problem=misfit(entry, "tensor_scale"))
+            return replace(record, format=fmt, problem=misfit(entry, "tensor_scale", origin))
         level = level.reshape(levels)
     bytewise = fmt.scale.bits == 8
     scales = tensors.raw(scale) if bytewise else tensors.array(scale).astype(np.float32, copy=False)
@@ -268,13 +268,14 @@ def missing_roles(entry: Entry) -> list[Finding]:
     return [Finding("missing-scale", "error", entry.name, f"{words} {name}.", remedy) for name in missing]
 
 
-def misfit(entry: Entry, role: str = "scale") -> Finding:
-    """The finding about scales of a shape that does not fit the codes."""
-    codes, scale = entry.tensors["codes"], entry.tensors[role]
+def misfit(entry: Entry, role: str = "scale", origin: Mapping[str, Stored] | None = None) -> Finding:
+    """The finding about scales of a shape that does not fit the codes; `origin`: the tensors as they are stored."""
+    order = _other_order(entry, entry.tensors["codes"], entry.tensors[role])
+    codes, scale = ((origin or entry.tensors)[one] for one in ("codes", role))
     tile = f", tiles of {list(entry.scheme.tile)}" if entry.scheme.tile else ""
     message = (
         f"{entry.family.name}: {scale.name} is {scale.dtype}{list(scale.shape)}, which fits no blocks of "
-        f"{codes.name}, {codes.dtype}{list(codes.shape)}{tile}{_other_order(entry, codes, scale)}."
+        f"{codes.name}, {codes.dtype}{list(codes.shape)}{tile}{order}."
     )
     return Finding("shape", "error", entry.name, message, _OTHER_ORDER)
 
