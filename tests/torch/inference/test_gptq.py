@@ -252,6 +252,33 @@ def test_without_inputs_it_is_an_error() -> None:
     assert not isinstance(model[0].weight, mf.QuantizedTensor)
 
 
+@pytest.mark.parametrize("length", [64, 1, 2 * K])
+def test_a_weight_of_another_size_than_in_calibrate_is_named(length) -> None:
+    model = layer(weight())
+    with mf.calibrate(model):
+        model(tokens())
+    model[0].weight = nn.Parameter(weight(length=length))
+    with pytest.raises(InvalidValueError, match=f"for 0, whose weight has {length} inputs and had {K} .* again"):
+        mf.quantize_(model, WeightOnly("nvfp4"), method="gptq")
+    model[0].weight = nn.Parameter(weight(rows=5))
+    mf.quantize_(model, WeightOnly("nvfp4"), method="gptq")
+    assert model[0].weight.shape == (5, K)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_experts_of_another_size_than_in_calibrate_are_named(is_turned) -> None:
+    model = Model(turned=is_turned).requires_grad_(False)
+    with mf.calibrate(model):
+        model(*(one.detach() for one in inputs()))
+    experts = model.layers[0]["experts"]
+    shape = list(experts.down_proj.shape)
+    length = shape[1 if is_turned else 2]
+    shape[1 if is_turned else 2] += 32
+    experts.down_proj = nn.Parameter(torch.ones(shape), requires_grad=False)
+    with pytest.raises(InvalidValueError, match=f"down_proj has {length + 32} inputs and had {length} in calibrate"):
+        mf.quantize_(model, WeightOnly("nvfp4"), method="gptq")
+
+
 def test_a_device_without_memory_for_a_hessian_says_how_to_do_without(monkeypatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -3,9 +3,11 @@
 import copy
 import io
 import json
+import re
 import warnings
 from collections import OrderedDict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -359,6 +361,24 @@ def test_different_scales_of_joined_layers_are_flagged(tmp_path) -> None:
         mf.save_quantized(model, tmp_path / "model", format="modelopt:nvfp4")
     with pytest.warns(UserWarning, match="fused-mismatch"):
         mf.load_quantized(tmp_path / "model", made())
+
+
+@pytest.mark.parametrize("family", ["ct:nvfp4", "ct:mxfp8", "modelopt:nvfp4", "microfloat:native"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_format_that_transformers_does_not_read_in_the_dtype_of_a_model_is_named(family, dtype, tmp_path) -> None:
+    """`convert` has said so all along."""
+    model = made(WeightOnly("mxfp8" if family == "ct:mxfp8" else "nvfp4")).to(getattr(torch, dtype))
+    model.dtype = getattr(torch, dtype)
+    model.config = SimpleNamespace(to_json_string=lambda: '{"model_type": "llama"}')
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        mf.save_quantized(model, tmp_path / "model", format=family)
+    words = f"save_quantized: transformers 5.24 refuses {family}: models in another dtype than bfloat16.*: 3 layers"
+    expected = [words] * (family.startswith("ct:") and dtype != "bfloat16")
+    assert len(seen) == len(expected)
+    assert all(re.match(one, str(found.message)) for one, found in zip(expected, seen, strict=True))
+    with pytest.raises(InvalidValueError, match="format: got 'nonsense'"):
+        mf.save_quantized(model, tmp_path / "other", format="nonsense")
 
 
 def test_experts_keep_a_scale_each(tmp_path) -> None:

@@ -80,7 +80,12 @@ def hessians_of(layers: Mapping[str, nn.Module]) -> dict[int, torch.Tensor]:
     made, spoiled = dict[int, torch.Tensor](), []
     for name, layer in layers.items():
         for key, total in vars(layer).get("_hessians", {}).items():
-            weight = id(layer._parameters[key])
+            held = layer._parameters[key]
+            length = held.shape[1 if turned_in(layer).get(key) else -1]  # type: ignore[union-attr]
+            if length != total.shape[-1]:
+                got = f"'gptq' for {name}, whose {key} has {length} inputs and had {total.shape[-1]} in calibrate"
+                raise invalid_value("method", got, "the inputs of the weight as it is", "Call calibrate again.")
+            weight = id(held)
             made[weight] = made[weight] + total if weight in made else total
             spoiled += [] if made[weight].isfinite().all() else [name]
     if not made:

@@ -6,6 +6,7 @@ Bytes are those of the tensors; only names, and the layout of scales, are those 
 import json
 import pathlib
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -47,9 +48,10 @@ def save_quantized(model: nn.Module, path: Path, *, format: str = "microfloat:na
 
     Warns, for the families of serving engines, of layers that engines join and whose scales differ: `quantize_` gives
     them one, and a plain state dict that is loaded later gives each its own again; and of layers that are written as
-    weight-only because the scale of their inputs was not measured. FP8 activations beside MX and NVFP4 weights are told
-    in the default format alone: others hold the weight, and `load_quantized` takes the config. Warns too where a given
-    configuration ties a head to an embedding which `quantize_` has untied.
+    weight-only because the scale of their inputs was not measured; and of layers of a model of transformers that a
+    known reader of the family does not read. FP8 activations beside MX and NVFP4 weights are told in the default format
+    alone: others hold the weight, and `load_quantized` takes the config. Warns too where a given configuration ties a
+    head to an embedding which `quantize_` has untied.
     """
     from microfloat import checkpoint
 
@@ -108,6 +110,8 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
     made = config_of_model(model, not untied) if is_folder and options.get("config", True) is True else None
     if made is not None:
         options["config"] = made
+        for text, count in _complaints(quantized, format, made).items() if not is_native else ():
+            warnings.warn(f"save_quantized: {text}: {count} layers.", UserWarning, stacklevel=3)
     own, given = getattr(model, "config", None), options.get("config")
     ties = given if isinstance(given, Mapping) else {"tie_word_embeddings": getattr(own, "tie_word_embeddings", False)}
     if untied and ties.get("tie_word_embeddings"):
@@ -120,6 +124,19 @@ def _to_write(model: nn.Module, format: str, options: Options, is_folder: bool) 
         base = options["config"] if isinstance(options.get("config"), Mapping) else {}
         options["config"] = {**base, "quantization_config": {"kv_cache_scheme": True}}
     return records, options
+
+
+def _complaints(quantized: list["Record"], format: str, config: Mapping[str, object]) -> Counter[str]:
+    """The kinds of failure of known readers of the format, each with the number of layers that it is about."""
+    from microfloat.checkpoint._saving import SAVED, WRITTEN, family_for
+    from microfloat.checkpoint.families.readers import Layer, complaints
+
+    kind, dtype = str(config.get("model_type")), str(config.get("dtype") or config.get("torch_dtype") or "")
+    found: Counter[str] = Counter()
+    for one in quantized if format in (*SAVED, *WRITTEN) else ():
+        family = family_for(one, format).name  # type: ignore[union-attr]
+        found.update(complaints(Layer(family, one.format, one.name, one.logical_shape, kind, dtype=dtype)))
+    return found
 
 
 def _cache_scales(model: nn.Module) -> list["Record"]:
