@@ -30,7 +30,7 @@ _ACTIVATIONS = {
     "relu": produce.RELU.value, "qgelu": produce.QUICK_GELU.value, "srelu": produce.SQUARED_RELU.value,
     "sigmoid": produce.SIGMOID.value,
 }  # fmt: skip
-_RMS, _LAYER = produce.RMS_NORM.value, produce.LAYER_NORM.value
+NORMS = {"rms": produce.RMS_NORM.value, "layer": produce.LAYER_NORM.value}
 # Elements that a program of `measure_rows` loads at once; most columns among them, and fewest: the words of one warp.
 _ELEMENTS, _MOST_COLUMNS, _LEAST_COLUMNS = 16384, 8192, 256
 
@@ -63,17 +63,10 @@ class Producer(NamedTuple):
             return Producer(produce.GATE_GRADIENTS.value, function, UP, GRADIENT, two=True)
         return Producer(produce.ACTIVATE_GRADIENT.value, function, GRADIENT)
 
-    @staticmethod
-    def of_norm(kind: str, eps: float, parameter_dtype: str) -> "Producer":
-        """The producer of an RMSNorm ("rms") or LayerNorm ("layer") of rows."""
-        if kind not in ("rms", "layer"):
-            raise unknown_name("kind", kind, ["rms", "layer"])
-        return Producer(_LAYER if kind == "layer" else _RMS, parameter_dtype=parameter_dtype, eps=eps)
-
     @property
     def is_layer_norm(self) -> bool:
         """True for a norm that subtracts the mean."""
-        return self.number == _LAYER
+        return self.number == NORMS["layer"]
 
 
 class _Statistics(NamedTuple):
@@ -87,31 +80,14 @@ class _Statistics(NamedTuple):
 
 def fuses(row_cast: Cast | None, column_cast: Cast | None) -> bool:
     """True if a producer can write the codes of both casts in one launch."""
-    try:
-        _check(row_cast, column_cast)
-    except NotSupportedError:
-        return False
-    return True
-
-
-def _check(row_cast: Cast | None, column_cast: Cast | None) -> KernelCast:
-    """The KernelCast of one of the casts; NotSupportedError if no fused kernel writes both in one launch."""
     casts = [kernel_cast(cast) for cast in (row_cast, column_cast) if cast is not None]
-    if not casts:
-        raise NotSupportedError("a fused cast needs row_cast or column_cast; use the unfused operation without them.")
+    if not casts or any(one.bare is not None or one.family not in ("scaled", "blocks") for one in casts):
+        return False
     first, last = casts[0], casts[-1]
-    for one in casts:
-        per_tensor = one.family == "scaled" and one.block == (None, None)
-        if one.bare is not None or not (per_tensor or one.family == "blocks"):
-            raise NotSupportedError(
-                f"no fused kernel casts to {one.cast.format.name} (hadamard {one.cast.hadamard}); run the operation "
-                "and quantize its result."
-            )
     if first.family != last.family or first.epsilon != last.epsilon:
-        raise NotSupportedError("row_cast and column_cast of a fused kernel must be of one family; cast them apart.")
-    if first.family == "scaled" and first.scaled_cast != last.scaled_cast:
-        raise NotSupportedError("two different per-tensor casts of one result cannot be fused; cast them apart.")
-    return first
+        return False
+    is_scaled = first.family == "scaled"
+    return not is_scaled or (first.block == last.block == (None, None) and first.scaled_cast == last.scaled_cast)
 
 
 def cast_passes(
@@ -119,7 +95,9 @@ def cast_passes(
     records: tuple[bool, bool] = (False, False), given: str = "",
 ) -> Passes:  # fmt: skip
     """The passes that cast one produced matrix, or two, into both operands; `given`: "scale_enc", "amax" or ""."""
-    numbers = _check(row and row.cast, column and column.cast)
+    if not fuses(row and row.cast, column and column.cast):
+        raise NotSupportedError("a fused cast: got casts that no kernel writes in one launch; quantize the result.")
+    numbers = kernel_cast(next(spec.cast for spec in (row, column) if spec is not None))
     if numbers.family == "scaled" and not given:
         raise NotSupportedError(
             f"a fused cast to {numbers.cast.format.name} needs scale_enc= or amax=; without them use "

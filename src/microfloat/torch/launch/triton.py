@@ -226,7 +226,8 @@ def _work_of(producer: Producer) -> tuple[producer_passes.Producer, _Inputs]:
     if isinstance(producer, Norm):
         x, weight, bias = producer.x_MK, producer.weight_K, producer.bias_K
         weight = torch.ones_like(x[0]) if weight is None else weight
-        made = work.of_norm(producer.kind, producer.eps, dtype_name(weight.dtype))
+        number = producer_passes.NORMS[producer.kind]
+        made = work(number, parameter_dtype=dtype_name(weight.dtype), eps=producer.eps)
         if not made.is_layer_norm:
             bias = None
         elif bias is None:
