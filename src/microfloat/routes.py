@@ -351,9 +351,6 @@ def _are_block_scaled(lhs: Encoding, rhs: Encoding, library: str) -> bool:
     return all(is_nvfp4(fmt) and fmt.block in blocks and fmt.tensor_scale != "row" for fmt in (a, b))
 
 
-# ---- the kernels that serve a cast -------------------------------------------------------------------------------
-
-
 @functools.lru_cache(512)
 def family_of(cast: Cast) -> tuple[str, str]:
     """(family, "") of the kernel that serves a Cast, or ("", the reason) where none does.
@@ -407,9 +404,6 @@ def why_not_in_groups(cast: Cast) -> str:
     if cast.hadamard is not None:
         return f"the Hadamard transform of {cast.format.name} is a launch for the whole group"
     return ""
-
-
-# ---- the operands of one tensor, by its routes -------------------------------------------------------------------
 
 
 class OperandSpec(NamedTuple):

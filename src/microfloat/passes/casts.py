@@ -274,11 +274,6 @@ def block_casts(both: Both) -> tuple[BlockCast | None, BlockCast | None]:
     return row, column
 
 
-def fits_rows(matrix: Matrix) -> bool:
-    """True if one program may hold a row of the matrix, whose codes are whole words of 16 bytes."""
-    return matrix.stride_c == 1 and matrix.columns <= _LONGEST_ROW and (matrix.columns | matrix.stride_r) % 16 == 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Casting:
     """Builder of the launches that make one operand of a matrix, or both in one launch."""
@@ -394,9 +389,11 @@ class _Casting:
         """FP8 per row of each operand."""
         passes, matrix = self.passes, self.matrix
         made = [one is not None for one in both.operands]
+        # One program may hold a row, whose codes are whole words of 16 bytes.
+        fits = matrix.stride_c == 1 and matrix.columns <= _LONGEST_ROW and (matrix.columns | matrix.stride_r) % 16 == 0
         if matrix.with_scales:
             amaxes = measure_groups(passes, matrix, source, self.plan, *made)
-        elif not made[1] and both.seed == At.NOTHING and matrix.kind and fits_rows(matrix):
+        elif not made[1] and both.seed == At.NOTHING and matrix.kind and fits:
             self._row_by_row(source, both)
             return
         elif source == At.SOURCE and both.seed == At.NOTHING and _fit_together([matrix]):

@@ -151,12 +151,6 @@ def row_groups(stored, HW: tl.constexpr):
 
 
 @triton.jit
-def column_groups(stored, HW: tl.constexpr):
-    """Largest scale bytes over 128 elements of words of two columns: [8, 8, 4] -> [8, 2, 4]."""
-    return largest(tl.reshape(stored, [8, 4, 2, 4]), 1, HW)
-
-
-@triton.jit
 def fold_row(word, factors, shift, HW: tl.constexpr):
     """Words [8, 4, 8, 4] of a row -> int32 of four codes [8, 4, 8, 2], and marks of lossy elements."""
     first, second = tl.split(tl.reshape(word, [8, 4, 8, 2, 2]))
@@ -242,7 +236,7 @@ def fold_squares(tile, outputs, bounds, ROW: tl.constexpr, COLUMN: tl.constexpr,
         stored_rows = stored_rows + (stored_bytes(rows[j]),)
     stored_columns = stored_bytes(columns)
     groups = row_groups(stored_rows, HW)
-    group = column_groups(stored_columns, HW)  # [8, 2, 4]
+    group = largest(tl.reshape(stored_columns, [8, 4, 2, 4]), 1, HW)  # [8, 2, 4], over 128 elements of two columns
     store_group_scales(groups, row_scale)
     c = tl.arange(0, 2)[None, :, None] * 64 + tl.arange(0, 8)[:, None, None] * 8
     c = c + tl.arange(0, 4)[None, None, :] * 2

@@ -153,11 +153,6 @@ def _add(p, factor, total):
 
 
 @gluon.jit
-def _halves(x):
-    return x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def _promote(total, p, row_factor, column_factor, SCALES: gl.constexpr):
     """total + p * factors, and p scaled by columns. Empty waits keep the compiler from moving the arithmetic behind the
     next product, where p would need registers of its own."""
@@ -194,7 +189,7 @@ def _store(c_desc, staging, x, row, column, GROUPED: gl.constexpr):
     WIDTH: gl.constexpr = staging.shape[1]
     HALF: gl.constexpr = x.shape[1] // 2
     if x.shape[1] > WIDTH:
-        left, right = _halves(x)
+        left, right = x.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
         _store(c_desc, staging, left, row, column, GROUPED)
         _store(c_desc, staging, right, row, column + HALF, GROUPED)
     else:

@@ -24,12 +24,6 @@ def _bytes_of_scales(codes):
 
 
 @triton.constexpr_function
-def _copies_of_scales(codes, tiles):
-    """Words of scales of a chunk that a lane copies; the four lanes of a row share those of its rows in all tiles."""
-    return -(-2 * tiles * _bytes_of_scales(codes) // 16)
-
-
-@triton.constexpr_function
 def _lanes(cut):
     cut = DecodeCut(*cut)
     return 32 * cut.ROW_WARPS * cut.LENGTH_WARPS
@@ -72,7 +66,7 @@ def places(thread, lane, codes_of_rows, scales_of_rows, CODES: tl.constexpr, CUT
     memory = tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     of_warp = memory + _bytes_of_codes(CUT) + (thread >> 5) * (16 * CUT.TILES * BYTES)
     g, t = lane >> 2, lane & 3
-    COPIES: tl.constexpr = _copies_of_scales(CODES, CUT.TILES)
+    COPIES: tl.constexpr = (2 * CUT.TILES * BYTES + 15) // 16
     to, source = (), ()
     for i in tl.static_range(COPIES):  # lane t copies word 4 i + t of all rows of its g, modulo the number of words
         one = (4 * i + t) % (2 * CUT.TILES * WORDS)
@@ -125,25 +119,14 @@ def _text_of_read(bits, at):
 
 
 @triton.jit
-def _words_at(place, AT: tl.constexpr):
-    PTX: tl.constexpr = _text_of_read(128, AT)
-    return tl.inline_asm_elementwise(
-        PTX, "=r,=r,=r,=r,r", [place], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _number_at(place, BITS: tl.constexpr, AT: tl.constexpr):
-    PTX: tl.constexpr = _text_of_read(BITS, AT)
-    return tl.inline_asm_elementwise(PTX, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _read_codes(place, HALF: tl.constexpr, CUT: tl.constexpr):
     """Four words of codes of half a chunk for both rows of every tile."""
     words = ()
     for i in tl.static_range(2 * CUT.TILES):
-        words = words + _words_at(place, (2 * i + HALF) * 16 * _lanes(CUT))
+        words = words + tl.inline_asm_elementwise(
+            _text_of_read(128, (2 * i + HALF) * 16 * _lanes(CUT)), "=r,=r,=r,=r,r", [place],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
     return words
 
 
@@ -154,7 +137,11 @@ def _read_scales(place, HALF: tl.constexpr, CODES: tl.constexpr, CUT: tl.constex
     BITS: tl.constexpr = max(BYTES, 8)  # 16 of NVFP4, where a lane has two scales
     stored = ()
     for i in tl.static_range(2 * CUT.TILES):
-        stored = stored + (_number_at(place, BITS, i * 8 * BYTES + HALF * (BYTES // 2)),)
+        one = tl.inline_asm_elementwise(
+            _text_of_read(BITS, i * 8 * BYTES + HALF * (BYTES // 2)), "=r,r", [place], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+        stored = stored + (one,)
     return stored
 
 

@@ -236,7 +236,7 @@ def keep_init_val(q: QuantizedTensor, values: torch.Tensor) -> None:
     q._about_parameter()[INIT_VAL] = None if values.is_meta else values.to("cpu", copy=True)
 
 
-# ---- updates by small steps, which keep float32 scales that still serve (docs/numerics.md 7.4) -------------------
+# Updates by small steps, which keep float32 scales that still serve (docs/numerics.md 7.4).
 #
 # A fresh scale is that of the largest element after its step. Where steps are too small to change codes it would grow
 # with every one of them, and all values with it.
