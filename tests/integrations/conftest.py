@@ -1,6 +1,7 @@
 """Training packages, imported by the tests that use them and never while tests are collected; no network."""
 
 import os
+import sys
 
 import pytest
 
@@ -36,12 +37,13 @@ def llama(transformers):
     return make
 
 
-@pytest.fixture
-def fresh_state(accelerate):
-    """Accelerate keeps its settings in a state for the whole process; the Trainer of transformers does too."""
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Accelerate keeps its settings in a state for the whole process, and so does any Trainer, also one that fails."""
     yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 class Sequences(torch.utils.data.Dataset):

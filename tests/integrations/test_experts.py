@@ -282,7 +282,7 @@ def test_generate_decodes_on_our_path_and_saving_writes_the_files_of_the_plain_m
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", DelayedScaling()], ids=["mxfp8", "delayed"])
-def test_the_trainer_trains_experts(transformers, fresh_state, sequences, tmp_path, recipe):
+def test_the_trainer_trains_experts(transformers, accelerate, sequences, tmp_path, recipe):
     model = family(transformers, "Qwen3Moe")
     mf.convert(model, recipe)
     before = {name: layer.down_proj.detach().clone() for name, layer in experts_of(model)}

@@ -158,7 +158,7 @@ def test_a_recipe_converts_the_loaded_model_and_leaves_no_trace(hf, transformers
 @MORE
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), WeightOnly("nvfp4")], ids=["mxfp8", "to be served"])
-def test_trainer_takes_a_model_with_a_recipe(hf, transformers, folder, tmp_path, sequences, fresh_state, recipe):
+def test_trainer_takes_a_model_with_a_recipe(hf, transformers, folder, tmp_path, sequences, accelerate, recipe):
     options = hf.MicrofloatConfig(recipe=recipe, fuse=True)
     assert hf.MicrofloatQuantizer(options).is_qat_trainable
     model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=options, dtype=torch.float32)
@@ -181,7 +181,7 @@ def test_trainer_takes_a_model_with_a_recipe(hf, transformers, folder, tmp_path,
 
 @MORE
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_train_around_codes(hf, transformers, peft, folder, tmp_path, sequences, fresh_state):
+def test_adapters_train_around_codes(hf, transformers, peft, folder, tmp_path, sequences, accelerate):
     model = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=hf.MicrofloatConfig("nvfp4"))
     assert not model.hf_quantizer.is_qat_trainable
     codes = model.model.layers[0].self_attn.q_proj.weight.codes.clone()
@@ -200,7 +200,7 @@ def test_adapters_train_around_codes(hf, transformers, peft, folder, tmp_path, s
 @MORE
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["a recipe", "to be served", "adapters around codes"])
-def test_the_trainer_of_trl_loads_the_model_by_this_door(hf, transformers, peft, folder, tmp_path, fresh_state, kind):
+def test_the_trainer_of_trl_loads_the_model_by_this_door(hf, transformers, peft, folder, tmp_path, accelerate, kind):
     """Its loss reads the weight of the head: a recipe of the head has no part in it, and codes are refused."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
     from datasets import Dataset

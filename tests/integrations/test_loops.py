@@ -53,7 +53,7 @@ def _accelerate(accelerate, recipe, *, steps, accumulate, folder=None, resume=No
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "delayed"])
-def test_accelerate_is_a_loop_of_ones_own(accelerate, fresh_state, recipe):  # features B8
+def test_accelerate_is_a_loop_of_ones_own(accelerate, recipe):  # features B8
     got = _accelerate(accelerate, recipe, steps=slice(8), accumulate=2)
     batches, model = _batches(), _network()
     mf.convert(model, recipe)
@@ -73,7 +73,7 @@ def test_accelerate_is_a_loop_of_ones_own(accelerate, fresh_state, recipe):  # f
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
-def test_accelerate_saves_and_loads_its_state(accelerate, fresh_state, recipe, tmp_path):  # features S14
+def test_accelerate_saves_and_loads_its_state(accelerate, recipe, tmp_path):  # features S14
     whole = _accelerate(accelerate, recipe, steps=slice(8), accumulate=1)
     folder = str(tmp_path / "state")
     first = _accelerate(accelerate, recipe, steps=slice(4), accumulate=1, folder=folder)

@@ -117,7 +117,7 @@ def test_what_cannot_be_served_is_named(llama):
 
 @pytest.mark.slow("needs a training package that make test does not install")
 @pytest.mark.filterwarnings("ignore")
-def test_the_trainer_of_trl_takes_a_model_that_trains_under_a_config(llama, tmp_path, fresh_state):
+def test_the_trainer_of_trl_takes_a_model_that_trains_under_a_config(llama, tmp_path, accelerate):
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     import pyarrow

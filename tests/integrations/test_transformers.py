@@ -16,7 +16,7 @@ FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 
 
 @pytest.fixture
-def train(transformers, llama, sequences, tmp_path, fresh_state):
+def train(transformers, llama, sequences, tmp_path, accelerate):
     """Train a tiny model with the Trainer: the model, and the loss of every step."""
 
     def run(recipe, *, fuse=False, resume=None, steps=6, folder="run", **options):
