@@ -106,22 +106,29 @@ class Trainer(Training):
 
     def operands(self, rows: int | None) -> dict[str, Arrays]:
         """As in train_gpt.py: x, w, y, dy and dw of every quantized layer in this step, seeds and delayed scales."""
-        found: dict[str, Arrays] = {}
         graph, parameters, rest = nnx.split(self.model, nnx.Param, ...)
+        tokens_BT = jnp.asarray(self.batch(), jnp.int32)
 
-        def loss(parameters: nnx.State) -> jax.Array:
+        def loss(parameters: nnx.State, found: dict[str, dict[str, jax.Array]]) -> jax.Array:
             model = nnx.merge(graph, parameters, rest, copy=True)
             for path, layer in nnx.iter_modules(model):
                 name = ".".join(map(str, path))
                 if isinstance(layer, nnx.Linear) and self.options.has_recipe(name):
                     found[name] = {}
                     layer.dot_general = nnx.static(watched(layer.dot_general, found[name], rows))
-            return model.loss(jnp.asarray(self.batch(), jnp.int32))
+            return model.loss(tokens_BT)
+
+        @jax.jit
+        def record(parameters: nnx.State) -> dict[str, dict[str, jax.Array]]:
+            jax.grad(loss)(parameters, found := {})
+            return found
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "a gradient is taken with respect to parameters but not to the delayed")
-            jax.grad(loss)(parameters)
-        return found
+            found = record(parameters)
+        return jax.tree.map(
+            lambda array: np.asarray(array if array.dtype == np.uint32 else array.astype(np.float32)), found
+        )
 
     def dump(self) -> bytes:
         """Everything that the rest of the run depends on, random keys as their words."""
@@ -153,19 +160,19 @@ def is_key(value: jax.Array) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def watched(op: Callable[..., jax.Array], found: Arrays, rows: int | None) -> Callable[..., jax.Array]:
-    """A dot_general that calls `op` and notes what goes in and out, forward and backward; outside of jit."""
+def watched(op: Callable[..., jax.Array], found: dict[str, jax.Array], rows: int | None) -> Callable[..., jax.Array]:
+    """A dot_general that calls `op` and notes what goes in and out, forward and backward."""
 
-    def matrix(array: jax.Array) -> np.ndarray:
-        return np.asarray(array.astype(jnp.float32)).reshape(-1, array.shape[-1])[:rows]
+    def matrix(array: jax.Array) -> jax.Array:
+        return array.reshape(-1, array.shape[-1])[:rows]
 
     def dot_general(lhs: jax.Array, rhs: jax.Array, numbers: Any, **options: Any) -> jax.Array:
         if isinstance(op, mnnx.DotGeneral) and op.sr_rng is not None:
             options["key"] = op.sr_rng()  # what the op would draw itself
-            found["seed"] = np.asarray(jax.random.bits(options["key"], (2,), "uint32"))
+            found["seed"] = jax.random.bits(options["key"], (2,), "uint32")
         if isinstance(op, mnnx.DotGeneral) and op.recipe.is_delayed:
             scales = mj.scaling.encode_scales(op.state())
-            found.update({f"{operand}_scale": np.asarray(scales[operand]) for operand in ("x", "w", "dy")})
+            found.update({f"{operand}_scale": scales[operand] for operand in ("x", "w", "dy")})
 
         def forward(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
             y, pull = jax.vjp(lambda lhs, rhs: op(lhs, rhs, numbers, **options), lhs, rhs)
