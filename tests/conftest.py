@@ -129,6 +129,11 @@ def _sort_by_effort(items):
     items.sort(key=lambda item: (files[item.path], item.get_closest_marker("as_users_compile") is not None))
 
 
+def _put_long_files_first(items):
+    """Tests of torch, whose files take longest, before the others: no process is left with one while others wait."""
+    items.sort(key=lambda item: "torch" not in item.path.parts)
+
+
 @functools.cache
 def _group_of(path, root):
     """One process runs a file: others would make its fixtures and compile its programs once more."""
@@ -151,6 +156,7 @@ def _leave_out_without_gpu(config, items):
 def pytest_collection_modifyitems(config, items):
     left_out.mark(items)
     _sort_by_effort(items)
+    _put_long_files_first(items)
     for item in items:
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(_group_of(item.path, config.rootpath)))
