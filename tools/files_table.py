@@ -15,10 +15,14 @@ from marked_block import ROOT, command, table
 PAGE, BLOCK = ROOT / "docs" / "architecture.md", "files"
 PACKAGE = ROOT / "src" / "microfloat"
 
+# Comments and the docstring: to parse all of a module for it takes a hundred times as long.
+_HEAD = re.compile(r'(?:#[^\n]*\n|\s)*"""(?:[^"\\]|\\.|"(?!""))*"""', re.DOTALL)
+
 
 def first_sentence(path: Path) -> str:
     """The first sentence of a module's docstring, on one line."""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    head = _HEAD.match(path.read_text(encoding="utf-8"))
+    text = ast.get_docstring(ast.parse(head[0] if head else "")) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
     sentence = re.split(r"(?<=[a-z0-9)`'\"\]])\. |\.$", paragraph)[0].rstrip(":")
     return re.sub(r"\*(\w+)\*", r"\1", sentence).replace("|", "\\|")
