@@ -162,17 +162,20 @@ def in_turns(calls: dict[str, Callable[[], Any]], repetitions: int, inner: int) 
     return times
 
 
-def kernels(call: Callable[[], Any]) -> list[list[Any]]:
-    """The kernels of one call in the order in which a GPU ran them: [name, microseconds]; none without a GPU."""
-    jax.block_until_ready(call())
+def kernels(call: Callable[[], Any], repetitions: int = 7) -> list[list[Any]]:
+    """The kernels of a call as a GPU runs them one after another: [name, median microseconds]; none without a GPU."""
     with tempfile.TemporaryDirectory() as folder:
+        jax.block_until_ready([call() for _ in range(repetitions)])
         with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
+            jax.block_until_ready([call() for _ in range(repetitions)])
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
     lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
     events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
-    return [[one.name, round(one.duration_ns / 1e3, 1)] for one in sorted(events, key=lambda one: one.start_ns)]
+    events.sort(key=lambda event: event.start_ns)
+    number = len(events) // repetitions
+    same = [events[at : number * repetitions : number] for at in range(number)]
+    return [[one[0].name, round(statistics.median(event.duration_ns / 1e3 for event in one), 1)] for one in same]
 
 
 def percentiles(samples: list[float]) -> dict[str, float]:
