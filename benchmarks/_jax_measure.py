@@ -162,7 +162,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], repetitions: int, inner: int) 
     return times
 
 
-def kernels(call: Callable[[], Any], repetitions: int = 7) -> list[list[Any]]:
+def kernels(call: Callable[[], Any], repetitions: int = 40) -> list[list[Any]]:
     """The kernels of a call as a GPU runs them one after another: [name, median microseconds]; none without a GPU."""
     with tempfile.TemporaryDirectory() as folder:
         jax.block_until_ready([call() for _ in range(repetitions)])

@@ -147,5 +147,5 @@ class OwnGemm(NamedTuple):
         return 64 * self.warpgroups * self.parts, 128
 
 
-# By whether the second operand has 128x128 scales ("tiles", and in JAX split sums of rows); chosen by measurement.
+# By whether the second operand has 128x128 scales ("tiles", and in JAX those of rows); chosen by measurement.
 OWN_GEMMS = {False: OwnGemm(2, 2, 4, 8, 240), True: OwnGemm(3, 1, 4, 8, 160)}

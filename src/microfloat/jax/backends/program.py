@@ -97,8 +97,7 @@ def multiply_fp8(
     from microfloat.kernels.gemm import block_gemm as kernels
 
     (m, k), n = a.codes.shape, b.codes.shape[0]
-    has_few_factors = scales == "tiles" or (scales == "rows" and not fast)
-    cut, processors = OWN_GEMMS[has_few_factors], getattr(jax.devices()[0], "core_count", _MOST)
+    cut, processors = OWN_GEMMS[scales != "lines"], getattr(jax.devices()[0], "core_count", _MOST)
     height, width = cut.tile
     types = {jnp.dtype(jnp.float8_e4m3fn): gl.float8e4nv, jnp.dtype(jnp.float8_e5m2): gl.float8e5}
     a_scale = a.scale if scales == "rows" else a.scale.T

@@ -148,7 +148,7 @@ def _copy_tiles(
 
 @gluon.jit
 def _add(p, factor, total):
-    # Fused even where the factor is 1 or the total 0: ptxas lets other warps in between multiply-adds, and only those.
+    # Fused even where the total is 0: between a product and a sum of its own, ptxas lets no other warp in.
     return gl.fma(p, factor.broadcast_to(p.shape), total)
 
 
@@ -158,7 +158,10 @@ def _promote(total, p, row_factor, column_factor, SCALES: gl.constexpr):
     next product, where p would need registers of its own."""
     if SCALES == LINES:
         p = warpgroup_mma_wait(0, deps=[_add(p, column_factor[None, :], gl.zeros_like(p))])
-    total = warpgroup_mma_wait(0, deps=[_add(p, row_factor[:, None], total)])
+    if SCALES < ROWS:
+        total = warpgroup_mma_wait(0, deps=[_add(p, row_factor[:, None], total)])
+    else:
+        total = warpgroup_mma_wait(0, deps=[total + p])
     return total, p
 
 
@@ -238,7 +241,6 @@ def _multiply(
     row_tiles, column_tiles = _row_tiles(M, plan_ptr, HEIGHT, GROUPED, GROUPS), gl.cdiv(N, COLUMNS)
     p = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
     never = M < 0  # start every product from zero, and let it overwrite the registers of p
-    one = gl.full([64], gl.where(never, 0.0, 1.0), gl.float32, gl.SliceLayout(1, LAYOUT))  # no constant, see `_add`
     turn = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row, column = _place(tile, row_tiles, column_tiles, GROUP)
@@ -261,7 +263,7 @@ def _multiply(
                 if step > 0:
                     mbarrier.arrive(empty.index((turn - 1) % STAGES))
             else:
-                row_factor, last_row_factor, column_factor = one, one, one
+                row_factor, last_row_factor, column_factor = 0.0, 0.0, 0.0
                 if SCALES < ROWS:
                     a_scale = a_scale_ring.index(stage)
                     row_factor = a_scale.slice(FIRST * 64, 64).load(gl.SliceLayout(1, LAYOUT))
